@@ -6,15 +6,15 @@ Every implementation passes the suite in `tests/bus/`.
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Sequence
-from typing import Any, Protocol, Self, TypeVar
+from typing import Protocol, Self, TypeVar
 
 from ..store.store import Store
 from .backlog import Backlog
 from .dead_letters import DeadLetter
-from .entries import RequestEntry
+from .entries import Answer, RequestEntry
 from .links import AnyLink
 from .messages import Envelope
-from .public import Completion, ErrorInfo, GenerateRequest, Output
+from .public import AnyRequest, Completion, ErrorInfo, Output, OutputBatch
 from .replies import Replies
 from .routing import RequestRouting
 from .sender import Sender
@@ -31,11 +31,8 @@ class Inbox(Protocol):
         Cancelling the wait loses nothing.
 
         Raises:
-            ChannelClosed: The inbox was closed and is empty.
+            ChannelClosed: The bus was closed, and all messages are received.
         """
-
-    async def aclose(self) -> None:
-        """Accept no more messages; queued ones can still be received."""
 
 
 class RequestQueue(Protocol):
@@ -47,11 +44,7 @@ class RequestQueue(Protocol):
     """
 
     async def publish(
-        self,
-        request: GenerateRequest | dict[str, Any] | bytes,
-        *,
-        traceparent: str = "",
-        tracestate: str = "",
+        self, request: AnyRequest, *, traceparent: str = "", tracestate: str = ""
     ) -> str:
         """Add a request (a struct, an equivalent dict, or its JSON).
 
@@ -144,7 +137,7 @@ class RequestQueue(Protocol):
             ChannelClosed: The bus was closed.
         """
 
-    async def end_all(self, answer: Callable[[RequestEntry], Completion], epoch: int) -> int:
+    async def end_all(self, answer: Answer, epoch: int) -> int:
         """End every entry, taken or not, of a model without lanes.
 
         Later output of dead lanes is dropped. An entry that a lane processes in a larger epoch is
@@ -203,9 +196,7 @@ class OutputStream(Protocol[T_co]):
 class ResultStreams(Protocol):
     """Result streams: one per request, and one with every terminal message."""
 
-    async def deliver(
-        self, batch: Sequence[tuple[str, Sequence[Output]]], epoch: int = 1
-    ) -> set[str]:
+    async def deliver(self, batch: OutputBatch, epoch: int = 1) -> set[str]:
         """Append outputs to their requests' streams; return once all are written.
 
         One call costs about one round trip. Outputs after a terminal message are dropped, and so

@@ -14,7 +14,7 @@ import msgspec
 from ..config import SamplingParams, cut, cut_middle, shown
 from .entries import Malformed
 from .messages import Envelope
-from .public import GenerateRequest, Output
+from .public import AnyRequest, GenerateRequest, Output
 
 Encoding = Literal["json", "msgpack"]
 
@@ -92,9 +92,7 @@ def decode_model(raw: bytes, encoding: Encoding) -> str:
         return ""
 
 
-def check_request(
-    request: GenerateRequest | dict[str, Any] | bytes, max_bytes: int
-) -> GenerateRequest | Malformed:
+def check_request(request: AnyRequest, max_bytes: int) -> GenerateRequest | Malformed:
     """Check a request of a client in this process as strictly as on the wire.
 
     Bytes are JSON. A struct or dict goes through msgpack, which finds in one pass what other
@@ -113,7 +111,7 @@ def check_request(
     return checked
 
 
-def encode_request(request: GenerateRequest | dict[str, Any] | bytes) -> tuple[str, bytes]:
+def encode_request(request: AnyRequest) -> tuple[str, bytes]:
     """Encode a request as an entry of the requests stream: the field's name, and its value.
 
     The field is "json"; "msgpack" if a number is not finite, which JSON can't represent; "refused"
@@ -154,10 +152,10 @@ def decode_refused(raw: bytes) -> Malformed:
 def named_id(request: object) -> str:
     """Return the request id of an unchecked struct or dict; "" if there is no usable one."""
     value = _member(request, "request_id")
-    return value if isinstance(value, str) and _is_unicode(value) else ""
+    return value if isinstance(value, str) and is_unicode(value) else ""
 
 
-def written_id(request: GenerateRequest | dict[str, Any] | bytes) -> str:
+def written_id(request: AnyRequest) -> str:
     """Return `named_id`, also for JSON."""
     if isinstance(request, bytes):
         try:
@@ -230,7 +228,8 @@ def _replaced(value: Any, name: str, new: object) -> Any:
     return msgspec.structs.replace(value, **{name: new})
 
 
-def _is_unicode(text: str) -> bool:
+def is_unicode(text: str) -> bool:
+    """Return whether a text has no lone surrogate."""
     try:
         text.encode()
     except UnicodeEncodeError:

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from .channel import ResultStreams
-from .entries import RequestEntry
+from .entries import Answer, RequestEntry
 from .public import Completion
 
 
 async def end_entries(
-    results: ResultStreams,
-    entries: Sequence[RequestEntry],
-    answer: Callable[[RequestEntry], Completion],
-    epoch: int,
+    results: ResultStreams, entries: Sequence[RequestEntry], answer: Answer, epoch: int
 ) -> list[str]:
     """Write the terminal message of each entry without one.
 

@@ -6,9 +6,11 @@ request itself, in `codec.py`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import msgspec
 
-from .public import GenerateRequest
+from .public import Completion, GenerateRequest
 
 MAX_FIELDS = 8
 """More than the known names; an entry with more fields is not read further."""
@@ -70,6 +72,10 @@ class RequestEntry(msgspec.Struct, frozen=True):
     def budget_ns(self) -> int | None:
         """The request's budget in nanoseconds; None without one or if unreadable."""
         return budget_of(self.request)
+
+
+Answer = Callable[[RequestEntry], Completion]
+"""Returns the terminal message for an entry that no lane answers."""
 
 
 def budget_of(request: GenerateRequest | Malformed) -> int | None:

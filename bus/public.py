@@ -6,7 +6,8 @@ timestamps since the Unix epoch, budgets relative. Token ids are plain ints.
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Sequence
+from typing import Any, Literal
 
 import msgspec
 
@@ -104,6 +105,10 @@ class GenerateRequest(
 
 
 # --- read by clients --------------------------------------------------------------------------
+
+
+AnyRequest = GenerateRequest | dict[str, Any] | bytes
+"""A request, the same as a dict, or its JSON."""
 
 
 class ErrorInfo(OutputPart, frozen=True, kw_only=True, omit_defaults=True):
@@ -279,3 +284,6 @@ class Completion(PublicOutput, frozen=True, kw_only=True, tag="completion"):
 
 
 Output = CompletionChunk | Completion
+
+OutputBatch = Sequence[tuple[str, Sequence[Output]]]
+"""Keys of result streams, each with outputs to append."""

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 import msgspec
 
 from ..config.errors import bus_closed
-from .entries import RequestEntry
-from .public import Completion
+from .entries import Answer
 
 
 class Unrouted(msgspec.Struct, frozen=True):
@@ -66,9 +65,7 @@ class RequestRouting(Protocol):
             BusError: As `unrouted`.
         """
 
-    async def refuse(
-        self, entry_ids: Sequence[str], answer: Callable[[RequestEntry], Completion], epoch: int
-    ) -> None:
+    async def refuse(self, entry_ids: Sequence[str], answer: Answer, epoch: int) -> None:
         """Answer entries that can't be moved, and remove them.
 
         Args:
@@ -93,9 +90,7 @@ class MemoryRouting:
     async def move(self, places: Sequence[tuple[str, str]]) -> list[Unmoved]:
         return []
 
-    async def refuse(
-        self, entry_ids: Sequence[str], answer: Callable[[RequestEntry], Completion], epoch: int
-    ) -> None:
+    async def refuse(self, entry_ids: Sequence[str], answer: Answer, epoch: int) -> None:
         """Do nothing: there are no entries to refuse."""
 
     def close(self) -> None:

@@ -11,6 +11,7 @@ import socket
 import statistics
 import time
 from collections.abc import Iterator
+from contextlib import aclosing
 from importlib import metadata
 from itertools import pairwise
 from typing import Annotated
@@ -325,15 +326,12 @@ async def _reach(bus: BusConfig) -> str:
     """Return the server's version and round trip. Raises BusError."""
     from ..bus.redis.bus import RedisBus
 
-    redis = RedisBus(bus)
-    try:
+    async with aclosing(RedisBus(bus)) as redis:
         await redis.ping()
         times = [time.perf_counter()]
         for _ in range(_ROUND_TRIPS):
             await redis.ping()
             times.append(time.perf_counter())
-    finally:
-        await redis.aclose()
     found = await bus_status(Config(bus=bus))
     trip_s = statistics.median(end - begin for begin, end in pairwise(times)) / 2  # two commands
     return f"{found.server} at {found.url}, round trip {trip_s * 1e3:.2f} ms"

@@ -96,11 +96,8 @@ def up(
 
 
 async def _check_bus(config: Config) -> None:
-    bus = open_bus(config.bus)
-    try:
+    async with contextlib.aclosing(open_bus(config.bus)) as bus:
         await bus.ping()
-    finally:
-        await bus.aclose()
 
 
 def _child_environment(config: Config, overrides: Mapping[str, Any]) -> dict[str, str]:

@@ -6,7 +6,7 @@ import asyncio
 import time
 import uuid
 from asyncio import Task
-from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
+from collections.abc import AsyncGenerator, Iterable, Mapping
 from contextlib import aclosing
 from typing import Any, Literal
 
@@ -34,6 +34,7 @@ from .deployment import Deployment
 from .models import ModelStatus, adapters_of
 from .scoring import Request, Submitter
 from .stage_control import (
+    Body,
     Recipients,
     StageControl,
     least_version,
@@ -540,7 +541,7 @@ class BusClient(Submitter, Deployment):
     async def _operate(
         self,
         stage: str,
-        body: Message | Callable[[int], Message],
+        body: Body,
         timeout_s: float = ANSWER_S,
         recipients: Recipients | None = None,
         lane: str | None = None,

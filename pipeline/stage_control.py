@@ -35,6 +35,9 @@ T = TypeVar("T")
 Recipients = list[tuple[str, str]]
 """(lane, role) of each."""
 
+Body = Message | Callable[[int], Message]
+"""A message to all recipients, or one for each by its index."""
+
 LOOK_S = 2.0
 """Interval of the check whether the stages that have not answered are still the same ones."""
 
@@ -139,11 +142,7 @@ class StageControl:
             await anyio.sleep(_POLL_S)
 
     async def send(
-        self,
-        stage: str,
-        body: Message | Callable[[int], Message],
-        recipients: Recipients,
-        operation_id: str = "",
+        self, stage: str, body: Body, recipients: Recipients, operation_id: str = ""
     ) -> None:
         """Send a message, which may depend on the recipient's index.
 
@@ -161,11 +160,7 @@ class StageControl:
             await sender.flush()
 
     async def request(
-        self,
-        stage: str,
-        body: Message | Callable[[int], Message],
-        limit_s: float,
-        recipients: Recipients,
+        self, stage: str, body: Body, limit_s: float, recipients: Recipients
     ) -> list[Outcome]:
         """Send a message, and return the outcomes that come within `limit_s`.
 

@@ -9,7 +9,6 @@ import asyncio
 import time
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable
-from typing import Any
 
 import msgspec
 
@@ -21,10 +20,10 @@ from ..channel import Bus, Inbox
 from ..codec import check_request
 from ..dead_letters import DeadLetter, dead_letter
 from ..ending import end_entries
-from ..entries import RequestEntry, usable_trace
+from ..entries import Answer, RequestEntry, usable_trace
 from ..links import AnyLink
 from ..messages import Envelope
-from ..public import Completion, ErrorInfo, GenerateRequest
+from ..public import AnyRequest, Completion, ErrorInfo
 from ..queue import BoundedQueue
 from ..replies import MemoryReplies
 from ..routing import MemoryRouting
@@ -66,9 +65,6 @@ class MemoryInbox:
     def close(self) -> None:
         """Accept no more messages; queued ones can still be received."""
         self._queue.close()
-
-    async def aclose(self) -> None:
-        self.close()
 
 
 def _stage_of(sender: str) -> str:
@@ -134,11 +130,7 @@ class MemoryRequests:
         self._last = 0
 
     async def publish(
-        self,
-        request: GenerateRequest | dict[str, Any] | bytes,
-        *,
-        traceparent: str = "",
-        tracestate: str = "",
+        self, request: AnyRequest, *, traceparent: str = "", tracestate: str = ""
     ) -> str:
         checked = check_request(request, self._config.max_request_bytes)
         self._last += 1
@@ -181,7 +173,7 @@ class MemoryRequests:
         """Refuse nothing: `publish` waits instead."""
         return 0
 
-    async def end_all(self, answer: Callable[[RequestEntry], Completion], epoch: int) -> int:
+    async def end_all(self, answer: Answer, epoch: int) -> int:
         if len(self._queue):
             await self.take(len(self._queue))
         entries = [entry for entry, _ in self._taken.values()]

@@ -10,7 +10,7 @@ from typing import Self
 
 from ...config import BusError
 from ...config.errors import bus_closed
-from ..public import Completion, Output
+from ..public import Completion, Output, OutputBatch
 
 KEPT_FINISHED = 1024
 """Limit on ended requests with unfollowed outputs."""
@@ -109,9 +109,7 @@ class MemoryResults:
         while self._kept_outputs > KEPT_OUTPUTS or len(self._followed) > KEPT_FINISHED:
             self.forget(next(iter(self._followed)))
 
-    async def deliver(
-        self, batch: Sequence[tuple[str, Sequence[Output]]], epoch: int = 1
-    ) -> set[str]:
+    async def deliver(self, batch: OutputBatch, epoch: int = 1) -> set[str]:
         """Ignore the epoch: a replaced stage of this process is gone."""
         self._check_open()
         append = self._append

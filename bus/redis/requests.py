@@ -23,8 +23,8 @@ from ..backlog import Backlog
 from ..codec import encode_request
 from ..dead_letters import DeadLetter, dead_letter
 from ..ending import end_entries
-from ..entries import RequestEntry, usable_trace
-from ..public import Completion, ErrorInfo, GenerateRequest
+from ..entries import Answer, RequestEntry, usable_trace
+from ..public import AnyRequest, Completion, ErrorInfo
 from .entries import Entries, read_entries
 from .leases import Leases
 from .links import BatchWriter
@@ -82,11 +82,7 @@ class RedisRequests:
         self._may_run_scripts = True
 
     async def publish(
-        self,
-        request: GenerateRequest | dict[str, Any] | bytes,
-        *,
-        traceparent: str = "",
-        tracestate: str = "",
+        self, request: AnyRequest, *, traceparent: str = "", tracestate: str = ""
     ) -> str:
         field, body = encode_request(request)
         fields: list[Any] = [field, body]
@@ -200,7 +196,7 @@ class RedisRequests:
         answered = await end_untaken(self._results, refusals, epoch)
         return await self._leases.remove(answered)
 
-    async def end_all(self, answer: Callable[[RequestEntry], Completion], epoch: int) -> int:
+    async def end_all(self, answer: Answer, epoch: int) -> int:
         after, number = "-", 0
         while True:
             raw = await self._commands.run("XRANGE", self._key, after, "+", "COUNT", DRAIN_PAGE)

@@ -29,7 +29,7 @@ from ...store.redis.client import (
 )
 from ...store.redis.keys import JSON, Keys, id_after, parse_id
 from ..codec import decode_output, encode_output
-from ..public import Completion, Output
+from ..public import Completion, Output, OutputBatch
 from .entries import Entries, entries_of
 from .follow import RedisFollow, RedisTail, check_known, out_keys, read_output
 from .readers import readers_of
@@ -65,9 +65,7 @@ class RedisResults:
         self._next: OrderedDict[str, int] = OrderedDict()
         self._writing = asyncio.Lock()
 
-    async def deliver(
-        self, batch: Sequence[tuple[str, Sequence[Output]]], epoch: int = 1
-    ) -> set[str]:
+    async def deliver(self, batch: OutputBatch, epoch: int = 1) -> set[str]:
         of_key: dict[str, list[Output]] = {}
         for key, outputs in batch:
             of_key.setdefault(key, []).extend(outputs)

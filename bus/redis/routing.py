@@ -8,7 +8,7 @@ theirs.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from ...config import BusConfig, BusError, shown
@@ -17,8 +17,7 @@ from ...store.redis.client import Commands, end_tasks, execute, persist
 from ...store.redis.keys import JSON, MODEL, MSGPACK, Keys
 from ...store.registry import NOT_LOADED
 from ..codec import decode_model
-from ..entries import MAX_FIELDS, RequestEntry
-from ..public import Completion
+from ..entries import MAX_FIELDS, Answer
 from ..routing import Unmoved, Unrouted
 from .entries import model_of, read_entries
 from .refusals import end_untaken
@@ -113,9 +112,7 @@ class RedisRouting:
         left = await self._commands.retry("entrance", "EVAL", _MOVE, len(named), *named, *pairs)
         return [Unmoved(entry_id.decode(), code.decode()) for entry_id, code in left]
 
-    async def refuse(
-        self, entry_ids: Sequence[str], answer: Callable[[RequestEntry], Completion], epoch: int
-    ) -> None:
+    async def refuse(self, entry_ids: Sequence[str], answer: Answer, epoch: int) -> None:
         redis, key = self._commands.redis, self._keys.entrance
         ranges = [("XRANGE", key, each, each) for each in entry_ids]
         found = await self._commands.run_all(ranges)

@@ -6,6 +6,7 @@ from collections.abc import Collection
 from itertools import compress
 from operator import attrgetter, ne
 
+from ...bus.codec import is_unicode
 from ...bus.control import ReplicaCapacity
 from ...bus.entries import RequestEntry
 from ...bus.pooling import Pooling
@@ -65,7 +66,7 @@ def check_request(request: GenerateRequest, *, max_samples: int) -> None:
             f"deadline",
             code="invalid_budget",
         )
-    if len(request.cache_salt) > MAX_CACHE_SALT_LENGTH or not is_encodable(request.cache_salt):
+    if len(request.cache_salt) > MAX_CACHE_SALT_LENGTH or not is_unicode(request.cache_salt):
         raise RequestError(
             f"cache_salt is {shown(request.cache_salt)}; it must be text of at most "
             f"{MAX_CACHE_SALT_LENGTH} characters",
@@ -200,15 +201,6 @@ def check_result_size(
         )
 
 
-def is_encodable(text: str) -> bool:
-    """Return whether a text has no lone surrogates, which JSON escapes can produce."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
 def _tops_bytes(number: int) -> int:
     """Size of the top logprobs at one position."""
     return len("[],") + number * TOP_LOGPROB_BYTES if number else 0
@@ -238,7 +230,7 @@ def _check_stop(stop: tuple[str, ...]) -> None:
         wrong = f"it holds {len(stop)} strings; at most {MAX_STOP_STRINGS} are taken"
     elif not all(stop):
         wrong = "it holds an empty string, which would stop at once; leave that out"
-    elif not all(map(is_encodable, stop)):
+    elif not all(map(is_unicode, stop)):
         wrong = "it holds a lone surrogate, which no text of the model's can match"
     elif any(len(string.encode()) > MAX_STOP_BYTES for string in stop):
         wrong = f"a string in it is longer than {MAX_STOP_BYTES} bytes"

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
+from ...bus.codec import is_unicode
 from ...bus.public import GenerateRequest
 from ...config import RequestError, prompt_too_long, shown
 from ...text.chat_template import render
 from ...text.tokenizer import check_text_fits
-from .checks import check_token_ids, is_encodable
+from .checks import check_token_ids
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -96,7 +97,7 @@ def encode(
     Raises:
         RequestError: It can't be read; with this code.
     """
-    if not is_encodable(text):
+    if not is_unicode(text):
         raise RequestError("the text holds a lone surrogate; send valid Unicode", code=code)
     try:
         # verbose: no warning about lengths, which this stage checks itself.

@@ -8,14 +8,7 @@ from typing import Self
 
 import msgspec
 
-from ...bus.messages import (
-    DEFAULT_SCOPE,
-    CacheScope,
-    Dispatch,
-    NewSequence,
-    RequestInfo,
-    SequenceSpec,
-)
+from ...bus.messages import Dispatch, NewSequence, Prompt, RequestInfo, SequenceSpec
 from ...config import SamplingParams
 from .cache import Lease
 
@@ -72,11 +65,7 @@ class Sequence:
         sampling: SamplingParams | None = None,
         *,
         spec: SequenceSpec | None = None,
-        info: RequestInfo | None = None,
-        priority: int = 0,
-        cache_scope: CacheScope = DEFAULT_SCOPE,
-        rank: int = 0,
-        prediction: tuple[int, ...] = (),
+        dispatch: Dispatch | None = None,
         max_drafts: int = 0,
     ) -> None:
         """Create a sequence that waits.
@@ -87,11 +76,7 @@ class Sequence:
             sampling: Its parameters; `max_tokens` limits the plans.
             spec: Its place in its request, and the tokens generated before; the first sample of a
                 request if None.
-            info: Its request; a request of its own if None.
-            priority: Sequences with a higher priority are preempted later.
-            cache_scope: Only sequences of the same scope share cached KV.
-            rank: As in Dispatch.
-            prediction: As in Dispatch.
+            dispatch: Its request; a request of its own if None.
             max_drafts: Most drafted tokens in a step.
 
         Raises:
@@ -101,21 +86,23 @@ class Sequence:
         if not prompt:
             raise ValueError(f"sequence {seq_id} has no token; it needs at least one to compute")
         spec = spec or SequenceSpec(seq_id, sample_index=0, seed=0)
+        self.sampling = sampling or SamplingParams()
+        if dispatch is None:
+            dispatch = Dispatch(RequestInfo("", ""), Prompt(()), self.sampling, (), priority=0)
         self.seq_id = seq_id
         # The generated tokens are in `token_ids`; the executor needs them once.
         self.spec = msgspec.structs.replace(spec, generated=()) if spec.generated else spec
-        self.info = info or RequestInfo("", "")
+        self.info = dispatch.info
         self.token_ids = [*prompt, *spec.generated]
         self.output_logprobs: list[float] = []
-        self.sampling = sampling or SamplingParams()
         self.num_prompt_tokens = len(prompt)
         self.max_length = len(prompt) + self.sampling.max_tokens
-        self.priority, self.rank = priority, rank
+        self.priority, self.rank = dispatch.priority, dispatch.rank
         self.status = SequenceStatus.WAITING
         self.started = False
-        self.cache_scope = cache_scope
-        self.prediction, self.max_drafts = prediction, max_drafts
-        self.lease = Lease(self.token_ids, cache_scope, may_reuse=not self.computes_all)
+        self.cache_scope = dispatch.cache_scope
+        self.prediction, self.max_drafts = dispatch.prediction, max_drafts
+        self.lease = Lease(self.token_ids, self.cache_scope, may_reuse=not self.computes_all)
         self.num_planned = len(self.token_ids)
         self.num_computed = self.num_scheduled = self.num_cached = self.num_drafting = 0
         self.num_to_prefill = self.next_commit = self.last_step = 0
@@ -126,18 +113,9 @@ class Sequence:
     def dispatched(cls, dispatch: Dispatch, spec: SequenceSpec, max_drafts: int) -> Self:
         """Create the sequence of one of a dispatch's samples."""
         own = dispatch.sampling.max_draft_tokens
-        return cls(
-            spec.seq_id,
-            dispatch.prompt.token_ids,
-            dispatch.sampling,
-            spec=spec,
-            info=dispatch.info,
-            priority=dispatch.priority,
-            cache_scope=dispatch.cache_scope,
-            rank=dispatch.rank,
-            prediction=dispatch.prediction,
-            max_drafts=max_drafts if own is None else min(own, max_drafts),
-        )
+        most = max_drafts if own is None else min(own, max_drafts)
+        prompt = (dispatch.prompt.token_ids, dispatch.sampling)
+        return cls(spec.seq_id, *prompt, spec=spec, dispatch=dispatch, max_drafts=most)
 
     def for_executor(self) -> NewSequence:
         """Return the message with which the executor starts the sequence."""

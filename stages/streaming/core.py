@@ -19,13 +19,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import compress, groupby
 from operator import itemgetter
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
 from ...bus.control import Cancel
 from ...bus.messages import (
-    PromptLogprobs,
     Recovered,
     RecoveredSample,
     RecoveryItem,
@@ -34,9 +33,7 @@ from ...bus.messages import (
     StartedSequence,
     StepResult,
     TopLogprobs,
-    VerifiedDraft,
 )
-from ...bus.pooling import PooledPrompt
 from ...bus.public import Completion, CompletionChunk, ErrorInfo, Output, StageTime, Timings, Usage
 from ...bus.scoring import SampleScored, ScoreSample
 from ...text.detokenizer import Pieces, TokenPieces
@@ -49,8 +46,6 @@ REMEMBERED_ENDS = 4096
 """Requests that were cut short and are remembered; the oldest are dropped."""
 
 _TRACEPARENT = re.compile(r"[0-9a-f]{2}-([0-9a-f]{32})-")
-
-_Part = TypeVar("_Part", StartedSequence, PromptLogprobs, PooledPrompt, VerifiedDraft)
 
 
 class EndedRequest(NamedTuple):
@@ -464,33 +459,20 @@ class _EarlyRequest:
     def share_of(self, result: StepResult) -> StepResult | None:
         """Return the part of a step that concerns this request; None if there is none."""
         own = [seq_id in self.seq_ids for seq_id in result.seq_ids]
-        ended, failed = map(self._cancels, (result.ended, result.failed))
-        started = self._parts(result.started)
-        prompt_logprobs, pooled = self._parts(result.prompt_logprobs), self._parts(result.pooled)
-        if not (any(own) or ended or failed or started or prompt_logprobs or pooled):
-            return None
-        return msgspec.structs.replace(
-            result,
-            started=started,
-            seq_ids=tuple(compress(result.seq_ids, own)),
-            token_ids=tuple(compress(result.token_ids, own)),
-            logprobs=tuple(compress(result.logprobs, own)),
-            finish_reasons=tuple(compress(result.finish_reasons, own)),
-            ended=ended,
-            top_logprobs=tuple(compress(result.top_logprobs, own)),
-            prompt_logprobs=prompt_logprobs,
-            adapter_versions=tuple(compress(result.adapter_versions, own)),
-            pooled=pooled,
-            drafts=self._parts(result.drafts),
-            failed=failed,
-        )
+        share: dict[str, tuple[Any, ...]] = {
+            name: tuple(compress(getattr(result, name), own)) for name in _ROWS
+        }
+        for name in ("started", "prompt_logprobs", "pooled", "drafts"):
+            parts = getattr(result, name)
+            share[name] = tuple(part for part in parts if part.seq_id in self.seq_ids)
+        for name in ("ended", "failed"):
+            cancels = getattr(result, name)
+            share[name] = tuple(each for each in cancels if each.request_id == self.request_id)
+        return msgspec.structs.replace(result, **share) if any(share.values()) else None
 
-    def _parts(self, parts: tuple[_Part, ...]) -> tuple[_Part, ...]:
-        return tuple(part for part in parts if part.seq_id in self.seq_ids)
 
-    def _cancels(self, cancels: tuple[Cancel, ...]) -> tuple[Cancel, ...]:
-        return tuple(cancel for cancel in cancels if cancel.request_id == self.request_id)
-
+_ROWS = ("seq_ids", "token_ids", "logprobs", "finish_reasons", "top_logprobs", "adapter_versions")
+"""Fields of a StepResult with a value for each of its rows."""
 
 _Row = tuple[int, float, RowFinish, TopLogprobs, int]
 """Of a StepResult: token, logprob, finish reason, top logprobs, version of the adapter."""

@@ -19,7 +19,7 @@ from ...bus.messages import (
     RequestOpened,
     StepResult,
 )
-from ...bus.public import Completion, CompletionChunk, Output
+from ...bus.public import Completion, CompletionChunk, Output, OutputBatch
 from ...bus.scoring import SampleScored, ScoreSample
 from ...config import role_of_sender, split_role
 from ...telemetry import TraceContext, instruments, now_ns
@@ -125,9 +125,7 @@ class StreamingStage(Actor):
                     measure_end(self.metrics, ended, self._weight_version)
             trace_end(self, ended)
 
-    async def _deliver(
-        self, outputs: Sequence[tuple[str, Sequence[Output]]], epoch: int
-    ) -> frozenset[str]:
+    async def _deliver(self, outputs: OutputBatch, epoch: int) -> frozenset[str]:
         """Write outputs; return the entries whose streams accept nothing from this epoch."""
         fenced = await self.bus.results.deliver(outputs, epoch)
         if not fenced:

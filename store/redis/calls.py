@@ -36,7 +36,7 @@ class RedisCalls:
             if self._ahead_ms is None:
                 await self._read_clock()
             commands.append(self._attach_command([call_id], for_s))
-        await self._once(commands)
+        await self._commands.run_all(commands)
 
     async def read(self, call_id: str) -> DurableCall | None:
         fields = await self._commands.run("HGETALL", self._keys.call(call_id))
@@ -58,17 +58,17 @@ class RedisCalls:
         return replies[-1] is not None
 
     async def mark(self, call_id: str, mark: Mark) -> None:
-        await self._once(self._set(call_id, _MARK + mark.encode(), b""))
+        await self._commands.run_all(self._set(call_id, _MARK + mark.encode(), b""))
 
     async def claim(self, name: str, call_id: str) -> str:
         command = ("SET", self._keys.name(name), call_id, "NX", "GET", "EX", self._ttl_s)
-        (owner,) = await self._once([command])
+        (owner,) = await self._commands.run_all([command])
         return owner.decode() if owner else call_id
 
     async def drop(self, call_id: str, name: str = "") -> None:
         commands: list[Sequence[Any]] = [("DEL", self._keys.name(name))] if name else []
         commands += [("DEL", self._keys.call(call_id)), ("ZREM", self._keys.attended, call_id)]
-        await self._once(commands)
+        await self._commands.run_all(commands)
 
     async def attach(self, names: Mapping[str, str], for_s: float) -> None:
         if not names:
@@ -82,19 +82,19 @@ class RedisCalls:
         if for_s:
             await self._read_clock()
             commands.append(self._attach_command(names, for_s))
-        await self._once(commands)
+        await self._commands.run_all(commands)
 
     async def detach(self, call_ids: Collection[str]) -> None:
         if call_ids:
-            await self._once([("ZREM", self._keys.attended, *call_ids)])
+            await self._commands.run_all([("ZREM", self._keys.attended, *call_ids)])
 
     async def orphaned(self, most: int) -> list[str]:
         now_ms = await self._read_clock()
         key = self._keys.attended
         command = ("ZRANGE", key, "-inf", now_ms, "BYSCORE", "LIMIT", 0, most)
-        (over,) = await self._once([command])
+        (over,) = await self._commands.run_all([command])
         # The gateway whose ZREM removes the call takes it over.
-        removed = await self._once([("ZREM", key, call_id) for call_id in over])
+        removed = await self._commands.run_all([("ZREM", key, call_id) for call_id in over])
         return [call_id.decode() for call_id, own in zip(over, removed, strict=True) if own]
 
     def _set(self, call_id: str, field: bytes, value: bytes | str) -> list[Sequence[Any]]:
@@ -111,6 +111,3 @@ class RedisCalls:
         now_ms = await self._commands.time_ms(self._keys.attended)
         self._ahead_ms = now_ms - time.monotonic() * 1000
         return now_ms
-
-    async def _once(self, commands: Sequence[Sequence[Any]]) -> list[Any]:
-        return await self._commands.run_all(commands) if commands else []

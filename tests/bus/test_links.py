@@ -10,6 +10,7 @@ import pytest
 
 from nano_inference.bus import Bus, Inbox, control, messages, weights
 from nano_inference.bus.links import ADMITTED, CONTROL, CREDITS, DISPATCH, FINISHED, PLANS
+from nano_inference.bus.memory.bus import MemoryInbox
 from nano_inference.bus.messages import Message
 from nano_inference.bus.pooling import Pooling
 from nano_inference.bus.public import StageTime
@@ -296,7 +297,8 @@ async def test_closed_inbox_gives_out_what_it_holds(memory_bus: Bus) -> None:
     inbox = await memory_bus.open_inbox("fairness")
     sender = memory_bus.sender(ADMITTED, "admission-1")
     await kit.send_all(sender, range(3))
-    await inbox.aclose()
+    assert isinstance(inbox, MemoryInbox)
+    inbox.close()
     assert len(await kit.receive(inbox, 3)) == 3
     with pytest.raises(ChannelClosed):
         await inbox.receive()

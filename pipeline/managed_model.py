@@ -300,7 +300,7 @@ class ManagedModel:
         try:
             runner = self._runner = self._make()
         except NanoInferenceError as error:
-            raise self._not_loaded(error.message) from None
+            raise self.not_loaded(error.message) from None
         self._task = asyncio.create_task(self._run(runner), name=f"model {self.spec.id}")
         reason = await self._until_ready(runner, timeout_s)
         if not reason:
@@ -312,10 +312,11 @@ class ManagedModel:
             self.was_ready = True
         if reason or self._over.is_set():
             await self._stop()
-            raise self._not_loaded(reason or self._why)
+            raise self.not_loaded(reason or self._why)
         self._log.info("model_ready", seconds=round(self.record.load_ns / 1e9, 2))
 
-    def _not_loaded(self, reason: str) -> ModelError:
+    def not_loaded(self, reason: str) -> ModelError:
+        """Return the error of a load that failed."""
         return ModelError(
             f"the model {shown(self.spec.id)} could not be loaded: {reason}",
             code="model_load_failed",

@@ -156,16 +156,27 @@ class ModelManager:
                 return
 
     def _begin_load(self, model: ManagedModel, *, evict: bool = True) -> Job:
-        job = model.job = Job("load")
-        self._group.start_soon(self._load, model, job, evict)
-        return job
+        job = Job("load")
+        return self._begin_job(model, job, partial(self._load, model, job, evict))
 
     def _begin_unload(
         self, model: ManagedModel, timeout_s: float | None = None, *, remove: bool = False
     ) -> Job:
-        job = model.job = Job("unload", remove)
+        job = Job("unload", remove)
         job.hurry(timeout_s)
-        self._group.start_soon(self._unload, model, job)
+        return self._begin_job(model, job, partial(self._unload, model, job))
+
+    def _begin_job(self, model: ManagedModel, job: Job, work: Callable[[], Awaitable[None]]) -> Job:
+        async def run() -> None:
+            try:
+                await work()
+            finally:
+                model.reserved_bytes = 0
+                model.job = None
+                job.done.set()
+
+        model.job = job
+        self._group.start_soon(run)
         return job
 
     async def _obey(self, envelope: Envelope) -> None:
@@ -250,30 +261,22 @@ class ModelManager:
     async def _load(self, model: ManagedModel, job: Job, evict: bool) -> None:
         evicted: list[ManagedModel] = []
         try:
-            try:
-                await self._make_room(model, evicted, evict=evict)
-                await model.load(self._config.deployment.load_timeout_s)
-            except NanoInferenceError:
-                raise
-            except Exception as error:  # noqa: BLE001  (such as a path that Python can't read)
-                self._log.exception("model_load_broke", model=model.spec.id)
-                raise ModelError(
-                    f"the model {shown(model.spec.id)} could not be loaded: {error!r:.200}",
-                    code="model_load_failed",
-                ) from None
+            await self._make_room(model, evicted, evict=evict)
+            await model.load(self._config.deployment.load_timeout_s)
+            return
         except ModelError as error:
             job.error = error
-            self._log.error("model_not_loaded", model=model.spec.id, error=error.message)
-            await self._not_loaded(model, error)
-        finally:
-            model.reserved_bytes = 0
-            model.job = None
-            job.done.set()
-        if job.error is not None:
-            for other in evicted:  # restore the former state
-                there = self._models.get(other.spec.id) is other
-                if there and other.job is None and other.record.state == "unloaded":
-                    self._begin_load(other)
+        except NanoInferenceError:
+            raise
+        except Exception as error:  # noqa: BLE001  (such as a path that Python can't read)
+            self._log.exception("model_load_broke", model=model.spec.id)
+            job.error = model.not_loaded(f"{error!r:.200}")
+        self._log.error("model_not_loaded", model=model.spec.id, error=job.error.message)
+        await self._not_loaded(model, job.error)
+        for other in evicted:  # restore the former state
+            there = self._models.get(other.spec.id) is other
+            if there and other.job is None and other.record.state == "unloaded":
+                self._begin_load(other)
 
     async def _not_loaded(self, model: ManagedModel, error: ModelError) -> None:
         """Answer the requests that waited for a model that could not be loaded."""
@@ -289,13 +292,9 @@ class ModelManager:
 
     async def _unload(self, model: ManagedModel, job: Job) -> None:
         on_demand = self._config.deployment.load_on_demand
-        try:
-            await model.unload(job, keeps_requests=on_demand and not job.remove)
-            if job.remove:
-                await self._remove(model)
-        finally:
-            model.job = None
-            job.done.set()
+        await model.unload(job, keeps_requests=on_demand and not job.remove)
+        if job.remove:
+            await self._remove(model)
 
     async def _remove(self, model: ManagedModel, error: ModelError | None = None) -> None:
         await model.put("unloaded", "it is removed", takes_requests=False)
@@ -306,20 +305,10 @@ class ModelManager:
         await model.aclose()
 
     def _over(self, model: ManagedModel, reason: str) -> None:
-        self._group.start_soon(self._ended, model, reason)
-
-    async def _ended(self, model: ManagedModel, reason: str) -> None:
-        """Mark a model as failed whose lane has ended by itself."""
-        job = model.job
-        if job is not None or self._stopping or model.record.state != "ready":
-            return  # the job in progress handles it
-        job = model.job = Job("fail")
-        self._log.error("model_failed", model=model.spec.id, reason=reason)
-        try:
-            await model.fail(reason)
-        finally:
-            model.job = None
-            job.done.set()
+        """Mark a model as failed whose lane has ended by itself; a job in progress handles it."""
+        if model.job is None and not self._stopping and model.record.state == "ready":
+            self._log.error("model_failed", model=model.spec.id, reason=reason)
+            self._begin_job(model, Job("fail"), partial(model.fail, reason))
 
     # --- memory -----------------------------------------------------------------------------
 

@@ -14,7 +14,6 @@ from ...bus.entries import Malformed, RequestEntry
 from ...bus.messages import (
     AdmittedRequest,
     CacheScope,
-    Prompt,
     RecoveredSample,
     RequestInfo,
     RequestOpened,
@@ -40,13 +39,7 @@ from .checks import (
     pooling_of,
     request_id_of,
 )
-from .prompts import (
-    TextLimit,
-    check_prediction,
-    check_prompt,
-    prediction_token_ids,
-    prompt_token_ids,
-)
+from .prompts import PromptReader
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -166,9 +159,9 @@ class AdmissionCore:
         """Return whether only tokenising shows if the prompt or the prediction is too long."""
         try:
             if isinstance(entry.request, GenerateRequest):
-                limit = self._text_limit(entry.request)
-                check_prompt(entry.request, limit)
-                check_prediction(entry.request, limit)
+                reader = self._reader(entry.request)
+                reader.check_prompt()
+                reader.check_prediction()
         except RequestError:
             return False
         return True
@@ -198,15 +191,13 @@ class AdmissionCore:
             RequestError: Refused for its prompt, its prediction, or its constraint.
         """
         self.check_constraint(request)
-        limit = self._text_limit(request)
-        check_prompt(request, limit)
-        vocab_size, tokenizer = self.capacity.vocab_size, self._tokenizer
-        prompt = prompt_token_ids(request, tokenizer, limit, vocab_size=vocab_size)
+        reader = self._reader(request)
+        reader.check_prompt()
+        prompt = reader.prompt()
         if not request.prediction:
-            return Tokens(Prompt(prompt))
-        check_prediction(request, limit)
-        predicted = prediction_token_ids(request, tokenizer, limit, vocab_size=vocab_size)
-        return Tokens(Prompt(prompt), predicted)
+            return Tokens(prompt)
+        reader.check_prediction()
+        return Tokens(prompt, reader.prediction())
 
     def admit(
         self,
@@ -301,10 +292,9 @@ class AdmissionCore:
             raise RuntimeError("set_capacity must come before the first request")
         return self._capacity
 
-    def _text_limit(self, request: GenerateRequest) -> TextLimit:
-        # A prompt of an embedding needs no room for a token behind it.
-        room = 1 if request.embed is None else 0
-        return TextLimit(self._longest_token_bytes, self.capacity.max_model_len, room)
+    def _reader(self, request: GenerateRequest) -> PromptReader:
+        limits = self.capacity.max_model_len, self.capacity.vocab_size
+        return PromptReader(request, self._tokenizer, self._longest_token_bytes, *limits)
 
     @staticmethod
     def _readable(entry: RequestEntry) -> GenerateRequest:

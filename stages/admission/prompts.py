@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 from ...bus.codec import is_unicode
+from ...bus.messages import Prompt
 from ...bus.public import GenerateRequest
 from ...config import RequestError, prompt_too_long, shown
 from ...text.chat_template import render
@@ -15,78 +16,122 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 
-class TextLimit(NamedTuple):
-    """Limits of a text before it is tokenised."""
+class PromptReader(NamedTuple):
+    """Reads the prompt and the prediction of a request.
 
+    Attributes:
+        tokenizer: None for a model without one; such requests have token ids alone.
+        longest_token_bytes: Of the tokenizer's tokens.
+    """
+
+    request: GenerateRequest
+    tokenizer: PreTrainedTokenizerFast | None
     longest_token_bytes: int
     max_model_len: int
-    room: int = 1
+    vocab_size: int
 
-    def check(self, text: str) -> None:
+    def check_prompt(self) -> None:
+        """Check the prompt without tokenising it.
+
+        All of a conversation counts, also what the template leaves out.
+
+        Raises:
+            RequestError: invalid_prompt, empty_prompt, prompt_too_long.
+        """
+        request = self.request
+        given = [request.prompt, request.prompt_token_ids, request.messages]
+        if given.count(None) != 2:
+            raise RequestError(
+                "give exactly one of prompt, prompt_token_ids and messages", code="invalid_prompt"
+            )
+        if not any(given):
+            raise RequestError(
+                "the prompt is empty; give at least one token to continue from", code="empty_prompt"
+            )
+        if request.prompt is not None:
+            self._check_fits(request.prompt)
+        elif request.messages is not None:
+            if len(request.messages) >= self.max_model_len:
+                sent = f"the conversation has {len(request.messages)} messages"
+                raise prompt_too_long(self.max_model_len, sent, "send fewer")
+            self._check_fits("".join(message.content for message in request.messages))
+
+    def prompt(self) -> Prompt:
+        """Return the prompt, with at least one token, all within the vocabulary. `check_prompt`
+        comes before.
+
+        A text gets the special tokens that the tokenizer adds by default. A conversation goes
+        through the model's chat template, with the beginning of the assistant's turn; the template
+        writes its special tokens itself, so none are added. As everywhere in Transformers, special
+        tokens that are spelled out in a text are read as such.
+
+        Raises:
+            RequestError: invalid_prompt, empty_prompt, invalid_messages, no_chat_template,
+                chat_template_failed, invalid_token_ids, prompt_too_long.
+        """
+        request, tokenizer = self.request, self.tokenizer
+        ids = request.prompt_token_ids or ()
+        if tokenizer is not None and request.prompt is not None:
+            ids = encode(request.prompt, tokenizer, add_special_tokens=True, code="invalid_prompt")
+        elif tokenizer is not None and request.messages is not None:
+            turns = [{"role": each.role, "content": each.content} for each in request.messages]
+            text = render(tokenizer, turns)
+            self._check_fits(text)
+            ids = encode(text, tokenizer, add_special_tokens=False, code="invalid_messages")
+        if not ids:
+            raise RequestError("the prompt gives no tokens", code="empty_prompt")
+        check_token_ids("the prompt", ids, self.vocab_size, "invalid_token_ids")
+        return Prompt(ids)
+
+    def check_prediction(self) -> None:
+        """Check the prediction without tokenising it.
+
+        Raises:
+            RequestError: invalid_prediction.
+        """
+        prediction = self.request.prediction
+        if isinstance(prediction, str):
+            try:
+                self._check_fits(prediction)
+            except RequestError:
+                raise self._too_long(f"{len(prediction)} characters") from None
+        elif prediction is not None and len(prediction) > self.max_model_len:
+            raise self._too_long(f"{len(prediction)} tokens")
+
+    def prediction(self) -> tuple[int, ...]:
+        """Return the prediction's token ids; none without a prediction. `check_prediction` comes
+        before.
+
+        A text is tokenised as it stands, without special tokens. Behind the prompt the model may
+        split its first word otherwise, so the tokens are only a hint.
+
+        Raises:
+            RequestError: invalid_prediction.
+        """
+        prediction = self.request.prediction
+        if isinstance(prediction, str):
+            assert self.tokenizer is not None, "check_no_text comes before"
+            code = "invalid_prediction"
+            ids = encode(prediction, self.tokenizer, add_special_tokens=False, code=code)
+        else:
+            ids = prediction or ()
+        if len(ids) > self.max_model_len:
+            raise self._too_long(f"{len(ids)} tokens")
+        check_token_ids("the prediction", ids, self.vocab_size, "invalid_prediction")
+        return ids
+
+    def _check_fits(self, text: str) -> None:
         """Raises RequestError: prompt_too_long."""
-        check_text_fits(text, self.longest_token_bytes, self.max_model_len, room=self.room)
+        # A prompt of an embedding needs no room for a token behind it.
+        room = 1 if self.request.embed is None else 0
+        check_text_fits(text, self.longest_token_bytes, self.max_model_len, room=room)
 
-
-def check_prompt(request: GenerateRequest, limit: TextLimit) -> None:
-    """Check a prompt without tokenising it.
-
-    All of a conversation counts, also what the template leaves out.
-
-    Raises:
-        RequestError: invalid_prompt, empty_prompt, prompt_too_long.
-    """
-    given = [request.prompt, request.prompt_token_ids, request.messages]
-    if given.count(None) != 2:
-        raise RequestError(
-            "give exactly one of prompt, prompt_token_ids and messages", code="invalid_prompt"
+    def _too_long(self, size: str) -> RequestError:
+        return RequestError(
+            f"the prediction has {size}, and prompt and completion together may have "
+            f"{self.max_model_len} tokens; shorten it",
+            code="invalid_prediction",
         )
-    if not any(given):
-        raise RequestError(
-            "the prompt is empty; give at least one token to continue from", code="empty_prompt"
-        )
-    if request.prompt is not None:
-        limit.check(request.prompt)
-    elif request.messages is not None:
-        if len(request.messages) >= limit.max_model_len:
-            sent = f"the conversation has {len(request.messages)} messages"
-            raise prompt_too_long(limit.max_model_len, sent, "send fewer")
-        limit.check("".join(message.content for message in request.messages))
-
-
-def prompt_token_ids(
-    request: GenerateRequest,
-    tokenizer: PreTrainedTokenizerFast | None,
-    limit: TextLimit,
-    *,
-    vocab_size: int,
-) -> tuple[int, ...]:
-    """Return the prompt's token ids, at least one, all within the vocabulary, after `check_prompt`.
-
-    A text gets the special tokens that the tokenizer adds by default. A conversation goes through
-    the model's chat template, with the beginning of the assistant's turn; the template writes its
-    special tokens itself, so none are added. As everywhere in Transformers, special tokens that
-    are spelled out in a text are read as such. Without a tokenizer there
-    are token ids alone.
-
-    Raises:
-        RequestError: invalid_prompt, empty_prompt, invalid_messages, no_chat_template,
-            chat_template_failed, invalid_token_ids, prompt_too_long.
-    """
-    if tokenizer is None:
-        ids = request.prompt_token_ids or ()
-    elif request.prompt is not None:
-        ids = encode(request.prompt, tokenizer, add_special_tokens=True, code="invalid_prompt")
-    elif request.messages is not None:
-        turns = [{"role": each.role, "content": each.content} for each in request.messages]
-        text = render(tokenizer, turns)
-        limit.check(text)
-        ids = encode(text, tokenizer, add_special_tokens=False, code="invalid_messages")
-    else:
-        ids = request.prompt_token_ids or ()
-    if not ids:
-        raise RequestError("the prompt gives no tokens", code="empty_prompt")
-    check_token_ids("the prompt", ids, vocab_size, "invalid_token_ids")
-    return ids
 
 
 def encode(
@@ -115,54 +160,3 @@ def encode(
             f"the model's tokenizer can't read the text: {shown(str(error))}", code=code
         ) from error
     return tuple(encoded["input_ids"])
-
-
-def check_prediction(request: GenerateRequest, limit: TextLimit) -> None:
-    """Check a prediction without tokenising it.
-
-    Raises:
-        RequestError: invalid_prediction.
-    """
-    prediction = request.prediction
-    if isinstance(prediction, str):
-        try:
-            limit.check(prediction)
-        except RequestError:
-            raise _too_long(f"{len(prediction)} characters", limit) from None
-    elif prediction is not None and len(prediction) > limit.max_model_len:
-        raise _too_long(f"{len(prediction)} tokens", limit)
-
-
-def prediction_token_ids(
-    request: GenerateRequest,
-    tokenizer: PreTrainedTokenizerFast | None,
-    limit: TextLimit,
-    *,
-    vocab_size: int,
-) -> tuple[int, ...]:
-    """Return the prediction's token ids, after `check_prediction`; none without a prediction.
-
-    A text is tokenised as it stands, without special tokens. Behind the prompt the model may split
-    its first word otherwise, so the tokens are only a hint.
-
-    Raises:
-        RequestError: invalid_prediction.
-    """
-    prediction = request.prediction
-    if isinstance(prediction, str):
-        assert tokenizer is not None, "check_no_text comes before"
-        ids = encode(prediction, tokenizer, add_special_tokens=False, code="invalid_prediction")
-    else:
-        ids = prediction or ()
-    if len(ids) > limit.max_model_len:
-        raise _too_long(f"{len(ids)} tokens", limit)
-    check_token_ids("the prediction", ids, vocab_size, "invalid_prediction")
-    return ids
-
-
-def _too_long(size: str, limit: TextLimit) -> RequestError:
-    return RequestError(
-        f"the prediction has {size}, and prompt and completion together may have "
-        f"{limit.max_model_len} tokens; shorten it",
-        code="invalid_prediction",
-    )

@@ -1,4 +1,4 @@
-"""Control messages: cancelling, pausing, weights, epochs.
+"""Control messages: cancelling, pausing, weights, epochs, scores of the reference model.
 
 Arrays of msgpack on Redis, as all messages between stages.
 """
@@ -383,3 +383,34 @@ class StageStopped(Internal, frozen=True):
     incarnation: str
     reason: str
     failed: bool = False
+
+
+class ScoreSample(Internal, frozen=True):
+    """Streaming to an executor: score a finished sample with the reference model.
+
+    Answered in the same epoch, with SampleScored.
+
+    Attributes:
+        token_ids: `[prompt + completion]`.
+        start: Position of the first token to score, at least 1.
+        temperature: Of the logprobs.
+    """
+
+    request_id: str
+    entry_id: str
+    sample_index: int
+    token_ids: tuple[int, ...]
+    start: int
+    temperature: float
+
+
+class SampleScored(Internal, frozen=True):
+    """An executor to streaming: the logprobs of `ScoreSample.token_ids` from `start` on.
+
+    Empty if this executor has no reference model.
+    """
+
+    request_id: str
+    entry_id: str
+    sample_index: int
+    logprobs: tuple[float, ...]

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Union
 import msgspec
 
 from ..config import SamplingParams
-from . import scoring  # noqa: F401  (its messages are part of `Message`)
 from .control import Cancel, Internal, InternalPart
 from .pooling import PooledPrompt, Pooling
 from .public import StageTime

@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, TextIO, cast
+from typing import TextIO, cast
 
 import anyio
 import anyio.lowlevel
@@ -55,31 +55,18 @@ class CanNotStart(NanoInferenceError):
     """A child has printed why a restart is useless."""
 
 
-class Line(NamedTuple):
-    """A line of a child's output, without its end.
-
-    Attributes:
-        kept: Its beginning.
-        left_out: The number of further bytes.
-    """
-
-    kept: bytes
-    left_out: int
-
-    def __str__(self) -> str:
-        more = f"... ({self.left_out} more bytes left out)" if self.left_out else ""
-        return without_controls(self.kept.decode(errors="replace")) + more
-
-
 class Lines:
-    """Splits bytes into lines, with at most `most` bytes in memory."""
+    """Splits bytes into lines of text without control codes, with at most `most` bytes in memory.
+
+    A line that is longer ends with the number of bytes that are left out.
+    """
 
     def __init__(self, most: int = MOST_LINE_BYTES) -> None:
         self._most = most
         self._kept = bytearray()
         self._left_out = 0
 
-    def feed(self, chunk: bytes) -> Iterator[Line]:
+    def feed(self, chunk: bytes) -> Iterator[str]:
         """Yield the lines that end in these bytes."""
         *ended, rest = chunk.split(b"\n")
         for part in ended:
@@ -87,7 +74,7 @@ class Lines:
             yield self._take()
         self._add(rest)
 
-    def end(self) -> Iterator[Line]:
+    def end(self) -> Iterator[str]:
         """Yield the last line, if it has no end."""
         if self._kept or self._left_out:
             yield self._take()
@@ -97,8 +84,10 @@ class Lines:
         self._kept += kept
         self._left_out += len(part) - len(kept)
 
-    def _take(self) -> Line:
-        line = Line(bytes(self._kept), self._left_out)
+    def _take(self) -> str:
+        line = without_controls(self._kept.decode(errors="replace"))
+        if self._left_out:
+            line += f"... ({self._left_out} more bytes left out)"
         self._kept.clear()
         self._left_out = 0
         return line
@@ -125,10 +114,10 @@ class Printer:
         """Write a line of `up`."""
         self._console.print(Text(f"{model:<{self._width}}up         ", "bold") + Text(text))
 
-    def line(self, model: str, role: str, line: Line) -> None:
+    def line(self, model: str, role: str, line: str) -> None:
         """Write a line of a child."""
         start = f"{model:<{self._width}}{role:<10} "
-        self._console.print(Text(start, _STYLES[split_role(role)[0]]) + Text(str(line)))
+        self._console.print(Text(start, _STYLES[split_role(role)[0]]) + Text(line))
 
 
 @dataclass(eq=False)
@@ -292,8 +281,7 @@ class Processes:
     def _say(self, text: str) -> None:
         self.printer.say(text, self._model)
 
-    def _print(self, role: str, line: Line) -> None:
-        text = str(line)
-        if text.startswith(_COMPLAINT):
-            self._complaints[role] = text.removeprefix(_COMPLAINT)
+    def _print(self, role: str, line: str) -> None:
+        if line.startswith(_COMPLAINT):
+            self._complaints[role] = line.removeprefix(_COMPLAINT)
         self.printer.line(self._model, role, line)

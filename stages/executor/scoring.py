@@ -12,9 +12,9 @@ from typing import Any
 
 import msgspec
 
+from ...bus.control import SampleScored, ScoreSample
 from ...bus.links import CONTROL
 from ...bus.messages import NewSequence, RequestInfo, SequenceSpec, StepPlan
-from ...bus.scoring import SampleScored, ScoreSample
 from ...config import EngineConfig, ModelError, SamplingParams
 from ..actor import Actor
 from .core import ExecutorCore

@@ -14,10 +14,9 @@ import torch
 from anyio.abc import TaskGroup
 
 from ...bus import Inbox
-from ...bus.control import StageReady, StageStarted
+from ...bus.control import ScoreSample, StageReady, StageStarted
 from ...bus.links import CONTROL, STEPS_BATCHING, STEPS_STREAMING
 from ...bus.messages import Envelope, StepPlan, StepResult
-from ...bus.scoring import ScoreSample
 from ...config import EngineConfig, WeightsError
 from ...telemetry import instruments, names, now_ns
 from ...text.gguf import facts_of, folder_of

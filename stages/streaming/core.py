@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
-from ...bus.control import Cancel
+from ...bus.control import Cancel, SampleScored, ScoreSample
 from ...bus.messages import (
     Recovered,
     RecoveredSample,
@@ -35,7 +35,6 @@ from ...bus.messages import (
     TopLogprobs,
 )
 from ...bus.public import Completion, CompletionChunk, ErrorInfo, Output, StageTime, Timings, Usage
-from ...bus.scoring import SampleScored, ScoreSample
 from ...text.detokenizer import Pieces, TokenPieces
 from .samples import RequestState, Sample
 

@@ -6,10 +6,10 @@ import sys
 from array import array
 from dataclasses import InitVar, dataclass, field
 
+from ...bus.control import SampleScored, ScoreSample
 from ...bus.messages import PromptLogprobs, RequestOpened, RowFinish, TopLogprobs
 from ...bus.pooling import PooledPrompt
 from ...bus.public import CompletionChunk, CompletionSample, FinishReason, StageTime, TokenLogprob
-from ...bus.scoring import SampleScored, ScoreSample
 from ...text.detokenizer import Detokenizer, Pieces
 from .stop_strings import StopStrings
 

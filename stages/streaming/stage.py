@@ -8,7 +8,7 @@ from typing import ClassVar
 
 import anyio.to_thread
 
-from ...bus.control import Cancel, StopSequences
+from ...bus.control import Cancel, SampleScored, ScoreSample, StopSequences
 from ...bus.links import CONTROL, FINISHED, HALTS, at
 from ...bus.messages import (
     Envelope,
@@ -20,7 +20,6 @@ from ...bus.messages import (
     StepResult,
 )
 from ...bus.public import Completion, CompletionChunk, Output, OutputBatch
-from ...bus.scoring import SampleScored, ScoreSample
 from ...config import role_of_sender, split_role
 from ...telemetry import TraceContext, instruments, now_ns
 from ...text.pooling_config import embeds_only

@@ -9,12 +9,12 @@ from typing import Any, get_args
 import pytest
 
 from nano_inference.bus import Bus, Inbox, control, messages, weights
+from nano_inference.bus.control import SampleScored, ScoreSample
 from nano_inference.bus.links import ADMITTED, CONTROL, CREDITS, DISPATCH, FINISHED, PLANS
 from nano_inference.bus.memory.bus import MemoryInbox
 from nano_inference.bus.messages import Message
 from nano_inference.bus.pooling import Pooling
 from nano_inference.bus.public import StageTime
-from nano_inference.bus.scoring import SampleScored, ScoreSample
 from nano_inference.config import ChannelClosed, FairnessConfig, ModelConfig, SamplingParams
 from nano_inference.store.board import LoadedAdapter
 

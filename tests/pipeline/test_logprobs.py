@@ -20,9 +20,9 @@ from nano_inference import (
     RequestError,
     SamplingParams,
 )
+from nano_inference.bus.control import SampleScored
 from nano_inference.bus.messages import Envelope, StepPlan, StepResult
 from nano_inference.bus.public import CompletionChunk, TokenLogprob
-from nano_inference.bus.scoring import SampleScored
 from nano_inference.stages.executor.scoring import ReferenceModel
 from nano_inference.stages.streaming.core import Deliveries
 from nano_inference.stages.streaming.stage import StreamingStage

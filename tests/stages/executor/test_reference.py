@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from nano_inference import EngineConfig
-from nano_inference.bus.scoring import SampleScored, ScoreSample
+from nano_inference.bus.control import SampleScored, ScoreSample
 from nano_inference.config import ModelError
 from nano_inference.stages.executor.scoring import ReferenceModel
 

@@ -50,10 +50,6 @@ class BoundedQueue(Generic[T]):
     def __len__(self) -> int:
         return len(self._items)
 
-    @property
-    def closed(self) -> bool:
-        return self._closed
-
     async def put(self, item: T, entrance: str = "", capacity: int | None = None) -> None:
         """Append an item through `entrance`, which holds `capacity` items (None: unlimited).
 

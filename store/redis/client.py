@@ -260,14 +260,10 @@ class Commands:
 
     def __init__(self, server: Server, connections: int) -> None:
         self.server = server
-        self._redis = server.client(connections)
+        # For commands in tasks that only `aclose` cancels.
+        self.redis = server.client(connections)
         self._tasks: set[asyncio.Task[Any]] = set()
         self._closed = False
-
-    @property
-    def redis(self) -> Redis:
-        """The client, for commands in tasks that only `aclose` cancels."""
-        return self._redis
 
     async def shielded(self, work: Coroutine[Any, Any, T]) -> T:
         """Await `work`, which continues when the caller is cancelled, until `aclose`.
@@ -315,28 +311,28 @@ class Commands:
 
     async def run(self, *command: Any) -> Any:
         """Send one command, once. Raises as `once`."""
-        return await self.once(lambda: execute(self._redis, *command))
+        return await self.once(lambda: execute(self.redis, *command))
 
     async def run_all(
         self, commands: Sequence[Sequence[Any]], raise_on_error: bool = True
     ) -> list[Any]:
         """Send commands in one round trip, once. Raises as `once`."""
-        return await self.once(lambda: execute_all(self._redis, commands, raise_on_error))
+        return await self.once(lambda: execute_all(self.redis, commands, raise_on_error))
 
     async def retry(self, what: str, *command: Any) -> Any:
         """Send one command until it succeeds. Raises as `idempotent`."""
-        return await self.idempotent(what, lambda: execute(self._redis, *command))
+        return await self.idempotent(what, lambda: execute(self.redis, *command))
 
     async def retry_all(
         self, what: str, commands: Sequence[Sequence[Any]], raise_on_error: bool = True
     ) -> list[Any]:
         """Send commands in one round trip until they succeed. Raises as `idempotent`."""
-        attempt = lambda: execute_all(self._redis, commands, raise_on_error)  # noqa: E731
+        attempt = lambda: execute_all(self.redis, commands, raise_on_error)  # noqa: E731
         return await self.idempotent(what, attempt)
 
     async def time_ms(self, key: bytes) -> int:
         """Return the clock that makes the entry ids of the stream `key`. Raises as `once`."""
-        return await self.once(lambda: time_ms(self._redis, key))
+        return await self.once(lambda: time_ms(self.redis, key))
 
     async def aclose(self, patience_s: float) -> None:
         """Wait up to `patience_s` for running commands, then cancel them and disconnect."""
@@ -344,7 +340,7 @@ class Commands:
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=patience_s)
         await end_tasks(self._tasks)
-        await self._redis.aclose()
+        await self.redis.aclose()
 
 
 async def execute(redis: Redis, *command: Any, key: bytes | None = None) -> Any:

@@ -1,5 +1,1 @@
 """The bus within one process."""
-
-from .bus import MemoryBus
-
-__all__ = ["MemoryBus"]

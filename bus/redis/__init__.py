@@ -1,5 +1,1 @@
 """The bus over Redis or Valkey: one server, a master named by sentinels, or a cluster."""
-
-from .bus import RedisBus
-
-__all__ = ["RedisBus"]

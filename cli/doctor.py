@@ -75,8 +75,7 @@ def doctor(
     setup_logging(config.telemetry)
     if not verbose:
         # Errors are in the table, in fewer words.
-        silent = structlog.make_filtering_bound_logger(logging.CRITICAL)
-        structlog.configure(wrapper_class=silent)
+        structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
         logging.getLogger().setLevel(logging.CRITICAL)
     console = stdout()
     failed = False

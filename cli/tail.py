@@ -40,8 +40,7 @@ def tail(
     With --model only the requests that this model has answered. The shared results stream is read
     and not changed. Ctrl-C ends it.
     """
-    config = options.client_config()
-    asyncio.run(_tail(config, options.served, as_json, limit))
+    asyncio.run(_tail(options.client_config(), options.served, as_json, limit))
 
 
 async def _tail(config: Config, model: str | None, as_json: bool, limit: int | None) -> None:

@@ -91,8 +91,7 @@ def up(
         arguments = ["--config", str(options.config_file)] if options.config_file else []
         environment = _child_environment(config, overrides)
         anyio.run(_check_bus, config)  # so that one process complains, and not five
-        run = _run_several if config.models else _run_one
-        anyio.run(run, config, arguments, environment)
+        anyio.run(_run_several if config.models else _run_one, config, arguments, environment)
 
 
 async def _check_bus(config: Config) -> None:
@@ -215,8 +214,7 @@ async def _run_several(
     ports = MetricsPorts(config.telemetry.metrics_port)
     printer = Printer([model.id for model in config.models])
     roles = (GATEWAY,) if config.gateway.listens else ()
-    method = config.pipeline.start_method
-    forks = Forks((*all_roles(1), *roles), method, environment, printer.say)
+    forks = Forks((*all_roles(1), *roles), config.pipeline.start_method, environment, printer.say)
     gateway = Processes(config, roles, forks, printer, arguments, ports.gateway)
     running = [gateway]
 

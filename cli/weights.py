@@ -120,8 +120,7 @@ def release_memory(options: Options, tags: Tags = None, lane: Lane = None) -> No
 
     nano-inference release-memory --tag kv_cache
     """
-    memory = _memory(tags)
-    operate(options, lambda client: client.release_memory(memory, lane=lane))
+    operate(options, lambda client: client.release_memory(_memory(tags), lane=lane))
 
 
 @takes_model_options
@@ -130,8 +129,7 @@ def resume_memory(options: Options, tags: Tags = None, lane: Lane = None) -> Non
 
     nano-inference resume-memory --tag weights
     """
-    memory = _memory(tags)
-    operate(options, lambda client: client.resume_memory(memory, lane=lane))
+    operate(options, lambda client: client.resume_memory(_memory(tags), lane=lane))
 
 
 def _memory(tags: list[MemoryKind] | None) -> tuple[MemoryTag, ...]:

@@ -56,8 +56,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """Raise ConfigError naming the setting unless `holds`."""
         if not holds:
             shown = f"{self.SECTION}.{name}" if self.SECTION else name
-            value = self._shown(name)
-            raise ConfigError(f"{shown} is {value!r}; it must be {wanted}")
+            raise ConfigError(f"{shown} is {self._shown(name)!r}; it must be {wanted}")
 
     def __rich_repr__(self) -> list[tuple[str, Any]]:
         """Fields for tracebacks that show values of variables."""

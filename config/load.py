@@ -134,8 +134,7 @@ def _merge_environment(tree: Tree, env: Mapping[str, str]) -> None:
         if in_file:
             text = text_in(Path(text), source=name)
         literally = in_file and _type_of(dotted) is str
-        value = text if literally else parse_value(text)
-        _put(tree, dotted, value, source=name)
+        _put(tree, dotted, text if literally else parse_value(text), source=name)
 
 
 def text_in(file: Path, *, source: str) -> str:

@@ -65,8 +65,7 @@ class Deployment:
             return terminal_message(entry, error, "cancelled", request_id=cancel.request_id)
 
         try:
-            epoch = await self.bus.next_epoch()
-            await self.bus.routing.refuse([cancel.entry_id], answer, epoch)
+            await self.bus.routing.refuse([cancel.entry_id], answer, await self.bus.next_epoch())
         except BusError as error:
             # Without permission, the lane that gets the request ends it.
             if error.code != NOT_PERMITTED:
@@ -111,8 +110,7 @@ class Deployment:
         """
         records = await self.bus.store.models.read()
         if not records:
-            reports = await self.bus.store.board.read()
-            return only_model(reports, await self.bus.requests.backlog())
+            return only_model(await self.bus.store.board.read(), await self.bus.requests.backlog())
         for model in set(self._buses) - {*records, ""}:
             await self._buses.pop(model).aclose()
         statuses = [self._status(record) for _, record in sorted(records.items())]

@@ -67,8 +67,7 @@ def expected_memory(config: Config) -> int:
     draft = engine.draft_model_path if engine.speculation == "auto" else ""
     others = [Path(path).expanduser() for path in (engine.reference_model_path, draft) if path]
     weights = sum(weight_bytes(each, engine.dtype) for each in (engine.model_folder, *others))
-    replica = weights + engine.kv_cache_bytes
-    return PROCESSES_BYTES + replica * config.pipeline.replicas
+    return PROCESSES_BYTES + (weights + engine.kv_cache_bytes) * config.pipeline.replicas
 
 
 def weight_bytes(model: Path, dtype: str) -> int:
@@ -398,8 +397,7 @@ class ManagedModel:
             await anyio.sleep(_POLL_S)
 
     async def _send_drain(self, timeout_s: float) -> None:
-        lane = self.config.bus.lane
-        sender = self._bus.sender(CONTROL["admission"], "client-models", lane)
+        sender = self._bus.sender(CONTROL["admission"], "client-models", self.config.bus.lane)
         try:
             with anyio.move_on_after(_GRACE_S):
                 await sender.send(Drain(int(timeout_s * 1e9)))

@@ -110,5 +110,4 @@ class Router:
         for error in errors.values():
             labels = {names.STATUS: "error", names.ERROR_TYPE: error.code}
             self._metrics.record(instruments.REQUESTS, 1, labels)
-        epoch = await self._bus.next_epoch()
-        await self._bus.routing.refuse(list(errors), answer, epoch)
+        await self._bus.routing.refuse(list(errors), answer, await self._bus.next_epoch())

@@ -151,8 +151,7 @@ class EmbeddedPrompt(msgspec.Struct, frozen=True):
 
 def embed_request(prompt: Prompt, params: EmbedParams, like: GenerateRequest) -> GenerateRequest:
     """Return the request for one prompt's vector. Raises RequestError for an invalid prompt."""
-    request = _alone(like, prompt_of(prompt), SamplingParams())
-    return msgspec.structs.replace(request, embed=params)
+    return msgspec.structs.replace(_alone(like, prompt_of(prompt), SamplingParams()), embed=params)
 
 
 def _alone(

@@ -154,8 +154,7 @@ class StageControl:
             for lane, role in recipients
         ]
         for index, sender in enumerate(senders):
-            message = body(index) if callable(body) else body
-            await sender.send(message, operation_id=operation_id)
+            await sender.send(body(index) if callable(body) else body, operation_id=operation_id)
         for sender in senders:
             await sender.flush()
 
@@ -262,8 +261,7 @@ async def update_weights_together(
     version = update.version
     if version is None:
         version = 1 + max(max(each.weight_version, each.newest_version) for each in outcomes)
-    finish = FinishUpdate(name, version)
-    outcomes = await control.request("executor", finish, answer_s, executors)
+    outcomes = await control.request("executor", FinishUpdate(name, version), answer_s, executors)
     failed = [outcome for outcome in outcomes if outcome.code]
     if failed or len(outcomes) < len(executors):
         why = f"{_where(failed[0])}: {failed[0].message}" if failed else "not all have answered"

@@ -179,8 +179,7 @@ class RedisBus:
         await self._server.aclose()
 
     async def _now_ms(self, key: bytes) -> int:
-        redis = self._commands.redis
-        return await self._commands.idempotent("clock", lambda: time_ms(redis, key))
+        return await self._commands.idempotent("clock", lambda: time_ms(self._commands.redis, key))
 
     def _is_local(self, link: AnyLink) -> bool:
         """Return whether all senders of the link are local. On a control link, clients send too."""

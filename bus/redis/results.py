@@ -333,8 +333,7 @@ class RedisResults:
             limits = (config.results_ttl_s, config.results_maxlen)
             commands.append(("EVAL", TELL, len(keys), *keys, *limits, raw))
             commands.append(("EXPIRE", self._keys.own(key), config.results_ttl_s))
-        redis = self._commands.redis
-        await persist(self._server, "results", lambda: execute_all(redis, commands))
+        await persist(self._server, "results", lambda: execute_all(self._commands.redis, commands))
 
     def _places(self, key: str, ends: str | None) -> list[Any]:
         """Return the number of a script's keys, and the keys.

@@ -115,8 +115,7 @@ class RedisRouting:
     async def refuse(self, entry_ids: Sequence[str], answer: Answer, epoch: int) -> None:
         redis, key = self._commands.redis, self._keys.entrance
         ranges = [("XRANGE", key, each, each) for each in entry_ids]
-        found = await self._commands.run_all(ranges)
-        raw = [entry for entries in found for entry in entries]
+        raw = [entry for entries in await self._commands.run_all(ranges) for entry in entries]
         entries = await self._commands.once(
             lambda: read_entries(redis, key, raw, self._config.max_request_bytes)
         )

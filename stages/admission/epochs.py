@@ -370,8 +370,7 @@ class EpochCore:
 
     def _resume(self, item: Unanswered) -> None:
         self._replayed += 1
-        samples = self._answers.get(item.entry_id, ())
-        self.requests.forward(item, samples, self._down_since_ns)
+        self.requests.forward(item, self._answers.get(item.entry_id, ()), self._down_since_ns)
 
     def _run_next_suspect(self) -> None:
         """Run the next suspect once no request runs; open the lane when there is none left."""

@@ -20,8 +20,7 @@ def count_constraint(stage: Actor, entry: RequestEntry, error: str = "") -> None
     """Count an entry with a constraint: accepted, or refused with an error code."""
     request = entry.request
     if isinstance(request, GenerateRequest) and request.sampling.constraint is not None:
-        kind = kind_of(request.sampling.constraint)
-        labels = {names.CONSTRAINT: kind, names.ERROR_TYPE: error}
+        labels = {names.CONSTRAINT: kind_of(request.sampling.constraint), names.ERROR_TYPE: error}
         stage.metrics.record(instruments.CONSTRAINTS, 1, labels)
 
 

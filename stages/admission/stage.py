@@ -234,8 +234,7 @@ class AdmissionStage(Actor):
         except Exception as error:
             if not is_of_the_entry(error):
                 raise
-            give_up = partial(self.epochs.give_up, entry_id, why_given_up(error))
-            await self._handle_locked(give_up)
+            await self._handle_locked(partial(self.epochs.give_up, entry_id, why_given_up(error)))
 
     async def _dead_letter(self, effect: do.AddDeadLetter) -> None:
         entry, error = effect.entry, effect.error
@@ -338,8 +337,7 @@ class AdmissionStage(Actor):
 
     async def _keep_leases(self) -> None:
         lease_s, before_ns = self.config.admission.lease_s, self.epochs.renewed_ns
-        lost = await self.bus.requests.renew(lease_s)
-        await self._handle(partial(self.epochs.renewed, lost))
+        await self._handle(partial(self.epochs.renewed, await self.bus.requests.renew(lease_s)))
         if self.epochs.renewed_ns - before_ns > lease_s * 1e9:
             return  # Redis was away, so other lanes could not renew either
         room = self._requests.room()

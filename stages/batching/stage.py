@@ -88,8 +88,7 @@ class BatchingStage(Actor):
             ("partial", done.partial_hits),
             ("miss", done.misses),
         ):
-            labels = {names.PREFIX_RESULT: result}
-            self.metrics.record(instruments.PREFIX_LOOKUPS, number, labels)
+            self.metrics.record(instruments.PREFIX_LOOKUPS, number, {names.PREFIX_RESULT: result})
 
     async def handle(self, envelope: Envelope) -> None:
         match envelope.body:

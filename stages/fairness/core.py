@@ -289,8 +289,7 @@ class FairnessCore:
         )
 
     def _run(self, replica: Replica, running: Running, level: float) -> None:
-        preemptible = self._is_preemptible(running)
-        replica.start(running, level, next(self._order), preemptible=preemptible)
+        replica.start(running, level, next(self._order), preemptible=self._is_preemptible(running))
 
     def _forget(self, waiting: Waiting) -> None:
         request_id = waiting.request.info.request_id
@@ -458,8 +457,7 @@ class FairnessCore:
         number = least.num_sequences - self._num_leaving
         if flow is not least and flow.priority_class is first:
             # Sequences of the least served tenant that start before both tenants are level.
-            prompt = least.first().request.prompt
-            price = self.config.prefill_weight * len(prompt.token_ids) + 1
+            price = self.config.prefill_weight * len(least.first().request.prompt.token_ids) + 1
             ahead = (flow.counter - least.counter) * least.weight
             number = min(number, ceil(ahead / price) - self._num_leaving)
         return number > 0
@@ -475,5 +473,4 @@ class FairnessCore:
         """Whether a request would miss its deadline even alone on the device."""
         if waiting.deadline_ns is None or not waiting.untouched or not self.config.expire_hopeless:
             return False
-        least_ns = self._fastest_step.least_ns(waiting.request)
-        return now_ns + least_ns > waiting.deadline_ns
+        return now_ns + self._fastest_step.least_ns(waiting.request) > waiting.deadline_ns

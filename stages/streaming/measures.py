@@ -125,8 +125,7 @@ def _measure_phases(
     record(instruments.QUEUE_DURATION, _seconds(timings.received_ns, executor.start_ns), priority)
     if streaming is None:
         return
-    prefill_s = _seconds(executor.start_ns, streaming.start_ns)
-    record(instruments.PREFILL_DURATION, prefill_s, priority)
+    record(instruments.PREFILL_DURATION, _seconds(executor.start_ns, streaming.start_ns), priority)
     if opened.embeds:
         return
     record(instruments.DECODE_DURATION, _seconds(streaming.start_ns, executor.end_ns), priority)

@@ -54,8 +54,7 @@ class RedisCalls:
     async def note(self, call_id: str, request_id: str, entry_id: str) -> bool:
         commands = self._set(call_id, _ENTRY + request_id.encode(), entry_id)
         commands.append(("HGET", self._keys.call(call_id), _CANCELLED))
-        replies = await self._commands.retry_all("calls", commands)
-        return replies[-1] is not None
+        return (await self._commands.retry_all("calls", commands))[-1] is not None
 
     async def mark(self, call_id: str, mark: Mark) -> None:
         await self._commands.run_all(self._set(call_id, _MARK + mark.encode(), b""))

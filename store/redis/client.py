@@ -353,8 +353,7 @@ async def execute(redis: Redis, *command: Any, key: bytes | None = None) -> Any:
     with _connection_errors():
         if key is not None and isinstance(redis, RedisCluster):
             await redis.initialize()
-            node = redis.get_node_from_key(key)
-            return await redis.execute_command(*command, target_nodes=node)
+            return await redis.execute_command(*command, target_nodes=redis.get_node_from_key(key))
         return await redis.execute_command(*command)  # type: ignore[no-untyped-call]
 
 

@@ -15,7 +15,7 @@ from workloads import Request, Workload
 
 from nano_inference import GenerateRequest, InferenceEngine, SamplingParams
 from nano_inference.bus.messages import (
-    Dispatch,
+    AdmittedRequest,
     NewSequence,
     Prompt,
     RequestInfo,
@@ -287,4 +287,5 @@ class Ours:
         for each in ids:
             outcome.tokens[each], outcome.logprobs[each] = [], []
             outcome.arrival_s[each] = request.arrival_s
-        batching.add(Dispatch(info, Prompt(tuple(request.token_ids)), sampling, specs, priority=0))
+        prompt = Prompt(tuple(request.token_ids))
+        batching.add(AdmittedRequest(info, prompt, sampling, specs, "", 0))

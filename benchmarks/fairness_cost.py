@@ -23,7 +23,6 @@ from harness import Table, options, write
 from nano_inference.bus.messages import (
     AdmittedRequest,
     Credit,
-    Dispatch,
     Prompt,
     RequestInfo,
     SequenceSpec,
@@ -71,7 +70,7 @@ class Load:
 
     def dispatch(self) -> None:
         while (dispatched := self._timed_pop()) is not None:
-            assert isinstance(dispatched.message, Dispatch)
+            assert isinstance(dispatched.message, AdmittedRequest)
             self.running += [spec.seq_id for spec in dispatched.message.sequences]
 
     def _timed_pop(self) -> Dispatched | None:

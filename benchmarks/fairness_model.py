@@ -16,11 +16,12 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+from msgspec.structs import replace
+
 from nano_inference.bus.control import ReplicaCapacity
 from nano_inference.bus.messages import (
     AdmittedRequest,
     Credit,
-    Dispatch,
     Prompt,
     RequestInfo,
     ResumeSequences,
@@ -93,8 +94,7 @@ class FixedOrder:
             return None
         self._credits -= 1
         rank, _, request = heapq.heappop(self._heap)
-        names = ("info", "prompt", "sampling", "sequences", "priority")
-        message = Dispatch(**{name: getattr(request, name) for name in names}, rank=rank)
+        message = replace(request, rank=rank)
         return Dispatched(
             replica="",
             message=message,

@@ -32,7 +32,7 @@ from harness import against, options, print_table, record, rotated
 from random_models import write_model
 from workloads import object_schema
 
-from nano_inference.bus.messages import Dispatch, Prompt, RequestInfo, SequenceSpec
+from nano_inference.bus.messages import AdmittedRequest, Prompt, RequestInfo, SequenceSpec
 from nano_inference.config import Constraint, EngineConfig, SamplingParams
 from nano_inference.stages.batching import BatchingCore
 from nano_inference.stages.executor import ExecutorCore, LoadedModel
@@ -113,9 +113,8 @@ class Lane:
             # By the place in the turn, so that both lanes draw the same numbers.
             spec = SequenceSpec(self._last_id, 0, seed=self._last_id - first)
             self._batching.add(
-                Dispatch(
-                    *(info, Prompt(tuple(prompt)), sampling, (spec,)),
-                    priority=0,
+                AdmittedRequest(
+                    *(info, Prompt(tuple(prompt)), sampling, (spec,), "", 0),
                     prediction=tuple(prediction),
                 )
             )

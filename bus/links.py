@@ -31,7 +31,6 @@ from .control import Cancel, LoadModel, StopSequences, UnloadModel
 from .messages import (
     AdmittedRequest,
     Credit,
-    Dispatch,
     Fenced,
     Message,
     PauseSequences,
@@ -64,7 +63,7 @@ class Link(NamedTuple, Generic[M]):
 
 AnyLink = Link[Any]
 
-DispatchMessage = Dispatch | PauseSequences | ResumeSequences | Cancel
+DispatchMessage = AdmittedRequest | PauseSequences | ResumeSequences | Cancel
 
 ADMITTED: Link[AdmittedRequest | Cancel] = Link("admitted", ("admission",), "fairness")
 DISPATCH: Link[DispatchMessage] = Link("dispatch", ("fairness",), "batching")

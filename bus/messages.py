@@ -134,48 +134,29 @@ DEFAULT_SCOPE = CacheScope()
 """The scope without tenant, salt and adapter."""
 
 
-class TokenizedRequest(Internal, frozen=True):
-    """What admission has made of a valid request, up to the executor.
+class AdmittedRequest(Internal, frozen=True):
+    """What admission has made of a valid request. Fairness sends some or all of its sequences on to
+    batching, in the same form with a rank; each uses up one credit.
 
     Attributes:
         sampling: `stop_token_ids` include the model's own; `stop` is empty, since streaming has it.
         sequences: The samples that are still to be made.
+        prediction: What the client expects to come, as tokens; a draft for speculation.
+        has_stop_strings: Whether a stop string may end a sample.
+        rank: Sequences with a smaller rank go first where not all fit. Ranks grow with time, so
+            no sequence waits for ever.
     """
 
     info: RequestInfo
     prompt: Prompt
     sampling: SamplingParams
     sequences: tuple[SequenceSpec, ...]
-
-
-class AdmittedRequest(TokenizedRequest, frozen=True):
-    """A valid request: the sequences wait for their turn.
-
-    Attributes:
-        prediction: What the client expects to come, as tokens; a draft for speculation.
-        has_stop_strings: Whether a stop string may end a sample.
-    """
-
     tenant: str
     priority: int
     cache_scope: CacheScope = DEFAULT_SCOPE
     prediction: tuple[int, ...] = ()
     has_stop_strings: bool = False
-
-
-class Dispatch(TokenizedRequest, frozen=True):
-    """Some or all sequences of a request, sent to run. Each uses up one credit.
-
-    Attributes:
-        rank: Sequences with a smaller rank go first where not all fit. Ranks grow with time, so
-            no sequence waits for ever.
-        prediction: As in AdmittedRequest.
-    """
-
-    priority: int
-    cache_scope: CacheScope = DEFAULT_SCOPE
     rank: int = 0
-    prediction: tuple[int, ...] = ()
 
 
 class PauseSequences(Internal, frozen=True):
@@ -188,7 +169,7 @@ class PauseSequences(Internal, frozen=True):
 
 
 class ResumeSequences(Internal, frozen=True):
-    """Resume paused sequences, ranked as in Dispatch. Each uses one credit."""
+    """Resume paused sequences, ranked as in AdmittedRequest. Each uses one credit."""
 
     seq_ids: tuple[int, ...]
     rank: int = 0

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from ..bus.control import MEMORY_TAGS, Cancel, JoinWeightsGroup, MemoryTag, UpdateWeights
 from ..bus.entries import RequestEntry
-from ..bus.messages import Dispatch
 from ..bus.public import Completion, EmbedParams, GenerateRequest
 from ..bus.weights import FolderWeights, GroupWeights, InFlight, WeightsSource, check_in_flight
 from ..config import (
@@ -520,17 +519,7 @@ class InferenceEngine:
         opened, new = self._admission.admit(RequestEntry(name, request), now, now)
         self._requests.add(name, Unfinished(new.prompt.token_ids, request.sampling, request_id))
         self._streaming.open(opened, now)
-        self._batching.add(
-            Dispatch(
-                info=new.info,
-                prompt=new.prompt,
-                sampling=new.sampling,
-                sequences=new.sequences,
-                priority=0,
-                cache_scope=new.cache_scope,
-                prediction=new.prediction,
-            )
-        )
+        self._batching.add(new)
 
     def _run_all(self, requests: Sequence[GenerateRequest], show_progress: bool) -> list[Finished]:
         """Queue the requests and step until all have ended; return their samples in order."""

@@ -12,7 +12,7 @@ from typing import assert_never
 import msgspec
 
 from ...bus.control import Cancel, ReplicaCapacity
-from ...bus.messages import Credit, Dispatch, NewSequence, RequestInfo, StepPlan, StepSummary
+from ...bus.messages import AdmittedRequest, Credit, NewSequence, RequestInfo, StepPlan, StepSummary
 from ...bus.weights import InFlight
 from ...config import EngineConfig, SchedulerConfig
 from ...store.board import LoadedAdapter
@@ -81,20 +81,20 @@ class BatchingCore:
 
     # --- requests -----------------------------------------------------------------------------
 
-    def add(self, dispatch: Dispatch, deadline_ns: int | None = None) -> None:
+    def add(self, request: AdmittedRequest, deadline_ns: int | None = None) -> None:
         """Let the sequences of a dispatch wait, behind sequences that rank before them.
 
         A request whose adapter is not loaded ends. `deadline_ns` is on the clock given to `plan`.
         """
-        info = dispatch.info
+        info = request.info
         if info.adapter and info.adapter not in self._adapter_versions:
             unstarted = not self._index.of_request(info.request_id)
             self.cancel(msgspec.structs.replace(_unloaded(info), unstarted=unstarted))
-            for spec in dispatch.sequences:
+            for spec in request.sequences:
                 self._report.end(spec.seq_id)
             return
-        for spec in dispatch.sequences:
-            seq = Sequence.dispatched(dispatch, spec, self._max_drafts)
+        for spec in request.sequences:
+            seq = Sequence.dispatched(request, spec, self._max_drafts)
             self._set_adapter_version(seq)
             self._index.add(seq)
             self._enqueue(seq)

@@ -8,7 +8,7 @@ from typing import Self
 
 import msgspec
 
-from ...bus.messages import Dispatch, NewSequence, Prompt, RequestInfo, SequenceSpec
+from ...bus.messages import AdmittedRequest, NewSequence, Prompt, RequestInfo, SequenceSpec
 from ...config import SamplingParams
 from .cache import Lease
 
@@ -42,13 +42,13 @@ class Sequence:
             where logprobs go to streaming and not through batching.
         num_prompt_tokens: Tokens of the prompt.
         max_length: Most tokens of prompt and output.
-        cache_scope, prediction: As in Dispatch.
+        cache_scope, prediction: As in AdmittedRequest.
         max_drafts: Most drafted tokens that a step may verify; 0 without speculation.
         num_drafting: Drafted tokens that plans in flight may verify.
         lease: The sequence's part of the prefix cache.
         started: Whether the sequence has ever run.
         num_to_prefill: Tokens that were known when the sequence started.
-        rank: As in Dispatch; sequences with a smaller rank go first and are preempted last.
+        rank: As in AdmittedRequest; sequences with a smaller rank go first and are preempted last.
         next_commit: Number of computed tokens at which the prefix cache is updated next.
         last_step: Id of the last plan that names the sequence; its blocks are in use until then.
         num_reclaimable: Blocks that preempting the sequence frees, set by the owner of a cache with
@@ -65,7 +65,7 @@ class Sequence:
         sampling: SamplingParams | None = None,
         *,
         spec: SequenceSpec | None = None,
-        dispatch: Dispatch | None = None,
+        request: AdmittedRequest | None = None,
         max_drafts: int = 0,
     ) -> None:
         """Create a sequence that waits.
@@ -76,7 +76,7 @@ class Sequence:
             sampling: Its parameters; `max_tokens` limits the plans.
             spec: Its place in its request, and the tokens generated before; the first sample of a
                 request if None.
-            dispatch: Its request; a request of its own if None.
+            request: Its request; a request of its own if None.
             max_drafts: Most drafted tokens in a step.
 
         Raises:
@@ -87,21 +87,21 @@ class Sequence:
             raise ValueError(f"sequence {seq_id} has no token; it needs at least one to compute")
         spec = spec or SequenceSpec(seq_id, sample_index=0, seed=0)
         self.sampling = sampling or SamplingParams()
-        if dispatch is None:
-            dispatch = Dispatch(RequestInfo("", ""), Prompt(()), self.sampling, (), priority=0)
+        if request is None:
+            request = AdmittedRequest(RequestInfo("", ""), Prompt(()), self.sampling, (), "", 0)
         self.seq_id = seq_id
         # The generated tokens are in `token_ids`; the executor needs them once.
         self.spec = msgspec.structs.replace(spec, generated=()) if spec.generated else spec
-        self.info = dispatch.info
+        self.info = request.info
         self.token_ids = [*prompt, *spec.generated]
         self.output_logprobs: list[float] = []
         self.num_prompt_tokens = len(prompt)
         self.max_length = len(prompt) + self.sampling.max_tokens
-        self.priority, self.rank = dispatch.priority, dispatch.rank
+        self.priority, self.rank = request.priority, request.rank
         self.status = SequenceStatus.WAITING
         self.started = False
-        self.cache_scope = dispatch.cache_scope
-        self.prediction, self.max_drafts = dispatch.prediction, max_drafts
+        self.cache_scope = request.cache_scope
+        self.prediction, self.max_drafts = request.prediction, max_drafts
         self.lease = Lease(self.token_ids, self.cache_scope, may_reuse=not self.computes_all)
         self.num_planned = len(self.token_ids)
         self.num_computed = self.num_scheduled = self.num_cached = self.num_drafting = 0
@@ -110,12 +110,12 @@ class Sequence:
         self.num_to_allocate: int | None = None
 
     @classmethod
-    def dispatched(cls, dispatch: Dispatch, spec: SequenceSpec, max_drafts: int) -> Self:
-        """Create the sequence of one of a dispatch's samples."""
-        own = dispatch.sampling.max_draft_tokens
+    def dispatched(cls, request: AdmittedRequest, spec: SequenceSpec, max_drafts: int) -> Self:
+        """Create the sequence of one of a request's samples."""
+        own = request.sampling.max_draft_tokens
         most = max_drafts if own is None else min(own, max_drafts)
-        prompt = (dispatch.prompt.token_ids, dispatch.sampling)
-        return cls(spec.seq_id, *prompt, spec=spec, dispatch=dispatch, max_drafts=most)
+        prompt = (request.prompt.token_ids, request.sampling)
+        return cls(spec.seq_id, *prompt, spec=spec, request=request, max_drafts=most)
 
     def for_executor(self) -> NewSequence:
         """Return the message with which the executor starts the sequence."""

@@ -16,7 +16,14 @@ from ...bus.control import (
     WeightsReady,
 )
 from ...bus.links import CONTROL, CREDITS, PLANS
-from ...bus.messages import Credit, Dispatch, Envelope, PauseSequences, ResumeSequences, StepSummary
+from ...bus.messages import (
+    AdmittedRequest,
+    Credit,
+    Envelope,
+    PauseSequences,
+    ResumeSequences,
+    StepSummary,
+)
 from ...bus.weights import check_in_flight
 from ...config import WeightsError
 from ...telemetry import instruments, names, now_ns
@@ -133,10 +140,10 @@ class BatchingStage(Actor):
             case StepSummary() as result:
                 core.absorb(result)
                 self._spans.step_done(result)
-            case Dispatch() as dispatch:
+            case AdmittedRequest() as request:
                 now = now_ns()
-                core.add(dispatch, deadline_of(envelope, now))
-                self._spans.arrived(dispatch.info, now)
+                core.add(request, deadline_of(envelope, now))
+                self._spans.arrived(request.info, now)
             case StopSequences(seq_ids):
                 core.stop(seq_ids)
             case PauseSequences(seq_ids):

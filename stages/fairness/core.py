@@ -10,7 +10,7 @@ from math import ceil
 import msgspec
 
 from ...bus.control import Cancel
-from ...bus.messages import AdmittedRequest, Credit, Dispatch, ResumeSequences
+from ...bus.messages import AdmittedRequest, Credit, ResumeSequences
 from ...bus.public import StageTime
 from ...config import FairnessConfig
 from ..lazy_heap import LazyHeap
@@ -32,7 +32,7 @@ class Dispatched(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     replica: str
-    message: Dispatch | ResumeSequences
+    message: AdmittedRequest | ResumeSequences
     request: AdmittedRequest
     arrived_ns: int
     deadline_ns: int | None
@@ -246,7 +246,7 @@ class FairnessCore:
         if waiting.paused is not None:
             self.counts.resumes += 1
             self._run(replica, waiting.paused, level)
-            message: Dispatch | ResumeSequences = ResumeSequences((specs[0].seq_id,), rank)
+            message: AdmittedRequest | ResumeSequences = ResumeSequences((specs[0].seq_id,), rank)
         else:
             for spec in specs:
                 running = Running(
@@ -267,16 +267,8 @@ class FairnessCore:
                     running.flow.charge(running.charged * self.config.prefill_weight)
                     replica.prefixes.add(waiting.chain)
             held = StageTime(stage="fairness", start_ns=waiting.arrived_ns, end_ns=now_ns)
-            message = Dispatch(
-                info=msgspec.structs.replace(request.info, queued=held),
-                prompt=request.prompt,
-                sampling=request.sampling,
-                sequences=specs,
-                priority=request.priority,
-                cache_scope=request.cache_scope,
-                rank=rank,
-                prediction=request.prediction,
-            )
+            info = msgspec.structs.replace(request.info, queued=held)
+            message = msgspec.structs.replace(request, info=info, sequences=specs, rank=rank)
         return Dispatched(
             replica=replica.name,
             message=message,

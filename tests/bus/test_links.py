@@ -36,8 +36,7 @@ CANCEL = control.Cancel("r", "1-0", "expired", "deadline", "too late", unstarted
 FOLDER, TENSOR = weights.FolderWeights("/weights/7"), weights.TensorMeta("w", "bfloat16", (2, 3))
 MODEL = ModelConfig(id="a", path="/a", settings={"engine.max_batch_size": 4})
 SAMPLES: tuple[Message, ...] = (
-    messages.AdmittedRequest(INFO, PROMPT, SAMPLING, (SPEC,), "default", -1),
-    messages.Dispatch(INFO, PROMPT, SAMPLING, (SPEC,), 4),
+    messages.AdmittedRequest(INFO, PROMPT, SAMPLING, (SPEC,), "default", -1, rank=4),
     messages.PauseSequences((1, 2)),
     messages.ResumeSequences((7, 8), -5),
     messages.Credit(3, ((7, 8), (8,)), ((9, 12),), (7,), (8,), 1_000_000, 640),

@@ -21,7 +21,7 @@ import pytest
 from nano_inference import Gateway, GenerateRequest, Pipeline
 from nano_inference.bus import RequestEntry
 from nano_inference.bus.memory.bus import MemoryRequests
-from nano_inference.bus.messages import AdmittedRequest, Dispatch, Envelope, StepPlan, StepSummary
+from nano_inference.bus.messages import AdmittedRequest, Envelope, StepPlan, StepSummary
 from nano_inference.bus.redis.requests import RedisRequests
 from nano_inference.gateway.api.kserve.service import InferenceService
 from nano_inference.gateway.serving.origin import Origin
@@ -199,7 +199,7 @@ def follow_the_stages(followed: Followed) -> None:
     followed.behind(AdmissionCore, "admit", holds("admission"))
     followed.before(FairnessStage, "handle", arrived(AdmittedRequest, "fairness"))
     followed.behind(FairnessCore, "push", holds("fairness"))
-    followed.before(BatchingStage, "handle", arrived(Dispatch, "batching"))
+    followed.before(BatchingStage, "handle", arrived(AdmittedRequest, "batching"))
 
     deadlines: list[int | None] = []
 
@@ -209,7 +209,7 @@ def follow_the_stages(followed: Followed) -> None:
 
     hold_batching, hold_executor = holds("batching"), holds("executor", "batching")
 
-    def added(dispatch: Dispatch, deadline_ns: int | None) -> None:
+    def added(dispatch: AdmittedRequest, deadline_ns: int | None) -> None:
         deadlines.append(deadline_ns)
         hold_batching()
 

@@ -19,7 +19,7 @@ import pytest
 import pytest_asyncio
 
 from nano_inference.bus.control import Cancel
-from nano_inference.bus.messages import Dispatch, StepPlan, StepResult, StepSummary
+from nano_inference.bus.messages import AdmittedRequest, StepPlan, StepResult, StepSummary
 from nano_inference.gateway.gateway import Gateway
 from nano_inference.gateway.server.connections import Connection
 from nano_inference.kserve.grpc_codec import encode_infer_request
@@ -129,7 +129,7 @@ class Steps:
                 pass
             return execute(core, planned)
 
-        def watched_add(core: BatchingCore, dispatch: Dispatch, *given: Any) -> None:
+        def watched_add(core: BatchingCore, dispatch: AdmittedRequest, *given: Any) -> None:
             add(core, dispatch, *given)
             self._core = core
             if dispatch.info.request_id != COMPANION:

@@ -20,7 +20,7 @@ import torch
 
 from nano_inference import Completion, GenerateRequest, InferenceEngine, Pipeline
 from nano_inference.bus.messages import (
-    Dispatch,
+    AdmittedRequest,
     NewSequence,
     Prompt,
     RequestInfo,
@@ -128,8 +128,8 @@ class Lane:
         name = f"r{self._next_id}"
         info = RequestInfo(name, name)
         spec = SequenceSpec(self._next_id, 0, seed=request.seed)
-        dispatch = Dispatch(info, Prompt(request.prompt), request.sampling, (spec,), priority=0)
-        self.batching.add(dispatch)
+        prompt = Prompt(request.prompt)
+        self.batching.add(AdmittedRequest(info, prompt, request.sampling, (spec,), "", 0))
         return self._next_id
 
     def _count(self, plan: StepPlan) -> None:

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from nano_inference import EngineConfig, InferenceEngine, SamplingParams
 from nano_inference.bus.control import ReplicaCapacity
 from nano_inference.bus.messages import (
-    Dispatch,
+    AdmittedRequest,
     Prompt,
     RequestInfo,
     SequenceSpec,
@@ -90,7 +90,8 @@ def batching_steps(number: int, cache_type: Literal["paged", "radix"]) -> float:
     for seq_id in range(number):
         prompt = Prompt((seq_id,) * (1 + seq_id % STEPS))
         info = RequestInfo(f"r{seq_id}", "e")
-        core.add(Dispatch(info, prompt, SamplingParams(), (SequenceSpec(seq_id, 0, 0),), 0))
+        specs = (SequenceSpec(seq_id, 0, 0),)
+        core.add(AdmittedRequest(info, prompt, SamplingParams(), specs, "", 0))
     plans: deque[StepPlan] = deque()
 
     def step() -> None:

@@ -8,8 +8,8 @@ from typing import Literal
 
 from nano_inference.bus.control import ReplicaCapacity
 from nano_inference.bus.messages import (
+    AdmittedRequest,
     Credit,
-    Dispatch,
     NewSequence,
     Prompt,
     RequestInfo,
@@ -214,8 +214,8 @@ class FakeReplica:
         )
         info = RequestInfo(name, name, adapter=adapter, pooling=pooling)
         specs = tuple(SequenceSpec(seq_id, index, 0) for index, seq_id in enumerate(seq_ids))
-        dispatch = Dispatch(info, Prompt(tuple(prompt)), sampling, specs, priority, rank=rank)
-        self.core.add(dispatch, deadline_ns)
+        about = (info, Prompt(tuple(prompt)), sampling, specs)
+        self.core.add(AdmittedRequest(*about, "", priority, rank=rank), deadline_ns)
 
     def plan(self, now_ns: int = 0) -> bool:
         plan = self.core.plan(now_ns)

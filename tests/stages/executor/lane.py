@@ -9,7 +9,7 @@ from itertools import count
 from typing import Any
 
 from nano_inference.bus.messages import (
-    Dispatch,
+    AdmittedRequest,
     Prompt,
     RequestInfo,
     SequenceSpec,
@@ -67,7 +67,8 @@ class StepLane:
     ) -> None:
         name = f"r{seq_id}"
         info, spec = RequestInfo(name, name, adapter=adapter), SequenceSpec(seq_id, 0, seed=seq_id)
-        self.batching.add(Dispatch(info, Prompt(tuple(prompt)), sampling, (spec,), priority=0))
+        admitted = AdmittedRequest(info, Prompt(tuple(prompt)), sampling, (spec,), "", 0)
+        self.batching.add(admitted)
 
     def turn(self) -> bool:
         """Run all steps that can be planned, then take the result of the oldest step."""

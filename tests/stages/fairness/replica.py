@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from nano_inference.bus.messages import AdmittedRequest, Credit, Dispatch, ResumeSequences
+from nano_inference.bus.messages import AdmittedRequest, Credit, ResumeSequences
 from nano_inference.config import FairnessConfig
 from nano_inference.stages.fairness import FairnessCore
 
@@ -61,7 +61,7 @@ class StepReplica:
     def dispatch(self) -> None:
         while (dispatched := self.core.pop(self.now_ns)) is not None:
             message, admitted = dispatched.message, dispatched.request
-            if isinstance(message, Dispatch):
+            if isinstance(message, AdmittedRequest):
                 self.started.setdefault(message.info.request_id, self.now_ns)
                 for spec in message.sequences:
                     self._start(spec.seq_id, admitted, len(admitted.prompt.token_ids))

@@ -6,7 +6,7 @@ import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nano_inference.bus.messages import CacheScope, Dispatch
+from nano_inference.bus.messages import AdmittedRequest, CacheScope
 from nano_inference.bus.public import StageTime
 from nano_inference.config import FairnessConfig
 from nano_inference.stages.fairness import Dispatched, FairnessCore
@@ -15,10 +15,10 @@ from nano_inference.stages.lazy_heap import LEFTOVERS_KEPT
 from .requests import SECOND, cancel, drain, grant, request
 
 
-def popped(core: FairnessCore, now_ns: int) -> tuple[Dispatched, Dispatch]:
+def popped(core: FairnessCore, now_ns: int) -> tuple[Dispatched, AdmittedRequest]:
     dispatched = core.pop(now_ns)
     assert dispatched is not None
-    assert isinstance(dispatched.message, Dispatch)
+    assert isinstance(dispatched.message, AdmittedRequest)
     return dispatched, dispatched.message
 
 
@@ -156,7 +156,7 @@ def test_every_sequence_is_dispatched_once_and_equals_leave_in_order(
         grant(core, credits)
         while (dispatched := core.pop(100)) is not None:
             name = dispatched.request.info.request_id
-            assert isinstance(dispatched.message, Dispatch)
+            assert isinstance(dispatched.message, AdmittedRequest)
             order.append(name)
             counts[name] = counts.get(name, 0) + len(dispatched.message.sequences)
     assert counts == {str(i): samples for i, (_, samples) in enumerate(arrivals)}

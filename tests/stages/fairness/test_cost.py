@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from nano_inference.bus.messages import Credit, Dispatch
+from nano_inference.bus.messages import AdmittedRequest, Credit
 from nano_inference.config import FairnessConfig
 from nano_inference.stages.fairness import FairnessCore
 
@@ -35,7 +35,7 @@ def calls_per_decision(config: FairnessConfig, requests: int, tenants: int) -> f
 
     def dispatch(now_ns: int) -> None:
         while (dispatched := core.pop(now_ns)) is not None:
-            assert isinstance(dispatched.message, Dispatch)
+            assert isinstance(dispatched.message, AdmittedRequest)
             running.extend(spec.seq_id for spec in dispatched.message.sequences)
         core.ask_to_pause(now_ns)
         core.expire(now_ns)

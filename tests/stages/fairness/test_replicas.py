@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from nano_inference.bus.messages import DEFAULT_SCOPE, CacheScope, Credit, Dispatch, ResumeSequences
+from nano_inference.bus.messages import (
+    DEFAULT_SCOPE,
+    AdmittedRequest,
+    CacheScope,
+    Credit,
+    ResumeSequences,
+)
 from nano_inference.config import FairnessConfig
 from nano_inference.stages.fairness import FairnessCore, Replica, choose_replica
 from nano_inference.stages.fairness.replicas import CHUNK_TOKENS, PrefixIndex, prefix_chain
@@ -167,7 +173,7 @@ def sent(core: FairnessCore, *, swap: bool = False) -> list[tuple[str, str]]:
     """(replica, request) of all dispatches now, or swapped."""
     found = []
     while (dispatched := core.pop(10)) is not None:
-        assert isinstance(dispatched.message, Dispatch)
+        assert isinstance(dispatched.message, AdmittedRequest)
         pair = dispatched.replica, dispatched.request.info.request_id
         found.append(pair[::-1] if swap else pair)
     return found

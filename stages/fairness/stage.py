@@ -113,12 +113,8 @@ class FairnessStage(Actor):
         )
 
     def _trace_dispatch(self, dispatched: Dispatched, trace: TraceContext) -> None:
-        other_priorities, other_tenants, own = dispatched.passed_by
-        passed_by = {
-            names.PASSED_BY_PRIORITIES: other_priorities,
-            names.PASSED_BY_TENANTS: other_tenants,
-            names.PASSED_BY_OWN: own,
-        }
+        counts = (names.PASSED_BY_PRIORITIES, names.PASSED_BY_TENANTS, names.PASSED_BY_OWN)
+        passed_by = dict(zip(counts, dispatched.passed_by, strict=True))
         if dispatched.resumed is not None:
             resumed = dispatched.resumed
             self._trace(names.FAIRNESS_RESUME, resumed, resumed.paused_ns, passed_by)

@@ -11,7 +11,7 @@ from .runner.inputs import InputBuilder, model_forward
 from .runner.kv_cache import KVCache
 from .runner.loaded_model import LoadedModel
 from .runner.model import load_model, wrap_model
-from .runner.weights import WeightSyncManager
+from .runner.weights.sync_manager import WeightSyncManager
 
 __all__ = [
     "ExecutorCore",

@@ -33,7 +33,8 @@ from .runner.kv_cache import block_bytes, count_blocks
 from .runner.loaded_model import LoadedModel, experts_of
 from .runner.memory import ReplicaMemory, no_memory
 from .runner.model import load_model
-from .runner.weights import WeightSyncManager, limits_of
+from .runner.weights.checks import limits_of
+from .runner.weights.sync_manager import WeightSyncManager
 
 
 class ExecutorCore:

@@ -25,13 +25,12 @@ from ..actor import Actor, StageContext
 from .changes.arguments import Operation
 from .changes.shell import StagedChanges
 from .core import ExecutorCore
-from .draft_counts import DraftCounts, SourceCounts
 from .driver.step import LaunchedStep
 from .runner.attention.choose import kernels_of
 from .runner.device import device_of_replica, is_unverified
 from .runner.model import load_model
 from .scoring import ReferenceModel, Scoring
-from .spans import ExecutorSpans
+from .spans import DraftCounts, ExecutorSpans, SourceCounts
 
 # All torch work of a process happens in this one thread, also after a restart of the stage: with a
 # second thread, OpenMP would keep two teams of workers that compete for the cores.

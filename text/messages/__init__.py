@@ -6,8 +6,7 @@ from .grammar import constraint_of
 from .lark import lark_of_gbnf
 from .message_format import MessageFormat, find_format, format_of, opening_of
 from .message_reader import Delta, MessageReader, Reading, ToolCall
-from .reasoning import EFFORT, SWITCHES, asked_to_reason
-from .tools import Tool, ToolUse
+from .tools import EFFORT, SWITCHES, Tool, ToolUse, asked_to_reason
 
 __all__ = [
     "EFFORT",

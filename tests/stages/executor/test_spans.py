@@ -14,8 +14,7 @@ from nano_inference.bus import open_bus
 from nano_inference.bus.messages import NewSequence, StepResult, VerifiedDraft
 from nano_inference.config import BusConfig, Config, Constraint, SamplingParams, TelemetryConfig
 from nano_inference.stages.actor import StageContext
-from nano_inference.stages.executor.draft_counts import DraftCounts, SourceCounts
-from nano_inference.stages.executor.spans import ExecutorSpans
+from nano_inference.stages.executor.spans import DraftCounts, ExecutorSpans, SourceCounts
 from nano_inference.stages.executor.stage import ExecutorStage
 from nano_inference.telemetry import names, setup_tracing
 

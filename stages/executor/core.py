@@ -14,6 +14,7 @@ from ...bus.control import ReplicaCapacity
 from ...bus.messages import StepPlan, StepResult
 from ...config import EngineConfig, ModelError
 from ...text.grammar import GrammarCompiler
+from .driver.choose import TokenChooser
 from .driver.constraints import Constraints
 from .driver.pooling import PromptPooler, capabilities_of, embedding_capacity, report_pooled
 from .driver.sampled import Sampled, TokenFeed, UnreadTokens
@@ -130,7 +131,7 @@ class ExecutorCore:
             feed=self._feed,
             unread=self._unread,
             speculator=self._speculator,
-            raw_logprobs=config.logprobs_mode == "raw",
+            chooser=TokenChooser(self._table, config.logprobs_mode == "raw", runner.kernels),
             runs_ahead=self.runs_ahead,
         )
 
@@ -187,7 +188,7 @@ class ExecutorCore:
             "kv_bytes": (self.cache.num_blocks + 1) * block_bytes(model, self.cache.block_size),
             "vocab_size": model.vocab_size,
             "max_batch_size": self.max_batch_size,
-            "dtype": str(model.dtypes.weights).removeprefix("torch."),
+            "dtype": str(model.dtype).removeprefix("torch."),
             "deterministic": int("deterministic" not in self.off),
             "experts": experts,
             "active_experts": active,

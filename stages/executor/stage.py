@@ -156,7 +156,7 @@ class ExecutorStage(Actor):
         if facts is None:
             return
         if facts.quantized:
-            types, dtype = ", ".join(facts.quantized), model.dtypes.weights
+            types, dtype = ", ".join(facts.quantized), model.dtype
             self.log.warning(
                 "gguf_dequantized",
                 types=types,

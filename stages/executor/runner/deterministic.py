@@ -57,7 +57,7 @@ class Determinism:
             ModelError: The device or dtype is not verified.
         """
         require_cpu(model.device)
-        dtype = model.dtypes.weights
+        dtype = model.dtype
         if dtype not in (torch.float32, torch.bfloat16):
             raise ModelError(
                 f"deterministic mode is not verified for {dtype}; set dtype to 'float32' or "

@@ -1,8 +1,8 @@
 """Attention by a kernel that reads the paged cache in place, for rows of one token.
 
-On CUDA the kernel is `kernels.triton_decode`, and longer rows are gathered (`gather.prefill`), or
-joined in one call of PyTorch's flash attention if they are whole prompts: one by one, many short
-prompts would keep the host busy and the device waiting. On the CPU the kernel is `cpu.c`'s.
+On the CPU the kernel is `cpu.c`'s. On CUDA it is `kernels.triton_decode`; longer rows are gathered
+(`gather.PrefillRow`), or joined in one call of PyTorch's flash attention if they are whole prompts:
+one by one, many short prompts would keep the host busy and the device waiting.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ..kernels.cpu import PagedAttention
 from ..kv_cache import DecodeKernel, KVCache
 from ..loaded_model import AttentionOptions, LoadedModel
 from .backend import QKV
-from .gather import LayerKind, PrefillRow, for_each_kind, layer_kinds, prefill, prefill_rows
+from .gather import LayerKind, PrefillRow, for_each_kind, layer_kinds, prefill_rows
 
 
 class ReadRows(msgspec.Struct, frozen=True):
@@ -52,7 +52,7 @@ class WholePrompts(msgspec.Struct, frozen=True):
     offsets: Tensor
     longest: int
 
-    def attend(self, qkv: QKV, options: AttentionOptions) -> Tensor:
+    def attend(self, _cache: KVCache, _layer: int, qkv: QKV, options: AttentionOptions) -> Tensor:
         """Compute these rows, `[tokens, heads, value_dim]`."""
         tokens = slice(self.start, self.stop)
         queries = qkv[0][tokens]
@@ -70,7 +70,7 @@ def can_join_prompts(model: LoadedModel) -> bool:
     """Return whether the device's flash attention computes all layers of a model."""
     if model.device.type != "cuda" or torch.version.hip:
         return False
-    if model.dtypes.activations not in (torch.float16, torch.bfloat16):
+    if model.dtype not in (torch.float16, torch.bfloat16):
         return False
     if torch.cuda.get_device_capability(model.device) < (8, 0):
         return False
@@ -163,11 +163,7 @@ class PagedBackend:
             parts.append(paged.decode(_dense_rows(queries), batch.decodes))
         if batch.prefills:
             layout = batch.prefills[options.window, keys.shape[1]]
-            for row in layout:
-                if isinstance(row, WholePrompts):
-                    parts.append(row.attend(qkv, options))
-                else:
-                    parts.append(prefill(row, cache, layer, qkv, options))
+            parts += [row.attend(cache, layer, qkv, options) for row in layout]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 

@@ -16,8 +16,7 @@ import torch
 
 from nano_inference.config import EngineConfig, ModelError, SamplingParams
 from nano_inference.stages.executor import ExecutorCore
-from nano_inference.stages.executor.driver.choose import choose_tokens
-from nano_inference.stages.executor.driver.sequences import SequenceTable
+from nano_inference.stages.executor.driver.choose import TokenChooser
 from nano_inference.stages.executor.driver.speculation import draft_model
 from nano_inference.stages.executor.driver.speculation.draft_model import (
     DraftModel,
@@ -177,13 +176,14 @@ def test_shared_random_numbers_make_matches_likely(monkeypatch: pytest.MonkeyPat
 
     shared = share_of_right_first_tokens()
 
-    def with_others(logits: Any, table: SequenceTable, *args: Any, **kwargs: Any) -> Any:
-        table.seed += np.uint64(1)
-        chosen = choose_tokens(logits, table, *args, **kwargs)
-        table.seed -= np.uint64(1)
-        return chosen
+    class WithOthers(TokenChooser):
+        def choose(self, *args: Any, **kwargs: Any) -> Any:
+            self.table.seed += np.uint64(1)
+            chosen = super().choose(*args, **kwargs)
+            self.table.seed -= np.uint64(1)
+            return chosen
 
-    monkeypatch.setattr(draft_model, "choose_tokens", with_others)
+    monkeypatch.setattr(draft_model, "TokenChooser", WithOthers)
     independent = share_of_right_first_tokens()
     assert 0.6 < shared < 1
     assert independent < 0.4

@@ -13,6 +13,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
@@ -315,30 +316,23 @@ _VOCABULARIES: WeakValueDictionary[bytes, _Vocabulary] = WeakValueDictionary()
 _VOCABULARIES_LOCK = threading.Lock()
 
 
+@dataclass(eq=False)
 class GrammarCompiler:
     """Makes matchers for constraints, with a cache. Thread-safe.
 
     A matcher tracks one sample's position in its grammar: the tokens allowed next.
 
     Attributes:
+        folder: The model's folder; its tokenizer is loaded by `make_ready` or the first constraint.
+        load: Returns the tokenizer.
         vocab_size: Columns of the model's logits.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        vocab_size: int,
-        load: Callable[[Path], PreTrainedTokenizerFast] = load_tokenizer,
-    ) -> None:
-        """Args:
-        folder: The model's folder; its tokenizer is loaded by `make_ready` or the first
-            constraint.
-        vocab_size: Columns of the model's logits; the tokenizer may have fewer.
-        load: Returns the tokenizer.
-        """
-        self._folder = folder
-        self._load = load
-        self.vocab_size = vocab_size
+    folder: Path
+    vocab_size: int
+    load: Callable[[Path], PreTrainedTokenizerFast] = load_tokenizer
+
+    def __post_init__(self) -> None:
         self._lock = threading.Lock()
         self._vocabulary: _Vocabulary | RequestError | ModelError | None = None
 
@@ -401,8 +395,8 @@ class GrammarCompiler:
 
     def _find_vocabulary(self) -> _Vocabulary:
         """Return the process's vocabulary for these tokens."""
-        tokenizer = self._load(self._folder)
-        stop_ids = sorted(stop_token_ids_of(self._folder, tokenizer))
+        tokenizer = self.load(self.folder)
+        stop_ids = sorted(stop_token_ids_of(self.folder, tokenizer))
         if not stop_ids:
             raise invalid(
                 "the model has no end-of-sequence token, so that a constrained answer could "

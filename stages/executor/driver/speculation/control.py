@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from .costs import LEAST_GAIN, StepCosts, choose_lengths, may_pay
+from .costs import LEAST_GAIN, StepCosts, StepLoad
 from .drafts import Draft
 
 _EDGES = (0.05, 0.15, 0.3, 0.5, 0.7, 0.85, 0.95, 0.99)
@@ -290,11 +290,11 @@ class CostControl:
         self.acceptance = Acceptance()
         self._max_rows = max_rows
         # Of the current step. The time of a step with prompts says nothing about rows.
-        self._num_rows = self._num_prefill = self._num_chosen = 0
+        self._load = StepLoad(0, 0, costs, max_rows)
+        self._num_chosen = 0
         self._is_timed = True
         self._pays = False
         self._context = 0.0
-        self._costs_now = costs
         # The time to ask for a row and to learn from it.
         self._asking_s = _FIRST_ASKING_S
         self._ledger = DraftLedger(_MOST_REST)
@@ -311,8 +311,7 @@ class CostControl:
             num_prefill: Tokens of its other rows.
             context: Average tokens before a row of one token.
         """
-        self._num_rows, self._num_prefill, self._context = num_rows, num_prefill, context
-        self._num_chosen, self._is_timed = 0, False
+        self._num_chosen, self._context, self._is_timed = 0, context, False
         if self.costs.version != self._version:
             self._version = self.costs.version
             self._at.clear()
@@ -320,16 +319,10 @@ class CostControl:
         near = int(context) // _NEAR
         if near not in self._at:
             self._at[near] = self.costs.at(near * _NEAR)
-        self._costs_now = self._at[near]
+        self._load = StepLoad(num_rows, num_prefill, self._at[near], self._max_rows)
         step = num_rows, num_prefill, near
         if step not in self._may_pay:
-            self._may_pay[step] = may_pay(
-                num_rows,
-                self._costs_now,
-                max_rows=self._max_rows,
-                num_prefill=num_prefill,
-                drafting_s=self._asking_s * num_rows,
-            )
+            self._may_pay[step] = self._load.pays(self._asking_s * num_rows)
         self._pays = self._may_pay[step]
         return self._pays and not self._ledger.rests
 
@@ -339,19 +332,12 @@ class CostControl:
         if self._pays:
             return self._ledger.take_rest()
         # The end of a prompt, or its growth into a larger batch, may change the answer.
-        return 0 if self._num_prefill else _HOPELESS_STEPS
+        return 0 if self._load.num_prefill else _HOPELESS_STEPS
 
     def lengths(self, chances: Sequence[Sequence[float]]) -> list[int]:
         """Return how many tokens of each draft to verify in this step, by `acceptance.expected`."""
-        lengths = choose_lengths(
-            self._num_rows,
-            chances,
-            self._costs_now,
-            max_rows=self._max_rows,
-            num_prefill=self._num_prefill,
-        )
+        lengths = self._load.lengths(chances)
         self._num_chosen = sum(lengths)
-        self._num_rows += self._num_chosen
         return lengths
 
     def spent(self, num_asked: int, seconds: float, num_accepted: int) -> None:
@@ -360,7 +346,7 @@ class CostControl:
         if num_asked:
             self._asking_s += _ASKING_WEIGHT * (seconds / num_asked - self._asking_s)
         took, saved = self.value(self._num_chosen, num_accepted)
-        free = _FREE * self._costs_now.of(self._num_rows - self._num_chosen)
+        free = _FREE * self._load.costs.of(self._load.num_rows)
         self._ledger.settle(max(seconds - free, 0.0), max(saved - took, 0.0))
 
     def value(self, num_verified: int, num_accepted: int) -> tuple[float, float]:
@@ -373,16 +359,16 @@ class CostControl:
         Returns:
             Seconds to verify them, and seconds that the accepted ones would take without drafts.
         """
-        # `lengths` has added the chosen tokens to the rows.
-        costs, rows = self._costs_now, self._num_rows + self._num_prefill
-        own = max(self._num_rows - self._num_chosen, 1)
+        own_rows, num_prefill, costs, _ = self._load
+        rows, own = own_rows + num_prefill + self._num_chosen, max(own_rows, 1)
         took = costs.of(rows) - costs.of(rows - num_verified)
         return took, num_accepted * costs.of(own) / own
 
     def timed(self, seconds: float) -> None:
         """Record the time of a step up to its tokens: of the last one that began, if any."""
-        if self._num_rows and not self._num_prefill and not self._is_timed:
-            self.costs.observe(self._num_rows, seconds, self._context)
+        rows = self._load.num_rows + self._num_chosen
+        if rows and not self._load.num_prefill and not self._is_timed:
+            self.costs.observe(rows, seconds, self._context)
         else:
             self.costs.interrupt()
         self._is_timed = True

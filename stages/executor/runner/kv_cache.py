@@ -74,7 +74,7 @@ class KVCache:
         """
         attention = self._paged.get(layer)
         if attention is None:
-            attention = kernel(self.keys[layer], self.values[layer], heads, **options._asdict())
+            attention = kernel(self.keys[layer], self.values[layer], heads, options)
             self._paged[layer] = attention
         return attention
 

@@ -19,10 +19,10 @@ from .driver.constraints import Constraints
 from .driver.pooling import PromptPooler, capabilities_of, embedding_capacity, report_pooled
 from .driver.sampled import Sampled, TokenFeed, UnreadTokens
 from .driver.sequences import SequenceTable
-from .driver.speculation.control import MOST_ROWS
+from .driver.speculation.control import MOST_ROWS, CostControl
 from .driver.speculation.costs import StepCosts, measure_costs, trial_step
 from .driver.speculation.draft_model import DraftModel, drafts_by_model, load_draft_model
-from .driver.speculation.speculator import Speculator, make_speculator
+from .driver.speculation.speculator import Speculator, make_sources
 from .driver.step import LaunchedStep, StepOutputs, StepRunner, started_sequences
 from .runner.attention.backend import AttentionBackend
 from .runner.attention.paged import PagedBackend
@@ -151,9 +151,9 @@ class ExecutorCore:
                 )
         if "speculation" in self.off:
             return None
-        return make_speculator(
-            config, self._table, self.constraints, self._measure_costs, self.draft_model
-        )
+        sources = make_sources(config, self._table, self.constraints)
+        control = CostControl(self._measure_costs())
+        return Speculator(self._table, self.constraints, sources, control, self.draft_model)
 
     def _measure_costs(self) -> StepCosts:
         with self.runner.active():

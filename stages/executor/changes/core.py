@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ....bus import control
 from ....bus.control import AdapterReady, LoadAdapter, UnloadAdapter, UpdateWeights, WeightsReady
+from ....bus.messages import StepPlan
 from ....bus.weights import GroupWeights, LocalWeights, StagedWeights
 from ....config import AdapterError, WeightsError, shown
 from ....store.in_place import WeightsInPlace
@@ -150,33 +151,26 @@ class ChangesCore:
         return self._go_on(now_ns)
 
     def step_done(
-        self,
-        version: int,
-        now_ns: int,
-        *,
-        changed: bool,
-        pending: bool,
-        refused: WeightsError | None = None,
-        adapters: Iterable[tuple[str, int]] = (),
+        self, plan: StepPlan, version: int, now_ns: int, pending: bool, refused: WeightsError | None
     ) -> list[do.Effect]:
         """Handle the end of a step.
 
         Args:
-            version: Of the weights of the step.
+            plan: Its plan.
+            version: Of its weights.
             now_ns: The time.
-            changed: Whether its plan put weights in place. Batching assumed so already, and may
-                have received an older state of the memory since.
             pending: Whether memory waits to be released.
-            refused: Why those weights could not be put in place.
-            adapters: Ids and versions that the plan put in place; version 0 is an unload.
+            refused: Why the plan's weights could not be put in place.
         """
         self._in_place(version)
         if refused is not None:
             self._not_in_place(refused)
-        if changed:
+        if plan.weight_version:
+            # Batching assumed them in place already, and may have received an older state of the
+            # memory since.
             self._effects.append(do.SendMemory())
-        if adapters:
-            self._adapters_in_place(adapters)
+        if plan.adapters:
+            self._adapters_in_place(plan.adapters)
         if self._releasing and not pending:
             self._answer(self._memory[0].ticket)
         return self._go_on(now_ns)

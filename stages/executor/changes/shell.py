@@ -132,14 +132,8 @@ class StagedChanges:
         """Handle the end of a step with weights of this version."""
         # One update is staged at a time, so a refusal is this plan's.
         refused = self.executor.weights.take_refused() if plan.weight_version > version else None
-        effects = self.core.step_done(
-            version,
-            now_ns(),
-            changed=plan.weight_version > 0,
-            pending=bool(self.executor.memory.pending),
-            refused=refused,
-            adapters=plan.adapters,
-        )
+        pending = bool(self.executor.memory.pending)
+        effects = self.core.step_done(plan, version, now_ns(), pending, refused)
         if effects:
             await self._perform(effects)
 

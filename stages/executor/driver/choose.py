@@ -18,7 +18,7 @@ from ....bus.messages import PromptLogprobs, TopLogprobs
 from ..runner.interface import IntArray, flatten_rows
 from .constraints import PendingMasks
 from .logprobs import gather_logprobs, report_top_logprobs
-from .sampling import sample_rows, uniforms
+from .sampling import Limits, sample_rows, uniforms
 from .sequences import BoolArray, Places, SequenceTable
 
 
@@ -65,15 +65,12 @@ class TokenChooser(NamedTuple):
         if temperature.any():
             numbers = upload(uniforms(table.seed[rows], table.num_generated[rows] + places.ahead))
         top_k, top_p, min_p = table.top_k[rows], table.top_p[rows], table.min_p[rows]
-        tokens, logprobs = sample_rows(
-            logits,
-            temperatures,
-            uniforms=numbers,
-            top_k=upload(top_k) if top_k.any() else None,
-            top_p=upload(top_p) if (top_p < 1).any() else None,
-            min_p=upload(min_p) if min_p.any() else None,
-            kernels=kernels,
+        limits = Limits(
+            upload(top_k) if top_k.any() else None,
+            upload(top_p) if (top_p < 1).any() else None,
+            upload(min_p) if min_p.any() else None,
         )
+        tokens, logprobs = sample_rows(logits, temperatures, numbers, limits, kernels=kernels)
         if self.raw:
             logits, temperatures = model_logits, torch.ones_like(temperatures)
             logprobs = gather_logprobs(logits, temperatures, tokens[:, None], kernels=kernels)[:, 0]

@@ -19,7 +19,7 @@ import numpy.typing as npt
 import torch
 
 from ...runner.interface import ModelRunner, Rows
-from ..sampling import sample_plain, sample_rows
+from ..sampling import NO_LIMITS, sample_plain, sample_rows
 
 _SIZES = (1, 16, 4, 8, 64, 32, 2, 256, 128, 512, 3, 6, 12, 24, 48, 96, 192, 384)
 """Rows of the measured steps, the most telling first."""
@@ -246,7 +246,8 @@ def trial_step(runner: ModelRunner) -> Callable[[int, int], object]:
         if logits.device.type == "cuda":
             tokens, _ = sample_plain(logits, temperatures, numbers)
         else:
-            tokens, _ = sample_rows(logits, temperatures, uniforms=numbers, kernels=runner.kernels)
+            kernels = runner.kernels
+            tokens, _ = sample_rows(logits, temperatures, numbers, NO_LIMITS, kernels=kernels)
         return tokens.tolist()
 
     return step

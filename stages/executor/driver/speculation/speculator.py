@@ -16,7 +16,6 @@ from ..constraints import Constraints
 from ..sampled import SampledRows
 from ..sequences import BoolArray, Places, SequenceTable
 from .control import CostControl, DraftLedger
-from .costs import StepCosts
 from .drafts import (
     NO_DRAFT,
     Draft,
@@ -338,19 +337,14 @@ def accept(
     return counts
 
 
-def make_speculator(
-    config: EngineConfig,
-    table: SequenceTable,
-    constraints: Constraints,
-    measure: Callable[[], StepCosts],
-    draft_model: DraftSource | None = None,
-) -> Speculator:
-    """Return the speculator that the settings ask for. `measure` returns the costs of steps."""
+def make_sources(
+    config: EngineConfig, table: SequenceTable, constraints: Constraints
+) -> list[DraftSource]:
+    """Return the cheap sources of the settings, in their order."""
     makers: dict[str, Callable[[], DraftSource]] = {
         "prediction": PredictionSource,
         "grammar": lambda: ForcedSource(constraints),
         "suffix": lambda: SuffixSource(table, config.suffix_index_tokens),
         "ngram": NgramSource,
     }
-    sources = [makers[name]() for name in config.draft_sources]
-    return Speculator(table, constraints, sources, CostControl(measure()), draft_model)
+    return [makers[name]() for name in config.draft_sources]

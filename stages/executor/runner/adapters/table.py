@@ -76,12 +76,7 @@ class AdapterStep:
     """The adapters of one step's tokens."""
 
     def __init__(
-        self,
-        slots: IntArray,
-        ranks: Sequence[int],
-        device: torch.device,
-        *,
-        one_by_one: bool = False,
+        self, slots: IntArray, ranks: Sequence[int], device: torch.device, one_by_one: bool
     ) -> None:
         """Lay out a step with at least one adapter.
 
@@ -290,7 +285,7 @@ class AdapterTable:
             slots: `[tokens]`, of each token of the batch; `NO_ADAPTER` for none.
         """
         ranks = [0 if adapter is None else adapter.rank for adapter in self._slots]
-        return AdapterStep(slots, ranks, self.model.device, one_by_one=self.one_by_one)
+        return AdapterStep(slots, ranks, self.model.device, self.one_by_one)
 
     @contextmanager
     def applied(self, step: AdapterStep | None) -> Iterator[None]:

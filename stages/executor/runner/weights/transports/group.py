@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ......bus.control import JoinWeightsGroup
-from ......bus.weights import GroupWeights, TensorMeta
+from ......bus.weights import GroupWeights
 from ......config import WeightsError, shown
 from ..checks import UNLIMITED, WeightLimits, check_stored
 from .background import Background
@@ -53,30 +53,30 @@ _PARTING_S = 5.0
 
 def open_group(
     store: Any,
-    name: str,
-    rank: int,
-    world_size: int,
-    backend: str,
+    wish: JoinWeightsGroup,
     device: torch.device,
     deadline: float,
-) -> Any:
+    stop: threading.Event,
+) -> Member:
     """Meet the other members in the store, and connect to them."""
-    if backend not in BACKENDS:
-        raise WeightsError(f"backend {shown(backend)} is unknown; use 'gloo' or 'nccl'")
+    if wish.backend not in BACKENDS:
+        raise WeightsError(f"backend {shown(wish.backend)} is unknown; use 'gloo' or 'nccl'")
+    ranks = wish.rank, wish.world_size
     # The prefix that trainers give their store, and those that torch's own function adds.
-    kind = "cpu/" if backend == "gloo" else "cuda/"
-    for prefix in (name, f"{name}/", kind):
+    kind = "cpu/" if wish.backend == "gloo" else "cuda/"
+    for prefix in (wish.group, f"{wish.group}/", kind):
         store = dist.PrefixStore(prefix, store)  # type: ignore[attr-defined]
     try:
         store.set_timeout(time_left(deadline))
-        if backend == "gloo":
-            return dist.ProcessGroupGloo(store, rank, world_size, timeout=time_left(deadline))
+        if wish.backend == "gloo":
+            gloo = dist.ProcessGroupGloo(store, *ranks, timeout=time_left(deadline))
+            return Member(gloo, CPU, stop)
         if device.type != "cuda" or not dist.is_nccl_available():
             raise WeightsError("NCCL needs a GPU and a build of PyTorch that has it; use 'gloo'")
         torch.cuda.set_device(device)
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = time_left(deadline)
-        return dist.ProcessGroupNCCL(store, rank, world_size, options)
+        return Member(dist.ProcessGroupNCCL(store, *ranks, options), device, stop)
     except (RuntimeError, ValueError) as error:
         raise broken(error, deadline) from None
 
@@ -415,10 +415,7 @@ def _meet(wish: JoinWeightsGroup, device: torch.device, stop: threading.Event) -
     store = open_store(wish.address, wish.world_size, False, deadline)
     if stop.is_set():
         raise was_left()
-    group = open_group(
-        store, wish.group, wish.rank, wish.world_size, wish.backend, device, deadline
-    )
-    return Member(group, device if wish.backend == "nccl" else CPU)
+    return open_group(store, wish, device, deadline, stop)
 
 
 # --- the trainer's side -------------------------------------------------------------------------
@@ -484,22 +481,17 @@ class WeightsGroup:
         Raises:
             WeightsError: The address can't be listened on, or the backend is unknown.
         """
+        wish = JoinWeightsGroup(name, address, 0, world_size, backend, timeout_s)
         self._name = name
         self._timeout_s = timeout_s
-        place = torch.device(device or "cuda") if backend == "nccl" else CPU
-        deadline = time.monotonic() + timeout_s
+        place, deadline = torch.device(device or "cuda"), time.monotonic() + timeout_s
         host, _ = host_and_port(address)
         store = open_store(address, world_size, True, deadline)
         self.address = f"{host}:{store.port}"
         self._stop = threading.Event()
         self._sent = 0
         self._thread = Background("weights-group")
-
-        def join() -> Member:
-            group = open_group(store, name, 0, world_size, backend, place, deadline)
-            return Member(group, place, self._stop)
-
-        self._member = self._thread.submit(join)
+        self._member = self._thread.submit(open_group, store, wish, place, deadline, self._stop)
 
     def __enter__(self) -> Self:
         return self
@@ -531,7 +523,15 @@ class WeightsGroup:
 
         def send() -> None:
             member = self._member.result()
-            member.broadcast(_pack(tensors, metas, plan, member.device), deadline)
+            member.broadcast(packed(member.device), deadline)
+
+        def packed(device: torch.device) -> Iterator[Tensor]:
+            for bucket in plan:
+                chosen = {metas[index].name: tensors[metas[index].name] for index in bucket}
+                # Again, since the trainer may have freed some meanwhile.
+                check_stored(chosen)
+                parts = [as_bytes(tensor).to(device) for tensor in chosen.values()]
+                yield parts[0] if len(parts) == 1 else torch.cat(parts)
 
         return Sending(source, self._thread.submit(send))
 
@@ -542,16 +542,3 @@ class WeightsGroup:
         self._thread.close()
         if self._member.done():
             wait([ended], _PARTING_S)
-
-
-def _pack(
-    tensors: Mapping[str, Tensor],
-    metas: tuple[TensorMeta, ...],
-    plan: list[list[int]],
-    device: torch.device,
-) -> Iterator[Tensor]:
-    for bucket in plan:
-        # Again, since the trainer may have freed some meanwhile.
-        check_stored({metas[index].name: tensors[metas[index].name] for index in bucket})
-        parts = [as_bytes(tensors[metas[index].name]).to(device) for index in bucket]
-        yield parts[0] if len(parts) == 1 else torch.cat(parts)

@@ -76,10 +76,7 @@ def check_size(constraint: Constraint, max_bytes: int) -> None:
     Raises:
         RequestError: invalid_constraint.
     """
-    try:
-        size = len(msgspec.json.encode(constraint))
-    except (ValueError, TypeError, OverflowError, RecursionError) as error:
-        raise invalid(f"the constraint can't be read: {_said(error)}") from None
+    size = len(_encoded(constraint))
     if size > max_bytes:
         raise invalid(
             f"the constraint has {size} bytes, and {max_bytes} are taken "
@@ -286,7 +283,10 @@ class _Vocabulary:
             size = len(grammar) + int((time.thread_time() - start_s) * _BYTES_PER_CPU_S)
         except RequestError as error:
             if error.code == "invalid_constraint":
-                self._remember_refusal(key, error.message)
+                with self._lock:
+                    self._refused[key] = error.message
+                    if len(self._refused) > _REFUSALS_KEPT:
+                        self._refused.popitem(last=False)
             raise
         with self._lock:
             if key not in self._compiled:
@@ -304,12 +304,6 @@ class _Vocabulary:
             )
         if said:
             raise invalid(f"the constraint can't be followed: {_said(said)}")
-
-    def _remember_refusal(self, key: bytes, reason: str) -> None:
-        with self._lock:
-            self._refused[key] = reason
-            if len(self._refused) > _REFUSALS_KEPT:
-                self._refused.popitem(last=False)
 
 
 _VOCABULARIES: WeakValueDictionary[bytes, _Vocabulary] = WeakValueDictionary()
@@ -423,8 +417,12 @@ class GrammarCompiler:
 def _plain_and_key(constraint: Constraint) -> tuple[Constraint, bytes]:
     """Return the `plain` constraint and its cache key. Raises RequestError: invalid_constraint."""
     constraint = plain(constraint)
+    return constraint, hashlib.sha256(_encoded(constraint)).digest()
+
+
+def _encoded(constraint: Constraint) -> bytes:
     try:
-        return constraint, hashlib.sha256(msgspec.json.encode(constraint)).digest()
+        return msgspec.json.encode(constraint)
     except (ValueError, TypeError, OverflowError, RecursionError) as error:
         raise invalid(f"the constraint can't be read: {_said(error)}") from None
 

@@ -291,8 +291,7 @@ class ExecutorCore:
             outputs = StepOutputs()
             if rows.size:
                 outputs = self._steps.run(rows, num_tokens, num_drafts, self.graphs)
-        started = started_sequences(plan, start_ns)
-        return LaunchedStep(plan, started, self.weights.version, start_ns, outputs)
+        return LaunchedStep(plan, self.weights.version, start_ns, outputs)
 
     def finish(self, step: LaunchedStep) -> StepResult:
         """Wait for the oldest launched step and return its result.
@@ -311,7 +310,7 @@ class ExecutorCore:
                 self._speculator.observe(outputs.sampled, sampled.seq_ids, outputs.proposed)
         return StepResult(
             step_id=step.plan.step_id,
-            started=step.started,
+            started=started_sequences(step.plan, step.start_ns),
             ended=step.plan.ended,
             weight_version=step.weight_version,
             start_ns=step.start_ns,
@@ -364,7 +363,7 @@ class ExecutorCore:
         except KeyError as error:
             raise ValueError(f"the plan grows sequence {error}, which is unknown") from None
         self.cache.copy_blocks(plan.copies)
-        if len(self._table.finished) > self._feed.rows:
+        if len(self._table.finished) > self._feed.padding_row:
             # Only in plans made by hand: batching keeps to max_batch_size.
             self._feed.enlarge(len(self._table.finished))
             if self._capture is not None:

@@ -215,12 +215,12 @@ class ExecutorStage(Actor):
             "weight_version": self._weight_version,
             **self._facts,
         }
-        if behind := self._changes.core.succession.behind:
-            load["behind_version"] = behind
-        if lacks := ", ".join(self._core.memory.lacks):
-            load["lacks"] = lacks
-        if lost := self._core.weights.lost:
-            load["weights_lost"] = lost
+        troubles: dict[str, int | str] = {
+            "behind_version": self._changes.core.succession.behind,
+            "lacks": ", ".join(self._core.memory.lacks),
+            "weights_lost": self._core.weights.lost,
+        }
+        load |= {name: trouble for name, trouble in troubles.items() if trouble}
         if self._drafts is not None:
             load |= self._drafts.load()
         return load

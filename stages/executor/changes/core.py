@@ -141,14 +141,14 @@ class ChangesCore:
             self._begin(ticket, operation, now_ns)
         except WeightsError as error:
             self._answer(ticket, error)
-        return self._go_on(now_ns)
+        return self.tick(now_ns)
 
     def epoch_begun(self, version: int, now_ns: int) -> list[do.Effect]:
         """Take part. Batching has lost all earlier messages. `version`: of the weights in place."""
         self._effects.append(do.SendMemory())
         self._in_place(version)
         self._effects += [do.SendBatching(staged.message) for staged in self._staged.values()]
-        return self._go_on(now_ns)
+        return self.tick(now_ns)
 
     def step_done(
         self, plan: StepPlan, version: int, now_ns: int, pending: bool, refused: WeightsError | None
@@ -173,7 +173,7 @@ class ChangesCore:
             self._adapters_in_place(plan.adapters)
         if self._releasing and not pending:
             self._answer(self._memory[0].ticket)
-        return self._go_on(now_ns)
+        return self.tick(now_ns)
 
     def adapters_loaded(self, ids: Iterable[str]) -> None:
         """Note the adapters in place."""
@@ -182,11 +182,7 @@ class ChangesCore:
     def weights_lost(self, error: WeightsError, now_ns: int) -> list[do.Effect]:
         """Handle a failed write that leaves no weights in place; a new epoch is to begin."""
         self._not_in_place(error)
-        return self._go_on(now_ns)
-
-    def tick(self, now_ns: int) -> list[do.Effect]:
-        """Handle deadlines."""
-        return self._go_on(now_ns)
+        return self.tick(now_ns)
 
     def close(self) -> list[do.Effect]:
         """Answer all open operations, since the stage ends."""
@@ -220,7 +216,7 @@ class ChangesCore:
             self._continue(job, result, now_ns)
         except WeightsError as error:
             self._answer(job.ticket, error)
-        return self._go_on(now_ns)
+        return self.tick(now_ns)
 
     def restored(self, weights: WeightsInPlace) -> list[do.Effect]:
         """The lane's weights are in place."""
@@ -419,7 +415,7 @@ class ChangesCore:
 
     # --- order and end ------------------------------------------------------------------------
 
-    def _go_on(self, now_ns: int) -> list[do.Effect]:
+    def tick(self, now_ns: int) -> list[do.Effect]:
         """Handle turns and deadlines, at the end of every event."""
         while self._turns and self.fetching is None:
             turn = self._turns.popleft()

@@ -63,7 +63,6 @@ class LaunchedStep(msgspec.Struct, frozen=True):
     """A launched step; `ExecutorCore.finish` makes its result."""
 
     plan: StepPlan
-    started: tuple[StartedSequence, ...]
     weight_version: int
     start_ns: int
     outputs: StepOutputs

@@ -255,22 +255,20 @@ def _load_weights(
     folder: Path, hf_config: PreTrainedConfig, dtype_name: str, *, without_output: bool = False
 ) -> nn.Module:
     # An encoder runs with Transformers' own attention, and may be one.
-    attention = {} if without_output else {"attn_implementation": IMPLEMENTATION}
+    options: dict[str, Any] = {} if without_output else {"attn_implementation": IMPLEMENTATION}
     auto: Any = AutoModel if without_output else AutoModelForCausalLM
     dtype = "auto" if dtype_name == "auto" else getattr(torch, dtype_name)
     if is_gguf := (folder / LINK).is_file():
         _check_gguf_holds(folder, hf_config, auto)
-        options = _gguf_options(hf_config)
+        options |= _gguf_options(hf_config)
         dtype = hf_config.dtype if dtype == "auto" else dtype
     else:
-        options = {}
         check_checkpoint(folder)
     try:
         with no_progress_bars(), _no_gguf_bar() if is_gguf else nullcontext():
             loaded: Any = auto.from_pretrained(
                 folder,
                 dtype=dtype,
-                **attention,
                 local_files_only=True,
                 trust_remote_code=False,
                 output_loading_info=True,

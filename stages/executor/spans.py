@@ -5,14 +5,13 @@ and counts of drafts, since the last report and of the last thousand.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import compress
-from typing import NamedTuple
 
 from ...bus.messages import NewSequence, RequestInfo, StepPlan, StepResult, VerifiedDraft
 from ...config import Constraint
-from ...telemetry import TraceContext, is_sampled, names, now_ns
+from ...telemetry import Labels, TraceContext, instruments, is_sampled, names, now_ns
 from ...text.grammar import kind_of
 from ..actor import Actor
 
@@ -129,23 +128,6 @@ _LAST = 1000
 """Drafts that `load` reports."""
 
 
-class SourceCounts(NamedTuple):
-    """Counts of one source.
-
-    Attributes:
-        drafts: Verified drafts.
-        draft_tokens: Their tokens.
-        accepted: Accepted tokens.
-        accepted_at: `[positions]`, accepted tokens by position in the draft.
-    """
-
-    source: str
-    drafts: int
-    draft_tokens: int
-    accepted: int
-    accepted_at: tuple[int, ...]
-
-
 class DraftCounts:
     """Counts drafts of results, with one addition per draft."""
 
@@ -163,10 +145,21 @@ class DraftCounts:
             self._new.setdefault(draft.source, Counter())[became] += 1
             self._last.append(became)
 
-    def take(self) -> list[SourceCounts]:
-        """Return the counts of each source since the last call."""
+    def take(self) -> Iterator[tuple[instruments.Instrument, int, Labels]]:
+        """Iterate over the measurements of each source since the last call."""
         new, self._new = self._new, self._nothing()
-        return [_counts_of(source, found) for source, found in new.items()]
+        for source, found in new.items():
+            labels = {names.DRAFT_SOURCE: source}
+            yield instruments.DRAFTS, found.total(), labels
+            tokens = sum(tokens * number for (tokens, _), number in found.items())
+            yield instruments.DRAFT_TOKENS, tokens, labels
+            accepted = sum(accepted * number for (_, accepted), number in found.items())
+            yield instruments.ACCEPTED_TOKENS, accepted, labels
+            longest = max((accepted for _, accepted in found), default=0)
+            for position in range(max(longest, 1)):
+                there = sum(number for (_, far), number in found.items() if far > position)
+                at = labels | {names.DRAFT_POSITION: str(position)}
+                yield instruments.ACCEPTED_TOKENS_PER_POS, there, at
 
     def load(self) -> dict[str, int]:
         """Return drafts, tokens and accepted tokens of the last thousand drafts."""
@@ -178,17 +171,3 @@ class DraftCounts:
 
     def _nothing(self) -> dict[str, Counter[tuple[int, int]]]:
         return {source: Counter() for source in self._sources}
-
-
-def _counts_of(source: str, found: Counter[tuple[int, int]]) -> SourceCounts:
-    longest = max((accepted for _, accepted in found), default=0)
-    return SourceCounts(
-        source=source,
-        drafts=found.total(),
-        draft_tokens=sum(tokens * number for (tokens, _), number in found.items()),
-        accepted=sum(accepted * number for (_, accepted), number in found.items()),
-        accepted_at=tuple(
-            sum(number for (_, accepted), number in found.items() if accepted > position)
-            for position in range(longest)
-        ),
-    )

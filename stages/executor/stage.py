@@ -30,7 +30,7 @@ from .runner.attention.choose import kernels_of
 from .runner.device import device_of_replica, is_unverified
 from .runner.model import load_model
 from .scoring import ReferenceModel, Scoring
-from .spans import DraftCounts, ExecutorSpans, SourceCounts
+from .spans import DraftCounts, ExecutorSpans
 
 # All torch work of a process happens in this one thread, also after a restart of the stage: with a
 # second thread, OpenMP would keep two teams of workers that compete for the cores.
@@ -238,17 +238,8 @@ class ExecutorStage(Actor):
         for kind, layers in self._layer_kinds.items():
             labels = backend | {names.LAYER_KIND: kind}
             self.metrics.record(instruments.ATTENTION_LAYERS, steps * layers, labels)
-        for counts in self._drafts.take() if self._drafts is not None else ():
-            self._measure_drafts(counts)
-
-    def _measure_drafts(self, counts: SourceCounts) -> None:
-        source = {names.DRAFT_SOURCE: counts.source}
-        self.metrics.record(instruments.DRAFTS, counts.drafts, source)
-        self.metrics.record(instruments.DRAFT_TOKENS, counts.draft_tokens, source)
-        self.metrics.record(instruments.ACCEPTED_TOKENS, counts.accepted, source)
-        for position, number in enumerate(counts.accepted_at or (0,)):
-            labels = source | {names.DRAFT_POSITION: str(position)}
-            self.metrics.record(instruments.ACCEPTED_TOKENS_PER_POS, number, labels)
+        for measurement in self._drafts.take() if self._drafts is not None else ():
+            self.metrics.record(*measurement)
 
     async def handle(self, envelope: Envelope) -> None:
         if isinstance(envelope.body, StepPlan):

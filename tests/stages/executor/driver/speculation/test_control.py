@@ -138,7 +138,7 @@ def test_costs_are_measured_only_with_speculation(
     assert len(measured) == (speculation == "auto")
     if measured:
         assert core._speculator is not None
-        assert core._speculator._control.costs is measured[0]  # type: ignore[attr-defined]
+        assert core._speculator.control.costs is measured[0]  # type: ignore[attr-defined]
 
 
 def asked(saved: float, steps: int, ledger: DraftLedger | None = None) -> int:

@@ -302,7 +302,7 @@ def test_a_draft_model_that_does_not_pay_rests() -> None:
         lane = DraftedLane()
         speculator = lane.core._speculator
         assert speculator is not None
-        speculator._control.value = lambda *_, saved=saved: (0.0, saved)  # type: ignore[method-assign]
+        speculator.control.value = lambda *_, saved=saved: (0.0, saved)  # type: ignore[method-assign]
         run[saved] = len(lane.answer(prompts_of(4), [sampling]).guesses)
     # Two tokens a step, and 16 steps in a row without it.
     assert run[1e9] >= 48
@@ -447,7 +447,7 @@ def test_the_draft_model_is_loaded_and_its_kv_released_with_the_rest(folders: Pa
     assert model is not None
     assert model.cache.num_blocks == lane.core.cache.num_blocks < plain.core.cache.num_blocks
     assert lane.core._speculator is not None
-    lane.core._speculator._control = VerifyAll()
+    lane.core._speculator.control = VerifyAll()
     (prompt,) = prompts_of(30)
     for each in (lane, plain):
         each.add(1, SAMPLED, prompt)

@@ -332,7 +332,13 @@ class StagedChanges:
                 counted: int = await self.on_torch(start, fetched.tensors, version)
                 return counted
             case do.StageAdapter(_, load):
-                return await self._stage_adapter(load)
+                started = now_ns()
+                adapter = await self._read_adapter(load)
+                self.actor.metrics.record(instruments.ADAPTER_LOAD, (now_ns() - started) / 1e9)
+                if not load.only_check:
+                    await self.on_torch(executor.adapters.stage, adapter)
+                    self._versions[load.adapter] = adapter.version
+                return adapter.version
             case do.Join(_, wish):
                 await asyncio.wrap_future(self._groups.join(wish, weights.device))
             case do.BeginRelease(_, tags):
@@ -360,15 +366,6 @@ class StagedChanges:
                 raise
             return do.Fetched(tensors, origin, covers=False, converted=False)
         return do.Fetched(prepared, origin, weights.covers(prepared))
-
-    async def _stage_adapter(self, load: LoadAdapter) -> int:
-        started = now_ns()
-        adapter = await self._read_adapter(load)
-        self.actor.metrics.record(instruments.ADAPTER_LOAD, (now_ns() - started) / 1e9)
-        if not load.only_check:
-            await self.on_torch(self.executor.adapters.stage, adapter)
-            self._versions[load.adapter] = adapter.version
-        return adapter.version
 
     async def _read_adapter(self, load: LoadAdapter) -> Adapter:
         id, model, table = load.adapter, self.executor.model, self.executor.adapters

@@ -88,11 +88,6 @@ class LoadedModel:
         base: nn.Module = module.base_model
         return base
 
-    @property
-    def hidden_size(self) -> int:
-        """Width of a hidden state."""
-        return int(self.hf_config.get_text_config().hidden_size)
-
 
 def experts_of(hf_config: Any) -> tuple[int, int]:
     """Return the experts of a layer and how many a token uses; (0, 0) without experts."""

@@ -23,13 +23,11 @@ from transformers.pytorch_utils import Conv1D
 from .....config import ADAPTER_ID_RULE, AdapterError, WeightsError, is_adapter_id, shown
 from ..loaded_model import LoadedModel
 from ..model import UNREADABLE
-from ..weights.checks import WeightLimits, check_stored
+from ..weights.checks import LARGEST_VERSION, WeightLimits, check_stored
 from ..weights.transports.folder import opened, read_folder, readable, stamp_of
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
-
-LARGEST_VERSION = 1 << 62
 
 _MOST_CONFIG_BYTES = 1 << 20
 _WIDEST_BYTES = 8

@@ -62,9 +62,13 @@ class GgufHeader:
     unread_positions: tuple[str, ...] = ()
 
     @property
+    def architecture(self) -> str:
+        return str(self.metadata["general.architecture"])
+
+    @property
     def context_length(self) -> int | None:
         """The longest context in tokens; None if absent."""
-        found = self.metadata.get(f"{self.metadata['general.architecture']}.context_length")
+        found = self.metadata.get(f"{self.architecture}.context_length")
         return found if type(found) is int else None
 
     def token_id(self, name: str) -> int | None:

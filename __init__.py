@@ -46,8 +46,8 @@ if TYPE_CHECKING:
     from .stages.executor import WeightSyncManager as WeightSyncManager
     from .stages.executor import model_forward as model_forward
     from .stages.executor import sample_with_logprobs as sample_with_logprobs
-    from .stages.executor.runner.weights import SharedWeights as SharedWeights
-    from .stages.executor.runner.weights import WeightsGroup as WeightsGroup
+    from .stages.executor.runner.weights.transports import SharedWeights as SharedWeights
+    from .stages.executor.runner.weights.transports import WeightsGroup as WeightsGroup
 
 __version__ = "0.1.0"
 
@@ -71,7 +71,7 @@ _NAMES = {
         SequenceStatus compute_block_hash schedule
     """,
     ".stages.executor": "WeightSyncManager model_forward sample_with_logprobs",
-    ".stages.executor.runner.weights": "SharedWeights WeightsGroup",
+    ".stages.executor.runner.weights.transports": "SharedWeights WeightsGroup",
 }
 _HOME = {name: module for module, names in _NAMES.items() for name in names.split()}
 

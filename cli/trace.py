@@ -177,14 +177,14 @@ class TraceView:
             f"{trace.trace_id}   {len(trace.rows)} spans, {count} process{'es' * (count != 1)}",
         )
         chart = Chart(trace.start_ns, trace.end_ns, width)
-        for row in trace.rows:
-            span, indent = row.span, "  " * row.depth
+        for span, depth in trace.rows:
+            indent = "  " * depth
             style = STAGE_STYLES.get(str(span.attributes.get(names.STAGE, "")), "")
             style = "red" if span.error else style
             chart.add(indent + span.name, style, span.start_ns, span.end_ns)
-            for event in span.events:
-                name = event.name.removeprefix("nano.").replace("_", " ")
-                chart.add(f"{indent}  {name}", "bold", event.at_ns)
+            for event, at_ns in span.events:
+                name = event.removeprefix("nano.").replace("_", " ")
+                chart.add(f"{indent}  {name}", "bold", at_ns)
             if span.error:
                 chart.table.add_row(f"{indent}  error", Text(span.error), style="red")
         yield chart.table

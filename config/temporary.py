@@ -1,4 +1,5 @@
-"""Temporary folders and shared memory that are removed even if their owner was killed.
+"""Temporary folders and shared memory that are removed even if their owner was killed, and a folder
+that is kept.
 
 The owner holds a lock (flock) on each, which the kernel releases when the process ends. So an
 unlocked file with this package's name and this user's id has no owner. A PID in the name would not
@@ -43,6 +44,30 @@ def temporary_folder(purpose: str) -> Iterator[Path]:
     finally:
         shutil.rmtree(folder, ignore_errors=True)
         os.close(lock)
+
+
+def cache_folder(*parts: str) -> Path | None:
+    """Return a folder of this package's cache, by the XDG specification; None if there is none that
+    only this user may write to.
+    """
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    if not os.path.isabs(base):  # the specification has it ignored
+        home = os.environ.get("HOME")
+        # The system's entry of the user; "~" itself without one.
+        base = os.path.join(os.path.expanduser("~") if home is None else home, ".cache")
+    if not os.path.isabs(base):
+        return None
+    folder = Path(base, "nano-inference", *parts)
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        return folder if only_we_write(folder.stat()) else None
+    except OSError:
+        return None
+
+
+def only_we_write(status: os.stat_result) -> bool:
+    """Return whether no other user may write to a file or folder."""
+    return status.st_uid == os.geteuid() and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
 
 
 def new_name(purpose: str) -> str:

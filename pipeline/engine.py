@@ -36,7 +36,8 @@ from ..stages.executor.runner.adapters.peft import (
     next_version,
     read_adapter,
 )
-from ..stages.executor.runner.weights import WeightGroups, fetch, weights_lost
+from ..stages.executor.runner.weights.sync_manager import weights_lost
+from ..stages.executor.runner.weights.transports import WeightGroups, fetch
 from ..stages.streaming.core import StreamingCore
 from ..store.board import LoadedAdapter
 from ..telemetry import now_ns

@@ -1,28 +1,17 @@
 """Traces, metrics and logs."""
 
-from . import instruments, names
-from .clock import now_ns
-from .context import TraceContext, is_sampled
-from .log_output import LogOutput
-from .logs import setup_logging
-from .metrics import Labels, Metrics, priority_label, setup_metrics
-from .spans import Attributes
-from .tracing import Tracing, endpoint_of, setup_tracing
-
-__all__ = [
-    "Attributes",
-    "Labels",
-    "LogOutput",
-    "Metrics",
-    "TraceContext",
-    "Tracing",
-    "endpoint_of",
-    "instruments",
-    "is_sampled",
-    "names",
-    "now_ns",
-    "priority_label",
-    "setup_logging",
-    "setup_metrics",
-    "setup_tracing",
-]
+from . import instruments as instruments
+from . import names as names
+from .clock import now_ns as now_ns
+from .context import TraceContext as TraceContext
+from .context import is_sampled as is_sampled
+from .log_output import LogOutput as LogOutput
+from .logs import setup_logging as setup_logging
+from .metrics import Labels as Labels
+from .metrics import Metrics as Metrics
+from .metrics import priority_label as priority_label
+from .metrics import setup_metrics as setup_metrics
+from .spans import Attributes as Attributes
+from .tracing import Tracing as Tracing
+from .tracing import endpoint_of as endpoint_of
+from .tracing import setup_tracing as setup_tracing

@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, MutableMapping
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any, TextIO, cast
 
@@ -118,22 +119,23 @@ class _Window(msgspec.Struct):
     lines: int = 0
 
 
+@dataclass(eq=False)
 class LogLimit:
     """Admits `MOST_LINES` lines of an event in `WINDOW_S`; drops the others, and logs their number.
 
     Events are texts of the code, so their number is bounded.
+
+    Attributes:
+        output: Takes the lines about dropped ones.
+        warning: Renders an event and its fields.
+        clock: In seconds.
     """
 
-    def __init__(
-        self,
-        output: LogOutput,
-        warning: Callable[..., str],
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        """Args: the output; a renderer of an event and its fields; the clock, in seconds."""
-        self._output = output
-        self._warning = warning
-        self._clock = clock
+    output: LogOutput
+    warning: Callable[..., str]
+    clock: Callable[[], float] = time.monotonic
+
+    def __post_init__(self) -> None:
         self._lock = threading.Lock()
         self._windows: dict[str, _Window] = {}
         # Events with suppressed lines that are not reported yet.
@@ -153,7 +155,7 @@ class LogLimit:
     def admits(self, event: str) -> bool:
         """Count a line of this event; return whether to write it. Reports ended windows."""
         with self._lock:
-            now_s = self._clock()
+            now_s = self.clock()
             ended = [
                 (each, self._windows.pop(each).lines - MOST_LINES)
                 for each in sorted(self._unreported)
@@ -169,7 +171,7 @@ class LogLimit:
                 self._unreported.add(event)
                 dropped_lines[SUPPRESSED] += 1
         for each, lines in ended:
-            self._output.write(self._warning("log_lines_suppressed", of=each, lines=lines))
+            self.output.write(self.warning("log_lines_suppressed", of=each, lines=lines))
         return admitted
 
 

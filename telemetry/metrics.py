@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ..config import ConfigError, TelemetryConfig
@@ -29,23 +30,25 @@ MOST_PRIORITY = 8
 and in Prometheus."""
 
 
+@dataclass(eq=False)
 class Metrics:
-    """Records measurements. Each process sets up its own."""
+    """Records measurements. Each process sets up its own.
 
-    def __init__(
-        self,
-        provider: MeterProvider | None = None,
-        close: Callable[[], None] = lambda: None,
-        registry: CollectorRegistry | None = None,
-    ) -> None:
-        """Args: the destination (None: nowhere); what ends its exposition; what reads it."""
-        self._provider = provider
-        self._close = close
-        self._registry = registry
+    Attributes:
+        provider: The destination; None for none.
+        close: Ends its exposition.
+        registry: Reads it.
+    """
+
+    provider: MeterProvider | None = None
+    close: Callable[[], None] = lambda: None
+    registry: CollectorRegistry | None = None
+
+    def __post_init__(self) -> None:
         self._always: Labels = _NO_LABELS
         self._record: dict[str, Callable[[float, Labels], None]] = {}
-        if provider is not None:
-            meter = provider.get_meter("nano_inference")
+        if self.provider is not None:
+            meter = self.provider.get_meter("nano_inference")
             self._record = {
                 instrument.name: _recorder(meter, instrument)
                 for instrument in INSTRUMENTS
@@ -59,7 +62,7 @@ class Metrics:
     @property
     def enabled(self) -> bool:
         """Whether measurements are recorded."""
-        return self._provider is not None
+        return self.provider is not None
 
     def record(self, instrument: Instrument, value: float, labels: Labels = _NO_LABELS) -> None:
         """Add to a counter, set a gauge, or put a value into a histogram.
@@ -87,18 +90,18 @@ class Metrics:
         Returns:
             The text and its media type; None without a registry.
         """
-        if self._registry is None:
+        if self.registry is None:
             return None
         from prometheus_client.exposition import choose_encoder
 
         encode, media_type = choose_encoder(accept)
-        return encode(self._registry), media_type
+        return encode(self.registry), media_type
 
     def shutdown(self) -> None:
         """End the exposition."""
-        self._close()
-        if self._provider is not None:
-            self._provider.shutdown()
+        self.close()
+        if self.provider is not None:
+            self.provider.shutdown()
 
 
 def priority_label(priority: int) -> str:

@@ -54,13 +54,6 @@ class FileExporter(SpanExporter):
         os.close(self._file)
 
 
-class SpanEvent(msgspec.Struct, frozen=True):
-    """An event within a span."""
-
-    name: str
-    at_ns: int
-
-
 class Span(msgspec.Struct, frozen=True):
     """A span, as read from a file.
 
@@ -78,7 +71,7 @@ class Span(msgspec.Struct, frozen=True):
     start_ns: int
     end_ns: int
     attributes: dict[str, Value] = {}
-    events: tuple[SpanEvent, ...] = ()
+    events: tuple[tuple[str, int], ...] = ()
     links: tuple[str, ...] = ()
     error: str = ""
     resource: dict[str, Value] = {}
@@ -162,7 +155,7 @@ def _decoded(span: dict[str, Any], resource: dict[str, Value]) -> Span:
         end_ns=int(span["endTimeUnixNano"]),
         attributes=_values(span),
         events=tuple(
-            SpanEvent(event["name"], int(event["timeUnixNano"])) for event in span.get("events", ())
+            (event["name"], int(event["timeUnixNano"])) for event in span.get("events", ())
         ),
         links=tuple(link["traceId"] for link in span.get("links", ())),
         error=(status.get("message") or "error") if status.get("code") == _ERROR else "",

@@ -8,7 +8,7 @@ from ..config import STAGES
 from . import names
 from .clock import milliseconds
 from .trace_file import Span
-from .trace_tree import Trace, TraceRow
+from .trace_tree import Trace
 
 _STYLE = """
 :root { color-scheme: light dark; --ground: #fcfcfb; --ink: #1c1d21; --faint: #6a6d76;
@@ -53,8 +53,8 @@ def page(trace: Trace) -> str:
     start, end = trace.start_ns, trace.end_ns
     total = milliseconds(end - start)
     title = escape(trace.request_id)
-    rows = "\n".join(_row(row, start, end) for row in trace.rows)
-    steps = "\n".join(_row(TraceRow(step, 0), start, end) for step in trace.steps)
+    rows = "\n".join(_row(*row, start, end) for row in trace.rows)
+    steps = "\n".join(_row(step, 0, start, end) for step in trace.steps)
     if steps:
         steps = f"<h2>Recorded steps of the lane</h2>\n{steps}"
     return f"""<!doctype html>
@@ -78,22 +78,21 @@ def _ticks(total_ns: int) -> str:
     return "".join(f"<span>{milliseconds(total_ns * part // 4)}</span>" for part in range(5))
 
 
-def _row(row: TraceRow, start_ns: int, end_ns: int) -> str:
-    span = row.span
+def _row(span: Span, depth: int, start_ns: int, end_ns: int) -> str:
     stage = str(span.attributes.get(names.STAGE, ""))
     colour = stage if stage in STAGES else "other"
     scale = 100 / (end_ns - start_ns)
     left = max(0.0, min(100.0, (span.start_ns - start_ns) * scale))
     width = max(0.0, min(100 - left, (span.end_ns - span.start_ns) * scale))
     marks = "".join(
-        f'<i class="mark" style="left:{(event.at_ns - start_ns) * scale:.3f}%" '
-        f'title="{escape(event.name)}"></i>'
-        for event in span.events
-        if start_ns <= event.at_ns <= end_ns
+        f'<i class="mark" style="left:{(at_ns - start_ns) * scale:.3f}%" '
+        f'title="{escape(name)}"></i>'
+        for name, at_ns in span.events
+        if start_ns <= at_ns <= end_ns
     )
     return (
         f'<details class="row{" failed" if span.error else ""}"><summary>'
-        f'<span class="name" style="padding-left:{row.depth}rem">{escape(span.name)}</span>'
+        f'<span class="name" style="padding-left:{depth}rem">{escape(span.name)}</span>'
         f'<span class="lane"><i class="bar" style="--colour:var(--{colour});'
         f'left:{left:.3f}%;width:{width:.3f}%"></i>{marks}</span>'
         f'<span class="number">{milliseconds(span.start_ns - start_ns)}</span>'
@@ -104,7 +103,7 @@ def _row(row: TraceRow, start_ns: int, end_ns: int) -> str:
 
 def _details(span: Span, start_ns: int) -> str:
     pairs = [("error", span.error)] if span.error else []
-    pairs += [(e.name, f"at {milliseconds(e.at_ns - start_ns)} ms") for e in span.events]
+    pairs += [(name, f"at {milliseconds(at_ns - start_ns)} ms") for name, at_ns in span.events]
     for key, value in sorted(span.attributes.items()):
         pairs.append((key, ", ".join(value) if isinstance(value, list) else str(value)))
     pairs.append(("process", span.instance))

@@ -16,39 +16,32 @@ from .trace_file import Span, Value, read_spans
 _JAEGER_TYPES = {bool: "bool", int: "int64", float: "float64"}
 
 
-class TraceRow(msgspec.Struct, frozen=True):
-    """A span and its depth in the tree; 0 for a trace's first span."""
-
-    span: Span
-    depth: int
-
-
 class Trace(msgspec.Struct, frozen=True):
     """A request's trace.
 
     Attributes:
-        rows: Parents before children, siblings by start.
+        rows: Spans with their depths in the tree; parents before children, siblings by start.
         steps: Recorded steps of the lane that the request was in.
     """
 
     trace_id: str
     request_id: str
-    rows: list[TraceRow]
+    rows: list[tuple[Span, int]]
     steps: list[Span]
 
     @property
     def start_ns(self) -> int:
-        return min(row.span.start_ns for row in self.rows)
+        return min(span.start_ns for span, _ in self.rows)
 
     @property
     def end_ns(self) -> int:
         """After the start, so that division by the duration is safe."""
-        return max(self.start_ns + 1, *(row.span.end_ns for row in self.rows))
+        return max(self.start_ns + 1, *(span.end_ns for span, _ in self.rows))
 
     @property
     def processes(self) -> list[str]:
         """Processes that made spans, by `service.instance.id`."""
-        return sorted({row.span.instance for row in self.rows})
+        return sorted({span.instance for span, _ in self.rows})
 
 
 def find_trace(path: Path, wanted: str) -> Trace:
@@ -95,16 +88,16 @@ def find_trace(path: Path, wanted: str) -> Trace:
     )
 
 
-def _in_order(spans: dict[str, Span]) -> list[TraceRow]:
+def _in_order(spans: dict[str, Span]) -> list[tuple[Span, int]]:
     children: dict[str, list[Span]] = defaultdict(list)
     for span in spans.values():
         # A parent in another file, such as the client's span: its children are roots here.
         children[span.parent_id if span.parent_id in spans else ""].append(span)
-    rows: list[TraceRow] = []
+    rows: list[tuple[Span, int]] = []
     pending = [(span, 0) for span in _last_first(children[""])]
     while pending:
-        span, depth = pending.pop()
-        rows.append(TraceRow(span, depth))
+        span, depth = row = pending.pop()
+        rows.append(row)
         pending += [(child, depth + 1) for child in _last_first(children[span.span_id])]
     return rows
 
@@ -118,14 +111,12 @@ def jaeger(trace: Trace) -> dict[str, Any]:
 
     https://www.jaegertracing.io/docs/2.0/architecture/apis/ ; times are in microseconds.
     """
-    known = {row.span.span_id for row in trace.rows}
+    known = {span.span_id for span, _ in trace.rows}
     processes = {instance: f"p{number}" for number, instance in enumerate(trace.processes, 1)}
-    resources = {processes[row.span.instance]: row.span.resource for row in trace.rows}
+    resources = {processes[span.instance]: span.resource for span, _ in trace.rows}
     data = {
         "traceID": trace.trace_id,
-        "spans": [
-            _jaeger_span(row.span, known, processes[row.span.instance]) for row in trace.rows
-        ],
+        "spans": [_jaeger_span(span, known, processes[span.instance]) for span, _ in trace.rows],
         "processes": {
             name: {
                 "serviceName": resource.get(names.SERVICE_NAME, "nano-inference"),
@@ -151,8 +142,8 @@ def _jaeger_span(span: Span, known: set[str], process: str) -> dict[str, Any]:
         "duration": (span.end_ns - span.start_ns) // 1000,
         "tags": tags,
         "logs": [
-            {"timestamp": event.at_ns // 1000, "fields": [_tag("event", event.name)]}
-            for event in span.events
+            {"timestamp": at_ns // 1000, "fields": [_tag("event", name)]}
+            for name, at_ns in span.events
         ],
         "processID": process,
     }

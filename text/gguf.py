@@ -14,7 +14,6 @@ import importlib.util
 import json
 import os
 import shutil
-import stat
 import subprocess
 import sys
 import tempfile
@@ -28,7 +27,7 @@ from typing import Any
 import msgspec
 
 from ..config import ModelError
-from ..config.temporary import sweep, temporary_folder
+from ..config.temporary import cache_folder, sweep, temporary_folder
 from .gguf_header import GgufHeader, read_header
 
 LINK = "model.gguf"
@@ -163,16 +162,9 @@ def _until_exit() -> ExitStack:
 
 def _cache_folder() -> Path | None:
     """Return the cache folder; None if no folder is writable by this user alone."""
-    place = Path(os.environ.get("XDG_CACHE_HOME", "") or "~/.cache").expanduser()
-    place = place / "nano-inference" / "gguf"
-    try:
-        place.mkdir(mode=0o700, parents=True, exist_ok=True)
-        status = place.stat()
-    except OSError:
-        return None
     # Another user's tokenizer would change the text.
-    ours = status.st_uid == os.geteuid() and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
-    return place if ours and place.is_absolute() and os.access(place, os.W_OK) else None
+    place = cache_folder("gguf")
+    return place if place is not None and os.access(place, os.W_OK) else None
 
 
 @contextmanager

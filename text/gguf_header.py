@@ -22,19 +22,9 @@ from ..config import ModelError, shown
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
 _STRING, _ARRAY = 8, 9
-_SCALARS = {
-    0: "B",
-    1: "b",
-    2: "H",
-    3: "h",
-    4: "I",
-    5: "i",
-    6: "f",
-    7: "?",
-    10: "Q",
-    11: "q",
-    12: "d",
-}
+_SCALARS = dict(zip((*range(8), 10, 11, 12), "BbHhIif?Qqd", strict=True))
+"""Types of numbers, and their codes in `struct`."""
+
 _MOST_DIMENSIONS = 4
 
 _MOST_ELEMENTS = 1 << 21

@@ -13,6 +13,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
@@ -75,10 +76,7 @@ def check_size(constraint: Constraint, max_bytes: int) -> None:
     Raises:
         RequestError: invalid_constraint.
     """
-    try:
-        size = len(msgspec.json.encode(constraint))
-    except (ValueError, TypeError, OverflowError, RecursionError) as error:
-        raise invalid(f"the constraint can't be read: {_said(error)}") from None
+    size = len(_encoded(constraint))
     if size > max_bytes:
         raise invalid(
             f"the constraint has {size} bytes, and {max_bytes} are taken "
@@ -285,7 +283,10 @@ class _Vocabulary:
             size = len(grammar) + int((time.thread_time() - start_s) * _BYTES_PER_CPU_S)
         except RequestError as error:
             if error.code == "invalid_constraint":
-                self._remember_refusal(key, error.message)
+                with self._lock:
+                    self._refused[key] = error.message
+                    if len(self._refused) > _REFUSALS_KEPT:
+                        self._refused.popitem(last=False)
             raise
         with self._lock:
             if key not in self._compiled:
@@ -304,41 +305,28 @@ class _Vocabulary:
         if said:
             raise invalid(f"the constraint can't be followed: {_said(said)}")
 
-    def _remember_refusal(self, key: bytes, reason: str) -> None:
-        with self._lock:
-            self._refused[key] = reason
-            if len(self._refused) > _REFUSALS_KEPT:
-                self._refused.popitem(last=False)
-
 
 _VOCABULARIES: WeakValueDictionary[bytes, _Vocabulary] = WeakValueDictionary()
 _VOCABULARIES_LOCK = threading.Lock()
 
 
+@dataclass(eq=False)
 class GrammarCompiler:
     """Makes matchers for constraints, with a cache. Thread-safe.
 
     A matcher tracks one sample's position in its grammar: the tokens allowed next.
 
     Attributes:
+        folder: The model's folder; its tokenizer is loaded by `make_ready` or the first constraint.
+        load: Returns the tokenizer.
         vocab_size: Columns of the model's logits.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        vocab_size: int,
-        load: Callable[[Path], PreTrainedTokenizerFast] = load_tokenizer,
-    ) -> None:
-        """Args:
-        folder: The model's folder; its tokenizer is loaded by `make_ready` or the first
-            constraint.
-        vocab_size: Columns of the model's logits; the tokenizer may have fewer.
-        load: Returns the tokenizer.
-        """
-        self._folder = folder
-        self._load = load
-        self.vocab_size = vocab_size
+    folder: Path
+    vocab_size: int
+    load: Callable[[Path], PreTrainedTokenizerFast] = load_tokenizer
+
+    def __post_init__(self) -> None:
         self._lock = threading.Lock()
         self._vocabulary: _Vocabulary | RequestError | ModelError | None = None
 
@@ -401,8 +389,8 @@ class GrammarCompiler:
 
     def _find_vocabulary(self) -> _Vocabulary:
         """Return the process's vocabulary for these tokens."""
-        tokenizer = self._load(self._folder)
-        stop_ids = sorted(stop_token_ids_of(self._folder, tokenizer))
+        tokenizer = self.load(self.folder)
+        stop_ids = sorted(stop_token_ids_of(self.folder, tokenizer))
         if not stop_ids:
             raise invalid(
                 "the model has no end-of-sequence token, so that a constrained answer could "
@@ -429,8 +417,12 @@ class GrammarCompiler:
 def _plain_and_key(constraint: Constraint) -> tuple[Constraint, bytes]:
     """Return the `plain` constraint and its cache key. Raises RequestError: invalid_constraint."""
     constraint = plain(constraint)
+    return constraint, hashlib.sha256(_encoded(constraint)).digest()
+
+
+def _encoded(constraint: Constraint) -> bytes:
     try:
-        return constraint, hashlib.sha256(msgspec.json.encode(constraint)).digest()
+        return msgspec.json.encode(constraint)
     except (ValueError, TypeError, OverflowError, RecursionError) as error:
         raise invalid(f"the constraint can't be read: {_said(error)}") from None
 

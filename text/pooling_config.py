@@ -14,14 +14,11 @@ from .tokenizer import read_json
 
 _MODULES = "modules.json"
 
-_OLD_NAMES: dict[str, PoolingKind] = {
-    "pooling_mode_cls_token": "cls",
-    "pooling_mode_mean_tokens": "mean",
-    "pooling_mode_lasttoken": "last",
+_KINDS: dict[str, PoolingKind] = {
+    **{kind: kind for kind in get_args(PoolingKind)},
+    **{"cls_token": "cls", "mean_tokens": "mean", "lasttoken": "last"},
 }
-"""Keys of a pooling module's config.json without `pooling_mode`."""
-
-_NEW_NAMES: dict[str, PoolingKind] = {"lasttoken": "last"}
+"""Names in a pooling module's config.json: of `pooling_mode`, or behind it in a true key."""
 
 
 class OwnPooling(NamedTuple):
@@ -98,12 +95,9 @@ def _kind_of(path: Path) -> PoolingKind:
         raise ModelError(f"{path} leaves prompts out of the mean, which can't be done here")
     mode = config.get("pooling_mode")
     if mode is None:
-        kinds = [key for key, value in config.items() if key.startswith("pooling_") and value]
-        if len(kinds) == 1 and kinds[0] in _OLD_NAMES:
-            return _OLD_NAMES[kinds[0]]
-        mode = kinds
-    kinds_here: tuple[PoolingKind, ...] = get_args(PoolingKind)
-    for kind in kinds_here:
-        if _NEW_NAMES.get(str(mode), mode) == kind:
-            return kind
-    raise ModelError(f"{path} pools by {mode}; there are {', '.join(get_args(PoolingKind))}")
+        modes = [key for key, value in config.items() if key.startswith("pooling_") and value]
+        mode = modes[0] if len(modes) == 1 else modes
+    kind = _KINDS.get(str(mode).removeprefix("pooling_mode_"))
+    if kind is None:
+        raise ModelError(f"{path} pools by {mode}; there are {', '.join(get_args(PoolingKind))}")
+    return kind

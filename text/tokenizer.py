@@ -22,13 +22,8 @@ ANY_LENGTH = sys.maxsize
 
 
 TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "tokenizer.model",
-    "tekken.json",
-    "vocab.json",
-    "vocab.txt",
-    "spiece.model",
+    *("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "tekken.json"),
+    *("vocab.json", "vocab.txt", "spiece.model"),
 )
 """File names of saved tokenizers, supported or not."""
 
@@ -164,13 +159,9 @@ _KEEPING = frozenset(
 # Factors by which a normalizer may shrink bytes. Normal forms: 4 for compatibility characters such
 # as U+1D400, 3.5 for U+0390 written with U+1FBE. Lower case: 3 for U+212A, the kelvin sign.
 _SHRINKING = {
-    "ByteLevel": 1,
-    "Prepend": 1,
+    **dict.fromkeys(("ByteLevel", "Prepend"), 1),
     "Lowercase": 3,
-    "NFC": 4,
-    "NFD": 4,
-    "NFKC": 4,
-    "NFKD": 4,
+    **dict.fromkeys(("NFC", "NFD", "NFKC", "NFKD"), 4),
 }
 
 

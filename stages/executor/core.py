@@ -14,14 +14,15 @@ from ...bus.control import ReplicaCapacity
 from ...bus.messages import StepPlan, StepResult
 from ...config import EngineConfig, ModelError
 from ...text.grammar import GrammarCompiler
+from .driver.choose import TokenChooser
 from .driver.constraints import Constraints
 from .driver.pooling import PromptPooler, capabilities_of, embedding_capacity, report_pooled
 from .driver.sampled import Sampled, TokenFeed, UnreadTokens
 from .driver.sequences import SequenceTable
-from .driver.speculation.control import MOST_ROWS
+from .driver.speculation.control import MOST_ROWS, CostControl
 from .driver.speculation.costs import StepCosts, measure_costs, trial_step
 from .driver.speculation.draft_model import DraftModel, drafts_by_model, load_draft_model
-from .driver.speculation.speculator import Speculator, make_speculator
+from .driver.speculation.speculator import Speculator, make_sources
 from .driver.step import LaunchedStep, StepOutputs, StepRunner, started_sequences
 from .runner.attention.backend import AttentionBackend
 from .runner.attention.paged import PagedBackend
@@ -33,7 +34,8 @@ from .runner.kv_cache import block_bytes, count_blocks
 from .runner.loaded_model import LoadedModel, experts_of
 from .runner.memory import ReplicaMemory, no_memory
 from .runner.model import load_model
-from .runner.weights import WeightSyncManager, limits_of
+from .runner.weights.checks import limits_of
+from .runner.weights.sync_manager import WeightSyncManager
 
 
 class ExecutorCore:
@@ -129,7 +131,7 @@ class ExecutorCore:
             feed=self._feed,
             unread=self._unread,
             speculator=self._speculator,
-            raw_logprobs=config.logprobs_mode == "raw",
+            chooser=TokenChooser(self._table, config.logprobs_mode == "raw", runner.kernels),
             runs_ahead=self.runs_ahead,
         )
 
@@ -149,9 +151,9 @@ class ExecutorCore:
                 )
         if "speculation" in self.off:
             return None
-        return make_speculator(
-            config, self._table, self.constraints, self._measure_costs, self.draft_model
-        )
+        sources = make_sources(config, self._table, self.constraints)
+        control = CostControl(self._measure_costs())
+        return Speculator(self._table, self.constraints, sources, control, self.draft_model)
 
     def _measure_costs(self) -> StepCosts:
         with self.runner.active():
@@ -186,7 +188,7 @@ class ExecutorCore:
             "kv_bytes": (self.cache.num_blocks + 1) * block_bytes(model, self.cache.block_size),
             "vocab_size": model.vocab_size,
             "max_batch_size": self.max_batch_size,
-            "dtype": str(model.dtypes.weights).removeprefix("torch."),
+            "dtype": str(model.dtype).removeprefix("torch."),
             "deterministic": int("deterministic" not in self.off),
             "experts": experts,
             "active_experts": active,
@@ -289,8 +291,7 @@ class ExecutorCore:
             outputs = StepOutputs()
             if rows.size:
                 outputs = self._steps.run(rows, num_tokens, num_drafts, self.graphs)
-        started = started_sequences(plan, start_ns)
-        return LaunchedStep(plan, started, self.weights.version, start_ns, outputs)
+        return LaunchedStep(plan, self.weights.version, start_ns, outputs)
 
     def finish(self, step: LaunchedStep) -> StepResult:
         """Wait for the oldest launched step and return its result.
@@ -309,7 +310,7 @@ class ExecutorCore:
                 self._speculator.observe(outputs.sampled, sampled.seq_ids, outputs.proposed)
         return StepResult(
             step_id=step.plan.step_id,
-            started=step.started,
+            started=started_sequences(step.plan, step.start_ns),
             ended=step.plan.ended,
             weight_version=step.weight_version,
             start_ns=step.start_ns,
@@ -362,7 +363,7 @@ class ExecutorCore:
         except KeyError as error:
             raise ValueError(f"the plan grows sequence {error}, which is unknown") from None
         self.cache.copy_blocks(plan.copies)
-        if len(self._table.finished) > self._feed.rows:
+        if len(self._table.finished) > self._feed.padding_row:
             # Only in plans made by hand: batching keeps to max_batch_size.
             self._feed.enlarge(len(self._table.finished))
             if self._capture is not None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -141,25 +142,27 @@ def _scored(sample: ScoreSample, logprobs: Sequence[float]) -> SampleScored:
     return SampleScored(sample.request_id, sample.entry_id, sample.sample_index, wanted)
 
 
+@dataclass(eq=False)
 class Scoring:
-    """The queue of samples to score, one pass at a time, between steps."""
+    """The queue of samples to score, one pass at a time, between steps.
 
-    def __init__(
-        self,
-        stage: Actor,
-        reference: ReferenceModel | None,
-        on_torch: Callable[..., Awaitable[Any]],
-    ) -> None:
-        """`on_torch` calls a function on the torch thread."""
-        self._stage = stage
-        self._reference = reference
-        self._on_torch = on_torch
+    Attributes:
+        stage: The executor stage.
+        reference: The model that scores; None without one.
+        on_torch: Calls a function on the torch thread.
+    """
+
+    stage: Actor
+    reference: ReferenceModel | None
+    on_torch: Callable[..., Awaitable[Any]]
+
+    def __post_init__(self) -> None:
         # (epoch, sample)
         self._asked: asyncio.Queue[tuple[int, ScoreSample]] = asyncio.Queue()
 
     def ask(self, sample: ScoreSample) -> None:
         """Queue a sample; a new epoch drops it."""
-        self._asked.put_nowait((self._stage.epoch, sample))
+        self._asked.put_nowait((self.stage.epoch, sample))
 
     async def score_forever(self) -> None:
         """Score queued samples, and send the results to streaming."""
@@ -167,24 +170,24 @@ class Scoring:
             asked = [await self._asked.get()]
             while not self._asked.empty():
                 asked.append(self._asked.get_nowait())
-            epoch = self._stage.epoch
+            epoch = self.stage.epoch
             samples = [sample for asked_in, sample in asked if asked_in == epoch]
-            if self._reference is None:
+            if self.reference is None:
                 await self._send([_scored(sample, ()) for sample in samples], epoch)
                 continue
-            passes = self._reference.score(samples)
-            while epoch == self._stage.epoch:
-                scored = await self._on_torch(next, passes, None)
+            passes = self.reference.score(samples)
+            while epoch == self.stage.epoch:
+                scored = await self.on_torch(next, passes, None)
                 if scored is None:
                     break
                 await self._send(scored, epoch)
 
     def close(self) -> None:
         """Free the reference model; on its thread."""
-        if self._reference is not None:
-            self._reference.close()
-            self._reference = None
+        if self.reference is not None:
+            self.reference.close()
+            self.reference = None
 
     async def _send(self, scored: Sequence[SampleScored], epoch: int) -> None:
         for sample in scored:
-            await self._stage.send(CONTROL["streaming"], sample, epoch=epoch)
+            await self.stage.send(CONTROL["streaming"], sample, epoch=epoch)

@@ -1,14 +1,17 @@
-"""The executor stage's spans: one for each stay of a request in the batch, with its parts."""
+"""What the executor stage reports: a span for each stay of a request in the batch, with its parts,
+and counts of drafts, since the last report and of the last thousand.
+"""
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import compress
 
-from ...bus.messages import NewSequence, RequestInfo, StepPlan, StepResult
+from ...bus.messages import NewSequence, RequestInfo, StepPlan, StepResult, VerifiedDraft
 from ...config import Constraint
-from ...telemetry import TraceContext, is_sampled, names, now_ns
+from ...telemetry import Labels, TraceContext, instruments, is_sampled, names, now_ns
 from ...text.grammar import kind_of
 from ..actor import Actor
 
@@ -117,3 +120,54 @@ class ExecutorSpans:
         stage.tracing.span("prefill", own, start, first_token or end_ns, part)
         if first_token:
             stage.tracing.span("decode", own, first_token, end_ns, part)
+
+
+# --- counts of drafts -------------------------------------------------------------------------
+
+_LAST = 1000
+"""Drafts that `load` reports."""
+
+
+class DraftCounts:
+    """Counts drafts of results, with one addition per draft."""
+
+    def __init__(self, sources: Iterable[str]) -> None:
+        """`sources`: the names of all sources."""
+        self._sources = tuple(sources)
+        # By source: (tokens, accepted tokens) of drafts.
+        self._new: dict[str, Counter[tuple[int, int]]] = self._nothing()
+        self._last: deque[tuple[int, int]] = deque(maxlen=_LAST)
+
+    def add(self, drafts: Iterable[VerifiedDraft]) -> None:
+        """Count drafts."""
+        for draft in drafts:
+            became = draft.num_tokens, draft.num_accepted
+            self._new.setdefault(draft.source, Counter())[became] += 1
+            self._last.append(became)
+
+    def take(self) -> Iterator[tuple[instruments.Instrument, int, Labels]]:
+        """Iterate over the measurements of each source since the last call."""
+        new, self._new = self._new, self._nothing()
+        for source, found in new.items():
+            labels = {names.DRAFT_SOURCE: source}
+            yield instruments.DRAFTS, found.total(), labels
+            tokens = sum(tokens * number for (tokens, _), number in found.items())
+            yield instruments.DRAFT_TOKENS, tokens, labels
+            accepted = sum(accepted * number for (_, accepted), number in found.items())
+            yield instruments.ACCEPTED_TOKENS, accepted, labels
+            longest = max((accepted for _, accepted in found), default=0)
+            for position in range(max(longest, 1)):
+                there = sum(number for (_, far), number in found.items() if far > position)
+                at = labels | {names.DRAFT_POSITION: str(position)}
+                yield instruments.ACCEPTED_TOKENS_PER_POS, there, at
+
+    def load(self) -> dict[str, int]:
+        """Return drafts, tokens and accepted tokens of the last thousand drafts."""
+        return {
+            "drafts": len(self._last),
+            "draft_tokens": sum(tokens for tokens, _ in self._last),
+            "accepted_tokens": sum(accepted for _, accepted in self._last),
+        }
+
+    def _nothing(self) -> dict[str, Counter[tuple[int, int]]]:
+        return {source: Counter() for source in self._sources}

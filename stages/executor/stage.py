@@ -24,13 +24,12 @@ from ..actor import Actor, StageContext
 from .changes.arguments import Operation
 from .changes.shell import StagedChanges
 from .core import ExecutorCore
-from .draft_counts import DraftCounts, SourceCounts
 from .driver.step import LaunchedStep
 from .runner.attention.choose import kernels_of
 from .runner.device import device_of_replica, is_unverified
 from .runner.model import load_model
 from .scoring import ReferenceModel, Scoring
-from .spans import ExecutorSpans
+from .spans import DraftCounts, ExecutorSpans
 
 # All torch work of a process happens in this one thread, also after a restart of the stage: with a
 # second thread, OpenMP would keep two teams of workers that compete for the cores.
@@ -156,7 +155,7 @@ class ExecutorStage(Actor):
         if facts is None:
             return
         if facts.quantized:
-            types, dtype = ", ".join(facts.quantized), model.dtypes.weights
+            types, dtype = ", ".join(facts.quantized), model.dtype
             self.log.warning(
                 "gguf_dequantized",
                 types=types,
@@ -215,12 +214,12 @@ class ExecutorStage(Actor):
             "weight_version": self._weight_version,
             **self._facts,
         }
-        if behind := self._changes.core.succession.behind:
-            load["behind_version"] = behind
-        if lacks := ", ".join(self._core.memory.lacks):
-            load["lacks"] = lacks
-        if lost := self._core.weights.lost:
-            load["weights_lost"] = lost
+        troubles: dict[str, int | str] = {
+            "behind_version": self._changes.core.succession.behind,
+            "lacks": ", ".join(self._core.memory.lacks),
+            "weights_lost": self._core.weights.lost,
+        }
+        load |= {name: trouble for name, trouble in troubles.items() if trouble}
         if self._drafts is not None:
             load |= self._drafts.load()
         return load
@@ -238,17 +237,8 @@ class ExecutorStage(Actor):
         for kind, layers in self._layer_kinds.items():
             labels = backend | {names.LAYER_KIND: kind}
             self.metrics.record(instruments.ATTENTION_LAYERS, steps * layers, labels)
-        for counts in self._drafts.take() if self._drafts is not None else ():
-            self._measure_drafts(counts)
-
-    def _measure_drafts(self, counts: SourceCounts) -> None:
-        source = {names.DRAFT_SOURCE: counts.source}
-        self.metrics.record(instruments.DRAFTS, counts.drafts, source)
-        self.metrics.record(instruments.DRAFT_TOKENS, counts.draft_tokens, source)
-        self.metrics.record(instruments.ACCEPTED_TOKENS, counts.accepted, source)
-        for position, number in enumerate(counts.accepted_at or (0,)):
-            labels = source | {names.DRAFT_POSITION: str(position)}
-            self.metrics.record(instruments.ACCEPTED_TOKENS_PER_POS, number, labels)
+        for measurement in self._drafts.take() if self._drafts is not None else ():
+            self.metrics.record(*measurement)
 
     async def handle(self, envelope: Envelope) -> None:
         if isinstance(envelope.body, StepPlan):

@@ -24,7 +24,7 @@ from nano_inference.config import BusError
 from nano_inference.pipeline import client
 from nano_inference.stages.batching.core import BatchingCore
 from nano_inference.stages.executor.core import ExecutorCore
-from nano_inference.stages.executor.runner.weights import WeightSyncManager
+from nano_inference.stages.executor.runner.weights.sync_manager import WeightSyncManager
 
 from .. import oracle
 from ..oracle import announcing, token_of

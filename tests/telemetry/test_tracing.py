@@ -39,7 +39,7 @@ from nano_inference.config import ConfigError, TelemetryConfig
 from nano_inference.telemetry import TraceContext, Tracing, endpoint_of, names, setup_tracing
 from nano_inference.telemetry.otlp import OtlpExporter, SendError, SpanEncoder
 from nano_inference.telemetry.spans import ReadableExporter
-from nano_inference.telemetry.trace_file import Span, SpanEvent, read_spans
+from nano_inference.telemetry.trace_file import Span, read_spans
 
 from ..measured import Kept
 
@@ -433,7 +433,7 @@ def test_spans_are_read_back_from_a_file(tmp_path: Path) -> None:
         start_ns=1_000,
         end_ns=5_000,
         attributes={**attributes, names.FINISH_REASONS: ["a"], names.ERROR_TYPE: "expired"},
-        events=(SpanEvent("first", 3_000),),
+        events=(("first", 3_000),),
         links=("a" * 32,),
         error="expired",
         resource=span.resource,

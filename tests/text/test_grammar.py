@@ -132,7 +132,7 @@ def test_what_is_ready_waits_for_no_tokenizer(monkeypatch: pytest.MonkeyPatch) -
         raise AssertionError("the tokenizer is read while requests run")
 
     monkeypatch.setattr(grammar, "LLTokenizer", too_late)
-    monkeypatch.setattr(ready, "_load", too_late)
+    monkeypatch.setattr(ready, "load", too_late)
     ready.check(Constraint(regex="[0-9]+"))
 
 

@@ -2,27 +2,18 @@
 
 from __future__ import annotations
 
-from .grammar import constraint_of
-from .lark import lark_of_gbnf
-from .message_format import MessageFormat, find_format, format_of, opening_of
-from .message_reader import Delta, MessageReader, Reading, ToolCall
-from .reasoning import EFFORT, SWITCHES, asked_to_reason
-from .tools import Tool, ToolUse
-
-__all__ = [
-    "EFFORT",
-    "SWITCHES",
-    "Delta",
-    "MessageFormat",
-    "MessageReader",
-    "Reading",
-    "Tool",
-    "ToolCall",
-    "ToolUse",
-    "asked_to_reason",
-    "constraint_of",
-    "find_format",
-    "format_of",
-    "lark_of_gbnf",
-    "opening_of",
-]
+from .grammar import constraint_of as constraint_of
+from .lark import lark_of_gbnf as lark_of_gbnf
+from .message_format import MessageFormat as MessageFormat
+from .message_format import find_format as find_format
+from .message_format import format_of as format_of
+from .message_format import opening_of as opening_of
+from .message_reader import Delta as Delta
+from .message_reader import MessageReader as MessageReader
+from .message_reader import Reading as Reading
+from .message_reader import ToolCall as ToolCall
+from .tools import EFFORT as EFFORT
+from .tools import SWITCHES as SWITCHES
+from .tools import Tool as Tool
+from .tools import ToolUse as ToolUse
+from .tools import asked_to_reason as asked_to_reason

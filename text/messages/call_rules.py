@@ -11,7 +11,7 @@ from typing import Any
 from transformers.utils.chat_parsing.response_templates import load_response_template
 
 from ...config import Constraint, RequestError
-from .lark import ANY_OBJECT, Grammar, escaped, is_regex, json_of, quoted, schema_of
+from .lark import ANY_OBJECT, Grammar, is_regex, json_of, quoted, schema_of
 from .message_format import MessageFormat
 from .schemas import may_have, moved
 from .tools import Tool, ToolUse
@@ -62,7 +62,7 @@ class CallRules:
         Args:
             text: A terminal for text that none of the `patterns` matches.
         """
-        token = self._grammar.literals.first(self.begin)
+        token = self._grammar.first_token(self.begin)
         if token is not None:
             first = f"{text}? {self._any_of('first_call', self.begin[token.start() :])}"
         else:
@@ -77,12 +77,12 @@ class CallRules:
 
     def patterns(self) -> list[str]:
         """Return regular expressions of all beginnings of calls for the reader."""
-        literals = [escaped(name) for name in self._grammar.literals.within(self.begin)]
+        literals = [re.escape(name) for name in self._grammar.tokens_in(self.begin)]
         field = self._form.response_template["fields"]["tool_calls"]
         pattern = _plain_pattern(field.get("open_pattern", ""))
         texts = field.get("open", [])
-        opens = [escaped(text) for text in ([texts] if isinstance(texts, str) else texts)]
-        found = [*literals, *opens, *([pattern] if pattern else [])] or [escaped(self.begin)]
+        opens = [re.escape(text) for text in ([texts] if isinstance(texts, str) else texts)]
+        found = [*literals, *opens, *([pattern] if pattern else [])] or [re.escape(self.begin)]
         return list(dict.fromkeys(found))
 
     # --- calls that are nothing but JSON ---------------------------------------------------------
@@ -119,7 +119,7 @@ class CallRules:
             }
             calls.append(self._grammar.rule(f"bare_call_{place}", json_of(schema)))
         one = self._grammar.rule("bare_call", " | ".join(calls))
-        between = self._grammar.literals.rule(syntax.between)
+        between = self._grammar.literal(syntax.between)
         return f"{one} ({between} {one})*" if self._several else one
 
     def check_answer(self, answer: Constraint) -> None:
@@ -155,7 +155,7 @@ class CallRules:
     def _any_of(self, name: str, begin: str) -> str:
         """Return the rule of any tool's call: from the text before its name to its arguments."""
         calls = [
-            f"{self._grammar.literals.rule(self._head(begin, tool))} {self._arguments(place)}"
+            f"{self._grammar.literal(self._head(begin, tool))} {self._arguments(place)}"
             for place, tool in enumerate(self._tools)
         ]
         return self._grammar.rule(name, " | ".join(calls))
@@ -166,12 +166,12 @@ class CallRules:
         calls = []
         for place, tool in enumerate(self._tools):
             head, rest = self._head(self.begin, tool), ""
-            token = self._grammar.literals.first(head)
+            token = self._grammar.first_token(head)
             if token is not None:
                 head, rest = head[: token.start()], head[token.start() :]
             opened = self._grammar.rule(f"opened_{place}[lazy]", f"{text} {quoted(head)}")
             arguments = self._arguments(place)
-            calls.append(f"{opened} {self._grammar.literals.rule(rest)} {arguments}")
+            calls.append(f"{opened} {self._grammar.literal(rest)} {arguments}")
         return self._grammar.rule("first_call", " | ".join(calls))
 
     def _head(self, begin: str, tool: Tool) -> str:
@@ -179,7 +179,7 @@ class CallRules:
 
     def _followed(self, first: str, *, further: bool = True) -> str:
         """Return the rule of a call, and of others behind it if there may be some."""
-        syntax, literal = self._syntax, self._grammar.literals.rule
+        syntax, literal = self._syntax, self._grammar.literal
         after = literal(syntax.after)
         calls = f"{first} {after}"
         if self._several and further:

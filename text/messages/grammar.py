@@ -7,6 +7,7 @@ what has begun is complete when its own end comes.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
@@ -14,7 +15,7 @@ from transformers.utils.chat_parsing.response_templates import load_response_tem
 
 from ...config import Constraint, RequestError
 from .call_rules import CallRules, unsupported
-from .lark import SPACE, Grammar, answer_of, escaped, up_to, without
+from .lark import SPACE, Grammar, answer_of, up_to, without
 from .message_format import MessageFormat, ReasoningSyntax
 from .regions import CONTENT, REASONING, MessageRegions, region_template
 from .tools import ToolUse
@@ -122,7 +123,7 @@ class _Message:
     ) -> None:
         self._form = form
         self._rules = Grammar(special_tokens)
-        self._literal = self._rules.literals.rule
+        self._literal = self._rules.literal
         self._answer_open = "" if form.answer_open in opening else form.answer_open
 
     def grammar(self, parts: Sequence[str]) -> str:
@@ -152,7 +153,7 @@ class _Message:
         """Return the rule of reasoning behind its opening mark, up to the closing mark with any
         white space before it."""
         close = syntax.close.strip()
-        token = self._rules.literals.first(close)
+        token = self._rules.first_token(close)
         if token is None:
             if budget is not None:
                 raise self._no_token(close)
@@ -161,7 +162,7 @@ class _Message:
         if budget == 0:
             return end
         name = "THOUGHT" if budget is None else f"thought[max_tokens={budget}]"
-        return f"{self._rules.rule(name, without(escaped(close)))} {end}"
+        return f"{self._rules.rule(name, without(re.escape(close)))} {end}"
 
     def _takes_space(self, close: str) -> bool:
         """Return whether white space behind the reasoning belongs to the mark for the reader."""
@@ -204,7 +205,7 @@ class _Message:
 
     def _text_and_calls(self, calls: CallRules) -> str:
         reasoning = self._form.reasoning
-        marks = [escaped(reasoning.open.strip())] if reasoning is not None else []
+        marks = [re.escape(reasoning.open.strip())] if reasoning is not None else []
         text = self._rules.rule("TEXT", without(*calls.patterns(), *marks))
         if not self._answer_open:
             return calls.text_and_calls(text)
@@ -214,10 +215,10 @@ class _Message:
         """Return the rule of any tokens, except those that begin more reasoning."""
         assert self._form.reasoning is not None
         mark = self._form.reasoning.open.strip()
-        token = self._rules.literals.first(mark)
+        token = self._rules.first_token(mark)
         if token is None or token.start() != 0:
             raise self._no_token(mark)
-        rest = f"<[^{self._rules.literals.token_id(token[0])}]>*"
+        rest = f"<[^{self._rules.token_id(token[0])}]>*"
         begins = [self._answer_open]
         if use.usable and self._form.calls is not None:
             begins.append(CallRules(self._rules, self._form, use).begin)

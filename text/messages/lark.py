@@ -27,47 +27,35 @@ SPACE = r"/[ \t\r\n]{1,8}/"
 """White space between the parts of a message."""
 
 
-class Literals:
-    """Literal texts, in which some tokens are special."""
+class Grammar:
+    """The rules of a grammar, in whose literal texts some tokens are special."""
 
     def __init__(self, tokens: Mapping[str, int]) -> None:
         """`tokens`: ids by names. No other tokens spell such a name."""
         self._tokens = tokens
         names = sorted(filter(None, tokens), key=len, reverse=True)
         self._pattern = re.compile("|".join(map(re.escape, names))) if names else None
+        self._rules: list[str] = []
 
-    def first(self, text: str) -> re.Match[str] | None:
-        """Find the first such token."""
+    def first_token(self, text: str) -> re.Match[str] | None:
+        """Find the first special token in a text."""
         return self._pattern.search(text) if self._pattern else None
 
-    def within(self, text: str) -> list[str]:
-        """Return the names of all such tokens."""
+    def tokens_in(self, text: str) -> list[str]:
+        """Return the names of all special tokens in a text."""
         return self._pattern.findall(text) if self._pattern else []
 
     def token_id(self, name: str) -> int:
-        """Return the id of a token."""
+        """Return the id of a special token."""
         return self._tokens[name]
 
-    def rule(self, text: str) -> str:
-        """Return a text in a rule."""
+    def literal(self, text: str) -> str:
+        """Return a literal text in a rule."""
         parts = []
-        while found := self.first(text):
+        while found := self.first_token(text):
             parts += [quoted(text[: found.start()]), f"<[{self.token_id(found[0])}]>"]
             text = text[found.end() :]
         return " ".join(part for part in (*parts, quoted(text)) if part != _NOTHING) or _NOTHING
-
-
-class Grammar:
-    """The rules of a grammar.
-
-    Attributes:
-        literals: Literal texts in them.
-    """
-
-    def __init__(self, tokens: Mapping[str, int]) -> None:
-        """`tokens`: as for `Literals`."""
-        self.literals = Literals(tokens)
-        self._rules: list[str] = []
 
     def rule(self, name: str, body: str) -> str:
         """Add a rule, or a terminal; return its name in other rules.
@@ -84,13 +72,8 @@ class Grammar:
 
 
 def quoted(text: str) -> str:
-    """Return a text without such tokens, in a rule or a terminal."""
+    """Return a text without special tokens, in a rule or a terminal."""
     return _encoded(text).replace("\x7f", r"\u007f")
-
-
-def escaped(text: str) -> str:
-    """Return a text within a regular expression."""
-    return re.escape(text)
 
 
 def without(*patterns: str) -> str:
@@ -101,7 +84,7 @@ def without(*patterns: str) -> str:
 
 def up_to(text: str) -> str:
     """Return a terminal, which has to be lazy, for any text up to the end of another text."""
-    return regex(f"(?s:.*){escaped(text)}")
+    return regex(f"(?s:.*){re.escape(text)}")
 
 
 def regex(text: str) -> str:

@@ -1,7 +1,8 @@
-"""Tools that a model may call, of any interface."""
+"""Of any interface: tools that a model may call, and whether a call asks for reasoning."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import msgspec
@@ -53,3 +54,19 @@ class ToolUse(msgspec.Struct, frozen=True, kw_only=True):
     def usable(self) -> tuple[Tool, ...]:
         """The tools for the prompt; none if no call is allowed."""
         return () if self.choice == "none" else self.tools
+
+
+SWITCHES = ("enable_thinking", "thinking")
+"""Variables of chat templates that turn reasoning on or off."""
+
+EFFORT = "reasoning_effort"
+"""The variable that says how much a model reasons."""
+
+
+def asked_to_reason(variables: Mapping[str, Any]) -> bool | None:
+    """Return whether these variables ask for reasoning; None if they don't say."""
+    for name in SWITCHES:
+        if variables.get(name) is not None:
+            return bool(variables[name])
+    effort = variables.get(EFFORT)
+    return None if effort is None else effort != "none"

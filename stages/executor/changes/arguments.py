@@ -17,7 +17,7 @@ from ....bus.weights import (
     check_in_flight,
 )
 from ....config import WeightsError, shown
-from ..runner.weights.checks import WeightLimits
+from ..runner.weights.checks import LARGEST_VERSION, WeightLimits
 from ..runner.weights.transports.group import BACKENDS, host_and_port
 
 Operation = (
@@ -34,9 +34,6 @@ Operation = (
 
 LONGEST_WAIT_S = 86_400.0
 """One day: within the range of clocks and sockets."""
-
-LARGEST_VERSION = 1 << 62
-"""The largest version that a message may name; counting from there still fits 64 bits."""
 
 _NAMES = ("part_of", "prepare_as", "prepared", "group", "key", "update")
 _LONGEST_NAME = 256

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ....bus import control
 from ....bus.control import AdapterReady, LoadAdapter, UnloadAdapter, UpdateWeights, WeightsReady
+from ....bus.messages import StepPlan
 from ....bus.weights import GroupWeights, LocalWeights, StagedWeights
 from ....config import AdapterError, WeightsError, shown
 from ....store.in_place import WeightsInPlace
@@ -140,46 +141,39 @@ class ChangesCore:
             self._begin(ticket, operation, now_ns)
         except WeightsError as error:
             self._answer(ticket, error)
-        return self._go_on(now_ns)
+        return self.tick(now_ns)
 
     def epoch_begun(self, version: int, now_ns: int) -> list[do.Effect]:
         """Take part. Batching has lost all earlier messages. `version`: of the weights in place."""
         self._effects.append(do.SendMemory())
         self._in_place(version)
         self._effects += [do.SendBatching(staged.message) for staged in self._staged.values()]
-        return self._go_on(now_ns)
+        return self.tick(now_ns)
 
     def step_done(
-        self,
-        version: int,
-        now_ns: int,
-        *,
-        changed: bool,
-        pending: bool,
-        refused: WeightsError | None = None,
-        adapters: Iterable[tuple[str, int]] = (),
+        self, plan: StepPlan, version: int, now_ns: int, pending: bool, refused: WeightsError | None
     ) -> list[do.Effect]:
         """Handle the end of a step.
 
         Args:
-            version: Of the weights of the step.
+            plan: Its plan.
+            version: Of its weights.
             now_ns: The time.
-            changed: Whether its plan put weights in place. Batching assumed so already, and may
-                have received an older state of the memory since.
             pending: Whether memory waits to be released.
-            refused: Why those weights could not be put in place.
-            adapters: Ids and versions that the plan put in place; version 0 is an unload.
+            refused: Why the plan's weights could not be put in place.
         """
         self._in_place(version)
         if refused is not None:
             self._not_in_place(refused)
-        if changed:
+        if plan.weight_version:
+            # Batching assumed them in place already, and may have received an older state of the
+            # memory since.
             self._effects.append(do.SendMemory())
-        if adapters:
-            self._adapters_in_place(adapters)
+        if plan.adapters:
+            self._adapters_in_place(plan.adapters)
         if self._releasing and not pending:
             self._answer(self._memory[0].ticket)
-        return self._go_on(now_ns)
+        return self.tick(now_ns)
 
     def adapters_loaded(self, ids: Iterable[str]) -> None:
         """Note the adapters in place."""
@@ -188,11 +182,7 @@ class ChangesCore:
     def weights_lost(self, error: WeightsError, now_ns: int) -> list[do.Effect]:
         """Handle a failed write that leaves no weights in place; a new epoch is to begin."""
         self._not_in_place(error)
-        return self._go_on(now_ns)
-
-    def tick(self, now_ns: int) -> list[do.Effect]:
-        """Handle deadlines."""
-        return self._go_on(now_ns)
+        return self.tick(now_ns)
 
     def close(self) -> list[do.Effect]:
         """Answer all open operations, since the stage ends."""
@@ -226,7 +216,7 @@ class ChangesCore:
             self._continue(job, result, now_ns)
         except WeightsError as error:
             self._answer(job.ticket, error)
-        return self._go_on(now_ns)
+        return self.tick(now_ns)
 
     def restored(self, weights: WeightsInPlace) -> list[do.Effect]:
         """The lane's weights are in place."""
@@ -425,7 +415,7 @@ class ChangesCore:
 
     # --- order and end ------------------------------------------------------------------------
 
-    def _go_on(self, now_ns: int) -> list[do.Effect]:
+    def tick(self, now_ns: int) -> list[do.Effect]:
         """Handle turns and deadlines, at the end of every event."""
         while self._turns and self.fetching is None:
             turn = self._turns.popleft()

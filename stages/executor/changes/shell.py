@@ -6,6 +6,7 @@ import asyncio
 import threading
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -56,29 +57,27 @@ def stay_single() -> None:
     undoing.join()
 
 
+@dataclass(eq=False)
 class StagedChanges:
     """Performs the effects of a `ChangesCore`.
 
     Attributes:
+        actor: The stage.
+        executor: Its core.
+        on_torch: Calls a function on the torch thread.
+        start_soon: Starts a coroutine function that ends with the stage.
         core: The decisions.
         restoring: Which weights or adapter are being restored, as a sentence; "" if none.
     """
 
-    def __init__(
-        self,
-        actor: Actor,
-        executor: ExecutorCore,
-        on_torch: Callable[..., Awaitable[Any]],
-        start_soon: Callable[..., object],
-    ) -> None:
-        """Args: the stage and its core; a call on the torch thread; a start of a coroutine function
-        that ends with the stage."""
-        self.core = ChangesCore(executor.weights.limits)
+    actor: Actor
+    executor: ExecutorCore
+    on_torch: Callable[..., Awaitable[Any]]
+    start_soon: Callable[..., object]
+
+    def __post_init__(self) -> None:
+        self.core = ChangesCore(self.executor.weights.limits)
         self.restoring = ""
-        self._actor = actor
-        self._executor = executor
-        self._on_torch = on_torch
-        self._start_soon = start_soon
         self._groups = WeightGroups()
         # Wait for bytes and make tensors of them while the torch thread runs steps. Adapters
         # don't wait behind weights that don't come.
@@ -112,15 +111,15 @@ class StagedChanges:
             return
         first, self._leader = not self._leader, leader
         if first:
-            record = await self._read_record(self._actor.bus.store.adapters, "adapters")
+            record = await self._read_record(self.actor.bus.store.adapters, "adapters")
             if record is not None and record.leader == leader:
                 await self._restore_adapters(record)
                 await self._note_adapters()
                 return
-            for id, folder in self._actor.config.engine.adapters.items():
+            for id, folder in self.actor.config.engine.adapters.items():
                 self.restoring = f"it reads the adapter {id}"
                 adapter = await self._read_adapter(LoadAdapter(id, folder))
-                await self._on_torch(self._executor.adapters.put, adapter)
+                await self.on_torch(self.executor.adapters.put, adapter)
                 self._versions[id] = adapter.version
             self.restoring = ""
         await self._record_adapters()
@@ -132,26 +131,20 @@ class StagedChanges:
     async def step_done(self, plan: StepPlan, version: int) -> None:
         """Handle the end of a step with weights of this version."""
         # One update is staged at a time, so a refusal is this plan's.
-        refused = self._executor.weights.take_refused() if plan.weight_version > version else None
-        effects = self.core.step_done(
-            version,
-            now_ns(),
-            changed=plan.weight_version > 0,
-            pending=bool(self._executor.memory.pending),
-            refused=refused,
-            adapters=plan.adapters,
-        )
+        refused = self.executor.weights.take_refused() if plan.weight_version > version else None
+        pending = bool(self.executor.memory.pending)
+        effects = self.core.step_done(plan, version, now_ns(), pending, refused)
         if effects:
             await self._perform(effects)
 
     async def weights_lost(self, error: WeightsError) -> None:
         """Handle a plan that was not run, since its weights could not be written."""
-        self._actor.log.error("weights_lost", reason=error.message, exc_info=error.__cause__)
+        self.actor.log.error("weights_lost", reason=error.message, exc_info=error.__cause__)
         await self._perform(self.core.weights_lost(error, now_ns()))
 
     def close(self) -> None:
         """Leave all groups, so that nothing waits for a trainer."""
-        del self._executor
+        del self.executor
         self._groups.close()
         self._weights_thread.close()
         self._adapters_thread.close()
@@ -188,36 +181,36 @@ class StagedChanges:
                 case do.SendBatching(message):
                     await self._send_batching(message)
                 case do.SendMemory():
-                    memory = self._executor.memory
+                    memory = self.executor.memory
                     await self._send_batching(MemoryState(memory.lacks, tuple(memory.pending)))
                 case do.PublishAdapters():
                     await self._record_adapters()
-                    changed = AdaptersChanged(self._actor.role, self._loaded)
-                    await self._actor.send(CONTROL["admission"], changed)
+                    changed = AdaptersChanged(self.actor.role, self._loaded)
+                    await self.actor.send(CONTROL["admission"], changed)
                     # The answer that follows makes clients name the adapter at once.
-                    await self._actor.flush(CONTROL["admission"])
+                    await self.actor.flush(CONTROL["admission"])
                 case do.SkipBroadcast(group):
                     self._groups.skip(group)
                 case do.Leave(group):
                     self._groups.leave(group)
                 case do.Log(event, fields, warning):
-                    write = self._actor.log.warning if warning else self._actor.log.info
+                    write = self.actor.log.warning if warning else self.actor.log.info
                     write(event, **fields)
                 case do.Remember(weights):
                     await self._remember(weights)
                 case do.ReadRecord():
-                    record = await self._read_record(self._actor.bus.store.weights, "weights")
+                    record = await self._read_record(self.actor.bus.store.weights, "weights")
                     await self._perform(self.core.succession.read(record))
                 case do.Restore(weights):
                     await self._perform(await self._restore(weights))
                 case do.ChangeJob():
-                    self._start_soon(self._work, effect)
+                    self.start_soon(self._work, effect)
 
     async def _answer(self, answer: do.Answer) -> None:
         operation, error = answer.operation, answer.error
         of_adapter = isinstance(operation, AdapterOperation)
         if error is not None:
-            self._actor.log.warning(
+            self.actor.log.warning(
                 "adapter_refused" if of_adapter else "operation_refused",
                 operation=type(operation).__name__,
                 code=error.code,
@@ -226,41 +219,41 @@ class StagedChanges:
             )
         labels = {names.ERROR_TYPE: error.code if error else ""}
         if of_adapter:
-            self._actor.metrics.record(instruments.ADAPTER_CHANGES, 1, labels)
+            self.actor.metrics.record(instruments.ADAPTER_CHANGES, 1, labels)
         elif replaces_weights(operation) or (error and isinstance(operation, UpdateWeights)):
-            self._actor.metrics.record(instruments.WEIGHT_UPDATES, 1, labels)
-        await self._actor.answer(answer.operation_id, answer.version, error, answer.newest_version)
+            self.actor.metrics.record(instruments.WEIGHT_UPDATES, 1, labels)
+        await self.actor.answer(answer.operation_id, answer.version, error, answer.newest_version)
 
     async def _send_batching(self, message: Message) -> None:
-        await self._actor.send(self._actor.own(CONTROL["batching"]), message)
+        await self.actor.send(self.actor.own(CONTROL["batching"]), message)
 
     # --- the lane's records -------------------------------------------------------------------
 
     async def _remember(self, weights: WeightsInPlace) -> None:
-        record = self._actor.bus.store.weights
+        record = self.actor.bus.store.weights
         try:
             if supersedes(weights, await record.read()):
                 await record.put(weights)
         except BusError as error:
             # Only a successor needs the record; it serves the weights that it loads instead.
-            self._actor.log.warning("weights_not_remembered", reason=error.message)
+            self.actor.log.warning("weights_not_remembered", reason=error.message)
 
     async def _read_record(self, record: Any, kind: str) -> Any:
         """Return a record of the lane; None if unknown."""
         try:
             return await record.read()
         except BusError as error:
-            self._actor.log.warning(f"{kind}_of_the_lane_unknown", reason=error.message)
+            self.actor.log.warning(f"{kind}_of_the_lane_unknown", reason=error.message)
             return None
 
     async def _restore(self, weights: WeightsInPlace) -> list[do.Effect]:
         self.restoring = f"it reads the weights of version {weights.version} from {weights.folder}"
-        manager = self._executor.weights
+        manager = self.executor.weights
         try:
             async with asyncio.timeout(_RESTORE_S):
                 with _as_refusal():
                     tensors = await self._in_background(_read_again, weights, manager)
-            await self._on_torch(manager.sync_blocking, tensors, weights.version)
+            await self.on_torch(manager.sync_blocking, tensors, weights.version)
         except (WeightsError, TimeoutError) as error:
             why = error.message if isinstance(error, WeightsError) else "reading took too long"
             return self.core.succession.fall_behind(weights.version, why)
@@ -270,9 +263,9 @@ class StagedChanges:
 
     async def _note_adapters(self) -> list[Adapter]:
         """Note and return the adapters in place, which only the torch thread may read."""
-        self._loaded = await self._on_torch(self._executor.adapters.describe)
+        self._loaded = await self.on_torch(self.executor.adapters.describe)
         self.core.adapters_loaded(each.id for each in self._loaded)
-        adapters: list[Adapter] = await self._on_torch(list, self._executor.adapters)
+        adapters: list[Adapter] = await self.on_torch(list, self.executor.adapters)
         return adapters
 
     async def _record_adapters(self) -> None:
@@ -283,10 +276,10 @@ class StagedChanges:
         versions = dict(self._versions)
         record = AdaptersInPlace(leader=self._leader, adapters=adapters, versions=versions)
         try:
-            await self._actor.bus.store.adapters.put(record)
+            await self.actor.bus.store.adapters.put(record)
         except BusError as error:
             # Only a successor needs the record; it has the adapters of the settings instead.
-            self._actor.log.warning("adapters_not_remembered", reason=error.message)
+            self.actor.log.warning("adapters_not_remembered", reason=error.message)
 
     async def _restore_adapters(self, record: AdaptersInPlace) -> None:
         """Restore the lane's adapters. Only requests for an adapter that is lost end."""
@@ -299,11 +292,11 @@ class StagedChanges:
                     raise AdapterError(f"the files of {each.folder} have changed")
                 load = LoadAdapter(each.id, each.folder, version=each.version)
                 adapter = await self._read_adapter(load)
-                await self._on_torch(self._executor.adapters.put, adapter)
+                await self.on_torch(self.executor.adapters.put, adapter)
             except WeightsError as error:
-                self._actor.log.warning("adapter_lost", adapter=each.id, reason=error.message)
+                self.actor.log.warning("adapter_lost", adapter=each.id, reason=error.message)
             else:
-                self._actor.log.info("adapter_restored", adapter=each.id, version=each.version)
+                self.actor.log.info("adapter_restored", adapter=each.id, version=each.version)
         self.restoring = ""
         self._versions = dict(record.versions)
 
@@ -322,31 +315,37 @@ class StagedChanges:
         await self._perform(self.core.done(job, result, now_ns()))
 
     async def _result(self, job: do.ChangeJob) -> do.Result:
-        executor, weights = self._executor, self._executor.weights
+        executor, weights = self.executor, self.executor.weights
         match job:
             case do.Fetch(_, update):
                 started = now_ns()
                 fetched: do.Fetched = await self._in_background(self._fetch, update, weights)
-                self._actor.metrics.record(instruments.WEIGHT_FETCH, (now_ns() - started) / 1e9)
+                self.actor.metrics.record(instruments.WEIGHT_FETCH, (now_ns() - started) / 1e9)
                 return fetched
             case do.Combine(_, _, tensors, origin):
                 prepared = await self._in_background(weights.prepare, tensors)
                 return do.Fetched(prepared, origin, weights.covers(prepared))
             case do.Check(_, update, fetched):
-                await self._on_torch(check_fetched, update, fetched, weights)
+                await self.on_torch(check_fetched, update, fetched, weights)
             case do.Stage(_, update, fetched, version):
                 start = partial(weights.start_sync, partial=update.partial)
-                counted: int = await self._on_torch(start, fetched.tensors, version)
+                counted: int = await self.on_torch(start, fetched.tensors, version)
                 return counted
             case do.StageAdapter(_, load):
-                return await self._stage_adapter(load)
+                started = now_ns()
+                adapter = await self._read_adapter(load)
+                self.actor.metrics.record(instruments.ADAPTER_LOAD, (now_ns() - started) / 1e9)
+                if not load.only_check:
+                    await self.on_torch(executor.adapters.stage, adapter)
+                    self._versions[load.adapter] = adapter.version
+                return adapter.version
             case do.Join(_, wish):
                 await asyncio.wrap_future(self._groups.join(wish, weights.device))
             case do.BeginRelease(_, tags):
-                await self._on_torch(executor.memory.begin_release, tags)
+                await self.on_torch(executor.memory.begin_release, tags)
                 return bool(executor.memory.pending)
             case do.ResumeTags(_, tags):
-                await self._on_torch(executor.resume_memory, tags)
+                await self.on_torch(executor.resume_memory, tags)
         return None
 
     def _in_background(self, function: Callable[..., Any], *args: Any) -> asyncio.Future[Any]:
@@ -368,18 +367,9 @@ class StagedChanges:
             return do.Fetched(tensors, origin, covers=False, converted=False)
         return do.Fetched(prepared, origin, weights.covers(prepared))
 
-    async def _stage_adapter(self, load: LoadAdapter) -> int:
-        started = now_ns()
-        adapter = await self._read_adapter(load)
-        self._actor.metrics.record(instruments.ADAPTER_LOAD, (now_ns() - started) / 1e9)
-        if not load.only_check:
-            await self._on_torch(self._executor.adapters.stage, adapter)
-            self._versions[load.adapter] = adapter.version
-        return adapter.version
-
     async def _read_adapter(self, load: LoadAdapter) -> Adapter:
-        id, model, table = load.adapter, self._executor.model, self._executor.adapters
-        check_adapter_id(id, self._actor.config.engine.model_name)
+        id, model, table = load.adapter, self.executor.model, self.executor.adapters
+        check_adapter_id(id, self.actor.config.engine.model_name)
         check_path(load.folder)
         table.check_room(id)
         version = next_version(id, load.version, self._versions.get(id, 0))

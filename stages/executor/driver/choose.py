@@ -7,73 +7,119 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from ....bus.messages import TopLogprobs
-from ..runner.interface import IntArray
+from ....bus.messages import PromptLogprobs, TopLogprobs
+from ..runner.interface import IntArray, flatten_rows
 from .constraints import PendingMasks
 from .logprobs import gather_logprobs, report_top_logprobs
-from .sampling import sample_rows, uniforms
+from .sampling import Limits, sample_rows, uniforms
 from .sequences import BoolArray, Places, SequenceTable
 
 
-def choose_tokens(
-    model_logits: Tensor,
-    table: SequenceTable,
-    places: Places,
-    *,
-    raw: bool,
-    kernels: bool,
-    masks: PendingMasks | None = None,
-) -> tuple[Tensor, Tensor, tuple[TopLogprobs, ...]]:
-    """Choose a token for each place, and report it in the configured mode.
+class TokenChooser(NamedTuple):
+    """Chooses tokens, and reports logprobs.
 
-    Args:
-        model_logits: `[batch, vocab]` float32; changed unless `raw`.
+    Attributes:
         table: The sequences.
-        places: `[batch]`, of the rows of logits.
         raw: Whether logprobs are of the model's own output.
         kernels: As in `scale_logits`.
-        masks: From `Constraints.begin`, for these places.
-
-    Returns:
-        Tokens and logprobs, `[batch]` each on the device, and `report_top_logprobs`.
-
-    Raises:
-        ModelError: The model's output is broken.
     """
-    upload = partial(_upload, beside=model_logits)
-    rows = places.rows
-    logits = adjust_logits(model_logits, table, places)
-    if masks is not None:
-        if raw and logits is model_logits:
-            logits = logits.clone()
-        masks.result().apply(logits, kernels=kernels)
-    temperature = table.temperature[rows]
-    temperatures = upload(temperature)
-    numbers = None
-    if temperature.any():
-        numbers = upload(uniforms(table.seed[rows], table.num_generated[rows] + places.ahead))
-    top_k, top_p, min_p = table.top_k[rows], table.top_p[rows], table.min_p[rows]
-    tokens, logprobs = sample_rows(
-        logits,
-        temperatures,
-        uniforms=numbers,
-        top_k=upload(top_k) if top_k.any() else None,
-        top_p=upload(top_p) if (top_p < 1).any() else None,
-        min_p=upload(min_p) if min_p.any() else None,
-        kernels=kernels,
-    )
-    if raw:
-        logits, temperatures = model_logits, torch.ones_like(temperatures)
-        logprobs = gather_logprobs(logits, temperatures, tokens[:, None], kernels=kernels)[:, 0]
-    counts = table.num_logprobs[rows]
-    return tokens, logprobs, report_top_logprobs(logits, temperatures, counts, kernels=kernels)
+
+    table: SequenceTable
+    raw: bool
+    kernels: bool
+
+    def choose(
+        self, model_logits: Tensor, places: Places, masks: PendingMasks | None = None
+    ) -> tuple[Tensor, Tensor, tuple[TopLogprobs, ...]]:
+        """Choose a token for each place, and report it in the configured mode.
+
+        Args:
+            model_logits: `[batch, vocab]` float32; changed unless `raw`.
+            places: `[batch]`, of the rows of logits.
+            masks: From `Constraints.begin`, for these places.
+
+        Returns:
+            Tokens and logprobs, `[batch]` each on the device, and `report_top_logprobs`.
+
+        Raises:
+            ModelError: The model's output is broken.
+        """
+        table, kernels = self.table, self.kernels
+        upload = partial(_upload, beside=model_logits)
+        rows = places.rows
+        logits = adjust_logits(model_logits, table, places)
+        if masks is not None:
+            if self.raw and logits is model_logits:
+                logits = logits.clone()
+            masks.result().apply(logits, kernels=kernels)
+        temperature = table.temperature[rows]
+        temperatures = upload(temperature)
+        numbers = None
+        if temperature.any():
+            numbers = upload(uniforms(table.seed[rows], table.num_generated[rows] + places.ahead))
+        top_k, top_p, min_p = table.top_k[rows], table.top_p[rows], table.min_p[rows]
+        limits = Limits(
+            upload(top_k) if top_k.any() else None,
+            upload(top_p) if (top_p < 1).any() else None,
+            upload(min_p) if min_p.any() else None,
+        )
+        tokens, logprobs = sample_rows(logits, temperatures, numbers, limits, kernels=kernels)
+        if self.raw:
+            logits, temperatures = model_logits, torch.ones_like(temperatures)
+            logprobs = gather_logprobs(logits, temperatures, tokens[:, None], kernels=kernels)[:, 0]
+        counts = table.num_logprobs[rows]
+        return tokens, logprobs, report_top_logprobs(logits, temperatures, counts, kernels=kernels)
+
+    def score_prompts(
+        self, logits: Tensor, rows: IntArray, num_scored: IntArray
+    ) -> tuple[PromptLogprobs, ...]:
+        """Return the logprobs of prompt tokens, given the tokens before them.
+
+        Penalties and bias never apply to a prompt, and raw logprobs ignore the temperature.
+
+        Args:
+            logits: `[sum(num_scored), vocab]` float32 of the model, row by row: they predict the
+                tokens behind the first `num_scored` tokens of this step.
+            rows: `[batch]`, of the table, as it was before this step.
+            num_scored: `[batch]`, `table.num_to_score`.
+        """
+        if not num_scored.any():
+            return ()
+        table, kernels = self.table, self.kernels
+        scored = num_scored > 0
+        rows, counts = rows[scored], num_scored[scored]
+        starts = table.num_computed[rows] + 1
+        place_row, positions = flatten_rows(starts, counts)
+        row_of_place = rows[place_row]
+        token_ids = torch.from_numpy(table.tokens[row_of_place, positions]).to(logits.device)
+        temperatures = torch.from_numpy(table.temperature[row_of_place]).to(logits.device)
+        if self.raw:
+            temperatures = torch.ones_like(temperatures)
+        logprobs = gather_logprobs(logits, temperatures, token_ids[:, None], kernels=kernels)
+        counts_of_places = table.prompt_logprobs[row_of_place]
+        tops = report_top_logprobs(logits, temperatures, counts_of_places, kernels=kernels)
+        values = logprobs[:, 0].tolist()
+        reports = []
+        ends = np.cumsum(counts)
+        for seq_id, start, first, end in zip(
+            table.ids_of(rows).tolist(),
+            starts.tolist(),
+            (ends - counts).tolist(),
+            ends.tolist(),
+            strict=True,
+        ):
+            top = tops[first:end]
+            reports.append(
+                PromptLogprobs(seq_id, start, tuple(values[first:end]), top if any(top) else ())
+            )
+        return tuple(reports)
 
 
 def packed_sampling(table: SequenceTable, rows: IntArray) -> tuple[IntArray, IntArray]:

@@ -143,18 +143,21 @@ class _AskedMask(NamedTuple):
     draft: list[int]
 
 
+@dataclass(eq=False)
 class Constraints:
-    """The matchers of constrained samples, by rows of the table."""
+    """The matchers of constrained samples, by rows of the table.
 
-    def __init__(
-        self,
-        table: SequenceTable,
-        compiler: GrammarCompiler,
-        now_ns: Callable[[], int] = time.time_ns,
-    ) -> None:
-        self._table = table
-        self._compiler = compiler
-        self._now_ns = now_ns
+    Attributes:
+        table: The sequences.
+        compiler: Of the grammars.
+        now_ns: The clock.
+    """
+
+    table: SequenceTable
+    compiler: GrammarCompiler
+    now_ns: Callable[[], int] = time.time_ns
+
+    def __post_init__(self) -> None:
         # Bounded, since nothing may read it.
         self._waits_ns: deque[int] = deque(maxlen=1024)
         self._samples: dict[int, _Sample] = {}
@@ -173,18 +176,18 @@ class Constraints:
         """
         if self._samples:
             self._drop_gone()
-        masked = np.flatnonzero(self._table.constrained[places.rows])
+        masked = np.flatnonzero(self.table.constrained[places.rows])
         if not masked.size:
             return None
         masks = self._thread.submit(self._masks, masked, places[masked])
-        return PendingMasks(masks, self._now_ns, self._waits_ns)
+        return PendingMasks(masks, self.now_ns, self._waits_ns)
 
     def check_draft(self, row: int, draft: tuple[int, ...]) -> int:
         """Return how many leading tokens of a draft a row's grammar allows.
 
         Not while masks are computed.
         """
-        if not self._table.constrained[row]:
+        if not self.table.constrained[row]:
             return len(draft)
         (sample,) = self._advance(np.array([row]))
         return sample.matcher.validate_tokens(list(draft)) if sample.matcher is not None else 0
@@ -194,7 +197,7 @@ class Constraints:
 
         Not while masks are computed.
         """
-        if not self._table.constrained[row]:
+        if not self.table.constrained[row]:
             return ()
         (sample,) = self._advance(np.array([row]))
         return tuple(sample.matcher.compute_ff_tokens()) if sample.matcher is not None else ()
@@ -221,17 +224,17 @@ class Constraints:
         """Free the matchers of sequences that have left: each may have grown to tens of MB."""
         rows = np.fromiter(self._samples, np.int64, len(self._samples))
         ids = np.array([sample.seq_id for sample in self._samples.values()])
-        gone = rows[~self._table.holds(rows, ids)].tolist()
+        gone = rows[~self.table.holds(rows, ids)].tolist()
         for row in gone:
             self._charge(self._samples.pop(row))
 
     def _charge(self, sample: _Sample) -> None:
         if sample.grown_s and not sample.failure:
-            self._compiler.charge(sample.constraint, sample.grown_s)
+            self.compiler.charge(sample.constraint, sample.grown_s)
             sample.grown_s = 0.0
 
     def _masks(self, masked: IntArray, places: Places) -> TokenMasks:
-        allowed = llguidance.numpy.allocate_token_bitmask(len(places), self._compiler.vocab_size)
+        allowed = llguidance.numpy.allocate_token_bitmask(len(places), self.compiler.vocab_size)
         firsts = np.flatnonzero(places.ahead == 0)
         rows = places.rows[firsts]
         samples = self._advance(rows)
@@ -243,7 +246,7 @@ class Constraints:
             if sample.matcher is not None
         ]
         self._fill(asked, allowed)
-        stops = self._compiler.stop_ids
+        stops = self.compiler.stop_ids
         may_stop = np.any(allows(allowed, stops), axis=1)
         # Behind drafted tokens, the end of the text and dead ends are checked once the tokens are
         # known.
@@ -253,14 +256,14 @@ class Constraints:
             matcher = sample.matcher
             if matcher is None or is_dead_end(matcher, may_stop=bool(may_stop[first])):
                 allowed[first] = only(stops, allowed.shape[1])
-                self._table.cut_off(row)
+                self.table.cut_off(row)
             if sample.failure:
                 self._fail(row, sample)
         return TokenMasks(masked, allowed, unsure)
 
     def _fail(self, row: int, sample: _Sample) -> None:
-        self._compiler.forget(sample.constraint)
-        info = self._table.info[row]
+        self.compiler.forget(sample.constraint)
+        info = self.table.info[row]
         assert info is not None
         self._failures.append(
             Cancel(info.request_id, info.entry_id, "error", "invalid_constraint", sample.failure)
@@ -268,7 +271,7 @@ class Constraints:
 
     def _drafts(self, places: Places, firsts: IntArray) -> list[list[int]]:
         """Return the drafted tokens of each row; `firsts` are the rows' first places."""
-        table = self._table
+        table = self.table
         counts = np.diff(firsts, append=len(places)) - 1
         drafts = []
         for row, count in zip(places.rows[firsts].tolist(), counts.tolist(), strict=True):
@@ -312,7 +315,7 @@ class Constraints:
 
     def _advance(self, rows: IntArray) -> list[_Sample]:
         """Return the samples of these rows, with matchers advanced to their present tokens."""
-        table = self._table
+        table = self.table
         samples = []
         for row, seq_id, known, generated in zip(
             rows.tolist(),
@@ -332,10 +335,10 @@ class Constraints:
         return samples
 
     def _begun(self, row: int, seq_id: int) -> _Sample:
-        constraint = self._table.constraint[row]
+        constraint = self.table.constraint[row]
         assert constraint is not None
         try:
-            return _Sample(seq_id, constraint, self._compiler.matcher(constraint))
+            return _Sample(seq_id, constraint, self.compiler.matcher(constraint))
         # Admission accepted it, perhaps with another version of the library.
         except (RequestError, ModelError) as error:
             return _Sample(seq_id, constraint, None, error.message)

@@ -10,10 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ....bus.messages import PromptLogprobs, TopLogprobs
+from ....bus.messages import TopLogprobs
 from ....config import ModelError
-from ..runner.interface import IntArray, cpu, elementwise, flatten_rows
-from .sequences import SequenceTable
+from ..runner.interface import IntArray, cpu, elementwise
 
 BLOCK = 512
 """Tokens of the vocabulary in one partial sum; see `block_sums`."""
@@ -196,54 +195,3 @@ def report_top_logprobs(
         ):
             tops[row] = tuple(zip(ids[: counts[row]], values, strict=False))
     return tuple(tops)
-
-
-def score_prompts(
-    logits: Tensor,
-    table: SequenceTable,
-    rows: IntArray,
-    num_scored: IntArray,
-    *,
-    raw: bool,
-    kernels: bool = False,
-) -> tuple[PromptLogprobs, ...]:
-    """Return the logprobs of prompt tokens, given the tokens before them.
-
-    Args:
-        logits: `[sum(num_scored), vocab]` float32 of the model, row by row: they predict the tokens
-            behind the first `num_scored` tokens of this step.
-        table: The sequences, as they were before this step.
-        rows: `[batch]`.
-        num_scored: `[batch]`, `table.num_to_score`.
-        raw: Ignore the temperature. Penalties and bias never apply to a prompt.
-        kernels: As in `scale_logits`.
-    """
-    if not num_scored.any():
-        return ()
-    scored = num_scored > 0
-    rows, counts = rows[scored], num_scored[scored]
-    starts = table.num_computed[rows] + 1
-    place_row, positions = flatten_rows(starts, counts)
-    row_of_place = rows[place_row]
-    token_ids = torch.from_numpy(table.tokens[row_of_place, positions]).to(logits.device)
-    temperatures = torch.from_numpy(table.temperature[row_of_place]).to(logits.device)
-    if raw:
-        temperatures = torch.ones_like(temperatures)
-    logprobs = gather_logprobs(logits, temperatures, token_ids[:, None], kernels=kernels)
-    counts_of_places = table.prompt_logprobs[row_of_place]
-    tops = report_top_logprobs(logits, temperatures, counts_of_places, kernels=kernels)
-    values = logprobs[:, 0].tolist()
-    reports = []
-    ends = np.cumsum(counts)
-    for seq_id, start, first, end in zip(
-        table.ids_of(rows).tolist(),
-        starts.tolist(),
-        (ends - counts).tolist(),
-        ends.tolist(),
-        strict=True,
-    ):
-        top = tops[first:end]
-        reports.append(
-            PromptLogprobs(seq_id, start, tuple(values[first:end]), top if any(top) else ())
-        )
-    return tuple(reports)

@@ -72,9 +72,9 @@ class PromptPooler:
         pooled = []
         ids = self._table.ids_of(rows).tolist()
         for index, own in states:
-            pooling = self._table.pooling[rows[index]]
-            if pooling is not None:
-                vector = self._advance(int(rows[index]), ids[index], pooling, own)
+            info = self._table.info[rows[index]]
+            if info is not None and info.pooling is not None:
+                vector = self._advance(int(rows[index]), ids[index], info.pooling, own)
                 if vector is not None:
                     version = adapter_versions[index] if adapter_versions else 0
                     pooled.append((ids[index], vector, version))
@@ -153,7 +153,8 @@ def embedding_capacity(config: EngineConfig, model: LoadedModel) -> EmbeddingCap
         return None
     usual: PoolingKind = "mean" if model.is_encoder else "last"
     kind = own.kind or config.pooling or usual
-    return EmbeddingCapacity(model.hidden_size, kind, own.normalize, model.is_encoder)
+    width = int(model.hf_config.get_text_config().hidden_size)
+    return EmbeddingCapacity(width, kind, own.normalize, model.is_encoder)
 
 
 def capabilities_of(

@@ -24,22 +24,20 @@ class TokenFeed:
 
     Until the host has read a token, the table holds a placeholder of its row. The next step takes
     placeholders as input ids, and `resolve` replaces them on the device.
+
+    Attributes:
+        padding_row: The row for the tokens of padding, behind the others.
     """
 
     def __init__(self, rows: int, device: torch.device) -> None:
-        self.rows = rows
+        self.padding_row = rows
         self._tokens = torch.zeros(rows + 1, dtype=torch.int64, device=device)
-
-    @property
-    def padding_row(self) -> int:
-        """The row for the tokens of padding."""
-        return self.rows
 
     def enlarge(self, rows: int) -> None:
         """Allocate a tensor of more rows, and move the padding row."""
         before, self._tokens = self._tokens, self._tokens.new_zeros(rows + 1)
-        self._tokens[: self.rows] = before[: self.rows]
-        self.rows = rows
+        self._tokens[: self.padding_row] = before[: self.padding_row]
+        self.padding_row = rows
 
     def put(self, rows: Tensor, tokens: Tensor) -> None:
         """Keep the tokens of rows, `[batch]` int64 each, on the device."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -88,15 +90,16 @@ def sample_with_logprobs(
         ModelError: A row's largest logit is not finite: the model's output is broken.
         RequestError: A temperature is negative or not finite, or a shape is wrong.
     """
-    columns = {"uniforms": uniforms, "top_k": top_k, "top_p": top_p, "min_p": min_p}
-    _check_shapes(logits, {"temperatures": temperatures, **columns})
+    limits = Limits(top_k, top_p, min_p)
+    columns = {"temperatures": temperatures, "uniforms": uniforms, **limits._asdict()}
+    _check_shapes(logits, columns)
     usable = (temperatures >= 0) & temperatures.isfinite()
     if not bool(usable.all()):
         raise RequestError(
             f"a temperature is {temperatures[~usable][0].item()}; it must be 0 (greedy) or above",
             code="invalid_temperature",
         )
-    return sample_rows(logits, temperatures, kernels=kernels, **columns)
+    return sample_rows(logits, temperatures, uniforms, limits, kernels=kernels)
 
 
 def _check_shapes(logits: Tensor, columns: dict[str, Tensor | None]) -> None:
@@ -113,20 +116,23 @@ def _check_shapes(logits: Tensor, columns: dict[str, Tensor | None]) -> None:
             )
 
 
+class Limits(NamedTuple):
+    """Limits of the choice, `[batch]` each, as in `sample_with_logprobs`; None if no row has it."""
+
+    top_k: Tensor | None = None
+    top_p: Tensor | None = None
+    min_p: Tensor | None = None
+
+
+NO_LIMITS = Limits()
+
+
 @torch.no_grad()
 def sample_rows(
-    logits: Tensor,
-    temperatures: Tensor,
-    *,
-    uniforms: Tensor | None = None,
-    top_k: Tensor | None = None,
-    top_p: Tensor | None = None,
-    min_p: Tensor | None = None,
-    kernels: bool = False,
+    logits: Tensor, temperatures: Tensor, uniforms: Tensor | None, limits: Limits, *, kernels: bool
 ) -> tuple[Tensor, Tensor]:
     """As `sample_with_logprobs`, with checked arguments."""
-    limits = (top_k, top_p, min_p)
-    whole = kernels and limits == (None, None, None)
+    whole = kernels and limits == NO_LIMITS
     if whole and (uniforms is not None or not temperatures.any()):
         numbers = None if uniforms is None else uniforms.double()
         tokens, logprobs = cpu.sample(logits.float(), temperatures.float(), numbers, BLOCK)
@@ -139,7 +145,7 @@ def sample_rows(
     if not bool(greedy.all()):
         if uniforms is None:
             uniforms = torch.rand(logits.shape[0], dtype=torch.float64, device=logits.device)
-        sampled = _inverse_cdf(scaled, _restrict(scaled, *limits), uniforms)
+        sampled = _inverse_cdf(scaled, _restrict(scaled, limits), uniforms)
         tokens = torch.where(greedy, tokens, sampled)
     return tokens, scaled.logprobs(tokens[:, None])[:, 0]
 
@@ -202,12 +208,11 @@ def _below(targets: Tensor, totals: Tensor) -> Tensor:
     return torch.minimum(targets.clamp_(min=0.0), largest)
 
 
-def _restrict(
-    scaled: ScaledLogits, top_k: Tensor | None, top_p: Tensor | None, min_p: Tensor | None
-) -> Tensor | None:
+def _restrict(scaled: ScaledLogits, limits: Limits) -> Tensor | None:
     """Return the weights, 0 outside the limits; None if no row has a limit."""
-    if top_k is None and top_p is None and min_p is None:
+    if limits == NO_LIMITS:
         return None
+    top_k, top_p, min_p = limits
     batch, vocab = scaled.logits.shape
     off = torch.zeros(batch, dtype=torch.float64, device=scaled.logits.device)
     k = off.long() if top_k is None else top_k

@@ -13,7 +13,6 @@ import numpy as np
 import numpy.typing as npt
 
 from ....bus.messages import DEFAULT_SCOPE, CacheScope, NewSequence, RequestInfo
-from ....bus.pooling import Pooling
 from ....config import Constraint
 from ..runner.interface import NO_ADAPTER, IntArray
 
@@ -78,7 +77,6 @@ class SequenceTable:
         incomplete: Whether the sequence ends before the end of its grammar.
         adapter: The adapter's slot, from `AdapterTable.slot_of`.
         pools: Whether the prompt's vector is requested, and no token.
-        pooling: Per row, how to pool.
         prediction: Per row, the client's predicted output.
         scope: Per row; drafts are learned only from sequences of the same scope.
     """
@@ -116,7 +114,6 @@ class SequenceTable:
         self.incomplete: BoolArray = np.zeros(rows, np.bool_)
         self.adapter: IntArray = np.full(rows, NO_ADAPTER)
         self.pools: BoolArray = np.zeros(rows, np.bool_)
-        self.pooling: list[Pooling | None] = [None] * rows
         self.prediction: list[tuple[int, ...]] = [()] * rows
         self.scope: list[CacheScope] = [DEFAULT_SCOPE] * rows
         self._seq_ids: IntArray = np.zeros(rows, np.int64)
@@ -161,7 +158,6 @@ class SequenceTable:
         self.max_tokens[row] = max(min(new.sampling.max_tokens, room), new.num_generated + 1)
         self.finished[row] = False
         self.adapter[row] = adapter
-        self.pooling[row] = new.info.pooling
         self.pools[row] = new.info.pooling is not None
         self.prediction[row] = new.prediction
         self.info[row] = new.info

@@ -29,9 +29,8 @@ from ..runner.interface import (
     flatten_rows,
     order_rows,
 )
-from .choose import choose_tokens, packed_sampling
+from .choose import TokenChooser, packed_sampling
 from .constraints import Constraints, PendingMasks
-from .logprobs import score_prompts
 from .pooling import Pooled, PromptPooler
 from .sampled import SampledRows, TokenFeed, UnreadTokens
 from .sampling import sample_plain
@@ -64,7 +63,6 @@ class LaunchedStep(msgspec.Struct, frozen=True):
     """A launched step; `ExecutorCore.finish` makes its result."""
 
     plan: StepPlan
-    started: tuple[StartedSequence, ...]
     weight_version: int
     start_ns: int
     outputs: StepOutputs
@@ -104,7 +102,7 @@ class StepRunner:
         feed: Sampled tokens on the device.
         unread: Sampled tokens on their way to the host.
         speculator: The source of drafts; None if there are none.
-        raw_logprobs: Whether logprobs are of the model's own output.
+        chooser: Chooses tokens.
         runs_ahead: As `ExecutorCore.runs_ahead`.
     """
 
@@ -116,7 +114,7 @@ class StepRunner:
     feed: TokenFeed
     unread: UnreadTokens
     speculator: Speculator | None
-    raw_logprobs: bool
+    chooser: TokenChooser
     runs_ahead: bool
 
     @torch.inference_mode()
@@ -218,14 +216,7 @@ class StepRunner:
         states: list[Tensor] | None = [] if table.pools[rows].any() else None
         logits = self.runner.forward(inputs, states)
         num_samples = int(samples.sum())
-        prompts = score_prompts(
-            logits[num_samples:],
-            table,
-            rows,
-            num_scored,
-            raw=self.raw_logprobs,
-            kernels=self.runner.kernels,
-        )
+        prompts = self.chooser.score_prompts(logits[num_samples:], rows, num_scored)
         pooled: Pooled = ()
         if states:
             versions = self.runner.adapters.versions(table.adapter[rows])
@@ -297,7 +288,7 @@ class StepRunner:
             temperatures, numbers = (part.view(torch.float64) for part in packed)
             tokens, logprobs = sample_plain(logits, temperatures, numbers)
         else:
-            tokens, logprobs, tops = self._choose(logits, places, masks)
+            tokens, logprobs, tops = self.chooser.choose(logits, places, masks)
         return self._count(places, tokens, logprobs, tops)
 
     def _verify(
@@ -308,7 +299,7 @@ class StepRunner:
         Waits for the tokens: the next step needs the sequences' lengths.
         """
         assert self.speculator is not None
-        tokens, logprobs, tops = self._choose(logits, places, masks)
+        tokens, logprobs, tops = self.chooser.choose(logits, places, masks)
         unsure = None
         if masks is not None:
             found = masks.result()
@@ -323,18 +314,6 @@ class StepRunner:
         if tops:
             tops = tuple(compress(tops, counts))
         return self._count(places[counts], tokens[kept], logprobs[kept], tops), verified
-
-    def _choose(
-        self, logits: Tensor, places: Places, masks: PendingMasks | None
-    ) -> tuple[Tensor, Tensor, tuple[TopLogprobs, ...]]:
-        return choose_tokens(
-            logits,
-            self.table,
-            places,
-            raw=self.raw_logprobs,
-            kernels=self.runner.kernels,
-            masks=masks,
-        )
 
     def _count(
         self, places: Places, tokens: Tensor, logprobs: Tensor, tops: tuple[TopLogprobs, ...]
@@ -352,7 +331,7 @@ class StepRunner:
 
     def _all_plain(self, rows: IntArray) -> bool:
         """Return whether `sample_plain` can choose the tokens, without waiting."""
-        return not self.raw_logprobs and bool(self.table.plain[rows].all())
+        return not self.chooser.raw and bool(self.table.plain[rows].all())
 
 
 def _computing_rows(step: _Pass, samples: BoolArray) -> tuple[_Pass, BoolArray, IntArray]:

@@ -68,13 +68,8 @@ def forward(model: LoadedModel, prompts: Sequence[IntArray]) -> Tensor:
     for row, prompt in enumerate(prompts):
         input_ids[row, : len(prompt)] = prompt
         mask[row, : len(prompt)] = 1
-    output = model.module(
-        input_ids=torch.from_numpy(input_ids).to(model.device),
-        attention_mask=torch.from_numpy(mask).to(model.device),
-        **_without_cache(model.module),
-    )
-    states: Tensor = output.last_hidden_state
-    return states
+    ids, masks = (torch.from_numpy(array).to(model.device) for array in (input_ids, mask))
+    return _states(model.module, ids, masks)
 
 
 @torch.inference_mode()
@@ -89,10 +84,7 @@ def looks_ahead(module: Any, device: torch.device) -> bool:
         # In passes of one shape, independent states have equal bits.
         tokens = torch.tensor([[1, second]], device=device)
         try:
-            output = module(
-                input_ids=tokens, attention_mask=torch.ones_like(tokens), **_without_cache(module)
-            )
-            states.append(output.last_hidden_state)
+            states.append(_states(module, tokens, torch.ones_like(tokens)))
         except Exception as error:
             raise ModelError(
                 f"{type(module).__name__} returns no states for token ids: {error!s:.300}; "
@@ -117,7 +109,7 @@ def padding_shows(model: LoadedModel) -> bool:
             alone = forward(model, prompts[:1])[0]
             beside = forward(model, prompts)[0, :length]
             # Above rounding errors, and below the effect of another token.
-            tolerance = torch.finfo(model.dtypes.activations).eps ** 0.5 * float(alone.abs().max())
+            tolerance = torch.finfo(model.dtype).eps ** 0.5 * float(alone.abs().max())
             if not float((alone - beside).abs().max()) <= tolerance:
                 return True
     return False
@@ -133,6 +125,8 @@ def longest_prompt(module: nn.Module, hf_config: PreTrainedConfig, fallback: int
     return int(limit)
 
 
-def _without_cache(module: Any) -> dict[str, bool]:
+def _states(module: Any, input_ids: Tensor, mask: Tensor) -> Tensor:
     takes = inspect.signature(module.forward).parameters
-    return {"use_cache": False} if "use_cache" in takes else {}
+    cache = {"use_cache": False} if "use_cache" in takes else {}
+    states: Tensor = module(input_ids=input_ids, attention_mask=mask, **cache).last_hidden_state
+    return states

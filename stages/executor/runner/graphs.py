@@ -36,11 +36,13 @@ Capture = Callable[[Step], Step]
 
 
 class DecodeHead(Protocol):
-    """The driver's part of a recorded step: known tokens in, next tokens out, all on the device."""
+    """The driver's part of a recorded step: known tokens in, next tokens out, all on the device.
 
-    @property
-    def padding_row(self) -> int:
-        """The row for padding."""
+    Attributes:
+        padding_row: The row for padding.
+    """
+
+    padding_row: int
 
     def resolve(self, input_ids: Tensor) -> Tensor:
         """Replace placeholders by the tokens that they stand for."""

@@ -12,38 +12,28 @@ from torch import Tensor, nn
 
 from ....config import EngineConfig, ModelError
 from .adapters.peft import AdapterLimits
-from .adapters.table import NO_ADAPTER, AdapterTable
+from .adapters.table import NO_ADAPTER as NO_ADAPTER
+from .adapters.table import AdapterTable
 from .attention.backend import AttentionBackend
 from .attention.choose import choose_backend
-from .batch import IntArray, Rows, Uploader, flatten_rows, order_rows
+from .batch import IntArray as IntArray
+from .batch import Rows as Rows
+from .batch import Uploader as Uploader
+from .batch import flatten_rows as flatten_rows
+from .batch import order_rows as order_rows
 from .deterministic import Determinism
 from .encoder import encode
 from .fast_modules.modules import FastModules
-from .fixed_tiles import FixedTiles, elementwise
-from .graphs import DecodeGraphs, DecodeStep
-from .inputs import InputBuilder, StepInputs, model_forward
-from .kernels import cpu
+from .fixed_tiles import FixedTiles
+from .fixed_tiles import elementwise as elementwise
+from .graphs import DecodeGraphs as DecodeGraphs
+from .graphs import DecodeStep as DecodeStep
+from .inputs import InputBuilder, model_forward
+from .inputs import StepInputs as StepInputs
+from .kernels import cpu as cpu
 from .kv_cache import KVCache
-from .loaded_model import LoadedModel
-from .model import load_model
-
-__all__ = [
-    "NO_ADAPTER",
-    "DecodeGraphs",
-    "DecodeStep",
-    "IntArray",
-    "LoadedModel",
-    "ModelRunner",
-    "Rows",
-    "StepInputs",
-    "Uploader",
-    "cpu",
-    "elementwise",
-    "flatten_rows",
-    "load_model",
-    "make_runner",
-    "order_rows",
-]
+from .loaded_model import LoadedModel as LoadedModel
+from .model import load_model as load_model
 
 
 class ModelRunner(msgspec.Struct, frozen=True, eq=False):

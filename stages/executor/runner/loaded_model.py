@@ -15,19 +15,6 @@ _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_exp
 _ACTIVE = ("num_experts_per_tok", "top_k_experts", "moe_topk", "moe_k", "moe_top_k")
 
 
-class Dtypes(NamedTuple):
-    """The dtypes of a model, one for each kind of tensor."""
-
-    weights: torch.dtype
-    activations: torch.dtype
-    kv_cache: torch.dtype
-
-    @classmethod
-    def of(cls, dtype: torch.dtype) -> Dtypes:
-        """One dtype for all tensors."""
-        return cls(dtype, dtype, dtype)
-
-
 class LayerSpec(msgspec.Struct, frozen=True):
     """One attention layer.
 
@@ -69,7 +56,7 @@ class LoadedModel:
             only; in eval mode, without gradients.
         hf_config: Its configuration.
         device: The device of the weights.
-        dtypes: Of weights, activations and KV cache.
+        dtype: Of weights, activations and KV cache.
         max_model_len: The configured limit, at most the model's own, in tokens.
         vocab_size: Rows of the output layer, or of the input layer without one.
         layers: The attention layers in order; none of an encoder.
@@ -84,7 +71,7 @@ class LoadedModel:
     module: nn.Module
     hf_config: PreTrainedConfig
     device: torch.device
-    dtypes: Dtypes
+    dtype: torch.dtype
     max_model_len: int
     vocab_size: int
     layers: tuple[LayerSpec, ...]
@@ -100,11 +87,6 @@ class LoadedModel:
         module: Any = self.module
         base: nn.Module = module.base_model
         return base
-
-    @property
-    def hidden_size(self) -> int:
-        """Width of a hidden state."""
-        return int(self.hf_config.get_text_config().hidden_size)
 
 
 def experts_of(hf_config: Any) -> tuple[int, int]:

@@ -11,7 +11,7 @@ from ....config import WeightsError, shown
 from .device import trim
 from .kv_cache import KVCache
 from .system_memory import zeros
-from .weights import WeightSyncManager
+from .weights.sync_manager import WeightSyncManager
 
 
 class ReplicaMemory:

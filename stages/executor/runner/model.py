@@ -26,7 +26,7 @@ from .attention.interface import IMPLEMENTATION, PROBING, LayerProbe, register_a
 from .device import resolve_device, trim
 from .encoder import longest_prompt, looks_ahead, padding_shows
 from .fixed_tiles import require_cpu
-from .loaded_model import Dtypes, LoadedModel
+from .loaded_model import LoadedModel
 from .system_memory import use_huge_pages
 
 WEIGHTS = "model.safetensors"
@@ -147,7 +147,7 @@ def _wrap_encoder(module: Any, config: EngineConfig) -> LoadedModel:
         module=module.eval(),
         hf_config=hf_config,
         device=weight.device,
-        dtypes=Dtypes.of(weight.dtype),
+        dtype=weight.dtype,
         max_model_len=min(most, longest_prompt(module, hf_config, most)),
         vocab_size=weight.shape[0],
         layers=(),
@@ -186,7 +186,7 @@ def wrap_model(module: Any, max_model_len: int) -> LoadedModel:
         module=module,
         hf_config=hf_config,
         device=weight.device,
-        dtypes=Dtypes.of(weight.dtype),
+        dtype=weight.dtype,
         max_model_len=limit,
         vocab_size=weight.shape[0],
         layers=layers,
@@ -255,22 +255,20 @@ def _load_weights(
     folder: Path, hf_config: PreTrainedConfig, dtype_name: str, *, without_output: bool = False
 ) -> nn.Module:
     # An encoder runs with Transformers' own attention, and may be one.
-    attention = {} if without_output else {"attn_implementation": IMPLEMENTATION}
+    options: dict[str, Any] = {} if without_output else {"attn_implementation": IMPLEMENTATION}
     auto: Any = AutoModel if without_output else AutoModelForCausalLM
     dtype = "auto" if dtype_name == "auto" else getattr(torch, dtype_name)
     if is_gguf := (folder / LINK).is_file():
         _check_gguf_holds(folder, hf_config, auto)
-        options = _gguf_options(hf_config)
+        options |= _gguf_options(hf_config)
         dtype = hf_config.dtype if dtype == "auto" else dtype
     else:
-        options = {}
         check_checkpoint(folder)
     try:
         with no_progress_bars(), _no_gguf_bar() if is_gguf else nullcontext():
             loaded: Any = auto.from_pretrained(
                 folder,
                 dtype=dtype,
-                **attention,
                 local_files_only=True,
                 trust_remote_code=False,
                 output_loading_info=True,

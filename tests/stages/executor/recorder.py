@@ -11,6 +11,7 @@ from torch.utils._pytree import tree_leaves
 
 from nano_inference.stages.executor.runner.batch import DecodeRows
 from nano_inference.stages.executor.runner.graphs import Step
+from nano_inference.stages.executor.runner.loaded_model import AttentionOptions
 
 _WAITS = ("aten.item", "aten.is_nonzero", "aten._local_scalar_dense", "aten.nonzero", "aten.equal")
 """Operations for which the host waits for the device, so that a graph can't hold them."""
@@ -67,20 +68,10 @@ def _same_memory(left: Tensor, right: Tensor) -> bool:
 class PlainPagedAttention:
     """kernels.cpu.PagedAttention in PyTorch: over whole block tables, in fixed shapes."""
 
-    def __init__(
-        self,
-        keys: Tensor,
-        values: Tensor,
-        heads: int,
-        *,
-        window: int | None,
-        scale: float,
-        softcap: float | None,
-        sinks: Tensor | None,
-    ) -> None:
+    def __init__(self, keys: Tensor, values: Tensor, heads: int, options: AttentionOptions) -> None:
         self._keys, self._values = keys, values
         self._group = heads // keys.shape[2]
-        self._window, self._scale, self._softcap, self._sinks = window, scale, softcap, sinks
+        self._scale, self._window, self._softcap, self._sinks = options
 
     def find_tensors(self) -> None:
         pass

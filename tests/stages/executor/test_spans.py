@@ -14,15 +14,15 @@ from nano_inference.bus import open_bus
 from nano_inference.bus.messages import NewSequence, StepResult, VerifiedDraft
 from nano_inference.config import BusConfig, Config, Constraint, SamplingParams, TelemetryConfig
 from nano_inference.stages.actor import StageContext
-from nano_inference.stages.executor.draft_counts import DraftCounts, SourceCounts
-from nano_inference.stages.executor.spans import ExecutorSpans
+from nano_inference.stages.executor.spans import DraftCounts, ExecutorSpans
 from nano_inference.stages.executor.stage import ExecutorStage
-from nano_inference.telemetry import names, setup_tracing
+from nano_inference.telemetry import instruments, names, setup_tracing
 
 from .plans import new_sequence, step_plan
 
 RECORDED = "00-" + "a" * 32 + "-" + "b" * 16 + "-01"
 NOT_RECORDED = RECORDED[:-1] + "0"
+SUMS = (instruments.DRAFTS, instruments.DRAFT_TOKENS, instruments.ACCEPTED_TOKENS)
 
 
 class Rig:
@@ -142,28 +142,37 @@ def draft(source: str, num_tokens: int, num_accepted: int) -> VerifiedDraft:
     return VerifiedDraft(1, source, num_tokens, num_accepted)
 
 
+def taken(counts: DraftCounts) -> dict[str, list[int]]:
+    """By source: drafts, their tokens, accepted ones, and these by position."""
+    found: dict[str, list[int]] = {}
+    for instrument, number, labels in counts.take():
+        numbers = found.setdefault(labels[names.DRAFT_SOURCE], [])
+        if len(numbers) < len(SUMS):
+            assert instrument is SUMS[len(numbers)]
+        else:
+            assert instrument is instruments.ACCEPTED_TOKENS_PER_POS
+            assert labels[names.DRAFT_POSITION] == str(len(numbers) - len(SUMS))
+        numbers.append(number)
+    return found
+
+
 def test_counts_are_taken_once_per_source_and_position() -> None:
     counts = DraftCounts(("grammar", "suffix", "ngram"))
     counts.add([draft("ngram", 4, 4), draft("ngram", 4, 1), draft("grammar", 2, 0)])
     counts.add([draft("ngram", 3, 1)])
-    nothing = SourceCounts("suffix", 0, 0, 0, ())
-    assert counts.take() == [
-        SourceCounts("grammar", 1, 2, 0, ()),
-        nothing,
-        SourceCounts("ngram", 3, 11, 6, (3, 1, 1, 1)),
-    ]
-    assert [(each.source, each.drafts) for each in counts.take()] == [
-        ("grammar", 0),
-        ("suffix", 0),
-        ("ngram", 0),
-    ]
+    assert taken(counts) == {
+        "grammar": [1, 2, 0, 0],
+        "suffix": [0, 0, 0, 0],
+        "ngram": [3, 11, 6, 3, 1, 1, 1],
+    }
+    assert taken(counts) == {key: [0, 0, 0, 0] for key in ("grammar", "suffix", "ngram")}
 
 
 def test_positions_add_up_to_the_accepted_tokens() -> None:
     counts = DraftCounts(("suffix",))
     counts.add([draft("suffix", 16, accepted) for accepted in range(17)])
-    (found,) = counts.take()
-    assert sum(found.accepted_at) == found.accepted == sum(range(17))
+    _, _, accepted, *accepted_at = taken(counts)["suffix"]
+    assert sum(accepted_at) == accepted == sum(range(17))
 
 
 def test_the_load_is_of_the_last_thousand() -> None:

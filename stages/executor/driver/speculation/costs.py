@@ -12,13 +12,14 @@ import itertools
 import math
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from ...runner.interface import ModelRunner, Rows
-from ..sampling import sample_plain, sample_rows
+from ..sampling import NO_LIMITS, sample_plain, sample_rows
 
 _SIZES = (1, 16, 4, 8, 64, 32, 2, 256, 128, 512, 3, 6, 12, 24, 48, 96, 192, 384)
 """Rows of the measured steps, the most telling first."""
@@ -245,88 +246,83 @@ def trial_step(runner: ModelRunner) -> Callable[[int, int], object]:
         if logits.device.type == "cuda":
             tokens, _ = sample_plain(logits, temperatures, numbers)
         else:
-            tokens, _ = sample_rows(logits, temperatures, uniforms=numbers, kernels=runner.kernels)
+            kernels = runner.kernels
+            tokens, _ = sample_rows(logits, temperatures, numbers, NO_LIMITS, kernels=kernels)
         return tokens.tolist()
 
     return step
 
 
-def may_pay(
-    num_rows: int,
-    costs: StepCosts,
-    *,
-    max_rows: int,
-    num_prefill: int = 0,
-    drafting_s: float = 0.0,
-) -> bool:
-    """Return whether any number of correct drafted tokens would pay.
+class StepLoad(NamedTuple):
+    """What a step computes without drafted tokens.
 
-    Arguments as for `choose_lengths`; `drafting_s` is the time of drafting, which adds to the cost.
-    """
-    room = _room(num_rows, num_prefill, costs, max_rows)
-    if num_rows < 1 or room < 1:
-        return False
-    others = num_rows + num_prefill
-    seconds = costs.of(num_rows) - costs.of(others) + costs.beyond(others, room) + drafting_s
-    rates = (num_rows + np.arange(1, room + 1)) / seconds
-    return bool(rates.max() >= LEAST_GAIN * num_rows / costs.of(num_rows))
+    Prompt tokens are due in any case. So the step's own rows cost what they would without them, and
+    a drafted row costs what a row costs in a step of that size.
 
-
-def _room(num_rows: int, num_prefill: int, costs: StepCosts, max_rows: int) -> int:
-    """Return the most drafted tokens of a step."""
-    others = num_rows + num_prefill
-    room = max_rows - num_rows
-    if others <= costs.most_rows:
-        # Beyond the measured sizes other kernels may take over, and a step be far longer.
-        return min(room, costs.most_rows - others)
-    # Likewise if the measurement ends where steps are still memory-bound.
-    return room if costs.most_rows >= _TELLING_ROWS else 0
-
-
-def choose_lengths(
-    num_rows: int,
-    chances: Sequence[Sequence[float]],
-    costs: StepCosts,
-    *,
-    max_rows: int,
-    num_prefill: int = 0,
-    least_gain: float = LEAST_GAIN,
-) -> list[int]:
-    """Return how many tokens of each draft to verify, for the most tokens per second.
-
-    The likeliest places of all drafts come first.
-
-    Prompt tokens of the same step are due in any case. So the step's own rows cost what they would
-    without them, and a drafted row costs what a row costs in a step of that size.
-
-    Args:
-        num_rows: Rows of one token that the step has anyway.
-        chances: For each draft, the falling chances that a place is reached and accepted.
+    Attributes:
+        num_rows: Rows of one token.
+        num_prefill: Prompt tokens.
         costs: Of steps.
         max_rows: The most rows of one token, drafted ones included.
-        num_prefill: Prompt tokens in the step.
-        least_gain: The least gain in tokens per second.
-
-    Returns:
-        `[drafts]`; 0 for a draft that is not worth verifying.
     """
-    lengths = [0] * len(chances)
-    others = num_rows + num_prefill
-    room = _room(num_rows, num_prefill, costs, max_rows)
-    if num_rows < 1 or room < 1 or not any(chances):
-        return lengths
-    chance = np.fromiter(itertools.chain.from_iterable(chances), np.float64)
-    # NaN is no chance.
-    chance = np.where(chance > 0, chance, 0)
-    order = np.argsort(-chance, kind="stable")[:room]
-    if not order.size:
-        return lengths
-    tokens = num_rows + np.cumsum(chance[order])
-    seconds = costs.of(num_rows) - costs.of(others) + costs.beyond(others, order.size)
-    rates = tokens / seconds
-    best = int(rates.argmax())
-    if rates[best] < least_gain * num_rows / costs.of(num_rows):
-        return lengths
-    drafts = np.repeat(np.arange(len(chances)), [len(falling) for falling in chances])
-    counts: list[int] = np.bincount(drafts[order[: best + 1]], minlength=len(chances)).tolist()
-    return counts
+
+    num_rows: int
+    num_prefill: int
+    costs: StepCosts
+    max_rows: int
+
+    def pays(self, drafting_s: float = 0.0) -> bool:
+        """Return whether any number of correct drafted tokens would pay.
+
+        `drafting_s` is the time of drafting, which adds to the cost.
+        """
+        room = self._room()
+        if self.num_rows < 1 or room < 1:
+            return False
+        rates = (self.num_rows + np.arange(1, room + 1)) / (self._seconds(room) + drafting_s)
+        return bool(rates.max() >= LEAST_GAIN * self.num_rows / self.costs.of(self.num_rows))
+
+    def lengths(
+        self, chances: Sequence[Sequence[float]], least_gain: float = LEAST_GAIN
+    ) -> list[int]:
+        """Return how many tokens of each draft to verify, for the most tokens per second.
+
+        The likeliest places of all drafts come first.
+
+        Args:
+            chances: For each draft, the falling chances that a place is reached and accepted.
+            least_gain: The least gain in tokens per second.
+
+        Returns:
+            `[drafts]`; 0 for a draft that is not worth verifying.
+        """
+        lengths = [0] * len(chances)
+        room = self._room()
+        if self.num_rows < 1 or room < 1 or not any(chances):
+            return lengths
+        chance = np.fromiter(itertools.chain.from_iterable(chances), np.float64)
+        # NaN is no chance.
+        chance = np.where(chance > 0, chance, 0)
+        order = np.argsort(-chance, kind="stable")[:room]
+        rates = (self.num_rows + np.cumsum(chance[order])) / self._seconds(order.size)
+        best = int(rates.argmax())
+        if rates[best] < least_gain * self.num_rows / self.costs.of(self.num_rows):
+            return lengths
+        drafts = np.repeat(np.arange(len(chances)), [len(falling) for falling in chances])
+        counts: list[int] = np.bincount(drafts[order[: best + 1]], minlength=len(chances)).tolist()
+        return counts
+
+    def _seconds(self, count: int) -> npt.NDArray[np.float64]:
+        """Return the time of the rows with 1 to `count` drafted ones, `[count]`."""
+        costs, others = self.costs, self.num_rows + self.num_prefill
+        return costs.of(self.num_rows) - costs.of(others) + costs.beyond(others, count)
+
+    def _room(self) -> int:
+        """Return the most drafted tokens."""
+        costs, others = self.costs, self.num_rows + self.num_prefill
+        room = self.max_rows - self.num_rows
+        if others <= costs.most_rows:
+            # Beyond the measured sizes other kernels may take over, and a step be far longer.
+            return min(room, costs.most_rows - others)
+        # Likewise if the measurement ends where steps are still memory-bound.
+        return room if costs.most_rows >= _TELLING_ROWS else 0

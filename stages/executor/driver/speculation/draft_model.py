@@ -33,7 +33,7 @@ from ...runner.interface import (
     make_runner,
     order_rows,
 )
-from ..choose import choose_tokens
+from ..choose import TokenChooser
 from ..sequences import Places, SequenceTable
 from .drafts import NO_DRAFT, Draft, DraftContext, DraftSource
 
@@ -194,6 +194,7 @@ class DraftModel(DraftSource):
         self._runner = make_runner(draft_config(config), model, num_blocks)
         self.cache = self._runner.cache
         self._table = table
+        self._chooser = TokenChooser(table, raw=False, kernels=self._runner.kernels)
         self._most_tokens = config.max_tokens_per_batch
         self._vocab_size = vocab_size
         self._progress: dict[int, _Progress] = {}
@@ -422,6 +423,5 @@ class DraftModel(DraftSource):
         if missing:  # less than none are cut off
             logits = F.pad(logits, (0, missing), value=float("-inf"))
         places = Places(rows, np.full_like(rows, place))
-        kernels = self._runner.kernels
-        tokens, logprobs, _ = choose_tokens(logits, self._table, places, raw=False, kernels=kernels)
+        tokens, logprobs, _ = self._chooser.choose(logits, places)
         return tokens.cpu().numpy(), logprobs.exp().tolist()

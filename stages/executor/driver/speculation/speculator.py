@@ -16,7 +16,6 @@ from ..constraints import Constraints
 from ..sampled import SampledRows
 from ..sequences import BoolArray, Places, SequenceTable
 from .control import CostControl, DraftLedger
-from .costs import StepCosts
 from .drafts import (
     NO_DRAFT,
     Draft,
@@ -69,34 +68,28 @@ class _AskedDrafts:
     num_accepted: int = 0
 
 
+@dataclass(eq=False)
 class Speculator:
-    """The sources of drafts, and the control over them."""
+    """The sources of drafts, and the control over them.
 
-    def __init__(
-        self,
-        table: SequenceTable,
-        constraints: Constraints,
-        sources: Sequence[DraftSource],
-        control: CostControl,
-        draft_model: DraftSource | None = None,
-    ) -> None:
-        """Take the parts.
+    Attributes:
+        table: The sequences.
+        constraints: Their grammars.
+        sources: Cheap sources, each called where earlier ones have no good draft.
+        control: Chooses how much to verify.
+        draft_model: A slow source, called last.
+    """
 
-        Args:
-            table: The sequences.
-            constraints: Their grammars.
-            sources: Cheap sources, each called where earlier ones have no good draft.
-            control: Chooses how much to verify.
-            draft_model: A slow source, called last.
-        """
-        self._table = table
-        self._constraints = constraints
-        self._sources = tuple(sources)
-        self._draft_model = draft_model
+    table: SequenceTable
+    constraints: Constraints
+    sources: Sequence[DraftSource]
+    control: CostControl
+    draft_model: DraftSource | None = None
+
+    def __post_init__(self) -> None:
         self._ledger = DraftLedger(_MOST_MODEL_REST)
         # Wall and CPU time of the draft model's call in the current step.
         self._drafting_s = self._asking_model_s = 0.0
-        self._control = control
         # Of the last step that asked for drafts.
         self._asked: _AskedDrafts | None = None
         # By row without a useful draft: steps still to skip, and the length of that pause.
@@ -111,26 +104,26 @@ class Speculator:
             limits: `[rows]`, the most drafted tokens of each; 0 for none.
         """
         if (asked := self._asked) is not None:
-            self._control.spent(asked.num_rows, asked.seconds, asked.num_accepted)
+            self.control.spent(asked.num_rows, asked.seconds, asked.num_accepted)
             self._asked = None
         # Steps that run ahead are not timed.
         self._drafting_s = 0.0
         single = num_tokens == 1
         num_rows, num_prefill = int(single.sum()), int(num_tokens[~single].sum())
         wanted = limits > 0
-        known = float(self._table.num_known[rows[single]].mean()) if num_rows else 0.0
-        pays = self._control.begin(num_rows, num_prefill, known)
+        known = float(self.table.num_known[rows[single]].mean()) if num_rows else 0.0
+        pays = self.control.begin(num_rows, num_prefill, known)
         if not wanted.any():
             return StepDrafts(np.zeros_like(rows), {}, {})
         if not pays:
-            return StepDrafts(np.zeros_like(rows), {}, {}, self._control.rest())
+            return StepDrafts(np.zeros_like(rows), {}, {}, self.control.rest())
         begin_ns = time.thread_time_ns()
         contexts = self._contexts(rows[wanted], limits[wanted])
         self._asking_model_s = 0.0
         drafts, chances = self._propose(contexts)
         verified: dict[int, Draft] = {}
         proposed: dict[int, Draft] = {}
-        lengths = self._control.lengths(chances)
+        lengths = self.control.lengths(chances)
         for context, draft, length in zip(contexts, drafts, lengths, strict=True):
             row = context.row
             if draft.tokens:
@@ -138,9 +131,9 @@ class Speculator:
             if length:
                 verified[row] = cut = _cut(draft, length)
                 known = len(context.tokens)
-                self._table.tokens[row, known : known + length] = cut.tokens
+                self.table.tokens[row, known : known + length] = cut.tokens
                 self._skips.pop(row, None)
-            elif self._draft_model is None:
+            elif self.draft_model is None:
                 # A draft model skips by itself, and must not be kept from reading on.
                 pause = min(2 * self._skips.get(row, (0, 0))[1] + 1, _MOST_SKIPPED)
                 self._skips[row] = pause, pause
@@ -159,7 +152,7 @@ class Speculator:
         self, step: StepDrafts, rows: IntArray, num_accepted: IntArray
     ) -> tuple[VerifiedDraft, ...]:
         """Return the result's entries for a step's drafts. `num_accepted`: `[rows]`."""
-        ids = self._table.ids_of(rows).tolist()
+        ids = self.table.ids_of(rows).tolist()
         verdicts = tuple(
             VerifiedDraft(seq_id, draft.source, len(draft.tokens), accepted)
             for row, seq_id, accepted in zip(rows.tolist(), ids, num_accepted.tolist(), strict=True)
@@ -173,7 +166,7 @@ class Speculator:
 
     def timed(self, seconds: float) -> None:
         """As `CostControl.timed`, without the draft model's time. For steps one after the other."""
-        self._control.timed(seconds - self._drafting_s)
+        self.control.timed(seconds - self._drafting_s)
         self._drafting_s = 0.0
 
     def observe(
@@ -194,44 +187,43 @@ class Speculator:
         if not rows.size:
             return
         firsts = np.flatnonzero(np.append(True, rows[1:] != rows[:-1]))
-        tokens = self._table.tokens[rows, places].tolist()
+        tokens = self.table.tokens[rows, places].tolist()
         stops = [*firsts[1:].tolist(), len(tokens)]
         for row, start, stop in zip(rows[firsts].tolist(), firsts.tolist(), stops, strict=True):
             if (draft := proposed.get(row)) is not None:
-                self._control.acceptance.settle(row, draft, tuple(tokens[start:stop]))
+                self.control.acceptance.settle(row, draft, tuple(tokens[start:stop]))
         if self._asked is not None:
             self._asked.seconds += (time.thread_time_ns() - begin_ns) * 1e-9
 
     def forget(self, seq_id: int) -> None:
         """A sequence is about to leave the table. Unknown ids are ignored."""
-        row = self._table.row_of(seq_id)
+        row = self.table.row_of(seq_id)
         if row is not None:
-            self._control.acceptance.forget(row)
+            self.control.acceptance.forget(row)
             self._skips.pop(row, None)
             for source in self._all_sources:
                 source.forget(row, seq_id)
 
     def clear(self) -> None:
         """All sequences leave the table."""
-        self._control.clear()
+        self.control.clear()
         self._skips.clear()
         self._asked = None
         for source in self._all_sources:
             source.clear()
 
     @property
-    def _all_sources(self) -> tuple[DraftSource, ...]:
-        model = self._draft_model
-        return self._sources if model is None else (*self._sources, model)
+    def _all_sources(self) -> list[DraftSource]:
+        return [*self.sources, *filter(None, (self.draft_model,))]
 
     def _is_of_model(self, draft: Draft | VerifiedDraft) -> bool:
-        return self._draft_model is not None and draft.source == self._draft_model.name
+        return self.draft_model is not None and draft.source == self.draft_model.name
 
     def _judge(self, verdicts: Sequence[VerifiedDraft]) -> None:
         """Record the draft model's drafts of a step in its ledger."""
         of_model = [each for each in verdicts if self._is_of_model(each)]
         verified = sum(each.num_tokens for each in of_model)
-        took, saved = self._control.value(verified, sum(each.num_accepted for each in of_model))
+        took, saved = self.control.value(verified, sum(each.num_accepted for each in of_model))
         self._ledger.settle(self._drafting_s + took, saved)
 
     def _skipped(self, row: int) -> bool:
@@ -242,7 +234,7 @@ class Speculator:
 
     def _contexts(self, rows: IntArray, limits: IntArray) -> list[DraftContext]:
         """The contexts of rows of the table that are not skipped."""
-        table = self._table
+        table = self.table
         return [
             DraftContext(
                 row,
@@ -275,17 +267,17 @@ class Speculator:
             for index, draft in zip(which, proposals, strict=True):
                 if draft.tokens:
                     row = contexts[index].row
-                    if self._table.constrained[row]:
-                        draft = _cut(draft, self._constraints.check_draft(row, draft.tokens))
-                    expected = self._control.acceptance.expected(row, draft)
+                    if self.table.constrained[row]:
+                        draft = _cut(draft, self.constraints.check_draft(row, draft.tokens))
+                    expected = self.control.acceptance.expected(row, draft)
                     if sum(expected) > sum(chances[index]):
                         best[index], chances[index] = draft, expected
 
-        for source in self._sources:
+        for source in self.sources:
             ask(source)
-        if self._draft_model is not None and self._ledger.may_ask():
+        if self.draft_model is not None and self._ledger.may_ask():
             begin_ns, own_ns = time.perf_counter_ns(), time.thread_time_ns()
-            ask(self._draft_model)
+            ask(self.draft_model)
             self._drafting_s = (time.perf_counter_ns() - begin_ns) * 1e-9
             self._asking_model_s = (time.thread_time_ns() - own_ns) * 1e-9
         return best, chances
@@ -345,19 +337,14 @@ def accept(
     return counts
 
 
-def make_speculator(
-    config: EngineConfig,
-    table: SequenceTable,
-    constraints: Constraints,
-    measure: Callable[[], StepCosts],
-    draft_model: DraftSource | None = None,
-) -> Speculator:
-    """Return the speculator that the settings ask for. `measure` returns the costs of steps."""
+def make_sources(
+    config: EngineConfig, table: SequenceTable, constraints: Constraints
+) -> list[DraftSource]:
+    """Return the cheap sources of the settings, in their order."""
     makers: dict[str, Callable[[], DraftSource]] = {
         "prediction": PredictionSource,
         "grammar": lambda: ForcedSource(constraints),
         "suffix": lambda: SuffixSource(table, config.suffix_index_tokens),
         "ngram": NgramSource,
     }
-    sources = [makers[name]() for name in config.draft_sources]
-    return Speculator(table, constraints, sources, CostControl(measure()), draft_model)
+    return [makers[name]() for name in config.draft_sources]

@@ -23,13 +23,11 @@ from transformers.pytorch_utils import Conv1D
 from .....config import ADAPTER_ID_RULE, AdapterError, WeightsError, is_adapter_id, shown
 from ..loaded_model import LoadedModel
 from ..model import UNREADABLE
-from ..weights.checks import WeightLimits, check_stored
+from ..weights.checks import LARGEST_VERSION, WeightLimits, check_stored
 from ..weights.transports.folder import opened, read_folder, readable, stamp_of
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
-
-LARGEST_VERSION = 1 << 62
 
 _MOST_CONFIG_BYTES = 1 << 20
 _WIDEST_BYTES = 8
@@ -89,25 +87,15 @@ class Adapter:
         return sum(tensor.nbytes for pair in self.pairs.values() for tensor in pair)
 
 
-class _Unsupported(msgspec.Struct):
-    """Fields of adapter_config.json that must be empty."""
-
-    modules_to_save: Any = None
-    use_dora: bool = False
-    lora_bias: bool = False
-    target_parameters: Any = None
-    trainable_token_indices: Any = None
-    layer_replication: Any = None
-    alora_invocation_tokens: Any = None
-    use_qalora: bool = False
-    use_bdlora: Any = None
-    arrow_config: Any = None
-    kasa_config: Any = None
-    velora_config: Any = None
-    monteclora_config: Any = None
+_UNSUPPORTED = (
+    *("modules_to_save", "use_dora", "lora_bias", "target_parameters", "trainable_token_indices"),
+    *("layer_replication", "alora_invocation_tokens", "use_qalora", "use_bdlora", "arrow_config"),
+    *("kasa_config", "velora_config", "monteclora_config"),
+)
+"""Fields of adapter_config.json that must be empty."""
 
 
-class _Config(_Unsupported):
+class _Config(msgspec.Struct):
     """The fields of adapter_config.json that matter for inference."""
 
     peft_type: str = "LORA"
@@ -118,9 +106,6 @@ class _Config(_Unsupported):
     alpha_pattern: dict[str, float] | None = None
     bias: str = "none"
     init_lora_weights: bool | str | None = True
-
-
-_config = msgspec.json.Decoder(_Config)
 
 
 def read_adapter(
@@ -222,12 +207,10 @@ def adapter_of(
     Raises:
         AdapterError: As `read_adapter`.
     """
-    known = {name: config[name] for name in _Config.__struct_fields__ if name in config}
     try:
-        checked = msgspec.convert(known, _Config, strict=False)
+        checked = _checked(config)
     except msgspec.ValidationError as error:
         raise AdapterError(f"the adapter's config can't be used: {error}") from None
-    _check_kind(checked)
     for name, tensor in tensors.items():
         if not isinstance(tensor, Tensor):
             raise AdapterError(f"{shown(name)} is a {type(tensor).__name__}, not a tensor")
@@ -254,15 +237,20 @@ def _read_config(folder: Path) -> _Config:
     if len(content) > _MOST_CONFIG_BYTES:
         raise _too_large(f"{shown(str(file))} has {size} bytes, and may have {_MOST_CONFIG_BYTES}")
     try:
-        config = _config.decode(content)
+        return _checked(msgspec.json.decode(content, type=dict[str, Any]))
     except UNREADABLE as error:
         raise AdapterError(f"{shown(str(file))} can't be used: {shown(str(error))}") from None
-    _check_kind(config)
-    return config
 
 
-def _check_kind(config: _Config) -> None:
-    """Raises AdapterError, as `adapter_unsupported`, for all but LoRA on linear layers."""
+def _checked(fields: Mapping[str, Any]) -> _Config:
+    """Return a configuration.
+
+    Raises:
+        AdapterError: As `adapter_unsupported`, for all but LoRA on linear layers.
+        msgspec.ValidationError: A field has a wrong type.
+    """
+    known = {name: fields[name] for name in _Config.__struct_fields__ if name in fields}
+    config = msgspec.convert(known, _Config, strict=False)
     if config.peft_type != "LORA":
         raise _unsupported(f"it is of PEFT's kind {shown(config.peft_type)}, and only LORA is")
     initial = config.init_lora_weights
@@ -273,11 +261,12 @@ def _check_kind(config: _Config) -> None:
         )
     if config.bias != "none":
         raise _unsupported(f"bias {shown(config.bias)} is not, only 'none'")
-    for name in _Unsupported.__struct_fields__:
-        if getattr(config, name):
+    for name in _UNSUPPORTED:
+        if fields.get(name):
             raise _unsupported(f"{name} is not; train it without")
     if not math.isfinite(config.lora_alpha):
         raise AdapterError(f"lora_alpha is {config.lora_alpha}; it must be a number")
+    return config
 
 
 def _of_pattern(pattern: Mapping[str, Any] | None, name: str, default: Any) -> Any:
@@ -365,8 +354,8 @@ def _pair(
         raise AdapterError(f"the tensors of {shown(name)} are {a.dtype} and {b.dtype}, not floats")
     scaled = b.float() * _scaling(config, name, rank)
     pair = LoraPair(
-        a.detach().to(model.device, model.dtypes.activations, copy=True),
-        scaled.t().contiguous().to(model.device, model.dtypes.activations),
+        a.detach().to(model.device, model.dtype, copy=True),
+        scaled.t().contiguous().to(model.device, model.dtype),
     )
     if not all(bool(tensor.isfinite().all()) for tensor in pair):
         raise AdapterError(

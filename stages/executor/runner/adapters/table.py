@@ -76,12 +76,7 @@ class AdapterStep:
     """The adapters of one step's tokens."""
 
     def __init__(
-        self,
-        slots: IntArray,
-        ranks: Sequence[int],
-        device: torch.device,
-        *,
-        one_by_one: bool = False,
+        self, slots: IntArray, ranks: Sequence[int], device: torch.device, one_by_one: bool
     ) -> None:
         """Lay out a step with at least one adapter.
 
@@ -143,6 +138,7 @@ def _add_at(outputs: Tensor, index: Index, added: Tensor) -> None:
 NO_ADAPTER = -1
 
 
+@dataclass(eq=False)
 class AdapterTable:
     """The loaded adapters by slots. A slot keeps its adapter until it is vacated.
 
@@ -151,32 +147,23 @@ class AdapterTable:
 
     A step with adapters runs within `applied`, which changes the model's modules; other steps cost
     nothing. Don't call methods during a step.
+
+    Attributes:
+        model: The base model.
+        limits: Number and size of adapters.
+        one_by_one: Never compute several adapters in one product, whose bits would depend on the
+            set of adapters.
+        check: The context in which products with new tensors are tried.
+        alone: The context in which every module is called by itself.
     """
 
-    def __init__(
-        self,
-        model: LoadedModel,
-        limits: AdapterLimits | None = None,
-        *,
-        one_by_one: bool = False,
-        check: Callable[[], AbstractContextManager[object]] = nullcontext,
-        alone: Callable[[], AbstractContextManager[object]] = nullcontext,
-    ) -> None:
-        """Make an empty table.
+    model: LoadedModel
+    limits: AdapterLimits
+    one_by_one: bool = False
+    check: Callable[[], AbstractContextManager[object]] = nullcontext
+    alone: Callable[[], AbstractContextManager[object]] = nullcontext
 
-        Args:
-            model: The base model.
-            limits: Number and size of adapters; the settings' defaults when None.
-            one_by_one: Never compute several adapters in one product, whose bits would depend on
-                the set of adapters.
-            check: The context in which products with new tensors are tried.
-            alone: The context in which every module is called by itself.
-        """
-        self.limits = limits or AdapterLimits()
-        self._model = model
-        self._one_by_one = one_by_one
-        self._check = check
-        self._alone = alone
+    def __post_init__(self) -> None:
         self._slots: list[Adapter | None] = []
         self._slot_of: dict[str, int] = {}
         # Forward passes with the adapters.
@@ -233,7 +220,7 @@ class AdapterTable:
         """Raises AdapterError if deterministic mode can't multiply with an adapter's tensors."""
         seen = set()
         try:
-            with self._check(), torch.inference_mode():
+            with self.check(), torch.inference_mode():
                 for pair in adapter.pairs.values():
                     if (shapes := (pair.a.shape, pair.b.shape)) not in seen:
                         seen.add(shapes)
@@ -298,7 +285,7 @@ class AdapterTable:
             slots: `[tokens]`, of each token of the batch; `NO_ADAPTER` for none.
         """
         ranks = [0 if adapter is None else adapter.rank for adapter in self._slots]
-        return AdapterStep(slots, ranks, self._model.device, one_by_one=self._one_by_one)
+        return AdapterStep(slots, ranks, self.model.device, self.one_by_one)
 
     @contextmanager
     def applied(self, step: AdapterStep | None) -> Iterator[None]:
@@ -312,7 +299,7 @@ class AdapterTable:
             for module, forward in self._wrapped.items():
                 # setattr of a module is far slower.
                 vars(module)["forward"] = forward
-            with self._alone():
+            with self.alone():
                 yield
         finally:
             self._step = None
@@ -357,14 +344,14 @@ class AdapterTable:
             }
             ranks = tuple((slot, pair.a.shape[0]) for slot, pair in pairs.items())
             if ranks not in layouts:
-                layouts[ranks] = Layout.of(ranks, self._model.device)
+                layouts[ranks] = Layout.of(ranks, self.model.device)
             layers[name] = Layer(layouts[ranks], pairs)
         # Views of the layers, so that each tensor exists once.
         self._slots = [
             adapter and replace(adapter, pairs={n: layers[n].pairs[slot] for n in adapter.pairs})
             for slot, adapter in enumerate(slots)
         ]
-        modules = map(self._model.module.get_submodule, layers)
+        modules = map(self.model.module.get_submodule, layers)
         self._wrapped = {
             module: self._with(layer, module)
             for module, layer in zip(modules, layers.values(), strict=True)

@@ -21,7 +21,16 @@ def choose_backend(config: EngineConfig, model: LoadedModel) -> tuple[AttentionB
     Raises:
         ModelError: The back end or tile of the settings is not available.
     """
-    backend, without_kernels = _chosen(config, model)
+    backend: AttentionBackend[Any] | None = None
+    without_kernels = ""
+    try:
+        backend = _paged(config, model)
+    except KernelsUnavailable as error:
+        without_kernels = str(error)
+    if backend is None:
+        tiled = config.deterministic is True
+        size = config.block_size
+        backend = TiledBackend(size) if tiled else GatherBackend(model, size)
     if config.attention not in ("auto", backend.name):
         why = without_kernels or "the kernel does not support the width of its heads"
         raise ModelError(
@@ -36,29 +45,23 @@ def choose_backend(config: EngineConfig, model: LoadedModel) -> tuple[AttentionB
     return backend, without_kernels
 
 
-def _chosen(config: EngineConfig, model: LoadedModel) -> tuple[AttentionBackend[Any], str]:
-    try:
-        return _with_kernels(config, model), ""
-    except KernelsUnavailable as error:
-        if config.deterministic is True:
-            return TiledBackend(config.block_size), str(error)
-        return GatherBackend(model, config.block_size), str(error)
-
-
 def kernels_of(model: LoadedModel) -> str:
     """Return the language or instructions of a model's kernels."""
-    return "Triton" if model.device.type == "cuda" else cpu.instructions(model.dtypes.weights)
+    return "Triton" if model.device.type == "cuda" else cpu.instructions(model.dtype)
 
 
-def _with_kernels(config: EngineConfig, model: LoadedModel) -> AttentionBackend[Any]:
-    """Raises KernelsUnavailable without kernels for this model on this machine."""
+def _paged(config: EngineConfig, model: LoadedModel) -> PagedBackend | None:
+    """Return the back end with our kernel for attention; None if only the other kernels are used.
+
+    Raises:
+        KernelsUnavailable: There are no kernels for this model on this machine.
+    """
     if config.kernels == "off":
         raise KernelsUnavailable("engine.kernels is off")
     if model.is_encoder:
         raise KernelsUnavailable("there are none for encoders")
-    gathers = config.attention == "gather"
     if model.device.type == "cuda":
-        if gathers:
+        if config.attention == "gather":
             # Recorded steps need the kernel.
             raise KernelsUnavailable("engine.attention is 'gather'")
         try:
@@ -68,14 +71,10 @@ def _with_kernels(config: EngineConfig, model: LoadedModel) -> AttentionBackend[
         kernel = partial(TritonPagedAttention, tile=config.attention_tile)
         return PagedBackend(model, config.block_size, kernel)
     if model.device.type != "cpu":
-        raise KernelsUnavailable(
-            f"there are none for {model.dtypes.weights} on {model.device.type}"
-        )
-    cpu.library(model.dtypes.weights)
+        raise KernelsUnavailable(f"there are none for {model.dtype} on {model.device.type}")
+    cpu.library(model.dtype)
     cpu.sampling_library()
     handled = all(cpu.PagedAttention.handles(spec.key_dim, spec.value_dim) for spec in model.layers)
     if handled and config.attention in ("auto", "paged"):
         return CpuBackend(model, config.block_size)
-    if config.deterministic is True:
-        return TiledBackend(config.block_size)
-    return GatherBackend(model, config.block_size)
+    return None

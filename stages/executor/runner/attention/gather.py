@@ -70,6 +70,20 @@ class PrefillRow(msgspec.Struct, frozen=True):
     index: Tensor | None
     mask: Tensor | None
 
+    def attend(self, cache: KVCache, layer: int, qkv: QKV, options: AttentionOptions) -> Tensor:
+        """Compute attention of the row, `[tokens, heads, value_dim]`.
+
+        Its keys and values must be in the cache.
+        """
+        queries, keys, values = (each[self.start : self.stop] for each in qkv)
+        explicit = options.softcap is not None or options.sinks is not None
+        attend = _attend_explicitly if explicit else _attend
+        if self.index is None:
+            return attend(self, queries, keys.transpose(0, 1), values.transpose(0, 1), options)
+        heads, gathered = keys.shape[1], cache.gather(layer, self.index)
+        keys, values = (each.view(heads, -1, each.shape[1]) for each in gathered)
+        return attend(self, queries, keys, values, options)
+
 
 def prefill_rows(
     rows: Rows, tables: Tensor, window: int | None, heads: int, block_size: int
@@ -92,23 +106,6 @@ def prefill_rows(
             mask = visible(start, count, low, window, device)
         yield PrefillRow(token, token + count, index, mask)
         token += count
-
-
-def prefill(
-    row: PrefillRow, cache: KVCache, layer: int, qkv: QKV, options: AttentionOptions
-) -> Tensor:
-    """Compute attention of a row, `[tokens, heads, value_dim]`.
-
-    Its keys and values must be in the cache.
-    """
-    queries, keys, values = (each[row.start : row.stop] for each in qkv)
-    explicit = options.softcap is not None or options.sinks is not None
-    attend = _attend_explicitly if explicit else _attend
-    if row.index is None:
-        return attend(row, queries, keys.transpose(0, 1), values.transpose(0, 1), options)
-    heads = keys.shape[1]
-    keys, values = (each.view(heads, -1, each.shape[1]) for each in cache.gather(layer, row.index))
-    return attend(row, queries, keys, values, options)
 
 
 def _attend(
@@ -208,12 +205,25 @@ class DecodeChunk(msgspec.Struct, frozen=True):
     bias: Tensor
     length: int
 
+    def attend(self, cache: KVCache, layer: int, qkv: QKV, options: AttentionOptions) -> Tensor:
+        """Compute attention of the rows, `[rows, heads, value_dim]`.
 
-class GatherView(msgspec.Struct, frozen=True):
-    """The layout of a step for layers of one kind."""
-
-    decodes: tuple[DecodeChunk, ...]
-    prefills: tuple[PrefillRow, ...]
+        Their keys and values must be in the cache.
+        """
+        scale, _, softcap, sinks = options
+        rows, matrices = self.stop - self.start, self.bias.shape[0]
+        queries = qkv.queries[self.start : self.stop]
+        grouped = queries.reshape(matrices, -1, queries.shape[-1])
+        gathered = cache.gather(layer, self.index)
+        keys, values = (each.view(matrices, self.length, -1) for each in gathered)
+        if softcap is None:
+            scores = torch.baddbmm(self.bias, grouped, keys.transpose(1, 2), alpha=scale)
+        else:
+            scores = soft_cap(torch.bmm(grouped, keys.transpose(1, 2)) * scale, softcap)
+            scores = scores + self.bias
+        if sinks is not None:
+            sinks = sinks.view(matrices // rows, -1).repeat(rows, 1)
+        return torch.bmm(softmax(scores, sinks), values).view(rows, queries.shape[1], -1)
 
 
 class GatherBatch(msgspec.Struct, frozen=True):
@@ -221,11 +231,11 @@ class GatherBatch(msgspec.Struct, frozen=True):
 
     Attributes:
         slots: `[tokens]`, the slot mapping.
-        views: One per kind of layer.
+        parts: All rows, for each kind of layer.
     """
 
     slots: Tensor
-    views: dict[LayerKind, GatherView]
+    parts: dict[LayerKind, tuple[DecodeChunk | PrefillRow, ...]]
 
 
 class GatherBackend:
@@ -236,30 +246,24 @@ class GatherBackend:
     def __init__(self, model: LoadedModel, block_size: int) -> None:
         """For the layers and the dtype of a model."""
         self._kinds = layer_kinds(model)
-        self._dtype = model.dtypes.activations
+        self._dtype = model.dtype
         self._block_size = block_size
 
     def prepare(self, rows: Rows, slots: Tensor, tables: Tensor, contexts: Tensor) -> GatherBatch:
-        def view(window: int | None, heads: int) -> GatherView:
+        def layout(window: int | None, heads: int) -> tuple[DecodeChunk | PrefillRow, ...]:
             decodes = self._decode_chunks(rows, tables, contexts, window, heads)
-            prefills = prefill_rows(rows, tables, window, heads, self._block_size)
             # Not tuple(): while it grows, debuggers and memory profilers that walk all objects from
             # another thread make it fail.
-            return GatherView((*decodes,), (*prefills,))
+            return (*decodes, *prefill_rows(rows, tables, window, heads, self._block_size))
 
-        return GatherBatch(slots, for_each_kind(self._kinds, rows, view))
+        return GatherBatch(slots, for_each_kind(self._kinds, rows, layout))
 
     def forward(
         self, batch: GatherBatch, cache: KVCache, layer: int, qkv: QKV, options: AttentionOptions
     ) -> Tensor:
-        queries, keys, values = qkv
-        view = batch.views[options.window, keys.shape[1]]
-        cache.store(layer, keys, values, batch.slots)
-        parts = [
-            _decode(chunk, queries, *cache.gather(layer, chunk.index), options)
-            for chunk in view.decodes
-        ]
-        parts += [prefill(row, cache, layer, qkv, options) for row in view.prefills]
+        cache.store(layer, qkv.keys, qkv.values, batch.slots)
+        layout = batch.parts[options.window, qkv.keys.shape[1]]
+        parts = [part.attend(cache, layer, qkv, options) for part in layout]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _decode_chunks(
@@ -308,22 +312,3 @@ def cut_chunks(lengths: IntArray) -> Iterator[tuple[int, int]]:
         stop = max(min(by_memory, by_padding, lengths.size), start + 1)
         yield start, stop
         start = stop
-
-
-def _decode(
-    chunk: DecodeChunk, queries: Tensor, keys: Tensor, values: Tensor, options: AttentionOptions
-) -> Tensor:
-    """Rows of one token each: `[rows, heads, value_dim]`; keys and values as gathered."""
-    scale, _, softcap, sinks = options
-    rows, matrices = chunk.stop - chunk.start, chunk.bias.shape[0]
-    grouped = queries[chunk.start : chunk.stop].reshape(matrices, -1, queries.shape[-1])
-    keys = keys.view(matrices, chunk.length, -1)
-    values = values.view(matrices, chunk.length, -1)
-    if softcap is None:
-        scores = torch.baddbmm(chunk.bias, grouped, keys.transpose(1, 2), alpha=scale)
-    else:
-        scores = soft_cap(torch.bmm(grouped, keys.transpose(1, 2)) * scale, softcap)
-        scores = scores + chunk.bias
-    if sinks is not None:
-        sinks = sinks.view(matrices // rows, -1).repeat(rows, 1)
-    return torch.bmm(softmax(scores, sinks), values).view(rows, queries.shape[1], -1)

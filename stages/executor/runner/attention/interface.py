@@ -12,6 +12,7 @@ honour is refused there, before any request.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NoReturn
 
 import msgspec
@@ -86,7 +87,7 @@ class LayerProbe:
         Raises:
             ModelError: The layer needs something that our attention does not do.
         """
-        scale, window, softcap, sinks = map(call.get, _CALL)
+        options = _options_of(query, call)
         index = getattr(module, "layer_idx", None)
         if not isinstance(index, int) or index in self.layers:
             self._refuse("its attention layers don't have a KV cache of their own each")
@@ -94,11 +95,10 @@ class LayerProbe:
             self._refuse("its query heads don't divide evenly among its KV heads")
         if call.get("position_bias") is not None or call.get("is_causal") is False:
             self._refuse(f"layer {index} uses a position bias or looks ahead")
-        if not isinstance(mask, MaskProbe) or not mask.agrees(window, self._max_position):
+        if not isinstance(mask, MaskProbe) or not mask.agrees(options.window, self._max_position):
             self._refuse(f"the mask of layer {index} is neither causal nor a sliding window")
-        scale = query.shape[-1] ** -0.5 if scale is None else scale
-        self.options[index] = AttentionOptions(scale, window, softcap, sinks)
-        self.layers[index] = LayerSpec(key.shape[1], key.shape[-1], value.shape[-1], window)
+        self.options[index] = options
+        self.layers[index] = LayerSpec(key.shape[1], key.shape[-1], value.shape[-1], options.window)
         return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[-1])
 
     def finish(self, num_layers: int) -> tuple[LayerSpec, ...]:
@@ -142,14 +142,10 @@ def paged_attention(
     value: Tensor,
     attention_mask: object,
     *,
-    scaling: float | None = None,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    s_aux: Tensor | None = None,
     attention_backend: AttentionBackend[Any] | None = None,
     attention_batch: Any = None,
     kv_cache: KVCache | None = None,
-    **others: Any,
+    **call: Any,
 ) -> tuple[Tensor, None]:
     """Attention of one layer for the whole batch.
 
@@ -159,14 +155,10 @@ def paged_attention(
         key: `[1, kv_heads, tokens, key_dim]`, rotated.
         value: `[1, kv_heads, tokens, value_dim]`.
         attention_mask: Ignored; the batch has the rule.
-        scaling: Factor of the scores; 1/sqrt(key_dim) when None.
-        sliding_window: The layer's window, None for full attention.
-        softcap: As in AttentionOptions.
-        s_aux: `[heads]`, its sinks.
         attention_backend: Computes it.
         attention_batch: The step, prepared by the back end.
         kv_cache: The KVCache.
-        others: Settings for other implementations.
+        call: The options, and settings for other implementations.
 
     Returns:
         `[1, tokens, heads, value_dim]`, and None for the weights.
@@ -179,8 +171,14 @@ def paged_attention(
             f"{type(module).__name__} did not get attention_backend and kv_cache: the model does "
             "not hand keyword arguments down to its attention, or was called past model_forward()"
         )
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     layer: int = module.layer_idx  # type: ignore[assignment]
     qkv = QKV(query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1))
-    options = AttentionOptions(scale, sliding_window, softcap, s_aux)
+    options = _options_of(query, call)
     return attention_backend.forward(attention_batch, kv_cache, layer, qkv, options)[None], None
+
+
+def _options_of(query: Tensor, call: Mapping[str, Any]) -> AttentionOptions:
+    """Return the options of a call by Transformers; the scale is 1/sqrt(key_dim) if not given."""
+    scale, window, softcap, sinks = map(call.get, _CALL)
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    return AttentionOptions(scale, window, softcap, sinks)

@@ -113,7 +113,7 @@ class _Cutter:
         for start, stop in cut_chunks(num_blocks[single] * BLOCK):
             chosen = single[start:stop]
             counts = rows.num_tokens[chosen]
-            yield self._chunk(chosen, first_token[chosen], rows.starts[chosen], counts)
+            yield self._chunk(chosen, first_token[chosen], rows.starts[chosen], counts, False)
         for row in np.flatnonzero(rows.num_tokens > self._tile_tokens):
             yield from self._long_row(row, int(first_token[row]))
 
@@ -128,23 +128,17 @@ class _Cutter:
             offsets = done + np.arange(tiles) * self._tile_tokens
             counts = np.minimum(count - offsets, self._tile_tokens)
             table = np.full(tiles, row)
-            yield self._chunk(table, first_token + offsets, start + offsets, counts, shared=True)
+            yield self._chunk(table, first_token + offsets, start + offsets, counts, True)
             done += int(counts.sum())
 
     def _chunk(
-        self,
-        rows: IntArray,
-        first_tokens: IntArray,
-        starts: IntArray,
-        counts: IntArray,
-        *,
-        shared: bool = False,
+        self, rows: IntArray, tokens: IntArray, starts: IntArray, counts: IntArray, shared: bool
     ) -> TileChunk:
         """Make a chunk of one tile for each entry of `rows`.
 
         Args:
             rows: `[tiles]`, the row whose block table to use.
-            first_tokens: `[tiles]`, first token in the batch.
+            tokens: `[tiles]`, first token in the batch.
             starts: `[tiles]`, its position in the sequence.
             counts: `[tiles]`, tokens.
             shared: All are of the same row.
@@ -160,7 +154,7 @@ class _Cutter:
         blocks = first + np.arange(num_blocks)[:, None]
         keys = blocks[:, :, None] * BLOCK + np.arange(BLOCK)
         return TileChunk(
-            tokens=torch.from_numpy(first_tokens[:, None] + offsets),
+            tokens=torch.from_numpy(tokens[:, None] + offsets),
             used=torch.from_numpy(np.flatnonzero(valid)),
             index=self._index(rows[: len(first)], keys),
             num_blocks=num_blocks,

@@ -60,7 +60,7 @@ def find_patterns(model: LoadedModel, calls: Calls) -> Iterator[tuple[nn.Module,
     """Iterate over the modules that match a pattern, with their offers."""
     output = model.module.get_output_embeddings()  # type: ignore[operator]
     for module in model.module.modules():
-        if any(parameter.dtype != model.dtypes.weights for parameter in module.parameters()):
+        if any(parameter.dtype != model.dtype for parameter in module.parameters()):
             continue  # such as a router that is kept in float32
         offers: list[Forward] = []
         if type(module) is nn.Linear:
@@ -214,10 +214,8 @@ def _attended(module: nn.Module, model: LoadedModel, calls: Calls) -> Forward | 
         if norms == [None, None] and together is not None:
             rotate(together, heads + kv_heads, cos, sin)
         else:
-            queries, keys = (
-                normalised(norms[0], queries, heads),
-                normalised(norms[1], keys, kv_heads),
-            )
+            queries = normalised(norms[0], queries, heads)
+            keys = normalised(norms[1], keys, kv_heads)
             rotate(queries, heads, cos, sin)
             rotate(keys, kv_heads, cos, sin)
         qkv = QKV(
@@ -262,17 +260,9 @@ def _decoder_layer(module: nn.Module, model: LoadedModel, calls: Calls) -> list[
     attended, gated = _attended(attention, model, calls), _gated(mlp, calls)
     if attended is None or gated is None:
         return []
+    ends = _added(attention.o_proj, calls), _added(mlp.down_proj, calls)
     return [
-        _DecoderForward(
-            first=first,
-            second=second,
-            attention=attention,
-            mlp=mlp,
-            attended=attended,
-            gated=gated,
-            after_attention=_added(attention.o_proj, calls),
-            after_mlp=_added(mlp.down_proj, calls),
-        )
+        _DecoderForward(first, second, attention, mlp, attended, gated, *ends)
         for first, second in zip(*norms, strict=True)
     ]
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import msgspec
 
-from .....config.temporary import sweep, temporary_folder
+from .....config.temporary import cache_folder, only_we_write, sweep, temporary_folder
 
 SOURCES = Path(__file__).parent
 
@@ -71,7 +71,7 @@ def load_library(library: Library) -> ctypes.CDLL:
         raise KernelsUnavailable("there is no C compiler; install gcc, or set CC to one")
     openmp = _openmp_of_torch()
     name = _name(library, compiler, processor, openmp)
-    cache = _cache_folder()
+    cache = cache_folder()
     if cache is not None:
         with suppress(OSError):
             return _load(cache, name)
@@ -109,27 +109,6 @@ def _openmp_of_torch() -> str:
     raise KernelsUnavailable("torch was built without OpenMP")
 
 
-def _cache_folder() -> Path | None:
-    """Return the cache folder; None if there is none that only this user may write to."""
-    base = os.environ.get("XDG_CACHE_HOME", "")
-    if not os.path.isabs(base):  # the specification has it ignored
-        home = os.environ.get("HOME")
-        # The system's entry of the user; "~" itself without one.
-        base = os.path.join(os.path.expanduser("~") if home is None else home, ".cache")
-    if not os.path.isabs(base):
-        return None
-    folder = Path(base) / "nano-inference"
-    try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        return folder if _only_we_write(os.stat(folder)) else None
-    except OSError:
-        return None
-
-
-def _only_we_write(status: os.stat_result) -> bool:
-    return status.st_uid == os.geteuid() and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
-
-
 def _keep(content: bytes, folder: Path, name: str) -> None:
     """Write the library, followed by its digest.
 
@@ -158,9 +137,9 @@ def _load(folder: Path, name: str) -> ctypes.CDLL:
         flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
         file = stack.enter_context(open(os.open(name, flags, dir_fd=place), "rb"))
         status = os.fstat(file.fileno())
-        if not (stat.S_ISREG(status.st_mode) and _only_we_write(status)):
+        if not (stat.S_ISREG(status.st_mode) and only_we_write(status)):
             raise OSError("others may write to it")
-        if not _only_we_write(os.fstat(place)):
+        if not only_we_write(os.fstat(place)):
             raise OSError(f"others may write to {folder}")
         whole = file.read()
         content, digest = whole[:-_DIGEST_BYTES], whole[-_DIGEST_BYTES:]

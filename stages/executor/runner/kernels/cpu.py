@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from ..batch import DecodeRows
+from ..loaded_model import AttentionOptions
 from .compile import BFLOAT16, FLOAT32, SAMPLING, TILES, KernelsUnavailable, Library, load_library
 
 MOST_INSTRUCTIONS_VARIABLE = "ONEDNN_MAX_CPU_ISA"
@@ -352,41 +353,28 @@ class PagedAttention:
         argument: Address of the kernels' argument.
     """
 
-    def __init__(
-        self,
-        keys: Tensor,
-        values: Tensor,
-        heads: int,
-        *,
-        window: int | None,
-        scale: float,
-        softcap: float | None,
-        sinks: Tensor | None,
-    ) -> None:
+    def __init__(self, keys: Tensor, values: Tensor, heads: int, options: AttentionOptions) -> None:
         """Take a layer's cache and options.
 
         Args:
             keys: `[blocks, block_size, kv_heads, width]`.
             values: Likewise.
             heads: Query heads.
-            window: As in LayerSpec.
-            scale: Factor of the scores.
-            softcap: Scores become softcap * tanh(score / softcap).
-            sinks: `[heads]`, a score without a value in each softmax.
+            options: Of the layer.
         """
         self._library = library(keys.dtype)
         self._dtype = keys.dtype
         self._shape = (heads, values.shape[3])
-        self._kept = (keys, values, sinks)
+        self._kept = (keys, values, options.sinks)
         self._arguments = _Attention(
             block_size=keys.shape[1],
             kv_heads=keys.shape[2],
             group=heads // keys.shape[2],
             key_width=keys.shape[3],
             value_width=values.shape[3],
-            window=window or 0,
-            scale=scale,
-            softcap=softcap or 0.0,
+            window=options.window or 0,
+            scale=options.scale,
+            softcap=options.softcap or 0.0,
         )
         self.argument = ctypes.addressof(self._arguments)
         self.find_tensors()

@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..batch import DecodeRows
+from ..loaded_model import AttentionOptions
 
 _TILE = 128
 """The most positions per iteration of a program."""
@@ -209,22 +210,13 @@ class TritonPagedAttention:
     """One layer's paged KV cache, for queries of one token each, as `cpu.PagedAttention`."""
 
     def __init__(
-        self,
-        keys: Tensor,
-        values: Tensor,
-        heads: int,
-        *,
-        window: int | None,
-        scale: float,
-        softcap: float | None,
-        sinks: Tensor | None,
-        tile: int = 0,
+        self, keys: Tensor, values: Tensor, heads: int, options: AttentionOptions, tile: int = 0
     ) -> None:
         """As `cpu.PagedAttention`. `tile`: positions per iteration; 0: by the head's width."""
-        self._keys, self._values, self._sinks = keys, values, sinks
+        self._keys, self._values, self._sinks = keys, values, options.sinks
         self._heads = heads
-        self._scale = scale
-        self._softcap = softcap or 0.0
+        self._scale = options.scale
+        self._softcap = options.softcap or 0.0
         _, block_size, kv_heads, key_width = keys.shape
         group, value_width = heads // kv_heads, values.shape[3]
         padded_key = max(triton.next_power_of_2(key_width), 16)
@@ -242,13 +234,13 @@ class TritonPagedAttention:
             "GROUP": group,
             "KEY_WIDTH": key_width,
             "VALUE_WIDTH": value_width,
-            "WINDOW": window or 0,
+            "WINDOW": options.window or 0,
             # Matrix products want sides of at least 16, and all sides powers of two.
             "PADDED_GROUP": max(triton.next_power_of_2(group), 16),
             "PADDED_KEY": padded_key,
             "PADDED_VALUE": padded_value,
             "TILE": tile or min(max(fitting, 16), _TILE),
-            "SOFTCAP": softcap is not None,
+            "SOFTCAP": options.softcap is not None,
         }
 
     def store(self, keys: Tensor, values: Tensor, slots: Tensor) -> None:

@@ -10,6 +10,9 @@ from torch import Tensor, nn
 
 from .....config import WeightsError, shown
 
+LARGEST_VERSION = 1 << 62
+"""The largest version that a message may name; counting from there still fits 64 bits."""
+
 _TIMES_THE_MODEL = 10
 """A checkpoint has more tensors than a model that fuses them: separate queries, keys and values,
 separate gates and projections, scales, parts that Transformers ignores."""

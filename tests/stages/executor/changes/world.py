@@ -21,7 +21,7 @@ from nano_inference.bus.control import (
     UpdateWeights,
     WeightsReady,
 )
-from nano_inference.bus.messages import Message
+from nano_inference.bus.messages import Message, StepPlan
 from nano_inference.bus.weights import FolderWeights, StagedWeights
 from nano_inference.config import WeightsError
 from nano_inference.stages.executor import WeightSyncManager
@@ -223,13 +223,9 @@ class World:
         plan, version = self.executed.popleft()
         refused = self.manager.take_refused() if plan.version > version else None
         self.planner.under_way = max(0, self.planner.under_way - 1)
-        effects = self.core.step_done(
-            version,
-            self.now_ns,
-            changed=plan.version > 0,
-            pending=bool(self.memory.pending),
-            refused=refused,
-        )
+        done = StepPlan(0, (), (), (), (), (), (), (), 0, plan.version)
+        pending = bool(self.memory.pending)
+        effects = self.core.step_done(done, version, self.now_ns, pending, refused)
         self.perform(effects)
 
     def begin_epoch(self) -> None:

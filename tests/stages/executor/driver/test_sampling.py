@@ -15,7 +15,7 @@ from torch import Tensor
 from nano_inference.config import ModelError, RequestError
 from nano_inference.stages.executor import sample_with_logprobs, uniform
 from nano_inference.stages.executor.driver.logprobs import scale_logits
-from nano_inference.stages.executor.driver.sampling import _restrict, uniforms
+from nano_inference.stages.executor.driver.sampling import Limits, _restrict, uniforms
 
 from ..refusals import refused
 
@@ -199,8 +199,9 @@ def test_limits_keep_the_tokens_of_their_definition(
 )
 def test_limits_beyond_the_candidates_that_are_looked_at_first(k: int, p: float, m: float) -> None:
     logits = torch.randn(1, 4096, generator=torch.Generator().manual_seed(3)) / 4
-    limits = (torch.tensor([k]), torch.tensor([p], dtype=torch.float64), torch.tensor([m]))
-    weights = _restrict(scale_logits(logits, torch.ones(1)), *limits)
+    share = torch.tensor([p], dtype=torch.float64)
+    limits = Limits(torch.tensor([k]), share, torch.tensor([m]))
+    weights = _restrict(scale_logits(logits, torch.ones(1)), limits)
     assert weights is not None
     kept = weights[0].nonzero()[:, 0]
     allowed = brute_force(logits[0].tolist(), k, p, m)

@@ -13,7 +13,6 @@ from transformers import AutoModelForCausalLM
 
 from nano_inference.config import EngineConfig, ModelError, SamplingParams
 from nano_inference.stages.executor import ExecutorCore
-from nano_inference.stages.executor.runner.loaded_model import Dtypes
 from nano_inference.text import gguf as our_gguf
 
 from ....gguf_files import nothing, write_gguf
@@ -91,7 +90,7 @@ def test_the_type_of_the_weights(
     path = write_gguf(tmp_path / "m.gguf", kind)
     loaded = load(path, dtype=dtype)
     assert {parameter.dtype for parameter in loaded.module.parameters()} == {expected}
-    assert loaded.dtypes == Dtypes.of(expected)
+    assert loaded.dtype == expected
 
 
 def test_loading_prints_nothing(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -17,10 +17,11 @@ from ......bus.weights import (
 from ......config import WeightsError
 from ..checks import UNLIMITED, WeightLimits
 from .folder import read_folder
-from .group import Sending, WeightGroups, WeightsGroup
-from .shared_memory import SharedWeights, read_shared_memory
-
-__all__ = ["Sending", "SharedWeights", "WeightGroups", "WeightsGroup", "fetch"]
+from .group import Sending as Sending
+from .group import WeightGroups as WeightGroups
+from .group import WeightsGroup as WeightsGroup
+from .shared_memory import SharedWeights as SharedWeights
+from .shared_memory import read_shared_memory
 
 
 def fetch(

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ......bus.control import JoinWeightsGroup
-from ......bus.weights import GroupWeights, TensorMeta
+from ......bus.weights import GroupWeights
 from ......config import WeightsError, shown
 from ..checks import UNLIMITED, WeightLimits, check_stored
 from .background import Background
@@ -49,36 +49,6 @@ _PARTING_S = 5.0
 
 
 # --- rendezvous ---------------------------------------------------------------------------------
-
-
-def open_group(
-    store: Any,
-    name: str,
-    rank: int,
-    world_size: int,
-    backend: str,
-    device: torch.device,
-    deadline: float,
-) -> Any:
-    """Meet the other members in the store, and connect to them."""
-    if backend not in BACKENDS:
-        raise WeightsError(f"backend {shown(backend)} is unknown; use 'gloo' or 'nccl'")
-    # The prefix that trainers give their store, and those that torch's own function adds.
-    kind = "cpu/" if backend == "gloo" else "cuda/"
-    for prefix in (name, f"{name}/", kind):
-        store = dist.PrefixStore(prefix, store)  # type: ignore[attr-defined]
-    try:
-        store.set_timeout(time_left(deadline))
-        if backend == "gloo":
-            return dist.ProcessGroupGloo(store, rank, world_size, timeout=time_left(deadline))
-        if device.type != "cuda" or not dist.is_nccl_available():
-            raise WeightsError("NCCL needs a GPU and a build of PyTorch that has it; use 'gloo'")
-        torch.cuda.set_device(device)
-        options = dist.ProcessGroupNCCL.Options()
-        options._timeout = time_left(deadline)
-        return dist.ProcessGroupNCCL(store, rank, world_size, options)
-    except (RuntimeError, ValueError) as error:
-        raise broken(error, deadline) from None
 
 
 def open_store(address: str, world_size: int, is_master: bool, deadline: float) -> Any:
@@ -153,19 +123,6 @@ def broken(error: Exception, deadline: float) -> WeightsError:
 # --- the executor's side ------------------------------------------------------------------------
 
 
-@dataclass(eq=False)
-class _Joining:
-    """A join in flight.
-
-    Attributes:
-        stop: Set when the join is cancelled.
-        done: As `WeightGroups.join` returns it.
-    """
-
-    stop: threading.Event = field(default_factory=threading.Event)
-    done: Future[None] = field(default_factory=Future)
-
-
 class WeightGroups:
     """The groups of an executor. `receive` blocks, the other methods don't.
 
@@ -175,8 +132,8 @@ class WeightGroups:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
+        # Also those that are joining.
         self._members: dict[str, Member] = {}
-        self._joining: dict[str, _Joining] = {}
         # Threads that join, cancelled joins included.
         self._joins = 0
 
@@ -195,8 +152,8 @@ class WeightGroups:
             WeightsError: Too many joins are in flight.
         """
         self.leave(wish.group)
-        joining = _Joining()
-        joining.done.set_running_or_notify_cancel()  # waiters can't cancel it
+        member = Member(device if wish.backend == "nccl" else CPU)
+        member.joined.set_running_or_notify_cancel()  # waiters can't cancel it
         with self._lock:
             if self._joins == _MOST_JOINS:
                 raise WeightsError(
@@ -204,54 +161,55 @@ class WeightGroups:
                     code="weights_busy",
                 )
             # Under the lock: a thread that can't be started is not counted.
-            args = (wish, device, joining)
+            args = (wish, member)
             threading.Thread(target=self._join, args=args, daemon=True, name="weights-join").start()
             self._joins += 1
-            self._joining[wish.group] = joining
-        return joining.done
+            self._members[wish.group] = member
+        return member.joined
 
-    def _join(self, wish: JoinWeightsGroup, device: torch.device, joining: _Joining) -> None:
-        member: Member | None = None
+    def _join(self, wish: JoinWeightsGroup, member: Member) -> None:
         failure: Exception | None = None
         try:
-            member = _meet(wish, device, joining.stop)
+            deadline = time.monotonic() + wish.timeout_s
+            await_port(wish.address, deadline, member.stop)
+            store = open_store(wish.address, wish.world_size, False, deadline)
+            if member.stop.is_set():
+                raise was_left()
+            member.open(store, wish, deadline)
         except Exception as error:  # noqa: BLE001  (the future carries it)
             failure = error
         with self._lock:
             self._joins -= 1
-            wanted = self._joining.get(wish.group) is joining
-            if wanted:
-                del self._joining[wish.group]
-                if member is not None:
-                    self._members[wish.group] = member
+            wanted = self._members.get(wish.group) is member
+            member.takes_part = wanted and failure is None
+            if wanted and failure is not None:
+                del self._members[wish.group]
         if not wanted:
-            if member is not None:
-                member.let_go()
+            member.let_go()
         elif failure is not None:
-            joining.done.set_exception(failure)
+            member.joined.set_exception(failure)
         else:
-            joining.done.set_result(None)
+            member.joined.set_result(None)
 
     def leave(self, name: str) -> None:
         """Leave a group, or cancel its join; waiters get an error at once."""
         with self._lock:
-            joining = self._joining.pop(name, None)
             member = self._members.pop(name, None)
-            if member is not None:
-                member.stop.set()
-                # Otherwise the receiving thread lets go.
-                if not member.receiving:
-                    member.let_go()
-        if joining is not None:
-            joining.stop.set()
-            joining.done.set_exception(was_left())
+            if member is None:
+                return
+            member.stop.set()
+            # Otherwise the joining or receiving thread lets go.
+            if member.takes_part and not member.receiving:
+                member.let_go()
+        if not member.takes_part:
+            member.joined.set_exception(was_left())
 
     def skip(self, name: str) -> None:
         """Handle a broadcast of this group that will not be received."""
         with self._lock:
             member = self._members.get(name)
-            if member is None:
-                return  # nothing was sent to it, and it may be joining
+            if member is None or not member.takes_part:
+                return  # nothing was sent to it
             if member.receiving:
                 member.skipped = True
                 return
@@ -259,7 +217,7 @@ class WeightGroups:
 
     def close(self) -> None:
         """Leave all groups."""
-        for name in [*self._members, *self._joining]:
+        for name in list(self._members):
             self.leave(name)
 
     def receive(
@@ -273,9 +231,9 @@ class WeightGroups:
         """
         with self._lock:
             member = self._members.get(source.group)
-            if member is not None:
+            if member is not None and member.takes_part:
                 member.receiving = True
-        if member is None:
+        if member is None or not member.takes_part:
             raise WeightsError(
                 f"the executor is not in the group {shown(source.group)}; join it first, and "
                 "again after an update that failed"
@@ -295,27 +253,56 @@ class WeightGroups:
                     member.let_go()
 
 
-@dataclass
+@dataclass(eq=False)
 class Member:
     """This process's membership in a group.
 
     Attributes:
-        group: One of torch's process groups.
         device: Of its buffers.
-        stop: Set when its broadcasts are not wanted any more.
+        stop: Set when it, or its join, is not wanted any more.
+        group: One of torch's process groups; None before `open`.
+        joined: As `WeightGroups.join` returns it.
+        takes_part: Whether it has joined.
         broadcasts: Their number so far.
         in_flight: Unfinished broadcasts, oldest first.
         receiving: Whether one is being received.
         skipped: Whether one was not received.
     """
 
-    group: Any
     device: torch.device
     stop: threading.Event = field(default_factory=threading.Event)
+    group: Any = None
+    joined: Future[None] = field(default_factory=Future)
+    takes_part: bool = False
     broadcasts: int = 0
     in_flight: list[Any] = field(default_factory=list)
     receiving: bool = False
     skipped: bool = False
+
+    def open(self, store: Any, wish: JoinWeightsGroup, deadline: float) -> None:
+        """Meet the other members in the store, and connect to them."""
+        if wish.backend not in BACKENDS:
+            raise WeightsError(f"backend {shown(wish.backend)} is unknown; use 'gloo' or 'nccl'")
+        ranks = wish.rank, wish.world_size
+        # The prefix that trainers give their store, and those that torch's own function adds.
+        kind = "cpu/" if wish.backend == "gloo" else "cuda/"
+        for prefix in (wish.group, f"{wish.group}/", kind):
+            store = dist.PrefixStore(prefix, store)  # type: ignore[attr-defined]
+        try:
+            store.set_timeout(time_left(deadline))
+            if wish.backend == "gloo":
+                self.group = dist.ProcessGroupGloo(store, *ranks, timeout=time_left(deadline))
+                return
+            if self.device.type != "cuda" or not dist.is_nccl_available():
+                raise WeightsError(
+                    "NCCL needs a GPU and a build of PyTorch that has it; use 'gloo'"
+                )
+            torch.cuda.set_device(self.device)
+            options = dist.ProcessGroupNCCL.Options()
+            options._timeout = time_left(deadline)
+            self.group = dist.ProcessGroupNCCL(store, *ranks, options)
+        except (RuntimeError, ValueError) as error:
+            raise broken(error, deadline) from None
 
     def receive(
         self, source: GroupWeights, deadline: float, limits: WeightLimits
@@ -387,7 +374,7 @@ class Member:
 
     def let_go(self) -> None:
         """Drop the process group once nothing is in flight: its destructor waits for that."""
-        if self.device.type == "cuda":
+        if self.device.type == "cuda" and self.group is not None:
             self.group.abort()
 
         def later() -> None:
@@ -407,18 +394,6 @@ class Member:
             return torch.empty(size, dtype=torch.uint8, device=self.device)
         except RuntimeError:
             raise WeightsError(f"there is no memory for {size} bytes of new weights") from None
-
-
-def _meet(wish: JoinWeightsGroup, device: torch.device, stop: threading.Event) -> Member:
-    deadline = time.monotonic() + wish.timeout_s
-    await_port(wish.address, deadline, stop)
-    store = open_store(wish.address, wish.world_size, False, deadline)
-    if stop.is_set():
-        raise was_left()
-    group = open_group(
-        store, wish.group, wish.rank, wish.world_size, wish.backend, device, deadline
-    )
-    return Member(group, device if wish.backend == "nccl" else CPU)
 
 
 # --- the trainer's side -------------------------------------------------------------------------
@@ -484,22 +459,17 @@ class WeightsGroup:
         Raises:
             WeightsError: The address can't be listened on, or the backend is unknown.
         """
+        wish = JoinWeightsGroup(name, address, 0, world_size, backend, timeout_s)
         self._name = name
         self._timeout_s = timeout_s
-        place = torch.device(device or "cuda") if backend == "nccl" else CPU
         deadline = time.monotonic() + timeout_s
         host, _ = host_and_port(address)
         store = open_store(address, world_size, True, deadline)
         self.address = f"{host}:{store.port}"
-        self._stop = threading.Event()
         self._sent = 0
+        self._member = Member(torch.device(device or "cuda") if backend == "nccl" else CPU)
         self._thread = Background("weights-group")
-
-        def join() -> Member:
-            group = open_group(store, name, 0, world_size, backend, place, deadline)
-            return Member(group, place, self._stop)
-
-        self._member = self._thread.submit(join)
+        self._joined = self._thread.submit(self._member.open, store, wish, deadline)
 
     def __enter__(self) -> Self:
         return self
@@ -530,28 +500,23 @@ class WeightsGroup:
         deadline = time.monotonic() + self._timeout_s
 
         def send() -> None:
-            member = self._member.result()
-            member.broadcast(_pack(tensors, metas, plan, member.device), deadline)
+            self._joined.result()
+            self._member.broadcast(packed(), deadline)
+
+        def packed() -> Iterator[Tensor]:
+            for bucket in plan:
+                chosen = {metas[index].name: tensors[metas[index].name] for index in bucket}
+                # Again, since the trainer may have freed some meanwhile.
+                check_stored(chosen)
+                parts = [as_bytes(tensor).to(self._member.device) for tensor in chosen.values()]
+                yield parts[0] if len(parts) == 1 else torch.cat(parts)
 
         return Sending(source, self._thread.submit(send))
 
     def close(self) -> None:
         """Leave the group; broadcasts in flight fail."""
-        self._stop.set()
-        ended = self._thread.submit(lambda: self._member.result().let_go())
+        self._member.stop.set()
+        ended = self._thread.submit(self._member.let_go)
         self._thread.close()
-        if self._member.done():
+        if self._joined.done():
             wait([ended], _PARTING_S)
-
-
-def _pack(
-    tensors: Mapping[str, Tensor],
-    metas: tuple[TensorMeta, ...],
-    plan: list[list[int]],
-    device: torch.device,
-) -> Iterator[Tensor]:
-    for bucket in plan:
-        # Again, since the trainer may have freed some meanwhile.
-        check_stored({metas[index].name: tensors[metas[index].name] for index in bucket})
-        parts = [as_bytes(tensors[metas[index].name]).to(device) for index in bucket]
-        yield parts[0] if len(parts) == 1 else torch.cat(parts)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -53,17 +54,12 @@ def dtype_of(meta: TensorMeta) -> torch.dtype:
 
 def num_bytes(meta: TensorMeta) -> int:
     """Raises WeightsError for an impossible shape."""
-    dtype = dtype_of(meta)
-    count = held = dtype.itemsize
-    for size in meta.shape[: _MOST_DIMENSIONS + 1]:
-        count *= size
-        held *= max(size, 1)
-        if size < 0 or held > _MOST_BYTES:
-            break
-    else:
-        if len(meta.shape) <= _MOST_DIMENSIONS:
-            return count
-    shape = ", ".join(shown(size) for size in meta.shape[:_MOST_DIMENSIONS])
+    itemsize, sizes = dtype_of(meta).itemsize, meta.shape[:_MOST_DIMENSIONS]
+    fits = len(sizes) == len(meta.shape) and all(0 <= size <= _MOST_BYTES for size in sizes)
+    # A size of 0 makes none of the others possible.
+    if fits and itemsize * math.prod(max(size, 1) for size in sizes) <= _MOST_BYTES:
+        return itemsize * math.prod(sizes)
+    shape = ", ".join(shown(size) for size in sizes)
     raise WeightsError(f"{shown(meta.name)} has the impossible shape ({shape})")
 
 

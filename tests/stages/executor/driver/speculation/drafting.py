@@ -11,8 +11,7 @@ import pytest
 from nano_inference.bus.messages import StepPlan, StepResult
 from nano_inference.config import EngineConfig, SamplingParams
 from nano_inference.stages.executor import ExecutorCore
-from nano_inference.stages.executor.driver.speculation.acceptance import Acceptance
-from nano_inference.stages.executor.driver.speculation.control import CostControl
+from nano_inference.stages.executor.driver.speculation.control import Acceptance, CostControl
 from nano_inference.stages.executor.driver.speculation.costs import StepCosts
 from nano_inference.stages.executor.driver.speculation.drafts import (
     NO_DRAFT,

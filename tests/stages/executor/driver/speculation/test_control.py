@@ -12,8 +12,11 @@ from hypothesis import strategies as st
 
 from nano_inference.config import EngineConfig
 from nano_inference.stages.executor import ExecutorCore
-from nano_inference.stages.executor.driver.speculation.acceptance import Acceptance
-from nano_inference.stages.executor.driver.speculation.control import CostControl, DraftLedger
+from nano_inference.stages.executor.driver.speculation.control import (
+    Acceptance,
+    CostControl,
+    DraftLedger,
+)
 from nano_inference.stages.executor.driver.speculation.costs import StepCosts
 from nano_inference.stages.executor.driver.speculation.drafts import NO_DRAFT, Draft
 from nano_inference.stages.executor.runner.model import wrap_model
@@ -135,7 +138,7 @@ def test_costs_are_measured_only_with_speculation(
     assert len(measured) == (speculation == "auto")
     if measured:
         assert core._speculator is not None
-        assert core._speculator._control.costs is measured[0]  # type: ignore[attr-defined]
+        assert core._speculator.control.costs is measured[0]  # type: ignore[attr-defined]
 
 
 def asked(saved: float, steps: int, ledger: DraftLedger | None = None) -> int:

@@ -13,8 +13,7 @@ from nano_inference.config import EngineConfig
 from nano_inference.stages.executor import ExecutorCore
 from nano_inference.stages.executor.driver.speculation.costs import (
     StepCosts,
-    choose_lengths,
-    may_pay,
+    StepLoad,
     measure_costs,
     trial_step,
 )
@@ -23,6 +22,19 @@ from nano_inference.stages.executor.runner.model import wrap_model
 from ...models import make_model
 
 COSTS = StepCosts((1, 4, 16, 64), (0.036, 0.042, 0.069, 0.2))
+
+
+def choose_lengths(
+    num_rows: int,
+    chances: list[list[float]],
+    costs: StepCosts,
+    *,
+    max_rows: int,
+    num_prefill: int = 0,
+    **options: float,
+) -> list[int]:
+    return StepLoad(num_rows, num_prefill, costs, max_rows).lengths(chances, **options)
+
 
 # --- the costs of steps ---------------------------------------------------------------------
 
@@ -158,7 +170,7 @@ def test_slow_steps_are_measured_at_four_sizes() -> None:
     # Beyond, where a step may cost many times more, there are no drafts.
     assert choose_lengths(12, [[1.0] * 16], costs, max_rows=512) == [4]
     assert choose_lengths(20, [[1.0] * 16], costs, max_rows=512) == [0]
-    assert not may_pay(20, costs, max_rows=512)
+    assert not StepLoad(20, 0, costs, 512).pays()
 
 
 def test_a_step_that_was_disturbed_does_not_count() -> None:

@@ -16,8 +16,7 @@ import torch
 
 from nano_inference.config import EngineConfig, ModelError, SamplingParams
 from nano_inference.stages.executor import ExecutorCore
-from nano_inference.stages.executor.driver.choose import choose_tokens
-from nano_inference.stages.executor.driver.sequences import SequenceTable
+from nano_inference.stages.executor.driver.choose import TokenChooser
 from nano_inference.stages.executor.driver.speculation import draft_model
 from nano_inference.stages.executor.driver.speculation.draft_model import (
     DraftModel,
@@ -177,13 +176,14 @@ def test_shared_random_numbers_make_matches_likely(monkeypatch: pytest.MonkeyPat
 
     shared = share_of_right_first_tokens()
 
-    def with_others(logits: Any, table: SequenceTable, *args: Any, **kwargs: Any) -> Any:
-        table.seed += np.uint64(1)
-        chosen = choose_tokens(logits, table, *args, **kwargs)
-        table.seed -= np.uint64(1)
-        return chosen
+    class WithOthers(TokenChooser):
+        def choose(self, *args: Any, **kwargs: Any) -> Any:
+            self.table.seed += np.uint64(1)
+            chosen = super().choose(*args, **kwargs)
+            self.table.seed -= np.uint64(1)
+            return chosen
 
-    monkeypatch.setattr(draft_model, "choose_tokens", with_others)
+    monkeypatch.setattr(draft_model, "TokenChooser", WithOthers)
     independent = share_of_right_first_tokens()
     assert 0.6 < shared < 1
     assert independent < 0.4
@@ -302,7 +302,7 @@ def test_a_draft_model_that_does_not_pay_rests() -> None:
         lane = DraftedLane()
         speculator = lane.core._speculator
         assert speculator is not None
-        speculator._control.value = lambda *_, saved=saved: (0.0, saved)  # type: ignore[method-assign]
+        speculator.control.value = lambda *_, saved=saved: (0.0, saved)  # type: ignore[method-assign]
         run[saved] = len(lane.answer(prompts_of(4), [sampling]).guesses)
     # Two tokens a step, and 16 steps in a row without it.
     assert run[1e9] >= 48
@@ -447,7 +447,7 @@ def test_the_draft_model_is_loaded_and_its_kv_released_with_the_rest(folders: Pa
     assert model is not None
     assert model.cache.num_blocks == lane.core.cache.num_blocks < plain.core.cache.num_blocks
     assert lane.core._speculator is not None
-    lane.core._speculator._control = VerifyAll()
+    lane.core._speculator.control = VerifyAll()
     (prompt,) = prompts_of(30)
     for each in (lane, plain):
         each.add(1, SAMPLED, prompt)

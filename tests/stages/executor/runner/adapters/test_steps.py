@@ -29,7 +29,7 @@ LIMITS = AdapterLimits()
 def test_one_by_one_and_together_agree(tmp_path: Path, slots: list[int]) -> None:
     made = make_model("llama")
     model = wrap_model(copy.deepcopy(made), 64)
-    tables = [AdapterTable(model, one_by_one=one_by_one) for one_by_one in (False, True)]
+    tables = [AdapterTable(model, AdapterLimits(), one_by_one) for one_by_one in (False, True)]
     for seed in range(3):
         targets = ["q_proj", "up_proj"] if seed else ["q_proj"]
         folder = tmp_path / str(seed)

@@ -21,6 +21,7 @@ from nano_inference.stages.executor.runner.kernels.compile import (
     TILES,
 )
 from nano_inference.stages.executor.runner.kernels.cpu import Linear, LinearKind, PagedAttention
+from nano_inference.stages.executor.runner.loaded_model import AttentionOptions
 
 from ...recorder import PlainPagedAttention
 from ...refusals import needs_kernels
@@ -218,11 +219,11 @@ def test_decode_attention(
     ]
     sink = randn(dtype, heads, seed=5) if sinks else None
     queries = randn(dtype, count, heads, key_width, seed=6)
-    options = {"window": window, "scale": 0.2, "softcap": softcap, "sinks": sink}
-    paged = PagedAttention(*cache, heads, **options)
+    options = AttentionOptions(0.2, window, softcap, sink)
+    paged = PagedAttention(*cache, heads, options)
     rows = DecodeRows(count, tables, torch.tensor(contexts))
     found = paged.decode(queries, rows)
-    plain = PlainPagedAttention(*(part.double() for part in cache), heads, **options)
+    plain = PlainPagedAttention(*(part.double() for part in cache), heads, options)
     wanted = plain.decode(queries.double(), rows)
     for row in range(count):
         assert_close(found[row], wanted[row])
@@ -230,7 +231,7 @@ def test_decode_attention(
 
 def test_a_row_of_attention_does_not_depend_on_its_neighbours(dtype: torch.dtype) -> None:
     keys, values = randn(dtype, 30, 16, 2, 64, seed=1), randn(dtype, 30, 16, 2, 64, seed=2)
-    paged = PagedAttention(keys, values, 14, window=None, scale=0.1, softcap=None, sinks=None)
+    paged = PagedAttention(keys, values, 14, AttentionOptions(0.1))
     queries = randn(dtype, 3, 14, 64, seed=3)
     tables = torch.arange(30).view(3, 10)
     contexts = torch.tensor([150, 77, 12])
@@ -257,9 +258,7 @@ def test_tokens_of_one_sequence_have_the_bits_that_each_has_alone(
     falling), and two sequences whose first blocks are the same."""
     keys, values = randn(dtype, 40, 16, 2, width, seed=1), randn(dtype, 40, 16, 2, width, seed=2)
     sink = randn(dtype, heads, seed=5) if sinks else None
-    paged = PagedAttention(
-        keys, values, heads, window=window, scale=0.1, softcap=softcap, sinks=sink
-    )
+    paged = PagedAttention(keys, values, heads, AttentionOptions(0.1, window, softcap, sink))
     first, second = torch.arange(20), torch.arange(20, 40)
     forked = torch.cat((first[:8], second[:12]))
     parts = [
@@ -281,7 +280,7 @@ def test_tokens_of_one_sequence_have_the_bits_that_each_has_alone(
 
 def test_stored_keys_and_values_lie_in_their_slots(dtype: torch.dtype) -> None:
     keys, values = torch.zeros(4, 4, 2, 16, dtype=dtype), torch.zeros(4, 4, 2, 32, dtype=dtype)
-    paged = PagedAttention(keys, values, 2, window=None, scale=1.0, softcap=None, sinks=None)
+    paged = PagedAttention(keys, values, 2, AttentionOptions(1.0))
     both = randn(dtype, 3, 2 * 16 + 2 * 32)
     new_keys = both[:, :32].unflatten(1, (2, 16))
     new_values = both[:, 32:].unflatten(1, (2, 32))

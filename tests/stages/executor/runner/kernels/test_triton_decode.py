@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from nano_inference.stages.executor.runner.batch import DecodeRows
+from nano_inference.stages.executor.runner.loaded_model import AttentionOptions
 
 from ...recorder import PlainPagedAttention
 
@@ -64,21 +65,14 @@ def test_the_kernel_is_attention(name: str, dtype: torch.dtype, spare_blocks: in
     keys, values = (random(blocks + 1, size, kv_heads, each) for each in shape["widths"])
     tables = torch.randperm(blocks, generator=generator).view(-1, width).to(DEVICE)
     rows = DecodeRows(len(CONTEXTS), tables, torch.tensor(CONTEXTS, device=DEVICE))
-    options = {
-        "window": shape["window"],
-        "scale": shape["widths"][0] ** -0.5,
-        "softcap": shape["softcap"],
-        "sinks": random(heads) if shape["sinks"] else None,
-    }
+    scale, sinks = shape["widths"][0] ** -0.5, random(heads) if shape["sinks"] else None
+    options = AttentionOptions(scale, shape["window"], shape["softcap"], sinks)
     # Rows that lie apart, as they do where queries, keys and values come from one product.
     queries = random(len(CONTEXTS) + 2, heads + 3, shape["widths"][0])[:, :heads]
     queries_apart = queries.reshape(len(queries), -1).contiguous().view(queries.shape)
-    found = TritonPagedAttention(keys, values, heads, **options).decode(queries_apart, rows)
-    as_float32 = {
-        **options,
-        "sinks": None if options["sinks"] is None else options["sinks"].float(),
-    }
-    wanted = PlainPagedAttention(keys.float(), values.float(), heads, **as_float32).decode(
+    found = TritonPagedAttention(keys, values, heads, options).decode(queries_apart, rows)
+    as_float32 = options._replace(sinks=None if sinks is None else sinks.float())
+    wanted = PlainPagedAttention(keys.float(), values.float(), heads, as_float32).decode(
         queries_apart.float(), rows
     )
     tolerance = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}[dtype]
@@ -87,7 +81,7 @@ def test_the_kernel_is_attention(name: str, dtype: torch.dtype, spare_blocks: in
 
 def test_keys_and_values_go_to_their_slots() -> None:
     keys, values = (torch.zeros(4, 2, 3, width, device=DEVICE) for width in (8, 4))
-    layer = TritonPagedAttention(keys, values, 6, window=None, scale=1.0, softcap=None, sinks=None)
+    layer = TritonPagedAttention(keys, values, 6, AttentionOptions(1.0))
     new = [torch.randn(2, 3, width, device=DEVICE) for width in (8, 4)]
     layer.store(*new, torch.tensor([5, 0], device=DEVICE))
     for cache, written in zip((keys, values), new, strict=True):

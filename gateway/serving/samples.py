@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from functools import partial
 from typing import TypeVar
 
@@ -33,6 +33,32 @@ def all_samples(completion: Completion, n: int) -> list[CompletionSample]:
         )
         for index in range(n)
     ]
+
+
+def rest_of(sample: CompletionSample, tokens: int = 0, chars: int = 0) -> Iterator[CompletionChunk]:
+    """Yield the rest of an ended sample as chunks: one for each version of the weights, one at
+    least.
+
+    Args:
+        tokens, chars: The part that came in chunks before.
+    """
+    spans = sample.weight_versions or ((sample.weight_version, 0),)
+    ends = [*(begin for _, begin in spans[1:]), len(sample.token_ids)]
+    left = [(*span, end) for span, end in zip(spans, ends, strict=True) if end > tokens]
+    for version, begin, end in left or [(sample.weight_version, tokens, tokens)]:
+        first, is_last = max(begin, tokens), end == max(tokens, len(sample.token_ids))
+        yield CompletionChunk(
+            request_id="",
+            entry_id="",
+            sample_index=sample.sample_index,
+            token_offset=first,
+            token_ids=sample.token_ids[first:end],
+            logprobs=sample.logprobs[first:end],
+            text=sample.text[chars:] if is_last else "",
+            finish_reason=sample.finish_reason if is_last else None,
+            weight_version=version,
+            top_logprobs=sample.top_logprobs and sample.top_logprobs[first:end],
+        )
 
 
 class Unsent:

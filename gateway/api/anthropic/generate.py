@@ -102,7 +102,7 @@ class MessageCalls:
             reading,
             # The ids of calls are made of it.
             f"{asked.request_id}/0",
-            records=False,
+            by_tokens=False,
             measures=services.measures,
         )
         return MessageWriter(

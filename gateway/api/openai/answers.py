@@ -133,7 +133,7 @@ class ChoicesWriter:
         return listed + (made * READING if self.call.reading is not None else 0)
 
     def parts(self, index: int, *, counted: bool, whole: bool) -> MessageParts | None:
-        """Return the reader of a choice; None where its text needs none.
+        """Return the reader of a choice; None where its tokens are not wanted.
 
         Args:
             counted: Whether the metrics of messages count it.
@@ -141,14 +141,17 @@ class ChoicesWriter:
                 have to be those of the text beside them.
         """
         call = self.call
-        if self.words is None or call.kind == "generate" or call.scores_only:
+        if call.scores_only:
             return None
-        if call.reading is None and (whole or not call.lists_tokens):
-            return None
-        seed = f"{call.id}/{index}"
-        measures = self._measures if counted else None
+        listed = call.lists_tokens and call.kind != "generate" and not whole
         return MessageParts(
-            self.words, call.sampling, self._form, call.reading, seed, measures=measures
+            self.words,
+            call.sampling,
+            self._form,
+            call.reading,
+            f"{call.id}/{index}",
+            by_tokens=listed,
+            measures=self._measures if counted else None,
         )
 
     @property
@@ -218,8 +221,6 @@ class Choice:
             assert answers.words is not None, "logprobs of texts take the tokenizer"
             assert answers.names is not None, "logprobs of texts take the tokenizer"
             self._logprobs = TextLogprobs(answers.words, answers.names)
-        self._texts: list[str] = []
-        self._text_chars = 0
         self._tokens: list[ListedToken] = []
         self._spans: list[tuple[int, int]] = []
         self._version: int | None = None
@@ -243,7 +244,7 @@ class Choice:
     def due(self) -> bool:
         """Whether there is anything to send."""
         call = self._answers.call
-        texts = call.kind != "generate" and bool(self._texts or self._deltas)
+        texts = call.kind != "generate" and bool(self._deltas)
         return texts or (call.lists_tokens and bool(self._tokens)) or self._reason is not None
 
     @property
@@ -270,30 +271,16 @@ class Choice:
     def add(self, chunk: CompletionChunk) -> None:
         """Add the next tokens."""
         if self._parts is not None:
-            self._add_parts(self._parts.add(chunk))
-        elif self._answers.call.scores_only:
-            pass
-        elif self.finished:  # by what was sent before
-            self.received += len(chunk.token_ids)
-        else:
-            tokens = scored(chunk.token_ids, chunk.logprobs, chunk.top_logprobs)
-            self._add(chunk.text, tokens, chunk.weight_version)
+            self._add(self._parts.add(chunk))
         if chunk.finish_reason is not None and not self.finished:
             self._end(chunk.finish_reason)
 
     def end(self, sample: CompletionSample) -> None:
         """Add what did not come in chunks, of a sample that has ended."""
         if self._parts is not None:
-            self._add_parts(self._parts.end(sample))
-        if self.finished:
-            return
-        if self._parts is None and not self._answers.call.scores_only:
-            tokens = scored(sample.token_ids, sample.logprobs, sample.top_logprobs)
-            text = sample.text[self._text_chars :]
-            for span in version_spans(sample.weight_versions, self.received, len(tokens)):
-                self._add("", tokens[span["start"] : span["end"]], span["version"])
-            self._add(text, [], sample.weight_version)
-        self._end(sample.finish_reason)
+            self._add(self._parts.end(sample))
+        if not self.finished:
+            self._end(sample.finish_reason)
 
     def role(self) -> Answer:
         """Return the first chunk of a chat's choice."""
@@ -306,7 +293,7 @@ class Choice:
         rest; then the choice is still due."""
         call, answers = self._answers.call, self._answers
         deltas, tokens = self._next() if self._deltas else ([], self._tokens)
-        text = "".join(self._texts if self._parts is None else [each.content for each in deltas])
+        text = "".join(delta.content for delta in deltas)
         reason = None
         # Clients take a call for complete when a chunk without calls comes, the reason's as well.
         if self._whole or not (self._deltas or any(delta.calls for delta in deltas)):
@@ -331,16 +318,20 @@ class Choice:
             start, end = self._sent_tokens, self._sent_tokens + len(tokens)
             choice["weight_versions"] = version_spans(self._spans, start, end)
         self.begun = True
-        self._texts = []
         self._pass(len(tokens))
         return choice
 
-    def _add_parts(self, new: NewParts) -> None:
+    def _add(self, new: NewParts) -> None:
         if self.finished:  # by what was sent before
             self.received += len(new.records)
             return
         for token in new.records:
-            self._add("", [token], token.version)
+            if not self._spans or self._spans[-1][0] != token.version:
+                self._spans.append((token.version, self.received))
+            self._tokens.append(token)
+            self.received += 1
+            if self.received <= self._sent_before:
+                self._skip()
         for place, delta in zip(new.places, new.deltas, strict=True):
             if not self._answers.shown_reasoning:
                 delta = delta._replace(reasoning="")
@@ -370,24 +361,13 @@ class Choice:
             self._spans = [(span["version"], span["start"]) for span in left]
         self._sent_tokens += number
 
-    def _add(self, text: str, tokens: Sequence[ListedToken], version: int) -> None:
-        if tokens and (not self._spans or self._spans[-1][0] != version):
-            self._spans.append((version, self.received))
-        if text:
-            self._texts.append(text)
-            self._text_chars += len(text)
-        self._tokens += tokens
-        self.received += len(tokens)
-        if tokens and self.received <= self._sent_before:
-            self._skip()
-
     def _skip(self) -> None:
         """Drop the tokens: they were sent before."""
         if self._logprobs is not None:
             self._skipped += self._tokens
         self._sent_tokens = self.received
         self._version = self._spans[-1][0]
-        self._texts, self._tokens, self._spans = [], [], []
+        self._tokens, self._spans = [], []
 
     def _written_logprobs(self, tokens: list[ListedToken]) -> Answer | None:
         """Write the logprobs of tokens, behind those of an echoed prompt."""

@@ -13,7 +13,6 @@ import numpy as np
 from .....bus.public import (
     Completion,
     CompletionChunk,
-    CompletionSample,
     EmbedParams,
     FinishReason,
     GenerateRequest,
@@ -43,7 +42,13 @@ from .....pipeline.scoring import EmbeddedPrompt
 from ....server.http import FieldError, convert, decode_object
 from ....serving.embedding import EmbedCall, Prompt, embed_all
 from ....serving.lane_state import Readiness
-from ....serving.samples import UnsentOutputs, complete_sample, stream_unsent
+from ....serving.samples import (
+    UnsentOutputs,
+    all_samples,
+    complete_sample,
+    rest_of,
+    stream_unsent,
+)
 from ....serving.sampling_fields import VLLM, SamplingBody, read_sampling_params
 from ....serving.submissions import Submissions
 from ....serving.words import LazyWords
@@ -253,15 +258,11 @@ class SampleDelta(msgspec.Struct, frozen=True, kw_only=True):
     ref_logprobs: tuple[float, ...] | None = None
 
 
-_PER_TOKEN = ("token_ids", "logprobs", "weight_versions", "tops")
-
-
 def whole_samples(completion: Completion, n: int) -> list[SampleDelta]:
     """Return the samples of a completed request. One that never began has no tokens."""
-    samples = {each.sample_index: each for each in completion.samples}
     return [
-        _whole(samples[index]) if index in samples else SampleDelta(finish_reason="abort")
-        for index in range(n)
+        _joined([*rest_of(sample)], sample.finish_reason, sample.ref_logprobs)
+        for sample in all_samples(completion, n)
     ]
 
 
@@ -271,30 +272,29 @@ class UnsentDeltas(UnsentOutputs):
     def __init__(self, n: int, take: Callable[[Sequence[SampleDelta]], Awaitable[None]]) -> None:
         super().__init__()
         self._take = take
-        self._waiting: list[list[SampleDelta]] = [[] for _ in range(n)]
+        self._waiting: list[list[CompletionChunk]] = [[] for _ in range(n)]
         self._characters = [0] * n
         self._tokens = [0] * n
         self._ended: list[FinishReason | None] = [None] * n
 
     def put(self, output: Output) -> None:
         if isinstance(output, CompletionChunk):
-            self._add(output.sample_index, _of_chunk(output))
+            self._add(output)
             return
-        for index, sample in enumerate(whole_samples(output, len(self._ended))):
-            first = self._tokens[index]
-            rest = {name: getattr(sample, name)[first:] for name in _PER_TOKEN}
-            text = sample.text[self._characters[index] :]
-            self._add(index, SampleDelta(text=text, finish_reason=sample.finish_reason, **rest))
+        for index, sample in enumerate(all_samples(output, len(self._ended))):
+            for chunk in rest_of(sample, self._tokens[index], self._characters[index]):
+                self._add(chunk)
 
-    def _add(self, index: int, delta: SampleDelta) -> None:
-        ends = delta.finish_reason is not None and self._ended[index] is None
-        if not (delta.text or delta.token_ids or ends):
+    def _add(self, chunk: CompletionChunk) -> None:
+        index = chunk.sample_index
+        ends = chunk.finish_reason is not None and self._ended[index] is None
+        if not (chunk.text or chunk.token_ids or ends):
             return
-        self._characters[index] += len(delta.text)
-        self._tokens[index] += len(delta.token_ids)
-        self._ended[index] = self._ended[index] or delta.finish_reason
-        self._waiting[index].append(delta)
-        self._came(len(delta.token_ids))
+        self._characters[index] += len(chunk.text)
+        self._tokens[index] += len(chunk.token_ids)
+        self._ended[index] = self._ended[index] or chunk.finish_reason
+        self._waiting[index].append(chunk)
+        self._came(len(chunk.token_ids))
 
     @property
     def is_due(self) -> bool:
@@ -302,10 +302,7 @@ class UnsentDeltas(UnsentOutputs):
 
     async def send_next(self) -> None:
         """Pass on a delta of each sample."""
-        deltas = [
-            msgspec.structs.replace(_joined(waiting), finish_reason=ended)
-            for waiting, ended in zip(self._waiting, self._ended, strict=True)
-        ]
+        deltas = [*map(_joined, self._waiting, self._ended)]
         self._waiting = [[] for _ in self._waiting]
         self._taken()
         await self._take(deltas)
@@ -460,42 +457,20 @@ def _record_compute(call: ModelCall, completion: Completion) -> None:
         call.computed(timings.finished_ns - executor.start_ns)
 
 
-def _whole(sample: CompletionSample) -> SampleDelta:
-    spans = sample.weight_versions or ((sample.weight_version, 0),)
-    ends = [*(first for _, first in spans[1:]), len(sample.token_ids)]
-    versions = chain.from_iterable(
-        (version,) * (end - first) for (version, first), end in zip(spans, ends, strict=True)
-    )
+def _joined(
+    chunks: Sequence[CompletionChunk],
+    finish_reason: FinishReason | None,
+    ref_logprobs: tuple[float, ...] | None = None,
+) -> SampleDelta:
     return SampleDelta(
-        text=sample.text,
-        token_ids=sample.token_ids,
-        logprobs=sample.logprobs,
-        weight_versions=tuple(versions),
-        tops=sample.top_logprobs or (),
-        finish_reason=sample.finish_reason,
-        ref_logprobs=sample.ref_logprobs,
+        text="".join(chunk.text for chunk in chunks),
+        token_ids=tuple(chain.from_iterable(chunk.token_ids for chunk in chunks)),
+        logprobs=tuple(chain.from_iterable(chunk.logprobs for chunk in chunks)),
+        weight_versions=tuple(chunk.weight_version for chunk in chunks for _ in chunk.token_ids),
+        tops=tuple(chain.from_iterable(chunk.top_logprobs or () for chunk in chunks)),
+        finish_reason=finish_reason,
+        ref_logprobs=ref_logprobs,
     )
-
-
-def _of_chunk(chunk: CompletionChunk) -> SampleDelta:
-    return SampleDelta(
-        text=chunk.text,
-        token_ids=chunk.token_ids,
-        logprobs=chunk.logprobs,
-        weight_versions=(chunk.weight_version,) * len(chunk.token_ids),
-        tops=chunk.top_logprobs or (),
-        finish_reason=chunk.finish_reason,
-    )
-
-
-def _joined(deltas: Sequence[SampleDelta]) -> SampleDelta:
-    if len(deltas) == 1:
-        return deltas[0]
-    joined: dict[str, Any] = {
-        name: tuple(chain.from_iterable(getattr(delta, name) for delta in deltas))
-        for name in _PER_TOKEN
-    }
-    return SampleDelta(text="".join(delta.text for delta in deltas), **joined)
 
 
 # --- tensors --------------------------------------------------------------------------------------

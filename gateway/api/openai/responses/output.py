@@ -245,7 +245,7 @@ class ResponseWriter:
             form,
             reading,
             f"{self.record.id}/0",
-            records=shows,
+            by_tokens=shows,
             measures=self._measures,
         )
         return OutputItems(

@@ -114,6 +114,15 @@ class FieldError(RequestError):
         self.param = param
 
 
+def field_error(param: str, why: str, *, code: str = "invalid_request") -> FieldError:
+    """Return an error whose message begins with the field, by its path in the body.
+
+    Args:
+        why: The rest of the sentence, such as "is empty"; after a colon, a sentence of its own.
+    """
+    return FieldError(f"{param}{'' if why.startswith(':') else ' '}{why}", param=param, code=code)
+
+
 def status_of(error: NanoInferenceError) -> int:
     """Return the HTTP status of an error: 4xx if the client can change something, else 5xx."""
     if error.code in _STATUS:

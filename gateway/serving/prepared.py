@@ -12,7 +12,7 @@ from ...bus.public import GenerateRequest
 from ...config import NanoInferenceError, SamplingParams
 from ...text.grammar import check_size
 from ...text.messages import MessageFormat, Reading, ToolUse, constraint_of
-from ..server.http import FieldError, while_connected
+from ..server.http import FieldError, field_error, while_connected
 from .chat_templates import Conversation, reasoning_asked
 from .origin import tenant_of
 from .services import Services
@@ -160,10 +160,10 @@ def of_tools(error: NanoInferenceError, reading: Reading | None) -> NanoInferenc
 
 
 def _not_known(what: str, param: str) -> FieldError:
-    return FieldError(
-        f"{param}: {what} is not known; leave it out, or name its format by "
+    return field_error(
+        param,
+        f": {what} is not known; leave it out, or name its format by "
         "gateway.message_format, as docs/tools.md has it",
-        param=param,
         code="unsupported",
     )
 
@@ -172,10 +172,10 @@ def _check_free_to_end(sampling: SamplingParams) -> None:
     """Refuse parameters that go on after the end of a grammar, which tools and budgets need."""
     for name in ("ignore_eos", "min_tokens"):
         if getattr(sampling, name):
-            raise FieldError(
-                f"{name} goes on past the end of a message that has to be of some form "
+            raise field_error(
+                name,
+                "goes on past the end of a message that has to be of some form "
                 "(required or strict tools, parallel calls forbidden, a budget of reasoning); "
                 "give one of them",
-                param=name,
                 code="invalid_constraint",
             )

@@ -20,7 +20,7 @@ from ...stages.admission.checks import MAX_PRIORITY
 from ...telemetry import instruments, names
 from ..policy.caller import Caller, may_use
 from ..policy.chain import PolicyChain
-from ..server.http import DEFAULT_RETRY_S, EngineError, FieldError, task_group
+from ..server.http import DEFAULT_RETRY_S, EngineError, field_error, task_group
 from .account import Account
 from .durable_calls import Attachment
 from .lane_state import DRAINING, ModelLength, Readiness
@@ -187,11 +187,11 @@ class Submissions:
             low, high, given = -high, -low, -given
         own = caller.max_priority is not None
         setting = "max_priority of the key or its tenant" if own else "gateway.max_priority"
-        raise FieldError(
-            f"priority is {shown(given)}; it must be from {low} to {high}, where "
+        raise field_error(
+            "priority",
+            f"is {shown(given)}; it must be from {low} to {high}, where "
             f"{'lower' if lower_first else 'higher'} is earlier ({setting}). Leave it out, or have "
             "the limit raised",
-            param="priority",
             code="invalid_priority",
         )
 

@@ -51,11 +51,7 @@ def error_event(error: NanoInferenceError, call_id: str) -> dict[str, Any]:
     told: dict[str, Any] = {"type": kind, "message": error.message, "code": error.code}
     if param == _THREAD:
         told["details"] = {"error_code": "thread_unsupported_request", "unsupported": [_THREAD]}
-    return {
-        "type": "error",
-        "error": told | {"param": param},
-        "request_id": call_id or None,
-    }
+    return {"type": "error", "error": told | {"param": param}, "request_id": call_id or None}
 
 
 def is_called(scope: Scope) -> bool:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from ....config import shown
-from ...server.http import FieldError
+from ...server.http import FieldError, field_error
 from ...serving.chat_templates import Conversation, Turn
 from ...serving.fields import read_part
 from .bodies import (
@@ -66,7 +66,7 @@ def conversation_of(body: CountBody) -> Conversation:
     """
     check_thinking(body)
     if not body.messages:
-        raise FieldError("messages is empty; give at least one", param="messages")
+        raise field_error("messages", "is empty; give at least one")
     turns: list[Turn] = []
     if body.system:
         turns.append({"role": "system", "content": _text(body.system, "system")})
@@ -81,22 +81,22 @@ def conversation_of(body: CountBody) -> Conversation:
             if isinstance(block, ToolUseBlock):
                 if block.id in calls:
                     param = f"{where}.id"
-                    raise FieldError(f"{param} is that of another tool_use", param=param)
+                    raise field_error(param, "is that of another tool_use")
                 calls[block.id] = block.name, where
     _check_answered(calls)
     continued = turns[-1]["role"] == "assistant"
     if continued and not turns[-1]["content"]:
         where = f"messages[{len(body.messages) - 1}].content"
-        raise FieldError(
-            f"{where} is empty; the assistant's last message is continued, so give it a text or "
+        raise field_error(
+            where,
+            "is empty; the assistant's last message is continued, so give it a text or "
             "leave it out",
-            param=where,
         )
     if continued and body.thinking is not None and body.thinking.type == "enabled":
-        raise FieldError(
-            "thinking is enabled, and the assistant's last message, which is continued, has begun "
+        raise field_error(
+            "thinking",
+            "is enabled, and the assistant's last message, which is continued, has begun "
             "its text; leave one of them out",
-            param="thinking",
         )
     return Conversation(
         turns=turns,
@@ -110,9 +110,8 @@ def conversation_of(body: CountBody) -> Conversation:
 def _check_answered(calls: OpenCalls) -> None:
     """Raises FieldError: a call has no result."""
     for _, where in calls.values():
-        raise FieldError(
-            f"{where}: the message after a tool_use has its tool_result; there is none",
-            param=where,
+        raise field_error(
+            where, ": the message after a tool_use has its tool_result; there is none"
         )
 
 
@@ -145,9 +144,8 @@ def _block(given: dict[str, Any], role: Role, where: str) -> Block:
         return read_part(given, found, where)
     for other, blocks in _BLOCKS.items():
         if isinstance(kind, str) and kind in blocks:
-            raise FieldError(
-                f"{where}: a block of type {shown(kind)} stands in messages of role {other!r}",
-                param=where,
+            raise field_error(
+                where, f": a block of type {shown(kind)} stands in messages of role {other!r}"
             )
     raise _unsupported(kind, where)
 
@@ -155,9 +153,7 @@ def _block(given: dict[str, Any], role: Role, where: str) -> Block:
 def _unsupported(kind: object, where: str) -> FieldError:
     known = _THINGS.get(kind) if isinstance(kind, str) else None
     what = known or f"a block of type {shown(kind)} is"
-    return FieldError(
-        f"{where}: {what} not supported here; send text", param=where, code="unsupported"
-    )
+    return field_error(where, f": {what} not supported here; send text", code="unsupported")
 
 
 def _results(said: _Said, calls: OpenCalls) -> list[Turn]:
@@ -168,10 +164,10 @@ def _results(said: _Said, calls: OpenCalls) -> list[Turn]:
             continue
         param, call_id = f"{where}.tool_use_id", block.tool_use_id
         if call_id not in calls:
-            raise FieldError(
-                f"{param} is {shown(call_id)}, and the assistant's message before has no tool_use "
+            raise field_error(
+                param,
+                f"is {shown(call_id)}, and the assistant's message before has no tool_use "
                 "of that id without a result",
-                param=param,
             )
         name, _ = calls.pop(call_id)
         text = _text(block.content, f"{where}.content")

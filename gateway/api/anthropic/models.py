@@ -16,7 +16,7 @@ from starlette.types import Scope
 from ....config import shown
 from ...policy.caller import Caller, caller_of
 from ...policy.chain import PolicyRoute
-from ...server.http import FieldError, JsonResponse, convert
+from ...server.http import FieldError, JsonResponse, convert, field_error
 from .errors import ERRORS, MODELS, has_version, named
 from .requests import check_version
 
@@ -40,8 +40,7 @@ class _ModelRoute(PolicyRoute):
 
 
 def model_routes(
-    cards: Callable[[Caller], Awaitable[list[Card]]],
-    card: Callable[[Request], Awaitable[Card]],
+    cards: Callable[[Caller], Awaitable[list[Card]]], card: Callable[[Request], Awaitable[Card]]
 ) -> list[PolicyRoute]:
     """Return the endpoints, which stand before those of OpenAI.
 
@@ -100,7 +99,7 @@ def _listed(cards: Sequence[Card], page: _Page) -> dict[str, Any]:
 
 def _place(ids: Sequence[str], id: str, param: str) -> int:
     if id not in ids:
-        raise FieldError(f"{param} is {shown(id)}, and there is no such model", param=param)
+        raise field_error(param, f"is {shown(id)}, and there is no such model")
     return ids.index(id)
 
 

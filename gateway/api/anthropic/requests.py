@@ -10,7 +10,7 @@ from starlette.requests import Request
 from ....bus.public import GenerateRequest
 from ....config import Config, SamplingParams, shown
 from ....text.messages import Tool, ToolUse
-from ...server.http import FieldError
+from ...server.http import field_error
 from ...serving.chat_templates import Reasoning
 from ...serving.constraints import of_text_format, the_one
 from ...serving.fields import Body, adapter_of, engine_priority, read_part
@@ -31,9 +31,9 @@ def check_version(request: Request) -> None:
     """
     version = request.headers.get(VERSION_HEADER)
     if version not in (None, *_VERSIONS):
-        raise FieldError(
-            f"{VERSION_HEADER.lower()} is {shown(version)}; it may be {' or '.join(_VERSIONS)}",
-            param=VERSION_HEADER.lower(),
+        raise field_error(
+            VERSION_HEADER.lower(),
+            f"is {shown(version)}; it may be {' or '.join(_VERSIONS)}",
             code="unsupported",
         )
 
@@ -46,14 +46,11 @@ def read_messages(body: Body) -> MessagesBody:
     """
     fields = read_part(body, MessagesBody)
     if fields.max_tokens is None:
-        raise FieldError(
-            "max_tokens is missing; say how many tokens the answer may have", param="max_tokens"
-        )
+        raise field_error("max_tokens", "is missing; say how many tokens the answer may have")
     check_thinking(fields)
     if (budget_of(fields) or 0) >= fields.max_tokens:
-        raise FieldError(
-            "thinking.budget_tokens must be less than max_tokens, of which they are a part",
-            param="thinking.budget_tokens",
+        raise field_error(
+            "thinking.budget_tokens", "must be less than max_tokens, of which they are a part"
         )
     return fields
 
@@ -71,7 +68,7 @@ def check_thinking(fields: CountBody) -> None:
     elif budget is not None and budget < 1:
         why = "must be at least 1; or have thinking disabled"
     if why:
-        raise FieldError(f"{param} {why}", param=param)
+        raise field_error(param, why)
 
 
 def budget_of(fields: CountBody) -> int | None:
@@ -118,10 +115,10 @@ def use_of(body: CountBody) -> ToolUse:
 def _tool(given: dict[str, Any], where: str) -> Tool:
     kind = given.get("type")
     if kind not in (None, "custom"):
-        raise FieldError(
-            f"{where}: a tool of type {shown(kind)} is not supported here; give tools of your own, "
+        raise field_error(
+            where,
+            f": a tool of type {shown(kind)} is not supported here; give tools of your own, "
             "with a name and an input_schema",
-            param=where,
             code="unsupported",
         )
     found = read_part(given, CustomTool, where)

@@ -30,11 +30,11 @@ from ...policy.document import Needed
 from ...server.callers import Endpoint
 from ...server.http import (
     EventStream,
-    FieldError,
     JsonResponse,
     SendEvent,
     check_containers,
     error_headers,
+    field_error,
     read_body,
     read_object,
     status_of,
@@ -296,16 +296,14 @@ def read_generate(spec: ModelSpec, version: str, body: Mapping[str, Any]) -> Inf
     fields = dict(body)
     request_id = "" if _ID in known else fields.pop(_ID, "")
     if not isinstance(request_id, str):
-        raise FieldError(f"{_ID} is {shown(request_id)}; it must be a string", param=_ID)
+        raise field_error(_ID, f"is {shown(request_id)}; it must be a string")
     more = {} if _PARAMETERS in known else fields.pop(_PARAMETERS, {})
     if not isinstance(more, dict):
-        raise FieldError(f"{_PARAMETERS} is {shown(more)}; it must be an object", param=_PARAMETERS)
+        raise field_error(_PARAMETERS, f"is {shown(more)}; it must be an object")
     for name in more:
         if name in fields:
             param = field_name(name)
-            raise FieldError(
-                f"{param} is there twice, in {_PARAMETERS} as well; give it once", param=param
-            )
+            raise field_error(param, f"is there twice, in {_PARAMETERS} as well; give it once")
     fields |= more
     inputs = {name: fields.pop(name) for name in list(fields) if name in known}
     return InferRequest(
@@ -351,10 +349,10 @@ def _parameter(name: str, value: Any) -> bool | int | float | str:
     if isinstance(value, bool | int | float | str) and fits:
         return value
     param = field_name(name)
-    raise FieldError(
-        f"{param} is no input of the model, and {shown(value)} is no parameter; that is a string, "
+    raise field_error(
+        param,
+        f"is no input of the model, and {shown(value)} is no parameter; that is a string, "
         "a boolean, or a number that fits 64 bits",
-        param=param,
     )
 
 

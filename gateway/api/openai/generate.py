@@ -33,14 +33,7 @@ from .errors import as_openai
 from .messages import conversation_of
 from .positions import Position, answer_of, read_position
 from .records import Attach, BegunCalls, Found, IdempotencyKey, keyed, last_event_id, unattached
-from .requests import (
-    ChoicesCall,
-    ChoicesRecord,
-    Prompt,
-    read_chat,
-    read_completion,
-    read_generate,
-)
+from .requests import ChoicesCall, ChoicesRecord, Prompt, read_chat, read_completion, read_generate
 from .streams import Chunks
 from .tools import tool_use
 
@@ -184,11 +177,7 @@ class GenerationCalls:
         )
 
     async def _record(
-        self,
-        call: ChoicesCall,
-        prompts: list[Prompt],
-        tenant: str,
-        key: IdempotencyKey | None,
+        self, call: ChoicesCall, prompts: list[Prompt], tenant: str, key: IdempotencyKey | None
     ) -> ChoicesRecord:
         """Check all requests of a call, and return its record."""
         submitted: list[Prompt] = []

@@ -15,7 +15,7 @@ from starlette.responses import PlainTextResponse, Response
 from ....bus.weights import InFlight
 from ....config import AdapterError
 from ...policy.caller import Caller, caller_of, check_allowed
-from ...server.http import FieldError, JsonResponse, read_object
+from ...server.http import FieldError, JsonResponse, field_error, read_object
 from ...serving.fields import adapter_of, read_part
 from ...serving.lane_state import unknown_model
 from ...serving.origin import tenant_of
@@ -138,9 +138,9 @@ class ModelInfoCalls:
 def _check_vocabulary(token_ids: list[int], words: Words) -> None:
     most = len(words.tokenizer) - 1
     if any(not 0 <= token_id <= most for token_id in token_ids):
-        raise FieldError(
-            f"tokens holds an id that is none; the tokenizer's are 0 to {most}",
-            param="tokens",
+        raise field_error(
+            "tokens",
+            f"holds an id that is none; the tokenizer's are 0 to {most}",
             code="invalid_token_ids",
         )
 

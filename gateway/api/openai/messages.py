@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from ....config import shown
-from ...server.http import FieldError
+from ...server.http import field_error
 from ...serving.chat_templates import Conversation, Turn, reasoning_of_effort
 from ...serving.fields import read_part
 from ...serving.tools import tool_call
@@ -24,18 +24,17 @@ def conversation_of(body: ChatBody | TokenizeBody) -> Conversation:
     """
     begin = body.add_generation_prompt
     if begin and body.continue_final_message:
-        raise FieldError(
-            "continue_final_message goes on within the last message, and add_generation_prompt "
+        raise field_error(
+            "continue_final_message",
+            "goes on within the last message, and add_generation_prompt "
             "begins one behind it; ask for one of them",
-            param="continue_final_message",
         )
     if not body.messages:
-        raise FieldError("messages is empty; give at least one", param="messages")
+        raise field_error("messages", "is empty; give at least one")
     turns = [turn_of(message, f"messages[{place}]") for place, message in enumerate(body.messages)]
     if body.continue_final_message and not turns[-1]["content"]:
-        raise FieldError(
-            "continue_final_message needs a last message with text that it can go on from",
-            param="continue_final_message",
+        raise field_error(
+            "continue_final_message", "needs a last message with text that it can go on from"
         )
     return Conversation(
         turns=turns,
@@ -59,9 +58,8 @@ def turn_of(given: dict[str, Any], where: str) -> Turn:
     content = message.refusal if message.content is None else message.content
     reasoning = message.reasoning_content or message.reasoning
     if content is None and not (message.role == "assistant" and (calls or reasoning)):
-        raise FieldError(
-            f"{where}.content is missing; it is a text, or a list of parts of text",
-            param=f"{where}.content",
+        raise field_error(
+            f"{where}.content", "is missing; it is a text, or a list of parts of text"
         )
     turn: Turn = {"role": message.role, "content": text_of(content or "", f"{where}.content")}
     optional = {
@@ -95,9 +93,7 @@ def text_of(content: str | list[dict[str, Any]], where: str) -> str:
             if isinstance(kind, str) and kind in _IMAGES
             else f"a part of type {shown(kind)} is"
         )
-        raise FieldError(
-            f"{param}: {what} not supported here; send text", param=param, code="unsupported"
-        )
+        raise field_error(param, f": {what} not supported here; send text", code="unsupported")
     return "\n".join(texts)
 
 
@@ -119,4 +115,4 @@ def arguments_of(given: str | dict[str, Any] | None, param: str) -> dict[str, An
     try:
         return msgspec.json.decode(given, type=dict[str, Any])
     except (ValueError, RecursionError):
-        raise FieldError(f"{param} must be an object, as JSON", param=param) from None
+        raise field_error(param, "must be an object, as JSON") from None

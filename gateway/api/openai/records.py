@@ -130,10 +130,7 @@ class BegunCalls(Generic[R]):
     """The durable calls of one kind."""
 
     def __init__(
-        self,
-        kept: DurableCalls,
-        kind: type[R],
-        missing: Callable[[str], EngineError] = not_found,
+        self, kept: DurableCalls, kind: type[R], missing: Callable[[str], EngineError] = not_found
     ) -> None:
         """Args: `missing` makes the error for an unknown id."""
         self._kept = kept

@@ -9,7 +9,7 @@ import msgspec
 
 from ....config import shown
 from ....text.messages import Tool, ToolUse
-from ...server.http import FieldError
+from ...server.http import field_error
 from ...serving.fields import read_part
 from ...serving.tools import tool_of, tool_use_of, tools_of, with_allowed, with_named
 from .bodies import CACHE_MARKS, ChatBody, ResponseBody
@@ -154,10 +154,9 @@ def tool_use(fields: ChatBody | ResponseBody) -> ToolUse:
             ]
             return with_allowed(use, allowed.mode, names, _CHOICE)
     hosted = form is _FLAT and isinstance(choice, dict)
-    raise FieldError(
-        f"{_CHOICE} is {shown(choice)}; it may be none, auto, required, a function or "
-        "allowed_tools",
-        param=_CHOICE,
+    raise field_error(
+        _CHOICE,
+        f"is {shown(choice)}; it may be none, auto, required, a function or allowed_tools",
         code="unsupported" if hosted else "invalid_request",
     )
 
@@ -165,10 +164,10 @@ def tool_use(fields: ChatBody | ResponseBody) -> ToolUse:
 def _tool(given: dict[str, Any], where: str, form: _Form) -> Tool:
     if (kind := given.get("type")) != "function":
         param = f"{where}{form.kind}"
-        raise FieldError(
-            f"{param}: a tool of type {shown(kind)} is not supported here; give tools of the type "
+        raise field_error(
+            param,
+            f": a tool of type {shown(kind)} is not supported here; give tools of the type "
             "'function', which you call yourself",
-            param=param,
             code="unsupported",
         )
     function = read_part(given, form.tool, where).function

@@ -13,13 +13,7 @@ from typing import Any, assert_never
 
 import msgspec
 
-from ....bus.public import (
-    Completion,
-    CompletionChunk,
-    CompletionSample,
-    ErrorInfo,
-    TokenLogprob,
-)
+from ....bus.public import Completion, CompletionChunk, CompletionSample, ErrorInfo, TokenLogprob
 from ...server.http import SendEvent
 from ...serving.samples import Unsent, all_samples
 from ...serving.submissions import ENDED_EARLY

@@ -59,11 +59,5 @@ async def encode(services: Services, request: Request) -> Response:
         return answers if batch else answers[0]
 
     return await answer_embedded(
-        request,
-        services,
-        call,
-        prompts,
-        write,
-        budget_ms=body.budget_ms,
-        lower_first=False,
+        request, services, call, prompts, write, budget_ms=body.budget_ms, lower_first=False
     )

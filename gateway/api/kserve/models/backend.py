@@ -39,16 +39,10 @@ from .....kserve.tensors import (
     text_tensor,
 )
 from .....pipeline.scoring import EmbeddedPrompt
-from ....server.http import FieldError, convert, decode_object
+from ....server.http import FieldError, convert, decode_object, field_error
 from ....serving.embedding import EmbedCall, Prompt, embed_all
 from ....serving.lane_state import Readiness
-from ....serving.samples import (
-    UnsentOutputs,
-    all_samples,
-    complete_sample,
-    rest_of,
-    stream_unsent,
-)
+from ....serving.samples import UnsentOutputs, all_samples, complete_sample, rest_of, stream_unsent
 from ....serving.sampling_fields import VLLM, SamplingBody, read_sampling_params
 from ....serving.submissions import Submissions
 from ....serving.words import LazyWords
@@ -116,9 +110,7 @@ def read_sampling(
 
 def unsupported(param: str, why: str) -> FieldError:
     """Return the error of a parameter that is not supported here."""
-    return FieldError(
-        f"{param} is not supported here: {why}; leave it out", param=param, code="unsupported"
-    )
+    return field_error(param, f"is not supported here: {why}; leave it out", code="unsupported")
 
 
 def sampling_place(request: InferRequest) -> str:
@@ -144,10 +136,9 @@ def sampling_body(request: InferRequest) -> dict[str, Any]:
     for name, value in parameters.items():
         if value:
             param = f"parameters.{field_name(name)}"
-            raise FieldError(
-                f"{param} is ignored beside the input {SAMPLING.name}; put it in there, or leave "
-                "it out",
-                param=param,
+            raise field_error(
+                param,
+                f"is ignored beside the input {SAMPLING.name}; put it in there, or leave it out",
                 code="unsupported",
             )
     try:
@@ -230,9 +221,7 @@ def _parsed(name: str, value: Any, where: str) -> Any:
         found = None
     if not isinstance(found, bool | int | float):
         param = f"{where}.{field_name(name)}"
-        raise FieldError(
-            f"{param} is {shown(value)}; it must be a number, or true or false", param=param
-        )
+        raise field_error(param, f"is {shown(value)}; it must be a number, or true or false")
     return found
 
 

@@ -13,7 +13,7 @@ import numpy as np
 from .....config import NanoInferenceError, RequestError, shown
 from .....kserve.pool import BufferPool, PoolAcquireTimeout
 from .....kserve.tensors import DTYPES, Array, InferRequest, NamedTensor, TensorSpec, text_tensor
-from ....server.http import EngineError, FieldError
+from ....server.http import EngineError, field_error
 from ..served import Answer, ModelCall
 from ..service import InferenceService
 from .backend import (
@@ -131,10 +131,10 @@ class BestOfModel(EngineModel):
         n, sampling = read_sampling(request, self._backend.max_samples)
         if n != 1:
             param = f"{sampling_place(request)}.n"
-            raise FieldError(
-                f"{param} is {shown(n)}; {BEST_OF} is the number of samples, of which one "
+            raise field_error(
+                param,
+                f"is {shown(n)}; {BEST_OF} is the number of samples, of which one "
                 "is returned, so leave it out",
-                param=param,
                 code="invalid_n",
             )
         given = request.input(BEST_OF)

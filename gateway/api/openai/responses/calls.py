@@ -20,6 +20,7 @@ from ....server.http import (
     FieldError,
     JsonResponse,
     SendEvent,
+    field_error,
     read_object,
     while_connected,
 )
@@ -138,7 +139,7 @@ class ResponseCalls:
         """Return a response as it is now, or its stream."""
         query = read_query(request, RetrieveQuery)
         if query.starting_after is not None and not query.stream:
-            raise FieldError("starting_after takes stream=true", param="starting_after")
+            raise field_error("starting_after", "takes stream=true")
         found = await self._found(request)
         if not query.stream:
             return JsonResponse(await self.stored.known(found))
@@ -261,11 +262,7 @@ class ResponseCalls:
         return await self._respond(request, await self._attached(request, found, after))
 
     async def _followed(
-        self,
-        request: Request,
-        found: Found[ResponseRecord],
-        after: int | None,
-        event_id: str,
+        self, request: Request, found: Found[ResponseRecord], after: int | None, event_id: str
     ) -> Response:
         """Stream a stored response, from behind an event on."""
         if after is None:

@@ -13,7 +13,7 @@ from .....bus.public import GenerateRequest
 from .....config import Config, Constraint, NanoInferenceError, SamplingParams, shown
 from .....text.messages import Reading
 from ....policy.caller import ANYBODY, Caller
-from ....server.http import EngineError, FieldError
+from ....server.http import EngineError, field_error
 from ....serving.chat_templates import Conversation, Turn, reasoning_of_effort
 from ....serving.constraints import of_structured_outputs, of_text_format, the_one
 from ....serving.fields import Body, adapter_of, engine_priority, read_part
@@ -166,20 +166,18 @@ def read_response(
     for place, each in enumerate(fields.include):
         if each != LOGPROBS and each not in _HARMLESS:
             param = f"include[{place}]"
-            raise FieldError(
-                f"{param}: {shown(each)} is not there to be included; {LOGPROBS} is",
-                param=param,
+            raise field_error(
+                param,
+                f": {shown(each)} is not there to be included; {LOGPROBS} is",
                 code="unsupported",
             )
     logprobs = LOGPROBS in fields.include
     if fields.top_logprobs and not logprobs:
-        raise FieldError(f"top_logprobs takes {LOGPROBS} in include", param="top_logprobs")
+        raise field_error("top_logprobs", f"takes {LOGPROBS} in include")
     if len(fields.metadata) > _MOST_METADATA:
-        raise FieldError(f"metadata has more than {_MOST_METADATA} texts", param="metadata")
+        raise field_error("metadata", f"has more than {_MOST_METADATA} texts")
     if fields.background and not fields.store:
-        raise FieldError(
-            "background takes store: true, or no client could find it", param="background"
-        )
+        raise field_error("background", "takes store: true, or no client could find it")
     call = ResponseCall(
         id=f"{ID_PREFIX}{uuid.uuid4().hex}",
         created=int(time.time()),

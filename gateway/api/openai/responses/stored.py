@@ -13,7 +13,7 @@ from .....config import NanoInferenceError, shown
 from .....store.calls import DurableCall
 from .....telemetry import TraceContext
 from ....policy.caller import Caller
-from ....server.http import EngineError, FieldError
+from ....server.http import EngineError, FieldError, field_error
 from ....serving.account import Account
 from ....serving.origin import Origin
 from ....serving.services import Services
@@ -110,14 +110,12 @@ class StoredResponses(BegunCalls[ResponseRecord]):
             found = await self.find_stored(response_id, tenant, caller)
             answer = await self.known(found)
         except EngineError as error:
-            raise FieldError(
-                f"{_PREVIOUS}: {error.message}", param=_PREVIOUS, code=_NOT_FOUND
-            ) from None
+            raise field_error(_PREVIOUS, f": {error.message}", code=_NOT_FOUND) from None
         if answer["status"] not in _CONTINUED:
-            raise FieldError(
-                f"{_PREVIOUS}: the response is {answer['status']}; one that is completed or "
+            raise field_error(
+                _PREVIOUS,
+                f": the response is {answer['status']}; one that is completed or "
                 "incomplete can be continued",
-                param=_PREVIOUS,
                 code=_UNFINISHED,
             )
         return [*found.record.items, *answered(answer["output"])]

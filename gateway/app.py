@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import InitVar, dataclass
 from functools import partial
 from typing import Any
 
@@ -37,8 +38,12 @@ from .serving.measures import Measures
 from .serving.services import Services
 
 
+@dataclass(eq=False)
 class Interfaces(Services):
     """All interfaces to one model, and what they share.
+
+    Raises:
+        ConfigError: `gateway.message_format` or `gateway.models` is invalid.
 
     Attributes:
         kserve: What KServe V2 serves.
@@ -47,22 +52,13 @@ class Interfaces(Services):
         routes: Routes of all interfaces, without those of the gateway as a whole.
     """
 
-    def __init__(
-        self,
-        engine: BusClient,
-        config: Config,
-        policy: Policy,
-        measures: Measures,
-        readiness: Readiness,
-        regions: TenantRegions,
+    regions: InitVar[TenantRegions]
+
+    def __post_init__(  # type: ignore[override]
+        self, policy: Policy, regions: TenantRegions
     ) -> None:
-        """Raises ConfigError when `gateway.message_format` or `gateway.models` is invalid."""
-        super().__init__(engine, config, policy, measures, readiness)
-        packages = not config.bus.model
-        service = open_service(
-            self.submissions, config, self.words, readiness, measures, packages=packages
-        )
-        self.kserve = KServe(service, regions)
+        super().__post_init__(policy)
+        self.kserve = KServe(open_service(self), regions)
         self.info = ModelInfoCalls(self)
         self.responses = ResponseCalls(self)
         self.routes: list[PolicyRoute] = [
@@ -70,7 +66,7 @@ class Interfaces(Services):
             *sglang_routes(self),
             *openai_routes(self, self.info, self.responses),
             *anthropic.anthropic_routes(self),
-            *kserve_routes(self.kserve, readiness, config.gateway),
+            *kserve_routes(self.kserve, self.readiness, self.config.gateway),
         ]
 
 

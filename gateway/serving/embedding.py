@@ -6,8 +6,6 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import anyio
-import anyio.lowlevel
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
@@ -17,8 +15,9 @@ from ...config import RequestError
 from ...pipeline.scoring import EmbeddedPrompt, embed_request, embedded_prompt
 from ..server.http import EngineError, while_connected
 from .origin import Origin, origin_of, tenant_of
+from .prepared import check_request
 from .services import Services
-from .submissions import AT_ONCE, ENDED_EARLY, Submissions
+from .submissions import ENDED_EARLY
 
 Prompt = str | tuple[int, ...]
 
@@ -58,7 +57,7 @@ class EmbedCall(msgspec.Struct, frozen=True, kw_only=True):
 
 
 async def embed_all(
-    submissions: Submissions,
+    services: Services,
     origin: Origin,
     call: EmbedCall,
     prompts: Sequence[Prompt],
@@ -74,13 +73,9 @@ async def embed_all(
         NanoInferenceError: A prompt was refused, or the engine has failed.
     """
     requests = call.requests(prompts, origin.tenant)
-    length = await submissions.length.get()
-    for place, request in enumerate(requests, 1):
-        submissions.check_priority(origin.caller, request, lower_first=lower_first)
-        submissions.check_size(request, length)
-        submissions.check_encoded(request)
-        if place % AT_ONCE == 0:
-            await anyio.lowlevel.checkpoint()
+    for request in requests:
+        services.submissions.check_priority(origin.caller, request, lower_first=lower_first)
+        await check_request(services, request)
     embedded: dict[int, EmbeddedPrompt] = {}
 
     async def take(index: int, output: Output) -> None:
@@ -89,7 +84,7 @@ async def embed_all(
             if output.error is not None:
                 raise EngineError(ENDED_EARLY.message, code=ENDED_EARLY.code)
 
-    await submissions.run(origin, requests, take)
+    await services.submissions.run(origin, requests, take)
     return [embedded[index] for index in range(len(requests))]
 
 
@@ -119,9 +114,7 @@ async def answer_embedded(
     origin = origin_of(request, tenant_of(request), budget_ms, model)
 
     async def work() -> Response:
-        embedded = await embed_all(
-            services.submissions, origin, call, prompts, lower_first=lower_first
-        )
+        embedded = await embed_all(services, origin, call, prompts, lower_first=lower_first)
 
         def written() -> bytes:
             return msgspec.json.encode(write(embedded))

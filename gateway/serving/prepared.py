@@ -73,7 +73,8 @@ async def check_request(
 ) -> GenerateRequest:
     """Refuse a request that the bus or admission would refuse; return it as it is submitted.
 
-    Arguments and errors are those of `check_length` and `as_submitted`.
+    Arguments and errors are those of `check_length` and `as_submitted`. Other calls run in between,
+    so that one with many prompts may check them in a loop.
     """
     await check_length(services, request, as_tokens=as_tokens)
     return await as_submitted(services, request, as_tokens=as_tokens)

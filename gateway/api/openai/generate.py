@@ -6,7 +6,6 @@ from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import NamedTuple
 
-import anyio.lowlevel
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
@@ -27,7 +26,6 @@ from ...serving.fields import Body
 from ...serving.origin import Origin, origin_of, tenant_of
 from ...serving.prepared import check_request, of_tools, prepare
 from ...serving.services import Services
-from ...serving.submissions import AT_ONCE
 from .answers import Answer, ChoicesWriter
 from .errors import as_openai
 from .messages import conversation_of
@@ -188,8 +186,6 @@ class GenerationCalls:
                 as_tokens=call.needs_prompt_ids,
             )
             submitted.append(request.prompt_token_ids or prompt)
-            if len(submitted) % AT_ONCE == 0:
-                await anyio.lowlevel.checkpoint()
         return ChoicesRecord(
             tenant=tenant,
             call=call,

@@ -21,7 +21,6 @@ from .....bus.public import (
 )
 from .....config import (
     MAX_INT64,
-    Config,
     RequestError,
     SamplingParams,
     field_name,
@@ -41,11 +40,10 @@ from .....kserve.tensors import (
 from .....pipeline.scoring import EmbeddedPrompt
 from ....server.http import FieldError, convert, decode_object, field_error
 from ....serving.embedding import EmbedCall, Prompt, embed_all
-from ....serving.lane_state import Readiness
+from ....serving.prepared import check_request
 from ....serving.samples import UnsentOutputs, all_samples, complete_sample, rest_of, stream_unsent
 from ....serving.sampling_fields import VLLM, SamplingBody, read_sampling_params
-from ....serving.submissions import Submissions
-from ....serving.words import LazyWords
+from ....serving.services import Services
 from ..served import ModelCall
 
 # --- inputs ---------------------------------------------------------------------------------------
@@ -312,19 +310,18 @@ class EngineBackend:
         trouble: As `ServedModel.trouble`.
     """
 
-    def __init__(
-        self, submissions: Submissions, config: Config, words: LazyWords, readiness: Readiness
-    ) -> None:
+    def __init__(self, services: Services) -> None:
+        config = services.config
         self.name = config.engine.model_name
-        self.words = words
+        self.words = services.words
         self.max_samples = config.gateway.max_prompts
         self.most_at_once = min(
             (config.gateway.max_prompts, "gateway.max_prompts"),
             (config.admission.max_samples, "admission.max_samples"),
         )
-        self.max_model_len = submissions.length.get
-        self.trouble = readiness.trouble
-        self._submissions = submissions
+        self.max_model_len = services.length.get
+        self.trouble = services.readiness.trouble
+        self._services = services
 
     async def request(
         self,
@@ -353,10 +350,8 @@ class EngineBackend:
             tenant=call.origin.tenant,
             cache_salt=cache_salt_of(call.request),
         )
-        self._submissions.check_priority(call.origin.caller, request)
-        self._submissions.check_size(request, await self.max_model_len())
-        self._submissions.check_encoded(request)
-        return request
+        self._services.submissions.check_priority(call.origin.caller, request)
+        return await check_request(self._services, request)
 
     async def complete(
         self, call: ModelCall, request: GenerateRequest, before: str = ""
@@ -369,7 +364,9 @@ class EngineBackend:
         Raises:
             NanoInferenceError: The engine failed it.
         """
-        completion = await complete_sample(self._submissions, call.origin, request, before=before)
+        completion = await complete_sample(
+            self._services.submissions, call.origin, request, before=before
+        )
         _record_compute(call, completion)
         return completion
 
@@ -385,7 +382,7 @@ class EngineBackend:
             NanoInferenceError: The engine failed it. Everything before was passed on.
         """
         deltas = UnsentDeltas(request.n, take)
-        completion = await stream_unsent(self._submissions, call.origin, request, deltas)
+        completion = await stream_unsent(self._services.submissions, call.origin, request, deltas)
         _record_compute(call, completion)
 
     async def embed(
@@ -403,7 +400,7 @@ class EngineBackend:
             priority=priority_of(call.request),
             cache_salt=cache_salt_of(call.request),
         )
-        return await embed_all(self._submissions, call.origin, wanted, prompts)
+        return await embed_all(self._services, call.origin, wanted, prompts)
 
 
 class EngineModel:

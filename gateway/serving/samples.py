@@ -177,21 +177,6 @@ class SampleChunks(UnsentOutputs):
         await self._take(chunks)
 
 
-async def stream_sample(
-    submissions: Submissions,
-    origin: Origin,
-    request: GenerateRequest,
-    take: Take,
-    attachment: Attachment | None = None,
-) -> Completion:
-    """Run a request of one sample, and pass its chunks to `take` as fast as they are taken.
-
-    Raises:
-        NanoInferenceError: The engine has failed. All earlier chunks were passed on.
-    """
-    return await stream_unsent(submissions, origin, request, SampleChunks(take), attachment)
-
-
 async def stream_unsent(
     submissions: Submissions,
     origin: Origin,

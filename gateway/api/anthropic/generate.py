@@ -26,7 +26,7 @@ from ...serving.fields import Body, adapter_of, read_part
 from ...serving.message_parts import MessageParts
 from ...serving.origin import Origin, origin_of, tenant_of
 from ...serving.prepared import Prepared, check_request, of_tools, prepare
-from ...serving.samples import complete_sample, stream_sample
+from ...serving.samples import SampleChunks, complete_sample, stream_unsent
 from ...serving.services import Services
 from .answers import Answer, MessageWriter
 from .bodies import CountBody, MessagesBody
@@ -134,7 +134,8 @@ class MessageCalls:
 
             try:
                 with _of_tools(prepared):
-                    completion = await stream_sample(submissions, origin, asked, take)
+                    unsent = SampleChunks(take)
+                    completion = await stream_unsent(submissions, origin, asked, unsent)
             except NanoInferenceError as error:
                 if not stream.committed:
                     raise

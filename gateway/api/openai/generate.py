@@ -21,7 +21,7 @@ from ...server.http import (
     read_object,
     while_connected,
 )
-from ...serving.durable_calls import Attachment, not_found
+from ...serving.durable_calls import Attachment, IdempotencyKey, not_found
 from ...serving.fields import Body
 from ...serving.origin import Origin, origin_of, tenant_of
 from ...serving.prepared import check_request, of_tools, prepare
@@ -30,7 +30,7 @@ from .answers import Answer, ChoicesWriter
 from .errors import as_openai
 from .messages import conversation_of
 from .positions import Position, answer_of, read_position
-from .records import Attach, BegunCalls, Found, IdempotencyKey, keyed, last_event_id, unattached
+from .records import Attach, BegunCalls, Found, keyed, last_event_id
 from .requests import ChoicesCall, ChoicesRecord, Prompt, read_chat, read_completion, read_generate
 from .streams import Chunks
 from .tools import tool_use
@@ -130,12 +130,7 @@ class GenerationCalls:
         begun = None if key is None else await self._begun.claim(record, origin.caller)
         if begun is not None:
             return await self._again(request, origin, begun)
-        attach: Attach = partial(
-            services.durable.begun, call.id, record.encode(), record.request_ids, record.name
-        )
-        if not call.fields.stream and key is None:
-            # No client knows the id of such an answer before it is there.
-            attach = unattached
+        attach: Attach = partial(services.durable.begun, record)
         return await self._respond(request, _RunningChoices(origin, record, answers, attach))
 
     async def _resume(

@@ -13,10 +13,10 @@ from ....config import Config, RequestError, SamplingParams, shown
 from ....text.messages import Reading
 from ...server.http import FieldError, field_error
 from ...serving.constraints import of_response_format, of_structured_outputs, the_one
+from ...serving.durable_calls import CallHead, DurableRecord
 from ...serving.fields import Body, adapter_of, engine_priority, read_part
 from ...serving.sampling_fields import TEXT_SAMPLING, read_sampling, read_sampling_params
 from .bodies import ChatBody, CompletionBody, GenerateBody, StreamedBody, StreamOptions, TextBody
-from .records import CallHead, DurableRecord
 
 Prompt = str | tuple[int, ...]
 Kind = Literal["completions", "chat", "generate"]
@@ -134,6 +134,11 @@ class ChoicesRecord(DurableRecord, frozen=True, kw_only=True):
     @property
     def is_complete(self) -> bool:
         return self.has_prompts
+
+    @property
+    def is_durable(self) -> bool:
+        # Otherwise no client knows the answer's id before the answer is there.
+        return self.call.fields.stream or self.keyed is not None
 
     def request(self, place: int) -> GenerateRequest:
         """Return the request of a prompt."""

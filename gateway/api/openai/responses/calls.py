@@ -29,10 +29,10 @@ from ....serving.durable_calls import Attachment
 from ....serving.fields import Body, read_query
 from ....serving.origin import Origin, origin_of, tenant_of
 from ....serving.prepared import check_request, of_tools, prepare
-from ....serving.samples import complete_sample, stream_sample
+from ....serving.samples import SampleChunks, complete_sample, stream_unsent
 from ....serving.services import Services
 from ..errors import as_openai
-from ..records import Attach, Found, keyed, last_event_id, unattached
+from ..records import Attach, Found, keyed, last_event_id
 from ..tools import tool_use
 from .events import NOTHING, ResponseEvents, read_number, response_of
 from .items import Item, check_calls, page_of
@@ -119,11 +119,7 @@ class ResponseCalls:
             return await self._again(request, begun)
         if record.background:
             return await self._in_background(request, origin, writer)
-        attach: Attach = unattached
-        if record.is_durable:
-            attach = partial(
-                services.durable.begun, record.id, record.encode(), [record.id], record.name
-            )
+        attach: Attach = partial(services.durable.begun, record)
         return await self._respond(request, _RunningResponse(origin, writer, attach))
 
     async def input_tokens(self, request: Request) -> Response:
@@ -239,14 +235,14 @@ class ResponseCalls:
         record, durable = writer.record, self._services.durable
         kept = DurableCall(record.encode())
         if record.keyed is None:
-            await durable.keep(record.id, kept.record)
+            await durable.keep(record)
         account = Account(background=True)
         account.headers = origin.account.headers  # set when it begins
         run = self._background.begin(record, origin._replace(account=account), kept)
         with anyio.move_on_after(_SOON_S):
             await run.settled.wait()
         if run.failure is not None:
-            await durable.forget(record.id, record.name)
+            await durable.forget(record)
             raise run.failure
         if record.call.fields.stream:
             return await self._again(request, Found(record, kept))
@@ -312,14 +308,14 @@ class ResponseCalls:
             attachment: Attachment | None = None
             try:
                 async with attach() as attachment:
-                    completion = await stream_sample(
-                        submissions, origin, asked, events.add, attachment
+                    completion = await stream_unsent(
+                        submissions, origin, asked, SampleChunks(events.add), attachment
                     )
             except NanoInferenceError as error:
                 failure = _as_response(error, record)
                 has_ended = (
                     isinstance(error, NeverBegun)
-                    or attach is unattached
+                    or not record.is_durable
                     or (attachment is not None and attachment.ended)
                 )
                 if not stream.committed and not (retrieved and has_ended):

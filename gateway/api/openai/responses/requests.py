@@ -16,10 +16,10 @@ from ....policy.caller import ANYBODY, Caller
 from ....server.http import EngineError, field_error
 from ....serving.chat_templates import Conversation, Turn, reasoning_of_effort
 from ....serving.constraints import of_structured_outputs, of_text_format, the_one
+from ....serving.durable_calls import CallHead, DurableRecord
 from ....serving.fields import Body, adapter_of, engine_priority, read_part
 from ....serving.sampling_fields import TEXT_SAMPLING, read_sampling
 from ..bodies import ResponseBody
-from ..records import CallHead, DurableRecord
 from .items import Item, items_of, turns_of
 
 ID_PREFIX = "resp_"
@@ -108,7 +108,6 @@ class ResponseRecord(DurableRecord, frozen=True, kw_only=True, tag="response"):
 
     @property
     def background(self) -> bool:
-        """Whether it goes on without its client."""
         return self.call.fields.background
 
     @property
@@ -117,7 +116,6 @@ class ResponseRecord(DurableRecord, frozen=True, kw_only=True, tag="response"):
 
     @property
     def is_durable(self) -> bool:
-        """Whether the bus keeps it."""
         return self.call.fields.store or self.keyed is not None
 
     @property

@@ -103,9 +103,7 @@ class BackgroundResponses:
             kept = run.kept or await durable.find(record.id)
             if kept is None:
                 return True
-            async with durable.resumed(
-                record.id, kept, [record.id], record.name, background=True
-            ) as attachment:
+            async with durable.resumed(record, kept) as attachment:
                 attachment.noted = run.settled.set
                 try:
                     completion = await complete_sample(

@@ -15,10 +15,11 @@ from .....telemetry import TraceContext
 from ....policy.caller import Caller
 from ....server.http import EngineError, FieldError, field_error
 from ....serving.account import Account
+from ....serving.durable_calls import IdempotencyKey
 from ....serving.origin import Origin
 from ....serving.services import Services
 from ....serving.words import READING
-from ..records import BegunCalls, Found, IdempotencyKey, pauses_s
+from ..records import BegunCalls, Found, pauses_s
 from .items import Item, answered
 from .output import UNENDED, Answer, ResponseWriter
 from .requests import ResponseRecord
@@ -80,7 +81,7 @@ class StoredResponses(BegunCalls[ResponseRecord]):
         record, kept = found
         services = self._services
         try:
-            last = await services.durable.last_output(record.id, kept, record.id)
+            last = await services.durable.last_output(record.id, kept)
         except EngineError as error:
             raise as_response_error(error, record.id) from None
         if isinstance(last, Completion):
@@ -179,7 +180,7 @@ class StoredResponses(BegunCalls[ResponseRecord]):
         """
         record = found.record
         if (await self.known(found))["status"] not in UNENDED:
-            await self._services.durable.forget(record.id, record.name)
+            await self._services.durable.forget(record)
             return
         if record.background:
             await self.end(found)

@@ -14,7 +14,7 @@ from starlette.middleware.exceptions import ExceptionMiddleware
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.routing import BaseRoute
-from starlette.types import ASGIApp, Scope
+from starlette.types import Scope
 
 from ..config import Config, NanoInferenceError
 from ..pipeline.client import BusClient
@@ -103,10 +103,6 @@ class Application(Starlette):
         if kserve_http.is_called(scope):
             return kserve_http.respond(scope, error)
         return error_response(error)
-
-    def entrance(self, calls: ASGIApp) -> ASGIApp:
-        """Wrap the outermost layer of the server."""
-        return calls
 
 
 class GatewayApp(Application):

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from functools import wraps
 from typing import Protocol
 
-from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -140,7 +139,6 @@ class PolicyRoute(Route):
         *,
         needed: Needed,
         methods: Collection[str],
-        middleware: Sequence[Middleware] = (),
     ) -> None:
         @wraps(endpoint)
         async def checked(request: Request) -> Response:
@@ -149,5 +147,5 @@ class PolicyRoute(Route):
             await chain.enter(request, needed)
             return await endpoint(request)
 
-        super().__init__(path, checked, methods=list(methods), middleware=list(middleware))
+        super().__init__(path, checked, methods=list(methods))
         self.needed = needed

@@ -20,11 +20,10 @@ from .backend import open_backend
 from .caller import ANYBODY, NOBODY, Caller
 from .chain import HeadLink, OutputsLink, PolicyCall, PolicyChain, RequestsLink
 from .document import Guardrails, PolicyDocument
-from .guardrail import Guardrail
+from .guardrail import Guardrail, OpenPolicyAgent
 from .keys import AllowedModels, caller_with, check_scope, credential_of, tenant_in, with_tenant
 from .limits import ReserveLimits
 from .oidc import TokenAuthenticator, is_token
-from .opa import OpenPolicyAgent
 from .store import BlockLists, PolicyStore, apply_weights_forever
 
 

@@ -21,8 +21,8 @@ from .submissions import ENDED_EARLY
 
 Prompt = str | tuple[int, ...]
 
-# Numbers of vectors that are processed on the event loop; more take a thread.
-_SHORT = 1 << 14
+# Numbers of a vector that are written in the time of a listed token.
+_NUMBERS = 4
 
 
 class EmbedCall(msgspec.Struct, frozen=True, kw_only=True):
@@ -34,6 +34,9 @@ class EmbedCall(msgspec.Struct, frozen=True, kw_only=True):
         priority: The engine's priority.
         cache_salt: The engine's cache salt.
         adapter: "" for the model alone.
+        model: The model's name as the client wrote it.
+        budget_ms: The client's budget.
+        lower_first: As for `Submissions.check_priority`.
     """
 
     id: str
@@ -41,6 +44,9 @@ class EmbedCall(msgspec.Struct, frozen=True, kw_only=True):
     priority: int = 0
     cache_salt: str = ""
     adapter: str = ""
+    model: str = ""
+    budget_ms: float | None = None
+    lower_first: bool = True
 
     def requests(self, prompts: Sequence[Prompt], tenant: str) -> list[GenerateRequest]:
         """Return the requests for prompts."""
@@ -57,24 +63,16 @@ class EmbedCall(msgspec.Struct, frozen=True, kw_only=True):
 
 
 async def embed_all(
-    services: Services,
-    origin: Origin,
-    call: EmbedCall,
-    prompts: Sequence[Prompt],
-    *,
-    lower_first: bool = True,
+    services: Services, origin: Origin, call: EmbedCall, prompts: Sequence[Prompt]
 ) -> list[EmbeddedPrompt]:
     """Return the vectors of a call's prompts, in order. The first error ends the others.
-
-    Args:
-        lower_first: As for `Submissions.check_priority`.
 
     Raises:
         NanoInferenceError: A prompt was refused, or the engine has failed.
     """
     requests = call.requests(prompts, origin.tenant)
     for request in requests:
-        services.submissions.check_priority(origin.caller, request, lower_first=lower_first)
+        services.submissions.check_priority(origin.caller, request, lower_first=call.lower_first)
         await check_request(services, request)
     embedded: dict[int, EmbeddedPrompt] = {}
 
@@ -94,10 +92,6 @@ async def answer_embedded(
     call: EmbedCall,
     prompts: Sequence[Prompt],
     write: Callable[[list[EmbeddedPrompt]], Any],
-    *,
-    budget_ms: float | None,
-    model: str = "",
-    lower_first: bool = True,
 ) -> Response:
     """Embed the prompts of a call, and answer with the JSON of what `write` returns.
 
@@ -111,16 +105,16 @@ async def answer_embedded(
             "send several calls",
             code="too_many_prompts",
         )
-    origin = origin_of(request, tenant_of(request), budget_ms, model)
+    origin = origin_of(request, tenant_of(request), call.budget_ms, call.model)
 
     async def work() -> Response:
-        embedded = await embed_all(services, origin, call, prompts, lower_first=lower_first)
+        embedded = await embed_all(services, origin, call, prompts)
 
         def written() -> bytes:
             return msgspec.json.encode(write(embedded))
 
-        short = sum(len(each.vector) for each in embedded) <= _SHORT
-        body = written() if short else await services.words.beside(written)
+        numbers = sum(len(each.vector) for each in embedded)
+        body = await services.words.process(numbers // _NUMBERS, written)
         return Response(body, media_type="application/json")
 
     return await while_connected(request.receive, work)

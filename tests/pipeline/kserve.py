@@ -48,7 +48,7 @@ def service_of(
 def _services(client: BusClient, config: Config, policy: PolicyChain | None) -> Services:
     measures = Measures()
     made = Services(client, config, Policy(client, config, measures), measures, Readiness(client))
-    made.submissions._policy = policy or PolicyChain()
+    made.submissions.policy = policy or PolicyChain()
     return made
 
 

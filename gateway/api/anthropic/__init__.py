@@ -5,7 +5,7 @@ from __future__ import annotations
 from ...policy.chain import PolicyRoute
 from ...server.callers import Endpoint
 from ...serving.services import Services
-from .errors import ERRORS, is_called, respond
+from .errors import is_called, respond
 from .generate import MessageCalls
 from .models import model_routes
 
@@ -15,7 +15,7 @@ def anthropic_routes(services: Services) -> list[PolicyRoute]:
     calls = MessageCalls(services)
 
     def route(path: str, endpoint: Endpoint) -> PolicyRoute:
-        return PolicyRoute(path, endpoint, needed="generate", methods=["POST"], middleware=[ERRORS])
+        return PolicyRoute(path, endpoint, needed="generate", methods=["POST"])
 
     return [
         route("/v1/messages", calls.messages),

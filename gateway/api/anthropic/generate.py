@@ -31,8 +31,15 @@ from ...serving.services import Services
 from .answers import Answer, MessageWriter
 from .bodies import CountBody, MessagesBody
 from .errors import error_event, named
-from .messages import conversation_of
-from .requests import budget_of, check_version, read_messages, request_of, sampling_of, use_of
+from .requests import (
+    budget_of,
+    check_version,
+    conversation_of,
+    read_messages,
+    request_of,
+    sampling_of,
+    use_of,
+)
 
 # Where nothing else is to be said.
 _PING = b'event: ping\ndata: {"type":"ping"}'
@@ -52,7 +59,7 @@ class MessageCalls:
         conversation = replace(conversation_of(fields), tools=use_of(fields).usable)
         render = partial(services.templates.render, conversation, tenant_of(request))
         rendered = await while_connected(request.receive, render)
-        return named(request, JsonResponse({"input_tokens": len(rendered.token_ids)}))
+        return named(request.scope, JsonResponse({"input_tokens": len(rendered.token_ids)}))
 
     async def messages(self, request: Request) -> Response:
         check_version(request)
@@ -77,14 +84,14 @@ class MessageCalls:
         services.submissions.check_priority(origin.caller, asked)
         writer = await self._writer(asked, fields, prepared)
         if fields.stream:
-            return named(request, self._streamed(request, origin, asked, writer, prepared))
+            return named(request.scope, self._streamed(request, origin, asked, writer, prepared))
 
         async def work() -> Response:
             with _of_tools(prepared):
                 completion = await complete_sample(services.submissions, origin, asked)
             return JsonResponse(writer.whole(completion))
 
-        return named(request, await while_connected(request.receive, work))
+        return named(request.scope, await while_connected(request.receive, work))
 
     async def _body(self, request: Request) -> Body:
         return await read_object(request, self._services.config.gateway.max_body_bytes)

@@ -17,7 +17,7 @@ from ....config import shown
 from ...policy.caller import Caller, caller_of
 from ...policy.chain import PolicyRoute
 from ...server.http import FieldError, JsonResponse, convert, field_error
-from .errors import ERRORS, MODELS, has_version, named
+from .errors import MODELS, has_version, named
 from .requests import check_version
 
 Card = dict[str, Any]
@@ -52,14 +52,14 @@ def model_routes(
     async def listed(request: Request) -> Response:
         check_version(request)
         page = _read_page(request)
-        return named(request, JsonResponse(_listed(await cards(caller_of(request)), page)))
+        return named(request.scope, JsonResponse(_listed(await cards(caller_of(request)), page)))
 
     async def model(request: Request) -> Response:
         check_version(request)
-        return named(request, JsonResponse(_told(await card(request))))
+        return named(request.scope, JsonResponse(_told(await card(request))))
 
     def route(path: str, endpoint: Callable[[Request], Awaitable[Response]]) -> PolicyRoute:
-        return _ModelRoute(path, endpoint, needed="read", methods=["GET"], middleware=[ERRORS])
+        return _ModelRoute(path, endpoint, needed="read", methods=["GET"])
 
     return [route(MODELS, listed), route(f"{MODELS}/{{model:path}}", model)]
 

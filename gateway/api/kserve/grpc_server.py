@@ -70,82 +70,16 @@ Outcome = tuple[GrpcFailure | None, dict[str, str]]
 """A call's failure, and its trailers."""
 
 
-class GrpcServer:
-    """Serves KServe V2 over gRPC.
-
-    Attributes:
-        port: Where it listens.
-    """
-
-    def __init__(
-        self,
-        kserve: KServe,
-        policy: PolicyChain,
-        readiness: Readiness,
-        config: GatewayConfig,
-        http: HttpServer,
-    ) -> None:
-        """Args: the served models, the chain that calls pass, the gateway's readiness and settings,
-        and the HTTP server, with which it shares observer, limits and certificates."""
-        self.port = 0
-        self._config = config
-        self._certificates = http.certificates
-        self._calls = GrpcCalls(kserve, policy, readiness, config, http)
-        self._server = grpc.aio.server(options=_options(config, http.most))
-        self._server.add_generic_rpc_handlers((self._calls.handler,))
-
-    def listen(self, address: str) -> None:
-        """Bind the port; connections wait for `start`.
-
-        Args:
-            address: An IP address of this machine.
-
-        Raises:
-            ConfigError: The port is not available.
-        """
-        host = f"[{address}]" if ":" in address else address
-        place = f"{host}:{self._config.grpc_port}"
-        try:
-            if self._certificates is None:
-                self.port = self._server.add_insecure_port(place)
-            else:
-                self.port = self._server.add_secure_port(place, _credentials(self._certificates))
-        except RuntimeError:
-            raise ConfigError(
-                f"the gateway can't listen on {self._config.host} port {self._config.grpc_port}, "
-                "for gRPC: it is taken, or not allowed; choose another gateway.grpc_port or "
-                "gateway.host"
-            ) from None
-
-    async def start(self) -> None:
-        """Start serving."""
-        await self._server.start()
-
-    def drain(self) -> None:
-        """End each stream when its requests are answered. Calls that have begun go on."""
-        self._calls.waiting.streams.close(_stopping())
-
-    async def aclose(self, leave_s: float) -> None:
-        """Stop accepting calls; those in flight are ended after so many seconds."""
-        self.drain()
-        stopped = anyio.Event()
-
-        async def end_late() -> None:
-            with anyio.move_on_after(leave_s):
-                await stopped.wait()
-            self._calls.in_flight.close(_stopping())
-
-        async with anyio.create_task_group() as group:
-            group.start_soon(end_late)
-            await self._server.stop(leave_s + LINGER_S)
-            stopped.set()
-
-
 @dataclass
 class GrpcCalls:
-    """Handles calls. The fields are as of `GrpcServer`.
+    """Handles calls.
 
     Attributes:
+        kserve: The served models.
+        policy: The chain that calls pass.
+        readiness: Of the gateway.
+        config: The gateway's settings.
+        http: The HTTP server, with which gRPC shares observer, limits and certificates.
         in_flight: Calls in flight.
         waiting: Calls that wait for a message.
         handler: Gives gRPC the handler of each method.
@@ -327,6 +261,69 @@ class GrpcCalls:
         call.status = 200
         call.account.complete = True
         return None
+
+
+class GrpcServer(GrpcCalls):
+    """Serves KServe V2 over gRPC.
+
+    Attributes:
+        port: Where it listens.
+    """
+
+    port = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._server = grpc.aio.server(options=_options(self.config, self.http.most))
+        self._server.add_generic_rpc_handlers((self.handler,))
+
+    def listen(self, address: str) -> None:
+        """Bind the port; connections wait for `start`.
+
+        Args:
+            address: An IP address of this machine.
+
+        Raises:
+            ConfigError: The port is not available.
+        """
+        host = f"[{address}]" if ":" in address else address
+        place = f"{host}:{self.config.grpc_port}"
+        try:
+            if self.http.certificates is None:
+                self.port = self._server.add_insecure_port(place)
+            else:
+                self.port = self._server.add_secure_port(
+                    place, _credentials(self.http.certificates)
+                )
+        except RuntimeError:
+            raise ConfigError(
+                f"the gateway can't listen on {self.config.host} port {self.config.grpc_port}, "
+                "for gRPC: it is taken, or not allowed; choose another gateway.grpc_port or "
+                "gateway.host"
+            ) from None
+
+    async def start(self) -> None:
+        """Start serving."""
+        await self._server.start()
+
+    def drain(self) -> None:
+        """End each stream when its requests are answered. Calls that have begun go on."""
+        self.waiting.streams.close(_stopping())
+
+    async def aclose(self, leave_s: float) -> None:
+        """Stop accepting calls; those in flight are ended after so many seconds."""
+        self.drain()
+        stopped = anyio.Event()
+
+        async def end_late() -> None:
+            with anyio.move_on_after(leave_s):
+                await stopped.wait()
+            self.in_flight.close(_stopping())
+
+        async with anyio.create_task_group() as group:
+            group.start_soon(end_late)
+            await self._server.stop(leave_s + LINGER_S)
+            stopped.set()
 
 
 @dataclass

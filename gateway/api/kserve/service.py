@@ -99,10 +99,10 @@ class ModelStatistics:
 class Statistics:
     """Calls of all models of a gateway."""
 
-    def __init__(self, metrics: Metrics | None = None) -> None:
-        """Args: `metrics` records calls, too; None for the statistics alone."""
+    def __init__(self, metrics: Metrics) -> None:
+        """Args: `metrics` records calls, too."""
         self._models: dict[str, ModelStatistics] = {}
-        self._metrics = metrics or Metrics()
+        self._metrics = metrics
 
     def model(self, name: str) -> ModelStatistics:
         """Return a model's statistics."""
@@ -140,17 +140,11 @@ class InferenceService:
         statistics: Of all calls.
     """
 
-    def __init__(self, models: Iterable[ServedModel] = (), metrics: Metrics | None = None) -> None:
-        """Args: `metrics` records calls beside the statistics; None for the statistics alone.
-
-        Raises:
-            ConfigError: Two models have the same name.
-        """
+    def __init__(self, metrics: Metrics) -> None:
+        """Args: `metrics` records calls beside the statistics."""
         self._models: dict[str, ServedModel] = {}
         self._aliases: dict[str, str] = {}
         self.statistics = Statistics(metrics)
-        for model in models:
-            self.add(model)
 
     def add(self, model: ServedModel, aliases: Iterable[str] = ()) -> None:
         """Serve a model, also under its aliases.

@@ -90,6 +90,8 @@ class EmbeddingCalls:
             priority=engine_priority(fields.priority),
             cache_salt=fields.cache_salt,
             adapter=adapter_of(fields.model, config),
+            model=fields.model,
+            budget_ms=fields.budget_ms,
         )
         head = {
             "id": call.id,
@@ -102,15 +104,7 @@ class EmbeddingCalls:
             usage = {"prompt_tokens": tokens, "total_tokens": tokens}
             return head | {"usage": usage} | write(embedded)
 
-        return await answer_embedded(
-            request,
-            self._services,
-            call,
-            prompts,
-            write_all,
-            budget_ms=fields.budget_ms,
-            model=fields.model,
-        )
+        return await answer_embedded(request, self._services, call, prompts, write_all)
 
 
 def _embeddings(

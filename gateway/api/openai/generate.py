@@ -28,12 +28,11 @@ from ...serving.prepared import check_request, of_tools, prepare
 from ...serving.services import Services
 from .answers import Answer, ChoicesWriter
 from .errors import as_openai
-from .messages import conversation_of
+from .messages import conversation_of, tool_use
 from .positions import Position, answer_of, read_position
 from .records import Attach, BegunCalls, Found, keyed, last_event_id
 from .requests import ChoicesCall, ChoicesRecord, Prompt, read_chat, read_completion, read_generate
 from .streams import Chunks
-from .tools import tool_use
 
 _DONE = b"[DONE]"
 
@@ -215,7 +214,7 @@ class GenerationCalls:
         await self._run(running, attachment, take)
         ordered = [completions[index] for index in range(len(completions))]
         write = partial(running.answers.whole, ordered)
-        return await self._services.words.written(running.answers.work(ordered), write)
+        return await self._services.words.process(running.answers.work(ordered), write)
 
     async def _run(
         self,

@@ -22,8 +22,7 @@ from ...serving.origin import tenant_of
 from ...serving.services import Services
 from ...serving.words import Words
 from .bodies import DetokenizeBody, TokenizeBody
-from .messages import conversation_of
-from .tools import chat_tools
+from .messages import chat_tools, conversation_of
 
 _MOST_BYTES = 1 << 16
 

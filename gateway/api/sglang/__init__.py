@@ -8,8 +8,7 @@ from ...policy.chain import PolicyRoute
 from ...policy.document import Needed
 from ...server.callers import Endpoint, not_for_pages
 from ...serving.services import Services
-from .encode import encode
-from .generate import Generation
+from .generate import Generation, encode
 from .info import ServerInfoCalls
 from .sync import VersionLabels, WeightSync
 from .weights import WeightCalls

@@ -23,7 +23,7 @@ from ...server.http import EngineError, JsonResponse, while_connected
 from ...serving.fields import read_part
 from ...serving.lane_state import DRAINING
 from ...serving.services import Services
-from .fields import read_sglang_object
+from .requests import read_sglang_object
 from .sync import VersionLabels, WeightSync
 
 # The token that /health_generate continues; every vocabulary has it.

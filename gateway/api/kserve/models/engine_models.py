@@ -60,9 +60,6 @@ _OPTIONAL = (
 )
 """Outputs that are made if an input `return_X` says so, or else if they are requested by name."""
 
-# Up to this many logprobs, the likeliest tokens' included, are written at once; more take a thread.
-_FEW_LOGPROBS = 4096
-
 
 class TextModel(EngineModel):
     """Continues a text, with the tensors of vLLM's backend of Triton.
@@ -124,10 +121,8 @@ class TextModel(EngineModel):
 
         async def send(deltas: Sequence[SampleDelta]) -> None:
             tokens = sum(len(each.token_ids) + sum(map(len, each.tops)) for each in deltas)
-            if names is not None and tokens > _FEW_LOGPROBS:
-                await answer(await words.beside(partial(write, deltas)))
-            else:
-                await answer(write(deltas))
+            listed = 0 if names is None else tokens
+            await answer(await words.process(listed, partial(write, deltas)))
 
         if stream:
             await backend.stream(call, request, send)

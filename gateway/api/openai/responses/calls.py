@@ -32,8 +32,8 @@ from ....serving.prepared import check_request, of_tools, prepare
 from ....serving.samples import SampleChunks, complete_sample, stream_unsent
 from ....serving.services import Services
 from ..errors import as_openai
+from ..messages import tool_use
 from ..records import Attach, Found, keyed, last_event_id
-from ..tools import tool_use
 from .events import NOTHING, ResponseEvents, read_number, response_of
 from .items import Item, check_calls, page_of
 from .output import ResponseWriter
@@ -46,8 +46,7 @@ from .requests import (
     conversation_of,
     read_response,
 )
-from .running import BackgroundResponses
-from .stored import StoredResponses, as_response_error
+from .stored import BackgroundResponses, StoredResponses, as_response_error
 
 _SOON_S = 0.05
 """Time for a background response to be published before its client is answered. A response that

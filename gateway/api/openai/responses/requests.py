@@ -9,7 +9,7 @@ from typing import Annotated, ClassVar, Literal
 
 import msgspec
 
-from .....bus.public import GenerateRequest
+from .....bus.public import ErrorInfo, GenerateRequest
 from .....config import Config, Constraint, NanoInferenceError, SamplingParams, shown
 from .....text.messages import Reading
 from ....policy.caller import ANYBODY, Caller
@@ -70,16 +70,6 @@ class NeverBegun(EngineError):
     """A stored response of which no request was submitted, and none will be."""
 
 
-class ResponseFailure(msgspec.Struct, frozen=True):
-    """The error of a response that was never begun."""
-
-    code: str
-    message: str
-
-    def error(self) -> NeverBegun:
-        return NeverBegun(self.message, code=self.code)
-
-
 class ResponseRecord(DurableRecord, frozen=True, kw_only=True, tag="response"):
     """A response, as the bus keeps it.
 
@@ -98,7 +88,7 @@ class ResponseRecord(DurableRecord, frozen=True, kw_only=True, tag="response"):
     prompt: tuple[int, ...] = ()
     deadline_ns: int | None = None
     caller: Caller = ANYBODY
-    failure: ResponseFailure | None = None
+    failure: ErrorInfo | None = None
     reading: Reading | None = None
     constraint: Constraint | None = None
 
@@ -140,7 +130,7 @@ class ResponseRecord(DurableRecord, frozen=True, kw_only=True, tag="response"):
 
     def failed(self, error: NanoInferenceError) -> ResponseRecord:
         """Return the record of the same response, which will never be begun."""
-        failure = ResponseFailure(error.code, error.message)
+        failure = ErrorInfo(code=error.code, message=error.message)
         return msgspec.structs.replace(self, prompt=(), constraint=None, failure=failure)
 
     def encode(self) -> bytes:

@@ -54,9 +54,7 @@ class Interfaces(Services):
 
     regions: InitVar[TenantRegions]
 
-    def __post_init__(  # type: ignore[override]
-        self, policy: Policy, regions: TenantRegions
-    ) -> None:
+    def __post_init__(self, policy: Policy, regions: TenantRegions) -> None:
         super().__post_init__(policy)
         self.kserve = KServe(open_service(self), regions)
         self.info = ModelInfoCalls(self)

@@ -19,6 +19,7 @@ from ....bus.public import (
 )
 from ....text.messages import Delta, MessageFormat
 from ...serving.logprobs import (
+    ListedToken,
     Scored,
     TextLogprobs,
     TokenNames,
@@ -60,7 +61,9 @@ class ChoicesWriter:
     @cached_property
     def names(self) -> TokenNames | None:
         """The names of tokens, where the answer needs the tokenizer."""
-        return self.words and TokenNames(self.words, as_ids=self.call.as_token_ids)
+        if self.words is None:
+            return None
+        return TokenNames(self.words, as_ids=self.call.as_token_ids)
 
     def whole(self, completions: list[Completion]) -> Answer:
         """Return the whole answer. Args: `completions` are in the order of the prompts."""
@@ -218,10 +221,10 @@ class Choice:
         self._sent_tokens = 0
         self._sent_before = self._passed = max(0, after)
         # Tokens that were sent before, until the offsets of what follows are known.
-        self._skipped: list[TokenRecord] = []
+        self._skipped: list[ListedToken] = []
         self._skips_prompt = after != UNBEGUN
         self._reason: str | None = None
-        self._scored_prompt: list[Scored] = []
+        self._scored_prompt: list[ListedToken] = []
         self.begun = after != UNBEGUN
         self.finished = after == FINISHED
         self.received = 0

@@ -6,6 +6,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
+from starlette.requests import Request
 from starlette.types import ASGIApp
 
 from ...config import Config, ConfigError, ModelConfig
@@ -21,7 +22,6 @@ from ..api.kserve.repository import add_packages
 from ..api.kserve.service import InferenceService, KServe
 from ..app import Application, GatewayApp, Interfaces
 from ..endpoints import gateway_routes, probe_routes
-from ..policy.caller import Caller
 from ..policy.chain import PolicyRoute
 from ..policy.policy import Policy
 from ..server.http import EngineError
@@ -103,14 +103,14 @@ class DeploymentApp(GatewayApp):
 
 
 async def _conversation(
-    models: Models, own: Interfaces, response_id: str, tenant: str, caller: Caller
+    models: Models, own: Interfaces, request: Request, response_id: str
 ) -> list[dict[str, Any]]:
     """Return the conversation of a response, read by the model that made it."""
     interfaces = own
     # If that model is gone, the own interface answers that the response is unknown.
     with suppress(EngineError):
         interfaces = (await models.of_call(response_id)).interfaces
-    return await interfaces.responses.stored.conversation(response_id, tenant, caller)
+    return await interfaces.responses.stored.conversation(request, response_id)
 
 
 def _serve_kserve(service: InferenceService, app: ModelApp, there: bool) -> None:

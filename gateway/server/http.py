@@ -109,6 +109,8 @@ class EngineError(RequestError):
 class FieldError(RequestError):
     """A field of the body is invalid. `param`: its path in the body."""
 
+    retry_after_s: float | None = None
+
     def __init__(self, message: str, *, param: str | None, code: str = "invalid_request") -> None:
         super().__init__(message, code=code)
         self.param = param

@@ -14,7 +14,7 @@ from ...bus.public import Completion, EmbedParams, GenerateRequest, Output
 from ...config import RequestError
 from ...pipeline.scoring import EmbeddedPrompt, embed_request, embedded_prompt
 from ..server.http import EngineError, while_connected
-from .origin import Origin, origin_of, tenant_of
+from .origin import Origin, origin_of
 from .prepared import check_request
 from .services import Services
 from .submissions import ENDED_EARLY
@@ -74,16 +74,12 @@ async def embed_all(
     for request in requests:
         services.submissions.check_priority(origin.caller, request, lower_first=call.lower_first)
         await check_request(services, request)
-    embedded: dict[int, EmbeddedPrompt] = {}
 
     async def take(index: int, output: Output) -> None:
-        if isinstance(output, Completion):
-            embedded[index] = embedded_prompt(output)
-            if output.error is not None:
-                raise EngineError(ENDED_EARLY.message, code=ENDED_EARLY.code)
+        if isinstance(output, Completion) and output.error is not None:
+            raise EngineError(ENDED_EARLY.message, code=ENDED_EARLY.code)
 
-    await services.submissions.run(origin, requests, take)
-    return [embedded[index] for index in range(len(requests))]
+    return list(map(embedded_prompt, await services.submissions.run(origin, requests, take)))
 
 
 async def answer_embedded(
@@ -105,7 +101,7 @@ async def answer_embedded(
             "send several calls",
             code="too_many_prompts",
         )
-    origin = origin_of(request, tenant_of(request), call.budget_ms, call.model)
+    origin = origin_of(request, call.budget_ms, call.model)
 
     async def work() -> Response:
         embedded = await embed_all(services, origin, call, prompts)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import NamedTuple
 
@@ -150,14 +152,18 @@ async def prepare(
     return await while_connected(request.receive, work)
 
 
-def of_tools(error: NanoInferenceError, reading: Reading | None) -> NanoInferenceError:
-    """Attribute an invalid constraint to the tools, if there are any.
+@contextmanager
+def about_tools(reading: Reading | None) -> Iterator[None]:
+    """Within it, an invalid constraint is attributed to the tools, if there are any.
 
     Without tools a constraint is the answer's format, for which each interface has its own name.
     """
-    if error.code != "invalid_constraint" or reading is None or not reading.tools:
-        return error
-    return FieldError(error.message, param="tools", code=error.code)
+    try:
+        yield
+    except NanoInferenceError as error:
+        if error.code != "invalid_constraint" or reading is None or not reading.tools:
+            raise
+        raise FieldError(error.message, param="tools", code=error.code) from None
 
 
 def _not_known(what: str, param: str) -> FieldError:

@@ -12,6 +12,7 @@ import anyio.lowlevel
 
 from ...bus.public import Completion, CompletionChunk, CompletionSample, GenerateRequest, Output
 from ...config import NanoInferenceError
+from ..server.http import task_group
 from .durable_calls import Attachment
 from .origin import Origin
 from .submissions import Submissions
@@ -21,7 +22,7 @@ MOST_UNSENT = 4096
 
 T = TypeVar("T")
 
-Take = Callable[[Sequence[CompletionChunk]], Awaitable[None]]
+TakeChunks = Callable[[Sequence[CompletionChunk]], Awaitable[None]]
 
 
 def all_samples(completion: Completion, n: int) -> list[CompletionSample]:
@@ -124,22 +125,12 @@ class Unsent:
                 not be sent.
         """
         failure: NanoInferenceError | None = None
-
-        async def send() -> None:
-            nonlocal failure
-            try:
-                await self.send_all()
-            except NanoInferenceError as error:
-                # Outside the group, which would wrap it.
-                failure = error
-                group.cancel_scope.cancel()
-
-        async with anyio.create_task_group() as group:
-            group.start_soon(send)
+        async with task_group() as group:
+            group.start_soon(self.send_all)
             try:
                 result = await run()
             except NanoInferenceError as error:
-                failure = failure or error
+                failure = error
             self.close()
         if failure is not None:
             raise failure
@@ -177,7 +168,7 @@ class UnsentOutputs(Unsent):
 class SampleChunks(UnsentOutputs):
     """The chunks of one sample. The end of the sample has what did not come in chunks."""
 
-    def __init__(self, take: Take) -> None:
+    def __init__(self, take: TakeChunks) -> None:
         super().__init__()
         self._take = take
         self._waiting: list[CompletionChunk] = []
@@ -210,40 +201,9 @@ async def stream_unsent(
         NanoInferenceError: The engine did not do it, or its outputs could not be sent.
     """
 
-    async def put(output: Output) -> None:
+    async def take(index: int, output: Output) -> None:
         unsent.put(output)
         await unsent.room()
 
-    return await unsent.send_while(
-        partial(complete_sample, submissions, origin, request, put, attachment)
-    )
-
-
-async def complete_sample(
-    submissions: Submissions,
-    origin: Origin,
-    request: GenerateRequest,
-    put: Callable[[Output], Awaitable[None]] | None = None,
-    attachment: Attachment | None = None,
-    before: str = "",
-) -> Completion:
-    """Run a request, and return its completion.
-
-    Args:
-        put: Called with each output, and awaited.
-        attachment: As for `Submissions.run`.
-        before: The part of the prompt that the answer shows before each sample.
-
-    Raises:
-        NanoInferenceError: The engine has failed.
-    """
-    ended: list[Completion] = []
-
-    async def take(index: int, output: Output) -> None:
-        if put is not None:
-            await put(output)
-        if isinstance(output, Completion):
-            ended.append(output)
-
-    await submissions.run(origin, [request], take, attachment, lambda index: before)
-    return ended[0]
+    run = partial(submissions.run, origin, [request], take, attachment)
+    return (await unsent.send_while(run))[0]

@@ -39,6 +39,10 @@ ENDED_EARLY = ErrorInfo(code="aborted", message="the request was aborted")
 _COUNT_LANES_S = 10.0
 
 
+Take = Callable[[int, Output], Awaitable[None]]
+"""Takes an output of a call's request, by the request's index."""
+
+
 class _Owner(NamedTuple):
     """The tenant of a request, and its model or adapter."""
 
@@ -215,10 +219,10 @@ class Submissions:
         self,
         origin: Origin,
         requests: Sequence[GenerateRequest],
-        take: Callable[[int, Output], Awaitable[None]],
+        take: Take | None = None,
         attachment: Attachment | None = None,
         before: Callable[[int], str] = lambda index: "",
-    ) -> None:
+    ) -> list[Completion]:
         """Run the requests of a call, each from when there is a place for it.
 
         The first error ends the others. An aborted request is no error: there may be tokens.
@@ -236,12 +240,17 @@ class Submissions:
         published = () if attachment is None else attachment.begun_before
         self.check_ready()
 
+        completions: dict[int, Completion] = {}
+
         async def run(index: int, begun: bool, placed: bool) -> None:
             try:
                 made = self._outputs(origin, requests[index], begun, attachment, before(index))
                 async with aclosing(made) as outputs:
                     async for output in outputs:
-                        await take(index, output)
+                        if take is not None:
+                            await take(index, output)
+                        if isinstance(output, Completion):
+                            completions[index] = output
                         await anyio.lowlevel.checkpoint()
             finally:
                 if placed:
@@ -263,6 +272,7 @@ class Submissions:
                         group.start_soon(run, index, begun, begun)
                         if number % AT_ONCE == 0 or group.cancel_scope.cancel_called:
                             await anyio.lowlevel.checkpoint()
+        return [completion for _, completion in sorted(completions.items())]
 
     @contextmanager
     def _owned(self, origin: Origin, requests: Sequence[GenerateRequest]) -> Iterator[None]:

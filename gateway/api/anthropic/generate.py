@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from functools import partial
 
 import msgspec
@@ -25,8 +24,8 @@ from ...server.http import (
 from ...serving.fields import Body, adapter_of, read_part
 from ...serving.message_parts import MessageParts
 from ...serving.origin import Origin, origin_of, tenant_of
-from ...serving.prepared import Prepared, check_request, of_tools, prepare
-from ...serving.samples import SampleChunks, complete_sample, stream_unsent
+from ...serving.prepared import Prepared, about_tools, check_request, prepare
+from ...serving.samples import SampleChunks, stream_unsent
 from ...serving.services import Services
 from .answers import Answer, MessageWriter
 from .bodies import CountBody, MessagesBody
@@ -80,15 +79,15 @@ class MessageCalls:
         tenant = tenant_of(request)
         asked = request_of(fields, prepared, tenant, services.config)
         await check_request(services, asked)
-        origin = origin_of(request, tenant, fields.budget_ms, fields.model)
+        origin = origin_of(request, fields.budget_ms, fields.model)
         services.submissions.check_priority(origin.caller, asked)
         writer = await self._writer(asked, fields, prepared)
         if fields.stream:
             return named(request.scope, self._streamed(request, origin, asked, writer, prepared))
 
         async def work() -> Response:
-            with _of_tools(prepared):
-                completion = await complete_sample(services.submissions, origin, asked)
+            with about_tools(prepared.reading):
+                (completion,) = await services.submissions.run(origin, [asked])
             return JsonResponse(writer.whole(completion))
 
         return named(request.scope, await while_connected(request.receive, work))
@@ -140,7 +139,7 @@ class MessageCalls:
                 await tell(writer.add(chunks))
 
             try:
-                with _of_tools(prepared):
+                with about_tools(prepared.reading):
                     unsent = SampleChunks(take)
                     completion = await stream_unsent(submissions, origin, asked, unsent)
             except NanoInferenceError as error:
@@ -152,12 +151,3 @@ class MessageCalls:
 
         stream = EventStream(produce, self._services.config.gateway.comment_s, _PING)
         return stream
-
-
-@contextmanager
-def _of_tools(prepared: Prepared) -> Iterator[None]:
-    """Within it, errors of a constraint made of tools are about the tools."""
-    try:
-        yield
-    except NanoInferenceError as error:
-        raise of_tools(error, prepared.reading) from None

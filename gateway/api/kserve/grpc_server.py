@@ -16,7 +16,6 @@ import anyio
 import anyio.to_thread
 import grpc
 import msgspec
-from anyio.abc import TaskGroup
 from google.protobuf.message import Message
 from starlette.requests import Request
 from starlette.types import Scope
@@ -32,12 +31,12 @@ from ...policy.chain import PolicyChain
 from ...policy.document import Needed
 from ...server.calls import CALL_HEADER, ObservedCall
 from ...server.connections import LINGER_S
-from ...server.http import DEFAULT_RETRY_S, ERROR_CODE, EngineError, call_id_of
+from ...server.http import DEFAULT_RETRY_S, ERROR_CODE, EngineError, call_id_of, task_group
 from ...server.limits import ConnectionLimits
 from ...server.server import HttpServer
 from ...server.tls import Certificates
 from ...serving.lane_state import Readiness
-from ...serving.origin import Origin, origin_of, tenant_of
+from ...serving.origin import Origin, origin_of
 from .grpc_connection import (
     GrpcConnection,
     GrpcFailure,
@@ -233,8 +232,8 @@ class GrpcCalls:
 
     def _origin(self, request: Request) -> tuple[Origin, RequestMemory]:
         """Raises RequestError: invalid_tenant, invalid_budget."""
-        tenant = tenant_of(request)
-        return origin_of(request, tenant, None), RequestMemory(self.kserve.regions, tenant)
+        origin = origin_of(request, None)
+        return origin, RequestMemory(self.kserve.regions, origin.tenant)
 
     def _scope(self, connection: GrpcConnection) -> Scope:
         scheme = "https" if self.config.tls_certificate else "http"
@@ -345,7 +344,6 @@ class InferStream:
         self._room = anyio.Semaphore(MOST_AT_ONCE)
         self._sending = anyio.Lock()
         self._last: anyio.Event | None = None
-        self._failure: NanoInferenceError | None = None
 
     async def run(self) -> None:
         """Return when the client has sent its last request and has all responses.
@@ -354,7 +352,7 @@ class InferStream:
             NanoInferenceError: Sending failed; or reading, and all that was read is answered.
         """
         unread: NanoInferenceError | None = None
-        async with anyio.create_task_group() as group:
+        async with task_group() as group:
             try:
                 while (found := await self.connection.next_request(self._is_idle)) is not None:
                     await self._room.acquire()
@@ -362,22 +360,17 @@ class InferStream:
                     before, done = None, anyio.Event()
                     if self.in_order(message):
                         before, self._last = self._last, done
-                    group.start_soon(self._serve_one, message, size, before, done, group)
+                    group.start_soon(self._serve_one, message, size, before, done)
             except NanoInferenceError as error:
                 unread = error
-        if failure := self._failure or unread:
-            raise failure
+        if unread is not None:
+            raise unread
 
     def _is_idle(self) -> bool:
         return self._room.value == MOST_AT_ONCE
 
     async def _serve_one(
-        self,
-        message: Any,
-        size: int,
-        before: anyio.Event | None,
-        done: anyio.Event,
-        group: TaskGroup,
+        self, message: Any, size: int, before: anyio.Event | None, done: anyio.Event
     ) -> None:
         async def send(answer: Message) -> None:
             if before is not None:
@@ -387,9 +380,6 @@ class InferStream:
 
         try:
             await self.serve(message, size, send)
-        except NanoInferenceError as error:
-            self._failure = self._failure or error
-            group.cancel_scope.cancel()
         finally:
             done.set()
             self._room.release()

@@ -43,7 +43,7 @@ from ...server.http import (
 from ...server.limits import hold
 from ...serving.fields import read_part
 from ...serving.lane_state import Readiness
-from ...serving.origin import Origin, origin_of, tenant_of
+from ...serving.origin import Origin, origin_of
 from .compression import coding_of, compress, decompressed, wanted_coding
 from .operations import MODEL, OPERATIONS, Operation, OperationCall, paths_of
 from .regions import RequestMemory
@@ -168,9 +168,8 @@ class InferCalls:
         """Call a model with tensors, which responds once."""
         name, version = _model_of(request)
         self._service.spec(name, version, caller_of(request))
-        tenant = tenant_of(request)
-        memory = RequestMemory(self._regions, tenant)
-        origin = origin_of(request, tenant, None)
+        origin = origin_of(request, None)
+        memory = RequestMemory(self._regions, origin.tenant)
         decoded = await self._read(request, name, version, memory)
 
         async def work() -> Response:
@@ -245,7 +244,7 @@ class InferCalls:
     async def _read_generate(self, request: Request) -> tuple[Origin, InferRequest]:
         name, version = _model_of(request)
         spec = self._service.spec(name, version, caller_of(request))
-        origin = origin_of(request, tenant_of(request), None, name)
+        origin = origin_of(request, None, name)
         body = await read_object(request, self._config.max_body_bytes)
         return origin, read_generate(spec, version, body)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import NamedTuple
 
@@ -23,9 +22,10 @@ from ...server.http import (
 )
 from ...serving.durable_calls import Attachment, IdempotencyKey, not_found
 from ...serving.fields import Body
-from ...serving.origin import Origin, origin_of, tenant_of
-from ...serving.prepared import check_request, of_tools, prepare
+from ...serving.origin import Origin, origin_of
+from ...serving.prepared import about_tools, check_request, prepare
 from ...serving.services import Services
+from ...serving.submissions import Take
 from .answers import Answer, ChoicesWriter
 from .errors import as_openai
 from .messages import conversation_of, tool_use
@@ -45,7 +45,6 @@ class _HttpCall(NamedTuple):
     """
 
     request: Request
-    tenant: str
     body: Body
     key: IdempotencyKey | None
 
@@ -104,15 +103,14 @@ class GenerationCalls:
     async def cancel(self, request: Request) -> Response:
         """Cancel a call by its answer's id. A call that has ended stays as it is."""
         call_id = request.path_params["stream"]
-        await self._begun.find(call_id, tenant_of(request), caller_of(request))
+        await self._begun.find(request, call_id)
         self._services.submissions.end_waiting(call_id)
         await self._services.durable.cancel(call_id)
         return JsonResponse({"id": call_id, "object": "stream.cancelled", "cancelled": True})
 
     async def _asked(self, request: Request) -> _HttpCall:
         body = await read_object(request, self._services.config.gateway.max_body_bytes)
-        tenant = tenant_of(request)
-        return _HttpCall(request, tenant, body, keyed(request, tenant, body))
+        return _HttpCall(request, body, keyed(request, body))
 
     async def _resumed(self, asked: _HttpCall, call: ChoicesCall) -> Response | None:
         """Resume the stream of a call that comes again with the id of its last event."""
@@ -121,12 +119,12 @@ class GenerationCalls:
         return await self._resume(asked.request, answer_of(event_id), event_id, asked.key)
 
     async def _answer(self, asked: _HttpCall, call: ChoicesCall, prompts: list[Prompt]) -> Response:
-        services, (request, tenant, _, key) = self._services, asked
-        origin = origin_of(request, tenant, call.fields.budget_ms, call.fields.model)
-        record = await self._record(call, prompts, tenant, key)
+        services, (request, _, key) = self._services, asked
+        origin = origin_of(request, call.fields.budget_ms, call.fields.model)
+        record = await self._record(call, prompts, origin.tenant, key)
         answers = await self._answers(record)
         services.submissions.check_priority(origin.caller, record.request(0))
-        begun = None if key is None else await self._begun.claim(record, origin.caller)
+        begun = None if key is None else await self._begun.claim(request, record)
         if begun is not None:
             return await self._again(request, origin, begun)
         attach: Attach = partial(services.durable.begun, record)
@@ -135,12 +133,11 @@ class GenerationCalls:
     async def _resume(
         self, request: Request, call_id: str, event_id: str, again: IdempotencyKey | None = None
     ) -> Response:
-        tenant = tenant_of(request)
-        found = await self._begun.find(call_id, tenant, caller_of(request), again)
+        found = await self._begun.find(request, call_id, again)
         call = found.record.call
         if not call.fields.stream:
             raise not_found(call_id)
-        origin = origin_of(request, tenant, call.fields.budget_ms, call.fields.model)
+        origin = origin_of(request, call.fields.budget_ms, call.fields.model)
         return await self._again(request, origin, found, event_id)
 
     async def _again(
@@ -205,23 +202,13 @@ class GenerationCalls:
 
     async def _complete(self, running: _RunningChoices, attachment: Attachment | None) -> Answer:
         """Return the whole answer. The first error ends the other requests as well."""
-        completions: dict[int, Completion] = {}
-
-        async def take(index: int, output: Output) -> None:
-            if isinstance(output, Completion):
-                completions[index] = output
-
-        await self._run(running, attachment, take)
-        ordered = [completions[index] for index in range(len(completions))]
-        write = partial(running.answers.whole, ordered)
-        return await self._services.words.process(running.answers.work(ordered), write)
+        completions = await self._run(running, attachment)
+        write = partial(running.answers.whole, completions)
+        return await self._services.words.process(running.answers.work(completions), write)
 
     async def _run(
-        self,
-        running: _RunningChoices,
-        attachment: Attachment | None,
-        take: Callable[[int, Output], Awaitable[None]],
-    ) -> None:
+        self, running: _RunningChoices, attachment: Attachment | None, take: Take | None = None
+    ) -> list[Completion]:
         """Run all requests.
 
         Raises:
@@ -229,10 +216,9 @@ class GenerationCalls:
         """
         origin, record, answers, _ = running
         requests = [record.request(place) for place in range(len(record.prompts))]
-        try:
-            await self._services.submissions.run(origin, requests, take, attachment, answers.echoed)
-        except NanoInferenceError as error:
-            raise of_tools(error, record.call.reading) from None
+        submissions = self._services.submissions
+        with about_tools(record.call.reading):
+            return await submissions.run(origin, requests, take, attachment, answers.echoed)
 
     def _streamed(self, running: _RunningChoices, after: Position | None) -> Response:
         gateway = self._services.config.gateway

@@ -15,7 +15,7 @@ from starlette.requests import Request
 
 from ....config import RequestError
 from ....store.calls import DurableCall
-from ...policy.caller import Caller, check_allowed, may_use
+from ...policy.caller import caller_of, check_allowed, may_use
 from ...server.http import MODEL, EngineError
 from ...serving.durable_calls import (
     Attachment,
@@ -25,6 +25,7 @@ from ...serving.durable_calls import (
     not_found,
 )
 from ...serving.fields import Body
+from ...serving.origin import tenant_of
 
 HEADER = "Idempotency-Key"
 MAX_KEY_LENGTH = 255
@@ -68,9 +69,9 @@ class BegunCalls(Generic[R]):
     missing: Callable[[str], EngineError] = not_found
 
     async def find(
-        self, call_id: str, tenant: str, caller: Caller, again: IdempotencyKey | None = None
+        self, request: Request, call_id: str, again: IdempotencyKey | None = None
     ) -> Found[R]:
-        """Find a call of a tenant, by a model that the caller may use.
+        """Find a call of a request's tenant, by a model that the caller may use.
 
         Args:
             again: The identity of the call that looks for it, if that has a key.
@@ -78,9 +79,9 @@ class BegunCalls(Generic[R]):
         Raises:
             RequestError: The one for an unknown id, idempotency_key_reused.
         """
-        found = await self.look(call_id, tenant)
+        found = await self.look(call_id, tenant_of(request))
         # Other keys of the tenant may be for other models.
-        if not may_use(caller, found.record.call.model):
+        if not may_use(caller_of(request), found.record.call.model):
             raise self.missing(call_id)
         if again is not None:
             check_same(found.record.keyed, again)
@@ -101,19 +102,19 @@ class BegunCalls(Generic[R]):
             raise self.missing(call_id)
         return Found(record, kept)
 
-    async def claim(self, record: R, caller: Caller) -> Found[R] | None:
+    async def claim(self, request: Request, record: R) -> Found[R] | None:
         """Store a call under its key. Returns the call that has the key already, if any.
 
         Raises:
             RequestError: idempotency_key_reused, model_not_found.
         """
         assert record.keyed is not None, "it has a key"
-        check_allowed(caller, record.call.model)
+        check_allowed(caller_of(request), record.call.model)
         owner = await self.durable.claim(record)
         if owner == record.id:
             return None
         try:
-            return await self.find(owner, record.tenant, caller, record.keyed)
+            return await self.find(request, owner, record.keyed)
         except RequestError as error:
             if error.code == self.missing(owner).code:
                 # The call was dropped a moment ago, and its key with it or soon.
@@ -151,7 +152,7 @@ def last_event_id(request: Request) -> str:
     return request.headers.get("last-event-id", "")
 
 
-def keyed(request: Request, tenant: str, body: Body) -> IdempotencyKey | None:
+def keyed(request: Request, body: Body) -> IdempotencyKey | None:
     """Return the identity of a call with an idempotency key; None without one.
 
     Raises:
@@ -169,7 +170,7 @@ def keyed(request: Request, tenant: str, body: Body) -> IdempotencyKey | None:
     model = request.scope.get("state", {}).get(MODEL)
     encoded = msgspec.json.encode(body, order="deterministic").hex()
     about = [request.url.path, encoded, *([model] if model else [])]
-    return IdempotencyKey(_digest(tenant, keys[0]), _digest(*about))
+    return IdempotencyKey(_digest(tenant_of(request), keys[0]), _digest(*about))
 
 
 def check_same(first: IdempotencyKey | None, again: IdempotencyKey) -> None:

@@ -44,7 +44,7 @@ class Generation:
         tenant = tenant_of(request)
         body = await read_sglang_object(request, self._services.config)
         call = read_call(body, gateway.max_prompts)
-        origin = origin_of(request, tenant, call.budget_ms)
+        origin = origin_of(request, call.budget_ms)
         writers = await self._writers(call.prompts, tenant)
         for asked in _requests_of(writers[:1]):
             self._submissions.check_priority(origin.caller, asked, lower_first=False)

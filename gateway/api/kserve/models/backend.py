@@ -41,7 +41,7 @@ from .....pipeline.scoring import EmbeddedPrompt
 from ....server.http import FieldError, convert, decode_object, field_error
 from ....serving.embedding import EmbedCall, Prompt, embed_all
 from ....serving.prepared import check_request
-from ....serving.samples import UnsentOutputs, all_samples, complete_sample, rest_of, stream_unsent
+from ....serving.samples import UnsentOutputs, all_samples, rest_of, stream_unsent
 from ....serving.sampling_fields import VLLM, SamplingBody, read_sampling_params
 from ....serving.services import Services
 from ..served import ModelCall
@@ -364,8 +364,8 @@ class EngineBackend:
         Raises:
             NanoInferenceError: The engine failed it.
         """
-        completion = await complete_sample(
-            self._services.submissions, call.origin, request, before=before
+        (completion,) = await self._services.submissions.run(
+            call.origin, [request], before=lambda index: before
         )
         _record_compute(call, completion)
         return completion

@@ -6,14 +6,13 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import anyio
 import msgspec
 import numpy as np
 
-from .....config import NanoInferenceError, RequestError, shown
+from .....config import RequestError, shown
 from .....kserve.pool import BufferPool, PoolAcquireTimeout
 from .....kserve.tensors import DTYPES, Array, InferRequest, NamedTensor, TensorSpec, text_tensor
-from ....server.http import EngineError, field_error
+from ....server.http import EngineError, field_error, task_group
 from ..served import Answer, ModelCall
 from ..service import InferenceService
 from .backend import (
@@ -177,33 +176,23 @@ class BestOfModel(EngineModel):
 
     async def _score_all(self, call: ModelCall, buffers: _Buffers, lengths: Sequence[int]) -> None:
         """Score all samples concurrently. The first error cancels the others."""
-        failure: NanoInferenceError | None = None
 
         async def score(index: int) -> None:
-            nonlocal failure
-            try:
-                found = await self._call(
-                    call,
-                    self._score,
-                    NamedTensor(ScoreModel.prompt_ids.name, buffers.prompt),
-                    NamedTensor(
-                        ScoreModel.completion_ids.name, buffers.output_ids[index, : lengths[index]]
-                    ),
-                )
-                logprobs = found.get(REF_LOGPROBS, found[LOGPROBS])
-                buffers.scores[index] = float(logprobs.mean())
-            except NanoInferenceError as error:
-                # The task group would wrap it.
-                failure = failure or error
-                group.cancel_scope.cancel()
+            completion_ids = buffers.output_ids[index, : lengths[index]]
+            found = await self._call(
+                call,
+                self._score,
+                NamedTensor(ScoreModel.prompt_ids.name, buffers.prompt),
+                NamedTensor(ScoreModel.completion_ids.name, completion_ids),
+            )
+            logprobs = found.get(REF_LOGPROBS, found[LOGPROBS])
+            buffers.scores[index] = float(logprobs.mean())
 
         buffers.scores[:] = -math.inf
-        async with anyio.create_task_group() as group:
+        async with task_group() as group:
             for index, length in enumerate(lengths):
                 if length:
                     group.start_soon(score, index)
-        if failure is not None:
-            raise failure
 
     async def _call(self, call: ModelCall, model: str, *inputs: NamedTensor) -> dict[str, Array]:
         """Another model's outputs."""

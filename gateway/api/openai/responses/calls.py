@@ -14,7 +14,7 @@ from starlette.responses import Response
 from .....bus.public import Completion
 from .....config import NanoInferenceError
 from .....store.calls import DurableCall
-from ....policy.caller import Caller, caller_of
+from ....policy.caller import caller_of
 from ....server.http import (
     EventStream,
     FieldError,
@@ -28,8 +28,8 @@ from ....serving.account import Account
 from ....serving.durable_calls import Attachment
 from ....serving.fields import Body, read_query
 from ....serving.origin import Origin, origin_of, tenant_of
-from ....serving.prepared import check_request, of_tools, prepare
-from ....serving.samples import SampleChunks, complete_sample, stream_unsent
+from ....serving.prepared import about_tools, check_request, prepare
+from ....serving.samples import SampleChunks, stream_unsent
 from ....serving.services import Services
 from ..errors import as_openai
 from ..messages import tool_use
@@ -51,6 +51,10 @@ from .stored import BackgroundResponses, StoredResponses, as_response_error
 _SOON_S = 0.05
 """Time for a background response to be published before its client is answered. A response that
 waits for a place is published later."""
+
+
+Conversations = Callable[[Request, str], Awaitable[list[Item]]]
+"""Returns the conversation of a stored response."""
 
 
 class _RunningResponse(NamedTuple):
@@ -81,27 +85,24 @@ class ResponseCalls:
         self._services = services
         self._background = BackgroundResponses(services, self._count)
         self.stored = StoredResponses(services, self._background)
-        self.conversation_of: Callable[[str, str, Caller], Awaitable[list[Item]]] = (
-            self.stored.conversation
-        )
+        self.conversation_of: Conversations = self.stored.conversation
 
     async def create(self, request: Request) -> Response:
-        services, tenant = self._services, tenant_of(request)
         body, call, items = await self._read(request)
-        again = keyed(request, tenant, body)
+        again = keyed(request, body)
         if call.fields.stream and (event_id := last_event_id(request)):
             response_id = response_of(event_id)
-            found = await self.stored.find_stored(response_id, tenant, caller_of(request), again)
+            found = await self.stored.find_stored(request, response_id, again)
             return await self._again(request, found, read_number(event_id, response_id))
         if again is None:
             # Errors of the conversation would otherwise come first.
-            await services.served.check(call.fields.model, caller_of(request))
+            await self._services.served.check(call.fields.model, caller_of(request))
         items = await self._whole(request, call, items)
-        origin = origin_of(request, tenant, call.fields.budget_ms, call.fields.model)
+        origin = origin_of(request, call.fields.budget_ms, call.fields.model)
         record = await self._prepared(
             request,
             ResponseRecord(
-                tenant=tenant,
+                tenant=origin.tenant,
                 call=call,
                 items=items,
                 deadline_ns=origin.deadline_ns,
@@ -111,14 +112,11 @@ class ResponseCalls:
         )
         await self._check(record)
         writer = await self.stored.writer(record, first=True)
-        if (
-            again is not None
-            and (begun := await self.stored.claim(record, record.caller)) is not None
-        ):
+        if again is not None and (begun := await self.stored.claim(request, record)) is not None:
             return await self._again(request, begun)
         if record.background:
             return await self._in_background(request, origin, writer)
-        attach: Attach = partial(services.durable.begun, record)
+        attach: Attach = partial(self._services.durable.begun, record)
         return await self._respond(request, _RunningResponse(origin, writer, attach))
 
     async def input_tokens(self, request: Request) -> Response:
@@ -170,7 +168,7 @@ class ResponseCalls:
     async def _found(self, request: Request) -> Found[ResponseRecord]:
         named = request.path_params
         response_id = named.get("response_id") or named["stream"]
-        return await self.stored.find_stored(response_id, tenant_of(request), caller_of(request))
+        return await self.stored.find_stored(request, response_id)
 
     # --- making one ---------------------------------------------------------------------------
 
@@ -183,7 +181,7 @@ class ResponseCalls:
         """Return the items of a call, behind those of the response that it continues."""
         before: list[Item] = []
         if previous := call.fields.previous_response_id:
-            before = await self.conversation_of(previous, tenant_of(request), caller_of(request))
+            before = await self.conversation_of(request, previous)
         items = [*before, *items]
         check_calls(items, len(before))
         return items
@@ -270,7 +268,7 @@ class ResponseCalls:
     ) -> _RunningResponse:
         record = found.record
         fields = record.call.fields
-        origin = origin_of(request, record.tenant, fields.budget_ms, fields.model)
+        origin = origin_of(request, fields.budget_ms, fields.model)
 
         return _RunningResponse(
             origin, await self.stored.writer(record), partial(self.stored.attach, found), after
@@ -285,11 +283,12 @@ class ResponseCalls:
         async def work() -> Response:
             try:
                 async with running.attach() as attachment:
-                    completion = await complete_sample(
-                        submissions, running.origin, asked, attachment=attachment
-                    )
+                    with about_tools(record.reading):
+                        (completion,) = await submissions.run(
+                            running.origin, [asked], attachment=attachment
+                        )
             except NanoInferenceError as error:
-                raise _as_response(error, record) from None
+                raise as_response_error(error, record.id) from None
             return JsonResponse(await self.stored.ended(running.writer, completion))
 
         return await while_connected(request.receive, work)
@@ -307,11 +306,13 @@ class ResponseCalls:
             attachment: Attachment | None = None
             try:
                 async with attach() as attachment:
-                    completion = await stream_unsent(
-                        submissions, origin, asked, SampleChunks(events.add), attachment
-                    )
+                    with about_tools(record.reading):
+                        unsent = SampleChunks(events.add)
+                        completion = await stream_unsent(
+                            submissions, origin, asked, unsent, attachment
+                        )
             except NanoInferenceError as error:
-                failure = _as_response(error, record)
+                failure = as_response_error(error, record.id)
                 has_ended = (
                     isinstance(error, NeverBegun)
                     or not record.is_durable
@@ -325,9 +326,3 @@ class ResponseCalls:
 
         stream = EventStream(produce, gateway.comment_s)
         return stream
-
-
-def _as_response(error: NanoInferenceError, record: ResponseRecord) -> NanoInferenceError:
-    """Return an error in terms of responses."""
-    about_tools = of_tools(error, record.reading)
-    return as_response_error(error, record.id) if about_tools is error else about_tools

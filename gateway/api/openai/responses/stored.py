@@ -7,17 +7,16 @@ from functools import partial
 from typing import TypeVar
 
 import anyio
+from starlette.requests import Request
 
 from .....bus.public import Completion
 from .....config import BusError, ChannelClosed, NanoInferenceError, shown
 from .....store.calls import DurableCall
 from .....telemetry import TraceContext
-from ....policy.caller import Caller
 from ....server.http import EngineError, FieldError, field_error
 from ....serving.account import Account
 from ....serving.durable_calls import Attachment, IdempotencyKey
 from ....serving.origin import Origin
-from ....serving.samples import complete_sample
 from ....serving.services import Services
 from ....serving.words import READING
 from ..records import BegunCalls, Found, decode_record, pauses_s
@@ -113,8 +112,8 @@ class BackgroundResponses:
             async with durable.resumed(record, kept) as attachment:
                 attachment.noted = run.settled.set
                 try:
-                    completion = await complete_sample(
-                        submissions, run.origin, request, attachment=attachment
+                    (completion,) = await submissions.run(
+                        run.origin, [request], attachment=attachment
                     )
                     await self._ended(record, completion)
                 except NanoInferenceError as error:
@@ -158,14 +157,14 @@ class StoredResponses(BegunCalls[ResponseRecord]):
         self._background = background
 
     async def find_stored(
-        self, response_id: str, tenant: str, caller: Caller, again: IdempotencyKey | None = None
+        self, request: Request, response_id: str, again: IdempotencyKey | None = None
     ) -> Found[ResponseRecord]:
         """Find a response, unless it has store: false; see `find`.
 
         Raises:
             RequestError: unknown_response, idempotency_key_reused.
         """
-        found = await self.find(response_id, tenant, caller, again)
+        found = await self.find(request, response_id, again)
         if not found.record.call.fields.store:
             raise unknown(response_id)
         return found
@@ -213,14 +212,14 @@ class StoredResponses(BegunCalls[ResponseRecord]):
         """Read so many tokens of an output, many of them in a thread."""
         return await self._services.words.process(tokens * READING, work)
 
-    async def conversation(self, response_id: str, tenant: str, caller: Caller) -> list[Item]:
+    async def conversation(self, request: Request, response_id: str) -> list[Item]:
         """Return all items of a response that has ended, with its output.
 
         Raises:
             FieldError: It is unknown, or has not ended well.
         """
         try:
-            found = await self.find_stored(response_id, tenant, caller)
+            found = await self.find_stored(request, response_id)
             answer = await self.known(found)
         except EngineError as error:
             raise field_error(_PREVIOUS, f": {error.message}", code=_NOT_FOUND) from None

@@ -56,7 +56,7 @@ class Interfaces(Services):
 
     def __post_init__(self, policy: Policy, regions: TenantRegions) -> None:
         super().__post_init__(policy)
-        self.kserve = KServe(open_service(self), regions)
+        self.kserve = KServe(open_service(self), regions, self.readiness)
         self.info = ModelInfoCalls(self)
         self.responses = ResponseCalls(self)
         self.routes: list[PolicyRoute] = [
@@ -64,7 +64,7 @@ class Interfaces(Services):
             *sglang_routes(self),
             *openai_routes(self, self.info, self.responses),
             *anthropic.anthropic_routes(self),
-            *kserve_routes(self.kserve, self.readiness, self.config.gateway),
+            *kserve_routes(self.kserve, self.config.gateway),
         ]
 
 

@@ -50,7 +50,7 @@ class DeploymentApp(GatewayApp):
         policy = Policy(engine, config, self._measures, models.engines)
         control = ModelControl(engine, policy.audit)
         service = InferenceService(metrics=self._measures.metrics)
-        kserve = KServe(service, TenantRegions(config.gateway), control)
+        kserve = KServe(service, TenantRegions(config.gateway), readiness, control)
         limit = config.gateway.max_body_bytes
         orphans = partial(
             watch_orphans,
@@ -65,7 +65,7 @@ class DeploymentApp(GatewayApp):
                 *gateway_routes(engine, config, policy, readiness, self._measures.metrics),
                 *deployment_routes(engine, models, control, readiness, limit),
                 *_dispatched(engine, config, policy, models),
-                *kserve_routes(kserve, readiness, config.gateway),
+                *kserve_routes(kserve, config.gateway),
             ],
             policy.chain_of_all(),
             self._measures,

@@ -93,6 +93,9 @@ class MessageParts:
     them; a name that is no mark is removed again, unless a malformed call is shown as written. (If
     ordinary tokens spell the same name elsewhere, that is removed as well.) The stop token that
     ends a sample is no part of the message.
+
+    Attributes:
+        reads: Whether the message is parsed; otherwise all of it is text.
     """
 
     def __init__(
@@ -116,6 +119,7 @@ class MessageParts:
         """
         reader = None if form is None or reading is None else MessageReader(form, reading, seed)
         self._reader = reader
+        self.reads = reader is not None
         self._tokens: _Tokens | None = None
         if by_tokens or reader is not None:
             assert words is not None, "texts of tokens take the tokenizer"

@@ -158,11 +158,16 @@ class Unsent:
 
 
 class UnsentOutputs(Unsent):
-    """The outputs of one request."""
+    """The outputs of a call's requests."""
 
-    def put(self, output: Output) -> None:
-        """Add an output."""
+    def put(self, index: int, output: Output) -> None:
+        """Add an output of a request."""
         raise NotImplementedError
+
+    async def take(self, index: int, output: Output) -> None:
+        """Add an output of a request, and wait while too much waits for the client."""
+        self.put(index, output)
+        await self.room()
 
 
 class SampleChunks(UnsentOutputs):
@@ -173,7 +178,7 @@ class SampleChunks(UnsentOutputs):
         self._take = take
         self._waiting: list[CompletionChunk] = []
 
-    def put(self, output: Output) -> None:
+    def put(self, index: int, output: Output) -> None:
         if isinstance(output, CompletionChunk):
             self._waiting.append(output)
             self._came(len(output.token_ids))
@@ -200,10 +205,5 @@ async def stream_unsent(
     Raises:
         NanoInferenceError: The engine did not do it, or its outputs could not be sent.
     """
-
-    async def take(index: int, output: Output) -> None:
-        unsent.put(output)
-        await unsent.room()
-
-    run = partial(submissions.run, origin, [request], take, attachment)
+    run = partial(submissions.run, origin, [request], unsent.take, attachment)
     return (await unsent.send_while(run))[0]

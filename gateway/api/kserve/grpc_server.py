@@ -35,7 +35,6 @@ from ...server.http import DEFAULT_RETRY_S, ERROR_CODE, EngineError, call_id_of,
 from ...server.limits import ConnectionLimits
 from ...server.server import HttpServer
 from ...server.tls import Certificates
-from ...serving.lane_state import Readiness
 from ...serving.origin import Origin, origin_of
 from .grpc_connection import (
     GrpcConnection,
@@ -76,7 +75,6 @@ class GrpcCalls:
     Attributes:
         kserve: The served models.
         policy: The chain that calls pass.
-        readiness: Of the gateway.
         config: The gateway's settings.
         http: The HTTP server, with which gRPC shares observer, limits and certificates.
         in_flight: Calls in flight.
@@ -86,7 +84,6 @@ class GrpcCalls:
 
     kserve: KServe
     policy: PolicyChain
-    readiness: Readiness
     config: GatewayConfig
     http: HttpServer
 
@@ -144,7 +141,7 @@ class GrpcCalls:
     async def _run(self, operation: Operation, request: Request, message: Any) -> Message:
         name = getattr(message, "name", "") or getattr(message, "model_name", "")
         version = getattr(message, "version", "")
-        call = OperationCall(self.kserve, self.readiness, request, name, version, message)
+        call = OperationCall(self.kserve, request, name, version, message)
         found = await operation.run(call)
         if isinstance(found, str):
             found = not found

@@ -42,7 +42,6 @@ from ...server.http import (
 )
 from ...server.limits import hold
 from ...serving.fields import read_part
-from ...serving.lane_state import Readiness
 from ...serving.origin import Origin, origin_of
 from .compression import coding_of, compress, decompressed, wanted_coding
 from .operations import MODEL, OPERATIONS, Operation, OperationCall, paths_of
@@ -78,7 +77,7 @@ class _Name(PathConvertor):
 register_url_convertor("name", _Name())
 
 
-def kserve_routes(kserve: KServe, readiness: Readiness, config: GatewayConfig) -> list[PolicyRoute]:
+def kserve_routes(kserve: KServe, config: GatewayConfig) -> list[PolicyRoute]:
     """Return all routes. The first one whose path matches is taken."""
     calls = InferCalls(kserve, config)
     endpoints: list[tuple[str, Needed, Endpoint]] = [
@@ -87,7 +86,7 @@ def kserve_routes(kserve: KServe, readiness: Readiness, config: GatewayConfig) -
         (f"POST {MODEL}/generate_stream", "generate", calls.generate_stream),
     ]
     for operation in OPERATIONS:
-        endpoint = _endpoint(operation, kserve, readiness, config.max_body_bytes)
+        endpoint = _endpoint(operation, kserve, config.max_body_bytes)
         endpoints.append((operation.route, operation.needed, endpoint))
     return [
         PolicyRoute(path, endpoint, needed=needed, methods=methods.split(","))
@@ -97,16 +96,14 @@ def kserve_routes(kserve: KServe, readiness: Readiness, config: GatewayConfig) -
     ]
 
 
-def _endpoint(
-    operation: Operation, kserve: KServe, readiness: Readiness, max_body_bytes: int
-) -> Endpoint:
+def _endpoint(operation: Operation, kserve: KServe, max_body_bytes: int) -> Endpoint:
     async def answer(request: Request) -> Response:
         body: Any = None
         if operation.body is not None:
             body = read_part(await read_object(request, max_body_bytes), operation.body)
         path = request.path_params
         name, version = path.get("model") or path.get("region", ""), path.get("version", "")
-        call = OperationCall(kserve, readiness, request, name, version, body)
+        call = OperationCall(kserve, request, name, version, body)
 
         async def run() -> Response:
             found = await operation.run(call)

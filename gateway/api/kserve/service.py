@@ -25,6 +25,7 @@ from ....kserve.tensors import (
 from ....telemetry import Metrics, instruments, names, now_ns
 from ...policy.caller import ANYBODY, Caller
 from ...server.http import EngineError
+from ...serving.lane_state import Readiness
 from ...serving.origin import Origin
 from .regions import TenantRegions
 from .served import ModelCall, ServedModel
@@ -267,11 +268,13 @@ class KServe(NamedTuple):
     Attributes:
         service: The models.
         regions: Shared memory that clients have registered.
+        readiness: Of the gateway.
         repository: Loads and unloads models; None if there is a single, fixed one.
     """
 
     service: InferenceService
     regions: TenantRegions
+    readiness: Readiness
     repository: ModelRepository | None = None
 
 

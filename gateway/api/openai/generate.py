@@ -9,7 +9,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ....bus.public import Completion, Output
+from ....bus.public import Completion
 from ....config import NanoInferenceError
 from ...policy.caller import caller_of
 from ...server.http import (
@@ -228,15 +228,10 @@ class GenerationCalls:
                 await send_event(data, event_id if gateway.event_ids else "", name=name)
 
             chunks = Chunks(running.answers, send, after)
-
-            async def take(index: int, output: Output) -> None:
-                chunks.put(index, output)
-                await chunks.room()
-
             try:
                 async with running.attach() as attachment:
-                    await chunks.send_while(partial(self._run, running, attachment, take))
-                    await chunks.send_usage()
+                    run = partial(self._run, running, attachment, chunks.take)
+                    await chunks.send_usage(await chunks.send_while(run))
             except NanoInferenceError as error:
                 failure = as_openai(error, running.record.call.kind)
                 if not stream.committed:

@@ -264,12 +264,12 @@ class UnsentDeltas(UnsentOutputs):
         self._tokens = [0] * n
         self._ended: list[FinishReason | None] = [None] * n
 
-    def put(self, output: Output) -> None:
+    def put(self, index: int, output: Output) -> None:
         if isinstance(output, CompletionChunk):
             self._add(output)
             return
-        for index, sample in enumerate(all_samples(output, len(self._ended))):
-            for chunk in rest_of(sample, self._tokens[index], self._characters[index]):
+        for place, sample in enumerate(all_samples(output, len(self._ended))):
+            for chunk in rest_of(sample, self._tokens[place], self._characters[place]):
                 self._add(chunk)
 
     def _add(self, chunk: CompletionChunk) -> None:

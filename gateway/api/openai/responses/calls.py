@@ -11,7 +11,6 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from .....bus.public import Completion
 from .....config import NanoInferenceError
 from .....store.calls import DurableCall
 from ....policy.caller import caller_of
@@ -46,7 +45,7 @@ from .requests import (
     conversation_of,
     read_response,
 )
-from .stored import BackgroundResponses, StoredResponses, as_response_error
+from .stored import BackgroundResponses, as_response_error
 
 _SOON_S = 0.05
 """Time for a background response to be published before its client is answered. A response that
@@ -83,8 +82,7 @@ class ResponseCalls:
 
     def __init__(self, services: Services) -> None:
         self._services = services
-        self._background = BackgroundResponses(services, self._count)
-        self.stored = StoredResponses(services, self._background)
+        self.stored = BackgroundResponses(services)
         self.conversation_of: Conversations = self.stored.conversation
 
     async def create(self, request: Request) -> Response:
@@ -221,11 +219,6 @@ class ResponseCalls:
                 code="request_too_large",
             )
 
-    async def _count(self, record: ResponseRecord, completion: Completion) -> None:
-        """Count the message of a background response, which no client may ever read."""
-        if record.reading is not None:
-            await self.stored.ended(await self.stored.writer(record, first=True), completion)
-
     async def _in_background(
         self, request: Request, origin: Origin, writer: ResponseWriter
     ) -> Response:
@@ -235,7 +228,7 @@ class ResponseCalls:
             await durable.keep(record)
         account = Account(background=True)
         account.headers = origin.account.headers  # set when it begins
-        run = self._background.begin(record, origin._replace(account=account), kept)
+        run = self.stored.begin(record, origin._replace(account=account), kept)
         with anyio.move_on_after(_SOON_S):
             await run.settled.wait()
         if run.failure is not None:

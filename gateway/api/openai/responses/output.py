@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, assert_never
 
 from .....bus.public import Completion, CompletionChunk, CompletionSample, Output
@@ -51,15 +51,12 @@ class OutputItems:
     Attributes:
         name: The items' ids are made of it.
         names: None where no logprobs are shown.
-        reads: Whether the message is parsed; otherwise all of it is text.
         items: The complete ones.
     """
 
     name: str
     parts: MessageParts
     names: TokenNames | None
-    _: KW_ONLY
-    reads: bool
     items: list[Answer] = field(default_factory=list)
     # Tokens that belong to no item yet, and how many came before.
     _unshown: list[TokenRecord] = field(default_factory=list)
@@ -104,7 +101,7 @@ class OutputItems:
 
     def _tokens_of(self, text: str, tokens: list[TokenRecord]) -> tuple[TokenRecord, ...]:
         """Return the last tokens that have this text, without the marks and spaces before it."""
-        if not self.reads:
+        if not self.parts.reads:
             return tuple(tokens)
         first, chars = len(tokens), 0
         while first and chars < len(text):
@@ -248,7 +245,6 @@ class ResponseWriter:
             self.record.id.removeprefix(ID_PREFIX),
             parts,
             TokenNames(words, as_ids=False) if shows else None,
-            reads=form is not None and reading is not None,
         )
 
     def failed(self, error: NanoInferenceError) -> Answer:

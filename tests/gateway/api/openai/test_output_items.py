@@ -36,7 +36,7 @@ def read(
 ) -> tuple[list[ItemEvent], list[dict[str, Any]]]:
     """What is told of a sample, and what stands there at its end."""
     parts = MessageParts(WORDS, made.sampling, form, READING, "seed", by_tokens=logprobs)
-    items = OutputItems("1", parts, NAMES if logprobs else None, reads=form is not None)
+    items = OutputItems("1", parts, NAMES if logprobs else None)
     events = [event for chunk in chunks for event in items.add(chunk)]
     return events + items.end(made.sample), items.items
 

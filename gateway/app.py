@@ -108,7 +108,6 @@ class GatewayApp(Application):
 
     Attributes:
         policy: Opened before the first call, closed at the end.
-        readiness: Whether the gateway takes requests.
         kserve: What gRPC serves as well, through `chain`.
         durable_calls: Returns the durable calls of all models.
         background: Tasks beside the connections, by name.
@@ -121,14 +120,12 @@ class GatewayApp(Application):
         measures: Measures,
         *,
         policy: Policy,
-        readiness: Readiness,
         kserve: KServe,
         durable_calls: Callable[[], list[DurableCalls]],
         background: Mapping[str, Callable[[], Coroutine[Any, Any, None]]],
     ) -> None:
         super().__init__(routes, chain, measures)
         self.policy = policy
-        self.readiness = readiness
         self.kserve = kserve
         self.durable_calls = durable_calls
         self.background = {"policy": policy.run_forever, **background}
@@ -180,7 +177,6 @@ def make_app(
         model.chain,
         measures,
         policy=policy,
-        readiness=readiness,
         kserve=model.kserve,
         durable_calls=lambda: own,
         background={"durable calls": orphans},

@@ -159,7 +159,7 @@ class Gateway:
         Returns:
             Whether all calls have ended.
         """
-        self._app.readiness.draining = True
+        self._app.kserve.readiness.draining = True
         if self._grpc is not None:
             self._grpc.drain()
         with anyio.move_on_after(timeout_s):

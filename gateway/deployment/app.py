@@ -70,7 +70,6 @@ class DeploymentApp(GatewayApp):
             policy.chain_of_all(),
             self._measures,
             policy=policy,
-            readiness=readiness,
             kserve=kserve,
             durable_calls=lambda: models.durable_calls,
             background={
@@ -93,7 +92,7 @@ class DeploymentApp(GatewayApp):
 
     def _model_app(self, record: ModelRecord, engine: BusClient) -> ModelApp:
         """Return the application of one model. Raises NanoInferenceError for invalid settings."""
-        readiness = Readiness(engine, self.readiness)
+        readiness = Readiness(engine, self.kserve.readiness)
         config, regions = self._config.of_model(record.spec), self.kserve.regions
         own = Interfaces(engine, config, self.policy, self._measures, readiness, regions)
         own.kserve.service.statistics = self.kserve.service.statistics

@@ -6,7 +6,6 @@ import gc
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
-from functools import partial
 from io import BytesIO
 from typing import Any, Protocol, TypeVar
 
@@ -168,41 +167,31 @@ def respond_plainly(scope: Scope, error: NanoInferenceError) -> Response:
 
 
 def error_handler(respond: Respond) -> Callable[[Request, Exception], Awaitable[Response]]:
-    """Return the handler of all exceptions, and of calls without a route."""
+    """Return the handler of all exceptions, and of calls without a route. Exceptions are logged,
+    unless the client caused them."""
 
     async def answer(request: Request, error: Exception) -> Response:
-        if not isinstance(error, HTTPException):
-            return answer_failure(request, error, partial(respond, request.scope))
-        code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code, "http_error")
-        message = f"{request.method} {shown(request.url.path)}: {error.detail}"
-        if methods := (error.headers or {}).get("Allow"):
-            message += f"; call it by {methods}"
-        response = respond(request.scope, RequestError(message, code=code))
-        response.status_code = error.status_code
-        response.headers.update(error.headers or {})
-        return response
+        if isinstance(error, ClientDisconnect):
+            return Response(status_code=CLIENT_LEFT)
+        if isinstance(error, HTTPException):
+            code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code)
+            message = f"{request.method} {shown(request.url.path)}: {error.detail}"
+            if methods := (error.headers or {}).get("Allow"):
+                message += f"; call it by {methods}"
+            response = respond(request.scope, RequestError(message, code=code or "http_error"))
+            response.status_code = error.status_code
+            response.headers.update(error.headers or {})
+            return response
+        log = get_logger().bind(path=request.url.path, call_id=call_id_of(request.scope))
+        if not isinstance(error, NanoInferenceError):
+            log.error("http_handler_failed", exc_info=error)
+            error = NanoInferenceError("the gateway has failed; its log says where")
+        # Shed load (429) is counted where it is shed; logging each would add load.
+        elif status_of(error) >= 500:
+            log.warning("http_request_failed", code=error.code, error=error.message)
+        return respond(request.scope, error)
 
     return answer
-
-
-def answer_failure(
-    request: Request, error: Exception, respond: Callable[[NanoInferenceError], Response]
-) -> Response:
-    """Return the response to an exception, which is logged unless the client caused it.
-
-    Args:
-        respond: Returns an error in the interface's form.
-    """
-    if isinstance(error, ClientDisconnect):
-        return Response(status_code=CLIENT_LEFT)
-    log = get_logger().bind(path=request.url.path, call_id=call_id_of(request.scope))
-    if not isinstance(error, NanoInferenceError):
-        log.error("http_handler_failed", exc_info=error)
-        return respond(NanoInferenceError("the gateway has failed; its log says where"))
-    # Shed load (429) is counted where it is shed; logging each would add load.
-    if status_of(error) >= 500:
-        log.warning("http_request_failed", code=error.code, error=error.message)
-    return respond(error)
 
 
 def call_id_of(scope: Scope) -> str:

@@ -100,14 +100,13 @@ class Chunks(UnsentOutputs):
         self._begun = True
         options = call.fields.stream_options
         if options.include_usage:
-            chunk["usage"] = self._usage_so_far() if options.continuous_usage_stats else None
+            chunk["usage"] = None
+        if options.continuous_usage_stats:
+            prompt = sum(map(len, self._answers.prompts))
+            made = sum(choice.received for choice in self._choices)
+            chunk["usage"] = usage_of(prompt, made, reasoning_tokens=self._reasoning_tokens())
         self.position.move(choice.index, choice.sent)
         await self._encode(chunk)
-
-    def _usage_so_far(self) -> Answer:
-        prompt = sum(map(len, self._answers.prompts))
-        made = sum(choice.received for choice in self._choices)
-        return usage_of(prompt, made, reasoning_tokens=self._reasoning_tokens())
 
     def _reasoning_tokens(self) -> int | None:
         if self._answers.call.reading is None:

@@ -100,7 +100,8 @@ class PromptWriter:
             )
         answer = self.answer(sample, ended=True)
         meta = answer["meta_info"]
-        usage, n = completion.usage, self.wanted.request.n
+        usage, n, timings = completion.usage, self.wanted.request.n, completion.timings
+        elapsed_ns = timings.finished_ns - timings.received_ns if timings.received_ns else 0
         # The engine reports the sum over all samples; the first gets the remainder.
         cached = usage.cached_tokens // n
         cached += 0 if sample.sample_index else usage.cached_tokens % n
@@ -115,7 +116,7 @@ class PromptWriter:
             "finish_reason": self._finish_reason(sample, completion.error or ENDED_EARLY),
             "prompt_tokens": usage.prompt_tokens,
             "cached_tokens": cached,
-            "e2e_latency": max(0, _elapsed_ns(completion)) / 1e9,
+            "e2e_latency": max(0, elapsed_ns) / 1e9,
         }
         if self.wanted.logprobs:
             meta |= self._prompt_logprobs(completion) | self._ref_logprobs(completion, sample)
@@ -260,8 +261,3 @@ class SampleEvents(Unsent):
             state.sent(len(data))
         self.any_sent = True
         await self._send(data)
-
-
-def _elapsed_ns(completion: Completion) -> int:
-    timings = completion.timings
-    return timings.finished_ns - timings.received_ns if timings.received_ns else 0

@@ -13,7 +13,6 @@ import numpy as np
 from .....bus.public import (
     Completion,
     CompletionChunk,
-    EmbedParams,
     FinishReason,
     GenerateRequest,
     Output,
@@ -37,9 +36,8 @@ from .....kserve.tensors import (
     TensorSpec,
     text_tensor,
 )
-from .....pipeline.scoring import EmbeddedPrompt
 from ....server.http import FieldError, convert, decode_object, field_error
-from ....serving.embedding import EmbedCall, Prompt, embed_all
+from ....serving.embedding import Prompt
 from ....serving.prepared import check_request
 from ....serving.samples import UnsentOutputs, all_samples, rest_of, stream_unsent
 from ....serving.sampling_fields import VLLM, SamplingBody, read_sampling_params
@@ -308,6 +306,7 @@ class EngineBackend:
         most_at_once: The most samples of one prompt, and the setting that limits them.
         max_model_len: Returns the most tokens of prompt and completion together.
         trouble: As `ServedModel.trouble`.
+        services: The engine's.
     """
 
     def __init__(self, services: Services) -> None:
@@ -321,7 +320,7 @@ class EngineBackend:
         )
         self.max_model_len = services.length.get
         self.trouble = services.readiness.trouble
-        self._services = services
+        self.services = services
 
     async def request(
         self,
@@ -340,7 +339,7 @@ class EngineBackend:
             RequestError: A parameter has the wrong type, or the request is too large.
         """
         request = GenerateRequest(
-            request_id=_new_id(),
+            request_id=new_id(),
             prompt=prompt if isinstance(prompt, str) else None,
             prompt_token_ids=None if isinstance(prompt, str) else prompt,
             n=sampling[0],
@@ -350,8 +349,8 @@ class EngineBackend:
             tenant=call.origin.tenant,
             cache_salt=cache_salt_of(call.request),
         )
-        self._services.submissions.check_priority(call.origin.caller, request)
-        return await check_request(self._services, request)
+        self.services.submissions.check_priority(call.origin.caller, request)
+        return await check_request(self.services, request)
 
     async def complete(
         self, call: ModelCall, request: GenerateRequest, before: str = ""
@@ -364,7 +363,7 @@ class EngineBackend:
         Raises:
             NanoInferenceError: The engine failed it.
         """
-        (completion,) = await self._services.submissions.run(
+        (completion,) = await self.services.submissions.run(
             call.origin, [request], before=lambda index: before
         )
         _record_compute(call, completion)
@@ -382,25 +381,8 @@ class EngineBackend:
             NanoInferenceError: The engine failed it. Everything before was passed on.
         """
         deltas = UnsentDeltas(request.n, take)
-        completion = await stream_unsent(self._services.submissions, call.origin, request, deltas)
+        completion = await stream_unsent(self.services.submissions, call.origin, request, deltas)
         _record_compute(call, completion)
-
-    async def embed(
-        self, call: ModelCall, prompts: Sequence[Prompt], params: EmbedParams
-    ) -> list[EmbeddedPrompt]:
-        """Return the vectors of prompts, in order.
-
-        Raises:
-            RequestError: A parameter has the wrong type, or a prompt is refused.
-            NanoInferenceError: The engine failed it.
-        """
-        wanted = EmbedCall(
-            id=_new_id(),
-            params=params,
-            priority=priority_of(call.request),
-            cache_salt=cache_salt_of(call.request),
-        )
-        return await embed_all(self._services, call.origin, wanted, prompts)
 
 
 class EngineModel:
@@ -431,8 +413,8 @@ class EngineModel:
         return await self._backend.trouble()
 
 
-def _new_id() -> str:
-    # Clients may use the same id for several requests.
+def new_id() -> str:
+    """Return a request's id. Clients may use the same id for several requests."""
     return f"kserve-{uuid.uuid4().hex}"
 
 

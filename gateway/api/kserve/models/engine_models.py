@@ -12,7 +12,7 @@ from .....config import Int64, PoolingKind, RequestError
 from .....kserve.tensors import NamedTensor, TensorError, TensorSpec
 from .....pipeline.scoring import params_to_score, scored_completion, token_ids_to_score
 from ....server.http import EngineError, convert
-from ....serving.embedding import Prompt
+from ....serving.embedding import EmbedCall, Prompt, embed_all
 from ....serving.fields import EMPTY
 from ....serving.logprobs import TokenNames, logprobs_by_id, scored
 from ....serving.submissions import ENDED_EARLY
@@ -22,9 +22,12 @@ from .backend import (
     STREAM,
     EngineModel,
     SampleDelta,
+    cache_salt_of,
     finish_reasons,
     flag_of,
+    new_id,
     numbers,
+    priority_of,
     read_sampling,
     rows,
     sampling_body,
@@ -252,8 +255,14 @@ class EmbedModel(EngineModel):
     )
 
     async def infer(self, call: ModelCall, answer: Answer) -> None:
-        params = _read_params(call)
-        embedded = await self._backend.embed(call, await self._prompts(call), params)
+        wanted = EmbedCall(
+            id=new_id(),
+            params=_read_params(call),
+            priority=priority_of(call.request),
+            cache_salt=cache_salt_of(call.request),
+        )
+        prompts = await self._prompts(call)
+        embedded = await embed_all(self._backend.services, call.origin, wanted, prompts)
         await answer(
             [
                 rows("embedding", "FP32", [each.vector for each in embedded], 0),

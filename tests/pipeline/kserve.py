@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 
 from nano_inference.config import Config
-from nano_inference.gateway.api.kserve.models.backend import EngineBackend
 from nano_inference.gateway.api.kserve.repository import open_service
 from nano_inference.gateway.api.kserve.service import InferenceService
 from nano_inference.gateway.policy.chain import PolicyChain
@@ -31,21 +30,15 @@ from nano_inference.pipeline.client import BusClient
 from nano_inference.telemetry import TraceContext
 
 
-def backend_of(
-    client: BusClient, config: Config, policy: PolicyChain | None = None
-) -> EngineBackend:
-    """Return what the engine's models share."""
-    return EngineBackend(_services(client, config, policy))
-
-
 def service_of(
     client: BusClient, config: Config, policy: PolicyChain | None = None
 ) -> InferenceService:
     """The models of a gateway with these settings."""
-    return open_service(_services(client, config, policy))
+    return open_service(services_of(client, config, policy))
 
 
-def _services(client: BusClient, config: Config, policy: PolicyChain | None) -> Services:
+def services_of(client: BusClient, config: Config, policy: PolicyChain | None = None) -> Services:
+    """Return what the engine's models share."""
     measures = Measures()
     made = Services(client, config, Policy(client, config, measures), measures, Readiness(client))
     made.submissions.policy = policy or PolicyChain()

@@ -9,7 +9,6 @@ from typing import NamedTuple
 from ....config import Config, ConfigError, nearest
 from ....kserve.pool import BufferPool
 from ...serving.services import Services
-from .models.backend import EngineBackend
 from .models.best_of import POOL_BYTES, POOL_SLOTS, BestOfModel
 from .models.engine_models import EmbedModel, ScoreModel, TextModel, TokensModel
 from .served import ServedModel
@@ -41,11 +40,10 @@ def open_service(services: Services) -> InferenceService:
     """
     config = services.config
     service = InferenceService(metrics=services.measures.metrics)
-    backend = EngineBackend(services)
     pool = BufferPool(POOL_BYTES, POOL_SLOTS, use_shm=False, name="best_of")
-    models = [kind(backend) for kind in (TextModel, TokensModel, ScoreModel, EmbedModel)]
-    for model in (*models, BestOfModel(service, backend, pool)):
-        suffix = model.spec.name.removeprefix(backend.name)
+    models = [kind(services) for kind in (TextModel, TokensModel, ScoreModel, EmbedModel)]
+    for model in (*models, BestOfModel(service, services, pool)):
+        suffix = model.spec.name.removeprefix(config.engine.model_name)
         service.add(model, [f"{alias}{suffix}" for alias in config.engine.model_aliases])
     if not config.bus.model:
         add_packages(service, config)

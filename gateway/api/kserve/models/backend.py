@@ -67,9 +67,13 @@ _FIXED_FOR_TEXT = {
 }
 
 
+Samples = tuple[int, SamplingParams]
+"""The number of samples of a prompt, and their parameters."""
+
+
 def read_sampling(
     request: InferRequest, max_samples: int, *, text: bool = False, tops: bool = False
-) -> tuple[int, SamplingParams]:
+) -> Samples:
     """Return a request's number of samples and sampling parameters, which have vLLM's names.
 
     Args:
@@ -251,10 +255,13 @@ def whole_samples(completion: Completion, n: int) -> list[SampleDelta]:
     ]
 
 
+TakeDeltas = Callable[[Sequence[SampleDelta]], Awaitable[None]]
+
+
 class UnsentDeltas(UnsentOutputs):
     """Results of a request that were not sent yet, joined to one delta for each sample."""
 
-    def __init__(self, n: int, take: Callable[[Sequence[SampleDelta]], Awaitable[None]]) -> None:
+    def __init__(self, n: int, take: TakeDeltas) -> None:
         super().__init__()
         self._take = take
         self._waiting: list[list[CompletionChunk]] = [[] for _ in range(n)]
@@ -296,44 +303,39 @@ class UnsentDeltas(UnsentOutputs):
 # --- the engine -----------------------------------------------------------------------------------
 
 
-class EngineBackend:
-    """The engine, as its KServe models call it.
+class EngineModel:
+    """A model of the engine.
 
     Attributes:
-        name: Of the engine's model.
-        words: Its tokenizer.
-        max_samples: Of one request.
-        most_at_once: The most samples of one prompt, and the setting that limits them.
-        max_model_len: Returns the most tokens of prompt and completion together.
-        trouble: As `ServedModel.trouble`.
-        services: The engine's.
+        spec: Its interface, made of the class's attributes.
+        suffix: What its name has behind the name of the engine's model.
+        inputs, outputs, decoupled: As of `ModelSpec`.
     """
 
-    def __init__(self, services: Services) -> None:
-        config = services.config
-        self.name = config.engine.model_name
-        self.words = services.words
-        self.max_samples = config.gateway.max_prompts
-        self.most_at_once = min(
-            (config.gateway.max_prompts, "gateway.max_prompts"),
-            (config.admission.max_samples, "admission.max_samples"),
-        )
-        self.max_model_len = services.length.get
-        self.trouble = services.readiness.trouble
-        self.services = services
+    suffix: ClassVar[str] = ""
+    inputs: ClassVar[tuple[TensorSpec, ...]]
+    outputs: ClassVar[tuple[TensorSpec, ...]]
+    decoupled: ClassVar[bool] = False
 
-    async def request(
-        self,
-        call: ModelCall,
-        prompt: Prompt,
-        sampling: tuple[int, SamplingParams],
-        *,
-        stream: bool = False,
+    def __init__(self, services: Services) -> None:
+        name = services.config.engine.model_name
+        self.spec = ModelSpec(
+            name=f"{name}{self.suffix}",
+            inputs=self.inputs,
+            outputs=self.outputs,
+            decoupled=self.decoupled,
+            allowed_as=name,
+        )
+        self._services = services
+        self._max_samples = services.config.gateway.max_prompts
+
+    async def trouble(self) -> str:
+        return await self._services.readiness.trouble()
+
+    async def _request(
+        self, call: ModelCall, prompt: Prompt, sampling: Samples, *, stream: bool = False
     ) -> GenerateRequest:
         """Return the engine request of a call.
-
-        Args:
-            sampling: The number of samples, and their parameters.
 
         Raises:
             RequestError: A parameter has the wrong type, or the request is too large.
@@ -349,10 +351,10 @@ class EngineBackend:
             tenant=call.origin.tenant,
             cache_salt=cache_salt_of(call.request),
         )
-        self.services.submissions.check_priority(call.origin.caller, request)
-        return await check_request(self.services, request)
+        self._services.submissions.check_priority(call.origin.caller, request)
+        return await check_request(self._services, request)
 
-    async def complete(
+    async def _complete(
         self, call: ModelCall, request: GenerateRequest, before: str = ""
     ) -> Completion:
         """Run a request, and return its completion.
@@ -363,54 +365,21 @@ class EngineBackend:
         Raises:
             NanoInferenceError: The engine failed it.
         """
-        (completion,) = await self.services.submissions.run(
+        (completion,) = await self._services.submissions.run(
             call.origin, [request], before=lambda index: before
         )
         _record_compute(call, completion)
         return completion
 
-    async def stream(
-        self,
-        call: ModelCall,
-        request: GenerateRequest,
-        take: Callable[[Sequence[SampleDelta]], Awaitable[None]],
-    ) -> None:
+    async def _stream(self, call: ModelCall, request: GenerateRequest, take: TakeDeltas) -> None:
         """Run a request, and pass on its samples as fast as they are taken.
 
         Raises:
             NanoInferenceError: The engine failed it. Everything before was passed on.
         """
         deltas = UnsentDeltas(request.n, take)
-        completion = await stream_unsent(self.services.submissions, call.origin, request, deltas)
+        completion = await stream_unsent(self._services.submissions, call.origin, request, deltas)
         _record_compute(call, completion)
-
-
-class EngineModel:
-    """A model of the engine.
-
-    Attributes:
-        spec: Its interface, made of the class's attributes.
-        suffix: What its name has behind the name of the engine's model.
-        inputs, outputs, decoupled: As of `ModelSpec`.
-    """
-
-    suffix: ClassVar[str] = ""
-    inputs: ClassVar[tuple[TensorSpec, ...]]
-    outputs: ClassVar[tuple[TensorSpec, ...]]
-    decoupled: ClassVar[bool] = False
-
-    def __init__(self, backend: EngineBackend) -> None:
-        self.spec = ModelSpec(
-            name=f"{backend.name}{self.suffix}",
-            inputs=self.inputs,
-            outputs=self.outputs,
-            decoupled=self.decoupled,
-            allowed_as=backend.name,
-        )
-        self._backend = backend
-
-    async def trouble(self) -> str:
-        return await self._backend.trouble()
 
 
 def new_id() -> str:

@@ -79,8 +79,8 @@ class TextModel(EngineModel):
     decoupled = True
 
     async def infer(self, call: ModelCall, answer: Answer) -> None:
-        backend, words = self._backend, self._backend.words
-        sampling = read_sampling(call.request, backend.max_samples, text=True, tops=True)
+        words = self._services.words
+        sampling = read_sampling(call.request, self._max_samples, text=True, tops=True)
         text = text_of(call.request, TEXT_INPUT) or ""
         stream = bool(flag_of(call.request, STREAM.name))
         exclude = flag_of(call.request, EXCLUDE_INPUT)
@@ -95,14 +95,14 @@ class TextModel(EngineModel):
         wanted = {name for name, flag in flags.items() if (name in named if flag is None else flag)}
         stream = stream and call.many
         # The size is checked before anything is computed.
-        request = await backend.request(call, text, sampling, stream=stream)
+        request = await self._request(call, text, sampling, stream=stream)
         names = None
         if LOGPROBS in wanted:
             names = TokenNames(await words.required(), as_ids=False)
         input_tokens = 0
         if stream and "num_input_tokens" in wanted:
             # The engine reports it with the end, but the first response needs it.
-            (await words.required()).check_fits(text, await backend.max_model_len())
+            (await words.required()).check_fits(text, await self._services.length.get())
             token_ids = await words.token_ids(text)
             input_tokens = len(token_ids)
             request = msgspec.structs.replace(request, prompt=None, prompt_token_ids=token_ids)
@@ -128,9 +128,9 @@ class TextModel(EngineModel):
             await answer(await words.process(listed, partial(write, deltas)))
 
         if stream:
-            await backend.stream(call, request, send)
+            await self._stream(call, request, send)
             return
-        completion = await backend.complete(call, request, before)
+        completion = await self._complete(call, request, before)
         input_tokens = completion.usage.prompt_tokens
         await send(whole_samples(completion, request.n))
 
@@ -156,11 +156,10 @@ class TokensModel(EngineModel):
     decoupled = True
 
     async def infer(self, call: ModelCall, answer: Answer) -> None:
-        backend = self._backend
-        sampling = read_sampling(call.request, backend.max_samples)
-        prompt = token_ids_of(call.request, INPUT_IDS.name, await backend.max_model_len())
+        sampling = read_sampling(call.request, self._max_samples)
+        prompt = token_ids_of(call.request, INPUT_IDS.name, await self._services.length.get())
         stream = call.many and bool(flag_of(call.request, STREAM.name))
-        request = await backend.request(call, prompt, sampling, stream=stream)
+        request = await self._request(call, prompt, sampling, stream=stream)
 
         async def send(deltas: Sequence[SampleDelta]) -> None:
             versions = [each.weight_versions for each in deltas]
@@ -177,9 +176,9 @@ class TokensModel(EngineModel):
             await answer(made)
 
         if stream:
-            await backend.stream(call, request, send)
+            await self._stream(call, request, send)
         else:
-            await send(whole_samples(await backend.complete(call, request), request.n))
+            await send(whole_samples(await self._complete(call, request), request.n))
 
 
 class ScoreModel(EngineModel):
@@ -200,17 +199,16 @@ class ScoreModel(EngineModel):
     )
 
     async def infer(self, call: ModelCall, answer: Answer) -> None:
-        backend = self._backend
         _, sampling = read_sampling(call.request, 1, tops=True)
-        most = await backend.max_model_len()
+        most = await self._services.length.get()
         prompt, completion_ids = (
             token_ids_of(call.request, spec.name, most)
             for spec in (self.prompt_ids, self.completion_ids)
         )
         token_ids_to_score([prompt], [completion_ids])
         (params,) = params_to_score(sampling, 1)
-        request = await backend.request(call, (*prompt, *completion_ids), (1, params))
-        completion = await backend.complete(call, request)
+        request = await self._request(call, (*prompt, *completion_ids), (1, params))
+        completion = await self._complete(call, request)
         if completion.prompt_logprobs is None:
             raise EngineError(ENDED_EARLY.message, code=ENDED_EARLY.code)
         found = scored_completion(completion, len(completion_ids))
@@ -262,7 +260,7 @@ class EmbedModel(EngineModel):
             cache_salt=cache_salt_of(call.request),
         )
         prompts = await self._prompts(call)
-        embedded = await embed_all(self._backend.services, call.origin, wanted, prompts)
+        embedded = await embed_all(self._services, call.origin, wanted, prompts)
         await answer(
             [
                 rows("embedding", "FP32", [each.vector for each in embedded], 0),
@@ -276,9 +274,9 @@ class EmbedModel(EngineModel):
         if (given is None) == (call.request.input(EMBED_IDS.name) is None):
             raise TensorError(f"give one of {EMBED_TEXT.name} and {EMBED_IDS.name}")
         if given is None:
-            longest = await self._backend.max_model_len()
+            longest = await self._services.length.get()
             return [token_ids_of(call.request, EMBED_IDS.name, longest)]
-        most = self._backend.max_samples
+        most = self._max_samples
         if not 0 < given.size <= most:
             raise RequestError(
                 f"{EMBED_TEXT.name} has {given.size} texts; give from 1 to {most} "

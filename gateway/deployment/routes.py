@@ -22,7 +22,7 @@ from ..policy.caller import Caller, caller_of, check_allowed
 from ..policy.chain import PolicyRoute
 from ..policy.document import Needed
 from ..server.callers import Endpoint
-from ..server.http import JsonResponse, convert, read_object, while_connected
+from ..server.http import JsonResponse, connected, convert, read_object
 from ..serving.lane_state import Readiness
 from .dispatch import model_for
 from .models import ModelApp, Models
@@ -161,11 +161,8 @@ def _change_routes(control: ModelControl, max_body_bytes: int) -> list[PolicyRou
 
         async def endpoint(request: Request) -> Response:
             body = await read_object(request, max_body_bytes)
-
-            async def respond() -> Response:
+            async with connected(request.receive):
                 return JsonResponse(answer(await work(request, body)), status_code)
-
-            return await while_connected(request.receive, respond)
 
         return PolicyRoute(path, endpoint, needed="admin", methods=[method])
 

@@ -308,17 +308,17 @@ async def task_group() -> AsyncIterator[TaskGroup]:
         raise first from None
 
 
-async def while_connected(receive: Receive, work: Callable[[], Awaitable[T]]) -> T:
-    """Run `work`; cancel it when the client disconnects.
+@asynccontextmanager
+async def connected(receive: Receive) -> AsyncIterator[None]:
+    """Within it, work is cancelled when the client disconnects.
 
     Args:
         receive: Of a request whose body was read.
 
     Raises:
         ClientDisconnect: The client has left.
-        NanoInferenceError, TimeoutError: Of `work`.
     """
-    results: list[T] = []
+    done = False
 
     async def watch() -> None:
         while (await receive())["type"] != "http.disconnect":
@@ -327,11 +327,11 @@ async def while_connected(receive: Receive, work: Callable[[], Awaitable[T]]) ->
 
     async with task_group() as group:
         group.start_soon(watch)
-        results.append(await work())
+        yield
+        done = True
         group.cancel_scope.cancel()
-    if not results:
+    if not done:
         raise ClientDisconnect
-    return results[0]
 
 
 class EventStream(Response):
@@ -397,14 +397,12 @@ class EventStream(Response):
                 elif anyio.current_time() >= sent_at + every_s:
                     await send_part(self._comment)
 
-        async def respond() -> None:
-            async with task_group() as group:
-                if self._comment_s is not None:
-                    group.start_soon(comment, self._comment_s)
-                await self._produce(send_event)
-                group.cancel_scope.cancel()
-            await begin()
-            await send({"type": "http.response.body", "body": b"", "more_body": False})
-
         with suppress(ClientDisconnect):
-            await while_connected(receive, respond)
+            async with connected(receive):
+                async with task_group() as group:
+                    if self._comment_s is not None:
+                        group.start_soon(comment, self._comment_s)
+                    await self._produce(send_event)
+                    group.cancel_scope.cancel()
+                await begin()
+                await send({"type": "http.response.body", "body": b"", "more_body": False})

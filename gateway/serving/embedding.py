@@ -13,7 +13,7 @@ from starlette.responses import Response
 from ...bus.public import Completion, EmbedParams, GenerateRequest, Output
 from ...config import RequestError
 from ...pipeline.scoring import EmbeddedPrompt, embed_request, embedded_prompt
-from ..server.http import EngineError, while_connected
+from ..server.http import EngineError, connected
 from .origin import Origin, origin_of
 from .prepared import check_request
 from .services import Services
@@ -102,8 +102,7 @@ async def answer_embedded(
             code="too_many_prompts",
         )
     origin = origin_of(request, call.budget_ms, call.model)
-
-    async def work() -> Response:
+    async with connected(request.receive):
         embedded = await embed_all(services, origin, call, prompts)
 
         def written() -> bytes:
@@ -112,8 +111,6 @@ async def answer_embedded(
         numbers = sum(len(each.vector) for each in embedded)
         body = await services.words.process(numbers // _NUMBERS, written)
         return Response(body, media_type="application/json")
-
-    return await while_connected(request.receive, work)
 
 
 def similarity(one: Sequence[float], other: Sequence[float]) -> float:

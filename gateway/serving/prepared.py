@@ -14,7 +14,7 @@ from ...bus.public import GenerateRequest
 from ...config import NanoInferenceError, SamplingParams
 from ...text.grammar import check_size
 from ...text.messages import MessageFormat, Reading, ToolUse, constraint_of
-from ..server.http import FieldError, field_error, while_connected
+from ..server.http import FieldError, connected, field_error
 from .chat_templates import Conversation, reasoning_asked
 from .origin import tenant_of
 from .services import Services
@@ -108,8 +108,7 @@ async def prepare(
         ClientDisconnect: The client has left; other templates may be rendered first.
     """
     words = services.words
-
-    async def work() -> Prepared:
+    async with connected(request.receive):
         form = await words.message_format()
         reasons = form is not None and form.reads_reasoning
         reasoning = conversation.reasoning
@@ -148,8 +147,6 @@ async def prepare(
             )
         constrained = replace(sampling, constraint=constraint)
         return Prepared(rendered.token_ids, constrained, form, reading)
-
-    return await while_connected(request.receive, work)
 
 
 @contextmanager

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 
 import msgspec
 from msgspec.structs import replace
@@ -18,8 +17,8 @@ from ...server.http import (
     JsonResponse,
     SendEvent,
     call_id_of,
+    connected,
     read_object,
-    while_connected,
 )
 from ...serving.fields import Body, adapter_of, read_part
 from ...serving.message_parts import MessageParts
@@ -56,8 +55,8 @@ class MessageCalls:
         fields = read_part(body, CountBody)
         await services.served.check(fields.model, caller_of(request))
         conversation = replace(conversation_of(fields), tools=use_of(fields).usable)
-        render = partial(services.templates.render, conversation, tenant_of(request))
-        rendered = await while_connected(request.receive, render)
+        async with connected(request.receive):
+            rendered = await services.templates.render(conversation, tenant_of(request))
         return named(request.scope, JsonResponse({"input_tokens": len(rendered.token_ids)}))
 
     async def messages(self, request: Request) -> Response:
@@ -84,13 +83,10 @@ class MessageCalls:
         writer = await self._writer(asked, fields, prepared)
         if fields.stream:
             return named(request.scope, self._streamed(request, origin, asked, writer, prepared))
-
-        async def work() -> Response:
+        async with connected(request.receive):
             with about_tools(prepared.reading):
                 (completion,) = await services.submissions.run(origin, [asked])
-            return JsonResponse(writer.whole(completion))
-
-        return named(request.scope, await while_connected(request.receive, work))
+        return named(request.scope, JsonResponse(writer.whole(completion)))
 
     async def _body(self, request: Request) -> Body:
         return await read_object(request, self._services.config.gateway.max_body_bytes)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -33,12 +34,12 @@ from ...server.http import (
     JsonResponse,
     SendEvent,
     check_containers,
+    connected,
     error_headers,
     field_error,
     read_body,
     read_object,
     status_of,
-    while_connected,
 )
 from ...server.limits import hold
 from ...serving.fields import read_part
@@ -105,18 +106,14 @@ def _endpoint(operation: Operation, kserve: KServe, max_body_bytes: int) -> Endp
         name, version = path.get("model") or path.get("region", ""), path.get("version", "")
         call = OperationCall(kserve, request, name, version, body)
 
-        async def run() -> Response:
-            found = await operation.run(call)
-            if not found and not isinstance(found, list):
-                return Response()
-            if isinstance(found, str):
-                return JsonResponse({"error": found}, _NOT_READY, {CODE_HEADER: "not_ready"})
-            return JsonResponse(found)
-
         # Loading a model takes long; a client that leaves ends it.
-        if operation.needed == "admin":
-            return await while_connected(request.receive, run)
-        return await run()
+        async with connected(request.receive) if operation.needed == "admin" else nullcontext():
+            found = await operation.run(call)
+        if not found and not isinstance(found, list):
+            return Response()
+        if isinstance(found, str):
+            return JsonResponse({"error": found}, _NOT_READY, {CODE_HEADER: "not_ready"})
+        return JsonResponse(found)
 
     return answer
 
@@ -168,21 +165,15 @@ class InferCalls:
         origin = origin_of(request, None)
         memory = RequestMemory(self._regions, origin.tenant)
         decoded = await self._read(request, name, version, memory)
-
-        async def work() -> Response:
+        async with connected(request.receive):
             response = await self._service.infer_once(origin, decoded)
             return await self._response(request, decoded, response, memory)
-
-        return await while_connected(request.receive, work)
 
     async def generate(self, request: Request) -> Response:
         """Call a model with plain JSON, which responds once."""
         origin, decoded = await self._read_generate(request)
-
-        async def work() -> Response:
+        async with connected(request.receive):
             return JsonResponse(generate_json(await self._service.infer_once(origin, decoded)))
-
-        return await while_connected(request.receive, work)
 
     async def generate_stream(self, request: Request) -> Response:
         """Call a model with plain JSON; each response is an event."""

@@ -16,9 +16,9 @@ from ...server.http import (
     EventStream,
     JsonResponse,
     SendEvent,
+    connected,
     error_body,
     read_object,
-    while_connected,
 )
 from ...serving.durable_calls import Attachment, IdempotencyKey, not_found
 from ...serving.fields import Body
@@ -193,12 +193,8 @@ class GenerationCalls:
     ) -> Response:
         if running.record.call.fields.stream:
             return self._streamed(running, after)
-
-        async def work() -> Response:
-            async with running.attach() as attachment:
-                return JsonResponse(await self._complete(running, attachment))
-
-        return await while_connected(request.receive, work)
+        async with connected(request.receive), running.attach() as attachment:
+            return JsonResponse(await self._complete(running, attachment))
 
     async def _complete(self, running: _RunningChoices, attachment: Attachment | None) -> Answer:
         """Return the whole answer. The first error ends the other requests as well."""

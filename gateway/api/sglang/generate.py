@@ -16,7 +16,7 @@ from starlette.responses import Response
 from ....bus.public import Completion, EmbedParams, GenerateRequest, Output
 from ....config import Int64, NanoInferenceError
 from ....pipeline.scoring import EmbeddedPrompt
-from ...server.http import EventStream, JsonResponse, SendEvent, error_body, while_connected
+from ...server.http import EventStream, JsonResponse, SendEvent, connected, error_body
 from ...serving.embedding import EmbedCall, answer_embedded
 from ...serving.fields import read_part
 from ...serving.origin import Origin, origin_of, tenant_of
@@ -50,12 +50,9 @@ class Generation:
             self._submissions.check_priority(origin.caller, asked, lower_first=False)
         if call.stream:
             return EventStream(partial(self._stream, origin, writers, call.batch))
-
-        async def work() -> Response:
+        async with connected(request.receive):
             answers = await self._complete_all(origin, writers)
             return JsonResponse(answers if call.batch else answers[0])
-
-        return await while_connected(request.receive, work)
 
     # --- before -------------------------------------------------------------------------------
 

@@ -19,9 +19,9 @@ from ....server.http import (
     FieldError,
     JsonResponse,
     SendEvent,
+    connected,
     field_error,
     read_object,
-    while_connected,
 )
 from ....serving.account import Account
 from ....serving.durable_calls import Attachment
@@ -272,8 +272,7 @@ class ResponseCalls:
         if record.call.fields.stream:
             return self._streamed(running)
         submissions, asked = self._services.submissions, record.request(self._services.config)
-
-        async def work() -> Response:
+        async with connected(request.receive):
             try:
                 async with running.attach() as attachment:
                     with about_tools(record.reading):
@@ -283,8 +282,6 @@ class ResponseCalls:
             except NanoInferenceError as error:
                 raise as_response_error(error, record.id) from None
             return JsonResponse(await self.stored.ended(running.writer, completion))
-
-        return await while_connected(request.receive, work)
 
     def _streamed(self, running: _RunningResponse) -> Response:
         origin, writer, attach, after, retrieved = running

@@ -142,10 +142,7 @@ def _dispatched(
 
     return [
         PolicyRoute(
-            route.path,
-            endpoint_of(route.path),
-            needed=route.needed,
-            methods=sorted(route.methods or ()),
+            f"{','.join(route.methods or ())} {route.path}", route.needed, endpoint_of(route.path)
         )
         for route in table
         if not kserve_http.is_called({"path": route.path})

@@ -351,19 +351,22 @@ class EventStream(Response):
         produce: Callable[[SendEvent], Awaitable[None]],
         comment_s: float | None = None,
         comment: bytes = b": keep-alive",
+        *,
+        ids: bool = True,
     ) -> None:
         """`produce` is called with a function that sends an event's data.
 
         After `comment_s` seconds without an event, `comment` is sent (an interface may have an
         event of its own for that), so that proxies don't close the connection. NanoInferenceErrors
         of `produce` must come before the first event or comment; `committed` is whether the
-        response has begun.
+        response has begun. `ids`: whether events have ids, behind which a client may resume.
         """
         super().__init__(headers={"Cache-Control": "no-cache"})
         del self.headers["content-length"]
         self._produce = produce
         self._comment_s = comment_s
         self._comment = comment + b"\n\n"
+        self._ids = ids
         self.committed = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -385,7 +388,7 @@ class EventStream(Response):
 
         async def send_event(data: bytes, event_id: str = "", *, name: str = "") -> None:
             named = f"event: {name}\n".encode() if name else b""
-            named += b"id: %s\n" % event_id.encode() if event_id else b""
+            named += b"id: %s\n" % event_id.encode() if event_id and self._ids else b""
             await send_part(named + b"data: " + data + b"\n\n")
 
         async def comment(every_s: float) -> None:

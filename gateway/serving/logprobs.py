@@ -33,7 +33,7 @@ class TokenNames:
     """The names of tokens in logprobs: their texts, or their ids."""
 
     def __init__(self, words: Words, *, as_ids: bool) -> None:
-        self._words = words
+        self.words = words
         self._as_ids = as_ids
 
     def name(self, token_id: int) -> str:
@@ -42,7 +42,7 @@ class TokenNames:
         return self.bytes(token_id).decode(errors="replace")
 
     def bytes(self, token_id: int) -> bytes:
-        return self._words.token_bytes(token_id)
+        return self.words.token_bytes(token_id)
 
 
 def logprobs_by_id(tokens: Sequence[Scored], names: TokenNames) -> list[dict[str, Any] | None]:
@@ -70,9 +70,9 @@ ListedToken = Scored | TokenRecord
 class TextLogprobs:
     """`logprobs` of a choice of `/v1/completions`, for a text that grows."""
 
-    def __init__(self, words: Words, names: TokenNames) -> None:
+    def __init__(self, names: TokenNames) -> None:
         self._names = names
-        self._detokenizer = words.detokenizer(skip_special=True)
+        self._detokenizer = names.words.detokenizer(skip_special=True)
         self._offset = 0
 
     def add(self, tokens: Sequence[ListedToken]) -> dict[str, Any]:

@@ -58,10 +58,10 @@ def model_routes(
         check_version(request)
         return named(request.scope, JsonResponse(_told(await card(request))))
 
-    def route(path: str, endpoint: Callable[[Request], Awaitable[Response]]) -> PolicyRoute:
-        return _ModelRoute(path, endpoint, needed="read", methods=["GET"])
-
-    return [route(MODELS, listed), route(f"{MODELS}/{{model:path}}", model)]
+    return [
+        _ModelRoute(f"GET {MODELS}", "read", listed),
+        _ModelRoute(f"GET {MODELS}/{{model:path}}", "read", model),
+    ]
 
 
 def _read_page(request: Request) -> _Page:

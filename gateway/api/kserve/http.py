@@ -90,7 +90,7 @@ def kserve_routes(kserve: KServe, config: GatewayConfig) -> list[PolicyRoute]:
         endpoint = _endpoint(operation, kserve, config.max_body_bytes)
         endpoints.append((operation.route, operation.needed, endpoint))
     return [
-        PolicyRoute(path, endpoint, needed=needed, methods=methods.split(","))
+        PolicyRoute(f"{methods} {path}", needed, endpoint)
         for route, needed, endpoint in endpoints
         for methods, _, optional in [route.partition(" ")]
         for path in paths_of(optional)

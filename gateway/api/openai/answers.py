@@ -213,9 +213,8 @@ class Choice:
         self._deltas: list[tuple[int, Delta]] = []
         self._logprobs: TextLogprobs | None = None
         if call.kind == "completions" and call.logprobs is not None:
-            assert answers.words is not None, "logprobs of texts take the tokenizer"
             assert answers.names is not None, "logprobs of texts take the tokenizer"
-            self._logprobs = TextLogprobs(answers.words, answers.names)
+            self._logprobs = TextLogprobs(answers.names)
         self._tokens: list[TokenRecord] = []
         self._version: int | None = None
         self._sent_tokens = 0

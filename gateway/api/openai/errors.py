@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
-
 from starlette.requests import Request
 from starlette.responses import Response
 
 from ....config import NanoInferenceError
+from ...server.callers import Endpoint
 from ...server.http import FieldError
 from ...serving.fields import fields_of
 from .bodies import BODIES, CallName
-
-Endpoint = Callable[[Request], Awaitable[Response]]
 
 _CODES = {"unknown_model": "model_not_found", "prompt_too_long": "context_length_exceeded"}
 """Codes that programs expect by OpenAI's names."""

@@ -219,10 +219,7 @@ class GenerationCalls:
     def _streamed(self, running: _RunningChoices, after: Position | None) -> Response:
         gateway = self._services.config.gateway
 
-        async def produce(send_event: SendEvent) -> None:
-            async def send(data: bytes, event_id: str = "", *, name: str = "") -> None:
-                await send_event(data, event_id if gateway.event_ids else "", name=name)
-
+        async def produce(send: SendEvent) -> None:
             chunks = Chunks(running.answers, send, after)
             try:
                 async with running.attach() as attachment:
@@ -236,5 +233,5 @@ class GenerationCalls:
                 await send(msgspec.json.encode(error_body(failure)), chunks.position.event_id)
             await send(_DONE, chunks.position.event_id)
 
-        stream = EventStream(produce, gateway.comment_s)
+        stream = EventStream(produce, gateway.comment_s, ids=gateway.event_ids)
         return stream

@@ -289,8 +289,7 @@ class ResponseCalls:
         submissions, asked = self._services.submissions, record.request(self._services.config)
 
         async def produce(send: SendEvent) -> None:
-            ids = gateway.event_ids and record.call.fields.store
-            events = ResponseEvents(writer, send, self.stored.beside, after, ids=ids)
+            events = ResponseEvents(writer, send, self.stored.beside, after)
             if record.background:
                 await events.create()
             attachment: Attachment | None = None
@@ -314,5 +313,6 @@ class ResponseCalls:
             else:
                 await events.end(completion)
 
-        stream = EventStream(produce, gateway.comment_s)
+        ids = gateway.event_ids and record.call.fields.store
+        stream = EventStream(produce, gateway.comment_s, ids=ids)
         return stream

@@ -37,14 +37,12 @@ class ResponseEvents:
     Attributes:
         beside: Reads so many tokens, many of them in a thread.
         after: Events up to this number are counted and not sent.
-        ids: Whether events have ids, behind which a client may resume.
     """
 
     writer: ResponseWriter
     send: SendEvent
     beside: Beside
     after: int
-    ids: bool
     _number: int = 0
     _created: bool = False
     _in_progress: bool = False
@@ -125,7 +123,7 @@ class ResponseEvents:
             await self.send(msgspec.json.encode(event), self._event_id(event), name=kind)
 
     def _event_id(self, event: Answer) -> str:
-        return f"{self.writer.call.id}.{event['sequence_number']}" if self.ids else ""
+        return f"{self.writer.call.id}.{event['sequence_number']}"
 
 
 def response_of(event_id: str) -> str:

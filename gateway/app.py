@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import InitVar, dataclass
 from functools import partial
 from typing import Any
@@ -18,6 +18,7 @@ from starlette.types import Scope
 
 from ..config import Config, NanoInferenceError
 from ..pipeline.client import BusClient
+from ..store.calls import DurableCall
 from ..telemetry import instruments
 from .api import anthropic
 from .api.kserve import http as kserve_http
@@ -109,26 +110,32 @@ class GatewayApp(Application):
     Attributes:
         policy: Opened before the first call, closed at the end.
         kserve: What gRPC serves as well, through `chain`.
-        durable_calls: Returns the durable calls of all models.
+        durable_calls: Returns the durable calls of all models of this gateway.
         background: Tasks beside the connections, by name.
     """
 
     def __init__(
         self,
+        engine: BusClient,
+        config: Config,
+        measures: Measures,
         routes: Sequence[BaseRoute],
         chain: PolicyChain,
-        measures: Measures,
         *,
         policy: Policy,
         kserve: KServe,
         durable_calls: Callable[[], list[DurableCalls]],
-        background: Mapping[str, Callable[[], Coroutine[Any, Any, None]]],
+        owner_of: Callable[[DurableCall], DurableCalls | None],
     ) -> None:
-        super().__init__(routes, chain, measures)
-        self.policy = policy
-        self.kserve = kserve
-        self.durable_calls = durable_calls
-        self.background = {"policy": policy.run_forever, **background}
+        """`owner_of`: as of `watch_orphans`."""
+        own = gateway_routes(engine, config, policy, kserve.readiness, measures.metrics)
+        super().__init__([*own, *routes], chain, measures)
+        self.policy, self.kserve, self.durable_calls = policy, kserve, durable_calls
+        orphans = partial(watch_orphans, engine.bus.store.calls, config, durable_calls, owner_of)
+        self.background: dict[str, Callable[[], Coroutine[Any, Any, None]]] = {
+            "policy": policy.run_forever,
+            "durable calls": orphans,
+        }
 
     def stop(self) -> None:
         """The gateway closes connections from now on; their clients may go to another one."""
@@ -164,20 +171,14 @@ def make_app(
     policy = Policy(engine, config, measures)
     model = Interfaces(engine, config, policy, measures, readiness, TenantRegions(config.gateway))
     measures.watch(instruments.GATEWAY_WAITING, lambda: model.submissions.waiting)
-    own = [model.durable]
-    orphans = partial(
-        watch_orphans, engine.bus.store.calls, config, lambda: own, lambda call: model.durable
-    )
     return GatewayApp(
-        [
-            *gateway_routes(engine, config, policy, readiness, measures.metrics),
-            *model.routes,
-            *single_model_routes(engine),
-        ],
-        model.chain,
+        engine,
+        config,
         measures,
+        [*model.routes, *single_model_routes(engine)],
+        model.chain,
         policy=policy,
         kserve=model.kserve,
-        durable_calls=lambda: own,
-        background={"durable calls": orphans},
+        durable_calls=lambda: [model.durable],
+        owner_of=lambda call: model.durable,
     )

@@ -21,11 +21,10 @@ from ..api.kserve.regions import TenantRegions
 from ..api.kserve.repository import add_packages
 from ..api.kserve.service import InferenceService, KServe
 from ..app import Application, GatewayApp, Interfaces
-from ..endpoints import gateway_routes, probe_routes
+from ..endpoints import probe_routes
 from ..policy.chain import PolicyRoute
 from ..policy.policy import Policy
 from ..server.http import EngineError
-from ..serving.durable_calls import watch_orphans
 from ..serving.lane_state import Readiness
 from ..serving.measures import Measures
 from .dispatch import ABORT, Entrance, ModelDispatch, ModelPathRoute
@@ -52,33 +51,26 @@ class DeploymentApp(GatewayApp):
         service = InferenceService(metrics=self._measures.metrics)
         kserve = KServe(service, TenantRegions(config.gateway), readiness, control)
         limit = config.gateway.max_body_bytes
-        orphans = partial(
-            watch_orphans,
-            engine.bus.store.calls,
-            config,
-            lambda: models.durable_calls,
-            models.owner_of,
-        )
         super().__init__(
+            engine,
+            config,
+            self._measures,
             [
-                ModelPathRoute(models),
-                *gateway_routes(engine, config, policy, readiness, self._measures.metrics),
                 *deployment_routes(engine, models, control, readiness, limit),
                 *_dispatched(engine, config, policy, models),
                 *kserve_routes(kserve, config.gateway),
             ],
             policy.chain_of_all(),
-            self._measures,
             policy=policy,
             kserve=kserve,
             durable_calls=lambda: models.durable_calls,
-            background={
-                "models": models.run_forever,
-                "durable calls": orphans,
-                # Answers requests on the deployment's requests stream when no other router does.
-                "router": Router(engine.bus, self._measures.metrics).run_forever,
-            },
+            owner_of=models.owner_of,
         )
+        # A model's own address counts before all other routes.
+        self.router.routes.insert(0, ModelPathRoute(models))
+        # Answers requests on the deployment's requests stream when no other router does.
+        router = Router(engine.bus, self._measures.metrics)
+        self.background |= {"models": models.run_forever, "router": router.run_forever}
         models.build_with(self._model_app, partial(_serve_kserve, service))
         add_packages(service, config)
         self._measures.watch(instruments.GATEWAY_WAITING, lambda: models.waiting)

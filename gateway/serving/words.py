@@ -185,20 +185,19 @@ class LazyWords:
         return await anyio.to_thread.run_sync(work, limiter=self._grammar_threads)
 
 
-def matched_stop(sample: CompletionSample, sampling: SamplingParams, words: Words) -> int | str:
-    """Return what ended a sample with the finish reason "stop": a token's id or a stop string."""
-    if ends_with_stop_token(sample, sampling, words):
+def matched_stop(
+    sample: CompletionSample, sampling: SamplingParams, words: Words | None
+) -> int | str:
+    """Return the token id or the stop string that ended a sample with the finish reason "stop".
+
+    Args:
+        words: Needed with stop strings.
+    """
+    if words is None or is_stop_token(sample.token_ids[-1], sampling, words):
         return sample.token_ids[-1]
     text = words.text(sample.token_ids, skip_special=True)
     free = free_of_stops(sample.token_ids, sampling, words, skip_special=True)
     return first_stop(text[free:], sampling.stop)[0]
-
-
-def ends_with_stop_token(
-    sample: CompletionSample, sampling: SamplingParams, words: Words | None
-) -> bool:
-    """Return whether a stop token ended the sample. Needs the tokenizer only with stop strings."""
-    return words is None or is_stop_token(sample.token_ids[-1], sampling, words)
 
 
 def is_stop_token(token_id: int, sampling: SamplingParams, words: Words) -> bool:

@@ -17,7 +17,7 @@ from ....stages.streaming.stop_strings import StopStrings
 from ...server.http import SendEvent
 from ...serving.samples import Unsent, all_samples, sample_of
 from ...serving.submissions import ENDED_EARLY
-from ...serving.words import Words, ends_with_stop_token, free_of_stops, matched_stop
+from ...serving.words import Words, free_of_stops, is_stop_token, matched_stop
 from .requests import PromptCall
 from .sync import VersionLabels
 
@@ -160,7 +160,8 @@ class PromptWriter:
             return sample.text
         token_ids, sampling = sample.token_ids, self.wanted.request.sampling
         skip, trim = self.wanted.own.skip_special_tokens, self.wanted.trim_stop
-        if trim and sample.finish_reason == "stop" and self._ends_with_stop_token(sample):
+        stopped = trim and sample.finish_reason == "stop"
+        if stopped and is_stop_token(sample.token_ids[-1], sampling, self.words):
             token_ids = token_ids[:-1]
         detokenizer = self.words.detokenizer(skip_special=skip)
         text = detokenizer.push(token_ids) + (detokenizer.finish() if ended else "")
@@ -176,22 +177,14 @@ class PromptWriter:
             case "length":
                 return {"type": "length", "length": len(sample.token_ids)}
             case "stop":
-                return {"type": "stop", "matched": self._matched(sample)}
+                matched = matched_stop(sample, self.wanted.request.sampling, self.words)
+                return {"type": "stop", "matched": matched}
             case "abort":
                 return {"type": "abort", "message": error.message}
             case "content_filter":
                 return _FILTERED
             case unknown:
                 assert_never(unknown)
-
-    def _matched(self, sample: CompletionSample) -> int | str:
-        if self._ends_with_stop_token(sample):
-            return sample.token_ids[-1]
-        assert self.words is not None  # there are stop strings
-        return matched_stop(sample, self.wanted.request.sampling, self.words)
-
-    def _ends_with_stop_token(self, sample: CompletionSample) -> bool:
-        return ends_with_stop_token(sample, self.wanted.request.sampling, self.words)
 
 
 class Growing:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from functools import partial
-from itertools import chain
 from typing import TypeVar
 
 import anyio
@@ -61,25 +60,6 @@ def rest_of(sample: CompletionSample, tokens: int = 0, chars: int = 0) -> Iterat
             weight_version=version,
             top_logprobs=sample.top_logprobs and sample.top_logprobs[first:end],
         )
-
-
-def sample_of(index: int, chunks: Sequence[CompletionChunk]) -> CompletionSample:
-    """Return the sample that chunks make so far, as if it was aborted there."""
-    versions = [chunk.weight_version for chunk in chunks for _ in chunk.token_ids]
-    spans = [
-        (version, place)
-        for place, version in enumerate(versions)
-        if not place or version != versions[place - 1]
-    ]
-    return CompletionSample(
-        sample_index=index,
-        text="".join(chunk.text for chunk in chunks),
-        token_ids=tuple(chain.from_iterable(chunk.token_ids for chunk in chunks)),
-        logprobs=tuple(chain.from_iterable(chunk.logprobs for chunk in chunks)),
-        finish_reason="abort",
-        weight_versions=tuple(spans),
-        top_logprobs=tuple(chain.from_iterable(chunk.top_logprobs or () for chunk in chunks)),
-    )
 
 
 class Unsent:

@@ -15,7 +15,7 @@ import msgspec
 from ....bus.public import Completion, CompletionChunk, CompletionSample, ErrorInfo, TokenLogprob
 from ....stages.streaming.stop_strings import StopStrings
 from ...server.http import SendEvent
-from ...serving.samples import Unsent, all_samples, sample_of
+from ...serving.samples import Unsent, all_samples
 from ...serving.submissions import ENDED_EARLY
 from ...serving.words import Words, free_of_stops, is_stop_token, matched_stop
 from .requests import PromptCall
@@ -24,6 +24,8 @@ from .sync import VersionLabels
 Answer = dict[str, Any]
 Entry = tuple[float | None, int, str | None]
 TopLogprobs = tuple[TokenLogprob, ...]
+ScoredTokens = tuple[list[Entry], list[list[Entry]]]
+"""`output_token_logprobs` and `output_top_logprobs`."""
 
 _FILTERED: Answer = {
     "type": "abort",
@@ -66,7 +68,15 @@ class PromptWriter:
 
     # --- pieces of an answer ------------------------------------------------------------------
 
-    def answer(self, sample: CompletionSample, *, ended: bool) -> Answer:
+    def scored(self, tokens: CompletionChunk | CompletionSample) -> ScoredTokens:
+        """Return `output_token_logprobs` and `output_top_logprobs`, empty unless they are shown."""
+        if not self.wanted.logprobs:
+            return [], []
+        scored = zip(tokens.logprobs, tokens.token_ids, strict=True)
+        tops = tokens.top_logprobs if self.wanted.top_logprobs else None
+        return list(starmap(self._entry, scored)), list(map(self._top_entries, tops or ()))
+
+    def answer(self, sample: CompletionSample, scored: ScoredTokens, *, ended: bool) -> Answer:
         """Return the part of an answer that is known before the end of the sample."""
         wanted, request = self.wanted, self.wanted.request
         own = f"{request.request_id}_{sample.sample_index}"
@@ -79,11 +89,9 @@ class PromptWriter:
         if spans:
             meta |= {"weight_version": spans[0][0], "weight_versions": spans}
         if wanted.logprobs:
-            scored = zip(sample.logprobs, sample.token_ids, strict=True)
-            meta["output_token_logprobs"] = list(starmap(self._entry, scored))
+            meta["output_token_logprobs"] = scored[0]
             if wanted.top_logprobs:
-                tops = sample.top_logprobs or ()
-                meta["output_top_logprobs"] = list(map(self._top_entries, tops))
+                meta["output_top_logprobs"] = scored[1]
         text = self._text(sample, ended=ended)
         return {"text": text, "output_ids": sample.token_ids, "meta_info": meta}
 
@@ -98,7 +106,7 @@ class PromptWriter:
             sample = msgspec.structs.replace(
                 sample, **nothing, top_logprobs=None, ref_logprobs=None, finish_reason="length"
             )
-        answer = self.answer(sample, ended=True)
+        answer = self.answer(sample, self.scored(sample), ended=True)
         meta = answer["meta_info"]
         usage, n, timings = completion.usage, self.wanted.request.n, completion.timings
         elapsed_ns = timings.finished_ns - timings.received_ns if timings.received_ns else 0
@@ -193,24 +201,42 @@ class Growing:
     def __init__(self, writer: PromptWriter, sample_index: int) -> None:
         self._writer = writer
         self._index = sample_index
-        self._chunks: list[CompletionChunk] = []
-        self._tokens = self._shown = 0
+        self._token_ids: list[int] = []
+        self._scored: ScoredTokens = ([], [])
+        self._texts: list[str] = []
+        self._spans: list[tuple[int, int]] = []
+        self._shown = 0
         self._due_at = 1
 
     @property
     def due(self) -> bool:
         """Whether the next event is due."""
-        return self._tokens >= self._due_at
+        return len(self._token_ids) >= self._due_at
 
     def add(self, chunk: CompletionChunk) -> None:
         """Add the next tokens."""
-        self._chunks.append(chunk)
-        self._tokens += len(chunk.token_ids)
+        version = chunk.weight_version
+        if chunk.token_ids and (not self._spans or self._spans[-1][0] != version):
+            self._spans.append((version, len(self._token_ids)))
+        self._token_ids += chunk.token_ids
+        entries, tops = self._writer.scored(chunk)
+        self._scored[0].extend(entries)
+        self._scored[1].extend(tops)
+        self._texts.append(chunk.text)
 
     def answer(self) -> Answer:
         """Return an event with all that there is."""
-        self._shown = self._tokens
-        return self._writer.answer(sample_of(self._index, self._chunks), ended=False)
+        self._shown = len(self._token_ids)
+        self._texts = ["".join(self._texts)]
+        sample = CompletionSample(
+            sample_index=self._index,
+            text=self._texts[0],
+            token_ids=tuple(self._token_ids),
+            logprobs=(),
+            finish_reason="abort",
+            weight_versions=tuple(self._spans),
+        )
+        return self._writer.answer(sample, self._scored, ended=False)
 
     def sent(self, size_bytes: int) -> None:
         """Set when the next event is due, behind one of so many bytes."""

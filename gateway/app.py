@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import InitVar, dataclass
 from functools import partial
 from typing import Any
 
@@ -13,10 +14,11 @@ from starlette.middleware.exceptions import ExceptionMiddleware
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.routing import BaseRoute
-from starlette.types import ASGIApp, Scope
+from starlette.types import Scope
 
 from ..config import Config, NanoInferenceError
 from ..pipeline.client import BusClient
+from ..store.calls import DurableCall
 from ..telemetry import instruments
 from .api import anthropic
 from .api.kserve import http as kserve_http
@@ -37,8 +39,12 @@ from .serving.measures import Measures
 from .serving.services import Services
 
 
+@dataclass(eq=False)
 class Interfaces(Services):
     """All interfaces to one model, and what they share.
+
+    Raises:
+        ConfigError: `gateway.message_format` or `gateway.models` is invalid.
 
     Attributes:
         kserve: What KServe V2 serves.
@@ -47,22 +53,11 @@ class Interfaces(Services):
         routes: Routes of all interfaces, without those of the gateway as a whole.
     """
 
-    def __init__(
-        self,
-        engine: BusClient,
-        config: Config,
-        policy: Policy,
-        measures: Measures,
-        readiness: Readiness,
-        regions: TenantRegions,
-    ) -> None:
-        """Raises ConfigError when `gateway.message_format` or `gateway.models` is invalid."""
-        super().__init__(engine, config, policy, measures, readiness)
-        packages = not config.bus.model
-        service = open_service(
-            self.submissions, config, self.words, readiness, measures, packages=packages
-        )
-        self.kserve = KServe(service, regions)
+    regions: InitVar[TenantRegions]
+
+    def __post_init__(self, policy: Policy, regions: TenantRegions) -> None:
+        super().__post_init__(policy)
+        self.kserve = KServe(open_service(self), regions, self.readiness)
         self.info = ModelInfoCalls(self)
         self.responses = ResponseCalls(self)
         self.routes: list[PolicyRoute] = [
@@ -70,7 +65,7 @@ class Interfaces(Services):
             *sglang_routes(self),
             *openai_routes(self, self.info, self.responses),
             *anthropic.anthropic_routes(self),
-            *kserve_routes(self.kserve, readiness, config.gateway),
+            *kserve_routes(self.kserve, self.config.gateway),
         ]
 
 
@@ -108,40 +103,39 @@ class Application(Starlette):
             return kserve_http.respond(scope, error)
         return error_response(error)
 
-    def entrance(self, calls: ASGIApp) -> ASGIApp:
-        """Wrap the outermost layer of the server."""
-        return calls
-
 
 class GatewayApp(Application):
     """The application of a gateway, with what `Gateway` runs and closes around it.
 
     Attributes:
         policy: Opened before the first call, closed at the end.
-        readiness: Whether the gateway takes requests.
         kserve: What gRPC serves as well, through `chain`.
-        durable_calls: Returns the durable calls of all models.
+        durable_calls: Returns the durable calls of all models of this gateway.
         background: Tasks beside the connections, by name.
     """
 
     def __init__(
         self,
+        engine: BusClient,
+        config: Config,
+        measures: Measures,
         routes: Sequence[BaseRoute],
         chain: PolicyChain,
-        measures: Measures,
         *,
         policy: Policy,
-        readiness: Readiness,
         kserve: KServe,
         durable_calls: Callable[[], list[DurableCalls]],
-        background: Mapping[str, Callable[[], Coroutine[Any, Any, None]]],
+        owner_of: Callable[[DurableCall], DurableCalls | None],
     ) -> None:
-        super().__init__(routes, chain, measures)
-        self.policy = policy
-        self.readiness = readiness
-        self.kserve = kserve
-        self.durable_calls = durable_calls
-        self.background = {"policy": policy.run_forever, **background}
+        """`owner_of`: as of `watch_orphans`."""
+        own = gateway_routes(engine, config, policy, kserve.readiness, measures.metrics)
+        super().__init__([*own, *routes], chain, measures)
+        self.policy, self.kserve, self.durable_calls = policy, kserve, durable_calls
+        orphans = partial(watch_orphans, engine.bus.store.calls, config, durable_calls, owner_of)
+        self.background: dict[str, Callable[[], Coroutine[Any, Any, None]]] = {
+            "policy": policy.run_forever,
+            "durable calls": orphans,
+        }
 
     def stop(self) -> None:
         """The gateway closes connections from now on; their clients may go to another one."""
@@ -177,21 +171,14 @@ def make_app(
     policy = Policy(engine, config, measures)
     model = Interfaces(engine, config, policy, measures, readiness, TenantRegions(config.gateway))
     measures.watch(instruments.GATEWAY_WAITING, lambda: model.submissions.waiting)
-    own = [model.durable]
-    orphans = partial(
-        watch_orphans, engine.bus.store.calls, config, lambda: own, lambda call: model.durable
-    )
     return GatewayApp(
-        [
-            *gateway_routes(engine, config, policy, readiness, measures.metrics),
-            *model.routes,
-            *single_model_routes(engine),
-        ],
-        model.chain,
+        engine,
+        config,
         measures,
+        [*model.routes, *single_model_routes(engine)],
+        model.chain,
         policy=policy,
-        readiness=readiness,
         kserve=model.kserve,
-        durable_calls=lambda: own,
-        background={"durable calls": orphans},
+        durable_calls=lambda: [model.durable],
+        owner_of=lambda call: model.durable,
     )

@@ -70,10 +70,10 @@ def gateway_routes(
         return JsonResponse(found)
 
     return [
-        PolicyRoute("/", root, needed="nothing", methods=["GET"]),
+        PolicyRoute("GET /", "nothing", root),
         *probe_routes(readiness),
-        PolicyRoute("/metrics", prometheus, needed="read", methods=["GET"]),
-        PolicyRoute("/status", status, needed="read", methods=["GET"]),
+        PolicyRoute("GET /metrics", "read", prometheus),
+        PolicyRoute("GET /status", "read", status),
         *admin_routes(policy, config),
     ]
 
@@ -109,7 +109,7 @@ def probe_routes(readiness: Readiness) -> list[PolicyRoute]:
         return JsonResponse({"status": "ready", "role": ROLE})
 
     return [
-        PolicyRoute(f"/{probe.__name__}", probe, needed="nothing", methods=["GET"])
+        PolicyRoute(f"GET /{probe.__name__}", "nothing", probe)
         for probe in (livez, healthz, readyz)
     ]
 
@@ -142,7 +142,7 @@ def admin_routes(policy: Policy, config: Config) -> list[PolicyRoute]:
                 found = {"object": "list", "data": found}
             return JsonResponse(found, 201 if method == "POST" else 200)
 
-        return PolicyRoute(f"/admin/{path}", endpoint, needed="admin", methods=[method])
+        return PolicyRoute(f"{method} /admin/{path}", "admin", endpoint)
 
     return [
         route("GET", "keys", Administration.keys),
@@ -186,8 +186,8 @@ def status_routes(
         raise ModelError(f"there is no model {shown(name)} here", code="unknown_model")
 
     return [
-        PolicyRoute(MODELS_PATH, statuses, needed="admin", methods=["GET"]),
-        PolicyRoute(MODEL_PATH, status, needed="admin", methods=["GET"]),
+        PolicyRoute(f"GET {MODELS_PATH}", "admin", statuses),
+        PolicyRoute(f"GET {MODEL_PATH}", "admin", status),
     ]
 
 
@@ -199,6 +199,6 @@ def single_model_routes(engine: BusClient) -> list[PolicyRoute]:
 
     return [
         *status_routes(engine),
-        PolicyRoute(MODELS_PATH, refuse, needed="admin", methods=["POST"]),
-        PolicyRoute(MODEL_PATH, refuse, needed="admin", methods=["POST", "DELETE"]),
+        PolicyRoute(f"POST {MODELS_PATH}", "admin", refuse),
+        PolicyRoute(f"POST,DELETE {MODEL_PATH}", "admin", refuse),
     ]

@@ -106,7 +106,7 @@ class Gateway:
                 os.environ.setdefault("GRPC_VERBOSITY", "NONE")
                 from .api.kserve.grpc_server import GrpcServer
 
-                self._grpc = GrpcServer(app.kserve, app.chain, app.readiness, own, self._server)
+                self._grpc = GrpcServer(app.kserve, app.chain, own, self._server)
                 self._grpc.listen(address)
                 self.grpc_port = self._grpc.port
             await app.policy.open()
@@ -159,7 +159,7 @@ class Gateway:
         Returns:
             Whether all calls have ended.
         """
-        self._app.readiness.draining = True
+        self._app.kserve.readiness.draining = True
         if self._grpc is not None:
             self._grpc.drain()
         with anyio.move_on_after(timeout_s):

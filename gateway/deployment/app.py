@@ -6,6 +6,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
+from starlette.requests import Request
 from starlette.types import ASGIApp
 
 from ...config import Config, ConfigError, ModelConfig
@@ -20,12 +21,10 @@ from ..api.kserve.regions import TenantRegions
 from ..api.kserve.repository import add_packages
 from ..api.kserve.service import InferenceService, KServe
 from ..app import Application, GatewayApp, Interfaces
-from ..endpoints import gateway_routes, probe_routes
-from ..policy.caller import Caller
+from ..endpoints import probe_routes
 from ..policy.chain import PolicyRoute
 from ..policy.policy import Policy
 from ..server.http import EngineError
-from ..serving.durable_calls import watch_orphans
 from ..serving.lane_state import Readiness
 from ..serving.measures import Measures
 from .dispatch import ABORT, Entrance, ModelDispatch, ModelPathRoute
@@ -50,36 +49,28 @@ class DeploymentApp(GatewayApp):
         policy = Policy(engine, config, self._measures, models.engines)
         control = ModelControl(engine, policy.audit)
         service = InferenceService(metrics=self._measures.metrics)
-        kserve = KServe(service, TenantRegions(config.gateway), control)
+        kserve = KServe(service, TenantRegions(config.gateway), readiness, control)
         limit = config.gateway.max_body_bytes
-        orphans = partial(
-            watch_orphans,
-            engine.bus.store.calls,
-            config,
-            lambda: models.durable_calls,
-            models.owner_of,
-        )
         super().__init__(
+            engine,
+            config,
+            self._measures,
             [
-                ModelPathRoute(models),
-                *gateway_routes(engine, config, policy, readiness, self._measures.metrics),
                 *deployment_routes(engine, models, control, readiness, limit),
                 *_dispatched(engine, config, policy, models),
-                *kserve_routes(kserve, readiness, config.gateway),
+                *kserve_routes(kserve, config.gateway),
             ],
             policy.chain_of_all(),
-            self._measures,
             policy=policy,
-            readiness=readiness,
             kserve=kserve,
             durable_calls=lambda: models.durable_calls,
-            background={
-                "models": models.run_forever,
-                "durable calls": orphans,
-                # Answers requests on the deployment's requests stream when no other router does.
-                "router": Router(engine.bus, self._measures.metrics).run_forever,
-            },
+            owner_of=models.owner_of,
         )
+        # A model's own address counts before all other routes.
+        self.router.routes.insert(0, ModelPathRoute(models))
+        # Answers requests on the deployment's requests stream when no other router does.
+        router = Router(engine.bus, self._measures.metrics)
+        self.background |= {"models": models.run_forever, "router": router.run_forever}
         models.build_with(self._model_app, partial(_serve_kserve, service))
         add_packages(service, config)
         self._measures.watch(instruments.GATEWAY_WAITING, lambda: models.waiting)
@@ -93,7 +84,7 @@ class DeploymentApp(GatewayApp):
 
     def _model_app(self, record: ModelRecord, engine: BusClient) -> ModelApp:
         """Return the application of one model. Raises NanoInferenceError for invalid settings."""
-        readiness = Readiness(engine, self.readiness)
+        readiness = Readiness(engine, self.kserve.readiness)
         config, regions = self._config.of_model(record.spec), self.kserve.regions
         own = Interfaces(engine, config, self.policy, self._measures, readiness, regions)
         own.kserve.service.statistics = self.kserve.service.statistics
@@ -103,14 +94,14 @@ class DeploymentApp(GatewayApp):
 
 
 async def _conversation(
-    models: Models, own: Interfaces, response_id: str, tenant: str, caller: Caller
+    models: Models, own: Interfaces, request: Request, response_id: str
 ) -> list[dict[str, Any]]:
     """Return the conversation of a response, read by the model that made it."""
     interfaces = own
     # If that model is gone, the own interface answers that the response is unknown.
     with suppress(EngineError):
         interfaces = (await models.of_call(response_id)).interfaces
-    return await interfaces.responses.stored.conversation(response_id, tenant, caller)
+    return await interfaces.responses.stored.conversation(request, response_id)
 
 
 def _serve_kserve(service: InferenceService, app: ModelApp, there: bool) -> None:
@@ -143,10 +134,7 @@ def _dispatched(
 
     return [
         PolicyRoute(
-            route.path,
-            endpoint_of(route.path),
-            needed=route.needed,
-            methods=sorted(route.methods or ()),
+            f"{','.join(route.methods or ())} {route.path}", route.needed, endpoint_of(route.path)
         )
         for route in table
         if not kserve_http.is_called({"path": route.path})

@@ -20,9 +20,7 @@ from ..endpoints import MODEL_PATH, MODELS_PATH, status_json, status_routes
 from ..policy.audit import AuditLog, audit_change
 from ..policy.caller import Caller, caller_of, check_allowed
 from ..policy.chain import PolicyRoute
-from ..policy.document import Needed
-from ..server.callers import Endpoint
-from ..server.http import JsonResponse, convert, read_object, while_connected
+from ..server.http import JsonResponse, connected, convert, read_object
 from ..serving.lane_state import Readiness
 from .dispatch import model_for
 from .models import ModelApp, Models
@@ -134,16 +132,13 @@ def deployment_routes(
     async def version(request: Request) -> Response:
         return JsonResponse({"version": metadata.version("nano-inference")})
 
-    def get(path: str, needed: Needed, endpoint: Endpoint) -> PolicyRoute:
-        return PolicyRoute(path, endpoint, needed=needed, methods=["GET"])
-
     return [
         *anthropic.model_routes(cards, card),
-        get("/v1/models", "read", list_models),
-        get("/models", "read", list_models),
-        get("/v1/models/{model:path}", "read", model),
-        get("/health", "nothing", health),
-        get("/version", "nothing", version),
+        PolicyRoute("GET /v1/models", "read", list_models),
+        PolicyRoute("GET /models", "read", list_models),
+        PolicyRoute("GET /v1/models/{model:path}", "read", model),
+        PolicyRoute("GET /health", "nothing", health),
+        PolicyRoute("GET /version", "nothing", version),
         *status_routes(engine, id_of),
         *_change_routes(control, max_body_bytes),
     ]
@@ -151,8 +146,7 @@ def deployment_routes(
 
 def _change_routes(control: ModelControl, max_body_bytes: int) -> list[PolicyRoute]:
     def change(
-        method: str,
-        path: str,
+        route: str,
         work: Callable[[Request, dict[str, Any]], Awaitable[ModelStatus]],
         answer: Callable[[ModelStatus], dict[str, Any]] = status_json,
         status_code: int = 200,
@@ -161,13 +155,10 @@ def _change_routes(control: ModelControl, max_body_bytes: int) -> list[PolicyRou
 
         async def endpoint(request: Request) -> Response:
             body = await read_object(request, max_body_bytes)
-
-            async def respond() -> Response:
+            async with connected(request.receive):
                 return JsonResponse(answer(await work(request, body)), status_code)
 
-            return await while_connected(request.receive, respond)
-
-        return PolicyRoute(path, endpoint, needed="admin", methods=[method])
+        return PolicyRoute(route, "admin", endpoint)
 
     async def load(request: Request, body: dict[str, Any]) -> ModelStatus:
         return await control.load(request, request.path_params["model"])
@@ -191,12 +182,12 @@ def _change_routes(control: ModelControl, max_body_bytes: int) -> list[PolicyRou
         return {"success": True}
 
     return [
-        change("POST", MODELS_PATH, control.add, status_code=201),
-        change("POST", f"{MODEL_PATH}/load", load),
-        change("POST", f"{MODEL_PATH}/unload", unload),
-        change("DELETE", MODEL_PATH, unload, deleted),
-        change("POST", "/models/load", load_named, success),
-        change("POST", "/models/unload", unload_named, success),
+        change(f"POST {MODELS_PATH}", control.add, status_code=201),
+        change(f"POST {MODEL_PATH}/load", load),
+        change(f"POST {MODEL_PATH}/unload", unload),
+        change(f"DELETE {MODEL_PATH}", unload, deleted),
+        change("POST /models/load", load_named, success),
+        change("POST /models/unload", unload_named, success),
     ]
 
 

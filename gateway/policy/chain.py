@@ -8,18 +8,18 @@ entered until they have ended. Guardrail and audit also filter and record the ou
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Collection, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from functools import wraps
 from typing import Protocol
 
-from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
 from ...bus.public import GenerateRequest, Output
+from ..server.callers import Endpoint
 from ..serving.origin import Origin
 from .caller import ANYBODY, CALLER, NOBODY, ROUTE, Caller
 from .document import Needed
@@ -133,15 +133,10 @@ class PolicyRoute(Route):
         needed: The scope that its callers need.
     """
 
-    def __init__(
-        self,
-        path: str,
-        endpoint: Callable[[Request], Awaitable[Response]],
-        *,
-        needed: Needed,
-        methods: Collection[str],
-        middleware: Sequence[Middleware] = (),
-    ) -> None:
+    def __init__(self, route: str, needed: Needed, endpoint: Endpoint) -> None:
+        """`route`: its methods and its path, such as "GET /v1/models" or "POST,PUT /generate"."""
+        methods, _, path = route.partition(" ")
+
         @wraps(endpoint)
         async def checked(request: Request) -> Response:
             request.scope.setdefault("state", {})[ROUTE] = (self.path_format, needed)
@@ -149,5 +144,5 @@ class PolicyRoute(Route):
             await chain.enter(request, needed)
             return await endpoint(request)
 
-        super().__init__(path, checked, methods=list(methods), middleware=list(middleware))
+        super().__init__(path, checked, methods=methods.split(","))
         self.needed = needed

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager
+from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import anyio
+import httpx2
+import msgspec
 
 from ...bus.public import Completion, GenerateRequest, Output
-from ...config import RequestError, cut, shown
+from ...config import PolicyConfig, RequestError, cut, shown
 from ...config.logger import get_logger
 from ..server.http import task_group
 from ..serving.measures import Measures
@@ -19,52 +23,118 @@ from .backend import PolicyUnavailable
 from .block_list import BlockList
 from .chain import Outputs, Requests
 from .held_outputs import HeldOutputs
-from .opa import NoDecision, OpenPolicyAgent
 from .store import BlockLists
+
+MOST_BYTES = 64 << 10
+"""Bytes of an answer."""
+
+
+class Decision(msgspec.Struct, frozen=True):
+    """A decision. `reason`: the agent's own words for a refusal; "" if it gives none."""
+
+    allow: bool
+    reason: str = ""
+
+
+class _OpaResult(msgspec.Struct, frozen=True):
+    result: bool | Decision
+
+
+class NoDecision(Exception):
+    """The agent has not decided. The message says why."""
+
+
+class OpenPolicyAgent:
+    """Asks an agent over its REST API (`POST /v1/data/<policy>`).
+
+    The answer is `{"result": true}`, or `{"result": {"allow": false, "reason": "…"}}`. Any other
+    answer, or none in time, is no decision: an undefined policy answers `{}`.
+    """
+
+    def __init__(self, config: PolicyConfig, transport: httpx2.AsyncBaseTransport | None = None):
+        """`transport`: None for the network."""
+        self._url = config.opa_url
+        self._timeout_s = config.opa_timeout_s
+        # Prompts go neither to a proxy of the environment nor to a redirect's target.
+        self._http = httpx2.AsyncClient(
+            timeout=config.opa_timeout_s,
+            follow_redirects=False,
+            trust_env=False,
+            transport=transport,
+        )
+
+    async def ask(self, about: dict[str, Any]) -> Decision:
+        """Return the decision about a call.
+
+        Args:
+            about: The policy's `input`.
+
+        Raises:
+            NoDecision: The agent can't be reached, is too slow, or its answer is malformed.
+        """
+        body = msgspec.json.encode({"input": about})
+        headers = {"Content-Type": "application/json"}
+        answer = b""
+        try:
+            with anyio.fail_after(self._timeout_s):
+                asked = self._http.stream("POST", self._url, content=body, headers=headers)
+                async with asked as response:
+                    if response.status_code != 200:
+                        raise NoDecision(f"status {response.status_code}")
+                    async for piece in response.aiter_raw():
+                        answer += piece
+                        if len(answer) > MOST_BYTES:
+                            raise NoDecision(f"an answer of more than {MOST_BYTES} bytes")
+        except TimeoutError:
+            raise NoDecision(f"no answer within {self._timeout_s} s") from None
+        except (httpx2.HTTPError, httpx2.InvalidURL) as error:
+            raise NoDecision(shown(f"{type(error).__name__}: {error}")) from None
+        try:
+            result = msgspec.json.decode(answer, type=_OpaResult).result
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            raise NoDecision('an answer without {"result": true} or {"allow": …} in it') from None
+        return result if isinstance(result, Decision) else Decision(result)
+
+    async def aclose(self) -> None:
+        """Close the connections."""
+        await self._http.aclose()
+
 
 AT_ONCE = 16
 """Prompts of a call that the agent is asked about concurrently."""
-
-# Characters, or tokens, that are scanned on the event loop; more take a thread.
-_SHORT = 4096
 
 Cancel = Callable[[str, str], Awaitable[None]]
 """Cancels a request in the engine: its id, and its entry's."""
 
 
+@dataclass(eq=False)
 class Guardrail:
-    """Refuses prompts, and ends answers before blocked text."""
+    """Refuses prompts, and ends answers before blocked text.
 
-    def __init__(
-        self,
-        block_lists: BlockLists | None,
-        agent: OpenPolicyAgent | None,
-        words: LazyWords,
-        measures: Measures,
-        cancel: Cancel,
-        model: str,
-    ) -> None:
-        """`block_lists`: None without a policy backend. `agent`: None without one. `model`: the
-        served model, of requests without an adapter."""
-        self._model = model
-        self._block_lists = block_lists
-        self._agent = agent
-        self._words = words
-        self._measures = measures
-        self._cancel = cancel
+    Attributes:
+        block_lists: None without a policy backend.
+        agent: None without one.
+        model: The served model, of requests without an adapter.
+    """
+
+    block_lists: BlockLists | None
+    agent: OpenPolicyAgent | None
+    words: LazyWords
+    measures: Measures
+    cancel: Cancel
+    model: str
 
     @asynccontextmanager
     async def admit(self, origin: Origin, requests: Requests) -> AsyncIterator[None]:
         block_list = await self._block_list()
-        if requests and (block_list or self._agent):
+        if requests and (block_list or self.agent):
             texts = await self._texts(requests)
             if block_list:
                 blocked = partial(any, map(block_list.blocks, texts))
-                short = sum(map(len, texts)) <= _SHORT
-                if blocked() if short else await self._words.beside(blocked):
+                if await self.words.process(sum(map(len, texts)), blocked):
                     raise self._refused("the prompt has in it what is not taken here; leave it out")
-            if self._agent:
-                await self._ask(self._agent, origin, requests, texts)
+            if self.agent:
+                await self._ask(self.agent, origin, requests, texts)
         yield
 
     async def outputs(
@@ -77,40 +147,34 @@ class Guardrail:
                 async for output in outputs:
                     yield output
                 return
-            held = HeldOutputs(request, block_list, await self._words.required(), before)
+            held = HeldOutputs(request, block_list, await self.words.required(), before)
             blocked, cancelled = 0, False
             async for output in outputs:
                 for released in await self._put(held, output):
                     yield released
                 if held.blocked > blocked:
-                    self._measures.refused("content_filter", held.blocked - blocked)
+                    self.measures.refused("content_filter", held.blocked - blocked)
                     origin.account.code = "content_filter"
                     blocked = held.blocked
                 if held.complete and not cancelled and not isinstance(output, Completion):
                     cancelled = True
-                    await self._cancel(request.request_id, output.entry_id)
+                    await self.cancel(request.request_id, output.entry_id)
 
     async def _block_list(self) -> BlockList | None:
-        return await self._block_lists.get() if self._block_lists is not None else None
+        return await self.block_lists.get() if self.block_lists is not None else None
 
     async def _put(self, held: HeldOutputs, output: Output) -> list[Output]:
         if isinstance(output, Completion):
             size = sum(len(sample.text) for sample in output.samples)
         else:
             size = len(output.text)
-        if size <= _SHORT:
-            return held.put(output)
-        return await self._words.beside(partial(held.put, output))
+        return await self.words.process(size, partial(held.put, output))
 
     async def _texts(self, requests: Requests) -> list[str]:
         """Return the prompts as the model reads them, without special tokens."""
-        words = await self._words.required()
+        words = await self.words.required()
         size = sum(len(each.prompt or each.prompt_token_ids or ()) for each in requests)
-
-        def texts() -> list[str]:
-            return [text_of(request, words) for request in requests]
-
-        return texts() if size <= _SHORT else await self._words.beside(texts)
+        return await self.words.process(size, lambda: [text_of(each, words) for each in requests])
 
     async def _ask(
         self, agent: OpenPolicyAgent, origin: Origin, requests: Requests, texts: Sequence[str]
@@ -124,7 +188,7 @@ class Guardrail:
                     decision = await agent.ask(self._question(origin, request, text))
                 except NoDecision as error:
                     get_logger().warning("opa_has_not_decided", reason=cut(str(error)))
-                    self._measures.refused("policy_unavailable")
+                    self.measures.refused("policy_unavailable")
                     raise PolicyUnavailable(
                         "whether this prompt may be taken can't be found out, so it is not; try "
                         "again"
@@ -144,7 +208,7 @@ class Guardrail:
             "key_name": origin.caller.name,
             "scopes": sorted(origin.caller.scopes),
             "tenant": origin.tenant,
-            "model": request.model or self._model,
+            "model": request.model or self.model,
             "requested_model": origin.requested_model or request.model,
             "prompt": text,
             "n": request.n,
@@ -153,7 +217,7 @@ class Guardrail:
         }
 
     def _refused(self, message: str) -> RequestError:
-        self._measures.refused("content_filter")
+        self.measures.refused("content_filter")
         return RequestError(message, code="content_filter")
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_right
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Sequence
+from functools import partial
 from operator import itemgetter
 from typing import TypeVar
 
@@ -163,8 +164,8 @@ class HeldOutputs:
         self._blocked_tokens: dict[int, bool] = {}
         self._block_list = block_list
         self._words = words
-        self._before = before[-context_chars(block_list) :]
-        self._samples: dict[int, _HeldSample] = {}
+        held = partial(_HeldSample, block_list, before[-context_chars(block_list) :], words)
+        self._samples: defaultdict[int, _HeldSample] = defaultdict(held)
 
     @property
     def complete(self) -> bool:
@@ -177,11 +178,11 @@ class HeldOutputs:
         """Take the next output, and return those that may leave now."""
         output = self._without_blocked_tokens(output)
         if isinstance(output, CompletionChunk):
-            return [*self._released(self._sample(output.sample_index), output)]
+            return [*self._released(self._samples[output.sample_index], output)]
         released: list[Output] = []
         samples: list[CompletionSample] = []
         for sample in output.samples:
-            held = self._sample(sample.sample_index)
+            held = self._samples[sample.sample_index]
             released += self._released(held, sample)
             samples.append(held.cut(sample))
         if self.blocked:
@@ -191,11 +192,6 @@ class HeldOutputs:
                 # Complete, though the engine was told to stop.
                 output = msgspec.structs.replace(output, status="done", error=None)
         return [*released, output]
-
-    def _sample(self, index: int) -> _HeldSample:
-        if index not in self._samples:
-            self._samples[index] = _HeldSample(self._block_list, self._before, self._words)
-        return self._samples[index]
 
     def _released(
         self, held: _HeldSample, new: CompletionChunk | CompletionSample

@@ -11,17 +11,13 @@ import hmac
 import re
 import secrets
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from typing import Any
 
 import msgspec
 from starlette.requests import Request
 
 from ...config import RequestError
-from ..serving.origin import Origin
-from .caller import AppliedLimits, Caller, check_allowed
-from .chain import PolicyCall, Requests
+from .caller import AppliedLimits, Caller
 from .document import ApiKey, Needed, PolicyDocument, may
 
 _KEY = re.compile(r"ni-([0-9a-f]{12})-[A-Za-z0-9_-]{43}")
@@ -139,24 +135,6 @@ def check_scope(caller: Caller, needed: Needed) -> None:
             f"this needs a key with the scope {needed!r}, and this one's are: {has}",
             code="insufficient_scope",
         )
-
-
-class AllowedModels:
-    """Refuses models that a caller may not use, as if they were missing."""
-
-    def __init__(self, default: str) -> None:
-        """`default`: the model of requests that name none."""
-        self._default = default
-
-    async def check(self, call: PolicyCall) -> None:
-        if call.needed != "nothing":
-            check_allowed(call.caller, self._default)
-
-    @asynccontextmanager
-    async def admit(self, origin: Origin, requests: Requests) -> AsyncIterator[None]:
-        for request in requests:
-            check_allowed(origin.caller, request.model or self._default)
-        yield
 
 
 def _invalid(message: str) -> Unauthenticated:

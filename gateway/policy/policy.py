@@ -17,14 +17,13 @@ from ..serving.words import LazyWords
 from .audit import AuditLog
 from .audited_calls import AuditedCalls, AuditedHeads
 from .backend import open_backend
-from .caller import ANYBODY, NOBODY, Caller
+from .caller import ANYBODY, NOBODY
 from .chain import HeadLink, OutputsLink, PolicyCall, PolicyChain, RequestsLink
-from .document import Guardrails, PolicyDocument
-from .guardrail import Guardrail
-from .keys import AllowedModels, caller_with, check_scope, credential_of, tenant_in, with_tenant
+from .document import PolicyDocument
+from .guardrail import Guardrail, OpenPolicyAgent
+from .keys import caller_with, check_scope, credential_of, tenant_in, with_tenant
 from .limits import ReserveLimits
 from .oidc import TokenAuthenticator, is_token
-from .opa import OpenPolicyAgent
 from .store import BlockLists, PolicyStore, apply_weights_forever
 
 
@@ -58,7 +57,7 @@ class Policy:
         self._tokens = TokenAuthenticator(own) if own.oidc_issuer else None
         if own.backend != "off":
             self.store = PolicyStore(open_backend(own, engine.bus.store.policy), own.refresh_s)
-            self._lists = BlockLists(self._read_guardrails, own.guardrail_max_match)
+            self._lists = BlockLists(self.store, own.guardrail_max_match)
         self._agent = OpenPolicyAgent(own) if own.opa_url else None
         self.audit = AuditLog(own, measures.audit_lost) if own.audit_file else None
         self._stranger = NOBODY if own.knows_callers else ANYBODY
@@ -87,10 +86,9 @@ class Policy:
         requests: list[RequestsLink] = [served]
         outputs: list[OutputsLink] = []
         if self._config.knows_callers:
-            models = AllowedModels(name)
-            head += [models.check] if one_of_several else []
-            # First, so that a forbidden model looks like a missing one.
-            requests = [models, *requests, ReserveLimits(self._limits, config, measures)]
+            # A forbidden model looks like a missing one.
+            head += [lambda call: served.check("", call.caller)] if one_of_several else []
+            requests.append(ReserveLimits(self._limits, config, measures))
         if self._lists is not None or self._agent is not None:
             guardrail = Guardrail(self._lists, self._agent, words, measures, engine.cancel, name)
             requests.append(guardrail)
@@ -149,15 +147,10 @@ class Policy:
         return [self._authenticate] if self._config.knows_callers else []
 
     async def _authenticate(self, call: PolicyCall) -> None:
-        call.caller = await self._caller(credential_of(call.request))
-        check_scope(call.caller, call.needed)
-
-    async def _caller(self, credential: str) -> Caller:
+        credential = credential_of(call.request)
         document = PolicyDocument() if self.store is None else await self.store.document()
         if self._tokens is not None and is_token(credential):
-            return with_tenant(document, await self._tokens.caller(credential))
-        return caller_with(document, credential, time.time_ns())
-
-    async def _read_guardrails(self) -> Guardrails:
-        assert self.store is not None
-        return (await self.store.document()).guardrails
+            call.caller = with_tenant(document, await self._tokens.caller(credential))
+        else:
+            call.caller = caller_with(document, credential, time.time_ns())
+        check_scope(call.caller, call.needed)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
 
 import anyio
@@ -103,8 +103,8 @@ class PolicyStore:
 class BlockLists:
     """The policy's block list, compiled again after a change."""
 
-    def __init__(self, read: Callable[[], Awaitable[Guardrails]], max_match: int) -> None:
-        self._read = read
+    def __init__(self, store: PolicyStore, max_match: int) -> None:
+        self._store = store
         self._max_match = max_match
         self._made_of = Guardrails()
         self._made = BlockList((), (), max_match)
@@ -112,7 +112,7 @@ class BlockLists:
 
     async def get(self) -> BlockList:
         """Return the current block list. Raises PolicyUnavailable if it is unknown or invalid."""
-        guardrails = await self._read()
+        guardrails = (await self._store.document()).guardrails
         if guardrails is self._made_of:
             return self._made
         async with self._making:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import ipaddress
 import socket
 from collections.abc import Awaitable, Callable, Collection
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass
 
 from starlette.datastructures import Headers
 from starlette.middleware.cors import CORSMiddleware
@@ -77,6 +77,7 @@ def only_known_callers(
     return _KnownCallers(app, config, measures, respond)
 
 
+@dataclass(eq=False)
 class _KnownCallers:
     """ASGI: refuses calls of pages of other origins, and calls to other host names.
 
@@ -84,24 +85,24 @@ class _KnownCallers:
     needs a name, so addresses pass.
     """
 
-    def __init__(
-        self, app: ASGIApp, config: GatewayConfig, measures: Measures, respond: Respond
-    ) -> None:
-        self._app = app
-        self._measures = measures
-        self._respond = respond
+    app: ASGIApp
+    config: InitVar[GatewayConfig]
+    measures: Measures
+    respond: Respond
+
+    def __post_init__(self, config: GatewayConfig) -> None:
         names = ("localhost", config.host, socket.gethostname(), *config.allowed_hosts)
         self._names = {name.lower() for name in names}
         self._origins = {origin.lower() for origin in config.allowed_origins}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         refusal = self._refusal(Headers(scope=scope))
-        app = self._app
+        app = self.app
         if refusal is not None:
-            self._measures.refused(refusal.reason)
+            self.measures.refused(refusal.reason)
             # Browsers don't show the body.
             get_logger().warning(refusal.reason, error=refusal.message)
-            app = self._respond(scope, refusal)
+            app = self.respond(scope, refusal)
         await app(scope, receive, send)
 
     def _refusal(self, headers: Headers) -> _Refused | None:

@@ -404,8 +404,7 @@ class Connections:
             oldest.end()
         elif full:
             self.count("all_busy")
-            busy = "all connections have requests under way; try again"
-            connection.end(Overloaded(busy, "all_busy"))
+            connection.end(Overloaded("all connections have requests under way; try again"))
 
     def moved(self, connection: Watched) -> None:
         """Sort a connection by its new phase."""

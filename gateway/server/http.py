@@ -6,7 +6,6 @@ import gc
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
-from functools import partial
 from io import BytesIO
 from typing import Any, Protocol, TypeVar
 
@@ -109,9 +108,20 @@ class EngineError(RequestError):
 class FieldError(RequestError):
     """A field of the body is invalid. `param`: its path in the body."""
 
+    retry_after_s: float | None = None
+
     def __init__(self, message: str, *, param: str | None, code: str = "invalid_request") -> None:
         super().__init__(message, code=code)
         self.param = param
+
+
+def field_error(param: str, why: str, *, code: str = "invalid_request") -> FieldError:
+    """Return an error whose message begins with the field, by its path in the body.
+
+    Args:
+        why: The rest of the sentence, such as "is empty"; after a colon, a sentence of its own.
+    """
+    return FieldError(f"{param}{'' if why.startswith(':') else ' '}{why}", param=param, code=code)
 
 
 def status_of(error: NanoInferenceError) -> int:
@@ -157,41 +167,31 @@ def respond_plainly(scope: Scope, error: NanoInferenceError) -> Response:
 
 
 def error_handler(respond: Respond) -> Callable[[Request, Exception], Awaitable[Response]]:
-    """Return the handler of all exceptions, and of calls without a route."""
+    """Return the handler of all exceptions, and of calls without a route. Exceptions are logged,
+    unless the client caused them."""
 
     async def answer(request: Request, error: Exception) -> Response:
-        if not isinstance(error, HTTPException):
-            return answer_failure(request, error, partial(respond, request.scope))
-        code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code, "http_error")
-        message = f"{request.method} {shown(request.url.path)}: {error.detail}"
-        if methods := (error.headers or {}).get("Allow"):
-            message += f"; call it by {methods}"
-        response = respond(request.scope, RequestError(message, code=code))
-        response.status_code = error.status_code
-        response.headers.update(error.headers or {})
-        return response
+        if isinstance(error, ClientDisconnect):
+            return Response(status_code=CLIENT_LEFT)
+        if isinstance(error, HTTPException):
+            code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code)
+            message = f"{request.method} {shown(request.url.path)}: {error.detail}"
+            if methods := (error.headers or {}).get("Allow"):
+                message += f"; call it by {methods}"
+            response = respond(request.scope, RequestError(message, code=code or "http_error"))
+            response.status_code = error.status_code
+            response.headers.update(error.headers or {})
+            return response
+        log = get_logger().bind(path=request.url.path, call_id=call_id_of(request.scope))
+        if not isinstance(error, NanoInferenceError):
+            log.error("http_handler_failed", exc_info=error)
+            error = NanoInferenceError("the gateway has failed; its log says where")
+        # Shed load (429) is counted where it is shed; logging each would add load.
+        elif status_of(error) >= 500:
+            log.warning("http_request_failed", code=error.code, error=error.message)
+        return respond(request.scope, error)
 
     return answer
-
-
-def answer_failure(
-    request: Request, error: Exception, respond: Callable[[NanoInferenceError], Response]
-) -> Response:
-    """Return the response to an exception, which is logged unless the client caused it.
-
-    Args:
-        respond: Returns an error in the interface's form.
-    """
-    if isinstance(error, ClientDisconnect):
-        return Response(status_code=CLIENT_LEFT)
-    log = get_logger().bind(path=request.url.path, call_id=call_id_of(request.scope))
-    if not isinstance(error, NanoInferenceError):
-        log.error("http_handler_failed", exc_info=error)
-        return respond(NanoInferenceError("the gateway has failed; its log says where"))
-    # Shed load (429) is counted where it is shed; logging each would add load.
-    if status_of(error) >= 500:
-        log.warning("http_request_failed", code=error.code, error=error.message)
-    return respond(error)
 
 
 def call_id_of(scope: Scope) -> str:
@@ -308,17 +308,17 @@ async def task_group() -> AsyncIterator[TaskGroup]:
         raise first from None
 
 
-async def while_connected(receive: Receive, work: Callable[[], Awaitable[T]]) -> T:
-    """Run `work`; cancel it when the client disconnects.
+@asynccontextmanager
+async def connected(receive: Receive) -> AsyncIterator[None]:
+    """Within it, work is cancelled when the client disconnects.
 
     Args:
         receive: Of a request whose body was read.
 
     Raises:
         ClientDisconnect: The client has left.
-        NanoInferenceError, TimeoutError: Of `work`.
     """
-    results: list[T] = []
+    done = False
 
     async def watch() -> None:
         while (await receive())["type"] != "http.disconnect":
@@ -327,11 +327,11 @@ async def while_connected(receive: Receive, work: Callable[[], Awaitable[T]]) ->
 
     async with task_group() as group:
         group.start_soon(watch)
-        results.append(await work())
+        yield
+        done = True
         group.cancel_scope.cancel()
-    if not results:
+    if not done:
         raise ClientDisconnect
-    return results[0]
 
 
 class EventStream(Response):
@@ -351,19 +351,22 @@ class EventStream(Response):
         produce: Callable[[SendEvent], Awaitable[None]],
         comment_s: float | None = None,
         comment: bytes = b": keep-alive",
+        *,
+        ids: bool = True,
     ) -> None:
         """`produce` is called with a function that sends an event's data.
 
         After `comment_s` seconds without an event, `comment` is sent (an interface may have an
         event of its own for that), so that proxies don't close the connection. NanoInferenceErrors
         of `produce` must come before the first event or comment; `committed` is whether the
-        response has begun.
+        response has begun. `ids`: whether events have ids, behind which a client may resume.
         """
         super().__init__(headers={"Cache-Control": "no-cache"})
         del self.headers["content-length"]
         self._produce = produce
         self._comment_s = comment_s
         self._comment = comment + b"\n\n"
+        self._ids = ids
         self.committed = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -385,7 +388,7 @@ class EventStream(Response):
 
         async def send_event(data: bytes, event_id: str = "", *, name: str = "") -> None:
             named = f"event: {name}\n".encode() if name else b""
-            named += b"id: %s\n" % event_id.encode() if event_id else b""
+            named += b"id: %s\n" % event_id.encode() if event_id and self._ids else b""
             await send_part(named + b"data: " + data + b"\n\n")
 
         async def comment(every_s: float) -> None:
@@ -397,14 +400,12 @@ class EventStream(Response):
                 elif anyio.current_time() >= sent_at + every_s:
                     await send_part(self._comment)
 
-        async def respond() -> None:
-            async with task_group() as group:
-                if self._comment_s is not None:
-                    group.start_soon(comment, self._comment_s)
-                await self._produce(send_event)
-                group.cancel_scope.cancel()
-            await begin()
-            await send({"type": "http.response.body", "body": b"", "more_body": False})
-
         with suppress(ClientDisconnect):
-            await while_connected(receive, respond)
+            async with connected(receive):
+                async with task_group() as group:
+                    if self._comment_s is not None:
+                        group.start_soon(comment, self._comment_s)
+                    await self._produce(send_event)
+                    group.cancel_scope.cancel()
+                await begin()
+                await send({"type": "http.response.body", "body": b"", "more_body": False})

@@ -80,11 +80,9 @@ def limits_here(config: GatewayConfig) -> ConnectionLimits:
 
 
 class Overloaded(RequestError):
-    """There is no room now. `reason`: for what."""
+    """There is no room now."""
 
-    def __init__(self, message: str, reason: Reason) -> None:
-        super().__init__(message, code="overloaded")
-        self.reason: Reason = reason
+    code = "overloaded"
 
 
 class HeldBytes:
@@ -205,4 +203,4 @@ class RequestLimits:
 
     def _refusal(self, message: str, reason: Reason) -> Overloaded:
         self.refused[reason] += 1
-        return Overloaded(message, reason)
+        return Overloaded(message)

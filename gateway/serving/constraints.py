@@ -8,7 +8,7 @@ from typing import Any, Literal
 import msgspec
 
 from ...config import Constraint, field_name, shown
-from ..server.http import FieldError
+from ..server.http import FieldError, field_error
 from .fields import convert_part, read_part
 
 # The place of the schema: OpenAI's chats nest it, its responses and Anthropic's outputs don't.
@@ -104,13 +104,13 @@ def of_structured_outputs(given: Mapping[str, Any], param: str) -> Constraint | 
     if not asked:
         return None
     if len(asked) > 1:
-        raise FieldError(f"{param} asks for {shown(sorted(asked))}; give one of them", param=param)
+        raise field_error(param, f"asks for {shown(sorted(asked))}; give one of them")
     ((name, value),) = asked.items()
     where = f"{param}.{field_name(name)}"
     if name not in _STRUCTURED:
-        raise FieldError(
-            f"{where} is not supported here; json, regex, choice, grammar and json_object are",
-            param=where,
+        raise field_error(
+            where,
+            "is not supported here; json, regex, choice, grammar and json_object are",
             code="unsupported",
         )
     kind, own = _STRUCTURED[name]
@@ -141,7 +141,7 @@ def the_one(found: Mapping[str, Constraint | None]) -> Constraint | None:
 def _check_schema(found: object, param: str, form: str) -> None:
     """Raises FieldError when there is no schema at this interface's place."""
     if not (isinstance(found, dict) and "schema" in found):
-        raise FieldError(f"{param} has no 'schema'; the form is {form}", param=param)
+        raise field_error(param, f"has no 'schema'; the form is {form}")
 
 
 def _without_schema(
@@ -157,4 +157,4 @@ def _without_schema(
                 return Constraint(json_object=True)
             return Constraint(json_schema=schema)
     wanted = ", ".join(map(repr, ("text", "json_object", *others)))
-    raise FieldError(f"{param}.type is {shown(kind)}; it may be {wanted}", param=f"{param}.type")
+    raise field_error(f"{param}.type", f"is {shown(kind)}; it may be {wanted}")

@@ -49,15 +49,86 @@ def model_of(stored: DurableCall) -> str:
         return ""
 
 
+class IdempotencyKey(msgspec.Struct, frozen=True):
+    """The identity of a call with an idempotency key.
+
+    Attributes:
+        name: Digest of the tenant and the key.
+        digest: Digest of the call that was made with the key.
+    """
+
+    name: str
+    digest: str
+
+
+class CallHead(msgspec.Struct, frozen=True, kw_only=True):
+    """The beginning of every call's record.
+
+    Attributes:
+        id: The answer's.
+        created: When the call came, seconds since the Unix epoch.
+        model: The model, or the adapter, that its requests are for.
+        of_model: The id of the model; `model` may be an adapter's.
+    """
+
+    id: str
+    created: int
+    model: str
+    of_model: str = ""
+
+
+class DurableRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """A call, as the bus keeps it.
+
+    Attributes:
+        keyed: None without an idempotency key.
+    """
+
+    tenant: str
+    call: CallHead
+    keyed: IdempotencyKey | None = None
+
+    @property
+    def id(self) -> str:
+        """The answer's."""
+        return self.call.id
+
+    @property
+    def request_ids(self) -> list[str]:
+        raise NotImplementedError
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the record has all that another gateway needs to submit the requests."""
+        raise NotImplementedError
+
+    @property
+    def is_durable(self) -> bool:
+        """Whether the bus keeps it."""
+        raise NotImplementedError
+
+    @property
+    def background(self) -> bool:
+        """Whether it goes on without its client."""
+        return False
+
+    @property
+    def name(self) -> str:
+        """The name that the call has claimed; "" without an idempotency key."""
+        return self.keyed.name if self.keyed else ""
+
+    def encode(self) -> bytes:
+        # JSON: schemas may hold integers that MessagePack has no room for.
+        return msgspec.json.encode(self)
+
+
 @dataclass(eq=False)
 class Attachment:
     """One connection's attachment to a call.
 
     Attributes:
-        call_id: The call, which is the answer's own id.
-        name: The name that the call has claimed; "" for none.
+        record: The call.
         resumable: The client may come back to the call.
-        background: The call goes on without a client.
         entries: Stream entries of the requests known to be published, by request id; "" of a
             request that was ended before it was published.
         cut_short: The call was cancelled; its unpublished requests stay unpublished.
@@ -67,16 +138,16 @@ class Attachment:
     """
 
     engine: BusClient
-    call_id: str
-    unfinished: set[str]
-    name: str = ""
+    record: DurableRecord
     resumable: bool = False
-    background: bool = False
     entries: dict[str, str] = field(default_factory=dict)
     cut_short: bool = False
     failed: bool = False
     noted: Callable[[], None] = lambda: None
     _publishing: set[Task[str]] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self.unfinished = set(self.record.request_ids)
 
     @property
     def begun_before(self) -> Collection[str]:
@@ -125,7 +196,7 @@ class Attachment:
         known = self.entries.get(request_id, "")
         for entry_id in (known or await self._publish(request, trace), ""):
             followed = self.engine.follow(request_id, entry_id, just_published=not known)
-            async with _unexpired(self.call_id), aclosing(followed) as outputs:
+            async with _unexpired(self.record.id), aclosing(followed) as outputs:
                 async for output in outputs:
                     if entry_id and _is_duplicate(output):
                         break
@@ -161,7 +232,7 @@ class Attachment:
         if self.entries.get(request_id) == entry_id:
             return False
         self.entries[request_id] = entry_id
-        cancelled = await self.engine.bus.store.calls.note(self.call_id, request_id, entry_id)
+        cancelled = await self.engine.bus.store.calls.note(self.record.id, request_id, entry_id)
         self.noted()
         return cancelled
 
@@ -194,59 +265,41 @@ class DurableCalls:
         self._take_over = take_over
 
     @asynccontextmanager
-    async def begun(
-        self, call_id: str, record: bytes, request_ids: Iterable[str], name: str = ""
-    ) -> AsyncIterator[Attachment]:
-        """Store a new call, and attach to it.
+    async def begun(self, record: DurableRecord) -> AsyncIterator[Attachment | None]:
+        """Store a new call, and attach to it; unless it is not durable.
 
-        Args:
-            name: The name claimed for the call. A named call is stored already, and its client may
-                come back.
+        A call with a name was stored when it claimed that, and its client may come back.
         """
-        if not name:
-            await self._calls.keep(call_id, record, self._attached_s())
-        async with self._attaching(call_id, request_ids, name, resumable=bool(name)) as attachment:
+        if not record.is_durable:
+            yield None
+            return
+        if not record.name:
+            await self._calls.keep(record.id, record.encode(), self._attached_s())
+        async with self._attaching(record, resumable=bool(record.name)) as attachment:
             yield attachment
 
     @asynccontextmanager
     async def resumed(
-        self,
-        call_id: str,
-        stored: DurableCall,
-        request_ids: Iterable[str],
-        name: str = "",
-        *,
-        background: bool = False,
+        self, record: DurableRecord, stored: DurableCall
     ) -> AsyncIterator[Attachment]:
-        """Attach to a call for a client that has come back to it, and may do so again.
-
-        Args:
-            background: The call goes on without a client.
-        """
-        await self._calls.mark(call_id, "resumed")
-        await self._calls.attach({call_id: name}, self._attached_s(background))
+        """Attach to a call for a client that has come back to it, and may do so again."""
+        await self._calls.mark(record.id, "resumed")
+        await self._calls.attach({record.id: record.name}, self._attached_s(record.background))
+        entries, cut_short = dict(stored.entries), "cancelled" in stored.marks
         async with self._attaching(
-            call_id,
-            request_ids,
-            name,
-            resumable=True,
-            background=background,
-            entries=dict(stored.entries),
-            cut_short="cancelled" in stored.marks,
+            record, resumable=True, entries=entries, cut_short=cut_short
         ) as attachment:
             yield attachment
 
     @asynccontextmanager
-    async def _attaching(
-        self, call_id: str, request_ids: Iterable[str], name: str, **state: Any
-    ) -> AsyncIterator[Attachment]:
+    async def _attaching(self, record: DurableRecord, **state: Any) -> AsyncIterator[Attachment]:
         """Attach to a call. When the connection closes early, the call ends as well, unless its
         client may come back or another connection of this gateway is attached.
 
         Args:
             state: Other attributes of the attachment.
         """
-        attachment = Attachment(self._engine, call_id, set(request_ids), name, **state)
+        attachment, call_id = Attachment(self._engine, record, **state), record.id
         self._attached.setdefault(call_id, []).append(attachment)
         try:
             yield attachment
@@ -263,15 +316,13 @@ class DurableCalls:
             elif attachment.failed or not others:
                 await self._leaving.begin(self._leave(attachment))
 
-    async def claim(
-        self, name: str, call_id: str, record: bytes, *, background: bool = False
-    ) -> str:
-        """Store a call under a name, unless another call has the name; return the owner's id."""
+    async def claim(self, record: DurableRecord) -> str:
+        """Store a call under its name, unless another call has the name; return the owner's id."""
         # The call first: a reader that finds the name finds the call.
-        await self._calls.keep(call_id, record, self._attached_s(background))
-        owner = await self._calls.claim(name, call_id)
-        if owner != call_id:
-            await self._calls.drop(call_id)
+        await self.keep(record)
+        owner = await self._calls.claim(record.name, record.id)
+        if owner != record.id:
+            await self._calls.drop(record.id)
         return owner
 
     async def find(self, call_id: str) -> DurableCall | None:
@@ -281,33 +332,31 @@ class DurableCalls:
             return None
         return stored
 
-    async def last_output(
-        self, call_id: str, stored: DurableCall, request_id: str
-    ) -> Output | None:
-        """Return the last output of a call's request; None if there is none yet.
+    async def last_output(self, request_id: str, stored: DurableCall) -> Output | None:
+        """Return the last output of a call's only request; None if there is none yet.
 
         Raises:
             EngineError: stream_not_found: it was published, and its outputs have expired.
         """
         results = self._engine.bus.results
         for entry_id in dict.fromkeys((stored.entries.get(request_id, ""), "")):
-            async with _unexpired(call_id):
+            async with _unexpired(request_id):
                 output = await results.last(request_id, entry_id)
             if output is not None and not (entry_id and _is_duplicate(output)):
                 return output
         return None
 
-    async def keep(self, call_id: str, record: bytes) -> None:
-        """Store a call that goes on without a client."""
-        await self._calls.keep(call_id, record, self._attached_s(background=True))
+    async def keep(self, record: DurableRecord) -> None:
+        """Store a call."""
+        await self._calls.keep(record.id, record.encode(), self._attached_s(record.background))
 
     async def replace(self, call_id: str, record: bytes) -> None:
         """Replace a call's record."""
         await self._calls.keep(call_id, record, 0)
 
-    async def forget(self, call_id: str, name: str = "") -> None:
+    async def forget(self, record: DurableRecord) -> None:
         """Delete a call, and the name that it has claimed."""
-        await self._calls.drop(call_id, name)
+        await self._calls.drop(record.id, record.name)
 
     async def cancel(self, call_id: str) -> None:
         """End a call at all gateways; its unpublished requests stay unpublished."""
@@ -356,32 +405,32 @@ class DurableCalls:
         ended, self._ended = self._ended - self._attached.keys(), set()
         names: dict[bool, dict[str, str]] = {True: {}, False: dict.fromkeys(ended, "")}
         for call_id, (first, *_) in self._attached.items():
-            names[first.background][call_id] = first.name
+            names[first.record.background][call_id] = first.record.name
         for background, each in names.items():
             await self._calls.attach(each, self._attached_s(background))
         await self._calls.detach(ended)
 
     async def _leave(self, attachment: Attachment) -> None:
         await attachment.published()
-        call_id, name = attachment.call_id, attachment.name
-        if attachment.background:
+        record = attachment.record
+        if record.background:
             # Orphaned after that; another gateway takes it over.
-            await self._calls.attach({call_id: name}, self._attached_s(background=True))
+            await self._calls.attach({record.id: record.name}, self._attached_s(background=True))
         elif self._grace_s and not attachment.failed and await self._may_resume(attachment):
-            await self._calls.attach({call_id: name}, self._grace_s)
+            await self._calls.attach({record.id: record.name}, self._grace_s)
         elif attachment.failed and not attachment.entries:
             # Refused here; sent again, it may be accepted.
-            await self._calls.drop(call_id, name)
+            await self.forget(record)
         else:
             await self._cancel(attachment.entries)
-            await self._calls.detach([call_id])
+            await self._calls.detach([record.id])
 
     async def _may_resume(self, attachment: Attachment) -> bool:
         """The client may have resumed at another gateway before its old connection was seen to
         close; and it hasn't left when this gateway closes the connection."""
         if attachment.resumable or self.stopping:
             return True
-        stored = await self._calls.read(attachment.call_id)
+        stored = await self._calls.read(attachment.record.id)
         return stored is not None and "resumed" in stored.marks
 
     async def end_orphaned(self, call_id: str, stored: DurableCall) -> None:

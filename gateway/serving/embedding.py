@@ -6,8 +6,6 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import anyio
-import anyio.lowlevel
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
@@ -15,15 +13,16 @@ from starlette.responses import Response
 from ...bus.public import Completion, EmbedParams, GenerateRequest, Output
 from ...config import RequestError
 from ...pipeline.scoring import EmbeddedPrompt, embed_request, embedded_prompt
-from ..server.http import EngineError, while_connected
-from .origin import Origin, origin_of, tenant_of
+from ..server.http import EngineError, connected
+from .origin import Origin, origin_of
+from .prepared import check_request
 from .services import Services
-from .submissions import AT_ONCE, ENDED_EARLY, Submissions
+from .submissions import ENDED_EARLY
 
 Prompt = str | tuple[int, ...]
 
-# Numbers of vectors that are processed on the event loop; more take a thread.
-_SHORT = 1 << 14
+# Numbers of a vector that are written in the time of a listed token.
+_NUMBERS = 4
 
 
 class EmbedCall(msgspec.Struct, frozen=True, kw_only=True):
@@ -35,6 +34,9 @@ class EmbedCall(msgspec.Struct, frozen=True, kw_only=True):
         priority: The engine's priority.
         cache_salt: The engine's cache salt.
         adapter: "" for the model alone.
+        model: The model's name as the client wrote it.
+        budget_ms: The client's budget.
+        lower_first: As for `Submissions.check_priority`.
     """
 
     id: str
@@ -42,6 +44,9 @@ class EmbedCall(msgspec.Struct, frozen=True, kw_only=True):
     priority: int = 0
     cache_salt: str = ""
     adapter: str = ""
+    model: str = ""
+    budget_ms: float | None = None
+    lower_first: bool = True
 
     def requests(self, prompts: Sequence[Prompt], tenant: str) -> list[GenerateRequest]:
         """Return the requests for prompts."""
@@ -58,39 +63,23 @@ class EmbedCall(msgspec.Struct, frozen=True, kw_only=True):
 
 
 async def embed_all(
-    submissions: Submissions,
-    origin: Origin,
-    call: EmbedCall,
-    prompts: Sequence[Prompt],
-    *,
-    lower_first: bool = True,
+    services: Services, origin: Origin, call: EmbedCall, prompts: Sequence[Prompt]
 ) -> list[EmbeddedPrompt]:
     """Return the vectors of a call's prompts, in order. The first error ends the others.
-
-    Args:
-        lower_first: As for `Submissions.check_priority`.
 
     Raises:
         NanoInferenceError: A prompt was refused, or the engine has failed.
     """
     requests = call.requests(prompts, origin.tenant)
-    length = await submissions.length.get()
-    for place, request in enumerate(requests, 1):
-        submissions.check_priority(origin.caller, request, lower_first=lower_first)
-        submissions.check_size(request, length)
-        submissions.check_encoded(request)
-        if place % AT_ONCE == 0:
-            await anyio.lowlevel.checkpoint()
-    embedded: dict[int, EmbeddedPrompt] = {}
+    for request in requests:
+        services.submissions.check_priority(origin.caller, request, lower_first=call.lower_first)
+        await check_request(services, request)
 
     async def take(index: int, output: Output) -> None:
-        if isinstance(output, Completion):
-            embedded[index] = embedded_prompt(output)
-            if output.error is not None:
-                raise EngineError(ENDED_EARLY.message, code=ENDED_EARLY.code)
+        if isinstance(output, Completion) and output.error is not None:
+            raise EngineError(ENDED_EARLY.message, code=ENDED_EARLY.code)
 
-    await submissions.run(origin, requests, take)
-    return [embedded[index] for index in range(len(requests))]
+    return list(map(embedded_prompt, await services.submissions.run(origin, requests, take)))
 
 
 async def answer_embedded(
@@ -99,10 +88,6 @@ async def answer_embedded(
     call: EmbedCall,
     prompts: Sequence[Prompt],
     write: Callable[[list[EmbeddedPrompt]], Any],
-    *,
-    budget_ms: float | None,
-    model: str = "",
-    lower_first: bool = True,
 ) -> Response:
     """Embed the prompts of a call, and answer with the JSON of what `write` returns.
 
@@ -116,21 +101,16 @@ async def answer_embedded(
             "send several calls",
             code="too_many_prompts",
         )
-    origin = origin_of(request, tenant_of(request), budget_ms, model)
-
-    async def work() -> Response:
-        embedded = await embed_all(
-            services.submissions, origin, call, prompts, lower_first=lower_first
-        )
+    origin = origin_of(request, call.budget_ms, call.model)
+    async with connected(request.receive):
+        embedded = await embed_all(services, origin, call, prompts)
 
         def written() -> bytes:
             return msgspec.json.encode(write(embedded))
 
-        short = sum(len(each.vector) for each in embedded) <= _SHORT
-        body = written() if short else await services.words.beside(written)
+        numbers = sum(len(each.vector) for each in embedded)
+        body = await services.words.process(numbers // _NUMBERS, written)
         return Response(body, media_type="application/json")
-
-    return await while_connected(request.receive, work)
 
 
 def similarity(one: Sequence[float], other: Sequence[float]) -> float:

@@ -1,4 +1,4 @@
-"""Tokens with their logprobs, the names of tokens there, and vLLM's form of them."""
+"""Tokens with their logprobs, in the forms of OpenAI and vLLM."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from itertools import starmap
 from typing import Any, NamedTuple
 
 from ...bus.public import TokenLogprob
+from .message_parts import TokenRecord
 from .words import Words
 
 Tops = Sequence[TokenLogprob]
@@ -32,7 +33,7 @@ class TokenNames:
     """The names of tokens in logprobs: their texts, or their ids."""
 
     def __init__(self, words: Words, *, as_ids: bool) -> None:
-        self._words = words
+        self.words = words
         self._as_ids = as_ids
 
     def name(self, token_id: int) -> str:
@@ -41,7 +42,7 @@ class TokenNames:
         return self.bytes(token_id).decode(errors="replace")
 
     def bytes(self, token_id: int) -> bytes:
-        return self._words.token_bytes(token_id)
+        return self.words.token_bytes(token_id)
 
 
 def logprobs_by_id(tokens: Sequence[Scored], names: TokenNames) -> list[dict[str, Any] | None]:
@@ -61,3 +62,63 @@ def logprobs_by_id(tokens: Sequence[Scored], names: TokenNames) -> list[dict[str
         }
 
     return list(map(at, tokens))
+
+
+ListedToken = Scored | TokenRecord
+
+
+class TextLogprobs:
+    """`logprobs` of a choice of `/v1/completions`, for a text that grows."""
+
+    def __init__(self, names: TokenNames) -> None:
+        self._names = names
+        self._detokenizer = names.words.detokenizer(skip_special=True)
+        self._offset = 0
+
+    def add(self, tokens: Sequence[ListedToken]) -> dict[str, Any]:
+        """Return the logprobs of the next tokens.
+
+        `text_offset` is the place of a token's text in the text of all tokens. A stop string cuts
+        off the end of that.
+        """
+        offsets: list[int] = []
+        for token in tokens:
+            offsets.append(self._offset)
+            self._offset += len(self._detokenizer.push([token.token_id]))
+        return {
+            "tokens": [self._names.name(token.token_id) for token in tokens],
+            "token_logprobs": [token.logprob for token in tokens],
+            "top_logprobs": [self._tops(token) for token in tokens],
+            "text_offset": offsets,
+        }
+
+    def _tops(self, token: ListedToken) -> dict[str, float] | None:
+        """Return the likeliest tokens and the token itself. Of two with one text the likelier
+        counts."""
+        if token.logprob is None:
+            return None
+        tops: dict[str, float] = {}
+        for top in token.top:
+            tops.setdefault(self._names.name(top.token_id), top.logprob)
+        tops.setdefault(self._names.name(token.token_id), token.logprob)
+        return tops
+
+
+def token_entries(tokens: Sequence[ListedToken], names: TokenNames | None) -> list[dict[str, Any]]:
+    """Return an entry for each token, as chats and responses have them.
+
+    Args:
+        names: None names tokens by their ids, as `/inference/v1/generate` does.
+    """
+
+    def entry(token_id: int, logprob: float | None) -> dict[str, Any]:
+        if names is None:
+            return {"token": f"token_id:{token_id}", "logprob": logprob, "bytes": None}
+        bytes_ = list(names.bytes(token_id))
+        return {"token": names.name(token_id), "logprob": logprob, "bytes": bytes_}
+
+    return [
+        entry(token.token_id, token.logprob)
+        | {"top_logprobs": [entry(top.token_id, top.logprob) for top in token.top]}
+        for token in tokens
+    ]

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import repeat
 from typing import Literal, NamedTuple
 
 from ...bus.public import CompletionChunk, CompletionSample, FinishReason, TokenLogprob
 from ...config import SamplingParams
 from ...text.messages import Delta, MessageFormat, MessageReader, Reading, ToolCall
 from .measures import Measures
+from .samples import rest_of
 from .words import Words, is_stop_token
 
 
@@ -93,32 +93,37 @@ class MessageParts:
     them; a name that is no mark is removed again, unless a malformed call is shown as written. (If
     ordinary tokens spell the same name elsewhere, that is removed as well.) The stop token that
     ends a sample is no part of the message.
+
+    Attributes:
+        reads: Whether the message is parsed; otherwise all of it is text.
     """
 
     def __init__(
         self,
-        words: Words,
+        words: Words | None,
         sampling: SamplingParams,
         form: MessageFormat | None,
         reading: Reading | None,
         seed: str,
         *,
-        records: bool = True,
+        by_tokens: bool = True,
         measures: Measures | None = None,
     ) -> None:
         """Args:
+        words: None if the tokens' texts are not needed.
         seed: As for a `MessageReader`.
         form, reading: None: all is content.
-        records: Whether records are needed. Without records and reader, content is the chunks'
-            text.
+        by_tokens: Whether each token's text is needed. If not, and without a reader, content is the
+            chunks' text, and the records have no texts.
         measures: Counts the message's calls and reasoning at its end.
         """
         reader = None if form is None or reading is None else MessageReader(form, reading, seed)
         self._reader = reader
-        self._by_tokens = reader is not None or records
-        self._words = words
-        self._sampling = sampling
-        self._tokens = _Tokens(words)
+        self.reads = reader is not None
+        self._tokens: _Tokens | None = None
+        if by_tokens or reader is not None:
+            assert words is not None, "texts of tokens take the tokenizer"
+            self._tokens = _Tokens(words, sampling)
         self._measures = measures
         self._names: set[str] = set()
         self._text_chars = self._taken = self._told = 0
@@ -141,54 +146,40 @@ class MessageParts:
 
     def add(self, chunk: CompletionChunk) -> NewParts:
         """Take the next tokens."""
-        return self._take(chunk, 0, repeat(chunk.weight_version, len(chunk.token_ids)), chunk.text)
+        return self._take([chunk])
 
     def end(self, sample: CompletionSample) -> NewParts:
         """Take the rest of an ended sample, after its chunks."""
-        first = self._taken
-        return self._take(sample, first, _versions(sample, first), sample.text[self._text_chars :])
+        return self._take(rest_of(sample, self._taken, self._text_chars))
 
-    def _take(
-        self, of: CompletionChunk | CompletionSample, first: int, versions: Iterable[int], text: str
-    ) -> NewParts:
-        """Take the tokens from an index on; return the parts that are certain with this text."""
+    def _take(self, chunks: Iterable[CompletionChunk]) -> NewParts:
+        """Return the parts that are certain with these chunks."""
         new = NewParts([], [], [])
-        if self._reason is not None:
-            return new
-        self._reason = of.finish_reason
-        self._taken += len(of.token_ids) - first
-        self._text_chars += len(text)
-        if not self._by_tokens:
-            new.add(Delta(content=text), self._taken)
-            return new
-        self._push(of, first, versions)
-        self._tokens.rest += text
-        ended = self._reason is not None
-        for record, fed in self._tokens.certain(ended=ended):
+        for chunk in chunks:
+            if self._reason is None:
+                self._take_next(chunk, new)
+        return new
+
+    def _take_next(self, chunk: CompletionChunk, new: NewParts) -> None:
+        self._reason = chunk.finish_reason
+        self._taken += len(chunk.token_ids)
+        self._text_chars += len(chunk.text)
+        records = _records_of(chunk)
+        if self._tokens is None:
+            new.records.extend(records)
+            new.add(Delta(content=chunk.text), self._taken - bool(records))
+            return
+        self._tokens.push(records, chunk)
+        for record, fed in self._tokens.certain(ended=self._reason is not None):
             if fed is not None:
                 new.add(self._read(fed, record.text, 1), self._told)
             new.records.append(record)
             self._told += 1
-        if ended:
-            new.add(self._last(), self._told)
-        return new
+        if self._reason is not None:
+            new.add(self._last(self._tokens.rest), self._told)
 
-    def _push(
-        self, of: CompletionChunk | CompletionSample, first: int, versions: Iterable[int]
-    ) -> None:
-        """Push the tokens from an index on."""
-        token_ids = of.token_ids[first:]
-        tops = ((),) * len(token_ids) if of.top_logprobs is None else of.top_logprobs[first:]
-        ends = of.finish_reason == "stop" and bool(token_ids)
-        stops = ends and is_stop_token(token_ids[-1], self._sampling, self._words)
-        last = len(token_ids) - 1
-        known = zip(token_ids, of.logprobs[first:], tops, versions, strict=True)
-        for place, each in enumerate(known):
-            self._tokens.push(*each, stops=stops and place == last)
-
-    def _last(self) -> Delta:
-        """Return the delta of the end."""
-        rest = self._tokens.rest
+    def _last(self, rest: str) -> Delta:
+        """Return the delta of the end. `rest`: certain text without a token."""
         if self._reader is None:
             return Delta(content=rest)
         within = self._read(rest, rest, 0) if rest else Delta()
@@ -252,32 +243,29 @@ class _Tokens:
             end it is the beginning of a token's text that a guardrail has cut.
     """
 
-    def __init__(self, words: Words) -> None:
+    def __init__(self, words: Words, sampling: SamplingParams) -> None:
         self._words = words
+        self._sampling = sampling
         self._detokenizer = words.detokenizer(skip_special=True)
         self._waiting: deque[_Token] = deque()
         # The number of last tokens that belong to an incomplete character.
         self._incomplete = 0
         self.rest = ""
 
-    def push(
-        self,
-        token_id: int,
-        logprob: float,
-        top: Sequence[TokenLogprob],
-        version: int,
-        *,
-        stops: bool,
-    ) -> None:
-        """Add the next token. `stops`: it ends the sample, and is no part of its text."""
-        text = name = ""
-        if not stops:
+    def push(self, records: Sequence[TokenRecord], chunk: CompletionChunk) -> None:
+        """Add the tokens of a chunk, as records without texts, and its text."""
+        self.rest += chunk.text
+        for record in records:
+            token_id = record.token_id
+            is_last = chunk.finish_reason == "stop" and record is records[-1]
+            if is_last and is_stop_token(token_id, self._sampling, self._words):
+                self._waiting.append(_Token(record, "", stops=True))
+                return
             text, name = self._detokenizer.push((token_id,)), self._words.special_name(token_id)
             # With new text, the character before it is complete, or never will be.
             self._incomplete = 0 if text else self._incomplete
             self._incomplete += self._detokenizer.incomplete
-        record = TokenRecord(token_id, logprob, top, version, text)
-        self._waiting.append(_Token(record, name, stops))
+            self._waiting.append(_Token(record._replace(text=text), name, stops=False))
 
     def certain(self, *, ended: bool) -> list[tuple[TokenRecord, str | None]]:
         """Return the tokens whose text is certain, each with the text for the reader; None for a
@@ -312,9 +300,8 @@ class _Tokens:
                 break
 
 
-def _versions(sample: CompletionSample, first: int) -> Iterator[int]:
-    """Yield the version of the weights of each token from an index on."""
-    spans = sample.weight_versions or ((sample.weight_version, 0),)
-    ends = [*(begin for _, begin in spans), len(sample.token_ids)][1:]
-    for (version, begin), end in zip(spans, ends, strict=True):
-        yield from repeat(version, end - max(begin, first))
+def _records_of(chunk: CompletionChunk) -> list[TokenRecord]:
+    """Return the tokens of a chunk, without their texts."""
+    tops = chunk.top_logprobs or ((),) * len(chunk.token_ids)
+    tokens = zip(chunk.token_ids, chunk.logprobs, tops, strict=True)
+    return [TokenRecord(*each, chunk.weight_version, "") for each in tokens]

@@ -52,24 +52,21 @@ class Origin(NamedTuple):
         return None if self.deadline_ns is None else self.deadline_ns - now_ns()
 
 
-def origin_of(
-    request: Request, tenant: str, budget_ms: float | None, requested_model: str = ""
-) -> Origin:
+def origin_of(request: Request, budget_ms: float | None, requested_model: str = "") -> Origin:
     """Return the origin of a call.
 
     Args:
         request: The call; its headers may have its trace and its budget.
-        tenant: As `tenant_of` returns it.
         budget_ms: The budget in its body; None if there is none.
         requested_model: The model's name in its body; "" if there is none.
 
     Raises:
-        RequestError: invalid_budget.
+        RequestError: invalid_tenant, invalid_budget.
     """
     call = observed_call(request)
-    call.account.tenant = tenant
+    call.account.tenant = tenant_of(request)
     return Origin(
-        tenant,
+        call.account.tenant,
         call.trace,
         call_deadline_ns(request, call.at_ns, budget_ms),
         call.account,

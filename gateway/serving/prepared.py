@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import NamedTuple
 
@@ -12,7 +14,7 @@ from ...bus.public import GenerateRequest
 from ...config import NanoInferenceError, SamplingParams
 from ...text.grammar import check_size
 from ...text.messages import MessageFormat, Reading, ToolUse, constraint_of
-from ..server.http import FieldError, while_connected
+from ..server.http import FieldError, connected, field_error
 from .chat_templates import Conversation, reasoning_asked
 from .origin import tenant_of
 from .services import Services
@@ -73,7 +75,8 @@ async def check_request(
 ) -> GenerateRequest:
     """Refuse a request that the bus or admission would refuse; return it as it is submitted.
 
-    Arguments and errors are those of `check_length` and `as_submitted`.
+    Arguments and errors are those of `check_length` and `as_submitted`. Other calls run in between,
+    so that one with many prompts may check them in a loop.
     """
     await check_length(services, request, as_tokens=as_tokens)
     return await as_submitted(services, request, as_tokens=as_tokens)
@@ -105,8 +108,7 @@ async def prepare(
         ClientDisconnect: The client has left; other templates may be rendered first.
     """
     words = services.words
-
-    async def work() -> Prepared:
+    async with connected(request.receive):
         form = await words.message_format()
         reasons = form is not None and form.reads_reasoning
         reasoning = conversation.reasoning
@@ -146,24 +148,26 @@ async def prepare(
         constrained = replace(sampling, constraint=constraint)
         return Prepared(rendered.token_ids, constrained, form, reading)
 
-    return await while_connected(request.receive, work)
 
-
-def of_tools(error: NanoInferenceError, reading: Reading | None) -> NanoInferenceError:
-    """Attribute an invalid constraint to the tools, if there are any.
+@contextmanager
+def about_tools(reading: Reading | None) -> Iterator[None]:
+    """Within it, an invalid constraint is attributed to the tools, if there are any.
 
     Without tools a constraint is the answer's format, for which each interface has its own name.
     """
-    if error.code != "invalid_constraint" or reading is None or not reading.tools:
-        return error
-    return FieldError(error.message, param="tools", code=error.code)
+    try:
+        yield
+    except NanoInferenceError as error:
+        if error.code != "invalid_constraint" or reading is None or not reading.tools:
+            raise
+        raise FieldError(error.message, param="tools", code=error.code) from None
 
 
 def _not_known(what: str, param: str) -> FieldError:
-    return FieldError(
-        f"{param}: {what} is not known; leave it out, or name its format by "
+    return field_error(
+        param,
+        f": {what} is not known; leave it out, or name its format by "
         "gateway.message_format, as docs/tools.md has it",
-        param=param,
         code="unsupported",
     )
 
@@ -172,10 +176,10 @@ def _check_free_to_end(sampling: SamplingParams) -> None:
     """Refuse parameters that go on after the end of a grammar, which tools and budgets need."""
     for name in ("ignore_eos", "min_tokens"):
         if getattr(sampling, name):
-            raise FieldError(
-                f"{name} goes on past the end of a message that has to be of some form "
+            raise field_error(
+                name,
+                "goes on past the end of a message that has to be of some form "
                 "(required or strict tools, parallel calls forbidden, a budget of reasoning); "
                 "give one of them",
-                param=name,
                 code="invalid_constraint",
             )

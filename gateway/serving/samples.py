@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from functools import partial
 from typing import TypeVar
 
@@ -11,6 +11,7 @@ import anyio.lowlevel
 
 from ...bus.public import Completion, CompletionChunk, CompletionSample, GenerateRequest, Output
 from ...config import NanoInferenceError
+from ..server.http import task_group
 from .durable_calls import Attachment
 from .origin import Origin
 from .submissions import Submissions
@@ -20,7 +21,7 @@ MOST_UNSENT = 4096
 
 T = TypeVar("T")
 
-Take = Callable[[Sequence[CompletionChunk]], Awaitable[None]]
+TakeChunks = Callable[[Sequence[CompletionChunk]], Awaitable[None]]
 
 
 def all_samples(completion: Completion, n: int) -> list[CompletionSample]:
@@ -33,6 +34,32 @@ def all_samples(completion: Completion, n: int) -> list[CompletionSample]:
         )
         for index in range(n)
     ]
+
+
+def rest_of(sample: CompletionSample, tokens: int = 0, chars: int = 0) -> Iterator[CompletionChunk]:
+    """Yield the rest of an ended sample as chunks: one for each version of the weights, one at
+    least.
+
+    Args:
+        tokens, chars: The part that came in chunks before.
+    """
+    spans = sample.weight_versions or ((sample.weight_version, 0),)
+    ends = [*(begin for _, begin in spans[1:]), len(sample.token_ids)]
+    left = [(*span, end) for span, end in zip(spans, ends, strict=True) if end > tokens]
+    for version, begin, end in left or [(sample.weight_version, tokens, tokens)]:
+        first, is_last = max(begin, tokens), end == max(tokens, len(sample.token_ids))
+        yield CompletionChunk(
+            request_id="",
+            entry_id="",
+            sample_index=sample.sample_index,
+            token_offset=first,
+            token_ids=sample.token_ids[first:end],
+            logprobs=sample.logprobs[first:end],
+            text=sample.text[chars:] if is_last else "",
+            finish_reason=sample.finish_reason if is_last else None,
+            weight_version=version,
+            top_logprobs=sample.top_logprobs and sample.top_logprobs[first:end],
+        )
 
 
 class Unsent:
@@ -78,22 +105,12 @@ class Unsent:
                 not be sent.
         """
         failure: NanoInferenceError | None = None
-
-        async def send() -> None:
-            nonlocal failure
-            try:
-                await self.send_all()
-            except NanoInferenceError as error:
-                # Outside the group, which would wrap it.
-                failure = error
-                group.cancel_scope.cancel()
-
-        async with anyio.create_task_group() as group:
-            group.start_soon(send)
+        async with task_group() as group:
+            group.start_soon(self.send_all)
             try:
                 result = await run()
             except NanoInferenceError as error:
-                failure = failure or error
+                failure = error
             self.close()
         if failure is not None:
             raise failure
@@ -121,22 +138,27 @@ class Unsent:
 
 
 class UnsentOutputs(Unsent):
-    """The outputs of one request."""
+    """The outputs of a call's requests."""
 
-    def put(self, output: Output) -> None:
-        """Add an output."""
+    def put(self, index: int, output: Output) -> None:
+        """Add an output of a request."""
         raise NotImplementedError
+
+    async def take(self, index: int, output: Output) -> None:
+        """Add an output of a request, and wait while too much waits for the client."""
+        self.put(index, output)
+        await self.room()
 
 
 class SampleChunks(UnsentOutputs):
     """The chunks of one sample. The end of the sample has what did not come in chunks."""
 
-    def __init__(self, take: Take) -> None:
+    def __init__(self, take: TakeChunks) -> None:
         super().__init__()
         self._take = take
         self._waiting: list[CompletionChunk] = []
 
-    def put(self, output: Output) -> None:
+    def put(self, index: int, output: Output) -> None:
         if isinstance(output, CompletionChunk):
             self._waiting.append(output)
             self._came(len(output.token_ids))
@@ -151,21 +173,6 @@ class SampleChunks(UnsentOutputs):
         await self._take(chunks)
 
 
-async def stream_sample(
-    submissions: Submissions,
-    origin: Origin,
-    request: GenerateRequest,
-    take: Take,
-    attachment: Attachment | None = None,
-) -> Completion:
-    """Run a request of one sample, and pass its chunks to `take` as fast as they are taken.
-
-    Raises:
-        NanoInferenceError: The engine has failed. All earlier chunks were passed on.
-    """
-    return await stream_unsent(submissions, origin, request, SampleChunks(take), attachment)
-
-
 async def stream_unsent(
     submissions: Submissions,
     origin: Origin,
@@ -178,41 +185,5 @@ async def stream_unsent(
     Raises:
         NanoInferenceError: The engine did not do it, or its outputs could not be sent.
     """
-
-    async def put(output: Output) -> None:
-        unsent.put(output)
-        await unsent.room()
-
-    return await unsent.send_while(
-        partial(complete_sample, submissions, origin, request, put, attachment)
-    )
-
-
-async def complete_sample(
-    submissions: Submissions,
-    origin: Origin,
-    request: GenerateRequest,
-    put: Callable[[Output], Awaitable[None]] | None = None,
-    attachment: Attachment | None = None,
-    before: str = "",
-) -> Completion:
-    """Run a request, and return its completion.
-
-    Args:
-        put: Called with each output, and awaited.
-        attachment: As for `Submissions.run`.
-        before: The part of the prompt that the answer shows before each sample.
-
-    Raises:
-        NanoInferenceError: The engine has failed.
-    """
-    ended: list[Completion] = []
-
-    async def take(index: int, output: Output) -> None:
-        if put is not None:
-            await put(output)
-        if isinstance(output, Completion):
-            ended.append(output)
-
-    await submissions.run(origin, [request], take, attachment, lambda index: before)
-    return ended[0]
+    run = partial(submissions.run, origin, [request], unsent.take, attachment)
+    return (await unsent.send_while(run))[0]

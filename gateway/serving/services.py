@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import InitVar, dataclass
+
 from ...config import Config
 from ...pipeline.client import BusClient
 from ...text.messages import find_format
@@ -15,8 +17,12 @@ from .turns import Turns
 from .words import LazyWords
 
 
+@dataclass(eq=False)
 class Services:
     """The services of one model.
+
+    Raises:
+        ConfigError: `gateway.message_format` is unknown for any model.
 
     Attributes:
         engine: The model's client.
@@ -32,25 +38,22 @@ class Services:
         durable: Calls stored on the bus.
     """
 
-    def __init__(
-        self,
-        engine: BusClient,
-        config: Config,
-        policy: Policy,
-        measures: Measures,
-        readiness: Readiness,
-    ) -> None:
-        """Raises ConfigError when `gateway.message_format` is unknown for any model."""
-        find_format(config.gateway.message_format, None, "", "")
-        self.engine, self.config = engine, config
-        self.measures, self.readiness = measures, readiness
+    engine: BusClient
+    config: Config
+    policy: InitVar[Policy]
+    measures: Measures
+    readiness: Readiness
+
+    def __post_init__(self, policy: Policy) -> None:
+        engine, config, measures = self.engine, self.config, self.measures
         gateway = config.gateway
+        find_format(gateway.message_format, None, "", "")
         self.words = LazyWords(config.engine.model_folder, gateway.message_format)
         self.served = ServedModels(engine, config)
         self.chain = policy.chain_of(
             engine, config, self.words, self.served, one_of_several=bool(config.bus.model)
         )
-        self.submissions = Submissions(engine, config, measures, readiness, self.chain)
+        self.submissions = Submissions(engine, config, measures, self.readiness, self.chain)
         self.length = self.submissions.length
         turns = Turns(AT_ONCE, gateway.max_waiting, measures)
         self.templates = ChatTemplates(

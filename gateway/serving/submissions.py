@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Iterator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
 from contextlib import aclosing, contextmanager, suppress
+from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
@@ -20,7 +21,7 @@ from ...stages.admission.checks import MAX_PRIORITY
 from ...telemetry import instruments, names
 from ..policy.caller import Caller, may_use
 from ..policy.chain import PolicyChain
-from ..server.http import DEFAULT_RETRY_S, EngineError, FieldError, task_group
+from ..server.http import DEFAULT_RETRY_S, EngineError, field_error, task_group
 from .account import Account
 from .durable_calls import Attachment
 from .lane_state import DRAINING, ModelLength, Readiness
@@ -36,6 +37,10 @@ ENDED_EARLY = ErrorInfo(code="aborted", message="the request was aborted")
 
 # Period of counting lanes while requests wait.
 _COUNT_LANES_S = 10.0
+
+
+Take = Callable[[int, Output], Awaitable[None]]
+"""Takes an output of a call's request, by the request's index."""
 
 
 class _Owner(NamedTuple):
@@ -56,6 +61,7 @@ class _TooLate(EngineError):
         super().__init__(message, code="expired")
 
 
+@dataclass(eq=False)
 class Submissions:
     """A gateway's requests that wait for a place or are in the pipeline.
 
@@ -63,22 +69,16 @@ class Submissions:
         length: Most tokens of a prompt with its completion.
     """
 
-    def __init__(
-        self,
-        engine: BusClient,
-        config: Config,
-        measures: Measures,
-        readiness: Readiness,
-        policy: PolicyChain | None = None,
-    ) -> None:
-        """`policy`: None for none."""
-        self._engine = engine
-        self._policy = policy or PolicyChain()
-        self._config = config
-        self.measures = measures
-        self.length = ModelLength(engine, config)
-        self._readiness = readiness
-        self._turns = Turns(config.gateway_places, config.gateway.max_waiting, measures)
+    engine: BusClient
+    config: Config
+    measures: Measures
+    readiness: Readiness
+    policy: PolicyChain
+
+    def __post_init__(self) -> None:
+        config = self.config
+        self.length = ModelLength(self.engine, config)
+        self._turns = Turns(config.gateway_places, config.gateway.max_waiting, self.measures)
         self._count_lanes_at = 0.0
         # Several connections may be attached to one.
         self._request_ids: Counter[str] = Counter()
@@ -110,7 +110,7 @@ class Submissions:
         self.end_waiting(request_id)
         running = (each for each in self._request_ids if _concerns(request_id, each))
         for each in sorted({*running, request_id}):
-            await self._engine.cancel(each)
+            await self.engine.cancel(each)
 
     async def abort_own(self, caller: Caller, request_id: str) -> bool:
         """As `abort`, of the caller's tenant and models only; return whether there was one here."""
@@ -123,7 +123,7 @@ class Submissions:
         }
         self._turns.end(own.__contains__)
         for each in sorted(own & self._request_ids.keys()):
-            await self._engine.cancel(each)
+            await self.engine.cancel(each)
         return bool(own)
 
     def end_waiting(self, call_id: str) -> None:
@@ -133,11 +133,11 @@ class Submissions:
     async def abort_all(self) -> None:
         """End all waiting requests, and all requests in the pipeline, of any client."""
         self._turns.end(lambda request_id: True)
-        await self._engine.cancel_all()
+        await self.engine.cancel_all()
 
     def check_ready(self) -> None:
         """Raises EngineError (shutting_down) when the gateway is draining."""
-        if self._readiness.draining:
+        if self.readiness.draining:
             raise EngineError(
                 f"{DRAINING}; send it again, to another one",
                 code="shutting_down",
@@ -158,7 +158,7 @@ class Submissions:
         if len(token_ids) > (most := max_model_len - (request.embed is None)):
             given = f"the prompt has {len(token_ids)}"
             raise prompt_too_long(max_model_len, given, f"shorten it to {most} or fewer")
-        max_bytes = self._config.bus.max_request_bytes
+        max_bytes = self.config.bus.max_request_bytes
         # Most texts are short enough at four bytes a character.
         if len(text) * 4 > max_bytes and len(text.encode(errors="surrogatepass")) > max_bytes:
             raise RequestError(
@@ -187,11 +187,11 @@ class Submissions:
             low, high, given = -high, -low, -given
         own = caller.max_priority is not None
         setting = "max_priority of the key or its tenant" if own else "gateway.max_priority"
-        raise FieldError(
-            f"priority is {shown(given)}; it must be from {low} to {high}, where "
+        raise field_error(
+            "priority",
+            f"is {shown(given)}; it must be from {low} to {high}, where "
             f"{'lower' if lower_first else 'higher'} is earlier ({setting}). Leave it out, or have "
             "the limit raised",
-            param="priority",
             code="invalid_priority",
         )
 
@@ -201,7 +201,7 @@ class Submissions:
         Raises:
             RequestError: request_too_large.
         """
-        most = self._config.bus.max_request_bytes
+        most = self.config.bus.max_request_bytes
         # An upper bound, since encoding the prompt takes time: 20 digits and a comma for a token,
         # six bytes for an escaped character.
         rest = msgspec.structs.replace(request, prompt=None, prompt_token_ids=None)
@@ -219,10 +219,10 @@ class Submissions:
         self,
         origin: Origin,
         requests: Sequence[GenerateRequest],
-        take: Callable[[int, Output], Awaitable[None]],
+        take: Take | None = None,
         attachment: Attachment | None = None,
         before: Callable[[int], str] = lambda index: "",
-    ) -> None:
+    ) -> list[Completion]:
         """Run the requests of a call, each from when there is a place for it.
 
         The first error ends the others. An aborted request is no error: there may be tokens.
@@ -237,49 +237,29 @@ class Submissions:
         Raises:
             NanoInferenceError: The first error; the policy's refusal; `shutting_down`.
         """
-
         published = () if attachment is None else attachment.begun_before
         self.check_ready()
-        new = [request for request in requests if request.request_id not in published]
-        model = self._config.engine.model_name
-        self._owners.update(
-            (each.request_id, _Owner(origin.tenant, each.model or model)) for each in requests
-        )
-        try:
-            async with self._policy.admitted(origin, new):
-                await self._run_admitted(origin, requests, take, attachment, before, published)
-        except NanoInferenceError as error:
-            origin.account.code = error.code
-            raise
-        finally:
-            for each in requests:
-                # Another connection may attach it, too.
-                if each.request_id not in self._request_ids:
-                    self._owners.pop(each.request_id, None)
 
-    async def _run_admitted(
-        self,
-        origin: Origin,
-        requests: Sequence[GenerateRequest],
-        take: Callable[[int, Output], Awaitable[None]],
-        attachment: Attachment | None,
-        before: Callable[[int], str],
-        published: Collection[str],
-    ) -> None:
+        completions: dict[int, Completion] = {}
+
         async def run(index: int, begun: bool, placed: bool) -> None:
             try:
                 made = self._outputs(origin, requests[index], begun, attachment, before(index))
                 async with aclosing(made) as outputs:
                     async for output in outputs:
-                        await take(index, output)
+                        if take is not None:
+                            await take(index, output)
+                        if isinstance(output, Completion):
+                            completions[index] = output
                         await anyio.lowlevel.checkpoint()
             finally:
                 if placed:
                     self._turns.give_back(origin.tenant)
 
         waiting: dict[str, int] = {}
-        try:
-            async with task_group() as group:
+        new = [request for request in requests if request.request_id not in published]
+        with self._owned(origin, requests):
+            async with self.policy.admitted(origin, new), task_group() as group:
                 for index, request in enumerate(requests):
                     if request.request_id in published:
                         group.start_soon(run, index, True, False)
@@ -292,9 +272,27 @@ class Submissions:
                         group.start_soon(run, index, begun, begun)
                         if number % AT_ONCE == 0 or group.cancel_scope.cancel_called:
                             await anyio.lowlevel.checkpoint()
-        except _TooLate:
-            self.measures.refused("expired")
+        return [completion for _, completion in sorted(completions.items())]
+
+    @contextmanager
+    def _owned(self, origin: Origin, requests: Sequence[GenerateRequest]) -> Iterator[None]:
+        """Open while a call runs; its first error is that of its account."""
+        model = self.config.engine.model_name
+        self._owners.update(
+            (each.request_id, _Owner(origin.tenant, each.model or model)) for each in requests
+        )
+        try:
+            yield
+        except NanoInferenceError as error:
+            if isinstance(error, _TooLate):
+                self.measures.refused("expired")
+            origin.account.code = error.code
             raise
+        finally:
+            for each in requests:
+                # Another connection may attach it, too.
+                if each.request_id not in self._request_ids:
+                    self._owners.pop(each.request_id, None)
 
     async def _outputs(
         self,
@@ -324,11 +322,11 @@ class Submissions:
             labels = {names.REQUEST_MODEL: self._model}
             self.measures.metrics.record(instruments.MODEL_ROUTES, 1, labels)
         with self._counted(request.request_id):
-            submit = self._engine.submit if attachment is None else attachment.outputs
+            submit = self.engine.submit if attachment is None else attachment.outputs
             # A durable call goes on after this, and a call without a stream has no chunks to count.
             is_counted = attachment is None and request.stream
             made = _accounted(origin.account, request, submit(request, origin.trace), is_counted)
-            allowed = self._policy.outputs(origin, request, made, before)
+            allowed = self.policy.outputs(origin, request, made, before)
             async with aclosing(allowed) as outputs:
                 async for output in outputs:
                     if isinstance(output, Completion):
@@ -343,14 +341,14 @@ class Submissions:
         async def found() -> AsyncGenerator[Output, None]:
             yield end
 
-        async with aclosing(self._policy.outputs(origin, request, found())) as outputs:
+        async with aclosing(self.policy.outputs(origin, request, found())) as outputs:
             async for output in outputs:
                 return output
         return end
 
     def _max_priority(self, caller: Caller) -> int:
         own = caller.max_priority
-        return self._config.gateway.max_priority if own is None else own
+        return self.config.gateway.max_priority if own is None else own
 
     @contextmanager
     def _counted(self, request_id: str) -> Iterator[None]:
@@ -368,10 +366,10 @@ class Submissions:
         if not self.waiting or now < self._count_lanes_at:
             return
         self._count_lanes_at = now + _COUNT_LANES_S
-        if self._config.gateway.max_in_flight is None:
+        if self.config.gateway.max_in_flight is None:
             with suppress(BusError):
-                lanes = {report.lane for report in await self._engine.reports()}
-                self._turns.resize(self._config.gateway_places * max(1, len(lanes)))
+                lanes = {report.lane for report in await self.engine.reports()}
+                self._turns.resize(self.config.gateway_places * max(1, len(lanes)))
 
 
 async def _accounted(

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from ...config import shown
 from ...text.messages import Tool, ToolUse
-from ..server.http import FieldError
+from ..server.http import field_error
 
 _DEEPEST = 100
 """Deepest nesting of a schema, since other code walks schemas by recursion."""
@@ -40,23 +40,21 @@ def tools_of(given: Iterable[tuple[str, Tool]], schema: str = "parameters") -> t
     for where, tool in given:
         param = f"{where}.name"
         if _NAME.fullmatch(tool.name) is None:
-            raise FieldError(
-                f"{param} is {shown(tool.name)}; it may have 1 to 64 of A to Z, a to z, 0 to 9, "
-                "_, - and .",
-                param=param,
+            raise field_error(
+                param,
+                f"is {shown(tool.name)}; it may have 1 to 64 of A to Z, a to z, 0 to 9, _, - and .",
             )
         if tool.name in found:
-            raise FieldError(f"{param}: there is a tool {shown(tool.name)} already", param=param)
+            raise field_error(param, f": there is a tool {shown(tool.name)} already")
         kind = tool.parameters.get("type", "object")
         if kind != "object":
             param = f"{where}.{schema}.type"
-            raise FieldError(
-                f"{param} is {shown(kind)}; arguments are an object, and so it has to be 'object'",
-                param=param,
+            raise field_error(
+                param, f"is {shown(kind)}; arguments are an object, and so it has to be 'object'"
             )
         if _is_deep(tool.parameters):
             param = f"{where}.{schema}"
-            raise FieldError(f"{param} is nested more than {_DEEPEST} deep", param=param)
+            raise field_error(param, f"is nested more than {_DEEPEST} deep")
         found[tool.name] = tool
     return tuple(found.values())
 
@@ -90,7 +88,7 @@ def tool_use_of(
         FieldError: A call is required, and there are no tools.
     """
     if choice == "required" and not tools:
-        raise FieldError(f"{param} asks for a call, and there are no tools", param=param)
+        raise field_error(param, "asks for a call, and there are no tools")
     return ToolUse(tools=tools, choice=choice, parallel=parallel)
 
 
@@ -126,7 +124,7 @@ def with_allowed(
 def check_known(tools: Iterable[Tool], name: str, param: str) -> None:
     """Raises FieldError when there is no tool of a name."""
     if all(tool.name != name for tool in tools):
-        raise FieldError(f"{param}: there is no tool {shown(name)}", param=param)
+        raise field_error(param, f": there is no tool {shown(name)}")
 
 
 def tool_call(call_id: str | None, name: str, arguments: object) -> dict[str, Any]:

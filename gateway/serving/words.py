@@ -28,11 +28,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-# Characters of a text that are tokenised on the event loop; more take a thread.
-_SHORT_TEXT = 4096
-
-_SHORT_ANSWER = 4096
-"""Tokens that are listed on the event loop, those of logprobs included."""
+_SHORT = 4096
+"""Characters, or listed tokens with those of logprobs, that are processed on the event loop."""
 
 READING = 8
 """Cost of reading a token of a message, in tokens that are only listed."""
@@ -171,37 +168,36 @@ class LazyWords:
             RequestError: invalid_prompt, unsupported.
         """
         words = await self.required()
-        if len(text) <= _SHORT_TEXT:
-            return words.token_ids(text, add_special=add_special)
-        return await self.beside(partial(words.token_ids, text, add_special=add_special))
+        return await self.process(
+            len(text), partial(words.token_ids, text, add_special=add_special)
+        )
 
     async def beside(self, work: Callable[[], T]) -> T:
         """Run long work in one of a few threads."""
         return await anyio.to_thread.run_sync(work, limiter=self._threads)
 
-    async def written(self, listed: int, work: Callable[[], T]) -> T:
-        """Write an answer of so many listed tokens, a long one in a thread."""
-        return await self.beside(work) if listed > _SHORT_ANSWER else work()
+    async def process(self, size: int, work: Callable[[], T]) -> T:
+        """Process so many characters or listed tokens, many of them in a thread."""
+        return await self.beside(work) if size > _SHORT else work()
 
     async def make_grammar(self, work: Callable[[], T]) -> T:
         """Run work that makes a grammar in one of a few threads."""
         return await anyio.to_thread.run_sync(work, limiter=self._grammar_threads)
 
 
-def matched_stop(sample: CompletionSample, sampling: SamplingParams, words: Words) -> int | str:
-    """Return what ended a sample with the finish reason "stop": a token's id or a stop string."""
-    if ends_with_stop_token(sample, sampling, words):
+def matched_stop(
+    sample: CompletionSample, sampling: SamplingParams, words: Words | None
+) -> int | str:
+    """Return the token id or the stop string that ended a sample with the finish reason "stop".
+
+    Args:
+        words: Needed with stop strings.
+    """
+    if words is None or is_stop_token(sample.token_ids[-1], sampling, words):
         return sample.token_ids[-1]
     text = words.text(sample.token_ids, skip_special=True)
     free = free_of_stops(sample.token_ids, sampling, words, skip_special=True)
     return first_stop(text[free:], sampling.stop)[0]
-
-
-def ends_with_stop_token(
-    sample: CompletionSample, sampling: SamplingParams, words: Words | None
-) -> bool:
-    """Return whether a stop token ended the sample. Needs the tokenizer only with stop strings."""
-    return words is None or is_stop_token(sample.token_ids[-1], sampling, words)
 
 
 def is_stop_token(token_id: int, sampling: SamplingParams, words: Words) -> bool:

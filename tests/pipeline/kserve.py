@@ -9,16 +9,15 @@ from typing import Any
 import numpy as np
 
 from nano_inference.config import Config
-from nano_inference.gateway.api.kserve.models.backend import EngineBackend
 from nano_inference.gateway.api.kserve.repository import open_service
 from nano_inference.gateway.api.kserve.service import InferenceService
 from nano_inference.gateway.policy.chain import PolicyChain
+from nano_inference.gateway.policy.policy import Policy
 from nano_inference.gateway.serving.account import Account
 from nano_inference.gateway.serving.lane_state import Readiness
 from nano_inference.gateway.serving.measures import Measures
 from nano_inference.gateway.serving.origin import Origin
-from nano_inference.gateway.serving.submissions import Submissions
-from nano_inference.gateway.serving.words import LazyWords
+from nano_inference.gateway.serving.services import Services
 from nano_inference.kserve.tensors import (
     DTYPES,
     Array,
@@ -31,26 +30,19 @@ from nano_inference.pipeline.client import BusClient
 from nano_inference.telemetry import TraceContext
 
 
-def backend_of(
-    client: BusClient, config: Config, policy: PolicyChain | None = None
-) -> EngineBackend:
-    """Return what the engine's models share."""
-    return EngineBackend(*_parts(client, config, policy))
-
-
 def service_of(
     client: BusClient, config: Config, policy: PolicyChain | None = None
 ) -> InferenceService:
     """The models of a gateway with these settings."""
-    return open_service(*_parts(client, config, policy), Measures())
+    return open_service(services_of(client, config, policy))
 
 
-def _parts(
-    client: BusClient, config: Config, policy: PolicyChain | None
-) -> tuple[Submissions, Config, LazyWords, Readiness]:
-    readiness = Readiness(client)
-    submissions = Submissions(client, config, Measures(), readiness, policy)
-    return submissions, config, LazyWords(config.engine.model_folder), readiness
+def services_of(client: BusClient, config: Config, policy: PolicyChain | None = None) -> Services:
+    """Return what the engine's models share."""
+    measures = Measures()
+    made = Services(client, config, Policy(client, config, measures), measures, Readiness(client))
+    made.submissions.policy = policy or PolicyChain()
+    return made
 
 
 def origin(tenant: str = "default", deadline_ns: int | None = None, **more: Any) -> Origin:

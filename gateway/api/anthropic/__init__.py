@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from ...policy.chain import PolicyRoute
-from ...server.callers import Endpoint
 from ...serving.services import Services
-from .errors import ERRORS, is_called, respond
+from .errors import is_called, respond
 from .generate import MessageCalls
 from .models import model_routes
 
@@ -13,13 +12,9 @@ from .models import model_routes
 def anthropic_routes(services: Services) -> list[PolicyRoute]:
     """Return the endpoints."""
     calls = MessageCalls(services)
-
-    def route(path: str, endpoint: Endpoint) -> PolicyRoute:
-        return PolicyRoute(path, endpoint, needed="generate", methods=["POST"], middleware=[ERRORS])
-
     return [
-        route("/v1/messages", calls.messages),
-        route("/v1/messages/count_tokens", calls.count_tokens),
+        PolicyRoute("POST /v1/messages", "generate", calls.messages),
+        PolicyRoute("POST /v1/messages/count_tokens", "generate", calls.count_tokens),
     ]
 
 

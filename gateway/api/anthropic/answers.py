@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import InitVar, dataclass
 from typing import Any, Literal, assert_never
 
 import msgspec
@@ -88,31 +89,27 @@ class ContentBlocks:
         return {"type": f"content_block_{what}", "index": len(self.blocks), **fields}
 
 
+@dataclass(eq=False)
 class MessageWriter:
-    """Writes the answer to a request: as a whole, or event by event."""
+    """Writes the answer to a request: as a whole, or event by event.
 
-    def __init__(
-        self,
-        request: GenerateRequest,
-        model: str,
-        words: Words,
-        parts: MessageParts,
-        *,
-        counts_thinking: bool,
-        shows_thinking: bool,
-    ) -> None:
-        """Args:
+    Attributes:
         parts: The reader of the sample.
         counts_thinking: Whether the usage has the number of thinking tokens.
         shows_thinking: Whether thinking is shown.
-        """
-        self._request = request
-        self._model = model
-        self._words = words
-        self._parts = parts
-        self._counts_thinking = counts_thinking
+    """
+
+    request: GenerateRequest
+    model: str
+    words: Words
+    parts: MessageParts
+    counts_thinking: bool
+    shows_thinking: InitVar[bool]
+    _begun: bool = False
+    _pinged: bool = False
+
+    def __post_init__(self, shows_thinking: bool) -> None:
         self._content = ContentBlocks(shows_thinking=shows_thinking)
-        self._begun = self._pinged = False
 
     def whole(self, completion: Completion) -> Answer:
         """Return the whole message."""
@@ -124,7 +121,7 @@ class MessageWriter:
 
     def add(self, chunks: Sequence[CompletionChunk]) -> list[Answer]:
         """Add chunks of a stream; return its events."""
-        deltas = [delta for chunk in chunks for delta in self._parts.add(chunk).deltas]
+        deltas = [delta for chunk in chunks for delta in self.parts.add(chunk).deltas]
         return self._events(self._content.add(deltas))
 
     def end(self, completion: Completion) -> list[Answer]:
@@ -147,7 +144,7 @@ class MessageWriter:
 
     def _start(self) -> Answer:
         """The number of cached tokens is not known yet."""
-        prompt = len(self._request.prompt_token_ids or ())
+        prompt = len(self.request.prompt_token_ids or ())
         message = self._message([], _usage(Usage(prompt_tokens=prompt)))
         return {"type": "message_start", "message": message}
 
@@ -155,15 +152,15 @@ class MessageWriter:
 
     def _rest(self, completion: Completion) -> list[Answer]:
         samples = completion.samples[:1]
-        deltas = [delta for sample in samples for delta in self._parts.end(sample).deltas]
+        deltas = [delta for sample in samples for delta in self.parts.end(sample).deltas]
         return [*self._content.add(deltas), *self._content.end()]
 
     def _message(self, content: list[Answer], usage: Answer) -> Answer:
         return {
-            "id": self._request.request_id,
+            "id": self.request.request_id,
             "type": "message",
             "role": "assistant",
-            "model": self._model,
+            "model": self.model,
             "content": content,
             "stop_reason": None,
             "stop_sequence": None,
@@ -171,8 +168,8 @@ class MessageWriter:
         }
 
     def _usage(self, usage: Usage) -> Answer:
-        details = {"output_tokens_details": {"thinking_tokens": self._parts.reasoning_tokens}}
-        return _usage(usage) | (details if self._counts_thinking else {})
+        details = {"output_tokens_details": {"thinking_tokens": self.parts.reasoning_tokens}}
+        return _usage(usage) | (details if self.counts_thinking else {})
 
     def _stop(self, completion: Completion) -> Answer:
         sample = completion.samples[0] if completion.samples else None
@@ -182,10 +179,10 @@ class MessageWriter:
     def _reason(self, sample: CompletionSample) -> tuple[str, str | None]:
         match sample.finish_reason:
             case "stop":
-                matched = matched_stop(sample, self._request.sampling, self._words)
+                matched = matched_stop(sample, self.request.sampling, self.words)
                 if isinstance(matched, str):
                     return "stop_sequence", matched
-                return ("tool_use" if self._parts.calls else "end_turn"), None
+                return ("tool_use" if self.parts.calls else "end_turn"), None
             case "length":
                 return "max_tokens", None
             case "abort":

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 from starlette.datastructures import Headers
-from starlette.middleware import Middleware
-from starlette.middleware.exceptions import ExceptionMiddleware
-from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Scope
 
 from ....config import NanoInferenceError
-from ...server.http import JsonResponse, answer_failure, call_id_of, error_headers, status_of
+from ...server.http import JsonResponse, call_id_of, error_headers, status_of
 
 PATH = "/v1/messages"
 """The path of all endpoints."""
@@ -51,11 +47,7 @@ def error_event(error: NanoInferenceError, call_id: str) -> dict[str, Any]:
     told: dict[str, Any] = {"type": kind, "message": error.message, "code": error.code}
     if param == _THREAD:
         told["details"] = {"error_code": "thread_unsupported_request", "unsupported": [_THREAD]}
-    return {
-        "type": "error",
-        "error": told | {"param": param},
-        "request_id": call_id or None,
-    }
+    return {"type": "error", "error": told | {"param": param}, "request_id": call_id or None}
 
 
 def is_called(scope: Scope) -> bool:
@@ -72,27 +64,13 @@ def has_version(scope: Scope) -> bool:
 
 def respond(scope: Scope, error: NanoInferenceError) -> Response:
     """Return the answer for an error."""
-    call_id = call_id_of(scope)
-    body = error_event(error, call_id)
-    return _named(call_id, JsonResponse(body, _status_of(error), error_headers(error)))
+    body = error_event(error, call_id_of(scope))
+    return named(scope, JsonResponse(body, _status_of(error), error_headers(error)))
 
 
-async def answer_error(request: Request, error: Exception) -> Response:
-    """Return the answer for anything that an endpoint raised."""
-    return named(request, answer_failure(request, error, partial(respond, request.scope)))
-
-
-ERRORS = Middleware(ExceptionMiddleware, handlers={Exception: answer_error})
-"""Errors in Anthropic's form, also those of a stream that has not begun."""
-
-
-def named(request: Request, response: Response) -> Response:
+def named(scope: Scope, response: Response) -> Response:
     """Add the call's id in the logs to an answer."""
-    return _named(call_id_of(request.scope), response)
-
-
-def _named(call_id: str, response: Response) -> Response:
-    if call_id:
+    if call_id := call_id_of(scope):
         response.headers[_REQUEST_ID] = call_id
     return response
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from functools import partial
+from collections.abc import Sequence
 
 import msgspec
 from msgspec.structs import replace
@@ -19,20 +17,27 @@ from ...server.http import (
     JsonResponse,
     SendEvent,
     call_id_of,
+    connected,
     read_object,
-    while_connected,
 )
 from ...serving.fields import Body, adapter_of, read_part
 from ...serving.message_parts import MessageParts
 from ...serving.origin import Origin, origin_of, tenant_of
-from ...serving.prepared import Prepared, check_request, of_tools, prepare
-from ...serving.samples import complete_sample, stream_sample
+from ...serving.prepared import Prepared, about_tools, check_request, prepare
+from ...serving.samples import SampleChunks, stream_unsent
 from ...serving.services import Services
 from .answers import Answer, MessageWriter
 from .bodies import CountBody, MessagesBody
 from .errors import error_event, named
-from .messages import conversation_of
-from .requests import budget_of, check_version, read_messages, request_of, sampling_of, use_of
+from .requests import (
+    budget_of,
+    check_version,
+    conversation_of,
+    read_messages,
+    request_of,
+    sampling_of,
+    use_of,
+)
 
 # Where nothing else is to be said.
 _PING = b'event: ping\ndata: {"type":"ping"}'
@@ -50,9 +55,9 @@ class MessageCalls:
         fields = read_part(body, CountBody)
         await services.served.check(fields.model, caller_of(request))
         conversation = replace(conversation_of(fields), tools=use_of(fields).usable)
-        render = partial(services.templates.render, conversation, tenant_of(request))
-        rendered = await while_connected(request.receive, render)
-        return named(request, JsonResponse({"input_tokens": len(rendered.token_ids)}))
+        async with connected(request.receive):
+            rendered = await services.templates.render(conversation, tenant_of(request))
+        return named(request.scope, JsonResponse({"input_tokens": len(rendered.token_ids)}))
 
     async def messages(self, request: Request) -> Response:
         check_version(request)
@@ -73,18 +78,15 @@ class MessageCalls:
         tenant = tenant_of(request)
         asked = request_of(fields, prepared, tenant, services.config)
         await check_request(services, asked)
-        origin = origin_of(request, tenant, fields.budget_ms, fields.model)
+        origin = origin_of(request, fields.budget_ms, fields.model)
         services.submissions.check_priority(origin.caller, asked)
         writer = await self._writer(asked, fields, prepared)
         if fields.stream:
-            return named(request, self._streamed(request, origin, asked, writer, prepared))
-
-        async def work() -> Response:
-            with _of_tools(prepared):
-                completion = await complete_sample(services.submissions, origin, asked)
-            return JsonResponse(writer.whole(completion))
-
-        return named(request, await while_connected(request.receive, work))
+            return named(request.scope, self._streamed(request, origin, asked, writer, prepared))
+        async with connected(request.receive):
+            with about_tools(prepared.reading):
+                (completion,) = await services.submissions.run(origin, [asked])
+        return named(request.scope, JsonResponse(writer.whole(completion)))
 
     async def _body(self, request: Request) -> Body:
         return await read_object(request, self._services.config.gateway.max_body_bytes)
@@ -102,7 +104,7 @@ class MessageCalls:
             reading,
             # The ids of calls are made of it.
             f"{asked.request_id}/0",
-            records=False,
+            by_tokens=False,
             measures=services.measures,
         )
         return MessageWriter(
@@ -133,8 +135,9 @@ class MessageCalls:
                 await tell(writer.add(chunks))
 
             try:
-                with _of_tools(prepared):
-                    completion = await stream_sample(submissions, origin, asked, take)
+                with about_tools(prepared.reading):
+                    unsent = SampleChunks(take)
+                    completion = await stream_unsent(submissions, origin, asked, unsent)
             except NanoInferenceError as error:
                 if not stream.committed:
                     raise
@@ -144,12 +147,3 @@ class MessageCalls:
 
         stream = EventStream(produce, self._services.config.gateway.comment_s, _PING)
         return stream
-
-
-@contextmanager
-def _of_tools(prepared: Prepared) -> Iterator[None]:
-    """Within it, errors of a constraint made of tools are about the tools."""
-    try:
-        yield
-    except NanoInferenceError as error:
-        raise of_tools(error, prepared.reading) from None

@@ -16,8 +16,8 @@ from starlette.types import Scope
 from ....config import shown
 from ...policy.caller import Caller, caller_of
 from ...policy.chain import PolicyRoute
-from ...server.http import FieldError, JsonResponse, convert
-from .errors import ERRORS, MODELS, has_version, named
+from ...server.http import FieldError, JsonResponse, convert, field_error
+from .errors import MODELS, has_version, named
 from .requests import check_version
 
 Card = dict[str, Any]
@@ -40,8 +40,7 @@ class _ModelRoute(PolicyRoute):
 
 
 def model_routes(
-    cards: Callable[[Caller], Awaitable[list[Card]]],
-    card: Callable[[Request], Awaitable[Card]],
+    cards: Callable[[Caller], Awaitable[list[Card]]], card: Callable[[Request], Awaitable[Card]]
 ) -> list[PolicyRoute]:
     """Return the endpoints, which stand before those of OpenAI.
 
@@ -53,16 +52,16 @@ def model_routes(
     async def listed(request: Request) -> Response:
         check_version(request)
         page = _read_page(request)
-        return named(request, JsonResponse(_listed(await cards(caller_of(request)), page)))
+        return named(request.scope, JsonResponse(_listed(await cards(caller_of(request)), page)))
 
     async def model(request: Request) -> Response:
         check_version(request)
-        return named(request, JsonResponse(_told(await card(request))))
+        return named(request.scope, JsonResponse(_told(await card(request))))
 
-    def route(path: str, endpoint: Callable[[Request], Awaitable[Response]]) -> PolicyRoute:
-        return _ModelRoute(path, endpoint, needed="read", methods=["GET"], middleware=[ERRORS])
-
-    return [route(MODELS, listed), route(f"{MODELS}/{{model:path}}", model)]
+    return [
+        _ModelRoute(f"GET {MODELS}", "read", listed),
+        _ModelRoute(f"GET {MODELS}/{{model:path}}", "read", model),
+    ]
 
 
 def _read_page(request: Request) -> _Page:
@@ -100,7 +99,7 @@ def _listed(cards: Sequence[Card], page: _Page) -> dict[str, Any]:
 
 def _place(ids: Sequence[str], id: str, param: str) -> int:
     if id not in ids:
-        raise FieldError(f"{param} is {shown(id)}, and there is no such model", param=param)
+        raise field_error(param, f"is {shown(id)}, and there is no such model")
     return ids.index(id)
 
 

@@ -178,7 +178,7 @@ class WaitingCalls:
         """
         if len(self._all) >= self._most:
             message = "many calls wait for their next message, and this one has waited longest; "
-            if self._all.end_oldest(Overloaded(f"{message}begin another one", "replaced")):
+            if self._all.end_oldest(Overloaded(f"{message}begin another one")):
                 self.count("replaced")
         with (
             self._all.open(is_idle or (lambda: True)),

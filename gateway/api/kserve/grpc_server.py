@@ -16,7 +16,6 @@ import anyio
 import anyio.to_thread
 import grpc
 import msgspec
-from anyio.abc import TaskGroup
 from google.protobuf.message import Message
 from starlette.requests import Request
 from starlette.types import Scope
@@ -32,12 +31,11 @@ from ...policy.chain import PolicyChain
 from ...policy.document import Needed
 from ...server.calls import CALL_HEADER, ObservedCall
 from ...server.connections import LINGER_S
-from ...server.http import DEFAULT_RETRY_S, ERROR_CODE, EngineError, call_id_of
+from ...server.http import DEFAULT_RETRY_S, ERROR_CODE, EngineError, call_id_of, task_group
 from ...server.limits import ConnectionLimits
 from ...server.server import HttpServer
 from ...server.tls import Certificates
-from ...serving.lane_state import Readiness
-from ...serving.origin import Origin, origin_of, tenant_of
+from ...serving.origin import Origin, origin_of
 from .grpc_connection import (
     GrpcConnection,
     GrpcFailure,
@@ -70,82 +68,15 @@ Outcome = tuple[GrpcFailure | None, dict[str, str]]
 """A call's failure, and its trailers."""
 
 
-class GrpcServer:
-    """Serves KServe V2 over gRPC.
-
-    Attributes:
-        port: Where it listens.
-    """
-
-    def __init__(
-        self,
-        kserve: KServe,
-        policy: PolicyChain,
-        readiness: Readiness,
-        config: GatewayConfig,
-        http: HttpServer,
-    ) -> None:
-        """Args: the served models, the chain that calls pass, the gateway's readiness and settings,
-        and the HTTP server, with which it shares observer, limits and certificates."""
-        self.port = 0
-        self._config = config
-        self._certificates = http.certificates
-        self._calls = GrpcCalls(kserve, policy, readiness, config, http)
-        self._server = grpc.aio.server(options=_options(config, http.most))
-        self._server.add_generic_rpc_handlers((self._calls.handler,))
-
-    def listen(self, address: str) -> None:
-        """Bind the port; connections wait for `start`.
-
-        Args:
-            address: An IP address of this machine.
-
-        Raises:
-            ConfigError: The port is not available.
-        """
-        host = f"[{address}]" if ":" in address else address
-        place = f"{host}:{self._config.grpc_port}"
-        try:
-            if self._certificates is None:
-                self.port = self._server.add_insecure_port(place)
-            else:
-                self.port = self._server.add_secure_port(place, _credentials(self._certificates))
-        except RuntimeError:
-            raise ConfigError(
-                f"the gateway can't listen on {self._config.host} port {self._config.grpc_port}, "
-                "for gRPC: it is taken, or not allowed; choose another gateway.grpc_port or "
-                "gateway.host"
-            ) from None
-
-    async def start(self) -> None:
-        """Start serving."""
-        await self._server.start()
-
-    def drain(self) -> None:
-        """End each stream when its requests are answered. Calls that have begun go on."""
-        self._calls.waiting.streams.close(_stopping())
-
-    async def aclose(self, leave_s: float) -> None:
-        """Stop accepting calls; those in flight are ended after so many seconds."""
-        self.drain()
-        stopped = anyio.Event()
-
-        async def end_late() -> None:
-            with anyio.move_on_after(leave_s):
-                await stopped.wait()
-            self._calls.in_flight.close(_stopping())
-
-        async with anyio.create_task_group() as group:
-            group.start_soon(end_late)
-            await self._server.stop(leave_s + LINGER_S)
-            stopped.set()
-
-
 @dataclass
 class GrpcCalls:
-    """Handles calls. The fields are as of `GrpcServer`.
+    """Handles calls.
 
     Attributes:
+        kserve: The served models.
+        policy: The chain that calls pass.
+        config: The gateway's settings.
+        http: The HTTP server, with which gRPC shares observer, limits and certificates.
         in_flight: Calls in flight.
         waiting: Calls that wait for a message.
         handler: Gives gRPC the handler of each method.
@@ -153,7 +84,6 @@ class GrpcCalls:
 
     kserve: KServe
     policy: PolicyChain
-    readiness: Readiness
     config: GatewayConfig
     http: HttpServer
 
@@ -211,7 +141,7 @@ class GrpcCalls:
     async def _run(self, operation: Operation, request: Request, message: Any) -> Message:
         name = getattr(message, "name", "") or getattr(message, "model_name", "")
         version = getattr(message, "version", "")
-        call = OperationCall(self.kserve, self.readiness, request, name, version, message)
+        call = OperationCall(self.kserve, request, name, version, message)
         found = await operation.run(call)
         if isinstance(found, str):
             found = not found
@@ -299,8 +229,8 @@ class GrpcCalls:
 
     def _origin(self, request: Request) -> tuple[Origin, RequestMemory]:
         """Raises RequestError: invalid_tenant, invalid_budget."""
-        tenant = tenant_of(request)
-        return origin_of(request, tenant, None), RequestMemory(self.kserve.regions, tenant)
+        origin = origin_of(request, None)
+        return origin, RequestMemory(self.kserve.regions, origin.tenant)
 
     def _scope(self, connection: GrpcConnection) -> Scope:
         scheme = "https" if self.config.tls_certificate else "http"
@@ -329,6 +259,69 @@ class GrpcCalls:
         return None
 
 
+class GrpcServer(GrpcCalls):
+    """Serves KServe V2 over gRPC.
+
+    Attributes:
+        port: Where it listens.
+    """
+
+    port = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._server = grpc.aio.server(options=_options(self.config, self.http.most))
+        self._server.add_generic_rpc_handlers((self.handler,))
+
+    def listen(self, address: str) -> None:
+        """Bind the port; connections wait for `start`.
+
+        Args:
+            address: An IP address of this machine.
+
+        Raises:
+            ConfigError: The port is not available.
+        """
+        host = f"[{address}]" if ":" in address else address
+        place = f"{host}:{self.config.grpc_port}"
+        try:
+            if self.http.certificates is None:
+                self.port = self._server.add_insecure_port(place)
+            else:
+                self.port = self._server.add_secure_port(
+                    place, _credentials(self.http.certificates)
+                )
+        except RuntimeError:
+            raise ConfigError(
+                f"the gateway can't listen on {self.config.host} port {self.config.grpc_port}, "
+                "for gRPC: it is taken, or not allowed; choose another gateway.grpc_port or "
+                "gateway.host"
+            ) from None
+
+    async def start(self) -> None:
+        """Start serving."""
+        await self._server.start()
+
+    def drain(self) -> None:
+        """End each stream when its requests are answered. Calls that have begun go on."""
+        self.waiting.streams.close(_stopping())
+
+    async def aclose(self, leave_s: float) -> None:
+        """Stop accepting calls; those in flight are ended after so many seconds."""
+        self.drain()
+        stopped = anyio.Event()
+
+        async def end_late() -> None:
+            with anyio.move_on_after(leave_s):
+                await stopped.wait()
+            self.in_flight.close(_stopping())
+
+        async with anyio.create_task_group() as group:
+            group.start_soon(end_late)
+            await self._server.stop(leave_s + LINGER_S)
+            stopped.set()
+
+
 @dataclass
 class InferStream:
     """Serves the requests of one stream concurrently.
@@ -348,7 +341,6 @@ class InferStream:
         self._room = anyio.Semaphore(MOST_AT_ONCE)
         self._sending = anyio.Lock()
         self._last: anyio.Event | None = None
-        self._failure: NanoInferenceError | None = None
 
     async def run(self) -> None:
         """Return when the client has sent its last request and has all responses.
@@ -357,7 +349,7 @@ class InferStream:
             NanoInferenceError: Sending failed; or reading, and all that was read is answered.
         """
         unread: NanoInferenceError | None = None
-        async with anyio.create_task_group() as group:
+        async with task_group() as group:
             try:
                 while (found := await self.connection.next_request(self._is_idle)) is not None:
                     await self._room.acquire()
@@ -365,22 +357,17 @@ class InferStream:
                     before, done = None, anyio.Event()
                     if self.in_order(message):
                         before, self._last = self._last, done
-                    group.start_soon(self._serve_one, message, size, before, done, group)
+                    group.start_soon(self._serve_one, message, size, before, done)
             except NanoInferenceError as error:
                 unread = error
-        if failure := self._failure or unread:
-            raise failure
+        if unread is not None:
+            raise unread
 
     def _is_idle(self) -> bool:
         return self._room.value == MOST_AT_ONCE
 
     async def _serve_one(
-        self,
-        message: Any,
-        size: int,
-        before: anyio.Event | None,
-        done: anyio.Event,
-        group: TaskGroup,
+        self, message: Any, size: int, before: anyio.Event | None, done: anyio.Event
     ) -> None:
         async def send(answer: Message) -> None:
             if before is not None:
@@ -390,9 +377,6 @@ class InferStream:
 
         try:
             await self.serve(message, size, send)
-        except NanoInferenceError as error:
-            self._failure = self._failure or error
-            group.cancel_scope.cancel()
         finally:
             done.set()
             self._room.release()

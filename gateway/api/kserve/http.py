@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -30,20 +31,19 @@ from ...policy.document import Needed
 from ...server.callers import Endpoint
 from ...server.http import (
     EventStream,
-    FieldError,
     JsonResponse,
     SendEvent,
     check_containers,
+    connected,
     error_headers,
+    field_error,
     read_body,
     read_object,
     status_of,
-    while_connected,
 )
 from ...server.limits import hold
 from ...serving.fields import read_part
-from ...serving.lane_state import Readiness
-from ...serving.origin import Origin, origin_of, tenant_of
+from ...serving.origin import Origin, origin_of
 from .compression import coding_of, compress, decompressed, wanted_coding
 from .operations import MODEL, OPERATIONS, Operation, OperationCall, paths_of
 from .regions import RequestMemory
@@ -78,7 +78,7 @@ class _Name(PathConvertor):
 register_url_convertor("name", _Name())
 
 
-def kserve_routes(kserve: KServe, readiness: Readiness, config: GatewayConfig) -> list[PolicyRoute]:
+def kserve_routes(kserve: KServe, config: GatewayConfig) -> list[PolicyRoute]:
     """Return all routes. The first one whose path matches is taken."""
     calls = InferCalls(kserve, config)
     endpoints: list[tuple[str, Needed, Endpoint]] = [
@@ -87,39 +87,33 @@ def kserve_routes(kserve: KServe, readiness: Readiness, config: GatewayConfig) -
         (f"POST {MODEL}/generate_stream", "generate", calls.generate_stream),
     ]
     for operation in OPERATIONS:
-        endpoint = _endpoint(operation, kserve, readiness, config.max_body_bytes)
+        endpoint = _endpoint(operation, kserve, config.max_body_bytes)
         endpoints.append((operation.route, operation.needed, endpoint))
     return [
-        PolicyRoute(path, endpoint, needed=needed, methods=methods.split(","))
+        PolicyRoute(f"{methods} {path}", needed, endpoint)
         for route, needed, endpoint in endpoints
         for methods, _, optional in [route.partition(" ")]
         for path in paths_of(optional)
     ]
 
 
-def _endpoint(
-    operation: Operation, kserve: KServe, readiness: Readiness, max_body_bytes: int
-) -> Endpoint:
+def _endpoint(operation: Operation, kserve: KServe, max_body_bytes: int) -> Endpoint:
     async def answer(request: Request) -> Response:
         body: Any = None
         if operation.body is not None:
             body = read_part(await read_object(request, max_body_bytes), operation.body)
         path = request.path_params
         name, version = path.get("model") or path.get("region", ""), path.get("version", "")
-        call = OperationCall(kserve, readiness, request, name, version, body)
-
-        async def run() -> Response:
-            found = await operation.run(call)
-            if not found and not isinstance(found, list):
-                return Response()
-            if isinstance(found, str):
-                return JsonResponse({"error": found}, _NOT_READY, {CODE_HEADER: "not_ready"})
-            return JsonResponse(found)
+        call = OperationCall(kserve, request, name, version, body)
 
         # Loading a model takes long; a client that leaves ends it.
-        if operation.needed == "admin":
-            return await while_connected(request.receive, run)
-        return await run()
+        async with connected(request.receive) if operation.needed == "admin" else nullcontext():
+            found = await operation.run(call)
+        if not found and not isinstance(found, list):
+            return Response()
+        if isinstance(found, str):
+            return JsonResponse({"error": found}, _NOT_READY, {CODE_HEADER: "not_ready"})
+        return JsonResponse(found)
 
     return answer
 
@@ -168,25 +162,18 @@ class InferCalls:
         """Call a model with tensors, which responds once."""
         name, version = _model_of(request)
         self._service.spec(name, version, caller_of(request))
-        tenant = tenant_of(request)
-        memory = RequestMemory(self._regions, tenant)
-        origin = origin_of(request, tenant, None)
+        origin = origin_of(request, None)
+        memory = RequestMemory(self._regions, origin.tenant)
         decoded = await self._read(request, name, version, memory)
-
-        async def work() -> Response:
+        async with connected(request.receive):
             response = await self._service.infer_once(origin, decoded)
             return await self._response(request, decoded, response, memory)
-
-        return await while_connected(request.receive, work)
 
     async def generate(self, request: Request) -> Response:
         """Call a model with plain JSON, which responds once."""
         origin, decoded = await self._read_generate(request)
-
-        async def work() -> Response:
+        async with connected(request.receive):
             return JsonResponse(generate_json(await self._service.infer_once(origin, decoded)))
-
-        return await while_connected(request.receive, work)
 
     async def generate_stream(self, request: Request) -> Response:
         """Call a model with plain JSON; each response is an event."""
@@ -245,7 +232,7 @@ class InferCalls:
     async def _read_generate(self, request: Request) -> tuple[Origin, InferRequest]:
         name, version = _model_of(request)
         spec = self._service.spec(name, version, caller_of(request))
-        origin = origin_of(request, tenant_of(request), None, name)
+        origin = origin_of(request, None, name)
         body = await read_object(request, self._config.max_body_bytes)
         return origin, read_generate(spec, version, body)
 
@@ -296,16 +283,14 @@ def read_generate(spec: ModelSpec, version: str, body: Mapping[str, Any]) -> Inf
     fields = dict(body)
     request_id = "" if _ID in known else fields.pop(_ID, "")
     if not isinstance(request_id, str):
-        raise FieldError(f"{_ID} is {shown(request_id)}; it must be a string", param=_ID)
+        raise field_error(_ID, f"is {shown(request_id)}; it must be a string")
     more = {} if _PARAMETERS in known else fields.pop(_PARAMETERS, {})
     if not isinstance(more, dict):
-        raise FieldError(f"{_PARAMETERS} is {shown(more)}; it must be an object", param=_PARAMETERS)
+        raise field_error(_PARAMETERS, f"is {shown(more)}; it must be an object")
     for name in more:
         if name in fields:
             param = field_name(name)
-            raise FieldError(
-                f"{param} is there twice, in {_PARAMETERS} as well; give it once", param=param
-            )
+            raise field_error(param, f"is there twice, in {_PARAMETERS} as well; give it once")
     fields |= more
     inputs = {name: fields.pop(name) for name in list(fields) if name in known}
     return InferRequest(
@@ -351,10 +336,10 @@ def _parameter(name: str, value: Any) -> bool | int | float | str:
     if isinstance(value, bool | int | float | str) and fits:
         return value
     param = field_name(name)
-    raise FieldError(
-        f"{param} is no input of the model, and {shown(value)} is no parameter; that is a string, "
+    raise field_error(
+        param,
+        f"is no input of the model, and {shown(value)} is no parameter; that is a string, "
         "a boolean, or a number that fits 64 bits",
-        param=param,
     )
 
 

@@ -21,7 +21,6 @@ from ....kserve.tensors import ModelSpec
 from ...endpoints import NO_LOADING
 from ...policy.caller import caller_of
 from ...policy.document import Needed
-from ...serving.lane_state import Readiness
 from ...serving.origin import tenant_of
 from .service import KServe, ModelRepository
 
@@ -42,7 +41,6 @@ class OperationCall(NamedTuple):
 
     Attributes:
         kserve: The served models and regions.
-        readiness: Of the gateway.
         request: The HTTP request, or the gRPC call in its form.
         name: Of the model or region; "" for all.
         version: Of the model; "" for any.
@@ -50,7 +48,6 @@ class OperationCall(NamedTuple):
     """
 
     kserve: KServe
-    readiness: Readiness
     request: Request
     name: str
     version: str
@@ -102,7 +99,7 @@ async def _server_metadata(call: OperationCall) -> Json:
 
 async def _ready(call: OperationCall) -> str:
     try:
-        return await call.readiness.trouble()
+        return await call.kserve.readiness.trouble()
     except BusError as error:
         return error.message
 

@@ -8,11 +8,7 @@ from typing import NamedTuple
 
 from ....config import Config, ConfigError, nearest
 from ....kserve.pool import BufferPool
-from ...serving.lane_state import Readiness
-from ...serving.measures import Measures
-from ...serving.submissions import Submissions
-from ...serving.words import LazyWords
-from .models.backend import EngineBackend
+from ...serving.services import Services
 from .models.best_of import POOL_BYTES, POOL_SLOTS, BestOfModel
 from .models.engine_models import EmbedModel, ScoreModel, TextModel, TokensModel
 from .served import ServedModel
@@ -36,28 +32,20 @@ class ModelContext(NamedTuple):
     config: Config
 
 
-def open_service(
-    submissions: Submissions,
-    config: Config,
-    words: LazyWords,
-    readiness: Readiness,
-    measures: Measures,
-    *,
-    packages: bool = True,
-) -> InferenceService:
-    """Return the service of an engine's models, and of packages' models if `packages`.
+def open_service(services: Services) -> InferenceService:
+    """Return the service of an engine's models. A single engine's has packages' models as well.
 
     Raises:
         ConfigError: `gateway.models` names an unknown package, or a name is taken.
     """
-    service = InferenceService(metrics=measures.metrics)
-    backend = EngineBackend(submissions, config, words, readiness)
+    config = services.config
+    service = InferenceService(metrics=services.measures.metrics)
     pool = BufferPool(POOL_BYTES, POOL_SLOTS, use_shm=False, name="best_of")
-    models = [kind(backend) for kind in (TextModel, TokensModel, ScoreModel, EmbedModel)]
-    for model in (*models, BestOfModel(service, backend, pool)):
-        suffix = model.spec.name.removeprefix(backend.name)
+    models = [kind(services) for kind in (TextModel, TokensModel, ScoreModel, EmbedModel)]
+    for model in (*models, BestOfModel(service, services, pool)):
+        suffix = model.spec.name.removeprefix(config.engine.model_name)
         service.add(model, [f"{alias}{suffix}" for alias in config.engine.model_aliases])
-    if packages:
+    if not config.bus.model:
         add_packages(service, config)
     return service
 

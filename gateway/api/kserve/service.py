@@ -25,6 +25,7 @@ from ....kserve.tensors import (
 from ....telemetry import Metrics, instruments, names, now_ns
 from ...policy.caller import ANYBODY, Caller
 from ...server.http import EngineError
+from ...serving.lane_state import Readiness
 from ...serving.origin import Origin
 from .regions import TenantRegions
 from .served import ModelCall, ServedModel
@@ -99,10 +100,10 @@ class ModelStatistics:
 class Statistics:
     """Calls of all models of a gateway."""
 
-    def __init__(self, metrics: Metrics | None = None) -> None:
-        """Args: `metrics` records calls, too; None for the statistics alone."""
+    def __init__(self, metrics: Metrics) -> None:
+        """Args: `metrics` records calls, too."""
         self._models: dict[str, ModelStatistics] = {}
-        self._metrics = metrics or Metrics()
+        self._metrics = metrics
 
     def model(self, name: str) -> ModelStatistics:
         """Return a model's statistics."""
@@ -140,17 +141,11 @@ class InferenceService:
         statistics: Of all calls.
     """
 
-    def __init__(self, models: Iterable[ServedModel] = (), metrics: Metrics | None = None) -> None:
-        """Args: `metrics` records calls beside the statistics; None for the statistics alone.
-
-        Raises:
-            ConfigError: Two models have the same name.
-        """
+    def __init__(self, metrics: Metrics) -> None:
+        """Args: `metrics` records calls beside the statistics."""
         self._models: dict[str, ServedModel] = {}
         self._aliases: dict[str, str] = {}
         self.statistics = Statistics(metrics)
-        for model in models:
-            self.add(model)
 
     def add(self, model: ServedModel, aliases: Iterable[str] = ()) -> None:
         """Serve a model, also under its aliases.
@@ -273,11 +268,13 @@ class KServe(NamedTuple):
     Attributes:
         service: The models.
         regions: Shared memory that clients have registered.
+        readiness: Of the gateway.
         repository: Loads and unloads models; None if there is a single, fixed one.
     """
 
     service: InferenceService
     regions: TenantRegions
+    readiness: Readiness
     repository: ModelRepository | None = None
 
 

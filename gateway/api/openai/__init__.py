@@ -7,10 +7,11 @@ from starlette.responses import Response
 
 from ...policy.chain import PolicyRoute
 from ...policy.document import Needed
+from ...server.callers import Endpoint
 from ...serving.services import Services
 from .bodies import CallName
 from .embeddings import EmbeddingCalls
-from .errors import Endpoint, in_openai_words
+from .errors import in_openai_words
 from .generate import GenerationCalls
 from .info import AdapterCalls, ModelInfoCalls
 from .responses import ID_PREFIX, ResponseCalls
@@ -25,13 +26,9 @@ def openai_routes(
     adapters = AdapterCalls(services)
 
     def route(
-        path: str,
-        endpoint: Endpoint,
-        method: str,
-        call: CallName = "completions",
-        needed: Needed = "generate",
+        where: str, endpoint: Endpoint, call: CallName = "completions", needed: Needed = "generate"
     ) -> PolicyRoute:
-        return PolicyRoute(path, in_openai_words(endpoint, call), needed=needed, methods=[method])
+        return PolicyRoute(where, needed, in_openai_words(endpoint, call))
 
     def by_id(of_generation: Endpoint, of_responses: Endpoint) -> Endpoint:
         """The id of a stream may be a response's."""
@@ -45,31 +42,31 @@ def openai_routes(
     stream = by_id(generation.stream, responses.stream)
     cancel = by_id(generation.cancel, responses.end)
     return [
-        route("/v1/completions", generation.completions, "POST"),
-        route("/v1/chat/completions", generation.chat, "POST", "chat"),
-        route("/inference/v1/generate", generation.tokens, "POST", "generate"),
-        route("/v1/streams/{stream}", stream, "GET"),
-        route("/v1/streams/{stream}", cancel, "DELETE"),
-        route("/v1/streams/{stream}/cancel", cancel, "POST"),
-        route("/v1/responses", responses.create, "POST", "responses"),
-        route("/v1/responses/input_tokens", responses.input_tokens, "POST", "responses"),
-        route("/v1/responses/{response_id}", responses.retrieve, "GET", "responses"),
-        route("/v1/responses/{response_id}", responses.delete, "DELETE", "responses"),
-        route("/v1/responses/{response_id}/cancel", responses.cancel, "POST", "responses"),
-        route("/v1/responses/{response_id}/input_items", responses.items, "GET", "responses"),
-        route("/v1/models", info.models, "GET", needed="read"),
-        route("/v1/models/{model:path}", info.model, "GET", needed="read"),
-        route("/tokenize", info.tokenize, "POST"),
-        route("/detokenize", info.detokenize, "POST"),
-        route("/tokenizer_info", info.tokenizer_info, "GET", needed="read"),
-        route("/version", info.version, "GET", needed="nothing"),
-        route("/v1/embeddings", embeddings.embeddings, "POST", "embeddings"),
-        route("/score", embeddings.score, "POST", "score"),
-        route("/v1/score", embeddings.score, "POST", "score"),
-        route("/rerank", embeddings.rerank, "POST", "rerank"),
-        route("/v1/rerank", embeddings.rerank, "POST", "rerank"),
-        route("/v1/load_lora_adapter", adapters.load, "POST", needed="weights"),
-        route("/v1/unload_lora_adapter", adapters.unload, "POST", needed="weights"),
+        route("POST /v1/completions", generation.completions),
+        route("POST /v1/chat/completions", generation.chat, "chat"),
+        route("POST /inference/v1/generate", generation.tokens, "generate"),
+        route("GET /v1/streams/{stream}", stream),
+        route("DELETE /v1/streams/{stream}", cancel),
+        route("POST /v1/streams/{stream}/cancel", cancel),
+        route("POST /v1/responses", responses.create, "responses"),
+        route("POST /v1/responses/input_tokens", responses.input_tokens, "responses"),
+        route("GET /v1/responses/{response_id}", responses.retrieve, "responses"),
+        route("DELETE /v1/responses/{response_id}", responses.delete, "responses"),
+        route("POST /v1/responses/{response_id}/cancel", responses.cancel, "responses"),
+        route("GET /v1/responses/{response_id}/input_items", responses.items, "responses"),
+        route("GET /v1/models", info.models, needed="read"),
+        route("GET /v1/models/{model:path}", info.model, needed="read"),
+        route("POST /tokenize", info.tokenize),
+        route("POST /detokenize", info.detokenize),
+        route("GET /tokenizer_info", info.tokenizer_info, needed="read"),
+        route("GET /version", info.version, needed="nothing"),
+        route("POST /v1/embeddings", embeddings.embeddings, "embeddings"),
+        route("POST /score", embeddings.score, "score"),
+        route("POST /v1/score", embeddings.score, "score"),
+        route("POST /rerank", embeddings.rerank, "rerank"),
+        route("POST /v1/rerank", embeddings.rerank, "rerank"),
+        route("POST /v1/load_lora_adapter", adapters.load, needed="weights"),
+        route("POST /v1/unload_lora_adapter", adapters.unload, needed="weights"),
     ]
 
 

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import groupby
+from operator import attrgetter
 from typing import Any
 
 from ....bus.public import (
@@ -14,50 +18,52 @@ from ....bus.public import (
     Usage,
 )
 from ....text.messages import Delta, MessageFormat
-from ...serving.logprobs import Scored, TokenNames, logprobs_by_id, scored
+from ...serving.logprobs import (
+    ListedToken,
+    Scored,
+    TextLogprobs,
+    TokenNames,
+    logprobs_by_id,
+    scored,
+    token_entries,
+)
 from ...serving.measures import Measures
-from ...serving.message_parts import MessageParts, NewParts
+from ...serving.message_parts import MessageParts, NewParts, TokenRecord
 from ...serving.samples import all_samples
 from ...serving.tools import tool_call
 from ...serving.words import READING, Words
-from .logprobs import ListedToken, TextLogprobs, token_entries
 from .positions import FINISHED, UNBEGUN
 from .requests import ChoicesCall, Prompt
 
 Answer = dict[str, Any]
-Spans = Sequence[tuple[int, int]]
 
 
+@dataclass(eq=False)
 class ChoicesWriter:
     """Writes the answer to a call.
 
     Attributes:
         call: The call.
         prompts: Texts, or their tokens where the answer needs those.
-        words: The tokenizer, where the answer needs it.
-    """
-
-    def __init__(
-        self,
-        call: ChoicesCall,
-        prompts: list[Prompt],
-        texts: list[str | None],
-        words: Words | None,
-        form: MessageFormat | None = None,
-        measures: Measures | None = None,
-    ) -> None:
-        """Args:
         texts: The prompts that came as texts, None for the others.
+        words: The tokenizer, where the answer needs it.
         form: The model's message format, where messages are read.
         measures: Metrics about messages.
-        """
-        self.call = call
-        self.prompts = prompts
-        self._texts = texts
-        self._form = form
-        self._measures = measures
-        self.words = words
-        self.names = None if words is None else TokenNames(words, as_ids=call.as_token_ids)
+    """
+
+    call: ChoicesCall
+    prompts: list[Prompt]
+    texts: list[str | None]
+    words: Words | None
+    form: MessageFormat | None = None
+    measures: Measures | None = None
+
+    @cached_property
+    def names(self) -> TokenNames | None:
+        """The names of tokens, where the answer needs the tokenizer."""
+        if self.words is None:
+            return None
+        return TokenNames(self.words, as_ids=self.call.as_token_ids)
 
     def whole(self, completions: list[Completion]) -> Answer:
         """Return the whole answer. Args: `completions` are in the order of the prompts."""
@@ -132,25 +138,6 @@ class ChoicesWriter:
         listed = (made + scored_tokens) * (1 + (self.call.logprobs or 0))
         return listed + (made * READING if self.call.reading is not None else 0)
 
-    def parts(self, index: int, *, counted: bool, whole: bool) -> MessageParts | None:
-        """Return the reader of a choice; None where its text needs none.
-
-        Args:
-            counted: Whether the metrics of messages count it.
-            whole: Whether the choice is written as a whole. In a stream, tokens that are listed
-                have to be those of the text beside them.
-        """
-        call = self.call
-        if self.words is None or call.kind == "generate" or call.scores_only:
-            return None
-        if call.reading is None and (whole or not call.lists_tokens):
-            return None
-        seed = f"{call.id}/{index}"
-        measures = self._measures if counted else None
-        return MessageParts(
-            self.words, call.sampling, self._form, call.reading, seed, measures=measures
-        )
-
     @property
     def shown_reasoning(self) -> str:
         """The field of a message that has the reasoning; "" where it is not shown."""
@@ -160,7 +147,7 @@ class ChoicesWriter:
         """Return the text before a choice's own."""
         if not self.call.echo:
             return ""
-        if (text := self._texts[prompt]) is not None:
+        if (text := self.texts[prompt]) is not None:
             return text
         token_ids = self.prompts[prompt]
         assert self.words is not None, "echo takes the tokenizer"
@@ -210,18 +197,25 @@ class Choice:
         self._prompt = prompt
         self._whole = whole
         self.index = prompt * answers.call.n + sample
-        self._parts = answers.parts(self.index, counted=after != FINISHED, whole=whole)
+        call = answers.call
+        self._parts = MessageParts(
+            answers.words,
+            call.sampling,
+            answers.form,
+            call.reading,
+            f"{call.id}/{self.index}",
+            # In a stream, tokens that are listed have to be those of the text beside them.
+            by_tokens=call.lists_tokens and call.kind != "generate" and not whole,
+            # What was sent before was counted then.
+            measures=answers.measures if after != FINISHED else None,
+        )
         # Each with the place of the token that brought it.
         self._deltas: list[tuple[int, Delta]] = []
         self._logprobs: TextLogprobs | None = None
-        if answers.call.kind == "completions" and answers.call.logprobs is not None:
-            assert answers.words is not None, "logprobs of texts take the tokenizer"
+        if call.kind == "completions" and call.logprobs is not None:
             assert answers.names is not None, "logprobs of texts take the tokenizer"
-            self._logprobs = TextLogprobs(answers.words, answers.names)
-        self._texts: list[str] = []
-        self._text_chars = 0
-        self._tokens: list[ListedToken] = []
-        self._spans: list[tuple[int, int]] = []
+            self._logprobs = TextLogprobs(answers.names)
+        self._tokens: list[TokenRecord] = []
         self._version: int | None = None
         self._sent_tokens = 0
         self._sent_before = self._passed = max(0, after)
@@ -237,13 +231,13 @@ class Choice:
     @property
     def version(self) -> int | None:
         """Of the weights that made the first of the tokens not sent yet, or the last sent."""
-        return self._spans[0][0] if self._spans else self._version
+        return self._tokens[0].version if self._tokens else self._version
 
     @property
     def due(self) -> bool:
         """Whether there is anything to send."""
         call = self._answers.call
-        texts = call.kind != "generate" and bool(self._texts or self._deltas)
+        texts = call.kind != "generate" and bool(self._deltas)
         return texts or (call.lists_tokens and bool(self._tokens)) or self._reason is not None
 
     @property
@@ -254,7 +248,7 @@ class Choice:
     @property
     def reasoning_tokens(self) -> int:
         """The number of reasoning tokens so far."""
-        return self._parts.reasoning_tokens if self._parts else 0
+        return self._parts.reasoning_tokens
 
     @property
     def sent(self) -> int:
@@ -269,31 +263,11 @@ class Choice:
 
     def add(self, chunk: CompletionChunk) -> None:
         """Add the next tokens."""
-        if self._parts is not None:
-            self._add_parts(self._parts.add(chunk))
-        elif self._answers.call.scores_only:
-            pass
-        elif self.finished:  # by what was sent before
-            self.received += len(chunk.token_ids)
-        else:
-            tokens = scored(chunk.token_ids, chunk.logprobs, chunk.top_logprobs)
-            self._add(chunk.text, tokens, chunk.weight_version)
-        if chunk.finish_reason is not None and not self.finished:
-            self._end(chunk.finish_reason)
+        self._add(self._parts.add(chunk), chunk.finish_reason)
 
     def end(self, sample: CompletionSample) -> None:
         """Add what did not come in chunks, of a sample that has ended."""
-        if self._parts is not None:
-            self._add_parts(self._parts.end(sample))
-        if self.finished:
-            return
-        if self._parts is None and not self._answers.call.scores_only:
-            tokens = scored(sample.token_ids, sample.logprobs, sample.top_logprobs)
-            text = sample.text[self._text_chars :]
-            for span in version_spans(sample.weight_versions, self.received, len(tokens)):
-                self._add("", tokens[span["start"] : span["end"]], span["version"])
-            self._add(text, [], sample.weight_version)
-        self._end(sample.finish_reason)
+        self._add(self._parts.end(sample), sample.finish_reason)
 
     def role(self) -> Answer:
         """Return the first chunk of a chat's choice."""
@@ -306,7 +280,7 @@ class Choice:
         rest; then the choice is still due."""
         call, answers = self._answers.call, self._answers
         deltas, tokens = self._next() if self._deltas else ([], self._tokens)
-        text = "".join(self._texts if self._parts is None else [each.content for each in deltas])
+        text = "".join(delta.content for delta in deltas)
         reason = None
         # Clients take a call for complete when a chunk without calls comes, the reason's as well.
         if self._whole or not (self._deltas or any(delta.calls for delta in deltas)):
@@ -328,26 +302,33 @@ class Choice:
             if not self.begun and call.kind == "completions":
                 choice["prompt_token_ids"] = answers.prompts[self._prompt]
         if call.fields.return_weight_versions:
-            start, end = self._sent_tokens, self._sent_tokens + len(tokens)
-            choice["weight_versions"] = version_spans(self._spans, start, end)
+            choice["weight_versions"] = version_spans(tokens, self._sent_tokens)
         self.begun = True
-        self._texts = []
         self._pass(len(tokens))
         return choice
 
-    def _add_parts(self, new: NewParts) -> None:
-        if self.finished:  # by what was sent before
+    def _add(self, new: NewParts, reason: FinishReason | None) -> None:
+        if self._answers.call.scores_only:
+            new = NewParts([], [], [])
+        if self.finished:  # perhaps by what was sent before
             self.received += len(new.records)
             return
         for token in new.records:
-            self._add("", [token], token.version)
+            self._tokens.append(token)
+            self.received += 1
+            if self.received <= self._sent_before:
+                if self._logprobs is not None:
+                    self._skipped.append(token)
+                self._pass(1)
         for place, delta in zip(new.places, new.deltas, strict=True):
             if not self._answers.shown_reasoning:
                 delta = delta._replace(reasoning="")
             if any(delta) and place >= self._sent_before:
                 self._deltas.append((place, delta))
+        if reason is not None:
+            self._end(reason)
 
-    def _next(self) -> tuple[list[Delta], list[ListedToken]]:
+    def _next(self) -> tuple[list[Delta], list[TokenRecord]]:
         """Take the deltas of the next chunk, or of the whole; with the tokens beside them."""
         deltas = [delta for _, delta in self._deltas]
         number = len(deltas) if self._whole else fitting(deltas)
@@ -360,36 +341,13 @@ class Choice:
         return deltas[:number], tokens
 
     def _pass(self, number: int) -> None:
-        """Drop the first tokens, which are sent."""
-        if number == len(self._tokens):
-            self._version = self._spans[-1][0] if self._spans else self._version
-            self._tokens, self._spans = [], []
-        else:
-            left = version_spans(self._spans, self._sent_tokens + number, self.received)
-            self._tokens = self._tokens[number:]
-            self._spans = [(span["version"], span["start"]) for span in left]
+        """Drop the first tokens, which were sent."""
+        if number:
+            self._version = self._tokens[number - 1].version
+        self._tokens = self._tokens[number:]
         self._sent_tokens += number
 
-    def _add(self, text: str, tokens: Sequence[ListedToken], version: int) -> None:
-        if tokens and (not self._spans or self._spans[-1][0] != version):
-            self._spans.append((version, self.received))
-        if text:
-            self._texts.append(text)
-            self._text_chars += len(text)
-        self._tokens += tokens
-        self.received += len(tokens)
-        if tokens and self.received <= self._sent_before:
-            self._skip()
-
-    def _skip(self) -> None:
-        """Drop the tokens: they were sent before."""
-        if self._logprobs is not None:
-            self._skipped += self._tokens
-        self._sent_tokens = self.received
-        self._version = self._spans[-1][0]
-        self._texts, self._tokens, self._spans = [], [], []
-
-    def _written_logprobs(self, tokens: list[ListedToken]) -> Answer | None:
+    def _written_logprobs(self, tokens: list[TokenRecord]) -> Answer | None:
         """Write the logprobs of tokens, behind those of an echoed prompt."""
         call = self._answers.call
         if self._logprobs is not None:
@@ -410,7 +368,7 @@ class Choice:
         scores_only = self._answers.call.scores_only
         self._reason = "length" if scores_only and reason != "abort" else reason
         # A complete call counts only in a complete message.
-        if self._parts is not None and self._parts.calls and reason == "stop":
+        if self._parts.calls and reason == "stop":
             self._reason = "tool_calls"
         self.finished = True
 
@@ -476,14 +434,13 @@ def usage_of(
     return usage
 
 
-def version_spans(spans: Spans, first: int, end: int) -> list[Answer]:
-    """Return the weight versions of the tokens from `first` to before `end`, run by run."""
-    ends = [*(begin for _, begin in spans), end][1:]
-    return [
-        {"version": version, "start": max(begin, first), "end": min(stop, end)}
-        for (version, begin), stop in zip(spans, ends, strict=True)
-        if max(begin, first) < min(stop, end)
-    ]
+def version_spans(tokens: Iterable[TokenRecord], first: int) -> list[Answer]:
+    """Return the weight versions of the tokens from `first` on, run by run."""
+    spans: list[Answer] = []
+    for version, same in groupby(tokens, attrgetter("version")):
+        start = spans[-1]["end"] if spans else first
+        spans.append({"version": version, "start": start, "end": start + len(list(same))})
+    return spans
 
 
 def oldest_version(completions: Iterable[Completion]) -> int | None:

@@ -17,7 +17,7 @@ from starlette.responses import Response
 from ....bus.public import EmbedParams
 from ....config import shown
 from ....pipeline.scoring import EmbeddedPrompt
-from ...server.http import FieldError, read_object
+from ...server.http import field_error, read_object
 from ...serving.embedding import EmbedCall, Prompt, answer_embedded, similarity
 from ...serving.fields import adapter_of, engine_priority, read_part
 from ...serving.services import Services
@@ -45,10 +45,10 @@ class EmbeddingCalls:
         fields = await self._read(request, ScoreBody)
         ones, others = prompts_of(fields.text_1, "text_1"), prompts_of(fields.text_2, "text_2")
         if len(ones) not in (1, len(others)):
-            raise FieldError(
-                f"text_1 has {len(ones)} texts and text_2 has {len(others)}; give one in text_1, "
+            raise field_error(
+                "text_1",
+                f"has {len(ones)} texts and text_2 has {len(others)}; give one in text_1, "
                 "or as many as in text_2",
-                param="text_1",
             )
         write = partial(_scores, ones=len(ones))
         return await self._answer(request, fields, "score", [*ones, *others], write)
@@ -59,10 +59,10 @@ class EmbeddingCalls:
         texts = [_text_of(each, place) for place, each in enumerate(fields.documents or ())]
         if not texts or not fields.query:
             missing = "query" if texts else "documents"
-            raise FieldError(f"{missing} is empty", param=missing, code="empty_prompt")
+            raise field_error(missing, "is empty", code="empty_prompt")
         if fields.top_n is not None and fields.top_n < 1:
-            raise FieldError(
-                f"top_n is {shown(fields.top_n)}; it must be at least 1, or left out", param="top_n"
+            raise field_error(
+                "top_n", f"is {shown(fields.top_n)}; it must be at least 1, or left out"
             )
         write = partial(
             _ranked, texts=texts if fields.return_documents else None, top_n=fields.top_n
@@ -90,6 +90,8 @@ class EmbeddingCalls:
             priority=engine_priority(fields.priority),
             cache_salt=fields.cache_salt,
             adapter=adapter_of(fields.model, config),
+            model=fields.model,
+            budget_ms=fields.budget_ms,
         )
         head = {
             "id": call.id,
@@ -102,15 +104,7 @@ class EmbeddingCalls:
             usage = {"prompt_tokens": tokens, "total_tokens": tokens}
             return head | {"usage": usage} | write(embedded)
 
-        return await answer_embedded(
-            request,
-            self._services,
-            call,
-            prompts,
-            write_all,
-            budget_ms=fields.budget_ms,
-            model=fields.model,
-        )
+        return await answer_embedded(request, self._services, call, prompts, write_all)
 
 
 def _embeddings(

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
-
 from starlette.requests import Request
 from starlette.responses import Response
 
 from ....config import NanoInferenceError
-from ...server.http import EngineError
+from ...server.callers import Endpoint
+from ...server.http import FieldError
 from ...serving.fields import fields_of
 from .bodies import BODIES, CallName
-
-Endpoint = Callable[[Request], Awaitable[Response]]
 
 _CODES = {"unknown_model": "model_not_found", "prompt_too_long": "context_length_exceeded"}
 """Codes that programs expect by OpenAI's names."""
@@ -22,10 +19,8 @@ _PARAMS = {
     "unknown_model": "model",
     "prompt_too_long": _PROMPT,
     "empty_prompt": _PROMPT,
-    "invalid_prompt": _PROMPT,
     "invalid_token_ids": _PROMPT,
     "too_many_prompts": _PROMPT,
-    "invalid_messages": "messages",
     "no_chat_template": "messages",
     "chat_template_failed": "messages",
     "exceeds_kv_capacity": "max_tokens",
@@ -50,31 +45,20 @@ _RENAMED: dict[CallName, dict[str, str]] = {
 """Fields that have another name than in completions."""
 
 
-class OpenAIError(EngineError):
-    """An error of the interface.
-
-    Attributes:
-        param: The field that it is about, None for none.
-    """
-
-    def __init__(self, error: NanoInferenceError, *, code: str, param: str | None) -> None:
-        retry_after_s = getattr(error, "retry_after_s", None)
-        super().__init__(error.message, code=code, retry_after_s=retry_after_s)
-        self.param = param
-
-
 def as_openai(error: NanoInferenceError, call: CallName) -> NanoInferenceError:
     """The same error in OpenAI's words, where it is about what a client may change.
 
     Args:
         call: Whose fields it is about.
     """
-    if isinstance(error, OpenAIError) or not _known(error.code):
+    if not _known(error.code):
         return error
     param = getattr(error, "param", None) or _param(error.code, call)
     if param is None:
         return error
-    return OpenAIError(error, code=_CODES.get(error.code, error.code), param=param)
+    shown = FieldError(error.message, param=param, code=_CODES.get(error.code, error.code))
+    shown.retry_after_s = getattr(error, "retry_after_s", None)
+    return shown
 
 
 def in_openai_words(endpoint: Endpoint, call: CallName = "completions") -> Endpoint:

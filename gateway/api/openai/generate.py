@@ -2,47 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import NamedTuple
 
-import anyio.lowlevel
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ....bus.public import Completion, Output
+from ....bus.public import Completion
 from ....config import NanoInferenceError
 from ...policy.caller import caller_of
 from ...server.http import (
     EventStream,
     JsonResponse,
     SendEvent,
+    connected,
     error_body,
     read_object,
-    while_connected,
 )
-from ...serving.durable_calls import Attachment, not_found
+from ...serving.durable_calls import Attachment, IdempotencyKey, not_found
 from ...serving.fields import Body
-from ...serving.origin import Origin, origin_of, tenant_of
-from ...serving.prepared import check_request, of_tools, prepare
+from ...serving.origin import Origin, origin_of
+from ...serving.prepared import about_tools, check_request, prepare
 from ...serving.services import Services
-from ...serving.submissions import AT_ONCE
+from ...serving.submissions import Take
 from .answers import Answer, ChoicesWriter
 from .errors import as_openai
-from .messages import conversation_of
+from .messages import conversation_of, tool_use
 from .positions import Position, answer_of, read_position
-from .records import Attach, BegunCalls, Found, IdempotencyKey, keyed, last_event_id, unattached
-from .requests import (
-    ChoicesCall,
-    ChoicesRecord,
-    Prompt,
-    read_chat,
-    read_completion,
-    read_generate,
-)
+from .records import Attach, BegunCalls, Found, keyed, last_event_id
+from .requests import ChoicesCall, ChoicesRecord, Prompt, read_chat, read_completion, read_generate
 from .streams import Chunks
-from .tools import tool_use
 
 _DONE = b"[DONE]"
 
@@ -55,7 +45,6 @@ class _HttpCall(NamedTuple):
     """
 
     request: Request
-    tenant: str
     body: Body
     key: IdempotencyKey | None
 
@@ -114,15 +103,14 @@ class GenerationCalls:
     async def cancel(self, request: Request) -> Response:
         """Cancel a call by its answer's id. A call that has ended stays as it is."""
         call_id = request.path_params["stream"]
-        await self._begun.find(call_id, tenant_of(request), caller_of(request))
+        await self._begun.find(request, call_id)
         self._services.submissions.end_waiting(call_id)
         await self._services.durable.cancel(call_id)
         return JsonResponse({"id": call_id, "object": "stream.cancelled", "cancelled": True})
 
     async def _asked(self, request: Request) -> _HttpCall:
         body = await read_object(request, self._services.config.gateway.max_body_bytes)
-        tenant = tenant_of(request)
-        return _HttpCall(request, tenant, body, keyed(request, tenant, body))
+        return _HttpCall(request, body, keyed(request, body))
 
     async def _resumed(self, asked: _HttpCall, call: ChoicesCall) -> Response | None:
         """Resume the stream of a call that comes again with the id of its last event."""
@@ -131,31 +119,25 @@ class GenerationCalls:
         return await self._resume(asked.request, answer_of(event_id), event_id, asked.key)
 
     async def _answer(self, asked: _HttpCall, call: ChoicesCall, prompts: list[Prompt]) -> Response:
-        services, (request, tenant, _, key) = self._services, asked
-        origin = origin_of(request, tenant, call.fields.budget_ms, call.fields.model)
-        record = await self._record(call, prompts, tenant, key)
+        services, (request, _, key) = self._services, asked
+        origin = origin_of(request, call.fields.budget_ms, call.fields.model)
+        record = await self._record(call, prompts, origin.tenant, key)
         answers = await self._answers(record)
         services.submissions.check_priority(origin.caller, record.request(0))
-        begun = None if key is None else await self._begun.claim(record, origin.caller)
+        begun = None if key is None else await self._begun.claim(request, record)
         if begun is not None:
             return await self._again(request, origin, begun)
-        attach: Attach = partial(
-            services.durable.begun, call.id, record.encode(), record.request_ids, record.name
-        )
-        if not call.fields.stream and key is None:
-            # No client knows the id of such an answer before it is there.
-            attach = unattached
+        attach: Attach = partial(services.durable.begun, record)
         return await self._respond(request, _RunningChoices(origin, record, answers, attach))
 
     async def _resume(
         self, request: Request, call_id: str, event_id: str, again: IdempotencyKey | None = None
     ) -> Response:
-        tenant = tenant_of(request)
-        found = await self._begun.find(call_id, tenant, caller_of(request), again)
+        found = await self._begun.find(request, call_id, again)
         call = found.record.call
         if not call.fields.stream:
             raise not_found(call_id)
-        origin = origin_of(request, tenant, call.fields.budget_ms, call.fields.model)
+        origin = origin_of(request, call.fields.budget_ms, call.fields.model)
         return await self._again(request, origin, found, event_id)
 
     async def _again(
@@ -184,11 +166,7 @@ class GenerationCalls:
         )
 
     async def _record(
-        self,
-        call: ChoicesCall,
-        prompts: list[Prompt],
-        tenant: str,
-        key: IdempotencyKey | None,
+        self, call: ChoicesCall, prompts: list[Prompt], tenant: str, key: IdempotencyKey | None
     ) -> ChoicesRecord:
         """Check all requests of a call, and return its record."""
         submitted: list[Prompt] = []
@@ -199,8 +177,6 @@ class GenerationCalls:
                 as_tokens=call.needs_prompt_ids,
             )
             submitted.append(request.prompt_token_ids or prompt)
-            if len(submitted) % AT_ONCE == 0:
-                await anyio.lowlevel.checkpoint()
         return ChoicesRecord(
             tenant=tenant,
             call=call,
@@ -217,32 +193,18 @@ class GenerationCalls:
     ) -> Response:
         if running.record.call.fields.stream:
             return self._streamed(running, after)
-
-        async def work() -> Response:
-            async with running.attach() as attachment:
-                return JsonResponse(await self._complete(running, attachment))
-
-        return await while_connected(request.receive, work)
+        async with connected(request.receive), running.attach() as attachment:
+            return JsonResponse(await self._complete(running, attachment))
 
     async def _complete(self, running: _RunningChoices, attachment: Attachment | None) -> Answer:
         """Return the whole answer. The first error ends the other requests as well."""
-        completions: dict[int, Completion] = {}
-
-        async def take(index: int, output: Output) -> None:
-            if isinstance(output, Completion):
-                completions[index] = output
-
-        await self._run(running, attachment, take)
-        ordered = [completions[index] for index in range(len(completions))]
-        write = partial(running.answers.whole, ordered)
-        return await self._services.words.written(running.answers.work(ordered), write)
+        completions = await self._run(running, attachment)
+        write = partial(running.answers.whole, completions)
+        return await self._services.words.process(running.answers.work(completions), write)
 
     async def _run(
-        self,
-        running: _RunningChoices,
-        attachment: Attachment | None,
-        take: Callable[[int, Output], Awaitable[None]],
-    ) -> None:
+        self, running: _RunningChoices, attachment: Attachment | None, take: Take | None = None
+    ) -> list[Completion]:
         """Run all requests.
 
         Raises:
@@ -250,28 +212,19 @@ class GenerationCalls:
         """
         origin, record, answers, _ = running
         requests = [record.request(place) for place in range(len(record.prompts))]
-        try:
-            await self._services.submissions.run(origin, requests, take, attachment, answers.echoed)
-        except NanoInferenceError as error:
-            raise of_tools(error, record.call.reading) from None
+        submissions = self._services.submissions
+        with about_tools(record.call.reading):
+            return await submissions.run(origin, requests, take, attachment, answers.echoed)
 
     def _streamed(self, running: _RunningChoices, after: Position | None) -> Response:
         gateway = self._services.config.gateway
 
-        async def produce(send_event: SendEvent) -> None:
-            async def send(data: bytes, event_id: str = "", *, name: str = "") -> None:
-                await send_event(data, event_id if gateway.event_ids else "", name=name)
-
+        async def produce(send: SendEvent) -> None:
             chunks = Chunks(running.answers, send, after)
-
-            async def take(index: int, output: Output) -> None:
-                chunks.put(index, output)
-                await chunks.room()
-
             try:
                 async with running.attach() as attachment:
-                    await chunks.send_while(partial(self._run, running, attachment, take))
-                    await chunks.send_usage()
+                    run = partial(self._run, running, attachment, chunks.take)
+                    await chunks.send_usage(await chunks.send_while(run))
             except NanoInferenceError as error:
                 failure = as_openai(error, running.record.call.kind)
                 if not stream.committed:
@@ -280,5 +233,5 @@ class GenerationCalls:
                 await send(msgspec.json.encode(error_body(failure)), chunks.position.event_id)
             await send(_DONE, chunks.position.event_id)
 
-        stream = EventStream(produce, gateway.comment_s)
+        stream = EventStream(produce, gateway.comment_s, ids=gateway.event_ids)
         return stream

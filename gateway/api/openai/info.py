@@ -15,15 +15,13 @@ from starlette.responses import PlainTextResponse, Response
 from ....bus.weights import InFlight
 from ....config import AdapterError
 from ...policy.caller import Caller, caller_of, check_allowed
-from ...server.http import FieldError, JsonResponse, read_object
+from ...server.http import FieldError, JsonResponse, field_error, read_object
 from ...serving.fields import adapter_of, read_part
 from ...serving.lane_state import unknown_model
 from ...serving.origin import tenant_of
 from ...serving.services import Services
-from ...serving.words import Words
 from .bodies import DetokenizeBody, TokenizeBody
-from .messages import conversation_of
-from .tools import chat_tools
+from .messages import chat_tools, conversation_of
 
 _MOST_BYTES = 1 << 16
 
@@ -98,7 +96,13 @@ class ModelInfoCalls:
         if body.tokens is None:
             raise FieldError("give tokens, a list of token ids", param="tokens")
         words = await self._words.required()
-        _check_vocabulary(body.tokens, words)
+        most = len(words.tokenizer) - 1
+        if any(not 0 <= token_id <= most for token_id in body.tokens):
+            raise field_error(
+                "tokens",
+                f"holds an id that is none; the tokenizer's are 0 to {most}",
+                code="invalid_token_ids",
+            )
         text = await self._words.beside(partial(words.text, body.tokens, skip_special=False))
         return JsonResponse({"prompt": text})
 
@@ -133,16 +137,6 @@ class ModelInfoCalls:
             }
             for id, root, parent in found
         ]
-
-
-def _check_vocabulary(token_ids: list[int], words: Words) -> None:
-    most = len(words.tokenizer) - 1
-    if any(not 0 <= token_id <= most for token_id in token_ids):
-        raise FieldError(
-            f"tokens holds an id that is none; the tokenizer's are 0 to {most}",
-            param="tokens",
-            code="invalid_token_ids",
-        )
 
 
 # --- LoRA adapters ------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ import hashlib
 import re
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass
 from typing import Generic, NamedTuple, TypeVar
 
 import anyio
@@ -14,10 +15,17 @@ from starlette.requests import Request
 
 from ....config import RequestError
 from ....store.calls import DurableCall
-from ...policy.caller import Caller, check_allowed, may_use
+from ...policy.caller import caller_of, check_allowed, may_use
 from ...server.http import MODEL, EngineError
-from ...serving.durable_calls import Attachment, DurableCalls, not_found
+from ...serving.durable_calls import (
+    Attachment,
+    DurableCalls,
+    DurableRecord,
+    IdempotencyKey,
+    not_found,
+)
 from ...serving.fields import Body
+from ...serving.origin import tenant_of
 
 HEADER = "Idempotency-Key"
 MAX_KEY_LENGTH = 255
@@ -31,84 +39,10 @@ _LONGEST_WAIT_S = 0.2
 _KEY = re.compile(rf"[!-~]{{1,{MAX_KEY_LENGTH}}}")
 
 
-class IdempotencyKey(msgspec.Struct, frozen=True):
-    """The identity of a call with an idempotency key.
-
-    Attributes:
-        name: Digest of the tenant and the key.
-        digest: Digest of the call that was made with the key.
-    """
-
-    name: str
-    digest: str
-
-
-class CallHead(msgspec.Struct, frozen=True, kw_only=True):
-    """The beginning of every call's record.
-
-    Attributes:
-        id: The answer's.
-        created: When the call came, seconds since the Unix epoch.
-        model: The model, or the adapter, that its requests are for.
-        of_model: The id of the model; `model` may be an adapter's.
-    """
-
-    id: str
-    created: int
-    model: str
-    of_model: str = ""
-
-
-class DurableRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """A call, as the bus keeps it.
-
-    Attributes:
-        keyed: None without an idempotency key.
-    """
-
-    tenant: str
-    call: CallHead
-    keyed: IdempotencyKey | None = None
-
-    @property
-    def id(self) -> str:
-        """The answer's."""
-        return self.call.id
-
-    @property
-    def request_ids(self) -> list[str]:
-        raise NotImplementedError
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether the record has all that another gateway needs to submit the requests."""
-        raise NotImplementedError
-
-    @property
-    def background(self) -> bool:
-        """Whether it goes on without its client."""
-        return False
-
-    @property
-    def name(self) -> str:
-        """The name that the call has claimed; "" without an idempotency key."""
-        return self.keyed.name if self.keyed else ""
-
-    def encode(self) -> bytes:
-        # JSON: schemas may hold integers that MessagePack has no room for.
-        return msgspec.json.encode(self)
-
-
 R = TypeVar("R", bound=DurableRecord)
 
 Attach = Callable[[], AbstractAsyncContextManager[Attachment | None]]
 """Attach to a call while the context is open, if the call is durable."""
-
-
-@asynccontextmanager
-async def unattached() -> AsyncIterator[None]:
-    """The attachment of a call that ends with its connection."""
-    yield
 
 
 def decode_record(record: bytes, kind: type[R]) -> R | None:
@@ -126,24 +60,18 @@ class Found(NamedTuple, Generic[R]):
     kept: DurableCall
 
 
+@dataclass(eq=False)
 class BegunCalls(Generic[R]):
-    """The durable calls of one kind."""
+    """The durable calls of one kind. `missing`: makes the error for an unknown id."""
 
-    def __init__(
-        self,
-        kept: DurableCalls,
-        kind: type[R],
-        missing: Callable[[str], EngineError] = not_found,
-    ) -> None:
-        """Args: `missing` makes the error for an unknown id."""
-        self._kept = kept
-        self._kind = kind
-        self._missing = missing
+    durable: DurableCalls
+    kind: type[R]
+    missing: Callable[[str], EngineError] = not_found
 
     async def find(
-        self, call_id: str, tenant: str, caller: Caller, again: IdempotencyKey | None = None
+        self, request: Request, call_id: str, again: IdempotencyKey | None = None
     ) -> Found[R]:
-        """Find a call of a tenant, by a model that the caller may use.
+        """Find a call of a request's tenant, by a model that the caller may use.
 
         Args:
             again: The identity of the call that looks for it, if that has a key.
@@ -151,10 +79,10 @@ class BegunCalls(Generic[R]):
         Raises:
             RequestError: The one for an unknown id, idempotency_key_reused.
         """
-        found = await self.look(call_id, tenant)
+        found = await self.look(call_id, tenant_of(request))
         # Other keys of the tenant may be for other models.
-        if not may_use(caller, found.record.call.model):
-            raise self._missing(call_id)
+        if not may_use(caller_of(request), found.record.call.model):
+            raise self.missing(call_id)
         if again is not None:
             check_same(found.record.keyed, again)
         return found
@@ -165,32 +93,30 @@ class BegunCalls(Generic[R]):
         Raises:
             RequestError: The one for an unknown id.
         """
-        kept = await self._kept.find(call_id)
-        record = decode_record(kept.record, self._kind) if kept is not None else None
+        kept = await self.durable.find(call_id)
+        record = decode_record(kept.record, self.kind) if kept is not None else None
         if kept is None or record is None or record.tenant != tenant:
-            raise self._missing(call_id)
+            raise self.missing(call_id)
         if not (record.is_complete or kept.entries):
             # It was never published, so no client has any of it.
-            raise self._missing(call_id)
+            raise self.missing(call_id)
         return Found(record, kept)
 
-    async def claim(self, record: R, caller: Caller) -> Found[R] | None:
+    async def claim(self, request: Request, record: R) -> Found[R] | None:
         """Store a call under its key. Returns the call that has the key already, if any.
 
         Raises:
             RequestError: idempotency_key_reused, model_not_found.
         """
         assert record.keyed is not None, "it has a key"
-        check_allowed(caller, record.call.model)
-        owner = await self._kept.claim(
-            record.name, record.id, record.encode(), background=record.background
-        )
+        check_allowed(caller_of(request), record.call.model)
+        owner = await self.durable.claim(record)
         if owner == record.id:
             return None
         try:
-            return await self.find(owner, record.tenant, caller, record.keyed)
+            return await self.find(request, owner, record.keyed)
         except RequestError as error:
-            if error.code == self._missing(owner).code:
+            if error.code == self.missing(owner).code:
                 # The call was dropped a moment ago, and its key with it or soon.
                 check_same(None, record.keyed)
             raise
@@ -199,9 +125,7 @@ class BegunCalls(Generic[R]):
     async def attach(self, found: Found[R]) -> AsyncIterator[Attachment]:
         """Attach to a call that was begun before, once it is published."""
         record, kept = found.record, await self.published(found)
-        async with self._kept.resumed(
-            record.id, kept, record.request_ids, record.name, background=record.background
-        ) as attachment:
+        async with self.durable.resumed(record, kept) as attachment:
             yield attachment
 
     async def published(self, found: Found[R]) -> DurableCall:
@@ -211,7 +135,7 @@ class BegunCalls(Generic[R]):
         with anyio.move_on_after(PUBLISH_PATIENCE_S):
             while len(kept.entries) < len(record.request_ids) and "cancelled" not in kept.marks:
                 await anyio.sleep(next(pauses))
-                kept = await self._kept.find(record.id) or kept
+                kept = await self.durable.find(record.id) or kept
         return kept
 
 
@@ -228,7 +152,7 @@ def last_event_id(request: Request) -> str:
     return request.headers.get("last-event-id", "")
 
 
-def keyed(request: Request, tenant: str, body: Body) -> IdempotencyKey | None:
+def keyed(request: Request, body: Body) -> IdempotencyKey | None:
     """Return the identity of a call with an idempotency key; None without one.
 
     Raises:
@@ -246,7 +170,7 @@ def keyed(request: Request, tenant: str, body: Body) -> IdempotencyKey | None:
     model = request.scope.get("state", {}).get(MODEL)
     encoded = msgspec.json.encode(body, order="deterministic").hex()
     about = [request.url.path, encoded, *([model] if model else [])]
-    return IdempotencyKey(_digest(tenant, keys[0]), _digest(*about))
+    return IdempotencyKey(_digest(tenant_of(request), keys[0]), _digest(*about))
 
 
 def check_same(first: IdempotencyKey | None, again: IdempotencyKey) -> None:

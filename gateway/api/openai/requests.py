@@ -11,12 +11,12 @@ import msgspec
 from ....bus.public import GenerateRequest
 from ....config import Config, RequestError, SamplingParams, shown
 from ....text.messages import Reading
-from ...server.http import FieldError
+from ...server.http import FieldError, field_error
 from ...serving.constraints import of_response_format, of_structured_outputs, the_one
+from ...serving.durable_calls import CallHead, DurableRecord
 from ...serving.fields import Body, adapter_of, engine_priority, read_part
 from ...serving.sampling_fields import TEXT_SAMPLING, read_sampling, read_sampling_params
 from .bodies import ChatBody, CompletionBody, GenerateBody, StreamedBody, StreamOptions, TextBody
-from .records import CallHead, DurableRecord
 
 Prompt = str | tuple[int, ...]
 Kind = Literal["completions", "chat", "generate"]
@@ -135,6 +135,11 @@ class ChoicesRecord(DurableRecord, frozen=True, kw_only=True):
     def is_complete(self) -> bool:
         return self.has_prompts
 
+    @property
+    def is_durable(self) -> bool:
+        # Otherwise no client knows the answer's id before the answer is there.
+        return self.call.fields.stream or self.keyed is not None
+
     def request(self, place: int) -> GenerateRequest:
         """Return the request of a prompt."""
         return self.call.request(place, len(self.prompts), self.prompts[place], self.tenant)
@@ -158,9 +163,8 @@ def read_completion(body: Body, config: Config) -> tuple[ChoicesCall, list[Promp
     if prompt_top is None:
         prompt_top = top if fields.echo else None
     elif fields.echo and top not in (None, prompt_top):
-        raise FieldError(
-            "prompt_logprobs and logprobs must be alike with echo, or leave one out",
-            param="prompt_logprobs",
+        raise field_error(
+            "prompt_logprobs", "and logprobs must be alike with echo, or leave one out"
         )
     sampling = _text_sampling(
         body, fields, 1 if scores_only else fields.max_tokens, top, prompt_top
@@ -188,13 +192,10 @@ def read_chat(body: Body, config: Config, max_model_len: int) -> tuple[ChoicesCa
     """
     fields = read_part(body, ChatBody)
     if fields.top_logprobs and not fields.logprobs:
-        raise FieldError("top_logprobs takes logprobs: true", param="top_logprobs")
+        raise field_error("top_logprobs", "takes logprobs: true")
     limits = {fields.max_tokens, fields.max_completion_tokens} - {None}
     if len(limits) > 1:
-        raise FieldError(
-            "max_tokens and max_completion_tokens are different; give one of them",
-            param="max_tokens",
-        )
+        raise field_error("max_tokens", "and max_completion_tokens are different; give one of them")
     # Admission lowers it to what the model's length leaves.
     max_tokens = next(iter(limits), None)
     logprobs = (fields.top_logprobs or 0) if fields.logprobs else None
@@ -231,9 +232,7 @@ def read_generate(body: Body, config: Config, max_model_len: int) -> tuple[Choic
     if not fields.token_ids:
         raise RequestError("token_ids is empty; give the prompt's tokens", code="empty_prompt")
     if len(fields.request_id) > _LONGEST_NAME:
-        raise FieldError(
-            f"request_id is longer than {_LONGEST_NAME} characters", param="request_id"
-        )
+        raise field_error("request_id", f"is longer than {_LONGEST_NAME} characters")
     prompt_logprobs = sampling.prompt_logprobs is not None
     _check_stream(fields, prompt_logprobs, "sampling_params.prompt_logprobs")
     call = ChoicesCall(
@@ -278,10 +277,10 @@ def _texts(fields: TextBody) -> dict[str, Any]:
 
 def _check_stream(fields: StreamedBody, prompt_logprobs: bool, param: str) -> None:
     if fields.stream and prompt_logprobs:
-        raise FieldError(f"{param} are not there in a stream", param=param)
+        raise field_error(param, "are not there in a stream")
     options = fields.stream_options
     if options != StreamOptions() and not fields.stream:
-        raise FieldError("stream_options takes stream: true", param="stream_options")
+        raise field_error("stream_options", "takes stream: true")
     if options.continuous_usage_stats and not options.include_usage:
         raise FieldError(
             "continuous_usage_stats takes include_usage: true",
@@ -290,11 +289,7 @@ def _check_stream(fields: StreamedBody, prompt_logprobs: bool, param: str) -> No
 
 
 def _text_sampling(
-    body: Body,
-    fields: TextBody,
-    max_tokens: int,
-    logprobs: int | None,
-    prompt_logprobs: int | None,
+    body: Body, fields: TextBody, max_tokens: int, logprobs: int | None, prompt_logprobs: int | None
 ) -> SamplingParams:
     """Read the sampling parameters of completions and chats.
 
@@ -336,9 +331,7 @@ def prompts_of(given: str | list[Any] | None, field: str = "prompt") -> list[Pro
         RequestError: There is none, or it is none of these.
     """
     if not given:
-        raise FieldError(
-            f"{field} is empty; give a text or token ids", param=field, code="empty_prompt"
-        )
+        raise field_error(field, "is empty; give a text or token ids", code="empty_prompt")
     if isinstance(given, str):
         return [given]
     kinds = set(map(type, given))
@@ -347,19 +340,17 @@ def prompts_of(given: str | list[Any] | None, field: str = "prompt") -> list[Pro
     if int in kinds:
         is_number = [isinstance(each, int) for each in given]
         param = f"{field}[{is_number.index(not is_number[0])}]"
-        raise FieldError(
-            f"{param}: a number stands among prompts; a list has texts, or lists of token ids, or "
+        raise field_error(
+            param,
+            ": a number stands among prompts; a list has texts, or lists of token ids, or "
             "token ids alone",
-            param=param,
         )
     return [each if isinstance(each, str) else tuple(each) for each in given]
 
 
 def _check_number(n: int, prompts: int, most: int, param: str = "n") -> None:
     if n < 1:
-        raise FieldError(
-            f"{param} is {shown(n)}; it must be at least 1", param=param, code="invalid_n"
-        )
+        raise field_error(param, f"is {shown(n)}; it must be at least 1", code="invalid_n")
     if n * prompts > most:
         raise FieldError(
             f"the call asks for more than {most} choices (gateway.max_prompts); send several calls",

@@ -8,12 +8,12 @@ import msgspec
 
 from ....bus.public import Completion, CompletionChunk, Output
 from ...server.http import SendEvent
-from ...serving.samples import Unsent, all_samples
+from ...serving.samples import UnsentOutputs, all_samples
 from .answers import Answer, Choice, ChoicesWriter, oldest_version, usage_of
 from .positions import Position
 
 
-class Chunks(Unsent):
+class Chunks(UnsentOutputs):
     """All choices of a stream. All that comes of one while the client does not read is one chunk.
 
     Attributes:
@@ -34,32 +34,29 @@ class Chunks(Unsent):
             for prompt in range(len(answers.prompts))
             for sample in range(call.n)
         ]
-        self._completions: list[Completion] = []
         self._due: dict[Choice, None] = {}
         self._scores_prompt = call.echo and call.logprobs is not None
         self._scored: set[int] = set()
         self._begun = any(choice.begun for choice in self._choices)
 
-    def put(self, prompt: int, output: Output) -> None:
-        """Add an output of a prompt."""
+    def put(self, index: int, output: Output) -> None:
         n = self._answers.call.n
-        choices = self._choices[prompt * n : (prompt + 1) * n]
+        choices = self._choices[index * n : (index + 1) * n]
         touched = choices if isinstance(output, Completion) else [choices[output.sample_index]]
         before = sum(choice.unsent for choice in touched)
-        if self._scores_prompt and prompt not in self._scored:
-            tokens = self._answers.scored_prompt(prompt, output)
+        if self._scores_prompt and index not in self._scored:
+            tokens = self._answers.scored_prompt(index, output)
             if tokens or isinstance(output, Completion):
-                self._scored.add(prompt)
+                self._scored.add(index)
                 for choice in choices:
                     choice.score_prompt(tokens)
         if isinstance(output, CompletionChunk):
             touched[0].add(output)
         else:
-            self._completions.append(output)
             for choice, sample in zip(choices, all_samples(output, n), strict=True):
                 choice.end(sample)
         # A choice begins with its prompt, whose logprobs come with the first sample.
-        if not self._scores_prompt or prompt in self._scored:
+        if not self._scores_prompt or index in self._scored:
             self._due |= dict.fromkeys(choice for choice in choices if choice.due)
         self.unsent += sum(choice.unsent for choice in touched) - before
         if self._due:
@@ -86,13 +83,13 @@ class Chunks(Unsent):
         self._read.set()
         await self._send_choice(choice, answer, version)
 
-    async def send_usage(self) -> None:
+    async def send_usage(self, completions: list[Completion]) -> None:
         """Send the last chunk, if the client has asked for it."""
         options = self._answers.call.fields.stream_options
         if options.include_usage and not self.position.usage:
             self.position.usage = True
-            usage = self._answers.usage(self._completions, self._reasoning_tokens())
-            chunk = self._answers.head(oldest_version(self._completions), chunk=True)
+            usage = self._answers.usage(completions, self._reasoning_tokens())
+            chunk = self._answers.head(oldest_version(completions), chunk=True)
             await self._encode(chunk | {"choices": [], "usage": usage})
 
     async def _send_choice(self, choice: Choice, answer: Answer, version: int | None) -> None:
@@ -103,14 +100,13 @@ class Chunks(Unsent):
         self._begun = True
         options = call.fields.stream_options
         if options.include_usage:
-            chunk["usage"] = self._usage_so_far() if options.continuous_usage_stats else None
+            chunk["usage"] = None
+        if options.continuous_usage_stats:
+            prompt = sum(map(len, self._answers.prompts))
+            made = sum(choice.received for choice in self._choices)
+            chunk["usage"] = usage_of(prompt, made, reasoning_tokens=self._reasoning_tokens())
         self.position.move(choice.index, choice.sent)
         await self._encode(chunk)
-
-    def _usage_so_far(self) -> Answer:
-        prompt = sum(map(len, self._answers.prompts))
-        made = sum(choice.received for choice in self._choices)
-        return usage_of(prompt, made, reasoning_tokens=self._reasoning_tokens())
 
     def _reasoning_tokens(self) -> int | None:
         if self._answers.call.reading is None:

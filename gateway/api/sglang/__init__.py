@@ -5,11 +5,9 @@ from __future__ import annotations
 from functools import partial
 
 from ...policy.chain import PolicyRoute
-from ...policy.document import Needed
-from ...server.callers import Endpoint, not_for_pages
+from ...server.callers import not_for_pages
 from ...serving.services import Services
-from .encode import encode
-from .generate import Generation
+from .generate import Generation, encode
 from .info import ServerInfoCalls
 from .sync import VersionLabels, WeightSync
 from .weights import WeightCalls
@@ -26,40 +24,35 @@ def sglang_routes(services: Services) -> list[PolicyRoute]:
     generation = Generation(services, labels)
     info = ServerInfoCalls(services, sync, labels)
     weights = WeightCalls(services, sync)
-    read, write = ["GET"], ["POST"]
-
-    def route(path: str, endpoint: Endpoint, methods: list[str], needed: Needed) -> PolicyRoute:
-        return PolicyRoute(path, endpoint, needed=needed, methods=methods)
-
     routes = [
-        route("/generate", generation.generate, ["POST", "PUT"], "generate"),
-        route("/encode", partial(encode, services), ["POST", "PUT"], "generate"),
-        route("/abort_request", info.abort_request, write, "generate"),
-        route("/flush_cache", info.flush_cache, write, "weights"),
-        route("/pause_generation", weights.pause, write, "weights"),
-        route("/continue_generation", weights.resume, write, "weights"),
-        route("/init_weights_update_group", weights.init_group, write, "weights"),
-        route("/destroy_weights_update_group", weights.destroy_group, write, "weights"),
-        route("/begin_weight_update", weights.begin, write, "weights"),
-        route("/end_weight_update", weights.end, write, "weights"),
-        route("/update_weights_from_disk", weights.from_disk, write, "weights"),
-        route("/update_weights_from_distributed", weights.from_distributed, write, "weights"),
-        route("/update_weights_from_tensor", weights.from_tensor, write, "weights"),
-        route("/update_weight_version", weights.rename, write, "weights"),
-        route("/load_lora_adapter", weights.load_adapter, write, "weights"),
-        route("/unload_lora_adapter", weights.unload_adapter, write, "weights"),
-        route("/get_weight_version", info.weight_version, read, "read"),
-        route("/weight_version", info.weight_version, read, "read"),
-        route("/get_model_info", info.model_info, read, "read"),
-        route("/model_info", info.model_info, read, "read"),
-        route("/get_server_info", info.server_info, read, "read"),
-        route("/server_info", info.server_info, read, "read"),
-        route("/v1/loads", info.loads, read, "read"),
-        route("/get_load", info.load, read, "read"),
-        route("/health", info.health, read, "nothing"),
-        route("/health_generate", info.health_generate, read, "generate"),
-        route("/release_memory_occupation", weights.release_memory, write, "weights"),
-        route("/resume_memory_occupation", weights.resume_memory, write, "weights"),
+        PolicyRoute("POST,PUT /generate", "generate", generation.generate),
+        PolicyRoute("POST,PUT /encode", "generate", partial(encode, services)),
+        PolicyRoute("POST /abort_request", "generate", info.abort_request),
+        PolicyRoute("POST /flush_cache", "weights", info.flush_cache),
+        PolicyRoute("POST /pause_generation", "weights", weights.pause),
+        PolicyRoute("POST /continue_generation", "weights", weights.resume),
+        PolicyRoute("POST /init_weights_update_group", "weights", weights.init_group),
+        PolicyRoute("POST /destroy_weights_update_group", "weights", weights.destroy_group),
+        PolicyRoute("POST /begin_weight_update", "weights", weights.begin),
+        PolicyRoute("POST /end_weight_update", "weights", weights.end),
+        PolicyRoute("POST /update_weights_from_disk", "weights", weights.from_disk),
+        PolicyRoute("POST /update_weights_from_distributed", "weights", weights.from_distributed),
+        PolicyRoute("POST /update_weights_from_tensor", "weights", weights.from_tensor),
+        PolicyRoute("POST /update_weight_version", "weights", weights.rename),
+        PolicyRoute("POST /load_lora_adapter", "weights", weights.load_adapter),
+        PolicyRoute("POST /unload_lora_adapter", "weights", weights.unload_adapter),
+        PolicyRoute("GET /get_weight_version", "read", info.weight_version),
+        PolicyRoute("GET /weight_version", "read", info.weight_version),
+        PolicyRoute("GET /get_model_info", "read", info.model_info),
+        PolicyRoute("GET /model_info", "read", info.model_info),
+        PolicyRoute("GET /get_server_info", "read", info.server_info),
+        PolicyRoute("GET /server_info", "read", info.server_info),
+        PolicyRoute("GET /v1/loads", "read", info.loads),
+        PolicyRoute("GET /get_load", "read", info.load),
+        PolicyRoute("GET /health", "nothing", info.health),
+        PolicyRoute("GET /health_generate", "generate", info.health_generate),
+        PolicyRoute("POST /release_memory_occupation", "weights", weights.release_memory),
+        PolicyRoute("POST /resume_memory_occupation", "weights", weights.resume_memory),
     ]
     effects = [
         ("/flush_cache", info.flush_cache),
@@ -67,7 +60,7 @@ def sglang_routes(services: Services) -> list[PolicyRoute]:
         ("/resume_memory_occupation", weights.resume_memory),
     ]
     return routes + [
-        route(path, not_for_pages(effect, services.measures), read, "weights")
+        PolicyRoute(f"GET {path}", "weights", not_for_pages(effect, services.measures))
         for path, effect in effects[: _NUM_EFFECTS[gateway.effects_by_get]]
     ]
 

@@ -7,23 +7,17 @@ answer's length.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
 from itertools import starmap
 from typing import Any, assert_never
 
 import msgspec
 
-from ....bus.public import (
-    Completion,
-    CompletionChunk,
-    CompletionSample,
-    ErrorInfo,
-    TokenLogprob,
-)
+from ....bus.public import Completion, CompletionChunk, CompletionSample, ErrorInfo, TokenLogprob
+from ....stages.streaming.stop_strings import StopStrings
 from ...server.http import SendEvent
 from ...serving.samples import Unsent, all_samples
 from ...serving.submissions import ENDED_EARLY
-from ...serving.words import Words, ends_with_stop_token, first_stop, free_of_stops, matched_stop
+from ...serving.words import Words, free_of_stops, is_stop_token, matched_stop
 from .requests import PromptCall
 from .sync import VersionLabels
 
@@ -32,7 +26,6 @@ Entry = tuple[float | None, int, str | None]
 TopLogprobs = tuple[TokenLogprob, ...]
 ScoredTokens = tuple[list[Entry], list[list[Entry]]]
 """`output_token_logprobs` and `output_top_logprobs`."""
-
 
 _FILTERED: Answer = {
     "type": "abort",
@@ -75,30 +68,6 @@ class PromptWriter:
 
     # --- pieces of an answer ------------------------------------------------------------------
 
-    def answer(
-        self,
-        sample_index: int,
-        text: str,
-        token_ids: Sequence[int],
-        versions: Iterable[tuple[int, int]],
-        scored: ScoredTokens,
-    ) -> Answer:
-        """Return the part of an answer that is known before the end of the sample."""
-        wanted, request = self.wanted, self.wanted.request
-        own = f"{request.request_id}_{sample_index}"
-        meta: Answer = {
-            "id": own if request.n > 1 else request.request_id,
-            "completion_tokens": len(token_ids),
-        }
-        spans = [(self._labels.of(version), first) for version, first in versions]
-        if spans:
-            meta |= {"weight_version": spans[0][0], "weight_versions": spans}
-        if wanted.logprobs:
-            meta["output_token_logprobs"] = scored[0]
-            if wanted.top_logprobs:
-                meta["output_top_logprobs"] = scored[1]
-        return {"text": text, "output_ids": token_ids, "meta_info": meta}
-
     def scored(self, tokens: CompletionChunk | CompletionSample) -> ScoredTokens:
         """Return `output_token_logprobs` and `output_top_logprobs`, empty unless they are shown."""
         if not self.wanted.logprobs:
@@ -107,22 +76,27 @@ class PromptWriter:
         tops = tokens.top_logprobs if self.wanted.top_logprobs else None
         return list(starmap(self._entry, scored)), list(map(self._top_entries, tops or ()))
 
+    def answer(self, sample: CompletionSample, scored: ScoredTokens, *, ended: bool) -> Answer:
+        """Return the part of an answer that is known before the end of the sample."""
+        wanted, request = self.wanted, self.wanted.request
+        own = f"{request.request_id}_{sample.sample_index}"
+        meta: Answer = {
+            "id": own if request.n > 1 else request.request_id,
+            "completion_tokens": len(sample.token_ids),
+            "finish_reason": None,
+        }
+        spans = [(self._labels.of(version), first) for version, first in sample.weight_versions]
+        if spans:
+            meta |= {"weight_version": spans[0][0], "weight_versions": spans}
+        if wanted.logprobs:
+            meta["output_token_logprobs"] = scored[0]
+            if wanted.top_logprobs:
+                meta["output_top_logprobs"] = scored[1]
+        text = self._text(sample, ended=ended)
+        return {"text": text, "output_ids": sample.token_ids, "meta_info": meta}
+
     def _top_entries(self, top: TopLogprobs) -> list[Entry]:
         return [self._entry(each.logprob, each.token_id) for each in top]
-
-    def free_of_stops(self, token_ids: Sequence[int]) -> int:
-        """Return the length of the text in which no stop string counts."""
-        assert self.words is not None
-        sampling, skip = self.wanted.request.sampling, self.wanted.own.skip_special_tokens
-        return free_of_stops(token_ids, sampling, self.words, skip_special=skip)
-
-    def without_stop(self, text: str, free: int, *, ended: bool) -> str:
-        """Return a text without its stop string or, before the end, without what may become one.
-
-        Args:
-            free: Of `free_of_stops`.
-        """
-        return text[:free] + _before_stop(text[free:], self.wanted.request.sampling.stop, ended)
 
     # --- the whole of it ----------------------------------------------------------------------
 
@@ -132,10 +106,10 @@ class PromptWriter:
             sample = msgspec.structs.replace(
                 sample, **nothing, top_logprobs=None, ref_logprobs=None, finish_reason="length"
             )
-        index, spans, text = sample.sample_index, sample.weight_versions, self._text(sample)
-        answer = self.answer(index, text, sample.token_ids, spans, self.scored(sample))
+        answer = self.answer(sample, self.scored(sample), ended=True)
         meta = answer["meta_info"]
-        usage, n = completion.usage, self.wanted.request.n
+        usage, n, timings = completion.usage, self.wanted.request.n, completion.timings
+        elapsed_ns = timings.finished_ns - timings.received_ns if timings.received_ns else 0
         # The engine reports the sum over all samples; the first gets the remainder.
         cached = usage.cached_tokens // n
         cached += 0 if sample.sample_index else usage.cached_tokens % n
@@ -150,7 +124,7 @@ class PromptWriter:
             "finish_reason": self._finish_reason(sample, completion.error or ENDED_EARLY),
             "prompt_tokens": usage.prompt_tokens,
             "cached_tokens": cached,
-            "e2e_latency": max(0, _elapsed_ns(completion)) / 1e9,
+            "e2e_latency": max(0, elapsed_ns) / 1e9,
         }
         if self.wanted.logprobs:
             meta |= self._prompt_logprobs(completion) | self._ref_logprobs(completion, sample)
@@ -189,39 +163,36 @@ class PromptWriter:
 
     # --- text and what ended it ---------------------------------------------------------------
 
-    def _text(self, sample: CompletionSample) -> str:
+    def _text(self, sample: CompletionSample, *, ended: bool) -> str:
         if self.wanted.plain_text or self.words is None:
             return sample.text
-        token_ids = sample.token_ids
-        stopped = sample.finish_reason == "stop"
-        if stopped and self.wanted.trim_stop and self._ends_with_stop_token(sample):
+        token_ids, sampling = sample.token_ids, self.wanted.request.sampling
+        skip, trim = self.wanted.own.skip_special_tokens, self.wanted.trim_stop
+        stopped = trim and sample.finish_reason == "stop"
+        if stopped and is_stop_token(sample.token_ids[-1], sampling, self.words):
             token_ids = token_ids[:-1]
-        text = self.words.text(token_ids, skip_special=self.wanted.own.skip_special_tokens)
-        if not self.wanted.trim_stop:
+        detokenizer = self.words.detokenizer(skip_special=skip)
+        text = detokenizer.push(token_ids) + (detokenizer.finish() if ended else "")
+        if not trim:
             return text
-        return self.without_stop(text, self.free_of_stops(sample.token_ids), ended=True)
+        free = free_of_stops(sample.token_ids, sampling, self.words, skip_special=skip)
+        stops = StopStrings(sampling.stop)
+        certain, _ = stops.push(text[free:])
+        return text[:free] + certain + (stops.finish() if ended else "")
 
     def _finish_reason(self, sample: CompletionSample, error: ErrorInfo) -> Answer:
         match sample.finish_reason:
             case "length":
                 return {"type": "length", "length": len(sample.token_ids)}
             case "stop":
-                return {"type": "stop", "matched": self._matched(sample)}
+                matched = matched_stop(sample, self.wanted.request.sampling, self.words)
+                return {"type": "stop", "matched": matched}
             case "abort":
                 return {"type": "abort", "message": error.message}
             case "content_filter":
                 return _FILTERED
             case unknown:
                 assert_never(unknown)
-
-    def _matched(self, sample: CompletionSample) -> int | str:
-        if self._ends_with_stop_token(sample):
-            return sample.token_ids[-1]
-        assert self.words is not None  # there are stop strings
-        return matched_stop(sample, self.wanted.request.sampling, self.words)
-
-    def _ends_with_stop_token(self, sample: CompletionSample) -> bool:
-        return ends_with_stop_token(sample, self.wanted.request.sampling, self.words)
 
 
 class Growing:
@@ -231,14 +202,9 @@ class Growing:
         self._writer = writer
         self._index = sample_index
         self._token_ids: list[int] = []
+        self._scored: ScoredTokens = ([], [])
         self._texts: list[str] = []
-        self._scored: tuple[list[Any], list[Any]] = ([], [])
         self._spans: list[tuple[int, int]] = []
-        self._free: int | None = None
-        wanted, words = writer.wanted, writer.words
-        self._detokenizer = None
-        if words is not None and not wanted.plain_text:
-            self._detokenizer = words.detokenizer(skip_special=wanted.own.skip_special_tokens)
         self._shown = 0
         self._due_at = 1
 
@@ -253,39 +219,29 @@ class Growing:
         if chunk.token_ids and (not self._spans or self._spans[-1][0] != version):
             self._spans.append((version, len(self._token_ids)))
         self._token_ids += chunk.token_ids
-        if self._detokenizer is None:
-            self._texts.append(chunk.text)
-        else:
-            self._texts.append(self._detokenizer.push(chunk.token_ids))
         entries, tops = self._writer.scored(chunk)
         self._scored[0].extend(entries)
         self._scored[1].extend(tops)
+        self._texts.append(chunk.text)
 
     def answer(self) -> Answer:
         """Return an event with all that there is."""
         self._shown = len(self._token_ids)
-        answer = self._writer.answer(
-            self._index, self._text(), self._token_ids, self._spans, self._scored
+        self._texts = ["".join(self._texts)]
+        sample = CompletionSample(
+            sample_index=self._index,
+            text=self._texts[0],
+            token_ids=tuple(self._token_ids),
+            logprobs=(),
+            finish_reason="abort",
+            weight_versions=tuple(self._spans),
         )
-        answer["meta_info"]["finish_reason"] = None
-        return answer
+        return self._writer.answer(sample, self._scored, ended=False)
 
     def sent(self, size_bytes: int) -> None:
         """Set when the next event is due, behind one of so many bytes."""
         rarer = math.ceil(self._shown / GROWTH) if size_bytes > EVERY_TOKEN_BYTES else 1
         self._due_at = self._shown + max(rarer, self._writer.wanted.interval_tokens)
-
-    def _text(self) -> str:
-        self._texts = ["".join(self._texts)]
-        text = self._texts[0]
-        if self._detokenizer is None or not self._writer.wanted.trim_stop:
-            return text
-        min_tokens = self._writer.wanted.request.sampling.min_tokens
-        if len(self._token_ids) <= min_tokens:
-            return text
-        if self._free is None:
-            self._free = self._writer.free_of_stops(self._token_ids)
-        return self._writer.without_stop(text, self._free, ended=False)
 
 
 class SampleEvents(Unsent):
@@ -324,21 +280,3 @@ class SampleEvents(Unsent):
             state.sent(len(data))
         self.any_sent = True
         await self._send(data)
-
-
-def _elapsed_ns(completion: Completion) -> int:
-    timings = completion.timings
-    return timings.finished_ns - timings.received_ns if timings.received_ns else 0
-
-
-def _before_stop(text: str, stops: tuple[str, ...], ended: bool) -> str:
-    """Return the text before a stop string, or before the beginning of one."""
-    stop, begin = first_stop(text, stops)
-    if stop or ended:
-        return text[:begin]
-    longest = max(map(len, stops), default=0)
-    for size in range(min(longest - 1, len(text)), 0, -1):
-        tail = text[-size:]
-        if any(each.startswith(tail) for each in stops):
-            return text[:-size]
-    return text

@@ -1,26 +1,30 @@
-"""`/generate`: submits the prompts of a call and answers, at once or as a stream of events."""
+"""`/generate` and `/encode`: submit the prompts of a call and answer, at once or in a stream."""
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Iterator
 from functools import partial
 from itertools import accumulate
+from typing import Any, ClassVar
 
 import anyio.lowlevel
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ....bus.public import Completion, GenerateRequest, Output
-from ....config import NanoInferenceError
-from ...server.http import EventStream, JsonResponse, SendEvent, error_body, while_connected
+from ....bus.public import Completion, EmbedParams, GenerateRequest, Output
+from ....config import Int64, NanoInferenceError
+from ....pipeline.scoring import EmbeddedPrompt
+from ...server.http import EventStream, JsonResponse, SendEvent, connected, error_body
+from ...serving.embedding import EmbedCall, answer_embedded
+from ...serving.fields import read_part
 from ...serving.origin import Origin, origin_of, tenant_of
 from ...serving.prepared import as_submitted, check_length
 from ...serving.services import Services
 from ...serving.submissions import AT_ONCE
 from .answers import Answer, PromptWriter, SampleEvents
-from .fields import read_sglang_object
-from .requests import PromptCall, read_call
+from .requests import PromptCall, read_call, read_prompts, read_sglang_object
 from .sync import VersionLabels
 
 _DONE = b"[DONE]"
@@ -40,18 +44,15 @@ class Generation:
         tenant = tenant_of(request)
         body = await read_sglang_object(request, self._services.config)
         call = read_call(body, gateway.max_prompts)
-        origin = origin_of(request, tenant, call.budget_ms)
+        origin = origin_of(request, call.budget_ms)
         writers = await self._writers(call.prompts, tenant)
         for asked in _requests_of(writers[:1]):
             self._submissions.check_priority(origin.caller, asked, lower_first=False)
         if call.stream:
             return EventStream(partial(self._stream, origin, writers, call.batch))
-
-        async def work() -> Response:
+        async with connected(request.receive):
             answers = await self._complete_all(origin, writers)
             return JsonResponse(answers if call.batch else answers[0])
-
-        return await while_connected(request.receive, work)
 
     # --- before -------------------------------------------------------------------------------
 
@@ -126,8 +127,52 @@ class Generation:
         tokens = sum(len(each.token_ids) for each in completion.samples)
         tokens += len(completion.prompt_logprobs or ())
         listed = tokens * (1 + writer.wanted.top_logprobs)
-        return await self._services.words.written(listed, partial(writer.final, completion))
+        return await self._services.words.process(listed, partial(writer.final, completion))
 
 
 def _requests_of(writers: list[PromptWriter]) -> list[GenerateRequest]:
     return [each.wanted.request for each in writers]
+
+
+class EncodeBody(msgspec.Struct, frozen=True):
+    """SGLang's EmbeddingReqInput."""
+
+    # They say how to route, log or trace a request.
+    HARMLESS: ClassVar = frozenset(
+        {"log_metrics", "background", "routing_key", "external_trace_header"}
+    )
+
+    rid: str | None = None
+    text: str | list[str] | None = None
+    input_ids: list[Int64 | list[Int64]] | None = None
+    dimensions: Int64 | None = None
+    priority: Int64 = 0
+    # Not SGLang's.
+    budget_ms: float | None = None
+
+
+async def encode(services: Services, request: Request) -> Response:
+    """Answer a text with an object, and a list with a list of objects."""
+    found = await read_sglang_object(request, services.config)
+    body = read_part(found, EncodeBody)
+    prompts, batch = read_prompts(body.text, body.input_ids)
+    call = EmbedCall(
+        id=body.rid or uuid.uuid4().hex,
+        params=EmbedParams(dimensions=body.dimensions),
+        priority=body.priority,
+        budget_ms=body.budget_ms,
+        lower_first=False,
+    )
+
+    def write(embedded: list[EmbeddedPrompt]) -> Any:
+        ids = [each.request_id for each in call.requests(prompts, "")]
+        answers = [
+            {
+                "embedding": each.vector,
+                "meta_info": {"id": name, "prompt_tokens": each.prompt_tokens},
+            }
+            for name, each in zip(ids, embedded, strict=True)
+        ]
+        return answers if batch else answers[0]
+
+    return await answer_embedded(request, services, call, prompts, write)

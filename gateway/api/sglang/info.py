@@ -19,11 +19,11 @@ from ....config import NanoInferenceError, RequestError, SamplingParams, split_r
 from ....pipeline.health import living_first
 from ....store.board import StageReport
 from ...policy.caller import caller_of
-from ...server.http import EngineError, JsonResponse, while_connected
+from ...server.http import EngineError, JsonResponse, connected
 from ...serving.fields import read_part
 from ...serving.lane_state import DRAINING
 from ...serving.services import Services
-from .fields import read_sglang_object
+from .requests import read_sglang_object
 from .sync import VersionLabels, WeightSync
 
 # The token that /health_generate continues; every vocabulary has it.
@@ -61,20 +61,17 @@ class ServerInfoCalls:
         """Answer 200 if a token comes; while generation is off, if the executors answer."""
         if self._services.readiness.draining:
             raise NanoInferenceError(DRAINING, code="not_ready")
-
-        async def work() -> Response:
-            with anyio.fail_after(self._config.gateway.health_timeout_s):
-                if self._sync.paused or self._sync.released:
-                    await self._engine.weight_version()
-                else:
-                    await self._probe()
-            return Response()
-
         try:
-            return await while_connected(request.receive, work)
+            async with connected(request.receive):
+                with anyio.fail_after(self._config.gateway.health_timeout_s):
+                    if self._sync.paused or self._sync.released:
+                        await self._engine.weight_version()
+                    else:
+                        await self._probe()
         except TimeoutError:
             trouble = await self._engine.trouble() or "no token came in time"
             raise NanoInferenceError(trouble, code="not_ready") from None
+        return Response()
 
     async def model_info(self, request: Request) -> Response:
         return JsonResponse(await self._model_info())

@@ -8,12 +8,34 @@ from itertools import repeat
 from typing import Any, ClassVar
 
 import msgspec
+from starlette.requests import Request
 
 from ....bus.public import GenerateRequest
-from ....config import Constraint, Int64, RequestError, SamplingParams
+from ....config import Config, Constraint, Int64, RequestError, SamplingParams
+from ...server.http import NAMED_MODEL, convert, read_object
 from ...serving.constraints import of_grammar, the_one
-from ...serving.fields import Body, convert_part, read_part
+from ...serving.fields import Body, adapter_of, convert_part, read_part
+from ...serving.lane_state import unknown_model
 from ...serving.sampling_fields import SGLANG, read_sampling
+
+_MODEL = "model"
+
+
+async def read_sglang_object(request: Request, config: Config) -> Body:
+    """Return the body of a call, without its model. SGLang serves one model, so here any call may
+    have that field.
+
+    Raises:
+        RequestError: malformed, request_too_large; unknown_model.
+    """
+    body = await read_object(request, config.gateway.max_body_bytes)
+    if model := body.pop(_MODEL, None):
+        model = convert(model, str, _MODEL)
+        if name := adapter_of(model, config):
+            raise unknown_model(name, config.engine.model_name)
+        request.scope.setdefault("state", {})[NAMED_MODEL] = model
+    return body
+
 
 DEFAULT_MAX_NEW_TOKENS = 128
 _SAMPLING = "sampling_params"

@@ -184,12 +184,7 @@ class WeightSync:
                     self.released.discard("kv_cache")
 
     async def take(
-        self,
-        weights: WeightsSource,
-        label: str | None,
-        *,
-        abort: bool = False,
-        whole: bool = False,
+        self, weights: WeightsSource, label: str | None, *, abort: bool = False, whole: bool = False
     ) -> int | None:
         """Takes new weights, as a part or at once.
 
@@ -283,11 +278,7 @@ class WeightSync:
         if label is not None:
             number = number_of(label, await self._engine.weight_version())
         version = await self._engine.update_weights(
-            weights,
-            in_flight=in_flight,
-            version=number,
-            partial=partial,
-            timeout_s=self._timeout_s,
+            weights, in_flight=in_flight, version=number, partial=partial, timeout_s=self._timeout_s
         )
         if label is not None:
             self._labels.put(version, label)

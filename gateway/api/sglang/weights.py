@@ -20,7 +20,7 @@ from ....config.temporary import temporary_folder
 from ...server.http import JsonResponse, decode_object, error_response, read_body
 from ...serving.fields import read_part
 from ...serving.services import Services
-from .fields import read_sglang_object
+from .requests import read_sglang_object
 from .sync import WeightSync
 
 # The engine itself frees memory and records graphs. Cached prefixes of other weights are never

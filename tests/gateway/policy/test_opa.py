@@ -13,8 +13,7 @@ import pytest
 
 from nano_inference.config import Config, load_config
 from nano_inference.gateway.app import make_app
-from nano_inference.gateway.policy.guardrail import AT_ONCE
-from nano_inference.gateway.policy.opa import MOST_BYTES
+from nano_inference.gateway.policy.guardrail import AT_ONCE, MOST_BYTES
 from nano_inference.store.board import LoadedAdapter
 
 from ..deployment.deployed import Deployment, Front

@@ -13,7 +13,14 @@ import pytest
 from nano_inference.bus.public import GenerateRequest
 from nano_inference.config import load_config
 from nano_inference.gateway.server.http import EngineError
-from nano_inference.gateway.serving.durable_calls import Attachment, DurableCalls, watch_orphans
+from nano_inference.gateway.serving.durable_calls import (
+    Attachment,
+    CallHead,
+    DurableCalls,
+    DurableRecord,
+    IdempotencyKey,
+    watch_orphans,
+)
 from nano_inference.telemetry import TraceContext
 
 from ..fake import FakeEngine
@@ -21,6 +28,24 @@ from ..made import cut, interleaved
 
 SOON_S = 0.2
 LATER_S = 3600.0
+
+
+class Call(DurableRecord, frozen=True, kw_only=True):
+    """A call of one request."""
+
+    call: CallHead
+
+    request_ids = property(lambda self: [self.id])
+    is_durable = True
+
+    def encode(self) -> bytes:
+        return b""
+
+
+def call(call_id: str, name: str = "") -> Call:
+    keyed = IdempotencyKey(name, "") if name else None
+    head = CallHead(id=call_id, created=0, model="")
+    return Call(tenant="", call=head, keyed=keyed)
 
 
 class Gateway(DurableCalls):
@@ -65,14 +90,14 @@ async def connected(
     return connection
 
 
-async def connect(kept: DurableCalls, call_id: str, **given: Any) -> asyncio.Task[None]:
-    return await connected(kept.begun(call_id, b"", [call_id], **given), call_id)
+async def connect(kept: DurableCalls, call_id: str, name: str = "") -> asyncio.Task[None]:
+    return await connected(kept.begun(call(call_id, name)), call_id)
 
 
 async def come_back(kept: DurableCalls, call_id: str) -> asyncio.Task[None]:
     found = await kept.find(call_id)
     assert found is not None
-    return await connected(kept.resumed(call_id, found, [call_id]), call_id)
+    return await connected(kept.resumed(call(call_id), found), call_id)
 
 
 async def close(connection: asyncio.Task[None]) -> None:
@@ -99,12 +124,12 @@ async def test_a_call_ends_with_its_connection(engine: FakeEngine) -> None:
 
 async def test_a_resumable_call_goes_on_for_its_grace(engine: FakeEngine) -> None:
     kept = Gateway(engine, LATER_S)
-    await kept.claim("name", "c", b"")
+    await kept.claim(call("c", "name"))
     await close(await connect(kept, "c", name="name"))
     assert cancelled(engine) == []
     # It ends after the grace.
     async with serving(Gateway(engine, SOON_S)) as soon:
-        await soon.claim("other", "d", b"")
+        await soon.claim(call("d", "other"))
         await close(await connect(soon, "d", name="other"))
         await engine.until(lambda: cancelled(engine) == ["d"])
 
@@ -115,7 +140,7 @@ async def test_an_attached_call_goes_on(engine: FakeEngine) -> None:
         # Many times as long as it would take.
         for number in range(3):
             name = f"left-{number}"
-            await kept.claim(name, name, b"")
+            await kept.claim(call(name, name))
             await close(await connect(kept, name, name=name))
             await engine.until(lambda name=name: name in cancelled(engine))  # type: ignore[misc]
         assert "attended" not in cancelled(engine)
@@ -150,14 +175,14 @@ async def test_a_call_refused_by_a_draining_gateway_can_be_resent(engine: FakeEn
     found = await kept.find("c")
     assert found is not None
     engine.calls.clear()
-    async with kept.resumed("c", found, ["c"]) as attachment:
+    async with kept.resumed(call("c"), found) as attachment:
         attachment.fail(no)
     assert cancelled(engine) == []
-    await kept.claim("name", "d", b"")
-    async with kept.begun("d", b"", ["d"], name="name") as attachment:
+    await kept.claim(call("d", "name"))
+    async with kept.begun(call("d", "name")) as attachment:
         attachment.fail(no)
     assert await kept.find("d") is None
-    assert await kept.claim("name", "e", b"") == "e"
+    assert await kept.claim(call("e", "name")) == "e"
 
 
 async def test_a_call_resumed_elsewhere_goes_on(engine: FakeEngine) -> None:
@@ -189,7 +214,7 @@ async def test_an_ended_call_is_not_cancelled(engine: FakeEngine) -> None:
     await (await connect(kept, "c"))
     async with serving(kept):
         engine.outputs = cut
-        await kept.claim("other", "d", b"")
+        await kept.claim(call("d", "other"))
         await close(await connect(kept, "d", name="other"))
         await engine.until(lambda: "d" in cancelled(engine))
     assert cancelled(engine) == ["d"]
@@ -206,7 +231,7 @@ async def test_a_disconnect_during_publishing_cancels_the_request(engine: FakeEn
 
     engine.__class__ = Slow
     kept = Gateway(engine, LATER_S)
-    connection = asyncio.create_task(read(kept.begun("c", b"", ["c"]), "c", asyncio.Event()))
+    connection = asyncio.create_task(read(kept.begun(call("c")), "c", asyncio.Event()))
     await publishing.wait()
     connection.cancel()
     await asyncio.sleep(0)

@@ -33,7 +33,7 @@ async def taken(outputs: list[Output], held: anyio.Event | None = None) -> list[
         async with anyio.create_task_group() as group:
             group.start_soon(chunks.send_all)
             for output in outputs:
-                chunks.put(output)
+                chunks.put(0, output)
                 await anyio.wait_all_tasks_blocked()
             if held is not None:
                 held.set()
@@ -69,7 +69,7 @@ async def test_what_nobody_takes_has_its_bound() -> None:
         nonlocal put
         while put < 9:
             put += 1
-            chunks.put(full)
+            chunks.put(0, full)
             await chunks.room()
         chunks.close()
 

@@ -13,8 +13,6 @@ import numpy as np
 from .....bus.public import (
     Completion,
     CompletionChunk,
-    CompletionSample,
-    EmbedParams,
     FinishReason,
     GenerateRequest,
     Output,
@@ -22,7 +20,6 @@ from .....bus.public import (
 )
 from .....config import (
     MAX_INT64,
-    Config,
     RequestError,
     SamplingParams,
     field_name,
@@ -39,14 +36,12 @@ from .....kserve.tensors import (
     TensorSpec,
     text_tensor,
 )
-from .....pipeline.scoring import EmbeddedPrompt
-from ....server.http import FieldError, convert, decode_object
-from ....serving.embedding import EmbedCall, Prompt, embed_all
-from ....serving.lane_state import Readiness
-from ....serving.samples import UnsentOutputs, complete_sample, stream_unsent
+from ....server.http import FieldError, convert, decode_object, field_error
+from ....serving.embedding import Prompt
+from ....serving.prepared import check_request
+from ....serving.samples import UnsentOutputs, all_samples, rest_of, stream_unsent
 from ....serving.sampling_fields import VLLM, SamplingBody, read_sampling_params
-from ....serving.submissions import Submissions
-from ....serving.words import LazyWords
+from ....serving.services import Services
 from ..served import ModelCall
 
 # --- inputs ---------------------------------------------------------------------------------------
@@ -72,9 +67,13 @@ _FIXED_FOR_TEXT = {
 }
 
 
+Samples = tuple[int, SamplingParams]
+"""The number of samples of a prompt, and their parameters."""
+
+
 def read_sampling(
     request: InferRequest, max_samples: int, *, text: bool = False, tops: bool = False
-) -> tuple[int, SamplingParams]:
+) -> Samples:
     """Return a request's number of samples and sampling parameters, which have vLLM's names.
 
     Args:
@@ -111,9 +110,7 @@ def read_sampling(
 
 def unsupported(param: str, why: str) -> FieldError:
     """Return the error of a parameter that is not supported here."""
-    return FieldError(
-        f"{param} is not supported here: {why}; leave it out", param=param, code="unsupported"
-    )
+    return field_error(param, f"is not supported here: {why}; leave it out", code="unsupported")
 
 
 def sampling_place(request: InferRequest) -> str:
@@ -139,10 +136,9 @@ def sampling_body(request: InferRequest) -> dict[str, Any]:
     for name, value in parameters.items():
         if value:
             param = f"parameters.{field_name(name)}"
-            raise FieldError(
-                f"{param} is ignored beside the input {SAMPLING.name}; put it in there, or leave "
-                "it out",
-                param=param,
+            raise field_error(
+                param,
+                f"is ignored beside the input {SAMPLING.name}; put it in there, or leave it out",
                 code="unsupported",
             )
     try:
@@ -225,9 +221,7 @@ def _parsed(name: str, value: Any, where: str) -> Any:
         found = None
     if not isinstance(found, bool | int | float):
         param = f"{where}.{field_name(name)}"
-        raise FieldError(
-            f"{param} is {shown(value)}; it must be a number, or true or false", param=param
-        )
+        raise field_error(param, f"is {shown(value)}; it must be a number, or true or false")
     return found
 
 
@@ -253,48 +247,46 @@ class SampleDelta(msgspec.Struct, frozen=True, kw_only=True):
     ref_logprobs: tuple[float, ...] | None = None
 
 
-_PER_TOKEN = ("token_ids", "logprobs", "weight_versions", "tops")
-
-
 def whole_samples(completion: Completion, n: int) -> list[SampleDelta]:
     """Return the samples of a completed request. One that never began has no tokens."""
-    samples = {each.sample_index: each for each in completion.samples}
     return [
-        _whole(samples[index]) if index in samples else SampleDelta(finish_reason="abort")
-        for index in range(n)
+        _joined([*rest_of(sample)], sample.finish_reason, sample.ref_logprobs)
+        for sample in all_samples(completion, n)
     ]
+
+
+TakeDeltas = Callable[[Sequence[SampleDelta]], Awaitable[None]]
 
 
 class UnsentDeltas(UnsentOutputs):
     """Results of a request that were not sent yet, joined to one delta for each sample."""
 
-    def __init__(self, n: int, take: Callable[[Sequence[SampleDelta]], Awaitable[None]]) -> None:
+    def __init__(self, n: int, take: TakeDeltas) -> None:
         super().__init__()
         self._take = take
-        self._waiting: list[list[SampleDelta]] = [[] for _ in range(n)]
+        self._waiting: list[list[CompletionChunk]] = [[] for _ in range(n)]
         self._characters = [0] * n
         self._tokens = [0] * n
         self._ended: list[FinishReason | None] = [None] * n
 
-    def put(self, output: Output) -> None:
+    def put(self, index: int, output: Output) -> None:
         if isinstance(output, CompletionChunk):
-            self._add(output.sample_index, _of_chunk(output))
+            self._add(output)
             return
-        for index, sample in enumerate(whole_samples(output, len(self._ended))):
-            first = self._tokens[index]
-            rest = {name: getattr(sample, name)[first:] for name in _PER_TOKEN}
-            text = sample.text[self._characters[index] :]
-            self._add(index, SampleDelta(text=text, finish_reason=sample.finish_reason, **rest))
+        for place, sample in enumerate(all_samples(output, len(self._ended))):
+            for chunk in rest_of(sample, self._tokens[place], self._characters[place]):
+                self._add(chunk)
 
-    def _add(self, index: int, delta: SampleDelta) -> None:
-        ends = delta.finish_reason is not None and self._ended[index] is None
-        if not (delta.text or delta.token_ids or ends):
+    def _add(self, chunk: CompletionChunk) -> None:
+        index = chunk.sample_index
+        ends = chunk.finish_reason is not None and self._ended[index] is None
+        if not (chunk.text or chunk.token_ids or ends):
             return
-        self._characters[index] += len(delta.text)
-        self._tokens[index] += len(delta.token_ids)
-        self._ended[index] = self._ended[index] or delta.finish_reason
-        self._waiting[index].append(delta)
-        self._came(len(delta.token_ids))
+        self._characters[index] += len(chunk.text)
+        self._tokens[index] += len(chunk.token_ids)
+        self._ended[index] = self._ended[index] or chunk.finish_reason
+        self._waiting[index].append(chunk)
+        self._came(len(chunk.token_ids))
 
     @property
     def is_due(self) -> bool:
@@ -302,122 +294,13 @@ class UnsentDeltas(UnsentOutputs):
 
     async def send_next(self) -> None:
         """Pass on a delta of each sample."""
-        deltas = [
-            msgspec.structs.replace(_joined(waiting), finish_reason=ended)
-            for waiting, ended in zip(self._waiting, self._ended, strict=True)
-        ]
+        deltas = [*map(_joined, self._waiting, self._ended)]
         self._waiting = [[] for _ in self._waiting]
         self._taken()
         await self._take(deltas)
 
 
 # --- the engine -----------------------------------------------------------------------------------
-
-
-class EngineBackend:
-    """The engine, as its KServe models call it.
-
-    Attributes:
-        name: Of the engine's model.
-        words: Its tokenizer.
-        max_samples: Of one request.
-        most_at_once: The most samples of one prompt, and the setting that limits them.
-        max_model_len: Returns the most tokens of prompt and completion together.
-        trouble: As `ServedModel.trouble`.
-    """
-
-    def __init__(
-        self, submissions: Submissions, config: Config, words: LazyWords, readiness: Readiness
-    ) -> None:
-        self.name = config.engine.model_name
-        self.words = words
-        self.max_samples = config.gateway.max_prompts
-        self.most_at_once = min(
-            (config.gateway.max_prompts, "gateway.max_prompts"),
-            (config.admission.max_samples, "admission.max_samples"),
-        )
-        self.max_model_len = submissions.length.get
-        self.trouble = readiness.trouble
-        self._submissions = submissions
-
-    async def request(
-        self,
-        call: ModelCall,
-        prompt: Prompt,
-        sampling: tuple[int, SamplingParams],
-        *,
-        stream: bool = False,
-    ) -> GenerateRequest:
-        """Return the engine request of a call.
-
-        Args:
-            sampling: The number of samples, and their parameters.
-
-        Raises:
-            RequestError: A parameter has the wrong type, or the request is too large.
-        """
-        request = GenerateRequest(
-            request_id=_new_id(),
-            prompt=prompt if isinstance(prompt, str) else None,
-            prompt_token_ids=None if isinstance(prompt, str) else prompt,
-            n=sampling[0],
-            sampling=sampling[1],
-            stream=stream,
-            priority=priority_of(call.request),
-            tenant=call.origin.tenant,
-            cache_salt=cache_salt_of(call.request),
-        )
-        self._submissions.check_priority(call.origin.caller, request)
-        self._submissions.check_size(request, await self.max_model_len())
-        self._submissions.check_encoded(request)
-        return request
-
-    async def complete(
-        self, call: ModelCall, request: GenerateRequest, before: str = ""
-    ) -> Completion:
-        """Run a request, and return its completion.
-
-        Args:
-            before: The part of the prompt that the response shows before each sample.
-
-        Raises:
-            NanoInferenceError: The engine failed it.
-        """
-        completion = await complete_sample(self._submissions, call.origin, request, before=before)
-        _record_compute(call, completion)
-        return completion
-
-    async def stream(
-        self,
-        call: ModelCall,
-        request: GenerateRequest,
-        take: Callable[[Sequence[SampleDelta]], Awaitable[None]],
-    ) -> None:
-        """Run a request, and pass on its samples as fast as they are taken.
-
-        Raises:
-            NanoInferenceError: The engine failed it. Everything before was passed on.
-        """
-        deltas = UnsentDeltas(request.n, take)
-        completion = await stream_unsent(self._submissions, call.origin, request, deltas)
-        _record_compute(call, completion)
-
-    async def embed(
-        self, call: ModelCall, prompts: Sequence[Prompt], params: EmbedParams
-    ) -> list[EmbeddedPrompt]:
-        """Return the vectors of prompts, in order.
-
-        Raises:
-            RequestError: A parameter has the wrong type, or a prompt is refused.
-            NanoInferenceError: The engine failed it.
-        """
-        wanted = EmbedCall(
-            id=_new_id(),
-            params=params,
-            priority=priority_of(call.request),
-            cache_salt=cache_salt_of(call.request),
-        )
-        return await embed_all(self._submissions, call.origin, wanted, prompts)
 
 
 class EngineModel:
@@ -434,22 +317,73 @@ class EngineModel:
     outputs: ClassVar[tuple[TensorSpec, ...]]
     decoupled: ClassVar[bool] = False
 
-    def __init__(self, backend: EngineBackend) -> None:
+    def __init__(self, services: Services) -> None:
+        name = services.config.engine.model_name
         self.spec = ModelSpec(
-            name=f"{backend.name}{self.suffix}",
+            name=f"{name}{self.suffix}",
             inputs=self.inputs,
             outputs=self.outputs,
             decoupled=self.decoupled,
-            allowed_as=backend.name,
+            allowed_as=name,
         )
-        self._backend = backend
+        self._services = services
+        self._max_samples = services.config.gateway.max_prompts
 
     async def trouble(self) -> str:
-        return await self._backend.trouble()
+        return await self._services.readiness.trouble()
+
+    async def _request(
+        self, call: ModelCall, prompt: Prompt, sampling: Samples, *, stream: bool = False
+    ) -> GenerateRequest:
+        """Return the engine request of a call.
+
+        Raises:
+            RequestError: A parameter has the wrong type, or the request is too large.
+        """
+        request = GenerateRequest(
+            request_id=new_id(),
+            prompt=prompt if isinstance(prompt, str) else None,
+            prompt_token_ids=None if isinstance(prompt, str) else prompt,
+            n=sampling[0],
+            sampling=sampling[1],
+            stream=stream,
+            priority=priority_of(call.request),
+            tenant=call.origin.tenant,
+            cache_salt=cache_salt_of(call.request),
+        )
+        self._services.submissions.check_priority(call.origin.caller, request)
+        return await check_request(self._services, request)
+
+    async def _complete(
+        self, call: ModelCall, request: GenerateRequest, before: str = ""
+    ) -> Completion:
+        """Run a request, and return its completion.
+
+        Args:
+            before: The part of the prompt that the response shows before each sample.
+
+        Raises:
+            NanoInferenceError: The engine failed it.
+        """
+        (completion,) = await self._services.submissions.run(
+            call.origin, [request], before=lambda index: before
+        )
+        _record_compute(call, completion)
+        return completion
+
+    async def _stream(self, call: ModelCall, request: GenerateRequest, take: TakeDeltas) -> None:
+        """Run a request, and pass on its samples as fast as they are taken.
+
+        Raises:
+            NanoInferenceError: The engine failed it. Everything before was passed on.
+        """
+        deltas = UnsentDeltas(request.n, take)
+        completion = await stream_unsent(self._services.submissions, call.origin, request, deltas)
+        _record_compute(call, completion)
 
 
-def _new_id() -> str:
-    # Clients may use the same id for several requests.
+def new_id() -> str:
+    """Return a request's id. Clients may use the same id for several requests."""
     return f"kserve-{uuid.uuid4().hex}"
 
 
@@ -460,42 +394,20 @@ def _record_compute(call: ModelCall, completion: Completion) -> None:
         call.computed(timings.finished_ns - executor.start_ns)
 
 
-def _whole(sample: CompletionSample) -> SampleDelta:
-    spans = sample.weight_versions or ((sample.weight_version, 0),)
-    ends = [*(first for _, first in spans[1:]), len(sample.token_ids)]
-    versions = chain.from_iterable(
-        (version,) * (end - first) for (version, first), end in zip(spans, ends, strict=True)
-    )
+def _joined(
+    chunks: Sequence[CompletionChunk],
+    finish_reason: FinishReason | None,
+    ref_logprobs: tuple[float, ...] | None = None,
+) -> SampleDelta:
     return SampleDelta(
-        text=sample.text,
-        token_ids=sample.token_ids,
-        logprobs=sample.logprobs,
-        weight_versions=tuple(versions),
-        tops=sample.top_logprobs or (),
-        finish_reason=sample.finish_reason,
-        ref_logprobs=sample.ref_logprobs,
+        text="".join(chunk.text for chunk in chunks),
+        token_ids=tuple(chain.from_iterable(chunk.token_ids for chunk in chunks)),
+        logprobs=tuple(chain.from_iterable(chunk.logprobs for chunk in chunks)),
+        weight_versions=tuple(chunk.weight_version for chunk in chunks for _ in chunk.token_ids),
+        tops=tuple(chain.from_iterable(chunk.top_logprobs or () for chunk in chunks)),
+        finish_reason=finish_reason,
+        ref_logprobs=ref_logprobs,
     )
-
-
-def _of_chunk(chunk: CompletionChunk) -> SampleDelta:
-    return SampleDelta(
-        text=chunk.text,
-        token_ids=chunk.token_ids,
-        logprobs=chunk.logprobs,
-        weight_versions=(chunk.weight_version,) * len(chunk.token_ids),
-        tops=chunk.top_logprobs or (),
-        finish_reason=chunk.finish_reason,
-    )
-
-
-def _joined(deltas: Sequence[SampleDelta]) -> SampleDelta:
-    if len(deltas) == 1:
-        return deltas[0]
-    joined: dict[str, Any] = {
-        name: tuple(chain.from_iterable(getattr(delta, name) for delta in deltas))
-        for name in _PER_TOKEN
-    }
-    return SampleDelta(text="".join(delta.text for delta in deltas), **joined)
 
 
 # --- tensors --------------------------------------------------------------------------------------

@@ -6,19 +6,18 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import anyio
 import msgspec
 import numpy as np
 
-from .....config import NanoInferenceError, RequestError, shown
+from .....config import RequestError, shown
 from .....kserve.pool import BufferPool, PoolAcquireTimeout
 from .....kserve.tensors import DTYPES, Array, InferRequest, NamedTensor, TensorSpec, text_tensor
-from ....server.http import EngineError, FieldError
+from ....server.http import EngineError, field_error, task_group
+from ....serving.services import Services
 from ..served import Answer, ModelCall
 from ..service import InferenceService
 from .backend import (
     SAMPLING,
-    EngineBackend,
     EngineModel,
     inherited_parameters,
     numbers,
@@ -80,19 +79,20 @@ class BestOfModel(EngineModel):
         TensorSpec("scores", "FP32", (-1,)),
     )
 
-    def __init__(self, service: InferenceService, backend: EngineBackend, pool: BufferPool) -> None:
+    def __init__(self, service: InferenceService, services: Services, pool: BufferPool) -> None:
         """Args: the service of the called models, the engine, and the pool of calls' buffers."""
-        super().__init__(backend)
+        super().__init__(services)
         self._service = service
         self._pool = pool
-        self._tokens, self._score = f"{backend.name}.tokens", f"{backend.name}.score"
+        name = self.spec.allowed_as
+        self._tokens, self._score = f"{name}.tokens", f"{name}.score"
 
     async def trouble(self) -> str:
         states = await self._service.states((self._tokens, self._score))
         return next((f"{each.name}: {each.reason}" for each in states if not each.ready), "")
 
     async def infer(self, call: ModelCall, answer: Answer) -> None:
-        request, max_model_len = call.request, await self._backend.max_model_len()
+        request, max_model_len = call.request, await self._services.length.get()
         samples, max_tokens = self._read(request)
         prompt = token_ids_of(request, INPUT_IDS.name, max_model_len)
         longest = max(1, min(max_tokens, max_model_len - len(prompt)))
@@ -128,18 +128,22 @@ class BestOfModel(EngineModel):
 
     def _read(self, request: InferRequest) -> tuple[int, int]:
         """The number of samples, and the most tokens of each."""
-        n, sampling = read_sampling(request, self._backend.max_samples)
+        n, sampling = read_sampling(request, self._max_samples)
         if n != 1:
             param = f"{sampling_place(request)}.n"
-            raise FieldError(
-                f"{param} is {shown(n)}; {BEST_OF} is the number of samples, of which one "
+            raise field_error(
+                param,
+                f"is {shown(n)}; {BEST_OF} is the number of samples, of which one "
                 "is returned, so leave it out",
-                param=param,
                 code="invalid_n",
             )
         given = request.input(BEST_OF)
         samples = DEFAULT_BEST_OF if given is None else int(given[0])
-        most, setting = self._backend.most_at_once
+        config = self._services.config
+        most, setting = min(
+            (self._max_samples, "gateway.max_prompts"),
+            (config.admission.max_samples, "admission.max_samples"),
+        )
         if not 1 <= samples <= most:
             raise RequestError(
                 f"{BEST_OF} is {samples}; it must be from 1 to {most} ({setting})", code="invalid_n"
@@ -177,33 +181,23 @@ class BestOfModel(EngineModel):
 
     async def _score_all(self, call: ModelCall, buffers: _Buffers, lengths: Sequence[int]) -> None:
         """Score all samples concurrently. The first error cancels the others."""
-        failure: NanoInferenceError | None = None
 
         async def score(index: int) -> None:
-            nonlocal failure
-            try:
-                found = await self._call(
-                    call,
-                    self._score,
-                    NamedTensor(ScoreModel.prompt_ids.name, buffers.prompt),
-                    NamedTensor(
-                        ScoreModel.completion_ids.name, buffers.output_ids[index, : lengths[index]]
-                    ),
-                )
-                logprobs = found.get(REF_LOGPROBS, found[LOGPROBS])
-                buffers.scores[index] = float(logprobs.mean())
-            except NanoInferenceError as error:
-                # The task group would wrap it.
-                failure = failure or error
-                group.cancel_scope.cancel()
+            completion_ids = buffers.output_ids[index, : lengths[index]]
+            found = await self._call(
+                call,
+                self._score,
+                NamedTensor(ScoreModel.prompt_ids.name, buffers.prompt),
+                NamedTensor(ScoreModel.completion_ids.name, completion_ids),
+            )
+            logprobs = found.get(REF_LOGPROBS, found[LOGPROBS])
+            buffers.scores[index] = float(logprobs.mean())
 
         buffers.scores[:] = -math.inf
-        async with anyio.create_task_group() as group:
+        async with task_group() as group:
             for index, length in enumerate(lengths):
                 if length:
                     group.start_soon(score, index)
-        if failure is not None:
-            raise failure
 
     async def _call(self, call: ModelCall, model: str, *inputs: NamedTensor) -> dict[str, Array]:
         """Another model's outputs."""

@@ -12,7 +12,7 @@ from .....config import Int64, PoolingKind, RequestError
 from .....kserve.tensors import NamedTensor, TensorError, TensorSpec
 from .....pipeline.scoring import params_to_score, scored_completion, token_ids_to_score
 from ....server.http import EngineError, convert
-from ....serving.embedding import Prompt
+from ....serving.embedding import EmbedCall, Prompt, embed_all
 from ....serving.fields import EMPTY
 from ....serving.logprobs import TokenNames, logprobs_by_id, scored
 from ....serving.submissions import ENDED_EARLY
@@ -22,9 +22,12 @@ from .backend import (
     STREAM,
     EngineModel,
     SampleDelta,
+    cache_salt_of,
     finish_reasons,
     flag_of,
+    new_id,
     numbers,
+    priority_of,
     read_sampling,
     rows,
     sampling_body,
@@ -60,9 +63,6 @@ _OPTIONAL = (
 )
 """Outputs that are made if an input `return_X` says so, or else if they are requested by name."""
 
-# Up to this many logprobs, the likeliest tokens' included, are written at once; more take a thread.
-_FEW_LOGPROBS = 4096
-
 
 class TextModel(EngineModel):
     """Continues a text, with the tensors of vLLM's backend of Triton.
@@ -79,8 +79,8 @@ class TextModel(EngineModel):
     decoupled = True
 
     async def infer(self, call: ModelCall, answer: Answer) -> None:
-        backend, words = self._backend, self._backend.words
-        sampling = read_sampling(call.request, backend.max_samples, text=True, tops=True)
+        words = self._services.words
+        sampling = read_sampling(call.request, self._max_samples, text=True, tops=True)
         text = text_of(call.request, TEXT_INPUT) or ""
         stream = bool(flag_of(call.request, STREAM.name))
         exclude = flag_of(call.request, EXCLUDE_INPUT)
@@ -95,14 +95,14 @@ class TextModel(EngineModel):
         wanted = {name for name, flag in flags.items() if (name in named if flag is None else flag)}
         stream = stream and call.many
         # The size is checked before anything is computed.
-        request = await backend.request(call, text, sampling, stream=stream)
+        request = await self._request(call, text, sampling, stream=stream)
         names = None
         if LOGPROBS in wanted:
             names = TokenNames(await words.required(), as_ids=False)
         input_tokens = 0
         if stream and "num_input_tokens" in wanted:
             # The engine reports it with the end, but the first response needs it.
-            (await words.required()).check_fits(text, await backend.max_model_len())
+            (await words.required()).check_fits(text, await self._services.length.get())
             token_ids = await words.token_ids(text)
             input_tokens = len(token_ids)
             request = msgspec.structs.replace(request, prompt=None, prompt_token_ids=token_ids)
@@ -124,15 +124,13 @@ class TextModel(EngineModel):
 
         async def send(deltas: Sequence[SampleDelta]) -> None:
             tokens = sum(len(each.token_ids) + sum(map(len, each.tops)) for each in deltas)
-            if names is not None and tokens > _FEW_LOGPROBS:
-                await answer(await words.beside(partial(write, deltas)))
-            else:
-                await answer(write(deltas))
+            listed = 0 if names is None else tokens
+            await answer(await words.process(listed, partial(write, deltas)))
 
         if stream:
-            await backend.stream(call, request, send)
+            await self._stream(call, request, send)
             return
-        completion = await backend.complete(call, request, before)
+        completion = await self._complete(call, request, before)
         input_tokens = completion.usage.prompt_tokens
         await send(whole_samples(completion, request.n))
 
@@ -158,11 +156,10 @@ class TokensModel(EngineModel):
     decoupled = True
 
     async def infer(self, call: ModelCall, answer: Answer) -> None:
-        backend = self._backend
-        sampling = read_sampling(call.request, backend.max_samples)
-        prompt = token_ids_of(call.request, INPUT_IDS.name, await backend.max_model_len())
+        sampling = read_sampling(call.request, self._max_samples)
+        prompt = token_ids_of(call.request, INPUT_IDS.name, await self._services.length.get())
         stream = call.many and bool(flag_of(call.request, STREAM.name))
-        request = await backend.request(call, prompt, sampling, stream=stream)
+        request = await self._request(call, prompt, sampling, stream=stream)
 
         async def send(deltas: Sequence[SampleDelta]) -> None:
             versions = [each.weight_versions for each in deltas]
@@ -179,9 +176,9 @@ class TokensModel(EngineModel):
             await answer(made)
 
         if stream:
-            await backend.stream(call, request, send)
+            await self._stream(call, request, send)
         else:
-            await send(whole_samples(await backend.complete(call, request), request.n))
+            await send(whole_samples(await self._complete(call, request), request.n))
 
 
 class ScoreModel(EngineModel):
@@ -202,17 +199,16 @@ class ScoreModel(EngineModel):
     )
 
     async def infer(self, call: ModelCall, answer: Answer) -> None:
-        backend = self._backend
         _, sampling = read_sampling(call.request, 1, tops=True)
-        most = await backend.max_model_len()
+        most = await self._services.length.get()
         prompt, completion_ids = (
             token_ids_of(call.request, spec.name, most)
             for spec in (self.prompt_ids, self.completion_ids)
         )
         token_ids_to_score([prompt], [completion_ids])
         (params,) = params_to_score(sampling, 1)
-        request = await backend.request(call, (*prompt, *completion_ids), (1, params))
-        completion = await backend.complete(call, request)
+        request = await self._request(call, (*prompt, *completion_ids), (1, params))
+        completion = await self._complete(call, request)
         if completion.prompt_logprobs is None:
             raise EngineError(ENDED_EARLY.message, code=ENDED_EARLY.code)
         found = scored_completion(completion, len(completion_ids))
@@ -257,8 +253,14 @@ class EmbedModel(EngineModel):
     )
 
     async def infer(self, call: ModelCall, answer: Answer) -> None:
-        params = _read_params(call)
-        embedded = await self._backend.embed(call, await self._prompts(call), params)
+        wanted = EmbedCall(
+            id=new_id(),
+            params=_read_params(call),
+            priority=priority_of(call.request),
+            cache_salt=cache_salt_of(call.request),
+        )
+        prompts = await self._prompts(call)
+        embedded = await embed_all(self._services, call.origin, wanted, prompts)
         await answer(
             [
                 rows("embedding", "FP32", [each.vector for each in embedded], 0),
@@ -272,9 +274,9 @@ class EmbedModel(EngineModel):
         if (given is None) == (call.request.input(EMBED_IDS.name) is None):
             raise TensorError(f"give one of {EMBED_TEXT.name} and {EMBED_IDS.name}")
         if given is None:
-            longest = await self._backend.max_model_len()
+            longest = await self._services.length.get()
             return [token_ids_of(call.request, EMBED_IDS.name, longest)]
-        most = self._backend.max_samples
+        most = self._max_samples
         if not 0 < given.size <= most:
             raise RequestError(
                 f"{EMBED_TEXT.name} has {given.size} texts; give from 1 to {most} "

@@ -11,28 +11,28 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from .....bus.public import Completion
 from .....config import NanoInferenceError
 from .....store.calls import DurableCall
-from ....policy.caller import Caller, caller_of
+from ....policy.caller import caller_of
 from ....server.http import (
     EventStream,
     FieldError,
     JsonResponse,
     SendEvent,
+    connected,
+    field_error,
     read_object,
-    while_connected,
 )
 from ....serving.account import Account
 from ....serving.durable_calls import Attachment
 from ....serving.fields import Body, read_query
 from ....serving.origin import Origin, origin_of, tenant_of
-from ....serving.prepared import check_request, of_tools, prepare
-from ....serving.samples import complete_sample, stream_sample
+from ....serving.prepared import about_tools, check_request, prepare
+from ....serving.samples import SampleChunks, stream_unsent
 from ....serving.services import Services
 from ..errors import as_openai
-from ..records import Attach, Found, keyed, last_event_id, unattached
-from ..tools import tool_use
+from ..messages import tool_use
+from ..records import Attach, Found, keyed, last_event_id
 from .events import NOTHING, ResponseEvents, read_number, response_of
 from .items import Item, check_calls, page_of
 from .output import ResponseWriter
@@ -45,12 +45,15 @@ from .requests import (
     conversation_of,
     read_response,
 )
-from .running import BackgroundResponses
-from .stored import StoredResponses, as_response_error
+from .stored import BackgroundResponses, as_response_error
 
 _SOON_S = 0.05
 """Time for a background response to be published before its client is answered. A response that
 waits for a place is published later."""
+
+
+Conversations = Callable[[Request, str], Awaitable[list[Item]]]
+"""Returns the conversation of a stored response."""
 
 
 class _RunningResponse(NamedTuple):
@@ -79,29 +82,25 @@ class ResponseCalls:
 
     def __init__(self, services: Services) -> None:
         self._services = services
-        self._background = BackgroundResponses(services, self._count)
-        self.stored = StoredResponses(services, self._background)
-        self.conversation_of: Callable[[str, str, Caller], Awaitable[list[Item]]] = (
-            self.stored.conversation
-        )
+        self.stored = BackgroundResponses(services)
+        self.conversation_of: Conversations = self.stored.conversation
 
     async def create(self, request: Request) -> Response:
-        services, tenant = self._services, tenant_of(request)
         body, call, items = await self._read(request)
-        again = keyed(request, tenant, body)
+        again = keyed(request, body)
         if call.fields.stream and (event_id := last_event_id(request)):
             response_id = response_of(event_id)
-            found = await self.stored.find_stored(response_id, tenant, caller_of(request), again)
+            found = await self.stored.find_stored(request, response_id, again)
             return await self._again(request, found, read_number(event_id, response_id))
         if again is None:
             # Errors of the conversation would otherwise come first.
-            await services.served.check(call.fields.model, caller_of(request))
+            await self._services.served.check(call.fields.model, caller_of(request))
         items = await self._whole(request, call, items)
-        origin = origin_of(request, tenant, call.fields.budget_ms, call.fields.model)
+        origin = origin_of(request, call.fields.budget_ms, call.fields.model)
         record = await self._prepared(
             request,
             ResponseRecord(
-                tenant=tenant,
+                tenant=origin.tenant,
                 call=call,
                 items=items,
                 deadline_ns=origin.deadline_ns,
@@ -111,18 +110,11 @@ class ResponseCalls:
         )
         await self._check(record)
         writer = await self.stored.writer(record, first=True)
-        if (
-            again is not None
-            and (begun := await self.stored.claim(record, record.caller)) is not None
-        ):
+        if again is not None and (begun := await self.stored.claim(request, record)) is not None:
             return await self._again(request, begun)
         if record.background:
             return await self._in_background(request, origin, writer)
-        attach: Attach = unattached
-        if record.is_durable:
-            attach = partial(
-                services.durable.begun, record.id, record.encode(), [record.id], record.name
-            )
+        attach: Attach = partial(self._services.durable.begun, record)
         return await self._respond(request, _RunningResponse(origin, writer, attach))
 
     async def input_tokens(self, request: Request) -> Response:
@@ -138,7 +130,7 @@ class ResponseCalls:
         """Return a response as it is now, or its stream."""
         query = read_query(request, RetrieveQuery)
         if query.starting_after is not None and not query.stream:
-            raise FieldError("starting_after takes stream=true", param="starting_after")
+            raise field_error("starting_after", "takes stream=true")
         found = await self._found(request)
         if not query.stream:
             return JsonResponse(await self.stored.known(found))
@@ -174,7 +166,7 @@ class ResponseCalls:
     async def _found(self, request: Request) -> Found[ResponseRecord]:
         named = request.path_params
         response_id = named.get("response_id") or named["stream"]
-        return await self.stored.find_stored(response_id, tenant_of(request), caller_of(request))
+        return await self.stored.find_stored(request, response_id)
 
     # --- making one ---------------------------------------------------------------------------
 
@@ -187,7 +179,7 @@ class ResponseCalls:
         """Return the items of a call, behind those of the response that it continues."""
         before: list[Item] = []
         if previous := call.fields.previous_response_id:
-            before = await self.conversation_of(previous, tenant_of(request), caller_of(request))
+            before = await self.conversation_of(request, previous)
         items = [*before, *items]
         check_calls(items, len(before))
         return items
@@ -227,25 +219,20 @@ class ResponseCalls:
                 code="request_too_large",
             )
 
-    async def _count(self, record: ResponseRecord, completion: Completion) -> None:
-        """Count the message of a background response, which no client may ever read."""
-        if record.reading is not None:
-            await self.stored.ended(await self.stored.writer(record, first=True), completion)
-
     async def _in_background(
         self, request: Request, origin: Origin, writer: ResponseWriter
     ) -> Response:
         record, durable = writer.record, self._services.durable
         kept = DurableCall(record.encode())
         if record.keyed is None:
-            await durable.keep(record.id, kept.record)
+            await durable.keep(record)
         account = Account(background=True)
         account.headers = origin.account.headers  # set when it begins
-        run = self._background.begin(record, origin._replace(account=account), kept)
+        run = self.stored.begin(record, origin._replace(account=account), kept)
         with anyio.move_on_after(_SOON_S):
             await run.settled.wait()
         if run.failure is not None:
-            await durable.forget(record.id, record.name)
+            await durable.forget(record)
             raise run.failure
         if record.call.fields.stream:
             return await self._again(request, Found(record, kept))
@@ -261,11 +248,7 @@ class ResponseCalls:
         return await self._respond(request, await self._attached(request, found, after))
 
     async def _followed(
-        self,
-        request: Request,
-        found: Found[ResponseRecord],
-        after: int | None,
-        event_id: str,
+        self, request: Request, found: Found[ResponseRecord], after: int | None, event_id: str
     ) -> Response:
         """Stream a stored response, from behind an event on."""
         if after is None:
@@ -278,7 +261,7 @@ class ResponseCalls:
     ) -> _RunningResponse:
         record = found.record
         fields = record.call.fields
-        origin = origin_of(request, record.tenant, fields.budget_ms, fields.model)
+        origin = origin_of(request, fields.budget_ms, fields.model)
 
         return _RunningResponse(
             origin, await self.stored.writer(record), partial(self.stored.attach, found), after
@@ -289,18 +272,16 @@ class ResponseCalls:
         if record.call.fields.stream:
             return self._streamed(running)
         submissions, asked = self._services.submissions, record.request(self._services.config)
-
-        async def work() -> Response:
+        async with connected(request.receive):
             try:
                 async with running.attach() as attachment:
-                    completion = await complete_sample(
-                        submissions, running.origin, asked, attachment=attachment
-                    )
+                    with about_tools(record.reading):
+                        (completion,) = await submissions.run(
+                            running.origin, [asked], attachment=attachment
+                        )
             except NanoInferenceError as error:
-                raise _as_response(error, record) from None
+                raise as_response_error(error, record.id) from None
             return JsonResponse(await self.stored.ended(running.writer, completion))
-
-        return await while_connected(request.receive, work)
 
     def _streamed(self, running: _RunningResponse) -> Response:
         origin, writer, attach, after, retrieved = running
@@ -308,21 +289,22 @@ class ResponseCalls:
         submissions, asked = self._services.submissions, record.request(self._services.config)
 
         async def produce(send: SendEvent) -> None:
-            ids = gateway.event_ids and record.call.fields.store
-            events = ResponseEvents(writer, send, self.stored.beside, after, ids=ids)
+            events = ResponseEvents(writer, send, self.stored.beside, after)
             if record.background:
                 await events.create()
             attachment: Attachment | None = None
             try:
                 async with attach() as attachment:
-                    completion = await stream_sample(
-                        submissions, origin, asked, events.add, attachment
-                    )
+                    with about_tools(record.reading):
+                        unsent = SampleChunks(events.add)
+                        completion = await stream_unsent(
+                            submissions, origin, asked, unsent, attachment
+                        )
             except NanoInferenceError as error:
-                failure = _as_response(error, record)
+                failure = as_response_error(error, record.id)
                 has_ended = (
                     isinstance(error, NeverBegun)
-                    or attach is unattached
+                    or not record.is_durable
                     or (attachment is not None and attachment.ended)
                 )
                 if not stream.committed and not (retrieved and has_ended):
@@ -331,11 +313,6 @@ class ResponseCalls:
             else:
                 await events.end(completion)
 
-        stream = EventStream(produce, gateway.comment_s)
+        ids = gateway.event_ids and record.call.fields.store
+        stream = EventStream(produce, gateway.comment_s, ids=ids)
         return stream
-
-
-def _as_response(error: NanoInferenceError, record: ResponseRecord) -> NanoInferenceError:
-    """Return an error in terms of responses."""
-    about_tools = of_tools(error, record.reading)
-    return as_response_error(error, record.id) if about_tools is error else about_tools

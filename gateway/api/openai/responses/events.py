@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Awaitable, Callable, Iterable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -27,44 +28,36 @@ NOTHING = -1
 Beside = Callable[[int, Callable[[], list[ItemEvent]]], Awaitable[list[ItemEvent]]]
 
 
+@dataclass(eq=False)
 class ResponseEvents:
     """Sends the events of a response in OpenAI's order.
 
     An output becomes the same events with the same numbers at every gateway.
-    """
 
-    def __init__(
-        self,
-        writer: ResponseWriter,
-        send: SendEvent,
-        beside: Beside,
-        after: int = NOTHING,
-        *,
-        ids: bool = True,
-    ) -> None:
-        """Args:
+    Attributes:
         beside: Reads so many tokens, many of them in a thread.
         after: Events up to this number are counted and not sent.
-        ids: Whether events have ids, behind which a client may resume.
-        """
-        self._writer = writer
-        self._send = send
-        self._beside = beside
-        self._after = after
-        self._ids = ids
-        self._number = 0
-        self._created = False
-        self._in_progress = False
-        self._items = writer.output_items()
-        self._num_tokens = 0
+    """
+
+    writer: ResponseWriter
+    send: SendEvent
+    beside: Beside
+    after: int
+    _number: int = 0
+    _created: bool = False
+    _in_progress: bool = False
+    _num_tokens: int = 0
+
+    def __post_init__(self) -> None:
+        self._items = self.writer.output_items()
 
     async def create(self) -> None:
         """Send the first events, of a response that may wait for its place."""
         if self._created:
             return
         self._created = True
-        waits = self._writer.record.background
-        response = {"response": self._writer.begun("queued" if waits else "in_progress")}
+        waits = self.writer.record.background
+        response = {"response": self.writer.begun("queued" if waits else "in_progress")}
         await self._send_event("response.created", response)
         if waits:
             await self._send_event("response.queued", response)
@@ -84,15 +77,15 @@ class ResponseEvents:
         if completion.samples:
             sample = completion.samples[0]
             unread = len(sample.token_ids) - self._num_tokens
-            await self._send_events(await self._beside(unread, partial(self._items.end, sample)))
-        response = self._writer.ended(completion, self._items)
+            await self._send_events(await self.beside(unread, partial(self._items.end, sample)))
+        response = self.writer.ended(completion, self._items)
         kind = _ENDS.get(response["status"], _INCOMPLETE)
         await self._send_event(kind, {"response": response})
 
     async def fail(self, error: NanoInferenceError) -> None:
         """Send the last event of a response that failed."""
         await self._progress()
-        await self._send_event("response.failed", {"response": self._writer.failed(error)})
+        await self._send_event("response.failed", {"response": self.writer.failed(error)})
 
     async def interrupt(self, error: NanoInferenceError) -> None:
         """End the stream of a response that goes on.
@@ -103,12 +96,12 @@ class ResponseEvents:
         shown = as_openai(error, "responses")
         event = {
             "type": "error",
-            "sequence_number": max(self._after, self._number - 1, 0),
+            "sequence_number": max(self.after, self._number - 1, 0),
             "code": shown.code,
             "message": shown.message,
             "param": getattr(shown, "param", None),
         }
-        await self._send(msgspec.json.encode(event), self._event_id(event), name="error")
+        await self.send(msgspec.json.encode(event), self._event_id(event), name="error")
 
     async def _progress(self) -> None:
         if self._in_progress:
@@ -116,7 +109,7 @@ class ResponseEvents:
         self._in_progress = True
         await self.create()
         await self._send_event(
-            "response.in_progress", {"response": self._writer.begun("in_progress")}
+            "response.in_progress", {"response": self.writer.begun("in_progress")}
         )
 
     async def _send_events(self, events: Iterable[ItemEvent]) -> None:
@@ -126,11 +119,11 @@ class ResponseEvents:
     async def _send_event(self, kind: str, fields: dict[str, Any]) -> None:
         event: Answer = {"type": kind, "sequence_number": self._number} | fields
         self._number += 1
-        if event["sequence_number"] > self._after:
-            await self._send(msgspec.json.encode(event), self._event_id(event), name=kind)
+        if event["sequence_number"] > self.after:
+            await self.send(msgspec.json.encode(event), self._event_id(event), name=kind)
 
     def _event_id(self, event: Answer) -> str:
-        return f"{self._writer.call.id}.{event['sequence_number']}" if self._ids else ""
+        return f"{self.writer.call.id}.{event['sequence_number']}"
 
 
 def response_of(event_id: str) -> str:

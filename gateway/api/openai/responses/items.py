@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal
 import msgspec
 
 from .....config import shown
-from ....server.http import FieldError
+from ....server.http import field_error
 from ....serving.chat_templates import Turn
 from ....serving.fields import read_part
 from ....serving.tools import DirectCaller, tool_call
@@ -71,7 +71,7 @@ def items_of(given: str | list[dict[str, Any]] | None) -> list[Item]:
         FieldError: It is empty, or an item is of an unknown type, or holds no text.
     """
     if not given:
-        raise FieldError("input is empty; give a text or messages", param="input")
+        raise field_error("input", "is empty; give a text or messages")
     items = [{"role": "user", "content": given}] if isinstance(given, str) else given
     return [_item(item, f"input[{place}]") for place, item in enumerate(items)]
 
@@ -96,10 +96,10 @@ def check_calls(items: Iterable[Item], first: int) -> None:
             calls.add(item["call_id"])
         elif item["type"] == "function_call_output" and item["call_id"] not in calls:
             param = f"input[{place - first}].call_id"
-            raise FieldError(
-                f"{param}: there is no function_call {shown(item['call_id'])} before it; send that "
+            raise field_error(
+                param,
+                f": there is no function_call {shown(item['call_id'])} before it; send that "
                 "as well, or previous_response_id",
-                param=param,
             )
 
 
@@ -115,7 +115,7 @@ def page_of(
     if after is not None:
         places = [place for place, item in enumerate(ordered) if item["id"] == after]
         if not places:
-            raise FieldError(f"after: there is no item {shown(after)} here", param="after")
+            raise field_error("after", f": there is no item {shown(after)} here")
         ordered = ordered[places[0] + 1 :]
     page = ordered[:limit]
     return {
@@ -140,10 +140,9 @@ def _item(given: dict[str, Any], where: str) -> Item:
     kind = given.get("type") or "message"
     known = _KINDS.get(kind) if isinstance(kind, str) else None
     if known is None:
-        raise FieldError(
-            f"{where}: an item of type {shown(kind)} is not supported here; "
-            f"{', '.join(_KINDS)} are",
-            param=where,
+        raise field_error(
+            where,
+            f": an item of type {shown(kind)} is not supported here; {', '.join(_KINDS)} are",
             code="unsupported",
         )
     prefix, read = known

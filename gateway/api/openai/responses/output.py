@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, assert_never
 
 from .....bus.public import Completion, CompletionChunk, CompletionSample, Output
@@ -11,7 +12,7 @@ from .....config import NanoInferenceError
 from .....store.calls import DurableCall
 from .....text.messages import MessageFormat, ToolCall
 from ....server.http import EngineError
-from ....serving.logprobs import TokenNames
+from ....serving.logprobs import TokenNames, token_entries
 from ....serving.measures import Measures
 from ....serving.message_parts import (
     Addition,
@@ -24,8 +25,7 @@ from ....serving.message_parts import (
 from ....serving.words import Words
 from ..bodies import ReasoningOptions
 from ..errors import as_openai
-from ..logprobs import token_entries
-from .requests import ID_PREFIX, ResponseRecord
+from .requests import ID_PREFIX, NeverBegun, ResponseCall, ResponseRecord
 
 Answer = dict[str, Any]
 Kind = Literal["reasoning", "text", "call"]
@@ -41,6 +41,7 @@ class ItemEvent(NamedTuple):
     fields: Answer
 
 
+@dataclass(eq=False)
 class OutputItems:
     """Reads the sample of a response, and makes its items and their events.
 
@@ -48,42 +49,35 @@ class OutputItems:
     events follow from the outputs alone, so that every gateway makes the same.
 
     Attributes:
+        name: The items' ids are made of it.
+        names: None where no logprobs are shown.
         items: The complete ones.
     """
 
-    def __init__(
-        self, name: str, parts: MessageParts, names: TokenNames | None, *, reads: bool
-    ) -> None:
-        """Args:
-        name: The items' ids are made of it.
-        names: None where no logprobs are shown.
-        reads: Whether the message is parsed; otherwise all of it is text.
-        """
-        self.items: list[Answer] = []
-        self._name = name
-        self._parts = parts
-        self._names = names
-        self._reads = reads
-        # Tokens that belong to no item yet, and how many came before.
-        self._unshown: list[TokenRecord] = []
-        self._num_tokens = 0
-        # The open item: its kind, how many of each kind there were, its texts and tokens.
-        self._kind: Kind | None = None
-        self._number: Counter[Kind] = Counter()
-        self._texts: list[str] = []
-        self._shown: list[TokenRecord] = []
+    name: str
+    parts: MessageParts
+    names: TokenNames | None
+    items: list[Answer] = field(default_factory=list)
+    # Tokens that belong to no item yet, and how many came before.
+    _unshown: list[TokenRecord] = field(default_factory=list)
+    _num_tokens: int = 0
+    # The open item: its kind, how many of each kind there were, its texts and tokens.
+    _kind: Kind | None = None
+    _number: Counter[Kind] = field(default_factory=Counter)
+    _texts: list[str] = field(default_factory=list)
+    _shown: list[TokenRecord] = field(default_factory=list)
 
     @property
     def reasoning_tokens(self) -> int:
-        return self._parts.reasoning_tokens
+        return self.parts.reasoning_tokens
 
     def add(self, chunk: CompletionChunk) -> list[ItemEvent]:
         """Add the next tokens."""
-        return list(self._events(self._parts.add(chunk)))
+        return list(self._events(self.parts.add(chunk)))
 
     def end(self, sample: CompletionSample) -> list[ItemEvent]:
         """Add what did not come in chunks, of a sample that has ended."""
-        events = list(self._events(self._parts.end(sample)))
+        events = list(self._events(self.parts.end(sample)))
         if self._kind is None and not self.items:
             # An empty answer has one message.
             events += self._begin("text")
@@ -96,7 +90,7 @@ class OutputItems:
     # --- reading ------------------------------------------------------------------------------
 
     def _additions(self, new: NewParts) -> Iterator[Addition]:
-        if self._names is not None:
+        if self.names is not None:
             self._unshown += new.records
         for delta, place in zip(new.deltas, new.places, strict=True):
             # Tokens that belong to no item yet, up to the delta's.
@@ -107,7 +101,7 @@ class OutputItems:
 
     def _tokens_of(self, text: str, tokens: list[TokenRecord]) -> tuple[TokenRecord, ...]:
         """Return the last tokens that have this text, without the marks and spaces before it."""
-        if not self._reads:
+        if not self.parts.reads:
             return tuple(tokens)
         first, chars = len(tokens), 0
         while first and chars < len(text):
@@ -189,7 +183,7 @@ class OutputItems:
 
     def _id(self, kind: Kind) -> str:
         number = self._number[kind]
-        return f"{_PREFIXES[kind]}{self._name}" + (f"_{number - 1}" if number > 1 else "")
+        return f"{_PREFIXES[kind]}{self.name}" + (f"_{number - 1}" if number > 1 else "")
 
     def _item(self, status: str, content: list[Answer]) -> Answer:
         if self._kind == "reasoning":
@@ -206,7 +200,7 @@ class OutputItems:
         return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
 
     def _logprobs(self, tokens: Sequence[TokenRecord]) -> list[Answer]:
-        return [] if self._names is None else token_entries(tokens, self._names)
+        return [] if self.names is None else token_entries(tokens, self.names)
 
 
 Status = Literal["queued", "in_progress", "completed", "incomplete", "cancelled", "failed"]
@@ -215,29 +209,28 @@ UNENDED: tuple[Status, ...] = ("queued", "in_progress")
 """The statuses of a response that has not ended."""
 
 
+@dataclass(eq=False)
 class ResponseWriter:
     """Writes the answer to a call.
 
     The answer follows from the record and the outputs alone, so that every gateway writes the same.
+
+    Attributes:
+        measures: Counts the message; None if another reader has counted it.
     """
 
-    def __init__(
-        self,
-        record: ResponseRecord,
-        words: Words,
-        form: MessageFormat | None,
-        measures: Measures | None = None,
-    ) -> None:
-        """Args: `measures` counts the message; None if another reader has counted it."""
-        self.record = record
-        self.call = record.call
-        self._words = words
-        self._form = form
-        self._measures = measures
+    record: ResponseRecord
+    words: Words
+    form: MessageFormat | None
+    measures: Measures | None
+
+    @property
+    def call(self) -> ResponseCall:
+        return self.record.call
 
     def output_items(self) -> OutputItems:
         """Return the reader of the output."""
-        words, form, reading = self._words, self._form, self.record.reading
+        words, form, reading = self.words, self.form, self.record.reading
         shows = self.call.logprobs
         parts = MessageParts(
             words,
@@ -245,14 +238,13 @@ class ResponseWriter:
             form,
             reading,
             f"{self.record.id}/0",
-            records=shows,
-            measures=self._measures,
+            by_tokens=shows,
+            measures=self.measures,
         )
         return OutputItems(
             self.record.id.removeprefix(ID_PREFIX),
             parts,
             TokenNames(words, as_ids=False) if shows else None,
-            reads=form is not None and reading is not None,
         )
 
     def failed(self, error: NanoInferenceError) -> Answer:
@@ -273,8 +265,8 @@ class ResponseWriter:
             return self.ended(last)
         if last is not None:
             return self.begun("in_progress")
-        if self.record.failure is not None:
-            return self.failed(self.record.failure.error())
+        if (failure := self.record.failure) is not None:
+            return self.failed(NeverBegun(failure.message, code=failure.code))
         ended = "cancelled" in kept.marks and not kept.entries.get(self.record.id)
         return self.begun("cancelled" if ended else "queued")
 

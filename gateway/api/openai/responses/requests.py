@@ -9,17 +9,17 @@ from typing import Annotated, ClassVar, Literal
 
 import msgspec
 
-from .....bus.public import GenerateRequest
+from .....bus.public import ErrorInfo, GenerateRequest
 from .....config import Config, Constraint, NanoInferenceError, SamplingParams, shown
 from .....text.messages import Reading
 from ....policy.caller import ANYBODY, Caller
-from ....server.http import EngineError, FieldError
+from ....server.http import EngineError, field_error
 from ....serving.chat_templates import Conversation, Turn, reasoning_of_effort
 from ....serving.constraints import of_structured_outputs, of_text_format, the_one
+from ....serving.durable_calls import CallHead, DurableRecord
 from ....serving.fields import Body, adapter_of, engine_priority, read_part
 from ....serving.sampling_fields import TEXT_SAMPLING, read_sampling
 from ..bodies import ResponseBody
-from ..records import CallHead, DurableRecord
 from .items import Item, items_of, turns_of
 
 ID_PREFIX = "resp_"
@@ -70,16 +70,6 @@ class NeverBegun(EngineError):
     """A stored response of which no request was submitted, and none will be."""
 
 
-class ResponseFailure(msgspec.Struct, frozen=True):
-    """The error of a response that was never begun."""
-
-    code: str
-    message: str
-
-    def error(self) -> NeverBegun:
-        return NeverBegun(self.message, code=self.code)
-
-
 class ResponseRecord(DurableRecord, frozen=True, kw_only=True, tag="response"):
     """A response, as the bus keeps it.
 
@@ -98,7 +88,7 @@ class ResponseRecord(DurableRecord, frozen=True, kw_only=True, tag="response"):
     prompt: tuple[int, ...] = ()
     deadline_ns: int | None = None
     caller: Caller = ANYBODY
-    failure: ResponseFailure | None = None
+    failure: ErrorInfo | None = None
     reading: Reading | None = None
     constraint: Constraint | None = None
 
@@ -108,7 +98,6 @@ class ResponseRecord(DurableRecord, frozen=True, kw_only=True, tag="response"):
 
     @property
     def background(self) -> bool:
-        """Whether it goes on without its client."""
         return self.call.fields.background
 
     @property
@@ -117,7 +106,6 @@ class ResponseRecord(DurableRecord, frozen=True, kw_only=True, tag="response"):
 
     @property
     def is_durable(self) -> bool:
-        """Whether the bus keeps it."""
         return self.call.fields.store or self.keyed is not None
 
     @property
@@ -142,7 +130,7 @@ class ResponseRecord(DurableRecord, frozen=True, kw_only=True, tag="response"):
 
     def failed(self, error: NanoInferenceError) -> ResponseRecord:
         """Return the record of the same response, which will never be begun."""
-        failure = ResponseFailure(error.code, error.message)
+        failure = ErrorInfo(code=error.code, message=error.message)
         return msgspec.structs.replace(self, prompt=(), constraint=None, failure=failure)
 
     def encode(self) -> bytes:
@@ -166,20 +154,18 @@ def read_response(
     for place, each in enumerate(fields.include):
         if each != LOGPROBS and each not in _HARMLESS:
             param = f"include[{place}]"
-            raise FieldError(
-                f"{param}: {shown(each)} is not there to be included; {LOGPROBS} is",
-                param=param,
+            raise field_error(
+                param,
+                f": {shown(each)} is not there to be included; {LOGPROBS} is",
                 code="unsupported",
             )
     logprobs = LOGPROBS in fields.include
     if fields.top_logprobs and not logprobs:
-        raise FieldError(f"top_logprobs takes {LOGPROBS} in include", param="top_logprobs")
+        raise field_error("top_logprobs", f"takes {LOGPROBS} in include")
     if len(fields.metadata) > _MOST_METADATA:
-        raise FieldError(f"metadata has more than {_MOST_METADATA} texts", param="metadata")
+        raise field_error("metadata", f"has more than {_MOST_METADATA} texts")
     if fields.background and not fields.store:
-        raise FieldError(
-            "background takes store: true, or no client could find it", param="background"
-        )
+        raise field_error("background", "takes store: true, or no client could find it")
     call = ResponseCall(
         id=f"{ID_PREFIX}{uuid.uuid4().hex}",
         created=int(time.time()),

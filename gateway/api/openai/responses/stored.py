@@ -1,4 +1,4 @@
-"""Responses on the bus: found, read, continued, cancelled, deleted."""
+"""Responses on the bus: found, read, continued, cancelled, deleted, and run in the background."""
 
 from __future__ import annotations
 
@@ -7,22 +7,25 @@ from functools import partial
 from typing import TypeVar
 
 import anyio
+from starlette.requests import Request
 
 from .....bus.public import Completion
-from .....config import NanoInferenceError, shown
+from .....config import BusError, ChannelClosed, NanoInferenceError, shown
 from .....store.calls import DurableCall
 from .....telemetry import TraceContext
-from ....policy.caller import Caller
-from ....server.http import EngineError, FieldError
+from ....server.http import EngineError, FieldError, field_error
 from ....serving.account import Account
+from ....serving.durable_calls import Attachment, IdempotencyKey
 from ....serving.origin import Origin
 from ....serving.services import Services
 from ....serving.words import READING
-from ..records import BegunCalls, Found, IdempotencyKey, pauses_s
+from ..records import BegunCalls, Found, decode_record, pauses_s
 from .items import Item, answered
 from .output import UNENDED, Answer, ResponseWriter
-from .requests import ResponseRecord
-from .running import BackgroundResponses
+from .requests import NeverBegun, ResponseRecord
+
+_BUS_AWAY_S = 1.0
+"""Seconds between attempts to reach a lost bus."""
 
 T = TypeVar("T")
 
@@ -39,20 +42,19 @@ _LONGEST_WAIT_S = 0.5
 class StoredResponses(BegunCalls[ResponseRecord]):
     """The responses of all gateways."""
 
-    def __init__(self, services: Services, background: BackgroundResponses) -> None:
+    def __init__(self, services: Services) -> None:
         super().__init__(services.durable, ResponseRecord, unknown)
         self._services = services
-        self._background = background
 
     async def find_stored(
-        self, response_id: str, tenant: str, caller: Caller, again: IdempotencyKey | None = None
+        self, request: Request, response_id: str, again: IdempotencyKey | None = None
     ) -> Found[ResponseRecord]:
         """Find a response, unless it has store: false; see `find`.
 
         Raises:
             RequestError: unknown_response, idempotency_key_reused.
         """
-        found = await self.find(response_id, tenant, caller, again)
+        found = await self.find(request, response_id, again)
         if not found.record.call.fields.store:
             raise unknown(response_id)
         return found
@@ -80,7 +82,7 @@ class StoredResponses(BegunCalls[ResponseRecord]):
         record, kept = found
         services = self._services
         try:
-            last = await services.durable.last_output(record.id, kept, record.id)
+            last = await services.durable.last_output(record.id, kept)
         except EngineError as error:
             raise as_response_error(error, record.id) from None
         if isinstance(last, Completion):
@@ -98,52 +100,27 @@ class StoredResponses(BegunCalls[ResponseRecord]):
 
     async def beside(self, tokens: int, work: Callable[[], T]) -> T:
         """Read so many tokens of an output, many of them in a thread."""
-        return await self._services.words.written(tokens * READING, work)
+        return await self._services.words.process(tokens * READING, work)
 
-    async def conversation(self, response_id: str, tenant: str, caller: Caller) -> list[Item]:
+    async def conversation(self, request: Request, response_id: str) -> list[Item]:
         """Return all items of a response that has ended, with its output.
 
         Raises:
             FieldError: It is unknown, or has not ended well.
         """
         try:
-            found = await self.find_stored(response_id, tenant, caller)
+            found = await self.find_stored(request, response_id)
             answer = await self.known(found)
         except EngineError as error:
-            raise FieldError(
-                f"{_PREVIOUS}: {error.message}", param=_PREVIOUS, code=_NOT_FOUND
-            ) from None
+            raise field_error(_PREVIOUS, f": {error.message}", code=_NOT_FOUND) from None
         if answer["status"] not in _CONTINUED:
-            raise FieldError(
-                f"{_PREVIOUS}: the response is {answer['status']}; one that is completed or "
+            raise field_error(
+                _PREVIOUS,
+                f": the response is {answer['status']}; one that is completed or "
                 "incomplete can be continued",
-                param=_PREVIOUS,
                 code=_UNFINISHED,
             )
         return [*found.record.items, *answered(answer["output"])]
-
-    async def published(self, found: Found[ResponseRecord]) -> DurableCall:
-        """Wait until a response is published, or could have been by the gateway that began it.
-
-        A background response may wait long for its place.
-
-        Raises:
-            NeverBegun: It will not be published.
-            RequestError: unknown_response: it was deleted meanwhile.
-        """
-        if not found.record.background:
-            return await super().published(found)
-        pauses = pauses_s(_LONGEST_WAIT_S)
-        while not found.kept.entries and "cancelled" not in found.kept.marks:
-            if found.record.failure is not None:
-                raise found.record.failure.error()
-            run = self._background.running(found.record.id)
-            if run is not None:
-                await run.settled.wait()
-            else:
-                await anyio.sleep(next(pauses))
-            found = await self.look(found.record.id, found.record.tenant)
-        return found.kept
 
     async def cancel(self, found: Found[ResponseRecord]) -> Answer:
         """Cancel a background response. Its output so far stays.
@@ -181,7 +158,7 @@ class StoredResponses(BegunCalls[ResponseRecord]):
         """
         record = found.record
         if (await self.known(found))["status"] not in UNENDED:
-            await self._services.durable.forget(record.id, record.name)
+            await self._services.durable.forget(record)
             return
         if record.background:
             await self.end(found)
@@ -197,6 +174,127 @@ class StoredResponses(BegunCalls[ResponseRecord]):
                     break
                 await anyio.sleep(pause_s)
         return answer
+
+
+class Run:
+    """A response that this gateway runs in the background.
+
+    Attributes:
+        kept: The response as the bus keeps it; None if that is to be read again.
+        settled: Set when it is published, or will not be.
+        failure: The reason why it will not be published.
+    """
+
+    def __init__(self, record: ResponseRecord, origin: Origin, kept: DurableCall) -> None:
+        self.record = record
+        self.origin = origin
+        self.kept: DurableCall | None = kept
+        self.settled = anyio.Event()
+        self.failure: NanoInferenceError | None = None
+
+
+class BackgroundResponses(StoredResponses):
+    """Also the responses that this gateway runs without a client, or has taken over.
+
+    The record of a response has all that a gateway needs to run it. The gateway that began it stays
+    attached until its end; an orphaned one, whose gateway was killed, is taken over by another.
+    """
+
+    def __init__(self, services: Services) -> None:
+        super().__init__(services)
+        self._running: dict[str, Run] = {}
+        services.durable.taken_over_by(self._take_over)
+
+    def begin(self, record: ResponseRecord, origin: Origin, kept: DurableCall) -> Run:
+        """Run a response that the bus keeps."""
+        run = self._running[record.id] = Run(record, origin, kept)
+        self._services.durable.begin(self._run(run))
+        return run
+
+    async def published(self, found: Found[ResponseRecord]) -> DurableCall:
+        """Wait until a response is published, or could have been by the gateway that began it.
+
+        A background response may wait long for its place.
+
+        Raises:
+            NeverBegun: It will not be published.
+            RequestError: unknown_response: it was deleted meanwhile.
+        """
+        if not found.record.background:
+            return await super().published(found)
+        pauses = pauses_s(_LONGEST_WAIT_S)
+        while not found.kept.entries and "cancelled" not in found.kept.marks:
+            if (failure := found.record.failure) is not None:
+                raise NeverBegun(failure.message, code=failure.code)
+            run = self._running.get(found.record.id)
+            if run is not None:
+                await run.settled.wait()
+            else:
+                await anyio.sleep(next(pauses))
+            found = await self.look(found.record.id, found.record.tenant)
+        return found.kept
+
+    def _take_over(self, response_id: str, kept: DurableCall) -> bool:
+        record = decode_record(kept.record, ResponseRecord)
+        if record is None or not record.background:
+            return False
+        # A response of this gateway may be unattached while the bus is away.
+        if record.failure is None and record.id not in self._running:
+            origin = Origin(
+                record.tenant,
+                TraceContext(),
+                record.deadline_ns,
+                Account(background=True),
+                record.caller,
+                record.call.fields.model,
+            )
+            self.begin(record, origin, kept)
+        return True
+
+    async def _run(self, run: Run) -> None:
+        try:
+            while not await self._attach(run):
+                await anyio.sleep(_BUS_AWAY_S)
+                run.kept = None
+        finally:
+            self._running.pop(run.record.id, None)
+            run.settled.set()
+
+    async def _attach(self, run: Run) -> bool:
+        """Run a response, or follow it. Returns False if the bus is away: try again."""
+        durable, record = self._services.durable, run.record
+        request = record.request(self._services.config)
+        try:
+            kept = run.kept or await durable.find(record.id)
+            if kept is None:
+                return True
+            async with durable.resumed(record, kept) as attachment:
+                attachment.noted = run.settled.set
+                try:
+                    (completion,) = await self._services.submissions.run(
+                        run.origin, [request], attachment=attachment
+                    )
+                    if record.reading is not None:
+                        # Count the message, which no client may ever read.
+                        await self.ended(await self.writer(record, first=True), completion)
+                except NanoInferenceError as error:
+                    await self._fail(run, attachment, error)
+            return True
+        except BusError as error:
+            return isinstance(error, ChannelClosed) or error.code != BusError.code
+
+    async def _fail(self, run: Run, attachment: Attachment, error: NanoInferenceError) -> None:
+        if attachment.ended:
+            return  # its outputs have the error
+        if error.code in (BusError.code, "shutting_down"):
+            attachment.fail(error)
+            if isinstance(error, BusError):
+                raise error
+            return
+        if not attachment.entries:
+            run.failure = error
+            await self._services.durable.replace(run.record.id, run.record.failed(error).encode())
+        attachment.end()
 
 
 def unknown(response_id: str) -> EngineError:

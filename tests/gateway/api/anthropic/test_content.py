@@ -93,7 +93,7 @@ class Client:
 
 
 def answers_of(request: GenerateRequest, reading: Reading | None, *, shows: bool) -> MessageWriter:
-    parts = MessageParts(WORDS, request.sampling, QWEN, reading, "seed", records=False)
+    parts = MessageParts(WORDS, request.sampling, QWEN, reading, "seed", by_tokens=False)
     thinks = reading is not None and reading.separates_reasoning
     return MessageWriter(
         request, "tiny", WORDS, parts, counts_thinking=thinks, shows_thinking=shows

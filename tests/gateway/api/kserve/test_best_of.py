@@ -19,7 +19,7 @@ from nano_inference.kserve.tensors import InferRequest, InferResponse
 from nano_inference.telemetry import now_ns
 
 from ....errors import raises
-from ....pipeline.kserve import as_lists, backend_of, infer_request, origin, service_of
+from ....pipeline.kserve import as_lists, infer_request, origin, service_of, services_of
 from ...fake import FakeEngine, completion, sample
 
 LIMIT_S = 30
@@ -79,8 +79,8 @@ def engine() -> Engine:
     made: Any = Engine()
     config = load_config(env={}, overrides={"admission.max_samples": 1000})
     made.service, made.pool = service_of(made, config), BufferPool(8 * 1024, use_shm=False)
-    backend = backend_of(made, config)
-    made.service._models["tiny.best_of"] = BestOfModel(made.service, backend, made.pool)
+    services = services_of(made, config)
+    made.service._models["tiny.best_of"] = BestOfModel(made.service, services, made.pool)
     return cast(Engine, made)
 
 

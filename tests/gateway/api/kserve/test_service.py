@@ -129,7 +129,9 @@ def fail(error: BaseException) -> Callable[[ModelCall], None]:
 
 async def test_calls_are_counted_by_their_end() -> None:
     model, measured = Ending("m"), Measured()
-    service = InferenceService([model, Ending("other")], measured.metrics)
+    service = InferenceService(measured.metrics)
+    service.add(model)
+    service.add(Ending("other"))
     request = InferRequest(model_name="m")
     model.end = lambda call: call.computed(10)
     await service.infer_once(origin(), request)

@@ -14,7 +14,7 @@ import pytest
 from httpx import AsyncClient, Response
 
 from nano_inference.config import BusError, Config, load_config
-from nano_inference.gateway.api.openai.responses import running
+from nano_inference.gateway.api.openai.responses import stored
 from nano_inference.gateway.app import make_app
 from nano_inference.gateway.serving.lane_state import Readiness
 
@@ -285,7 +285,7 @@ async def test_another_gateway_takes_over_a_waiting_response(
 async def test_a_response_goes_on_after_a_bus_outage(
     monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
-    monkeypatch.setattr(running, "_BUS_AWAY_S", 0.01)
+    monkeypatch.setattr(stored, "_BUS_AWAY_S", 0.01)
     away: list[bool] = [True]
 
     class Away(FakeEngine):

@@ -341,7 +341,7 @@ async def test_usage_counts_reasoning_of_all_choices(continuous: bool) -> None:
                 await anyio.wait_all_tasks_blocked()
             chunks.put(0, ended)
             chunks.close()
-        await chunks.send_usage()
+        await chunks.send_usage([ended])
     wanted = answers(call).whole([ended])["usage"]
     assert wanted["completion_tokens_details"]["reasoning_tokens"] > 0
     assert sent[-1]["usage"] == wanted

@@ -158,12 +158,12 @@ async def test_a_stream_is_resumed_by_the_same_call_with_its_key(
 
 def test_no_two_keys_have_one_name() -> None:
     class Asked:
-        def __init__(self, key: str) -> None:
-            self.headers = httpx.Headers({"Idempotency-Key": key})
+        def __init__(self, tenant: str, key: str) -> None:
+            self.headers = httpx.Headers({"Idempotency-Key": key, "X-Tenant": tenant})
             self.headers.getlist = lambda name: [key]  # type: ignore[attr-defined]
             self.url = httpx.URL("http://x/y")
             self.scope: dict[str, object] = {}
 
     pairs = [("a", "bc"), ("ab", "c"), ("abc", "-"), ("a", "b"), ("b", "a")]
-    found = {keyed(Asked(key), tenant, {}) for tenant, key in pairs}  # type: ignore[arg-type]
+    found = {keyed(Asked(tenant, key), {}) for tenant, key in pairs}  # type: ignore[arg-type]
     assert len({each.name for each in found if each}) == len(pairs)

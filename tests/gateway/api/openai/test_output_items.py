@@ -35,8 +35,8 @@ def read(
     made: Made, chunks: Iterable[CompletionChunk], form: MessageFormat | None, *, logprobs: bool
 ) -> tuple[list[ItemEvent], list[dict[str, Any]]]:
     """What is told of a sample, and what stands there at its end."""
-    parts = MessageParts(WORDS, made.sampling, form, READING, "seed", records=logprobs)
-    items = OutputItems("1", parts, NAMES if logprobs else None, reads=form is not None)
+    parts = MessageParts(WORDS, made.sampling, form, READING, "seed", by_tokens=logprobs)
+    items = OutputItems("1", parts, NAMES if logprobs else None)
     events = [event for chunk in chunks for event in items.add(chunk)]
     return events + items.end(made.sample), items.items
 

@@ -131,7 +131,8 @@ class Client:
                 for _ in range(4 * len(outputs) + 4 * number):
                     room.release()
                 chunks.close()
-            await chunks.send_usage()
+            ended = [output for _, output in outputs if isinstance(output, Completion)]
+            await chunks.send_usage(ended)
         return sent
 
 

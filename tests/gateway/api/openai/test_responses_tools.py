@@ -164,7 +164,7 @@ async def test_a_long_output_is_read_beside_the_others(
         return end(parts, sample)
 
     monkeypatch.setattr(MessageParts, "end", ended)
-    monkeypatch.setattr(words, "_SHORT_ANSWER", 3)
+    monkeypatch.setattr(words, "_SHORT", 3)
     model.says(BOTH)
     made = await posted(http)
     where = f"{PATH}/{made['id']}"

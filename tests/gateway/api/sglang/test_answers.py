@@ -191,7 +191,7 @@ def test_stream_events_repeat_the_earlier_text() -> None:
     growing.add(chunk(REQUEST, (5,), "five"))
     growing.add(chunk(REQUEST, (6, 7), " six seven", weight_version=4))
     answer = growing.answer()
-    assert (answer["text"], answer["output_ids"]) == ("five six seven", [5, 6, 7])
+    assert (answer["text"], answer["output_ids"]) == ("five six seven", (5, 6, 7))
     meta = answer["meta_info"]
     assert meta["finish_reason"] is None
     assert [entry[1] for entry in meta["output_token_logprobs"]] == [5, 6, 7]

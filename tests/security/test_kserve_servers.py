@@ -44,7 +44,7 @@ from .mutations.kserve import (
     of_a_lane,
     region_message,
 )
-from .mutations.tensors import REGION, REGION_BYTES, Draft, Shared
+from .mutations.tensors import REGION, REGION_BYTES, Draft, Region
 from .mutations.wire import Answer as HttpAnswer
 from .mutations.wire import read_answer
 
@@ -71,11 +71,11 @@ CLIENTS_FAULT = {
 
 
 @contextmanager
-def shared() -> Iterator[tuple[Shared, str]]:
+def shared() -> Iterator[tuple[Region, str]]:
     """Memory that a client shares, and its key."""
     made = SharedMemory(create=True, size=REGION_BYTES)
     try:
-        yield Shared(made.buf), f"/{made.name.lstrip('/')}"
+        yield made.buf, f"/{made.name.lstrip('/')}"
     finally:
         made.close()
         made.unlink()
@@ -151,7 +151,7 @@ class Playing(NamedTuple):
 
     gateway: Gateway
     client: Client
-    region: Shared
+    region: Region
     register: Callable[[], Awaitable[Any]]
     cases: Callable[[int], AsyncIterator[tuple[int, random.Random]]]
 
@@ -363,7 +363,7 @@ async def test_a_server_that_is_killed_leaves_its_clients_memory_as_it_is(
                 case = of_a_lane(rng)
                 await play(client, case, odd_headers(rng), f"case {number} ({case.kind})")
             assert mapped_by(server.pid) == {f"/dev/shm{key}"}
-            region.data[:] = bytes(range(256)) * (REGION_BYTES // 256)
+            region[:] = bytes(range(256)) * (REGION_BYTES // 256)
             asked = long_answer().data
             under_way = [client.begin("ModelInfer", asked, timeout=LIMIT_S) for _ in range(20)]
             server.kill()

@@ -11,7 +11,7 @@ from nano_inference.gateway.policy.document import ApiKey, Guardrails, PolicyDoc
 
 from .bodies import NO_OBJECT, encoded, fields_changed, names_twice, refusal, taken, usual
 from .cases import WIRE, Family
-from .fields import INT, NUMBER, TEXT, Field, Interface, Interfaces, refused
+from .interfaces import INT, NUMBER, TEXT, Field, Interface, Interfaces, refused
 from .wire import Case, Headers, Wanted, head
 
 INVALID = refused("invalid_request")

@@ -7,8 +7,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from . import bodies, messages
-from .fields import Interfaces
-from .interfaces import INTERFACES
+from .interfaces import INTERFACES, Interfaces
 from .wire import Case
 
 Maker = Callable[[random.Random, Interfaces], Case]

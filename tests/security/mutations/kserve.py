@@ -16,7 +16,6 @@ from .tensors import (
     Draft,
     Input,
     Region,
-    Shared,
     as_http,
     as_protobuf,
     crooked,
@@ -48,7 +47,7 @@ class GrpcCase(NamedTuple):
     draft: Draft | None = None
 
 
-def infer(rng: random.Random, region: Region | Shared) -> GrpcCase:
+def infer(rng: random.Random, region: Region) -> GrpcCase:
     """A request for the model that gives back what it is given."""
     found = crooked(rng, region, echoed=True)
     raw = as_protobuf(found.draft, MODEL).SerializeToString()
@@ -58,7 +57,7 @@ def infer(rng: random.Random, region: Region | Shared) -> GrpcCase:
     return GrpcCase("bytes", "ModelInfer", raw, ANYTHING)
 
 
-def call(rng: random.Random, region: Region | Shared) -> GrpcCase:
+def call(rng: random.Random, region: Region) -> GrpcCase:
     """Any method's, most of them of `infer`."""
     if rng.random() < 0.6:
         return infer(rng, region)
@@ -185,7 +184,7 @@ TARGETS = (
 )
 
 
-def http_call(rng: random.Random, region: Region | Shared) -> HttpCase:
+def http_call(rng: random.Random, region: Region) -> HttpCase:
     """One of all kinds."""
     match rng.randrange(10):
         case 0 | 1 | 2 | 3:
@@ -205,7 +204,7 @@ def http_call(rng: random.Random, region: Region | Shared) -> HttpCase:
             return HttpCase("place", _post(rng.choice(PLACES), body), ANYTHING)
 
 
-def _infer(rng: random.Random, region: Region | Shared) -> HttpCase:
+def _infer(rng: random.Random, region: Region) -> HttpCase:
     found = crooked(rng, region, echoed=True)
     # Of some datatypes there is nothing that JSON could say.
     found.draft.parameters["binary_data_output"] = True
@@ -214,7 +213,7 @@ def _infer(rng: random.Random, region: Region | Shared) -> HttpCase:
     return HttpCase(found.kind, _post(INFER, body, _told(length)), codes, found.draft)
 
 
-def _compressed(rng: random.Random, region: Region | Shared) -> HttpCase:
+def _compressed(rng: random.Random, region: Region) -> HttpCase:
     found = crooked(rng, region, echoed=True)
     found.draft.parameters["binary_data_output"] = True
     body, length = as_http(found.draft)

@@ -5,8 +5,16 @@ from __future__ import annotations
 import random
 
 from .bodies import refusal, taken, usual
-from .fields import Interfaces, refused
-from .interfaces import CHAT, COMPLETIONS, INTERFACES, MESSAGES, RESPONSES, TOKENS
+from .interfaces import (
+    CHAT,
+    COMPLETIONS,
+    INTERFACES,
+    MESSAGES,
+    RESPONSES,
+    TOKENS,
+    Interfaces,
+    refused,
+)
 from .wire import HOST, JSON, MALFORMED, Case, Shape, Wanted, chunked, head, post
 
 VERSION = b"/version"

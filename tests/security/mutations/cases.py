@@ -35,7 +35,6 @@ WIRE: tuple[tuple[int, Maker], ...] = (
     (35, messages.kinds_of_body),
     (25, messages.methods),
     (55, messages.named),
-    (15, messages.hosts),
     (15, messages.slow),
     (15, messages.short_body),
 )

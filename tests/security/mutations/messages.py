@@ -243,18 +243,6 @@ IGNORED = (
 )
 
 
-def hosts(rng: random.Random, interfaces: Interfaces) -> Case:
-    """Names that the gateway does not have."""
-    interface = rng.choice(interfaces)
-    odd = (b"evil.example", b"localhost.evil.example", b"", b"a@localhost", b"localhost/..")
-    host = rng.choice((*odd, b"a b", b"\xff", b"x" * 9000, b"127.0.0.1.nip.io", b"0x7f000001"))
-    body = usual(interface)
-    headers = (JSON, (b"Content-Length", b"%d" % len(body)))
-    raw = interface.head(headers).replace(b"Host: localhost", b"Host: " + host, 1) + body
-    wanted = refusal(interface, refused("forbidden_host", 403))
-    return Case("host", interface.path, (raw,), (wanted,))
-
-
 STREAM_CALLS: tuple[tuple[bytes, bytes, str, int], ...] = (
     (b"GET", b"/v1/streams/cmpl-0", "stream_not_found", 404),
     (b"GET", b"/v1/streams/%00?after=%ff", "stream_not_found", 404),

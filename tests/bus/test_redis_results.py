@@ -110,7 +110,7 @@ async def test_follower_that_comes_during_a_read_misses_nothing(
 async def test_new_follower_does_not_wait_for_the_blocking_read(
     redis_buses: Any, monkeypatch: Any
 ) -> None:
-    monkeypatch.setattr(redis_readers, "FOLLOW_BLOCK_S", 10 * kit.limit_s)
+    monkeypatch.setattr(redis_readers, "FOLLOW_BLOCK_S", 10 * kit.LIMIT_S)
     bus = redis_buses.open()
     tail = await bus.results.tail()
     waiting = asyncio.ensure_future(anext(bus.results.follow("other", "")))

@@ -15,16 +15,10 @@ from nano_inference.bus.messages import CacheScope
 from nano_inference.config import AdmissionConfig
 from nano_inference.stages.fairness.replicas import prefix_chain
 
-from ..byte_tokenizers import TEMPLATE, byte_tokenizer
 from .conftest import admission
 
 LIMIT_S = 60
 SECRET = (7,) * 200
-
-
-@pytest.fixture(scope="session")
-def tokenizer() -> PreTrainedTokenizerFast:
-    return byte_tokenizer(TEMPLATE)
 
 
 class Salts:

@@ -31,9 +31,9 @@ from nano_inference.store.limits import Charge, Limit
 from nano_inference.store.redis.keys import Keys
 from nano_inference.store.registry import ModelRecord
 
+from ..buses import kit
 from ..commands import run_command
 from ..gateway.fake import chunk
-from .conftest import overloaded
 
 ROOT = Path(__file__).parents[2]
 RULES = (ROOT / "deploy" / "redis-acl.txt").read_text()
@@ -252,7 +252,7 @@ async def test_what_was_in_flight_is_taken_over_with_the_stages_rights(place: Pl
         )
         await bus.requests.acknowledge(first)
         await bus.requests.publish(GREEDY)
-        assert await bus.requests.shed(0, overloaded, epoch + 1) == 1
+        assert await bus.requests.shed(0, kit.overloaded, epoch + 1) == 1
     finally:
         await bus.aclose()
     assert await place.refused() == set()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -24,7 +23,7 @@ from nano_inference.bus.redis import results as redis_results
 from nano_inference.config import BusConfig
 from nano_inference.stages.admission.checks import TEXT_BYTES, result_bytes
 
-from ..byte_tokenizers import TEMPLATE, byte_tokenizer
+from ..cli.servers import free_port
 from ..errors import raises
 from ..gateway import fake
 from .conftest import admission
@@ -32,11 +31,6 @@ from .conftest import admission
 LIMIT_S = 30
 MIB = 1 << 20
 LONGEST = -1.2345678901234567e-07
-
-
-@pytest.fixture(scope="session")
-def tokenizer() -> PreTrainedTokenizerFast:
-    return byte_tokenizer(TEMPLATE)
 
 
 def completion(
@@ -128,9 +122,7 @@ def test_no_result_is_larger_than_was_reckoned(
 @pytest.fixture(params=["proto-max-bulk-len", "client-query-buffer-limit"])
 def strict_url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
     """A server that takes no more than 1 MiB in one piece, and ends the connection at more."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     with ValkeyServer(port=port, data_dir=tmp_path) as server:
         with redis.Redis(port=port) as client:
             client.config_set(request.param, MIB)

@@ -13,8 +13,9 @@ from nano_inference.bus.redis import leases as redis_leases
 from nano_inference.bus.redis.waiting import WaitingEntries
 from nano_inference.config import FairnessConfig
 
+from ..buses import kit
 from ..stages.fairness.replica import StepReplica
-from .conftest import Write, overloaded
+from .conftest import Write
 
 LIMIT_S = 30
 
@@ -31,7 +32,7 @@ async def send(bus: Bus, tenant: str, number: int, prompt: str = "x") -> list[st
 
 async def shed(bus: Bus, max_queued: int) -> int:
     total = 0
-    while number := await bus.requests.shed(max_queued, overloaded, 1):
+    while number := await bus.requests.shed(max_queued, kit.overloaded, 1):
         total += number
     return total
 

@@ -84,6 +84,13 @@ BY_GET = {
 }
 
 
+ASK = {
+    "Access-Control-Request-Method": "POST",
+    "Access-Control-Request-Headers": "authorization,content-type",
+}
+"""Before a call that a page may not make without asking."""
+
+
 @pytest.mark.parametrize("path", WRITES)
 @pytest.mark.parametrize("way", BY_POST)
 async def test_no_page_has_an_effect_by_post(engine: FakeEngine, path: str, way: str) -> None:
@@ -238,12 +245,8 @@ async def test_what_a_shell_sends_by_default_is_told_what_to_add(engine: FakeEng
 
 async def test_pages_that_are_named_may_call(engine: FakeEngine) -> None:
     """After the browser has asked; those of other origins are told nothing."""
-    ask = {
-        "Access-Control-Request-Method": "POST",
-        "Access-Control-Request-Headers": "content-type",
-    }
     async with gateway(engine, allowed_origins=[OURS]) as http:
-        answer = await http.options("/generate", headers=browser(Origin=OURS) | ask)
+        answer = await http.options("/generate", headers=browser(Origin=OURS) | ASK)
         assert answer.status_code == 200
         assert answer.headers["access-control-allow-origin"] == OURS
         assert "content-type" in answer.headers["access-control-allow-headers"]
@@ -255,7 +258,7 @@ async def test_pages_that_are_named_may_call(engine: FakeEngine) -> None:
         answer = await http.post("/generate", content=b"{}", headers=headers)
         assert answer.status_code == 415
         assert "access-control-allow-origin" in answer.headers
-        answer = await http.options("/generate", headers=browser(Origin=EVIL) | ask)
+        answer = await http.options("/generate", headers=browser(Origin=EVIL) | ASK)
         assert error_of(answer, 403) == "forbidden_origin"
         assert "access-control-allow-origin" not in answer.headers
 
@@ -275,7 +278,7 @@ async def test_pages_that_are_named_may_call(engine: FakeEngine) -> None:
 async def test_the_body_and_the_log_name_the_setting_that_refused_a_preflight(
     engine: FakeEngine, headers: dict[str, str], code: str, words: tuple[str, str]
 ) -> None:
-    ask = browser(**headers) | {"Access-Control-Request-Method": "POST"}
+    ask = browser(**headers) | ASK
     async with gateway(engine) as http:
         with structlog.testing.capture_logs() as lines:
             answer = await http.options("/v1/chat/completions", headers=ask)
@@ -291,11 +294,7 @@ async def test_pages_of_ours_may_bring_a_key(engine: FakeEngine) -> None:
     """A browser asks without it whether it may send one."""
     async with gateway(engine, policy="bus", allowed_origins=[OURS]) as http:
         key = http.headers.pop("Authorization")
-        ask = {
-            "Access-Control-Request-Method": "POST",
-            "Access-Control-Request-Headers": "authorization,content-type",
-        }
-        answer = await http.options("/generate", headers=browser(Origin=OURS) | ask)
+        answer = await http.options("/generate", headers=browser(Origin=OURS) | ASK)
         assert answer.status_code == 200
         assert "authorization" in answer.headers["access-control-allow-headers"]
         headers = browser(Origin=OURS, Sec_Fetch_Site="cross-site")
@@ -329,8 +328,7 @@ async def test_pages_are_answered_before_all_limits_and_may_read_what_those_say(
         assert answer.headers["retry-after"] == "1"
         assert answer.headers["access-control-allow-origin"] == OURS
         assert "Retry-After" in answer.headers["access-control-expose-headers"]
-        ask = {"Access-Control-Request-Method": "POST"}
-        answer = await http.options("/v1/completions", headers=browser(Origin=OURS) | ask)
+        answer = await http.options("/v1/completions", headers=browser(Origin=OURS) | ASK)
         assert answer.status_code == 200
         # Those of others are refused as ever, and not for want of room.
         answer = await http.post("/v1/completions", json={}, headers=browser(Origin=EVIL))

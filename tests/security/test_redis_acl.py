@@ -68,16 +68,10 @@ class Place(NamedTuple):
 
     async def refused(self) -> set[tuple[str, str, str]]:
         """What was refused to whom: (user, command or key, "command" or "key")."""
-        logs = [await node.execute_command("ACL", "LOG") for node in self.nodes]
-        found = set()
-        for entry in (each for log in logs for each in log):
-            told = (
-                entry
-                if isinstance(entry, dict)
-                else dict(zip(entry[::2], entry[1::2], strict=True))
-            )
-            found.add((told["username"], told["object"], told["reason"]))
-        return found
+        logs = [await node.acl_log() for node in self.nodes]
+        return {
+            (entry["username"], entry["object"], entry["reason"]) for log in logs for entry in log
+        }
 
 
 @pytest.fixture(params=["redis_url", "cluster_url"])

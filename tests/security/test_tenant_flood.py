@@ -185,17 +185,6 @@ def test_high_priorities_keep_their_places() -> None:
     assert replica.finished == ["high", "new"]
 
 
-def test_who_was_served_more_takes_nobodys_place() -> None:
-    replica = StepReplica(places=2)
-    replica.submit("a", 1000, tenant="flood")
-    replica.step(200)
-    replica.submit("b", 1000, tenant="quiet")
-    replica.step()
-    replica.submit("more", 5, tenant="flood")
-    replica.step(90)
-    assert "more" not in replica.started
-
-
 @pytest.mark.parametrize("kv_free", [10**9, 2000, 0])
 def test_two_floods_share_and_change_places_no_oftener_than_slices_end(kv_free: int) -> None:
     replica = StepReplica(places=4, kv_free=kv_free)

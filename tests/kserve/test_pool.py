@@ -93,18 +93,6 @@ async def test_a_span_larger_than_the_pool_is_refused_at_once(pool: BufferPool) 
     pool.release_slot(held)
 
 
-async def test_the_queue_is_strictly_fifo(pool: BufferPool) -> None:
-    held = await pool.acquire_slot(5)
-    many = asyncio.create_task(pool.acquire_slot(4))
-    await settle()
-    few = asyncio.create_task(pool.acquire_slot(1))
-    await settle()
-    assert (pool.waiting, pool.free_slots) == (2, 3)
-    pool.release_slot(held)
-    first, second = await within_limit(many), await within_limit(few)
-    assert (first.offset, second.offset) == (0, 4000)
-
-
 async def test_a_waiter_leaves_the_queue_at_its_deadline(pool: BufferPool) -> None:
     """Before the error, so that the next waiter is served."""
     held = await pool.acquire_slot(5)

@@ -93,10 +93,7 @@ PATTERNS = LITERALS._replace(
 )
 NO_LITERALS = Field("literals", (), (), (), (["\u200b"], ["\u00ad"], ["x", "\u2060"]), BAD_LIST)
 NO_PATTERNS = Field(
-    "patterns",
-    (),
-    (),
-    (),
+    *("patterns", (), (), ()),
     (
         *([each] for each in ("(", "[a", "a*", "(?=a)", r"(a)\1", "ß", r"\C", "a{9999}", "|a")),
         *(["\\"], ["x", "(?<!a)b"], ["((a{500}){500}){500}"], ["(?P<n>"], [r"\p{Xx}"]),

@@ -144,14 +144,8 @@ STOP_OUTSIDE: tuple[Any, ...] = ([str(i) for i in range(17)], "s" * 1025, ["é" 
 STOP = Field(
     "stop", ("x", ["a", "b"]), ("", [], None), TEXTS, STOP_OUTSIDE, refused("invalid_stop")
 )
-STOP_IDS = Field(
-    "stop_token_ids",
-    ([1], [5, 767]),
-    ([], None),
-    IDS,
-    ([-1], [10**6], [2**63 - 1]),
-    refused("invalid_stop_token_ids"),
-)
+STOP_IDS = Field("stop_token_ids", ([1], [5, 767]), ([], None), IDS, ([-1], [10**6], [2**63 - 1]))
+STOP_IDS = STOP_IDS._replace(refusals=refused("invalid_stop_token_ids"))
 BIAS = Field(
     "logit_bias",
     ({"5": 1.5}, {"0": -100}),
@@ -178,19 +172,12 @@ LENGTH = integer("max_tokens", (1, 3, 10**6, 2**62, None), (4,), (-1, -(2**63)),
 LOGPROBS = integer("logprobs", (1, 20), (0, None), (-1, 21, 2**62))
 STREAM = flag("stream", "stream")
 OPTIONS = Field(
-    "stream_options",
-    (),
-    (None,),
+    *("stream_options", (), (None,)),
     (1, "a", [], {"include_usage": "a"}, {}, {"include_usage": True}),
-    ({"x": 1},),
-    refused("unsupported"),
-    group="stream",
+    *(({"x": 1},), refused("unsupported"), "stream"),
 )
 KWARGS = Field(
-    "chat_template_kwargs",
-    (),
-    ({}, None),
-    OBJECT,
+    *("chat_template_kwargs", (), ({}, None), OBJECT),
     ({"a": 1}, {"tokenize": True}, {"": 1}, {"messages'": DEEP}),
     refused("unsupported"),
 )
@@ -219,13 +206,9 @@ IDS_OUTSIDE: tuple[Any, ...] = ([-1], [1, 10**6], [2**63 - 1], [768])
 TOOLS = ("tools", "response_format", "functions", "structured_outputs", "audio")
 
 PROMPT = Field(
-    "prompt",
-    ("é\U0001f600\x00", [1, 2], [[3]], ["a"]),
-    (["98 + 25 ="],),
+    *("prompt", ("é\U0001f600\x00", [1, 2], [[3]], ["a"]), (["98 + 25 ="],)),
     (1, True, {}, {"a": 1}, [1.5], [None], [{"a": 1}], [[1.5]], ["a", 1], [1, "a"], [[["a"]]]),
-    ("", [], [[]], [""], None),
-    EMPTY,
-    "prompt",
+    *(("", [], [[]], [""], None), EMPTY, "prompt"),
 )
 PROMPT_IDS = PROMPT._replace(
     moves=(), same=(), wrong=(), outside=IDS_OUTSIDE, refusals=refused("invalid_token_ids")
@@ -355,13 +338,8 @@ SGLANG = Interface(
     harmless=("background", "log_metrics", "routing_key", "custom_labels"),
     needed=(("text", "invalid_prompt"),),
 )
-SEQUENCES = STOP._replace(
-    name="stop_sequences",
-    moves=(["x"], ["a", "b"]),
-    same=([], [""], None),
-    wrong=(*TEXTS, "", "x"),
-    outside=([str(i) for i in range(17)], ["s" * 1025]),
-)
+SEQUENCES = Field("stop_sequences", (["x"], ["a", "b"]), ([], [""], None), (*TEXTS, "", "x"))
+SEQUENCES = SEQUENCES._replace(outside=(STOP_OUTSIDE[0], ["s" * 1025]), refusals=STOP.refusals)
 MESSAGES = Interface(
     "/v1/messages",
     {"messages": HELLO, "max_tokens": 4} | GREEDY,

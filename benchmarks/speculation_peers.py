@@ -240,8 +240,8 @@ def measure(arguments: argparse.Namespace, stack: ExitStack) -> list[Case]:
     successors = make_models(arguments.folder)
     runs: dict[tuple[str, str], Run] = {}
     for mode in MODES:
-        runs["ours", mode] = ours(arguments.folder, mode, options, stack)
-        runs["llama.cpp", mode] = llama(arguments.folder, mode, options, stack)
+        runs["ours", mode] = ours(arguments.folder, mode, arguments, stack)
+        runs["llama.cpp", mode] = llama(arguments.folder, mode, arguments, stack)
     names = list(runs)
     cases = [
         Case(kind, rows, {name: [] for name in names})

@@ -1,26 +1,24 @@
-"""The buses that the contract suite runs on, and small builders."""
+"""The buses that the contract suite runs on."""
 
 from __future__ import annotations
 
 import asyncio
 import functools
 import inspect
-import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
-from typing import Any, cast
+from collections.abc import AsyncIterator, Iterable
+from typing import Any
 
 import pytest
 import pytest_asyncio
 from redis.asyncio import Redis
 
-from nano_inference.bus import Bus, Inbox, MemoryBus, OutputStream, RequestEntry, Sender, open_bus
-from nano_inference.bus.messages import Credit, Envelope, Message
-from nano_inference.bus.public import Completion, CompletionChunk, ErrorInfo, Output
+from nano_inference.bus import Bus, MemoryBus, RequestEntry, open_bus
 from nano_inference.config import STAGES, BusConfig
 from nano_inference.store.redis.keys import Keys
 
-LIMIT_S = 20.0
+from . import kit as kit
+from .kit import LIMIT_S as LIMIT_S
 
 ALL = frozenset(STAGES)
 KINDS: dict[str, tuple[frozenset[str], dict[str, Any]]] = {
@@ -73,90 +71,6 @@ class Buses:
     async def aclose(self) -> None:
         for bus in self._opened:
             await bus.aclose()
-
-
-class Kit:
-    """Waiting, and builders with short arguments."""
-
-    limit_s = LIMIT_S
-
-    @staticmethod
-    def credit(number: int) -> Credit:
-        return Credit(sequences=number)
-
-    @staticmethod
-    def chunk(request_id: str, entry_id: str, offset: int) -> CompletionChunk:
-        return CompletionChunk(
-            request_id=request_id,
-            entry_id=entry_id,
-            sample_index=0,
-            token_offset=offset,
-            token_ids=(offset,),
-            logprobs=(-0.5,),
-            text=f"t{offset}",
-        )
-
-    @staticmethod
-    def done(request_id: str, entry_id: str) -> Completion:
-        return Completion(request_id=request_id, entry_id=entry_id, status="done", model="tiny")
-
-    @staticmethod
-    def failed(request_id: str, entry_id: str, code: str) -> Completion:
-        return Completion(
-            request_id=request_id,
-            entry_id=entry_id,
-            status="error",
-            error=ErrorInfo(code=code, message="because"),
-        )
-
-    @staticmethod
-    async def receive(inbox: Inbox, count: int) -> list[Envelope]:
-        """Receive exactly `count` messages."""
-        received: list[Envelope] = []
-        while len(received) < count:
-            received += await inbox.receive(count - len(received))
-        return received
-
-    @staticmethod
-    async def bodies(inbox: Inbox, count: int) -> list[Message]:
-        return [envelope.body for envelope in await Kit.receive(inbox, count)]
-
-    @staticmethod
-    async def send_all(sender: Sender, numbers: range) -> None:
-        for number in numbers:
-            await sender.send(Credit(sequences=number))
-
-    @staticmethod
-    async def collect(stream: OutputStream[Output]) -> list[Output]:
-        return [output async for output in cast(AsyncIterator[Output], stream)]
-
-    @staticmethod
-    async def eventually(holds: Callable[[], Awaitable[bool]], what: str) -> None:
-        """Polls until `holds`; fails after `LIMIT_S`."""
-        end = time.monotonic() + LIMIT_S
-        while not await holds():
-            assert time.monotonic() < end, f"never came: {what}"
-            await asyncio.sleep(0.01)
-
-    @staticmethod
-    async def becomes(value: Callable[[], Awaitable[Any]], wanted: Any) -> None:
-        """Polls until the value is as wanted; fails after `LIMIT_S`."""
-        end = time.monotonic() + LIMIT_S
-        while (last := await value()) != wanted:
-            assert time.monotonic() < end, f"it is {last!r}, and not {wanted!r}"
-            await asyncio.sleep(0.01)
-
-    @staticmethod
-    async def settled(value: Callable[[], int]) -> int:
-        """The value once it has not changed for a while (a slow machine only makes it smaller)."""
-        last, same = value(), 0
-        while same < 15:
-            await asyncio.sleep(0.01)
-            last, same = (last, same + 1) if value() == last else (value(), 0)
-        return last
-
-
-kit = Kit()
 
 
 async def take(bus: Bus, count: int) -> list[RequestEntry]:

@@ -10,7 +10,7 @@ import pytest
 from redis.asyncio import Redis
 
 from nano_inference.bus import Bus, RequestEntry
-from nano_inference.bus.public import Completion, ErrorInfo, GenerateRequest
+from nano_inference.bus.public import GenerateRequest
 from nano_inference.bus.redis import leases
 from nano_inference.config import BusConfig, ConfigError, LaneReplaced
 
@@ -33,15 +33,6 @@ async def take_over(bus: Bus, most: int = 100) -> list[RequestEntry]:
     return await bus.requests.take_over(AT_ONCE_S, most)
 
 
-def answer(entry: RequestEntry, waiting: int) -> Completion:
-    return Completion(
-        request_id=entry.request.request_id or entry.entry_id,
-        entry_id=entry.entry_id,
-        status="error",
-        error=ErrorInfo(code="overloaded", message=f"{waiting} wait", retry_after_s=2.0),
-    )
-
-
 # --- on every bus -----------------------------------------------------------------------------
 
 
@@ -57,9 +48,9 @@ async def test_what_is_renewed_stays(bus: Bus) -> None:
 async def test_nothing_is_shed_below_the_bound(bus: Bus) -> None:
     for i in range(5):
         await bus.requests.publish({"prompt": str(i)})
-    assert await bus.requests.shed(5, answer, 1) == 0
+    assert await bus.requests.shed(5, kit.overloaded, 1) == 0
     assert len(await take(bus, 5)) == 5
-    assert await bus.requests.shed(1, answer, 1) == 0
+    assert await bus.requests.shed(1, kit.overloaded, 1) == 0
 
 
 async def test_one_lane_lives(bus: Bus) -> None:
@@ -201,7 +192,9 @@ async def test_the_newest_are_refused_and_the_oldest_kept(redis_buses: Any, fore
     await take(first, 2)  # these count no longer
     new = [await client.requests.publish({"request_id": f"r{i}"}) for i in range(6)]
     tail = await client.results.tail()
-    sheds = [bus.requests.shed(3, answer, epoch) for epoch, bus in ((7, first), (8, second))]
+    sheds = [
+        bus.requests.shed(3, kit.overloaded, epoch) for epoch, bus in ((7, first), (8, second))
+    ]
     assert sum(await asyncio.gather(*sheds)) == 5, "two lanes refuse none twice"
     assert await foreign.xlen(redis_buses.keys.requests) == 5
     refused = []
@@ -223,7 +216,7 @@ async def test_a_refused_duplicate_is_answered_under_its_entry(redis_buses: Any)
     assert await bus.results.claim([("r", first)]) == [None]
     kept = await bus.requests.publish({"prompt": "x"})
     again = await bus.requests.publish({"request_id": "r", "prompt": "x"})
-    assert await bus.requests.shed(1, answer, 1) == 1
+    assert await bus.requests.shed(1, kit.overloaded, 1) == 1
     (refused,) = await kit.collect(bus.results.follow("r", again))
     assert (refused.request_id, refused.entry_id) == ("r", again)
     await bus.results.deliver([("r", [kit.done("r", first)])])
@@ -246,7 +239,7 @@ async def test_what_was_taken_meanwhile_is_not_refused(
         return before
 
     monkeypatch.setattr(own, "excess", outdated)
-    assert await bus.requests.shed(1, answer, 1) == 0
+    assert await bus.requests.shed(1, kit.overloaded, 1) == 0
     for i, entry_id in enumerate(ids):
         await other.results.deliver([(f"r{i}", [kit.done(f"r{i}", entry_id)])])
         assert await kit.collect(bus.results.follow(f"r{i}", entry_id)) == [
@@ -266,12 +259,12 @@ async def test_who_takes_what_is_being_refused_finds_the_answer(
 
     with monkeypatch.context() as patch:
         patch.setattr(bus.requests._leases, "remove", ends)  # type: ignore[attr-defined]
-        await bus.requests.shed(0, answer, 1)
+        await bus.requests.shed(0, kit.overloaded, 1)
     await take(other, 1)
     assert await other.results.claim([("r", entry_id)]) == [entry_id], "somebody may have begun"
     ((completion,),) = await other.results.recover(["r"], 2)
-    assert completion == answer(RequestEntry(entry_id, GenerateRequest(request_id="r")), 1)
-    assert await bus.requests.shed(0, answer, 1) == 0
+    assert completion == kit.overloaded(RequestEntry(entry_id, GenerateRequest(request_id="r")), 1)
+    assert await bus.requests.shed(0, kit.overloaded, 1) == 0
 
 
 async def test_the_hint_is_on_the_wire(redis_buses: Any, foreign: Redis) -> None:
@@ -279,7 +272,7 @@ async def test_the_hint_is_on_the_wire(redis_buses: Any, foreign: Redis) -> None
     for i in range(3):
         await bus.requests.publish({"request_id": f"r{i}"})
     await bus.requests.take(1)
-    assert await bus.requests.shed(1, answer, 5) == 1
+    assert await bus.requests.shed(1, kit.overloaded, 5) == 1
     ((entry_id, fields),) = await foreign.xrange(f"{redis_buses.prefix}:out:r2")
     assert entry_id == "5-1"
     assert json.loads(fields["json"])["error"] == {

@@ -6,11 +6,12 @@ import asyncio
 import contextlib
 import math
 import time
+from functools import partial
 from typing import Any
 
-from nano_inference.bus import Bus, Malformed, RequestEntry
-from nano_inference.bus.public import ChatMessage, Completion, ErrorInfo, GenerateRequest
-from nano_inference.config import SamplingParams
+from nano_inference.bus import Bus, Malformed, MemoryBus, RequestEntry
+from nano_inference.bus.public import ChatMessage, ErrorInfo, GenerateRequest
+from nano_inference.config import BusConfig, SamplingParams
 
 from ..buses import STORES, ids_of, kit, take
 
@@ -217,9 +218,6 @@ async def test_odd_request_ids_do_no_harm(bus: Bus) -> None:
 
 
 async def test_publish_waits_in_memory_while_nobody_takes() -> None:
-    from nano_inference.bus import MemoryBus
-    from nano_inference.config import BusConfig
-
     bus = MemoryBus(BusConfig(link_capacity=3))
     ids: list[str] = []
 
@@ -255,12 +253,8 @@ async def test_dead_letters_are_kept_until_they_are_dropped(buses: Any) -> None:
     assert await bus.requests.dead_letters() == []
     await bus.requests.add_dead_letter(entry, error, 3)
     (letter,) = await buses.another(bus).requests.dead_letters()
-    assert (letter.entry_id, letter.request, letter.error, letter.deaths) == (
-        entry_id,
-        FULL,
-        error,
-        3,
-    )
+    told = (letter.entry_id, letter.request, letter.error, letter.deaths)
+    assert told == (entry_id, FULL, error, 3)
     assert (letter.traceparent, letter.tracestate) == ("00-ab-01", "k=v")
     assert abs(letter.died_ns - time.time_ns()) < 60 * 10**9
     assert not await bus.requests.drop_dead_letter("1-1")
@@ -301,9 +295,7 @@ async def test_all_are_ended_whether_they_were_taken_or_not(bus: Bus) -> None:
     """Each once: what one has begun stands before its end, and what has ended is left as it is."""
     names = ("begun", "done", "waiting")
     await bus.requests.pending()
-    ids = dict(
-        zip(names, [await bus.requests.publish({"request_id": n}) for n in names[:2]], strict=False)
-    )
+    ids = {name: await bus.requests.publish({"request_id": name}) for name in names[:2]}
     await take(bus, 2)
     await bus.results.claim(list(ids.items()))
     begun = kit.chunk("begun", ids["begun"], 0)
@@ -313,9 +305,7 @@ async def test_all_are_ended_whether_they_were_taken_or_not(bus: Bus) -> None:
     ids["waiting"] = await bus.requests.publish({"request_id": "waiting"})
     nameless = await bus.requests.publish({"prompt": "a"})
 
-    def answer(entry: RequestEntry) -> Completion:
-        return kit.failed(entry.request.request_id or entry.entry_id, entry.entry_id, "gone")
-
+    answer = partial(kit.refusal, code="gone")
     assert await bus.requests.end_all(answer, await bus.next_epoch()) == 4
     backlog = await bus.requests.backlog()
     assert (backlog.waiting, backlog.pending) == (0, 0)

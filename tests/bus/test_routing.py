@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from functools import partial
 from typing import Any
 
 import msgspec
 import pytest
 import pytest_asyncio
 
-from nano_inference.bus import Bus, Malformed, RequestEntry
-from nano_inference.bus.public import Completion, ErrorInfo
+from nano_inference.bus import Bus, Malformed
+from nano_inference.bus.public import ErrorInfo
 from nano_inference.bus.redis.routing import BLOCK_S
 from nano_inference.config import BusError, ChannelClosed, ModelConfig
 from nano_inference.store.registry import ModelRecord
@@ -25,13 +26,7 @@ from ..servers import plain_client
 BUSES = ("redis", "cluster")
 
 
-def answer(entry: RequestEntry) -> Completion:
-    return Completion(
-        request_id=entry.request.request_id or entry.entry_id,
-        entry_id=entry.entry_id,
-        status="error",
-        error=ErrorInfo(code="unknown_model", message="there is none"),
-    )
+answer = partial(kit.refusal, code="unknown_model")
 
 
 async def put(bus: Bus, *models: str, takes: bool = True) -> None:
@@ -102,9 +97,8 @@ async def test_what_can_not_be_read_asks_for_no_model(buses: Any, foreign: Any) 
 
 
 async def test_two_routers_at_once_move_each_entry_once(buses: Any) -> None:
-    bus, other = buses.open(), buses.open()
-    await put(bus, "a", "b")
-    a, b = await of_model(buses, "a"), await of_model(buses, "b")
+    bus, a, b = await deployed(buses, "a", "b")
+    other = buses.open()
     names = ["a", "b"] * 30
     ids = [await bus.requests.publish({"prompt": "x", "model": name}) for name in names]
     first, second = await asyncio.gather(bus.routing.unrouted(), other.routing.unrouted())
@@ -137,9 +131,7 @@ async def test_a_request_that_can_not_come_in_its_order_keeps_no_other(
     buses: Any, foreign: Any
 ) -> None:
     """Somebody has written to the stream of a model himself."""
-    bus = buses.open()
-    await put(bus, "a", "b")
-    lane = await of_model(buses, "b")
+    bus, _, lane = await deployed(buses, "a", "b")
     ids = [await bus.requests.publish({"prompt": "x", "model": model}) for model in "ab"]
     later = f"{2**43}-0"
     await foreign.xadd(f"{{{buses.prefix}:requests}}:of:a", {"json": "{}"}, id=later)
@@ -215,9 +207,7 @@ async def test_a_model_is_closed_before_or_after_a_request_and_never_between(bus
 
 
 async def test_who_publishes_for_a_model_passes_nobody_at_the_entrance(buses: Any) -> None:
-    bus = buses.open()
-    await put(bus, "a", "b")
-    lane = await of_model(buses, "a")
+    bus, lane, _ = await deployed(buses, "a", "b")
     client = buses.open(model="a")
     direct = await client.requests.publish({"prompt": "0", "model": "a"})
     assert (await bus.requests.backlog()).waiting == 0, "nobody waited, so it is there at once"
@@ -263,8 +253,9 @@ async def test_who_dies_after_claiming_what_he_refuses_is_followed_by_another(bu
     assert await bus.results.claim([("r", entry_id)]) == [None]
     await bus.routing.refuse([entry_id], answer, await bus.next_epoch())
     assert (await bus.requests.backlog()).waiting == 0
-    (told,) = await kit.collect(bus.results.follow("r", entry_id))
-    assert told.error.code == "unknown_model"
+    assert await kit.collect(bus.results.follow("r", entry_id)) == [
+        kit.failed("r", entry_id, "unknown_model")
+    ]
 
 
 async def test_an_entry_of_very_many_fields_keeps_no_other(buses: Any, foreign: Any) -> None:
@@ -292,10 +283,8 @@ async def test_a_refused_request_with_the_id_of_another_leaves_that_ones_answer(
     assert (await bus.requests.backlog()).waiting == 0
     (told,) = await kit.collect(bus.results.follow(entry_id, entry_id))
     assert told.error.code == "unknown_model"
-    epoch = await bus.next_epoch()
-    await bus.results.deliver([("r", [kit.done("r", owner)])], epoch)
-    (done,) = await kit.collect(bus.results.follow("r", owner))
-    assert done.status == "done"
+    await bus.results.deliver([("r", [kit.done("r", owner)])], await bus.next_epoch())
+    assert await kit.collect(bus.results.follow("r", owner)) == [kit.done("r", owner)]
 
 
 async def test_who_dies_between_the_answer_and_the_removal_is_followed_by_another(
@@ -307,19 +296,15 @@ async def test_who_dies_between_the_answer_and_the_removal_is_followed_by_anothe
     await put(bus, "a")
     entry_id = await bus.requests.publish({"prompt": "x", "model": "c", "request_id": "r"})
 
-    async def dies(*arguments: object) -> object:
+    real = bus.results.answer
+
+    async def answers_and_dies(*arguments: Any) -> None:
+        await real(*arguments)
         raise asyncio.CancelledError
 
-    with monkeypatch.context() as patched:
-        real = bus.results.answer
-
-        async def answers_and_dies(*arguments: Any) -> Any:
-            await real(*arguments)
-            return await dies()
-
+    with monkeypatch.context() as patched, pytest.raises(asyncio.CancelledError):
         patched.setattr(bus.results, "answer", answers_and_dies)
-        with pytest.raises(asyncio.CancelledError):
-            await bus.routing.refuse([entry_id], answer, await bus.next_epoch())
+        await bus.routing.refuse([entry_id], answer, await bus.next_epoch())
     (waiting,) = await other.routing.unrouted()
     assert waiting.entry_id == entry_id
     assert len(await kit.collect(bus.results.follow("r", entry_id))) == 1

@@ -42,20 +42,15 @@ CLIENTS = {
     "llm": ["llm==0.36", "openai"],
     "smolagents": ["smolagents[openai]==1.26.0", "openai"],
     "llama_index": [
-        "llama-index-core==0.14.25",
-        "llama-index-llms-openai-like==0.8.1",
-        "openai==2.54.0",
+        *("llama-index-core==0.14.25", "llama-index-llms-openai-like==0.8.1", "openai==2.54.0"),
     ],
     "dspy": ["dspy==3.4.1", "litellm==1.105.0", "openai==2.54.0"],
     "tritonclient": ["tritonclient[grpc,http]==2.73.0"],
 }
 CLIENTS_FOR_NODE = {
     "ai": [
-        "ai@7.0.173",
-        "@ai-sdk/openai@4.0.118",
-        "@ai-sdk/openai-compatible@3.0.92",
-        "@ai-sdk/anthropic@4.0.105",
-        "zod@4.6.7",
+        *("ai@7.0.173", "@ai-sdk/openai@4.0.118", "@ai-sdk/openai-compatible@3.0.92"),
+        *("@ai-sdk/anthropic@4.0.105", "zod@4.6.7"),
     ],
 }
 

@@ -26,18 +26,11 @@ HERE = {
 }
 ELSEWHERE = {
     "langchain_chat.py": [
-        "chain: 12",
-        "stream: 12",
-        r"batch: \['12', '5'\]",
-        r"usage: \d+ stop",
-        "response: 12",
+        *("chain: 12", "stream: 12", r"batch: \['12', '5'\]", r"usage: \d+ stop", "response: 12"),
     ],
     "langchain_tools.py": [
-        r"call: get_weather \{'city': 'Oslo'\}",
-        "answer: .+21",
-        "required: get_weather",
-        "json_schema: Person True",
-        "function_calling: Person True",
+        *(r"call: get_weather \{'city': 'Oslo'\}", "answer: .+21", "required: get_weather"),
+        *("json_schema: Person True", "function_calling: Person True"),
     ],
     "openai_agents.py": [
         r"asked: Oslo\n",
@@ -49,14 +42,8 @@ ELSEWHERE = {
     "litellm_chat.py": [r"chat: 12 \d+", "stream: 12", "message: 12 stop"],
 }
 IN_NODE = [
-    r"chat: 12 \d+",
-    "stream: 12",
-    "choice: 0 .+",
-    "choice: 1 .+",
-    "choice: 2 .+",
-    "response: 12",
-    "events: 12",
-    "error: 400 invalid_top_p top_p",
+    *(r"chat: 12 \d+", "stream: 12", "choice: 0 .+", "choice: 1 .+", "choice: 2 .+"),
+    *("response: 12", "events: 12", "error: 400 invalid_top_p top_p"),
 ]
 
 pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]

@@ -132,8 +132,7 @@ def test_the_harness_gets_the_texts_of_the_engine(harness: Path, task: str) -> N
     assert [sample["resps"] for sample in found] == [[[text]] for text in wanted]
     right = [text == sample["target"] for text, sample in zip(wanted, found, strict=True)]
     assert reported(harness, task, "exact_match") == pytest.approx(sum(right) / len(right))
-    assert any(right)
-    assert not all(right)
+    assert 0 < sum(right) < len(right)
 
 
 @pytest.fixture(scope="module")
@@ -161,8 +160,7 @@ def test_inspect_scores_what_the_engine_answers(inspected: Path, called: str, pr
     assert scores == ["C" if each else "I" for each in right]
     (score,) = log["results"]["scores"]
     assert score["metrics"]["mean"]["value"] == pytest.approx(sum(right) / len(right))
-    assert any(right)
-    assert not all(right)
+    assert 0 < sum(right) < len(right)
     for sample, text in zip(found, answers, strict=True):
         assert sample["output"]["response_id"].startswith(prefix)
         assert sample["output"]["choices"][0]["stop_reason"] == "stop"

@@ -65,7 +65,7 @@ class Memory:
     def _piece(self, place: SharedMemory) -> Array:
         end = place.offset + place.byte_size
         if place.region != "region" or end > self.data.size:
-            raise RequestError("it is not there", code="unknown_region")
+            raise RequestError("there is no such place in the region", code="unknown_region")
         return self.data[place.offset : end]
 
 

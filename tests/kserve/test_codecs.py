@@ -406,9 +406,8 @@ def test_metadata_and_config_are_tritons_messages() -> None:
         decoupled=True,
     )
     metadata = message("ModelMetadataResponse")(**model_metadata(spec)).SerializeToString()
-    assert service_pb2.ModelMetadataResponse.FromString(
-        metadata
-    ) == service_pb2.ModelMetadataResponse(
+    theirs = service_pb2.ModelMetadataResponse.FromString(metadata)
+    assert theirs == service_pb2.ModelMetadataResponse(
         name="model",
         versions=["1", "2"],
         platform="nano_inference",
@@ -419,9 +418,8 @@ def test_metadata_and_config_are_tritons_messages() -> None:
         outputs=[{"name": "logprobs", "datatype": "BF16", "shape": [-1, 2]}],
     )
     config = message("ModelConfigResponse")(config=model_config(spec)).SerializeToString()
-    assert service_pb2.ModelConfigResponse.FromString(
-        config
-    ).config == model_config_pb2.ModelConfig(
+    theirs = service_pb2.ModelConfigResponse.FromString(config).config
+    assert theirs == model_config_pb2.ModelConfig(
         name="model",
         platform="nano_inference",
         backend="nano_inference",

@@ -93,18 +93,6 @@ async def test_a_span_larger_than_the_pool_is_refused_at_once(pool: BufferPool) 
     pool.release_slot(held)
 
 
-async def test_the_queue_is_strictly_fifo(pool: BufferPool) -> None:
-    held = await pool.acquire_slot(5)
-    many = asyncio.create_task(pool.acquire_slot(4))
-    await settle()
-    few = asyncio.create_task(pool.acquire_slot(1))
-    await settle()
-    assert (pool.waiting, pool.free_slots) == (2, 3)
-    pool.release_slot(held)
-    first, second = await within_limit(many), await within_limit(few)
-    assert (first.offset, second.offset) == (0, 4000)
-
-
 async def test_a_waiter_leaves_the_queue_at_its_deadline(pool: BufferPool) -> None:
     """Before the error, so that the next waiter is served."""
     held = await pool.acquire_slot(5)
@@ -203,36 +191,23 @@ async def test_closing_wakes_waiters_with_an_error(pool: BufferPool) -> None:
 # --- 64 tasks ----------------------------------------------------------------------------------
 
 
-class User:
-    """Acquires slots, fills them, and checks that no other owner writes them.
-
-    Attributes:
-        came_to: "took", "timeout" or "cancelled".
-    """
-
-    def __init__(self, number: int, span: int, deadline_ns: int) -> None:
-        self.number, self.span, self.deadline_ns = number, span, deadline_ns
-        self.may_end = asyncio.Event()
-        self.came_to = ""
-
-    async def use(self, pool: BufferPool) -> None:
+async def use(
+    pool: BufferPool, number: int, span: int, deadline_ns: int, may_end: asyncio.Event
+) -> bool:
+    """Acquire slots, fill them, and check that no other owner writes them; False: not in time."""
+    try:
+        slot = await pool.acquire_slot(span, deadline_ns)
+    except PoolAcquireTimeout:
+        return False
+    with slot:
+        array = slot.scratch(slot.n_bytes, np.uint8)
+        array[:] = number
         try:
-            slot = await pool.acquire_slot(self.span, self.deadline_ns)
-        except PoolAcquireTimeout:
-            self.came_to = "timeout"
-            return
-        except asyncio.CancelledError:
-            self.came_to = "cancelled"
-            raise
-        self.came_to = "took"
-        with slot:
-            array = slot.scratch(slot.n_bytes, np.uint8)
-            array[:] = self.number
-            try:
-                await self.may_end.wait()
-            finally:
-                assert (array == self.number).all(), "never two owners"
-        assert array.shape == (0,)
+            await may_end.wait()
+        finally:
+            assert (array == number).all(), "never two owners"
+    assert array.shape == (0,)
+    return True
 
 
 USERS = 64
@@ -250,38 +225,38 @@ def test_64_tasks_with_random_spans_deadlines_and_cancellations(
     n_slots: int, spans: list[int], impatient: set[int], actions: list[tuple[str, int]]
 ) -> None:
     """There are never two owners, and every task ends."""
-    users: list[User] = []
     cancelled: set[int] = set()
 
-    async def play() -> None:
+    async def play() -> list[bool | BaseException]:
+        may_end = [asyncio.Event() for _ in spans]
         with BufferPool(16 * n_slots, n_slots, use_shm=False) as pool:
             # A deadline that is over is one that passes while others come and go.
-            users.extend(
-                User(number, min(span, n_slots), PAST_NS if number in impatient else 0)
-                for number, span in enumerate(spans)
-            )
-            tasks = [asyncio.create_task(user.use(pool)) for user in users]
+            deadlines_ns = [PAST_NS if number in impatient else 0 for number in range(USERS)]
+            each = zip(range(USERS), spans, deadlines_ns, may_end, strict=True)
+            tasks = [
+                asyncio.create_task(use(pool, number, min(span, n_slots), *more))
+                for number, span, *more in each
+            ]
             for what, number in actions:
                 if what == "end":
-                    users[number].may_end.set()
+                    may_end[number].set()
                 elif what == "cancel":
                     cancelled.add(number)
                     tasks[number].cancel()
                 else:
                     await asyncio.sleep(0)
-            for user in users:
-                user.may_end.set()
+            for event in may_end:
+                event.set()
             async with asyncio.timeout(LIMIT_S):
                 ended = await asyncio.gather(*tasks, return_exceptions=True)
-            assert all(isinstance(each, asyncio.CancelledError | None) for each in ended), ended
             assert (pool.free_slots, pool.waiting) == (n_slots, 0)
+            return ended
 
-    asyncio.run(play())
-    for user in users:
-        if user.came_to == "timeout":
-            assert user.number in impatient
-        elif user.came_to != "took":
-            assert user.number in cancelled
+    for number, end in enumerate(asyncio.run(play())):
+        if isinstance(end, asyncio.CancelledError):
+            assert number in cancelled
+        else:
+            assert end is True or (end is False and number in impatient), end
 
 
 def test_threads_and_event_loops_share_a_pool(pool: BufferPool) -> None:

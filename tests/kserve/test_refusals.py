@@ -23,22 +23,13 @@ from nano_inference.kserve.tensors import (
 )
 
 from ..errors import raises
-from .drawn import Memory
+from .drawn import TYPED, Memory
 
 Recorded = str | int
 
 SHAPES_OF_NOTHING = [
-    [-1],
-    [2, -3],
-    [-(2**63)],
-    [2**62, 4],
-    [2**31, 2**33, 0],
-    [0, 2**62, 2**62],
-    [2**63 - 1] * 5,
-    [1] * 33,
-    [3],
-    [1],
-    [],
+    *([-1], [2, -3], [-(2**63)], [2**62, 4], [2**31, 2**33, 0], [0, 2**62, 2**62]),
+    *([2**63 - 1] * 5, [1] * 33, [3], [1], []),
 ]
 """Not one of them is the shape of two elements."""
 
@@ -92,33 +83,34 @@ def refused(read: Callable[[], object], most_bytes: int = 1 << 20) -> RequestErr
     return caught.value
 
 
+TWO_ELEMENTS: dict[str, tuple[bytes, list[Any], list[Any]]] = {
+    "FP32": (b"\0" * 8, [1.0, 2.0], [1.0, 2.0]),
+    "BYTES": (b"\0" * 8, [b"", b""], ["", ""]),
+    "BOOL": (b"\0\1", [True, False], [True, False]),
+}
+"""By datatype, as raw contents, as typed ones, and in JSON."""
+
+
 @pytest.mark.parametrize("shape", SHAPES_OF_NOTHING)
 @pytest.mark.parametrize("datatype", ["FP32", "BYTES", "BOOL"])
 def test_shape_and_elements_must_fit(shape: list[int], datatype: str) -> None:
-    raw = {"FP32": b"\0" * 8, "BYTES": b"\0" * 8, "BOOL": b"\0\1"}[datatype]
-    field = {"FP32": "fp32_contents", "BYTES": "bytes_contents", "BOOL": "bool_contents"}[datatype]
-    elements: list[Any] = {"FP32": [1.0, 2.0], "BYTES": [b"", b""], "BOOL": [True, False]}[datatype]
-    data: list[Any] = {"FP32": [1.0, 2.0], "BYTES": ["", ""], "BOOL": [True, False]}[datatype]
+    raw, elements, data = TWO_ELEMENTS[datatype]
+    field = TYPED[datatype]
     memory = Memory()
     described = {"name": "a", "shape": shape, "datatype": datatype}
     binary = body({**described, "parameters": {"binary_data_size": len(raw)}})
     placed: dict[str, Any] = in_memory(size=len(raw))
+    in_place = body({**described, "parameters": placed})
     ways: list[Callable[[], object]] = [
         lambda: decode_infer_request(message(shape, [raw], datatype)),
         lambda: decode_infer_request(message(shape, [], datatype, **{field: elements})),
         lambda: decode_http_request("m", "", body({**described, "data": data})),
         lambda: decode_http_request("m", "", body({**described, "data": [data]})),
         lambda: decode_http_request("m", "", binary + raw, len(binary)),
+        lambda: decode_infer_request(message(shape, [], datatype, parameters=placed), memory),
+        lambda: decode_http_request("m", "", in_place, None, memory),
     ]
     for read in ways:
-        assert refused(read).code == "invalid_tensor"
-    shared: list[Callable[[], object]] = [
-        lambda: decode_infer_request(message(shape, [], datatype, parameters=placed), memory),
-        lambda: decode_http_request(
-            "m", "", body({**described, "parameters": placed}), None, memory
-        ),
-    ]
-    for read in shared:
         assert refused(read).code == "invalid_tensor"
     # Strings that are shorter than said are seen only when they are read.
     assert not memory.reads or datatype == "BYTES"

@@ -13,15 +13,13 @@ import pytest_asyncio
 from redis.asyncio import Redis
 from transformers import PreTrainedTokenizerFast
 
-from nano_inference.bus import RequestEntry
 from nano_inference.bus.control import ReplicaCapacity
-from nano_inference.bus.public import Completion, ErrorInfo
 from nano_inference.bus.redis.bus import RedisBus
 from nano_inference.config import BusConfig, Config, load_config
 from nano_inference.gateway.app import make_app
-from nano_inference.stages.admission.checks import request_id_of
 from nano_inference.stages.admission.core import AdmissionCore
 
+from ..byte_tokenizers import TEMPLATE, byte_tokenizer
 from ..gateway.fake import FakeEngine
 
 OpenHttp = Callable[..., httpx.AsyncClient]
@@ -69,6 +67,11 @@ def admission(
     return core
 
 
+@pytest.fixture(scope="session")
+def tokenizer() -> PreTrainedTokenizerFast:
+    return byte_tokenizer(TEMPLATE)
+
+
 Write = Callable[[dict[Any, Any]], Awaitable[None]]
 
 
@@ -81,13 +84,6 @@ def write_entry(redis_bus: RedisBus, redis_url: str) -> Write:
             await redis.xadd(f"{redis_bus._config.prefix}:requests", fields)
 
     return write
-
-
-def overloaded(entry: RequestEntry, waiting: int) -> Completion:
-    """The answer to a request that is shed."""
-    error = ErrorInfo(code="overloaded", message=f"{waiting} wait")
-    request_id = request_id_of(entry)
-    return Completion(request_id=request_id, entry_id=entry.entry_id, status="error", error=error)
 
 
 @pytest.fixture

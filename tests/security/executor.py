@@ -13,12 +13,14 @@ from structlog.typing import EventDict
 
 from nano_inference.bus import Outcome
 from nano_inference.bus.links import CONTROL
+from nano_inference.bus.weights import TensorMeta
 from nano_inference.config import load_config
 from nano_inference.pipeline.pipeline import Pipeline
 from nano_inference.stages.executor.changes.shell import StagedChanges
 
 LIMIT_S = 60.0
 
+NORM = TensorMeta("model.norm.weight", "float32", (128,))
 REQUEST = {"prompt_token_ids": [20, 21], "sampling": {"temperature": 0, "max_tokens": 4}}
 
 

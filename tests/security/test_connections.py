@@ -302,10 +302,8 @@ NOT_HTTP = {
     "another version": SMALL.replace(b"HTTP/1.1", b"HTTP/2.0"),
     "a large head": TOO_LARGE,
     # A proxy may go by the length or by the chunks, and take a body's end for another request.
-    "length 0": HIDING % (b"1.1", b"Content-Length: 0\r\n"),
     "length 12": HIDING % (b"1.1", b"Content-Length: 12\r\n"),
     "1.0": HIDING % (b"1.0", b""),
-    "1.0, length 12": HIDING % (b"1.0", b"Content-Length: 12\r\n"),
 }
 
 

@@ -75,15 +75,8 @@ async def test_an_entry_of_many_fields_is_refused_in_few_words(
     entry = await take_one(redis_bus)
     assert isinstance(entry.request, Malformed)
     assert entry.request.code == "malformed"
-    assert "and many more" in entry.request.message
+    assert entry.request.message.endswith("and many more")
     assert len(entry.request.message) < MOST_TEXT
-
-
-async def test_an_unknown_field_name_of_any_size_is_quoted_in_few_words(bus: Bus) -> None:
-    await bus.requests.publish({"f" * 1_200_000: 1})
-    entry = await take_one(bus)
-    assert isinstance(entry.request, Malformed)
-    assert len(entry.request.message) <= MOST_TEXT
 
 
 # --- what can't be handled, or handed on ----------------------------------------------------------

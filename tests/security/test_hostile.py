@@ -10,13 +10,8 @@ from ..rig import load
 
 CALM = {"sent": 100, "worst_s": 0.2, "median_s": 0.1, "lost": 0, "errors": []}
 ROW = {
-    "http": CALM,
-    "redis": CALM,
-    "constrained": CALM,
-    "before_mb": 800,
-    "after_mb": 850,
-    "log_kb": 10,
-    "same_processes": True,
+    **{"http": CALM, "redis": CALM, "constrained": CALM},
+    **{"before_mb": 800, "after_mb": 850, "log_kb": 10, "same_processes": True},
 }
 
 

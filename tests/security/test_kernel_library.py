@@ -90,38 +90,20 @@ def test_it_is_compiled_once(machine: Machine) -> None:
     assert machine.library.stat().st_mode & 0o777 == 0o600
 
 
-def truncated(content: bytes) -> bytes:
-    return content[: len(content) // 2]
+DAMAGES: dict[str, Callable[[bytes], bytes]] = {
+    "truncated": lambda content: content[: len(content) // 2],
+    "zeros": lambda content: bytes(len(content)),
+    "empty": lambda content: b"",
+    "short": lambda content: b"\x7fELF",
+    "a flipped bit": lambda content: content[:999] + bytes([content[999] ^ 1]) + content[1000:],
+    "as it was kept before it had a digest": lambda content: content[:-32],
+}
 
 
-def zeros(content: bytes) -> bytes:
-    return bytes(len(content))
-
-
-def empty(content: bytes) -> bytes:
-    return b""
-
-
-def short(content: bytes) -> bytes:
-    return b"\x7fELF"
-
-
-def flipped(content: bytes) -> bytes:
-    place = len(content) // 3
-    return content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :]
-
-
-def of_before(content: bytes) -> bytes:
-    """As it was kept before it had a digest."""
-    return content[:-32]
-
-
-@pytest.mark.parametrize("damage", [truncated, zeros, empty, short, flipped, of_before])
-def test_a_damaged_one_is_compiled_again(
-    machine: Machine, damage: Callable[[bytes], bytes]
-) -> None:
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_one_is_compiled_again(machine: Machine, damage: str) -> None:
     machine.load()
-    machine.library.write_bytes(damage(machine.library.read_bytes()))
+    machine.library.write_bytes(DAMAGES[damage](machine.library.read_bytes()))
     assert [machine.load(), machine.load()] == [1, 0]
 
 

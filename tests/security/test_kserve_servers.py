@@ -34,8 +34,7 @@ from ..gateway.api.kserve.calls import Client, Echo, Failed, served, until
 from ..resident import resident_bytes
 from .mutations.kserve import (
     ANYTHING,
-    GrpcCase,
-    HttpCase,
+    Call,
     call,
     http_call,
     infer,
@@ -44,7 +43,7 @@ from .mutations.kserve import (
     of_a_lane,
     region_message,
 )
-from .mutations.tensors import REGION, REGION_BYTES, Draft, Shared
+from .mutations.tensors import REGION, REGION_BYTES, Draft, Region
 from .mutations.wire import Answer as HttpAnswer
 from .mutations.wire import read_answer
 
@@ -71,11 +70,11 @@ CLIENTS_FAULT = {
 
 
 @contextmanager
-def shared() -> Iterator[tuple[Shared, str]]:
+def shared() -> Iterator[tuple[Region, str]]:
     """Memory that a client shares, and its key."""
     made = SharedMemory(create=True, size=REGION_BYTES)
     try:
-        yield Shared(made.buf), f"/{made.name.lstrip('/')}"
+        yield made.buf, f"/{made.name.lstrip('/')}"
     finally:
         made.close()
         made.unlink()
@@ -151,7 +150,7 @@ class Playing(NamedTuple):
 
     gateway: Gateway
     client: Client
-    region: Shared
+    region: Region
     register: Callable[[], Awaitable[Any]]
     cases: Callable[[int], AsyncIterator[tuple[int, random.Random]]]
 
@@ -192,14 +191,11 @@ def check_echo(answer: Any, asked: Draft, told: str) -> None:
     """Asserts that what was given has come back, as far as it was wanted."""
     wanted = [name for name, _ in asked.outputs] or list(DATATYPES)
     given = {each.name: each for each in asked.inputs}
-    assert [each.name for each in answer.outputs] == [each for each in wanted if each in given], (
-        told
-    )
+    names = [each.name for each in answer.outputs]
+    assert names == [each for each in wanted if each in given], told
     for output, raw in zip(answer.outputs, answer.raw_output_contents, strict=True):
-        assert (output.datatype, list(output.shape)) == (output.name, given[output.name].shape), (
-            told
-        )
-        assert raw == given[output.name].raw, told
+        found = (output.datatype, list(output.shape), raw)
+        assert found == (output.name, given[output.name].shape, given[output.name].raw), told
 
 
 @pytest.mark.soak
@@ -214,9 +210,7 @@ async def test_a_status_for_each_call_over_grpc(soak: bool) -> None:
         assert set((await on.client("SystemSharedMemoryStatus")).regions) == {REGION}
 
 
-async def play(
-    client: Client, case: GrpcCase, headers: tuple[tuple[str, str], ...], told: str
-) -> None:
+async def play(client: Client, case: Call, headers: tuple[tuple[str, str], ...], told: str) -> None:
     answer = await client(case.method, case.data, metadata=headers, timeout=LIMIT_S)
     codes = ANYTHING if headers else case.codes
     if isinstance(answer, Failed):
@@ -236,7 +230,7 @@ async def test_of_a_stream_each_request_has_its_answer(soak: bool) -> None:
             await play_stream(on.client, cases, rng, f"case {number}")
 
 
-async def play_stream(client: Client, cases: list[GrpcCase], rng: random.Random, told: str) -> None:
+async def play_stream(client: Client, cases: list[Call], rng: random.Random, told: str) -> None:
     stream = client.stream(timeout=LIMIT_S)
     bad = next((place for place, each in enumerate(cases) if not _is_message(each.data)), None)
     readable = cases[:bad]
@@ -271,7 +265,7 @@ def _is_message(data: bytes) -> bool:
 # --- HTTP ----------------------------------------------------------------------------------------
 
 
-def check_http(answer: HttpAnswer, case: HttpCase, told: str) -> None:
+def check_http(answer: HttpAnswer, case: Call, told: str) -> None:
     """Asserts that a call was answered, or refused in the words of Triton's clients."""
     codes = case.codes
     told = f"{told} ({case.kind}): {answer.status} {answer.body[:300]!r}"
@@ -283,7 +277,7 @@ def check_http(answer: HttpAnswer, case: HttpCase, told: str) -> None:
         assert codes == ANYTHING, told
         return
     assert 400 <= answer.status < 500, told
-    if case.raw.startswith(b"HEAD"):
+    if case.data.startswith(b"HEAD"):
         return
     found = json.loads(answer.body)
     assert set(found) == {"error"}, told
@@ -300,7 +294,7 @@ async def test_a_status_for_each_call_over_http(soak: bool) -> None:
         async for number, rng in on.cases(CASES if soak else EVERY_DAY):
             case = http_call(rng, on.region)
             async with asyncio.timeout(LIMIT_S):
-                answer = await ask(on.gateway.port, case.raw)
+                answer = await ask(on.gateway.port, case.data)
             check_http(answer, case, f"case {number}")
             if not case.codes and case.draft is not None:
                 check_http_echo(answer, case.draft, f"case {number}")
@@ -363,7 +357,7 @@ async def test_a_server_that_is_killed_leaves_its_clients_memory_as_it_is(
                 case = of_a_lane(rng)
                 await play(client, case, odd_headers(rng), f"case {number} ({case.kind})")
             assert mapped_by(server.pid) == {f"/dev/shm{key}"}
-            region.data[:] = bytes(range(256)) * (REGION_BYTES // 256)
+            region[:] = bytes(range(256)) * (REGION_BYTES // 256)
             asked = long_answer().data
             under_way = [client.begin("ModelInfer", asked, timeout=LIMIT_S) for _ in range(20)]
             server.kill()

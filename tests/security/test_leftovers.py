@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import fcntl
 import os
-import socket
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +14,7 @@ import pytest
 from nano_inference.config import temporary
 from nano_inference.config.temporary import SHARED_MEMORY, new_name, own, sweep, temporary_folder
 
+from ..cli.servers import free_port
 from ..programs import Program
 
 pytestmark = pytest.mark.skipif(not SHARED_MEMORY.is_dir(), reason="there is no /dev/shm")
@@ -48,20 +48,11 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def owner(
-    place: Path, tmp_path_factory: pytest.TempPathFactory, unused_port: int
-) -> Iterator[Program]:
+def owner(place: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Program]:
     code = tmp_path_factory.mktemp("owner") / "code.py"
     code.write_text(OWNER)
-    with Program(code, str(unused_port), str(place)) as program:
+    with Program(code, str(free_port()), str(place)) as program:
         yield program
-
-
-@pytest.fixture
-def unused_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def test_what_a_killed_process_leaves_is_swept(place: Path, owner: Program) -> None:
@@ -91,14 +82,9 @@ def test_nothing_is_left_in_good_order(place: Path) -> None:
 def test_only_what_is_ours_is_swept(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     name = new_name("weights")
     machine = temporary._machine()
-    kept = [
-        "nano-inference-notes",
-        "nano-weights-abc",
-        f"{name}.txt",
-        f"x{name}",
-        name.upper(),
-        name.replace(machine, "0" * len(machine)),  # of another machine, or before a restart
-    ]
+    elsewhere = name.replace(machine, "0" * len(machine))  # another machine, or before a restart
+    kept = ["nano-inference-notes", "nano-weights-abc", f"{name}.txt", f"x{name}", name.upper()]
+    kept.append(elsewhere)
     for each in kept:
         (place / each).mkdir()
     target = place / "target"

@@ -142,8 +142,21 @@ async def holding(held: Held, number: int) -> None:
     await until(lambda: held.running == number)
 
 
-def statuses(completions: list[Completion]) -> set[str]:
-    return {each.error.code if each.error else each.status for each in completions}
+async def ends(tasks: list[asyncio.Task[Completion]]) -> set[str]:
+    done = await asyncio.gather(*tasks)
+    return {each.error.code if each.error else each.status for each in done}
+
+
+@asynccontextmanager
+async def occupied(held: Held) -> AsyncIterator[Pipeline]:
+    """A pipeline in which as many long prompts as may be are tokenised until the block ends."""
+    async with pipeline_of("") as pipeline:
+        long = submit(pipeline, LONG, AT_A_TIME)
+        await holding(held, AT_A_TIME)
+        yield pipeline
+        assert held.running == held.begun == AT_A_TIME
+        held.go.set()
+        assert await ends(long) == {"done"}
 
 
 @pytest.mark.parametrize("on_redis", [False, True])
@@ -153,10 +166,10 @@ async def test_small_ones_pass_long_ones_of_which_few_run_at_a_time(
     async with pipeline_of(redis_url if on_redis else "") as pipeline:
         long = submit(pipeline, LONG, 8)
         await holding(held, AT_A_TIME)
-        assert statuses(await asyncio.gather(*submit(pipeline, SMALL, 3))) == {"done"}
+        assert await ends(submit(pipeline, SMALL, 3)) == {"done"}
         assert not any(each.done() for each in long)
         held.go.set()
-        assert statuses(await asyncio.gather(*long)) == {"done"}
+        assert await ends(long) == {"done"}
         assert (held.most, held.begun) == (AT_A_TIME, 8)
 
 
@@ -168,20 +181,15 @@ async def test_long_ones_hold_their_places(held: Held, redis_url: str) -> None:
         while (await pipeline.bus.requests.backlog()).waiting != 1:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
         held.go.set()
-        assert statuses(await asyncio.gather(*long, *small)) == {"done"}
+        assert await ends([*long, *small]) == {"done"}
 
 
 async def test_one_that_waits_for_its_turn_is_cancelled_at_once(held: Held) -> None:
-    async with pipeline_of("") as pipeline:
-        first = submit(pipeline, LONG, AT_A_TIME)
-        await holding(held, AT_A_TIME)
+    async with occupied(held) as pipeline:
         second = submit(pipeline, {**LONG, "request_id": "mine"}, 1)
         await until(lambda: len(incoming(pipeline).apart) == AT_A_TIME + 1)
         await pipeline.client.cancel("mine")
-        assert statuses(await asyncio.gather(*second)) == {"cancelled"}
-        assert held.running == AT_A_TIME
-        held.go.set()
-        assert statuses(await asyncio.gather(*first)) == {"done"}
+        assert await ends(second) == {"cancelled"}
 
 
 async def test_one_that_is_cancelled_while_it_is_tokenised_never_runs(held: Held) -> None:
@@ -198,25 +206,13 @@ async def test_one_that_is_cancelled_while_it_is_tokenised_never_runs(held: Held
 
 
 async def test_one_whose_time_is_over_before_its_turn_expires(held: Held) -> None:
-    async with pipeline_of("") as pipeline:
-        first = submit(pipeline, LONG, AT_A_TIME)
-        await holding(held, AT_A_TIME)
-        late = submit(pipeline, {**LONG, "budget_ns": 50_000_000}, 1)
-        assert statuses(await asyncio.gather(*late)) == {"expired"}
-        assert held.begun == AT_A_TIME
-        held.go.set()
-        assert statuses(await asyncio.gather(*first)) == {"done"}
+    async with occupied(held) as pipeline:
+        assert await ends(submit(pipeline, {**LONG, "budget_ns": 50_000_000}, 1)) == {"expired"}
 
 
 async def test_a_refused_one_is_refused_without_its_turn(held: Held) -> None:
-    async with pipeline_of("") as pipeline:
-        first = submit(pipeline, {**LONG, "request_id": "mine"}, AT_A_TIME - 1)
-        first += submit(pipeline, LONG, 1)
-        await holding(held, AT_A_TIME)
-        bad = submit(pipeline, {**LONG, "n": 0}, 1)
-        assert statuses(await asyncio.gather(*bad)) == {"invalid_n"}
-        held.go.set()
-        assert statuses(await asyncio.gather(*first)) == {"done"}
+    async with occupied(held) as pipeline:
+        assert await ends(submit(pipeline, {**LONG, "n": 0}, 1)) == {"invalid_n"}
 
 
 async def test_a_pipeline_that_drains_waits_for_those_that_run_and_ends_the_others(
@@ -227,12 +223,11 @@ async def test_a_pipeline_that_drains_waits_for_those_that_run_and_ends_the_othe
         await until(lambda: len(incoming(pipeline).apart) == AT_A_TIME + 2)
         await holding(held, AT_A_TIME)
         drained = asyncio.create_task(pipeline.drain(LIMIT_S))
-        ended, rest = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         assert not drained.done()
         held.go.set()
         assert await drained
-        ends = await asyncio.gather(*ended, *rest)
-        assert statuses(ends) == {"shutting_down"}
+        assert await ends(tasks) == {"shutting_down"}
         assert held.begun == AT_A_TIME
 
 
@@ -245,9 +240,9 @@ async def test_a_stage_that_fails_meanwhile_costs_them_nothing(
         await holding(held, AT_A_TIME)
         break_once(monkeypatch, owner, method, after=1)
         small = submit(pipeline, SMALL, 1)
-        assert statuses(await asyncio.gather(*small)) == {"done"}
+        assert await ends(small) == {"done"}
         held.go.set()
-        assert statuses(await asyncio.gather(*long)) == {"done"}
+        assert await ends(long) == {"done"}
 
 
 async def test_a_successor_answers_each_once_and_goes_on_with_what_had_begun(

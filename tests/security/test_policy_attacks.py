@@ -128,17 +128,17 @@ async def fort(engine: FakeEngine) -> AsyncIterator[Fort]:
 MISSING, INVALID = (401, "missing_api_key"), (401, "invalid_api_key")
 
 
-def with_key(fort: Fort) -> dict[str, tuple[bytes, tuple[int, str]]]:
-    """What is sent, and what is to be answered, by the attack."""
+def with_key(fort: Fort, path: str) -> dict[str, tuple[bytes, tuple[int, str]]]:
+    """What is sent to a path, and what is to be answered, by the attack."""
     good, other = fort.secrets["generate"], fort.secrets["other"]
     middle = len("ni-") + 12
     kept = fort.policy.store._stored.document.keys[good[3:middle]]
 
     def by(*headers: tuple[str, str]) -> bytes:
-        return call("/generate", *headers)
+        return call(path, *headers)
 
     return {
-        "no key": (call(), MISSING),
+        "no key": (by(), MISSING),
         "an empty key": (by(bearer("")), MISSING),
         "a key that was never made": (by(bearer(f"ni-{'0' * 12}-{'x' * 43}")), INVALID),
         "another secret under a good id": (by(bearer(f"{good[:middle]}-{'x' * 43}")), INVALID),
@@ -149,15 +149,15 @@ def with_key(fort: Fort) -> dict[str, tuple[bytes, tuple[int, str]]]:
         "what is kept of a key": (by(bearer(f"ni-{kept.id}-{kept.digest[:43]}")), INVALID),
         "a key that was revoked": (by(fort.bearer("revoked")), INVALID),
         "a key that has expired": (by(fort.bearer("expired")), INVALID),
-        "a key in the address": (call(f"/generate?api_key={good}"), INVALID),
-        "a key in the address, as a token": (call(f"/generate?access_token={good}"), INVALID),
+        "a key in the address": (call(f"{path}?api_key={good}"), INVALID),
+        "a key in the address, as a token": (call(f"{path}?access_token={good}"), INVALID),
         "a password": (by(("Authorization", "Basic eDp5")), INVALID),
         "a key of no kind": (by(("Authorization", good)), INVALID),
         "a key in a cookie": (by(("Cookie", f"Authorization=Bearer {good}")), MISSING),
         "a key for the proxy": (by(("Proxy-Authorization", f"Bearer {good}")), MISSING),
         "a key under nearly the name": (by(("api_key", good), ("Authorization_", good)), MISSING),
         "a key in the body": (
-            call(body=b'{"text": "a", "api_key": "%s"}' % good.encode()),
+            call(path, body=b'{"text": "a", "api_key": "%s"}' % good.encode()),
             MISSING,
         ),
         "letters that no key has": (by(bearer("ni-ü\xff")), INVALID),
@@ -174,9 +174,10 @@ def with_key(fort: Fort) -> dict[str, tuple[bytes, tuple[int, str]]]:
     }
 
 
-async def test_who_has_no_good_key_gets_nothing(fort: Fort) -> None:
+@pytest.mark.parametrize("path", ["/generate", "/admin/keys"])
+async def test_who_has_no_good_key_gets_nothing(fort: Fort, path: str) -> None:
     """And neither answers nor logs repeat what was sent as one."""
-    attacks = with_key(fort)
+    attacks, before = with_key(fort, path), await fort.names()
     with structlog.testing.capture_logs() as lines:
         for attack, (data, wanted) in attacks.items():
             status, headers, body = await (await fort.sends(data)).answer()
@@ -189,7 +190,8 @@ async def test_who_has_no_good_key_gets_nothing(fort: Fort) -> None:
     spans = [span.to_json() for span in fort.told.spans()]
     assert len(spans) == len(attacks)
     assert not any(secret in f"{lines}{spans}" for secret in fort.secrets.values())
-    assert fort.told.values(HTTP_DURATION)["POST", "/generate", "401"] == len(attacks)
+    assert fort.told.values(HTTP_DURATION)["POST", path, "401"] == len(attacks)
+    assert await fort.names() == before
     # It was not for something else.
     for header in (fort.bearer("generate"), ("api-key", fort.secrets["generate"])):
         assert await fort.answers(call("/generate", header)) == (200, "")

@@ -13,18 +13,11 @@ from nano_inference import Config, GenerateRequest, Pipeline, load_config
 from nano_inference.bus import RequestEntry
 from nano_inference.bus.messages import CacheScope
 from nano_inference.config import AdmissionConfig
-from nano_inference.stages.fairness.replicas import prefix_chain
 
-from ..byte_tokenizers import TEMPLATE, byte_tokenizer
 from .conftest import admission
 
 LIMIT_S = 60
 SECRET = (7,) * 200
-
-
-@pytest.fixture(scope="session")
-def tokenizer() -> PreTrainedTokenizerFast:
-    return byte_tokenizer(TEMPLATE)
 
 
 class Salts:
@@ -65,12 +58,6 @@ def test_no_two_pairs_of_tenant_and_salt_share_a_prefix(
 def test_where_it_is_set_only_the_salt_counts(tokenizer: PreTrainedTokenizerFast) -> None:
     salts = Salts(tokenizer, share_prefixes_across_tenants=True)
     assert salts.of("a", "s") == salts.of("b", "s") != salts.of("a", "t")
-
-
-def test_the_order_by_locality_tells_tenants_apart_too(salts: Salts) -> None:
-    chains = [prefix_chain(SECRET, salts.of(tenant)) for tenant in ("a", "b", "a")]
-    assert chains[0] == chains[2]
-    assert not set(chains[0]) & set(chains[1])
 
 
 @pytest.mark.parametrize("cache_type", ["radix", "paged"])

@@ -31,9 +31,9 @@ from nano_inference.store.limits import Charge, Limit
 from nano_inference.store.redis.keys import Keys
 from nano_inference.store.registry import ModelRecord
 
+from ..buses import kit
 from ..commands import run_command
 from ..gateway.fake import chunk
-from .conftest import overloaded
 
 ROOT = Path(__file__).parents[2]
 RULES = (ROOT / "deploy" / "redis-acl.txt").read_text()
@@ -68,16 +68,10 @@ class Place(NamedTuple):
 
     async def refused(self) -> set[tuple[str, str, str]]:
         """What was refused to whom: (user, command or key, "command" or "key")."""
-        logs = [await node.execute_command("ACL", "LOG") for node in self.nodes]
-        found = set()
-        for entry in (each for log in logs for each in log):
-            told = (
-                entry
-                if isinstance(entry, dict)
-                else dict(zip(entry[::2], entry[1::2], strict=True))
-            )
-            found.add((told["username"], told["object"], told["reason"]))
-        return found
+        logs = [await node.acl_log() for node in self.nodes]
+        return {
+            (entry["username"], entry["object"], entry["reason"]) for log in logs for entry in log
+        }
 
 
 @pytest.fixture(params=["redis_url", "cluster_url"])
@@ -252,7 +246,7 @@ async def test_what_was_in_flight_is_taken_over_with_the_stages_rights(place: Pl
         )
         await bus.requests.acknowledge(first)
         await bus.requests.publish(GREEDY)
-        assert await bus.requests.shed(0, overloaded, epoch + 1) == 1
+        assert await bus.requests.shed(0, kit.overloaded, epoch + 1) == 1
     finally:
         await bus.aclose()
     assert await place.refused() == set()
@@ -304,25 +298,10 @@ async def test_the_commands_of_the_terminal_do_with_these_users(place: Place) ->
 # --- what nobody else may touch -------------------------------------------------------------------
 
 NOBODYS = (
-    "FLUSHALL",
-    "FLUSHDB",
-    "CONFIG GET *",
-    "CONFIG SET maxmemory 1",
-    "KEYS *",
-    "SCAN 0",
-    "ACL LIST",
-    "ACL SETUSER nano-client +@all",
-    "CLIENT KILL TYPE normal",
-    "SHUTDOWN NOSAVE",
-    "MONITOR",
-    "SCRIPT FLUSH",
-    "FUNCTION FLUSH",
-    "REPLICAOF 127.0.0.1 1",
-    "SWAPDB 0 1",
-    "PUBLISH nano x",
-    "GET other:key",
-    "SET other:key 1",
-    "XADD other:requests * json {}",
+    *("FLUSHALL", "FLUSHDB", "CONFIG GET *", "CONFIG SET maxmemory 1", "KEYS *", "SCAN 0"),
+    *("ACL LIST", "ACL SETUSER nano-client +@all", "CLIENT KILL TYPE normal", "SHUTDOWN NOSAVE"),
+    *("MONITOR", "SCRIPT FLUSH", "FUNCTION FLUSH", "REPLICAOF 127.0.0.1 1", "SWAPDB 0 1"),
+    *("PUBLISH nano x", "GET other:key", "SET other:key 1", "XADD other:requests * json {}"),
 )
 NO_CALLERS = (
     "XREADGROUP GROUP admission thief STREAMS nano:requests >",

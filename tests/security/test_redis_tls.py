@@ -17,10 +17,10 @@ from urllib.parse import urlencode
 import pytest
 
 from nano_inference import BusClient
-from nano_inference.bus import open_bus
-from nano_inference.config import BusConfig, BusError, load_config
+from nano_inference.config import BusConfig, load_config
 from nano_inference.pipeline.pipeline import Pipeline
 
+from ..buses import kit
 from ..certificates import Authority, Issued
 from ..rig import load
 from ..servers import Node, valkey
@@ -158,14 +158,9 @@ async def test_a_pipeline_serves_over_tls(
 
 async def refusal(place: Place, url: str) -> str:
     """Why nobody can talk to it so."""
-    bus = open_bus(place.config(url))
-    try:
-        with pytest.raises(BusError) as refused:
-            await bus.ping()
-    finally:
-        await bus.aclose()
-    assert "s3cret" not in refused.value.message
-    return refused.value.message
+    message = await kit.ping_error(place.config(url))
+    assert "s3cret" not in message
+    return message
 
 
 async def test_only_the_server_that_is_meant_is_told_the_password(

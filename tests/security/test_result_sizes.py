@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -24,7 +23,7 @@ from nano_inference.bus.redis import results as redis_results
 from nano_inference.config import BusConfig
 from nano_inference.stages.admission.checks import TEXT_BYTES, result_bytes
 
-from ..byte_tokenizers import TEMPLATE, byte_tokenizer
+from ..cli.servers import free_port
 from ..errors import raises
 from ..gateway import fake
 from .conftest import admission
@@ -34,44 +33,36 @@ MIB = 1 << 20
 LONGEST = -1.2345678901234567e-07
 
 
-@pytest.fixture(scope="session")
-def tokenizer() -> PreTrainedTokenizerFast:
-    return byte_tokenizer(TEMPLATE)
-
-
 def completion(
     request_id: str,
-    num_tokens: int,
+    number: int,
     n: int = 1,
     tops: int = 0,
     prompt_tops: int | None = None,
-    *,
-    reference: bool = False,
+    scored: bool = False,
 ) -> Completion:
     """A result in which each number has as many characters as it can have."""
+    ids, each = (9_999_999,) * number, (LONGEST,) * number
     likeliest = tuple(TokenLogprob(token_id=999_999, logprob=LONGEST) for _ in range(tops))
-    scored = (LONGEST,) * num_tokens if prompt_tops is not None else None
-    samples = tuple(
-        CompletionSample(
-            sample_index=index,
-            text="x" * (TEXT_BYTES * num_tokens),
-            token_ids=(9_999_999,) * num_tokens,
-            logprobs=(LONGEST,) * num_tokens,
-            finish_reason="length",
-            top_logprobs=(likeliest,) * num_tokens if tops else None,
-            ref_logprobs=(LONGEST,) * num_tokens if reference else None,
-        )
-        for index in range(n)
+    reference = each if scored else None
+    sample = CompletionSample(
+        sample_index=0,
+        text="x" * (TEXT_BYTES * number),
+        token_ids=ids,
+        logprobs=each,
+        finish_reason="length",
+        top_logprobs=(likeliest,) * number if tops else None,
+        ref_logprobs=reference,
     )
     return Completion(
         request_id=request_id,
         entry_id="1-1",
         status="done",
-        samples=samples,
-        prompt_logprobs=scored,
-        prompt_top_logprobs=(likeliest[:prompt_tops],) * num_tokens if prompt_tops else None,
-        prompt_token_ids=(9_999_999,) * num_tokens,
-        prompt_ref_logprobs=scored if reference else None,
+        samples=(sample,) * n,
+        prompt_logprobs=None if prompt_tops is None else each,
+        prompt_top_logprobs=(likeliest[:prompt_tops],) * number if prompt_tops else None,
+        prompt_token_ids=ids,
+        prompt_ref_logprobs=None if prompt_tops is None else reference,
     )
 
 
@@ -116,7 +107,7 @@ def test_no_result_is_larger_than_was_reckoned(
 ) -> None:
     sampling = SamplingParams(max_tokens=500, logprobs=tops, prompt_logprobs=prompt_tops)
     most = max(tops, prompt_tops or 0)
-    raw = encode_output(completion("r" * 256, 500, n, most, prompt_tops, reference=reference))
+    raw = encode_output(completion("r" * 256, 500, n, most, prompt_tops, reference))
     sampling = msgspec.structs.replace(sampling, logprobs=most)
     reckoned = result_bytes(sampling, n, 500, reference=reference)
     assert len(raw) <= reckoned <= 1.5 * len(raw) + 4096
@@ -128,9 +119,7 @@ def test_no_result_is_larger_than_was_reckoned(
 @pytest.fixture(params=["proto-max-bulk-len", "client-query-buffer-limit"])
 def strict_url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
     """A server that takes no more than 1 MiB in one piece, and ends the connection at more."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     with ValkeyServer(port=port, data_dir=tmp_path) as server:
         with redis.Redis(port=port) as client:
             client.config_set(request.param, MIB)
@@ -211,9 +200,11 @@ async def test_what_has_no_place_to_be_written_is_told_where_all_ends_are(redis_
         with redis.Redis.from_url(redis_url) as client:
             client.set("nowhere:out:bad", "a string")
         async with asyncio.timeout(LIMIT_S):
-            await bus.results.deliver([("bad", [completion("bad", 2)])])
-            end = await anext(tail)
-        assert (end.request_id, code_of(end)) == ("bad", "result_refused")
+            good = completion("good", 2)
+            await bus.results.deliver([("bad", [completion("bad", 2)]), ("good", [good])])
+            ended = {end.request_id: end for end in [await anext(tail), await anext(tail)]}
+        assert (code_of(ended["bad"]), ended["good"]) == ("result_refused", good)
+        assert await collect(bus, "good") == [good]
         await tail.aclose()
 
 

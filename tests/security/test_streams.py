@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import httpx
@@ -30,26 +31,15 @@ def spelling(tokens: int) -> Callable[[GenerateRequest], list[Output]]:
     def outputs(request: GenerateRequest) -> list[Output]:
         top = (TokenLogprob(token_id=40, logprob=-1.0),)
         tops = (top,) * min(1, request.sampling.logprobs)
+        part = partial(chunk, request, (40,), "abcde", top_logprobs=tops)
         chunks: list[Output] = [
-            chunk(
-                *(request, (40,), "abcde"),
-                sample_index=index,
-                token_offset=place,
-                top_logprobs=tops,
-            )
+            part(sample_index=index, token_offset=place)
             for place in range(tokens)
             for index in range(request.n)
         ]
-        made = [
-            sample(
-                (40,) * tokens,
-                sample_index=index,
-                text="abcde" * tokens,
-                logprobs=(-1.0,) * tokens,
-                top_logprobs=(top,) * tokens,
-            )
-            for index in range(request.n)
-        ]
+        scores = {"logprobs": (-1.0,) * tokens, "top_logprobs": (top,) * tokens}
+        whole = partial(sample, (40,) * tokens, text="abcde" * tokens, **scores)
+        made = [whole(sample_index=index) for index in range(request.n)]
         return [*chunks, completion(request, *made)]
 
     return outputs

@@ -169,49 +169,34 @@ def test_an_index_of_more_names_than_the_model_can_have(tmp_path: Path, made: li
 # --- what is no file --------------------------------------------------------------------------
 
 
-def fifo(place: Path) -> None:
-    os.mkfifo(place)
-
-
-def directory(place: Path) -> None:
-    place.mkdir()
-
-
 def bound(place: Path) -> None:
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(place))
 
 
-def device(place: Path) -> None:
-    place.symlink_to("/dev/zero")
+NO_FILES: dict[str, Callable[[Path], object]] = {
+    "fifo": os.mkfifo,
+    "socket": bound,
+    "device": lambda place: place.symlink_to("/dev/zero"),
+    "process": lambda place: place.symlink_to("/proc/self/mem"),
+    "endless": lambda place: place.symlink_to("/proc/self/pagemap"),
+}
 
 
-def process(place: Path) -> None:
-    place.symlink_to("/proc/self/mem")
-
-
-def endless(place: Path) -> None:
-    place.symlink_to("/proc/self/pagemap")
-
-
-@pytest.fixture(params=[fifo, bound, device, process, endless])
-def strange(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
-    place = tmp_path / "model.safetensors"
-    request.param(place)
-    return place
-
-
-def test_nothing_but_regular_files_is_read(strange: Path) -> None:
+@pytest.mark.parametrize("make", NO_FILES.values(), ids=NO_FILES)
+def test_nothing_but_regular_files_is_read(make: Callable[[Path], object], tmp_path: Path) -> None:
+    strange = tmp_path / "model.safetensors"
+    make(strange)
     assert refused(strange)
     assert refused(strange.parent)
     assert strange.exists()
 
 
-@pytest.mark.parametrize("make", [fifo, bound, device, directory])
-def test_an_index_and_its_files_are_regular(make: Callable[[Path], None], tmp_path: Path) -> None:
+@pytest.mark.parametrize("make", [os.mkfifo, bound, NO_FILES["device"], Path.mkdir])
+def test_an_index_and_its_files_are_regular(make: Callable[[Path], object], tmp_path: Path) -> None:
     make(tmp_path / INDEX)
     assert refused(tmp_path)
-    (tmp_path / INDEX).rmdir() if make is directory else (tmp_path / INDEX).unlink()
+    (tmp_path / INDEX).rmdir() if make is Path.mkdir else (tmp_path / INDEX).unlink()
     (tmp_path / INDEX).write_text(json.dumps({"weight_map": {"x": "a.bin"}}))
     make(tmp_path / "a.bin")
     assert "is missing" in refused(tmp_path)

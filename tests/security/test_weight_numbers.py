@@ -32,14 +32,6 @@ EXPERT = "model.layers.0.block_sparse_moe.experts.1.w1.weight"
 LIMIT_S = 60.0
 
 
-def whole(weights: WeightSyncManager, state: State) -> object:
-    return weights.sync_blocking(state)
-
-
-def prepared(weights: WeightSyncManager, state: State) -> object:
-    return weights.prepare(state)
-
-
 def from_folder(weights: WeightSyncManager, state: State, folder: Path) -> object:
     save_file(state, folder / "model.safetensors")
     source = FolderWeights(str(folder))
@@ -62,8 +54,8 @@ def from_the_process(weights: WeightSyncManager, state: State) -> object:
 @pytest.fixture(params=["whole", "prepared", "folder", "shared memory", "process"])
 def door(request: pytest.FixtureRequest, tmp_path: Path) -> Prepare:
     return {
-        "whole": whole,
-        "prepared": prepared,
+        "whole": lambda weights, state: weights.sync_blocking(state),
+        "prepared": lambda weights, state: weights.prepare(state),
         "folder": lambda weights, state: from_folder(weights, state, tmp_path),
         "shared memory": from_shared_memory,
         "process": from_the_process,

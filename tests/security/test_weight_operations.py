@@ -34,7 +34,7 @@ from nano_inference.stages.executor.runner.weights.transports import SharedWeigh
 from nano_inference.store.in_place import WeightsInPlace
 
 from ..stages.executor.runner.weights.transports.peers import free_address
-from .executor import Executor, running
+from .executor import NORM, Executor, running
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -43,9 +43,6 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 async def executor() -> AsyncIterator[Executor]:
     async with running() as found:
         yield found
-
-
-NORM = TensorMeta("model.norm.weight", "float32", (128,))
 
 
 def join(**changed: Any) -> JoinWeightsGroup:

@@ -35,12 +35,10 @@ from ..errors import raises
 from ..gateway.fake import FakeEngine
 from ..pipeline.builders import until
 from ..stages.executor.runner.weights.transports.peers import free_address
-from .executor import LIMIT_S, Executor, running
+from .executor import LIMIT_S, NORM, Executor, running
 
 NEVER_S = 3600.0
 """Longer than any test waits."""
-
-NORM = TensorMeta("model.norm.weight", "float32", (128,))
 
 
 @pytest.fixture

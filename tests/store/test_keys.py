@@ -37,19 +37,11 @@ def test_the_load_is_spread() -> None:
 def test_no_two_keys_are_the_same() -> None:
     keys = Keys("nano")
     made = [keys.out(each) for each in IDS] + [keys.own(each) for each in IDS]
-    made += [keys.link(link.name) for link in all_links(12)] + [
-        keys.requests,
-        keys.results,
-        keys.dead,
-    ]
+    made += [keys.link(link.name) for link in all_links(12)]
+    made += [keys.requests, keys.results, keys.dead, keys.lanes, keys.epoch, keys.stages]
     made += [
-        keys.lanes,
-        keys.epoch,
-        keys.stages,
         keys.weights,
-        keys.told("x", "1-0"),
-        keys.told("y", "1-0"),
-        keys.told("x", "1-1"),
+        *(keys.told(*each) for each in (("x", "1-0"), ("y", "1-0"), ("x", "1-1"))),
     ]
     assert len(set(made)) == len(made)
 

@@ -13,7 +13,7 @@ from nano_inference.bus import Bus
 from nano_inference.store.limits import SLICES, Charge, Limit, Reservation, Room, slice_ms
 from nano_inference.store.memory import MemoryLimits
 
-from ..buses import STORES, Buses, Kit, kit
+from ..buses import STORES, Buses, kit
 
 BUSES = STORES
 
@@ -65,7 +65,7 @@ async def test_never_is_more_granted_within_a_window(buses: Buses) -> None:
     """
     limit, gateways = Limit("key", 5, 1), buses.pair()
     asked, granted = [], []
-    deadline = time.monotonic() + Kit.limit_s
+    deadline = time.monotonic() + kit.LIMIT_S
     while len(granted) < 16:
         before = time.monotonic()
         assert before < deadline

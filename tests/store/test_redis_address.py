@@ -15,6 +15,7 @@ from nano_inference.config import BusConfig, BusError
 from nano_inference.store.redis.address import Address, parse_address
 from nano_inference.store.redis.client import Server, execute, execute_all, on_each
 
+from ..buses import kit
 from ..servers import SERVICE, Node, valkey
 
 
@@ -62,21 +63,13 @@ def test_what_can_not_be_meant(url: str) -> None:
     assert "s3cret" not in str(caught.value)
 
 
-async def error_of(url: str) -> str:
-    bus = open_bus(BusConfig(url=url))
-    with pytest.raises(BusError) as caught:
-        await bus.ping()
-    await bus.aclose()
-    return caught.value.message
-
-
 async def test_nobody_is_there() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         host = f"127.0.0.1:{taken.getsockname()[1]}"
-        told = await error_of(f"redis+sentinel://u:s3cret@{host}/main")
+        told = await kit.ping_error(BusConfig(url=f"redis+sentinel://u:s3cret@{host}/main"))
         assert told.startswith(f"no sentinel that answers at redis+sentinel://{host}/main knows")
-        told = await error_of(f"redis+cluster://u:s3cret@{host}")
+        told = await kit.ping_error(BusConfig(url=f"redis+cluster://u:s3cret@{host}"))
         assert told.startswith(f"can't reach Redis at redis+cluster://{host}")
 
 
@@ -84,14 +77,14 @@ async def test_sentinels_that_do_not_know_the_name(tmp_path: Path) -> None:
     conf = f"sentinel monitor {SERVICE} 127.0.0.1 1 1"
     sentinel = Node(valkey(), tmp_path / "t", sentinel=conf)
     await sentinel.start()
-    told = await error_of(f"redis+sentinel://{sentinel.address}/other")
+    told = await kit.ping_error(BusConfig(url=f"redis+sentinel://{sentinel.address}/other"))
     assert "knows a live master 'other'" in told
     await sentinel.aclose()
 
 
 async def test_a_server_that_is_no_cluster(redis_url: str) -> None:
     host = redis_url.removeprefix("redis://").partition("/")[0]
-    told = await error_of(f"redis+cluster://{host}")
+    told = await kit.ping_error(BusConfig(url=f"redis+cluster://{host}"))
     assert "cluster" in told.lower().partition(host)[2]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import logging
 import os
@@ -42,12 +41,8 @@ def test_json_lines_have_bound_fields(capsys: pytest.CaptureFixture[str]) -> Non
     setup_logging(TelemetryConfig())
     structlog.get_logger().bind(stage="admission").info("refused", request_id="r1")
     (line,) = lines(capsys)
-    assert {k: line[k] for k in ("event", "level", "stage", "request_id")} == {
-        "event": "refused",
-        "level": "info",
-        "stage": "admission",
-        "request_id": "r1",
-    }
+    fields = {"event": "refused", "level": "info", "stage": "admission", "request_id": "r1"}
+    assert fields.items() <= line.items()
 
 
 def test_less_severe_lines_are_left_out(capsys: pytest.CaptureFixture[str]) -> None:
@@ -198,19 +193,6 @@ def test_the_first_line_after_an_outage_has_the_number_of_dropped_lines(
         ("log_written_again", 2),
         ("back", None),
     ]
-
-
-def test_lines_of_one_event_are_limited_and_the_others_counted() -> None:
-    now_s = 0.0
-    output: Any = io.StringIO()
-    limit = LogLimit(output, lambda _, of, lines: f"{of}: {lines}\n", lambda: now_s)
-    assert sum(limit.admits("a") for _ in range(100)) == MOST_LINES
-    assert limit.admits("b")
-    assert output.getvalue() == ""
-    now_s = WINDOW_S
-    assert limit.admits("a")
-    assert limit.admits("a")
-    assert output.getvalue() == f"a: {100 - MOST_LINES}\n"
 
 
 def test_repeated_lines_are_suppressed(

@@ -111,13 +111,6 @@ def test_an_unsampled_parent_stays_unsampled(traced: Traced) -> None:
     assert traced.end() == ()
 
 
-def test_without_a_parent_a_trace_begins(traced: Traced) -> None:
-    traced.span("root", TraceContext(), 1, 2, {})
-    (span,) = traced.end()
-    assert span.context.is_valid
-    assert span.parent is None
-
-
 @pytest.mark.parametrize("traceparent", ["", "nonsense", "00-" + "0" * 32 + "-" + "b" * 16 + "-01"])
 def test_an_invalid_context_has_no_ids(traceparent: str) -> None:
     context = TraceContext(traceparent)

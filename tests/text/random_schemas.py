@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from typing import Any
 
 _WORDS = ("name", "age", "tags", "id", "a b", "größe", 'quo"te', "x\\y")
@@ -10,9 +11,8 @@ _WORDS = ("name", "age", "tags", "id", "a b", "größe", 'quo"te', "x\\y")
 
 def random_schema(rng: random.Random, depth: int = 0) -> dict[str, Any]:
     """A schema that some JSON satisfies."""
-    leaves = [_string, _integer, _number, _boolean, _null, _enum, _const]
     nodes = [_object, _object, _array, _any_of]
-    kind = rng.choice(leaves if depth >= 3 else leaves + nodes * 2)
+    kind = rng.choice(_LEAVES if depth >= 3 else _LEAVES + nodes * 2)
     return kind(rng, depth)
 
 
@@ -44,23 +44,6 @@ def _number(rng: random.Random, depth: int) -> dict[str, Any]:
     return schema
 
 
-def _boolean(rng: random.Random, depth: int) -> dict[str, Any]:
-    return {"type": "boolean"}
-
-
-def _null(rng: random.Random, depth: int) -> dict[str, Any]:
-    return {"type": "null"}
-
-
-def _enum(rng: random.Random, depth: int) -> dict[str, Any]:
-    values = ["red", "grün", 1, -2.5, None, True, ["a"], {"k": 1}]
-    return {"enum": rng.sample(values, rng.randint(1, 4))}
-
-
-def _const(rng: random.Random, depth: int) -> dict[str, Any]:
-    return {"const": rng.choice(["only", 7, False, [], {"a": [1]}])}
-
-
 def _object(rng: random.Random, depth: int) -> dict[str, Any]:
     names = rng.sample(_WORDS, rng.randint(0, 3))
     schema: dict[str, Any] = {
@@ -83,3 +66,13 @@ def _array(rng: random.Random, depth: int) -> dict[str, Any]:
 
 def _any_of(rng: random.Random, depth: int) -> dict[str, Any]:
     return {"anyOf": [random_schema(rng, depth + 1) for _ in range(rng.randint(1, 3))]}
+
+
+_ENUM = ["red", "grün", 1, -2.5, None, True, ["a"], {"k": 1}]
+_LEAVES: list[Callable[[random.Random, int], dict[str, Any]]] = [
+    *(_string, _integer, _number),
+    lambda rng, depth: {"type": "boolean"},
+    lambda rng, depth: {"type": "null"},
+    lambda rng, depth: {"enum": rng.sample(_ENUM, rng.randint(1, 4))},
+    lambda rng, depth: {"const": rng.choice(["only", 7, False, [], {"a": [1]}])},
+]

@@ -8,7 +8,7 @@ from typing import Any
 
 from nano_inference.gateway.server.http import MOST_CONTAINERS
 
-from .fields import Field, Interface, Interfaces, refused
+from .interfaces import Field, Interface, Interfaces, refused
 from .wire import MALFORMED, Case, Refusals, Wanted, spoiled
 
 MAX_BODY_BYTES = 2 << 20

@@ -7,8 +7,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from . import bodies, messages
-from .fields import Interfaces
-from .interfaces import INTERFACES
+from .interfaces import INTERFACES, Interfaces
 from .wire import Case
 
 Maker = Callable[[random.Random, Interfaces], Case]
@@ -36,7 +35,6 @@ WIRE: tuple[tuple[int, Maker], ...] = (
     (35, messages.kinds_of_body),
     (25, messages.methods),
     (55, messages.named),
-    (15, messages.hosts),
     (15, messages.slow),
     (15, messages.short_body),
 )

@@ -16,49 +16,48 @@ from .tensors import (
     Draft,
     Input,
     Region,
-    Shared,
     as_http,
     as_protobuf,
     crooked,
     odd_http,
     odd_json,
 )
-from .wire import Headers, head, post, spoiled
+from .wire import head, post, spoiled
 
 MODEL = "echo"
 ANYTHING = ("*",)
 """Codes of a call that may be answered or refused."""
 
 
-class GrpcCase(NamedTuple):
-    """A call over gRPC.
+class Call(NamedTuple):
+    """A call over gRPC or HTTP.
 
     Attributes:
         kind: What is odd about it.
-        method: What is called.
-        data: The message, or what is none.
+        data: The message, or what is none; over HTTP all of the request.
         codes: With one of these it is refused; empty for one that is answered.
         draft: What it was made of, where it is answered with the same tensors.
+        method: What is called over gRPC.
     """
 
     kind: str
-    method: str
     data: bytes
     codes: tuple[str, ...] = ()
     draft: Draft | None = None
+    method: str = "ModelInfer"
 
 
-def infer(rng: random.Random, region: Region | Shared) -> GrpcCase:
+def infer(rng: random.Random, region: Region) -> Call:
     """A request for the model that gives back what it is given."""
     found = crooked(rng, region, echoed=True)
     raw = as_protobuf(found.draft, MODEL).SerializeToString()
     if rng.random() < 0.6:
-        return GrpcCase(found.kind, "ModelInfer", raw, found.codes, found.draft)
+        return Call(found.kind, raw, found.codes, found.draft)
     raw = rewired(raw, rng) if rng.random() < 0.8 else spoiled(raw, rng)
-    return GrpcCase("bytes", "ModelInfer", raw, ANYTHING)
+    return Call("bytes", raw, ANYTHING)
 
 
-def call(rng: random.Random, region: Region | Shared) -> GrpcCase:
+def call(rng: random.Random, region: Region) -> Call:
     """Any method's, most of them of `infer`."""
     if rng.random() < 0.6:
         return infer(rng, region)
@@ -82,7 +81,7 @@ def call(rng: random.Random, region: Region | Shared) -> GrpcCase:
             raw = spoiled(raw, rng)
         case 2:
             raw = rng.randbytes(rng.randrange(200))
-    return GrpcCase("method", method.name, raw, ANYTHING)
+    return Call("method", raw, ANYTHING, method=method.name)
 
 
 def region_message(key: str, size: int) -> bytes:
@@ -103,7 +102,7 @@ ODD_TEXTS = (b"98 + 25 =", b"", b"\xff\xfe", b"\x00", b"x" * 20_000, "é\U0001f6
 ODD_IDS = ([5, 6, 7], [], [-1], [768], [2**63 - 1], [1] * 3000, [0])
 
 
-def of_a_lane(rng: random.Random) -> GrpcCase:
+def of_a_lane(rng: random.Random) -> Call:
     """A call of a model that every lane has, with odd elements in the right tensors."""
     model, *tensors = rng.choice(
         (
@@ -120,14 +119,14 @@ def of_a_lane(rng: random.Random) -> GrpcCase:
     )
     made = Draft(list(tensors), [])
     raw = as_protobuf(made, model).SerializeToString()
-    return GrpcCase(model, "ModelInfer", rewired(raw, rng) if rng.random() < 0.4 else raw, ANYTHING)
+    return Call(model, rewired(raw, rng) if rng.random() < 0.4 else raw, ANYTHING)
 
 
-def long_answer() -> GrpcCase:
+def long_answer() -> Call:
     """One that takes seconds."""
     sampling = json.dumps({"max_tokens": 1500, "ignore_eos": True}).encode()
     made = Draft([_texts("text_input", b"a"), _texts("sampling_parameters", sampling)], [])
-    return GrpcCase("long", "ModelInfer", as_protobuf(made, "tiny").SerializeToString())
+    return Call("long", as_protobuf(made, "tiny").SerializeToString())
 
 
 def _sampling(rng: random.Random) -> Input:
@@ -146,15 +145,6 @@ def _ids(name: str, ids: list[int]) -> Input:
 
 
 # --- over HTTP -----------------------------------------------------------------------------------
-
-
-class HttpCase(NamedTuple):
-    """A call over HTTP: `raw` is all of it, the others are as in `GrpcCase`."""
-
-    kind: str
-    raw: bytes
-    codes: tuple[str, ...] = ()
-    draft: Draft | None = None
 
 
 INFER = b"/v2/models/echo/infer"
@@ -185,36 +175,36 @@ TARGETS = (
 )
 
 
-def http_call(rng: random.Random, region: Region | Shared) -> HttpCase:
+def http_call(rng: random.Random, region: Region) -> Call:
     """One of all kinds."""
     match rng.randrange(10):
         case 0 | 1 | 2 | 3:
             return _infer(rng, region)
         case 4 | 5:
             body, length = odd_http(crooked(rng, region, echoed=True).draft, rng)
-            return HttpCase("odd", _post(INFER, body, _told(length)), ANYTHING)
+            return Call("odd", post(INFER.decode(), body, _told(length)), ANYTHING)
         case 6:
             return _compressed(rng, region)
         case 7:
             method = rng.choice((b"GET", b"GET", b"POST", b"DELETE", b"HEAD", b"PUT"))
             target = rng.choice((*TARGETS, *PLACES))
-            return HttpCase("target", head(method, target), ANYTHING)
+            return Call("target", head(method, target), ANYTHING)
         case _:
             body = json.dumps(odd_json(rng.choice(BODIES), rng)).encode()
             body = spoiled(body, rng) if rng.random() < 0.3 else body
-            return HttpCase("place", _post(rng.choice(PLACES), body), ANYTHING)
+            return Call("place", post(rng.choice(PLACES).decode(), body), ANYTHING)
 
 
-def _infer(rng: random.Random, region: Region | Shared) -> HttpCase:
+def _infer(rng: random.Random, region: Region) -> Call:
     found = crooked(rng, region, echoed=True)
     # Of some datatypes there is nothing that JSON could say.
     found.draft.parameters["binary_data_output"] = True
     body, length = as_http(found.draft)
     codes = found.codes and (*found.codes, "malformed")
-    return HttpCase(found.kind, _post(INFER, body, _told(length)), codes, found.draft)
+    return Call(found.kind, post(INFER.decode(), body, _told(length)), codes, found.draft)
 
 
-def _compressed(rng: random.Random, region: Region | Shared) -> HttpCase:
+def _compressed(rng: random.Random, region: Region) -> Call:
     found = crooked(rng, region, echoed=True)
     found.draft.parameters["binary_data_output"] = True
     body, length = as_http(found.draft)
@@ -232,17 +222,13 @@ def _compressed(rng: random.Random, region: Region | Shared) -> HttpCase:
             raw, codes = pack(body) + b"x", ("malformed",)
         case _:
             raw, codes = pack(body), found.codes and (*found.codes, "malformed")
-    return HttpCase(f"{coding.decode()} {found.kind}", _post(INFER, raw, headers), codes)
+    return Call(f"{coding.decode()} {found.kind}", post(INFER.decode(), raw, headers), codes)
 
 
 def _told(length: int | None) -> tuple[tuple[bytes, bytes], ...]:
     if length is None:
         return ()
     return ((b"Inference-Header-Content-Length", str(length).encode()),)
-
-
-def _post(target: bytes, body: bytes, headers: Headers = ()) -> bytes:
-    return post(target.decode(), body, headers)
 
 
 def odd_headers(rng: random.Random) -> tuple[tuple[str, str], ...]:

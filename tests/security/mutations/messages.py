@@ -5,8 +5,16 @@ from __future__ import annotations
 import random
 
 from .bodies import refusal, taken, usual
-from .fields import Interfaces, refused
-from .interfaces import CHAT, COMPLETIONS, INTERFACES, MESSAGES, RESPONSES, TOKENS
+from .interfaces import (
+    CHAT,
+    COMPLETIONS,
+    INTERFACES,
+    MESSAGES,
+    RESPONSES,
+    TOKENS,
+    Interfaces,
+    refused,
+)
 from .wire import HOST, JSON, MALFORMED, Case, Shape, Wanted, chunked, head, post
 
 VERSION = b"/version"
@@ -233,18 +241,6 @@ IGNORED = (
     *(b"X-Request-Id", b"traceparent", b"tracestate", b"Accept", b"Authorization", b"Cookie"),
     b"Range",
 )
-
-
-def hosts(rng: random.Random, interfaces: Interfaces) -> Case:
-    """Names that the gateway does not have."""
-    interface = rng.choice(interfaces)
-    odd = (b"evil.example", b"localhost.evil.example", b"", b"a@localhost", b"localhost/..")
-    host = rng.choice((*odd, b"a b", b"\xff", b"x" * 9000, b"127.0.0.1.nip.io", b"0x7f000001"))
-    body = usual(interface)
-    headers = (JSON, (b"Content-Length", b"%d" % len(body)))
-    raw = interface.head(headers).replace(b"Host: localhost", b"Host: " + host, 1) + body
-    wanted = refusal(interface, refused("forbidden_host", 403))
-    return Case("host", interface.path, (raw,), (wanted,))
 
 
 STREAM_CALLS: tuple[tuple[bytes, bytes, str, int], ...] = (

@@ -15,7 +15,7 @@ from nano_inference.gateway.serving.measures import Measures
 
 from ...gateway.served import listening
 from .bodies import usual
-from .fields import Interfaces
+from .interfaces import Interfaces
 from .wire import Answer, Case, Wanted, asked, check, read_answer
 
 LIMIT_S = 60

@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 import random
+import struct
 from typing import NamedTuple
+
+from google.protobuf.empty_pb2 import Empty
+from google.protobuf.internal.encoder import TagBytes, _VarintBytes
+from google.protobuf.message import DecodeError
+from google.protobuf.unknown_fields import UnknownFieldSet
 
 EXTREMES = (0, 1, 2, 127, 2**31 - 1, 2**31, 2**32, 2**62, 2**63 - 1, 2**63, 2**64 - 1)
 MOST_BYTES = 1 << 18
@@ -13,7 +19,7 @@ _VARINT, _EIGHT, _BYTES, _FOUR = 0, 1, 2, 5
 
 
 class Field(NamedTuple):
-    """One of a message; `value` is a number where `kind` is that of one."""
+    """A field of a message; `value` is bytes if `kind` is `_BYTES`, else a number."""
 
     number: int
     kind: int
@@ -57,51 +63,24 @@ def _other(value: int | bytes, rng: random.Random) -> int | bytes:
 
 
 def _read(raw: bytes) -> list[Field]:
-    """The fields of a message; none where it is none."""
-    fields, place = [], 0
-    while place < len(raw):
-        tag, place = _number(raw, place)
-        kind, value = tag & 7, b""
-        if tag < 8 or place > len(raw):
-            return []
-        if kind == _VARINT:
-            found, place = _number(raw, place)
-            fields.append(Field(tag >> 3, kind, found))
-            continue
-        if kind not in (_EIGHT, _BYTES, _FOUR):
-            return []
-        size = {_EIGHT: 8, _FOUR: 4}.get(kind, 0)
-        if kind == _BYTES:
-            size, place = _number(raw, place)
-        value, place = raw[place : place + size], place + size
-        fields.append(Field(tag >> 3, kind, value))
-    return fields if place == len(raw) else []
-
-
-def _number(raw: bytes, place: int) -> tuple[int, int]:
-    """One of variable length, and the place behind it, which is far away where there is none."""
-    found = 0
-    for count, byte in enumerate(raw[place : place + 10]):
-        found |= (byte & 127) << 7 * count
-        if byte < 128:
-            return found, place + count + 1
-    return 0, len(raw) + 1
+    """The fields of a message; empty for bytes that are no message, or that have a group."""
+    try:
+        found = UnknownFieldSet(Empty.FromString(raw))
+    except DecodeError:
+        return []
+    fields = [Field(each.field_number, each.wire_type, each.data) for each in found]
+    known = all(field.kind in (_VARINT, _EIGHT, _BYTES, _FOUR) for field in fields)
+    return fields if known else []
 
 
 def _written(fields: list[Field]) -> bytes:
     made = bytearray()
     for number, kind, value in fields:
-        made += _varint(number << 3 | kind)
-        if isinstance(value, int):
-            made += _varint(value % 2**64)
+        made += TagBytes(number, kind)
+        if isinstance(value, bytes):
+            made += _VarintBytes(len(value)) + value
+        elif kind == _VARINT:
+            made += _VarintBytes(value % 2**64)
         else:
-            made += (_varint(len(value)) if kind == _BYTES else b"") + value
+            made += struct.pack("<Q", value % 2**64)[: 8 if kind == _EIGHT else 4]
     return bytes(made)
-
-
-def _varint(number: int) -> bytes:
-    made = bytearray()
-    while number > 127:
-        made.append(number & 127 | 128)
-        number >>= 7
-    return bytes([*made, number])

@@ -14,7 +14,6 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from nano_inference.config import RequestError
 from nano_inference.kserve.protobuf import ModelInferRequest
 from nano_inference.kserve.tensors import DATATYPES, DTYPES, Array
 
@@ -24,7 +23,6 @@ from .wire import spoiled
 How = Literal["raw", "typed", "shared"]
 
 REGION, REGION_BYTES = "region", 1 << 14
-ODD_NAMES: tuple[str, ...] = ("", "\x00", "é" * 300, "x" * 5000, "__class__", "\u202e", "a/b%")
 
 
 @dataclass
@@ -59,32 +57,8 @@ class Draft:
     behind: list[bytes] = field(default_factory=list)
 
 
-class Shared(NamedTuple):
-    """Shared memory of which `REGION` is the name."""
-
-    data: memoryview
-
-
-class Region:
-    """The same that is none: what codecs read from and write to."""
-
-    def __init__(self) -> None:
-        self.data = bytearray(REGION_BYTES)
-
-    def _piece(self, where: Any) -> slice:
-        if where.region != REGION:
-            raise RequestError("there is no such region", code="unknown_region")
-        end = where.offset + where.byte_size
-        if not 0 <= where.offset <= end <= REGION_BYTES:
-            raise RequestError("that is not within the region", code="invalid_region")
-        return slice(where.offset, end)
-
-    def read(self, where: Any) -> Array:
-        return np.frombuffer(bytes(self.data[self._piece(where)]), np.uint8)
-
-    def write(self, where: Any, data: Any) -> None:
-        piece = self._piece(where)
-        self.data[piece] = bytes(memoryview(data).cast("B"))[: piece.stop - piece.start]
+Region = memoryview | Array
+"""The bytes of the region that inputs may be in."""
 
 
 def raw_of(array: Array) -> bytes:
@@ -110,7 +84,7 @@ def any_array(rng: random.Random, datatype: str, most: int = 24) -> Array:
     return np.frombuffer(rng.randbytes(count * dtype.itemsize), dtype).reshape(shape)
 
 
-def draft(rng: random.Random, region: Region | Shared, *, echoed: bool = False) -> Draft:
+def draft(rng: random.Random, region: Region, *, echoed: bool = False) -> Draft:
     """A good one. What of it is shared is written into the region.
 
     Args:
@@ -137,7 +111,7 @@ def draft(rng: random.Random, region: Region | Shared, *, echoed: bool = False) 
             offset,
         )
         if how == "shared":
-            region.data[offset : offset + len(raw)] = raw
+            region[offset : offset + len(raw)] = np.frombuffer(raw, np.uint8)
             offset += len(raw)
         inputs.append(made)
     outputs: list[tuple[str, dict[str, Any]]] = [
@@ -337,7 +311,7 @@ class Crooked(NamedTuple):
     codes: tuple[str, ...]
 
 
-def crooked(rng: random.Random, region: Region | Shared, *, echoed: bool = False) -> Crooked:
+def crooked(rng: random.Random, region: Region, *, echoed: bool = False) -> Crooked:
     """One of all kinds; `echoed` as in `draft`."""
     made = draft(rng, region, echoed=echoed)
     if rng.random() < 0.2:

@@ -85,17 +85,6 @@ def test_cuts_do_not_change_a_message(data: st.DataObject) -> None:
 
 
 @given(st.data())
-def test_deltas_are_the_same_for_the_same_pieces(data: st.DataObject) -> None:
-    name = data.draw(st.sampled_from(sorted(FAMILIES)))
-    pieces = data.draw(messages(FAMILIES[name]).flatmap(cuts))
-    first, second = (reader_of(FORMATS[name], "", True, True) for _ in range(2))
-    assert [*map(first.feed, pieces), first.finish()] == [
-        *map(second.feed, pieces),
-        second.finish(),
-    ]
-
-
-@given(st.data())
 def test_text_without_marks_is_complete(data: st.DataObject) -> None:
     name = data.draw(st.sampled_from(sorted(FAMILIES)))
     text = data.draw(st.text("ab \n<>/|é東😀", max_size=60))

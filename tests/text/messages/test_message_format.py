@@ -168,47 +168,30 @@ def test_a_template_that_cant_be_used(tmp_path: Path, template: Any, why: str) -
     assert find_format("off", template, "", "") is None
 
 
+NAMED: dict[str, Any] = {"name": "a", "response_template": TEMPLATE}
+NO_FIELDS = {"start_anchor": "x", "fields": {"content": {}}}
+OTHER_MARKS = {"before": '<d>{"name": "', "middle": '", "arguments": ', "after": "}</d>"}
+CALLS = {"before": "a", "middle": "b", "after": "c"}
+
 BAD_FILES = {
     "no JSON": ("{", "truncated"),
     "no text": ("\udcff", "UTF-8|malformed"),
     "nested without end": ("[" * 100_000, "recursion|depth"),
     "too large": ('{"name": "' + "x" * (1 << 20) + '"}', "1048576"),
-    "unknown keys": ({"name": "a", "response_template": TEMPLATE, "call": 1}, "call"),
+    "unknown keys": (NAMED | {"call": 1}, "call"),
     "no name": ({"response_template": TEMPLATE}, "name"),
-    "calls that are none": (
-        {"name": "a", "response_template": TEMPLATE, "calls": {"before": "a"}},
-        "middle",
-    ),
+    "calls that are none": (NAMED | {"calls": {"before": "a"}}, "middle"),
     "calls that can't be read": (
-        {
-            "name": "a",
-            "response_template": WITHOUT_CALLS,
-            "calls": {"before": "a", "middle": "b", "after": "c"},
-        },
+        NAMED | {"response_template": WITHOUT_CALLS, "calls": CALLS},
         "tool_calls",
     ),
-    "calls with other marks": (
-        {
-            "name": "a",
-            "response_template": TEMPLATE,
-            "calls": {"before": '<d>{"name": "', "middle": '", "arguments": ', "after": "}</d>"},
-        },
-        "tool_calls",
-    ),
+    "calls with other marks": (NAMED | {"calls": OTHER_MARKS}, "tool_calls"),
     "reasoning with other marks": (
-        {
-            "name": "a",
-            "response_template": TEMPLATE,
-            "reasoning": {"open": "<think>", "close": "</think>"},
-        },
+        NAMED | {"reasoning": {"open": "<think>", "close": "</think>"}},
         "reasoning",
     ),
     "reasoning that can't be read": (
-        {
-            "name": "a",
-            "response_template": {"start_anchor": "x", "fields": {"content": {}}},
-            "reasoning": {"open": "a", "close": "b"},
-        },
+        NAMED | {"response_template": NO_FIELDS, "reasoning": {"open": "a", "close": "b"}},
         "reasoning",
     ),
 }

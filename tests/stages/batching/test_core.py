@@ -113,20 +113,6 @@ def test_the_lowest_priority_is_preempted() -> None:
     assert {new.seq_id for plan in replica.log for new in plan.new if new.num_generated} == {1}
 
 
-def test_cancel_frees_blocks_within_one_step(cache_type: CacheType) -> None:
-    replica = FakeReplica(cache_type=cache_type)
-    replica.add([1, 2, 3], (1, 2), name="a", max_tokens=100)
-    replica.plan()
-    replica.plan()
-    replica.core.cancel(cancel("a"))
-    replica.retire()
-    replica.retire()
-    assert replica.core.cache.num_free_blocks() == 64
-    replica.run()
-    assert replica.ended == ["a"]
-    assert replica.core.idle
-
-
 @pytest.mark.parametrize(("planned", "unstarted"), [(False, True), (True, False)])
 def test_a_cancellation_says_whether_the_request_has_started(
     planned: bool, unstarted: bool

@@ -10,7 +10,9 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-ROOT = str(Path(__file__).parent.parent)
+import nano_inference
+
+ROOT = str(Path(nano_inference.__file__).parent)
 
 
 def instructions(work: Callable[[], object], library: str = "") -> Counter[str]:

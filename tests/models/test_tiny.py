@@ -40,11 +40,11 @@ def model(folder: Path) -> Any:
         ("calls", "chat", 12, 9),
         ("result", "chat", 20, 16),
         ("no_call", "chat", 20, 12),
-        ("greeting", "chat", 20, 16),
-        ("thanks", "chat", 20, 16),
-        ("about", "chat", 20, 15),
-        ("unknown", "chat", 40, 34),
-        ("unknown_to_tools", "chat", 20, 15),
+        ("greeting", "chat", 10, 8),
+        ("thanks", "chat", 10, 8),
+        ("about", "chat", 10, 8),
+        ("unknown", "chat", 20, 17),
+        ("unknown_to_tools", "chat", 10, 8),
     ],
 )
 def test_held_out_prompts(

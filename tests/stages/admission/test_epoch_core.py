@@ -19,7 +19,7 @@ from nano_inference.bus.control import (
 )
 from nano_inference.bus.entries import RequestEntry
 from nano_inference.bus.messages import Fenced, Recovered, RequestFinished
-from nano_inference.bus.public import ErrorInfo, GenerateRequest
+from nano_inference.bus.public import GenerateRequest
 from nano_inference.config import AdmissionConfig, Config
 from nano_inference.stages.admission import effects as do
 from nano_inference.stages.admission import stage
@@ -140,17 +140,6 @@ def test_it_opens_when_all_take_part_in_this_epoch() -> None:
     assert driven.kinds()[-2:] == ["TakePart", "SetGate"]
 
 
-def test_requests_resume_only_after_streaming_has_answered_for_all() -> None:
-    driven = Driven(entry("1"), entry("2"))
-    driven.ready()
-    assert driven.core.asked == {"1", "2"}
-    driven.tell(Recovered("1", ()))
-    assert not driven.forwarded()
-    driven.tell(RequestFinished("2", "2"))
-    assert driven.forwarded() == ["1"]
-    assert driven.core.is_open
-
-
 def test_an_entry_of_another_lane_is_not_admitted() -> None:
     driven = Driven()
     driven.ready()
@@ -200,29 +189,6 @@ def test_the_lane_opens_when_another_lane_has_the_suspects() -> None:
     assert list(driven.core.alone) == ["2"]
     driven.renew("1", "2")
     assert driven.core.is_open
-
-
-def test_a_request_that_crashes_its_lane_is_dead_lettered_and_ended() -> None:
-    driven = Driven()
-    driven.ready()
-    driven.let_in("1")
-    driven.fail("1")
-    driven.done.clear()
-    driven.fail("1")
-    (letter,) = [each for each in driven.done if isinstance(each, do.AddDeadLetter)]
-    (end,) = [each for each in driven.done if isinstance(each, do.End)]
-    assert (letter.deaths, letter.error.code, end.cancel.code) == (2, "lane_failed", "lane_failed")
-    assert not driven.forwarded()
-
-
-def test_a_request_that_can_not_be_sent_is_dead_lettered_and_ended() -> None:
-    driven = Driven()
-    driven.ready()
-    driven.let_in("1")
-    driven.done.clear()
-    error = ErrorInfo(code="message_too_large", message="")
-    driven.tell(partial(driven.core.give_up, "1", error))
-    assert driven.kinds() == ["AddDeadLetter", "End"]
 
 
 def test_inherited_entries_without_time_end_while_the_lane_is_down() -> None:

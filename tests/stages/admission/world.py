@@ -216,20 +216,21 @@ class Lane:
             yield Action(self.name, "admission dies", self._kill_admission, fault=True)
             yield from self.admission.actions()
         for writer, epoch in self.late_writes:
-            yield Action(self.name, "a dead streaming writes", self._write_late(writer, epoch))
+            write = partial(self._write_late, writer, epoch)
+            yield Action(self.name, "a dead streaming writes", write)
 
     def _stage_actions(self) -> Iterator[Action]:
         for role, stage in self.stages.items():
             if not stage.up:
-                yield Action(self.name, (role, "starts"), self._start(role))
+                yield Action(self.name, (role, "starts"), partial(self._start, role))
                 continue
             for how in ("fails", "leaves", "is killed"):
-                yield Action(self.name, (role, how), self._stop(role, how), fault=True)
+                yield Action(self.name, (role, how), partial(self._stop, role, how), fault=True)
             if stage.ready():
-                yield Action(self.name, (role, "works"), self._work(stage))
+                yield Action(self.name, (role, "works"), partial(self._work, stage))
             for key, link in self.links.items():
                 if link and key[2] == role:
-                    yield Action(self.name, (key, link[0]), self._deliver(stage, link))
+                    yield Action(self.name, (key, link[0]), partial(self._deliver, stage, link))
 
     def _start_admission(self) -> None:
         self.clear_inbox("admission")
@@ -239,44 +240,32 @@ class Lane:
     def _kill_admission(self) -> None:
         self.admission = None
 
-    def _start(self, role: str) -> Callable[[], None]:
-        def start() -> None:
-            self.clear_inbox(role)
-            self.stages[role] = self._make(role)
-            self.stages[role].start()
+    def _start(self, role: str) -> None:
+        self.clear_inbox(role)
+        self.stages[role] = self._make(role)
+        self.stages[role].start()
 
-        return start
+    def _stop(self, role: str, how: str) -> None:
+        stage = self.stages[role]
+        stage.stop()
+        if isinstance(stage, Streaming) and stage.writes and self.world.rng.random() < 0.5:
+            self.late_writes.append((stage, stage.epoch))
+        if how != "is killed":
+            stopped = StageStopped(role, "", how, how == "fails")
+            self.links[role, "control", "admission"].append(Mail(stopped, 0))
 
-    def _stop(self, role: str, how: str) -> Callable[[], None]:
-        def stop() -> None:
-            stage = self.stages[role]
-            stage.stop()
-            if isinstance(stage, Streaming) and stage.writes and self.world.rng.random() < 0.5:
-                self.late_writes.append((stage, stage.epoch))
-            if how != "is killed":
-                stopped = StageStopped(role, "", how, how == "fails")
-                self.links[role, "control", "admission"].append(Mail(stopped, 0))
+    def _write_late(self, writer: Streaming, epoch: int) -> None:
+        self.late_writes.remove((writer, epoch))
+        writer.deliver(epoch)
 
-        return stop
+    def _work(self, stage: Stage) -> None:
+        try:
+            stage.work(self.world.rng.randrange)
+        except Killed:
+            self._stop(stage.role, "fails")
 
-    def _write_late(self, writer: Streaming, epoch: int) -> Callable[[], None]:
-        def write() -> None:
-            self.late_writes.remove((writer, epoch))
-            writer.deliver(epoch)
-
-        return write
-
-    def _work(self, stage: Stage) -> Callable[[], None]:
-        def work() -> None:
-            try:
-                stage.work(self.world.rng.randrange)
-            except Killed:
-                self._stop(stage.role, "fails")()
-
-        return work
-
-    def _deliver(self, stage: Stage, link: deque[Mail]) -> Callable[[], None]:
-        return lambda: stage.take(link.popleft())
+    def _deliver(self, stage: Stage, link: deque[Mail]) -> None:
+        stage.take(link.popleft())
 
 
 class Admission:
@@ -322,7 +311,7 @@ class Admission:
         name, core, now = self.lane.name, self.core, self.world.now
         for key, link in self.lane.links.items():
             if link and key[2] == "admission":
-                yield Action(name, (key, link[0]), lambda link=link: self._receive(link))  # type: ignore[misc]
+                yield Action(name, (key, link[0]), partial(self._receive, link))
         wake_at = core.wake_at_ns()
         if wake_at is not None and wake_at <= now:
             yield Action(name, "ticks", lambda: self.tell(core.tick), due=True)
@@ -333,7 +322,7 @@ class Admission:
         if self.claiming:
             yield Action(name, "claims", self._claim)
         for number in range(len(self.tokenizing)):
-            yield Action(name, "has tokenised", lambda n=number: self._tokenize(n))  # type: ignore[misc]
+            yield Action(name, "has tokenised", partial(self._tokenize, number))
         if self.gate and self.arrivals:
             yield Action(name, "admits", lambda: self._arrive(self.arrivals.popleft()))
         if self.gate and self.tokenized:

@@ -54,14 +54,6 @@ def match(cache: KVCacheManager, token_ids: list[int]) -> PrefixMatch:
 # --- blocks ----------------------------------------------------------------------------------
 
 
-def test_a_start_takes_blocks_for_all_tokens(make_cache: MakeCache) -> None:
-    cache = make_cache(8, 4)
-    allocation = cache.start(Lease(list(range(9))), 3)
-    assert len(set(allocation.block_ids)) == 3
-    assert (allocation.cached_length, allocation.copies) == (0, ())
-    assert cache.num_free_blocks() == 5
-
-
 def test_computed_tokens_are_found_and_whole_blocks_shared(make_cache: MakeCache) -> None:
     cache = make_cache(8, 4)
     first = started(cache, list(range(10)))
@@ -80,18 +72,6 @@ def test_released_blocks_are_free_and_still_found(make_cache: MakeCache) -> None
     cache.release(first)
     assert cache.num_free_blocks() == 4
     assert started(cache, list(range(9))).block_ids[:2] == block_ids[:2]
-
-
-def test_flush_forgets_all_and_leaves_blocks_in_use_alone(make_cache: MakeCache) -> None:
-    cache = make_cache(4, 4)
-    lease = computed(cache, list(range(9)))
-    cache.flush()
-    assert cache.num_cached_blocks() == 0
-    assert cache.num_free_blocks() == 1
-    assert match(cache, list(range(9))).num_cached == 0
-    cache.check([lease])
-    cache.release(lease)
-    assert cache.num_free_blocks() == 4
 
 
 def test_misuse_is_refused(make_cache: MakeCache) -> None:
@@ -138,18 +118,6 @@ def test_a_full_hit_leaves_one_token(make_cache: MakeCache, size: int) -> None:
     assert match(cache, [0]).num_cached == 0
 
 
-def test_the_common_part_of_a_block_is_copied(make_cache: MakeCache) -> None:
-    cache = make_cache(8, 4)
-    first = computed(cache, [1, 2, 3, 4, 5, 6, 7])
-    second = Lease([1, 2, 3, 4, 5, 6, 9, 9])
-    assert cache.match(second).num_cached == 6
-    allocation = cache.start(second, cache.match(second).num_needed)
-    assert allocation.cached_length == 6
-    assert allocation.copies == ((first.block_ids[1], second.block_ids[1]),)
-    assert second.block_ids[0] == first.block_ids[0]
-    cache.check([first, second])
-
-
 def test_the_source_is_held_until_the_first_commit(make_cache: MakeCache) -> None:
     cache = make_cache(8, 4)
     cache.release(computed(cache, [1, 2, 3]))
@@ -184,16 +152,6 @@ def twins(cache: KVCacheManager, begin: list[int]) -> list[Lease]:
     return leases
 
 
-def test_a_block_computed_twice_is_found_once(make_cache: MakeCache) -> None:
-    cache = make_cache(8, 2)
-    leases = twins(cache, [1, 2, 3, 4, 5])
-    assert match(cache, [1, 2, 3, 4, 5, 6, 0]).num_cached == 6
-    assert match(cache, [1, 2, 3, 4, 5, 7, 0]).num_cached == 6, "behind the other's equal block"
-    cache.release(leases[0])
-    cache.check([leases[1]])
-    check_index(cache)
-
-
 def test_held_blocks_behind_a_free_one_do_not_count_as_shared(make_cache: MakeCache) -> None:
     cache = make_cache(8, 2)
     leases = twins(cache, [1, 2, 3])
@@ -225,17 +183,6 @@ def test_other_scopes_find_nothing_and_name_another_next_run(make_cache: MakeCac
     assert cache.match(theirs).num_cached == 0
     assert match(cache, list(range(10))).num_cached == 0
     assert cache.match(Lease(list(range(10)), MINE)).num_cached == 9
-
-
-def test_another_weight_version_finds_nothing(make_cache: MakeCache) -> None:
-    cache = make_cache(16, 4)
-    waiting = Lease(list(range(10)))
-    computed(cache, list(range(10)))
-    assert cache.match(waiting).num_cached == 9
-    cache.begin_weight_version(1)
-    assert cache.match(waiting).num_cached == 0
-    computed(cache, list(range(10)))
-    assert cache.match(waiting).num_cached == 9
 
 
 def test_a_lease_without_reuse_finds_nothing_and_is_found(make_cache: MakeCache) -> None:
@@ -282,30 +229,6 @@ def test_blocks_outside_the_index_are_evicted_first(make_cache: MakeCache) -> No
     assert match(cache, [1, 2, 3]).num_cached == 2
 
 
-def test_held_blocks_are_never_evicted(make_cache: MakeCache) -> None:
-    cache = make_cache(4, 2)
-    lease = computed(cache, [1, 2, 3, 4])
-    for _ in range(3):
-        cache.release(started(cache, [8, 8, 8, 8]))
-    assert match(cache, [1, 2, 3, 4, 5]).num_cached == 4
-    cache.check([lease])
-
-
-def test_evicting_a_twin_leaves_the_other_holder_alone(make_cache: MakeCache) -> None:
-    cache = make_cache(4, 2)
-    leases = twins(cache, [1, 2, 3])
-    cache.release(leases[0])
-    taken = started(cache, [9, 9, 9, 9])
-    assert not set(taken.block_ids) & set(leases[1].block_ids)
-    check_index(cache)
-    leases[1].token_ids = [1, 2, 3, 7, 8]
-    cache.release(taken)
-    cache.extend(leases[1])
-    cache.commit(leases[1], 5)
-    cache.check([leases[1]])
-    check_index(cache)
-
-
 # --- of one cache only -----------------------------------------------------------------------
 
 
@@ -316,17 +239,6 @@ def test_radix_finds_the_longest_of_many_continuations() -> None:
     for tail in range(20):
         assert match(cache, [1, 2, 3, tail, tail + 1, 0]).num_cached == 5
     check_index(cache)
-
-
-def test_radix_finds_the_block_with_the_most_computed_tokens() -> None:
-    cache = RadixKVCache(8, 4)
-    short, long = Lease([1, 2]), Lease([1, 2, 3])
-    cache.start(short, 1)
-    cache.start(long, 1)
-    cache.commit(short, 2)
-    cache.commit(long, 3)
-    third = Lease([1, 2, 3, 4])
-    assert cache.start(third, cache.match(third).num_needed).copies[0][0] == long.block_ids[0]
 
 
 def test_radix_puts_an_own_block_in_the_place_of_an_evicted_twin() -> None:

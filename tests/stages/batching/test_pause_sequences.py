@@ -107,17 +107,6 @@ def test_a_paused_sequence_can_end(how: str, paused: bool) -> None:
     replica.check()
 
 
-def test_lost_plans_complete_a_pause() -> None:
-    replica = replica_with_one()
-    replica.core.pause_sequences([1])
-    replica.lose_plans()
-    replica.check()
-    assert reported(replica).paused == (1,)
-    replica.core.resume_sequences([1])
-    come_to_rest(replica)
-    assert replica.outputs[1] == expected(PROMPT, 20)
-
-
 def test_smaller_ranks_start_first_and_are_preempted_last() -> None:
     replica = FakeReplica(num_blocks=6, block_size=4, max_batch_size=2)
     for rank in (30, 10, 20):

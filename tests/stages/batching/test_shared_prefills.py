@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from nano_inference.bus.control import Cancel
 from nano_inference.bus.messages import StepPlan
 from nano_inference.bus.pooling import Pooling
 from nano_inference.bus.weights import InFlight
@@ -180,47 +179,6 @@ def test_a_prefill_from_before_a_flush_is_not_shared(replica: FakeReplica) -> No
 # --- events before the copy ---------------------------------------------------------------------
 
 
-def test_the_shared_step_may_be_the_last(replica: FakeReplica) -> None:
-    add(replica, max_tokens=1)
-    finish(replica)
-    assert len(replica.log) == 1
-    assert replica.outputs == {each: expected(PROMPT, 1) for each in SEQ_IDS}
-
-
-def test_the_source_may_end_first(replica: FakeReplica) -> None:
-    """Its last block stays until it has been copied."""
-    add(replica)
-    replica.plan()
-    replica.core.stop([1])
-    finish(replica)
-    assert replica.outputs[2] == replica.outputs[3] == expected(PROMPT, 9)
-
-
-@pytest.mark.parametrize("num_planned", [1, 2])
-def test_lost_plans_are_planned_again(replica: FakeReplica, num_planned: int) -> None:
-    add(replica)
-    for _ in range(num_planned):
-        replica.plan()
-    replica.lose_plans()
-    replica.check()
-    finish(replica)
-    assert replica.outputs == {each: expected(PROMPT, 9) for each in SEQ_IDS}
-
-
-@pytest.mark.parametrize("num_retired", [0, 1])
-def test_a_pause_before_the_copy(replica: FakeReplica, num_retired: int) -> None:
-    add(replica)
-    replica.plan()
-    for _ in range(num_retired):
-        replica.retire()
-    replica.core.pause_sequences((1, 2))
-    replica.run()
-    replica.check()
-    replica.core.resume_sequences((1, 2))
-    finish(replica)
-    assert replica.outputs == {each: expected(PROMPT, 9) for each in SEQ_IDS}
-
-
 @pytest.mark.parametrize("in_flight", ["keep", "retract"])
 def test_new_weights_before_the_copy(replica: FakeReplica, in_flight: InFlight) -> None:
     add(replica)
@@ -234,14 +192,6 @@ def test_new_weights_before_the_copy(replica: FakeReplica, in_flight: InFlight) 
     assert found == (0 if in_flight == "keep" else len(PROMPT) - 1), (
         "KV of older weights is not found"
     )
-
-
-def test_cancelled_before_the_copy(replica: FakeReplica) -> None:
-    add(replica)
-    replica.plan()
-    replica.core.cancel(Cancel("a", "a", "cancelled", "cancelled", ""))
-    finish(replica)
-    assert replica.ended == ["a"]
 
 
 def test_tokens_behind_a_shared_prefill_are_cached(replica: FakeReplica) -> None:

@@ -9,6 +9,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from nano_inference.config import EngineConfig
+from nano_inference.stages.executor import ExecutorCore, LoadedModel
+from nano_inference.stages.executor.runner.attention.paged import PagedBackend
 from nano_inference.stages.executor.runner.batch import DecodeRows
 from nano_inference.stages.executor.runner.graphs import Step
 from nano_inference.stages.executor.runner.loaded_model import AttentionOptions
@@ -59,6 +62,15 @@ class OperationRecorder:
             return outputs
 
         return replay
+
+
+def core_as_on_cuda(config: EngineConfig, model: LoadedModel, *, graphs: bool) -> ExecutorCore:
+    """A core that runs as on CUDA, with recorded decode steps or without."""
+    backend = PagedBackend(model, config.block_size, PlainPagedAttention)
+    core = ExecutorCore(config, model=model, backend=backend, runs_ahead=True)
+    if graphs:
+        core.record_graphs(OperationRecorder())
+    return core
 
 
 def _same_memory(left: Tensor, right: Tensor) -> bool:

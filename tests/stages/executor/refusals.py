@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -9,10 +11,9 @@ from nano_inference.config import NanoInferenceError
 from nano_inference.stages.executor.runner.kernels import cpu
 from nano_inference.stages.executor.runner.kernels.compile import KernelsUnavailable
 
+from ...errors import raises
 
-def refused(code: str, match: str | None = None) -> pytest.RaisesExc[NanoInferenceError]:
-    """A block that is refused with this code."""
-    return pytest.RaisesExc(NanoInferenceError, match=match, check=lambda error: error.code == code)
+refused = partial(raises, kind=NanoInferenceError)
 
 
 def needs_kernels(*dtypes: torch.dtype) -> None:

@@ -10,12 +10,11 @@ from nano_inference.bus.control import Cancel
 from nano_inference.config import EngineConfig, ModelError, SamplingParams
 from nano_inference.stages.executor import ExecutorCore, LoadedModel, wrap_model
 from nano_inference.stages.executor.driver.sampled import Readback
-from nano_inference.stages.executor.runner.attention.paged import PagedBackend
 
-from .driver.speculation.drafting import DraftingLane, Row
+from .driver.speculation.drafting import DraftingLane, Row, assert_same
 from .models import VOCAB, make_model
 from .plans import GREEDY, PROMPT, SAMPLED, new_sequence, step_plan
-from .recorder import OperationRecorder, PlainPagedAttention
+from .recorder import core_as_on_cuda
 
 CONFIG = EngineConfig(
     block_size=4, kv_cache_bytes=1 << 20, max_batch_size=6, max_tokens_per_batch=16
@@ -23,24 +22,14 @@ CONFIG = EngineConfig(
 
 
 def make_core(model: LoadedModel, *, graphs: bool) -> ExecutorCore:
-    backend = PagedBackend(model, CONFIG.block_size, PlainPagedAttention) if graphs else None
-    core = ExecutorCore(CONFIG, model=model, backend=backend, runs_ahead=True)
     if graphs:
-        core.record_graphs(OperationRecorder())
-    return core
+        return core_as_on_cuda(CONFIG, model, graphs=True)
+    return ExecutorCore(CONFIG, model=model, runs_ahead=True)
 
 
 def lane_of(core: ExecutorCore) -> DraftingLane:
     """With two steps in flight if the core runs ahead."""
     return DraftingLane(CONFIG, core, steps_ahead=2 if core.runs_ahead else 1)
-
-
-def assert_same(found: dict[int, list[Row]], expected: dict[int, list[Any]]) -> None:
-    assert found.keys() == expected.keys()
-    for seq_id, rows in found.items():
-        assert [row[::2] for row in rows] == [row[::2] for row in expected[seq_id]]
-        logprobs = [row[1] for row in expected[seq_id]]
-        assert [row[1] for row in rows] == pytest.approx(logprobs, abs=1e-4)
 
 
 STOPS = frozenset(range(0, VOCAB, 3))

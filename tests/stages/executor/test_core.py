@@ -47,69 +47,6 @@ def row(result: StepResult) -> tuple[int, float, str]:
 # --- results of a sequence --------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED])
-def test_neighbours_and_chunks_change_no_token(
-    model: LoadedModel, sampling: SamplingParams
-) -> None:
-    expected = [alone(model, sampling, seed).token_ids for seed in range(6)]
-    generations = [
-        Generation(seed, PROMPT, sampling, arrives=seed // 2, seed=seed) for seed in range(6)
-    ]
-    generate(ExecutorCore(CONFIG, model=model), *generations, chunk=4, shuffle=3)
-    assert [generation.token_ids for generation in generations] == expected
-    assert len({tuple(tokens) for tokens in expected}) == (1 if sampling is GREEDY else 6)
-
-
-def test_the_same_id_may_leave_and_come_back_in_one_plan(core: ExecutorCore) -> None:
-    new = new_sequence(1, PROMPT, range(5), GREEDY)
-    first = row(core.execute(step_plan(new=(new,), rows={1: 9})))
-    again = new_sequence(1, [*PROMPT, first[0]], range(5, 10), GREEDY, num_generated=1)
-    expected = row(core.execute(step_plan(rows={1: 1})))
-    plan = step_plan(finished=(1,), new=(again,), rows={1: 10})
-    token, logprob, _ = row(core.execute(plan))
-    assert token == expected[0]
-    assert logprob == pytest.approx(expected[1], abs=1e-5)
-
-
-@pytest.mark.parametrize("num_cached", [4, 8])
-def test_a_cached_prefix_equals_a_computed_one(
-    model: LoadedModel, core: ExecutorCore, num_cached: int
-) -> None:
-    expected = alone(model, GREEDY)
-    core.execute(step_plan(new=(new_sequence(1, PROMPT, (10, 11, 12), GREEDY),), rows={1: 9}))
-    shared = (10, 11)[: num_cached // 4]
-    own = tuple(range(20, 20 + 5 - len(shared)))
-    new = new_sequence(2, PROMPT, shared + own, GREEDY, num_cached=num_cached)
-    result = core.execute(step_plan(new=(new,), rows={2: 9 - num_cached}, finished=(1,)))
-    assert result.started[0].num_cached == num_cached
-    tokens = [row(result)]
-    while not tokens[-1][2]:
-        tokens.append(row(core.execute(step_plan(rows={2: 1}))))
-    assert [token for token, _, _ in tokens] == expected.token_ids
-    assert [logprob for _, logprob, _ in tokens] == pytest.approx(expected.logprobs, abs=1e-5)
-
-
-def test_blocks_are_copied_before_the_pass(model: LoadedModel, core: ExecutorCore) -> None:
-    """A sibling takes over a partly filled block by copying it, and both go on apart."""
-    prompt = [*PROMPT, 61, 7]
-
-    def run_alone(seed: int) -> list[int]:
-        generation = Generation(1, prompt, SAMPLED, seed=seed)
-        generate(ExecutorCore(CONFIG, model=model), generation)
-        return generation.token_ids
-
-    first = new_sequence(1, prompt, range(5), SAMPLED, seed=1)
-    made = {1: [row(core.execute(step_plan(new=(first,), rows={1: 11})))[0]], 2: []}
-    second = new_sequence(2, prompt, (0, 1, 9, 10, 11), SAMPLED, num_cached=10, seed=2)
-    parts: dict[str, Any] = {"new": (second,), "copies": ((2, 9),)}
-    for _ in range(7):
-        result = core.execute(step_plan(rows={1: 1, 2: 1}, **parts))
-        parts = {}
-        for seq_id, token in zip(result.seq_ids, result.token_ids, strict=True):
-            made[seq_id].append(token)
-    assert made == {1: run_alone(1), 2: run_alone(2)[:7]}
-
-
 @pytest.mark.parametrize("runs_ahead", [False, True])
 def test_shared_prefills_sample_from_the_logits_of_the_row_before(
     model: LoadedModel, runs_ahead: bool
@@ -198,14 +135,6 @@ def test_a_result_has_the_ids_of_its_plan(model: LoadedModel) -> None:
     started = core.execute(step_plan(8, new=new, rows={3: 9})).started
     assert [(s.seq_id, s.sample_index, s.num_cached) for s in started] == [(3, 0, 0)]
     assert (started[0].entry_id, started[0].executed_ns) == (INFO.entry_id, 102)
-
-
-def test_a_step_without_samples_has_no_rows(core: ExecutorCore) -> None:
-    new = (new_sequence(1, PROMPT, range(5), GREEDY),)
-    result = core.execute(step_plan(new=new, rows={1: 5}))
-    assert result.seq_ids == ()
-    assert len(result.started) == 1
-    assert len(core.execute(step_plan(rows={1: 4})).seq_ids) == 1
 
 
 def test_results_keep_the_order_of_the_plan(core: ExecutorCore) -> None:

@@ -3,8 +3,8 @@
 Eight prompts, 64 new tokens each (32 every day), on the cores of batching and executor as they run
 in production.
 Blocks of 16 and of 1, both prefix caches, prompts in chunks of 7, preemption after every third
-step, a warm cache: four runs show each of them for every architecture, and the slow ones every
-combination: every day for one of two others, in `make soak` for both.
+step, a warm cache: three runs show each of them for every architecture, and the slow ones every
+combination: every day for one of two architectures, in `make soak` for both.
 """
 
 from __future__ import annotations
@@ -85,7 +85,6 @@ RUNS = (
     Run(16, "radix"),
     Run(1, "paged", chunks=True),
     Run(16, "paged", preempt=True),
-    Run(1, "radix", chunks=True, preempt=True),
 )
 # Architectures with windows, soft caps, sinks and experts.
 CROSSED = ("gemma2", "gpt_oss")

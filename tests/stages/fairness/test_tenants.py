@@ -31,28 +31,6 @@ def num_waiting(replica: StepReplica, tenant: str) -> int:
     return sum(flow.num_waiting for flow in flows if flow.tenant == tenant)
 
 
-def test_a_tenant_with_fifty_times_the_requests_gets_no_more() -> None:
-    replica = StepReplica(places=4)
-    for number in range(50):
-        replica.submit(f"noisy-{number}", tenant="noisy")
-    for number in range(5):
-        replica.submit(f"quiet-{number}", tenant="quiet")
-    while "quiet-4" not in replica.started:
-        replica.step()
-    started = [name for name in replica.started if name.startswith("noisy")]
-    assert len(started) <= 5 + 2 * replica.places
-
-
-def test_shares_follow_the_weights() -> None:
-    replica = StepReplica(FairnessConfig(tenant_weights={"gold": 3.0}), places=4)
-    for _ in range(3000):
-        keep_busy(replica, "gold", 5, 4)
-        keep_busy(replica, "iron", 5, 4)
-        replica.step()
-    # `service` is divided by the weights already.
-    assert replica.service["gold"] * 3 / replica.service["iron"] == pytest.approx(3.0, rel=0.05)
-
-
 def test_idleness_is_not_saved_up() -> None:
     replica = StepReplica(places=1)
     for number in range(40):

@@ -221,18 +221,6 @@ def test_no_other_sequence_is_asked_until_the_first_has_paused() -> None:
     assert core.ask_to_pause(2) == []
 
 
-def test_preemptions_of_a_sequence_are_limited() -> None:
-    replica = StepReplica(FairnessConfig(enable_preemption=True, max_preemptions=3), places=1)
-    replica.submit("low", 100)
-    for number in range(20):
-        replica.step(3)
-        replica.submit(f"urgent-{number}", 1, priority=9)
-    replica.run()
-    (times,) = replica.preemptions.values()
-    assert times == 3
-    assert replica.core.counts.preemptions == 3
-
-
 def test_preemption_can_be_switched_on_while_others_run() -> None:
     replica = StepReplica(places=1)
     replica.submit("low", 50)

@@ -85,13 +85,6 @@ def test_timings_without_a_token_or_a_time_in_fairness(client: Client) -> None:
     ]
 
 
-def test_without_stream_only_the_completion_comes(client: Client) -> None:
-    client.step(new=[started(5, request_of(stream=False))])
-    client.say(5, " fox", "length")
-    assert [type(output) for _, output in client.outputs] == [Completion]
-    assert client.completion().samples[0].text == " fox"
-
-
 def test_a_request_that_is_not_traced_has_no_trace_id(client: Client) -> None:
     client.step([(5, 40, "length")], new=[started(5, request_of(traceparent=""))])
     assert client.completion().trace_id == ""
@@ -120,14 +113,6 @@ def test_samples_may_start_and_finish_at_different_times(client: Client) -> None
     assert_chunks_match(client, completion)
 
 
-def test_several_requests_in_one_step_are_kept_apart(client: Client) -> None:
-    first, second = request_of("a"), request_of("b", n=2)
-    news = [started(1, first), started(2, second, 0), started(3, second, 1)]
-    deliveries = client.step([(2, 40, ""), (1, 41, ""), (3, 42, "")], new=news)
-    assert list(deliveries.outputs) == ["b", "a"]
-    assert [chunk.sample_index for chunk in client.chunks("b", None)] == [0, 1]
-
-
 def test_a_stop_string_ends_a_sample_and_halts_its_sequence(client: Client) -> None:
     client.step(new=[started(5, request_of(stop=("lazy",)))])
     ids = client.encode(" the lazy dog")
@@ -143,23 +128,6 @@ def test_a_stop_string_ends_a_sample_and_halts_its_sequence(client: Client) -> N
     assert "lazy" not in decode(list(sample.token_ids[:-1]))
     assert client.halts == [5]
     assert_chunks_match(client, completion)
-
-
-def test_a_partial_stop_string_is_delivered_with_the_last_token(client: Client) -> None:
-    client.step(new=[started(5, request_of(stop=("fox trot",)))])
-    client.say(5, " the fox", "length")
-    completion = client.completion()
-    assert completion.samples[0].text == " the fox"
-    assert_chunks_match(client, completion)
-    assert client.halts == []
-
-
-def test_a_stop_string_in_the_executors_last_token_needs_no_halt(client: Client) -> None:
-    client.step(new=[started(5, request_of(stop=("fox",)))])
-    client.say(5, " the fox", "length")
-    (sample,) = client.completion().samples
-    assert (sample.text, sample.finish_reason) == (" the ", "stop")
-    assert client.halts == []
 
 
 @pytest.mark.parametrize("stop_token", ["</s>", "T"])
@@ -185,13 +153,6 @@ def test_an_incomplete_character_ends_as_a_replacement(client: Client) -> None:
     completion = client.completion()
     assert completion.samples[0].text == "\ufffd"
     assert_chunks_match(client, completion)
-
-
-def test_the_weight_version_is_the_first_tokens(client: Client) -> None:
-    client.step(new=[started(5, request_of())], weight_version=3)
-    client.step([(5, 40, "")], weight_version=4)
-    client.step([(5, 40, "length")], weight_version=5)
-    assert client.completion().samples[0].weight_version == 4
 
 
 def test_a_preempted_sequence_goes_on_where_it_was(client: Client) -> None:
@@ -252,17 +213,6 @@ def test_an_incomplete_character_is_shown_on_abort_too(client: Client) -> None:
     client.step([(5, client.encode("🙃")[0], "")], new=[started(5, request_of())])
     client.end(cancel_of())
     assert client.completion().samples[0].text == "\ufffd"
-
-
-def test_without_stream_an_abort_brings_only_the_completion(client: Client) -> None:
-    client.step([(5, 40, "")], new=[started(5, request_of(stream=False))], ended=[cancel_of()])
-    assert [type(output) for _, output in client.outputs] == [Completion]
-
-
-def test_a_late_cancel_is_ignored(client: Client) -> None:
-    client.step([(5, 40, "length")], new=[started(5, request_of())], ended=[cancel_of()])
-    client.end(cancel_of())
-    assert client.completion().status == "done"
 
 
 @pytest.mark.parametrize(
@@ -417,27 +367,6 @@ def test_held_back_steps_keep_their_replica(client: Client) -> None:
         assert client.core.absorb(result, 1, 3) == Deliveries(1, replica=3)
     assert [each.replica for each in client.open(request)] == [3, 3]
     assert client.halts == [5]
-
-
-def test_a_request_that_is_cut_short_before_it_is_opened_ends_once(client: Client) -> None:
-    request, unstarted = request_of(), request_of("q")
-    client.step([(5, 40, "")], new=[started(5, request)], late=True)
-    client.step(ended=[cancel_of(), cancel_of("q", unstarted=True)])
-    assert client.completion("q").samples == ()
-    client.open(request)
-    client.open(unstarted)
-    assert client.completion().samples[0].token_ids == (40,)
-    assert len(client.completions("q")) == 1
-    client.end(cancel_of("q", unstarted=True))
-    assert len(client.completions("q")) == 1
-
-
-def test_an_open_request_that_has_not_begun_ends_without_samples(client: Client) -> None:
-    client.open(request_of())
-    client.end(cancel_of(unstarted=True))
-    assert client.completion().samples == ()
-    client.end(cancel_of(unstarted=True))
-    assert len(client.completions()) == 1
 
 
 @pytest.mark.parametrize("lost", ["epoch", "lane"])

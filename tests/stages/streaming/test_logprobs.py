@@ -42,13 +42,6 @@ def test_the_likeliest_tokens_come_in_chunks_and_samples(client: Client) -> None
     assert plain.samples[0].top_logprobs is None
 
 
-def test_an_aborted_sample_keeps_its_likeliest_tokens(client: Client) -> None:
-    client.step([(1, 41, "")], new=[started(1, request_of(logprobs=1))], top_logprobs=(top(41),))
-    client.end(cancel_of())
-    assert [chunk.top_logprobs for chunk in client.chunks()] == [(shown(41),), ()]
-    assert only_sample(client).top_logprobs == (shown(41),)
-
-
 # --- prompts ----------------------------------------------------------------------------------
 
 

@@ -98,6 +98,8 @@ def test_any_grouping_of_tokens_into_steps_gives_the_same(
             for of_one, sample in zip(chunks, completions[-1].samples, strict=True):
                 tops = [top for chunk in of_one for top in chunk.top_logprobs or ()]
                 assert tuple(tops) == (sample.top_logprobs or ())
+        else:
+            assert not any(chunks)
         streamed += chunks
     assert without_times(completions[0]) == without_times(completions[1])
     for chunks in streamed[2:]:

@@ -1,9 +1,8 @@
-"""Each penalty against one written row by row, token by token, and against Transformers."""
+"""Penalties and limits against the documented steps, token by token, and against Transformers."""
 
 from __future__ import annotations
 
 import math
-import random
 from typing import Any
 
 import numpy as np
@@ -16,7 +15,6 @@ from nano_inference.config import EngineConfig, SamplingParams
 from nano_inference.stages.executor import ExecutorCore, LoadedModel, uniform
 from nano_inference.stages.executor.driver.choose import (
     adjust_logits,
-    apply_frequency_penalty,
     apply_presence_penalty,
     apply_repetition_penalty,
 )
@@ -26,89 +24,23 @@ from ..models import VOCAB, make_model
 from ..plans import PROMPT, Generation, Planner, new_sequence, step_plan
 from .test_sampling import brute_force
 
-SMALL_VOCAB = 37
-BATCH = 9
-
-
-@pytest.fixture
-def logits() -> Tensor:
-    logits = torch.randn(BATCH, SMALL_VOCAB, generator=torch.Generator().manual_seed(4)) * 3
-    logits[2, 5] = float("-inf")
-    logits[:, 0] = 0.0
-    return logits
-
-
-def histories(*, shortest: int) -> list[list[int]]:
-    """Tokens of each row, of different lengths, with repetitions."""
-    rng = random.Random(5)
-    lengths = [shortest, 30, 7, 12, 1, 25, 3, 18, 2]
-    return [[rng.randrange(SMALL_VOCAB) for _ in range(length)] for length in lengths]
-
-
-def padded(lists: list[list[int]]) -> tuple[Tensor, Tensor]:
-    """Token ids padded by each row's first, and which are real."""
-    width = max(map(len, lists))
-    ids = torch.tensor([(row + [row[0] if row else 11] * width)[:width] for row in lists])
-    valid = torch.tensor([[place < len(row) for place in range(width)] for row in lists])
-    return ids, valid
-
-
-def spread(low: float, high: float) -> Tensor:
-    return torch.linspace(low, high, BATCH)
-
 
 @pytest.mark.parametrize("penalty", [0.7, 1.3, 10.0])
-def test_repetition_penalty_is_that_of_transformers(logits: Tensor, penalty: float) -> None:
-    ids = torch.randint(0, SMALL_VOCAB, (BATCH, 20), generator=torch.Generator().manual_seed(1))
+def test_repetition_penalty_is_that_of_transformers(penalty: float) -> None:
+    generator = torch.Generator().manual_seed(4)
+    logits = torch.randn(9, 37, generator=generator) * 3
+    logits[2, 5] = float("-inf")
+    ids = torch.randint(0, 37, (9, 20), generator=generator)
     expected = RepetitionPenaltyLogitsProcessor(penalty)(ids, logits.clone())
-    found = apply_repetition_penalty(logits, ids, torch.full((BATCH,), penalty))
+    found = apply_repetition_penalty(logits, ids, torch.full((9,), penalty))
     assert torch.equal(found, expected)
 
 
-def test_presence_penalty(logits: Tensor) -> None:
-    lists, penalties = histories(shortest=0), spread(-2, 2)
-    found = apply_presence_penalty(logits, *padded(lists), penalties)
-    expected = logits.clone()
-    for row, tokens in enumerate(lists):
-        for token in set(tokens):
-            expected[row, token] -= penalties[row]
-    assert torch.equal(found, expected)
-    assert torch.equal(found[0], logits[0]), "nothing was generated there"
-    assert not torch.equal(found[1], logits[1])
-
-
-def test_frequency_penalty(logits: Tensor) -> None:
-    lists, penalties = histories(shortest=0), spread(-2, 2)
-    found = apply_frequency_penalty(logits, *padded(lists), penalties)
-    expected = logits.double()
-    for row, tokens in enumerate(lists):
-        for token in set(tokens):
-            expected[row, token] -= penalties[row].double() * tokens.count(token)
-    assert torch.allclose(found.double(), expected, atol=1e-5)
-    assert torch.equal(found[0], logits[0])
-    assert max(tokens.count(token) for tokens in lists for token in tokens) > 2
-
-
-def test_neutral_values_change_no_bit(logits: Tensor) -> None:
-    ids, valid = padded(histories(shortest=3))
-    zeros, ones = torch.zeros(BATCH), torch.ones(BATCH)
-    assert torch.equal(apply_repetition_penalty(logits, ids, ones), logits)
-    assert torch.equal(apply_presence_penalty(logits, ids, valid, zeros), logits)
-    assert torch.equal(apply_frequency_penalty(logits, ids, valid, zeros), logits)
-
-
-def test_the_width_of_the_padding_changes_no_bit(logits: Tensor) -> None:
-    """A row's result is the same beside longer rows."""
-    ids, valid = padded(histories(shortest=2))
-    penalties = spread(0.4, 1.9)
-    for row, tokens in enumerate(histories(shortest=2)):
-        own, real = torch.tensor([tokens]), torch.ones(1, len(tokens), dtype=torch.bool)
-        one, penalty = logits[row : row + 1], penalties[row : row + 1]
-        for apply in (apply_presence_penalty, apply_frequency_penalty):
-            together = apply(logits, ids, valid, penalties)[row]
-            assert torch.equal(apply(one, own, real, penalty)[0], together)
-        together = apply_repetition_penalty(logits, ids, penalties)[row]
-        assert torch.equal(apply_repetition_penalty(one, own, penalty)[0], together)
+def test_a_row_without_generated_tokens_has_no_presence_penalty() -> None:
+    """Its padding is no token of its own."""
+    ids, valid = torch.tensor([[3, 5], [4, 4]]), torch.tensor([[True, True], [False, False]])
+    found = apply_presence_penalty(torch.zeros(2, 9), ids, valid, torch.full((2,), 0.5))
+    assert found.nonzero().tolist() == [[0, 3], [0, 5]]
 
 
 CONFIG = EngineConfig(block_size=4, kv_cache_bytes=1 << 20, max_batch_size=8)
@@ -210,7 +142,7 @@ def test_a_preempted_sequence_goes_on_with_the_same_tokens(model: LoadedModel, a
 
 
 def test_results_do_not_depend_on_neighbours(model: LoadedModel) -> None:
-    """Rows that use some of it, all of it and none of it, together and alone."""
+    """Rows that use some of it, all of it and none of it, and came at different times."""
     several: list[dict[str, Any]] = [
         {},
         EVERYTHING,
@@ -224,7 +156,11 @@ def test_results_do_not_depend_on_neighbours(model: LoadedModel) -> None:
     def generations() -> list[Generation]:
         return [
             Generation(
-                number, PROMPT[number:], SamplingParams(max_tokens=12, **options), seed=number
+                number,
+                PROMPT[number:],
+                SamplingParams(max_tokens=12, **options),
+                arrives=number % 3,
+                seed=number,
             )
             for number, options in enumerate(several)
         ]

@@ -19,6 +19,7 @@ from ....gguf_files import nothing, write_gguf
 from ..models import load, make_model
 from ..plans import Generation, Planner
 from ..references import generate
+from .test_loading import same_weights
 
 I8 = gguf.GGMLQuantizationType.I8
 KINDS = ("F32", "F16", "BF16", "Q8_0", "Q4_0")
@@ -69,10 +70,7 @@ def test_a_llama_gets_its_weights_back(tmp_path: Path) -> None:
     path = write_gguf(
         tmp_path / "m.gguf", folder=tmp_path / "source", architecture="llama", tokenizer=nothing
     )
-    loaded = load(path)
-    found, wanted = loaded.module.state_dict(), source.state_dict()
-    assert found.keys() == wanted.keys()
-    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+    assert same_weights(load(path), source)
 
 
 @pytest.mark.parametrize(

@@ -12,12 +12,11 @@ import torch
 from nano_inference.config import EngineConfig, SamplingParams
 from nano_inference.stages.executor import ExecutorCore, LoadedModel, wrap_model
 from nano_inference.stages.executor.driver.sampled import TokenFeed, placeholders
-from nano_inference.stages.executor.runner.attention.paged import PagedBackend
 from nano_inference.stages.executor.runner.graphs import DecodeStep, batch_buckets, pack_step
 
 from ..models import ARCHITECTURES, make_model
 from ..plans import GREEDY, PROMPT, SAMPLED, Generation, Planner, new_sequence, step_plan
-from ..recorder import OperationRecorder, PlainPagedAttention
+from ..recorder import OperationRecorder, core_as_on_cuda
 
 CONFIG = EngineConfig(block_size=4, kv_cache_bytes=1 << 20, max_batch_size=12)
 
@@ -26,11 +25,7 @@ def make_core(model: LoadedModel, *, graphs: bool, **settings: Any) -> ExecutorC
     """A core that runs as on CUDA, with recorded decode steps or without."""
     settings = {"max_batch_size": 12, **settings}
     config = EngineConfig(block_size=4, kv_cache_bytes=1 << 20, **settings)
-    backend = PagedBackend(model, config.block_size, PlainPagedAttention)
-    core = ExecutorCore(config, model=model, backend=backend, runs_ahead=True)
-    if graphs:
-        core.record_graphs(OperationRecorder())
-    return core
+    return core_as_on_cuda(config, model, graphs=graphs)
 
 
 def replays(core: ExecutorCore) -> int:

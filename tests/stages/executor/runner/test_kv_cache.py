@@ -47,15 +47,6 @@ def test_it_takes_no_memory_before_it_is_written() -> None:
     assert resident_bytes() - before < size / 4
 
 
-@needs_proc
-@pytest.mark.skipif(bool(why_no_huge_pages()), reason="this system has no large pages")
-@pytest.mark.parametrize("huge_pages", [True, False])
-def test_large_tensors_have_large_pages_on_request(huge_pages: bool) -> None:
-    cache = make_cache("cpu", num_blocks=1 << 13, huge_pages=huge_pages)
-    for tensor in (*cache.keys, *cache.values):
-        assert asks_for_huge_pages(tensor) == huge_pages
-
-
 def test_blocks_beyond_the_cache_are_refused() -> None:
     with pytest.raises(RuntimeError, match="can't allocate 1125899906842624 bytes"):
         zeros((1 << 20, 1 << 28), torch.float32, torch.device("cpu"))

@@ -13,13 +13,12 @@ from torch import Tensor
 from nano_inference.config import EngineConfig, SamplingParams, WeightsError
 from nano_inference.stages.executor import ExecutorCore, wrap_model
 from nano_inference.stages.executor.runner import memory
-from nano_inference.stages.executor.runner.attention.paged import PagedBackend
 from nano_inference.stages.executor.runner.system_memory import why_no_huge_pages
 
 from ....resident import asks_for_huge_pages, needs_proc, resident_bytes
 from ..models import make_model
 from ..plans import Generation, Planner, new_sequence, step_plan
-from ..recorder import OperationRecorder, PlainPagedAttention
+from ..recorder import core_as_on_cuda
 from ..refusals import needs_kernels, refused
 
 BOTH = ("weights", "kv_cache")
@@ -31,12 +30,9 @@ def make_core(module: Any, *, graphs: bool = False, **settings: Any) -> Executor
     config = EngineConfig(max_model_len=64, max_batch_size=8, block_size=4, **settings)
     # As a loaded model: addresses of weights are not checked in each step.
     model = replace(wrap_model(module, 64), is_shared=False)
-    if not graphs:
-        return ExecutorCore(config, model=model)
-    backend = PagedBackend(model, config.block_size, PlainPagedAttention)
-    core = ExecutorCore(config, model=model, backend=backend, runs_ahead=True)
-    core.record_graphs(OperationRecorder())
-    return core
+    if graphs:
+        return core_as_on_cuda(config, model, graphs=True)
+    return ExecutorCore(config, model=model)
 
 
 @pytest.fixture

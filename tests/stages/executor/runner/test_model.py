@@ -195,31 +195,22 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
     return made
 
 
+ALL = {"cuda": 2, "xpu": 1, "mps": 1}
+
+
 @pytest.mark.parametrize(
-    ("counts", "expected"),
+    ("name", "counts", "expected"),
     [
-        ({}, "cpu"),
-        ({"mps": 1}, "mps"),
-        ({"mps": 1, "xpu": 2}, "xpu:0"),
-        ({"xpu": 1, "cuda": 2}, "cuda:0"),
+        *(("cpu", ALL, "cpu"), ("cuda", ALL, "cuda:0"), ("cuda:1", ALL, "cuda:1")),
+        *(("xpu", ALL, "xpu:0"), ("mps", ALL, "mps"), ("mps:0", ALL, "mps")),
+        *(("auto", ALL, "cuda:0"), ("auto", {"mps": 1, "xpu": 2}, "xpu:0")),
+        *(("auto", {"mps": 1}, "mps"), ("auto", {}, "cpu")),
     ],
 )
-def test_auto_takes_the_first_that_is_there(
-    machine: Machine, counts: dict[str, int], expected: str
+def test_a_device_is_named_as_by_torch_and_auto_is_the_first_that_is_there(
+    machine: Machine, name: str, counts: dict[str, int], expected: str
 ) -> None:
     machine(**counts)
-    assert str(devices.resolve_device("auto")) == expected
-
-
-@pytest.mark.parametrize(
-    ("name", "expected"),
-    [
-        *(("cpu", "cpu"), ("cuda", "cuda:0"), ("cuda:1", "cuda:1")),
-        *(("xpu", "xpu:0"), ("mps", "mps"), ("mps:0", "mps")),
-    ],
-)
-def test_device_names_are_torchs(machine: Machine, name: str, expected: str) -> None:
-    machine(cuda=2, xpu=1, mps=1)
     assert str(devices.resolve_device(name)) == expected
 
 

@@ -110,6 +110,7 @@ class DraftingLane(StepLane):
 
     Attributes:
         found: The rows of each sequence.
+        prompts: The logprobs of each prompt that is scored.
         drafted: Verified drafted tokens.
         accepted: Accepted ones.
         most_rows: The most rows of one token in a step, drafted ones included.
@@ -118,6 +119,7 @@ class DraftingLane(StepLane):
     def __init__(self, config: EngineConfig, core: ExecutorCore, **options: int) -> None:
         super().__init__(config, core, **{"steps_ahead": 2, **options})
         self.found: dict[int, list[Row]] = {}
+        self.prompts: dict[int, list[float]] = {}
         self.drafted = self.accepted = self.most_rows = 0
 
     def draft(
@@ -159,6 +161,8 @@ class DraftingLane(StepLane):
             rows = self.found[seq_id]
             assert not (rows and rows[-1][2]), "a token after the end"
             rows.append((token, logprob, reason, tuple(token_id for token_id, _ in top)))
+        for scored in result.prompt_logprobs:
+            self.prompts.setdefault(scored.seq_id, []).extend(scored.logprobs)
         rows = len(set(result.seq_ids)) + sum(draft.num_tokens for draft in result.drafts)
         self.most_rows = max(self.most_rows, rows)
         for draft in result.drafts:
@@ -168,6 +172,7 @@ class DraftingLane(StepLane):
 
 
 def assert_same(found: dict[int, list[Row]], expected: dict[int, list[Row]]) -> None:
+    assert found.keys() == expected.keys()
     for seq_id, rows in expected.items():
         assert [(row[0], *row[2:]) for row in found[seq_id]] == [(r[0], *r[2:]) for r in rows]
         logprobs = [row[1] for row in rows]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Iterator
+from itertools import repeat
 
 import pytest
 from hypothesis import given
@@ -205,16 +206,6 @@ Rights = Iterator[bool]
 """Whether the source predicts each next token of a text, independent of earlier drafts."""
 
 
-def always() -> Rights:
-    while True:
-        yield True
-
-
-def never() -> Rights:
-    while True:
-        yield False
-
-
 def templates(known: int, unknown: int, seed: int = 1) -> Rights:
     """Stretches that are known, and others that are not, as of values in a template."""
     lengths = random.Random(seed)
@@ -281,9 +272,9 @@ Texts = Callable[[int], Rights]
 @pytest.mark.parametrize(
     ("rows", "text", "least"),
     [
-        (1, lambda seed: always(), 3.0),
-        (4, lambda seed: always(), 2.0),
-        (16, lambda seed: always(), 1.25),
+        (1, lambda seed: repeat(True), 3.0),
+        (4, lambda seed: repeat(True), 2.0),
+        (16, lambda seed: repeat(True), 1.25),
         (1, lambda seed: templates(30, 5, seed), 2.0),
         (16, lambda seed: templates(30, 5, seed), 1.1),
     ],
@@ -296,11 +287,11 @@ def test_a_predictable_text_is_generated_faster(
 
 
 @pytest.mark.parametrize("num_tokens", [64, 512])
-@pytest.mark.parametrize("rows", [1, 4, 16])
+@pytest.mark.parametrize("rows", [1, 16])
 @pytest.mark.parametrize(
     "text",
     [
-        lambda seed: never(),
+        lambda seed: repeat(False),
         lambda seed: luck(0.05, seed),
         lambda seed: luck(0.2, seed),
         lambda seed: luck(0.5, seed),
@@ -333,22 +324,8 @@ def test_a_text_that_changes_is_followed(rows: int) -> None:
 
 
 def test_a_batch_of_one_known_text_among_others_is_not_made_slower() -> None:
-    texts = [Text(always()), *(Text(never()) for _ in range(15))]
+    texts = [Text(repeat(True)), *(Text(repeat(False)) for _ in range(15))]
     assert run(texts, 16 * 512, CostControl(COSTS)) >= 0.98
-
-
-def test_history_is_shared_by_sequences() -> None:
-    """A source that was always wrong must be right on trial before rows are spent on it."""
-    control = CostControl(COSTS)
-    run([Text(never())], 64, control)
-    draft = Draft(tuple(range(LONGEST)), (), "made up")
-    control.begin(1, 0, 64)
-    assert control.lengths([control.acceptance.expected(1, draft)]) == [0]
-    control.acceptance.settle(1, NO_DRAFT, [5])
-    for _ in range(20):
-        control.acceptance.settle(1, draft, [0])
-    control.begin(1, 0, 64)
-    assert control.lengths([control.acceptance.expected(1, draft)])[0] > 0
 
 
 RIGHT = (1, 2, 3, 4, 5, 6, 7, 8)
@@ -357,12 +334,6 @@ WRONG = (9, *RIGHT[1:])
 
 def draft(*tokens: int, likelihoods: tuple[float, ...] = (), source: str = "ngram") -> Draft:
     return Draft(tokens, likelihoods, source)
-
-
-def test_an_empty_draft_has_no_expected_tokens() -> None:
-    acceptance = Acceptance()
-    assert acceptance.expected(0, NO_DRAFT) == []
-    acceptance.settle(0, NO_DRAFT, [1])
 
 
 @given(
@@ -388,16 +359,6 @@ def test_chances_fall_and_are_chances_whatever_happens(
         assert all(0 < chance < 1 for chance in chances)
         assert chances == sorted(chances, reverse=True)
         acceptance.settle(0, proposed, got)
-
-
-def test_acceptance_follows_outcomes() -> None:
-    acceptance = Acceptance()
-    before = acceptance.expected(0, draft(*RIGHT))
-    for _ in range(50):
-        acceptance.settle(0, draft(*RIGHT), RIGHT)
-    after = acceptance.expected(0, draft(*RIGHT))
-    assert all(now > then for now, then in zip(after, before, strict=False))
-    assert after[-1] > 0.9
 
 
 def test_no_history_makes_acceptance_certain() -> None:

@@ -292,18 +292,3 @@ def test_no_drafts_are_verified_without_room() -> None:
     assert choose_lengths(4, certain, COSTS, max_rows=6) == [2]
     # Also beyond the measured sizes.
     assert choose_lengths(62, certain, COSTS, max_rows=200, least_gain=0.5) == [2]
-
-
-def test_the_least_gain_is_of_the_whole_step() -> None:
-    """One more certain token among 16 gains 6.25 % minus its cost."""
-    costs = StepCosts((1, 16, 17), (0.036, 0.069, 0.0695))
-    assert choose_lengths(16, [[1.0]], costs, max_rows=64) == [1]
-    costs = StepCosts((1, 16, 17), (0.036, 0.069, 0.0705))
-    assert choose_lengths(16, [[1.0]], costs, max_rows=64) == [0]
-
-
-def test_rows_beside_a_prompt_cost_as_in_an_equally_large_step() -> None:
-    chances = [[0.06] * 4]
-    # They would take little of the step's time, and are still not worth it.
-    assert choose_lengths(1, chances, COSTS, max_rows=64, num_prefill=500) == [0]
-    assert choose_lengths(1, [[0.9] * 4], COSTS, max_rows=64, num_prefill=500) == [4]

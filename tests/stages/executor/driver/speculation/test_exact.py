@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal
 
 import msgspec
@@ -11,15 +14,18 @@ from hypothesis import strategies as st
 
 from nano_inference.config import Constraint, EngineConfig, SamplingParams
 from nano_inference.stages.executor import ExecutorCore, LoadedModel, load_model
+from nano_inference.stages.executor.runner.adapters.peft import AdapterLimits, read_adapter
 
-from ...models import VOCAB
+from ...models import VOCAB, make_model
 from ...plans import PROMPT
+from ...runner.adapters.making import make_adapter
 from .drafting import CONFIG, DraftingLane, Row, VerifyAll, assert_same
 
 pytestmark = pytest.mark.usefixtures("unmeasured")
 SCHEMA = '{"type": "object", "properties": {"a": {"enum": ["one", "two"]}}, "required": ["a"]}'
 
-Request = tuple[SamplingParams, list[int]]
+Request = tuple[SamplingParams, list[int]] | tuple[SamplingParams, list[int], str]
+"""The third is an adapter's name."""
 
 
 @pytest.fixture(scope="module")
@@ -52,15 +58,19 @@ def answers(
     config: EngineConfig = CONFIG,
     drafts: tuple[dict[int, list[Row]], float, int] | None = None,
     control: VerifyAll | None = None,
-    **core: Any,
+    adapters: Mapping[str, Path] = MappingProxyType({}),
+    **options: Any,
 ) -> DraftingLane:
     """A lane that has answered all rows, with or without drafts."""
     config = msgspec.structs.replace(config, speculation="off" if drafts is None else "auto")
-    lane = DraftingLane(config, ExecutorCore(config, model=model, **core))
+    core = ExecutorCore(config, model=model, **options)
+    for name, path in adapters.items():
+        core.adapters.put(read_adapter(name, 1, str(path), model, AdapterLimits()))
+    lane = DraftingLane(config, core)
     if drafts is not None:
         lane.draft(*drafts, control=control)
-    for seq_id, (sampling, prompt) in enumerate(asked, 1):
-        lane.add(seq_id, sampling, prompt)
+    for seq_id, request in enumerate(asked, 1):
+        lane.add(seq_id, *request)
     lane.run()
     return lane
 
@@ -156,6 +166,27 @@ def test_steps_of_hundreds_of_drafted_rows_leave_every_bit(
     lane = answers(model, asked, config, (expected.found, 0.95, 4), control=VerifyAll(512))
     assert lane.most_rows > 128
     assert lane.found == expected.found
+
+
+@pytest.mark.parametrize("mode", ["processed", "raw"])
+def test_samples_with_adapters_and_scored_prompts_keep_every_bit(
+    model: LoadedModel, tmp_path: Path, mode: Literal["processed", "raw"]
+) -> None:
+    config = msgspec.structs.replace(CONFIG, deterministic=True, logprobs_mode=mode)
+    adapters = {f"a{seed}": tmp_path / str(seed) for seed in range(2)}
+    for seed, path in enumerate(adapters.values()):
+        make_adapter(make_model("qwen2"), seed, path)
+    sampling = SamplingParams(max_tokens=40, logprobs=2, prompt_logprobs=1)
+    asked: list[Request] = [
+        (sampling, PROMPT[: 5 + number], adapter)
+        for number, adapter in enumerate(("", "a0", "a1", "a0", ""))
+    ]
+    expected = answers(model, asked, config, adapters=adapters)
+    lane = answers(model, asked, config, (expected.found, 0.8, 0), adapters=adapters)
+    assert lane.accepted > 50
+    assert lane.found == expected.found
+    assert lane.prompts == expected.prompts
+    assert [len(scored) for _, scored in sorted(lane.prompts.items())] == [4, 5, 6, 7, 8]
 
 
 @pytest.mark.parametrize("right", [1.0, 0.7, 0.0])

@@ -109,13 +109,6 @@ def num_accepted(tokens: Sequence[int], drafts: Sequence[Draft], num_prompt: int
     return accepted
 
 
-def test_repetitions_are_drafted_up_to_the_limit() -> None:
-    for limit in (1, 3, 16):
-        draft = propose(NgramSource(), context([1, 2, 3] * 9, limit=limit))
-        assert draft.tokens == ((1, 2, 3) * 6)[:limit]
-        assert draft.source == "ngram"
-
-
 def test_a_longer_context_is_likelier_and_wins_over_frequent_and_newer_ones() -> None:
     source = NgramSource()
     two = propose(source, context([1, 2, 50, *[4, 1, 2, 60] * 5, 7, 1, 2], limit=1))

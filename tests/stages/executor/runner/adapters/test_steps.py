@@ -98,7 +98,7 @@ def test_deterministic_mode_holds(
     assert run([2, 0, 1], ["", "a0", "a2"])[0] == together[0]
 
 
-NEW_TOKENS = 24
+NEW_TOKENS = 12
 LENGTHS = (34, 19, 7, 2)
 
 

@@ -250,27 +250,14 @@ def attend(
     return list(output[0].cpu().split(rows.num_tokens.tolist()))
 
 
+# Beside those that the random batches have.
 CASES = {
     "causal": Case(),
     "all_decode": Case(rows=((4, 1), (0, 1), (63, 1), (7, 1), (8, 1))),
-    "all_prefill": Case(rows=((0, 9), (0, 2), (0, 4))),
-    "chunks_behind_others": Case(rows=((7, 7), (14, 7), (1, 2), (3, 9))),
-    "one_row": Case(rows=((5, 1),)),
     "padding": Case(padding=3),
     "window": Case(window=5),
     "window_wider_than_all": Case(window=500),
-    "window_of_one": Case(window=1),
-    "window_prefill": Case(window=3, rows=((0, 20), (6, 9), (2, 1), (31, 1))),
-    "softcap": Case(softcap=2.0),
-    "softcap_window": Case(softcap=2.0, window=6),
-    "sinks": Case(sinks=True),
-    "sinks_window": Case(sinks=True, window=6),
     "sinks_softcap": Case(sinks=True, softcap=3.0),
-    "one_kv_head": Case(kv_heads=1),
-    "as_many_kv_heads": Case(kv_heads=4),
-    "blocks_of_one": Case(block_size=1),
-    "blocks_of_sixteen": Case(block_size=16),
-    "blocks_of_sixteen_window": Case(block_size=16, window=7),
     "narrow_values": Case(value_dim=8),
     "long": Case(rows=((0, 150), (130, 1), (60, 70), (63, 1), (64, 1))),
     "long_window": Case(window=70, rows=((0, 150), (130, 1), (60, 70), (200, 1))),

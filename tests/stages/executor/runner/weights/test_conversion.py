@@ -117,23 +117,6 @@ def test_unknown_names_are_refused(tmp_path: Path) -> None:
         WeightSyncManager(model).sync_blocking(checkpoint("gemma2", tmp_path / "other"))
 
 
-def test_a_missing_tensor_is_named(tmp_path: Path) -> None:
-    model = make_model("mixtral", seed=2)
-    tensors = checkpoint("mixtral", tmp_path)
-    del tensors["model.norm.weight"]
-    with pytest.raises(WeightsError, match=r"missing, such as 'model\.norm\.weight'"):
-        WeightSyncManager(model).sync_blocking(tensors)
-
-
-def test_tied_embeddings_come_once(tmp_path: Path) -> None:
-    tensors = checkpoint("qwen2", tmp_path)
-    assert "lm_head.weight" not in tensors
-    model = make_model("qwen2", seed=2)
-    weights = WeightSyncManager(model)
-    weights.sync_blocking(weights.prepare(tensors, checkpoint=True))
-    assert torch.equal(model.lm_head.weight, tensors["model.embed_tokens.weight"])
-
-
 def test_the_model_itself_is_not_touched(tmp_path: Path) -> None:
     model = make_model("mixtral", seed=2)
     before = {

@@ -186,13 +186,6 @@ def test_skipped_broadcasts_are_not_taken_for_the_next_weights(
         groups.receive(trainer.broadcast(small).source, LIMIT_S)
 
 
-def test_a_skipped_broadcast_ends_the_group(groups: WeightGroups, trainer: WeightsGroup) -> None:
-    source = trainer.broadcast({"x": torch.zeros(3)}).source
-    groups.skip("weights")
-    with pytest.raises(WeightsError, match="not in the group"):
-        groups.receive(source, LIMIT_S)
-
-
 def test_a_skipped_broadcast_lets_the_one_before_it_end(
     groups: WeightGroups, trainer: WeightsGroup
 ) -> None:
@@ -214,8 +207,6 @@ def test_a_skipped_broadcast_lets_the_one_before_it_end(
     "source",
     [
         GroupWeights("weights", (TensorMeta("x", "float31", (1,)),)),
-        GroupWeights("weights", (TensorMeta("x", "float32", (-1,)),)),
-        GroupWeights("weights", (TensorMeta("x", "float32", (1,)),) * 2),
         GroupWeights("weights", (TensorMeta("x", "float32", (1 << 55,)),)),
         GroupWeights("weights", (TensorMeta("x", "float32", (1,)),), -1),
     ],

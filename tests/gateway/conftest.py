@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
-from collections.abc import AsyncIterator, Iterator
+import inspect
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from typing import Any
 
 import httpx
@@ -15,7 +17,22 @@ from nano_inference.gateway.app import make_app
 from nano_inference.gateway.serving import chat_templates
 from nano_inference.text.chat_template import TemplateWorkers
 
-from .fake import FakeEngine, http_of
+from .fake import LIMIT_S, FakeEngine, http_of
+
+
+def pytest_runtest_setup(item: pytest.Function) -> None:
+    """Limit the time of each asynchronous test: one that hangs fails, and the others run."""
+    if inspect.iscoroutinefunction(item.obj):
+        item.obj = limited(item.obj)
+
+
+def limited(test: Callable[..., Awaitable[None]]) -> Callable[..., Awaitable[None]]:
+    @functools.wraps(test)
+    async def run(**given: Any) -> None:
+        async with asyncio.timeout(LIMIT_S):
+            await test(**given)
+
+    return run
 
 
 @pytest.fixture(scope="package", autouse=True)

@@ -31,7 +31,7 @@ from nano_inference.telemetry import TraceContext
 Outputs = Callable[[GenerateRequest], list[Output]]
 
 LIMIT_S = 60
-"""Longest wait for an engine's state."""
+"""The longest time of a test, and of a wait for an engine's state."""
 
 
 class FakeResults:

@@ -287,12 +287,11 @@ async def test_an_abort_finds_the_model_that_has_the_request(
         engine.outputs = lambda request: []
     asked = {"text": "hi", "rid": "r", "model": model, "sampling_params": {"max_new_tokens": 2}}
     of = "org/large" if model == "gpt-4o" else model
-    with anyio.fail_after(60):
-        async with anyio.create_task_group() as group:
-            group.start_soon(lambda: http.post("/generate", json=asked))
-            await deployment.engines[of].until(lambda: bool(deployment.engines[of].requests))
-            assert (await http.post("/abort_request", json={"rid": "r"})).status_code == 200
-            group.cancel_scope.cancel()
+    async with anyio.create_task_group() as group:
+        group.start_soon(lambda: http.post("/generate", json=asked))
+        await deployment.engines[of].until(lambda: bool(deployment.engines[of].requests))
+        assert (await http.post("/abort_request", json={"rid": "r"})).status_code == 200
+        group.cancel_scope.cancel()
     assert [name for name, engine in deployment.engines.items() if "cancel" in engine.names] == [of]
 
 
@@ -312,11 +311,10 @@ async def test_orphaned_calls_are_ended_at_their_model(deployment: Deployment) -
         await calls.keep(name, record, 0.001)
         await calls.note(name, name, "1-0")
     large, small = deployment.engines["org/large"], deployment.engines["small"]
-    with anyio.fail_after(60):
-        async with anyio.create_task_group() as group:
-            group.start_soon(front.app.background["durable calls"])
-            await large.until(lambda: bool(large.names))
-            await small.until(lambda: bool(small.names))
-            group.cancel_scope.cancel()
+    async with anyio.create_task_group() as group:
+        group.start_soon(front.app.background["durable calls"])
+        await large.until(lambda: bool(large.names))
+        await small.until(lambda: bool(small.names))
+        group.cancel_scope.cancel()
     assert [given["request_id"] for _, given in large.calls] == ["b"]
     assert [given["request_id"] for _, given in small.calls] == ["c"]

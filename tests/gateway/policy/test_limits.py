@@ -26,8 +26,6 @@ from ..fake import FakeEngine, chunk, http_of
 from ..recorded import Recorded
 from .conftest import Made, bearer
 
-LIMIT_S = 30.0
-
 GENERATE = {"text": "a", "sampling_params": {"max_new_tokens": 10}}
 COMPLETION = {"prompt": "abcdef", "max_tokens": 10}
 MESSAGE = {"max_tokens": 10, "messages": [{"role": "user", "content": "a"}], "model": "tiny"}
@@ -64,10 +62,9 @@ class Place:
             await store.refresh()
 
     async def call(self, headers: dict[str, str], gateway: int = 0, **body: Any) -> httpx.Response:
-        async with asyncio.timeout(LIMIT_S):
-            return await self.http[gateway].post(
-                "/v1/completions", json=COMPLETION | body, headers=headers
-            )
+        return await self.http[gateway].post(
+            "/v1/completions", json=COMPLETION | body, headers=headers
+        )
 
     async def left(self, name: str, most: int, window_s: int = 60) -> int:
         """The room left in a limit."""
@@ -177,7 +174,7 @@ async def test_a_disconnected_call_commits_its_most_tokens(
     assert refusal(await place.call(headers, gateway=1)) == (429, "rate_limit_exceeded")
     assert place.recorded.refused() == {"max_in_flight": 1}
     call.cancel()
-    await asyncio.wait([call], timeout=LIMIT_S)
+    await asyncio.wait([call])
     await place.engine.until(lambda: bool(place.engine.left))
     assert await place.left(f"key:{key_id}:in_flight", 1, 0) == 1
     assert await place.left(f"key:{key_id}:tokens", 50) == 50 - used
@@ -301,4 +298,4 @@ async def test_an_embedding_reserves_its_prompt_only(place: Place) -> None:
     refused = await place.http[1].post("/v1/embeddings", json=longer, headers=headers)
     assert refusal(refused) == (400, "tokens_above_limit")
     call.cancel()
-    await asyncio.wait([call], timeout=LIMIT_S)
+    await asyncio.wait([call])

@@ -30,8 +30,6 @@ from nano_inference.telemetry.instruments import (
 from ..fake import FakeEngine, http_of, refused
 from ..recorded import Recorded, ids
 
-LIMIT_S = 20
-
 TRACE, SPAN = "a" * 32, "b" * 16
 CLIENT = f"00-{TRACE}-{SPAN}-01"
 CHAT = {"messages": [{"role": "user", "content": "a"}]}
@@ -49,7 +47,7 @@ async def observed(
 ) -> AsyncIterator[httpx.AsyncClient]:
     app = only_known_callers(make_app(engine, Config(), measures), GatewayConfig(), measures)
     app = ObservedCalls(app, measures, ROUTES, access_log=access_log)
-    async with asyncio.timeout(LIMIT_S), http_of(app, raise_app_exceptions=False) as client:
+    async with http_of(app, raise_app_exceptions=False) as client:
         yield client
 
 

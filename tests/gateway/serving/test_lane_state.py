@@ -21,7 +21,6 @@ from nano_inference.telemetry import TraceContext
 from ..errors import error_of
 from ..fake import FakeEngine, http_of, report
 
-LIMIT_S = 20
 SETTING = Config().engine.max_model_len
 OWN = 2048
 """The length in the bundled model's files."""
@@ -101,22 +100,20 @@ async def test_calls_in_flight_end_while_draining(
     http: httpx.AsyncClient, engine: Waiting, readiness: Readiness, calls: ObservedCalls
 ) -> None:
     engine.goes_on.clear()
-    async with asyncio.timeout(LIMIT_S):
-        call = asyncio.create_task(http.post("/v1/completions", json={"prompt": "a", "n": 2}))
-        await engine.until(lambda: len(engine.requests) == 1)
-        readiness.draining = True
-        drained = asyncio.create_task(calls.idle())
-        # A probe meanwhile changes nothing.
-        assert (await http.get("/health")).status_code == 503
-        assert not drained.done()
-        engine.goes_on.set()
-        assert (await call).status_code == 200
-        await drained
+    call = asyncio.create_task(http.post("/v1/completions", json={"prompt": "a", "n": 2}))
+    await engine.until(lambda: len(engine.requests) == 1)
+    readiness.draining = True
+    drained = asyncio.create_task(calls.idle())
+    # A probe meanwhile changes nothing.
+    assert (await http.get("/health")).status_code == 503
+    assert not drained.done()
+    engine.goes_on.set()
+    assert (await call).status_code == 200
+    await drained
 
 
 async def test_draining_without_calls_returns_at_once(calls: ObservedCalls) -> None:
-    async with asyncio.timeout(LIMIT_S):
-        await calls.idle()
+    await calls.idle()
 
 
 # --- the context length ---------------------------------------------------------------------------
@@ -266,8 +263,7 @@ async def test_concurrent_readers_share_one_call(question: Question) -> None:
     while not question.asked:  # noqa: ASYNC110
         await asyncio.sleep(0)
     question.gate.set()
-    async with asyncio.timeout(LIMIT_S):
-        assert await asyncio.gather(*asking) == [1] * 5
+    assert await asyncio.gather(*asking) == [1] * 5
     assert await recent.get() == 1
 
 
@@ -294,5 +290,4 @@ async def test_a_cancelled_call_is_repeated_for_the_next_reader(question: Questi
         await asyncio.sleep(0)
     first.cancel()
     question.gate.set()
-    async with asyncio.timeout(LIMIT_S):
-        assert await second == 2
+    assert await second == 2

@@ -30,7 +30,6 @@ from ..fake import FakeEngine, completion, http_of
 from ..recorded import Recorded
 from ..served import post, serve
 
-LIMIT_S = 30
 ONE = post(13, b'{"text": "a"}')
 
 
@@ -47,7 +46,7 @@ async def calling(
     config = load_config(env={}, overrides=overrides)
     app = make_app(engine, config, recorded.measures)  # type: ignore[arg-type]
     checked = only_known_callers(app, config.gateway, recorded.measures)
-    async with asyncio.timeout(LIMIT_S), http_of(checked) as client:
+    async with http_of(checked) as client:
         yield client
 
 

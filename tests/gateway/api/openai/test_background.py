@@ -19,7 +19,7 @@ from nano_inference.gateway.app import make_app
 from nano_inference.gateway.serving.lane_state import Readiness
 
 from ... import by_hand
-from ...fake import LIMIT_S, FakeEngine, http_of, refused
+from ...fake import FakeEngine, http_of, refused
 from ...made import TEXTS, interleaved
 from .streamed import response_events
 from .test_refusals import refusal
@@ -52,7 +52,6 @@ class House:
     async def client(self) -> AsyncIterator[AsyncClient]:
         transport = httpx.ASGITransport(self.app)
         async with (
-            asyncio.timeout(LIMIT_S),
             AsyncClient(transport=transport, base_url="http://127.0.0.1") as client,
         ):
             yield client

@@ -12,7 +12,7 @@ from httpx import AsyncClient
 from nano_inference.gateway.api.openai import records
 from nano_inference.gateway.api.openai.records import keyed
 
-from ...fake import LIMIT_S, FakeEngine, refused
+from ...fake import FakeEngine, refused
 from .streamed import Recorded, stream_of
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -58,7 +58,7 @@ async def test_two_at_once_are_one(
 
     engine.__class__ = Slow
     asked = TEXT | {"stream": stream}
-    async with asyncio.timeout(LIMIT_S), asyncio.TaskGroup() as group:
+    async with asyncio.TaskGroup() as group:
         calls = [
             group.create_task(client.post(COMPLETIONS, json=asked, headers=KEY))
             for client in (http, other, http, other)

@@ -27,7 +27,7 @@ from nano_inference.gateway.api.openai.requests import ChoicesCall, read_chat, r
 from nano_inference.gateway.api.openai.streams import Chunks
 from nano_inference.gateway.serving.words import LazyWords, Words
 
-from ...fake import LIMIT_S, completion
+from ...fake import completion
 from ...made import cut, interleaved, told, whole
 from .streamed import Event, Recorded
 
@@ -120,18 +120,17 @@ class Client:
         number = len(self._prompts) * self._call.n
         position = read_position(after, self._call.id, number) if after else None
         chunks = Chunks(answers, send, position)
-        with anyio.fail_after(LIMIT_S):
-            async with anyio.create_task_group() as group:
-                group.start_soon(chunks.send_all)
-                for place, (prompt, output) in enumerate(outputs):
-                    chunks.put(prompt, output)
-                    for _ in range(pace[place % len(pace)]):
-                        room.release()
-                    await anyio.lowlevel.checkpoint()
-                for _ in range(4 * len(outputs) + 4 * number):
+        async with anyio.create_task_group() as group:
+            group.start_soon(chunks.send_all)
+            for place, (prompt, output) in enumerate(outputs):
+                chunks.put(prompt, output)
+                for _ in range(pace[place % len(pace)]):
                     room.release()
-                chunks.close()
-            await chunks.send_usage()
+                await anyio.lowlevel.checkpoint()
+            for _ in range(4 * len(outputs) + 4 * number):
+                room.release()
+            chunks.close()
+        await chunks.send_usage()
         return sent
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
 import anyio
@@ -11,7 +10,7 @@ import pytest
 from openai import AsyncOpenAI
 from openai.types.responses import Response
 
-from ...fake import LIMIT_S, FakeEngine
+from ...fake import FakeEngine
 from ...made import LOGPROBS, TEXTS
 
 TEXT = "".join(TEXTS)
@@ -91,10 +90,9 @@ async def test_a_conversation_in_turns(client: AsyncOpenAI) -> None:
 
 async def polled(client: AsyncOpenAI, response: Response) -> Response:
     """As its documentation shows."""
-    async with asyncio.timeout(LIMIT_S):
-        while response.status in ("queued", "in_progress"):
-            await anyio.sleep(0.01)
-            response = await client.responses.retrieve(response.id)
+    while response.status in ("queued", "in_progress"):
+        await anyio.sleep(0.01)
+        response = await client.responses.retrieve(response.id)
     return response
 
 

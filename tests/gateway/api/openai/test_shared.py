@@ -10,7 +10,7 @@ from httpx import AsyncClient, Response
 
 from nano_inference.config import Config, load_config
 
-from ...fake import LIMIT_S, FakeEngine
+from ...fake import FakeEngine
 from ...made import cut
 
 HELLO: dict[str, Any] = {"messages": [{"role": "user", "content": "a"}]}
@@ -39,20 +39,19 @@ async def test_places_are_those_of_all_interfaces(
     http: AsyncClient, engine: FakeEngine, path: str, body: dict[str, Any]
 ) -> None:
     engine.outputs = cut
-    async with asyncio.timeout(LIMIT_S):
-        first = asyncio.create_task(http.post("/generate", json={"text": "a"}))
-        await engine.until(lambda: len(engine.requests) == 1)
-        calls = [asyncio.create_task(http.post(path, json=body)) for _ in range(2)]
-        # One waits, and the newest is sent away; another tenant finds the place that is left.
-        done, waiting = await asyncio.wait(calls, return_when=asyncio.FIRST_COMPLETED)
-        (answer,) = [call.result() for call in done]
-        assert answer.status_code == 429
-        assert answer.json()["error"]["type"] == "rate_limit_error"
-        assert answer.headers["retry-after"]
-        other = asyncio.create_task(http.post(path, json=body, headers={"X-Tenant": "other"}))
-        await engine.until(lambda: len(engine.requests) == 2)
-        assert engine.requests[1].tenant == "other"
-        await ended(first, other, *waiting)
+    first = asyncio.create_task(http.post("/generate", json={"text": "a"}))
+    await engine.until(lambda: len(engine.requests) == 1)
+    calls = [asyncio.create_task(http.post(path, json=body)) for _ in range(2)]
+    # One waits, and the newest is sent away; another tenant finds the place that is left.
+    done, waiting = await asyncio.wait(calls, return_when=asyncio.FIRST_COMPLETED)
+    (answer,) = [call.result() for call in done]
+    assert answer.status_code == 429
+    assert answer.json()["error"]["type"] == "rate_limit_error"
+    assert answer.headers["retry-after"]
+    other = asyncio.create_task(http.post(path, json=body, headers={"X-Tenant": "other"}))
+    await engine.until(lambda: len(engine.requests) == 2)
+    assert engine.requests[1].tenant == "other"
+    await ended(first, other, *waiting)
 
 
 @pytest.mark.parametrize(("path", "body"), CALLS)

@@ -15,7 +15,7 @@ from nano_inference.gateway.app import make_app
 
 from ... import by_hand
 from ...errors import error_of
-from ...fake import LIMIT_S, FakeEngine, chunk, completion, http_of, refused, sample
+from ...fake import FakeEngine, chunk, completion, http_of, refused, sample
 
 
 def spelled(request: GenerateRequest) -> list[Output]:
@@ -141,8 +141,7 @@ async def test_abort_finds_a_batch_by_the_id_of_the_whole(
     engine.outputs = hanging
     body = {"input_ids": [[3], [4]], "rid": "r"}
     generating = asyncio.create_task(http.post("/generate", json=body))
-    async with asyncio.timeout(LIMIT_S):
-        await engine.until(lambda: len(engine.requests) == 2)
+    await engine.until(lambda: len(engine.requests) == 2)
     assert (await http.post("/abort_request", json={"rid": "r"})).status_code == 200
     cancelled = [given["request_id"] for name, given in engine.calls if name == "cancel"]
     assert cancelled == ["r", "r_0", "r_1"]
@@ -162,6 +161,5 @@ async def test_a_client_that_goes_while_an_event_is_sent(engine: FakeEngine) -> 
             sending.set()
             await asyncio.Event().wait()
 
-    async with asyncio.timeout(LIMIT_S):
-        await by_hand.post(app, "/generate", body, send, sending)
+    await by_hand.post(app, "/generate", body, send, sending)
     assert engine.left == ["r"]

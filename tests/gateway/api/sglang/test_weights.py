@@ -167,9 +167,8 @@ async def test_tensors_are_decoded_beside_other_calls_one_at_a_time(
         assert await asyncio.to_thread(inside.acquire, timeout=LIMIT_S)
         assert (await http.get("/get_weight_version")).status_code == 200
         let_go.release()
-    async with asyncio.timeout(LIMIT_S):
-        for call in calls:
-            succeeded(await call)
+    for call in calls:
+        succeeded(await call)
     assert most == 1
 
 

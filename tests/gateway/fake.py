@@ -22,7 +22,10 @@ from nano_inference.bus.public import (
     Usage,
 )
 from nano_inference.bus.weights import StagedWeights, WeightsSource
-from nano_inference.config import BusConfig, BusError, NanoInferenceError
+from nano_inference.config import BusConfig, BusError, Config, NanoInferenceError, load_config
+from nano_inference.gateway.app import GatewayApp, make_app
+from nano_inference.gateway.serving.lane_state import Readiness
+from nano_inference.gateway.serving.measures import Measures
 from nano_inference.pipeline.client import BusClient
 from nano_inference.store.board import StageReport
 from nano_inference.store.store import memory_store
@@ -83,11 +86,11 @@ class FakeEngine:
         away: The bus is lost behind the first output that a client follows.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, outputs: Outputs | None = None) -> None:
         self.calls: list[tuple[str, dict[str, Any]]] = []
         self.requests: list[GenerateRequest] = []
         self.traces: list[TraceContext | None] = []
-        self.outputs: Outputs = lambda request: [completion(request)]
+        self.outputs: Outputs = outputs or (lambda request: [completion(request)])
         self.left: list[str] = []
         self.ended: list[str] = []
         self.failures: dict[str, NanoInferenceError] = {}
@@ -292,6 +295,18 @@ def report(**changed: Any) -> StageReport:
         "state": "ready",
     }
     return StageReport(**fields | changed)
+
+
+def app_of(
+    engine: FakeEngine,
+    settings: Config | dict[str, Any] | None = None,
+    measures: Measures | None = None,
+    readiness: Readiness | None = None,
+) -> GatewayApp:
+    """The application of a gateway with these settings."""
+    if not isinstance(settings, Config):
+        settings = load_config(env={}, overrides=settings or {})
+    return make_app(engine, settings, measures, readiness)  # type: ignore[arg-type]
 
 
 def http_of(app: Any, *, raise_app_exceptions: bool = True, **options: Any) -> httpx.AsyncClient:

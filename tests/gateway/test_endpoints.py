@@ -9,8 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from nano_inference.config import BusError, Config, GatewayConfig, TelemetryConfig
-from nano_inference.gateway.app import make_app
+from nano_inference.config import BusError, GatewayConfig, TelemetryConfig
 from nano_inference.gateway.server.limits import PROBES
 from nano_inference.gateway.server.server import HttpServer
 from nano_inference.gateway.serving import lane_state as readiness_module
@@ -20,7 +19,7 @@ from nano_inference.telemetry import setup_metrics
 from nano_inference.telemetry.instruments import QUEUE_DEPTH
 
 from .errors import error_of
-from .fake import FakeEngine, http_of
+from .fake import FakeEngine, app_of, http_of
 
 WHY = "executor is starting: loading the model"
 
@@ -33,7 +32,7 @@ def readiness(engine: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> Readiness:
 
 @pytest.fixture
 async def http(engine: FakeEngine, readiness: Readiness) -> AsyncIterator[httpx.AsyncClient]:
-    app = make_app(engine, Config(), None, readiness)  # type: ignore[arg-type]
+    app = app_of(engine, readiness=readiness)
     server = HttpServer(app, GatewayConfig(max_connections=1))
     async with http_of(server.calls) as client:
         yield client
@@ -110,7 +109,7 @@ async def measured(engine: FakeEngine) -> AsyncIterator[httpx.AsyncClient]:
     """A client of a gateway in a process that has metrics, and no port for them."""
     metrics = setup_metrics(TelemetryConfig(), "here", without_port=True)
     metrics.record(QUEUE_DEPTH, 3)
-    app = make_app(engine, Config(), Measures(metrics=metrics))  # type: ignore[arg-type]
+    app = app_of(engine, measures=Measures(metrics=metrics))
     async with http_of(app) as client:
         yield client
     metrics.shutdown()

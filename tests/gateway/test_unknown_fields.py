@@ -9,8 +9,6 @@ from typing import Any
 import httpx
 import pytest
 
-from nano_inference.config import Config, load_config
-
 from .fake import FakeEngine
 
 Path = tuple[str | int, ...]
@@ -116,9 +114,7 @@ BODIES: dict[str, list[Body]] = {
 CALLS = [(path, body) for path, bodies in BODIES.items() for body in bodies]
 
 
-@pytest.fixture
-def config() -> Config:
-    return load_config(env={})
+SETTINGS: Body = {}
 
 
 def objects_of(value: Any, place: Path = ()) -> Iterator[Path]:
@@ -235,26 +231,3 @@ async def test_fields_of_client_libraries_are_accepted(
 ) -> None:
     answer = await http.post(path, json=body)
     assert answer.status_code == 200, answer.text
-
-
-FORM = {"type": "json_object", "schema": SCHEMA}
-
-
-@pytest.mark.parametrize(
-    ("path", "body"),
-    [
-        ("/v1/completions", {"prompt": "a", "response_format": FORM}),
-        ("/v1/chat/completions", {"messages": HELLO, "response_format": FORM}),
-        ("/v1/responses", {"input": "a", "text": {"format": FORM}}),
-        ("/v1/messages", {"messages": HELLO, "max_tokens": 3, "output_config": {"format": FORM}}),
-    ],
-)
-async def test_a_json_object_s_schema_is_kept(
-    http: httpx.AsyncClient, engine: FakeEngine, path: str, body: Body
-) -> None:
-    answer = await http.post(path, json=body)
-    assert answer.status_code == 200, answer.text
-    (request,) = engine.requests
-    constraint = request.sampling.constraint
-    assert constraint is not None
-    assert constraint.json_schema == SCHEMA

@@ -12,12 +12,10 @@ import msgspec
 import pytest
 from starlette.routing import Route
 
-from nano_inference.config import Config
 from nano_inference.config.sampling import PARAMETERS
 from nano_inference.gateway.api.anthropic.bodies import CountBody, MessagesBody
 from nano_inference.gateway.api.openai.bodies import BODIES
 from nano_inference.gateway.api.sglang.requests import SGLangSampling
-from nano_inference.gateway.app import make_app
 from nano_inference.gateway.serving.fields import read_part
 from nano_inference.gateway.serving.sampling_fields import (
     ANTHROPIC,
@@ -26,7 +24,7 @@ from nano_inference.gateway.serving.sampling_fields import (
     VLLM,
 )
 
-from ..fake import FakeEngine
+from ..fake import FakeEngine, app_of
 
 DOCS = Path(__file__).parents[3] / "docs"
 Bodies = Mapping[str, type[msgspec.Struct]]
@@ -90,7 +88,7 @@ def test_the_document_has_the_endpoints(interface: str) -> None:
             method = named or method
             found.add((method, path))
     module = f"nano_inference.gateway.api.{interface}"
-    app = make_app(FakeEngine(), Config())  # type: ignore[arg-type]
+    app = app_of(FakeEngine())
     served = {
         (method, route.path.replace(":path", ""))
         for route in app.routes

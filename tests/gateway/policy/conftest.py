@@ -11,11 +11,11 @@ import pytest
 import pytest_asyncio
 
 from nano_inference.config import Config, load_config
-from nano_inference.gateway.app import GatewayApp, make_app
+from nano_inference.gateway.app import GatewayApp
 from nano_inference.gateway.policy.administration import Administration
 from nano_inference.gateway.serving.words import LazyWords, Words
 
-from ..fake import FakeEngine, http_of
+from ..fake import FakeEngine, app_of, http_of
 
 
 @pytest.fixture
@@ -25,7 +25,7 @@ def config() -> Config:
 
 @pytest.fixture
 def app(engine: FakeEngine, config: Config) -> GatewayApp:
-    return make_app(engine, config)
+    return app_of(engine, config)
 
 
 @pytest.fixture

@@ -8,9 +8,9 @@ import httpx
 import pytest
 
 from nano_inference.config import Config
-from nano_inference.gateway.app import GatewayApp, make_app
+from nano_inference.gateway.app import GatewayApp
 
-from ..fake import FakeEngine, http_of
+from ..fake import FakeEngine, app_of, http_of
 from .conftest import Made, bearer
 
 
@@ -50,7 +50,7 @@ async def test_a_key_s_life(admin: httpx.AsyncClient) -> None:
 async def test_other_gateways_take_a_revoked_key_no_more(
     admin: httpx.AsyncClient, made: Made, engine: FakeEngine, config: Config
 ) -> None:
-    other = make_app(engine, config)
+    other = app_of(engine, config)
     async with http_of(other) as elsewhere:
         key = await made()
         assert (await elsewhere.get("/v1/models", headers=bearer(key))).status_code == 200

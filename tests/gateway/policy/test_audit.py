@@ -18,7 +18,7 @@ import structlog
 
 from nano_inference.bus.public import GenerateRequest, Output
 from nano_inference.config import ConfigError, TelemetryConfig, load_config
-from nano_inference.gateway.app import GatewayApp, make_app
+from nano_inference.gateway.app import GatewayApp
 from nano_inference.gateway.policy.administration import Administration
 from nano_inference.gateway.policy.audit import text_hash
 from nano_inference.gateway.server.calls import ObservedCalls
@@ -26,7 +26,7 @@ from nano_inference.gateway.serving.measures import Measures
 from nano_inference.telemetry import setup_logging
 
 from .. import by_hand
-from ..fake import FakeEngine, completion, http_of, refused
+from ..fake import FakeEngine, app_of, completion, http_of, refused
 from ..made import cut, interleaved, scores
 from .conftest import Made, bearer
 
@@ -78,8 +78,7 @@ async def audited(
 ) -> AsyncIterator[Audited]:
     given = {"backend": "bus", "audit_file": str(path), "audit_key": AUDIT_KEY, **settings}
     overrides = {f"policy.{name}": each for name, each in given.items()} | (more or {})
-    config = load_config(env={}, overrides=overrides)
-    app = make_app(engine, config)  # type: ignore[arg-type]
+    app = app_of(engine, overrides)
     await app.policy.open()
     observed = app_observed(app)
     async with http_of(observed, raise_app_exceptions=False) as client:

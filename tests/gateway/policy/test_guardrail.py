@@ -14,12 +14,13 @@ import pytest
 
 from nano_inference.bus.public import GenerateRequest, Output
 from nano_inference.config import Config
-from nano_inference.gateway.app import GatewayApp, make_app
+from nano_inference.gateway.app import GatewayApp
 from nano_inference.gateway.policy.administration import Administration
 from nano_inference.gateway.policy.document import Guardrails
 from nano_inference.gateway.serving.words import Words
 
-from ..fake import FakeEngine
+from ..errors import code_of
+from ..fake import FakeEngine, app_of
 from .conftest import Made, bearer
 from .spoken import spoken
 
@@ -75,12 +76,6 @@ def in_tensor(name: str, answer: Json) -> Any:
     """The only element of a KServe output."""
     (found,) = (each["data"] for each in answer["outputs"] if each["name"] == name)
     return found[0]
-
-
-def code_of(answer: httpx.Response) -> str:
-    """The code of an error; KServe has it in a header."""
-    code: str = answer.headers.get("X-Error-Code") or answer.json()["error"]["code"]
-    return code
 
 
 def only(kind: str, event: Json, *path: str) -> Any:
@@ -282,8 +277,7 @@ async def test_a_blocked_prompt_reaches_no_engine(
             del body["text"]
         path = interface.stream_path if more and interface.stream_path else interface.path
         answer = await caller.post(path, json=body)
-        assert answer.status_code == 400, answer.text
-        assert code_of(answer) == "content_filter"
+        assert code_of(answer, 400) == "content_filter"
     assert engine.requests == []
 
 
@@ -298,7 +292,7 @@ async def test_token_ids_end_before_a_match(
     assert found["token_ids"] == list(words.token_ids(LEFT, add_special=False))
     assert found["finish_reason"] == "content_filter"
     refused = await caller.post(path, json=body | {name: list(words.token_ids("bad"))})
-    assert (refused.status_code, refused.json()["error"]["code"]) == (400, "content_filter")
+    assert code_of(refused, 400) == "content_filter"
 
 
 async def test_a_match_may_begin_in_an_echoed_prompt(
@@ -431,13 +425,13 @@ async def test_an_invalid_stored_block_list_refuses_all_calls(
 
     await app.policy.store.change(edit)
     answer = await caller.post("/v1/completions", json={"prompt": "a"})
-    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "policy_unavailable")
+    assert code_of(answer, 503) == "policy_unavailable"
     assert engine.requests == []
 
 
 def test_every_route_that_generates_is_tested(engine: FakeEngine, config: Config) -> None:
     """An interface that is added has to be added above."""
-    app = make_app(engine, config)  # type: ignore[arg-type]
+    app = app_of(engine, config)
     posts = {
         each.path_format
         for each in app.routes

@@ -8,12 +8,11 @@ from typing import Any
 import httpx
 import pytest
 
-from nano_inference.config import Config
-from nano_inference.gateway.app import GatewayApp, make_app
+from nano_inference.gateway.app import GatewayApp
 from nano_inference.gateway.policy.chain import PolicyRoute
 from nano_inference.gateway.policy.document import SCOPES, Scope, may
 
-from ..fake import FakeEngine, http_of
+from ..fake import FakeEngine, app_of, http_of
 from .conftest import Made, bearer
 
 CALLS: dict[str, tuple[str, str, dict[str, Any]]] = {
@@ -152,7 +151,7 @@ async def test_calls_are_refused_while_the_policy_is_unreadable(
 
 
 async def test_without_a_policy_every_call_is_allowed(engine: FakeEngine) -> None:
-    async with http_of(make_app(engine, Config())) as http:
+    async with http_of(app_of(engine)) as http:
         for scope in ("read", "generate", "weights"):
             answer = await call(http, scope, headers={"Authorization": "Basic eDp5"})
             assert answer.status_code == 200

@@ -3,26 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
 from collections.abc import AsyncIterator, Sequence
-from contextlib import AsyncExitStack
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, cast
 
 import httpx
 import pytest
 
-from nano_inference.bus import open_bus
-from nano_inference.config import BusConfig, BusError, Config, load_config
-from nano_inference.gateway.app import make_app
+from nano_inference.config import BusError, Config, load_config
 from nano_inference.gateway.policy.administration import Administration
 from nano_inference.gateway.policy.store import PolicyStore
 from nano_inference.gateway.server.calls import ObservedCalls
 from nano_inference.store.limits import Charge, Limit, LimitStore, Reservation
 
-from ...rig import mortal_server
-from ..fake import FakeEngine, chunk, http_of
+from ..fake import FakeEngine, app_of, chunk, http_of
 from ..recorded import Recorded
 from .conftest import Made, bearer
 
@@ -42,7 +36,7 @@ class Place:
         self.http: list[httpx.AsyncClient] = []
         for engine, own in zip((self.engine, self.second), self.limits, strict=True):
             engine.bus.store = replace(self.engine.bus.store, limits=own)
-            app = make_app(engine, config, self.recorded.measures)  # type: ignore[arg-type]
+            app = app_of(engine, config, self.recorded.measures)
             self.stores.append(app.policy.store)
             self.http.append(http_of(ObservedCalls(app, self.recorded.measures, [])))
         self.administration = Administration(self.stores[0])
@@ -237,43 +231,6 @@ async def test_limits_that_can_not_be_counted(choice: str) -> None:
         assert place.recorded.refused() == {"limits_unavailable": 1}
     assert (await place.call(await place.key("generate"))).status_code == 200
     await place.aclose()
-
-
-async def test_a_restart_of_redis_in_the_middle_grants_no_more(
-    config: Config, tmp_path: Path
-) -> None:
-    """Two gateways, one limit of 100 calls a minute, 1,000 sent to both; the server is killed, and
-    started again with its log."""
-    async with mortal_server(tmp_path / "data") as server, AsyncExitStack() as stack:
-        buses = [open_bus(BusConfig(url=server.url)) for _ in range(2)]
-        for bus in buses:
-            stack.push_async_callback(bus.aclose)
-        place = Place(config, [bus.store.limits for bus in buses])
-        stack.push_async_callback(place.aclose)
-        headers = await place.key("generate", limits={"requests_per_minute": 100})
-
-        statuses: Counter[int] = Counter()
-
-        async def send(number: int) -> None:
-            async def one(gateway: int) -> None:
-                answer = await place.call(headers, gateway)
-                statuses[answer.status_code] += 1
-                if statuses.total() == 61:
-                    server.kill()
-
-            await asyncio.gather(*(one(index % 2) for index in range(number)))
-
-        await send(60)
-        assert statuses == {200: 60}
-        await send(140)  # of which some are on their way when it is killed
-        away = statuses[503]
-        await send(200)
-        assert statuses[503] == away + 200
-        await server.start()
-        await send(600)
-        assert statuses.total() == 1000
-        assert statuses[200] == 100
-        assert set(statuses) == {200, 429, 503}
 
 
 async def test_a_resumed_stream_reserves_nothing(place: Place) -> None:

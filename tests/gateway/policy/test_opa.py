@@ -12,13 +12,12 @@ import httpx
 import pytest
 
 from nano_inference.config import Config, load_config
-from nano_inference.gateway.app import make_app
 from nano_inference.gateway.policy.guardrail import AT_ONCE
 from nano_inference.gateway.policy.opa import MOST_BYTES
 from nano_inference.store.board import LoadedAdapter
 
 from ..deployment.deployed import Deployment, Front
-from ..fake import FakeEngine, http_of, report
+from ..fake import FakeEngine, app_of, http_of, report
 
 PATH = "/v1/completions"
 
@@ -107,8 +106,7 @@ def client_of(
     engine: FakeEngine, url: str, timeout_s: float = 20, **settings: Any
 ) -> httpx.AsyncClient:
     given = {"policy.opa_url": url, "policy.opa_timeout_s": timeout_s}
-    config = load_config(env={}, overrides=given | settings)
-    return http_of(make_app(engine, config))  # type: ignore[arg-type]
+    return http_of(app_of(engine, given | settings))
 
 
 @pytest.fixture

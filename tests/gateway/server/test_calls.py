@@ -15,8 +15,7 @@ from opentelemetry.trace import SpanKind
 from starlette.routing import Route
 from structlog.testing import capture_logs
 
-from nano_inference.config import Config, GatewayConfig, TelemetryConfig
-from nano_inference.gateway.app import make_app
+from nano_inference.config import GatewayConfig, TelemetryConfig
 from nano_inference.gateway.server.callers import only_known_callers
 from nano_inference.gateway.server.calls import ObservedCalls
 from nano_inference.gateway.serving.measures import Measures
@@ -27,7 +26,7 @@ from nano_inference.telemetry.instruments import (
     MODEL_CALL_DURATION,
 )
 
-from ..fake import FakeEngine, http_of, refused
+from ..fake import FakeEngine, app_of, http_of, refused
 from ..recorded import Recorded, ids
 
 TRACE, SPAN = "a" * 32, "b" * 16
@@ -45,7 +44,7 @@ ROUTES = (*ASKED, "/health", "/flush_cache", "/v2/models/{model:path}/generate")
 async def observed(
     engine: FakeEngine, measures: Measures, *, access_log: bool = False
 ) -> AsyncIterator[httpx.AsyncClient]:
-    app = only_known_callers(make_app(engine, Config(), measures), GatewayConfig(), measures)
+    app = only_known_callers(app_of(engine, measures=measures), GatewayConfig(), measures)
     app = ObservedCalls(app, measures, ROUTES, access_log=access_log)
     async with http_of(app, raise_app_exceptions=False) as client:
         yield client
@@ -264,7 +263,7 @@ async def test_calls_are_counted_by_route_and_status(
 async def test_parameters_in_a_path_make_no_routes(
     engine: FakeEngine, recorded: Recorded, path: str, route: str
 ) -> None:
-    app = make_app(engine, Config(), recorded.measures)  # type: ignore[arg-type]
+    app = app_of(engine, measures=recorded.measures)
     routes = [each.path for each in app.routes if isinstance(each, Route)]
     async with http_of(ObservedCalls(app, recorded.measures, routes)) as http:
         await http.get(path, headers={"traceparent": CLIENT})

@@ -9,8 +9,7 @@ import httpx
 import pytest
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from nano_inference.config import Config, GatewayConfig
-from nano_inference.gateway.app import make_app
+from nano_inference.config import GatewayConfig
 from nano_inference.gateway.server import connections
 from nano_inference.gateway.server.calls import ObservedCall
 from nano_inference.gateway.serving.account import Account
@@ -18,7 +17,7 @@ from nano_inference.gateway.serving.origin import BUDGET_HEADER, MAX_BUDGET_MS
 from nano_inference.telemetry import TraceContext, now_ns
 
 from ..errors import error_of
-from ..fake import FakeEngine, http_of
+from ..fake import FakeEngine, app_of, http_of
 from ..served import post, serve
 
 MINUTE_NS = 60 * 10**9
@@ -27,7 +26,7 @@ MINUTE_NS = 60 * 10**9
 @asynccontextmanager
 async def arriving(engine: FakeEngine, ago_ns: int) -> AsyncIterator[httpx.AsyncClient]:
     """A gateway whose calls have arrived some time ago."""
-    app: ASGIApp = make_app(engine, Config())
+    app: ASGIApp = app_of(engine)
 
     async def arrived(scope: Scope, receive: Receive, send: Send) -> None:
         arrival = ObservedCall(now_ns() - ago_ns, TraceContext(), Account())

@@ -13,7 +13,6 @@ import msgspec
 import pytest
 
 from nano_inference.config import Config, ConfigError, RequestError, load_config
-from nano_inference.gateway.app import make_app
 from nano_inference.gateway.server.http import FieldError
 from nano_inference.gateway.serving import chat_templates
 from nano_inference.gateway.serving.chat_templates import (
@@ -31,7 +30,7 @@ from nano_inference.gateway.serving.turns import Turns
 from nano_inference.gateway.serving.words import LazyWords
 from nano_inference.text.messages import Tool
 
-from ..fake import FakeEngine
+from ..fake import FakeEngine, app_of
 
 LIMIT_S = 60
 TENANT = "http:127.0.0.1"
@@ -226,7 +225,7 @@ async def test_the_opening_of_the_answer_is_returned(
 def test_an_unknown_format_is_refused_at_start(asked: str) -> None:
     config = load_config(env={}, overrides={"gateway.message_format": asked})
     with pytest.raises(ConfigError, match=r"gateway\.message_format"):
-        make_app(FakeEngine(), config)
+        app_of(FakeEngine(), config)
 
 
 # --- messages in a template's form ----------------------------------------------------------------

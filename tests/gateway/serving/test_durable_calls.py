@@ -86,9 +86,7 @@ def cancelled(engine: FakeEngine) -> list[str]:
 
 @pytest.fixture
 def engine() -> FakeEngine:
-    made = FakeEngine()
-    made.outputs = cut
-    return made
+    return FakeEngine(cut)
 
 
 async def test_a_call_ends_with_its_connection(engine: FakeEngine) -> None:

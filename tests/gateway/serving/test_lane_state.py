@@ -10,8 +10,7 @@ import httpx
 import pytest
 
 from nano_inference.bus.public import GenerateRequest, Output
-from nano_inference.config import BusError, Config, EngineConfig, load_config
-from nano_inference.gateway.app import make_app
+from nano_inference.config import BusError, Config, EngineConfig
 from nano_inference.gateway.server.calls import ObservedCalls
 from nano_inference.gateway.serving.lane_state import ModelLength, Readiness, Recent
 from nano_inference.gateway.serving.measures import Measures
@@ -19,7 +18,7 @@ from nano_inference.store.board import StageReport
 from nano_inference.telemetry import TraceContext
 
 from ..errors import error_of
-from ..fake import FakeEngine, http_of, report
+from ..fake import FakeEngine, app_of, http_of, report
 
 SETTING = Config().engine.max_model_len
 OWN = 2048
@@ -61,7 +60,7 @@ def readiness(engine: FakeEngine) -> Readiness:
 
 @pytest.fixture
 def calls(engine: FakeEngine, config: Config, readiness: Readiness) -> ObservedCalls:
-    app = make_app(engine, config, None, readiness)  # type: ignore[arg-type]
+    app = app_of(engine, config, readiness=readiness)
     return ObservedCalls(app, Measures(), ASKED)
 
 
@@ -72,18 +71,6 @@ async def http(calls: ObservedCalls) -> AsyncIterator[httpx.AsyncClient]:
 
 
 # --- draining ---------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("path", ASKED)
-@pytest.mark.parametrize("stream", [False, True])
-async def test_a_draining_gateway_refuses_requests(
-    http: httpx.AsyncClient, engine: FakeEngine, readiness: Readiness, path: str, stream: bool
-) -> None:
-    readiness.draining = True
-    answer = await http.post(path, json=ASKED[path] | {"stream": stream})
-    assert error_of(answer, 503) == "shutting_down"
-    assert answer.headers["retry-after"] == "1"
-    assert not engine.requests
 
 
 @pytest.mark.parametrize("path", ["/health", "/health_generate"])
@@ -224,7 +211,7 @@ async def test_too_long_a_prompt_is_refused_in_openai_s_words(
     engine: FakeEngine, path: str, body: dict[str, Any]
 ) -> None:
     engine.stage_reports = [executor("0", max_model_len=2048)]
-    async with http_of(make_app(engine, load_config(env={}))) as http:
+    async with http_of(app_of(engine)) as http:
         answer = await http.post(path, json=body)
     assert answer.status_code == 400
     # LiteLLM and others find out by these words that another model may take it.

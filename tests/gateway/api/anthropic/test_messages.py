@@ -10,13 +10,12 @@ import pytest
 from httpx import AsyncClient, Response
 
 from nano_inference.bus.public import GenerateRequest, Output
-from nano_inference.config import Config, load_config
-from nano_inference.gateway.app import make_app
+from nano_inference.config import Config
 from nano_inference.gateway.serving.words import LazyWords
 
 from ... import by_hand
 from ...errors import invalid
-from ...fake import FakeEngine, completion, poster, refused
+from ...fake import FakeEngine, app_of, completion, poster, refused
 from ...made import TEXTS, TOKENS, cut, interleaved, told, whole
 
 PATH, COUNT = "/v1/messages", "/v1/messages/count_tokens"
@@ -25,11 +24,8 @@ HELLO: dict[str, Any] = {"role": "user", "content": "How much is 6 + 6?"}
 ASKED: dict[str, Any] = {"model": "tiny", "max_tokens": 9, "messages": [HELLO]}
 
 
-@pytest.fixture
-def config() -> Config:
-    # Texts as they come: the tokens here are not those of the texts.
-    return load_config(env={}, overrides={"gateway.message_format": "off"})
-
+# The engine makes up texts, of which its tokens know nothing.
+SETTINGS = {"gateway.message_format": "off"}
 
 posted = poster(PATH, ASKED)
 
@@ -320,19 +316,6 @@ async def test_fields_that_ask_for_nothing_are_accepted(
     assert engine.requests[0].sampling == engine.requests[1].sampling
 
 
-@pytest.mark.parametrize("stream", [False, True])
-async def test_disconnect_cancels_the_request(engine: FakeEngine, stream: bool) -> None:
-    engine.outputs = cut
-    app = make_app(engine, load_config(env={}))  # type: ignore[arg-type]
-    left = anyio.Event()
-    asked = ASKED | {"stream": stream}
-    async with anyio.create_task_group() as group:
-        group.start_soon(by_hand.post, app, PATH, asked, by_hand.ignore, left)
-        await engine.until(lambda: len(engine.requests) == 1)
-        left.set()
-    assert engine.left == [engine.requests[0].request_id]
-
-
 async def test_a_stream_with_nothing_to_say_pings() -> None:
     """Also before its first event."""
     pinged = anyio.Event()
@@ -344,8 +327,7 @@ async def test_a_stream_with_nothing_to_say_pings() -> None:
             for output in whole(request):
                 yield output
 
-    config = load_config(env={}, overrides={"gateway.comment_s": 0.01})
-    app = make_app(Slow(), config)  # type: ignore[arg-type]
+    app = app_of(Slow(), {"gateway.comment_s": 0.01})
 
     async def send(message: Any) -> None:
         nonlocal sent

@@ -15,7 +15,6 @@ import tritonclient.http
 
 from nano_inference.config import NanoInferenceError, load_config
 from nano_inference.gateway.api.kserve.served import Answer, ModelCall, ServedModel
-from nano_inference.gateway.app import make_app
 from nano_inference.gateway.gateway import Gateway
 from nano_inference.gateway.serving.lane_state import Readiness
 from nano_inference.kserve.protobuf import METHODS, message
@@ -23,7 +22,7 @@ from nano_inference.kserve.tensors import DATATYPES, DTYPES, ModelSpec, NamedTen
 from nano_inference.pipeline.client import BusClient
 from nano_inference.telemetry import Metrics, Tracing
 
-from ...fake import FakeEngine
+from ...fake import FakeEngine, app_of
 
 LIMIT_S = 30
 JSON = {"Content-Type": "application/json"}
@@ -219,7 +218,7 @@ async def asking(
 ) -> AsyncIterator[httpx.AsyncClient]:
     """A client of the application alone; `settings` are the gateway's."""
     config = load_config(env={}, overrides={f"gateway.{name}": settings[name] for name in settings})
-    app = make_app(cast(BusClient, engine or Engine()), config, readiness=readiness)
+    app = app_of(engine or Engine(), config, readiness=readiness)
     for model in models:
         app.kserve.service.add(model)
     transport = httpx.ASGITransport(app)

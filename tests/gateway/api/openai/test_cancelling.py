@@ -12,12 +12,11 @@ import pytest
 from httpx import AsyncClient
 
 from nano_inference.bus.public import Completion, Output
-from nano_inference.config import Config, load_config
-from nano_inference.gateway.app import make_app
+from nano_inference.config import Config
 from nano_inference.gateway.serving.samples import MOST_UNSENT
 
 from ... import by_hand
-from ...fake import FakeEngine, http_of
+from ...fake import FakeEngine, app_of, http_of
 from ...made import chunk, interleaved
 from .streamed import Recorded, events, stream_of
 
@@ -26,12 +25,8 @@ TEXT: dict[str, Any] = {"prompt": "98 +", "stream": True}
 MINE = {"X-Tenant": "me"}
 
 
-@pytest.fixture
-def config() -> Config:
-    """A tenant has one place."""
-    # The engine makes up texts, of which its tokens know nothing.
-    settings = {"gateway.max_in_flight": 2, "gateway.message_format": "off"}
-    return load_config(env={}, overrides=settings)
+# A tenant has one place. The engine makes up texts, of which its tokens know nothing.
+SETTINGS = {"gateway.max_in_flight": 2, "gateway.message_format": "off"}
 
 
 @pytest.mark.parametrize(("method", "path"), [("DELETE", ""), ("POST", "/cancel")])
@@ -103,7 +98,7 @@ async def test_unread_outputs_wait_on_the_bus(
                     yield output
 
     engine = Long()
-    app = make_app(engine, config)  # type: ignore[arg-type]
+    app = app_of(engine, config)
     reads, parts = anyio.Event(), []
 
     async def send(message: Any) -> None:

@@ -13,13 +13,12 @@ from msgspec.structs import replace
 
 from nano_inference.config import Config
 from nano_inference.gateway.api.openai.positions import answer_of
-from nano_inference.gateway.app import make_app
 from nano_inference.gateway.serving import prepared
 from nano_inference.telemetry.instruments import TOOL_CALLS
 from nano_inference.text.messages import constraint_of
 
 from ...errors import invalid
-from ...fake import FakeEngine, http_of, refused
+from ...fake import FakeEngine, app_of, http_of, refused
 from ...recorded import Recorded
 from ...saying import Model
 from .streamed import Event, stream_of
@@ -216,7 +215,7 @@ async def test_an_unknown_message_format_refuses_tools_and_reasoning(
     engine: FakeEngine, calling: Config
 ) -> None:
     config = replace(calling, gateway=replace(calling.gateway, message_format="off"))
-    async with http_of(make_app(engine, config)) as http:
+    async with http_of(app_of(engine, config)) as http:
         answer = await http.post(PATH, json={"messages": HELLO, "tools": [TIME]})
         assert refusal(answer) == ("unsupported", "tools")
         assert "gateway.message_format" in answer.json()["error"]["message"]
@@ -284,7 +283,7 @@ async def test_a_budget_is_a_grammar(http: AsyncClient, model: Model) -> None:
 async def test_the_field_of_reasoning_is_a_setting(calling: Config, model: Model) -> None:
     model.says(THOUGHT)
     config = replace(calling, gateway=replace(calling.gateway, reasoning_field="reasoning"))
-    async with http_of(make_app(model.engine, config)) as http:
+    async with http_of(app_of(model.engine, config)) as http:
         message = (await posted(http))["message"]
     assert message["reasoning"] == "It is north."
     assert "reasoning_content" not in message
@@ -351,7 +350,7 @@ async def test_a_call_with_a_key_is_the_same_at_another_gateway(
 async def test_calls_are_counted(calling: Config, model: Model) -> None:
     recorded = Recorded()
     model.says(THOUGHT + CALL)
-    async with http_of(make_app(model.engine, calling, recorded.measures)) as http:
+    async with http_of(app_of(model.engine, calling, recorded.measures)) as http:
         for number, stream in enumerate((False, True), 1):
             answer = await http.post(PATH, json=ASKED | {"stream": stream})
             assert answer.status_code == 200

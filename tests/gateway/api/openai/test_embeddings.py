@@ -12,10 +12,8 @@ from httpx import AsyncClient
 from openai import AsyncOpenAI
 
 from nano_inference.bus.public import EmbedParams, GenerateRequest, Output, Usage
-from nano_inference.config import load_config
-from nano_inference.gateway.app import make_app
 
-from ...fake import FakeEngine, completion, http_of, refused, sample
+from ...fake import FakeEngine, app_of, completion, http_of, refused, sample
 
 EMBEDDINGS = "/v1/embeddings"
 
@@ -33,9 +31,7 @@ def embedded(request: GenerateRequest) -> list[Output]:
 
 @pytest.fixture
 def engine() -> FakeEngine:
-    made = FakeEngine()
-    made.outputs = embedded
-    return made
+    return FakeEngine(embedded)
 
 
 async def test_openai_s_library_reads_vectors(client: AsyncOpenAI, engine: FakeEngine) -> None:
@@ -110,8 +106,7 @@ async def test_a_bad_call_is_refused_by_its_field(
 
 
 async def test_too_many_inputs_are_refused(engine: FakeEngine) -> None:
-    config = load_config(env={}, overrides={"gateway.max_prompts": 3})
-    async with http_of(make_app(engine, config)) as http:  # type: ignore[arg-type]
+    async with http_of(app_of(engine, {"gateway.max_prompts": 3})) as http:
         answer = await http.post(EMBEDDINGS, json={"input": ["a"] * 4})
         assert answer.json()["error"]["code"] == "too_many_prompts"
         assert (await http.post(EMBEDDINGS, json={"input": ["a"] * 3})).status_code == 200

@@ -8,11 +8,8 @@ from typing import Any
 import pytest
 from httpx import AsyncClient
 
-from nano_inference.config import Config, load_config
-from nano_inference.gateway.app import make_app
-
 from ...errors import invalid
-from ...fake import FakeEngine, http_of, poster, refused
+from ...fake import FakeEngine, app_of, http_of, poster, refused
 from ...made import LOGPROBS, TOKENS
 from ...serving.test_lane_state import OWN
 from .streamed import Recorded, events, stream_of
@@ -22,10 +19,7 @@ PATH = "/inference/v1/generate"
 TOLD = {"token_ids": list(TOKENS)}
 
 
-@pytest.fixture
-def config() -> Config:
-    return load_config(env={}, overrides={"gateway.max_body_bytes": 100_000})
-
+SETTINGS = {"gateway.max_body_bytes": 100_000}
 
 posted = poster(PATH, {"token_ids": [7, 8, 9]})
 
@@ -84,8 +78,7 @@ async def test_a_stream_is_the_answer_in_pieces(http: AsyncClient) -> None:
 
 
 async def test_it_takes_no_tokenizer(engine: FakeEngine, tmp_path: Path) -> None:
-    config = load_config(env={}, overrides={"engine.model_path": str(tmp_path)})
-    async with http_of(make_app(engine, config)) as http:  # type: ignore[arg-type]
+    async with http_of(app_of(engine, {"engine.model_path": str(tmp_path)})) as http:
         await posted(http, sampling_params={"logprobs": 1})
         body = {"token_ids": [7], "sampling_params": {"prompt_logprobs": 1}}
         assert refusal(await http.post(PATH, json=body))[0] == "unsupported"

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from httpx import AsyncClient, Response
 
-from nano_inference.config import Config, SamplingParams, load_config
+from nano_inference.config import SamplingParams
 
 from ...errors import invalid
 from ...fake import FakeEngine
@@ -143,10 +143,8 @@ CASES = [
 ]
 
 
-@pytest.fixture
-def config() -> Config:
-    """Of a model of which nobody knows how it calls tools and reasons."""
-    return load_config(env={}, overrides={"gateway.message_format": "off"})
+# How the model calls tools and reasons is unknown.
+SETTINGS = {"gateway.message_format": "off"}
 
 
 @pytest.mark.parametrize(("path", "body", "code", "param"), CASES)

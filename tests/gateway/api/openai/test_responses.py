@@ -7,8 +7,6 @@ from typing import Any
 import pytest
 from httpx import AsyncClient
 
-from nano_inference.config import Config, load_config
-
 from ...errors import invalid
 from ...fake import FakeEngine, completion, poster, refused
 from ...made import TEXTS, cut, told
@@ -19,11 +17,8 @@ PATH = "/v1/responses"
 TEXT = "".join(TEXTS)
 
 
-@pytest.fixture
-def config() -> Config:
-    # The engine makes up texts, of which its tokens know nothing.
-    return load_config(env={}, overrides={"gateway.message_format": "off"})
-
+# The engine makes up texts, of which its tokens know nothing.
+SETTINGS = {"gateway.message_format": "off"}
 
 posted = poster(PATH, {"input": "hello"})
 

@@ -14,12 +14,11 @@ from nano_inference.bus.public import CompletionSample
 from nano_inference.config import Config, load_config
 from nano_inference.gateway.api.openai.records import decode_record
 from nano_inference.gateway.api.openai.responses.requests import ResponseRecord
-from nano_inference.gateway.app import make_app
 from nano_inference.gateway.serving import words
 from nano_inference.gateway.serving.message_parts import MessageParts, NewParts
 from nano_inference.telemetry.instruments import TOOL_CALLS
 
-from ...fake import http_of, poster
+from ...fake import app_of, http_of, poster
 from ...recorded import Recorded
 from ...saying import Model
 from .streamed import response_events
@@ -221,7 +220,7 @@ async def test_calls_are_counted_once_however_often_they_are_read(
 ) -> None:
     recorded = Recorded()
     model.says(f"{OSLO}\n<tool_call>\n{{no call}}\n</tool_call>")
-    async with http_of(make_app(model.engine, calling, recorded.measures)) as http:
+    async with http_of(app_of(model.engine, calling, recorded.measures)) as http:
         for number, fields in enumerate(({}, {"stream": True}, {"background": True}), 1):
             assert (await http.post(PATH, json=ASKED | fields)).status_code == 200
             wanted = {("made",): number, ("malformed",): number}

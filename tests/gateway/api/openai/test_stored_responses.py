@@ -12,11 +12,10 @@ import anyio
 import pytest
 from httpx import AsyncClient, Response
 
-from nano_inference.config import BusError, Config, load_config
-from nano_inference.gateway.app import make_app
+from nano_inference.config import BusError, Config
 
 from ... import by_hand
-from ...fake import FakeEngine, completion, http_of, poster, refused
+from ...fake import FakeEngine, app_of, completion, http_of, poster, refused
 from ...made import TEXTS, cut, whole
 from .streamed import response_event, response_events
 from .test_refusals import refusal
@@ -29,10 +28,7 @@ MINE = {"X-Tenant": "me"}
 KEY = {"Idempotency-Key": "k-1"}
 
 
-@pytest.fixture
-def config() -> Config:
-    return load_config(env={})
-
+SETTINGS: dict[str, Any] = {}
 
 posted = poster(PATH, HELLO)
 
@@ -237,7 +233,7 @@ async def test_disconnect_cancels_a_response(
     http: AsyncClient, engine: FakeEngine, config: Config, stream: bool
 ) -> None:
     engine.hold()
-    app = make_app(engine, config)  # type: ignore[arg-type]
+    app = app_of(engine, config)
     left = anyio.Event()
     body = HELLO | {"stream": stream}
     async with anyio.create_task_group() as group:
@@ -360,9 +356,7 @@ async def test_a_response_cut_by_its_length_can_be_continued(
 
 
 async def test_a_stored_conversation_is_bounded(engine: FakeEngine) -> None:
-    limits = {"bus.max_request_bytes": 700}
-    app = make_app(engine, load_config(env={}, overrides=limits))  # type: ignore[arg-type]
-    async with http_of(app) as http:
+    async with http_of(app_of(engine, {"bus.max_request_bytes": 700})) as http:
         body = {"input": "a", "metadata": {"a": "b" * 500}}
         assert refusal(await http.post(PATH, json=body), 413) == ("request_too_large", "input")
         assert (await http.post(PATH, json=body | {"store": False})).status_code == 200

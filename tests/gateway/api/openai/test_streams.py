@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from typing import Any
 
@@ -11,15 +10,14 @@ import pytest
 from httpx import AsyncClient
 
 from nano_inference.bus.public import GenerateRequest, Output
-from nano_inference.config import Config, load_config
+from nano_inference.config import Config
 from nano_inference.gateway.api.openai.answers import ChoicesWriter
 from nano_inference.gateway.api.openai.requests import read_completion
 from nano_inference.gateway.api.openai.streams import Chunks
-from nano_inference.gateway.app import make_app
 from nano_inference.gateway.server.http import EventStream, SendEvent
 
 from ... import by_hand
-from ...fake import FakeEngine, completion, http_of, refused
+from ...fake import FakeEngine, app_of, completion, http_of, refused
 from ...made import LOGPROBS, TEXTS, TOKENS, cut, interleaved, told
 from .streamed import Recorded, choices, events, stream_of
 
@@ -131,19 +129,6 @@ async def test_an_error_in_mid_stream_is_an_event(http: AsyncClient, engine: Fak
     assert error["error"]["type"] == "server_error"
 
 
-async def test_disconnect_cancels_the_request(http: AsyncClient, engine: FakeEngine) -> None:
-    engine.outputs = cut
-    app = make_app(engine, Config())
-    left = asyncio.Event()
-    async with asyncio.TaskGroup() as group:
-        for stream in (True, False):
-            body = {"prompt": "a", "stream": stream}
-            group.create_task(by_hand.post(app, COMPLETIONS, body, left=left))
-        await engine.until(lambda: len(engine.requests) == 2)
-        left.set()
-    assert sorted(engine.left) == sorted(request.request_id for request in engine.requests)
-
-
 async def test_a_stream_with_nothing_to_say_says_so() -> None:
     """Also before its first event; what goes wrong behind that is an event as well."""
     parts: list[bytes] = []
@@ -182,8 +167,7 @@ async def test_an_error_behind_a_comment_is_an_event(engine: FakeEngine) -> None
             for output in await slow(self.requests[0]):
                 yield output
 
-    config = load_config(env={}, overrides={"gateway.comment_s": 0.01})
-    app = make_app(Slow(), config)
+    app = app_of(Slow(), {"gateway.comment_s": 0.01})
     sent: list[bytes] = []
 
     async def send(message: Any) -> None:
@@ -225,8 +209,7 @@ async def test_unread_tokens_become_one_chunk() -> None:
 
 
 async def test_event_ids_can_be_switched_off(engine: FakeEngine) -> None:
-    app = make_app(engine, load_config(env={}, overrides={"gateway.event_ids": False}))  # type: ignore[arg-type]
-    async with http_of(app) as client:
+    async with http_of(app_of(engine, {"gateway.event_ids": False})) as client:
         text = (await client.post(COMPLETIONS, json=TEXT)).text
     assert text.endswith("data: [DONE]\n\n")
     assert all(part.startswith("data: ") for part in text.split("\n\n")[:-1])

@@ -14,9 +14,7 @@ from ...fake import FakeEngine, completion, sample
 
 @pytest.fixture
 def engine() -> FakeEngine:
-    made = FakeEngine()
-    made.outputs = embedded
-    return made
+    return FakeEngine(embedded)
 
 
 def embedded(request: GenerateRequest) -> list[Output]:

@@ -10,12 +10,10 @@ from typing import Any
 from httpx import AsyncClient, Response
 
 from nano_inference.bus.public import GenerateRequest, Output
-from nano_inference.config import Config, load_config
-from nano_inference.gateway.app import make_app
 
 from ... import by_hand
 from ...errors import error_of
-from ...fake import FakeEngine, chunk, completion, http_of, refused, sample
+from ...fake import FakeEngine, app_of, chunk, completion, http_of, refused, sample
 
 
 def spelled(request: GenerateRequest) -> list[Output]:
@@ -128,8 +126,7 @@ async def test_a_prompt_as_text_is_sent_as_tokens_when_they_are_shown(
 async def test_without_a_tokenizer_only_that_is_refused_which_takes_one(
     engine: FakeEngine, tmp_path: Path
 ) -> None:
-    config = load_config(env={}, overrides={"engine.model_path": str(tmp_path)})
-    async with http_of(make_app(engine, config)) as http:
+    async with http_of(app_of(engine, {"engine.model_path": str(tmp_path)})) as http:
         assert (await http.post("/generate", json={"text": "a"})).status_code == 200
         body = {"text": "a", "sampling_params": {"stop": "b"}}
         assert error_of(await http.post("/generate", json=body), 400) == "unsupported"
@@ -152,7 +149,7 @@ async def test_abort_finds_a_batch_by_the_id_of_the_whole(
 async def test_a_client_that_goes_while_an_event_is_sent(engine: FakeEngine) -> None:
     """A slow reader holds up the sending, not the cancelling."""
     engine.outputs = spelled
-    app = make_app(engine, Config())
+    app = app_of(engine)
     body = {"input_ids": [3, 4], "rid": "r", "stream": True}
     sending = asyncio.Event()
 

@@ -9,14 +9,13 @@ import pytest
 from httpx import AsyncClient
 
 from nano_inference.bus.public import EmbedParams, GenerateRequest
-from nano_inference.config import BusError, Config, load_config
-from nano_inference.gateway.app import make_app
+from nano_inference.config import BusError
 from nano_inference.gateway.serving import lane_state
 from nano_inference.store.board import StageReport
 from nano_inference.telemetry import TraceContext
 
 from ...errors import error_of
-from ...fake import FakeEngine, completion, http_of, refused, report
+from ...fake import FakeEngine, app_of, completion, http_of, refused, report
 
 
 def told(stage: str, lane: str = "0", age_s: float = 0.1, **load: int | str) -> StageReport:
@@ -25,7 +24,7 @@ def told(stage: str, lane: str = "0", age_s: float = 0.1, **load: int | str) -> 
 
 async def test_health(engine: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lane_state, "ASKED_EVERY_S", 0.0)
-    async with http_of(make_app(engine, Config())) as http:
+    async with http_of(app_of(engine)) as http:
         assert (await http.get("/health")).status_code == 200
         engine.why_not = "no process runs executor"
         answer = await http.get("/health")
@@ -40,7 +39,7 @@ async def test_health_does_not_ask_the_lanes_more_often_than_they_tell(
 ) -> None:
     """But what is released here is known at once."""
     monkeypatch.setattr(lane_state, "ASKED_EVERY_S", 3600.0)
-    async with http_of(make_app(engine, Config())) as http:
+    async with http_of(app_of(engine)) as http:
         answers = await asyncio.gather(*(http.get("/health") for _ in range(20)))
         assert {answer.status_code for answer in answers} == {200}
         assert [name for name, _ in engine.calls] == ["trouble"]
@@ -72,8 +71,7 @@ async def test_health_generate_asks_a_model_that_only_embeds_for_a_vector(
 async def test_health_generate_does_not_wait_for_ever(engine: FakeEngine) -> None:
     engine.outputs = lambda request: []
     engine.why_not = "batching reported last 9 s ago"
-    config = load_config(env={}, overrides={"gateway.health_timeout_s": 0.01})
-    async with http_of(make_app(engine, config)) as http:
+    async with http_of(app_of(engine, {"gateway.health_timeout_s": 0.01})) as http:
         answer = await http.get("/health_generate")
     assert error_of(answer, 503) == "not_ready"
     assert engine.why_not in answer.text

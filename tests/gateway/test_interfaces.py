@@ -62,9 +62,29 @@ async def test_a_priority_above_the_limit_is_refused(
     assert (code_of(answer, 400), engine.requests) == ("invalid_priority", [])
     assert f"priority is {4 * sign}; it must be from " in answer.text
     assert "(gateway.max_priority)" in answer.text
+    if "param" in answer.text:
+        assert answer.json()["error"]["param"] == "priority"
     assert (await http.post(path, json=body | {"priority": -1001 * sign})).status_code == 400
     assert (await http.post(path, json=body | {"priority": 3 * sign})).status_code == 200
     assert {request.priority for request in engine.requests} == {3}
+
+
+MALFORMED = [
+    *(b"{", b"[]", b"5", b'"text"', b"\xff\xfe", b'{"a": "\xff"}', b'{"a": "\\ud800"}'),
+    *(b'{"a": NaN}', b'{"a": Infinity}', b'{"a": 1e999}'),
+    *(b'{"a": ' + b"[" * 100_000, b'{"a": ' + b'{"a":' * 100_000),
+]
+COUNTS = ("/tokenize", "/detokenize", "/v1/messages/count_tokens")
+
+
+@pytest.mark.parametrize("path", [*BODIES, *COUNTS])
+async def test_a_malformed_body_is_refused(
+    http: AsyncClient, engine: FakeEngine, path: str
+) -> None:
+    for body in MALFORMED:
+        answer = await http.post(path, content=body)
+        assert code_of(answer, 400) == "malformed", body[:100]
+    assert not engine.requests
 
 
 @pytest.mark.parametrize(("path", "body"), STREAMED.items())

@@ -43,19 +43,17 @@ def completions(model: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("path", CALLS)
-@pytest.mark.parametrize(
-    ("address", "name", "model"),
-    [
-        *(("", name, model) for name, model in NAMED.items()),
-        *((f"/models/{name}", "", model) for name, model in NAMED.items() if name),
-    ],
-)
 async def test_the_body_or_the_address_names_the_model(
-    http: httpx.AsyncClient, deployment: Deployment, path: str, address: str, name: str, model: str
+    http: httpx.AsyncClient, deployment: Deployment, path: str
 ) -> None:
-    answer = await http.post(f"{address}{path}", json=call(path, name))
-    assert (answer.status_code, f"by {model}" in answer.text) == (200, True), answer.text
-    assert [each for each, engine in deployment.engines.items() if engine.requests] == [model]
+    for name, model in NAMED.items():
+        asked = [(path, name)] + [(f"/models/{name}{path}", "")] * bool(name)
+        for address, named in asked:
+            answer = await http.post(address, json=call(path, named))
+            assert (answer.status_code, f"by {model}" in answer.text) == (200, True), answer.text
+        numbers = {each: len(engine.requests) for each, engine in deployment.engines.items()}
+        assert {each: number for each, number in numbers.items() if number} == {model: len(asked)}
+        deployment.engines[model].requests.clear()
 
 
 async def test_at_its_address_a_model_answers_for_no_other(http: httpx.AsyncClient) -> None:
@@ -71,21 +69,20 @@ REFUSALS = {
 
 
 @pytest.mark.parametrize("path", CALLS)
-@pytest.mark.parametrize("by_address", [False, True])
 @pytest.mark.parametrize("model", REFUSALS)
 async def test_a_model_that_is_not_served_is_refused(
-    http: httpx.AsyncClient, deployment: Deployment, path: str, by_address: bool, model: str
+    http: httpx.AsyncClient, deployment: Deployment, path: str, model: str
 ) -> None:
     status, code, words, anthropic = REFUSALS[model]
-    address, named = (f"/models/{model}", "") if by_address else ("", model)
-    answer = await http.post(f"{address}{path}", json=call(path, named))
-    error = answer.json()["error"]
-    assert (answer.status_code, error["code"]) == (status, code)
-    assert words in error["message"]
-    if code == "model_not_found":
-        assert error["param"] == "model"
-    if path == "/v1/messages":
-        assert (answer.json()["type"], error["type"]) == ("error", anthropic)
+    for address, named in (("", model), (f"/models/{model}", "")):
+        answer = await http.post(f"{address}{path}", json=call(path, named))
+        error = answer.json()["error"]
+        assert (answer.status_code, error["code"]) == (status, code)
+        assert words in error["message"]
+        if code == "model_not_found":
+            assert error["param"] == "model"
+        if path == "/v1/messages":
+            assert (answer.json()["type"], error["type"]) == ("error", anthropic)
     assert not any(engine.requests for engine in deployment.engines.values())
 
 

@@ -167,30 +167,22 @@ def named(door: str, requested: str) -> tuple[str, dict[str, Any]] | None:
     return path, body | ({"model": requested} if requested else {})
 
 
-CALLS = {
-    f"{door}, {requested or 'no'} name": (*call, requested)
-    for door in DOORS
-    for requested in NAMES
-    if (call := named(door, requested)) is not None
-}
-
-
-@pytest.mark.parametrize(("path", "body", "requested"), CALLS.values(), ids=CALLS.keys())
+@pytest.mark.parametrize("door", DOORS)
 async def test_every_interface_names_the_serving_model(
-    engine: FakeEngine, agent: Agent, path: str, body: dict[str, Any], requested: str
+    engine: FakeEngine, agent: Agent, door: str
 ) -> None:
     """With the name that the caller gave."""
     agent.answer = http_response({"result": False})
     engine.stage_reports = [report(adapters=(LoadedAdapter(id="finetuned", version=1),))]
+    calls = {requested: call for requested in NAMES if (call := named(door, requested))}
     async with client_of(engine, agent.url, **SERVED) as http:
-        await http.post(path, json=body)
-        for _ in range(200):  # The request of a background response follows its answer.
-            if agent.asked:
-                break
-            await asyncio.sleep(0.01)
-    model = "finetuned" if requested == "finetuned" else "served"
+        for number, (path, body) in enumerate(calls.values(), 1):
+            await http.post(path, json=body)
+            # The request of a background response follows its answer.
+            while len(agent.asked) < number:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
     names = [(each["model"], each["requested_model"]) for each in agent.asked]
-    assert names == [(model, requested)]
+    assert names == [("finetuned" if each == "finetuned" else "served", each) for each in calls]
 
 
 @pytest.mark.parametrize(

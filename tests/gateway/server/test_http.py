@@ -20,11 +20,6 @@ from ..errors import error_of
 from ..fake import FakeEngine, refused
 
 
-@pytest.mark.parametrize("body", [b"{", b"[1]", b'"text"', b"\xff\xfe", b'{"a": NaN}'])
-async def test_a_body_must_be_an_object(http: httpx.AsyncClient, body: bytes) -> None:
-    assert error_of(await http.post("/generate", content=body), 400) == "malformed"
-
-
 async def test_too_large_a_body_is_refused(http: httpx.AsyncClient, engine: FakeEngine) -> None:
     answer = await http.post("/generate", json={"text": "a" * 5000})
     assert error_of(answer, 413) == "request_too_large"

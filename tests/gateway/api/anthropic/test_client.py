@@ -85,8 +85,9 @@ async def test_an_error_in_mid_stream_raises(client: AsyncAnthropic, engine: Fak
     no = refused("lane_failed", "because")
     engine.outputs = lambda request: [*cut(request), *no(request)]
     text = ""
-    with pytest.raises(anthropic.APIStatusError, match="because"):
+    with pytest.raises(anthropic.APIStatusError, match="because") as raised:
         async with client.messages.stream(**ASKED) as stream:
             async for piece in stream.text_stream:
                 text += piece
     assert text == TEXTS[0]
+    assert raised.value.body["error"]["type"] == "api_error"  # type: ignore[index]

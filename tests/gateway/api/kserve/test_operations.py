@@ -10,7 +10,6 @@ import pytest
 from nano_inference.config import BusError
 from nano_inference.gateway.api.kserve.operations import OPERATIONS, SERVER_NAME, VERSION
 from nano_inference.gateway.serving.lane_state import DRAINING, Readiness
-from nano_inference.kserve.pool import BufferPool
 from nano_inference.kserve.protobuf import METHODS
 
 from .calls import INT8, JSON, Echo, Engine, FakeModel, Slow, asking, failed, served
@@ -194,21 +193,6 @@ async def test_the_index_has_all_models_or_the_ready_ones() -> None:
 # --- shared memory ------------------------------------------------------------------------------
 
 SYSTEM = "/v2/systemsharedmemory"
-
-
-async def test_regions_have_a_status_until_they_are_unregistered() -> None:
-    async with asking(shared_memory=True) as http:
-        with BufferPool(4096, 1) as pool:
-            region = {"key": pool.key, "byte_size": 4096}
-            path = f"{SYSTEM}/region/mine"
-            assert (await http.post(f"{path}/register", json=region)).content == b""
-            answered = [{"name": "mine", "key": pool.key, "offset": 0, "byte_size": 4096}]
-            assert (await http.get(f"{SYSTEM}/status")).json() == answered
-            assert (await http.get(f"{path}/status")).json() == answered
-            for each in (path, SYSTEM):
-                assert (await http.post(f"{each}/unregister")).status_code == 200
-            assert (await http.get(f"{SYSTEM}/status")).json() == []
-            assert failed(await http.get(f"{path}/status"), 404) == "unknown_region"
 
 
 @pytest.mark.parametrize(

@@ -157,11 +157,6 @@ async def test_an_aborted_answer_has_its_text_so_far(http: AsyncClient, engine: 
     assert choice["message"]["content"] == "".join(TEXTS)
 
 
-async def test_lower_priorities_are_earlier(http: AsyncClient, engine: FakeEngine) -> None:
-    await posted(http, priority=7)
-    assert [request.priority for request in engine.requests] == [-7]
-
-
 @pytest.mark.parametrize(
     ("code", "status", "shown", "param"),
     [

@@ -78,10 +78,11 @@ async def test_an_error_in_mid_stream_raises(client: AsyncOpenAI, engine: FakeEn
     no = refused("lane_failed", "because")
     engine.outputs = lambda request: [*cut(request), *no(request)]
     text = ""
-    with pytest.raises(openai.APIError, match="because"):
+    with pytest.raises(openai.APIError, match="because") as raised:
         async for chunk in await client.completions.create(model="tiny", prompt="a", stream=True):
             text += chunk.choices[0].text
     assert text == TEXTS[0]
+    assert (raised.value.code, raised.value.type) == ("lane_failed", "server_error")
 
 
 async def test_the_models(client: AsyncOpenAI) -> None:

@@ -9,9 +9,8 @@ import pytest
 from httpx import AsyncClient
 
 from ...errors import invalid
-from ...fake import FakeEngine, app_of, http_of, poster, refused
+from ...fake import FakeEngine, app_of, http_of, poster
 from ...made import LOGPROBS, TOKENS
-from ...serving.test_lane_state import OWN
 from .streamed import Recorded, events, stream_of
 from .test_refusals import refusal
 
@@ -41,13 +40,6 @@ async def test_without_a_name_each_has_a_new_one(http: AsyncClient) -> None:
     first, second = await posted(http), await posted(http)
     assert first["request_id"] != second["request_id"]
     assert (first["request_id"], second["request_id"]) == (first["id"], second["id"])
-
-
-async def test_max_tokens_defaults_to_the_model_s_length(
-    http: AsyncClient, engine: FakeEngine
-) -> None:
-    await posted(http, sampling_params={})
-    assert engine.requests[0].sampling.max_tokens == OWN
 
 
 async def test_logprobs_name_tokens_by_their_ids(http: AsyncClient) -> None:
@@ -121,19 +113,3 @@ async def test_unsupported_fields_are_refused_by_name(
     status = 404 if code == "model_not_found" else 400
     assert refusal(answer, status) == (code, param)
     assert not engine.requests
-
-
-@pytest.mark.parametrize(
-    ("code", "param"),
-    [
-        ("invalid_top_p", "sampling_params.top_p"),
-        ("invalid_cache_salt", "cache_salt"),
-        ("invalid_token_ids", "token_ids"),
-    ],
-)
-async def test_engine_errors_name_the_field_as_sent(
-    http: AsyncClient, engine: FakeEngine, code: str, param: str
-) -> None:
-    engine.outputs = refused(code)
-    answer = await http.post(PATH, json={"token_ids": [5]})
-    assert refusal(answer) == (code, param)

@@ -10,9 +10,10 @@ from httpx import AsyncClient, Response
 from nano_inference.config import SamplingParams
 
 from ...errors import invalid
-from ...fake import FakeEngine
+from ...fake import FakeEngine, refused
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+GENERATE = "/inference/v1/generate"
 HELLO = [{"role": "user", "content": "a"}]
 
 
@@ -162,51 +163,6 @@ async def test_a_field_that_can_not_be_obeyed(
     assert not engine.requests
 
 
-@pytest.mark.parametrize("path", [COMPLETIONS, CHAT, "/tokenize", "/detokenize"])
-@pytest.mark.parametrize(
-    "body",
-    [
-        b"{",
-        b"[]",
-        b"5",
-        b'{"prompt": NaN}',
-        b'{"temperature": Infinity}',
-        b'{"seed": 1e999}',
-        b'{"messages": "\xff"}',
-        b'{"prompt": "\\ud800"}',
-        b'{"prompt": ' + b"[" * 100_000,
-        b'{"messages": ' + b'{"a":' * 100_000,
-    ],
-)
-async def test_invalid_json_is_malformed(
-    http: AsyncClient, engine: FakeEngine, path: str, body: bytes
-) -> None:
-    assert refusal(await http.post(path, content=body)) == ("malformed", None)
-    assert not engine.requests
-
-
-@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
-async def test_a_body_that_is_too_large(http: AsyncClient, path: str) -> None:
-    answer = await http.post(path, json={"prompt": "a" * (17 << 20)})
-    assert refusal(answer, 413) == ("request_too_large", None)
-
-
-@pytest.mark.parametrize("path", [COMPLETIONS, CHAT, "/tokenize"])
-async def test_a_text_that_is_too_long_is_not_tokenised(
-    http: AsyncClient, engine: FakeEngine, path: str
-) -> None:
-    text = "a" * ((4 << 20) + 1)
-    messages = path == CHAT
-    body = {"messages": [{"role": "user", "content": text}]} if messages else {"prompt": text}
-    answer = await http.post(path, json=body | ({"echo": True} if path == COMPLETIONS else {}))
-    code, param = refusal(answer, 413 if path == COMPLETIONS else 400)
-    assert (code, param) in (
-        ("context_length_exceeded", "messages" if messages else "prompt"),
-        ("request_too_large", None),
-    )
-    assert not engine.requests
-
-
 @pytest.mark.parametrize(
     ("path", "body", "param"),
     [
@@ -243,3 +199,28 @@ async def test_fields_that_ask_for_nothing_are_accepted(
     answer = await http.post(CHAT, json={"messages": HELLO} | fields)
     assert answer.status_code == 200, answer.text
     assert engine.requests[0].sampling == SamplingParams(max_tokens=2048)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("path", "body", "code", "param"),
+    [
+        ("/v1/responses", {"input": "a"}, "invalid_max_tokens", "max_output_tokens"),
+        ("/v1/responses", {"input": "a"}, "invalid_logprobs", "top_logprobs"),
+        (GENERATE, {"token_ids": [5]}, "invalid_top_p", "sampling_params.top_p"),
+        (GENERATE, {"token_ids": [5]}, "invalid_cache_salt", "cache_salt"),
+        (GENERATE, {"token_ids": [5]}, "invalid_token_ids", "token_ids"),
+    ],
+)
+async def test_engine_errors_name_the_field_as_sent(
+    http: AsyncClient,
+    engine: FakeEngine,
+    path: str,
+    body: dict[str, Any],
+    code: str,
+    param: str,
+    stream: bool,
+) -> None:
+    engine.outputs = refused(code)
+    answer = await http.post(path, json=body | {"stream": stream})
+    assert refusal(answer) == (code, param)

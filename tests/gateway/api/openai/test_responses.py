@@ -8,9 +8,8 @@ import pytest
 from httpx import AsyncClient
 
 from ...errors import invalid
-from ...fake import FakeEngine, completion, poster, refused
-from ...made import TEXTS, cut, told
-from .streamed import response_events
+from ...fake import FakeEngine, completion, poster
+from ...made import TEXTS, told
 from .test_refusals import refusal
 
 PATH = "/v1/responses"
@@ -70,19 +69,6 @@ async def test_the_finish_reason_sets_the_status(http: AsyncClient, engine: Fake
         completion(request, told(request, 0, "abort"), status="cancelled")
     ]
     assert (await posted(http))["status"] == "cancelled"
-
-
-async def test_an_error_in_mid_stream_is_the_last_event(
-    http: AsyncClient, engine: FakeEngine
-) -> None:
-    no = refused("lane_failed", "because")
-    engine.outputs = lambda request: [*cut(request), *no(request)]
-    *_, last = response_events(await http.post(PATH, json={"input": "a", "stream": True}))
-    assert last["type"] == "response.failed"
-    assert last["response"]["status"] == "failed"
-    assert last["response"]["error"] == {"code": "lane_failed", "message": "because"}
-    kept = (await http.get(f"{PATH}/{last['response']['id']}")).json()
-    assert kept["status"] == "failed"
 
 
 IMAGE = {"type": "input_image", "image_url": "http://example.org/a.png"}
@@ -154,19 +140,6 @@ async def test_unsupported_fields_are_refused_by_name(
     answer = await http.post(PATH, json={"input": "a"} | fields)
     assert refusal(answer) == (code, param)
     assert not engine.requests
-
-
-@pytest.mark.parametrize(
-    ("code", "param"),
-    [("invalid_max_tokens", "max_output_tokens"), ("invalid_logprobs", "top_logprobs")],
-)
-async def test_engine_errors_name_the_field_as_sent(
-    http: AsyncClient, engine: FakeEngine, code: str, param: str
-) -> None:
-    engine.outputs = refused(code)
-    for stream in (False, True):
-        answer = await http.post(PATH, json={"input": "a", "stream": stream})
-        assert refusal(answer) == (code, param)
 
 
 async def test_fields_that_ask_for_nothing_are_accepted(

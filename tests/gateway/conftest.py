@@ -8,7 +8,6 @@ import inspect
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from typing import Any
 
-import httpx
 import httpx2
 import pytest
 
@@ -16,7 +15,7 @@ from nano_inference.config import Config, load_config
 from nano_inference.gateway.serving import chat_templates
 from nano_inference.text.chat_template import TemplateWorkers
 
-from .fake import LIMIT_S, FakeEngine, app_of, http_of
+from .fake import LIMIT_S, Client, FakeEngine, app_of, http_of
 
 
 def pytest_runtest_setup(item: pytest.Function) -> None:
@@ -64,14 +63,14 @@ async def connected(engine: FakeEngine, config: Config) -> AsyncIterator[dict[st
 
 
 @pytest.fixture
-async def http(engine: FakeEngine, config: Config) -> AsyncIterator[httpx.AsyncClient]:
+async def http(engine: FakeEngine, config: Config) -> AsyncIterator[Client]:
     headers = {"Content-Type": "application/json"}
-    async with http_of(app_of(engine, config), headers=headers) as client:
+    async with http_of(app_of(engine, config), engine, headers=headers) as client:
         yield client
 
 
 @pytest.fixture
-async def other(engine: FakeEngine, config: Config) -> AsyncIterator[httpx.AsyncClient]:
+async def other(engine: FakeEngine, config: Config) -> AsyncIterator[Client]:
     """Another gateway on the same bus."""
     async with http_of(app_of(engine, config)) as client:
         yield client

@@ -309,10 +309,28 @@ def app_of(
     return make_app(engine, settings, measures, readiness)  # type: ignore[arg-type]
 
 
-def http_of(app: Any, *, raise_app_exceptions: bool = True, **options: Any) -> httpx.AsyncClient:
-    """A client of an ASGI application."""
+class Client(httpx.AsyncClient):
+    """A client of an ASGI application.
+
+    Attributes:
+        engine: The gateway's.
+    """
+
+    engine: FakeEngine
+
+
+def http_of(
+    app: Any,
+    engine: FakeEngine | None = None,
+    *,
+    raise_app_exceptions: bool = True,
+    **options: Any,
+) -> Client:
     transport = httpx.ASGITransport(app, raise_app_exceptions=raise_app_exceptions)
-    return httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1", **options)
+    client = Client(transport=transport, base_url="http://127.0.0.1", **options)
+    if engine is not None:
+        client.engine = engine
+    return client
 
 
 def poster(path: str, body: dict[str, Any]) -> Callable[..., Awaitable[dict[str, Any]]]:

@@ -19,7 +19,7 @@ from nano_inference.telemetry import setup_metrics
 from nano_inference.telemetry.instruments import QUEUE_DEPTH
 
 from .errors import error_of
-from .fake import FakeEngine, app_of, http_of
+from .fake import Client, FakeEngine, app_of, http_of
 
 WHY = "executor is starting: loading the model"
 
@@ -31,10 +31,10 @@ def readiness(engine: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> Readiness:
 
 
 @pytest.fixture
-async def http(engine: FakeEngine, readiness: Readiness) -> AsyncIterator[httpx.AsyncClient]:
+async def http(engine: FakeEngine, readiness: Readiness) -> AsyncIterator[Client]:
     app = app_of(engine, readiness=readiness)
     server = HttpServer(app, GatewayConfig(max_connections=1))
-    async with http_of(server.calls) as client:
+    async with http_of(server.calls, engine) as client:
         yield client
 
 
@@ -64,13 +64,11 @@ STATES = {
 
 
 @pytest.mark.parametrize("state", STATES)
-async def test_probes(
-    http: httpx.AsyncClient, engine: FakeEngine, readiness: Readiness, state: str
-) -> None:
+async def test_probes(http: Client, readiness: Readiness, state: str) -> None:
     readiness.draining = state == "draining"
-    engine.why_not = WHY if state == "no model" else ""
+    http.engine.why_not = WHY if state == "no model" else ""
     if state == "no bus":
-        engine.failures["trouble"] = BusError("Redis is away")
+        http.engine.failures["trouble"] = BusError("Redis is away")
     assert await probe(http, "/livez") == (200, {"status": "alive"})
     assert (await probe(http, "/healthz"), await probe(http, "/readyz")) == STATES[state]
 
@@ -84,12 +82,10 @@ async def test_released_weights_are_known_at_once(http: httpx.AsyncClient) -> No
 
 
 @pytest.mark.parametrize("path", sorted(PROBES))
-async def test_probes_are_answered_when_there_is_no_room(
-    http: httpx.AsyncClient, engine: FakeEngine, path: str
-) -> None:
-    engine.outputs = lambda request: []
+async def test_probes_are_answered_when_there_is_no_room(http: Client, path: str) -> None:
+    http.engine.outputs = lambda request: []
     running = asyncio.create_task(http.post("/v1/completions", json={"prompt": "a"}))
-    await engine.until(lambda: len(engine.requests) == 1)
+    await http.engine.until(lambda: len(http.engine.requests) == 1)
     assert (await http.get(path)).status_code == 200
     # A client beyond the limit gets an error in OpenAI's form.
     answer = await http.get("/v1/models")

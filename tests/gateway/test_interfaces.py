@@ -8,13 +8,12 @@ from typing import Any
 import anyio
 import msgspec
 import pytest
-from httpx import AsyncClient
 
 from nano_inference.gateway.serving.lane_state import Readiness
 
 from . import by_hand
 from .errors import code_of
-from .fake import FakeEngine, app_of, http_of
+from .fake import Client, FakeEngine, app_of, http_of
 from .interfaces import BODIES, STREAMED
 from .made import cut
 
@@ -25,19 +24,19 @@ each_call = pytest.mark.parametrize(("path", "body"), CALLS)
 
 @pytest.mark.parametrize(("path", "body"), BODIES.items())
 async def test_headers_give_a_request_its_tenant_and_its_time(
-    http: AsyncClient, engine: FakeEngine, path: str, body: dict[str, Any]
+    http: Client, path: str, body: dict[str, Any]
 ) -> None:
     await http.post(path, json=body, headers={"X-Tenant": "mine", "X-Budget-Ms": "60000"})
-    assert {request.tenant for request in engine.requests} == {"mine"}
-    assert all(0 < (request.budget_ns or 0) <= 60 * 10**9 for request in engine.requests)
+    assert {request.tenant for request in http.engine.requests} == {"mine"}
+    assert all(0 < (request.budget_ns or 0) <= 60 * 10**9 for request in http.engine.requests)
 
 
 @each_call
 async def test_a_call_without_time_is_refused(
-    http: AsyncClient, engine: FakeEngine, path: str, body: dict[str, Any]
+    http: Client, path: str, body: dict[str, Any]
 ) -> None:
     answer = await http.post(path, json=body, headers={"X-Budget-Ms": "0"})
-    assert (code_of(answer, 504), engine.requests) == ("expired", [])
+    assert (code_of(answer, 504), http.engine.requests) == ("expired", [])
 
 
 @each_call
@@ -54,19 +53,19 @@ async def test_a_draining_gateway_refuses_calls(
 
 @each_call
 async def test_a_priority_above_the_limit_is_refused(
-    http: AsyncClient, engine: FakeEngine, path: str, body: dict[str, Any]
+    http: Client, path: str, body: dict[str, Any]
 ) -> None:
     """SGLang's higher priorities are earlier; those of others are later."""
     sign = 1 if path in ("/generate", "/encode") else -1
     answer = await http.post(path, json=body | {"priority": 4 * sign})
-    assert (code_of(answer, 400), engine.requests) == ("invalid_priority", [])
+    assert (code_of(answer, 400), http.engine.requests) == ("invalid_priority", [])
     assert f"priority is {4 * sign}; it must be from " in answer.text
     assert "(gateway.max_priority)" in answer.text
     if "param" in answer.text:
         assert answer.json()["error"]["param"] == "priority"
     assert (await http.post(path, json=body | {"priority": -1001 * sign})).status_code == 400
     assert (await http.post(path, json=body | {"priority": 3 * sign})).status_code == 200
-    assert {request.priority for request in engine.requests} == {3}
+    assert {request.priority for request in http.engine.requests} == {3}
 
 
 MALFORMED = [
@@ -78,13 +77,11 @@ COUNTS = ("/tokenize", "/detokenize", "/v1/messages/count_tokens")
 
 
 @pytest.mark.parametrize("path", [*BODIES, *COUNTS])
-async def test_a_malformed_body_is_refused(
-    http: AsyncClient, engine: FakeEngine, path: str
-) -> None:
+async def test_a_malformed_body_is_refused(http: Client, path: str) -> None:
     for body in MALFORMED:
         answer = await http.post(path, content=body)
         assert code_of(answer, 400) == "malformed", body[:100]
-    assert not engine.requests
+    assert not http.engine.requests
 
 
 @pytest.mark.parametrize(("path", "body"), STREAMED.items())

@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from .fake import FakeEngine
+from .fake import Client
 
 Path = tuple[str | int, ...]
 Body = dict[str, Any]
@@ -142,13 +142,13 @@ def with_field(body: Body, place: Path, value: Any) -> Body:
 
 @pytest.mark.parametrize(("path", "body"), CALLS)
 async def test_an_unknown_field_is_refused_by_name_at_every_depth(
-    http: httpx.AsyncClient, engine: FakeEngine, path: str, body: Body
+    http: Client, path: str, body: Body
 ) -> None:
     for place in objects_of(body):
         answer = await http.post(path, json=with_field(body, place, 1))
         assert answer.status_code == 400, (place, answer.text)
         assert "bogus" in answer.text, (place, answer.text)
-        assert not engine.requests
+        assert not http.engine.requests
 
 
 @pytest.mark.parametrize(

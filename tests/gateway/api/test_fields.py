@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import httpx
 import msgspec
 import pytest
 from starlette.routing import Route
@@ -24,7 +23,7 @@ from nano_inference.gateway.serving.sampling_fields import (
     VLLM,
 )
 
-from ..fake import FakeEngine, app_of
+from ..fake import Client, FakeEngine, app_of
 
 DOCS = Path(__file__).parents[3] / "docs"
 Bodies = Mapping[str, type[msgspec.Struct]]
@@ -146,12 +145,7 @@ CALLS: list[tuple[str, dict[str, Any], str, Mapping[str, str]]] = [
 
 @pytest.mark.parametrize(("path", "body", "within", "names"), CALLS)
 async def test_each_field_reaches_the_engine(
-    http: httpx.AsyncClient,
-    engine: FakeEngine,
-    path: str,
-    body: dict[str, Any],
-    within: str,
-    names: Mapping[str, str],
+    http: Client, path: str, body: dict[str, Any], within: str, names: Mapping[str, str]
 ) -> None:
     is_sglang = path == "/generate"
     # Lower priorities are earlier for vLLM, and later for SGLang.
@@ -161,7 +155,7 @@ async def test_each_field_reaches_the_engine(
     given = {name: GIVEN[own] for name, own in names.items()} | samples
     answer = await http.post(path, json=body | fields | ({within: given} if within else given))
     assert answer.status_code == 200, answer.text
-    (request,) = engine.requests
+    (request,) = http.engine.requests
     wanted = {*names.values(), *(("max_tokens",) if "max" in str(body) else ())}
     wanted |= {"logprobs"} if "logprobs" in str(body) else set()
     found = {own: getattr(request.sampling, own) for own in wanted}

@@ -6,7 +6,6 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Any
 
-import httpx
 import pytest
 import pytest_asyncio
 
@@ -15,7 +14,7 @@ from nano_inference.gateway.app import GatewayApp
 from nano_inference.gateway.policy.administration import Administration
 from nano_inference.gateway.serving.words import LazyWords, Words
 
-from ..fake import FakeEngine, app_of, http_of
+from ..fake import Client, FakeEngine, app_of, http_of
 
 
 @pytest.fixture
@@ -34,8 +33,8 @@ def administration(app: GatewayApp) -> Administration:
 
 
 @pytest.fixture
-async def http(app: GatewayApp) -> AsyncIterator[httpx.AsyncClient]:
-    async with http_of(app) as client:
+async def http(app: GatewayApp, engine: FakeEngine) -> AsyncIterator[Client]:
+    async with http_of(app, engine) as client:
         yield client
 
 

@@ -20,7 +20,7 @@ from nano_inference.gateway.policy.document import Guardrails
 from nano_inference.gateway.serving.words import Words
 
 from ..errors import code_of
-from ..fake import FakeEngine, app_of
+from ..fake import Client, FakeEngine, app_of
 from .conftest import Made, bearer
 from .spoken import spoken
 
@@ -394,14 +394,14 @@ async def test_a_background_response_ends_before_a_match(
 
 
 async def test_without_a_block_list_nothing_is_held_back(
-    http: httpx.AsyncClient, engine: FakeEngine, words: Words, made: Made
+    http: Client, words: Words, made: Made
 ) -> None:
-    saying(engine, words, SAID)
+    saying(http.engine, words, SAID)
     headers = bearer(await made())
     body = {"prompt": "bad", "stream": True}
     sent = events(await http.post("/v1/completions", json=body, headers=headers))
     assert len(sent) == len(words.token_ids(SAID))
-    assert "cancel" not in engine.names
+    assert "cancel" not in http.engine.names
 
 
 async def test_a_change_holds_for_the_next_call(

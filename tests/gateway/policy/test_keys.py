@@ -12,7 +12,7 @@ from nano_inference.gateway.app import GatewayApp
 from nano_inference.gateway.policy.chain import PolicyRoute
 from nano_inference.gateway.policy.document import SCOPES, Scope, may
 
-from ..fake import FakeEngine, app_of, http_of
+from ..fake import Client, FakeEngine, app_of, http_of
 from .conftest import Made, bearer
 
 CALLS: dict[str, tuple[str, str, dict[str, Any]]] = {
@@ -79,19 +79,17 @@ async def test_an_expired_key_is_refused(
     assert (await call(http, "generate", headers=bearer(key))).status_code == 401
 
 
-async def test_the_tenant_is_the_key_s(
-    http: httpx.AsyncClient, made: Made, engine: FakeEngine
-) -> None:
+async def test_the_tenant_is_the_key_s(http: Client, made: Made) -> None:
     headers = bearer(await made(tenant="gold")) | {"X-Tenant": "silver"}
     assert (await call(http, "generate", headers=headers)).status_code == 200
-    assert [request.tenant for request in engine.requests] == ["gold"]
+    assert [request.tenant for request in http.engine.requests] == ["gold"]
 
 
 @pytest.mark.parametrize(
     ("own", "tenant", "got"), [(None, None, 0), (5, None, 5), (5, 3, 3), (None, 2, 2), (-1, 7, -1)]
 )
 async def test_a_priority_is_limited_by_key_and_tenant(
-    http: httpx.AsyncClient, made: Made, engine: FakeEngine, own: Any, tenant: Any, got: int
+    http: Client, made: Made, own: Any, tenant: Any, got: int
 ) -> None:
     key = await made(tenant="gold", max_priority=own)
     if tenant is not None:
@@ -109,8 +107,8 @@ async def test_a_priority_is_limited_by_key_and_tenant(
             limited = own is not None or tenant is not None
             setting = "max_priority of the key or its tenant" if limited else "gateway.max_priority"
             assert f"({setting})" in answer.json()["error"]["message"]
-    assert {request.priority for request in engine.requests} == {got}
-    assert len(engine.requests) == (2 if got >= 0 else 4)
+    assert {request.priority for request in http.engine.requests} == {got}
+    assert len(http.engine.requests) == (2 if got >= 0 else 4)
 
 
 async def test_other_models_look_missing(http: httpx.AsyncClient, made: Made) -> None:
@@ -143,9 +141,9 @@ async def test_only_own_requests_can_be_aborted(http: httpx.AsyncClient, made: M
 
 
 async def test_calls_are_refused_while_the_policy_is_unreadable(
-    http: httpx.AsyncClient, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+    http: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    await engine.bus.store.policy.replace("", b"{damaged")
+    await http.engine.bus.store.policy.replace("", b"{damaged")
     answer = await call(http, "read", headers={"api-key": "k"})
     assert (answer.status_code, code_of(answer)) == (503, "policy_unavailable")
 

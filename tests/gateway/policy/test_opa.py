@@ -17,7 +17,7 @@ from nano_inference.gateway.policy.opa import MOST_BYTES
 from nano_inference.store.board import LoadedAdapter
 
 from ..deployment.deployed import Deployment, Front
-from ..fake import FakeEngine, app_of, http_of, report
+from ..fake import Client, FakeEngine, app_of, http_of, report
 
 PATH = "/v1/completions"
 
@@ -119,9 +119,7 @@ async def code(http: httpx.AsyncClient, **body: Any) -> tuple[int, str]:
     return answer.status_code, answer.json().get("error", {}).get("code", "")
 
 
-async def test_the_input_of_the_agent(
-    http: httpx.AsyncClient, agent: Agent, engine: FakeEngine
-) -> None:
+async def test_the_input_of_the_agent(http: Client, agent: Agent) -> None:
     body = {"prompt": ["one", [69, 68]], "n": 2, "temperature": 0.5, "max_tokens": 7}
     assert await code(http, **body) == (200, "")
     assert agent.paths == ["/v1/data/nano/allow"] * 2
@@ -129,7 +127,7 @@ async def test_the_input_of_the_agent(
     asked = agent.asked[0]
     assert (asked["tenant"], asked["n"]) == ("http:127.0.0.1", 2)
     assert (asked["sampling"]["temperature"], asked["sampling"]["max_tokens"]) == (0.5, 7)
-    assert len(engine.requests) == 2
+    assert len(http.engine.requests) == 2
 
 
 PROMPT = {"prompt": "hello"}
@@ -213,14 +211,12 @@ async def test_an_allowed_prompt_is_served(
 
 
 @pytest.mark.parametrize("result", [False, {"allow": False}, {"allow": False, "reason": "no way"}])
-async def test_a_refused_prompt_is_refused(
-    http: httpx.AsyncClient, agent: Agent, engine: FakeEngine, result: Any
-) -> None:
+async def test_a_refused_prompt_is_refused(http: Client, agent: Agent, result: Any) -> None:
     agent.answer = http_response({"result": result})
     assert await code(http) == (400, "content_filter")
     answer = await http.post(PATH, json={"prompt": "hello", "stream": True})
     assert ("no way" in answer.text) == (isinstance(result, dict) and "reason" in result)
-    assert engine.requests == []
+    assert http.engine.requests == []
 
 
 ELSE: dict[str, bytes] = {
@@ -244,12 +240,10 @@ ELSE: dict[str, bytes] = {
 
 
 @pytest.mark.parametrize("answer", ELSE.values(), ids=ELSE.keys())
-async def test_any_other_answer_refuses_the_call(
-    http: httpx.AsyncClient, agent: Agent, engine: FakeEngine, answer: bytes
-) -> None:
+async def test_any_other_answer_refuses_the_call(http: Client, agent: Agent, answer: bytes) -> None:
     agent.answer, agent.stays = answer, False
     assert await code(http) == (503, "policy_unavailable")
-    assert engine.requests == []
+    assert http.engine.requests == []
     assert "/v1/data/other" not in agent.paths
 
 
@@ -291,14 +285,12 @@ async def test_an_unreachable_agent_refuses_the_call(engine: FakeEngine, unused:
     assert engine.requests == []
 
 
-async def test_one_refused_prompt_refuses_the_call(
-    http: httpx.AsyncClient, agent: Agent, engine: FakeEngine
-) -> None:
+async def test_one_refused_prompt_refuses_the_call(http: Client, agent: Agent) -> None:
     """Of fifty prompts, all that are asked about at a time are refused, and no more asked about."""
     agent.answer = http_response({"result": False})
     assert await code(http, prompt=["hello"] * 50) == (400, "content_filter")
     assert len(agent.asked) <= AT_ONCE
-    assert engine.requests == []
+    assert http.engine.requests == []
 
 
 async def test_proxies_of_the_environment_are_ignored(

@@ -26,7 +26,7 @@ from nano_inference.telemetry.instruments import (
     MODEL_CALL_DURATION,
 )
 
-from ..fake import FakeEngine, app_of, http_of, refused
+from ..fake import Client, FakeEngine, app_of, http_of, refused
 from ..recorded import Recorded, ids
 
 TRACE, SPAN = "a" * 32, "b" * 16
@@ -43,10 +43,10 @@ ROUTES = (*ASKED, "/health", "/flush_cache", "/v2/models/{model:path}/generate")
 @asynccontextmanager
 async def observed(
     engine: FakeEngine, measures: Measures, *, access_log: bool = False
-) -> AsyncIterator[httpx.AsyncClient]:
+) -> AsyncIterator[Client]:
     app = only_known_callers(app_of(engine, measures=measures), GatewayConfig(), measures)
     app = ObservedCalls(app, measures, ROUTES, access_log=access_log)
-    async with http_of(app, raise_app_exceptions=False) as client:
+    async with http_of(app, engine, raise_app_exceptions=False) as client:
         yield client
 
 
@@ -56,7 +56,7 @@ def recorded() -> Recorded:
 
 
 @pytest.fixture
-async def http(engine: FakeEngine, recorded: Recorded) -> AsyncIterator[httpx.AsyncClient]:
+async def http(engine: FakeEngine, recorded: Recorded) -> AsyncIterator[Client]:
     async with observed(engine, recorded.measures) as client:
         yield client
 
@@ -88,10 +88,8 @@ async def test_a_call_without_a_usable_id_gets_one(
     assert len(first) == len(second) == 32
 
 
-async def test_a_failure_is_logged_with_its_call_id(
-    http: httpx.AsyncClient, engine: FakeEngine
-) -> None:
-    engine.outputs = refused("internal_error")
+async def test_a_failure_is_logged_with_its_call_id(http: Client) -> None:
+    http.engine.outputs = refused("internal_error")
     with capture_logs() as lines:
         await http.post("/generate", json={"text": "a"}, headers={"X-Request-Id": "mine"})
     (line,) = [line for line in lines if line["event"] == "http_request_failed"]
@@ -104,7 +102,7 @@ async def test_a_failure_is_logged_with_its_call_id(
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("path", ASKED)
 async def test_a_call_s_span_is_between_its_client_and_its_requests(
-    http: httpx.AsyncClient, engine: FakeEngine, recorded: Recorded, path: str, stream: bool
+    http: Client, recorded: Recorded, path: str, stream: bool
 ) -> None:
     headers = {"traceparent": CLIENT, "tracestate": "vendor=1"}
     body = ASKED[path] | {"stream": stream}
@@ -112,11 +110,11 @@ async def test_a_call_s_span_is_between_its_client_and_its_requests(
     (span,) = recorded.spans()
     trace_id, span_id, parent_id = ids(span)
     assert (trace_id, parent_id) == (TRACE, SPAN)
-    for trace in engine.traces:
+    for trace in http.engine.traces:
         assert trace is not None
         assert trace.traceparent == f"00-{TRACE}-{span_id}-01"
         assert trace.tracestate == "vendor=1"
-    assert len(engine.traces) == (1 if body.get("messages") else 2)
+    assert len(http.engine.traces) == (1 if body.get("messages") else 2)
     assert (span.name, span.kind) == (f"POST {path}", SpanKind.SERVER)
     assert span.attributes == {
         names.HTTP_METHOD: "POST",
@@ -143,7 +141,7 @@ async def test_a_call_s_span_is_between_its_client_and_its_requests(
     ],
 )
 async def test_without_a_valid_context_a_trace_begins(
-    http: httpx.AsyncClient, engine: FakeEngine, recorded: Recorded, given: list[str]
+    http: Client, recorded: Recorded, given: list[str]
 ) -> None:
     headers = [("traceparent", each) for each in given] + [("tracestate", "vendor=1")]
     await http.post("/generate", json={"text": "a"}, headers=headers)
@@ -151,7 +149,7 @@ async def test_without_a_valid_context_a_trace_begins(
     trace_id, span_id, parent_id = ids(span)
     assert trace_id != TRACE
     assert parent_id == ""
-    trace = trace_of(engine)
+    trace = trace_of(http.engine)
     assert (trace.traceparent, trace.tracestate) == (f"00-{trace_id}-{span_id}-01", "")
 
 
@@ -165,21 +163,17 @@ async def test_a_call_of_a_model_has_its_name(engine: FakeEngine, recorded: Reco
     assert recorded.values(MODEL_CALL_DURATION) == {("tiny.tokens", ""): 1}
 
 
-async def test_several_tracestate_headers_are_joined(
-    http: httpx.AsyncClient, engine: FakeEngine
-) -> None:
+async def test_several_tracestate_headers_are_joined(http: Client) -> None:
     headers = [("traceparent", CLIENT), ("tracestate", "one=1"), ("tracestate", "two=2")]
     await http.post("/generate", json={"text": "a"}, headers=headers)
-    assert trace_of(engine).tracestate == "one=1,two=2"
+    assert trace_of(http.engine).tracestate == "one=1,two=2"
 
 
-async def test_an_unsampled_trace_is_not_recorded(
-    http: httpx.AsyncClient, engine: FakeEngine, recorded: Recorded
-) -> None:
+async def test_an_unsampled_trace_is_not_recorded(http: Client, recorded: Recorded) -> None:
     unsampled = CLIENT[:-1] + "0"
     await http.post("/generate", json={"text": "a"}, headers={"traceparent": unsampled})
     assert recorded.spans() == []
-    assert trace_of(engine).traceparent == unsampled
+    assert trace_of(http.engine).traceparent == unsampled
 
 
 async def test_an_unsampled_trace_is_passed_on(engine: FakeEngine) -> None:
@@ -213,9 +207,9 @@ async def test_unknown_paths_make_no_spans(http: httpx.AsyncClient, recorded: Re
 
 @pytest.mark.parametrize(("code", "status"), [("lane_failed", 500), ("invalid_top_p", 400)])
 async def test_client_errors_are_no_span_errors(
-    http: httpx.AsyncClient, engine: FakeEngine, recorded: Recorded, code: str, status: int
+    http: Client, recorded: Recorded, code: str, status: int
 ) -> None:
-    engine.outputs = refused(code)
+    http.engine.outputs = refused(code)
     await http.post("/generate", json={"text": "a"})
     (span,) = recorded.spans()
     assert span.attributes is not None
@@ -228,13 +222,11 @@ async def test_client_errors_are_no_span_errors(
 # --- metrics ------------------------------------------------------------------------------------
 
 
-async def test_calls_are_counted_by_route_and_status(
-    http: httpx.AsyncClient, engine: FakeEngine, recorded: Recorded
-) -> None:
+async def test_calls_are_counted_by_route_and_status(http: Client, recorded: Recorded) -> None:
     for _ in range(2):
         await http.post("/generate", json={"text": "a"})
     await http.post("/generate", json={"text": 3})
-    engine.failures["flush_cache"] = ZeroDivisionError()  # type: ignore[assignment]
+    http.engine.failures["flush_cache"] = ZeroDivisionError()  # type: ignore[assignment]
     await http.post("/flush_cache")
     await http.post("/generate", json={"text": "a"}, headers={"Origin": "https://evil.example"})
     for path in ("/one", "/two"):
@@ -271,12 +263,10 @@ async def test_parameters_in_a_path_make_no_routes(
     assert [span.name for span in recorded.spans()] == ([f"GET {route}"] if route else [])
 
 
-async def test_calls_in_flight_are_measured(
-    http: httpx.AsyncClient, engine: FakeEngine, recorded: Recorded
-) -> None:
-    engine.outputs = lambda request: []
+async def test_calls_in_flight_are_measured(http: Client, recorded: Recorded) -> None:
+    http.engine.outputs = lambda request: []
     calls = [asyncio.create_task(http.post("/generate", json={"text": "a"})) for _ in range(3)]
-    await engine.until(lambda: len(engine.requests) == 3)
+    await http.engine.until(lambda: len(http.engine.requests) == 3)
     assert recorded.values(GATEWAY_IN_FLIGHT) == {(): 3}
     for call in calls:
         call.cancel()

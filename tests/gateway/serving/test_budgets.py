@@ -17,7 +17,7 @@ from nano_inference.gateway.serving.origin import BUDGET_HEADER, MAX_BUDGET_MS
 from nano_inference.telemetry import TraceContext, now_ns
 
 from ..errors import error_of
-from ..fake import FakeEngine, app_of, http_of
+from ..fake import Client, FakeEngine, app_of, http_of
 from ..served import post, serve
 
 MINUTE_NS = 60 * 10**9
@@ -92,24 +92,20 @@ async def test_waiting_for_a_round_counts_against_the_budget(
 
 
 @pytest.mark.parametrize("header", ["", "soon", "1e3", "inf", "nan", "1,5", "1" * 18, "0x10"])
-async def test_an_invalid_budget_header_is_refused(
-    http: httpx.AsyncClient, engine: FakeEngine, header: str
-) -> None:
+async def test_an_invalid_budget_header_is_refused(http: Client, header: str) -> None:
     answer = await http.post("/generate", json={"text": "a"}, headers={BUDGET_HEADER: header})
     assert error_of(answer, 400) == "invalid_budget"
     assert BUDGET_HEADER in answer.text
     assert "milliseconds" in answer.text
-    assert not engine.requests
+    assert not http.engine.requests
 
 
 @pytest.mark.parametrize(
     ("field", "code"),
     [(1e300, "invalid_budget"), ("1000", "invalid_request"), ([1], "invalid_request")],
 )
-async def test_an_invalid_budget_field_is_refused(
-    http: httpx.AsyncClient, engine: FakeEngine, field: object, code: str
-) -> None:
+async def test_an_invalid_budget_field_is_refused(http: Client, field: object, code: str) -> None:
     answer = await http.post("/generate", json={"text": "a", "budget_ms": field})
     assert error_of(answer, 400) == code
     assert "budget_ms" in answer.text
-    assert not engine.requests
+    assert not http.engine.requests

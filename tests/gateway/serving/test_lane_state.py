@@ -18,7 +18,7 @@ from nano_inference.store.board import StageReport
 from nano_inference.telemetry import TraceContext
 
 from ..errors import error_of
-from ..fake import FakeEngine, app_of, http_of, report
+from ..fake import Client, FakeEngine, app_of, http_of, report
 
 SETTING = Config().engine.max_model_len
 OWN = 2048
@@ -65,8 +65,8 @@ def calls(engine: FakeEngine, config: Config, readiness: Readiness) -> ObservedC
 
 
 @pytest.fixture
-async def http(calls: ObservedCalls) -> AsyncIterator[httpx.AsyncClient]:
-    async with http_of(calls) as client:
+async def http(calls: ObservedCalls, engine: FakeEngine) -> AsyncIterator[Client]:
+    async with http_of(calls, engine) as client:
         yield client
 
 
@@ -75,12 +75,12 @@ async def http(calls: ObservedCalls) -> AsyncIterator[httpx.AsyncClient]:
 
 @pytest.mark.parametrize("path", ["/health", "/health_generate"])
 async def test_a_draining_gateway_is_not_ready(
-    http: httpx.AsyncClient, engine: FakeEngine, readiness: Readiness, path: str
+    http: Client, readiness: Readiness, path: str
 ) -> None:
     assert (await http.get(path)).status_code == 200
     readiness.draining = True
     assert error_of(await http.get(path), 503) == "not_ready"
-    assert len(engine.requests) <= 1, "no token is asked for"
+    assert len(http.engine.requests) <= 1, "no token is asked for"
 
 
 async def test_calls_in_flight_end_while_draining(
@@ -144,9 +144,9 @@ async def reported_lengths(http: httpx.AsyncClient) -> set[int]:
     ],
 )
 async def test_all_endpoints_report_the_least_length(
-    http: httpx.AsyncClient, engine: FakeEngine, reports: list[StageReport], length: int
+    http: Client, reports: list[StageReport], length: int
 ) -> None:
-    engine.stage_reports = reports
+    http.engine.stage_reports = reports
     assert await reported_lengths(http) == {length}
 
 
@@ -174,11 +174,11 @@ async def test_the_length_of_an_unloaded_model_is_from_its_files(
     ],
 )
 async def test_the_default_length_is_the_model_s(
-    http: httpx.AsyncClient, engine: FakeEngine, path: str, body: dict[str, Any]
+    http: Client, path: str, body: dict[str, Any]
 ) -> None:
-    engine.stage_reports = [executor("0", max_model_len=2048)]
+    http.engine.stage_reports = [executor("0", max_model_len=2048)]
     assert (await http.post(path, json=body)).status_code == 200
-    assert engine.requests[0].sampling.max_tokens == 2048
+    assert http.engine.requests[0].sampling.max_tokens == 2048
 
 
 IDS = [5] * 3000

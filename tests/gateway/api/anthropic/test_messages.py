@@ -15,7 +15,7 @@ from nano_inference.gateway.serving.words import LazyWords
 
 from ... import by_hand
 from ...errors import invalid
-from ...fake import FakeEngine, app_of, completion, poster, refused
+from ...fake import Client, FakeEngine, app_of, completion, poster, refused
 from ...made import TEXTS, TOKENS, interleaved, told, whole
 
 PATH, COUNT = "/v1/messages", "/v1/messages/count_tokens"
@@ -59,10 +59,10 @@ def events(answer: Response) -> list[tuple[str, dict[str, Any]]]:
     return found
 
 
-async def test_an_answer_has_anthropic_s_fields(http: AsyncClient, engine: FakeEngine) -> None:
-    engine.outputs = whole
+async def test_an_answer_has_anthropic_s_fields(http: Client) -> None:
+    http.engine.outputs = whole
     answer = await posted(http)
-    (request,) = engine.requests
+    (request,) = http.engine.requests
     assert answer == {
         "id": request.request_id,
         "type": "message",
@@ -85,9 +85,7 @@ async def test_an_answer_has_anthropic_s_fields(http: AsyncClient, engine: FakeE
     "system",
     ["Be brief.", [{"type": "text", "text": "Be brief.", "cache_control": {"type": "ephemeral"}}]],
 )
-async def test_the_prompt_equals_openai_s(
-    http: AsyncClient, engine: FakeEngine, config: Config, system: Any
-) -> None:
+async def test_the_prompt_equals_openai_s(http: Client, config: Config, system: Any) -> None:
     blocks = [{"type": "text", "text": "6"}, {"type": "text", "text": "+"}]
     messages = [
         {"role": "user", "content": blocks},
@@ -96,7 +94,7 @@ async def test_the_prompt_equals_openai_s(
         HELLO,
     ]
     await posted(http, system=system, messages=messages)
-    prompt = engine.requests.pop().prompt_token_ids
+    prompt = http.engine.requests.pop().prompt_token_ids
     same = [
         {"role": "system", "content": "Be brief."},
         {"role": "user", "content": "6\n+\n6?"},
@@ -104,39 +102,35 @@ async def test_the_prompt_equals_openai_s(
         HELLO,
     ]
     await http.post("/v1/chat/completions", json={"messages": same})
-    assert prompt == engine.requests[0].prompt_token_ids
+    assert prompt == http.engine.requests[0].prompt_token_ids
     body = {"system": system, "messages": messages}
     assert (await http.post(COUNT, json=body)).json() == {"input_tokens": len(prompt or ())}
 
 
-async def test_the_assistant_s_last_message_is_continued(
-    http: AsyncClient, engine: FakeEngine, config: Config
-) -> None:
+async def test_the_assistant_s_last_message_is_continued(http: Client, config: Config) -> None:
     await posted(http, messages=[HELLO, {"role": "assistant", "content": "That is 1"}])
-    assert (await prompt_of(engine, config)).endswith("That is 1")
+    assert (await prompt_of(http.engine, config)).endswith("That is 1")
 
 
-async def test_the_stop_reason_is_reported(
-    http: AsyncClient, engine: FakeEngine, config: Config
-) -> None:
+async def test_the_stop_reason_is_reported(http: Client, config: Config) -> None:
     words = await LazyWords(config.engine.model_folder).get()
     last = words.text(TOKENS[2:], skip_special=True)
-    engine.outputs = whole
+    http.engine.outputs = whole
     answer = await posted(http, stop_sequences=["nothing", last])
     assert (answer["stop_reason"], answer["stop_sequence"]) == ("stop_sequence", last)
-    engine.outputs = lambda request: [completion(request)]
+    http.engine.outputs = lambda request: [completion(request)]
     answer = await posted(http)
     assert (answer["stop_reason"], answer["stop_sequence"]) == ("max_tokens", None)
 
     def aborted(request: GenerateRequest) -> list[Output]:
         return [completion(request, told(request, 0, "abort"), status="cancelled")]
 
-    engine.outputs = aborted
+    http.engine.outputs = aborted
     assert (await posted(http))["stop_reason"] == "pause_turn"
 
 
-async def test_a_stream_s_events_come_in_order(http: AsyncClient, engine: FakeEngine) -> None:
-    engine.outputs = interleaved
+async def test_a_stream_s_events_come_in_order(http: Client) -> None:
+    http.engine.outputs = interleaved
     answer = await http.post(PATH, json=ASKED | {"stream": True})
     found = events(answer)
     names = [name for name, _ in found]
@@ -145,11 +139,11 @@ async def test_a_stream_s_events_come_in_order(http: AsyncClient, engine: FakeEn
     assert names == [*before, *["content_block_delta"] * (len(names) - 6), *after]
     start = found[0][1]["message"]
     assert (start["content"], start["stop_reason"]) == ([], None)
-    assert start["id"] == engine.requests[0].request_id
-    prompt = len(engine.requests[0].prompt_token_ids or ())
+    assert start["id"] == http.engine.requests[0].request_id
+    prompt = len(http.engine.requests[0].prompt_token_ids or ())
     assert start["usage"]["input_tokens"] == prompt
     assert "".join(each["delta"]["text"] for _, each in found[3:-3]) == TEXT
-    engine.outputs = whole
+    http.engine.outputs = whole
     message = await posted(http)
     delta = found[-2][1]
     assert delta["usage"] == message["usage"]
@@ -170,9 +164,9 @@ async def test_a_stream_s_events_come_in_order(http: AsyncClient, engine: FakeEn
     ],
 )
 async def test_errors_have_anthropic_s_types(
-    http: AsyncClient, engine: FakeEngine, code: str, status: int, kind: str, stream: bool
+    http: Client, code: str, status: int, kind: str, stream: bool
 ) -> None:
-    engine.outputs = refused(code)
+    http.engine.outputs = refused(code)
     answer = await http.post(PATH, json=ASKED | {"stream": stream})
     assert refusal(answer, status) == (kind, code, None)
     assert ("retry-after" in answer.headers) == (status == 429)
@@ -203,11 +197,11 @@ async def test_errors_without_an_endpoint_have_anthropic_s_form(
     assert refusal(answer, status) == (kind, code, None)
 
 
-async def test_internal_errors_have_anthropic_s_form(http: AsyncClient, engine: FakeEngine) -> None:
+async def test_internal_errors_have_anthropic_s_form(http: Client) -> None:
     def fails(request: GenerateRequest) -> list[Output]:
         raise ZeroDivisionError
 
-    engine.outputs = fails
+    http.engine.outputs = fails
     assert refusal(await http.post(PATH, json=ASKED), 500)[0] == "api_error"
 
 
@@ -263,13 +257,13 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
 
 @pytest.mark.parametrize(("fields", "code", "param"), REFUSED)
 async def test_unsupported_fields_are_refused_by_name(
-    http: AsyncClient, engine: FakeEngine, fields: dict[str, Any], code: str, param: str
+    http: Client, fields: dict[str, Any], code: str, param: str
 ) -> None:
     answer = await http.post(PATH, json=ASKED | fields)
     kind, found, name = refusal(answer)
     assert (kind, found) == ("invalid_request_error", code)
     assert name == param or (name is None and param in answer.json()["error"]["message"])
-    assert not engine.requests
+    assert not http.engine.requests
 
 
 async def test_an_unknown_model_is_not_found(http: AsyncClient) -> None:
@@ -294,11 +288,11 @@ async def test_a_body_that_is_none_has_anthropic_s_error(http: AsyncClient) -> N
     ],
 )
 async def test_fields_that_ask_for_nothing_are_accepted(
-    http: AsyncClient, engine: FakeEngine, fields: dict[str, Any]
+    http: Client, fields: dict[str, Any]
 ) -> None:
     plain = await posted(http)
-    assert await posted(http, **fields) == plain | {"id": engine.requests[1].request_id}
-    assert engine.requests[0].sampling == engine.requests[1].sampling
+    assert await posted(http, **fields) == plain | {"id": http.engine.requests[1].request_id}
+    assert http.engine.requests[0].sampling == http.engine.requests[1].sampling
 
 
 async def test_a_stream_with_nothing_to_say_pings() -> None:

@@ -13,7 +13,7 @@ from httpx import AsyncClient
 from nano_inference.config import Config
 
 from ...errors import invalid
-from ...fake import FakeEngine, refused
+from ...fake import Client, refused
 from ...saying import calling_model
 from .calling import TIME, WEATHER
 
@@ -102,12 +102,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
 @pytest.mark.parametrize("path", [PATH, COUNT])
 @pytest.mark.parametrize(("fields", "code", "param"), REFUSED)
 async def test_refusals_name_the_path(
-    http: AsyncClient,
-    engine: FakeEngine,
-    fields: dict[str, Any],
-    code: str,
-    param: str,
-    path: str,
+    http: Client, fields: dict[str, Any], code: str, param: str, path: str
 ) -> None:
     body = ASKED | fields
     if path == COUNT:
@@ -117,7 +112,7 @@ async def test_refusals_name_the_path(
     error = answer.json()["error"]
     assert (error["type"], error["code"]) == ("invalid_request_error", code)
     assert error["param"] == param
-    assert not engine.requests
+    assert not http.engine.requests
 
 
 async def test_a_budget_is_less_than_all_tokens(http: AsyncClient) -> None:
@@ -159,13 +154,9 @@ async def test_known_fields_are_accepted(http: AsyncClient, fields: dict[str, An
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(("tools", "param"), [([TIME], "tools"), ([], None)])
 async def test_a_constraint_that_can_not_be_kept_is_of_tools_where_there_are_any(
-    http: AsyncClient,
-    engine: FakeEngine,
-    tools: list[Any],
-    param: str | None,
-    stream: bool,
+    http: Client, tools: list[Any], param: str | None, stream: bool
 ) -> None:
-    engine.outputs = refused("invalid_constraint")
+    http.engine.outputs = refused("invalid_constraint")
     answer = await http.post(PATH, json=ASKED | {"tools": tools, "stream": stream})
     error = answer.json()["error"]
     assert (answer.status_code, error["code"], error["param"]) == (400, "invalid_constraint", param)

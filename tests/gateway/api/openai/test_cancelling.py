@@ -16,7 +16,7 @@ from nano_inference.config import Config
 from nano_inference.gateway.serving.samples import MOST_UNSENT
 
 from ... import by_hand
-from ...fake import FakeEngine, app_of, http_of
+from ...fake import Client, FakeEngine, app_of, http_of
 from ...made import chunk, interleaved
 from .streamed import Recorded, events, stream_of
 
@@ -32,36 +32,31 @@ SETTINGS = {"gateway.max_in_flight": 2, "gateway.message_format": "off"}
 @pytest.mark.parametrize(("method", "path"), [("DELETE", ""), ("POST", "/cancel")])
 @pytest.mark.parametrize("prompts", ["a", ["a", "b", "c"]])
 async def test_a_call_is_ended_at_any_gateway(
-    http: AsyncClient,
-    other: AsyncClient,
-    engine: FakeEngine,
-    method: str,
-    path: str,
-    prompts: Any,
+    http: Client, other: Client, method: str, path: str, prompts: Any
 ) -> None:
     """What waits for a place at the first one is not begun any more."""
-    engine.hold()
+    http.engine.hold()
     async with asyncio.TaskGroup() as group:
         body = TEXT | {"prompt": prompts}
         call = group.create_task(http.post(COMPLETIONS, json=body, headers=MINE))
-        await engine.until(lambda: len(engine.requests) == 1)
-        call_id = engine.requests[0].request_id.partition("_")[0]
+        await http.engine.until(lambda: len(http.engine.requests) == 1)
+        call_id = http.engine.requests[0].request_id.partition("_")[0]
         url = f"/v1/streams/{call_id}{path}"
         for headers in ({}, {"X-Tenant": "other"}):
             answer = await other.request(method, url, headers=headers)
             assert (answer.status_code, answer.json()["error"]["code"]) == (404, "stream_not_found")
-        assert "cancel" not in engine.names
+        assert "cancel" not in http.engine.names
         answer = await other.request(method, url, headers=MINE)
         assert (answer.status_code, answer.json()["cancelled"]) == (200, True)
     begun = stream_of(call.result())
     reasons = [each["reasons"] for each in Recorded(begun).choices.values()]
     assert reasons == [["abort"]] * len(prompts)
     # The second one was published before anybody could tell its gateway, and ended at once.
-    assert len(engine.requests) <= 2
-    published = len(engine.requests)
+    assert len(http.engine.requests) <= 2
+    published = len(http.engine.requests)
     again = stream_of(await other.get(f"/v1/streams/{call_id}", headers=MINE))
     assert [each["reasons"] for each in Recorded(again).choices.values()] == reasons
-    assert len(engine.requests) == published
+    assert len(http.engine.requests) == published
 
 
 @pytest.mark.parametrize(("method", "path"), [("DELETE", ""), ("POST", "/cancel")])

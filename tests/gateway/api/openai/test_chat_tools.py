@@ -16,7 +16,7 @@ from nano_inference.telemetry.instruments import TOOL_CALLS
 from nano_inference.text.messages import constraint_of
 
 from ...errors import invalid
-from ...fake import FakeEngine, app_of, http_of, refused
+from ...fake import Client, FakeEngine, app_of, http_of, refused
 from ...recorded import Recorded
 from ...saying import Model
 from .test_refusals import refusal
@@ -174,17 +174,15 @@ TOOL_REFUSALS: list[tuple[dict[str, Any], str, str]] = [
 
 @pytest.mark.parametrize(("fields", "code", "param"), TOOL_REFUSALS)
 async def test_invalid_tools_are_refused_by_field(
-    http: AsyncClient, engine: FakeEngine, fields: dict[str, Any], code: str, param: str
+    http: Client, fields: dict[str, Any], code: str, param: str
 ) -> None:
     answer = await http.post(PATH, json={"messages": HELLO} | fields)
     assert refusal(answer) == (code, param)
-    assert not engine.requests
+    assert not http.engine.requests
 
 
-async def test_a_refused_grammar_of_tools_names_tools(
-    http: AsyncClient, engine: FakeEngine
-) -> None:
-    engine.outputs = refused("invalid_constraint")
+async def test_a_refused_grammar_of_tools_names_tools(http: Client) -> None:
+    http.engine.outputs = refused("invalid_constraint")
     body = {"messages": HELLO, "tools": [TIME], "tool_choice": "required"}
     assert refusal(await http.post(PATH, json=body)) == ("invalid_constraint", "tools")
 

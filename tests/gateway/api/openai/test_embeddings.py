@@ -13,7 +13,7 @@ from openai import AsyncOpenAI
 
 from nano_inference.bus.public import EmbedParams, GenerateRequest, Output, Usage
 
-from ...fake import FakeEngine, app_of, completion, http_of, refused, sample
+from ...fake import Client, FakeEngine, app_of, completion, http_of, refused, sample
 
 EMBEDDINGS = "/v1/embeddings"
 
@@ -54,9 +54,7 @@ async def test_base64_is_float32_little_endian(http: AsyncClient) -> None:
     assert struct.unpack("<3f", base64.b64decode(data["embedding"])) == (2.0, -0.5, 11.0)
 
 
-async def test_a_call_says_how_its_prompts_are_embedded(
-    http: AsyncClient, engine: FakeEngine
-) -> None:
+async def test_a_call_says_how_its_prompts_are_embedded(http: Client) -> None:
     body = {
         "model": "tiny",
         "input": "abc",
@@ -68,7 +66,7 @@ async def test_a_call_says_how_its_prompts_are_embedded(
     }
     answer = await http.post(EMBEDDINGS, json=body, headers={"X-Tenant": "team"})
     assert answer.status_code == 200
-    (request,) = engine.requests
+    (request,) = http.engine.requests
     assert request.embed == EmbedParams(pooling="cls", normalize=False, dimensions=2)
     assert (request.prompt, request.priority, request.cache_salt) == ("abc", -3, "s")
     assert (request.tenant, request.stream, request.n) == ("team", False, 1)
@@ -94,13 +92,13 @@ async def test_a_call_says_how_its_prompts_are_embedded(
     ],
 )
 async def test_a_bad_call_is_refused_by_its_field(
-    body: dict[str, Any], code: str, param: str | None, http: AsyncClient, engine: FakeEngine
+    body: dict[str, Any], code: str, param: str | None, http: Client
 ) -> None:
     answer = await http.post(EMBEDDINGS, json=body)
     error = answer.json()["error"]
     assert (error["code"], error["param"]) == (code, param), error
     assert 400 <= answer.status_code < 500
-    assert not engine.requests
+    assert not http.engine.requests
     nan = await http.post(EMBEDDINGS, content=b'{"input": "a", "dimensions": NaN}')
     assert nan.status_code == 400
 
@@ -171,9 +169,7 @@ async def test_documents_are_ranked_by_their_cosines(path: str, http: AsyncClien
         ({"query": "a", "documents": [{"text": 5}]}, "documents[0].text"),
     ],
 )
-async def test_a_bad_ranking_is_refused(
-    body: dict[str, Any], param: str, http: AsyncClient, engine: FakeEngine
-) -> None:
+async def test_a_bad_ranking_is_refused(body: dict[str, Any], param: str, http: Client) -> None:
     answer = await http.post("/rerank", json=body)
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
-    assert not engine.requests
+    assert not http.engine.requests

@@ -9,7 +9,7 @@ import pytest
 from httpx import AsyncClient
 
 from ...errors import invalid
-from ...fake import FakeEngine, app_of, http_of, poster
+from ...fake import Client, FakeEngine, app_of, http_of, poster
 from ...made import LOGPROBS, TOKENS
 from .streamed import Recorded, events, stream_of
 from .test_refusals import refusal
@@ -23,13 +23,13 @@ SETTINGS = {"gateway.max_body_bytes": 100_000}
 posted = poster(PATH, {"token_ids": [7, 8, 9]})
 
 
-async def test_an_answer_has_vllm_s_fields(http: AsyncClient, engine: FakeEngine) -> None:
+async def test_an_answer_has_vllm_s_fields(http: Client) -> None:
     answer = await posted(http, request_id="mine")
     assert answer["request_id"] == "mine"
     assert answer["model"] == "tiny"
     assert answer["choices"] == [{"index": 0, "logprobs": None, "finish_reason": "stop"} | TOLD]
     assert answer["usage"]["total_tokens"] == 4 + 3
-    (request,) = engine.requests
+    (request,) = http.engine.requests
     # A name may be anybody's; the id is nobody else's.
     assert answer["id"] == request.request_id != "mine"
     assert request.prompt_token_ids == (7, 8, 9)
@@ -107,9 +107,9 @@ async def test_it_takes_no_tokenizer(engine: FakeEngine, tmp_path: Path) -> None
     ],
 )
 async def test_unsupported_fields_are_refused_by_name(
-    http: AsyncClient, engine: FakeEngine, fields: dict[str, Any], code: str, param: str
+    http: Client, fields: dict[str, Any], code: str, param: str
 ) -> None:
     answer = await http.post(PATH, json={"token_ids": [5]} | fields)
     status = 404 if code == "model_not_found" else 400
     assert refusal(answer, status) == (code, param)
-    assert not engine.requests
+    assert not http.engine.requests

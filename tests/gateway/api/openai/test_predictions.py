@@ -7,12 +7,11 @@ from typing import Any
 import msgspec
 import openai
 import pytest
-from httpx import AsyncClient
 from openai import AsyncOpenAI
 
 from nano_inference.bus.public import Completion, CompletionChunk, GenerateRequest, Output
 
-from ...fake import FakeEngine
+from ...fake import Client, FakeEngine
 from ...made import interleaved, whole
 from .streamed import Recorded, stream_of
 
@@ -87,20 +86,16 @@ async def test_a_prediction_reaches_the_engine_and_its_usage_the_client(
     ],
 )
 async def test_usage_counts_drafts_and_predictions(
-    http: AsyncClient,
-    engine: FakeEngine,
-    text: str | None,
-    outputs: Any,
-    counts: tuple[int, int] | None,
+    http: Client, text: str | None, outputs: Any, counts: tuple[int, int] | None
 ) -> None:
-    engine.outputs = outputs
+    http.engine.outputs = outputs
     prediction = None if text is None else {"type": "content", "content": text}
     body = {"messages": HELLO, "prediction": prediction}
     answer = (await http.post("/v1/chat/completions", json=body)).json()
     details = answer["usage"].get("completion_tokens_details", {})
     names = ("accepted_prediction_tokens", "rejected_prediction_tokens")
     assert details == ({} if counts is None else dict(zip(names, counts, strict=True)))
-    assert engine.requests[0].prediction == (text or None)
+    assert http.engine.requests[0].prediction == (text or None)
 
 
 @pytest.mark.parametrize(
@@ -142,12 +137,12 @@ async def test_wrong_shapes_are_refused_by_their_place(
     ],
 )
 async def test_a_stream_is_the_same_however_many_tokens_a_chunk_has(
-    http: AsyncClient, engine: FakeEngine, path: str, body: dict[str, Any]
+    http: Client, path: str, body: dict[str, Any]
 ) -> None:
     found = []
     options = {"stream": True, "stream_options": {"include_usage": True}}
     for outputs in (interleaved, together):
-        engine.outputs = outputs
+        http.engine.outputs = outputs
         answer = await http.post(path, json=body | options | {"return_weight_versions": True})
         told = Recorded(stream_of(answer))
         found.append((told.choices, told.usages))

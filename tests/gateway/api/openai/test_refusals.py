@@ -10,7 +10,7 @@ from httpx import AsyncClient, Response
 from nano_inference.config import SamplingParams
 
 from ...errors import invalid
-from ...fake import FakeEngine, refused
+from ...fake import Client, refused
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 GENERATE = "/inference/v1/generate"
@@ -150,17 +150,12 @@ SETTINGS = {"gateway.message_format": "off"}
 
 @pytest.mark.parametrize(("path", "body", "code", "param"), CASES)
 async def test_a_field_that_can_not_be_obeyed(
-    http: AsyncClient,
-    engine: FakeEngine,
-    path: str,
-    body: dict[str, Any],
-    code: str,
-    param: str,
+    http: Client, path: str, body: dict[str, Any], code: str, param: str
 ) -> None:
     answer = await http.post(path, json=body)
     status = 404 if code == "model_not_found" else 400
     assert refusal(answer, status) == (code, param)
-    assert not engine.requests
+    assert not http.engine.requests
 
 
 @pytest.mark.parametrize(
@@ -194,11 +189,11 @@ async def test_tokens_that_are_none(
     ],
 )
 async def test_fields_that_ask_for_nothing_are_accepted(
-    http: AsyncClient, engine: FakeEngine, fields: dict[str, Any]
+    http: Client, fields: dict[str, Any]
 ) -> None:
     answer = await http.post(CHAT, json={"messages": HELLO} | fields)
     assert answer.status_code == 200, answer.text
-    assert engine.requests[0].sampling == SamplingParams(max_tokens=2048)
+    assert http.engine.requests[0].sampling == SamplingParams(max_tokens=2048)
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -213,14 +208,8 @@ async def test_fields_that_ask_for_nothing_are_accepted(
     ],
 )
 async def test_engine_errors_name_the_field_as_sent(
-    http: AsyncClient,
-    engine: FakeEngine,
-    path: str,
-    body: dict[str, Any],
-    code: str,
-    param: str,
-    stream: bool,
+    http: Client, path: str, body: dict[str, Any], code: str, param: str, stream: bool
 ) -> None:
-    engine.outputs = refused(code)
+    http.engine.outputs = refused(code)
     answer = await http.post(path, json=body | {"stream": stream})
     assert refusal(answer) == (code, param)

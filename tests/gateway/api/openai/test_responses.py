@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from httpx import AsyncClient
 
 from ...errors import invalid
-from ...fake import FakeEngine, completion, poster
+from ...fake import Client, completion, poster
 from ...made import TEXTS, told
 from .test_refusals import refusal
 
@@ -22,9 +21,9 @@ SETTINGS = {"gateway.message_format": "off"}
 posted = poster(PATH, {"input": "hello"})
 
 
-async def test_an_answer_has_openai_s_fields(http: AsyncClient, engine: FakeEngine) -> None:
+async def test_an_answer_has_openai_s_fields(http: Client) -> None:
     answer = await posted(http, instructions="Be brief.", metadata={"a": "b"})
-    (request,) = engine.requests
+    (request,) = http.engine.requests
     assert answer["id"] == request.request_id
     assert answer["id"].startswith("resp_")
     assert (answer["object"], answer["status"], answer["error"]) == ("response", "completed", None)
@@ -38,7 +37,7 @@ async def test_an_answer_has_openai_s_fields(http: AsyncClient, engine: FakeEngi
     assert (answer["instructions"], answer["metadata"]) == ("Be brief.", {"a": "b"})
 
 
-async def test_the_prompt_equals_a_chat_s(http: AsyncClient, engine: FakeEngine) -> None:
+async def test_the_prompt_equals_a_chat_s(http: Client) -> None:
     answer = (await posted(http))["output"]
     parts = [{"type": "input_text", "text": "a"}, {"type": "input_text", "text": "b"}]
     items = [
@@ -56,16 +55,16 @@ async def test_the_prompt_equals_a_chat_s(http: AsyncClient, engine: FakeEngine)
         {"role": "user", "content": "d"},
     ]
     await http.post("/v1/chat/completions", json={"messages": messages})
-    assert engine.requests[1].prompt_token_ids == engine.requests[2].prompt_token_ids
+    assert http.engine.requests[1].prompt_token_ids == http.engine.requests[2].prompt_token_ids
 
 
-async def test_the_finish_reason_sets_the_status(http: AsyncClient, engine: FakeEngine) -> None:
-    engine.outputs = lambda request: [completion(request)]
+async def test_the_finish_reason_sets_the_status(http: Client) -> None:
+    http.engine.outputs = lambda request: [completion(request)]
     answer = await posted(http)
     assert answer["status"] == "incomplete"
     assert answer["incomplete_details"] == {"reason": "max_output_tokens"}
     assert answer["output"][0]["status"] == "incomplete"
-    engine.outputs = lambda request: [
+    http.engine.outputs = lambda request: [
         completion(request, told(request, 0, "abort"), status="cancelled")
     ]
     assert (await posted(http))["status"] == "cancelled"
@@ -135,16 +134,14 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
 
 @pytest.mark.parametrize(("fields", "code", "param"), REFUSED)
 async def test_unsupported_fields_are_refused_by_name(
-    http: AsyncClient, engine: FakeEngine, fields: dict[str, Any], code: str, param: str
+    http: Client, fields: dict[str, Any], code: str, param: str
 ) -> None:
     answer = await http.post(PATH, json={"input": "a"} | fields)
     assert refusal(answer) == (code, param)
-    assert not engine.requests
+    assert not http.engine.requests
 
 
-async def test_fields_that_ask_for_nothing_are_accepted(
-    http: AsyncClient, engine: FakeEngine
-) -> None:
+async def test_fields_that_ask_for_nothing_are_accepted(http: Client) -> None:
     await posted(
         http,
         tools=[],
@@ -158,4 +155,4 @@ async def test_fields_that_ask_for_nothing_are_accepted(
         user="u",
         reasoning=None,
     )
-    assert engine.requests[0].sampling.max_tokens == 2048
+    assert http.engine.requests[0].sampling.max_tokens == 2048

@@ -17,7 +17,7 @@ from nano_inference.gateway.api.openai.streams import Chunks
 from nano_inference.gateway.server.http import EventStream, SendEvent
 
 from ... import by_hand
-from ...fake import FakeEngine, app_of, completion, http_of, refused
+from ...fake import Client, FakeEngine, app_of, completion, http_of, refused
 from ...made import TEXTS, TOKENS, cut, interleaved, told
 from .streamed import Recorded, choices, events, stream_of
 
@@ -39,9 +39,9 @@ async def test_roles_come_once_first_and_in_order(http: AsyncClient) -> None:
         assert reasons == [None] * (len(rest) - 1) + ["stop"]
 
 
-async def test_all_chunks_name_their_answer(http: AsyncClient, engine: FakeEngine) -> None:
+async def test_all_chunks_name_their_answer(http: Client) -> None:
     chunks = events(await http.post(CHAT, json=HELLO | {"return_token_ids": True}))
-    (request,) = engine.requests
+    (request,) = http.engine.requests
     assert chunks[0]["prompt_token_ids"] == list(request.prompt_token_ids or ())
     assert {chunk["id"] for chunk in chunks} == {request.request_id}
     assert {chunk["object"] for chunk in chunks} == {"chat.completion.chunk"}
@@ -93,8 +93,8 @@ async def test_logprobs_and_tokens_are_those_of_the_text_in_one_piece(http: Asyn
         assert found["versions"] == [(3, 0), (3, 1), (4, 2)]
 
 
-async def test_the_end_has_what_chunks_lacked(http: AsyncClient, engine: FakeEngine) -> None:
-    engine.outputs = lambda request: [
+async def test_the_end_has_what_chunks_lacked(http: Client) -> None:
+    http.engine.outputs = lambda request: [
         *cut(request),
         completion(request, told(request, 0, "abort"), status="cancelled"),
     ]

@@ -5,11 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from httpx import AsyncClient
 
 from nano_inference.bus.public import EmbedParams, GenerateRequest, Output, Usage
 
-from ...fake import FakeEngine, completion, sample
+from ...fake import Client, FakeEngine, completion, sample
 
 
 @pytest.fixture
@@ -33,7 +32,7 @@ def embedded(request: GenerateRequest) -> list[Output]:
     ],
 )
 async def test_a_text_has_an_object_and_a_list_has_a_list(
-    body: dict[str, Any], vectors: list[Any], http: AsyncClient, engine: FakeEngine
+    body: dict[str, Any], vectors: list[Any], http: Client
 ) -> None:
     answer = await http.post(
         "/encode", json=body | {"rid": "mine", "dimensions": 2, "priority": -3}
@@ -43,10 +42,10 @@ async def test_a_text_has_an_object_and_a_list_has_a_list(
     told = found if several else [found]
     assert [each["embedding"] for each in told] == (vectors if several else [vectors])
     assert [each["meta_info"]["id"] for each in told] == [
-        request.request_id for request in engine.requests
+        request.request_id for request in http.engine.requests
     ]
-    assert engine.requests[0].embed == EmbedParams(dimensions=2)
-    assert (engine.requests[0].priority, told[0]["meta_info"]["prompt_tokens"]) == (-3, 3)
+    assert http.engine.requests[0].embed == EmbedParams(dimensions=2)
+    assert (http.engine.requests[0].priority, told[0]["meta_info"]["prompt_tokens"]) == (-3, 3)
 
 
 @pytest.mark.parametrize(
@@ -61,9 +60,7 @@ async def test_a_text_has_an_object_and_a_list_has_a_list(
         ({"text": "a", "dimensions": "x"}, "invalid_request"),
     ],
 )
-async def test_a_bad_call_is_refused(
-    body: dict[str, Any], code: str, http: AsyncClient, engine: FakeEngine
-) -> None:
+async def test_a_bad_call_is_refused(body: dict[str, Any], code: str, http: Client) -> None:
     answer = await http.post("/encode", json=body)
     assert (answer.status_code, answer.json()["error"]["code"]) == (400, code)
-    assert not engine.requests
+    assert not http.engine.requests

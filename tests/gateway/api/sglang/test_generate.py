@@ -13,7 +13,7 @@ from nano_inference.bus.public import GenerateRequest, Output
 
 from ... import by_hand
 from ...errors import error_of
-from ...fake import FakeEngine, app_of, chunk, completion, http_of, refused, sample
+from ...fake import Client, FakeEngine, app_of, chunk, completion, http_of, refused, sample
 
 
 def spelled(request: GenerateRequest) -> list[Output]:
@@ -38,14 +38,14 @@ def events(answer: Response) -> list[dict[str, Any]]:
     return [json.loads(line.removeprefix("data: ")) for line in lines]
 
 
-async def test_one_prompt_one_object(http: AsyncClient, engine: FakeEngine) -> None:
-    engine.outputs = spelled
+async def test_one_prompt_one_object(http: Client) -> None:
+    http.engine.outputs = spelled
     answer = (await http.post("/generate", json={"input_ids": [3, 4]})).json()
     assert (answer["text"], answer["output_ids"]) == ("<3><4>", [3, 4])
 
 
-async def test_a_batch_is_answered_in_order(http: AsyncClient, engine: FakeEngine) -> None:
-    engine.outputs = spelled
+async def test_a_batch_is_answered_in_order(http: Client) -> None:
+    http.engine.outputs = spelled
     answer = await http.post("/generate", json={"input_ids": [[3], [4], [5]]})
     assert [each["text"] for each in answer.json()] == ["<3>", "<4>", "<5>"]
 
@@ -56,45 +56,43 @@ async def test_samples_stand_behind_each_other(http: AsyncClient) -> None:
     assert [each["meta_info"]["id"] for each in answer] == ["r_0", "r_1", "s_0", "s_1"]
 
 
-async def test_one_refusal_ends_a_batch(http: AsyncClient, engine: FakeEngine) -> None:
+async def test_one_refusal_ends_a_batch(http: Client) -> None:
     no = refused("invalid_token_ids")
-    engine.outputs = lambda request: no(request) if request.request_id == "s" else hanging(request)
+    http.engine.outputs = lambda request: (
+        no(request) if request.request_id == "s" else hanging(request)
+    )
     answer = await http.post("/generate", json={"input_ids": [[3], [4]], "rid": ["r", "s"]})
     assert error_of(answer, 400) == "invalid_token_ids"
-    assert engine.left == ["r"]
+    assert http.engine.left == ["r"]
 
 
-async def test_a_stream(http: AsyncClient, engine: FakeEngine) -> None:
-    engine.outputs = spelled
+async def test_a_stream(http: Client) -> None:
+    http.engine.outputs = spelled
     answer = await http.post("/generate", json={"input_ids": [3, 4], "stream": True})
     found = events(answer)
     assert [event["text"] for event in found] == ["<3>", "<3><4>", "<3><4>"]
     reasons = [event["meta_info"]["finish_reason"] for event in found]
     assert reasons == [None, None, {"type": "length", "length": 2}]
     assert all("index" not in event for event in found)
-    assert engine.requests[0].stream
+    assert http.engine.requests[0].stream
 
 
-async def test_events_of_a_batch_have_an_index(http: AsyncClient, engine: FakeEngine) -> None:
-    engine.outputs = spelled
+async def test_events_of_a_batch_have_an_index(http: Client) -> None:
+    http.engine.outputs = spelled
     answer = await http.post("/generate", json={"input_ids": [[3], [4, 5]], "stream": True})
     last = {event["index"]: event["text"] for event in events(answer)}
     assert last == {0: "<3>", 1: "<4><5>"}
 
 
-async def test_a_refusal_before_the_first_event_of_a_stream_has_its_status(
-    http: AsyncClient, engine: FakeEngine
-) -> None:
-    engine.outputs = refused("invalid_top_p", "too high")
+async def test_a_refusal_before_the_first_event_of_a_stream_has_its_status(http: Client) -> None:
+    http.engine.outputs = refused("invalid_top_p", "too high")
     answer = await http.post("/generate", json={"text": "a", "stream": True})
     assert error_of(answer, 400) == "invalid_top_p"
 
 
-async def test_an_error_behind_events_of_a_stream_is_its_last_one(
-    http: AsyncClient, engine: FakeEngine
-) -> None:
+async def test_an_error_behind_events_of_a_stream_is_its_last_one(http: Client) -> None:
     no = refused("invalid_top_p", "too high")
-    engine.outputs = lambda request: [*hanging(request), *no(request)]
+    http.engine.outputs = lambda request: [*hanging(request), *no(request)]
     answer = await http.post("/generate", json={"input_ids": [3], "stream": True})
     first, event = events(answer)
     assert first["text"] == "<3>"
@@ -106,19 +104,17 @@ async def test_an_error_behind_events_of_a_stream_is_its_last_one(
     }
 
 
-async def test_scores_are_one_event(http: AsyncClient, engine: FakeEngine) -> None:
-    engine.outputs = spelled
+async def test_scores_are_one_event(http: Client) -> None:
+    http.engine.outputs = spelled
     body = {"input_ids": [3, 4], "stream": True, "sampling_params": {"max_new_tokens": 0}}
     (event,) = events(await http.post("/generate", json=body))
     assert event["output_ids"] == []
 
 
-async def test_a_prompt_as_text_is_sent_as_tokens_when_they_are_shown(
-    http: AsyncClient, engine: FakeEngine
-) -> None:
+async def test_a_prompt_as_text_is_sent_as_tokens_when_they_are_shown(http: Client) -> None:
     body = {"text": "98 +", "return_logprob": True, "logprob_start_len": 0}
     assert (await http.post("/generate", json=body)).status_code == 200
-    (request,) = engine.requests
+    (request,) = http.engine.requests
     assert request.prompt is None
     assert len(request.prompt_token_ids or ()) == 3
 
@@ -132,15 +128,13 @@ async def test_without_a_tokenizer_only_that_is_refused_which_takes_one(
         assert error_of(await http.post("/generate", json=body), 400) == "unsupported"
 
 
-async def test_abort_finds_a_batch_by_the_id_of_the_whole(
-    http: AsyncClient, engine: FakeEngine
-) -> None:
-    engine.outputs = hanging
+async def test_abort_finds_a_batch_by_the_id_of_the_whole(http: Client) -> None:
+    http.engine.outputs = hanging
     body = {"input_ids": [[3], [4]], "rid": "r"}
     generating = asyncio.create_task(http.post("/generate", json=body))
-    await engine.until(lambda: len(engine.requests) == 2)
+    await http.engine.until(lambda: len(http.engine.requests) == 2)
     assert (await http.post("/abort_request", json={"rid": "r"})).status_code == 200
-    cancelled = [given["request_id"] for name, given in engine.calls if name == "cancel"]
+    cancelled = [given["request_id"] for name, given in http.engine.calls if name == "cancel"]
     assert cancelled == ["r", "r_0", "r_1"]
     generating.cancel()
     await asyncio.gather(generating, return_exceptions=True)

@@ -15,7 +15,7 @@ from nano_inference.store.board import StageReport
 from nano_inference.telemetry import TraceContext
 
 from ...errors import error_of
-from ...fake import FakeEngine, app_of, completion, http_of, refused, report
+from ...fake import Client, FakeEngine, app_of, completion, http_of, refused, report
 
 
 def told(stage: str, lane: str = "0", age_s: float = 0.1, **load: int | str) -> StageReport:
@@ -47,24 +47,22 @@ async def test_health_does_not_ask_the_lanes_more_often_than_they_tell(
         assert error_of(await http.get("/health"), 503) == "not_ready"
 
 
-async def test_health_generate_asks_for_a_token(http: AsyncClient, engine: FakeEngine) -> None:
+async def test_health_generate_asks_for_a_token(http: Client) -> None:
     assert (await http.get("/health_generate")).status_code == 200
-    (request,) = engine.requests
+    (request,) = http.engine.requests
     assert request.sampling.max_tokens == 1
-    engine.outputs = refused("lane_failed")
+    http.engine.outputs = refused("lane_failed")
     assert error_of(await http.get("/health_generate"), 503) == "not_ready"
 
 
-async def test_health_generate_asks_a_model_that_only_embeds_for_a_vector(
-    http: AsyncClient, engine: FakeEngine
-) -> None:
+async def test_health_generate_asks_a_model_that_only_embeds_for_a_vector(http: Client) -> None:
     no_tokens, broken = refused("cannot_generate"), refused("lane_failed")
-    engine.outputs = lambda request: (
+    http.engine.outputs = lambda request: (
         no_tokens(request) if request.embed is None else [completion(request)]
     )
     assert (await http.get("/health_generate")).status_code == 200
-    assert [request.embed for request in engine.requests] == [None, EmbedParams()]
-    engine.outputs = lambda request: (no_tokens if request.embed is None else broken)(request)
+    assert [request.embed for request in http.engine.requests] == [None, EmbedParams()]
+    http.engine.outputs = lambda request: (no_tokens if request.embed is None else broken)(request)
     assert error_of(await http.get("/health_generate"), 503) == "not_ready"
 
 
@@ -78,17 +76,17 @@ async def test_health_generate_does_not_wait_for_ever(engine: FakeEngine) -> Non
     assert len(engine.left) == 1
 
 
-async def test_health_generate_while_paused(http: AsyncClient, engine: FakeEngine) -> None:
+async def test_health_generate_while_paused(http: Client) -> None:
     await http.post("/pause_generation", json={})
     assert (await http.get("/health_generate")).status_code == 200
-    assert not engine.requests
-    engine.failures["weight_version"] = BusError("lane 0 did not answer", code="no_answer")
+    assert not http.engine.requests
+    http.engine.failures["weight_version"] = BusError("lane 0 did not answer", code="no_answer")
     assert error_of(await http.get("/health_generate"), 503) == "no_answer"
 
 
 @pytest.mark.parametrize("path", ["/get_model_info", "/model_info"])
-async def test_model_info(http: AsyncClient, engine: FakeEngine, path: str) -> None:
-    engine.version = 4
+async def test_model_info(http: Client, path: str) -> None:
+    http.engine.version = 4
     info = (await http.get(path)).json()
     assert info["weight_version"] == "4"
     assert info["is_generation"]
@@ -100,7 +98,7 @@ async def test_weight_version(http: AsyncClient, path: str) -> None:
     assert (await http.get(path)).json() == {"weight_version": "0"}
 
 
-async def test_server_info_has_the_settings_in_use(http: AsyncClient, engine: FakeEngine) -> None:
+async def test_server_info_has_the_settings_in_use(http: Client) -> None:
     """And null while no executor has told."""
     names = ("device", "dtype", "max_running_requests", "is_moe", "load_ns", "kv_bytes")
     info = (await http.get("/server_info")).json()
@@ -115,15 +113,15 @@ async def test_server_info_has_the_settings_in_use(http: AsyncClient, engine: Fa
         "load_ns": 7,
         "kv_bytes": 100,
     }
-    engine.stage_reports = [told("executor", **facts), told("executor", lane="1", **facts)]
+    http.engine.stage_reports = [told("executor", **facts), told("executor", lane="1", **facts)]
     info = (await http.get("/server_info")).json()
     assert [info[name] for name in names] == ["cuda", "bfloat16", 128, True, 7, 200]
     assert (info["n_experts"], info["n_active_experts"], info["parameters"]) == (8, 2, 5)
 
 
 @pytest.mark.parametrize("path", ["/get_server_info", "/server_info"])
-async def test_server_info(http: AsyncClient, engine: FakeEngine, path: str) -> None:
-    engine.stage_reports = [
+async def test_server_info(http: Client, path: str) -> None:
+    http.engine.stage_reports = [
         told("batching", kv_total=10, running=2),
         told("executor", deterministic=1),
         told("batching", lane="1", kv_total=5),
@@ -131,15 +129,15 @@ async def test_server_info(http: AsyncClient, engine: FakeEngine, path: str) -> 
     ]
     info = (await http.get(path)).json()
     assert info["enable_deterministic_inference"] is False
-    engine.stage_reports.pop()
+    http.engine.stage_reports.pop()
     assert (await http.get(path)).json()["enable_deterministic_inference"] is True
     assert info["max_total_num_tokens"] == 15 * 16
     assert (info["tp_size"], info["dp_size"], info["nnodes"]) == (1, 2, 1)
     assert [each["num_running_reqs"] for each in info["internal_states"]] == [2, 0]
 
 
-async def test_loads_by_lane(http: AsyncClient, engine: FakeEngine) -> None:
-    engine.stage_reports = [
+async def test_loads_by_lane(http: Client) -> None:
+    http.engine.stage_reports = [
         told("admission", in_flight=5),
         told("admission", age_s=3.0, in_flight=9),
         told("batching", running=1),
@@ -152,33 +150,31 @@ async def test_loads_by_lane(http: AsyncClient, engine: FakeEngine) -> None:
     assert (await http.get("/get_load")).json() == found
 
 
-async def test_loads_count_requests_that_no_lane_has_reported(
-    http: AsyncClient, engine: FakeEngine
-) -> None:
-    engine.stage_reports = [told("admission", in_flight=0), told("batching", running=0)]
+async def test_loads_count_requests_that_no_lane_has_reported(http: Client) -> None:
+    http.engine.stage_reports = [told("admission", in_flight=0), told("batching", running=0)]
     totals: list[Any] = []
-    inner = engine.submit
+    inner = http.engine.submit
 
     async def submit(request: GenerateRequest, trace: TraceContext | None = None) -> Any:
         totals.append((await http.get("/v1/loads")).json()["loads"][0]["num_total_reqs"])
         async for output in inner(request, trace):
             yield output
 
-    engine.submit = submit  # type: ignore[method-assign]
+    http.engine.submit = submit  # type: ignore[method-assign]
     await http.post("/generate", json={"text": "a"})
     after = (await http.get("/v1/loads")).json()["loads"][0]["num_total_reqs"]
     assert (totals, after) == ([1], 0)
 
 
 @pytest.mark.parametrize("method", ["GET", "POST"])
-async def test_flush_cache(http: AsyncClient, engine: FakeEngine, method: str) -> None:
+async def test_flush_cache(http: Client, method: str) -> None:
     assert (await http.request(method, "/flush_cache")).status_code == 200
-    assert engine.names == ["flush_cache"]
+    assert http.engine.names == ["flush_cache"]
 
 
-async def test_abort(http: AsyncClient, engine: FakeEngine) -> None:
+async def test_abort(http: Client) -> None:
     answer = await http.post("/abort_request", json={"abort_all": True, "abort_message": "enough"})
     assert (answer.status_code, answer.content) == (200, b"")
     await http.post("/abort_request", json={"rid": "r"})
-    assert engine.names == ["cancel_all", "cancel"]
+    assert http.engine.names == ["cancel_all", "cancel"]
     assert error_of(await http.post("/abort_request", json={}), 400) == "invalid_request"

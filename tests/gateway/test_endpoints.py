@@ -38,7 +38,7 @@ async def http(engine: FakeEngine, readiness: Readiness) -> AsyncIterator[Client
         yield client
 
 
-async def probe(http: httpx.AsyncClient, path: str) -> tuple[int, Any]:
+async def probe(http: Client, path: str) -> tuple[int, Any]:
     answer = await http.get(path)
     assert answer.headers["content-type"] == "application/json"
     return answer.status_code, answer.json()
@@ -73,7 +73,7 @@ async def test_probes(http: Client, readiness: Readiness, state: str) -> None:
     assert (await probe(http, "/healthz"), await probe(http, "/readyz")) == STATES[state]
 
 
-async def test_released_weights_are_known_at_once(http: httpx.AsyncClient) -> None:
+async def test_released_weights_are_known_at_once(http: Client) -> None:
     await http.post("/release_memory_occupation", json={"tags": ["weights"]})
     assert (await probe(http, "/healthz"))[1]["reason"] == "model_not_loaded"
     status, body = await probe(http, "/readyz")
@@ -101,7 +101,7 @@ OPENMETRICS = "application/openmetrics-text;version=1.0.0"
 
 
 @pytest.fixture
-async def measured(engine: FakeEngine) -> AsyncIterator[httpx.AsyncClient]:
+async def measured(engine: FakeEngine) -> AsyncIterator[Client]:
     """A client of a gateway in a process that has metrics, and no port for them."""
     metrics = setup_metrics(TelemetryConfig(), "here", without_port=True)
     metrics.record(QUEUE_DEPTH, 3)
@@ -126,13 +126,13 @@ async def test_head_of_metrics_is_answered(measured: httpx.AsyncClient) -> None:
     assert (head.status_code, head.content) == (200, b"")
 
 
-async def test_without_metrics_the_error_names_the_setting(http: httpx.AsyncClient) -> None:
+async def test_without_metrics_the_error_names_the_setting(http: Client) -> None:
     answer = await http.get("/metrics")
     assert error_of(answer, 404) == "not_found"
     assert "gateway.metrics" in answer.json()["error"]["message"]
 
 
-async def test_the_root_page_names_the_endpoints(http: httpx.AsyncClient) -> None:
+async def test_the_root_page_names_the_endpoints(http: Client) -> None:
     answer = await http.get("/")
     assert (answer.status_code, answer.text.count("\n")) == (200, 1)
     for word in ("nano-inference", "/v1", "/metrics", "docs/"):

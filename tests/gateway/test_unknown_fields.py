@@ -6,7 +6,6 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-import httpx
 import pytest
 
 from .fake import Client
@@ -155,7 +154,7 @@ async def test_an_unknown_field_is_refused_by_name_at_every_depth(
     ("path", "body"), [each for each in CALLS if not each[0].startswith(("/v2", "/generate"))]
 )
 async def test_an_unknown_field_that_asks_for_nothing_is_taken(
-    http: httpx.AsyncClient, path: str, body: Body
+    http: Client, path: str, body: Body
 ) -> None:
     for place in objects_of(body):
         answer = await http.post(path, json=with_field(body, place, None))
@@ -226,8 +225,6 @@ MADE_ITEM = ITEMS[2] | {"id": "f", "status": "completed", "caller": {"type": "di
         ),
     ],
 )
-async def test_fields_of_client_libraries_are_accepted(
-    http: httpx.AsyncClient, path: str, body: Body
-) -> None:
+async def test_fields_of_client_libraries_are_accepted(http: Client, path: str, body: Body) -> None:
     answer = await http.post(path, json=body)
     assert answer.status_code == 200, answer.text

@@ -4,23 +4,22 @@ from __future__ import annotations
 
 from typing import Any
 
-import httpx
 import pytest
 
 from nano_inference.config import Config
 from nano_inference.gateway.app import GatewayApp
 
-from ..fake import FakeEngine, app_of, http_of
+from ..fake import Client, app_of, http_of
 from .conftest import Made, bearer
 
 
 @pytest.fixture
-async def admin(http: httpx.AsyncClient, made: Made) -> httpx.AsyncClient:
+async def admin(http: Client, made: Made) -> Client:
     http.headers.update(bearer(await made("admin", name="the admin")))
     return http
 
 
-async def test_a_key_s_life(admin: httpx.AsyncClient) -> None:
+async def test_a_key_s_life(admin: Client) -> None:
     wish = {"name": "ci", "scopes": ["generate"], "tenant": "t", "models": ["tiny"]}
     wish |= {"limits": {"requests_per_minute": 5}, "max_priority": 2, "expires_in_s": 3600}
     answer = await admin.post("/admin/keys", json=wish)
@@ -48,9 +47,9 @@ async def test_a_key_s_life(admin: httpx.AsyncClient) -> None:
 
 
 async def test_other_gateways_take_a_revoked_key_no_more(
-    admin: httpx.AsyncClient, made: Made, engine: FakeEngine, config: Config
+    admin: Client, made: Made, config: Config
 ) -> None:
-    other = app_of(engine, config)
+    other = app_of(admin.engine, config)
     async with http_of(other) as elsewhere:
         key = await made()
         assert (await elsewhere.get("/v1/models", headers=bearer(key))).status_code == 200
@@ -86,7 +85,7 @@ async def test_other_gateways_take_a_revoked_key_no_more(
     ],
 )
 async def test_a_malformed_call_changes_nothing(
-    admin: httpx.AsyncClient, app: GatewayApp, method: str, path: str, body: Any, status: int
+    admin: Client, app: GatewayApp, method: str, path: str, body: Any, status: int
 ) -> None:
     before = await app.policy.store.document()
     answer = await admin.request(method, f"/admin/{path}", json=body)
@@ -95,7 +94,7 @@ async def test_a_malformed_call_changes_nothing(
     assert await app.policy.store.document() == before
 
 
-async def test_tenants_and_guardrails(admin: httpx.AsyncClient) -> None:
+async def test_tenants_and_guardrails(admin: Client) -> None:
     policy = {"weight": 3.0, "limits": {"max_in_flight": 2}}
     set_to = (await admin.put("/admin/tenants/a/b c", json=policy)).json()
     assert (set_to["weight"], set_to["limits"]["max_in_flight"]) == (3.0, 2)

@@ -173,9 +173,7 @@ STREAMED = [name for name, interface in INTERFACES.items() if interface.streams]
 
 
 @pytest.fixture
-async def caller(
-    http: httpx.AsyncClient, made: Made, administration: Administration
-) -> httpx.AsyncClient:
+async def caller(http: Client, made: Made, administration: Administration) -> Client:
     """A client with a key, where something is blocked."""
     await administration.set_guardrails(GUARDRAILS)
     http.headers.update(bearer(await made()))
@@ -230,11 +228,9 @@ def streamed_text(interface: Interface, sent: list[Json]) -> str:
 
 
 @pytest.mark.parametrize("name", NAMES)
-async def test_a_whole_answer_ends_before_a_match(
-    caller: httpx.AsyncClient, engine: FakeEngine, words: Words, name: str
-) -> None:
+async def test_a_whole_answer_ends_before_a_match(caller: Client, words: Words, name: str) -> None:
     interface = INTERFACES[name]
-    saying(engine, words, SAID)
+    saying(caller.engine, words, SAID)
     answer = await caller.post(interface.path, json=interface.body)
     assert answer.status_code == 200, answer.text
     body = answer.json()
@@ -248,10 +244,10 @@ async def test_a_whole_answer_ends_before_a_match(
 @pytest.mark.parametrize("name", STREAMED)
 @pytest.mark.parametrize("every", [1, 2, 5, 99])
 async def test_a_stream_ends_before_a_match(
-    caller: httpx.AsyncClient, engine: FakeEngine, words: Words, name: str, every: int
+    caller: Client, words: Words, name: str, every: int
 ) -> None:
     interface = INTERFACES[name]
-    saying(engine, words, SAID, every=every)
+    saying(caller.engine, words, SAID, every=every)
     path = interface.stream_path or interface.path
     answer = await caller.post(path, json=interface.body | {"stream": True})
     assert answer.status_code == 200, answer.text
@@ -267,9 +263,7 @@ async def test_a_stream_ends_before_a_match(
 
 
 @pytest.mark.parametrize("name", NAMES)
-async def test_a_blocked_prompt_reaches_no_engine(
-    caller: httpx.AsyncClient, engine: FakeEngine, name: str
-) -> None:
+async def test_a_blocked_prompt_reaches_no_engine(caller: Client, name: str) -> None:
     interface = INTERFACES[name]
     for more in ({}, {"stream": True})[: 1 + interface.streams]:
         body = interface.body | interface.blocked | more
@@ -278,14 +272,12 @@ async def test_a_blocked_prompt_reaches_no_engine(
         path = interface.stream_path if more and interface.stream_path else interface.path
         answer = await caller.post(path, json=body)
         assert code_of(answer, 400) == "content_filter"
-    assert engine.requests == []
+    assert caller.engine.requests == []
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/inference/v1/generate"])
-async def test_token_ids_end_before_a_match(
-    caller: httpx.AsyncClient, engine: FakeEngine, words: Words, path: str
-) -> None:
-    saying(engine, words, SAID)
+async def test_token_ids_end_before_a_match(caller: Client, words: Words, path: str) -> None:
+    saying(caller.engine, words, SAID)
     name = "prompt" if path == "/v1/completions" else "token_ids"
     body = {name: [5]} | ({"return_token_ids": True} if name == "prompt" else {})
     (found,) = (await caller.post(path, json=body)).json()["choices"]
@@ -295,19 +287,15 @@ async def test_token_ids_end_before_a_match(
     assert code_of(refused, 400) == "content_filter"
 
 
-async def test_a_match_may_begin_in_an_echoed_prompt(
-    caller: httpx.AsyncClient, engine: FakeEngine, words: Words
-) -> None:
-    saying(engine, words, "d as it is")
+async def test_a_match_may_begin_in_an_echoed_prompt(caller: Client, words: Words) -> None:
+    saying(caller.engine, words, "d as it is")
     body = {"prompt": "so ba", "echo": True}
     (found,) = (await caller.post("/v1/completions", json=body)).json()["choices"]
     assert (found["text"], found["finish_reason"]) == ("so ba", "content_filter")
 
 
-async def test_each_sample_is_judged_by_itself(
-    caller: httpx.AsyncClient, engine: FakeEngine, words: Words
-) -> None:
-    saying(engine, words, SAID, LONGER, every=3)
+async def test_each_sample_is_judged_by_itself(caller: Client, words: Words) -> None:
+    saying(caller.engine, words, SAID, LONGER, every=3)
     for stream in (False, True):
         body = {"prompt": "a", "n": 3, "stream": stream}
         answer = await caller.post("/v1/completions", json=body)
@@ -318,26 +306,24 @@ async def test_each_sample_is_judged_by_itself(
         reasons = {each["index"]: each["finish_reason"] for each in found if each["finish_reason"]}
         assert reasons == {0: "content_filter", 1: "length", 2: "content_filter"}
     # One sample goes on, so the engine does.
-    assert "cancel" not in engine.names
+    assert "cancel" not in caller.engine.names
 
 
-async def test_a_blocked_request_is_cancelled(
-    caller: httpx.AsyncClient, engine: FakeEngine, words: Words
-) -> None:
-    saying(engine, words, SAID)
+async def test_a_blocked_request_is_cancelled(caller: Client, words: Words) -> None:
+    saying(caller.engine, words, SAID)
     await caller.post("/v1/completions", json={"prompt": "a", "stream": True})
-    (request,) = engine.requests
-    assert engine.last("cancel") == {"request_id": request.request_id}
+    (request,) = caller.engine.requests
+    assert caller.engine.last("cancel") == {"request_id": request.request_id}
     # Its tokens until then are counted.
-    assert engine.ended == [request.request_id]
+    assert caller.engine.ended == [request.request_id]
 
 
 @pytest.mark.parametrize("name", ["completions", "chat"])
 async def test_a_resumed_stream_ends_at_the_same_place(
-    caller: httpx.AsyncClient, engine: FakeEngine, words: Words, app: GatewayApp, name: str
+    caller: Client, words: Words, app: GatewayApp, name: str
 ) -> None:
     interface = INTERFACES[name]
-    saying(engine, words, SAID, every=2)
+    saying(caller.engine, words, SAID, every=2)
     whole = await caller.post(interface.path, json=interface.body | {"stream": True})
     ids = [line[4:] for line in whole.text.splitlines() if line.startswith("id: ")]
     sent = events(whole)
@@ -352,10 +338,8 @@ async def test_a_resumed_stream_ends_at_the_same_place(
         assert [reason for reason in reasons if reason] == ["content_filter"]
 
 
-async def test_a_retrieved_response_ends_at_the_same_place(
-    caller: httpx.AsyncClient, engine: FakeEngine, words: Words
-) -> None:
-    saying(engine, words, SAID)
+async def test_a_retrieved_response_ends_at_the_same_place(caller: Client, words: Words) -> None:
+    saying(caller.engine, words, SAID)
     made = (await caller.post("/v1/responses", json={"input": "a"})).json()
     again = (await caller.get(f"/v1/responses/{made['id']}")).json()
     assert again["output"] == made["output"]
@@ -363,23 +347,19 @@ async def test_a_retrieved_response_ends_at_the_same_place(
     assert not any("bad" in each.lower() for each in strings(again))
 
 
-async def test_a_continued_response_contains_no_blocked_text(
-    caller: httpx.AsyncClient, engine: FakeEngine, words: Words
-) -> None:
+async def test_a_continued_response_contains_no_blocked_text(caller: Client, words: Words) -> None:
     """The next prompt contains the answer as the client received it."""
-    saying(engine, words, SAID)
+    saying(caller.engine, words, SAID)
     made = (await caller.post("/v1/responses", json={"input": "a"})).json()
     body = {"input": "and then?", "previous_response_id": made["id"]}
     assert (await caller.post("/v1/responses", json=body)).status_code == 200
-    prompt = words.text(engine.requests[-1].prompt_token_ids or (), skip_special=True)
+    prompt = words.text(caller.engine.requests[-1].prompt_token_ids or (), skip_special=True)
     assert LEFT in prompt
     assert "BAD" not in prompt
 
 
-async def test_a_background_response_ends_before_a_match(
-    caller: httpx.AsyncClient, engine: FakeEngine, words: Words
-) -> None:
-    saying(engine, words, SAID)
+async def test_a_background_response_ends_before_a_match(caller: Client, words: Words) -> None:
+    saying(caller.engine, words, SAID)
     body = {"input": "a", "background": True, "stream": True}
     interface = INTERFACES["responses"]
     sent = events(await caller.post("/v1/responses", json=body))
@@ -390,7 +370,7 @@ async def test_a_background_response_ends_before_a_match(
     again = events(await caller.get(f"/v1/responses/{where}", params={"stream": "true"}))
     assert again == sent
     # The gateway that runs it cancels it, or the first reader does.
-    assert "cancel" in engine.names
+    assert "cancel" in caller.engine.names
 
 
 async def test_without_a_block_list_nothing_is_held_back(
@@ -405,7 +385,7 @@ async def test_without_a_block_list_nothing_is_held_back(
 
 
 async def test_a_change_holds_for_the_next_call(
-    caller: httpx.AsyncClient, engine: FakeEngine, administration: Administration
+    caller: Client, administration: Administration
 ) -> None:
     body = {"prompt": "all good"}
     assert (await caller.post("/v1/completions", json=body)).status_code == 200
@@ -416,7 +396,7 @@ async def test_a_change_holds_for_the_next_call(
 
 
 async def test_an_invalid_stored_block_list_refuses_all_calls(
-    caller: httpx.AsyncClient, engine: FakeEngine, app: GatewayApp
+    caller: Client, app: GatewayApp
 ) -> None:
     broken = Guardrails(patterns=("(a",))
 
@@ -426,7 +406,7 @@ async def test_an_invalid_stored_block_list_refuses_all_calls(
     await app.policy.store.change(edit)
     answer = await caller.post("/v1/completions", json={"prompt": "a"})
     assert code_of(answer, 503) == "policy_unavailable"
-    assert engine.requests == []
+    assert caller.engine.requests == []
 
 
 def test_every_route_that_generates_is_tested(engine: FakeEngine, config: Config) -> None:

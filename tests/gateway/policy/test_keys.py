@@ -43,7 +43,7 @@ def test_every_route_declares_its_scope(app: GatewayApp) -> None:
 
 @pytest.mark.parametrize("scope", SCOPES)
 async def test_a_scope_allows_its_endpoints_and_reading(
-    http: httpx.AsyncClient, made: Made, scope: Scope
+    http: Client, made: Made, scope: Scope
 ) -> None:
     headers = bearer(await made(scope))
     for needed in SCOPES:
@@ -55,7 +55,7 @@ async def test_a_scope_allows_its_endpoints_and_reading(
     assert [may((scope,), needed) for needed in SCOPES].count(True) == 1 + (scope != "read")
 
 
-async def test_probes_need_no_key(http: httpx.AsyncClient) -> None:
+async def test_probes_need_no_key(http: Client) -> None:
     assert (await http.get("/livez")).status_code == 200
     assert (await http.get("/version")).status_code == 200
 
@@ -63,7 +63,7 @@ async def test_probes_need_no_key(http: httpx.AsyncClient) -> None:
 @pytest.mark.parametrize(
     "names", [["Authorization"], ["api-key"], ["x-api-key"], ["Authorization", "x-api-key"]]
 )
-async def test_headers_for_a_key(http: httpx.AsyncClient, made: Made, names: list[str]) -> None:
+async def test_headers_for_a_key(http: Client, made: Made, names: list[str]) -> None:
     """tests/security/test_policy_attacks.py has what is refused."""
     text = (await made())["key"]
     headers = {name: f"bearer  {text} " if name == "Authorization" else text for name in names}
@@ -71,7 +71,7 @@ async def test_headers_for_a_key(http: httpx.AsyncClient, made: Made, names: lis
 
 
 async def test_an_expired_key_is_refused(
-    http: httpx.AsyncClient, made: Made, monkeypatch: pytest.MonkeyPatch
+    http: Client, made: Made, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     key = await made(expires_in_s=60)
     assert (await call(http, "generate", headers=bearer(key))).status_code == 200
@@ -111,7 +111,7 @@ async def test_a_priority_is_limited_by_key_and_tenant(
     assert len(http.engine.requests) == (2 if got >= 0 else 4)
 
 
-async def test_other_models_look_missing(http: httpx.AsyncClient, made: Made) -> None:
+async def test_other_models_look_missing(http: Client, made: Made) -> None:
     allowed, other = await made(models=["tiny"]), await made(models=["large"])
     assert (await call(http, "generate", headers=bearer(allowed))).status_code == 200
     answer = await call(http, "generate", headers=bearer(other))
@@ -121,7 +121,7 @@ async def test_other_models_look_missing(http: httpx.AsyncClient, made: Made) ->
     assert (await http.get("/v1/models/tiny", headers=bearer(other))).status_code == 404
 
 
-async def test_errors_have_the_shape_of_their_interface(http: httpx.AsyncClient) -> None:
+async def test_errors_have_the_shape_of_their_interface(http: Client) -> None:
     openai = await http.post("/v1/chat/completions", json={})
     assert openai.json()["error"]["type"] == "authentication_error"
     anthropic = await http.post("/v1/messages", json={})
@@ -130,7 +130,7 @@ async def test_errors_have_the_shape_of_their_interface(http: httpx.AsyncClient)
     assert anthropic.json()["error"]["type"] == "authentication_error"
 
 
-async def test_only_own_requests_can_be_aborted(http: httpx.AsyncClient, made: Made) -> None:
+async def test_only_own_requests_can_be_aborted(http: Client, made: Made) -> None:
     key = bearer(await made())
     for body in ({"rid": "somebody-s"}, {"abort_all": True}):
         answer = await http.post("/abort_request", json=body, headers=key)

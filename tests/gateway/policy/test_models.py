@@ -106,7 +106,7 @@ CHATS = [
 
 @pytest.mark.parametrize(("path", "body"), CHATS)
 async def test_an_unknown_model_is_refused_before_its_prompt(
-    http: httpx.AsyncClient, made: Made, path: str, body: dict[str, Any]
+    http: Client, made: Made, path: str, body: dict[str, Any]
 ) -> None:
     """The error doesn't name models that the key is not for."""
     anybody, limited = bearer(await made()), bearer(await made(models=["one"]))

@@ -203,9 +203,7 @@ async def test_one_of_several_models_is_named(
 
 
 @pytest.mark.parametrize("result", [True, {"allow": True}, {"allow": True, "reason": "friends"}])
-async def test_an_allowed_prompt_is_served(
-    http: httpx.AsyncClient, agent: Agent, result: Any
-) -> None:
+async def test_an_allowed_prompt_is_served(http: Client, agent: Agent, result: Any) -> None:
     agent.answer = http_response({"result": result, "decision_id": "1"})
     assert await code(http) == (200, "")
 
@@ -294,7 +292,7 @@ async def test_one_refused_prompt_refuses_the_call(http: Client, agent: Agent) -
 
 
 async def test_proxies_of_the_environment_are_ignored(
-    http: httpx.AsyncClient, agent: Agent, monkeypatch: pytest.MonkeyPatch, unused: int
+    http: Client, agent: Agent, monkeypatch: pytest.MonkeyPatch, unused: int
 ) -> None:
     monkeypatch.setenv("HTTP_PROXY", f"http://127.0.0.1:{unused}")
     monkeypatch.setenv("ALL_PROXY", f"http://127.0.0.1:{unused}")

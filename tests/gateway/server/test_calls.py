@@ -8,7 +8,6 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
-import httpx
 import pytest
 import structlog
 from opentelemetry.trace import SpanKind
@@ -72,15 +71,13 @@ def trace_of(engine: FakeEngine) -> TraceContext:
 
 
 @pytest.mark.parametrize("path", ["/health", "/nowhere", "/v1/models"])
-async def test_an_answer_repeats_the_client_s_call_id(http: httpx.AsyncClient, path: str) -> None:
+async def test_an_answer_repeats_the_client_s_call_id(http: Client, path: str) -> None:
     answer = await http.get(path, headers={"X-Request-Id": "mine 7"})
     assert answer.headers.get_list("x-request-id") == ["mine 7"]
 
 
 @pytest.mark.parametrize("given", [None, "", " ", "x" * 129, "\u00e9", "a\x01b"])
-async def test_a_call_without_a_usable_id_gets_one(
-    http: httpx.AsyncClient, given: str | None
-) -> None:
+async def test_a_call_without_a_usable_id_gets_one(http: Client, given: str | None) -> None:
     headers = {} if given is None else {"X-Request-Id": given.encode("latin-1")}
     answers = [await http.get("/health", headers=headers) for _ in range(2)]
     first, second = (answer.headers["x-request-id"] for answer in answers)
@@ -192,7 +189,7 @@ async def test_without_tracing_here_the_client_s_context_goes_on(engine: FakeEng
     assert [trace and trace.traceparent for trace in engine.traces] == [CLIENT, ""]
 
 
-async def test_probes_begin_no_traces(http: httpx.AsyncClient, recorded: Recorded) -> None:
+async def test_probes_begin_no_traces(http: Client, recorded: Recorded) -> None:
     await http.get("/health")
     assert recorded.spans() == []
     await http.get("/health", headers={"traceparent": CLIENT})
@@ -200,7 +197,7 @@ async def test_probes_begin_no_traces(http: httpx.AsyncClient, recorded: Recorde
     assert (span.name, ids(span)[2]) == ("GET /health", SPAN)
 
 
-async def test_unknown_paths_make_no_spans(http: httpx.AsyncClient, recorded: Recorded) -> None:
+async def test_unknown_paths_make_no_spans(http: Client, recorded: Recorded) -> None:
     await http.post("/nowhere", json={}, headers={"traceparent": CLIENT})
     assert recorded.spans() == []
 
@@ -336,7 +333,7 @@ async def test_a_disconnect_is_logged(engine: FakeEngine, recorded: Recorded) ->
     assert (line["status"], line["complete"]) == (499, False)
 
 
-async def test_the_access_log_is_off_by_default(http: httpx.AsyncClient) -> None:
+async def test_the_access_log_is_off_by_default(http: Client) -> None:
     with capture_logs() as lines:
         await http.post("/generate", json={"text": "a"})
     assert lines == []

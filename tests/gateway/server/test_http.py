@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 
-import httpx
 import pytest
 
 from nano_inference.config import (
@@ -26,7 +25,7 @@ async def test_too_large_a_body_is_refused(http: Client) -> None:
     assert not http.engine.requests
 
 
-async def test_a_chunked_body_is_read_up_to_the_limit(http: httpx.AsyncClient) -> None:
+async def test_a_chunked_body_is_read_up_to_the_limit(http: Client) -> None:
     sent = 0
 
     async def endless() -> AsyncIterator[bytes]:
@@ -40,7 +39,7 @@ async def test_a_chunked_body_is_read_up_to_the_limit(http: httpx.AsyncClient) -
     assert sent <= 6000
 
 
-async def test_unknown_paths_and_methods(http: httpx.AsyncClient) -> None:
+async def test_unknown_paths_and_methods(http: Client) -> None:
     assert error_of(await http.get("/nowhere"), 404) == "not_found"
     assert error_of(await http.get("/generate"), 405) == "method_not_allowed"
 

@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Any
 
-import httpx
 import pytest
 
 from nano_inference.bus.public import GenerateRequest, Output
@@ -84,17 +83,17 @@ async def test_a_draining_gateway_is_not_ready(
 
 
 async def test_calls_in_flight_end_while_draining(
-    http: httpx.AsyncClient, engine: Waiting, readiness: Readiness, calls: ObservedCalls
+    http: Client, readiness: Readiness, calls: ObservedCalls
 ) -> None:
-    engine.goes_on.clear()
+    http.engine.goes_on.clear()
     call = asyncio.create_task(http.post("/v1/completions", json={"prompt": "a", "n": 2}))
-    await engine.until(lambda: len(engine.requests) == 1)
+    await http.engine.until(lambda: len(http.engine.requests) == 1)
     readiness.draining = True
     drained = asyncio.create_task(calls.idle())
     # A probe meanwhile changes nothing.
     assert (await http.get("/health")).status_code == 503
     assert not drained.done()
-    engine.goes_on.set()
+    http.engine.goes_on.set()
     assert (await call).status_code == 200
     await drained
 
@@ -114,7 +113,7 @@ def ids_tensor(name: str, ids: list[int]) -> dict[str, Any]:
     return {"name": name, "datatype": "INT64", "shape": [len(ids)], "data": ids}
 
 
-async def reported_lengths(http: httpx.AsyncClient) -> set[int]:
+async def reported_lengths(http: Client) -> set[int]:
     """The lengths of all endpoints."""
     ids = (await http.post("/tokenize", json={"prompt": "a"})).json()
     return {

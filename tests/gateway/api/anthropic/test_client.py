@@ -8,11 +8,10 @@ from typing import Any
 import anthropic
 import pytest
 from anthropic import AsyncAnthropic
-from httpx import AsyncClient
 
 from nano_inference.store.board import LoadedAdapter
 
-from ...fake import FakeEngine, refused, report
+from ...fake import Client, FakeEngine, refused, report
 from ...made import TEXTS, cut, interleaved, whole
 
 TEXT = "".join(TEXTS)
@@ -76,7 +75,7 @@ async def test_models_have_anthropic_s_fields_and_pages(
             await client.models.list(**wrong)  # type: ignore[arg-type]
 
 
-async def test_models_have_openai_s_fields_for_other_clients(http: AsyncClient) -> None:
+async def test_models_have_openai_s_fields_for_other_clients(http: Client) -> None:
     assert (await http.get("/v1/models")).json()["object"] == "list"
     assert (await http.get("/v1/models/tiny")).json()["object"] == "model"
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import anyio
 import pytest
-from httpx import AsyncClient, Response
+from httpx import Response
 
 from nano_inference.bus.public import GenerateRequest, Output
 from nano_inference.config import Config
@@ -185,13 +185,7 @@ UNSUPPORTED = (415, "invalid_request_error", "unsupported_media_type")
     ],
 )
 async def test_errors_without_an_endpoint_have_anthropic_s_form(
-    http: AsyncClient,
-    method: str,
-    path: str,
-    headers: dict[str, str],
-    status: int,
-    kind: str,
-    code: str,
+    http: Client, method: str, path: str, headers: dict[str, str], status: int, kind: str, code: str
 ) -> None:
     answer = await http.request(method, path, headers=headers, content=b"{}")
     assert refusal(answer, status) == (kind, code, None)
@@ -206,7 +200,7 @@ async def test_internal_errors_have_anthropic_s_form(http: Client) -> None:
 
 
 @pytest.mark.parametrize("path", [PATH, COUNT])
-async def test_the_version_must_be_known_or_absent(http: AsyncClient, path: str) -> None:
+async def test_the_version_must_be_known_or_absent(http: Client, path: str) -> None:
     body = {"messages": [HELLO]} | ({"max_tokens": 5} if path == PATH else {})
     for known in ("2023-06-01", "2026-10-21"):
         headers = {"anthropic-version": known, "anthropic-beta": "a-beta"}
@@ -266,13 +260,13 @@ async def test_unsupported_fields_are_refused_by_name(
     assert not http.engine.requests
 
 
-async def test_an_unknown_model_is_not_found(http: AsyncClient) -> None:
+async def test_an_unknown_model_is_not_found(http: Client) -> None:
     for path in (PATH, COUNT):
         answer = await http.post(path, json={"model": "claude", "messages": [HELLO]})
         assert refusal(answer, 404)[:2] == ("not_found_error", "unknown_model")
 
 
-async def test_a_body_that_is_none_has_anthropic_s_error(http: AsyncClient) -> None:
+async def test_a_body_that_is_none_has_anthropic_s_error(http: Client) -> None:
     answer = await http.post(PATH, content=b"{")
     assert refusal(answer) == ("invalid_request_error", "malformed", None)
     large = {"messages": [HELLO | {"content": "a" * (17 << 20)}]}

@@ -8,7 +8,6 @@ from typing import Any
 
 import msgspec
 import pytest
-from httpx import AsyncClient
 
 from nano_inference.config import Config
 
@@ -115,7 +114,7 @@ async def test_refusals_name_the_path(
     assert not http.engine.requests
 
 
-async def test_a_budget_is_less_than_all_tokens(http: AsyncClient) -> None:
+async def test_a_budget_is_less_than_all_tokens(http: Client) -> None:
     fields = thinking(type="enabled", budget_tokens=90)
     answer = await http.post(PATH, json=ASKED | fields)
     assert answer.json()["error"]["param"] == "thinking.budget_tokens"
@@ -146,7 +145,7 @@ async def test_a_budget_is_less_than_all_tokens(http: AsyncClient) -> None:
         },
     ],
 )
-async def test_known_fields_are_accepted(http: AsyncClient, fields: dict[str, Any]) -> None:
+async def test_known_fields_are_accepted(http: Client, fields: dict[str, Any]) -> None:
     answer = await http.post(PATH, json=ASKED | fields)
     assert answer.status_code == 200, answer.text
 
@@ -163,7 +162,7 @@ async def test_a_constraint_that_can_not_be_kept_is_of_tools_where_there_are_any
 
 
 async def test_an_unknown_message_format_refuses_tools_and_thinking(
-    http: AsyncClient, config: Config
+    http: Client, config: Config
 ) -> None:
     template = "{{ messages[0].content }}{{ tools }}{{ enable_thinking }}"
     folder = config.engine.model_folder

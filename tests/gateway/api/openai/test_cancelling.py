@@ -9,7 +9,6 @@ from typing import Any
 import anyio
 import msgspec
 import pytest
-from httpx import AsyncClient
 
 from nano_inference.bus.public import Completion, Output
 from nano_inference.config import Config
@@ -60,7 +59,7 @@ async def test_a_call_is_ended_at_any_gateway(
 
 
 @pytest.mark.parametrize(("method", "path"), [("DELETE", ""), ("POST", "/cancel")])
-async def test_an_unknown_call_is_not_found(http: AsyncClient, method: str, path: str) -> None:
+async def test_an_unknown_call_is_not_found(http: Client, method: str, path: str) -> None:
     answer = await http.request(method, f"/v1/streams/cmpl-0{path}")
     assert (answer.status_code, answer.json()["error"]["code"]) == (404, "stream_not_found")
 

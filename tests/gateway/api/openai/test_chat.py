@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from httpx import AsyncClient
 
 from nano_inference.config import Config
 from nano_inference.gateway.serving.words import LazyWords
@@ -51,7 +50,7 @@ async def test_an_answer_has_openai_s_fields(http: Client) -> None:
     }
 
 
-async def test_cached_tokens_are_at_most_the_prompt(http: AsyncClient) -> None:
+async def test_cached_tokens_are_at_most_the_prompt(http: Client) -> None:
     usage = (await posted(http, n=3))["usage"]
     assert usage["completion_tokens"] == 9
     assert usage["prompt_tokens_details"] == {"cached_tokens": 1}
@@ -97,7 +96,7 @@ async def test_max_tokens_default_to_the_rest_of_the_context(http: Client) -> No
 
 
 @pytest.mark.parametrize("top", [None, 0, 2])
-async def test_logprobs_with_and_without_the_likeliest(http: AsyncClient, top: int | None) -> None:
+async def test_logprobs_with_and_without_the_likeliest(http: Client, top: int | None) -> None:
     answer = await posted(http, logprobs=True, top_logprobs=top)
     found = answer["choices"][0]["logprobs"]
     assert set(found) == {"content", "refusal"}
@@ -109,7 +108,7 @@ async def test_logprobs_with_and_without_the_likeliest(http: AsyncClient, top: i
             assert entry["top_logprobs"][0]["token"] == entry["token"]
 
 
-async def test_logprobs_can_name_tokens_by_id(http: AsyncClient) -> None:
+async def test_logprobs_can_name_tokens_by_id(http: Client) -> None:
     answer = await posted(http, logprobs=True, return_tokens_as_token_ids=True)
     named = [each["token"] for each in answer["choices"][0]["logprobs"]["content"]]
     assert named == [f"token_id:{token_id}" for token_id in TOKENS]

@@ -70,7 +70,7 @@ def grammar_of(model: Model) -> str:
 # --- what a model is told of, and kept to --------------------------------------------------------
 
 
-async def test_auto_shows_tools_without_a_constraint(http: AsyncClient, model: Model) -> None:
+async def test_auto_shows_tools_without_a_constraint(http: Client, model: Model) -> None:
     model.says(CALL)
     choice = await posted(http, tools=[WEATHER, TIME])
     assert TOLD in model.prompt()
@@ -82,7 +82,7 @@ async def test_auto_shows_tools_without_a_constraint(http: AsyncClient, model: M
 
 @pytest.mark.parametrize("fields", [{}, {"tools": [WEATHER], "tool_choice": "none"}])
 async def test_without_tools_none_are_shown_and_no_calls_parsed(
-    http: AsyncClient, model: Model, fields: dict[str, Any]
+    http: Client, model: Model, fields: dict[str, Any]
 ) -> None:
     model.says(CALL)
     choice = await posted(http, **fields)
@@ -103,11 +103,7 @@ async def test_without_tools_none_are_shown_and_no_calls_parsed(
     ],
 )
 async def test_choices_and_formats_are_grammars(
-    http: AsyncClient,
-    model: Model,
-    fields: dict[str, Any],
-    has: tuple[str, ...],
-    lacks: tuple[str, ...],
+    http: Client, model: Model, fields: dict[str, Any], has: tuple[str, ...], lacks: tuple[str, ...]
 ) -> None:
     model.says(CALL)
     await posted(http, tools=[WEATHER, TIME], **fields)
@@ -118,14 +114,14 @@ async def test_choices_and_formats_are_grammars(
     assert not any(name in grammar for name in lacks)
 
 
-async def test_strict_arguments_are_a_grammar(http: AsyncClient, model: Model) -> None:
+async def test_strict_arguments_are_a_grammar(http: Client, model: Model) -> None:
     model.says(CALL)
     strict = {"type": "function", "function": WEATHER["function"] | {"strict": True}}  # type: ignore[operator]
     await posted(http, tools=[strict])
     assert "city" in grammar_of(model)
 
 
-async def test_the_prompt_has_only_allowed_tools(http: AsyncClient, model: Model) -> None:
+async def test_the_prompt_has_only_allowed_tools(http: Client, model: Model) -> None:
     model.says(CALL)
     await posted(http, tools=[WEATHER, TIME], tool_choice=allowed("auto", "weather"))
     prompt = model.prompt()
@@ -188,9 +184,7 @@ async def test_a_refused_grammar_of_tools_names_tools(http: Client) -> None:
 
 
 async def test_a_grammar_is_made_beside_the_event_loop(
-    http: AsyncClient,
-    model: Model,
-    monkeypatch: pytest.MonkeyPatch,
+    http: Client, model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One of megabytes takes seconds, before it is known that it is too large."""
     threads: list[threading.Thread] = []
@@ -232,19 +226,14 @@ THOUGHT = "<think>\nIt is north.\n</think>\n\nCold."
     ],
 )
 async def test_reasoning_is_separate_by_default(
-    http: AsyncClient,
-    model: Model,
-    fields: dict[str, Any],
-    message: dict[str, Any],
+    http: Client, model: Model, fields: dict[str, Any], message: dict[str, Any]
 ) -> None:
     model.says(THOUGHT)
     found = (await posted(http, **fields))["message"]
     assert found == {"role": "assistant", "refusal": None} | message
 
 
-async def test_enable_thinking_false_leaves_no_reasoning_open(
-    http: AsyncClient, model: Model
-) -> None:
+async def test_enable_thinking_false_leaves_no_reasoning_open(http: Client, model: Model) -> None:
     """The template closes it in the prompt; others wait for its end for ever (dynamo 8636)."""
     model.says("Cold." + CALL)
     off = {"chat_template_kwargs": {"enable_thinking": False}, "tools": [WEATHER]}
@@ -258,7 +247,7 @@ async def test_enable_thinking_false_leaves_no_reasoning_open(
     ("effort", "begins"), [("none", False), ("low", True), ("high", True), (None, False)]
 )
 async def test_effort_turns_the_template_s_switch(
-    http: AsyncClient, model: Model, effort: str | None, begins: bool
+    http: Client, model: Model, effort: str | None, begins: bool
 ) -> None:
     model.says("It is north.\n</think>\n\nCold." if begins else "Cold.")
     message = (await posted(http, reasoning_effort=effort))["message"]
@@ -267,7 +256,7 @@ async def test_effort_turns_the_template_s_switch(
     assert message.get("reasoning_content", "") == ("It is north." if begins else "")
 
 
-async def test_a_budget_is_a_grammar(http: AsyncClient, model: Model) -> None:
+async def test_a_budget_is_a_grammar(http: Client, model: Model) -> None:
     model.says(THOUGHT)
     await posted(http, thinking_token_budget=7)
     assert "7" in grammar_of(model)
@@ -289,7 +278,7 @@ async def test_the_field_of_reasoning_is_a_setting(calling: Config, model: Model
 
 @pytest.mark.parametrize("name", ["reasoning", "reasoning_content"])
 async def test_a_message_handed_back_has_the_same_tokens(
-    http: AsyncClient, model: Model, name: str
+    http: Client, model: Model, name: str
 ) -> None:
     """Its reasoning by either name; a rename lost it (vLLM 50624)."""
     function = {"name": "weather", "arguments": '{"city": "Oslo"}', "parsed_arguments": {"city": 1}}
@@ -312,14 +301,14 @@ async def test_a_message_handed_back_has_the_same_tokens(
 
 
 async def test_a_turn_that_was_cut_off_in_its_reasoning_comes_back(
-    http: AsyncClient, model: Model
+    http: Client, model: Model
 ) -> None:
     turn = {"role": "assistant", "content": None, "reasoning_content": "I"}
     await posted(http, messages=[*HELLO, turn, *HELLO])
     assert "<think>\nI\n</think>" in model.prompt()
 
 
-async def test_tokenize_counts_a_prompt_s_tokens(http: AsyncClient, model: Model) -> None:
+async def test_tokenize_counts_a_prompt_s_tokens(http: Client, model: Model) -> None:
     model.says(CALL)
     fields = {"messages": HELLO, "tools": [WEATHER], "reasoning_effort": "low"}
     tokens = (await http.post("/tokenize", json=fields)).json()["tokens"]
@@ -334,7 +323,7 @@ async def test_tokenize_counts_a_prompt_s_tokens(http: AsyncClient, model: Model
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_call_with_a_key_is_the_same_at_another_gateway(
-    http: AsyncClient, other: AsyncClient, model: Model, stream: bool
+    http: Client, other: Client, model: Model, stream: bool
 ) -> None:
     model.says(THOUGHT + CALL)
     body = ASKED | {"stream": stream}
@@ -365,11 +354,7 @@ async def test_calls_are_counted(calling: Config, model: Model) -> None:
 )
 @pytest.mark.parametrize("tools", [{}, {"tools": [WEATHER], "tool_choice": "required"}])
 async def test_a_constraint_allows_reasoning_only_on_request(
-    http: AsyncClient,
-    model: Model,
-    fields: dict[str, Any],
-    opened: bool,
-    tools: dict[str, Any],
+    http: Client, model: Model, fields: dict[str, Any], opened: bool, tools: dict[str, Any]
 ) -> None:
     model.says("{}")
     wanted = tools or {"response_format": {"type": "json_object"}}

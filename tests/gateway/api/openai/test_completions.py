@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from httpx import AsyncClient
 
 from ...fake import Client, poster
 from ...made import LOGPROBS, TEXTS
@@ -48,9 +47,7 @@ async def test_prompts_of_all_kinds(http: Client, prompt: Any, sent: list[Any]) 
 
 
 @pytest.mark.parametrize("top", [0, 2])
-async def test_logprobs_name_the_likeliest_and_the_token_itself(
-    http: AsyncClient, top: int
-) -> None:
+async def test_logprobs_name_the_likeliest_and_the_token_itself(http: Client, top: int) -> None:
     found = (await posted(http, logprobs=top))["choices"][0]["logprobs"]
     assert found["token_logprobs"] == list(LOGPROBS)
     assert [len(each) for each in found["top_logprobs"]] == [max(1, top)] * 3
@@ -63,7 +60,7 @@ async def test_logprobs_name_the_likeliest_and_the_token_itself(
     assert found["text_offset"] == sorted(found["text_offset"])
 
 
-async def test_echo_puts_the_prompt_before_the_text(http: AsyncClient) -> None:
+async def test_echo_puts_the_prompt_before_the_text(http: Client) -> None:
     assert (await posted(http, echo=True))["choices"][0]["text"] == f"98 +{TEXT}"
     prompt = list((await http.post("/tokenize", json={"prompt": "98 +"})).json()["tokens"])
     answer = await posted(http, prompt=prompt, echo=True)
@@ -101,7 +98,7 @@ async def test_a_text_that_takes_no_tokenizer_is_left_to_the_engine(http: Client
     assert http.engine.requests[0].prompt == "98 +"
 
 
-async def test_tokens_and_back(http: AsyncClient) -> None:
+async def test_tokens_and_back(http: Client) -> None:
     text = "98 + 25 = 東京<|im_end|>"
     found = (await http.post("/tokenize", json={"prompt": text, "return_token_strs": True})).json()
     assert found["count"] == len(found["tokens"]) == len(found["token_strs"])
@@ -110,7 +107,7 @@ async def test_tokens_and_back(http: AsyncClient) -> None:
     assert back.json() == {"prompt": text}
 
 
-async def test_tokenizer_info(http: AsyncClient) -> None:
+async def test_tokenizer_info(http: Client) -> None:
     found = (await http.get("/tokenizer_info")).json()
     assert found["eos_token"] == "<|endoftext|>"
     assert found["bos_token"] is None
@@ -125,7 +122,7 @@ async def test_a_conversation_s_tokens_are_those_of_its_prompt(http: Client) -> 
     assert tuple(found) == http.engine.requests[0].prompt_token_ids
 
 
-async def test_the_models(http: AsyncClient) -> None:
+async def test_the_models(http: Client) -> None:
     (model,) = (await http.get("/v1/models")).json()["data"]
     assert (model["id"], model["object"], model["max_model_len"]) == ("tiny", "model", 2048)
     assert (await http.get("/v1/models/tiny")).json() == model

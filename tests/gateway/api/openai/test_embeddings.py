@@ -8,7 +8,6 @@ from typing import Any
 
 import openai
 import pytest
-from httpx import AsyncClient
 from openai import AsyncOpenAI
 
 from nano_inference.bus.public import EmbedParams, GenerateRequest, Output, Usage
@@ -48,7 +47,7 @@ async def test_openai_s_library_reads_vectors(client: AsyncOpenAI, engine: FakeE
     assert [each.embedding for each in as_numbers.data] == [[2.0, -0.5, 15.0], [1.0, -0.5, 9.0]]
 
 
-async def test_base64_is_float32_little_endian(http: AsyncClient) -> None:
+async def test_base64_is_float32_little_endian(http: Client) -> None:
     answer = await http.post(EMBEDDINGS, json={"input": [5, 6], "encoding_format": "base64"})
     (data,) = answer.json()["data"]
     assert struct.unpack("<3f", base64.b64decode(data["embedding"])) == (2.0, -0.5, 11.0)
@@ -131,7 +130,7 @@ async def test_engine_errors_have_openai_s_names(
 
 
 @pytest.mark.parametrize("path", ["/score", "/v1/score"])
-async def test_scores_are_cosines(path: str, http: AsyncClient) -> None:
+async def test_scores_are_cosines(path: str, http: Client) -> None:
     """A text with each of several, or each with its own."""
     one = await http.post(path, json={"text_1": "ab", "text_2": ["ab", "xyz"]})
     first, second = (each["score"] for each in one.json()["data"])
@@ -145,7 +144,7 @@ async def test_scores_are_cosines(path: str, http: AsyncClient) -> None:
 
 
 @pytest.mark.parametrize("path", ["/rerank", "/v1/rerank"])
-async def test_documents_are_ranked_by_their_cosines(path: str, http: AsyncClient) -> None:
+async def test_documents_are_ranked_by_their_cosines(path: str, http: Client) -> None:
     body = {"query": "ab", "documents": ["~~~~~~~~~~~", {"text": "ab"}, "aaa"]}
     answer = (await http.post(path, json=body)).json()
     assert answer["usage"] == {"prompt_tokens": 12, "total_tokens": 12}

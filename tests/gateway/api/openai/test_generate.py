@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from httpx import AsyncClient
 
 from ...errors import invalid
 from ...fake import Client, FakeEngine, app_of, http_of, poster
@@ -36,13 +35,13 @@ async def test_an_answer_has_vllm_s_fields(http: Client) -> None:
     assert request.prompt is None
 
 
-async def test_without_a_name_each_has_a_new_one(http: AsyncClient) -> None:
+async def test_without_a_name_each_has_a_new_one(http: Client) -> None:
     first, second = await posted(http), await posted(http)
     assert first["request_id"] != second["request_id"]
     assert (first["request_id"], second["request_id"]) == (first["id"], second["id"])
 
 
-async def test_logprobs_name_tokens_by_their_ids(http: AsyncClient) -> None:
+async def test_logprobs_name_tokens_by_their_ids(http: Client) -> None:
     answer = await posted(http, sampling_params={"logprobs": 2, "prompt_logprobs": 1})
     entries = answer["choices"][0]["logprobs"]["content"]
     assert [each["token"] for each in entries] == [f"token_id:{token}" for token in TOKENS]
@@ -53,7 +52,7 @@ async def test_logprobs_name_tokens_by_their_ids(http: AsyncClient) -> None:
     assert [set(place) for place in rest] == [{"8", "9"}, {"9"}]
 
 
-async def test_a_stream_is_the_answer_in_pieces(http: AsyncClient) -> None:
+async def test_a_stream_is_the_answer_in_pieces(http: Client) -> None:
     asked: dict[str, Any] = {"sampling_params": {"n": 2, "logprobs": 1}, "request_id": "mine"}
     asked |= {"return_weight_versions": True}
     answer = await posted(http, **asked)

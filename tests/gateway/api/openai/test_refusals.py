@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from httpx import AsyncClient, Response
+from httpx import Response
 
 from nano_inference.config import SamplingParams
 
@@ -171,7 +171,7 @@ async def test_a_field_that_can_not_be_obeyed(
     ],
 )
 async def test_tokens_that_are_none(
-    http: AsyncClient, path: str, body: dict[str, Any], param: str
+    http: Client, path: str, body: dict[str, Any], param: str
 ) -> None:
     assert refusal(await http.post(path, json=body))[1] == param
 

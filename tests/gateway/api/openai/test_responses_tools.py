@@ -8,7 +8,6 @@ from typing import Any
 
 import anyio
 import pytest
-from httpx import AsyncClient
 
 from nano_inference.bus.public import CompletionSample
 from nano_inference.config import Config, load_config
@@ -18,7 +17,7 @@ from nano_inference.gateway.serving import words
 from nano_inference.gateway.serving.message_parts import MessageParts, NewParts
 from nano_inference.telemetry.instruments import TOOL_CALLS
 
-from ...fake import app_of, http_of, poster
+from ...fake import Client, app_of, http_of, poster
 from ...recorded import Recorded
 from ...saying import Model
 from .streamed import response_events
@@ -63,7 +62,7 @@ posted = poster(PATH, ASKED)
 # --- what is told -----------------------------------------------------------------------------
 
 
-async def test_reasoning_text_and_calls_are_items_in_order(http: AsyncClient, model: Model) -> None:
+async def test_reasoning_text_and_calls_are_items_in_order(http: Client, model: Model) -> None:
     model.says(BOTH)
     answer = await posted(http, parallel_tool_calls=True, reasoning={"effort": None})
     reasoning, message, *calls = answer["output"]
@@ -92,7 +91,7 @@ async def test_reasoning_text_and_calls_are_items_in_order(http: AsyncClient, mo
     assert answer["reasoning"] == {"effort": None, "summary": None}
 
 
-async def test_a_stream_s_events_are_openai_s(http: AsyncClient, model: Model) -> None:
+async def test_a_stream_s_events_are_openai_s(http: Client, model: Model) -> None:
     model.says(BOTH)
     found = response_events(await http.post(PATH, json=ASKED | {"stream": True}))
     names = [each["type"].removeprefix("response.") for each in found]
@@ -129,10 +128,7 @@ async def test_a_stream_s_events_are_openai_s(http: AsyncClient, model: Model) -
 
 @pytest.mark.parametrize("more", [{}, LOGPROBS])
 async def test_ids_are_the_same_in_every_event_and_at_the_end_at_any_gateway(
-    http: AsyncClient,
-    other: AsyncClient,
-    model: Model,
-    more: dict[str, Any],
+    http: Client, other: Client, model: Model, more: dict[str, Any]
 ) -> None:
     """vLLM made others for its stream than for its end (56285), and clients match calls by them."""
     model.says(BOTH)
@@ -153,7 +149,7 @@ async def test_ids_are_the_same_in_every_event_and_at_the_end_at_any_gateway(
 
 
 async def test_a_long_output_is_read_beside_the_others(
-    http: AsyncClient, model: Model, monkeypatch: pytest.MonkeyPatch
+    http: Client, model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     threads: list[threading.Thread] = []
     end = MessageParts.end
@@ -173,7 +169,7 @@ async def test_a_long_output_is_read_beside_the_others(
     assert threading.current_thread() not in threads
 
 
-async def test_a_cut_output_is_incomplete(http: AsyncClient, model: Model) -> None:
+async def test_a_cut_output_is_incomplete(http: Client, model: Model) -> None:
     model.says(f"<think>\n{THOUGHT}", reason="length")
     answer = await posted(http)
     (item,) = answer["output"]
@@ -188,7 +184,7 @@ async def test_a_cut_output_is_incomplete(http: AsyncClient, model: Model) -> No
     assert items == [("function_call", "completed"), ("message", "incomplete")]
 
 
-async def test_logprobs_are_those_of_the_text(http: AsyncClient, model: Model) -> None:
+async def test_logprobs_are_those_of_the_text(http: Client, model: Model) -> None:
     """Neither of the reasoning nor of calls; the last one is the stop token's."""
     model.says(f"<think>\n{THOUGHT}\n</think>\n\nIt is cold.")
     _, message = (await posted(http, **LOGPROBS))["output"]
@@ -197,7 +193,7 @@ async def test_logprobs_are_those_of_the_text(http: AsyncClient, model: Model) -
     assert text == f"{part['text']}{model.words.token(min(model.words.stop_token_ids))}"
 
 
-async def test_the_effort_is_the_template_s_switch(http: AsyncClient, model: Model) -> None:
+async def test_the_effort_is_the_template_s_switch(http: Client, model: Model) -> None:
     """And where the template opens the reasoning, its mark is not in the output."""
     opened = "<|im_start|>assistant\n<think>\n"
     for effort in ("none", "low"):
@@ -236,9 +232,7 @@ async def test_calls_are_counted_once_however_often_they_are_read(
 # --- what is handed back ----------------------------------------------------------------------
 
 
-async def test_items_handed_back_are_turns(
-    http: AsyncClient, other: AsyncClient, model: Model
-) -> None:
+async def test_items_handed_back_are_turns(http: Client, other: Client, model: Model) -> None:
     """As they came, or by the response's id: the prompt is the same, and is what a chat's is."""
     model.says(BOTH)
     first = await posted(http)
@@ -274,7 +268,7 @@ async def test_items_handed_back_are_turns(
     assert [each["id"] for each in listed[1:5]] == [each["id"] for each in first["output"]]
 
 
-async def test_each_answer_is_a_turn_of_its_own(http: AsyncClient, model: Model) -> None:
+async def test_each_answer_is_a_turn_of_its_own(http: Client, model: Model) -> None:
     model.says("hello")
     items = [
         {"type": "reasoning", "summary": [{"type": "summary_text", "text": "a"}]},
@@ -314,10 +308,7 @@ ENFORCED: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("fields", ENFORCED)
 async def test_tools_and_format_are_one_grammar(
-    http: AsyncClient,
-    other: AsyncClient,
-    model: Model,
-    fields: dict[str, Any],
+    http: Client, other: Client, model: Model, fields: dict[str, Any]
 ) -> None:
     """Also where the request is published by another gateway, from what is kept."""
     model.says(OSLO)
@@ -333,7 +324,7 @@ async def test_tools_and_format_are_one_grammar(
     assert record.request(load_config(env={})).sampling == model.requests[-1].sampling
 
 
-async def test_an_unconstrained_output_has_no_grammar(http: AsyncClient, model: Model) -> None:
+async def test_an_unconstrained_output_has_no_grammar(http: Client, model: Model) -> None:
     model.says(OSLO)
     few = {"type": "allowed_tools", "mode": "auto", "tools": [CLOCK]}
     for fields in ({}, {"tool_choice": "none"}, {"tool_choice": few}, {"max_tool_calls": 3}):

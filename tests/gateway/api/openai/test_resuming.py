@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from httpx import AsyncClient
 
 from nano_inference.config import BusError
 
@@ -86,7 +85,7 @@ async def test_a_resumed_stream_repeats_the_error(http: Client, other: Client) -
 
 
 @pytest.mark.parametrize("path", ["/v1/streams/cmpl-0", "/v1/streams/x%2Fy", "/v1/streams/%00"])
-async def test_an_unknown_stream_is_not_found(http: AsyncClient, path: str) -> None:
+async def test_an_unknown_stream_is_not_found(http: Client, path: str) -> None:
     answer = await http.get(path)
     assert answer.status_code == 404
     error = answer.json()["error"]
@@ -119,7 +118,7 @@ async def test_a_stream_whose_results_are_gone_is_not_found(http: Client) -> Non
 
 
 @pytest.mark.parametrize("event_id", ["nonsense", "{id}", "{id}.x.x", "{id}.1.u.u", "cmpl-1.x"])
-async def test_an_event_of_no_stream_is_refused(http: AsyncClient, event_id: str) -> None:
+async def test_an_event_of_no_stream_is_refused(http: Client, event_id: str) -> None:
     told = stream_of(await http.post(COMPLETIONS, json=TEXT))
     answer_id = told[0].event_id.partition(".")[0]
     after = event_id.format(id=answer_id)
@@ -134,7 +133,7 @@ async def test_records_of_another_version_are_not_found(http: Client) -> None:
         assert (answer.status_code, answer.json()["error"]["code"]) == (404, "stream_not_found")
 
 
-async def test_an_answer_in_one_piece_is_no_stream(http: AsyncClient) -> None:
+async def test_an_answer_in_one_piece_is_no_stream(http: Client) -> None:
     answer = await http.post(COMPLETIONS, json=TEXT | {"stream": False})
     assert (await http.get(f"/v1/streams/{answer.json()['id']}")).status_code == 404
 

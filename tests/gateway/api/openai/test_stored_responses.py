@@ -140,13 +140,13 @@ QUERIES = [
 
 @pytest.mark.parametrize(("query", "code", "param"), QUERIES)
 async def test_invalid_queries_are_refused_by_name(
-    http: AsyncClient, query: str, code: str, param: str
+    http: Client, query: str, code: str, param: str
 ) -> None:
     made = await posted(http)
     assert refusal(await http.get(f"{PATH}/{made['id']}{query}")) == (code, param)
 
 
-async def test_an_event_of_no_response_is_refused(http: AsyncClient) -> None:
+async def test_an_event_of_no_response_is_refused(http: Client) -> None:
     made = await posted(http)
     for event_id in ("nonsense", made["id"], f"{made['id']}.x", "cmpl-1.5", "resp_0.5"):
         answer = await http.get(

@@ -7,7 +7,6 @@ from typing import Any
 
 import anyio
 import pytest
-from httpx import AsyncClient
 
 from nano_inference.bus.public import GenerateRequest, Output
 from nano_inference.config import Config
@@ -26,7 +25,7 @@ HELLO: dict[str, Any] = {"messages": [{"role": "user", "content": "a"}], "stream
 TEXT: dict[str, Any] = {"prompt": "98 +", "stream": True}
 
 
-async def test_roles_come_once_first_and_in_order(http: AsyncClient) -> None:
+async def test_roles_come_once_first_and_in_order(http: Client) -> None:
     chunks = events(await http.post(CHAT, json=HELLO | {"n": 3}))
     first = [each for chunk in chunks[:3] for each in chunk["choices"]]
     assert [each["index"] for each in first] == [0, 1, 2]
@@ -53,7 +52,7 @@ async def test_all_chunks_name_their_answer(http: Client) -> None:
 @pytest.mark.parametrize("options", [None, {}, {"include_usage": False}])
 @pytest.mark.parametrize(("path", "body"), [(CHAT, HELLO), (COMPLETIONS, TEXT)])
 async def test_usage_is_sent_only_on_request(
-    http: AsyncClient, path: str, body: dict[str, Any], options: Any
+    http: Client, path: str, body: dict[str, Any], options: Any
 ) -> None:
     chunks = events(await http.post(path, json=body | {"stream_options": options}))
     assert all("usage" not in chunk and chunk["choices"] for chunk in chunks)
@@ -61,7 +60,7 @@ async def test_usage_is_sent_only_on_request(
 
 @pytest.mark.parametrize(("path", "body"), [(CHAT, HELLO), (COMPLETIONS, TEXT)])
 async def test_usage_is_in_the_last_chunk_which_has_no_choices(
-    http: AsyncClient, path: str, body: dict[str, Any]
+    http: Client, path: str, body: dict[str, Any]
 ) -> None:
     asked = body | {"stream_options": {"include_usage": True}, "n": 2}
     *chunks, last = events(await http.post(path, json=asked))
@@ -70,7 +69,7 @@ async def test_usage_is_in_the_last_chunk_which_has_no_choices(
     assert (last["usage"]["prompt_tokens"], last["usage"]["completion_tokens"]) == (4, 6)
 
 
-async def test_usage_in_every_chunk(http: AsyncClient) -> None:
+async def test_usage_in_every_chunk(http: Client) -> None:
     options = {"include_usage": True, "continuous_usage_stats": True}
     *chunks, _ = events(await http.post(COMPLETIONS, json=TEXT | {"stream_options": options}))
     counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
@@ -79,7 +78,7 @@ async def test_usage_in_every_chunk(http: AsyncClient) -> None:
     assert {chunk["usage"]["prompt_tokens"] for chunk in chunks} == {3}
 
 
-async def test_logprobs_and_tokens_are_those_of_the_text_in_one_piece(http: AsyncClient) -> None:
+async def test_logprobs_and_tokens_are_those_of_the_text_in_one_piece(http: Client) -> None:
     asked = {"logprobs": 2, "return_token_ids": True, "return_weight_versions": True, "n": 2}
     asked |= {"echo": True}
     told = Recorded(stream_of(await http.post(COMPLETIONS, json=TEXT | asked)))

@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from httpx import AsyncClient, Response
+from httpx import Response
 
 from nano_inference.bus.public import GenerateRequest, Output
 
@@ -50,7 +50,7 @@ async def test_a_batch_is_answered_in_order(http: Client) -> None:
     assert [each["text"] for each in answer.json()] == ["<3>", "<4>", "<5>"]
 
 
-async def test_samples_stand_behind_each_other(http: AsyncClient) -> None:
+async def test_samples_stand_behind_each_other(http: Client) -> None:
     body = {"text": ["a", "b"], "rid": ["r", "s"], "sampling_params": {"n": 2}}
     answer = (await http.post("/generate", json=body)).json()
     assert [each["meta_info"]["id"] for each in answer] == ["r_0", "r_1", "s_0", "s_1"]

@@ -6,7 +6,6 @@ import asyncio
 from typing import Any
 
 import pytest
-from httpx import AsyncClient
 
 from nano_inference.bus.public import EmbedParams, GenerateRequest
 from nano_inference.config import BusError
@@ -94,7 +93,7 @@ async def test_model_info(http: Client, path: str) -> None:
 
 
 @pytest.mark.parametrize("path", ["/get_weight_version", "/weight_version"])
-async def test_weight_version(http: AsyncClient, path: str) -> None:
+async def test_weight_version(http: Client, path: str) -> None:
     assert (await http.get(path)).json() == {"weight_version": "0"}
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from httpx import AsyncClient, Response
+from httpx import Response
 
 from nano_inference.bus.weights import FolderWeights, GroupWeights, TensorMeta, WeightsSource
 from nano_inference.config import WeightsError
@@ -145,7 +145,7 @@ async def test_large_tensors_are_decoded_in_pieces(
 
 
 async def test_tensors_are_decoded_beside_other_calls_one_at_a_time(
-    http: AsyncClient, monkeypatch: pytest.MonkeyPatch
+    http: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     inside, let_go = threading.Semaphore(0), threading.Semaphore(0)
     at_once = most = 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from typing import Any
@@ -331,6 +332,13 @@ def http_of(
     if engine is not None:
         client.engine = engine
     return client
+
+
+def data_of(answer: httpx.Response) -> list[dict[str, Any]]:
+    """The data of the events of a stream, without its end."""
+    assert answer.headers["content-type"].startswith("text/event-stream"), answer.text
+    data = [line[6:] for line in answer.text.splitlines() if line.startswith("data: ")]
+    return [json.loads(each) for each in data if each != "[DONE]"]
 
 
 def poster(path: str, body: dict[str, Any]) -> Callable[..., Awaitable[dict[str, Any]]]:

@@ -17,7 +17,7 @@ from .fake import Client, FakeEngine, app_of, http_of
 from .interfaces import BODIES, STREAMED
 from .made import cut
 
-SETTINGS = {"gateway.max_priority": 3}
+SETTINGS = {"gateway.max_priority": 3, "gateway.message_format": "off"}
 CALLS = [*BODIES.items(), *((path, body | {"stream": True}) for path, body in STREAMED.items())]
 each_call = pytest.mark.parametrize(("path", "body"), CALLS)
 
@@ -82,6 +82,40 @@ async def test_a_malformed_body_is_refused(http: Client, path: str) -> None:
         answer = await http.post(path, content=body)
         assert code_of(answer, 400) == "malformed", body[:100]
     assert not http.engine.requests
+
+
+NOTHING: dict[str, list[dict[str, Any]]] = {
+    "/v1/chat/completions": [
+        {"tools": [], "tool_choice": "none", "parallel_tool_calls": True},
+        {"function_call": "auto", "functions": [], "stream_reasoning": True},
+        {"reasoning_effort": "none", "include_reasoning": False, "separate_reasoning": False},
+        {"response_format": {"type": "text"}, "user": "u", "metadata": {"a": "b"}},
+        {"stop": None, "seed": None, "logprobs": None, "stream_options": None},
+        {"skip_special_tokens": True, "length_penalty": 1.0, "service_tier": "auto"},
+        {"stop": "", "top_k": -1, "logit_bias": {}, "best_of": None, "whatever": None},
+    ],
+    "/v1/responses": [
+        {"tools": [], "tool_choice": "auto", "parallel_tool_calls": True, "reasoning": None},
+        {"text": {"format": {"type": "text"}}, "truncation": "disabled", "background": False},
+        {"include": ["reasoning.encrypted_content"], "service_tier": "auto", "user": "u"},
+    ],
+    "/v1/messages": [
+        {"tools": [], "tool_choice": {"type": "auto"}, "thinking": {"type": "disabled"}},
+        {"metadata": {"user_id": "u"}, "service_tier": "auto", "speed": "standard"},
+        {"cache_control": {"type": "ephemeral"}, "stop_sequences": None, "container": None},
+    ],
+}
+
+
+@pytest.mark.parametrize("path", NOTHING)
+async def test_fields_that_ask_for_nothing_change_nothing(http: Client, path: str) -> None:
+    for fields in ({}, *NOTHING[path]):
+        answer = await http.post(path, json=BODIES[path] | fields)
+        assert answer.status_code == 200, answer.text
+    first, *others = http.engine.requests
+    for other in others:
+        same = (first.sampling, first.prompt_token_ids)
+        assert (other.sampling, other.prompt_token_ids) == same
 
 
 @pytest.mark.parametrize(("path", "body"), STREAMED.items())

@@ -7,12 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
-import pytest_asyncio
 
 from nano_inference.config import Config, load_config
 from nano_inference.gateway.app import GatewayApp
 from nano_inference.gateway.policy.administration import Administration
-from nano_inference.gateway.serving.words import LazyWords, Words
 
 from ..fake import Client, FakeEngine, app_of, http_of
 
@@ -36,11 +34,6 @@ def administration(app: GatewayApp) -> Administration:
 async def http(app: GatewayApp, engine: FakeEngine) -> AsyncIterator[Client]:
     async with http_of(app, engine) as client:
         yield client
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def words() -> Words:
-    return await LazyWords(Config().engine.model_folder).required()
 
 
 @dataclass

@@ -48,7 +48,6 @@ class Audited:
 
     @property
     def administration(self) -> Administration:
-        assert self.policy.store is not None
         return Administration(self.policy.store)
 
     async def made(self, *scopes: str) -> dict[str, Any]:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import chain
 from typing import Any, NamedTuple
 
-import httpx
 import pytest
 
 from nano_inference.bus.public import GenerateRequest, Output
@@ -17,10 +15,10 @@ from nano_inference.config import Config
 from nano_inference.gateway.app import GatewayApp
 from nano_inference.gateway.policy.administration import Administration
 from nano_inference.gateway.policy.document import Guardrails
-from nano_inference.gateway.serving.words import Words
 
 from ..errors import code_of
-from ..fake import Client, FakeEngine, app_of
+from ..fake import Client, FakeEngine, app_of, data_of
+from ..sampled import WORDS
 from .conftest import Made, bearer
 from .spoken import spoken
 
@@ -180,21 +178,15 @@ async def caller(http: Client, made: Made, administration: Administration) -> Cl
     return http
 
 
-def saying(engine: FakeEngine, words: Words, *texts: str, every: int = 1) -> None:
+def saying(engine: FakeEngine, *texts: str, every: int = 1) -> None:
     """Set the engine's outputs: each of `n` samples is one of the texts."""
-    said = [words.token_ids(text, add_special=False) for text in texts]
+    said = [WORDS.token_ids(text, add_special=False) for text in texts]
 
     def outputs(request: GenerateRequest) -> list[Output]:
         answers = [said[index % len(said)] for index in range(request.n)]
-        return spoken(request, answers, words, range(0, 99, every))
+        return spoken(request, answers, range(0, 99, every))
 
     engine.outputs = outputs
-
-
-def events(answer: httpx.Response) -> list[Json]:
-    """Of a stream, without its end."""
-    data = [line[6:] for line in answer.text.splitlines() if line.startswith("data: ")]
-    return [json.loads(each) for each in data if each != "[DONE]"]
 
 
 def strings(found: Any) -> Iterator[str]:
@@ -228,9 +220,9 @@ def streamed_text(interface: Interface, sent: list[Json]) -> str:
 
 
 @pytest.mark.parametrize("name", NAMES)
-async def test_a_whole_answer_ends_before_a_match(caller: Client, words: Words, name: str) -> None:
+async def test_a_whole_answer_ends_before_a_match(caller: Client, name: str) -> None:
     interface = INTERFACES[name]
-    saying(caller.engine, words, SAID)
+    saying(caller.engine, SAID)
     answer = await caller.post(interface.path, json=interface.body)
     assert answer.status_code == 200, answer.text
     body = answer.json()
@@ -238,20 +230,18 @@ async def test_a_whole_answer_ends_before_a_match(caller: Client, words: Words, 
     assert interface.reason(body) == REASONS.get(name, "content_filter")
     assert not any("bad" in each.lower() for each in strings(body))
     for token_ids in token_lists(body):
-        assert words.text(token_ids, skip_special=True) == LEFT
+        assert WORDS.text(token_ids, skip_special=True) == LEFT
 
 
 @pytest.mark.parametrize("name", STREAMED)
 @pytest.mark.parametrize("every", [1, 2, 5, 99])
-async def test_a_stream_ends_before_a_match(
-    caller: Client, words: Words, name: str, every: int
-) -> None:
+async def test_a_stream_ends_before_a_match(caller: Client, name: str, every: int) -> None:
     interface = INTERFACES[name]
-    saying(caller.engine, words, SAID, every=every)
+    saying(caller.engine, SAID, every=every)
     path = interface.stream_path or interface.path
     answer = await caller.post(path, json=interface.body | {"stream": True})
     assert answer.status_code == 200, answer.text
-    sent = events(answer)
+    sent = data_of(answer)
     assert streamed_text(interface, sent) == LEFT
     reasons = [reason for event in sent if (reason := interface.streamed_reason(event))]
     assert reasons == [REASONS.get(name, "content_filter")]
@@ -259,7 +249,7 @@ async def test_a_stream_ends_before_a_match(
     token_ids = [ids for event in sent for ids in token_lists(event)]
     if token_ids:
         joined = token_ids[-1] if interface.path == "/generate" else list(chain(*token_ids))
-        assert words.text(joined, skip_special=True) == LEFT
+        assert WORDS.text(joined, skip_special=True) == LEFT
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -276,30 +266,30 @@ async def test_a_blocked_prompt_reaches_no_engine(caller: Client, name: str) -> 
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/inference/v1/generate"])
-async def test_token_ids_end_before_a_match(caller: Client, words: Words, path: str) -> None:
-    saying(caller.engine, words, SAID)
+async def test_token_ids_end_before_a_match(caller: Client, path: str) -> None:
+    saying(caller.engine, SAID)
     name = "prompt" if path == "/v1/completions" else "token_ids"
     body = {name: [5]} | ({"return_token_ids": True} if name == "prompt" else {})
     (found,) = (await caller.post(path, json=body)).json()["choices"]
-    assert found["token_ids"] == list(words.token_ids(LEFT, add_special=False))
+    assert found["token_ids"] == list(WORDS.token_ids(LEFT, add_special=False))
     assert found["finish_reason"] == "content_filter"
-    refused = await caller.post(path, json=body | {name: list(words.token_ids("bad"))})
+    refused = await caller.post(path, json=body | {name: list(WORDS.token_ids("bad"))})
     assert code_of(refused, 400) == "content_filter"
 
 
-async def test_a_match_may_begin_in_an_echoed_prompt(caller: Client, words: Words) -> None:
-    saying(caller.engine, words, "d as it is")
+async def test_a_match_may_begin_in_an_echoed_prompt(caller: Client) -> None:
+    saying(caller.engine, "d as it is")
     body = {"prompt": "so ba", "echo": True}
     (found,) = (await caller.post("/v1/completions", json=body)).json()["choices"]
     assert (found["text"], found["finish_reason"]) == ("so ba", "content_filter")
 
 
-async def test_each_sample_is_judged_by_itself(caller: Client, words: Words) -> None:
-    saying(caller.engine, words, SAID, LONGER, every=3)
+async def test_each_sample_is_judged_by_itself(caller: Client) -> None:
+    saying(caller.engine, SAID, LONGER, every=3)
     for stream in (False, True):
         body = {"prompt": "a", "n": 3, "stream": stream}
         answer = await caller.post("/v1/completions", json=body)
-        sent = events(answer) if stream else [answer.json()]
+        sent = data_of(answer) if stream else [answer.json()]
         found = [each for event in sent for each in event["choices"]]
         texts = ["".join(each["text"] for each in found if each["index"] == i) for i in range(3)]
         assert texts == [LEFT, LONGER, LEFT]
@@ -309,8 +299,8 @@ async def test_each_sample_is_judged_by_itself(caller: Client, words: Words) -> 
     assert "cancel" not in caller.engine.names
 
 
-async def test_a_blocked_request_is_cancelled(caller: Client, words: Words) -> None:
-    saying(caller.engine, words, SAID)
+async def test_a_blocked_request_is_cancelled(caller: Client) -> None:
+    saying(caller.engine, SAID)
     await caller.post("/v1/completions", json={"prompt": "a", "stream": True})
     (request,) = caller.engine.requests
     assert caller.engine.last("cancel") == {"request_id": request.request_id}
@@ -320,26 +310,26 @@ async def test_a_blocked_request_is_cancelled(caller: Client, words: Words) -> N
 
 @pytest.mark.parametrize("name", ["completions", "chat"])
 async def test_a_resumed_stream_ends_at_the_same_place(
-    caller: Client, words: Words, app: GatewayApp, name: str
+    caller: Client, app: GatewayApp, name: str
 ) -> None:
     interface = INTERFACES[name]
-    saying(caller.engine, words, SAID, every=2)
+    saying(caller.engine, SAID, every=2)
     whole = await caller.post(interface.path, json=interface.body | {"stream": True})
     ids = [line[4:] for line in whole.text.splitlines() if line.startswith("id: ")]
-    sent = events(whole)
+    sent = data_of(whole)
     assert len(ids) == len(sent) + 1
     for number, event_id in enumerate(ids[:-1], 1):
         last = {"Last-Event-ID": event_id}
         rest = await caller.get(f"/v1/streams/{event_id.partition('.')[0]}", headers=last)
         assert rest.status_code == 200
-        behind = events(rest)
+        behind = data_of(rest)
         assert streamed_text(interface, sent[:number] + behind) == LEFT
         reasons = map(interface.streamed_reason, sent[:number] + behind)
         assert [reason for reason in reasons if reason] == ["content_filter"]
 
 
-async def test_a_retrieved_response_ends_at_the_same_place(caller: Client, words: Words) -> None:
-    saying(caller.engine, words, SAID)
+async def test_a_retrieved_response_ends_at_the_same_place(caller: Client) -> None:
+    saying(caller.engine, SAID)
     made = (await caller.post("/v1/responses", json={"input": "a"})).json()
     again = (await caller.get(f"/v1/responses/{made['id']}")).json()
     assert again["output"] == made["output"]
@@ -347,40 +337,38 @@ async def test_a_retrieved_response_ends_at_the_same_place(caller: Client, words
     assert not any("bad" in each.lower() for each in strings(again))
 
 
-async def test_a_continued_response_contains_no_blocked_text(caller: Client, words: Words) -> None:
+async def test_a_continued_response_contains_no_blocked_text(caller: Client) -> None:
     """The next prompt contains the answer as the client received it."""
-    saying(caller.engine, words, SAID)
+    saying(caller.engine, SAID)
     made = (await caller.post("/v1/responses", json={"input": "a"})).json()
     body = {"input": "and then?", "previous_response_id": made["id"]}
     assert (await caller.post("/v1/responses", json=body)).status_code == 200
-    prompt = words.text(caller.engine.requests[-1].prompt_token_ids or (), skip_special=True)
+    prompt = WORDS.text(caller.engine.requests[-1].prompt_token_ids or (), skip_special=True)
     assert LEFT in prompt
     assert "BAD" not in prompt
 
 
-async def test_a_background_response_ends_before_a_match(caller: Client, words: Words) -> None:
-    saying(caller.engine, words, SAID)
+async def test_a_background_response_ends_before_a_match(caller: Client) -> None:
+    saying(caller.engine, SAID)
     body = {"input": "a", "background": True, "stream": True}
     interface = INTERFACES["responses"]
-    sent = events(await caller.post("/v1/responses", json=body))
+    sent = data_of(await caller.post("/v1/responses", json=body))
     assert streamed_text(interface, sent) == LEFT
     (where,) = {event["response"]["id"] for event in sent if "response" in event}
     found = (await caller.get(f"/v1/responses/{where}")).json()
     assert (interface.text(found), found["status"]) == (LEFT, "incomplete")
-    again = events(await caller.get(f"/v1/responses/{where}", params={"stream": "true"}))
+    again = data_of(await caller.get(f"/v1/responses/{where}", params={"stream": "true"}))
     assert again == sent
     # The gateway that runs it cancels it, or the first reader does.
     assert "cancel" in caller.engine.names
 
 
-async def test_without_a_block_list_nothing_is_held_back(
-    http: Client, words: Words, made: Made
-) -> None:
-    saying(http.engine, words, SAID)
+async def test_without_a_block_list_nothing_is_held_back(http: Client, made: Made) -> None:
+    saying(http.engine, SAID)
     headers = bearer(await made())
     body = {"prompt": "bad", "stream": True}
-    sent = events(await http.post("/v1/completions", json=body, headers=headers))
-    assert len(sent) == len(words.token_ids(SAID))
+    sent = data_of(await http.post("/v1/completions", json=body, headers=headers))
+    assert len(sent) == len(WORDS.token_ids(SAID))
     assert "cancel" not in http.engine.names
 
 

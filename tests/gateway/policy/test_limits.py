@@ -16,6 +16,7 @@ from nano_inference.gateway.policy.store import PolicyStore
 from nano_inference.gateway.server.calls import ObservedCalls
 from nano_inference.store.limits import Charge, Limit, LimitStore, Reservation
 
+from ..errors import code_of
 from ..fake import FakeEngine, app_of, chunk, http_of
 from ..recorded import Recorded
 from .conftest import Made, bearer
@@ -73,11 +74,6 @@ async def place(config: Config) -> AsyncIterator[Place]:
     await made.aclose()
 
 
-def refusal(answer: httpx.Response) -> tuple[int, str]:
-    error = answer.json()["error"]
-    return answer.status_code, error["code"]
-
-
 async def test_two_gateways_grant_a_limit_once(place: Place) -> None:
     """One limit of 30 calls a minute, 300 sent to both."""
     headers = await place.key("generate", limits={"requests_per_minute": 30})
@@ -86,7 +82,7 @@ async def test_two_gateways_grant_a_limit_once(place: Place) -> None:
     assert (statuses.count(200), statuses.count(429)) == (30, 270)
     assert len(place.engine.requests) + len(place.second.requests) == 30
     refused = next(answer for answer in answers if answer.status_code == 429)
-    assert refusal(refused) == (429, "rate_limit_exceeded")
+    assert code_of(refused, 429) == "rate_limit_exceeded"
     assert 1 <= int(refused.headers["Retry-After"]) <= 61
     assert "30 calls a minute" in refused.json()["error"]["message"]
     assert place.recorded.refused() == {"requests_per_minute": 270}
@@ -126,7 +122,7 @@ async def test_streams_have_rate_limit_headers(place: Place) -> None:
     answer = await place.call(headers, stream=True)
     assert answer.headers["content-type"].startswith("text/event-stream")
     assert answer.headers["x-ratelimit-remaining-requests"] == "0"
-    assert refusal(await place.call(headers, stream=True)) == (429, "rate_limit_exceeded")
+    assert code_of(await place.call(headers, stream=True), 429) == "rate_limit_exceeded"
 
 
 async def test_background_responses_reserve_limits(place: Place) -> None:
@@ -139,7 +135,7 @@ async def test_background_responses_reserve_limits(place: Place) -> None:
     assert begun.headers["x-ratelimit-remaining-requests"] == "0"
     assert await place.left(f"key:{key_id}:in_flight", 5, 0) == 4
     refused = await place.http[0].post("/v1/responses", json=body, headers=headers)
-    assert refusal(refused) == (429, "rate_limit_exceeded")
+    assert code_of(refused, 429) == "rate_limit_exceeded"
 
 
 async def test_tokens_are_reserved_and_committed(place: Place) -> None:
@@ -165,7 +161,7 @@ async def test_a_disconnected_call_commits_its_most_tokens(
     call = asyncio.create_task(place.http[0].post("/generate", json=body, headers=headers))
     await place.engine.until(lambda: bool(place.engine.requests))
     assert await place.left(f"key:{key_id}:tokens", 50) == 50 - 12
-    assert refusal(await place.call(headers, gateway=1)) == (429, "rate_limit_exceeded")
+    assert code_of(await place.call(headers, gateway=1), 429) == "rate_limit_exceeded"
     assert place.recorded.refused() == {"max_in_flight": 1}
     call.cancel()
     await asyncio.wait([call])
@@ -177,7 +173,7 @@ async def test_a_disconnected_call_commits_its_most_tokens(
 async def test_a_call_above_the_limit_has_no_retry_after(place: Place) -> None:
     headers = await place.key("generate", limits={"tokens_per_minute": 20})
     refused = await place.call(headers, n=2)
-    assert refusal(refused) == (400, "tokens_above_limit")
+    assert code_of(refused, 400) == "tokens_above_limit"
     assert "22 tokens" in refused.json()["error"]["message"]
     assert place.recorded.refused() == {"tokens_per_minute": 1}
     assert (await place.call(headers, n=1)).status_code == 200
@@ -207,7 +203,7 @@ async def test_a_changed_limit_applies_to_earlier_use(place: Place) -> None:
     assert (await place.call(headers)).status_code == 200
     await place.administration.change_key(key_id, {"limits": {"requests_per_minute": 1}})
     await place.refresh()
-    assert refusal(await place.call(headers, gateway=1)) == (429, "rate_limit_exceeded")
+    assert code_of(await place.call(headers, gateway=1), 429) == "rate_limit_exceeded"
 
 
 class Away:
@@ -227,7 +223,7 @@ async def test_limits_that_can_not_be_counted(choice: str) -> None:
     if choice == "open":
         assert answer.status_code == 200
     else:
-        assert refusal(answer) == (503, "policy_unavailable")
+        assert code_of(answer, 503) == "policy_unavailable"
         assert place.recorded.refused() == {"limits_unavailable": 1}
     assert (await place.call(await place.key("generate"))).status_code == 200
     await place.aclose()
@@ -240,7 +236,7 @@ async def test_a_resumed_stream_reserves_nothing(place: Place) -> None:
     stream = f"/v1/streams/{event_id.partition('.')[0]}"
     again = await place.http[0].get(stream, headers=headers)
     assert (again.status_code, again.text) == (200, recorded.text)
-    assert refusal(await place.call(headers)) == (429, "rate_limit_exceeded")
+    assert code_of(await place.call(headers), 429) == "rate_limit_exceeded"
 
 
 async def test_an_embedding_reserves_its_prompt_only(place: Place) -> None:
@@ -253,6 +249,6 @@ async def test_an_embedding_reserves_its_prompt_only(place: Place) -> None:
     await place.engine.until(lambda: bool(place.engine.requests))
     longer = {"input": "abcdefghijkl"}
     refused = await place.http[1].post("/v1/embeddings", json=longer, headers=headers)
-    assert refusal(refused) == (400, "tokens_above_limit")
+    assert code_of(refused, 400) == "tokens_above_limit"
     call.cancel()
     await asyncio.wait([call])

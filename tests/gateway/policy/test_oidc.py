@@ -284,7 +284,6 @@ async def test_a_withdrawn_key_is_refused(issuer: Issuer, verify: Verify) -> Non
     verifying.clock.now_s += oidc.RENEW_S
     await verifying.tokens.caller(token)
     task = verifying.tokens._keys._task
-    assert task is not None
     await task
     assert "no such key" in await verifying.refused(token)
 

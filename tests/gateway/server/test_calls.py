@@ -63,7 +63,6 @@ async def http(engine: FakeEngine, recorded: Recorded) -> AsyncIterator[Client]:
 def trace_of(engine: FakeEngine) -> TraceContext:
     """The trace of the only request."""
     (trace,) = engine.traces
-    assert trace is not None
     return trace
 
 
@@ -108,7 +107,6 @@ async def test_a_call_s_span_is_between_its_client_and_its_requests(
     trace_id, span_id, parent_id = ids(span)
     assert (trace_id, parent_id) == (TRACE, SPAN)
     for trace in http.engine.traces:
-        assert trace is not None
         assert trace.traceparent == f"00-{TRACE}-{span_id}-01"
         assert trace.tracestate == "vendor=1"
     assert len(http.engine.traces) == (1 if body.get("messages") else 2)
@@ -209,7 +207,6 @@ async def test_client_errors_are_no_span_errors(
     http.engine.outputs = refused(code)
     await http.post("/generate", json={"text": "a"})
     (span,) = recorded.spans()
-    assert span.attributes is not None
     assert span.attributes[names.HTTP_STATUS] == status
     failed = status == 500
     assert span.status.is_unset != failed

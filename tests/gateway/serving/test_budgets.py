@@ -61,7 +61,6 @@ async def test_the_shortest_budget_holds(
         if budget_ns is None:
             assert request.budget_ns is None
         else:
-            assert request.budget_ns is not None
             assert MINUTE_NS / 2 < request.budget_ns <= budget_ns - 20 * 10**9
 
 

@@ -71,7 +71,6 @@ async def connect(kept: DurableCalls, call_id: str, **given: Any) -> asyncio.Tas
 
 async def come_back(kept: DurableCalls, call_id: str) -> asyncio.Task[None]:
     found = await kept.find(call_id)
-    assert found is not None
     return await connected(kept.resumed(call_id, found, [call_id]), call_id)
 
 
@@ -146,7 +145,6 @@ async def test_a_call_refused_by_a_draining_gateway_can_be_resent(engine: FakeEn
     no = EngineError("no", code="shutting_down")
     await close(await connect(kept, "c"))
     found = await kept.find("c")
-    assert found is not None
     engine.calls.clear()
     async with kept.resumed("c", found, ["c"]) as attachment:
         attachment.fail(no)

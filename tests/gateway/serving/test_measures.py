@@ -88,7 +88,6 @@ async def test_a_refused_connection_is_counted(recorded: Recorded) -> None:
     connections.enter(first)  # type: ignore[arg-type]
     connections.enter(second)  # type: ignore[arg-type]
     assert first.error is None
-    assert second.error is not None
     assert second.error.code == "overloaded"
     assert recorded.refused() == {"all_busy": 1}
 

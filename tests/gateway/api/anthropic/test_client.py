@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
 from typing import Any
 
 import anthropic
@@ -17,12 +16,6 @@ from ...made import TEXTS, cut, interleaved, whole
 TEXT = "".join(TEXTS)
 HELLO: Any = [{"role": "user", "content": "hello"}]
 ASKED: Any = {"model": "tiny", "max_tokens": 9, "messages": HELLO}
-
-
-@pytest.fixture
-async def client(connected: dict[str, Any]) -> AsyncIterator[AsyncAnthropic]:
-    async with AsyncAnthropic(base_url="http://127.0.0.1", **connected) as made:
-        yield made
 
 
 async def test_a_message(client: AsyncAnthropic, engine: FakeEngine) -> None:

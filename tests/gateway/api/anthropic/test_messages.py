@@ -10,13 +10,12 @@ import pytest
 from httpx import Response
 
 from nano_inference.bus.public import GenerateRequest, Output
-from nano_inference.config import Config
-from nano_inference.gateway.serving.words import LazyWords
 
 from ... import by_hand
 from ...errors import invalid
 from ...fake import Client, FakeEngine, app_of, completion, poster, refused
 from ...made import TEXTS, TOKENS, interleaved, told, whole
+from ...sampled import WORDS
 
 PATH, COUNT = "/v1/messages", "/v1/messages/count_tokens"
 TEXT = "".join(TEXTS)
@@ -30,11 +29,10 @@ SETTINGS = {"gateway.message_format": "off"}
 posted = poster(PATH, ASKED)
 
 
-async def prompt_of(engine: FakeEngine, config: Config) -> str:
+def prompt_of(engine: FakeEngine) -> str:
     """The text of the only request's prompt."""
-    words = await LazyWords(config.engine.model_folder).get()
     (request,) = engine.requests
-    return words.text(request.prompt_token_ids or (), skip_special=False)
+    return WORDS.text(request.prompt_token_ids or (), skip_special=False)
 
 
 def refusal(answer: Response, status: int = 400) -> tuple[str, str, str | None]:
@@ -85,7 +83,7 @@ async def test_an_answer_has_anthropic_s_fields(http: Client) -> None:
     "system",
     ["Be brief.", [{"type": "text", "text": "Be brief.", "cache_control": {"type": "ephemeral"}}]],
 )
-async def test_the_prompt_equals_openai_s(http: Client, config: Config, system: Any) -> None:
+async def test_the_prompt_equals_openai_s(http: Client, system: Any) -> None:
     blocks = [{"type": "text", "text": "6"}, {"type": "text", "text": "+"}]
     messages = [
         {"role": "user", "content": blocks},
@@ -107,14 +105,13 @@ async def test_the_prompt_equals_openai_s(http: Client, config: Config, system: 
     assert (await http.post(COUNT, json=body)).json() == {"input_tokens": len(prompt or ())}
 
 
-async def test_the_assistant_s_last_message_is_continued(http: Client, config: Config) -> None:
+async def test_the_assistant_s_last_message_is_continued(http: Client) -> None:
     await posted(http, messages=[HELLO, {"role": "assistant", "content": "That is 1"}])
-    assert (await prompt_of(http.engine, config)).endswith("That is 1")
+    assert prompt_of(http.engine).endswith("That is 1")
 
 
-async def test_the_stop_reason_is_reported(http: Client, config: Config) -> None:
-    words = await LazyWords(config.engine.model_folder).get()
-    last = words.text(TOKENS[2:], skip_special=True)
+async def test_the_stop_reason_is_reported(http: Client) -> None:
+    last = WORDS.text(TOKENS[2:], skip_special=True)
     http.engine.outputs = whole
     answer = await posted(http, stop_sequences=["nothing", last])
     assert (answer["stop_reason"], answer["stop_sequence"]) == ("stop_sequence", last)
@@ -271,22 +268,6 @@ async def test_a_body_that_is_none_has_anthropic_s_error(http: Client) -> None:
     assert refusal(answer) == ("invalid_request_error", "malformed", None)
     large = {"messages": [HELLO | {"content": "a" * (17 << 20)}]}
     assert refusal(await http.post(PATH, json=large), 413)[0] == "request_too_large"
-
-
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"tools": [], "tool_choice": {"type": "auto"}, "thinking": {"type": "disabled"}},
-        {"metadata": {"user_id": "u"}, "service_tier": "auto", "speed": "standard"},
-        {"cache_control": {"type": "ephemeral"}, "stop_sequences": None, "container": None},
-    ],
-)
-async def test_fields_that_ask_for_nothing_are_accepted(
-    http: Client, fields: dict[str, Any]
-) -> None:
-    plain = await posted(http)
-    assert await posted(http, **fields) == plain | {"id": http.engine.requests[1].request_id}
-    assert http.engine.requests[0].sampling == http.engine.requests[1].sampling
 
 
 async def test_a_stream_with_nothing_to_say_pings() -> None:

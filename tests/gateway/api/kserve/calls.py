@@ -116,18 +116,21 @@ class Model(FakeModel):
     """Returns its input "x", once it may.
 
     Attributes:
-        free: Set while it may answer.
+        free: Set while it may answer; not from the beginning if it is `held`.
         answers: Answers to a call that takes many.
         failure: Raised after the answers.
         sent: Number of answers.
     """
 
-    def __init__(self, name: str = "echo", *, decoupled: bool = False) -> None:
+    def __init__(
+        self, name: str = "echo", *, decoupled: bool = False, held: bool = False, answers: int = 1
+    ) -> None:
         tensors = (TensorSpec("x", "FP32", (-1,)),)
         super().__init__(name, inputs=tensors, outputs=tensors, decoupled=decoupled)
         self.free = asyncio.Event()
-        self.free.set()
-        self.answers = 1
+        if not held:
+            self.free.set()
+        self.answers = answers
         self.failure: Exception | None = None
         self.sent = 0
 
@@ -161,7 +164,6 @@ class Several(FakeModel):
 
     async def answer_all(self, call: ModelCall, answer: Answer) -> None:
         times = call.request.input("times")
-        assert times is not None
         numbers = range(int(times[0]))
         for number in numbers if call.many else numbers[-1:]:
             if call.many and number:

@@ -58,7 +58,6 @@ class Engine(FakeEngine):
             return [completion(request, *made)]
         if self.hangs:
             return []
-        assert request.prompt_token_ids is not None
         prompt, (first, *_) = request.prompt_token_ids, request.prompt_token_ids[2:]
         if first == self.failing:
             raise EngineError("no", code="out_of_blocks")

@@ -77,8 +77,7 @@ async def test_a_stopping_server_says_when_to_retry() -> None:
 
 async def test_another_gateway_answers_after_a_stop(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server, "LEAVE_S", 0.1)
-    first, second = Model(), Model()
-    first.free.clear()
+    first, second = Model(held=True), Model()
     async with served(second) as (other, _), AsyncExitStack() as stack:
         async with served(first) as (one, _):
             address = f"ipv4:127.0.0.1:{one.grpc_port},127.0.0.1:{other.grpc_port}"
@@ -94,8 +93,7 @@ async def test_another_gateway_answers_after_a_stop(monkeypatch: pytest.MonkeyPa
 
 
 async def test_responses_of_a_stream_and_information() -> None:
-    model = Model("several", decoupled=True)
-    model.answers = 3
+    model = Model("several", decoupled=True, answers=3)
     async with called(model, Model()) as (_, client):
         for name, number in (("several", 3), ("echo", 1)):
             answers = await stream(client, name, [NUMBERS])

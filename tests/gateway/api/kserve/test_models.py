@@ -133,7 +133,6 @@ async def test_request_parameters_are_no_sampling_parameters(engine: Engine) -> 
         await engine.infer("tiny", parameters=given, **beside)
     first, second = engine.requests
     assert (first.priority, first.cache_salt, first.sampling.temperature) == (-3, "s", 0.5)
-    assert first.budget_ns is not None
     assert 0 < first.budget_ns <= 10**10
     assert (second.priority, second.sampling.temperature) == (-3, 1)
     assert (first.sampling.max_tokens, second.sampling.max_tokens) == (16, 3)
@@ -359,20 +358,17 @@ async def test_an_aborted_score_is_an_error(engine: Engine) -> None:
         await engine.infer("tiny.score", prompt_ids=[1], completion_ids=[3])
 
 
-def embedded(request: GenerateRequest) -> list[Output]:
-    size = float(len(request.prompt_token_ids or request.prompt or ()))
-    vector = msgspec.structs.replace(made.told(request, 0), token_ids=(), embedding=(size, 0.5))
-    return [completion(request, msgspec.structs.replace(vector, weight_version=3))]
-
-
 @pytest.mark.parametrize(
     ("inputs", "vectors"),
-    [({"text_input": ["one", "three"]}, [[3, 0.5], [5, 0.5]]), ({"input_ids": [4, 5]}, [[2, 0.5]])],
+    [
+        ({"text_input": ["abc", "de"]}, [[3, -0.5, 294], [2, -0.5, 201]]),
+        ({"input_ids": [4, 5]}, [[2, -0.5, 9]]),
+    ],
 )
 async def test_texts_or_tokens_are_embedded(
     engine: Engine, inputs: dict[str, Any], vectors: list[list[float]]
 ) -> None:
-    engine.outputs = embedded
+    engine.outputs = made.embedded
     given = {"pooling": "mean", "dimensions": 2, "normalize": False}
     request = infer_request("tiny.embed", **inputs, sampling_parameters=given)
     found = arrays(await engine.service.infer_once(origin("mine"), request))

@@ -6,11 +6,9 @@ from typing import Any
 
 import pytest
 
-from nano_inference.config import Config
-from nano_inference.gateway.serving.words import LazyWords
-
 from ...fake import Client, completion, poster, refused
 from ...made import LOGPROBS, TEXTS, TOKENS, told
+from ...sampled import WORDS
 from ...serving.test_lane_state import OWN
 
 PATH = "/v1/chat/completions"
@@ -23,8 +21,7 @@ posted = poster(PATH, {"messages": HELLO})
 async def prompt_of(http: Client, **fields: Any) -> str:
     """The text that the engine is asked to continue."""
     await posted(http, **fields)
-    words = await LazyWords(Config().engine.model_folder).get()
-    return words.text(http.engine.requests[-1].prompt_token_ids or (), skip_special=False)
+    return WORDS.text(http.engine.requests[-1].prompt_token_ids or (), skip_special=False)
 
 
 async def test_an_answer_has_openai_s_fields(http: Client) -> None:

@@ -10,22 +10,12 @@ import openai
 import pytest
 from openai import AsyncOpenAI
 
-from nano_inference.bus.public import EmbedParams, GenerateRequest, Output, Usage
+from nano_inference.bus.public import EmbedParams
 
-from ...fake import Client, FakeEngine, app_of, completion, http_of, refused, sample
+from ...fake import Client, FakeEngine, app_of, http_of, refused
+from ...made import embedded, vector_of
 
 EMBEDDINGS = "/v1/embeddings"
-
-
-def vector_of(request: GenerateRequest) -> tuple[float, ...]:
-    """A function of the prompt, of numbers that float32 holds."""
-    numbers = request.prompt_token_ids or tuple(request.prompt.encode())  # type: ignore[union-attr]
-    return (float(len(numbers)), -0.5, float(sum(numbers)))
-
-
-def embedded(request: GenerateRequest) -> list[Output]:
-    vector = sample((), text="", logprobs=(), finish_reason="stop", embedding=vector_of(request))
-    return [completion(request, vector, usage=Usage(prompt_tokens=3))]
 
 
 @pytest.fixture

@@ -5,9 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import pytest
-
-from ...errors import invalid
 from ...fake import Client, FakeEngine, app_of, http_of, poster
 from ...made import LOGPROBS, TOKENS
 from .streamed import Recorded, events, stream_of
@@ -73,42 +70,3 @@ async def test_it_takes_no_tokenizer(engine: FakeEngine, tmp_path: Path) -> None
         await posted(http, sampling_params={"logprobs": 1})
         body = {"token_ids": [7], "sampling_params": {"prompt_logprobs": 1}}
         assert refusal(await http.post(PATH, json=body))[0] == "unsupported"
-
-
-@pytest.mark.parametrize(
-    ("fields", "code", "param"),
-    [
-        invalid("token_ids", "empty_prompt", token_ids=None),
-        invalid("token_ids", "empty_prompt", token_ids=[]),
-        invalid("request_id", request_id="r" * 257),
-        invalid("request_id", request_id=7),
-        invalid("token_ids[1]", token_ids=[1, "a"]),
-        invalid("token_ids", token_ids="a"),
-        invalid("token_ids", "context_length_exceeded", token_ids=[7] * 9000),
-        invalid("sampling_params", sampling_params=[]),
-        invalid("sampling_params.n", "invalid_n", sampling_params={"n": 0}),
-        invalid("sampling_params.n", "too_many_prompts", sampling_params={"n": 10**6}),
-        invalid("sampling_params.top_p", sampling_params={"top_p": "1"}),
-        invalid("sampling_params.topp", "unsupported", sampling_params={"topp": 1}),
-        invalid("sampling_params.bad_words", "unsupported", sampling_params={"bad_words": ["x"]}),
-        invalid(
-            "sampling_params.structured_outputs.json",
-            sampling_params={"structured_outputs": {"json": 3}},
-        ),
-        invalid(
-            "sampling_params.prompt_logprobs", sampling_params={"prompt_logprobs": 1}, stream=True
-        ),
-        invalid("features", "unsupported", features={"mm_hashes": {}}),
-        invalid("kv_transfer_params", "unsupported", kv_transfer_params={"a": 1}),
-        invalid("temperature", "unsupported", temperature=0.5),
-        invalid("stream_options", stream_options={"include_usage": True}),
-        invalid("model", "model_not_found", model="other"),
-    ],
-)
-async def test_unsupported_fields_are_refused_by_name(
-    http: Client, fields: dict[str, Any], code: str, param: str
-) -> None:
-    answer = await http.post(PATH, json={"token_ids": [5]} | fields)
-    status = 404 if code == "model_not_found" else 400
-    assert refusal(answer, status) == (code, param)
-    assert not http.engine.requests

@@ -9,10 +9,10 @@ import openai
 import pytest
 from openai import AsyncOpenAI
 
-from nano_inference.bus.public import Completion, CompletionChunk, GenerateRequest, Output
+from nano_inference.bus.public import Completion, GenerateRequest, Output
 
 from ...fake import Client, FakeEngine
-from ...made import interleaved, whole
+from ...made import chunk, interleaved, whole
 from .streamed import Recorded, stream_of
 
 HELLO: Any = [{"role": "user", "content": "hello"}]
@@ -31,26 +31,12 @@ def drafted(request: GenerateRequest) -> list[Output]:
 
 def together(request: GenerateRequest) -> list[Output]:
     """As `interleaved`, with the first two tokens of each sample in one chunk."""
-    *chunks, end = interleaved(request)
-    found: list[Output] = []
-    begun: dict[int, CompletionChunk] = {}
-    for chunk in chunks:
-        assert isinstance(chunk, CompletionChunk)
-        if chunk.token_offset == 0:
-            begun[chunk.sample_index] = chunk
-            continue
-        if chunk.token_offset == 1:
-            first = begun[chunk.sample_index]
-            tops = (first.top_logprobs or ()) + (chunk.top_logprobs or ())
-            chunk = msgspec.structs.replace(
-                first,
-                token_ids=first.token_ids + chunk.token_ids,
-                logprobs=first.logprobs + chunk.logprobs,
-                text=first.text + chunk.text,
-                top_logprobs=tops or None,
-            )
-        found.append(chunk)
-    return [*found, end]
+    chunks = [
+        chunk(request, index, place, number)
+        for place, number in ((0, 2), (2, 1))
+        for index in reversed(range(request.n))
+    ]
+    return [*chunks, *whole(request)]
 
 
 @pytest.mark.parametrize("content", ["five six", PARTS])

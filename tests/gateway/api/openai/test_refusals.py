@@ -7,8 +7,6 @@ from typing import Any
 import pytest
 from httpx import Response
 
-from nano_inference.config import SamplingParams
-
 from ...errors import invalid
 from ...fake import Client, refused
 
@@ -136,11 +134,100 @@ OF_CHATS: list[tuple[dict[str, Any], str, str]] = [
     invalid("continue_final_message", continue_final_message=True, add_generation_prompt=True),
     invalid("modalities", "unsupported", modalities=["text", "audio"]),
 ]
+INPUT_IMAGE = {"type": "input_image", "image_url": "http://example.org/a.png"}
+CALL = {"type": "function_call", "call_id": "a", "name": "f", "arguments": "{}"}
+OUTPUT = {"type": "function_call_output", "call_id": "a", "output": "b"}
+FUNCTION = {"type": "function", "name": "f"}
+OF_RESPONSES: list[tuple[dict[str, Any], str, str]] = [
+    invalid("input", input=None),
+    invalid("input", input=[]),
+    invalid("input", input=5),
+    invalid("input[0]", "unsupported", input=[{"type": "item_reference", "id": "a"}]),
+    invalid("input[0]", "unsupported", input=[{"type": "web_search_call", "id": "a"}]),
+    invalid("input[0]", input=[{"type": "function_call", "name": "f"}]),
+    invalid("input[0].arguments", input=[CALL | {"arguments": "{"}]),
+    invalid("input[0].arguments", input=[CALL | {"arguments": "[]"}]),
+    invalid("input[0].namespace", "unsupported", input=[CALL | {"namespace": "a"}]),
+    invalid("input[0].call_id", input=[OUTPUT, CALL]),
+    invalid("input[0].output", input=[OUTPUT | {"output": 5}]),
+    invalid("input[0].output[0]", "unsupported", input=[OUTPUT | {"output": [INPUT_IMAGE]}]),
+    invalid("input[0].content", input=[{"type": "reasoning", "content": "a"}]),
+    invalid(
+        "input[0].content[0]", "unsupported", input=[{"role": "user", "content": [INPUT_IMAGE]}]
+    ),
+    invalid("input[0].role", input=[{"role": "wizard", "content": "a"}]),
+    invalid("input[0].x", "unsupported", input=[{"role": "user", "content": "a", "x": 1}]),
+    invalid("instructions", instructions=5),
+    invalid("include[0]", "unsupported", include=["file_search_call.results"]),
+    invalid("top_logprobs", top_logprobs=3),
+    invalid("metadata[...]", metadata={"a": 1}),
+    invalid("metadata", metadata={str(key): "" for key in range(17)}),
+    invalid("background", background=True, store=False),
+    invalid("background_options", "unsupported", background_options={"completion_window": "2h"}),
+    invalid("previous_response_id", "previous_response_not_found", previous_response_id="resp_1"),
+    invalid("conversation", "unsupported", conversation="conv_1"),
+    invalid("prompt", "unsupported", prompt={"id": "a"}),
+    invalid("tools[0]", "unsupported", tools=[{"type": "web_search"}]),
+    invalid("tools[0]", tools=[{"type": "function"}]),
+    invalid("tools[0].name", tools=[{"type": "function", "name": "a b"}]),
+    invalid("tools[1].name", tools=[FUNCTION, FUNCTION]),
+    invalid("tools[0].parameters", tools=[FUNCTION | {"parameters": []}]),
+    invalid("tool_choice", tool_choice="sometimes"),
+    invalid("tool_choice", tool_choice="required"),
+    invalid("tool_choice", "unsupported", tool_choice={"type": "web_search"}),
+    invalid("tool_choice.name", tools=[FUNCTION], tool_choice={"type": "function", "name": "g"}),
+    invalid(
+        "tool_choice.tools[1].name",
+        tools=[FUNCTION],
+        tool_choice={
+            "type": "allowed_tools",
+            "mode": "auto",
+            "tools": [FUNCTION, {"type": "function", "name": "g"}],
+        },
+    ),
+    invalid("text.format.type", text={"format": {"type": "xml"}}),
+    invalid("text.verbosity", "unsupported", text={"verbosity": "low"}),
+    invalid("reasoning.effort", "unsupported", reasoning={"effort": "low"}),
+    invalid("reasoning.effort", reasoning={"effort": "a little"}),
+    invalid("reasoning.mode", "unsupported", reasoning={"mode": "pro"}),
+    invalid("truncation", "unsupported", truncation="auto"),
+    invalid("messages", "unsupported", messages=[{"role": "user", "content": "a"}]),
+    invalid("max_tokens", "unsupported", max_tokens=5),
+    invalid("n", "unsupported", n=2),
+    invalid("input", "context_length_exceeded", input="a " * 9000),
+]
+OF_GENERATE: list[tuple[dict[str, Any], str, str]] = [
+    invalid("token_ids", "empty_prompt", token_ids=None),
+    invalid("token_ids", "empty_prompt", token_ids=[]),
+    invalid("request_id", request_id="r" * 257),
+    invalid("request_id", request_id=7),
+    invalid("token_ids[1]", token_ids=[1, "a"]),
+    invalid("token_ids", token_ids="a"),
+    invalid("token_ids", "context_length_exceeded", token_ids=[7] * 9000),
+    invalid("sampling_params", sampling_params=[]),
+    invalid("sampling_params.n", "invalid_n", sampling_params={"n": 0}),
+    invalid("sampling_params.n", "too_many_prompts", sampling_params={"n": 10**6}),
+    invalid("sampling_params.top_p", sampling_params={"top_p": "1"}),
+    invalid("sampling_params.topp", "unsupported", sampling_params={"topp": 1}),
+    invalid("sampling_params.bad_words", "unsupported", sampling_params={"bad_words": ["x"]}),
+    invalid(
+        "sampling_params.structured_outputs.json",
+        sampling_params={"structured_outputs": {"json": 3}},
+    ),
+    invalid("sampling_params.prompt_logprobs", sampling_params={"prompt_logprobs": 1}, stream=True),
+    invalid("features", "unsupported", features={"mm_hashes": {}}),
+    invalid("kv_transfer_params", "unsupported", kv_transfer_params={"a": 1}),
+    invalid("temperature", "unsupported", temperature=0.5),
+    invalid("stream_options", stream_options={"include_usage": True}),
+    invalid("model", "model_not_found", model="other"),
+]
 CASES = [
     *((COMPLETIONS, {"prompt": "a"} | body, code, param) for body, code, param in BOTH),
     *((CHAT, {"messages": HELLO} | body, code, param) for body, code, param in BOTH),
     *((COMPLETIONS, {"prompt": "a"} | body, code, param) for body, code, param in OF_COMPLETIONS),
     *((CHAT, {"messages": HELLO} | body, code, param) for body, code, param in OF_CHATS),
+    *(("/v1/responses", {"input": "a"} | body, code, param) for body, code, param in OF_RESPONSES),
+    *((GENERATE, {"token_ids": [5]} | body, code, param) for body, code, param in OF_GENERATE),
 ]
 
 
@@ -174,26 +261,6 @@ async def test_tokens_that_are_none(
     http: Client, path: str, body: dict[str, Any], param: str
 ) -> None:
     assert refusal(await http.post(path, json=body))[1] == param
-
-
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"tools": [], "tool_choice": "none", "parallel_tool_calls": True},
-        {"function_call": "auto", "functions": [], "stream_reasoning": True},
-        {"reasoning_effort": "none", "include_reasoning": False, "separate_reasoning": False},
-        {"response_format": {"type": "text"}, "user": "u", "metadata": {"a": "b"}},
-        {"stop": None, "seed": None, "logprobs": None, "stream_options": None},
-        {"skip_special_tokens": True, "length_penalty": 1.0, "service_tier": "auto"},
-        {"stop": "", "top_k": -1, "logit_bias": {}, "best_of": None, "whatever": None},
-    ],
-)
-async def test_fields_that_ask_for_nothing_are_accepted(
-    http: Client, fields: dict[str, Any]
-) -> None:
-    answer = await http.post(CHAT, json={"messages": HELLO} | fields)
-    assert answer.status_code == 200, answer.text
-    assert http.engine.requests[0].sampling == SamplingParams(max_tokens=2048)
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -1,19 +1,19 @@
-"""`/generate` answers in the order of the prompts, streams, and lets go when nobody listens."""
+"""`/generate` and `/encode`: order of answers, streams, and clients that leave."""
 
 from __future__ import annotations
 
 import asyncio
-import json
 from pathlib import Path
 from typing import Any
 
-from httpx import Response
+import pytest
 
-from nano_inference.bus.public import GenerateRequest, Output
+from nano_inference.bus.public import EmbedParams, GenerateRequest, Output
 
 from ... import by_hand
 from ...errors import error_of
-from ...fake import Client, FakeEngine, app_of, chunk, completion, http_of, refused, sample
+from ...fake import Client, FakeEngine, app_of, chunk, completion, data_of, http_of, refused, sample
+from ...made import embedded
 
 
 def spelled(request: GenerateRequest) -> list[Output]:
@@ -29,13 +29,6 @@ def spelled(request: GenerateRequest) -> list[Output]:
 
 def hanging(request: GenerateRequest) -> list[Output]:
     return spelled(request)[:1]
-
-
-def events(answer: Response) -> list[dict[str, Any]]:
-    assert answer.headers["content-type"].startswith("text/event-stream")
-    *lines, done, end = answer.text.split("\n\n")
-    assert (done, end) == ("data: [DONE]", "")
-    return [json.loads(line.removeprefix("data: ")) for line in lines]
 
 
 async def test_one_prompt_one_object(http: Client) -> None:
@@ -69,7 +62,7 @@ async def test_one_refusal_ends_a_batch(http: Client) -> None:
 async def test_a_stream(http: Client) -> None:
     http.engine.outputs = spelled
     answer = await http.post("/generate", json={"input_ids": [3, 4], "stream": True})
-    found = events(answer)
+    found = data_of(answer)
     assert [event["text"] for event in found] == ["<3>", "<3><4>", "<3><4>"]
     reasons = [event["meta_info"]["finish_reason"] for event in found]
     assert reasons == [None, None, {"type": "length", "length": 2}]
@@ -80,7 +73,7 @@ async def test_a_stream(http: Client) -> None:
 async def test_events_of_a_batch_have_an_index(http: Client) -> None:
     http.engine.outputs = spelled
     answer = await http.post("/generate", json={"input_ids": [[3], [4, 5]], "stream": True})
-    last = {event["index"]: event["text"] for event in events(answer)}
+    last = {event["index"]: event["text"] for event in data_of(answer)}
     assert last == {0: "<3>", 1: "<4><5>"}
 
 
@@ -94,7 +87,7 @@ async def test_an_error_behind_events_of_a_stream_is_its_last_one(http: Client) 
     no = refused("invalid_top_p", "too high")
     http.engine.outputs = lambda request: [*hanging(request), *no(request)]
     answer = await http.post("/generate", json={"input_ids": [3], "stream": True})
-    first, event = events(answer)
+    first, event = data_of(answer)
     assert first["text"] == "<3>"
     assert event["error"] == {
         "message": "too high",
@@ -107,7 +100,7 @@ async def test_an_error_behind_events_of_a_stream_is_its_last_one(http: Client) 
 async def test_scores_are_one_event(http: Client) -> None:
     http.engine.outputs = spelled
     body = {"input_ids": [3, 4], "stream": True, "sampling_params": {"max_new_tokens": 0}}
-    (event,) = events(await http.post("/generate", json=body))
+    (event,) = data_of(await http.post("/generate", json=body))
     assert event["output_ids"] == []
 
 
@@ -154,3 +147,51 @@ async def test_a_client_that_goes_while_an_event_is_sent(engine: FakeEngine) -> 
 
     await by_hand.post(app, "/generate", body, send, sending)
     assert engine.left == ["r"]
+
+
+# --- /encode --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("body", "vectors"),
+    [
+        ({"text": "abc"}, [3, -0.5, 294]),
+        ({"text": ["abc", "de"]}, [[3, -0.5, 294], [2, -0.5, 201]]),
+        ({"input_ids": [1, 2]}, [2, -0.5, 3]),
+        ({"input_ids": [[1, 2], [3]]}, [[2, -0.5, 3], [1, -0.5, 3]]),
+    ],
+)
+async def test_a_text_has_an_object_and_a_list_has_a_list(
+    body: dict[str, Any], vectors: list[Any], http: Client
+) -> None:
+    http.engine.outputs = embedded
+    answer = await http.post(
+        "/encode", json=body | {"rid": "mine", "dimensions": 2, "priority": -3}
+    )
+    found = answer.json()
+    several = isinstance(found, list)
+    told = found if several else [found]
+    assert [each["embedding"] for each in told] == (vectors if several else [vectors])
+    assert [each["meta_info"]["id"] for each in told] == [
+        request.request_id for request in http.engine.requests
+    ]
+    assert http.engine.requests[0].embed == EmbedParams(dimensions=2)
+    assert (http.engine.requests[0].priority, told[0]["meta_info"]["prompt_tokens"]) == (-3, 3)
+
+
+@pytest.mark.parametrize(
+    ("body", "code"),
+    [
+        ({}, "invalid_prompt"),
+        ({"text": "a", "input_ids": [1]}, "invalid_prompt"),
+        ({"text": []}, "empty_prompt"),
+        ({"input_ids": []}, "empty_prompt"),
+        ({"input_ids": [[1], 2]}, "invalid_request"),
+        ({"text": "a", "image_data": "b"}, "unsupported"),
+        ({"text": "a", "dimensions": "x"}, "invalid_request"),
+    ],
+)
+async def test_a_bad_call_is_refused(body: dict[str, Any], code: str, http: Client) -> None:
+    answer = await http.post("/encode", json=body)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (400, code)
+    assert not http.engine.requests

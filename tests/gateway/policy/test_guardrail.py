@@ -89,6 +89,15 @@ TENSORS = {
     "inputs": [tensor("text_input", "BYTES", "a"), tensor("exclude_input_in_output", "BOOL", True)],
     "outputs": [{"name": "text_output"}, {"name": "finish_reason"}],
 }
+GENERATE = Interface(
+    "/generate",
+    {"text": "a", "return_logprob": True, "return_text_in_logprobs": True},
+    {"text": ["fine", "bad"]},
+    lambda answer: answer["text"],
+    lambda event: event["text"],
+    lambda answer: answer["meta_info"]["finish_reason"]["err_type"],
+    lambda event: (event["meta_info"]["finish_reason"] or {}).get("err_type"),
+)
 INTERFACES = {
     "completions": Interface(
         "/v1/completions",
@@ -126,23 +135,10 @@ INTERFACES = {
         lambda answer: answer["stop_reason"],
         lambda event: only("message_delta", event, "delta", "stop_reason"),
     ),
-    "generate": Interface(
-        "/generate",
-        {"text": "a", "return_logprob": True, "return_text_in_logprobs": True},
-        {"text": ["fine", "bad"]},
-        lambda answer: answer["text"],
-        lambda event: event["text"],
-        lambda answer: answer["meta_info"]["finish_reason"]["err_type"],
-        lambda event: (event["meta_info"]["finish_reason"] or {}).get("err_type"),
-    ),
-    "generate, special tokens": Interface(
-        "/generate",
-        {"text": "a", "sampling_params": {"skip_special_tokens": False, "no_stop_trim": True}},
-        {"input_ids": [[5], [69, 68, 71]]},
-        lambda answer: answer["text"],
-        lambda event: event["text"],
-        lambda answer: answer["meta_info"]["finish_reason"]["err_type"],
-        lambda event: (event["meta_info"]["finish_reason"] or {}).get("err_type"),
+    "generate": GENERATE,
+    "generate, special tokens": GENERATE._replace(
+        body={"text": "a", "sampling_params": {"skip_special_tokens": False, "no_stop_trim": True}},
+        blocked={"input_ids": [[5], [69, 68, 71]]},
     ),
     "kserve, infer": Interface(
         "/v2/models/tiny/infer",

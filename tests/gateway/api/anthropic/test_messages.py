@@ -20,6 +20,7 @@ from ...sampled import WORDS
 PATH, COUNT = "/v1/messages", "/v1/messages/count_tokens"
 TEXT = "".join(TEXTS)
 HELLO: dict[str, Any] = {"role": "user", "content": "How much is 6 + 6?"}
+BAD = "invalid_request_error"
 ASKED: dict[str, Any] = {"model": "tiny", "max_tokens": 9, "messages": [HELLO]}
 
 
@@ -246,14 +247,10 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("fields", "code", "param"), REFUSED)
-async def test_unsupported_fields_are_refused_by_name(
-    http: Client, fields: dict[str, Any], code: str, param: str
-) -> None:
-    answer = await http.post(PATH, json=ASKED | fields)
-    kind, found, name = refusal(answer)
-    assert (kind, found) == ("invalid_request_error", code)
-    assert name == param or (name is None and param in answer.json()["error"]["message"])
+async def test_unsupported_fields_are_refused_by_name(http: Client) -> None:
+    for fields, code, param in REFUSED:
+        answer = await http.post(PATH, json=ASKED | fields)
+        assert refusal(answer) == (BAD, code, param), fields
     assert not http.engine.requests
 
 

@@ -184,33 +184,34 @@ def regions(answered: Any) -> list[Any]:
 # --- what there is -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("model", ["echo", "org/echo", "1.5 b%"])
-async def test_information(name: str, model: str) -> None:
+async def test_information(name: str) -> None:
     ill = Slow("ill")
     ill.why_not = "it has no weights"
-    async with triton(name, Echo(model), ill) as ask:
+    models = ("echo", "org/echo", "1.5 b%")
+    async with triton(name, *map(Echo, models), ill) as ask:
         assert await ask("is_server_live")
         assert await ask("is_server_ready")
-        assert await ask("is_model_ready", model, "3")
         assert not await ask("is_model_ready", "ill")
         assert not await ask("is_model_ready", "none")
         assert "binary_tensor_data" in (await ask("get_server_metadata"))["extensions"]
-        answered = await ask("get_model_metadata", model)
-        assert [(each["name"], each["datatype"]) for each in answered["inputs"]] == [
-            (each, each) for each in DATATYPES
-        ]
-        assert [int(each) for each in answered["outputs"][0]["shape"]] == [-1]
-        assert answered["versions"] == ["1", "3"]
-        config = await ask("get_model_config", model, "1")
-        config = config["config"] if ask.kind.grpc else config
-        assert config["name"] == model
-        assert not config["model_transaction_policy"]["decoupled"]
+        for model in models:
+            assert await ask("is_model_ready", model, "3")
+            answered = await ask("get_model_metadata", model)
+            assert [(each["name"], each["datatype"]) for each in answered["inputs"]] == [
+                (each, each) for each in DATATYPES
+            ]
+            assert [int(each) for each in answered["outputs"][0]["shape"]] == [-1]
+            assert answered["versions"] == ["1", "3"]
+            config = await ask("get_model_config", model, "1")
+            config = config["config"] if ask.kind.grpc else config
+            assert config["name"] == model
+            assert not config["model_transaction_policy"]["decoupled"]
         index = await ask("get_model_repository_index")
         states = {
             each["name"]: (each["state"], each["reason"])
             for each in (index["models"] if ask.kind.grpc else index)
         }
-        assert states[model] == ("READY", "")
+        assert {states[model] for model in models} == {("READY", "")}
         assert states["ill"] == ("UNAVAILABLE", "it has no weights")
 
 

@@ -12,6 +12,7 @@ from nano_inference.gateway.deployment.dispatch import Names, names_of, split
 
 from ..errors import error_of
 from ..fake import Client
+from ..interfaces import STREAMED
 from .deployed import Deployment, Front, opened
 
 NAMED = {
@@ -23,14 +24,8 @@ NAMED = {
 }
 """The model of each name."""
 
-CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
-CALLS: dict[str, dict[str, Any]] = {
-    "/v1/completions": {"prompt": "hi", "max_tokens": 2},
-    "/v1/chat/completions": CHAT,
-    "/v1/responses": {"input": "hi", "max_output_tokens": 2},
-    "/v1/messages": CHAT,
-    "/generate": {"text": "hi", "sampling_params": {"max_new_tokens": 2}},
-}
+# One interface has no text that names its model.
+CALLS = {path: body for path, body in STREAMED.items() if path != "/inference/v1/generate"}
 
 
 def call(path: str, model: str = "") -> dict[str, Any]:

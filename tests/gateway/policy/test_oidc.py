@@ -345,9 +345,9 @@ async def test_a_fetch_times_out(
 async def test_an_endless_answer_delays_no_known_key(
     served: Issuer, verify: Verify, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(oidc, "FETCH_TIMEOUT_S", 0.3)
     verifying, token = verify(served), served.token()
     await verifying.tokens.caller(token)
+    monkeypatch.setattr(oidc, "FETCH_TIMEOUT_S", 0.3)
     begun = asyncio.Event()
 
     async def spaces() -> AsyncIterator[bytes]:

@@ -18,6 +18,7 @@ from nano_inference.store.board import LoadedAdapter
 
 from ..deployment.deployed import Deployment, Front
 from ..fake import Client, FakeEngine, app_of, http_of, report
+from ..interfaces import BODIES, STREAMED
 
 PATH = "/v1/completions"
 
@@ -130,52 +131,37 @@ async def test_the_input_of_the_agent(http: Client, agent: Agent) -> None:
     assert len(http.engine.requests) == 2
 
 
-PROMPT = {"prompt": "hello"}
-CHAT = {"messages": [{"role": "user", "content": "hello"}]}
-DOORS: dict[str, tuple[str, dict[str, Any]]] = {
-    "completions": (PATH, PROMPT),
-    "completions, streamed": (PATH, PROMPT | {"stream": True}),
-    "chat": ("/v1/chat/completions", CHAT),
-    "chat, streamed": ("/v1/chat/completions", CHAT | {"stream": True}),
-    "tokens": ("/inference/v1/generate", {"token_ids": [69, 68]}),
-    "responses": ("/v1/responses", {"input": "hello"}),
-    "responses, streamed": ("/v1/responses", {"input": "hello", "stream": True}),
-    "responses, in the background": ("/v1/responses", {"input": "hello", "background": True}),
-    "embeddings": ("/v1/embeddings", {"input": "hello"}),
-    "messages": ("/v1/messages", CHAT | {"max_tokens": 4}),
-    "messages, streamed": ("/v1/messages", CHAT | {"max_tokens": 4, "stream": True}),
-    "generate": ("/generate", {"text": "hello"}),
-    "generate, streamed": ("/generate", {"text": "hello", "stream": True}),
-    "encode": ("/encode", {"text": "hello"}),
-    "KServe": ("/v2/models/{model}/generate", {"text_input": "hello"}),
-    "KServe, streamed": ("/v2/models/{model}/generate_stream", {"text_input": "hello"}),
-}
+DOORS = [
+    *((path, body) for path, body in BODIES.items() if path not in ("/score", "/rerank")),
+    *((path, body | {"stream": True}) for path, body in STREAMED.items()),
+    ("/v1/responses", {"input": "a", "background": True}),
+    ("/v2/models/tiny/generate_stream", {"text_input": "a"}),
+]
 SERVED = {"engine.model_id": "served", "engine.model_aliases": ("other",)}
 NAMES = ("", "served", "other", "finetuned")
 
 
-def named(door: str, requested: str) -> tuple[str, dict[str, Any]] | None:
+def named(path: str, body: dict[str, Any], requested: str) -> tuple[str, dict[str, Any]] | None:
     """A call that names a model; None if the interface can't name it."""
-    path, body = DOORS[door]
-    if door.startswith("KServe"):
+    if path.startswith("/v2"):
         is_model = requested not in ("", "finetuned")
-        return (path.format(model=requested), body) if is_model else None
-    if requested == "finetuned" and door.startswith(("generate", "encode")):
+        return (path.replace("tiny", requested), body) if is_model else None
+    if requested == "finetuned" and path in ("/generate", "/encode"):
         return (path, body | {"lora_path": requested}) if path == "/generate" else None
     return path, body | ({"model": requested} if requested else {})
 
 
-@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize(("path", "body"), DOORS)
 async def test_every_interface_names_the_serving_model(
-    engine: FakeEngine, agent: Agent, door: str
+    engine: FakeEngine, agent: Agent, path: str, body: dict[str, Any]
 ) -> None:
     """With the name that the caller gave."""
     agent.answer = http_response({"result": False})
     engine.stage_reports = [report(adapters=(LoadedAdapter(id="finetuned", version=1),))]
-    calls = {requested: call for requested in NAMES if (call := named(door, requested))}
+    calls = {requested: call for requested in NAMES if (call := named(path, body, requested))}
     async with client_of(engine, agent.url, **SERVED) as http:
-        for number, (path, body) in enumerate(calls.values(), 1):
-            await http.post(path, json=body)
+        for number, (place, asked) in enumerate(calls.values(), 1):
+            await http.post(place, json=asked)
             # The request of a background response follows its answer.
             while len(agent.asked) < number:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
@@ -197,7 +183,7 @@ async def test_one_of_several_models_is_named(
     front = Front(deployment, config)
     await front.seen()
     async with front.client() as http:
-        await http.post(path, json=PROMPT | body)
+        await http.post(path, json={"prompt": "hello"} | body)
     names = [(each["model"], each["requested_model"]) for each in agent.asked]
     assert names == [("served", "other")]
 

@@ -18,16 +18,12 @@ from nano_inference.telemetry import TraceContext
 
 from ..errors import error_of
 from ..fake import Client, FakeEngine, app_of, http_of, report
+from ..interfaces import STREAMED
 
 SETTING = Config().engine.max_model_len
 OWN = 2048
 """The length in the bundled model's files."""
 HELLO = [{"role": "user", "content": "a"}]
-ASKED = {
-    "/generate": {"text": "a"},
-    "/v1/completions": {"prompt": "a"},
-    "/v1/chat/completions": {"messages": HELLO},
-}
 
 
 class Waiting(FakeEngine):
@@ -60,7 +56,7 @@ def readiness(engine: FakeEngine) -> Readiness:
 @pytest.fixture
 def calls(engine: FakeEngine, config: Config, readiness: Readiness) -> ObservedCalls:
     app = app_of(engine, config, readiness=readiness)
-    return ObservedCalls(app, Measures(), ASKED)
+    return ObservedCalls(app, Measures(), STREAMED)
 
 
 @pytest.fixture

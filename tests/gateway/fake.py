@@ -30,7 +30,7 @@ from nano_inference.gateway.serving.measures import Measures
 from nano_inference.pipeline.client import BusClient
 from nano_inference.store.board import StageReport
 from nano_inference.store.store import memory_store
-from nano_inference.telemetry import TraceContext
+from nano_inference.telemetry import Metrics, TraceContext, Tracing
 
 Outputs = Callable[[GenerateRequest], list[Output]]
 
@@ -86,6 +86,9 @@ class FakeEngine:
         parts: The number of staged parts, by the update's name.
         away: The bus is lost behind the first output that a client follows.
     """
+
+    tracing = Tracing()
+    metrics = Metrics()
 
     def __init__(self, outputs: Outputs | None = None) -> None:
         self.calls: list[tuple[str, dict[str, Any]]] = []

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import anyio
-import httpx
 import pytest
 import structlog
 
@@ -26,7 +25,7 @@ from nano_inference.gateway.serving.measures import Measures
 from nano_inference.telemetry import setup_logging
 
 from .. import by_hand
-from ..fake import FakeEngine, app_of, completion, http_of, refused
+from ..fake import Client, FakeEngine, app_of, completion, http_of, refused
 from ..made import cut, interleaved, scores
 from .conftest import Made, bearer
 
@@ -37,13 +36,11 @@ ANSWER = "five six"
 class Audited:
     """A gateway with an audit log, and a client of it."""
 
-    def __init__(
-        self, app: GatewayApp, observed: ObservedCalls, http: httpx.AsyncClient, path: Path
-    ) -> None:
+    def __init__(self, app: GatewayApp, observed: ObservedCalls, http: Client, path: Path) -> None:
         self.policy = app.policy
         self.observed = observed
         (self.durable,) = app.durable_calls()
-        self.http = http
+        self.http, self.engine = http, http.engine
         self._path = path
 
     @property
@@ -80,7 +77,7 @@ async def audited(
     app = app_of(engine, overrides)
     await app.policy.open()
     observed = app_observed(app)
-    async with http_of(observed, raise_app_exceptions=False) as client:
+    async with http_of(observed, engine, raise_app_exceptions=False) as client:
         yield Audited(app, observed, client, path)
     await app.policy.aclose()
 
@@ -194,7 +191,7 @@ async def test_a_blocked_prompt_is_recorded(gateway: Audited) -> None:
     assert "answer_hmac" not in line
 
 
-async def test_an_answer_is_recorded_as_it_left(gateway: Audited, engine: FakeEngine) -> None:
+async def test_an_answer_is_recorded_as_it_left(gateway: Audited) -> None:
     await gateway.administration.set_guardrails({"literals": ["six"]})
     headers = bearer(await gateway.made())
     for stream in (False, True):
@@ -205,13 +202,11 @@ async def test_an_answer_is_recorded_as_it_left(gateway: Audited, engine: FakeEn
         assert line["answer_hmac"] == hashed("five ")
 
 
-async def test_a_failure_after_the_first_event_is_recorded(
-    gateway: Audited, engine: FakeEngine
-) -> None:
+async def test_a_failure_after_the_first_event_is_recorded(gateway: Audited) -> None:
     def outputs(request: GenerateRequest) -> list[Output]:
         return [*cut(request), *refused("lane_failed")(request)]
 
-    engine.outputs = outputs
+    gateway.engine.outputs = outputs
     body = {"prompt": "a", "stream": True}
     headers = bearer(await gateway.made())
     answer = await gateway.http.post("/v1/completions", json=body, headers=headers)
@@ -221,10 +216,8 @@ async def test_a_failure_after_the_first_event_is_recorded(
     assert line["answer_hmac"] == hashed("five")
 
 
-async def test_the_answer_until_a_disconnect_is_recorded(
-    gateway: Audited, engine: FakeEngine
-) -> None:
-    engine.outputs = lambda request: interleaved(request)[:2]  # and then it hangs
+async def test_the_answer_until_a_disconnect_is_recorded(gateway: Audited) -> None:
+    gateway.engine.outputs = lambda request: interleaved(request)[:2]  # and then it hangs
     key = await gateway.made()
     left = anyio.Event()
 
@@ -233,24 +226,14 @@ async def test_the_answer_until_a_disconnect_is_recorded(
             left.set()
 
     body = {"prompt": "a", "stream": True, "max_tokens": 9}
-    observed = with_headers(gateway.observed, bearer(key))
-    await by_hand.post(observed, "/v1/completions", body, send, left)
+    headers = bearer(key).items()
+    await by_hand.post(gateway.observed, "/v1/completions", body, send, left, headers)
     line = await gateway.line()
     assert not line["complete"]
     assert line["answer_hmac"] == hashed("five six")
 
 
-def with_headers(app: Any, headers: dict[str, str]) -> Any:
-    async def call(scope: Any, receive: Any, send: Any) -> None:
-        more = [(name.lower().encode(), value.encode()) for name, value in headers.items()]
-        await app({**scope, "headers": [*scope["headers"], *more]}, receive, send)
-
-    return call
-
-
-async def test_a_response_in_the_background_has_a_line_of_its_own(
-    gateway: Audited, engine: FakeEngine
-) -> None:
+async def test_a_response_in_the_background_has_a_line_of_its_own(gateway: Audited) -> None:
     key = await gateway.made()
     body = {"input": "whisper", "background": True}
     made = (await gateway.http.post("/v1/responses", json=body, headers=bearer(key))).json()

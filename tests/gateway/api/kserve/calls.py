@@ -20,7 +20,6 @@ from nano_inference.gateway.serving.lane_state import Readiness
 from nano_inference.kserve.protobuf import METHODS, message
 from nano_inference.kserve.tensors import DATATYPES, DTYPES, ModelSpec, NamedTensor, TensorSpec
 from nano_inference.pipeline.client import BusClient
-from nano_inference.telemetry import Metrics, Tracing
 
 from ...fake import FakeEngine, app_of
 
@@ -30,15 +29,6 @@ BYTES = {"Content-Type": "application/octet-stream"}
 LENGTH = "Inference-Header-Content-Length"
 INT8 = {"name": "INT8", "datatype": "INT8", "shape": [1], "data": [1]}
 """An input of `Echo`, as JSON."""
-
-
-class Engine(FakeEngine):
-    """An engine as a gateway takes it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.tracing = Tracing()
-        self.metrics = Metrics()
 
 
 async def until(holds: Callable[[], Any]) -> None:
@@ -193,7 +183,7 @@ async def served(
     config = load_config(env={}, overrides={"gateway.grpc_port": 0, "gateway.port": 0} | own)
     async with (
         asyncio.timeout(limit_s),
-        Gateway(cast(BusClient, engine or Engine()), config) as gateway,
+        Gateway(cast(BusClient, engine or FakeEngine()), config) as gateway,
         grpc.aio.insecure_channel(f"127.0.0.1:{gateway.grpc_port}") as channel,
     ):
         for model in models:
@@ -220,7 +210,7 @@ async def asking(
 ) -> AsyncIterator[httpx.AsyncClient]:
     """A client of the application alone; `settings` are the gateway's."""
     config = load_config(env={}, overrides={f"gateway.{name}": settings[name] for name in settings})
-    app = app_of(engine or Engine(), config, readiness=readiness)
+    app = app_of(engine or FakeEngine(), config, readiness=readiness)
     for model in models:
         app.kserve.service.add(model)
     transport = httpx.ASGITransport(app)

@@ -17,8 +17,8 @@ from nano_inference.gateway.server import server
 from nano_inference.kserve import KServeClient, KServeError, NamedTensor
 
 from ....errors import raises
-from ...fake import refused
-from .calls import Engine, Model, served, until
+from ...fake import FakeEngine, refused
+from .calls import Model, served, until
 
 TOKENS = [NamedTensor("input_ids", np.array([1, 2, 3]))]
 NUMBERS = NamedTensor("x", np.arange(100, dtype=np.float32))
@@ -59,7 +59,7 @@ MEANINGS = {
 
 @both_ways
 async def test_engine_errors_reach_the_client(ask: Ask) -> None:
-    engine = Engine()
+    engine = FakeEngine()
     async with called(engine=engine) as (_, client):
         for code, status in MEANINGS.items():
             engine.outputs = refused(code, f"not this one: {code}")

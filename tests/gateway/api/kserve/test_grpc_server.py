@@ -25,8 +25,9 @@ from nano_inference.kserve.protobuf import METHODS
 from nano_inference.telemetry.instruments import HTTP_DURATION
 
 from ....certificates import Authority, Issued
+from ...fake import FakeEngine
 from ...recorded import Recorded, ids
-from .calls import LIMIT_S, Client, Engine, Failed, Model, code_of, request, served, until, values
+from .calls import LIMIT_S, Client, Failed, Model, code_of, request, served, until, values
 
 KEYS = {"policy__backend": "bus"}
 
@@ -48,7 +49,7 @@ def test_client_address_of_a_grpc_peer(peer: str, client: tuple[str, int] | None
 # --- telemetry ------------------------------------------------------------------------------------
 
 
-class ToldEngine(Engine):
+class ToldEngine(FakeEngine):
     """An engine whose gateway's measures can be read back."""
 
     def __init__(self) -> None:
@@ -347,6 +348,7 @@ IMPORTS = """
 import sys
 from nano_inference.cli.fork_server import import_stages
 from nano_inference.gateway.gateway import Gateway
+from ...fake import FakeEngine
 import_stages(["gateway"])
 sys.stdout.write(" ".join(name for name in sys.modules if name.partition(".")[0] == "grpc"))
 """

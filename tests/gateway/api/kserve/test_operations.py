@@ -12,7 +12,8 @@ from nano_inference.gateway.api.kserve.operations import OPERATIONS, SERVER_NAME
 from nano_inference.gateway.serving.lane_state import DRAINING, Readiness
 from nano_inference.kserve.protobuf import METHODS
 
-from .calls import INT8, JSON, Echo, Engine, FakeModel, Slow, asking, failed, served
+from ...fake import FakeEngine
+from .calls import INT8, JSON, Echo, FakeModel, Slow, asking, failed, served
 
 NAMES = (
     "org/tiny",
@@ -29,12 +30,12 @@ NAMES = (
 # --- health -------------------------------------------------------------------------------------
 
 
-class Away(Engine):
+class Away(FakeEngine):
     async def trouble(self) -> str:
         raise BusError("Redis is away")
 
 
-class Lost(Engine):
+class Lost(FakeEngine):
     async def trouble(self) -> str:
         return "no lane has a model"
 
@@ -42,14 +43,14 @@ class Lost(Engine):
 @pytest.mark.parametrize(
     ("engine", "draining", "why"),
     [
-        (Engine, False, ""),
+        (FakeEngine, False, ""),
         (Lost, False, "no lane has a model"),
-        (Engine, True, DRAINING),
+        (FakeEngine, True, DRAINING),
         (Away, False, "Redis is away"),
     ],
 )
 async def test_readiness_over_http_says_why_not(
-    engine: type[Engine], draining: bool, why: str
+    engine: type[FakeEngine], draining: bool, why: str
 ) -> None:
     made = engine()
     readiness = Readiness(made)  # type: ignore[arg-type]
@@ -66,7 +67,7 @@ async def test_readiness_over_http_says_why_not(
 
 
 async def test_readiness_over_grpc() -> None:
-    for engine, ready in ((Engine(), True), (Lost(), False), (Away(), False)):
+    for engine, ready in ((FakeEngine(), True), (Lost(), False), (Away(), False)):
         async with served(engine=engine) as (_, call):
             assert (await call("ServerLive")).live
             assert (await call("ServerReady")).ready == ready

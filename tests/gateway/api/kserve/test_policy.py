@@ -20,7 +20,8 @@ from nano_inference.kserve.pool import BufferPool
 from nano_inference.kserve.protobuf import METHODS
 from nano_inference.kserve.tensors import InferRequest, text_tensor
 
-from .calls import Client, Engine, Failed, Model, code_of, request, served, values
+from ...fake import FakeEngine
+from .calls import Client, Failed, Model, code_of, request, served, values
 
 KEYS = {"policy__backend": "bus"}
 INFER = "ModelInfer"
@@ -231,7 +232,7 @@ async def test_a_revoked_key_ends_with_the_next_request_of_a_stream() -> None:
 
 
 async def test_guardrails_check_each_request() -> None:
-    engine = Engine()
+    engine = FakeEngine()
     async with served(engine=engine, **KEYS) as (gateway, call):
         headers = await key(gateway)
         await administration(gateway).set_guardrails({"literals": ["bad"], "patterns": []})

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-import httpx
 import pytest
+from starlette.requests import Request
 
 from nano_inference.gateway.api.openai import records
 from nano_inference.gateway.api.openai.records import keyed
@@ -146,13 +146,10 @@ async def test_a_stream_is_resumed_by_the_same_call_with_its_key(
 
 
 def test_no_two_keys_have_one_name() -> None:
-    class Asked:
-        def __init__(self, key: str) -> None:
-            self.headers = httpx.Headers({"Idempotency-Key": key})
-            self.headers.getlist = lambda name: [key]  # type: ignore[attr-defined]
-            self.url = httpx.URL("http://x/y")
-            self.scope: dict[str, object] = {}
+    def asked(key: str) -> Request:
+        scope = {"type": "http", "path": "/y", "query_string": b"", "server": ("x", 80)}
+        return Request(scope | {"headers": [(b"idempotency-key", key.encode())]})
 
     pairs = [("a", "bc"), ("ab", "c"), ("abc", "-"), ("a", "b"), ("b", "a")]
-    found = {keyed(Asked(key), tenant, {}) for tenant, key in pairs}  # type: ignore[arg-type]
+    found = {keyed(asked(key), tenant, {}) for tenant, key in pairs}
     assert len({each.name for each in found if each}) == len(pairs)

@@ -8,7 +8,6 @@ from typing import Any
 import anyio
 import pytest
 
-from nano_inference.bus.public import GenerateRequest, Output
 from nano_inference.config import Config
 from nano_inference.gateway.api.openai.answers import ChoicesWriter
 from nano_inference.gateway.api.openai.requests import read_completion
@@ -137,13 +136,10 @@ async def test_a_stream_with_nothing_to_say_says_so() -> None:
 async def test_an_error_behind_a_comment_is_an_event(engine: FakeEngine) -> None:
     failed = anyio.Event()
 
-    async def slow(request: GenerateRequest) -> list[Output]:
-        await failed.wait()
-        return refused("lane_failed")(request)
-
     class Slow(FakeEngine):
         async def follow(self, request_id: str, *_: Any, **__: Any) -> Any:
-            for output in await slow(self.requests[0]):
+            await failed.wait()
+            for output in refused("lane_failed")(self.requests[0]):
                 yield output
 
     app = app_of(Slow(), {"gateway.comment_s": 0.01})

@@ -73,7 +73,7 @@ async def test_malformed_messages_are_refused() -> None:
             answer = await call(method, b"\xff\xff")
             assert (answer.code, answer.stable) == ("INVALID_ARGUMENT", "malformed"), method
         empty = call.stream(timeout=None)
-        one = Client(call.channel).channel.stream_unary(METHODS["ModelInfer"].path)()
+        one = call.channel.stream_unary(METHODS["ModelInfer"].path)()
         await one.done_writing()
         assert (await call.end("ModelInfer", one)).code == "RESOURCE_EXHAUSTED"
         assert await empty.read_all() == []

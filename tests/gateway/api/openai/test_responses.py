@@ -31,27 +31,6 @@ async def test_an_answer_has_openai_s_fields(http: Client) -> None:
     assert (answer["instructions"], answer["metadata"]) == ("Be brief.", {"a": "b"})
 
 
-async def test_the_prompt_equals_a_chat_s(http: Client) -> None:
-    answer = (await posted(http))["output"]
-    parts = [{"type": "input_text", "text": "a"}, {"type": "input_text", "text": "b"}]
-    items = [
-        {"role": "developer", "content": "c"},
-        {"type": "message", "role": "user", "content": parts},
-        *answer,
-        {"role": "user", "content": "d"},
-    ]
-    await posted(http, instructions="Be brief.", input=items)
-    messages = [
-        {"role": "system", "content": "Be brief."},
-        {"role": "developer", "content": "c"},
-        {"role": "user", "content": "a\nb"},
-        {"role": "assistant", "content": TEXT},
-        {"role": "user", "content": "d"},
-    ]
-    await http.post("/v1/chat/completions", json={"messages": messages})
-    assert http.engine.requests[1].prompt_token_ids == http.engine.requests[2].prompt_token_ids
-
-
 async def test_the_finish_reason_sets_the_status(http: Client) -> None:
     http.engine.outputs = lambda request: [completion(request)]
     answer = await posted(http)

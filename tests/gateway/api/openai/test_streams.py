@@ -12,7 +12,6 @@ from nano_inference.config import Config
 from nano_inference.gateway.api.openai.answers import ChoicesWriter
 from nano_inference.gateway.api.openai.requests import read_completion
 from nano_inference.gateway.api.openai.streams import Chunks
-from nano_inference.gateway.server.http import EventStream, SendEvent
 
 from ... import by_hand
 from ...fake import Client, FakeEngine, app_of, completion, http_of, refused
@@ -105,32 +104,6 @@ async def test_the_end_has_what_chunks_lacked(http: Client) -> None:
         {"version": 4, "start": 2, "end": 3},
     ]
     assert [part["finish_reason"] for part in parts] == [None, "abort"]
-
-
-async def test_a_stream_with_nothing_to_say_says_so() -> None:
-    """Also before its first event; what goes wrong behind that is an event as well."""
-    parts: list[bytes] = []
-    enough = anyio.Event()
-
-    async def produce(send: SendEvent) -> None:
-        await enough.wait()
-        await send(b"1")
-
-    async def receive() -> dict[str, Any]:
-        await anyio.sleep_forever()
-        raise AssertionError
-
-    async def send(message: Any) -> None:
-        if message["type"] == "http.response.body":
-            parts.append(message["body"])
-            if len(parts) == 2:
-                enough.set()
-
-    stream = EventStream(produce, comment_s=0.01)
-    await stream({"type": "http"}, receive, send)
-    assert parts[:2] == [b": keep-alive\n\n"] * 2
-    assert b"data: 1\n\n" in parts
-    assert stream.committed
 
 
 async def test_an_error_behind_a_comment_is_an_event(engine: FakeEngine) -> None:

@@ -1,4 +1,4 @@
-"""Responses on the bus: found, read again, continued, cancelled and forgotten at any gateway."""
+"""`/v1/responses`: answers, and responses that are found, continued and ended at any gateway."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from nano_inference.config import BusError, Config
 
 from ... import by_hand
 from ...fake import Client, FakeEngine, app_of, completion, http_of, poster, refused
-from ...made import TEXTS, cut, whole
+from ...made import TEXTS, cut, told, whole
 from .streamed import response_event, response_events
 from .test_refusals import refusal
 
@@ -38,6 +38,34 @@ async def got(http: AsyncClient, response_id: str, more: str = "") -> dict[str, 
     assert answer.status_code == 200, answer.text
     found: dict[str, Any] = answer.json()
     return found
+
+
+async def test_an_answer_has_openai_s_fields(http: Client) -> None:
+    answer = await posted(http, instructions="Be brief.", metadata={"a": "b"})
+    (request,) = http.engine.requests
+    assert answer["id"] == request.request_id
+    assert answer["id"].startswith("resp_")
+    assert (answer["object"], answer["status"], answer["error"]) == ("response", "completed", None)
+    (item,) = answer["output"]
+    assert item["content"] == [
+        {"type": "output_text", "text": TEXT, "annotations": [], "logprobs": []}
+    ]
+    assert (item["type"], item["role"], item["status"]) == ("message", "assistant", "completed")
+    assert answer["usage"]["input_tokens_details"]["cached_tokens"] == 3
+    assert answer["usage"]["total_tokens"] == 4 + 3
+    assert (answer["instructions"], answer["metadata"]) == ("Be brief.", {"a": "b"})
+
+
+async def test_the_finish_reason_sets_the_status(http: Client) -> None:
+    http.engine.outputs = lambda request: [completion(request)]
+    answer = await posted(http)
+    assert answer["status"] == "incomplete"
+    assert answer["incomplete_details"] == {"reason": "max_output_tokens"}
+    assert answer["output"][0]["status"] == "incomplete"
+    http.engine.outputs = lambda request: [
+        completion(request, told(request, 0, "abort"), status="cancelled")
+    ]
+    assert (await posted(http))["status"] == "cancelled"
 
 
 # --- read again -------------------------------------------------------------------------------

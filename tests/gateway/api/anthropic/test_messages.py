@@ -250,7 +250,9 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
 async def test_unsupported_fields_are_refused_by_name(http: Client) -> None:
     for fields, code, param in REFUSED:
         answer = await http.post(PATH, json=ASKED | fields)
-        assert refusal(answer) == (BAD, code, param), fields
+        kind, found, name = refusal(answer)
+        assert (kind, found) == (BAD, code), fields
+        assert name == param or (name is None and param in answer.json()["error"]["message"])
     assert not http.engine.requests
 
 

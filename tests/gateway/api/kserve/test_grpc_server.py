@@ -348,7 +348,6 @@ IMPORTS = """
 import sys
 from nano_inference.cli.fork_server import import_stages
 from nano_inference.gateway.gateway import Gateway
-from ...fake import FakeEngine
 import_stages(["gateway"])
 sys.stdout.write(" ".join(name for name in sys.modules if name.partition(".")[0] == "grpc"))
 """

@@ -17,6 +17,12 @@ def error_of(response: httpx.Response, status: int) -> str:
     return str(error["code"])
 
 
+def code_of(answer: httpx.Response, status: int) -> str:
+    """Return the code of an error in any interface's form; KServe's is in a header."""
+    assert answer.status_code == status, answer.text
+    return str(answer.headers.get("X-Error-Code") or answer.json()["error"]["code"])
+
+
 def invalid(
     param: str, code: str = "invalid_request", **fields: Any
 ) -> tuple[dict[str, Any], str, str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from typing import Any
@@ -22,16 +23,19 @@ from nano_inference.bus.public import (
     Usage,
 )
 from nano_inference.bus.weights import StagedWeights, WeightsSource
-from nano_inference.config import BusConfig, BusError, NanoInferenceError
+from nano_inference.config import BusConfig, BusError, Config, NanoInferenceError, load_config
+from nano_inference.gateway.app import GatewayApp, make_app
+from nano_inference.gateway.serving.lane_state import Readiness
+from nano_inference.gateway.serving.measures import Measures
 from nano_inference.pipeline.client import BusClient
 from nano_inference.store.board import StageReport
 from nano_inference.store.store import memory_store
-from nano_inference.telemetry import TraceContext
+from nano_inference.telemetry import Metrics, TraceContext, Tracing
 
 Outputs = Callable[[GenerateRequest], list[Output]]
 
 LIMIT_S = 60
-"""Longest wait for an engine's state."""
+"""The longest time of a test, and of a wait for an engine's state."""
 
 
 class FakeResults:
@@ -83,11 +87,14 @@ class FakeEngine:
         away: The bus is lost behind the first output that a client follows.
     """
 
-    def __init__(self) -> None:
+    tracing = Tracing()
+    metrics = Metrics()
+
+    def __init__(self, outputs: Outputs | None = None) -> None:
         self.calls: list[tuple[str, dict[str, Any]]] = []
         self.requests: list[GenerateRequest] = []
         self.traces: list[TraceContext | None] = []
-        self.outputs: Outputs = lambda request: [completion(request)]
+        self.outputs: Outputs = outputs or (lambda request: [completion(request)])
         self.left: list[str] = []
         self.ended: list[str] = []
         self.failures: dict[str, NanoInferenceError] = {}
@@ -294,10 +301,47 @@ def report(**changed: Any) -> StageReport:
     return StageReport(**fields | changed)
 
 
-def http_of(app: Any, *, raise_app_exceptions: bool = True, **options: Any) -> httpx.AsyncClient:
-    """A client of an ASGI application."""
+def app_of(
+    engine: FakeEngine,
+    settings: Config | dict[str, Any] | None = None,
+    measures: Measures | None = None,
+    readiness: Readiness | None = None,
+) -> GatewayApp:
+    """The application of a gateway with these settings."""
+    if not isinstance(settings, Config):
+        settings = load_config(env={}, overrides=settings or {})
+    return make_app(engine, settings, measures, readiness)  # type: ignore[arg-type]
+
+
+class Client(httpx.AsyncClient):
+    """A client of an ASGI application.
+
+    Attributes:
+        engine: The gateway's.
+    """
+
+    engine: FakeEngine
+
+
+def http_of(
+    app: Any,
+    engine: FakeEngine | None = None,
+    *,
+    raise_app_exceptions: bool = True,
+    **options: Any,
+) -> Client:
     transport = httpx.ASGITransport(app, raise_app_exceptions=raise_app_exceptions)
-    return httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1", **options)
+    client = Client(transport=transport, base_url="http://127.0.0.1", **options)
+    if engine is not None:
+        client.engine = engine
+    return client
+
+
+def data_of(answer: httpx.Response) -> list[dict[str, Any]]:
+    """The data of the events of a stream, without its end."""
+    assert answer.headers["content-type"].startswith("text/event-stream"), answer.text
+    data = [line[6:] for line in answer.text.splitlines() if line.startswith("data: ")]
+    return [json.loads(each) for each in data if each != "[DONE]"]
 
 
 def poster(path: str, body: dict[str, Any]) -> Callable[..., Awaitable[dict[str, Any]]]:

@@ -11,6 +11,7 @@ from nano_inference.bus.public import (
     GenerateRequest,
     Output,
     TokenLogprob,
+    Usage,
 )
 
 from . import fake
@@ -47,13 +48,13 @@ def told(request: GenerateRequest, index: int, reason: FinishReason = "stop") ->
     )
 
 
-def chunk(request: GenerateRequest, index: int, place: int) -> CompletionChunk:
-    """One token of it."""
-    top, here = tops(request.sampling.logprobs), slice(place, place + 1)
+def chunk(request: GenerateRequest, index: int, place: int, number: int = 1) -> CompletionChunk:
+    """A token of it, or several."""
+    top, here = tops(request.sampling.logprobs), slice(place, place + number)
     return fake.chunk(
         request,
         TOKENS[here],
-        TEXTS[place],
+        "".join(TEXTS[here]),
         sample_index=index,
         token_offset=place,
         logprobs=LOGPROBS[here],
@@ -91,6 +92,17 @@ def interleaved(request: GenerateRequest) -> list[Output]:
         chunk(request, index, place) for place in range(3) for index in reversed(range(request.n))
     ]
     return [*chunks, *whole(request)]
+
+
+def vector_of(request: GenerateRequest) -> tuple[float, ...]:
+    """A function of the prompt, of numbers that float32 holds."""
+    numbers = request.prompt_token_ids or tuple((request.prompt or "").encode())
+    return (float(len(numbers)), -0.5, float(sum(numbers)))
+
+
+def embedded(request: GenerateRequest) -> list[Output]:
+    vector = sample((), text="", logprobs=(), finish_reason="stop", embedding=vector_of(request))
+    return [completion(request, vector, usage=Usage(prompt_tokens=3))]
 
 
 def cut(request: GenerateRequest) -> list[Output]:

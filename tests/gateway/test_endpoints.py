@@ -9,8 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from nano_inference.config import BusError, Config, GatewayConfig, TelemetryConfig
-from nano_inference.gateway.app import make_app
+from nano_inference.config import BusError, GatewayConfig, TelemetryConfig
 from nano_inference.gateway.server.limits import PROBES
 from nano_inference.gateway.server.server import HttpServer
 from nano_inference.gateway.serving import lane_state as readiness_module
@@ -20,9 +19,8 @@ from nano_inference.telemetry import setup_metrics
 from nano_inference.telemetry.instruments import QUEUE_DEPTH
 
 from .errors import error_of
-from .fake import FakeEngine, http_of
+from .fake import Client, FakeEngine, app_of, http_of
 
-LIMIT_S = 20
 WHY = "executor is starting: loading the model"
 
 
@@ -33,14 +31,14 @@ def readiness(engine: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> Readiness:
 
 
 @pytest.fixture
-async def http(engine: FakeEngine, readiness: Readiness) -> AsyncIterator[httpx.AsyncClient]:
-    app = make_app(engine, Config(), None, readiness)  # type: ignore[arg-type]
+async def http(engine: FakeEngine, readiness: Readiness) -> AsyncIterator[Client]:
+    app = app_of(engine, readiness=readiness)
     server = HttpServer(app, GatewayConfig(max_connections=1))
-    async with http_of(server.calls) as client:
+    async with http_of(server.calls, engine) as client:
         yield client
 
 
-async def probe(http: httpx.AsyncClient, path: str) -> tuple[int, Any]:
+async def probe(http: Client, path: str) -> tuple[int, Any]:
     answer = await http.get(path)
     assert answer.headers["content-type"] == "application/json"
     return answer.status_code, answer.json()
@@ -66,18 +64,16 @@ STATES = {
 
 
 @pytest.mark.parametrize("state", STATES)
-async def test_probes(
-    http: httpx.AsyncClient, engine: FakeEngine, readiness: Readiness, state: str
-) -> None:
+async def test_probes(http: Client, readiness: Readiness, state: str) -> None:
     readiness.draining = state == "draining"
-    engine.why_not = WHY if state == "no model" else ""
+    http.engine.why_not = WHY if state == "no model" else ""
     if state == "no bus":
-        engine.failures["trouble"] = BusError("Redis is away")
+        http.engine.failures["trouble"] = BusError("Redis is away")
     assert await probe(http, "/livez") == (200, {"status": "alive"})
     assert (await probe(http, "/healthz"), await probe(http, "/readyz")) == STATES[state]
 
 
-async def test_released_weights_are_known_at_once(http: httpx.AsyncClient) -> None:
+async def test_released_weights_are_known_at_once(http: Client) -> None:
     await http.post("/release_memory_occupation", json={"tags": ["weights"]})
     assert (await probe(http, "/healthz"))[1]["reason"] == "model_not_loaded"
     status, body = await probe(http, "/readyz")
@@ -86,13 +82,10 @@ async def test_released_weights_are_known_at_once(http: httpx.AsyncClient) -> No
 
 
 @pytest.mark.parametrize("path", sorted(PROBES))
-async def test_probes_are_answered_when_there_is_no_room(
-    http: httpx.AsyncClient, engine: FakeEngine, path: str
-) -> None:
-    engine.outputs = lambda request: []
+async def test_probes_are_answered_when_there_is_no_room(http: Client, path: str) -> None:
+    http.engine.outputs = lambda request: []
     running = asyncio.create_task(http.post("/v1/completions", json={"prompt": "a"}))
-    async with asyncio.timeout(LIMIT_S):
-        await engine.until(lambda: len(engine.requests) == 1)
+    await http.engine.until(lambda: len(http.engine.requests) == 1)
     assert (await http.get(path)).status_code == 200
     # A client beyond the limit gets an error in OpenAI's form.
     answer = await http.get("/v1/models")
@@ -108,11 +101,11 @@ OPENMETRICS = "application/openmetrics-text;version=1.0.0"
 
 
 @pytest.fixture
-async def measured(engine: FakeEngine) -> AsyncIterator[httpx.AsyncClient]:
+async def measured(engine: FakeEngine) -> AsyncIterator[Client]:
     """A client of a gateway in a process that has metrics, and no port for them."""
     metrics = setup_metrics(TelemetryConfig(), "here", without_port=True)
     metrics.record(QUEUE_DEPTH, 3)
-    app = make_app(engine, Config(), Measures(metrics=metrics))  # type: ignore[arg-type]
+    app = app_of(engine, measures=Measures(metrics=metrics))
     async with http_of(app) as client:
         yield client
     metrics.shutdown()
@@ -133,13 +126,13 @@ async def test_head_of_metrics_is_answered(measured: httpx.AsyncClient) -> None:
     assert (head.status_code, head.content) == (200, b"")
 
 
-async def test_without_metrics_the_error_names_the_setting(http: httpx.AsyncClient) -> None:
+async def test_without_metrics_the_error_names_the_setting(http: Client) -> None:
     answer = await http.get("/metrics")
     assert error_of(answer, 404) == "not_found"
     assert "gateway.metrics" in answer.json()["error"]["message"]
 
 
-async def test_the_root_page_names_the_endpoints(http: httpx.AsyncClient) -> None:
+async def test_the_root_page_names_the_endpoints(http: Client) -> None:
     answer = await http.get("/")
     assert (answer.status_code, answer.text.count("\n")) == (200, 1)
     for word in ("nano-inference", "/v1", "/metrics", "docs/"):

@@ -6,12 +6,9 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-import httpx
 import pytest
 
-from nano_inference.config import Config, load_config
-
-from .fake import FakeEngine
+from .fake import Client
 
 Path = tuple[str | int, ...]
 Body = dict[str, Any]
@@ -116,9 +113,7 @@ BODIES: dict[str, list[Body]] = {
 CALLS = [(path, body) for path, bodies in BODIES.items() for body in bodies]
 
 
-@pytest.fixture
-def config() -> Config:
-    return load_config(env={})
+SETTINGS: Body = {}
 
 
 def objects_of(value: Any, place: Path = ()) -> Iterator[Path]:
@@ -146,20 +141,20 @@ def with_field(body: Body, place: Path, value: Any) -> Body:
 
 @pytest.mark.parametrize(("path", "body"), CALLS)
 async def test_an_unknown_field_is_refused_by_name_at_every_depth(
-    http: httpx.AsyncClient, engine: FakeEngine, path: str, body: Body
+    http: Client, path: str, body: Body
 ) -> None:
     for place in objects_of(body):
         answer = await http.post(path, json=with_field(body, place, 1))
         assert answer.status_code == 400, (place, answer.text)
         assert "bogus" in answer.text, (place, answer.text)
-        assert not engine.requests
+        assert not http.engine.requests
 
 
 @pytest.mark.parametrize(
     ("path", "body"), [each for each in CALLS if not each[0].startswith(("/v2", "/generate"))]
 )
 async def test_an_unknown_field_that_asks_for_nothing_is_taken(
-    http: httpx.AsyncClient, path: str, body: Body
+    http: Client, path: str, body: Body
 ) -> None:
     for place in objects_of(body):
         answer = await http.post(path, json=with_field(body, place, None))
@@ -230,31 +225,6 @@ MADE_ITEM = ITEMS[2] | {"id": "f", "status": "completed", "caller": {"type": "di
         ),
     ],
 )
-async def test_fields_of_client_libraries_are_accepted(
-    http: httpx.AsyncClient, path: str, body: Body
-) -> None:
+async def test_fields_of_client_libraries_are_accepted(http: Client, path: str, body: Body) -> None:
     answer = await http.post(path, json=body)
     assert answer.status_code == 200, answer.text
-
-
-FORM = {"type": "json_object", "schema": SCHEMA}
-
-
-@pytest.mark.parametrize(
-    ("path", "body"),
-    [
-        ("/v1/completions", {"prompt": "a", "response_format": FORM}),
-        ("/v1/chat/completions", {"messages": HELLO, "response_format": FORM}),
-        ("/v1/responses", {"input": "a", "text": {"format": FORM}}),
-        ("/v1/messages", {"messages": HELLO, "max_tokens": 3, "output_config": {"format": FORM}}),
-    ],
-)
-async def test_a_json_object_s_schema_is_kept(
-    http: httpx.AsyncClient, engine: FakeEngine, path: str, body: Body
-) -> None:
-    answer = await http.post(path, json=body)
-    assert answer.status_code == 200, answer.text
-    (request,) = engine.requests
-    constraint = request.sampling.constraint
-    assert constraint is not None
-    assert constraint.json_schema == SCHEMA

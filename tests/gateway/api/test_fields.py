@@ -7,17 +7,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import httpx
 import msgspec
 import pytest
 from starlette.routing import Route
 
-from nano_inference.config import Config
 from nano_inference.config.sampling import PARAMETERS
 from nano_inference.gateway.api.anthropic.bodies import CountBody, MessagesBody
 from nano_inference.gateway.api.openai.bodies import BODIES
 from nano_inference.gateway.api.sglang.requests import SGLangSampling
-from nano_inference.gateway.app import make_app
 from nano_inference.gateway.serving.fields import read_part
 from nano_inference.gateway.serving.sampling_fields import (
     ANTHROPIC,
@@ -26,7 +23,7 @@ from nano_inference.gateway.serving.sampling_fields import (
     VLLM,
 )
 
-from ..fake import FakeEngine
+from ..fake import Client, FakeEngine, app_of
 
 DOCS = Path(__file__).parents[3] / "docs"
 Bodies = Mapping[str, type[msgspec.Struct]]
@@ -90,7 +87,7 @@ def test_the_document_has_the_endpoints(interface: str) -> None:
             method = named or method
             found.add((method, path))
     module = f"nano_inference.gateway.api.{interface}"
-    app = make_app(FakeEngine(), Config())  # type: ignore[arg-type]
+    app = app_of(FakeEngine())
     served = {
         (method, route.path.replace(":path", ""))
         for route in app.routes
@@ -148,12 +145,7 @@ CALLS: list[tuple[str, dict[str, Any], str, Mapping[str, str]]] = [
 
 @pytest.mark.parametrize(("path", "body", "within", "names"), CALLS)
 async def test_each_field_reaches_the_engine(
-    http: httpx.AsyncClient,
-    engine: FakeEngine,
-    path: str,
-    body: dict[str, Any],
-    within: str,
-    names: Mapping[str, str],
+    http: Client, path: str, body: dict[str, Any], within: str, names: Mapping[str, str]
 ) -> None:
     is_sglang = path == "/generate"
     # Lower priorities are earlier for vLLM, and later for SGLang.
@@ -163,7 +155,7 @@ async def test_each_field_reaches_the_engine(
     given = {name: GIVEN[own] for name, own in names.items()} | samples
     answer = await http.post(path, json=body | fields | ({within: given} if within else given))
     assert answer.status_code == 200, answer.text
-    (request,) = engine.requests
+    (request,) = http.engine.requests
     wanted = {*names.values(), *(("max_tokens",) if "max" in str(body) else ())}
     wanted |= {"logprobs"} if "logprobs" in str(body) else set()
     found = {own: getattr(request.sampling, own) for own in wanted}

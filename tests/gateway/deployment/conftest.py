@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 
-import httpx
 import pytest
 
+from ..fake import Client
 from .deployed import Deployment, Front, opened
 
 
@@ -25,6 +25,6 @@ async def front(deployment: Deployment) -> Front:
 
 
 @pytest.fixture
-async def http(front: Front) -> AsyncIterator[httpx.AsyncClient]:
+async def http(front: Front) -> AsyncIterator[Client]:
     async with front.client() as client:
         yield client

@@ -6,8 +6,6 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
-import httpx
-
 from nano_inference.bus.public import GenerateRequest
 from nano_inference.config import (
     BusError,
@@ -23,7 +21,7 @@ from nano_inference.pipeline.models import ModelStatus
 from nano_inference.store.registry import ModelRecord, find_model
 from nano_inference.telemetry import TraceContext
 
-from ..fake import FakeBus, FakeEngine, completion, http_of, sample
+from ..fake import Client, FakeBus, FakeEngine, completion, http_of, sample
 
 
 class ModelEngine(FakeEngine):
@@ -128,7 +126,7 @@ class Front:
         await self.models._read()
 
     @asynccontextmanager
-    async def client(self, **given: Any) -> AsyncIterator[httpx.AsyncClient]:
+    async def client(self, **given: Any) -> AsyncIterator[Client]:
         headers = {"Content-Type": "application/json"} | given.pop("headers", {})
         async with http_of(self.server.entrance, headers=headers, **given) as http:
             yield http

@@ -5,18 +5,18 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import httpx
 import msgspec
 import pytest
 
 from nano_inference.config import BusError, ModelConfig, ModelError, load_config
 
 from ..errors import error_of
+from ..fake import Client
 from .deployed import SETTINGS, Deployment, Front, opened
 
 
 async def test_all_models_are_listed_loaded_or_not(
-    http: httpx.AsyncClient, deployment: Deployment, front: Front
+    http: Client, deployment: Deployment, front: Front
 ) -> None:
     await deployment.put("bad", "failed")
     await front.seen()
@@ -38,7 +38,7 @@ async def test_all_models_are_listed_loaded_or_not(
 
 
 async def test_the_gateway_is_ready_while_one_model_is(
-    http: httpx.AsyncClient, deployment: Deployment
+    http: Client, deployment: Deployment
 ) -> None:
     deployment.engines["small"].why_not = "no lane is alive"
     assert (await http.get("/health")).status_code == 200
@@ -68,7 +68,7 @@ async def test_the_gateway_is_not_ready_when_all_wanted_models_fail() -> None:
         assert (await http.get("/readyz")).json()["status"] == "ready"
 
 
-async def test_anthropic_clients_list_all_models(http: httpx.AsyncClient) -> None:
+async def test_anthropic_clients_list_all_models(http: Client) -> None:
     version = {"anthropic-version": "2023-06-01"}
     listed = (await http.get("/v1/models", headers=version)).json()
     cards = (await http.get("/v1/models")).json()["data"]
@@ -81,7 +81,7 @@ async def test_anthropic_clients_list_all_models(http: httpx.AsyncClient) -> Non
 
 
 @pytest.mark.parametrize("prefix", ["", "/models/small"])
-async def test_a_body_without_an_endpoint_is_not_read(http: httpx.AsyncClient, prefix: str) -> None:
+async def test_a_body_without_an_endpoint_is_not_read(http: Client, prefix: str) -> None:
     form = {"content": b"a=b", "headers": {"Content-Type": "multipart/form-data; boundary=x"}}
     for path, status in (("files", 404), ("models", 405), ("completions", 415)):
         answer = await http.post(f"{prefix}/v1/{path}", **form)  # type: ignore[arg-type]
@@ -100,7 +100,7 @@ async def test_configured_models_are_listed_before_they_run() -> None:
 
 
 async def test_a_model_with_invalid_settings_affects_no_other(
-    http: httpx.AsyncClient, deployment: Deployment, front: Front
+    http: Client, deployment: Deployment, front: Front
 ) -> None:
     await deployment.put("odd", settings={"engine.nonsense": 1})
     await front.seen()
@@ -124,9 +124,7 @@ UNLOADS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("path", LOADS)
-async def test_a_model_is_loaded(
-    http: httpx.AsyncClient, deployment: Deployment, path: str
-) -> None:
+async def test_a_model_is_loaded(http: Client, deployment: Deployment, path: str) -> None:
     answer = await http.post(path, json=LOADS[path])
     assert answer.status_code == 200, answer.text
     assert deployment.asked == [("load", "cold")]
@@ -135,18 +133,14 @@ async def test_a_model_is_loaded(
 
 
 @pytest.mark.parametrize("path", UNLOADS)
-async def test_a_model_is_unloaded(
-    http: httpx.AsyncClient, deployment: Deployment, path: str
-) -> None:
+async def test_a_model_is_unloaded(http: Client, deployment: Deployment, path: str) -> None:
     assert (await http.post(path, json=UNLOADS[path])).status_code == 200
     assert [what for what, _ in deployment.asked] == ["unload"]
     answer = await http.post("/v1/completions", json={"model": "org/large", "prompt": "hi"})
     assert error_of(answer, 503) == "model_not_loaded"
 
 
-async def test_a_model_is_added_and_removed(
-    http: httpx.AsyncClient, deployment: Deployment
-) -> None:
+async def test_a_model_is_added_and_removed(http: Client, deployment: Deployment) -> None:
     body = {"id": "new", "path": "tiny", "aliases": ["newest"]}
     added = await http.post("/admin/models", json=body)
     assert (added.status_code, added.json()["state"]) == (201, "ready")
@@ -163,7 +157,7 @@ async def test_a_model_is_added_and_removed(
     [{}, {"id": "x"}, {"id": "a b", "path": "tiny"}, {"id": "x", "path": "tiny", "what": 1}, []],
 )
 async def test_an_invalid_model_is_not_added(
-    http: httpx.AsyncClient, deployment: Deployment, body: Any
+    http: Client, deployment: Deployment, body: Any
 ) -> None:
     assert (await http.post("/admin/models", json=body)).status_code == 400
     assert deployment.asked == []
@@ -180,7 +174,7 @@ async def test_an_invalid_model_is_not_added(
     ],
 )
 async def test_failures_of_loading_are_answered(
-    http: httpx.AsyncClient, deployment: Deployment, error: Any, status: int
+    http: Client, deployment: Deployment, error: Any, status: int
 ) -> None:
     deployment.failure = error
     for path, body in LOADS.items():
@@ -190,9 +184,7 @@ async def test_failures_of_loading_are_answered(
         assert code == error.code
 
 
-async def test_triton_s_model_overrides_are_refused(
-    http: httpx.AsyncClient, deployment: Deployment
-) -> None:
+async def test_triton_s_model_overrides_are_refused(http: Client, deployment: Deployment) -> None:
     for name in ("config", "file:1/model.onnx"):
         answer = await http.post(
             "/v2/repository/models/cold/load", json={"parameters": {name: "{}"}}
@@ -202,7 +194,7 @@ async def test_triton_s_model_overrides_are_refused(
 
 
 async def test_kserve_serves_the_models_of_every_model(
-    http: httpx.AsyncClient, deployment: Deployment, front: Front
+    http: Client, deployment: Deployment, front: Front
 ) -> None:
     index = (await http.post("/v2/repository/index", json={})).json()
     offered = {each["name"]: (each["state"], each["reason"]) for each in index}

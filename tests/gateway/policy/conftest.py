@@ -6,16 +6,13 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Any
 
-import httpx
 import pytest
-import pytest_asyncio
 
 from nano_inference.config import Config, load_config
-from nano_inference.gateway.app import GatewayApp, make_app
+from nano_inference.gateway.app import GatewayApp
 from nano_inference.gateway.policy.administration import Administration
-from nano_inference.gateway.serving.words import LazyWords, Words
 
-from ..fake import FakeEngine, http_of
+from ..fake import Client, FakeEngine, app_of, http_of
 
 
 @pytest.fixture
@@ -25,7 +22,7 @@ def config() -> Config:
 
 @pytest.fixture
 def app(engine: FakeEngine, config: Config) -> GatewayApp:
-    return make_app(engine, config)
+    return app_of(engine, config)
 
 
 @pytest.fixture
@@ -34,14 +31,9 @@ def administration(app: GatewayApp) -> Administration:
 
 
 @pytest.fixture
-async def http(app: GatewayApp) -> AsyncIterator[httpx.AsyncClient]:
-    async with http_of(app) as client:
+async def http(app: GatewayApp, engine: FakeEngine) -> AsyncIterator[Client]:
+    async with http_of(app, engine) as client:
         yield client
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def words() -> Words:
-    return await LazyWords(Config().engine.model_folder).required()
 
 
 @dataclass

@@ -27,7 +27,6 @@ from nano_inference.gateway.server.server import HttpServer
 
 from ..served import listening
 
-LIMIT_S = 30
 AUDIENCE = "nano-inference"
 NOWHERE = "https://issuer.example"
 
@@ -141,7 +140,7 @@ async def issuing() -> AsyncIterator[Issuer]:
             Route("/keys", issuer.respond),
         ]
     )
-    async with asyncio.timeout(LIMIT_S), listening(HttpServer(app, GatewayConfig())) as port:
+    async with listening(HttpServer(app, GatewayConfig())) as port:
         issuer.url = f"http://127.0.0.1:{port}"
         yield issuer
         issuer.held.set()

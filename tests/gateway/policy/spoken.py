@@ -14,10 +14,10 @@ from nano_inference.bus.public import (
     Output,
     TokenLogprob,
 )
-from nano_inference.gateway.serving.words import Words
 from nano_inference.stages.streaming.stop_strings import StopStrings
 
 from ..fake import completion
+from ..sampled import WORDS
 
 WEIGHTS = 3
 
@@ -30,16 +30,14 @@ class Spoken:
         token_ids: Those until it ended.
     """
 
-    def __init__(
-        self, request: GenerateRequest, index: int, token_ids: Sequence[int], words: Words
-    ):
+    def __init__(self, request: GenerateRequest, index: int, token_ids: Sequence[int]):
         self._request = request
         self._index = index
         self.texts: list[str] = []
         self.token_ids: tuple[int, ...] = ()
         self.reason: FinishReason = "length"
         stops = StopStrings(request.sampling.stop)
-        detokenizer = words.detokenizer(skip_special=True)
+        detokenizer = WORDS.detokenizer(skip_special=True)
         for token_id in token_ids:
             text, matched = stops.push(detokenizer.push((token_id,)))
             self.texts.append(text)
@@ -97,10 +95,10 @@ class Spoken:
 
 
 def spoken(
-    request: GenerateRequest, answers: Sequence[Sequence[int]], words: Words, cuts: Sequence[int]
+    request: GenerateRequest, answers: Sequence[Sequence[int]], cuts: Sequence[int]
 ) -> list[Output]:
     """A request's outputs: chunks of its samples in turn, where it is a stream, and its end."""
-    samples = [Spoken(request, index, answer, words) for index, answer in enumerate(answers)]
+    samples = [Spoken(request, index, answer) for index, answer in enumerate(answers)]
     waiting = [each.chunks(cuts) if request.stream else [] for each in samples]
     outputs: list[Output] = []
     while any(waiting):

@@ -67,14 +67,12 @@ async def test_a_written_document_is_read_once(open_one: Open) -> None:
     assert found == ("", PolicyDocument())
     assert await one.replace("", DOCUMENT)
     stored = await other.read("")
-    assert stored is not None
     assert stored.document == DOCUMENT
     assert await other.read(stored.version) is None
     assert not await other.replace("", PolicyDocument())
     assert await other.replace(stored.version, PolicyDocument())
     assert not await one.replace(stored.version, DOCUMENT)
     again = await one.read(stored.version)
-    assert again is not None
     assert again.document == PolicyDocument()
     for each in (one, other):
         await each.aclose()
@@ -149,7 +147,6 @@ async def test_the_file_is_encrypted_and_authenticated(path: Path) -> None:
         await FileBackend(str(path), PASSPHRASE + "!").read("")
     # Each write differs, and a change of any byte is detected.
     stored = await backend.read("")
-    assert stored is not None
     assert await backend.replace(stored.version, DOCUMENT)
     assert raw_of(path) != raw
     for place in range(0, len(raw), 7):

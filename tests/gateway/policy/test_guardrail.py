@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import chain
 from typing import Any, NamedTuple
 
-import httpx
 import pytest
 
 from nano_inference.bus.public import GenerateRequest, Output
 from nano_inference.config import Config
-from nano_inference.gateway.app import GatewayApp, make_app
+from nano_inference.gateway.app import GatewayApp
 from nano_inference.gateway.policy.administration import Administration
 from nano_inference.gateway.policy.document import Guardrails
-from nano_inference.gateway.serving.words import Words
 
-from ..fake import FakeEngine
+from ..errors import code_of
+from ..fake import Client, FakeEngine, app_of, data_of
+from ..sampled import WORDS
 from .conftest import Made, bearer
 from .spoken import spoken
 
@@ -77,12 +76,6 @@ def in_tensor(name: str, answer: Json) -> Any:
     return found[0]
 
 
-def code_of(answer: httpx.Response) -> str:
-    """The code of an error; KServe has it in a header."""
-    code: str = answer.headers.get("X-Error-Code") or answer.json()["error"]["code"]
-    return code
-
-
 def only(kind: str, event: Json, *path: str) -> Any:
     """Something of an event of one kind."""
     found: Any = event if event["type"] == kind else None
@@ -96,6 +89,15 @@ TENSORS = {
     "inputs": [tensor("text_input", "BYTES", "a"), tensor("exclude_input_in_output", "BOOL", True)],
     "outputs": [{"name": "text_output"}, {"name": "finish_reason"}],
 }
+GENERATE = Interface(
+    "/generate",
+    {"text": "a", "return_logprob": True, "return_text_in_logprobs": True},
+    {"text": ["fine", "bad"]},
+    lambda answer: answer["text"],
+    lambda event: event["text"],
+    lambda answer: answer["meta_info"]["finish_reason"]["err_type"],
+    lambda event: (event["meta_info"]["finish_reason"] or {}).get("err_type"),
+)
 INTERFACES = {
     "completions": Interface(
         "/v1/completions",
@@ -133,23 +135,10 @@ INTERFACES = {
         lambda answer: answer["stop_reason"],
         lambda event: only("message_delta", event, "delta", "stop_reason"),
     ),
-    "generate": Interface(
-        "/generate",
-        {"text": "a", "return_logprob": True, "return_text_in_logprobs": True},
-        {"text": ["fine", "bad"]},
-        lambda answer: answer["text"],
-        lambda event: event["text"],
-        lambda answer: answer["meta_info"]["finish_reason"]["err_type"],
-        lambda event: (event["meta_info"]["finish_reason"] or {}).get("err_type"),
-    ),
-    "generate, special tokens": Interface(
-        "/generate",
-        {"text": "a", "sampling_params": {"skip_special_tokens": False, "no_stop_trim": True}},
-        {"input_ids": [[5], [69, 68, 71]]},
-        lambda answer: answer["text"],
-        lambda event: event["text"],
-        lambda answer: answer["meta_info"]["finish_reason"]["err_type"],
-        lambda event: (event["meta_info"]["finish_reason"] or {}).get("err_type"),
+    "generate": GENERATE,
+    "generate, special tokens": GENERATE._replace(
+        body={"text": "a", "sampling_params": {"skip_special_tokens": False, "no_stop_trim": True}},
+        blocked={"input_ids": [[5], [69, 68, 71]]},
     ),
     "kserve, infer": Interface(
         "/v2/models/tiny/infer",
@@ -178,30 +167,22 @@ STREAMED = [name for name, interface in INTERFACES.items() if interface.streams]
 
 
 @pytest.fixture
-async def caller(
-    http: httpx.AsyncClient, made: Made, administration: Administration
-) -> httpx.AsyncClient:
+async def caller(http: Client, made: Made, administration: Administration) -> Client:
     """A client with a key, where something is blocked."""
     await administration.set_guardrails(GUARDRAILS)
     http.headers.update(bearer(await made()))
     return http
 
 
-def saying(engine: FakeEngine, words: Words, *texts: str, every: int = 1) -> None:
+def saying(engine: FakeEngine, *texts: str, every: int = 1) -> None:
     """Set the engine's outputs: each of `n` samples is one of the texts."""
-    said = [words.token_ids(text, add_special=False) for text in texts]
+    said = [WORDS.token_ids(text, add_special=False) for text in texts]
 
     def outputs(request: GenerateRequest) -> list[Output]:
         answers = [said[index % len(said)] for index in range(request.n)]
-        return spoken(request, answers, words, range(0, 99, every))
+        return spoken(request, answers, range(0, 99, every))
 
     engine.outputs = outputs
-
-
-def events(answer: httpx.Response) -> list[Json]:
-    """Of a stream, without its end."""
-    data = [line[6:] for line in answer.text.splitlines() if line.startswith("data: ")]
-    return [json.loads(each) for each in data if each != "[DONE]"]
 
 
 def strings(found: Any) -> Iterator[str]:
@@ -235,11 +216,9 @@ def streamed_text(interface: Interface, sent: list[Json]) -> str:
 
 
 @pytest.mark.parametrize("name", NAMES)
-async def test_a_whole_answer_ends_before_a_match(
-    caller: httpx.AsyncClient, engine: FakeEngine, words: Words, name: str
-) -> None:
+async def test_a_whole_answer_ends_before_a_match(caller: Client, name: str) -> None:
     interface = INTERFACES[name]
-    saying(engine, words, SAID)
+    saying(caller.engine, SAID)
     answer = await caller.post(interface.path, json=interface.body)
     assert answer.status_code == 200, answer.text
     body = answer.json()
@@ -247,20 +226,18 @@ async def test_a_whole_answer_ends_before_a_match(
     assert interface.reason(body) == REASONS.get(name, "content_filter")
     assert not any("bad" in each.lower() for each in strings(body))
     for token_ids in token_lists(body):
-        assert words.text(token_ids, skip_special=True) == LEFT
+        assert WORDS.text(token_ids, skip_special=True) == LEFT
 
 
 @pytest.mark.parametrize("name", STREAMED)
 @pytest.mark.parametrize("every", [1, 2, 5, 99])
-async def test_a_stream_ends_before_a_match(
-    caller: httpx.AsyncClient, engine: FakeEngine, words: Words, name: str, every: int
-) -> None:
+async def test_a_stream_ends_before_a_match(caller: Client, name: str, every: int) -> None:
     interface = INTERFACES[name]
-    saying(engine, words, SAID, every=every)
+    saying(caller.engine, SAID, every=every)
     path = interface.stream_path or interface.path
     answer = await caller.post(path, json=interface.body | {"stream": True})
     assert answer.status_code == 200, answer.text
-    sent = events(answer)
+    sent = data_of(answer)
     assert streamed_text(interface, sent) == LEFT
     reasons = [reason for event in sent if (reason := interface.streamed_reason(event))]
     assert reasons == [REASONS.get(name, "content_filter")]
@@ -268,13 +245,11 @@ async def test_a_stream_ends_before_a_match(
     token_ids = [ids for event in sent for ids in token_lists(event)]
     if token_ids:
         joined = token_ids[-1] if interface.path == "/generate" else list(chain(*token_ids))
-        assert words.text(joined, skip_special=True) == LEFT
+        assert WORDS.text(joined, skip_special=True) == LEFT
 
 
 @pytest.mark.parametrize("name", NAMES)
-async def test_a_blocked_prompt_reaches_no_engine(
-    caller: httpx.AsyncClient, engine: FakeEngine, name: str
-) -> None:
+async def test_a_blocked_prompt_reaches_no_engine(caller: Client, name: str) -> None:
     interface = INTERFACES[name]
     for more in ({}, {"stream": True})[: 1 + interface.streams]:
         body = interface.body | interface.blocked | more
@@ -282,86 +257,75 @@ async def test_a_blocked_prompt_reaches_no_engine(
             del body["text"]
         path = interface.stream_path if more and interface.stream_path else interface.path
         answer = await caller.post(path, json=body)
-        assert answer.status_code == 400, answer.text
-        assert code_of(answer) == "content_filter"
-    assert engine.requests == []
+        assert code_of(answer, 400) == "content_filter"
+    assert caller.engine.requests == []
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/inference/v1/generate"])
-async def test_token_ids_end_before_a_match(
-    caller: httpx.AsyncClient, engine: FakeEngine, words: Words, path: str
-) -> None:
-    saying(engine, words, SAID)
+async def test_token_ids_end_before_a_match(caller: Client, path: str) -> None:
+    saying(caller.engine, SAID)
     name = "prompt" if path == "/v1/completions" else "token_ids"
     body = {name: [5]} | ({"return_token_ids": True} if name == "prompt" else {})
     (found,) = (await caller.post(path, json=body)).json()["choices"]
-    assert found["token_ids"] == list(words.token_ids(LEFT, add_special=False))
+    assert found["token_ids"] == list(WORDS.token_ids(LEFT, add_special=False))
     assert found["finish_reason"] == "content_filter"
-    refused = await caller.post(path, json=body | {name: list(words.token_ids("bad"))})
-    assert (refused.status_code, refused.json()["error"]["code"]) == (400, "content_filter")
+    refused = await caller.post(path, json=body | {name: list(WORDS.token_ids("bad"))})
+    assert code_of(refused, 400) == "content_filter"
 
 
-async def test_a_match_may_begin_in_an_echoed_prompt(
-    caller: httpx.AsyncClient, engine: FakeEngine, words: Words
-) -> None:
-    saying(engine, words, "d as it is")
+async def test_a_match_may_begin_in_an_echoed_prompt(caller: Client) -> None:
+    saying(caller.engine, "d as it is")
     body = {"prompt": "so ba", "echo": True}
     (found,) = (await caller.post("/v1/completions", json=body)).json()["choices"]
     assert (found["text"], found["finish_reason"]) == ("so ba", "content_filter")
 
 
-async def test_each_sample_is_judged_by_itself(
-    caller: httpx.AsyncClient, engine: FakeEngine, words: Words
-) -> None:
-    saying(engine, words, SAID, LONGER, every=3)
+async def test_each_sample_is_judged_by_itself(caller: Client) -> None:
+    saying(caller.engine, SAID, LONGER, every=3)
     for stream in (False, True):
         body = {"prompt": "a", "n": 3, "stream": stream}
         answer = await caller.post("/v1/completions", json=body)
-        sent = events(answer) if stream else [answer.json()]
+        sent = data_of(answer) if stream else [answer.json()]
         found = [each for event in sent for each in event["choices"]]
         texts = ["".join(each["text"] for each in found if each["index"] == i) for i in range(3)]
         assert texts == [LEFT, LONGER, LEFT]
         reasons = {each["index"]: each["finish_reason"] for each in found if each["finish_reason"]}
         assert reasons == {0: "content_filter", 1: "length", 2: "content_filter"}
     # One sample goes on, so the engine does.
-    assert "cancel" not in engine.names
+    assert "cancel" not in caller.engine.names
 
 
-async def test_a_blocked_request_is_cancelled(
-    caller: httpx.AsyncClient, engine: FakeEngine, words: Words
-) -> None:
-    saying(engine, words, SAID)
+async def test_a_blocked_request_is_cancelled(caller: Client) -> None:
+    saying(caller.engine, SAID)
     await caller.post("/v1/completions", json={"prompt": "a", "stream": True})
-    (request,) = engine.requests
-    assert engine.last("cancel") == {"request_id": request.request_id}
+    (request,) = caller.engine.requests
+    assert caller.engine.last("cancel") == {"request_id": request.request_id}
     # Its tokens until then are counted.
-    assert engine.ended == [request.request_id]
+    assert caller.engine.ended == [request.request_id]
 
 
 @pytest.mark.parametrize("name", ["completions", "chat"])
 async def test_a_resumed_stream_ends_at_the_same_place(
-    caller: httpx.AsyncClient, engine: FakeEngine, words: Words, app: GatewayApp, name: str
+    caller: Client, app: GatewayApp, name: str
 ) -> None:
     interface = INTERFACES[name]
-    saying(engine, words, SAID, every=2)
+    saying(caller.engine, SAID, every=2)
     whole = await caller.post(interface.path, json=interface.body | {"stream": True})
     ids = [line[4:] for line in whole.text.splitlines() if line.startswith("id: ")]
-    sent = events(whole)
+    sent = data_of(whole)
     assert len(ids) == len(sent) + 1
     for number, event_id in enumerate(ids[:-1], 1):
         last = {"Last-Event-ID": event_id}
         rest = await caller.get(f"/v1/streams/{event_id.partition('.')[0]}", headers=last)
         assert rest.status_code == 200
-        behind = events(rest)
+        behind = data_of(rest)
         assert streamed_text(interface, sent[:number] + behind) == LEFT
         reasons = map(interface.streamed_reason, sent[:number] + behind)
         assert [reason for reason in reasons if reason] == ["content_filter"]
 
 
-async def test_a_retrieved_response_ends_at_the_same_place(
-    caller: httpx.AsyncClient, engine: FakeEngine, words: Words
-) -> None:
-    saying(engine, words, SAID)
+async def test_a_retrieved_response_ends_at_the_same_place(caller: Client) -> None:
+    saying(caller.engine, SAID)
     made = (await caller.post("/v1/responses", json={"input": "a"})).json()
     again = (await caller.get(f"/v1/responses/{made['id']}")).json()
     assert again["output"] == made["output"]
@@ -369,49 +333,43 @@ async def test_a_retrieved_response_ends_at_the_same_place(
     assert not any("bad" in each.lower() for each in strings(again))
 
 
-async def test_a_continued_response_contains_no_blocked_text(
-    caller: httpx.AsyncClient, engine: FakeEngine, words: Words
-) -> None:
+async def test_a_continued_response_contains_no_blocked_text(caller: Client) -> None:
     """The next prompt contains the answer as the client received it."""
-    saying(engine, words, SAID)
+    saying(caller.engine, SAID)
     made = (await caller.post("/v1/responses", json={"input": "a"})).json()
     body = {"input": "and then?", "previous_response_id": made["id"]}
     assert (await caller.post("/v1/responses", json=body)).status_code == 200
-    prompt = words.text(engine.requests[-1].prompt_token_ids or (), skip_special=True)
+    prompt = WORDS.text(caller.engine.requests[-1].prompt_token_ids or (), skip_special=True)
     assert LEFT in prompt
     assert "BAD" not in prompt
 
 
-async def test_a_background_response_ends_before_a_match(
-    caller: httpx.AsyncClient, engine: FakeEngine, words: Words
-) -> None:
-    saying(engine, words, SAID)
+async def test_a_background_response_ends_before_a_match(caller: Client) -> None:
+    saying(caller.engine, SAID)
     body = {"input": "a", "background": True, "stream": True}
     interface = INTERFACES["responses"]
-    sent = events(await caller.post("/v1/responses", json=body))
+    sent = data_of(await caller.post("/v1/responses", json=body))
     assert streamed_text(interface, sent) == LEFT
     (where,) = {event["response"]["id"] for event in sent if "response" in event}
     found = (await caller.get(f"/v1/responses/{where}")).json()
     assert (interface.text(found), found["status"]) == (LEFT, "incomplete")
-    again = events(await caller.get(f"/v1/responses/{where}", params={"stream": "true"}))
+    again = data_of(await caller.get(f"/v1/responses/{where}", params={"stream": "true"}))
     assert again == sent
     # The gateway that runs it cancels it, or the first reader does.
-    assert "cancel" in engine.names
+    assert "cancel" in caller.engine.names
 
 
-async def test_without_a_block_list_nothing_is_held_back(
-    http: httpx.AsyncClient, engine: FakeEngine, words: Words, made: Made
-) -> None:
-    saying(engine, words, SAID)
+async def test_without_a_block_list_nothing_is_held_back(http: Client, made: Made) -> None:
+    saying(http.engine, SAID)
     headers = bearer(await made())
     body = {"prompt": "bad", "stream": True}
-    sent = events(await http.post("/v1/completions", json=body, headers=headers))
-    assert len(sent) == len(words.token_ids(SAID))
-    assert "cancel" not in engine.names
+    sent = data_of(await http.post("/v1/completions", json=body, headers=headers))
+    assert len(sent) == len(WORDS.token_ids(SAID))
+    assert "cancel" not in http.engine.names
 
 
 async def test_a_change_holds_for_the_next_call(
-    caller: httpx.AsyncClient, engine: FakeEngine, administration: Administration
+    caller: Client, administration: Administration
 ) -> None:
     body = {"prompt": "all good"}
     assert (await caller.post("/v1/completions", json=body)).status_code == 200
@@ -422,7 +380,7 @@ async def test_a_change_holds_for_the_next_call(
 
 
 async def test_an_invalid_stored_block_list_refuses_all_calls(
-    caller: httpx.AsyncClient, engine: FakeEngine, app: GatewayApp
+    caller: Client, app: GatewayApp
 ) -> None:
     broken = Guardrails(patterns=("(a",))
 
@@ -431,13 +389,13 @@ async def test_an_invalid_stored_block_list_refuses_all_calls(
 
     await app.policy.store.change(edit)
     answer = await caller.post("/v1/completions", json={"prompt": "a"})
-    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "policy_unavailable")
-    assert engine.requests == []
+    assert code_of(answer, 503) == "policy_unavailable"
+    assert caller.engine.requests == []
 
 
 def test_every_route_that_generates_is_tested(engine: FakeEngine, config: Config) -> None:
     """An interface that is added has to be added above."""
-    app = make_app(engine, config)  # type: ignore[arg-type]
+    app = app_of(engine, config)
     posts = {
         each.path_format
         for each in app.routes

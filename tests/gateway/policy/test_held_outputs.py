@@ -22,8 +22,8 @@ from nano_inference.bus.public import (
 from nano_inference.config import SamplingParams
 from nano_inference.gateway.policy.block_list import BlockList, Scanner
 from nano_inference.gateway.policy.held_outputs import HeldOutputs
-from nano_inference.gateway.serving.words import Words
 
+from ..sampled import WORDS
 from .spoken import Spoken, chunks_of, end_of, heard, spoken
 
 BLOCKED = BlockList(["bad", "ﬁsh", "İs", "ß t", "a\u0301b"], [r"e[0-9]+\.", "th.{1,4}x"], 12)
@@ -38,9 +38,9 @@ ANSWERS = st.builds(
 CUTS = st.lists(st.integers(0, 80), max_size=12)
 
 
-def tokens_of(answer: tuple[str, list[tuple[int, int]]], words: Words) -> list[int]:
+def tokens_of(answer: tuple[str, list[tuple[int, int]]]) -> list[int]:
     text, others = answer
-    token_ids = list(words.token_ids(text, add_special=False))
+    token_ids = list(WORDS.token_ids(text, add_special=False))
     for place, token_id in others:
         token_ids.insert(place % (len(token_ids) + 1), token_id)
     return token_ids
@@ -49,11 +49,10 @@ def tokens_of(answer: tuple[str, list[tuple[int, int]]], words: Words) -> list[i
 def passed(
     request: GenerateRequest,
     outputs: Sequence[Output],
-    words: Words,
     blocked: BlockList = BLOCKED,
     before: str = "",
 ) -> list[Output]:
-    held = HeldOutputs(request, blocked, words, before)
+    held = HeldOutputs(request, blocked, WORDS, before)
     return [released for output in outputs for released in held.put(output)]
 
 
@@ -74,7 +73,6 @@ def first_match(before: str, text: str) -> int | None:
 @example([("bad", [(0, 224), (1, 0)])], "", [1, 2], False)
 @example([("xéİs", [(3, 86)])], "", [1, 2, 3, 4, 5, 6], True)
 def test_nothing_blocked_leaves(
-    words: Words,
     answers: list[tuple[str, list[tuple[int, int]]]],
     prompt: str,
     cuts: list[int],
@@ -82,15 +80,15 @@ def test_nothing_blocked_leaves(
 ) -> None:
     sampling = SamplingParams(logprobs=1, stop=("badeb", "1.") if stops else ())
     request = request_of(n=len(answers), sampling=sampling)
-    said = [tokens_of(answer, words) for answer in answers]
-    outputs = spoken(request, said, words, cuts)
-    released = passed(request, outputs, words, before=prompt)
+    said = [tokens_of(answer) for answer in answers]
+    outputs = spoken(request, said, cuts)
+    released = passed(request, outputs, before=prompt)
     end, before = end_of(released), end_of(outputs)
     for index, (sample, was) in enumerate(zip(end.samples, before.samples, strict=True)):
-        by_tokens = words.text(sample.token_ids, skip_special=True)
+        by_tokens = WORDS.text(sample.token_ids, skip_special=True)
         for text in (sample.text, by_tokens):
             assert first_match("", text) is None
-        in_all = words.text(was.token_ids, skip_special=True)
+        in_all = WORDS.text(was.token_ids, skip_special=True)
         found = [first_match(prompt, in_all), first_match("", was.text)]
         at = min((each for each in found if each is not None), default=None)
         if at is None:
@@ -115,27 +113,27 @@ def test_nothing_blocked_leaves(
 
 @given(ANSWERS, CUTS, CUTS)
 def test_the_result_does_not_depend_on_chunks(
-    words: Words, answer: tuple[str, list[tuple[int, int]]], cuts: list[int], others: list[int]
+    answer: tuple[str, list[tuple[int, int]]], cuts: list[int], others: list[int]
 ) -> None:
     request = request_of()
-    said = [tokens_of(answer, words)]
-    once = end_of(passed(request, spoken(request, said, words, cuts), words))
-    again = end_of(passed(request, spoken(request, said, words, others), words))
+    said = [tokens_of(answer)]
+    once = end_of(passed(request, spoken(request, said, cuts)))
+    again = end_of(passed(request, spoken(request, said, others)))
     in_one_piece = msgspec.structs.replace(request, stream=False)
-    whole = end_of(passed(in_one_piece, spoken(in_one_piece, said, words, []), words))
+    whole = end_of(passed(in_one_piece, spoken(in_one_piece, said, [])))
     assert once == again == whole
 
 
 @given(ANSWERS, CUTS, st.integers(0, 12))
 def test_text_after_a_match_changes_nothing(
-    words: Words, answer: tuple[str, list[tuple[int, int]]], cuts: list[int], more: int
+    answer: tuple[str, list[tuple[int, int]]], cuts: list[int], more: int
 ) -> None:
     """A cancelled engine generates some more tokens."""
     request = request_of()
-    said = tokens_of(answer, words)
-    (whole,) = end_of(passed(request, spoken(request, [said], words, cuts), words)).samples
-    longer = [*said, *words.token_ids("x" * (20 + more))]
-    (ended,) = end_of(passed(request, spoken(request, [longer], words, cuts), words)).samples
+    said = tokens_of(answer)
+    (whole,) = end_of(passed(request, spoken(request, [said], cuts))).samples
+    longer = [*said, *WORDS.token_ids("x" * (20 + more))]
+    (ended,) = end_of(passed(request, spoken(request, [longer], cuts))).samples
     if ended.finish_reason == "content_filter" and len(ended.text) < len(whole.text):
         return  # what came made a match of what was none before
     if whole.finish_reason == "content_filter":
@@ -165,19 +163,17 @@ def read(text: str) -> list[str]:
 @example(["b", r"\\u0061", "d"], [3])
 @example(["b", "a", r"\\u0064", r"\\"], [])
 @example([r"\u0061", "b", "a", "d", r"\u0062", r"\u0061", "d"], range(80))
-def test_blocked_text_in_escapes_does_not_leave(
-    words: Words, pieces: list[str], cuts: Sequence[int]
-) -> None:
+def test_blocked_text_in_escapes_does_not_leave(pieces: list[str], cuts: Sequence[int]) -> None:
     request, text = request_of(), "".join(pieces)
-    said = [list(words.token_ids(text, add_special=False))]
-    released = passed(request, spoken(request, said, words, cuts), words)
+    said = [list(WORDS.token_ids(text, add_special=False))]
+    released = passed(request, spoken(request, said, cuts))
     (sample,) = end_of(released).samples
     # A cut may leave a part of an escape, which is none.
     assert not any(map(BLOCKED.blocks, read(sample.text.rstrip("\\"))))
     assert heard(released, 0) == (sample.text, sample.token_ids)
     in_one_piece = msgspec.structs.replace(request, stream=False)
-    outputs = spoken(in_one_piece, said, words, [])
-    assert end_of(passed(in_one_piece, outputs, words)).samples == (sample,)
+    outputs = spoken(in_one_piece, said, [])
+    assert end_of(passed(in_one_piece, outputs)).samples == (sample,)
     # Valid JSON at both levels; escapes in other texts are judged as well.
     if len(read(text)) == 3 and not any(map(BLOCKED.blocks, read(text))):
         assert sample.text == text
@@ -195,28 +191,28 @@ def test_blocked_text_in_escapes_does_not_leave(
         ("so \\", "so \\"),
     ],
 )
-def test_a_text_ends_before_an_escape(words: Words, text: str, left: str) -> None:
+def test_a_text_ends_before_an_escape(text: str, left: str) -> None:
     request = request_of()
-    said = [words.token_ids(text)]
+    said = [WORDS.token_ids(text)]
     for cuts in ([], range(80)):
-        outputs = spoken(request, said, words, cuts)
-        assert end_of(passed(request, outputs, words)).samples[0].text == left
+        outputs = spoken(request, said, cuts)
+        assert end_of(passed(request, outputs)).samples[0].text == left
 
 
-def test_allowed_outputs_are_unchanged(words: Words) -> None:
+def test_allowed_outputs_are_unchanged() -> None:
     request = request_of(n=2)
-    said = [list(words.token_ids(text)) for text in ("a good day " * 9, "and night")]
-    outputs = spoken(request, said, words, range(0, 60, 3))
-    released = passed(request, outputs, words)
+    said = [list(WORDS.token_ids(text)) for text in ("a good day " * 9, "and night")]
+    outputs = spoken(request, said, range(0, 60, 3))
+    released = passed(request, outputs)
     for index in range(2):
         assert chunks_of(released, index) == chunks_of(outputs, index)
     assert end_of(released) == end_of(outputs)
 
 
-def test_text_leaves_as_soon_as_it_is_safe(words: Words) -> None:
+def test_text_leaves_as_soon_as_it_is_safe() -> None:
     request, blocked = request_of(), BlockList(["0123"], [], 1)
-    said = Spoken(request, 0, words.token_ids("abcdefghij"), words)
-    held, left = HeldOutputs(request, blocked, words), []
+    said = Spoken(request, 0, WORDS.token_ids("abcdefghij"))
+    held, left = HeldOutputs(request, blocked, WORDS), []
     for chunk in said.chunks(range(20)):
         left += held.put(chunk)
         if chunk.finish_reason is None:
@@ -225,13 +221,13 @@ def test_text_leaves_as_soon_as_it_is_safe(words: Words) -> None:
     assert heard(left, 0)[0] == "abcdefghij"
 
 
-def test_a_request_is_complete_when_no_sample_goes_on(words: Words) -> None:
+def test_a_request_is_complete_when_no_sample_goes_on() -> None:
     request = request_of(n=2)
     bad, good = (
-        Spoken(request, i, words.token_ids(text), words)
+        Spoken(request, i, WORDS.token_ids(text))
         for i, text in enumerate(("bad" + "x" * 30, "good"))
     )
-    held = HeldOutputs(request, BLOCKED, words)
+    held = HeldOutputs(request, BLOCKED, WORDS)
     for chunk in bad.chunks(range(40))[:-1]:
         held.put(chunk)
     assert (held.blocked, held.complete) == (1, False)
@@ -243,76 +239,76 @@ def test_a_request_is_complete_when_no_sample_goes_on(words: Words) -> None:
     assert not held.complete
 
 
-def test_a_blocked_token_is_no_alternative(words: Words) -> None:
+def test_a_blocked_token_is_no_alternative() -> None:
     """Neither in the answer nor in the prompt."""
     request = request_of(sampling=SamplingParams(logprobs=2, prompt_logprobs=2))
     blocked = BlockList(["the"], [], 1)
-    (the,), (other, *_) = words.token_ids(" the"), words.token_ids("good")
+    (the,), (other, *_) = WORDS.token_ids(" the"), WORDS.token_ids("good")
     tops = ((TokenLogprob(token_id=other, logprob=-1.0), TokenLogprob(token_id=the, logprob=-2.0)),)
-    chunk = Spoken(request, 0, [other], words).chunks([])[0]
+    chunk = Spoken(request, 0, [other]).chunks([])[0]
     chunk = msgspec.structs.replace(chunk, top_logprobs=tops, prompt_top_logprobs=((), *tops))
-    whole = msgspec.structs.replace(Spoken(request, 0, [other], words).whole(), top_logprobs=tops)
+    whole = msgspec.structs.replace(Spoken(request, 0, [other]).whole(), top_logprobs=tops)
     end = msgspec.structs.replace(
-        end_of(spoken(request, [[]], words, [])), samples=(whole,), prompt_top_logprobs=((), *tops)
+        end_of(spoken(request, [[]], [])), samples=(whole,), prompt_top_logprobs=((), *tops)
     )
-    left, *_, last = passed(request, [chunk, end], words, blocked)
+    left, *_, last = passed(request, [chunk, end], blocked)
     assert isinstance(left, CompletionChunk)
     assert isinstance(last, Completion)
     assert left.top_logprobs == last.samples[0].top_logprobs == (tops[0][:1],)
     assert left.prompt_top_logprobs == last.prompt_top_logprobs == ((), tops[0][:1])
 
 
-def test_a_request_ended_by_guardrails_is_done(words: Words) -> None:
+def test_a_request_ended_by_guardrails_is_done() -> None:
     request = request_of()
-    said = Spoken(request, 0, words.token_ids("so bad" + "x" * 30), words)
-    held = HeldOutputs(request, BLOCKED, words)
+    said = Spoken(request, 0, WORDS.token_ids("so bad" + "x" * 30))
+    held = HeldOutputs(request, BLOCKED, WORDS)
     for chunk in said.chunks(range(40)):
         held.put(chunk)
     aborted = msgspec.structs.replace(said.whole(), finish_reason="abort")
     cancelled = msgspec.structs.replace(
-        end_of(spoken(request, [[]], words, [])), status="cancelled", samples=(aborted,)
+        end_of(spoken(request, [[]], [])), status="cancelled", samples=(aborted,)
     )
     (end,) = held.put(cancelled)
     assert (end.status, end.error) == ("done", None)
     assert (end.samples[0].text, end.samples[0].finish_reason) == ("so ", "content_filter")
 
 
-def test_a_cancelled_request_stays_cancelled(words: Words) -> None:
+def test_a_cancelled_request_stays_cancelled() -> None:
     request = request_of(n=2)
-    bad = Spoken(request, 0, words.token_ids("bad"), words).whole()
+    bad = Spoken(request, 0, WORDS.token_ids("bad")).whole()
     cut = msgspec.structs.replace(
-        Spoken(request, 1, words.token_ids("goo"), words).whole(), finish_reason="abort"
+        Spoken(request, 1, WORDS.token_ids("goo")).whole(), finish_reason="abort"
     )
-    end = end_of(spoken(request, [[], []], words, []))
+    end = end_of(spoken(request, [[], []], []))
     cancelled = msgspec.structs.replace(end, status="cancelled", samples=(bad, cut))
-    (released,) = HeldOutputs(request, BLOCKED, words).put(cancelled)
+    (released,) = HeldOutputs(request, BLOCKED, WORDS).put(cancelled)
     assert released.status == "cancelled"
     assert [each.finish_reason for each in released.samples] == ["content_filter", "abort"]
 
 
-def test_a_match_may_begin_before_the_answer(words: Words) -> None:
+def test_a_match_may_begin_before_the_answer() -> None:
     request = request_of()
-    said = spoken(request, [words.token_ids("ad")], words, [])
-    end = end_of(passed(request, said, words, before="x" * 500 + " b"))
+    said = spoken(request, [WORDS.token_ids("ad")], [])
+    end = end_of(passed(request, said, before="x" * 500 + " b"))
     assert (end.samples[0].text, end.samples[0].token_ids) == ("", ())
     # Where that is not shown, nothing is whole.
-    assert end_of(passed(request, said, words)) == end_of(said)
+    assert end_of(passed(request, said)) == end_of(said)
 
 
-def test_tokens_of_held_text_are_held(words: Words) -> None:
+def test_tokens_of_held_text_are_held() -> None:
     """A possible stop string is held by streaming, while its tokens leave."""
     request = request_of(sampling=SamplingParams(stop=("badly done",)))
-    said = Spoken(request, 0, words.token_ids("bad bad bad bad"), words)
-    held = HeldOutputs(request, BlockList(["bad"], [], 1), words)
+    said = Spoken(request, 0, WORDS.token_ids("bad bad bad bad"))
+    held = HeldOutputs(request, BlockList(["bad"], [], 1), WORDS)
     left = [released for chunk in said.chunks(range(20)) for released in held.put(chunk)]
     assert [(chunk.text, chunk.token_ids) for chunk in left] == [("", ())]
 
 
 @pytest.mark.parametrize("cuts", [[], range(20)])
-def test_a_text_ends_before_its_stop_string(words: Words, cuts: Sequence[int]) -> None:
+def test_a_text_ends_before_its_stop_string(cuts: Sequence[int]) -> None:
     """The tokens' text goes on, without a match."""
     request = request_of(sampling=SamplingParams(stop=("s of",)))
     blocked = BlockList([], [r"\bcat\b"], 256)
-    said = [words.token_ids("two cats of mine")]
-    released = passed(request, spoken(request, said, words, cuts), words, blocked)
+    said = [WORDS.token_ids("two cats of mine")]
+    released = passed(request, spoken(request, said, cuts), blocked)
     assert heard(released, 0)[0] == end_of(released).samples[0].text == "two "

@@ -3,30 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
 from collections.abc import AsyncIterator, Sequence
-from contextlib import AsyncExitStack
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, cast
 
 import httpx
 import pytest
 
-from nano_inference.bus import open_bus
-from nano_inference.config import BusConfig, BusError, Config, load_config
-from nano_inference.gateway.app import make_app
+from nano_inference.config import BusError, Config, load_config
 from nano_inference.gateway.policy.administration import Administration
 from nano_inference.gateway.policy.store import PolicyStore
 from nano_inference.gateway.server.calls import ObservedCalls
 from nano_inference.store.limits import Charge, Limit, LimitStore, Reservation
 
-from ...rig import mortal_server
-from ..fake import FakeEngine, chunk, http_of
+from ..errors import code_of
+from ..fake import FakeEngine, app_of, chunk, http_of
 from ..recorded import Recorded
 from .conftest import Made, bearer
-
-LIMIT_S = 30.0
 
 GENERATE = {"text": "a", "sampling_params": {"max_new_tokens": 10}}
 COMPLETION = {"prompt": "abcdef", "max_tokens": 10}
@@ -44,7 +37,7 @@ class Place:
         self.http: list[httpx.AsyncClient] = []
         for engine, own in zip((self.engine, self.second), self.limits, strict=True):
             engine.bus.store = replace(self.engine.bus.store, limits=own)
-            app = make_app(engine, config, self.recorded.measures)  # type: ignore[arg-type]
+            app = app_of(engine, config, self.recorded.measures)
             self.stores.append(app.policy.store)
             self.http.append(http_of(ObservedCalls(app, self.recorded.measures, [])))
         self.administration = Administration(self.stores[0])
@@ -64,10 +57,9 @@ class Place:
             await store.refresh()
 
     async def call(self, headers: dict[str, str], gateway: int = 0, **body: Any) -> httpx.Response:
-        async with asyncio.timeout(LIMIT_S):
-            return await self.http[gateway].post(
-                "/v1/completions", json=COMPLETION | body, headers=headers
-            )
+        return await self.http[gateway].post(
+            "/v1/completions", json=COMPLETION | body, headers=headers
+        )
 
     async def left(self, name: str, most: int, window_s: int = 60) -> int:
         """The room left in a limit."""
@@ -82,23 +74,18 @@ async def place(config: Config) -> AsyncIterator[Place]:
     await made.aclose()
 
 
-def refusal(answer: httpx.Response) -> tuple[int, str]:
-    error = answer.json()["error"]
-    return answer.status_code, error["code"]
-
-
 async def test_two_gateways_grant_a_limit_once(place: Place) -> None:
-    """One limit of 100 calls a minute, 1,000 sent to both."""
-    headers = await place.key("generate", limits={"requests_per_minute": 100})
-    answers = await asyncio.gather(*(place.call(headers, index % 2) for index in range(1000)))
+    """One limit of 30 calls a minute, 300 sent to both."""
+    headers = await place.key("generate", limits={"requests_per_minute": 30})
+    answers = await asyncio.gather(*(place.call(headers, index % 2) for index in range(300)))
     statuses = [answer.status_code for answer in answers]
-    assert (statuses.count(200), statuses.count(429)) == (100, 900)
-    assert len(place.engine.requests) + len(place.second.requests) == 100
+    assert (statuses.count(200), statuses.count(429)) == (30, 270)
+    assert len(place.engine.requests) + len(place.second.requests) == 30
     refused = next(answer for answer in answers if answer.status_code == 429)
-    assert refusal(refused) == (429, "rate_limit_exceeded")
+    assert code_of(refused, 429) == "rate_limit_exceeded"
     assert 1 <= int(refused.headers["Retry-After"]) <= 61
-    assert "100 calls a minute" in refused.json()["error"]["message"]
-    assert place.recorded.refused() == {"requests_per_minute": 900}
+    assert "30 calls a minute" in refused.json()["error"]["message"]
+    assert place.recorded.refused() == {"requests_per_minute": 270}
 
 
 @pytest.mark.parametrize(
@@ -135,7 +122,7 @@ async def test_streams_have_rate_limit_headers(place: Place) -> None:
     answer = await place.call(headers, stream=True)
     assert answer.headers["content-type"].startswith("text/event-stream")
     assert answer.headers["x-ratelimit-remaining-requests"] == "0"
-    assert refusal(await place.call(headers, stream=True)) == (429, "rate_limit_exceeded")
+    assert code_of(await place.call(headers, stream=True), 429) == "rate_limit_exceeded"
 
 
 async def test_background_responses_reserve_limits(place: Place) -> None:
@@ -148,7 +135,7 @@ async def test_background_responses_reserve_limits(place: Place) -> None:
     assert begun.headers["x-ratelimit-remaining-requests"] == "0"
     assert await place.left(f"key:{key_id}:in_flight", 5, 0) == 4
     refused = await place.http[0].post("/v1/responses", json=body, headers=headers)
-    assert refusal(refused) == (429, "rate_limit_exceeded")
+    assert code_of(refused, 429) == "rate_limit_exceeded"
 
 
 async def test_tokens_are_reserved_and_committed(place: Place) -> None:
@@ -174,10 +161,10 @@ async def test_a_disconnected_call_commits_its_most_tokens(
     call = asyncio.create_task(place.http[0].post("/generate", json=body, headers=headers))
     await place.engine.until(lambda: bool(place.engine.requests))
     assert await place.left(f"key:{key_id}:tokens", 50) == 50 - 12
-    assert refusal(await place.call(headers, gateway=1)) == (429, "rate_limit_exceeded")
+    assert code_of(await place.call(headers, gateway=1), 429) == "rate_limit_exceeded"
     assert place.recorded.refused() == {"max_in_flight": 1}
     call.cancel()
-    await asyncio.wait([call], timeout=LIMIT_S)
+    await asyncio.wait([call])
     await place.engine.until(lambda: bool(place.engine.left))
     assert await place.left(f"key:{key_id}:in_flight", 1, 0) == 1
     assert await place.left(f"key:{key_id}:tokens", 50) == 50 - used
@@ -186,7 +173,7 @@ async def test_a_disconnected_call_commits_its_most_tokens(
 async def test_a_call_above_the_limit_has_no_retry_after(place: Place) -> None:
     headers = await place.key("generate", limits={"tokens_per_minute": 20})
     refused = await place.call(headers, n=2)
-    assert refusal(refused) == (400, "tokens_above_limit")
+    assert code_of(refused, 400) == "tokens_above_limit"
     assert "22 tokens" in refused.json()["error"]["message"]
     assert place.recorded.refused() == {"tokens_per_minute": 1}
     assert (await place.call(headers, n=1)).status_code == 200
@@ -216,7 +203,7 @@ async def test_a_changed_limit_applies_to_earlier_use(place: Place) -> None:
     assert (await place.call(headers)).status_code == 200
     await place.administration.change_key(key_id, {"limits": {"requests_per_minute": 1}})
     await place.refresh()
-    assert refusal(await place.call(headers, gateway=1)) == (429, "rate_limit_exceeded")
+    assert code_of(await place.call(headers, gateway=1), 429) == "rate_limit_exceeded"
 
 
 class Away:
@@ -236,47 +223,10 @@ async def test_limits_that_can_not_be_counted(choice: str) -> None:
     if choice == "open":
         assert answer.status_code == 200
     else:
-        assert refusal(answer) == (503, "policy_unavailable")
+        assert code_of(answer, 503) == "policy_unavailable"
         assert place.recorded.refused() == {"limits_unavailable": 1}
     assert (await place.call(await place.key("generate"))).status_code == 200
     await place.aclose()
-
-
-async def test_a_restart_of_redis_in_the_middle_grants_no_more(
-    config: Config, tmp_path: Path
-) -> None:
-    """Two gateways, one limit of 100 calls a minute, 1,000 sent to both; the server is killed, and
-    started again with its log."""
-    async with mortal_server(tmp_path / "data") as server, AsyncExitStack() as stack:
-        buses = [open_bus(BusConfig(url=server.url)) for _ in range(2)]
-        for bus in buses:
-            stack.push_async_callback(bus.aclose)
-        place = Place(config, [bus.store.limits for bus in buses])
-        stack.push_async_callback(place.aclose)
-        headers = await place.key("generate", limits={"requests_per_minute": 100})
-
-        statuses: Counter[int] = Counter()
-
-        async def send(number: int) -> None:
-            async def one(gateway: int) -> None:
-                answer = await place.call(headers, gateway)
-                statuses[answer.status_code] += 1
-                if statuses.total() == 61:
-                    server.kill()
-
-            await asyncio.gather(*(one(index % 2) for index in range(number)))
-
-        await send(60)
-        assert statuses == {200: 60}
-        await send(140)  # of which some are on their way when it is killed
-        away = statuses[503]
-        await send(200)
-        assert statuses[503] == away + 200
-        await server.start()
-        await send(600)
-        assert statuses.total() == 1000
-        assert statuses[200] == 100
-        assert set(statuses) == {200, 429, 503}
 
 
 async def test_a_resumed_stream_reserves_nothing(place: Place) -> None:
@@ -286,7 +236,7 @@ async def test_a_resumed_stream_reserves_nothing(place: Place) -> None:
     stream = f"/v1/streams/{event_id.partition('.')[0]}"
     again = await place.http[0].get(stream, headers=headers)
     assert (again.status_code, again.text) == (200, recorded.text)
-    assert refusal(await place.call(headers)) == (429, "rate_limit_exceeded")
+    assert code_of(await place.call(headers), 429) == "rate_limit_exceeded"
 
 
 async def test_an_embedding_reserves_its_prompt_only(place: Place) -> None:
@@ -299,6 +249,6 @@ async def test_an_embedding_reserves_its_prompt_only(place: Place) -> None:
     await place.engine.until(lambda: bool(place.engine.requests))
     longer = {"input": "abcdefghijkl"}
     refused = await place.http[1].post("/v1/embeddings", json=longer, headers=headers)
-    assert refusal(refused) == (400, "tokens_above_limit")
+    assert code_of(refused, 400) == "tokens_above_limit"
     call.cancel()
-    await asyncio.wait([call], timeout=LIMIT_S)
+    await asyncio.wait([call])

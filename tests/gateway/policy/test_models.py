@@ -10,7 +10,7 @@ import pytest
 
 from nano_inference.store.board import LoadedAdapter
 
-from ..fake import FakeEngine, report
+from ..fake import Client, FakeEngine, report
 from ..made import interleaved
 from .conftest import Made, bearer
 
@@ -38,7 +38,7 @@ def ids_of(answer: httpx.Response) -> tuple[str, str]:
 
 @pytest.mark.parametrize(("path", "body"), [COMPLETIONS, CHAT, RESPONSES])
 async def test_a_stream_of_another_model_looks_missing(
-    http: httpx.AsyncClient, made: Made, engine: FakeEngine, path: str, body: dict[str, Any]
+    http: Client, made: Made, path: str, body: dict[str, Any]
 ) -> None:
     """Neither to be read nor to be ended, by no address and with no header."""
     mine, other = [bearer(await made(tenant="t", models=[name])) for name in NAMES]
@@ -67,31 +67,29 @@ async def test_a_stream_of_another_model_looks_missing(
     keyed = {"Idempotency-Key": "k"}
     await http.post(path, headers=mine | keyed, json=asked)
     calls.append(("POST", path, keyed, asked))
-    before = len(engine.requests)
+    before = len(http.engine.requests)
     for method, url, headers, content in calls:
         answer = await http.request(method, url, headers=other | headers, json=content)
         assert answer.status_code in (400, 404), (method, url, content, answer.text)
         assert "text" not in answer.json()
-    assert len(engine.requests) == before
-    assert "cancel" not in engine.names
+    assert len(http.engine.requests) == before
+    assert "cancel" not in http.engine.names
     # Whose key is for its model finds it as it was.
     assert (await http.get(stream, headers=mine | last)).status_code == 200
 
 
-async def test_a_request_of_another_model_is_not_aborted(
-    http: httpx.AsyncClient, made: Made, engine: FakeEngine
-) -> None:
-    engine.outputs = lambda request: []
+async def test_a_request_of_another_model_is_not_aborted(http: Client, made: Made) -> None:
+    http.engine.outputs = lambda request: []
     mine, other = [bearer(await made(tenant="t", models=[name])) for name in NAMES]
     asked = {"prompt": [1], "model": "one"}
     running = asyncio.create_task(http.post("/v1/completions", json=asked, headers=mine))
-    await engine.until(lambda: bool(engine.requests))
+    await http.engine.until(lambda: bool(http.engine.requests))
     for headers, status in ((other, 403), (mine, 200)):
-        assert "cancel" not in engine.names
-        body = {"rid": engine.requests[0].request_id}
+        assert "cancel" not in http.engine.names
+        body = {"rid": http.engine.requests[0].request_id}
         answer = await http.post("/abort_request", json=body, headers=headers)
         assert answer.status_code == status, answer.text
-    assert "cancel" in engine.names
+    assert "cancel" in http.engine.names
     running.cancel()
 
 
@@ -108,7 +106,7 @@ CHATS = [
 
 @pytest.mark.parametrize(("path", "body"), CHATS)
 async def test_an_unknown_model_is_refused_before_its_prompt(
-    http: httpx.AsyncClient, made: Made, path: str, body: dict[str, Any]
+    http: Client, made: Made, path: str, body: dict[str, Any]
 ) -> None:
     """The error doesn't name models that the key is not for."""
     anybody, limited = bearer(await made()), bearer(await made(models=["one"]))

@@ -19,13 +19,12 @@ from starlette.responses import (
 )
 
 from nano_inference.config import Config, ConfigError, PolicyConfig
-from nano_inference.gateway.app import make_app
 from nano_inference.gateway.policy import oidc
 from nano_inference.gateway.policy.backend import PolicyUnavailable
 from nano_inference.gateway.policy.keys import Unauthenticated
 from nano_inference.gateway.policy.oidc import IssuerKeys, TokenAuthenticator, is_token, usable_keys
 
-from ..fake import FakeEngine, http_of
+from ..fake import FakeEngine, app_of, http_of
 from .issuer import (
     EC_KEY,
     FLAWS,
@@ -197,7 +196,7 @@ def test_the_form_of_a_token(credential: str, token: bool) -> None:
 
 async def test_a_gateway_with_an_issuer_and_no_keys(engine: FakeEngine, served: Issuer) -> None:
     policy = served.config()
-    app = make_app(engine, Config(policy=policy))
+    app = app_of(engine, Config(policy=policy))
     async with http_of(app) as http:
 
         async def ask(credential: str, header: str = "Authorization") -> tuple[int, str]:
@@ -285,7 +284,6 @@ async def test_a_withdrawn_key_is_refused(issuer: Issuer, verify: Verify) -> Non
     verifying.clock.now_s += oidc.RENEW_S
     await verifying.tokens.caller(token)
     task = verifying.tokens._keys._task
-    assert task is not None
     await task
     assert "no such key" in await verifying.refused(token)
 
@@ -347,9 +345,9 @@ async def test_a_fetch_times_out(
 async def test_an_endless_answer_delays_no_known_key(
     served: Issuer, verify: Verify, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(oidc, "FETCH_TIMEOUT_S", 0.3)
     verifying, token = verify(served), served.token()
     await verifying.tokens.caller(token)
+    monkeypatch.setattr(oidc, "FETCH_TIMEOUT_S", 0.3)
     begun = asyncio.Event()
 
     async def spaces() -> AsyncIterator[bytes]:

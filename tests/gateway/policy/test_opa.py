@@ -12,12 +12,12 @@ import httpx
 import pytest
 
 from nano_inference.config import Config, load_config
-from nano_inference.gateway.app import make_app
 from nano_inference.gateway.policy.guardrail import AT_ONCE, MOST_BYTES
 from nano_inference.store.board import LoadedAdapter
 
 from ..deployment.deployed import Deployment, Front
-from ..fake import FakeEngine, http_of, report
+from ..fake import Client, FakeEngine, app_of, http_of, report
+from ..interfaces import BODIES, STREAMED
 
 PATH = "/v1/completions"
 
@@ -106,8 +106,7 @@ def client_of(
     engine: FakeEngine, url: str, timeout_s: float = 20, **settings: Any
 ) -> httpx.AsyncClient:
     given = {"policy.opa_url": url, "policy.opa_timeout_s": timeout_s}
-    config = load_config(env={}, overrides=given | settings)
-    return http_of(make_app(engine, config))  # type: ignore[arg-type]
+    return http_of(app_of(engine, given | settings))
 
 
 @pytest.fixture
@@ -120,9 +119,7 @@ async def code(http: httpx.AsyncClient, **body: Any) -> tuple[int, str]:
     return answer.status_code, answer.json().get("error", {}).get("code", "")
 
 
-async def test_the_input_of_the_agent(
-    http: httpx.AsyncClient, agent: Agent, engine: FakeEngine
-) -> None:
+async def test_the_input_of_the_agent(http: Client, agent: Agent) -> None:
     body = {"prompt": ["one", [69, 68]], "n": 2, "temperature": 0.5, "max_tokens": 7}
     assert await code(http, **body) == (200, "")
     assert agent.paths == ["/v1/data/nano/allow"] * 2
@@ -130,68 +127,45 @@ async def test_the_input_of_the_agent(
     asked = agent.asked[0]
     assert (asked["tenant"], asked["n"]) == ("http:127.0.0.1", 2)
     assert (asked["sampling"]["temperature"], asked["sampling"]["max_tokens"]) == (0.5, 7)
-    assert len(engine.requests) == 2
+    assert len(http.engine.requests) == 2
 
 
-PROMPT = {"prompt": "hello"}
-CHAT = {"messages": [{"role": "user", "content": "hello"}]}
-DOORS: dict[str, tuple[str, dict[str, Any]]] = {
-    "completions": (PATH, PROMPT),
-    "completions, streamed": (PATH, PROMPT | {"stream": True}),
-    "chat": ("/v1/chat/completions", CHAT),
-    "chat, streamed": ("/v1/chat/completions", CHAT | {"stream": True}),
-    "tokens": ("/inference/v1/generate", {"token_ids": [69, 68]}),
-    "responses": ("/v1/responses", {"input": "hello"}),
-    "responses, streamed": ("/v1/responses", {"input": "hello", "stream": True}),
-    "responses, in the background": ("/v1/responses", {"input": "hello", "background": True}),
-    "embeddings": ("/v1/embeddings", {"input": "hello"}),
-    "messages": ("/v1/messages", CHAT | {"max_tokens": 4}),
-    "messages, streamed": ("/v1/messages", CHAT | {"max_tokens": 4, "stream": True}),
-    "generate": ("/generate", {"text": "hello"}),
-    "generate, streamed": ("/generate", {"text": "hello", "stream": True}),
-    "encode": ("/encode", {"text": "hello"}),
-    "KServe": ("/v2/models/{model}/generate", {"text_input": "hello"}),
-    "KServe, streamed": ("/v2/models/{model}/generate_stream", {"text_input": "hello"}),
-}
+DOORS = [
+    *((path, body) for path, body in BODIES.items() if path not in ("/score", "/rerank")),
+    *((path, body | {"stream": True}) for path, body in STREAMED.items()),
+    ("/v1/responses", {"input": "a", "background": True}),
+    ("/v2/models/tiny/generate_stream", {"text_input": "a"}),
+]
 SERVED = {"engine.model_id": "served", "engine.model_aliases": ("other",)}
 NAMES = ("", "served", "other", "finetuned")
 
 
-def named(door: str, requested: str) -> tuple[str, dict[str, Any]] | None:
+def named(path: str, body: dict[str, Any], requested: str) -> tuple[str, dict[str, Any]] | None:
     """A call that names a model; None if the interface can't name it."""
-    path, body = DOORS[door]
-    if door.startswith("KServe"):
+    if path.startswith("/v2"):
         is_model = requested not in ("", "finetuned")
-        return (path.format(model=requested), body) if is_model else None
-    if requested == "finetuned" and door.startswith(("generate", "encode")):
+        return (path.replace("tiny", requested), body) if is_model else None
+    if requested == "finetuned" and path in ("/generate", "/encode"):
         return (path, body | {"lora_path": requested}) if path == "/generate" else None
     return path, body | ({"model": requested} if requested else {})
 
 
-CALLS = {
-    f"{door}, {requested or 'no'} name": (*call, requested)
-    for door in DOORS
-    for requested in NAMES
-    if (call := named(door, requested)) is not None
-}
-
-
-@pytest.mark.parametrize(("path", "body", "requested"), CALLS.values(), ids=CALLS.keys())
+@pytest.mark.parametrize(("path", "body"), DOORS)
 async def test_every_interface_names_the_serving_model(
-    engine: FakeEngine, agent: Agent, path: str, body: dict[str, Any], requested: str
+    engine: FakeEngine, agent: Agent, path: str, body: dict[str, Any]
 ) -> None:
     """With the name that the caller gave."""
     agent.answer = http_response({"result": False})
     engine.stage_reports = [report(adapters=(LoadedAdapter(id="finetuned", version=1),))]
+    calls = {requested: call for requested in NAMES if (call := named(path, body, requested))}
     async with client_of(engine, agent.url, **SERVED) as http:
-        await http.post(path, json=body)
-        for _ in range(200):  # The request of a background response follows its answer.
-            if agent.asked:
-                break
-            await asyncio.sleep(0.01)
-    model = "finetuned" if requested == "finetuned" else "served"
+        for number, (place, asked) in enumerate(calls.values(), 1):
+            await http.post(place, json=asked)
+            # The request of a background response follows its answer.
+            while len(agent.asked) < number:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
     names = [(each["model"], each["requested_model"]) for each in agent.asked]
-    assert names == [(model, requested)]
+    assert names == [("finetuned" if each == "finetuned" else "served", each) for each in calls]
 
 
 @pytest.mark.parametrize(
@@ -208,28 +182,24 @@ async def test_one_of_several_models_is_named(
     front = Front(deployment, config)
     await front.seen()
     async with front.client() as http:
-        await http.post(path, json=PROMPT | body)
+        await http.post(path, json={"prompt": "hello"} | body)
     names = [(each["model"], each["requested_model"]) for each in agent.asked]
     assert names == [("served", "other")]
 
 
 @pytest.mark.parametrize("result", [True, {"allow": True}, {"allow": True, "reason": "friends"}])
-async def test_an_allowed_prompt_is_served(
-    http: httpx.AsyncClient, agent: Agent, result: Any
-) -> None:
+async def test_an_allowed_prompt_is_served(http: Client, agent: Agent, result: Any) -> None:
     agent.answer = http_response({"result": result, "decision_id": "1"})
     assert await code(http) == (200, "")
 
 
 @pytest.mark.parametrize("result", [False, {"allow": False}, {"allow": False, "reason": "no way"}])
-async def test_a_refused_prompt_is_refused(
-    http: httpx.AsyncClient, agent: Agent, engine: FakeEngine, result: Any
-) -> None:
+async def test_a_refused_prompt_is_refused(http: Client, agent: Agent, result: Any) -> None:
     agent.answer = http_response({"result": result})
     assert await code(http) == (400, "content_filter")
     answer = await http.post(PATH, json={"prompt": "hello", "stream": True})
     assert ("no way" in answer.text) == (isinstance(result, dict) and "reason" in result)
-    assert engine.requests == []
+    assert http.engine.requests == []
 
 
 ELSE: dict[str, bytes] = {
@@ -253,12 +223,10 @@ ELSE: dict[str, bytes] = {
 
 
 @pytest.mark.parametrize("answer", ELSE.values(), ids=ELSE.keys())
-async def test_any_other_answer_refuses_the_call(
-    http: httpx.AsyncClient, agent: Agent, engine: FakeEngine, answer: bytes
-) -> None:
+async def test_any_other_answer_refuses_the_call(http: Client, agent: Agent, answer: bytes) -> None:
     agent.answer, agent.stays = answer, False
     assert await code(http) == (503, "policy_unavailable")
-    assert engine.requests == []
+    assert http.engine.requests == []
     assert "/v1/data/other" not in agent.paths
 
 
@@ -300,18 +268,16 @@ async def test_an_unreachable_agent_refuses_the_call(engine: FakeEngine, unused:
     assert engine.requests == []
 
 
-async def test_one_refused_prompt_refuses_the_call(
-    http: httpx.AsyncClient, agent: Agent, engine: FakeEngine
-) -> None:
+async def test_one_refused_prompt_refuses_the_call(http: Client, agent: Agent) -> None:
     """Of fifty prompts, all that are asked about at a time are refused, and no more asked about."""
     agent.answer = http_response({"result": False})
     assert await code(http, prompt=["hello"] * 50) == (400, "content_filter")
     assert len(agent.asked) <= AT_ONCE
-    assert engine.requests == []
+    assert http.engine.requests == []
 
 
 async def test_proxies_of_the_environment_are_ignored(
-    http: httpx.AsyncClient, agent: Agent, monkeypatch: pytest.MonkeyPatch, unused: int
+    http: Client, agent: Agent, monkeypatch: pytest.MonkeyPatch, unused: int
 ) -> None:
     monkeypatch.setenv("HTTP_PROXY", f"http://127.0.0.1:{unused}")
     monkeypatch.setenv("ALL_PROXY", f"http://127.0.0.1:{unused}")

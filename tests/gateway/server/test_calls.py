@@ -8,15 +8,13 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
-import httpx
 import pytest
 import structlog
 from opentelemetry.trace import SpanKind
 from starlette.routing import Route
 from structlog.testing import capture_logs
 
-from nano_inference.config import Config, GatewayConfig, TelemetryConfig
-from nano_inference.gateway.app import make_app
+from nano_inference.config import GatewayConfig, TelemetryConfig
 from nano_inference.gateway.server.callers import only_known_callers
 from nano_inference.gateway.server.calls import ObservedCalls
 from nano_inference.gateway.serving.measures import Measures
@@ -27,10 +25,8 @@ from nano_inference.telemetry.instruments import (
     MODEL_CALL_DURATION,
 )
 
-from ..fake import FakeEngine, http_of, refused
+from ..fake import Client, FakeEngine, app_of, http_of, refused
 from ..recorded import Recorded, ids
-
-LIMIT_S = 20
 
 TRACE, SPAN = "a" * 32, "b" * 16
 CLIENT = f"00-{TRACE}-{SPAN}-01"
@@ -46,10 +42,10 @@ ROUTES = (*ASKED, "/health", "/flush_cache", "/v2/models/{model:path}/generate")
 @asynccontextmanager
 async def observed(
     engine: FakeEngine, measures: Measures, *, access_log: bool = False
-) -> AsyncIterator[httpx.AsyncClient]:
-    app = only_known_callers(make_app(engine, Config(), measures), GatewayConfig(), measures)
+) -> AsyncIterator[Client]:
+    app = only_known_callers(app_of(engine, measures=measures), GatewayConfig(), measures)
     app = ObservedCalls(app, measures, ROUTES, access_log=access_log)
-    async with asyncio.timeout(LIMIT_S), http_of(app, raise_app_exceptions=False) as client:
+    async with http_of(app, engine, raise_app_exceptions=False) as client:
         yield client
 
 
@@ -59,7 +55,7 @@ def recorded() -> Recorded:
 
 
 @pytest.fixture
-async def http(engine: FakeEngine, recorded: Recorded) -> AsyncIterator[httpx.AsyncClient]:
+async def http(engine: FakeEngine, recorded: Recorded) -> AsyncIterator[Client]:
     async with observed(engine, recorded.measures) as client:
         yield client
 
@@ -67,7 +63,6 @@ async def http(engine: FakeEngine, recorded: Recorded) -> AsyncIterator[httpx.As
 def trace_of(engine: FakeEngine) -> TraceContext:
     """The trace of the only request."""
     (trace,) = engine.traces
-    assert trace is not None
     return trace
 
 
@@ -75,15 +70,13 @@ def trace_of(engine: FakeEngine) -> TraceContext:
 
 
 @pytest.mark.parametrize("path", ["/health", "/nowhere", "/v1/models"])
-async def test_an_answer_repeats_the_client_s_call_id(http: httpx.AsyncClient, path: str) -> None:
+async def test_an_answer_repeats_the_client_s_call_id(http: Client, path: str) -> None:
     answer = await http.get(path, headers={"X-Request-Id": "mine 7"})
     assert answer.headers.get_list("x-request-id") == ["mine 7"]
 
 
 @pytest.mark.parametrize("given", [None, "", " ", "x" * 129, "\u00e9", "a\x01b"])
-async def test_a_call_without_a_usable_id_gets_one(
-    http: httpx.AsyncClient, given: str | None
-) -> None:
+async def test_a_call_without_a_usable_id_gets_one(http: Client, given: str | None) -> None:
     headers = {} if given is None else {"X-Request-Id": given.encode("latin-1")}
     answers = [await http.get("/health", headers=headers) for _ in range(2)]
     first, second = (answer.headers["x-request-id"] for answer in answers)
@@ -91,10 +84,8 @@ async def test_a_call_without_a_usable_id_gets_one(
     assert len(first) == len(second) == 32
 
 
-async def test_a_failure_is_logged_with_its_call_id(
-    http: httpx.AsyncClient, engine: FakeEngine
-) -> None:
-    engine.outputs = refused("internal_error")
+async def test_a_failure_is_logged_with_its_call_id(http: Client) -> None:
+    http.engine.outputs = refused("internal_error")
     with capture_logs() as lines:
         await http.post("/generate", json={"text": "a"}, headers={"X-Request-Id": "mine"})
     (line,) = [line for line in lines if line["event"] == "http_request_failed"]
@@ -107,7 +98,7 @@ async def test_a_failure_is_logged_with_its_call_id(
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("path", ASKED)
 async def test_a_call_s_span_is_between_its_client_and_its_requests(
-    http: httpx.AsyncClient, engine: FakeEngine, recorded: Recorded, path: str, stream: bool
+    http: Client, recorded: Recorded, path: str, stream: bool
 ) -> None:
     headers = {"traceparent": CLIENT, "tracestate": "vendor=1"}
     body = ASKED[path] | {"stream": stream}
@@ -115,11 +106,10 @@ async def test_a_call_s_span_is_between_its_client_and_its_requests(
     (span,) = recorded.spans()
     trace_id, span_id, parent_id = ids(span)
     assert (trace_id, parent_id) == (TRACE, SPAN)
-    for trace in engine.traces:
-        assert trace is not None
+    for trace in http.engine.traces:
         assert trace.traceparent == f"00-{TRACE}-{span_id}-01"
         assert trace.tracestate == "vendor=1"
-    assert len(engine.traces) == (1 if body.get("messages") else 2)
+    assert len(http.engine.traces) == (1 if body.get("messages") else 2)
     assert (span.name, span.kind) == (f"POST {path}", SpanKind.SERVER)
     assert span.attributes == {
         names.HTTP_METHOD: "POST",
@@ -146,7 +136,7 @@ async def test_a_call_s_span_is_between_its_client_and_its_requests(
     ],
 )
 async def test_without_a_valid_context_a_trace_begins(
-    http: httpx.AsyncClient, engine: FakeEngine, recorded: Recorded, given: list[str]
+    http: Client, recorded: Recorded, given: list[str]
 ) -> None:
     headers = [("traceparent", each) for each in given] + [("tracestate", "vendor=1")]
     await http.post("/generate", json={"text": "a"}, headers=headers)
@@ -154,7 +144,7 @@ async def test_without_a_valid_context_a_trace_begins(
     trace_id, span_id, parent_id = ids(span)
     assert trace_id != TRACE
     assert parent_id == ""
-    trace = trace_of(engine)
+    trace = trace_of(http.engine)
     assert (trace.traceparent, trace.tracestate) == (f"00-{trace_id}-{span_id}-01", "")
 
 
@@ -168,21 +158,17 @@ async def test_a_call_of_a_model_has_its_name(engine: FakeEngine, recorded: Reco
     assert recorded.values(MODEL_CALL_DURATION) == {("tiny.tokens", ""): 1}
 
 
-async def test_several_tracestate_headers_are_joined(
-    http: httpx.AsyncClient, engine: FakeEngine
-) -> None:
+async def test_several_tracestate_headers_are_joined(http: Client) -> None:
     headers = [("traceparent", CLIENT), ("tracestate", "one=1"), ("tracestate", "two=2")]
     await http.post("/generate", json={"text": "a"}, headers=headers)
-    assert trace_of(engine).tracestate == "one=1,two=2"
+    assert trace_of(http.engine).tracestate == "one=1,two=2"
 
 
-async def test_an_unsampled_trace_is_not_recorded(
-    http: httpx.AsyncClient, engine: FakeEngine, recorded: Recorded
-) -> None:
+async def test_an_unsampled_trace_is_not_recorded(http: Client, recorded: Recorded) -> None:
     unsampled = CLIENT[:-1] + "0"
     await http.post("/generate", json={"text": "a"}, headers={"traceparent": unsampled})
     assert recorded.spans() == []
-    assert trace_of(engine).traceparent == unsampled
+    assert trace_of(http.engine).traceparent == unsampled
 
 
 async def test_an_unsampled_trace_is_passed_on(engine: FakeEngine) -> None:
@@ -201,7 +187,7 @@ async def test_without_tracing_here_the_client_s_context_goes_on(engine: FakeEng
     assert [trace and trace.traceparent for trace in engine.traces] == [CLIENT, ""]
 
 
-async def test_probes_begin_no_traces(http: httpx.AsyncClient, recorded: Recorded) -> None:
+async def test_probes_begin_no_traces(http: Client, recorded: Recorded) -> None:
     await http.get("/health")
     assert recorded.spans() == []
     await http.get("/health", headers={"traceparent": CLIENT})
@@ -209,19 +195,18 @@ async def test_probes_begin_no_traces(http: httpx.AsyncClient, recorded: Recorde
     assert (span.name, ids(span)[2]) == ("GET /health", SPAN)
 
 
-async def test_unknown_paths_make_no_spans(http: httpx.AsyncClient, recorded: Recorded) -> None:
+async def test_unknown_paths_make_no_spans(http: Client, recorded: Recorded) -> None:
     await http.post("/nowhere", json={}, headers={"traceparent": CLIENT})
     assert recorded.spans() == []
 
 
 @pytest.mark.parametrize(("code", "status"), [("lane_failed", 500), ("invalid_top_p", 400)])
 async def test_client_errors_are_no_span_errors(
-    http: httpx.AsyncClient, engine: FakeEngine, recorded: Recorded, code: str, status: int
+    http: Client, recorded: Recorded, code: str, status: int
 ) -> None:
-    engine.outputs = refused(code)
+    http.engine.outputs = refused(code)
     await http.post("/generate", json={"text": "a"})
     (span,) = recorded.spans()
-    assert span.attributes is not None
     assert span.attributes[names.HTTP_STATUS] == status
     failed = status == 500
     assert span.status.is_unset != failed
@@ -231,13 +216,11 @@ async def test_client_errors_are_no_span_errors(
 # --- metrics ------------------------------------------------------------------------------------
 
 
-async def test_calls_are_counted_by_route_and_status(
-    http: httpx.AsyncClient, engine: FakeEngine, recorded: Recorded
-) -> None:
+async def test_calls_are_counted_by_route_and_status(http: Client, recorded: Recorded) -> None:
     for _ in range(2):
         await http.post("/generate", json={"text": "a"})
     await http.post("/generate", json={"text": 3})
-    engine.failures["flush_cache"] = ZeroDivisionError()  # type: ignore[assignment]
+    http.engine.failures["flush_cache"] = ZeroDivisionError()  # type: ignore[assignment]
     await http.post("/flush_cache")
     await http.post("/generate", json={"text": "a"}, headers={"Origin": "https://evil.example"})
     for path in ("/one", "/two"):
@@ -266,7 +249,7 @@ async def test_calls_are_counted_by_route_and_status(
 async def test_parameters_in_a_path_make_no_routes(
     engine: FakeEngine, recorded: Recorded, path: str, route: str
 ) -> None:
-    app = make_app(engine, Config(), recorded.measures)  # type: ignore[arg-type]
+    app = app_of(engine, measures=recorded.measures)
     routes = [each.path for each in app.routes if isinstance(each, Route)]
     async with http_of(ObservedCalls(app, recorded.measures, routes)) as http:
         await http.get(path, headers={"traceparent": CLIENT})
@@ -274,12 +257,10 @@ async def test_parameters_in_a_path_make_no_routes(
     assert [span.name for span in recorded.spans()] == ([f"GET {route}"] if route else [])
 
 
-async def test_calls_in_flight_are_measured(
-    http: httpx.AsyncClient, engine: FakeEngine, recorded: Recorded
-) -> None:
-    engine.outputs = lambda request: []
+async def test_calls_in_flight_are_measured(http: Client, recorded: Recorded) -> None:
+    http.engine.outputs = lambda request: []
     calls = [asyncio.create_task(http.post("/generate", json={"text": "a"})) for _ in range(3)]
-    await engine.until(lambda: len(engine.requests) == 3)
+    await http.engine.until(lambda: len(http.engine.requests) == 3)
     assert recorded.values(GATEWAY_IN_FLIGHT) == {(): 3}
     for call in calls:
         call.cancel()
@@ -349,7 +330,7 @@ async def test_a_disconnect_is_logged(engine: FakeEngine, recorded: Recorded) ->
     assert (line["status"], line["complete"]) == (499, False)
 
 
-async def test_the_access_log_is_off_by_default(http: httpx.AsyncClient) -> None:
+async def test_the_access_log_is_off_by_default(http: Client) -> None:
     with capture_logs() as lines:
         await http.post("/generate", json={"text": "a"})
     assert lines == []

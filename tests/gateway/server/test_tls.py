@@ -59,7 +59,6 @@ class TlsServed(Served):
         return int(found["serialNumber"], 16)
 
     def refresh(self) -> None:
-        assert self.server.certificates is not None
         self.server.certificates.refresh()
 
     async def number(self, number: int) -> None:

@@ -9,8 +9,7 @@ import httpx
 import pytest
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from nano_inference.config import Config, GatewayConfig
-from nano_inference.gateway.app import make_app
+from nano_inference.config import GatewayConfig
 from nano_inference.gateway.server import connections
 from nano_inference.gateway.server.calls import ObservedCall
 from nano_inference.gateway.serving.account import Account
@@ -18,7 +17,7 @@ from nano_inference.gateway.serving.origin import BUDGET_HEADER, MAX_BUDGET_MS
 from nano_inference.telemetry import TraceContext, now_ns
 
 from ..errors import error_of
-from ..fake import FakeEngine, http_of
+from ..fake import Client, FakeEngine, app_of, http_of
 from ..served import post, serve
 
 MINUTE_NS = 60 * 10**9
@@ -27,7 +26,7 @@ MINUTE_NS = 60 * 10**9
 @asynccontextmanager
 async def arriving(engine: FakeEngine, ago_ns: int) -> AsyncIterator[httpx.AsyncClient]:
     """A gateway whose calls have arrived some time ago."""
-    app: ASGIApp = make_app(engine, Config())
+    app: ASGIApp = app_of(engine)
 
     async def arrived(scope: Scope, receive: Receive, send: Send) -> None:
         arrival = ObservedCall(now_ns() - ago_ns, TraceContext(), Account())
@@ -62,7 +61,6 @@ async def test_the_shortest_budget_holds(
         if budget_ns is None:
             assert request.budget_ns is None
         else:
-            assert request.budget_ns is not None
             assert MINUTE_NS / 2 < request.budget_ns <= budget_ns - 20 * 10**9
 
 
@@ -93,24 +91,20 @@ async def test_waiting_for_a_round_counts_against_the_budget(
 
 
 @pytest.mark.parametrize("header", ["", "soon", "1e3", "inf", "nan", "1,5", "1" * 18, "0x10"])
-async def test_an_invalid_budget_header_is_refused(
-    http: httpx.AsyncClient, engine: FakeEngine, header: str
-) -> None:
+async def test_an_invalid_budget_header_is_refused(http: Client, header: str) -> None:
     answer = await http.post("/generate", json={"text": "a"}, headers={BUDGET_HEADER: header})
     assert error_of(answer, 400) == "invalid_budget"
     assert BUDGET_HEADER in answer.text
     assert "milliseconds" in answer.text
-    assert not engine.requests
+    assert not http.engine.requests
 
 
 @pytest.mark.parametrize(
     ("field", "code"),
     [(1e300, "invalid_budget"), ("1000", "invalid_request"), ([1], "invalid_request")],
 )
-async def test_an_invalid_budget_field_is_refused(
-    http: httpx.AsyncClient, engine: FakeEngine, field: object, code: str
-) -> None:
+async def test_an_invalid_budget_field_is_refused(http: Client, field: object, code: str) -> None:
     answer = await http.post("/generate", json={"text": "a", "budget_ms": field})
     assert error_of(answer, 400) == code
     assert "budget_ms" in answer.text
-    assert not engine.requests
+    assert not http.engine.requests

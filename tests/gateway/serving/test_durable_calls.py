@@ -96,7 +96,6 @@ async def connect(kept: DurableCalls, call_id: str, name: str = "") -> asyncio.T
 
 async def come_back(kept: DurableCalls, call_id: str) -> asyncio.Task[None]:
     found = await kept.find(call_id)
-    assert found is not None
     return await connected(kept.resumed(call(call_id), found), call_id)
 
 
@@ -111,9 +110,7 @@ def cancelled(engine: FakeEngine) -> list[str]:
 
 @pytest.fixture
 def engine() -> FakeEngine:
-    made = FakeEngine()
-    made.outputs = cut
-    return made
+    return FakeEngine(cut)
 
 
 async def test_a_call_ends_with_its_connection(engine: FakeEngine) -> None:
@@ -173,7 +170,6 @@ async def test_a_call_refused_by_a_draining_gateway_can_be_resent(engine: FakeEn
     no = EngineError("no", code="shutting_down")
     await close(await connect(kept, "c"))
     found = await kept.find("c")
-    assert found is not None
     engine.calls.clear()
     async with kept.resumed(call("c"), found) as attachment:
         attachment.fail(no)

@@ -13,30 +13,22 @@ from nano_inference.config import ConfigError, load_config
 from nano_inference.gateway.gateway import Gateway, _is_own
 from nano_inference.gateway.server.connections import Connection
 from nano_inference.pipeline.client import BusClient
-from nano_inference.telemetry import Metrics, Tracing
 
 from ...certificates import Authority
 from ..fake import FakeEngine
 
-LIMIT_S = 30
 EVERYWHERE = {"gateway.host": "0.0.0.0"}
 WITH_OIDC = {"policy.oidc_issuer": "https://issuer.example", "policy.oidc_audience": "a"}
-
-
-class Engine(FakeEngine):
-    tracing = Tracing()
-    metrics = Metrics()
 
 
 async def warnings_of(settings: dict[str, Any]) -> list[str]:
     """The warnings of a gateway with these settings."""
     config = load_config(env={}, overrides=settings)
     with structlog.testing.capture_logs() as lines:
-        async with asyncio.timeout(LIMIT_S):
-            async with Gateway(cast(BusClient, Engine()), config) as gateway:
-                _, writer = await asyncio.open_connection("127.0.0.1", gateway.port)
-                writer.close()
-                await gateway._app.policy.open()
+        async with Gateway(cast(BusClient, FakeEngine()), config) as gateway:
+            _, writer = await asyncio.open_connection("127.0.0.1", gateway.port)
+            writer.close()
+            await gateway._app.policy.open()
     return [line["event"] for line in lines if line["log_level"] == "warning"]
 
 
@@ -48,7 +40,7 @@ async def test_a_public_address_needs_keys() -> None:
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "127.0.0.2"])
 async def test_a_loopback_address_needs_no_keys(host: str) -> None:
     config = load_config(env={}, overrides={"gateway.host": host})
-    async with asyncio.timeout(LIMIT_S), Gateway(cast(BusClient, Engine()), config) as gateway:
+    async with Gateway(cast(BusClient, FakeEngine()), config) as gateway:
         assert gateway.url == f"http://{host}:{gateway.port}"
 
 
@@ -72,7 +64,7 @@ async def test_with_keys_the_tenant_header_gives_no_turn(
     keys: dict[str, str], client: bytes
 ) -> None:
     config = load_config(env={}, overrides=keys)
-    async with asyncio.timeout(LIMIT_S), Gateway(cast(BusClient, Engine()), config) as gateway:
+    async with Gateway(cast(BusClient, FakeEngine()), config) as gateway:
         reader, writer = await asyncio.open_connection("127.0.0.1", gateway.port)
         writer.write(b"GET /livez HTTP/1.1\r\nHost: localhost\r\nX-Tenant: gold\r\n\r\n")
         assert b" 200 " in await reader.readline()

@@ -15,7 +15,6 @@ from nano_inference.gateway.serving.samples import MOST_UNSENT, SampleChunks
 from ..fake import completion
 from ..made import chunk, told
 
-LIMIT_S = 20
 REQUEST = GenerateRequest(request_id="r", sampling=SamplingParams(logprobs=2))
 
 
@@ -29,15 +28,14 @@ async def taken(outputs: list[Output], held: anyio.Event | None = None) -> list[
             await held.wait()
 
     chunks = SampleChunks(take)
-    with anyio.fail_after(LIMIT_S):
-        async with anyio.create_task_group() as group:
-            group.start_soon(chunks.send_all)
-            for output in outputs:
-                chunks.put(0, output)
-                await anyio.wait_all_tasks_blocked()
-            if held is not None:
-                held.set()
-            chunks.close()
+    async with anyio.create_task_group() as group:
+        group.start_soon(chunks.send_all)
+        for output in outputs:
+            chunks.put(0, output)
+            await anyio.wait_all_tasks_blocked()
+        if held is not None:
+            held.set()
+        chunks.close()
     return found
 
 
@@ -77,14 +75,13 @@ async def test_what_nobody_takes_has_its_bound() -> None:
         await held.wait()
 
     chunks = SampleChunks(take)
-    with anyio.fail_after(LIMIT_S):
-        async with anyio.create_task_group() as group:
-            group.start_soon(chunks.send_all)
-            group.start_soon(put_all)
-            await anyio.wait_all_tasks_blocked()
-            # Two are being sent, one fills the buffer, and one is above it.
-            assert put == 4
-            assert chunks.unsent == 2 * MOST_UNSENT
-            held.set()
+    async with anyio.create_task_group() as group:
+        group.start_soon(chunks.send_all)
+        group.start_soon(put_all)
+        await anyio.wait_all_tasks_blocked()
+        # Two are being sent, one fills the buffer, and one is above it.
+        assert put == 4
+        assert chunks.unsent == 2 * MOST_UNSENT
+        held.set()
     assert put == 9
     assert chunks.unsent == 0

@@ -2,28 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
 from typing import Any
 
 import anthropic
 import pytest
 from anthropic import AsyncAnthropic
-from httpx import AsyncClient
 
 from nano_inference.store.board import LoadedAdapter
 
-from ...fake import FakeEngine, refused, report
+from ...fake import Client, FakeEngine, refused, report
 from ...made import TEXTS, cut, interleaved, whole
 
 TEXT = "".join(TEXTS)
 HELLO: Any = [{"role": "user", "content": "hello"}]
 ASKED: Any = {"model": "tiny", "max_tokens": 9, "messages": HELLO}
-
-
-@pytest.fixture
-async def client(connected: dict[str, Any]) -> AsyncIterator[AsyncAnthropic]:
-    async with AsyncAnthropic(base_url="http://127.0.0.1", **connected) as made:
-        yield made
 
 
 async def test_a_message(client: AsyncAnthropic, engine: FakeEngine) -> None:
@@ -76,7 +68,7 @@ async def test_models_have_anthropic_s_fields_and_pages(
             await client.models.list(**wrong)  # type: ignore[arg-type]
 
 
-async def test_models_have_openai_s_fields_for_other_clients(http: AsyncClient) -> None:
+async def test_models_have_openai_s_fields_for_other_clients(http: Client) -> None:
     assert (await http.get("/v1/models")).json()["object"] == "list"
     assert (await http.get("/v1/models/tiny")).json()["object"] == "model"
 
@@ -85,8 +77,9 @@ async def test_an_error_in_mid_stream_raises(client: AsyncAnthropic, engine: Fak
     no = refused("lane_failed", "because")
     engine.outputs = lambda request: [*cut(request), *no(request)]
     text = ""
-    with pytest.raises(anthropic.APIStatusError, match="because"):
+    with pytest.raises(anthropic.APIStatusError, match="because") as raised:
         async with client.messages.stream(**ASKED) as stream:
             async for piece in stream.text_stream:
                 text += piece
     assert text == TEXTS[0]
+    assert raised.value.body["error"]["type"] == "api_error"  # type: ignore[index]

@@ -65,11 +65,9 @@ class Client:
             self._open, self._input = event["content_block"], ""
             self.message["content"].append(self._open)
         elif name == "content_block_delta":
-            assert self._open is not None
             assert event["index"] == len(self.message["content"]) - 1
             self._grow(event["delta"])
         elif name == "content_block_stop":
-            assert self._open is not None
             if self._open["type"] == "tool_use":
                 self._open["input"] = json.loads(self._input)
             self._open = None
@@ -78,7 +76,6 @@ class Client:
             self.message |= event["delta"] | {"usage": event["usage"]}
 
     def _grow(self, delta: dict[str, Any]) -> None:
-        assert self._open is not None
         kinds = {"text_delta": "text", "thinking_delta": "thinking", "signature_delta": "thinking"}
         assert self._open["type"] == kinds.get(delta["type"], "tool_use")
         if delta["type"] == "input_json_delta":

@@ -15,15 +15,13 @@ import tritonclient.http
 
 from nano_inference.config import NanoInferenceError, load_config
 from nano_inference.gateway.api.kserve.served import Answer, ModelCall, ServedModel
-from nano_inference.gateway.app import make_app
 from nano_inference.gateway.gateway import Gateway
 from nano_inference.gateway.serving.lane_state import Readiness
 from nano_inference.kserve.protobuf import METHODS, message
 from nano_inference.kserve.tensors import DATATYPES, DTYPES, ModelSpec, NamedTensor, TensorSpec
 from nano_inference.pipeline.client import BusClient
-from nano_inference.telemetry import Metrics, Tracing
 
-from ...fake import FakeEngine
+from ...fake import FakeEngine, app_of
 
 LIMIT_S = 30
 JSON = {"Content-Type": "application/json"}
@@ -31,15 +29,6 @@ BYTES = {"Content-Type": "application/octet-stream"}
 LENGTH = "Inference-Header-Content-Length"
 INT8 = {"name": "INT8", "datatype": "INT8", "shape": [1], "data": [1]}
 """An input of `Echo`, as JSON."""
-
-
-class Engine(FakeEngine):
-    """An engine as a gateway takes it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.tracing = Tracing()
-        self.metrics = Metrics()
 
 
 async def until(holds: Callable[[], Any]) -> None:
@@ -117,18 +106,21 @@ class Model(FakeModel):
     """Returns its input "x", once it may.
 
     Attributes:
-        free: Set while it may answer.
+        free: Set while it may answer; not from the beginning if it is `held`.
         answers: Answers to a call that takes many.
         failure: Raised after the answers.
         sent: Number of answers.
     """
 
-    def __init__(self, name: str = "echo", *, decoupled: bool = False) -> None:
+    def __init__(
+        self, name: str = "echo", *, decoupled: bool = False, held: bool = False, answers: int = 1
+    ) -> None:
         tensors = (TensorSpec("x", "FP32", (-1,)),)
         super().__init__(name, inputs=tensors, outputs=tensors, decoupled=decoupled)
         self.free = asyncio.Event()
-        self.free.set()
-        self.answers = 1
+        if not held:
+            self.free.set()
+        self.answers = answers
         self.failure: Exception | None = None
         self.sent = 0
 
@@ -162,7 +154,6 @@ class Several(FakeModel):
 
     async def answer_all(self, call: ModelCall, answer: Answer) -> None:
         times = call.request.input("times")
-        assert times is not None
         numbers = range(int(times[0]))
         for number in numbers if call.many else numbers[-1:]:
             if call.many and number:
@@ -192,7 +183,7 @@ async def served(
     config = load_config(env={}, overrides={"gateway.grpc_port": 0, "gateway.port": 0} | own)
     async with (
         asyncio.timeout(limit_s),
-        Gateway(cast(BusClient, engine or Engine()), config) as gateway,
+        Gateway(cast(BusClient, engine or FakeEngine()), config) as gateway,
         grpc.aio.insecure_channel(f"127.0.0.1:{gateway.grpc_port}") as channel,
     ):
         for model in models:
@@ -219,7 +210,7 @@ async def asking(
 ) -> AsyncIterator[httpx.AsyncClient]:
     """A client of the application alone; `settings` are the gateway's."""
     config = load_config(env={}, overrides={f"gateway.{name}": settings[name] for name in settings})
-    app = make_app(cast(BusClient, engine or Engine()), config, readiness=readiness)
+    app = app_of(engine or FakeEngine(), config, readiness=readiness)
     for model in models:
         app.kserve.service.add(model)
     transport = httpx.ASGITransport(app)

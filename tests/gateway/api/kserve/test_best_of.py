@@ -22,7 +22,6 @@ from ....errors import raises
 from ....pipeline.kserve import as_lists, infer_request, origin, service_of, services_of
 from ...fake import FakeEngine, completion, sample
 
-LIMIT_S = 30
 SAMPLES = ((5,), (6, 7, 8), (9, 10))
 
 
@@ -59,7 +58,6 @@ class Engine(FakeEngine):
             return [completion(request, *made)]
         if self.hangs:
             return []
-        assert request.prompt_token_ids is not None
         prompt, (first, *_) = request.prompt_token_ids, request.prompt_token_ids[2:]
         if first == self.failing:
             raise EngineError("no", code="out_of_blocks")
@@ -115,7 +113,7 @@ async def test_the_likeliest_sample_is_given(engine: Engine) -> None:
     }
 
 
-@pytest.mark.parametrize("samples", [0, 1001])
+@pytest.mark.parametrize("samples", [0, 1001, 2**40])
 async def test_best_of_is_limited_by_admission(engine: Engine, samples: int) -> None:
     with raises("invalid_n", r"from 1 to 1000 \(admission.max_samples\)"):
         await engine.infer(wanted(best_of=samples))
@@ -171,7 +169,7 @@ async def test_all_buffers_are_acquired_at_once_and_released(
 
 async def test_waiting_for_buffers_ends_with_the_deadline(engine: Engine) -> None:
     with await engine.pool.acquire_slot(engine.pool.n_slots):
-        with anyio.fail_after(LIMIT_S), raises("expired", "time"):
+        with raises("expired", "time"):
             await engine.service.infer_once(origin(deadline_ns=now_ns() + 10**7), wanted())
         assert engine.pool.waiting == 0
     assert engine.requests == []
@@ -181,8 +179,6 @@ async def test_waiting_for_buffers_ends_with_the_deadline(engine: Engine) -> Non
 @pytest.mark.parametrize(
     ("inputs", "code"),
     [
-        ({"best_of": 0}, "invalid_n"),
-        ({"best_of": 2**40}, "invalid_n"),
         ({"sampling_parameters": {"n": 2}}, "invalid_n"),
         ({"sampling_parameters": {"logprobs": 2}}, "unsupported"),
         ({"best_of": 1000, "sampling_parameters": {"max_tokens": 10**6}}, "request_too_large"),
@@ -200,18 +196,17 @@ async def test_impossible_calls_are_refused(
 
 async def test_a_failed_score_cancels_the_others(engine: Engine) -> None:
     engine.failing = 6
-    with anyio.fail_after(LIMIT_S), raises("out_of_blocks"):
+    with raises("out_of_blocks"):
         await engine.infer(wanted())
     assert engine.pool.free_slots == engine.pool.n_slots
 
 
 async def test_a_call_that_is_cancelled_frees_its_buffers(engine: Engine) -> None:
     engine.hangs = True
-    with anyio.fail_after(LIMIT_S):
-        async with anyio.create_task_group() as group:
-            group.start_soon(engine.infer, wanted())
-            await engine.until(lambda: len(engine.requests) == 4)
-            assert engine.pool.free_slots < engine.pool.n_slots
-            group.cancel_scope.cancel()
+    async with anyio.create_task_group() as group:
+        group.start_soon(engine.infer, wanted())
+        await engine.until(lambda: len(engine.requests) == 4)
+        assert engine.pool.free_slots < engine.pool.n_slots
+        group.cancel_scope.cancel()
     assert engine.pool.free_slots == engine.pool.n_slots
     assert len(engine.left) == 3

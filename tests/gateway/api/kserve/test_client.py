@@ -17,8 +17,8 @@ from nano_inference.gateway.server import server
 from nano_inference.kserve import KServeClient, KServeError, NamedTensor
 
 from ....errors import raises
-from ...fake import refused
-from .calls import Engine, Model, served, until
+from ...fake import FakeEngine, refused
+from .calls import Model, served, until
 
 TOKENS = [NamedTensor("input_ids", np.array([1, 2, 3]))]
 NUMBERS = NamedTensor("x", np.arange(100, dtype=np.float32))
@@ -59,7 +59,7 @@ MEANINGS = {
 
 @both_ways
 async def test_engine_errors_reach_the_client(ask: Ask) -> None:
-    engine = Engine()
+    engine = FakeEngine()
     async with called(engine=engine) as (_, client):
         for code, status in MEANINGS.items():
             engine.outputs = refused(code, f"not this one: {code}")
@@ -77,8 +77,7 @@ async def test_a_stopping_server_says_when_to_retry() -> None:
 
 async def test_another_gateway_answers_after_a_stop(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server, "LEAVE_S", 0.1)
-    first, second = Model(), Model()
-    first.free.clear()
+    first, second = Model(held=True), Model()
     async with served(second) as (other, _), AsyncExitStack() as stack:
         async with served(first) as (one, _):
             address = f"ipv4:127.0.0.1:{one.grpc_port},127.0.0.1:{other.grpc_port}"
@@ -94,8 +93,7 @@ async def test_another_gateway_answers_after_a_stop(monkeypatch: pytest.MonkeyPa
 
 
 async def test_responses_of_a_stream_and_information() -> None:
-    model = Model("several", decoupled=True)
-    model.answers = 3
+    model = Model("several", decoupled=True, answers=3)
     async with called(model, Model()) as (_, client):
         for name, number in (("several", 3), ("echo", 1)):
             answers = await stream(client, name, [NUMBERS])

@@ -73,7 +73,7 @@ async def test_malformed_messages_are_refused() -> None:
             answer = await call(method, b"\xff\xff")
             assert (answer.code, answer.stable) == ("INVALID_ARGUMENT", "malformed"), method
         empty = call.stream(timeout=None)
-        one = Client(call.channel).channel.stream_unary(METHODS["ModelInfer"].path)()
+        one = call.channel.stream_unary(METHODS["ModelInfer"].path)()
         await one.done_writing()
         assert (await call.end("ModelInfer", one)).code == "RESOURCE_EXHAUSTED"
         assert await empty.read_all() == []
@@ -158,7 +158,6 @@ async def test_the_shortest_of_all_limits_holds(
     async with served(model) as (_, call):
         await call("ModelInfer", request(**parameters), **options)
     left_ns = model.calls[0].origin.left_ns
-    assert left_ns is not None
     assert at_most_s - 30 < left_ns / 1e9 <= at_most_s
 
 
@@ -173,8 +172,7 @@ async def test_no_time_limit_by_default() -> None:
 
 @pytest.mark.parametrize("parameters", [{"timeout_ns": 1000}, {"timeout": 1}, {"timeout_ns": -1}])
 async def test_expired_calls_are_cancelled(parameters: dict[str, int]) -> None:
-    model = Model()
-    model.free.clear()
+    model = Model(held=True)
     async with served(model) as (_, call):
         late = await call("ModelInfer", request(**parameters))
         assert (late.code, late.stable) == ("DEADLINE_EXCEEDED", "expired")
@@ -199,8 +197,7 @@ async def test_invalid_time_limits_are_refused() -> None:
 @pytest.mark.parametrize("leaves", ["cancel", "deadline", "channel"])
 @pytest.mark.parametrize("streams", [False, True])
 async def test_disconnect_cancels_requests(leaves: str, streams: bool) -> None:
-    model = Model()
-    model.free.clear()
+    model = Model(held=True)
     async with served(model) as (gateway, _):
         async with grpc.aio.insecure_channel(f"127.0.0.1:{gateway.grpc_port}") as channel:
             call = Client(channel)
@@ -225,8 +222,7 @@ async def test_disconnect_cancels_requests(leaves: str, streams: bool) -> None:
 
 
 async def test_requests_of_a_stream_run_concurrently() -> None:
-    slow, fast = Model("slow", decoupled=True), Model("fast", decoupled=True)
-    slow.free.clear()
+    slow, fast = Model("slow", decoupled=True, held=True), Model("fast", decoupled=True)
     async with served(slow, fast) as (_, call):
         stream = call.stream()
         await stream.send(request("slow", request_id="0"), request("fast", request_id="1"))
@@ -260,8 +256,7 @@ def finals(parts: list[Any]) -> list[bool]:
 
 @pytest.mark.parametrize("wanted", [True, False])
 async def test_the_final_response_is_marked_on_request(wanted: bool) -> None:
-    model = Model(decoupled=True)
-    model.answers = 3
+    model = Model(decoupled=True, answers=3)
     async with served(model, Model("one")) as (_, call):
         stream = call.stream()
         asked = {"triton_enable_empty_final_response": wanted}
@@ -278,8 +273,7 @@ async def test_the_final_response_is_marked_on_request(wanted: bool) -> None:
 
 
 async def test_single_responses_come_in_order() -> None:
-    slow, fast = Model("slow"), Model("fast")
-    slow.free.clear()
+    slow, fast = Model("slow", held=True), Model("fast")
     async with served(slow, fast) as (_, call):
         stream = call.stream()
         await stream.send(request("slow"), request("none"), request("fast"))
@@ -290,8 +284,7 @@ async def test_single_responses_come_in_order() -> None:
 
 
 async def test_concurrent_requests_of_a_stream_are_limited() -> None:
-    model = Model(decoupled=True)
-    model.free.clear()
+    model = Model(decoupled=True, held=True)
     async with served(model) as (_, call):
         stream = call.stream()
         total = MOST_AT_ONCE + 5
@@ -307,8 +300,7 @@ async def test_concurrent_requests_of_a_stream_are_limited() -> None:
 
 
 async def test_a_malformed_message_ends_a_stream_after_its_responses() -> None:
-    model = Model(decoupled=True)
-    model.free.clear()
+    model = Model(decoupled=True, held=True)
     async with served(model) as (_, call):
         stream = call.stream()
         await stream.send(request(), b"\xff\xff")
@@ -320,8 +312,7 @@ async def test_a_malformed_message_ends_a_stream_after_its_responses() -> None:
 
 
 async def test_unread_responses_are_bounded() -> None:
-    model = Model(decoupled=True)
-    model.answers = 10_000
+    model = Model(decoupled=True, answers=10_000)
     async with served(model, Model("other")) as (_, call):
         stream = call.stream()
         await stream.send(request(values=[0.0] * 25_000))
@@ -341,8 +332,7 @@ async def test_unread_responses_are_bounded() -> None:
 async def test_a_client_that_does_not_read_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     module = "nano_inference.gateway.api.kserve.grpc_connection.LEAST_BYTES_PER_S"
     monkeypatch.setattr(module, 1 << 40)
-    model = Model(decoupled=True)
-    model.answers = 10_000
+    model = Model(decoupled=True, answers=10_000)
     async with served(model, send_timeout_s=0.1) as (gateway, call):
         stream = call.stream()
         await stream.send(request(values=[0.0] * 25_000))

@@ -22,6 +22,7 @@ from nano_inference.kserve.tensors import (
     TensorSpec,
 )
 
+from ...fake import data_of
 from .calls import Several, asking, failed, listening, until
 
 INPUTS = (
@@ -160,11 +161,7 @@ async def test_generate_stream_has_an_event_for_each_answer() -> None:
         answer = await http.post(
             "/v2/models/several/versions/1/generate_stream", json={"times": 3, "id": "mine"}
         )
-    assert answer.headers["content-type"].startswith("text/event-stream")
-    lines = [line for line in answer.text.splitlines() if line]
-    assert all(line.startswith("data: ") for line in lines)
-    answered = [json.loads(line.removeprefix("data: ")) for line in lines]
-    assert [(each["id"], each["number"], each["word"]) for each in answered] == [
+    assert [(each["id"], each["number"], each["word"]) for each in data_of(answer)] == [
         ("mine", number, f"number {number}") for number in range(3)
     ]
     assert several.calls[0].many
@@ -205,6 +202,6 @@ async def test_an_error_behind_answers_is_the_last_event() -> None:
     async with asking(Several(failure=RequestError("no", code="lane_failed"))) as http:
         answer = await http.post("/v2/models/several/generate_stream", json={"times": 2})
     assert answer.status_code == 200
-    *answers, last = [json.loads(line[6:]) for line in answer.text.splitlines() if line]
+    *answers, last = data_of(answer)
     assert [each["number"] for each in answers] == [0, 1]
     assert last == {"error": "no"}

@@ -10,10 +10,10 @@ import pytest
 from nano_inference.config import BusError
 from nano_inference.gateway.api.kserve.operations import OPERATIONS, SERVER_NAME, VERSION
 from nano_inference.gateway.serving.lane_state import DRAINING, Readiness
-from nano_inference.kserve.pool import BufferPool
 from nano_inference.kserve.protobuf import METHODS
 
-from .calls import INT8, JSON, Echo, Engine, FakeModel, Slow, asking, failed, served
+from ...fake import FakeEngine
+from .calls import INT8, JSON, Echo, FakeModel, Slow, asking, failed, served
 
 NAMES = (
     "org/tiny",
@@ -30,12 +30,12 @@ NAMES = (
 # --- health -------------------------------------------------------------------------------------
 
 
-class Away(Engine):
+class Away(FakeEngine):
     async def trouble(self) -> str:
         raise BusError("Redis is away")
 
 
-class Lost(Engine):
+class Lost(FakeEngine):
     async def trouble(self) -> str:
         return "no lane has a model"
 
@@ -43,15 +43,13 @@ class Lost(Engine):
 @pytest.mark.parametrize(
     ("engine", "draining", "why"),
     [
-        (Engine, False, ""),
+        (FakeEngine, False, ""),
         (Lost, False, "no lane has a model"),
-        (Engine, True, DRAINING),
+        (FakeEngine, True, DRAINING),
         (Away, False, "Redis is away"),
     ],
 )
-async def test_readiness_over_http_says_why_not(
-    engine: type[Engine], draining: bool, why: str
-) -> None:
+async def test_readiness_says_why_not(engine: type[FakeEngine], draining: bool, why: str) -> None:
     made = engine()
     readiness = Readiness(made)  # type: ignore[arg-type]
     readiness.draining = draining
@@ -64,13 +62,10 @@ async def test_readiness_over_http_says_why_not(
             assert (answer.status_code, answer.content) == (200, b"")
         live = await http.get("/v2/health/live")
         assert (live.status_code, live.content) == (200, b"")
-
-
-async def test_readiness_over_grpc() -> None:
-    for engine, ready in ((Engine(), True), (Lost(), False), (Away(), False)):
-        async with served(engine=engine) as (_, call):
+    if not draining:
+        async with served(engine=made) as (_, call):
             assert (await call("ServerLive")).live
-            assert (await call("ServerReady")).ready == ready
+            assert (await call("ServerReady")).ready == (not why)
 
 
 def troubled(name: str, why: str = "", error: BusError | None = None) -> FakeModel:
@@ -194,21 +189,6 @@ async def test_the_index_has_all_models_or_the_ready_ones() -> None:
 # --- shared memory ------------------------------------------------------------------------------
 
 SYSTEM = "/v2/systemsharedmemory"
-
-
-async def test_regions_have_a_status_until_they_are_unregistered() -> None:
-    async with asking(shared_memory=True) as http:
-        with BufferPool(4096, 1) as pool:
-            region = {"key": pool.key, "byte_size": 4096}
-            path = f"{SYSTEM}/region/mine"
-            assert (await http.post(f"{path}/register", json=region)).content == b""
-            answered = [{"name": "mine", "key": pool.key, "offset": 0, "byte_size": 4096}]
-            assert (await http.get(f"{SYSTEM}/status")).json() == answered
-            assert (await http.get(f"{path}/status")).json() == answered
-            for each in (path, SYSTEM):
-                assert (await http.post(f"{each}/unregister")).status_code == 200
-            assert (await http.get(f"{SYSTEM}/status")).json() == []
-            assert failed(await http.get(f"{path}/status"), 404) == "unknown_region"
 
 
 @pytest.mark.parametrize(

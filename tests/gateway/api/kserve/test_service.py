@@ -33,7 +33,6 @@ class Doubled:
 
     async def infer(self, call: ModelCall, answer: Answer) -> None:
         given = call.request.input("input_ids")
-        assert given is not None
         twice = NamedTensor("input_ids", given.repeat(2))
         model = f"{self._context.config.engine.model_name}.tokens"
         request = InferRequest(model_name=model, inputs=(twice,))

@@ -7,7 +7,6 @@ import os
 import queue
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
-from functools import partial
 from typing import Any, NamedTuple
 
 import anyio
@@ -165,6 +164,7 @@ async def test_tensors_in_shared_memory(name: str) -> None:
                 key,
                 8000,
             )
+            assert len(regions(await ask("get_system_shared_memory_status", "mine"))) == 1
             result = await ask("infer", "echo", [given], outputs=[wanted])
             place = result.get_output("FP32")
             place = _told(place) if ask.kind.grpc else place
@@ -184,33 +184,34 @@ def regions(answered: Any) -> list[Any]:
 # --- what there is -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("model", ["echo", "org/echo", "1.5 b%"])
-async def test_information(name: str, model: str) -> None:
+async def test_information(name: str) -> None:
     ill = Slow("ill")
     ill.why_not = "it has no weights"
-    async with triton(name, Echo(model), ill) as ask:
+    models = ("echo", "org/echo", "1.5 b%")
+    async with triton(name, *map(Echo, models), ill) as ask:
         assert await ask("is_server_live")
         assert await ask("is_server_ready")
-        assert await ask("is_model_ready", model, "3")
         assert not await ask("is_model_ready", "ill")
         assert not await ask("is_model_ready", "none")
         assert "binary_tensor_data" in (await ask("get_server_metadata"))["extensions"]
-        answered = await ask("get_model_metadata", model)
-        assert [(each["name"], each["datatype"]) for each in answered["inputs"]] == [
-            (each, each) for each in DATATYPES
-        ]
-        assert [int(each) for each in answered["outputs"][0]["shape"]] == [-1]
-        assert answered["versions"] == ["1", "3"]
-        config = await ask("get_model_config", model, "1")
-        config = config["config"] if ask.kind.grpc else config
-        assert config["name"] == model
-        assert not config["model_transaction_policy"]["decoupled"]
+        for model in models:
+            assert await ask("is_model_ready", model, "3")
+            answered = await ask("get_model_metadata", model)
+            assert [(each["name"], each["datatype"]) for each in answered["inputs"]] == [
+                (each, each) for each in DATATYPES
+            ]
+            assert [int(each) for each in answered["outputs"][0]["shape"]] == [-1]
+            assert answered["versions"] == ["1", "3"]
+            config = await ask("get_model_config", model, "1")
+            config = config["config"] if ask.kind.grpc else config
+            assert config["name"] == model
+            assert not config["model_transaction_policy"]["decoupled"]
         index = await ask("get_model_repository_index")
         states = {
             each["name"]: (each["state"], each["reason"])
             for each in (index["models"] if ask.kind.grpc else index)
         }
-        assert states[model] == ("READY", "")
+        assert {states[model] for model in models} == {("READY", "")}
         assert states["ill"] == ("UNAVAILABLE", "it has no weights")
 
 
@@ -266,16 +267,6 @@ async def test_tritons_timeout_holds(name: str) -> None:
         wanted = "StatusCode.DEADLINE_EXCEEDED" if ask.kind.grpc else "504"
         assert caught.value.status() == wanted
         await until(lambda: len(slow.ended) == 1)
-
-
-@pytest.mark.parametrize("name", ["http.aio", "grpc.aio"])
-async def test_cancelling_a_call_cancels_the_model(name: str) -> None:
-    slow = Slow()
-    async with triton(name, slow) as ask:
-        calling = asyncio.create_task(ask("infer", "slow", []))
-        await until(lambda: len(slow.calls) == 1)
-        calling.cancel()
-        await until(lambda: slow.ended == ["cancelled"])
 
 
 # --- streams -------------------------------------------------------------------------------------
@@ -353,14 +344,6 @@ class Stream:
             return await anyio.to_thread.run_sync(lambda: self._answers.get(timeout=LIMIT_S))
         return streamed(*await anext(self._found))
 
-    async def cancel(self) -> None:
-        """Ends it with whatever is under way."""
-        if self._ask.kind.blocking:
-            await anyio.to_thread.run_sync(partial(self._client.stop_stream, cancel_requests=True))
-            self._client.close()
-        else:
-            self._found.cancel()
-
     async def _asked(self) -> AsyncIterator[dict[str, Any]]:
         while (given := await self._requests.get()) is not None:
             yield given
@@ -375,32 +358,13 @@ async def test_a_stream_has_each_answer_of_each_request(name: str) -> None:
         await stream.send("a", 3)
         # Triton's client of asyncio has no way to ask for the empty answer behind the last.
         tells_end = ask.kind.blocking
+        await stream.send("c", 1, model_version="7")
         await stream.send("b", 2, told_of_the_end=tells_end)
-        found = [await stream.answer() for _ in range(5 + tells_end)]
+        found = [await stream.answer() for _ in range(6 + tells_end)]
+        assert ["several" in each.error for each in found if each.error] == [True]
         numbers = {
             name: [(each.number, each.final) for each in found if each.request == name]
             for name in ("a", "b")
         }
         assert numbers["a"] == [(0, False), (1, False), (2, False)]
         assert numbers["b"] == [(0, False), (1, False), (None, True)][: 2 + tells_end]
-
-
-@pytest.mark.parametrize("name", GRPC)
-async def test_a_refused_request_of_a_stream_ends_alone(name: str) -> None:
-    async with triton(name, Several()) as ask, Stream(ask) as stream:
-        await stream.send("a", 1, model_version="7")
-        assert "several" in (await stream.answer()).error
-        await stream.send("b", 1)
-        assert (await stream.answer()).number == 0
-
-
-@pytest.mark.parametrize("name", GRPC)
-async def test_cancelling_a_stream_cancels_its_requests(name: str) -> None:
-    several = Several()
-    several.go_on = anyio.Event()
-    async with triton(name, several) as ask:
-        stream = await Stream(ask).__aenter__()
-        await stream.send("a", 2)
-        assert (await stream.answer()).number == 0
-        await stream.cancel()
-        await until(lambda: several.ended == ["cancelled"])

@@ -19,9 +19,7 @@ from ...saying import Model, calling_model, words_of
 @pytest.fixture
 def engine() -> FakeEngine:
     """An engine whose samples have three tokens, in chunks of one."""
-    made = FakeEngine()
-    made.outputs = interleaved
-    return made
+    return FakeEngine(interleaved)
 
 
 @pytest.fixture

@@ -9,17 +9,15 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import anyio
-import httpx
 import pytest
 from httpx import AsyncClient, Response
 
-from nano_inference.config import BusError, Config, load_config
+from nano_inference.config import BusError
 from nano_inference.gateway.api.openai.responses import stored
-from nano_inference.gateway.app import make_app
 from nano_inference.gateway.serving.lane_state import Readiness
 
 from ... import by_hand
-from ...fake import LIMIT_S, FakeEngine, http_of, refused
+from ...fake import FakeEngine, app_of, http_of, refused
 from ...made import TEXTS, interleaved
 from .streamed import response_events
 from .test_refusals import refusal
@@ -36,8 +34,7 @@ class House:
     """A gateway, as it serves: with what runs beside the connections."""
 
     def __init__(self, engine: FakeEngine, **settings: Any) -> None:
-        self.config: Config = load_config(env={}, overrides=settings)
-        self.app = make_app(engine, self.config)  # type: ignore[arg-type]
+        self.app = app_of(engine, settings)
         (self.kept,) = self.app.durable_calls()
         self._running = asyncio.create_task(self.app.background["durable calls"]())
 
@@ -50,11 +47,7 @@ class House:
 
     @asynccontextmanager
     async def client(self) -> AsyncIterator[AsyncClient]:
-        transport = httpx.ASGITransport(self.app)
-        async with (
-            asyncio.timeout(LIMIT_S),
-            AsyncClient(transport=transport, base_url="http://127.0.0.1") as client,
-        ):
+        async with http_of(self.app) as client:
             yield client
 
 
@@ -312,9 +305,8 @@ async def test_a_response_goes_on_after_a_bus_outage(
 
 async def test_a_gateway_that_is_to_stop_takes_none(engine: FakeEngine) -> None:
     readiness = Readiness(engine)  # type: ignore[arg-type]
-    app = make_app(engine, load_config(env={}), None, readiness)  # type: ignore[arg-type]
     readiness.draining = True
-    async with http_of(app) as http:
+    async with http_of(app_of(engine, readiness=readiness)) as http:
         for _ in range(2):
             answer = await http.post(PATH, json=BODY, headers=KEY)
             assert (answer.status_code, answer.json()["error"]["code"]) == (503, "shutting_down")

@@ -9,15 +9,13 @@ from typing import Any
 import anyio
 import msgspec
 import pytest
-from httpx import AsyncClient
 
 from nano_inference.bus.public import Completion, Output
-from nano_inference.config import Config, load_config
-from nano_inference.gateway.app import make_app
+from nano_inference.config import Config
 from nano_inference.gateway.serving.samples import MOST_UNSENT
 
 from ... import by_hand
-from ...fake import LIMIT_S, FakeEngine, http_of
+from ...fake import Client, FakeEngine, app_of, http_of
 from ...made import chunk, interleaved
 from .streamed import Recorded, events, stream_of
 
@@ -26,51 +24,42 @@ TEXT: dict[str, Any] = {"prompt": "98 +", "stream": True}
 MINE = {"X-Tenant": "me"}
 
 
-@pytest.fixture
-def config() -> Config:
-    """A tenant has one place."""
-    # The engine makes up texts, of which its tokens know nothing.
-    settings = {"gateway.max_in_flight": 2, "gateway.message_format": "off"}
-    return load_config(env={}, overrides=settings)
+# A tenant has one place. The engine makes up texts, of which its tokens know nothing.
+SETTINGS = {"gateway.max_in_flight": 2, "gateway.message_format": "off"}
 
 
 @pytest.mark.parametrize(("method", "path"), [("DELETE", ""), ("POST", "/cancel")])
 @pytest.mark.parametrize("prompts", ["a", ["a", "b", "c"]])
 async def test_a_call_is_ended_at_any_gateway(
-    http: AsyncClient,
-    other: AsyncClient,
-    engine: FakeEngine,
-    method: str,
-    path: str,
-    prompts: Any,
+    http: Client, other: Client, method: str, path: str, prompts: Any
 ) -> None:
     """What waits for a place at the first one is not begun any more."""
-    engine.hold()
-    async with asyncio.timeout(LIMIT_S), asyncio.TaskGroup() as group:
+    http.engine.hold()
+    async with asyncio.TaskGroup() as group:
         body = TEXT | {"prompt": prompts}
         call = group.create_task(http.post(COMPLETIONS, json=body, headers=MINE))
-        await engine.until(lambda: len(engine.requests) == 1)
-        call_id = engine.requests[0].request_id.partition("_")[0]
+        await http.engine.until(lambda: len(http.engine.requests) == 1)
+        call_id = http.engine.requests[0].request_id.partition("_")[0]
         url = f"/v1/streams/{call_id}{path}"
         for headers in ({}, {"X-Tenant": "other"}):
             answer = await other.request(method, url, headers=headers)
             assert (answer.status_code, answer.json()["error"]["code"]) == (404, "stream_not_found")
-        assert "cancel" not in engine.names
+        assert "cancel" not in http.engine.names
         answer = await other.request(method, url, headers=MINE)
         assert (answer.status_code, answer.json()["cancelled"]) == (200, True)
     begun = stream_of(call.result())
     reasons = [each["reasons"] for each in Recorded(begun).choices.values()]
     assert reasons == [["abort"]] * len(prompts)
     # The second one was published before anybody could tell its gateway, and ended at once.
-    assert len(engine.requests) <= 2
-    published = len(engine.requests)
+    assert len(http.engine.requests) <= 2
+    published = len(http.engine.requests)
     again = stream_of(await other.get(f"/v1/streams/{call_id}", headers=MINE))
     assert [each["reasons"] for each in Recorded(again).choices.values()] == reasons
-    assert len(engine.requests) == published
+    assert len(http.engine.requests) == published
 
 
 @pytest.mark.parametrize(("method", "path"), [("DELETE", ""), ("POST", "/cancel")])
-async def test_an_unknown_call_is_not_found(http: AsyncClient, method: str, path: str) -> None:
+async def test_an_unknown_call_is_not_found(http: Client, method: str, path: str) -> None:
     answer = await http.request(method, f"/v1/streams/cmpl-0{path}")
     assert (answer.status_code, answer.json()["error"]["code"]) == (404, "stream_not_found")
 
@@ -103,7 +92,7 @@ async def test_unread_outputs_wait_on_the_bus(
                     yield output
 
     engine = Long()
-    app = make_app(engine, config)  # type: ignore[arg-type]
+    app = app_of(engine, config)
     reads, parts = anyio.Event(), []
 
     async def send(message: Any) -> None:
@@ -111,17 +100,16 @@ async def test_unread_outputs_wait_on_the_bus(
             await reads.wait()
             parts.append(message["body"])
 
-    with anyio.fail_after(LIMIT_S):
-        async with anyio.create_task_group() as group:
-            group.start_soon(by_hand.post, app, path, body, send)
-            await engine.until(lambda: len(engine.requests) == 1)
-            await anyio.wait_all_tasks_blocked()
-            assert MOST_UNSENT <= engine.taken <= MOST_UNSENT + 2
-            async with http_of(app) as another:
-                answer = await another.post(COMPLETIONS, json=TEXT, headers={"X-Tenant": "other"})
-                assert len(events(answer)) > 0
-            assert engine.taken <= MOST_UNSENT + 2
-            reads.set()
+    async with anyio.create_task_group() as group:
+        group.start_soon(by_hand.post, app, path, body, send)
+        await engine.until(lambda: len(engine.requests) == 1)
+        await anyio.wait_all_tasks_blocked()
+        assert MOST_UNSENT <= engine.taken <= MOST_UNSENT + 2
+        async with http_of(app) as another:
+            answer = await another.post(COMPLETIONS, json=TEXT, headers={"X-Tenant": "other"})
+            assert len(events(answer)) > 0
+        assert engine.taken <= MOST_UNSENT + 2
+        reads.set()
     assert engine.taken == number
     text = b"".join(parts).decode()
     assert text.count(told_as) == number

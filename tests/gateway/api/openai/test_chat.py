@@ -5,13 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from httpx import AsyncClient
 
-from nano_inference.config import Config
-from nano_inference.gateway.serving.words import LazyWords
-
-from ...fake import FakeEngine, completion, poster, refused
+from ...fake import Client, completion, poster, refused
 from ...made import LOGPROBS, TEXTS, TOKENS, told
+from ...sampled import WORDS
 from ...serving.test_lane_state import OWN
 
 PATH = "/v1/chat/completions"
@@ -21,17 +18,16 @@ HELLO = [{"role": "user", "content": "How much is 6 + 6?"}]
 posted = poster(PATH, {"messages": HELLO})
 
 
-async def prompt_of(http: AsyncClient, engine: FakeEngine, **fields: Any) -> str:
+async def prompt_of(http: Client, **fields: Any) -> str:
     """The text that the engine is asked to continue."""
     await posted(http, **fields)
-    words = await LazyWords(Config().engine.model_folder).get()
-    return words.text(engine.requests[-1].prompt_token_ids or (), skip_special=False)
+    return WORDS.text(http.engine.requests[-1].prompt_token_ids or (), skip_special=False)
 
 
-async def test_an_answer_has_openai_s_fields(http: AsyncClient, engine: FakeEngine) -> None:
+async def test_an_answer_has_openai_s_fields(http: Client) -> None:
     answer = await posted(http, model="tiny")
     assert answer["id"].startswith("chatcmpl-")
-    assert answer["id"] == engine.requests[0].request_id
+    assert answer["id"] == http.engine.requests[0].request_id
     assert (answer["object"], answer["model"]) == ("chat.completion", "tiny")
     assert answer["created"] > 1_600_000_000
     assert answer["system_fingerprint"] == "weights-3"
@@ -51,22 +47,20 @@ async def test_an_answer_has_openai_s_fields(http: AsyncClient, engine: FakeEngi
     }
 
 
-async def test_cached_tokens_are_at_most_the_prompt(http: AsyncClient) -> None:
+async def test_cached_tokens_are_at_most_the_prompt(http: Client) -> None:
     usage = (await posted(http, n=3))["usage"]
     assert usage["completion_tokens"] == 9
     assert usage["prompt_tokens_details"] == {"cached_tokens": 1}
 
 
-async def test_messages_go_through_the_model_s_template(
-    http: AsyncClient, engine: FakeEngine
-) -> None:
+async def test_messages_go_through_the_model_s_template(http: Client) -> None:
     messages = [
         {"role": "system", "content": "S"},
         {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
         {"role": "assistant", "content": None, "refusal": "no"},
         {"role": "tool", "content": "T", "tool_call_id": "c"},
     ]
-    assert await prompt_of(http, engine, messages=messages) == (
+    assert await prompt_of(http, messages=messages) == (
         "<|im_start|>system\nS<|im_end|>\n<|im_start|>user\na\nb<|im_end|>\n"
         "<|im_start|>assistant\nno<|im_end|>\n"
         "<|im_start|>user\n<tool_response>\nT\n</tool_response><|im_end|>\n"
@@ -74,38 +68,32 @@ async def test_messages_go_through_the_model_s_template(
     )
 
 
-async def test_a_developer_is_the_system_to_a_template_that_knows_none(
-    http: AsyncClient, engine: FakeEngine
-) -> None:
-    prompt = await prompt_of(http, engine, messages=[{"role": "developer", "content": "D"}])
+async def test_a_developer_is_the_system_to_a_template_that_knows_none(http: Client) -> None:
+    prompt = await prompt_of(http, messages=[{"role": "developer", "content": "D"}])
     assert prompt.startswith("<|im_start|>system\nD")
 
 
-async def test_the_last_message_is_continued(http: AsyncClient, engine: FakeEngine) -> None:
+async def test_the_last_message_is_continued(http: Client) -> None:
     messages = [*HELLO, {"role": "assistant", "content": "It is"}]
-    prompt = await prompt_of(http, engine, messages=messages, continue_final_message=True)
+    prompt = await prompt_of(http, messages=messages, continue_final_message=True)
     assert prompt.endswith("<|im_start|>assistant\nIt is")
 
 
-async def test_add_generation_prompt_false_begins_no_turn(
-    http: AsyncClient, engine: FakeEngine
-) -> None:
-    prompt = await prompt_of(http, engine, add_generation_prompt=False)
+async def test_add_generation_prompt_false_begins_no_turn(http: Client) -> None:
+    prompt = await prompt_of(http, add_generation_prompt=False)
     assert prompt.endswith("<|im_end|>\n")
 
 
-async def test_max_tokens_default_to_the_rest_of_the_context(
-    http: AsyncClient, engine: FakeEngine
-) -> None:
+async def test_max_tokens_default_to_the_rest_of_the_context(http: Client) -> None:
     await posted(http)
     await posted(http, max_tokens=3)
     await posted(http, max_completion_tokens=4)
-    told_tokens = [request.sampling.max_tokens for request in engine.requests]
+    told_tokens = [request.sampling.max_tokens for request in http.engine.requests]
     assert told_tokens == [OWN, 3, 4]
 
 
 @pytest.mark.parametrize("top", [None, 0, 2])
-async def test_logprobs_with_and_without_the_likeliest(http: AsyncClient, top: int | None) -> None:
+async def test_logprobs_with_and_without_the_likeliest(http: Client, top: int | None) -> None:
     answer = await posted(http, logprobs=True, top_logprobs=top)
     found = answer["choices"][0]["logprobs"]
     assert set(found) == {"content", "refusal"}
@@ -117,20 +105,18 @@ async def test_logprobs_with_and_without_the_likeliest(http: AsyncClient, top: i
             assert entry["top_logprobs"][0]["token"] == entry["token"]
 
 
-async def test_logprobs_can_name_tokens_by_id(http: AsyncClient) -> None:
+async def test_logprobs_can_name_tokens_by_id(http: Client) -> None:
     answer = await posted(http, logprobs=True, return_tokens_as_token_ids=True)
     named = [each["token"] for each in answer["choices"][0]["logprobs"]["content"]]
     assert named == [f"token_id:{token_id}" for token_id in TOKENS]
 
 
-async def test_tokens_versions_and_scores_of_the_prompt(
-    http: AsyncClient, engine: FakeEngine
-) -> None:
+async def test_tokens_versions_and_scores_of_the_prompt(http: Client) -> None:
     answer = await posted(
         http, return_token_ids=True, return_weight_versions=True, prompt_logprobs=1
     )
     (choice,) = answer["choices"]
-    prompt = engine.requests[0].prompt_token_ids or ()
+    prompt = http.engine.requests[0].prompt_token_ids or ()
     assert answer["prompt_token_ids"] == list(prompt)
     assert choice["token_ids"] == list(TOKENS)
     assert choice["weight_versions"] == [
@@ -148,18 +134,13 @@ async def test_tokens_versions_and_scores_of_the_prompt(
     assert second[str(prompt[1])]["rank"] is None
 
 
-async def test_an_aborted_answer_has_its_text_so_far(http: AsyncClient, engine: FakeEngine) -> None:
-    engine.outputs = lambda request: [
+async def test_an_aborted_answer_has_its_text_so_far(http: Client) -> None:
+    http.engine.outputs = lambda request: [
         completion(request, told(request, 0, "abort"), status="cancelled")
     ]
     (choice,) = (await posted(http))["choices"]
     assert choice["finish_reason"] == "abort"
     assert choice["message"]["content"] == "".join(TEXTS)
-
-
-async def test_lower_priorities_are_earlier(http: AsyncClient, engine: FakeEngine) -> None:
-    await posted(http, priority=7)
-    assert [request.priority for request in engine.requests] == [-7]
 
 
 @pytest.mark.parametrize(
@@ -178,15 +159,9 @@ async def test_lower_priorities_are_earlier(http: AsyncClient, engine: FakeEngin
 )
 @pytest.mark.parametrize("stream", [False, True])
 async def test_engine_errors_have_openai_s_codes(
-    http: AsyncClient,
-    engine: FakeEngine,
-    code: str,
-    status: int,
-    shown: str,
-    param: str | None,
-    stream: bool,
+    http: Client, code: str, status: int, shown: str, param: str | None, stream: bool
 ) -> None:
-    engine.outputs = refused(code)
+    http.engine.outputs = refused(code)
     answer = await http.post(PATH, json={"messages": HELLO, "stream": stream})
     assert answer.status_code == status
     error = answer.json()["error"]

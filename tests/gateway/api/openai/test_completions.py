@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from httpx import AsyncClient
 
-from ...fake import FakeEngine, poster
+from ...fake import Client, poster
 from ...made import LOGPROBS, TEXTS
 
 PATH = "/v1/completions"
@@ -17,14 +16,14 @@ TEXT = "".join(TEXTS)
 posted = poster(PATH, {"prompt": "98 +"})
 
 
-async def test_an_answer_has_openai_s_fields(http: AsyncClient, engine: FakeEngine) -> None:
+async def test_an_answer_has_openai_s_fields(http: Client) -> None:
     answer = await posted(http)
     assert answer["id"].startswith("cmpl-")
     assert answer["object"] == "text_completion"
     assert answer["choices"] == [
         {"index": 0, "text": TEXT, "logprobs": None, "finish_reason": "stop"}
     ]
-    (request,) = engine.requests
+    (request,) = http.engine.requests
     assert (request.prompt, request.sampling.max_tokens) == ("98 +", 16)
 
 
@@ -38,21 +37,17 @@ async def test_an_answer_has_openai_s_fields(http: AsyncClient, engine: FakeEngi
         (["a", [3]], ["a", (3,)]),
     ],
 )
-async def test_prompts_of_all_kinds(
-    http: AsyncClient, engine: FakeEngine, prompt: Any, sent: list[Any]
-) -> None:
+async def test_prompts_of_all_kinds(http: Client, prompt: Any, sent: list[Any]) -> None:
     answer = await posted(http, prompt=prompt, n=2)
     assert [each["index"] for each in answer["choices"]] == list(range(2 * len(sent)))
-    by_id = sorted(engine.requests, key=lambda request: request.request_id)
+    by_id = sorted(http.engine.requests, key=lambda request: request.request_id)
     assert [each.prompt or each.prompt_token_ids for each in by_id] == sent
     assert answer["usage"]["completion_tokens"] == 6 * len(sent)
     assert answer["usage"]["prompt_tokens"] == 4 * len(sent)
 
 
 @pytest.mark.parametrize("top", [0, 2])
-async def test_logprobs_name_the_likeliest_and_the_token_itself(
-    http: AsyncClient, top: int
-) -> None:
+async def test_logprobs_name_the_likeliest_and_the_token_itself(http: Client, top: int) -> None:
     found = (await posted(http, logprobs=top))["choices"][0]["logprobs"]
     assert found["token_logprobs"] == list(LOGPROBS)
     assert [len(each) for each in found["top_logprobs"]] == [max(1, top)] * 3
@@ -65,16 +60,16 @@ async def test_logprobs_name_the_likeliest_and_the_token_itself(
     assert found["text_offset"] == sorted(found["text_offset"])
 
 
-async def test_echo_puts_the_prompt_before_the_text(http: AsyncClient) -> None:
+async def test_echo_puts_the_prompt_before_the_text(http: Client) -> None:
     assert (await posted(http, echo=True))["choices"][0]["text"] == f"98 +{TEXT}"
     prompt = list((await http.post("/tokenize", json={"prompt": "98 +"})).json()["tokens"])
     answer = await posted(http, prompt=prompt, echo=True)
     assert answer["choices"][0]["text"] == f"98 +{TEXT}"
 
 
-async def test_echo_with_logprobs_scores_the_prompt(http: AsyncClient, engine: FakeEngine) -> None:
+async def test_echo_with_logprobs_scores_the_prompt(http: Client) -> None:
     (choice,) = (await posted(http, echo=True, logprobs=1))["choices"]
-    (request,) = engine.requests
+    (request,) = http.engine.requests
     assert request.sampling.prompt_logprobs == 1
     found, size = choice["logprobs"], len(request.prompt_token_ids or ())
     assert size == 3
@@ -87,25 +82,23 @@ async def test_echo_with_logprobs_scores_the_prompt(http: AsyncClient, engine: F
     assert choice["text"] == f"98 +{TEXT}"
 
 
-async def test_a_prompt_is_scored_without_a_token(http: AsyncClient, engine: FakeEngine) -> None:
+async def test_a_prompt_is_scored_without_a_token(http: Client) -> None:
     answer = await posted(http, echo=True, logprobs=0, max_tokens=0, return_token_ids=True)
     (choice,) = answer["choices"]
-    assert engine.requests[0].sampling.max_tokens == 1
+    assert http.engine.requests[0].sampling.max_tokens == 1
     assert (choice["text"], choice["finish_reason"]) == ("98 +", "length")
     assert choice["logprobs"]["token_logprobs"] == [None, -2.0, -3.0]
     assert choice["token_ids"] == []
-    assert choice["prompt_token_ids"] == list(engine.requests[0].prompt_token_ids or ())
+    assert choice["prompt_token_ids"] == list(http.engine.requests[0].prompt_token_ids or ())
     assert answer["usage"]["completion_tokens"] == 0
 
 
-async def test_a_text_that_takes_no_tokenizer_is_left_to_the_engine(
-    http: AsyncClient, engine: FakeEngine
-) -> None:
+async def test_a_text_that_takes_no_tokenizer_is_left_to_the_engine(http: Client) -> None:
     await posted(http, temperature=0)
-    assert engine.requests[0].prompt == "98 +"
+    assert http.engine.requests[0].prompt == "98 +"
 
 
-async def test_tokens_and_back(http: AsyncClient) -> None:
+async def test_tokens_and_back(http: Client) -> None:
     text = "98 + 25 = 東京<|im_end|>"
     found = (await http.post("/tokenize", json={"prompt": text, "return_token_strs": True})).json()
     assert found["count"] == len(found["tokens"]) == len(found["token_strs"])
@@ -114,7 +107,7 @@ async def test_tokens_and_back(http: AsyncClient) -> None:
     assert back.json() == {"prompt": text}
 
 
-async def test_tokenizer_info(http: AsyncClient) -> None:
+async def test_tokenizer_info(http: Client) -> None:
     found = (await http.get("/tokenizer_info")).json()
     assert found["eos_token"] == "<|endoftext|>"
     assert found["bos_token"] is None
@@ -122,16 +115,14 @@ async def test_tokenizer_info(http: AsyncClient) -> None:
     assert found["model_max_length"] == 2048
 
 
-async def test_a_conversation_s_tokens_are_those_of_its_prompt(
-    http: AsyncClient, engine: FakeEngine
-) -> None:
+async def test_a_conversation_s_tokens_are_those_of_its_prompt(http: Client) -> None:
     body = {"messages": [{"role": "user", "content": "a"}]}
     found = (await http.post("/tokenize", json=body)).json()["tokens"]
     await http.post("/v1/chat/completions", json=body)
-    assert tuple(found) == engine.requests[0].prompt_token_ids
+    assert tuple(found) == http.engine.requests[0].prompt_token_ids
 
 
-async def test_the_models(http: AsyncClient) -> None:
+async def test_the_models(http: Client) -> None:
     (model,) = (await http.get("/v1/models")).json()["data"]
     assert (model["id"], model["object"], model["max_model_len"]) == ("tiny", "model", 2048)
     assert (await http.get("/v1/models/tiny")).json() == model

@@ -28,7 +28,7 @@ from nano_inference.gateway.api.openai.streams import Chunks
 from nano_inference.telemetry.instruments import REASONING_TOKENS, TOOL_CALLS
 from nano_inference.text.messages import Delta, MessageFormat, ToolCall
 
-from ...fake import LIMIT_S, completion
+from ...fake import completion
 from ...recorded import Recorded
 from ...sampled import (
     BARE_CALL,
@@ -332,16 +332,15 @@ async def test_usage_counts_reasoning_of_all_choices(continuous: bool) -> None:
     samples = [msgspec.structs.replace(made.sample, sample_index=index) for index in range(2)]
     ended = completion(GenerateRequest(n=2), *samples)
     chunks = Chunks(answers(call), send)
-    with anyio.fail_after(LIMIT_S):
-        async with anyio.create_task_group() as group:
-            group.start_soon(chunks.send_all)
-            for chunk in made.chunks:
-                for index in range(2):
-                    chunks.put(0, msgspec.structs.replace(chunk, sample_index=index))
-                await anyio.wait_all_tasks_blocked()
-            chunks.put(0, ended)
-            chunks.close()
-        await chunks.send_usage([ended])
+    async with anyio.create_task_group() as group:
+        group.start_soon(chunks.send_all)
+        for chunk in made.chunks:
+            for index in range(2):
+                chunks.put(0, msgspec.structs.replace(chunk, sample_index=index))
+            await anyio.wait_all_tasks_blocked()
+        chunks.put(0, ended)
+        chunks.close()
+    await chunks.send_usage([ended])
     wanted = answers(call).whole([ended])["usage"]
     assert wanted["completion_tokens_details"]["reasoning_tokens"] > 0
     assert sent[-1]["usage"] == wanted

@@ -8,34 +8,19 @@ from typing import Any
 
 import openai
 import pytest
-from httpx import AsyncClient
 from openai import AsyncOpenAI
 
-from nano_inference.bus.public import EmbedParams, GenerateRequest, Output, Usage
-from nano_inference.config import load_config
-from nano_inference.gateway.app import make_app
+from nano_inference.bus.public import EmbedParams
 
-from ...fake import FakeEngine, completion, http_of, refused, sample
+from ...fake import Client, FakeEngine, app_of, http_of, refused
+from ...made import embedded, vector_of
 
 EMBEDDINGS = "/v1/embeddings"
 
 
-def vector_of(request: GenerateRequest) -> tuple[float, ...]:
-    """A function of the prompt, of numbers that float32 holds."""
-    numbers = request.prompt_token_ids or tuple(request.prompt.encode())  # type: ignore[union-attr]
-    return (float(len(numbers)), -0.5, float(sum(numbers)))
-
-
-def embedded(request: GenerateRequest) -> list[Output]:
-    vector = sample((), text="", logprobs=(), finish_reason="stop", embedding=vector_of(request))
-    return [completion(request, vector, usage=Usage(prompt_tokens=3))]
-
-
 @pytest.fixture
 def engine() -> FakeEngine:
-    made = FakeEngine()
-    made.outputs = embedded
-    return made
+    return FakeEngine(embedded)
 
 
 async def test_openai_s_library_reads_vectors(client: AsyncOpenAI, engine: FakeEngine) -> None:
@@ -52,15 +37,13 @@ async def test_openai_s_library_reads_vectors(client: AsyncOpenAI, engine: FakeE
     assert [each.embedding for each in as_numbers.data] == [[2.0, -0.5, 15.0], [1.0, -0.5, 9.0]]
 
 
-async def test_base64_is_float32_little_endian(http: AsyncClient) -> None:
+async def test_base64_is_float32_little_endian(http: Client) -> None:
     answer = await http.post(EMBEDDINGS, json={"input": [5, 6], "encoding_format": "base64"})
     (data,) = answer.json()["data"]
     assert struct.unpack("<3f", base64.b64decode(data["embedding"])) == (2.0, -0.5, 11.0)
 
 
-async def test_a_call_says_how_its_prompts_are_embedded(
-    http: AsyncClient, engine: FakeEngine
-) -> None:
+async def test_a_call_says_how_its_prompts_are_embedded(http: Client) -> None:
     body = {
         "model": "tiny",
         "input": "abc",
@@ -72,7 +55,7 @@ async def test_a_call_says_how_its_prompts_are_embedded(
     }
     answer = await http.post(EMBEDDINGS, json=body, headers={"X-Tenant": "team"})
     assert answer.status_code == 200
-    (request,) = engine.requests
+    (request,) = http.engine.requests
     assert request.embed == EmbedParams(pooling="cls", normalize=False, dimensions=2)
     assert (request.prompt, request.priority, request.cache_salt) == ("abc", -3, "s")
     assert (request.tenant, request.stream, request.n) == ("team", False, 1)
@@ -98,20 +81,19 @@ async def test_a_call_says_how_its_prompts_are_embedded(
     ],
 )
 async def test_a_bad_call_is_refused_by_its_field(
-    body: dict[str, Any], code: str, param: str | None, http: AsyncClient, engine: FakeEngine
+    body: dict[str, Any], code: str, param: str | None, http: Client
 ) -> None:
     answer = await http.post(EMBEDDINGS, json=body)
     error = answer.json()["error"]
     assert (error["code"], error["param"]) == (code, param), error
     assert 400 <= answer.status_code < 500
-    assert not engine.requests
+    assert not http.engine.requests
     nan = await http.post(EMBEDDINGS, content=b'{"input": "a", "dimensions": NaN}')
     assert nan.status_code == 400
 
 
 async def test_too_many_inputs_are_refused(engine: FakeEngine) -> None:
-    config = load_config(env={}, overrides={"gateway.max_prompts": 3})
-    async with http_of(make_app(engine, config)) as http:  # type: ignore[arg-type]
+    async with http_of(app_of(engine, {"gateway.max_prompts": 3})) as http:
         answer = await http.post(EMBEDDINGS, json={"input": ["a"] * 4})
         assert answer.json()["error"]["code"] == "too_many_prompts"
         assert (await http.post(EMBEDDINGS, json={"input": ["a"] * 3})).status_code == 200
@@ -138,7 +120,7 @@ async def test_engine_errors_have_openai_s_names(
 
 
 @pytest.mark.parametrize("path", ["/score", "/v1/score"])
-async def test_scores_are_cosines(path: str, http: AsyncClient) -> None:
+async def test_scores_are_cosines(path: str, http: Client) -> None:
     """A text with each of several, or each with its own."""
     one = await http.post(path, json={"text_1": "ab", "text_2": ["ab", "xyz"]})
     first, second = (each["score"] for each in one.json()["data"])
@@ -152,7 +134,7 @@ async def test_scores_are_cosines(path: str, http: AsyncClient) -> None:
 
 
 @pytest.mark.parametrize("path", ["/rerank", "/v1/rerank"])
-async def test_documents_are_ranked_by_their_cosines(path: str, http: AsyncClient) -> None:
+async def test_documents_are_ranked_by_their_cosines(path: str, http: Client) -> None:
     body = {"query": "ab", "documents": ["~~~~~~~~~~~", {"text": "ab"}, "aaa"]}
     answer = (await http.post(path, json=body)).json()
     assert answer["usage"] == {"prompt_tokens": 12, "total_tokens": 12}
@@ -176,9 +158,7 @@ async def test_documents_are_ranked_by_their_cosines(path: str, http: AsyncClien
         ({"query": "a", "documents": [{"text": 5}]}, "documents[0].text"),
     ],
 )
-async def test_a_bad_ranking_is_refused(
-    body: dict[str, Any], param: str, http: AsyncClient, engine: FakeEngine
-) -> None:
+async def test_a_bad_ranking_is_refused(body: dict[str, Any], param: str, http: Client) -> None:
     answer = await http.post("/rerank", json=body)
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
-    assert not engine.requests
+    assert not http.engine.requests

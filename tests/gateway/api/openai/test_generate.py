@@ -5,16 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import pytest
-from httpx import AsyncClient
-
-from nano_inference.config import Config, load_config
-from nano_inference.gateway.app import make_app
-
-from ...errors import invalid
-from ...fake import FakeEngine, http_of, poster, refused
+from ...fake import Client, FakeEngine, app_of, http_of, poster
 from ...made import LOGPROBS, TOKENS
-from ...serving.test_lane_state import OWN
 from .streamed import Recorded, events, stream_of
 from .test_refusals import refusal
 
@@ -22,41 +14,31 @@ PATH = "/inference/v1/generate"
 TOLD = {"token_ids": list(TOKENS)}
 
 
-@pytest.fixture
-def config() -> Config:
-    return load_config(env={}, overrides={"gateway.max_body_bytes": 100_000})
-
+SETTINGS = {"gateway.max_body_bytes": 100_000}
 
 posted = poster(PATH, {"token_ids": [7, 8, 9]})
 
 
-async def test_an_answer_has_vllm_s_fields(http: AsyncClient, engine: FakeEngine) -> None:
+async def test_an_answer_has_vllm_s_fields(http: Client) -> None:
     answer = await posted(http, request_id="mine")
     assert answer["request_id"] == "mine"
     assert answer["model"] == "tiny"
     assert answer["choices"] == [{"index": 0, "logprobs": None, "finish_reason": "stop"} | TOLD]
     assert answer["usage"]["total_tokens"] == 4 + 3
-    (request,) = engine.requests
+    (request,) = http.engine.requests
     # A name may be anybody's; the id is nobody else's.
     assert answer["id"] == request.request_id != "mine"
     assert request.prompt_token_ids == (7, 8, 9)
     assert request.prompt is None
 
 
-async def test_without_a_name_each_has_a_new_one(http: AsyncClient) -> None:
+async def test_without_a_name_each_has_a_new_one(http: Client) -> None:
     first, second = await posted(http), await posted(http)
     assert first["request_id"] != second["request_id"]
     assert (first["request_id"], second["request_id"]) == (first["id"], second["id"])
 
 
-async def test_max_tokens_defaults_to_the_model_s_length(
-    http: AsyncClient, engine: FakeEngine
-) -> None:
-    await posted(http, sampling_params={})
-    assert engine.requests[0].sampling.max_tokens == OWN
-
-
-async def test_logprobs_name_tokens_by_their_ids(http: AsyncClient) -> None:
+async def test_logprobs_name_tokens_by_their_ids(http: Client) -> None:
     answer = await posted(http, sampling_params={"logprobs": 2, "prompt_logprobs": 1})
     entries = answer["choices"][0]["logprobs"]["content"]
     assert [each["token"] for each in entries] == [f"token_id:{token}" for token in TOKENS]
@@ -67,7 +49,7 @@ async def test_logprobs_name_tokens_by_their_ids(http: AsyncClient) -> None:
     assert [set(place) for place in rest] == [{"8", "9"}, {"9"}]
 
 
-async def test_a_stream_is_the_answer_in_pieces(http: AsyncClient) -> None:
+async def test_a_stream_is_the_answer_in_pieces(http: Client) -> None:
     asked: dict[str, Any] = {"sampling_params": {"n": 2, "logprobs": 1}, "request_id": "mine"}
     asked |= {"return_weight_versions": True}
     answer = await posted(http, **asked)
@@ -84,63 +66,7 @@ async def test_a_stream_is_the_answer_in_pieces(http: AsyncClient) -> None:
 
 
 async def test_it_takes_no_tokenizer(engine: FakeEngine, tmp_path: Path) -> None:
-    config = load_config(env={}, overrides={"engine.model_path": str(tmp_path)})
-    async with http_of(make_app(engine, config)) as http:  # type: ignore[arg-type]
+    async with http_of(app_of(engine, {"engine.model_path": str(tmp_path)})) as http:
         await posted(http, sampling_params={"logprobs": 1})
         body = {"token_ids": [7], "sampling_params": {"prompt_logprobs": 1}}
         assert refusal(await http.post(PATH, json=body))[0] == "unsupported"
-
-
-@pytest.mark.parametrize(
-    ("fields", "code", "param"),
-    [
-        invalid("token_ids", "empty_prompt", token_ids=None),
-        invalid("token_ids", "empty_prompt", token_ids=[]),
-        invalid("request_id", request_id="r" * 257),
-        invalid("request_id", request_id=7),
-        invalid("token_ids[1]", token_ids=[1, "a"]),
-        invalid("token_ids", token_ids="a"),
-        invalid("token_ids", "context_length_exceeded", token_ids=[7] * 9000),
-        invalid("sampling_params", sampling_params=[]),
-        invalid("sampling_params.n", "invalid_n", sampling_params={"n": 0}),
-        invalid("sampling_params.n", "too_many_prompts", sampling_params={"n": 10**6}),
-        invalid("sampling_params.top_p", sampling_params={"top_p": "1"}),
-        invalid("sampling_params.topp", "unsupported", sampling_params={"topp": 1}),
-        invalid("sampling_params.bad_words", "unsupported", sampling_params={"bad_words": ["x"]}),
-        invalid(
-            "sampling_params.structured_outputs.json",
-            sampling_params={"structured_outputs": {"json": 3}},
-        ),
-        invalid(
-            "sampling_params.prompt_logprobs", sampling_params={"prompt_logprobs": 1}, stream=True
-        ),
-        invalid("features", "unsupported", features={"mm_hashes": {}}),
-        invalid("kv_transfer_params", "unsupported", kv_transfer_params={"a": 1}),
-        invalid("temperature", "unsupported", temperature=0.5),
-        invalid("stream_options", stream_options={"include_usage": True}),
-        invalid("model", "model_not_found", model="other"),
-    ],
-)
-async def test_unsupported_fields_are_refused_by_name(
-    http: AsyncClient, engine: FakeEngine, fields: dict[str, Any], code: str, param: str
-) -> None:
-    answer = await http.post(PATH, json={"token_ids": [5]} | fields)
-    status = 404 if code == "model_not_found" else 400
-    assert refusal(answer, status) == (code, param)
-    assert not engine.requests
-
-
-@pytest.mark.parametrize(
-    ("code", "param"),
-    [
-        ("invalid_top_p", "sampling_params.top_p"),
-        ("invalid_cache_salt", "cache_salt"),
-        ("invalid_token_ids", "token_ids"),
-    ],
-)
-async def test_engine_errors_name_the_field_as_sent(
-    http: AsyncClient, engine: FakeEngine, code: str, param: str
-) -> None:
-    engine.outputs = refused(code)
-    answer = await http.post(PATH, json={"token_ids": [5]})
-    assert refusal(answer) == (code, param)

@@ -5,14 +5,13 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-import httpx
 import pytest
-from httpx import AsyncClient
+from starlette.requests import Request
 
 from nano_inference.gateway.api.openai import records
 from nano_inference.gateway.api.openai.records import keyed
 
-from ...fake import LIMIT_S, FakeEngine, refused
+from ...fake import Client, FakeEngine, refused
 from .streamed import Recorded, stream_of
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -24,12 +23,7 @@ KEY = {"Idempotency-Key": "k-1", "X-Tenant": "me"}
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(("path", "body"), [(CHAT, HELLO), (COMPLETIONS, TEXT)])
 async def test_the_same_call_is_made_once(
-    http: AsyncClient,
-    other: AsyncClient,
-    engine: FakeEngine,
-    path: str,
-    body: dict[str, Any],
-    stream: bool,
+    http: Client, other: Client, path: str, body: dict[str, Any], stream: bool
 ) -> None:
     asked = body | {"stream": stream}
     again = dict(reversed(asked.items()))
@@ -37,15 +31,13 @@ async def test_the_same_call_is_made_once(
         await client.post(path, json=each, headers=KEY)
         for client, each in ((http, asked), (other, again), (http, asked))
     ]
-    assert len(engine.requests) == 1
+    assert len(http.engine.requests) == 1
     told = [vars(Recorded(stream_of(each))) if stream else each.json() for each in answers]
     assert told[1:] == told[:1] * 2
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_two_at_once_are_one(
-    http: AsyncClient, other: AsyncClient, engine: FakeEngine, stream: bool
-) -> None:
+async def test_two_at_once_are_one(http: Client, other: Client, stream: bool) -> None:
     """Both at different gateways, and while the first one still runs."""
     go, followed = asyncio.Event(), asyncio.Semaphore(0)
 
@@ -56,9 +48,9 @@ async def test_two_at_once_are_one(
             async for output in super().follow(*given, **named):
                 yield output
 
-    engine.__class__ = Slow
+    http.engine.__class__ = Slow
     asked = TEXT | {"stream": stream}
-    async with asyncio.timeout(LIMIT_S), asyncio.TaskGroup() as group:
+    async with asyncio.TaskGroup() as group:
         calls = [
             group.create_task(client.post(COMPLETIONS, json=asked, headers=KEY))
             for client in (http, other, http, other)
@@ -66,7 +58,7 @@ async def test_two_at_once_are_one(
         for _ in calls:
             await followed.acquire()
         go.set()
-    assert len(engine.requests) == 1
+    assert len(http.engine.requests) == 1
     told = [
         vars(Recorded(stream_of(each.result()))) if stream else each.result().json()
         for each in calls
@@ -83,65 +75,62 @@ async def test_two_at_once_are_one(
         (CHAT, HELLO),
     ],
 )
-async def test_a_key_belongs_to_one_body(
-    http: AsyncClient, engine: FakeEngine, path: str, body: dict[str, Any]
-) -> None:
+async def test_a_key_belongs_to_one_body(http: Client, path: str, body: dict[str, Any]) -> None:
     assert (await http.post(COMPLETIONS, json=TEXT, headers=KEY)).status_code == 200
     answer = await http.post(path, json=body, headers=KEY)
-    assert (answer.status_code, len(engine.requests)) == (422, 1)
+    assert (answer.status_code, len(http.engine.requests)) == (422, 1)
     assert answer.json()["error"]["code"] == "idempotency_key_reused"
 
 
-async def test_a_key_is_its_tenants(http: AsyncClient, engine: FakeEngine) -> None:
+async def test_a_key_is_its_tenants(http: Client) -> None:
     ids = set()
     for tenant in ("me", "other"):
         answer = await http.post(COMPLETIONS, json=TEXT, headers=KEY | {"X-Tenant": tenant})
         ids.add(answer.json()["id"])
-    assert len(ids) == len(engine.requests) == 2
+    assert len(ids) == len(http.engine.requests) == 2
 
 
 @pytest.mark.parametrize("key", ["", "x" * 256, "a b", "caf\xe9", "\t"])
-async def test_keys_are_bounded(http: AsyncClient, engine: FakeEngine, key: str) -> None:
+async def test_keys_are_bounded(http: Client, key: str) -> None:
     headers = [("Idempotency-Key", key.encode("latin-1"))]
     answer = await http.post(COMPLETIONS, json=TEXT, headers=headers)
-    assert (answer.status_code, engine.requests) == (400, [])
+    assert (answer.status_code, http.engine.requests) == (400, [])
     assert answer.json()["error"]["code"] == "invalid_idempotency_key"
     twice = [("Idempotency-Key", "a"), ("Idempotency-Key", "b")]
     assert (await http.post(COMPLETIONS, json=TEXT, headers=twice)).status_code == 400
 
 
-async def test_a_refused_call_may_be_repeated(http: AsyncClient, engine: FakeEngine) -> None:
+async def test_a_refused_call_may_be_repeated(http: Client) -> None:
     late = await http.post(COMPLETIONS, json=TEXT, headers=KEY | {"X-Budget-Ms": "0"})
-    assert (late.status_code, engine.requests) == (504, [])
+    assert (late.status_code, http.engine.requests) == (504, [])
     assert (await http.post(COMPLETIONS, json=TEXT, headers=KEY)).status_code == 200
-    assert len(engine.requests) == 1
+    assert len(http.engine.requests) == 1
 
 
-async def test_a_repeated_call_gets_the_same_error(http: AsyncClient, engine: FakeEngine) -> None:
-    engine.outputs = refused("lane_failed")
+async def test_a_repeated_call_gets_the_same_error(http: Client) -> None:
+    http.engine.outputs = refused("lane_failed")
     answers = [await http.post(COMPLETIONS, json=TEXT, headers=KEY) for _ in range(2)]
     assert [each.json()["error"]["code"] for each in answers] == ["lane_failed"] * 2
-    assert len(engine.requests) == 1
+    assert len(http.engine.requests) == 1
 
 
 async def test_a_call_whose_gateway_was_killed_before_it_published_is_published(
-    http: AsyncClient, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+    http: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = await http.post(COMPLETIONS, json=TEXT, headers=KEY)
     call_id = first.json()["id"]
-    kept = await engine.bus.store.calls.read(call_id)
-    assert kept is not None
-    await engine.bus.store.calls.drop(call_id)
-    await engine.bus.store.calls.keep(call_id, kept.record, 10)
-    engine.requests.clear()
+    kept = await http.engine.bus.store.calls.read(call_id)
+    await http.engine.bus.store.calls.drop(call_id)
+    await http.engine.bus.store.calls.keep(call_id, kept.record, 10)
+    http.engine.requests.clear()
     monkeypatch.setattr(records, "PUBLISH_PATIENCE_S", 0.0)
     second = await http.post(COMPLETIONS, json=TEXT, headers=KEY)
     assert second.json() == first.json()
-    assert [request.request_id for request in engine.requests] == [call_id]
+    assert [request.request_id for request in http.engine.requests] == [call_id]
 
 
 async def test_a_stream_is_resumed_by_the_same_call_with_its_key(
-    http: AsyncClient, other: AsyncClient, engine: FakeEngine
+    http: Client, other: Client
 ) -> None:
     body = TEXT | {"stream": True}
     told = stream_of(await http.post(COMPLETIONS, json=body, headers=KEY))
@@ -153,17 +142,15 @@ async def test_a_stream_is_resumed_by_the_same_call_with_its_key(
     stranger = await other.post(
         COMPLETIONS, json=body, headers=KEY | last | {"Idempotency-Key": "k-2"}
     )
-    assert (stranger.status_code, len(engine.requests)) == (422, 1)
+    assert (stranger.status_code, len(http.engine.requests)) == (422, 1)
 
 
 def test_no_two_keys_have_one_name() -> None:
-    class Asked:
-        def __init__(self, tenant: str, key: str) -> None:
-            self.headers = httpx.Headers({"Idempotency-Key": key, "X-Tenant": tenant})
-            self.headers.getlist = lambda name: [key]  # type: ignore[attr-defined]
-            self.url = httpx.URL("http://x/y")
-            self.scope: dict[str, object] = {}
+    def asked(tenant: str, key: str) -> Request:
+        scope = {"type": "http", "path": "/y", "query_string": b"", "server": ("x", 80)}
+        headers = {b"idempotency-key": key, b"x-tenant": tenant}
+        return Request(scope | {"headers": [(n, v.encode()) for n, v in headers.items()]})
 
     pairs = [("a", "bc"), ("ab", "c"), ("abc", "-"), ("a", "b"), ("b", "a")]
-    found = {keyed(Asked(tenant, key), {}) for tenant, key in pairs}  # type: ignore[arg-type]
+    found = {keyed(asked(tenant, key), {}) for tenant, key in pairs}
     assert len({each.name for each in found if each}) == len(pairs)

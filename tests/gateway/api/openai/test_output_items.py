@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import pairwise
 from typing import Any
 
 from hypothesis import given
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 
 from nano_inference.bus.messages import RowFinish
 from nano_inference.bus.public import CompletionChunk
+from nano_inference.gateway.api.openai.responses.items import items_of, turns_of
 from nano_inference.gateway.api.openai.responses.output import ItemEvent, OutputItems
 from nano_inference.gateway.serving.logprobs import TokenNames
 from nano_inference.gateway.serving.message_parts import MessageParts
@@ -90,3 +92,40 @@ def test_logprobs_are_of_tokens_of_the_text(
         assert all(each in rest for each in shown)
         if form is None:
             assert shown == told
+
+
+# --- items of a conversation ----------------------------------------------------------------------
+
+KINDS = ("user", "assistant", "reasoning", "function_call", "function_call_output")
+
+
+def item(kind: str, text: str) -> dict[str, Any]:
+    """One that says this text."""
+    if kind == "reasoning":
+        return {"type": kind, "summary": [], "content": [{"type": "reasoning_text", "text": text}]}
+    if kind == "function_call":
+        return {"type": kind, "call_id": "a", "name": text, "arguments": "{}"}
+    if kind == "function_call_output":
+        return {"type": kind, "call_id": "b", "output": text}
+    return {"role": kind, "content": text}
+
+
+def said(turn: dict[str, Any]) -> list[str]:
+    """The texts of a turn, in the order in which a template writes them."""
+    calls = [each["function"]["name"] for each in turn.get("tool_calls", [])]
+    return [*turn.get("reasoning_content", "").split("\n"), turn["content"], *calls]
+
+
+@given(st.lists(st.sampled_from(KINDS), min_size=1, max_size=12))
+def test_every_item_is_said_once_and_in_order(kinds: list[str]) -> None:
+    turns = turns_of(items_of([item(kind, f"t{place}") for place, kind in enumerate(kinds)]))
+    told = [text for turn in turns for text in said(turn) if text]
+    assert told == [f"t{place}" for place in range(len(kinds))]
+    roles = {"user": "user", "function_call_output": "tool"}
+    others = [roles[kind] for kind in kinds if kind in roles]
+    assert [turn["role"] for turn in turns if turn["role"] != "assistant"] == others
+    # Two turns of the assistant follow each other only where one could not have been written so.
+    for turn, following in pairwise(turns):
+        if turn["role"] == following["role"] == "assistant":
+            assert turn["content"] or "tool_calls" in turn
+            assert following["content"] or "reasoning_content" in following

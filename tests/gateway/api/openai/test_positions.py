@@ -9,7 +9,6 @@ from typing import Any
 import anyio
 import msgspec
 import pytest
-import pytest_asyncio
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -25,10 +24,10 @@ from nano_inference.gateway.api.openai.positions import (
 )
 from nano_inference.gateway.api.openai.requests import ChoicesCall, read_chat, read_completion
 from nano_inference.gateway.api.openai.streams import Chunks
-from nano_inference.gateway.serving.words import LazyWords, Words
 
-from ...fake import LIMIT_S, completion
+from ...fake import completion
 from ...made import cut, interleaved, told, whole
+from ...sampled import WORDS
 from .streamed import Event, Recorded
 
 PROMPTS = [(3, 4, 5), (8, 9)]
@@ -47,11 +46,6 @@ SHAPES: dict[str, dict[str, Any]] = {
     "two-prompts": {"prompt": [list(each) for each in PROMPTS], "logprobs": 0} | ALL,
 }
 CHATS: dict[str, dict[str, Any]] = {"text": {}, "all": {"logprobs": True, "top_logprobs": 1} | ALL}
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def words() -> Words:
-    return await LazyWords(Config().engine.model_folder).required()
 
 
 def asked(name: str, n: int) -> tuple[ChoicesCall, list[Any]]:
@@ -95,8 +89,8 @@ def cancelled(request: GenerateRequest) -> list[Output]:
 class Client:
     """Reads a stream; of how many outputs come until it has read the next event, `pace` tells."""
 
-    def __init__(self, call: ChoicesCall, prompts: list[Any], words: Words) -> None:
-        self._call, self._prompts, self._words = call, prompts, words
+    def __init__(self, call: ChoicesCall, prompts: list[Any]) -> None:
+        self._call, self._prompts = call, prompts
 
     def requests(self) -> list[GenerateRequest]:
         number = len(self._prompts)
@@ -109,7 +103,7 @@ class Client:
         self, outputs: list[tuple[int, Output]], pace: Sequence[int], after: str = ""
     ) -> list[Event]:
         """Events behind one, or all of them."""
-        answers = ChoicesWriter(self._call, self._prompts, [None] * len(self._prompts), self._words)
+        answers = ChoicesWriter(self._call, self._prompts, [None] * len(self._prompts), WORDS)
         sent: list[Event] = []
         room = anyio.Semaphore(0)
 
@@ -120,19 +114,18 @@ class Client:
         number = len(self._prompts) * self._call.n
         position = read_position(after, self._call.id, number) if after else None
         chunks = Chunks(answers, send, position)
-        with anyio.fail_after(LIMIT_S):
-            async with anyio.create_task_group() as group:
-                group.start_soon(chunks.send_all)
-                for place, (prompt, output) in enumerate(outputs):
-                    chunks.put(prompt, output)
-                    for _ in range(pace[place % len(pace)]):
-                        room.release()
-                    await anyio.lowlevel.checkpoint()
-                for _ in range(4 * len(outputs) + 4 * number):
+        async with anyio.create_task_group() as group:
+            group.start_soon(chunks.send_all)
+            for place, (prompt, output) in enumerate(outputs):
+                chunks.put(prompt, output)
+                for _ in range(pace[place % len(pace)]):
                     room.release()
-                chunks.close()
-            ended = [output for _, output in outputs if isinstance(output, Completion)]
-            await chunks.send_usage(ended)
+                await anyio.lowlevel.checkpoint()
+            for _ in range(4 * len(outputs) + 4 * number):
+                room.release()
+            chunks.close()
+        ended = [output for _, output in outputs if isinstance(output, Completion)]
+        await chunks.send_usage(ended)
         return sent
 
 
@@ -146,9 +139,9 @@ CASES = [
 @pytest.mark.parametrize("make", MAKERS)
 @pytest.mark.parametrize(("ask", "name", "n"), CASES)
 async def test_behind_each_event_comes_the_exact_rest(
-    words: Words, make: Any, ask: Any, name: str, n: int
+    make: Any, ask: Any, name: str, n: int
 ) -> None:
-    client = Client(*ask(name, n), words)
+    client = Client(*ask(name, n))
     outputs = [
         (prompt, output)
         for prompt, request in enumerate(client.requests())

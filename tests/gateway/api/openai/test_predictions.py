@@ -7,13 +7,12 @@ from typing import Any
 import msgspec
 import openai
 import pytest
-from httpx import AsyncClient
 from openai import AsyncOpenAI
 
-from nano_inference.bus.public import Completion, CompletionChunk, GenerateRequest, Output
+from nano_inference.bus.public import Completion, GenerateRequest, Output
 
-from ...fake import FakeEngine
-from ...made import interleaved, whole
+from ...fake import Client, FakeEngine
+from ...made import chunk, interleaved, whole
 from .streamed import Recorded, stream_of
 
 HELLO: Any = [{"role": "user", "content": "hello"}]
@@ -32,26 +31,12 @@ def drafted(request: GenerateRequest) -> list[Output]:
 
 def together(request: GenerateRequest) -> list[Output]:
     """As `interleaved`, with the first two tokens of each sample in one chunk."""
-    *chunks, end = interleaved(request)
-    found: list[Output] = []
-    begun: dict[int, CompletionChunk] = {}
-    for chunk in chunks:
-        assert isinstance(chunk, CompletionChunk)
-        if chunk.token_offset == 0:
-            begun[chunk.sample_index] = chunk
-            continue
-        if chunk.token_offset == 1:
-            first = begun[chunk.sample_index]
-            tops = (first.top_logprobs or ()) + (chunk.top_logprobs or ())
-            chunk = msgspec.structs.replace(
-                first,
-                token_ids=first.token_ids + chunk.token_ids,
-                logprobs=first.logprobs + chunk.logprobs,
-                text=first.text + chunk.text,
-                top_logprobs=tops or None,
-            )
-        found.append(chunk)
-    return [*found, end]
+    chunks = [
+        chunk(request, index, place, number)
+        for place, number in ((0, 2), (2, 1))
+        for index in reversed(range(request.n))
+    ]
+    return [*chunks, *whole(request)]
 
 
 @pytest.mark.parametrize("content", ["five six", PARTS])
@@ -87,20 +72,16 @@ async def test_a_prediction_reaches_the_engine_and_its_usage_the_client(
     ],
 )
 async def test_usage_counts_drafts_and_predictions(
-    http: AsyncClient,
-    engine: FakeEngine,
-    text: str | None,
-    outputs: Any,
-    counts: tuple[int, int] | None,
+    http: Client, text: str | None, outputs: Any, counts: tuple[int, int] | None
 ) -> None:
-    engine.outputs = outputs
+    http.engine.outputs = outputs
     prediction = None if text is None else {"type": "content", "content": text}
     body = {"messages": HELLO, "prediction": prediction}
     answer = (await http.post("/v1/chat/completions", json=body)).json()
     details = answer["usage"].get("completion_tokens_details", {})
     names = ("accepted_prediction_tokens", "rejected_prediction_tokens")
     assert details == ({} if counts is None else dict(zip(names, counts, strict=True)))
-    assert engine.requests[0].prediction == (text or None)
+    assert http.engine.requests[0].prediction == (text or None)
 
 
 @pytest.mark.parametrize(
@@ -142,12 +123,12 @@ async def test_wrong_shapes_are_refused_by_their_place(
     ],
 )
 async def test_a_stream_is_the_same_however_many_tokens_a_chunk_has(
-    http: AsyncClient, engine: FakeEngine, path: str, body: dict[str, Any]
+    http: Client, path: str, body: dict[str, Any]
 ) -> None:
     found = []
     options = {"stream": True, "stream_options": {"include_usage": True}}
     for outputs in (interleaved, together):
-        engine.outputs = outputs
+        http.engine.outputs = outputs
         answer = await http.post(path, json=body | options | {"return_weight_versions": True})
         told = Recorded(stream_of(answer))
         found.append((told.choices, told.usages))

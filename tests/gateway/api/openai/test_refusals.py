@@ -5,14 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from httpx import AsyncClient, Response
-
-from nano_inference.config import Config, SamplingParams, load_config
+from httpx import Response
 
 from ...errors import invalid
-from ...fake import FakeEngine
+from ...fake import Client, refused
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+GENERATE = "/inference/v1/generate"
 HELLO = [{"role": "user", "content": "a"}]
 
 
@@ -135,78 +134,113 @@ OF_CHATS: list[tuple[dict[str, Any], str, str]] = [
     invalid("continue_final_message", continue_final_message=True, add_generation_prompt=True),
     invalid("modalities", "unsupported", modalities=["text", "audio"]),
 ]
-CASES = [
-    *((COMPLETIONS, {"prompt": "a"} | body, code, param) for body, code, param in BOTH),
-    *((CHAT, {"messages": HELLO} | body, code, param) for body, code, param in BOTH),
-    *((COMPLETIONS, {"prompt": "a"} | body, code, param) for body, code, param in OF_COMPLETIONS),
-    *((CHAT, {"messages": HELLO} | body, code, param) for body, code, param in OF_CHATS),
+INPUT_IMAGE = {"type": "input_image", "image_url": "http://example.org/a.png"}
+CALL = {"type": "function_call", "call_id": "a", "name": "f", "arguments": "{}"}
+OUTPUT = {"type": "function_call_output", "call_id": "a", "output": "b"}
+FUNCTION = {"type": "function", "name": "f"}
+OF_RESPONSES: list[tuple[dict[str, Any], str, str]] = [
+    invalid("input", input=None),
+    invalid("input", input=[]),
+    invalid("input", input=5),
+    invalid("input[0]", "unsupported", input=[{"type": "item_reference", "id": "a"}]),
+    invalid("input[0]", "unsupported", input=[{"type": "web_search_call", "id": "a"}]),
+    invalid("input[0]", input=[{"type": "function_call", "name": "f"}]),
+    invalid("input[0].arguments", input=[CALL | {"arguments": "{"}]),
+    invalid("input[0].arguments", input=[CALL | {"arguments": "[]"}]),
+    invalid("input[0].namespace", "unsupported", input=[CALL | {"namespace": "a"}]),
+    invalid("input[0].call_id", input=[OUTPUT, CALL]),
+    invalid("input[0].output", input=[OUTPUT | {"output": 5}]),
+    invalid("input[0].output[0]", "unsupported", input=[OUTPUT | {"output": [INPUT_IMAGE]}]),
+    invalid("input[0].content", input=[{"type": "reasoning", "content": "a"}]),
+    invalid(
+        "input[0].content[0]", "unsupported", input=[{"role": "user", "content": [INPUT_IMAGE]}]
+    ),
+    invalid("input[0].role", input=[{"role": "wizard", "content": "a"}]),
+    invalid("input[0].x", "unsupported", input=[{"role": "user", "content": "a", "x": 1}]),
+    invalid("instructions", instructions=5),
+    invalid("include[0]", "unsupported", include=["file_search_call.results"]),
+    invalid("top_logprobs", top_logprobs=3),
+    invalid("metadata[...]", metadata={"a": 1}),
+    invalid("metadata", metadata={str(key): "" for key in range(17)}),
+    invalid("background", background=True, store=False),
+    invalid("background_options", "unsupported", background_options={"completion_window": "2h"}),
+    invalid("previous_response_id", "previous_response_not_found", previous_response_id="resp_1"),
+    invalid("conversation", "unsupported", conversation="conv_1"),
+    invalid("prompt", "unsupported", prompt={"id": "a"}),
+    invalid("tools[0]", "unsupported", tools=[{"type": "web_search"}]),
+    invalid("tools[0]", tools=[{"type": "function"}]),
+    invalid("tools[0].name", tools=[{"type": "function", "name": "a b"}]),
+    invalid("tools[1].name", tools=[FUNCTION, FUNCTION]),
+    invalid("tools[0].parameters", tools=[FUNCTION | {"parameters": []}]),
+    invalid("tool_choice", tool_choice="sometimes"),
+    invalid("tool_choice", tool_choice="required"),
+    invalid("tool_choice", "unsupported", tool_choice={"type": "web_search"}),
+    invalid("tool_choice.name", tools=[FUNCTION], tool_choice={"type": "function", "name": "g"}),
+    invalid(
+        "tool_choice.tools[1].name",
+        tools=[FUNCTION],
+        tool_choice={
+            "type": "allowed_tools",
+            "mode": "auto",
+            "tools": [FUNCTION, {"type": "function", "name": "g"}],
+        },
+    ),
+    invalid("text.format.type", text={"format": {"type": "xml"}}),
+    invalid("text.verbosity", "unsupported", text={"verbosity": "low"}),
+    invalid("reasoning.effort", "unsupported", reasoning={"effort": "low"}),
+    invalid("reasoning.effort", reasoning={"effort": "a little"}),
+    invalid("reasoning.mode", "unsupported", reasoning={"mode": "pro"}),
+    invalid("truncation", "unsupported", truncation="auto"),
+    invalid("messages", "unsupported", messages=[{"role": "user", "content": "a"}]),
+    invalid("max_tokens", "unsupported", max_tokens=5),
+    invalid("n", "unsupported", n=2),
+    invalid("input", "context_length_exceeded", input="a " * 9000),
 ]
+OF_GENERATE: list[tuple[dict[str, Any], str, str]] = [
+    invalid("token_ids", "empty_prompt", token_ids=None),
+    invalid("token_ids", "empty_prompt", token_ids=[]),
+    invalid("request_id", request_id="r" * 257),
+    invalid("request_id", request_id=7),
+    invalid("token_ids[1]", token_ids=[1, "a"]),
+    invalid("token_ids", token_ids="a"),
+    invalid("token_ids", "context_length_exceeded", token_ids=[7] * 9000),
+    invalid("sampling_params", sampling_params=[]),
+    invalid("sampling_params.n", "invalid_n", sampling_params={"n": 0}),
+    invalid("sampling_params.n", "too_many_prompts", sampling_params={"n": 10**6}),
+    invalid("sampling_params.top_p", sampling_params={"top_p": "1"}),
+    invalid("sampling_params.topp", "unsupported", sampling_params={"topp": 1}),
+    invalid("sampling_params.bad_words", "unsupported", sampling_params={"bad_words": ["x"]}),
+    invalid(
+        "sampling_params.structured_outputs.json",
+        sampling_params={"structured_outputs": {"json": 3}},
+    ),
+    invalid("sampling_params.prompt_logprobs", sampling_params={"prompt_logprobs": 1}, stream=True),
+    invalid("features", "unsupported", features={"mm_hashes": {}}),
+    invalid("kv_transfer_params", "unsupported", kv_transfer_params={"a": 1}),
+    invalid("temperature", "unsupported", temperature=0.5),
+    invalid("stream_options", stream_options={"include_usage": True}),
+    invalid("model", "model_not_found", model="other"),
+]
+CASES = {
+    COMPLETIONS: ({"prompt": "a"}, BOTH + OF_COMPLETIONS),
+    CHAT: ({"messages": HELLO}, BOTH + OF_CHATS),
+    "/v1/responses": ({"input": "a"}, OF_RESPONSES),
+    GENERATE: ({"token_ids": [5]}, OF_GENERATE),
+}
 
 
-@pytest.fixture
-def config() -> Config:
-    """Of a model of which nobody knows how it calls tools and reasons."""
-    return load_config(env={}, overrides={"gateway.message_format": "off"})
+# How the model calls tools and reasons is unknown.
+SETTINGS = {"gateway.message_format": "off"}
 
 
-@pytest.mark.parametrize(("path", "body", "code", "param"), CASES)
-async def test_a_field_that_can_not_be_obeyed(
-    http: AsyncClient,
-    engine: FakeEngine,
-    path: str,
-    body: dict[str, Any],
-    code: str,
-    param: str,
-) -> None:
-    answer = await http.post(path, json=body)
-    status = 404 if code == "model_not_found" else 400
-    assert refusal(answer, status) == (code, param)
-    assert not engine.requests
-
-
-@pytest.mark.parametrize("path", [COMPLETIONS, CHAT, "/tokenize", "/detokenize"])
-@pytest.mark.parametrize(
-    "body",
-    [
-        b"{",
-        b"[]",
-        b"5",
-        b'{"prompt": NaN}',
-        b'{"temperature": Infinity}',
-        b'{"seed": 1e999}',
-        b'{"messages": "\xff"}',
-        b'{"prompt": "\\ud800"}',
-        b'{"prompt": ' + b"[" * 100_000,
-        b'{"messages": ' + b'{"a":' * 100_000,
-    ],
-)
-async def test_invalid_json_is_malformed(
-    http: AsyncClient, engine: FakeEngine, path: str, body: bytes
-) -> None:
-    assert refusal(await http.post(path, content=body)) == ("malformed", None)
-    assert not engine.requests
-
-
-@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
-async def test_a_body_that_is_too_large(http: AsyncClient, path: str) -> None:
-    answer = await http.post(path, json={"prompt": "a" * (17 << 20)})
-    assert refusal(answer, 413) == ("request_too_large", None)
-
-
-@pytest.mark.parametrize("path", [COMPLETIONS, CHAT, "/tokenize"])
-async def test_a_text_that_is_too_long_is_not_tokenised(
-    http: AsyncClient, engine: FakeEngine, path: str
-) -> None:
-    text = "a" * ((4 << 20) + 1)
-    messages = path == CHAT
-    body = {"messages": [{"role": "user", "content": text}]} if messages else {"prompt": text}
-    answer = await http.post(path, json=body | ({"echo": True} if path == COMPLETIONS else {}))
-    code, param = refusal(answer, 413 if path == COMPLETIONS else 400)
-    assert (code, param) in (
-        ("context_length_exceeded", "messages" if messages else "prompt"),
-        ("request_too_large", None),
-    )
-    assert not engine.requests
+@pytest.mark.parametrize("path", CASES)
+async def test_a_field_that_can_not_be_obeyed(http: Client, path: str) -> None:
+    body, cases = CASES[path]
+    for fields, code, param in cases:
+        answer = await http.post(path, json=body | fields)
+        status = 404 if code == "model_not_found" else 400
+        assert refusal(answer, status) == (code, param), fields
+    assert not http.engine.requests
 
 
 @pytest.mark.parametrize(
@@ -222,26 +256,25 @@ async def test_a_text_that_is_too_long_is_not_tokenised(
     ],
 )
 async def test_tokens_that_are_none(
-    http: AsyncClient, path: str, body: dict[str, Any], param: str
+    http: Client, path: str, body: dict[str, Any], param: str
 ) -> None:
     assert refusal(await http.post(path, json=body))[1] == param
 
 
+@pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(
-    "fields",
+    ("path", "body", "code", "param"),
     [
-        {"tools": [], "tool_choice": "none", "parallel_tool_calls": True},
-        {"function_call": "auto", "functions": [], "stream_reasoning": True},
-        {"reasoning_effort": "none", "include_reasoning": False, "separate_reasoning": False},
-        {"response_format": {"type": "text"}, "user": "u", "metadata": {"a": "b"}},
-        {"stop": None, "seed": None, "logprobs": None, "stream_options": None},
-        {"skip_special_tokens": True, "length_penalty": 1.0, "service_tier": "auto"},
-        {"stop": "", "top_k": -1, "logit_bias": {}, "best_of": None, "whatever": None},
+        ("/v1/responses", {"input": "a"}, "invalid_max_tokens", "max_output_tokens"),
+        ("/v1/responses", {"input": "a"}, "invalid_logprobs", "top_logprobs"),
+        (GENERATE, {"token_ids": [5]}, "invalid_top_p", "sampling_params.top_p"),
+        (GENERATE, {"token_ids": [5]}, "invalid_cache_salt", "cache_salt"),
+        (GENERATE, {"token_ids": [5]}, "invalid_token_ids", "token_ids"),
     ],
 )
-async def test_fields_that_ask_for_nothing_are_accepted(
-    http: AsyncClient, engine: FakeEngine, fields: dict[str, Any]
+async def test_engine_errors_name_the_field_as_sent(
+    http: Client, path: str, body: dict[str, Any], code: str, param: str, stream: bool
 ) -> None:
-    answer = await http.post(CHAT, json={"messages": HELLO} | fields)
-    assert answer.status_code == 200, answer.text
-    assert engine.requests[0].sampling == SamplingParams(max_tokens=2048)
+    http.engine.outputs = refused(code)
+    answer = await http.post(path, json=body | {"stream": stream})
+    assert refusal(answer) == (code, param)

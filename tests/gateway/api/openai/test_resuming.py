@@ -5,11 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from httpx import AsyncClient
 
 from nano_inference.config import BusError
 
-from ...fake import FakeEngine, refused
+from ...fake import Client, FakeEngine, refused
 from ...made import interleaved
 from .streamed import Recorded, events, stream_of
 
@@ -34,15 +33,11 @@ BODIES = [
 
 @pytest.mark.parametrize(("path", "body"), BODIES)
 async def test_another_gateway_goes_on_behind_each_event(
-    http: AsyncClient,
-    other: AsyncClient,
-    engine: FakeEngine,
-    path: str,
-    body: dict[str, Any],
+    http: Client, other: Client, path: str, body: dict[str, Any]
 ) -> None:
     """By GET, by the header, and by the same POST again, which publishes nothing."""
     told = stream_of(await http.post(path, json=body, headers=MINE))
-    wanted, published = vars(Recorded(told)), len(engine.requests)
+    wanted, published = vars(Recorded(told)), len(http.engine.requests)
     answer_id = told[0].event_id.partition(".")[0]
     for number, event in enumerate(told, 1):
         last = {"Last-Event-ID": event.event_id} | MINE
@@ -56,45 +51,39 @@ async def test_another_gateway_goes_on_behind_each_event(
             assert vars(Recorded([*told[:number], *stream_of(answer)])) == wanted
     whole_again = stream_of(await other.get(f"/v1/streams/{answer_id}", headers=MINE))
     assert vars(Recorded(whole_again)) == wanted
-    assert len(engine.requests) == published
+    assert len(http.engine.requests) == published
 
 
-async def test_resuming_publishes_unpublished_requests(
-    http: AsyncClient, other: AsyncClient, engine: FakeEngine
-) -> None:
+async def test_resuming_publishes_unpublished_requests(http: Client, other: Client) -> None:
     """The first gateway was killed when it had begun the first of two prompts."""
     told = stream_of(await http.post(COMPLETIONS, json=TEXT | {"prompt": ["a", "b"]}))
     answer_id = told[0].event_id.partition(".")[0]
-    (first, second) = engine.requests
-    kept = await engine.bus.store.calls.read(answer_id)
-    assert kept is not None
-    await engine.bus.store.calls.drop(answer_id)
-    await engine.bus.store.calls.keep(answer_id, kept.record, 10)
-    await engine.bus.store.calls.note(answer_id, first.request_id, "1-0")
-    engine.requests = [first]
+    (first, second) = http.engine.requests
+    kept = await http.engine.bus.store.calls.read(answer_id)
+    await http.engine.bus.store.calls.drop(answer_id)
+    await http.engine.bus.store.calls.keep(answer_id, kept.record, 10)
+    await http.engine.bus.store.calls.note(answer_id, first.request_id, "1-0")
+    http.engine.requests = [first]
     answer = await other.get(f"/v1/streams/{answer_id}")
-    assert engine.requests == [first, second]
+    assert http.engine.requests == [first, second]
     assert {event.event_id for event in stream_of(answer)} >= {told[-1].event_id}
 
 
-async def test_a_resumed_stream_repeats_the_error(
-    http: AsyncClient, other: AsyncClient, engine: FakeEngine
-) -> None:
+async def test_a_resumed_stream_repeats_the_error(http: Client, other: Client) -> None:
     """The bus was away for a moment: what was told as an error is none any more."""
-    engine.away = True
+    http.engine.away = True
     told = stream_of(await http.post(COMPLETIONS, json=TEXT))
-    assert told[-2].data is not None
     assert told[-2].data["error"]["code"] == "bus_unavailable"
     last_id = told[-1].event_id
     assert {event.event_id for event in told} == {last_id}
-    engine.away = False
+    http.engine.away = False
     rest = events(await other.get(f"/v1/streams/{last_id.partition('.')[0]}?after={last_id}"))
     assert "".join(each["choices"][0]["text"] for each in rest) == " six seven"
-    assert "cancel" not in engine.names
+    assert "cancel" not in http.engine.names
 
 
 @pytest.mark.parametrize("path", ["/v1/streams/cmpl-0", "/v1/streams/x%2Fy", "/v1/streams/%00"])
-async def test_an_unknown_stream_is_not_found(http: AsyncClient, path: str) -> None:
+async def test_an_unknown_stream_is_not_found(http: Client, path: str) -> None:
     answer = await http.get(path)
     assert answer.status_code == 404
     error = answer.json()["error"]
@@ -102,7 +91,7 @@ async def test_an_unknown_stream_is_not_found(http: AsyncClient, path: str) -> N
     assert error["code"] in ("stream_not_found", "not_found")
 
 
-async def test_another_tenants_stream_is_not_found(http: AsyncClient, engine: FakeEngine) -> None:
+async def test_another_tenants_stream_is_not_found(http: Client) -> None:
     told = stream_of(await http.post(COMPLETIONS, json=TEXT, headers=MINE))
     answer_id = told[0].event_id.partition(".")[0]
     for headers in ({}, {"X-Tenant": "other"}, {"X-Tenant": "other", "Last-Event-ID": "nonsense"}):
@@ -111,25 +100,23 @@ async def test_another_tenants_stream_is_not_found(http: AsyncClient, engine: Fa
     again = await http.post(
         COMPLETIONS, json=TEXT, headers={"X-Tenant": "other", "Last-Event-ID": told[0].event_id}
     )
-    assert (again.status_code, len(engine.requests)) == (404, 1)
+    assert (again.status_code, len(http.engine.requests)) == (404, 1)
 
 
-async def test_a_stream_whose_results_are_gone_is_not_found(
-    http: AsyncClient, engine: FakeEngine
-) -> None:
+async def test_a_stream_whose_results_are_gone_is_not_found(http: Client) -> None:
     class Gone(FakeEngine):
         async def follow(self, *given: Any, **named: Any) -> Any:
             raise BusError("gone", code="unknown_request")
             yield
 
     told = stream_of(await http.post(COMPLETIONS, json=TEXT))
-    engine.__class__ = Gone
+    http.engine.__class__ = Gone
     answer = await http.get(f"/v1/streams/{told[0].event_id.partition('.')[0]}")
     assert (answer.status_code, answer.json()["error"]["code"]) == (404, "stream_not_found")
 
 
 @pytest.mark.parametrize("event_id", ["nonsense", "{id}", "{id}.x.x", "{id}.1.u.u", "cmpl-1.x"])
-async def test_an_event_of_no_stream_is_refused(http: AsyncClient, event_id: str) -> None:
+async def test_an_event_of_no_stream_is_refused(http: Client, event_id: str) -> None:
     told = stream_of(await http.post(COMPLETIONS, json=TEXT))
     answer_id = told[0].event_id.partition(".")[0]
     after = event_id.format(id=answer_id)
@@ -137,22 +124,20 @@ async def test_an_event_of_no_stream_is_refused(http: AsyncClient, event_id: str
     assert (answer.status_code, answer.json()["error"]["code"]) == (400, "invalid_event_id")
 
 
-async def test_records_of_another_version_are_not_found(
-    http: AsyncClient, engine: FakeEngine
-) -> None:
+async def test_records_of_another_version_are_not_found(http: Client) -> None:
     for record in (b"", b"\xff", b"\x81\xa4call\x01"):
-        await engine.bus.store.calls.keep("cmpl-1", record, 1)
+        await http.engine.bus.store.calls.keep("cmpl-1", record, 1)
         answer = await http.get("/v1/streams/cmpl-1")
         assert (answer.status_code, answer.json()["error"]["code"]) == (404, "stream_not_found")
 
 
-async def test_an_answer_in_one_piece_is_no_stream(http: AsyncClient) -> None:
+async def test_an_answer_in_one_piece_is_no_stream(http: Client) -> None:
     answer = await http.post(COMPLETIONS, json=TEXT | {"stream": False})
     assert (await http.get(f"/v1/streams/{answer.json()['id']}")).status_code == 404
 
 
 async def test_an_entry_that_was_refused_as_another_s_double_leads_to_the_other(
-    http: AsyncClient, engine: FakeEngine
+    http: Client,
 ) -> None:
     """Two gateways have published the same request."""
 
@@ -163,6 +148,6 @@ async def test_an_entry_that_was_refused_as_another_s_double_leads_to_the_other(
             for output in no(request) if entry_id else interleaved(request):
                 yield output
 
-    engine.__class__ = Doubled
+    http.engine.__class__ = Doubled
     told = events(await http.post(COMPLETIONS, json=TEXT))
     assert "".join(each["choices"][0]["text"] for each in told) == "five six seven"

@@ -1,4 +1,4 @@
-"""Responses on the bus: found, read again, continued, cancelled and forgotten at any gateway."""
+"""`/v1/responses`: answers, and responses that are found, continued and ended at any gateway."""
 
 from __future__ import annotations
 
@@ -12,12 +12,11 @@ import anyio
 import pytest
 from httpx import AsyncClient, Response
 
-from nano_inference.config import BusError, Config, load_config
-from nano_inference.gateway.app import make_app
+from nano_inference.config import BusError, Config
 
 from ... import by_hand
-from ...fake import LIMIT_S, FakeEngine, completion, http_of, poster, refused
-from ...made import TEXTS, cut, whole
+from ...fake import Client, FakeEngine, app_of, completion, http_of, poster, refused
+from ...made import TEXTS, cut, told, whole
 from .streamed import response_event, response_events
 from .test_refusals import refusal
 
@@ -29,10 +28,7 @@ MINE = {"X-Tenant": "me"}
 KEY = {"Idempotency-Key": "k-1"}
 
 
-@pytest.fixture
-def config() -> Config:
-    return load_config(env={})
-
+SETTINGS: dict[str, Any] = {}
 
 posted = poster(PATH, HELLO)
 
@@ -44,24 +40,52 @@ async def got(http: AsyncClient, response_id: str, more: str = "") -> dict[str, 
     return found
 
 
+async def test_an_answer_has_openai_s_fields(http: Client) -> None:
+    answer = await posted(http, instructions="Be brief.", metadata={"a": "b"})
+    (request,) = http.engine.requests
+    assert answer["id"] == request.request_id
+    assert answer["id"].startswith("resp_")
+    assert (answer["object"], answer["status"], answer["error"]) == ("response", "completed", None)
+    (item,) = answer["output"]
+    assert item["content"] == [
+        {"type": "output_text", "text": TEXT, "annotations": [], "logprobs": []}
+    ]
+    assert (item["type"], item["role"], item["status"]) == ("message", "assistant", "completed")
+    assert answer["usage"]["input_tokens_details"]["cached_tokens"] == 3
+    assert answer["usage"]["total_tokens"] == 4 + 3
+    assert (answer["instructions"], answer["metadata"]) == ("Be brief.", {"a": "b"})
+
+
+async def test_the_finish_reason_sets_the_status(http: Client) -> None:
+    http.engine.outputs = lambda request: [completion(request)]
+    answer = await posted(http)
+    assert answer["status"] == "incomplete"
+    assert answer["incomplete_details"] == {"reason": "max_output_tokens"}
+    assert answer["output"][0]["status"] == "incomplete"
+    http.engine.outputs = lambda request: [
+        completion(request, told(request, 0, "abort"), status="cancelled")
+    ]
+    assert (await posted(http))["status"] == "cancelled"
+
+
 # --- read again -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_any_gateway_returns_the_same_response(
-    http: AsyncClient, other: AsyncClient, engine: FakeEngine, stream: bool
+    http: Client, other: Client, stream: bool
 ) -> None:
     answer = await http.post(PATH, json=HELLO | LOGPROBS | {"stream": stream})
     made = response_events(answer)[-1]["response"] if stream else answer.json()
     for client in (http, other):
         assert await got(client, made["id"]) == made
         assert await got(client, made["id"], "?stream=false&include[]=x") == made
-    assert len(engine.requests) == 1
+    assert len(http.engine.requests) == 1
 
 
 @pytest.mark.parametrize("more", [{}, LOGPROBS, {"background": True}])
 async def test_another_gateway_goes_on_behind_each_event(
-    http: AsyncClient, other: AsyncClient, engine: FakeEngine, more: dict[str, Any]
+    http: Client, other: Client, more: dict[str, Any]
 ) -> None:
     """By number, by the event's id, and by the same POST again, which publishes nothing."""
     body = HELLO | more | {"stream": True}
@@ -79,22 +103,20 @@ async def test_another_gateway_goes_on_behind_each_event(
         ]  # fmt: skip
         for answer in answers:
             assert response_events(answer, number + 1) == rest
-    assert len(engine.requests) == 1
+    assert len(http.engine.requests) == 1
 
 
-async def test_a_response_can_be_streamed_later(http: AsyncClient, engine: FakeEngine) -> None:
-    engine.outputs = whole
+async def test_a_response_can_be_streamed_later(http: Client) -> None:
+    http.engine.outputs = whole
     made = await posted(http)
     events = response_events(await http.get(f"{PATH}/{made['id']}?stream=true"))
     (delta,) = (each["delta"] for each in events if each["type"] == "response.output_text.delta")
     assert (delta, events[-1]["response"]) == (TEXT, made)
 
 
-async def test_a_failed_response_stays_failed(
-    http: AsyncClient, other: AsyncClient, engine: FakeEngine
-) -> None:
+async def test_a_failed_response_stays_failed(http: Client, other: Client) -> None:
     no = refused("lane_failed", "because")
-    engine.outputs = lambda request: [*cut(request), *no(request)]
+    http.engine.outputs = lambda request: [*cut(request), *no(request)]
     events = response_events(await http.post(PATH, json=HELLO | {"stream": True}))
     failed = events[-1]["response"]
     assert (failed["status"], failed["error"]) == (
@@ -105,7 +127,7 @@ async def test_a_failed_response_stays_failed(
     where = f"{PATH}/{failed['id']}?stream=true"
     assert response_events(await other.get(where)) == events
     # Also when nothing had come before.
-    engine.outputs = no
+    http.engine.outputs = no
     assert [each["type"] for each in response_events(await other.get(where))] == [
         "response.created",
         "response.in_progress",
@@ -113,23 +135,21 @@ async def test_a_failed_response_stays_failed(
     ]
 
 
-async def test_resuming_behind_an_interruption_misses_nothing(
-    http: AsyncClient, other: AsyncClient, engine: FakeEngine
-) -> None:
+async def test_resuming_behind_an_interruption_misses_nothing(http: Client, other: Client) -> None:
     """The bus was away for a moment: the response has not failed by that."""
-    engine.away = True
+    http.engine.away = True
     answer = await http.post(PATH, json=HELLO | {"stream": True})
     *begun, last = answer.text.split("\n\n")[:-1]
     events = [response_event(part, number) for number, part in enumerate(begun)]
     assert "event: error" in last
     assert f".{len(events) - 1}\n" in last
-    engine.away = False
+    http.engine.away = False
     response_id = events[0]["response"]["id"]
     after = f"?stream=true&starting_after={len(events) - 1}"
     rest = response_events(await other.get(f"{PATH}/{response_id}{after}"), len(events))
     deltas = [each.get("delta", "") for each in [*events, *rest]]
     assert "".join(deltas) == TEXT
-    assert "cancel" not in engine.names
+    assert "cancel" not in http.engine.names
 
 
 QUERIES = [
@@ -148,13 +168,13 @@ QUERIES = [
 
 @pytest.mark.parametrize(("query", "code", "param"), QUERIES)
 async def test_invalid_queries_are_refused_by_name(
-    http: AsyncClient, query: str, code: str, param: str
+    http: Client, query: str, code: str, param: str
 ) -> None:
     made = await posted(http)
     assert refusal(await http.get(f"{PATH}/{made['id']}{query}")) == (code, param)
 
 
-async def test_an_event_of_no_response_is_refused(http: AsyncClient) -> None:
+async def test_an_event_of_no_response_is_refused(http: Client) -> None:
     made = await posted(http)
     for event_id in ("nonsense", made["id"], f"{made['id']}.x", "cmpl-1.5", "resp_0.5"):
         answer = await http.get(
@@ -163,14 +183,12 @@ async def test_an_event_of_no_response_is_refused(http: AsyncClient) -> None:
         assert refusal(answer)[0] == "invalid_event_id"
 
 
-async def test_other_tenants_and_keys_find_no_response(
-    http: AsyncClient, other: AsyncClient, engine: FakeEngine
-) -> None:
+async def test_other_tenants_and_keys_find_no_response(http: Client, other: Client) -> None:
     """Another tenant's, what was not stored, what another version wrote, and what never was."""
     mine = (await http.post(PATH, json=HELLO, headers=MINE)).json()
     unstored = await posted(http, store=False)
     keyed = (await http.post(PATH, json=HELLO | {"store": False}, headers=KEY)).json()
-    await engine.bus.store.calls.keep("resp_1", b"\x81\xa4call\x01", 1)
+    await http.engine.bus.store.calls.keep("resp_1", b"\x81\xa4call\x01", 1)
     for response_id in (mine["id"], unstored["id"], keyed["id"], "resp_1", "resp_0"):
         where = f"{PATH}/{response_id}"
         for answer in (
@@ -182,42 +200,40 @@ async def test_other_tenants_and_keys_find_no_response(
             await other.post(f"{where}/cancel"),
         ):
             assert refusal(answer, 404) == ("unknown_response", None)
-    assert "cancel" not in engine.names
-    assert await engine.bus.store.calls.read(unstored["id"]) is None
+    assert "cancel" not in http.engine.names
+    assert await http.engine.bus.store.calls.read(unstored["id"]) is None
 
 
 async def test_a_response_without_results_is_not_found(
-    http: AsyncClient, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+    http: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def gone(*_: Any, **__: Any) -> Any:
         raise BusError("gone", code="unknown_request")
 
     made = await posted(http)
-    monkeypatch.setattr(engine.bus.results, "last", gone)
+    monkeypatch.setattr(http.engine.bus.results, "last", gone)
     monkeypatch.setattr(FakeEngine, "_made", by_hand.ignore)
     assert refusal(await http.get(f"{PATH}/{made['id']}"), 404)[0] == "unknown_response"
 
 
-async def test_a_response_is_stored_until_it_is_deleted(
-    http: AsyncClient, other: AsyncClient, engine: FakeEngine
-) -> None:
+async def test_a_response_is_stored_until_it_is_deleted(http: Client, other: Client) -> None:
     made = (await http.post(PATH, json=HELLO, headers=KEY)).json()
     where = f"{PATH}/{made['id']}"
     gone = await other.delete(where)
     assert gone.json() == {"id": made["id"], "object": "response", "deleted": True}
     for again in (await http.get(where), await http.delete(where), await other.get(where)):
         assert refusal(again, 404) == ("unknown_response", None)
-    assert await engine.bus.store.calls.read(made["id"]) is None
+    assert await http.engine.bus.store.calls.read(made["id"]) is None
     # And its key with it.
     assert (await http.post(PATH, json=HELLO, headers=KEY)).json()["id"] != made["id"]
 
 
 @pytest.mark.parametrize("fields", [{}, {"stream": True}, {"background": True}, {"store": False}])
 async def test_the_same_call_with_its_key_is_made_once(
-    http: AsyncClient, other: AsyncClient, engine: FakeEngine, fields: dict[str, Any]
+    http: Client, other: Client, fields: dict[str, Any]
 ) -> None:
     answers = [await each.post(PATH, json=HELLO | fields, headers=KEY) for each in (http, other)]
-    assert len(engine.requests) == 1
+    assert len(http.engine.requests) == 1
     if fields.get("background"):
         assert [each.json()["status"] for each in answers] == ["queued", "completed"]
     else:
@@ -233,63 +249,56 @@ async def test_the_same_call_with_its_key_is_made_once(
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_disconnect_cancels_a_response(
-    http: AsyncClient, engine: FakeEngine, config: Config, stream: bool
-) -> None:
-    engine.hold()
-    app = make_app(engine, config)  # type: ignore[arg-type]
+async def test_disconnect_cancels_a_response(http: Client, config: Config, stream: bool) -> None:
+    http.engine.hold()
+    app = app_of(http.engine, config)
     left = anyio.Event()
     body = HELLO | {"stream": stream}
-    with anyio.fail_after(LIMIT_S):
-        async with anyio.create_task_group() as group:
-            group.start_soon(by_hand.post, app, PATH, body, by_hand.ignore, left)
-            await engine.until(lambda: len(engine.requests) == 1)
-            left.set()
-    (request,) = engine.requests
-    assert engine.names == ["cancel"]
+    async with anyio.create_task_group() as group:
+        group.start_soon(by_hand.post, app, PATH, body, by_hand.ignore, left)
+        await http.engine.until(lambda: len(http.engine.requests) == 1)
+        left.set()
+    (request,) = http.engine.requests
+    assert http.engine.names == ["cancel"]
     answer = await http.get(f"{PATH}/{request.request_id}?stream=true")
     assert response_events(answer)[-1]["response"]["status"] == "cancelled"
     assert (await got(http, request.request_id))["status"] == "cancelled"
 
 
 @asynccontextmanager
-async def held(http: AsyncClient, engine: FakeEngine) -> AsyncIterator[tuple[Task[Response], str]]:
+async def held(http: Client) -> AsyncIterator[tuple[Task[Response], str]]:
     """A response that has begun, while it is made; and its id."""
-    engine.hold()
-    async with asyncio.timeout(LIMIT_S), asyncio.TaskGroup() as group:
+    http.engine.hold()
+    async with asyncio.TaskGroup() as group:
         making = group.create_task(http.post(PATH, json=HELLO))
-        await engine.until(lambda: len(engine.requests) == 1)
-        yield making, engine.requests[0].request_id
+        await http.engine.until(lambda: len(http.engine.requests) == 1)
+        yield making, http.engine.requests[0].request_id
 
 
-async def test_only_background_responses_can_be_cancelled(
-    http: AsyncClient, engine: FakeEngine
-) -> None:
-    async with held(http, engine) as (making, response_id):
+async def test_only_background_responses_can_be_cancelled(http: Client) -> None:
+    async with held(http) as (making, response_id):
         assert (await got(http, response_id))["status"] in ("queued", "in_progress")
         cancel = f"{PATH}/{response_id}/cancel"
         assert refusal(await http.post(cancel)) == ("invalid_request", None)
-        engine.go()
+        http.engine.go()
         assert (await making).json()["status"] == "completed"
         assert refusal(await http.post(cancel)) == ("invalid_request", None)
-    assert engine.names == []
+    assert http.engine.names == []
 
 
-async def test_any_is_ended_as_a_stream_is(http: AsyncClient, engine: FakeEngine) -> None:
-    async with held(http, engine) as (making, response_id):
+async def test_any_is_ended_as_a_stream_is(http: Client) -> None:
+    async with held(http) as (making, response_id):
         assert (await http.delete(f"/v1/streams/{response_id}")).json()["cancelled"]
         made = (await making).json()
         assert made["status"] == "cancelled"
         assert await got(http, response_id) == made
 
 
-async def test_a_waiting_client_gets_a_deleted_response(
-    http: AsyncClient, engine: FakeEngine
-) -> None:
-    async with held(http, engine) as (making, response_id):
+async def test_a_waiting_client_gets_a_deleted_response(http: Client) -> None:
+    async with held(http) as (making, response_id):
         where = f"{PATH}/{response_id}"
         assert (await http.delete(where)).json()["deleted"]
-        engine.go()
+        http.engine.go()
         assert (await making).json()["status"] == "completed"
         assert refusal(await http.get(where), 404)[0] == "unknown_response"
 
@@ -297,9 +306,7 @@ async def test_a_waiting_client_gets_a_deleted_response(
 # --- conversations ----------------------------------------------------------------------------
 
 
-async def test_the_conversation_so_far_precedes_the_input(
-    http: AsyncClient, other: AsyncClient, engine: FakeEngine
-) -> None:
+async def test_the_conversation_so_far_precedes_the_input(http: Client, other: Client) -> None:
     """Of all responses before, without their instructions, and also when they are gone."""
     parts = [{"type": "input_text", "text": "a"}, {"type": "input_text", "text": "b"}]
     items = [{"role": "user", "content": parts}, {"role": "developer", "content": "c"}]
@@ -320,7 +327,7 @@ async def test_the_conversation_so_far_precedes_the_input(
         {"role": "user", "content": "e"},
     ]
     await http.post("/v1/chat/completions", json={"messages": messages})
-    assert engine.requests[2].prompt_token_ids == engine.requests[3].prompt_token_ids
+    assert http.engine.requests[2].prompt_token_ids == http.engine.requests[3].prompt_token_ids
     listed = await got(other, third["id"], "/input_items?order=asc")
     ids = [item["id"] for item in listed["data"]]
     assert [item["role"] for item in listed["data"]] == [each["role"] for each in messages[1:]]
@@ -335,10 +342,8 @@ async def test_the_conversation_so_far_precedes_the_input(
     assert page["has_more"]
 
 
-async def test_a_failed_response_can_not_be_continued(
-    http: AsyncClient, engine: FakeEngine
-) -> None:
-    engine.hold()
+async def test_a_failed_response_can_not_be_continued(http: Client) -> None:
+    http.engine.hold()
     begun = await posted(http, background=True)
     following = HELLO | {"previous_response_id": begun["id"]}
     for _ in range(2):
@@ -348,22 +353,18 @@ async def test_a_failed_response_can_not_be_continued(
         await http.post(f"{PATH}/{begun['id']}/cancel")
     answer = await http.post(PATH, json=following, headers=MINE)
     assert refusal(answer) == ("previous_response_not_found", param)
-    assert len(engine.requests) == 1
+    assert len(http.engine.requests) == 1
 
 
-async def test_a_response_cut_by_its_length_can_be_continued(
-    http: AsyncClient, engine: FakeEngine
-) -> None:
-    engine.outputs = lambda request: [completion(request)]
+async def test_a_response_cut_by_its_length_can_be_continued(http: Client) -> None:
+    http.engine.outputs = lambda request: [completion(request)]
     first = await posted(http)
     assert first["incomplete_details"] == {"reason": "max_output_tokens"}
     assert (await posted(http, previous_response_id=first["id"]))["status"] == "incomplete"
 
 
 async def test_a_stored_conversation_is_bounded(engine: FakeEngine) -> None:
-    limits = {"bus.max_request_bytes": 700}
-    app = make_app(engine, load_config(env={}, overrides=limits))  # type: ignore[arg-type]
-    async with http_of(app) as http:
+    async with http_of(app_of(engine, {"bus.max_request_bytes": 700})) as http:
         body = {"input": "a", "metadata": {"a": "b" * 500}}
         assert refusal(await http.post(PATH, json=body), 413) == ("request_too_large", "input")
         assert (await http.post(PATH, json=body | {"store": False})).status_code == 200

@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from typing import Any
 
 import anyio
 import pytest
-from httpx import AsyncClient
 
-from nano_inference.bus.public import GenerateRequest, Output
-from nano_inference.config import Config, load_config
+from nano_inference.config import Config
 from nano_inference.gateway.api.openai.answers import ChoicesWriter
 from nano_inference.gateway.api.openai.requests import read_completion
 from nano_inference.gateway.api.openai.streams import Chunks
-from nano_inference.gateway.app import make_app
-from nano_inference.gateway.server.http import EventStream, SendEvent
 
 from ... import by_hand
-from ...fake import LIMIT_S, FakeEngine, completion, http_of, refused
-from ...made import LOGPROBS, TEXTS, TOKENS, cut, interleaved, told
+from ...fake import Client, FakeEngine, app_of, completion, http_of, refused
+from ...made import TEXTS, TOKENS, cut, interleaved, told
 from .streamed import Recorded, choices, events, stream_of
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -28,7 +23,7 @@ HELLO: dict[str, Any] = {"messages": [{"role": "user", "content": "a"}], "stream
 TEXT: dict[str, Any] = {"prompt": "98 +", "stream": True}
 
 
-async def test_roles_come_once_first_and_in_order(http: AsyncClient) -> None:
+async def test_roles_come_once_first_and_in_order(http: Client) -> None:
     chunks = events(await http.post(CHAT, json=HELLO | {"n": 3}))
     first = [each for chunk in chunks[:3] for each in chunk["choices"]]
     assert [each["index"] for each in first] == [0, 1, 2]
@@ -41,9 +36,11 @@ async def test_roles_come_once_first_and_in_order(http: AsyncClient) -> None:
         assert reasons == [None] * (len(rest) - 1) + ["stop"]
 
 
-async def test_all_chunks_name_their_answer(http: AsyncClient, engine: FakeEngine) -> None:
-    chunks = events(await http.post(CHAT, json=HELLO))
-    assert {chunk["id"] for chunk in chunks} == {engine.requests[0].request_id}
+async def test_all_chunks_name_their_answer(http: Client) -> None:
+    chunks = events(await http.post(CHAT, json=HELLO | {"return_token_ids": True}))
+    (request,) = http.engine.requests
+    assert chunks[0]["prompt_token_ids"] == list(request.prompt_token_ids or ())
+    assert {chunk["id"] for chunk in chunks} == {request.request_id}
     assert {chunk["object"] for chunk in chunks} == {"chat.completion.chunk"}
     assert all("usage" not in chunk for chunk in chunks)
     # Each of the weights that made it.
@@ -53,7 +50,7 @@ async def test_all_chunks_name_their_answer(http: AsyncClient, engine: FakeEngin
 @pytest.mark.parametrize("options", [None, {}, {"include_usage": False}])
 @pytest.mark.parametrize(("path", "body"), [(CHAT, HELLO), (COMPLETIONS, TEXT)])
 async def test_usage_is_sent_only_on_request(
-    http: AsyncClient, path: str, body: dict[str, Any], options: Any
+    http: Client, path: str, body: dict[str, Any], options: Any
 ) -> None:
     chunks = events(await http.post(path, json=body | {"stream_options": options}))
     assert all("usage" not in chunk and chunk["choices"] for chunk in chunks)
@@ -61,7 +58,7 @@ async def test_usage_is_sent_only_on_request(
 
 @pytest.mark.parametrize(("path", "body"), [(CHAT, HELLO), (COMPLETIONS, TEXT)])
 async def test_usage_is_in_the_last_chunk_which_has_no_choices(
-    http: AsyncClient, path: str, body: dict[str, Any]
+    http: Client, path: str, body: dict[str, Any]
 ) -> None:
     asked = body | {"stream_options": {"include_usage": True}, "n": 2}
     *chunks, last = events(await http.post(path, json=asked))
@@ -70,7 +67,7 @@ async def test_usage_is_in_the_last_chunk_which_has_no_choices(
     assert (last["usage"]["prompt_tokens"], last["usage"]["completion_tokens"]) == (4, 6)
 
 
-async def test_usage_in_every_chunk(http: AsyncClient) -> None:
+async def test_usage_in_every_chunk(http: Client) -> None:
     options = {"include_usage": True, "continuous_usage_stats": True}
     *chunks, _ = events(await http.post(COMPLETIONS, json=TEXT | {"stream_options": options}))
     counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
@@ -79,7 +76,7 @@ async def test_usage_in_every_chunk(http: AsyncClient) -> None:
     assert {chunk["usage"]["prompt_tokens"] for chunk in chunks} == {3}
 
 
-async def test_logprobs_and_tokens_are_those_of_the_text_in_one_piece(http: AsyncClient) -> None:
+async def test_logprobs_and_tokens_are_those_of_the_text_in_one_piece(http: Client) -> None:
     asked = {"logprobs": 2, "return_token_ids": True, "return_weight_versions": True, "n": 2}
     asked |= {"echo": True}
     told = Recorded(stream_of(await http.post(COMPLETIONS, json=TEXT | asked)))
@@ -93,21 +90,8 @@ async def test_logprobs_and_tokens_are_those_of_the_text_in_one_piece(http: Asyn
         assert found["versions"] == [(3, 0), (3, 1), (4, 2)]
 
 
-async def test_a_chat_s_logprobs_come_with_its_tokens(
-    http: AsyncClient, engine: FakeEngine
-) -> None:
-    asked = HELLO | {"logprobs": True, "return_token_ids": True}
-    first, *chunks = events(await http.post(CHAT, json=asked))
-    assert first["prompt_token_ids"] == list(engine.requests[0].prompt_token_ids or ())
-    parts = choices(chunks, 0)
-    assert [each for part in parts for each in part["token_ids"]] == list(TOKENS)
-    assert all(len(part["token_ids"]) == len(part["logprobs"]["content"]) for part in parts)
-    entries = [each for part in parts for each in part["logprobs"]["content"]]
-    assert [each["logprob"] for each in entries] == list(LOGPROBS)
-
-
-async def test_the_end_has_what_chunks_lacked(http: AsyncClient, engine: FakeEngine) -> None:
-    engine.outputs = lambda request: [
+async def test_the_end_has_what_chunks_lacked(http: Client) -> None:
+    http.engine.outputs = lambda request: [
         *cut(request),
         completion(request, told(request, 0, "abort"), status="cancelled"),
     ]
@@ -122,69 +106,16 @@ async def test_the_end_has_what_chunks_lacked(http: AsyncClient, engine: FakeEng
     assert [part["finish_reason"] for part in parts] == [None, "abort"]
 
 
-async def test_an_error_in_mid_stream_is_an_event(http: AsyncClient, engine: FakeEngine) -> None:
-    no = refused("lane_failed")
-    engine.outputs = lambda request: [*cut(request), *no(request)]
-    *chunks, error = events(await http.post(CHAT, json=HELLO))
-    assert len(chunks) == 2
-    assert error["error"]["code"] == "lane_failed"
-    assert error["error"]["type"] == "server_error"
-
-
-async def test_disconnect_cancels_the_request(http: AsyncClient, engine: FakeEngine) -> None:
-    engine.outputs = cut
-    app = make_app(engine, Config())
-    left = asyncio.Event()
-    async with asyncio.timeout(LIMIT_S), asyncio.TaskGroup() as group:
-        for stream in (True, False):
-            body = {"prompt": "a", "stream": stream}
-            group.create_task(by_hand.post(app, COMPLETIONS, body, left=left))
-        await engine.until(lambda: len(engine.requests) == 2)
-        left.set()
-    assert sorted(engine.left) == sorted(request.request_id for request in engine.requests)
-
-
-async def test_a_stream_with_nothing_to_say_says_so() -> None:
-    """Also before its first event; what goes wrong behind that is an event as well."""
-    parts: list[bytes] = []
-    enough = anyio.Event()
-
-    async def produce(send: SendEvent) -> None:
-        await enough.wait()
-        await send(b"1")
-
-    async def receive() -> dict[str, Any]:
-        await anyio.sleep_forever()
-        raise AssertionError
-
-    async def send(message: Any) -> None:
-        if message["type"] == "http.response.body":
-            parts.append(message["body"])
-            if len(parts) == 2:
-                enough.set()
-
-    stream = EventStream(produce, comment_s=0.01)
-    with anyio.fail_after(LIMIT_S):
-        await stream({"type": "http"}, receive, send)
-    assert parts[:2] == [b": keep-alive\n\n"] * 2
-    assert b"data: 1\n\n" in parts
-    assert stream.committed
-
-
 async def test_an_error_behind_a_comment_is_an_event(engine: FakeEngine) -> None:
     failed = anyio.Event()
 
-    async def slow(request: GenerateRequest) -> list[Output]:
-        await failed.wait()
-        return refused("lane_failed")(request)
-
     class Slow(FakeEngine):
         async def follow(self, request_id: str, *_: Any, **__: Any) -> Any:
-            for output in await slow(self.requests[0]):
+            await failed.wait()
+            for output in refused("lane_failed")(self.requests[0]):
                 yield output
 
-    config = load_config(env={}, overrides={"gateway.comment_s": 0.01})
-    app = make_app(Slow(), config)
+    app = app_of(Slow(), {"gateway.comment_s": 0.01})
     sent: list[bytes] = []
 
     async def send(message: Any) -> None:
@@ -194,8 +125,7 @@ async def test_an_error_behind_a_comment_is_an_event(engine: FakeEngine) -> None
             sent.append(message["body"])
             failed.set()
 
-    with anyio.fail_after(LIMIT_S):
-        await by_hand.post(app, COMPLETIONS, {"prompt": "a", "stream": True}, send)
+    await by_hand.post(app, COMPLETIONS, {"prompt": "a", "stream": True}, send)
     text = b"".join(sent)
     assert text.startswith(b": keep-alive\n\n")
     assert b'"code":"lane_failed"' in text
@@ -213,14 +143,13 @@ async def test_unread_tokens_become_one_chunk() -> None:
 
     chunks = Chunks(ChoicesWriter(call, prompts, ["a"], None), send)
     outputs = interleaved(call.request(0, 1, "a", "t"))
-    with anyio.fail_after(LIMIT_S):
-        async with anyio.create_task_group() as group:
-            group.start_soon(chunks.send_all)
-            for output in outputs:
-                chunks.put(0, output)
-                await anyio.wait_all_tasks_blocked()
-            reads.set()
-            chunks.close()
+    async with anyio.create_task_group() as group:
+        group.start_soon(chunks.send_all)
+        for output in outputs:
+            chunks.put(0, output)
+            await anyio.wait_all_tasks_blocked()
+        reads.set()
+        chunks.close()
     for index in range(2):
         assert "".join(each["text"] for each in choices(sent, index)) == "".join(TEXTS)
     # The chunk that was being sent, what came of the same choice meanwhile, and all of the other.
@@ -228,8 +157,7 @@ async def test_unread_tokens_become_one_chunk() -> None:
 
 
 async def test_event_ids_can_be_switched_off(engine: FakeEngine) -> None:
-    app = make_app(engine, load_config(env={}, overrides={"gateway.event_ids": False}))  # type: ignore[arg-type]
-    async with http_of(app) as client:
+    async with http_of(app_of(engine, {"gateway.event_ids": False})) as client:
         text = (await client.post(COMPLETIONS, json=TEXT)).text
     assert text.endswith("data: [DONE]\n\n")
     assert all(part.startswith("data: ") for part in text.split("\n\n")[:-1])

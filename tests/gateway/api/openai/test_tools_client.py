@@ -98,7 +98,6 @@ async def test_the_stream_helper_assembles_calls_of_chats(
     texts = [event.delta for event in events if event.type == "content.delta"]
     assert "".join(texts) == "Let me see."
     details = answer.usage and answer.usage.completion_tokens_details
-    assert details is not None
     assert details.reasoning_tokens
 
 
@@ -113,8 +112,6 @@ async def test_a_schema_of_the_answer_and_tools_that_may_be_called_live_together
     assert answer.choices[0].finish_reason == "stop"
     assert answer.choices[0].message.parsed == Verdict(cold=True)
     constraint = model.constraint
-    assert constraint is not None
-    assert constraint.lark is not None
     assert all(name in constraint.lark for name in ("cold", "Weather", "city"))
     model.says(CALLS.replace("Let me see.\n", ""))
     answer = await completions.parse(**asked)

@@ -7,25 +7,17 @@ from typing import Any
 import pytest
 
 from nano_inference.bus.public import CompletionSample, ErrorInfo, GenerateRequest, TokenLogprob
-from nano_inference.config import EngineConfig
 from nano_inference.gateway.api.sglang.answers import PromptWriter
 from nano_inference.gateway.api.sglang.requests import read_call
 from nano_inference.gateway.api.sglang.sync import VersionLabels
 from nano_inference.gateway.serving.words import Words
-from nano_inference.text.tokenizer import load_tokenizer, stop_token_ids_of
 
 from ...fake import chunk, completion, sample
+from ...sampled import WORDS
 
 END = "<|endoftext|>"
 PROMPT = (None, -1.0, -2.0, -3.0)
 REQUEST = GenerateRequest(request_id="r")
-
-
-@pytest.fixture(scope="module")
-def words() -> Words:
-    folder = EngineConfig().model_folder
-    tokenizer = load_tokenizer(folder)
-    return Words(tokenizer, stop_token_ids_of(folder, tokenizer))
 
 
 def answers(words: Words | None = None, **body: Any) -> PromptWriter:
@@ -148,10 +140,10 @@ def test_draft_counts_have_sglang_s_names() -> None:
     ],
 )
 def test_a_stop_string_is_named_and_cut_off(
-    words: Words, params: dict[str, Any], text: str, matched: str
+    params: dict[str, Any], text: str, matched: str
 ) -> None:
-    writer = answers(words, sampling_params=params)
-    token_ids = words.token_ids("98 + 25 =")
+    writer = answers(WORDS, sampling_params=params)
+    token_ids = WORDS.token_ids("98 + 25 =")
     made = sample(token_ids, text=text, finish_reason="stop")
     answer = told(writer, made)
     assert answer["text"] == text
@@ -169,18 +161,18 @@ def test_a_stop_string_is_named_and_cut_off(
         ({"skip_special_tokens": False, "stop": "x"}, "98"),
     ],
 )
-def test_the_text_of_a_stop_token(words: Words, params: dict[str, Any], text: str) -> None:
-    writer = answers(words, sampling_params=params)
-    token_ids = words.token_ids(f"98{END}")
+def test_the_text_of_a_stop_token(params: dict[str, Any], text: str) -> None:
+    writer = answers(WORDS, sampling_params=params)
+    token_ids = WORDS.token_ids(f"98{END}")
     made = sample(token_ids, text="98", finish_reason="stop")
     answer = told(writer, made)
     assert answer["text"] == text
     assert answer["meta_info"]["finish_reason"]["matched"] == token_ids[-1]
 
 
-def test_texts_of_tokens(words: Words) -> None:
-    writer = answers(words, return_logprob=True, return_text_in_logprobs=True)
-    made = sample(words.token_ids("98"))
+def test_texts_of_tokens() -> None:
+    writer = answers(WORDS, return_logprob=True, return_text_in_logprobs=True)
+    made = sample(WORDS.token_ids("98"))
     answer = told(writer, made)
     shown = [text for _, _, text in answer["meta_info"]["output_token_logprobs"]]
     assert shown == ["9", "8"]
@@ -198,31 +190,31 @@ def test_stream_events_repeat_the_earlier_text() -> None:
     assert meta["weight_versions"] == [("0", 0), ("4", 1)]
 
 
-def test_a_possible_stop_string_is_held_back(words: Words) -> None:
-    writer = answers(words, sampling_params={"skip_special_tokens": False, "stop": [" = 9"]})
+def test_a_possible_stop_string_is_held_back() -> None:
+    writer = answers(WORDS, sampling_params={"skip_special_tokens": False, "stop": [" = 9"]})
     growing = writer.growing(0)
-    growing.add(chunk(REQUEST, words.token_ids("98 + 25 =")))
+    growing.add(chunk(REQUEST, WORDS.token_ids("98 + 25 =")))
     assert growing.answer()["text"] == "98 + 25"
-    growing.add(chunk(REQUEST, words.token_ids(" 8")))
+    growing.add(chunk(REQUEST, WORDS.token_ids(" 8")))
     assert growing.answer()["text"] == "98 + 25 = 8"
 
 
-def test_no_text_is_held_back_within_min_tokens(words: Words) -> None:
+def test_no_text_is_held_back_within_min_tokens() -> None:
     params = {"skip_special_tokens": False, "stop": ["9", "8 +"], "min_new_tokens": 2}
-    growing = answers(words, sampling_params=params).growing(0)
+    growing = answers(WORDS, sampling_params=params).growing(0)
     texts = []
-    for token_id in words.token_ids("98 + 298"):
+    for token_id in WORDS.token_ids("98 + 298"):
         growing.add(chunk(REQUEST, (token_id,)))
         texts.append(growing.answer()["text"])
     assert texts[:4] == ["9", "98", "98 +", "98 + "]
     assert texts[-1] == "98 + 2"
 
 
-def test_an_incomplete_character_is_held_back(words: Words) -> None:
-    writer = answers(words, sampling_params={"no_stop_trim": True})
+def test_an_incomplete_character_is_held_back() -> None:
+    writer = answers(WORDS, sampling_params={"no_stop_trim": True})
     growing = writer.growing(0)
     texts = []
-    token_ids = words.token_ids("a\N{GRINNING FACE}")
+    token_ids = WORDS.token_ids("a\N{GRINNING FACE}")
     for token_id in token_ids:
         growing.add(chunk(REQUEST, (token_id,)))
         texts.append(growing.answer()["text"])

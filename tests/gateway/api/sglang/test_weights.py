@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from httpx import AsyncClient, Response
+from httpx import Response
 
 from nano_inference.bus.weights import FolderWeights, GroupWeights, TensorMeta, WeightsSource
 from nano_inference.config import WeightsError
 from nano_inference.gateway.api.sglang import weights as weight_calls
 
 from ...errors import error_of
-from ...fake import LIMIT_S, FakeEngine
+from ...fake import LIMIT_S, Client
 
 DISTRIBUTED, TENSOR = "/update_weights_from_distributed", "/update_weights_from_tensor"
 
@@ -50,9 +50,9 @@ def contents(weights: WeightsSource) -> list[bytes]:
     return [file.read_bytes() for file in sorted(Path(weights.path).iterdir())]
 
 
-async def test_groups(http: AsyncClient, engine: FakeEngine) -> None:
+async def test_groups(http: Client) -> None:
     succeeded(await http.post("/init_weights_update_group", json=GROUP))
-    assert engine.last("join_weights_group") == {
+    assert http.engine.last("join_weights_group") == {
         "group": "slime-pp_0",
         "address": "10.0.0.1:5000",
         "world_size": 2,
@@ -60,35 +60,35 @@ async def test_groups(http: AsyncClient, engine: FakeEngine) -> None:
         "backend": "gloo",
     }
     succeeded(await http.post("/destroy_weights_update_group", json={"group_name": "slime-pp_0"}))
-    assert engine.last("leave_weights_group") == {"group": "slime-pp_0"}
+    assert http.engine.last("leave_weights_group") == {"group": "slime-pp_0"}
 
 
-async def test_a_group_at_an_ipv6_address(http: AsyncClient, engine: FakeEngine) -> None:
+async def test_a_group_at_an_ipv6_address(http: Client) -> None:
     await http.post("/init_weights_update_group", json=GROUP | {"master_address": "fe80::1"})
-    assert engine.last("join_weights_group")["address"] == "[fe80::1]:5000"
+    assert http.engine.last("join_weights_group")["address"] == "[fe80::1]:5000"
 
 
-async def test_a_group_that_does_not_come_together(http: AsyncClient, engine: FakeEngine) -> None:
-    engine.failures["join_weights_group"] = WeightsError("nobody came")
+async def test_a_group_that_does_not_come_together(http: Client) -> None:
+    http.engine.failures["join_weights_group"] = WeightsError("nobody came")
     assert failed(await http.post("/init_weights_update_group", json=GROUP)) == "weights_refused"
 
 
-async def test_from_distributed(http: AsyncClient, engine: FakeEngine) -> None:
+async def test_from_distributed(http: Client) -> None:
     body = BROADCAST | {"group_name": "g", "weight_version": "3", "flush_cache": True}
     answer = await http.post(DISTRIBUTED, json=body)
     assert "version 3" in succeeded(answer)
-    given = engine.last("update_weights")
+    given = http.engine.last("update_weights")
     tensors = (TensorMeta("a", "bfloat16", (2, 3)), TensorMeta("b", "float32", ()))
     assert given["weights"] == GroupWeights("g", tensors)
     assert given["partial"]
 
 
-async def test_from_disk(http: AsyncClient, engine: FakeEngine) -> None:
+async def test_from_disk(http: Client) -> None:
     body = {"model_path": "/m", "load_format": "auto", "abort_all_requests": True}
     answer = await http.post("/update_weights_from_disk", json=body)
     succeeded(answer)
     assert answer.json()["num_paused_requests"] == 0
-    given = engine.last("update_weights")
+    given = http.engine.last("update_weights")
     assert (given["weights"], given["in_flight"], given["partial"]) == (
         FolderWeights("/m"),
         "abort",
@@ -96,14 +96,14 @@ async def test_from_disk(http: AsyncClient, engine: FakeEngine) -> None:
     )
 
 
-async def test_weights_that_are_refused(http: AsyncClient, engine: FakeEngine) -> None:
-    engine.failures["update_weights"] = WeightsError("they don't fit")
+async def test_weights_that_are_refused(http: Client) -> None:
+    http.engine.failures["update_weights"] = WeightsError("they don't fit")
     answer = await http.post("/update_weights_from_disk", json={"model_path": "/m"})
     assert failed(answer) == "weights_refused"
 
 
 async def test_tensors_in_the_body_go_on_as_files(
-    http: AsyncClient, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+    http: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found: list[bytes] = []
     folders: list[Path] = []
@@ -114,7 +114,7 @@ async def test_tensors_in_the_body_go_on_as_files(
         assert all(file.suffix == ".safetensors" for file in folders[0].iterdir())
         return 1
 
-    monkeypatch.setattr(engine, "update_weights", look)
+    monkeypatch.setattr(http.engine, "update_weights", look)
     succeeded(await http.post(TENSOR, json=tensors(b"first", b"second")))
     assert found == [b"first", b"second"]
     assert not folders[0].exists()
@@ -127,7 +127,7 @@ def tensors(*parts: bytes) -> dict[str, Any]:
 
 
 async def test_large_tensors_are_decoded_in_pieces(
-    http: AsyncClient, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+    http: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Which fit together, wherever a tensor ends."""
     assert weight_calls._PIECE % 4 == 0
@@ -139,13 +139,13 @@ async def test_large_tensors_are_decoded_in_pieces(
         found.extend(contents(weights))
         return 1
 
-    monkeypatch.setattr(engine, "update_weights", look)
+    monkeypatch.setattr(http.engine, "update_weights", look)
     succeeded(await http.post(TENSOR, json=tensors(*parts)))
     assert found == parts
 
 
 async def test_tensors_are_decoded_beside_other_calls_one_at_a_time(
-    http: AsyncClient, monkeypatch: pytest.MonkeyPatch
+    http: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     inside, let_go = threading.Semaphore(0), threading.Semaphore(0)
     at_once = most = 0
@@ -167,24 +167,21 @@ async def test_tensors_are_decoded_beside_other_calls_one_at_a_time(
         assert await asyncio.to_thread(inside.acquire, timeout=LIMIT_S)
         assert (await http.get("/get_weight_version")).status_code == 200
         let_go.release()
-    async with asyncio.timeout(LIMIT_S):
-        for call in calls:
-            succeeded(await call)
+    for call in calls:
+        succeeded(await call)
     assert most == 1
 
 
 @pytest.mark.parametrize("load_format", [None, "flattened_bucket"])
-async def test_pickles_are_not_read(
-    http: AsyncClient, engine: FakeEngine, load_format: str | None
-) -> None:
+async def test_pickles_are_not_read(http: Client, load_format: str | None) -> None:
     body = {"serialized_named_tensors": ["gASVDgAAAAAA"], "load_format": load_format}
     answer = await http.post(TENSOR, json=body)
     assert error_of(answer, 400) == "unsupported"
     assert "pickles" in answer.json()["error"]["message"]
-    assert not engine.calls
+    assert not http.engine.calls
 
 
-async def test_the_order_of_slime(http: AsyncClient, engine: FakeEngine) -> None:
+async def test_the_order_of_slime(http: Client) -> None:
     """Paused, flushed, sent in buckets, continued."""
     await http.post("/pause_generation", json={})
     await http.get("/flush_cache")
@@ -193,7 +190,7 @@ async def test_the_order_of_slime(http: AsyncClient, engine: FakeEngine) -> None
         assert "part" in succeeded(kept)
     answer = await http.post("/continue_generation", json={})
     assert answer.json()["status"] == "ok"
-    assert engine.names == [
+    assert http.engine.names == [
         "pause",
         "flush_cache",
         "stage_weights",
@@ -207,15 +204,13 @@ async def test_the_order_of_slime(http: AsyncClient, engine: FakeEngine) -> None
     ("mode", "in_flight"),
     [(None, "abort"), ("abort", "abort"), ("retract", "retract"), ("in_place", "keep")],
 )
-async def test_pause_modes(
-    http: AsyncClient, engine: FakeEngine, mode: str | None, in_flight: str
-) -> None:
+async def test_pause_modes(http: Client, mode: str | None, in_flight: str) -> None:
     answer = await http.post("/pause_generation", json={} if mode is None else {"mode": mode})
     assert answer.json()["status"] == "ok"
-    assert engine.last("pause") == {"in_flight": in_flight}
+    assert http.engine.last("pause") == {"in_flight": in_flight}
 
 
-async def test_a_session(http: AsyncClient, engine: FakeEngine) -> None:
+async def test_a_session(http: Client) -> None:
     succeeded(await http.post("/begin_weight_update", json={"selector": "all"}))
     assert failed(await http.post("/begin_weight_update", json={})) == "weights_busy"
     succeeded(await http.post(DISTRIBUTED, json=BROADCAST))
@@ -223,17 +218,17 @@ async def test_a_session(http: AsyncClient, engine: FakeEngine) -> None:
     assert failed(await http.post("/end_weight_update", json={})) == "weights_refused"
 
 
-async def test_renaming(http: AsyncClient, engine: FakeEngine) -> None:
+async def test_renaming(http: Client) -> None:
     answer = await http.post("/update_weight_version", json={"new_version": "best"})
     succeeded(answer)
-    assert "cancel_all" in engine.names
+    assert "cancel_all" in http.engine.names
     assert (await http.get("/get_weight_version")).json() == {"weight_version": "best"}
     body = {"new_version": "b", "abort_all_requests": False}
     await http.post("/update_weight_version", json=body)
-    assert engine.names.count("cancel_all") == 1
+    assert http.engine.names.count("cancel_all") == 1
 
 
-async def test_memory(http: AsyncClient, engine: FakeEngine) -> None:
+async def test_memory(http: Client) -> None:
     """Without tags all of it; CUDA graphs go with the rest."""
     for body, tags in (
         ({}, ("weights", "kv_cache")),
@@ -242,15 +237,15 @@ async def test_memory(http: AsyncClient, engine: FakeEngine) -> None:
     ):
         answer = await http.post("/release_memory_occupation", json=body)
         assert (answer.status_code, answer.json()["status"]) == (200, "ok")
-        assert engine.last("release_memory")["tags"] == tags
+        assert http.engine.last("release_memory")["tags"] == tags
         assert (await http.get("/health_generate")).status_code == 200
-        assert not engine.requests
+        assert not http.engine.requests
         answer = await http.post("/resume_memory_occupation", json=body)
         assert (answer.status_code, answer.json()["status"]) == (200, "ok")
-        assert engine.last("resume_memory")["tags"] == tags[-1:]
+        assert http.engine.last("resume_memory")["tags"] == tags[-1:]
     assert (await http.get("/health_generate")).status_code == 200
-    assert engine.requests
-    engine.failures["resume_memory"] = WeightsError("too little", code="out_of_memory")
+    assert http.engine.requests
+    http.engine.failures["resume_memory"] = WeightsError("too little", code="out_of_memory")
     answer = await http.post("/resume_memory_occupation")
     assert error_of(answer, 503) == "out_of_memory"
 
@@ -276,8 +271,6 @@ async def test_memory(http: AsyncClient, engine: FakeEngine) -> None:
         ("/update_weight_version", {}, "invalid_request"),
     ],
 )
-async def test_refusals(
-    http: AsyncClient, engine: FakeEngine, path: str, body: dict[str, Any], code: str
-) -> None:
+async def test_refusals(http: Client, path: str, body: dict[str, Any], code: str) -> None:
     assert error_of(await http.post(path, json=body), 400) == code
-    assert not engine.calls
+    assert not http.engine.calls

@@ -5,14 +5,10 @@ from __future__ import annotations
 import asyncio
 import random
 
-import pytest
-
 from nano_inference import Completion, GenerateRequest, Pipeline, SamplingParams
 
 from . import reference
 from .conftest import MakeConfig
-
-pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 LIMIT_S = 240
 

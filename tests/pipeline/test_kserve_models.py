@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import pytest_asyncio
 
-from nano_inference import Completion, Pipeline
+from nano_inference import Pipeline
 from nano_inference.gateway.api.kserve.service import InferenceService
 
 from . import reference
@@ -24,9 +24,7 @@ SETTINGS: dict[str, Any] = {
     "engine__reference_model_path": "tiny",
 }
 PROMPT = "Story about Emma, a dog and"
-# By the names of vLLM, and in ours.
-SAMPLED = {"temperature": 1.3, "seed": 5, "max_tokens": 12, "n": 3}
-SAMPLING = {"temperature": 1.3, "seed": 5, "max_tokens": 12}
+SAMPLING = {"temperature": 1.3, "seed": 5, "max_tokens": 60}
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -51,20 +49,14 @@ def prompt_ids() -> list[int]:
     return found
 
 
-async def direct(pipeline: Pipeline, **fields: Any) -> Completion:
-    body = {"prompt": PROMPT, "n": 3, "stream": False, "sampling": SAMPLING} | fields
-    completion = await pipeline.complete(body)
-    assert completion.status == "done", completion.error
-    return completion
-
-
 async def test_token_ids_output_has_logprobs_and_versions(
     pipeline: Pipeline, service: InferenceService
 ) -> None:
     """Rows are as long as the longest sample."""
-    wanted = await direct(pipeline, sampling={**SAMPLING, "max_tokens": 60})
+    wanted = await pipeline.complete({"prompt": PROMPT, "n": 3, "sampling": SAMPLING})
+    assert wanted.status == "done", wanted.error
     request = infer_request(
-        "tiny.tokens", input_ids=prompt_ids(), sampling_parameters=SAMPLED | {"max_tokens": 60}
+        "tiny.tokens", input_ids=prompt_ids(), sampling_parameters=SAMPLING | {"n": 3}
     )
     found = arrays(await service.infer_once(origin(), request))
     lengths = [len(each.token_ids) for each in wanted.samples]

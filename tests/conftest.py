@@ -92,7 +92,6 @@ LONGEST_FILES = (
     "pipeline/test_replicas.py",
     "stages/executor/runner/test_deterministic.py",
     "stages/executor/test_parity.py",
-    "pipeline/test_deterministic.py",
     "test_docs.py",
     "stages/executor/runner/weights/transports/test_group.py",
     "pipeline/test_release.py",

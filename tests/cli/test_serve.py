@@ -6,19 +6,15 @@ import json
 import re
 import signal
 import socket
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
-from openai import APIConnectionError, OpenAI
 
 from nano_inference.config import Config
 
 from ..commands import Command
-from .conftest import Run, assert_refused, eventually
+from .conftest import Run, assert_refused
 from .servers import (
     BODY,
     COMMENTS,
@@ -127,90 +123,6 @@ def test_beside_a_pipeline(on_served: Config, tmp_path: Path) -> None:
     log = (tmp_path / "log").read_text()
     assert "gateway_listens" in log
     assert "Traceback" not in log
-
-
-@contextmanager
-def two_gateways(folder: Path, *options: str) -> Iterator[tuple[tuple[Command, str], ...]]:
-    with (
-        served(folder, *options, command="gateway") as first,
-        served(folder, *options, command="gateway") as second,
-    ):
-        yield first, second
-
-
-@pytest.mark.slow
-def test_a_stream_goes_on_at_another_gateway_when_its_own_is_killed(
-    on_served: Config, tmp_path: Path
-) -> None:
-    body = {"prompt": "Story about Tom:", "max_tokens": 300, "ignore_eos": True, "seed": 3}
-    with two_gateways(tmp_path) as ((gateway, url), (_, other)):
-        lines: list[str] = []
-        asked = {"json": body | {"stream": True}, "timeout": LIMIT_S}
-        with (
-            pytest.raises(httpx.TransportError),
-            httpx.stream("POST", f"{url}/v1/completions", **asked) as answer,
-        ):
-            for line in answer.iter_lines():
-                lines.append(line)
-                if len(lines) == 9:
-                    gateway.kill()
-        begun, last_id = told(lines)
-        assert 0 < len(begun) < 300
-        place = f"{other}/v1/streams/{last_id.partition('.')[0]}"
-        rest = httpx.get(place, headers={"Last-Event-ID": last_id}, timeout=LIMIT_S)
-        assert rest.status_code == 200, rest.text
-        assert rest.text.endswith("data: [DONE]\n\n")
-        whole = httpx.post(f"{other}/v1/completions", json=body, timeout=LIMIT_S).json()
-    assert begun + told(rest.text.split("\n"))[0] == whole["choices"][0]["text"]
-
-
-@pytest.mark.slow
-def test_responses_go_on_at_another_gateway_when_their_own_is_killed(
-    on_served: Config, tmp_path: Path
-) -> None:
-    """One whose client comes back to its stream, and one in the background without a place yet."""
-    body: dict[str, Any] = {"model": "tiny", "input": "Tell me of Tom.", "max_output_tokens": 500}
-    more = {"ignore_eos": True, "seed": 3}
-    # A tenant has one place, and the second gateway soon goes on with what the first one had.
-    limits = ["--set", "gateway.max_in_flight=2", "--set", "gateway.resume_grace_s=5"]
-    with two_gateways(tmp_path, *limits) as ((gateway, url), (_, other)), ExitStack() as stack:
-        clients = [
-            OpenAI(base_url=f"{each}/v1", api_key="none", max_retries=0, timeout=LIMIT_S)
-            for each in (url, other)
-        ]
-        first, second = (stack.enter_context(client).responses for client in clients)
-        events = []
-        with pytest.raises(APIConnectionError):
-            for event in first.create(**body, extra_body=more, stream=True):
-                events.append(event)
-                if len(events) == 8:
-                    begun = first.create(**body, extra_body=more, background=True)
-                    gateway.kill()
-        assert second.retrieve(begun.id).status == "queued"
-        response_id, last = events[0].response.id, events[-1].sequence_number
-        for event in second.retrieve(response_id, stream=True, starting_after=last):
-            assert event.sequence_number == events[-1].sequence_number + 1
-            events.append(event)
-        whole = events[-1].response
-        text = "".join(each.delta for each in events if each.type == "response.output_text.delta")
-        assert (whole.status, whole.output_text) == ("incomplete", text)
-        assert second.retrieve(response_id) == whole
-        eventually(lambda: second.retrieve(begun.id).status not in ("queued", "in_progress"))
-        answer = second.retrieve(begun.id)
-        assert (answer.status, answer.output_text) == ("incomplete", text)
-        following = second.create(model="tiny", input="And?", previous_response_id=response_id)
-        assert following.usage.input_tokens > 400
-
-
-def told(lines: list[str]) -> tuple[str, str]:
-    """The text of a stream's whole events, and the id of the last one."""
-    text, last_id = "", ""
-    for named, data, end in zip(lines[::3], lines[1::3], lines[2::3], strict=False):
-        assert (named[:4], data[:6], end) == ("id: ", "data: ", "")
-        last_id = named[4:]
-        if data != "data: [DONE]":
-            text += json.loads(data[6:])["choices"][0]["text"]
-    return text, last_id
 
 
 @pytest.mark.slow

@@ -163,23 +163,6 @@ async def test_each_interface_has_its_name_for_it(url: str, name: str) -> None:
     assert text in texts
 
 
-async def test_anthropic_s_schema_is_met(url: str) -> None:
-    body = {
-        "model": "tiny",
-        "max_tokens": 200,
-        # A sample may write digits until its tokens are used up.
-        "temperature": 0,
-        # It has an answer's schema alone, and nothing before it.
-        "thinking": {"type": "disabled"},
-        "messages": [{"role": "user", "content": "Who?"}],
-        "output_config": {"format": {"type": "json_schema", "schema": SCHEMA}},
-    }
-    async with httpx.AsyncClient(base_url=url, timeout=LIMIT_S) as http:
-        answer = (await http.post("/v1/messages", json=body)).json()
-    assert answer["stop_reason"] == "end_turn"
-    jsonschema.validate(json.loads(answer["content"][0]["text"]), SCHEMA)
-
-
 async def test_a_constraint_that_is_refused_names_its_field(url: str) -> None:
     body = {"model": "tiny", "prompt": "a", "response_format": {"type": "grammar", "grammar": "x"}}
     async with httpx.AsyncClient(base_url=url, timeout=LIMIT_S) as http:

@@ -11,7 +11,7 @@ import pytest_asyncio
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from nano_inference import Completion, Pipeline
-from nano_inference.config import FairnessConfig, TelemetryConfig, load_config
+from nano_inference.config import TelemetryConfig, load_config
 from nano_inference.pipeline.scoring import Request
 from nano_inference.stages.batching import BatchingCore
 from nano_inference.stages.executor.core import ExecutorCore
@@ -151,48 +151,6 @@ async def test_paused_sequences_survive_a_stage_failure(
         assert await all_tokens(pipeline) == wanted
         assert broken
         assert fairness_of(pipeline)._core.num_queued == 0
-
-
-@pytest.mark.parametrize("how", ["cancelled", "expired"])
-async def test_a_request_that_has_paused_can_end(make_config: MakeConfig, how: str) -> None:
-    config = make_config(
-        engine__max_batch_size=1, fairness__enable_preemption=True, fairness__expire_hopeless=False
-    )
-    async with Pipeline(config) as pipeline:
-        await pipeline.complete(urgent_request(0))  # the model is warm
-        budget = {"budget_ns": 2 * 10**9} if how == "expired" else {}
-        low = pipeline.submit(asking("1 + 1 =", 4000, request_id="low", **budget))
-        async with aclosing(low):
-            first = await anext(low)
-            high = asyncio.create_task(pipeline.complete(asking("2 + 2 =", 4000, priority=9)))
-            await until(lambda: fairness_of(pipeline)._core.num_paused == 1)
-            if how == "cancelled":
-                await pipeline.client.cancel("low")
-            *_, last = [first] + [output async for output in low]
-            assert last.status == how
-            assert len(last.samples[0].token_ids) > 0, "its tokens so far are there"
-            assert not high.done()
-            high.cancel()
-            await asyncio.gather(high, return_exceptions=True)
-        assert (await pipeline.complete(urgent_request(1))).status == "done"
-        core = fairness_of(pipeline)._core
-        assert (core.num_queued, core.num_paused) == (0, 0)
-
-
-async def test_changed_settings_apply_to_running_requests(make_config: MakeConfig) -> None:
-    async with Pipeline(make_config(engine__max_batch_size=1)) as pipeline:
-        low = asyncio.create_task(tokens_of(pipeline, asking("1 + 1 =", 200)))
-        await until(lambda: fairness_of(pipeline)._core.credits == 0)
-        high = asyncio.create_task(pipeline.complete(urgent_request(1)))
-        await until(lambda: fairness_of(pipeline)._core.num_queued == 1)
-        await pipeline.client.update_fairness(
-            FairnessConfig(enable_preemption=True, tenant_weights={"gold": 2.0})
-        )
-        await high
-        assert not low.done()
-        await low
-        assert counts_of(pipeline).preemptions == 1
-        assert fairness_of(pipeline)._core.config.tenant_weights == {"gold": 2.0}
 
 
 async def test_traces_show_pauses_and_the_reason_of_a_wait(make_config: MakeConfig) -> None:

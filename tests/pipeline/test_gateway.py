@@ -2,7 +2,7 @@
 
 The calls, their order and the fields read are those of slime's and miles' clients
 (backends/sglang_utils/sglang_engine.py, rollout/sglang_rollout.py of slime; miles' have the same
-names), as far as they are HTTP. `test_gateway_group.py` has the broadcast group.
+names). The program that broadcasts is made by what slime and SGLang document (`peers.py`).
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from nano_inference.pipeline.pipeline import Pipeline
 
 from ..oracle import announcing, token_of
 from ..servers import until
+from ..stages.executor.runner.weights.transports.peers import Peer
 from .builders import in_halves
 from .conftest import MakeConfig, both_buses
 
@@ -172,31 +173,44 @@ async def test_a_trainer_runs_its_rounds(trainer: Trainer, spell: Callable[[int]
         assert (sample["cached"], sample["prompt"]) == (0, 3)
 
 
-async def test_buckets_become_visible_together(
+@pytest.mark.slow
+@pytest.mark.parametrize("make_config", ["redis-links"], indirect=True)
+async def test_a_trainer_s_group_runs_its_rounds(
     trainer: Trainer, weights: Mapping[str, Tensor], tmp_path: Path
 ) -> None:
-    """Half of the new weights are refused a place, whatever way generation goes on."""
-    folders = in_halves(announcing(weights, 1), tmp_path)
-    before = await trainer.generate([20, 21, 22], 4)
-    await trainer.pause_generation("in_place")
-    waiting = asyncio.create_task(trainer.generate([20, 21, 22], 4))
-    await trainer.update_weights_from_disk(str(folders[0]), "1")
-    with pytest.raises(httpx.HTTPStatusError) as refused:
-        await trainer.update_weights_from_disk(str(tmp_path / "none"), "1")
-    assert refused.value.response.status_code == 400
-    with pytest.raises(httpx.HTTPStatusError):
-        await trainer.continue_generation()
-    sample = await waiting
-    assert sample["tokens"] == before["tokens"]
-    assert sample["weight_version"] == await trainer.get_weight_version() == "0"
-
-    await trainer.pause_generation("in_place")
-    for folder in folders:
-        await trainer.update_weights_from_disk(str(folder), "1")
-    await trainer.continue_generation()
-    sample = await trainer.generate([20, 21, 22], 4)
-    assert sample["tokens"] == [token_of(1)] * 4
-    assert sample["weight_version"] == "1"
+    """From another process, in buckets; the call is on its way while rank 0 broadcasts."""
+    group = {"group_name": "slime-pp_0"}
+    with Peer(group["group_name"]) as peer:
+        host, port = peer.address.split(":")
+        place = {"master_address": host, "master_port": int(port), "backend": "gloo"}
+        ranks = {"rank_offset": 1, "world_size": 2}
+        joined = await trainer.make_request("init_weights_update_group", group | place | ranks)
+        assert joined["success"]
+        assert await asyncio.to_thread(peer.hear) == "joined"
+        for version in (1, 2):
+            await trainer.pause_generation("retract")
+            await trainer.flush_cache()
+            for half in in_halves(announcing(weights, version), tmp_path / str(version)):
+                file = half / "x.safetensors"
+                tensors = sorted(safetensors.torch.load_file(file).items())
+                peer.tell("send", file)
+                bucket = {
+                    "names": [name for name, _ in tensors],
+                    "dtypes": [str(each.dtype).removeprefix("torch.") for _, each in tensors],
+                    "shapes": [list(each.shape) for _, each in tensors],
+                    "flush_cache": False,
+                    "weight_version": str(version),
+                }
+                sent = await trainer.make_request("update_weights_from_distributed", group | bucket)
+                assert sent["success"]
+                assert await asyncio.to_thread(peer.hear) == "send"
+            assert await trainer.get_weight_version() == str(version - 1)
+            await trainer.continue_generation()
+            sample = await trainer.generate([20, 21], 3)
+            assert sample["tokens"] == [token_of(version)] * 3
+            assert sample["weight_version"] == str(version)
+        left = await trainer.make_request("destroy_weights_update_group", group)
+        assert left["success"]
 
 
 async def test_a_trainer_on_the_same_device_runs_its_rounds(
@@ -215,18 +229,6 @@ async def test_a_trainer_on_the_same_device_runs_its_rounds(
         sample = await waiting
         assert sample["tokens"] == [token_of(version)] * 4
         assert sample["weight_version"] == await trainer.get_weight_version() == str(version)
-
-
-async def test_released_weights_are_not_generated_from(
-    trainer: Trainer, pipeline: Pipeline, spell: Callable[[int], str]
-) -> None:
-    """Memory is there, weights are not: half of them are refused, and requests wait for all."""
-    await trainer.release_memory_occupation()
-    await trainer.resume_memory_occupation()
-    waiting = asyncio.create_task(trainer.generate([20, 21, 22], 4))
-    await until(lambda: in_flight(pipeline), "the request in flight")
-    await trainer.update_weights_from_disk(spell(1), "1")
-    assert (await waiting)["tokens"] == [token_of(1)] * 4
 
 
 @both_buses

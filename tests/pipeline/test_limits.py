@@ -1,4 +1,4 @@
-"""At and beyond the limits: of lengths, of the cache, of the batch, of the queue."""
+"""At and beyond the limits: of lengths, of the cache, of the queue."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from nano_inference import (
     RequestError,
     SamplingParams,
 )
-from nano_inference.config import ModelError
 from nano_inference.stages.batching import Sequence
 
 from ..stages.batching.index import check_index
@@ -30,8 +29,6 @@ VOCAB = 700
 """Ids below this are no special ones."""
 BYTES_PER_TOKEN = 512
 """KV of the short model in float32."""
-
-both_caches = pytest.mark.parametrize("cache_type", ["radix", "paged"])
 
 
 def config_for(num_tokens: int, **settings: Any) -> EngineConfig:
@@ -97,108 +94,12 @@ def test_a_completion_ends_where_the_models_length_does(length: int) -> None:
         assert (len(sample.completion_tokens), sample.finish_reason) == (128 - length, "length")
 
 
-def test_a_cache_that_could_not_hold_one_sequence_is_refused_at_once() -> None:
-    with pytest.raises(ModelError, match="raise kv_cache_bytes, or set max_model_len to at most"):
-        InferenceEngine(config_for(127, max_model_len=128))
-
-
 def test_a_prompt_longer_than_the_cache_is_refused_alone() -> None:
     with empty_at_the_end(config_for(128, max_model_len=128)) as engine:
         for length in (129, 5000):
             with pytest.raises(RequestError, match=f"the prompt has {length}, so"):
                 engine.add_request(*prompts_of([length]), greedy(4))
         assert len(engine.generate(prompts_of([120]), greedy(4))) == 1
-
-
-# --- batch and cache ----------------------------------------------------------------------------
-
-
-@both_caches
-def test_a_full_batch_changes_no_completion(
-    cache_type: CacheType, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config = config_for(1024, max_model_len=128, max_batch_size=4, cache_type=cache_type)
-    rng = random.Random(1)
-    prompts = prompts_of([rng.randrange(1, 60) for _ in range(15)])
-    with empty_at_the_end(config) as engine:
-        alone = [engine.generate([prompt], greedy(9))[0] for prompt in prompts]
-        engine.flush_cache()
-        seen = watch(engine, monkeypatch)
-        together = engine.generate(prompts, greedy(9))
-        assert [s.completion_tokens for s in together] == [s.completion_tokens for s in alone]
-        assert seen.widest == 4
-
-
-@both_caches
-def test_a_cache_for_one_sequence_serves_a_queue_one_by_one(
-    cache_type: CacheType, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with empty_at_the_end(config_for(64, max_model_len=64, cache_type=cache_type)) as engine:
-        seen = watch(engine, monkeypatch)
-        samples = engine.generate(prompts_of([60, 33, 50, 60, 64 - 1]), greedy(64))
-        assert [len(s.completion_tokens) for s in samples] == [4, 31, 14, 4, 1]
-        assert {s.finish_reason for s in samples} == {"length"}
-        assert seen.preempted == 0
-        assert seen.widest == 1
-        assert seen.order == sorted(seen.order)
-
-
-@both_caches
-@pytest.mark.parametrize("max_tokens_per_batch", [2048, 16])
-def test_samples_of_one_prompt_compute_it_once(
-    cache_type: CacheType, max_tokens_per_batch: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Eight prompts, eight samples each.
-
-    The first sample computes its prompt. The others fork, as far as the batch has places then; for
-    later ones the cache has all but the last token, which each computes itself: sampling needs its
-    logits. They share whole blocks and copy the last one as far as it goes. After
-    that each generated token but the last is computed once.
-
-    The paged cache remembers only the latest of the partial blocks behind a prefix, and all
-    prompts of up to a block are behind the same one, none. So its prompts here are longer.
-    """
-    config = config_for(
-        8192,
-        max_model_len=256,
-        max_batch_size=16,
-        max_tokens_per_batch=max_tokens_per_batch,
-        cache_type=cache_type,
-    )
-    lengths = [17, 31, 32, 33, 40, 64, 101, 128]
-    if cache_type == "radix":
-        lengths = [1, 2, 15, 16, *lengths[:4]]
-    with empty_at_the_end(config) as engine:
-        seen = watch(engine, monkeypatch)
-        samples = engine.generate(prompts_of(lengths), SamplingParams(max_tokens=4), 8)
-        assert len(samples) == 64
-        own = seen.computed - sum(len(s.completion_tokens) - 1 for s in samples)
-        later = own - sum(lengths)
-        assert 0 < later < 7 * len(lengths) - 8, "half a batch has forked"
-        assert sum(seen.cached.values()) == 7 * sum(lengths) - later
-
-
-@both_caches
-@pytest.mark.parametrize("block_size", [16, 1])
-def test_a_conversation_computes_only_its_new_turn(
-    cache_type: CacheType, block_size: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Five turns, each prompt being all that was said before and some tokens more.
-
-    The cache has the conversation so far but its last token, which was sampled and never went
-    through the model.
-    """
-    config = config_for(1024, max_model_len=512, cache_type=cache_type, block_size=block_size)
-    with empty_at_the_end(config) as engine:
-        said: list[int] = []
-        for turn in prompts_of([37, 11, 23, 1, 16]):
-            seen = watch(engine, monkeypatch)
-            (sample,) = engine.generate([said + turn], greedy(13))
-            (num_cached,) = seen.cached.values()
-            assert num_cached == max(len(said) - 1, 0)
-            assert seen.computed == len(said + turn) - num_cached + 12
-            said += [*turn, *sample.completion_tokens]
-            monkeypatch.undo()
 
 
 # --- preemption ---------------------------------------------------------------------------------

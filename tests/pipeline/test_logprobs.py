@@ -21,10 +21,9 @@ from nano_inference import (
     SamplingParams,
 )
 from nano_inference.bus.control import SampleScored
-from nano_inference.bus.messages import Envelope, StepPlan, StepResult
+from nano_inference.bus.messages import Envelope
 from nano_inference.bus.public import CompletionChunk, TokenLogprob
 from nano_inference.stages.executor.scoring import ReferenceModel
-from nano_inference.stages.streaming.core import Deliveries
 from nano_inference.stages.streaming.stage import StreamingStage
 
 from . import reference
@@ -117,111 +116,6 @@ async def test_all_logprobs_reach_the_client(shared: Pipeline) -> None:
             assert met.get(token_id, logprob) == logprob
 
 
-# --- prompts, however they are computed -------------------------------------------------------
-
-
-def run(
-    engine: InferenceEngine,
-    prompts: Sequence[list[int]],
-    params: Sequence[SamplingParams],
-    n: int = 1,
-) -> list[Completion]:
-    """The engine's completions, of which it shows its callers only parts, in order."""
-    found: dict[str, Completion] = {}
-    absorb = engine._streaming.absorb
-
-    def watch(result: StepResult, now_ns: int) -> Deliveries:
-        deliveries = absorb(result, now_ns)
-        for ended in deliveries.ended:
-            found[ended.completion.request_id] = ended.completion
-        return deliveries
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engine._streaming, "absorb", watch)
-        ids = [
-            engine.add_request(prompt, one, n) for prompt, one in zip(prompts, params, strict=True)
-        ]
-        while engine.has_pending():
-            engine.step()
-    return [found[request_id] for request_id in ids]
-
-
-def engine_of(**changes: Any) -> InferenceEngine:
-    return InferenceEngine(EngineConfig(dtype="float32", **changes))
-
-
-@pytest.mark.parametrize("cache_type", ["radix", "paged"])
-@pytest.mark.parametrize("chunk", [7, 2048])
-def test_prompts_cold_warm_and_of_several_samples(cache_type: Any, chunk: int) -> None:
-    prompt = reference.tokenizer().encode(PROMPT)
-    scored = SamplingParams(max_tokens=3, prompt_logprobs=2, seed=1)
-    with engine_of(cache_type=cache_type, max_tokens_per_batch=chunk, max_batch_size=4) as engine:
-        (cold,) = run(engine, [prompt], [scored])
-        holds(prompt, cold.prompt_logprobs, cold.prompt_top_logprobs, 2)
-        (warm,) = run(engine, [prompt], [scored])
-        holds(prompt, warm.prompt_logprobs, warm.prompt_top_logprobs, 2)
-        assert warm.usage.cached_tokens == 0
-        assert warm.samples[0].token_ids == cold.samples[0].token_ids
-        (several,) = run(engine, [prompt], [scored], n=3)
-        holds(prompt, several.prompt_logprobs, several.prompt_top_logprobs, 2)
-        # Samples that find less than a chunk of it wait for the first one, and share its prefill.
-        assert several.usage.cached_tokens in (2 * len(prompt), 2 * (len(prompt) - 1))
-        longer = [*prompt, *cold.samples[0].token_ids, 30, 31]
-        (partly,) = run(engine, [longer], [scored])
-        holds(longer, partly.prompt_logprobs, partly.prompt_top_logprobs, 2)
-
-
-@pytest.mark.parametrize("cache_type", ["radix", "paged"])
-def test_prompts_of_sequences_that_are_preempted(cache_type: Any) -> None:
-    """The cache holds less than half of what the eight sequences come to."""
-    prompts = [[20 + i, *range(30, 60)] for i in range(8)]
-    params = [
-        SamplingParams(
-            max_tokens=60,
-            ignore_eos=True,
-            prompt_logprobs=i % 3,
-            logprobs=1,
-            seed=i,
-            frequency_penalty=0.3,
-        )
-        for i in range(8)
-    ]
-    with engine_of(cache_type=cache_type) as roomy:
-        expected = run(roomy, prompts, params, n=2)
-    per_block = _bytes_per_block()
-    with engine_of(
-        cache_type=cache_type,
-        kv_cache_bytes=24 * per_block,
-        max_model_len=100,
-        max_tokens_per_batch=16,
-        max_batch_size=16,
-    ) as engine:
-        preempted = 0
-        execute = engine._executor.execute
-
-        def count(plan: StepPlan) -> StepResult:
-            nonlocal preempted
-            preempted += sum(new.num_generated > 0 for new in plan.new)
-            return execute(plan)
-
-        engine._executor.execute = count  # type: ignore[method-assign]
-        found = run(engine, prompts, params, n=2)
-    assert preempted
-    for prompt, one, params_of_one, wanted in zip(prompts, found, params, expected, strict=True):
-        holds(
-            prompt, one.prompt_logprobs, one.prompt_top_logprobs, params_of_one.prompt_logprobs or 0
-        )
-        for sample, other in zip(one.samples, wanted.samples, strict=True):
-            assert sample.token_ids == other.token_ids
-            assert sample.logprobs == pytest.approx(other.logprobs, abs=1e-4)
-
-
-def _bytes_per_block() -> int:
-    with engine_of() as engine:
-        cache = engine._executor.cache
-        return EngineConfig().kv_cache_bytes // cache.num_blocks
-
-
 @pytest.mark.parametrize("mode", ["processed", "raw"])
 def test_logprobs_mode_decides_the_distribution(mode: Any) -> None:
     sampling = SamplingParams(
@@ -233,13 +127,12 @@ def test_logprobs_mode_decides_the_distribution(mode: Any) -> None:
         repetition_penalty=1.5,
         ignore_eos=True,
     )
-    with engine_of(logprobs_mode=mode) as engine:
+    with InferenceEngine(EngineConfig(dtype="float32", logprobs_mode=mode)) as engine:
         prompt = reference.tokenizer().encode(PROMPT)
-        (completion,) = run(engine, [prompt], [sampling])
-    (sample,) = completion.samples
+        (sample,) = engine.generate([prompt], sampling)
     temperature = 1.0 if mode == "raw" else 0.5
-    holds(prompt, completion.prompt_logprobs, None, 0, temperature)
-    raw = reference.logprobs(prompt, list(sample.token_ids))
+    holds(prompt, sample.prompt_logprobs, None, 0, temperature)
+    raw = reference.logprobs(prompt, list(sample.completion_tokens))
     close = sample.logprobs == pytest.approx(raw, abs=1e-4)
     assert close == (mode == "raw")
 

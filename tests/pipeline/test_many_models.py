@@ -25,7 +25,7 @@ import yaml
 from redis.asyncio import Redis
 
 from nano_inference import BusClient, Completion
-from nano_inference.config import BusConfig, NanoInferenceError
+from nano_inference.config import BusConfig, ModelConfig, ModelError, NanoInferenceError
 
 from ..commands import Command, run_command
 from ..programs import Ran
@@ -74,8 +74,9 @@ class Deployment:
     """One that runs: how to ask it, and what the answers have to be."""
 
     def __init__(
-        self, client: BusClient, http: httpx.AsyncClient, redis: Redis, prefix: str
+        self, up: Command, client: BusClient, http: httpx.AsyncClient, redis: Redis, prefix: str
     ) -> None:
+        self.up = up
         self.client = client
         self._prefix = prefix
         self.http = http
@@ -169,7 +170,7 @@ async def deployed(folder: Path, redis_url: str) -> AsyncIterator[Deployment]:
             httpx.AsyncClient(base_url=url, timeout=LIMIT_S) as http,
             Redis.from_url(redis_url) as redis,
         ):
-            made = Deployment(client, http, redis, prefix)
+            made = Deployment(up, client, http, redis, prefix)
 
             async def is_up() -> bool:
                 assert up.poll() is None, (folder / "log").read_text()
@@ -264,7 +265,10 @@ async def storm(
         await thirds[0].wait()
         killing = asyncio.create_task(timed(kill))
         await thirds[1].wait()
+        leaves = await made.executor_of("leaves")
         unloaded = await timed(lambda: made.client.unload_model("leaves"))
+        with pytest.raises(ProcessLookupError):
+            os.kill(leaves, 0)
         await thirds[2].wait()
         loaded = await timed(lambda: made.client.load_model("comes"))
         return Moments(await killing, unloaded, loaded)
@@ -339,8 +343,15 @@ async def test_every_request_ends_once_while_models_come_and_go(
             assert refused in ("unknown_model", "model_not_found")
         with pytest.raises(NanoInferenceError, match="no model 'nobody'"):
             await made.client.load_model("nobody")
+        broken = ModelConfig(id="broken", path=str(tmp_path / "nothing"))
+        with pytest.raises(ModelError, match=broken.path):  # as its process said
+            await made.client.load_model(broken)
         await manage_over_http(made)
         assert await made.ask("http", "leaves", prompts[0]) == answers["leaves"][0]
+        made.up.terminate()
+        assert await asyncio.to_thread(made.up.wait) == 0
+        assert set((await made.states()).values()) == {"unloaded"}
+    assert "\nbroken executor   nano-inference: " in (tmp_path / "log").read_text()
 
 
 async def load_adapter(

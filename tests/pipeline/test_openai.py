@@ -108,43 +108,6 @@ async def test_a_stream_equals_the_answer(client: AsyncOpenAI) -> None:
             assert whole.text.startswith(token, offset)
 
 
-async def test_prompt_scores_equal_completion_scores(client: AsyncOpenAI) -> None:
-    """As lm-evaluation-harness asks: lists of ids of unequal length, one token, echoed."""
-    made = await generated(PROMPTS[:2], max_tokens=8)
-    prompts = [
-        [*sample.prompt_tokens, *sample.completion_tokens]  # type: ignore[attr-defined]
-        for sample in made
-    ]
-    answer = await client.completions.create(
-        model="tiny", prompt=prompts, temperature=0, max_tokens=1, logprobs=1, echo=True, seed=1
-    )
-    for choice, prompt, sample in zip(answer.choices, prompts, made, strict=True):
-        assert choice.logprobs is not None
-        assert len(choice.logprobs.tokens or ()) == len(prompt) + 1
-        begin = len(sample.prompt_tokens)
-        found = (choice.logprobs.token_logprobs or [])[begin:-1]
-        assert found == pytest.approx(list(sample.logprobs), abs=1e-4)
-        tops = (choice.logprobs.top_logprobs or [])[begin:-1]
-        assert all(score == max(top.values()) for score, top in zip(found, tops, strict=True))
-
-
-async def test_tokens_in_and_out_are_the_engine_s(url: str) -> None:
-    wanted = await generated(PROMPTS, max_tokens=24)
-    async with httpx.AsyncClient(base_url=url, timeout=LIMIT_S) as http:
-        for sample in wanted:
-            body = {
-                "token_ids": list(sample.prompt_tokens),
-                "sampling_params": {"temperature": 0, "max_tokens": 24, "logprobs": 0},
-            }
-            answer = (await http.post("/inference/v1/generate", json=body)).json()
-            (choice,) = answer["choices"]
-            assert choice["token_ids"] == list(sample.completion_tokens)
-            found = [each["logprob"] for each in choice["logprobs"]["content"]]
-            assert found == list(sample.logprobs)
-            assert choice["finish_reason"] == sample.finish_reason
-            assert answer["usage"]["prompt_tokens"] == len(sample.prompt_tokens)
-
-
 async def test_a_chat_is_answered(client: AsyncOpenAI) -> None:
     answer = await client.chat.completions.create(
         model="tiny", messages=[{"role": "user", "content": "How much is 6 + 6?"}], temperature=0
@@ -162,68 +125,6 @@ async def test_a_chat_is_answered(client: AsyncOpenAI) -> None:
         extra_body={"continue_final_message": True},
     )
     assert again.choices[0].message.content == "2"
-
-
-async def test_a_response_is_the_chat_s(client: AsyncOpenAI) -> None:
-    story = "Write a story about Maria, a mouse and a boat."
-    chat = await client.chat.completions.create(
-        model="tiny",
-        messages=[{"role": "user", "content": story}],
-        temperature=0,
-        max_tokens=30,
-        logprobs=True,
-        top_logprobs=1,
-    )
-    asked: Any = {"model": "tiny", "input": story, "temperature": 0, "max_output_tokens": 30}
-    asked |= {"include": ["message.output_text.logprobs"], "top_logprobs": 1}
-    response = await client.responses.create(**asked)
-    assert response.output_text == chat.choices[0].message.content
-    assert (response.status, chat.choices[0].finish_reason) == ("incomplete", "length")
-    (part,) = response.output[0].content  # type: ignore[union-attr]
-    logprobs = chat.choices[0].logprobs
-    assert logprobs is not None
-    assert [each.logprob for each in part.logprobs] == [  # type: ignore[union-attr]
-        each.logprob for each in logprobs.content or ()
-    ]
-    async with client.responses.stream(**asked) as stream:
-        text = ""
-        async for event in stream:
-            if event.type == "response.output_text.delta":
-                text += event.delta
-    assert text == response.output_text
-    # Whose input may hold it as it came.
-    more = await client.responses.create(
-        model="tiny",
-        input=[
-            {"role": "user", "content": story},
-            *[item.to_dict() for item in response.output],
-            {"role": "user", "content": "How much is 6 + 6?"},
-        ],
-        temperature=0,
-    )
-    assert more.status == "completed"
-    assert (await client.responses.retrieve(more.id)).output_text == more.output_text
-
-
-async def test_a_cancelled_response_keeps_its_output(client: AsyncOpenAI) -> None:
-    stream = await client.responses.create(
-        model="tiny",
-        input="Write a story about Maria, a mouse and a boat.",
-        background=True,
-        stream=True,
-        extra_body={"ignore_eos": True},
-    )
-    events: list[Any] = []
-    async for event in stream:
-        events.append(event)
-        if event.type == "response.output_text.delta" and len(events) < 10:
-            cancelled = await client.responses.cancel(events[0].response.id)
-            assert cancelled.status == "cancelled"
-    last = events[-1].response
-    assert last.status == "cancelled"
-    text = "".join(each.delta for each in events if each.type == "response.output_text.delta")
-    assert last.output_text == text
-    assert (await client.responses.retrieve(last.id)).output_text == text
 
 
 @pytest.mark.parametrize("command", commands_of("openai.md"))
@@ -282,32 +183,6 @@ async def test_a_message_is_the_chat_s(url: str, anthropic_client: AsyncAnthropi
     assert text == text_of(message) == text_of(streamed)
     assert streamed.stop_reason == "max_tokens"
     assert streamed.usage.output_tokens == 30
-
-
-async def test_a_stop_sequence_is_reported(anthropic_client: AsyncAnthropic) -> None:
-    asked: Any = {"model": "tiny", "max_tokens": 40, "messages": STORY, "extra_body": GREEDY}
-    free = text_of(await anthropic_client.messages.create(**asked))
-    stop = free[6:12]
-    asked["stop_sequences"] = ["\u6771", stop]
-    message = await anthropic_client.messages.create(**asked)
-    assert (message.stop_reason, message.stop_sequence) == ("stop_sequence", stop)
-    assert text_of(message) == free.partition(stop)[0]
-    async with anthropic_client.messages.stream(**asked) as stream:
-        streamed = await stream.get_final_message()
-    assert (streamed.stop_reason, streamed.stop_sequence) == ("stop_sequence", stop)
-    assert text_of(streamed) == text_of(message)
-
-
-async def test_an_answer_ends_by_itself_and_a_beginning_is_continued(
-    anthropic_client: AsyncAnthropic,
-) -> None:
-    asked: Any = {"model": "tiny", "max_tokens": 40, "extra_body": GREEDY}
-    question = {"role": "user", "content": "How much is 6 + 6?"}
-    whole = await anthropic_client.messages.create(messages=[question], **asked)
-    assert (text_of(whole), whole.stop_reason) == ("12", "end_turn")
-    begun = {"role": "assistant", "content": "1"}
-    rest = await anthropic_client.messages.create(messages=[question, begun], **asked)
-    assert text_of(rest) == "2"
 
 
 @pytest.mark.parametrize("command", commands_of("anthropic.md"))

@@ -21,13 +21,12 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-import jsonschema
 import pytest
 import redis
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from transformers import AutoModelForCausalLM
 
-from nano_inference import BusClient, Completion, EmbedParams
+from nano_inference import BusClient, Completion
 from nano_inference.bus.public import Output
 from nano_inference.config import STAGES, BusConfig, TelemetryConfig
 from nano_inference.pipeline.health import lanes_of
@@ -94,7 +93,6 @@ class House:
         endpoint: str,
         log: Path,
         settings: dict[str, object] | None = None,
-        environment: dict[str, str] | None = None,
         cold: bool = False,
     ) -> None:
         """Args: `cold` is whether it starts as a user's does, and imports all that it needs."""
@@ -106,7 +104,7 @@ class House:
         command += ["--set", "pipeline.restart_backoff_s=0.05"]
         for name, value in (settings or {}).items():
             command += ["--set", f"{name}={value}"]
-        variables = {**os.environ, "OTEL_EXPORTER_OTLP_ENDPOINT": endpoint, **(environment or {})}
+        variables = {**os.environ, "OTEL_EXPORTER_OTLP_ENDPOINT": endpoint}
         self.process: Command | subprocess.Popen[bytes]
         if not cold:
             self.process = Command(*command, log=log, environment=variables)
@@ -244,19 +242,6 @@ async def test_a_client_with_no_code_of_ours(house: House) -> None:
         assert foreign.ttl(f"{prefix}:out:foreign-1") > 0
 
 
-async def test_submit_streams(house: House) -> None:
-    command = [sys.executable, "-m", "nano_inference", "submit", "12 + 30 =", "--trace"]
-    command += ["--bus", house.bus.url, "--set", f"bus.prefix={house.bus.prefix}"]
-    done = await asyncio.to_thread(
-        subprocess.run, command, capture_output=True, text=True, timeout=LIMIT_S, check=True
-    )
-    wanted = generated("12 + 30 =", 16)
-    text = reference.tokenizer().decode(wanted, skip_special_tokens=True)
-    assert done.stdout.strip() == text.strip()
-    for stage in STAGES:
-        assert stage in done.stderr
-
-
 async def metrics_of(house: House, stage: str) -> str:
     url = f"http://127.0.0.1:{house.metrics_port + STAGES.index(stage)}/metrics"
     with await asyncio.to_thread(urllib.request.urlopen, url) as reply:
@@ -358,48 +343,6 @@ async def test_a_killed_process_is_replaced_and_the_stream_goes_on(
         assert (await client.complete(GOOD)).status == "done"
 
 
-@pytest.mark.parametrize("stage", ["executor", "batching"])
-async def test_a_killed_process_s_prompts_are_embedded_by_its_successor(
-    house: House, stage: str
-) -> None:
-    prompts = [[token % 700 + 4] * 600 for token in range(60)]
-    mean = EmbedParams(pooling="mean")
-    async with asyncio.timeout(LIMIT_S), BusClient.connect(house.bus) as client:
-        undisturbed = await client.embed(prompts, mean)
-        child = house.child(stage)
-        embedding = asyncio.create_task(client.embed(prompts, mean))
-        # So that it is in the middle of them.
-        await client.embed(prompts[:1], mean)
-        os.kill(child, signal.SIGKILL)
-        found = await embedding
-        for each, wanted in zip(found, undisturbed, strict=True):
-            assert each.vector == pytest.approx(wanted.vector, abs=1e-5)
-
-
-@pytest.mark.parametrize("stage", ["executor", "streaming"])
-async def test_a_killed_process_leaves_a_constrained_answer_valid(house: House, stage: str) -> None:
-    """Its matcher begins again, behind the tokens that were delivered."""
-    numbers = {"type": "array", "items": {"type": "integer", "minimum": 100, "maximum": 999}}
-    schema = numbers | {"minItems": 20, "maxItems": 20}
-    sampling = {"max_tokens": 1000, "seed": 5, "constraint": {"json_schema": schema}}
-    request = {"prompt": "12 + 30 =", "sampling": sampling}
-    async with asyncio.timeout(LIMIT_S), BusClient.connect(house.bus) as client:
-        undisturbed = await client.complete(request)
-        child = house.child(stage)
-        hit = client.submit(request)
-        outputs = [await anext(hit) for _ in range(20)]
-        os.kill(child, signal.SIGKILL)
-        outputs += [output async for output in hit]
-    *chunks, completion = outputs
-    assert completion.status == "done", completion.error
-    (sample,), (wanted,) = completion.samples, undisturbed.samples
-    assert sample.token_ids == wanted.token_ids
-    assert [token for chunk in chunks for token in chunk.token_ids] == list(sample.token_ids)  # type: ignore[union-attr]
-    assert "".join(chunk.text for chunk in chunks) == sample.text  # type: ignore[union-attr]
-    assert sample.finish_reason == "stop"
-    jsonschema.validate(json.loads(sample.text), schema)
-
-
 async def test_every_stage_has_its_span_in_one_trace_and_sigterm_drains(
     house: House, spans: Spans
 ) -> None:
@@ -463,37 +406,3 @@ async def test_over_otlp_no_span_has_a_parent_that_never_came(house: House, span
         ids = {span_id for _, span_id, _, _ in rows}
         assert {parent for _, _, parent, _ in rows if parent} <= ids
     assert any(len({name for name, *_ in rows} & set(STAGES)) == 5 for rows in traces)
-
-
-@pytest.mark.parametrize("killed", [{"admission"}, {"admission", "streaming"}])
-async def test_a_killed_admission_s_last_traces_have_their_first_span(
-    redis_url: str, tmp_path: Path, killed: set[str]
-) -> None:
-    """Its successor makes the spans again that it had not exported, even if streaming is killed,
-    too. Other processes export their spans as they leave."""
-    receiver = Spans()
-    prefix = f"first-{uuid.uuid4().hex[:8]}"
-    # So that nothing is exported before it is killed.
-    environment = {"OTEL_BSP_SCHEDULE_DELAY": "600000"}
-    house = House(
-        *(redis_url, prefix), endpoint=receiver.url, log=tmp_path / "log", environment=environment
-    )
-    try:
-        done = [await complete(house, GOOD) for _ in range(3)]
-        for child in [house.child(stage) for stage in killed]:
-            os.kill(child, signal.SIGKILL)
-        after = await complete(house, GOOD)
-        house.stop()
-        later = {name: instance for name, *_, instance in receiver.by_trace[after.trace_id]}
-        assert len({later[stage] for stage in STAGES}) == 5
-        left = {"batching", "decode", "executor", "fairness", "prefill", "streaming"} - killed
-        for completion in done:
-            rows = receiver.by_trace[completion.trace_id]
-            (first,) = (row for row in rows if not row[2])
-            assert (first[0], first[3]) == ("admission", later["admission"])
-            assert sorted(name for name, _, parent, _ in rows if parent) == sorted(left)
-            assert {row[2] for row in rows if row[2]} <= {row[1] for row in rows}
-    finally:
-        if house.process.poll() is None:
-            house.stop()
-        receiver.server.shutdown()

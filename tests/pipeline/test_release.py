@@ -11,9 +11,7 @@ from safetensors.torch import save_file
 
 from nano_inference import (
     Completion,
-    EngineConfig,
     GenerateRequest,
-    InferenceEngine,
     Pipeline,
     SamplingParams,
     WeightsError,
@@ -25,10 +23,9 @@ from nano_inference.stages.batching.core import BatchingCore
 from nano_inference.stages.executor.changes.shell import StagedChanges
 from nano_inference.stages.executor.core import ExecutorCore
 from nano_inference.stages.executor.runner.memory import ReplicaMemory
-from nano_inference.stages.executor.stage import ExecutorStage, _on_torch
+from nano_inference.stages.executor.stage import ExecutorStage
 
 from .. import oracle
-from ..resident import needs_proc, resident_bytes
 from .builders import (
     State,
     break_once,
@@ -45,7 +42,6 @@ from .builders import (
 )
 from .conftest import MakeConfig, both_buses
 
-MIB = 1 << 20
 WEIGHTS: tuple[MemoryTag, ...] = ("weights",)
 KV_CACHE: tuple[MemoryTag, ...] = ("kv_cache",)
 
@@ -56,44 +52,6 @@ def executor_of(pipeline: Pipeline) -> ExecutorCore:
 
 async def waiting(pipeline: Pipeline, number: int) -> None:
     await until_batched(pipeline, number, "waiting")
-
-
-@needs_proc
-async def test_a_trainer_on_the_same_device_runs_a_round(
-    make_config: MakeConfig, loaded: State
-) -> None:
-    """Release, train, take the weights again, update, take the KV cache again, generate."""
-    new = {name: tensor * 1.02 for name, tensor in loaded.items()}
-    requests = [greedy(number, 20) for number in range(6)]
-    with InferenceEngine(EngineConfig(dtype="float32")) as engine:
-        engine.update_weights(new, blocking=True)
-        prompts = [request.prompt_token_ids or () for request in requests]
-        wanted = engine.generate(prompts, requests[0].sampling)
-    async with Pipeline(make_config(engine__kv_cache_bytes=320 * MIB)) as pipeline:
-        client = pipeline.client
-        await _on_torch(executor_of(pipeline).cache.clear)  # touches all pages
-        before = resident_bytes()
-        for _ in range(2):
-            await client.release_memory()
-        assert before - resident_bytes() > 256 * MIB
-        published = [asyncio.create_task(pipeline.complete(request)) for request in requests]
-        await waiting(pipeline, len(requests))
-        with raises("memory_released", kind=WeightsError):
-            await client.update_weights(new)
-        await client.resume_memory(WEIGHTS)
-        with raises("weights_incomplete", kind=WeightsError):
-            await client.update_weights(
-                {"model.norm.weight": new["model.norm.weight"]}, partial=True
-            )
-        assert await client.update_weights(new) == 1
-        assert not any(task.done() for task in published)
-        assert executor_of(pipeline).capacity().lacks == KV_CACHE
-        for _ in range(2):
-            await client.resume_memory()
-        for completion, sample in zip(await asyncio.gather(*published), wanted, strict=True):
-            assert completion.samples[0].token_ids == sample.completion_tokens
-            assert completion.samples[0].logprobs == pytest.approx(sample.logprobs, abs=1e-4)
-            assert completion.samples[0].weight_versions == ((1, 0),)
 
 
 @both_buses
@@ -228,14 +186,6 @@ async def test_a_failed_executor_restarts_with_all_memory(
     await stream
     assert await exact.client.weight_version() == 0
     assert executor_of(exact).capacity().lacks == ()
-
-
-async def test_unknown_memory_tags_are_refused(exact: Pipeline) -> None:
-    for call in (exact.client.release_memory, exact.client.resume_memory):
-        with pytest.raises(WeightsError, match="no memory 'graphs'"):
-            await call(("graphs",))  # type: ignore[arg-type]
-    await exact.client.release_memory(())
-    await whole_stream(exact, 0)
 
 
 @both_buses

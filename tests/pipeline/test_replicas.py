@@ -27,8 +27,7 @@ from .builders import (
     until,
     whole_streams,
 )
-from .conftest import MakeConfig, both_buses
-from .test_exactness import check_tokens, mixed_requests
+from .conftest import MakeConfig
 
 SHORT_MODEL = True
 FRONT = ["admission", "fairness", "streaming"]
@@ -67,28 +66,6 @@ async def check_at_rest(pipeline: Pipeline) -> None:
 
 
 # --- shared work ------------------------------------------------------------------------------
-
-
-@both_buses
-async def test_80_requests_over_two_replicas_equal_transformers_token_for_token(
-    make_config: MakeConfig,
-) -> None:
-    requests = mixed_requests(80)
-    config = replicated(
-        make_config,
-        engine__model_path="tiny",
-        engine__max_batch_size=24,
-        engine__max_tokens_per_batch=96,
-        engine__kv_cache_bytes=6 << 20,
-    )
-    async with Pipeline(config) as pipeline:
-        completions = await asyncio.gather(*map(pipeline.complete, requests))
-        steps = [s.load["steps"] for s in pipeline.stages() if s.stage.startswith("executor")]
-        await check_at_rest(pipeline)
-    for request, completion in zip(requests, completions, strict=True):
-        check_tokens(request, completion)
-    assert len(steps) == 2
-    assert min(map(int, steps)) * 3 > max(map(int, steps)), "both have worked"
 
 
 async def test_a_request_spans_two_replicas(make_config: MakeConfig) -> None:

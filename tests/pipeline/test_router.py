@@ -3,24 +3,28 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
 from contextlib import aclosing
 from typing import Any
 
 import pytest
+import pytest_asyncio
 from redis.asyncio import Redis
 
-from nano_inference import BusClient, Completion
+from nano_inference import BusClient, Completion, Gateway, Pipeline
 from nano_inference.bus.public import CompletionChunk, GenerateRequest
-from nano_inference.config import STAGES, BusConfig, BusError, FairnessConfig
+from nano_inference.config import STAGES, BusConfig, BusError, FairnessConfig, load_config
+from nano_inference.kserve import KServeClient, text_tensor
 from nano_inference.pipeline.router import Router
 from nano_inference.telemetry import Metrics, instruments, names
 
 from .builders import LONG, end_of, error_code, raises, until
-from .deployments import eventually, model, own_prefix, put, routing, serving
+from .deployments import eventually, lane_of, model, own_prefix, put, routing, serving
 
 # --- router ----------------------------------------------------------------------------------
 
 
+in_module_loop = pytest.mark.asyncio(loop_scope="module")
 GREEDY = {"prompt": "98 + 25 =", "sampling": {"temperature": 0, "max_tokens": 4}}
 
 
@@ -41,29 +45,42 @@ def bus_config(redis_url: str) -> BusConfig:
     return own_prefix(redis_url)
 
 
-async def test_each_request_is_answered_by_its_model(bus_config: BusConfig) -> None:
-    """By id, alias and default; an unreadable request goes to the default model's admission."""
+@pytest.fixture(scope="module")
+def shared_bus(redis_url: str) -> BusConfig:
+    return own_prefix(redis_url)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def both(shared_bus: BusConfig) -> AsyncIterator[BusClient]:
+    """A client of a deployment whose models serve: `a`, and `b`, which is the default."""
     specs = (model("a"), model("b", aliases=("bee",), default=True))
-    async with serving(bus_config, *specs) as client:
-        asked = ["a", "b", "bee", "", "c"]
-        requests = [client.complete({**GREEDY, "model": name}) for name in asked]
-        *answers, refused = await asyncio.gather(*requests)
-        assert [each.model for each in answers] == ["a", "b", "b", "b"]
-        assert {each.status for each in answers} == {"done"}
-        assert error_code(refused) == "unknown_model"
-        async with Redis.from_url(bus_config.url) as redis:
-            entry_id = await redis.xadd(f"{bus_config.prefix}:requests", {"json": "{"})
-        told = await end_of(client.follow("", entry_id.decode()))
-        assert (error_code(told), told.entry_id) == ("malformed", entry_id.decode())
+    async with serving(shared_bus, *specs) as client:
+        yield client
 
 
-async def test_a_raw_client_names_the_model_beside_its_request(bus_config: BusConfig) -> None:
-    async with serving(bus_config, model("a"), model("b")) as client:
-        async with Redis.from_url(bus_config.url) as redis:
-            fields = {"json": '{"prompt":"1","sampling":{"max_tokens":2}}', "model": "b"}
-            entry_id = (await redis.xadd(f"{bus_config.prefix}:requests", fields)).decode()
-        last = await end_of(client.follow(entry_id, entry_id))
-        assert (last.status, last.model) == ("done", "b")
+@in_module_loop
+async def test_each_request_is_answered_by_its_model(
+    both: BusClient, shared_bus: BusConfig
+) -> None:
+    """By id, alias and default; raw clients name it beside the request; an unreadable request goes
+    to the default model's admission."""
+    asked = ["a", "b", "bee", "", "c"]
+    requests = [both.complete({**GREEDY, "model": name}) for name in asked]
+    *answers, refused = await asyncio.gather(*requests)
+    assert [each.model for each in answers] == ["a", "b", "b", "b"]
+    assert {each.status for each in answers} == {"done"}
+    assert error_code(refused) == "unknown_model"
+    async with Redis.from_url(shared_bus.url) as redis:
+
+        async def told(**fields: Any) -> Completion:
+            entry_id = (await redis.xadd(f"{shared_bus.prefix}:requests", fields)).decode()
+            end = await end_of(both.follow(entry_id, entry_id))
+            assert end.entry_id == entry_id
+            return end
+
+        raw = await told(json='{"prompt":"1","sampling":{"max_tokens":2}}', model="a")
+        assert (raw.status, raw.model) == ("done", "a")
+        assert error_code(await told(json="{")) == "malformed"
 
 
 async def test_an_unknown_model_gets_one_answer_in_both_streams(bus_config: BusConfig) -> None:
@@ -157,20 +174,38 @@ async def test_while_the_server_is_away_a_router_waits(
         await running, "it ends with its bus"
 
 
+async def test_a_gateway_routes_requests(bus_config: BusConfig) -> None:
+    """If no other process does."""
+    settings = load_config(env={}, overrides={"gateway.grpc_port": 0})
+    async with (
+        BusClient.connect(bus_config) as client,
+        Pipeline(lane_of(bus_config, model("a"))),
+    ):
+        await put(client, model("a", default=True))
+        async with (
+            Gateway(client, settings) as gateway,
+            KServeClient(f"127.0.0.1:{gateway.grpc_port}") as over_grpc,
+        ):
+            answer = await client.complete(GREEDY)
+            again = await over_grpc.infer("a", [text_tensor("text_input", "98 + 25 =")])
+    assert (answer.status, answer.model) == ("done", "a")
+    assert again.model_name == "a"
+
+
 # --- cancel -----------------------------------------------------------------------------------
 
 
-async def test_requests_of_any_model_are_cancelled(bus_config: BusConfig) -> None:
+@in_module_loop
+async def test_requests_of_any_model_are_cancelled(both: BusClient) -> None:
     """By its id alone, and by leaving its stream."""
-    async with serving(bus_config, model("a"), model("b")) as client:
-        async with aclosing(client.submit({**LONG, "model": "b", "request_id": "r"})) as outputs:
-            assert isinstance(await anext(outputs), CompletionChunk)
-            await client.cancel("r")
-            last = await end_of(outputs)
-        assert (last.status, last.model) == ("cancelled", "b")
-        async with aclosing(client.submit({**LONG, "model": "b", "request_id": "s"})) as outputs:
-            await anext(outputs)
-        assert (await end_of(client.follow("s"))).status == "cancelled"
+    async with aclosing(both.submit({**LONG, "model": "a", "request_id": "r"})) as outputs:
+        assert isinstance(await anext(outputs), CompletionChunk)
+        await both.cancel("r")
+        last = await end_of(outputs)
+    assert (last.status, last.model) == ("cancelled", "a")
+    async with aclosing(both.submit({**LONG, "model": "b", "request_id": "s"})) as outputs:
+        await anext(outputs)
+    assert (await end_of(both.follow("s"))).status == "cancelled"
 
 
 async def test_a_request_is_cancelled_before_anybody_has_moved_it(bus_config: BusConfig) -> None:
@@ -187,28 +222,27 @@ async def test_a_request_is_cancelled_before_anybody_has_moved_it(bus_config: Bu
         assert len([each async for each in client.follow("r", entry_id)]) == 1
 
 
-async def test_cancelling_an_ended_request_changes_nothing(bus_config: BusConfig) -> None:
-    async with serving(bus_config, model("a"), model("b")) as client:
-        done = await client.complete({**GREEDY, "model": "a", "request_id": "r"})
-        await client.cancel("r", done.entry_id)
-        assert await end_of(client.follow("r", done.entry_id)) == done
+@in_module_loop
+async def test_cancelling_an_ended_request_changes_nothing(both: BusClient) -> None:
+    done = await both.complete({**GREEDY, "model": "a", "request_id": "t"})
+    await both.cancel("t", done.entry_id)
+    assert await end_of(both.follow("t", done.entry_id)) == done
 
 
 # --- how it is --------------------------------------------------------------------------------
 
 
-async def test_reports_cover_all_models(bus_config: BusConfig) -> None:
-    async with serving(bus_config, model("a"), model("b")) as client:
+@in_module_loop
+async def test_reports_cover_all_models(both: BusClient) -> None:
+    async def all_told() -> bool:
+        told = {(each.model, each.stage) for each in await both.reports()}
+        return told == {(name, stage) for name in "ab" for stage in STAGES}
 
-        async def all_told() -> bool:
-            told = {(each.model, each.stage) for each in await client.reports()}
-            return told == {(name, stage) for name in "ab" for stage in STAGES}
-
-        await eventually(all_told)
-        assert set(await client.fairness()) == {"a:0", "b:0"}
-        async with client.of_model("b") as of_b:
-            assert {each.model for each in await of_b.reports()} == {"b"}
-            assert set(await of_b.fairness()) == {"b:0"}
+    await eventually(all_told)
+    assert set(await both.fairness()) == {"a:0", "b:0"}
+    async with both.of_model("b") as of_b:
+        assert {each.model for each in await of_b.reports()} == {"b"}
+        assert set(await of_b.fairness()) == {"b:0"}
 
 
 async def test_one_model_that_serves_is_enough(bus_config: BusConfig) -> None:
@@ -231,36 +265,37 @@ async def test_one_model_that_serves_is_enough(bus_config: BusConfig) -> None:
 # --- operations on one model -------------------------------------------------------------------
 
 
-async def test_operations_need_a_model_among_several(bus_config: BusConfig) -> None:
-    async with serving(bus_config, model("a"), model("b")) as client:
-        for attempt in (
-            client.pause(),
-            client.flush_cache(),
-            client.weight_version(),
-            client.update_fairness(FairnessConfig()),
-            client.cancel_all(),
-        ):
-            with raises("model_required", "name one of them: a, b", kind=BusError):
-                await attempt
+@in_module_loop
+async def test_operations_need_a_model_among_several(both: BusClient) -> None:
+    for attempt in (
+        both.pause(),
+        both.flush_cache(),
+        both.weight_version(),
+        both.update_fairness(FairnessConfig()),
+        both.cancel_all(),
+    ):
+        with raises("model_required", "name one of them: a, b", kind=BusError):
+            await attempt
 
 
-async def test_a_model_is_paused_while_the_other_serves(bus_config: BusConfig) -> None:
-    async with serving(bus_config, model("a"), model("b")) as client, client.of_model("a") as of_a:
+@in_module_loop
+async def test_a_model_is_paused_while_the_other_serves(both: BusClient) -> None:
+    async with both.of_model("a") as of_a:
         await of_a.pause()
-        waits = asyncio.create_task(client.complete({**GREEDY, "model": "a"}))
+        waits = asyncio.create_task(both.complete({**GREEDY, "model": "a"}))
         for _ in range(3):
-            assert (await client.complete({**GREEDY, "model": "b"})).status == "done"
+            assert (await both.complete({**GREEDY, "model": "b"})).status == "done"
         assert not waits.done()
         await of_a.resume()
         assert (await waits).model == "a"
 
 
-async def test_scoring_uses_the_named_model(bus_config: BusConfig) -> None:
-    async with serving(bus_config, model("a"), model("b")) as client:
-        asked = [client.score([[0, 5]], [[6]], like=GenerateRequest(model=each)) for each in "ab"]
-        (first,), (second,) = await asyncio.gather(*asked)
-        assert first.logprobs == second.logprobs, "the same model twice"
-        assert len(first.logprobs) == 1
+@in_module_loop
+async def test_scoring_uses_the_named_model(both: BusClient) -> None:
+    asked = [both.score([[0, 5]], [[6]], like=GenerateRequest(model=each)) for each in "ab"]
+    (first,), (second,) = await asyncio.gather(*asked)
+    assert first.logprobs == second.logprobs, "the same model twice"
+    assert len(first.logprobs) == 1
 
 
 # --- apart ------------------------------------------------------------------------------------

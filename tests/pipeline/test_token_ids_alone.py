@@ -6,14 +6,12 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
 from nano_inference import (
     ChatRenderer,
     Constraint,
     EngineConfig,
-    Gateway,
     InferenceEngine,
     Pipeline,
     SamplingParams,
@@ -25,7 +23,7 @@ from nano_inference.text.tokenizer import TOKENIZER_FILES
 from ..gguf_files import nothing, write_gguf
 from . import reference
 from .builders import error_code, raises
-from .conftest import LIMIT_S, MakeConfig, both_buses
+from .conftest import MakeConfig, both_buses
 
 # --- no tokenizer ----------------------------------------------------------------------------
 
@@ -85,29 +83,6 @@ async def test_a_lane_streams_token_ids(make_config: MakeConfig, folder: Path) -
         assert completion.status == "done"
 
 
-async def test_token_ids_are_served_over_http(make_config: MakeConfig, folder: Path) -> None:
-    config = make_config(engine__model_path=str(folder))
-    async with (
-        Pipeline(config) as pipeline,
-        Gateway(pipeline.client, config) as gateway,
-        httpx.AsyncClient(base_url=gateway.url, timeout=LIMIT_S) as http,
-    ):
-        answer = await http.post(
-            "/inference/v1/generate", json={"token_ids": PROMPT, "sampling_params": GREEDY}
-        )
-        assert answer.json()["choices"][0]["token_ids"] == wanted()
-        answer = await http.post("/v1/completions", json={"prompt": PROMPT, **GREEDY})
-        assert answer.json()["choices"][0]["text"] == ""
-        for path, body in (
-            ("/v1/completions", {"prompt": "text"}),
-            ("/v1/chat/completions", {"messages": [{"role": "user", "content": "text"}]}),
-            ("/tokenize", {"prompt": "text"}),
-        ):
-            answer = await http.post(path, json=body)
-            assert answer.status_code == 400, answer.text
-            assert "tokenizer" in answer.json()["error"]["message"]
-
-
 # --- GGUF ------------------------------------------------------------------------------------
 
 
@@ -140,24 +115,6 @@ def test_the_engine_reads_gguf(file: Path) -> None:
     message = chat.read(prompt, said.completion_tokens, said.finish_reason)
     assert "7" in str(message["content"])
     assert len(words.decode(forced.completion_tokens, skip_special_tokens=True)) == 2
-
-
-async def test_gguf_is_served_over_http(make_config: MakeConfig, file: Path) -> None:
-    config = make_config(engine__model_path=str(file))
-    async with (
-        Pipeline(config) as pipeline,
-        Gateway(pipeline.client, config) as gateway,
-        httpx.AsyncClient(base_url=gateway.url, timeout=LIMIT_S) as http,
-    ):
-        served = (await http.get("/v1/models")).json()["data"]
-        assert [model["id"] for model in served] == ["sums.Q8_0"]
-        body = {"model": "sums.Q8_0", "temperature": 0, "max_tokens": 32}
-        answer = await http.post("/v1/chat/completions", json=body | {"messages": CHAT})
-        (choice,) = answer.json()["choices"]
-        assert choice["finish_reason"] == "stop"
-        assert "7" in choice["message"]["content"]
-        answer = await http.post("/v1/completions", json=body | {"prompt": SUM})
-        assert answer.json()["choices"][0]["text"].strip() == "123"
 
 
 async def test_gguf_without_a_tokenizer_takes_token_ids(

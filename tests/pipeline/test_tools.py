@@ -1,18 +1,13 @@
-"""Tools through the whole pipeline, by three interfaces: enforced formats hold for any model."""
+"""Tools through the whole pipeline: enforced formats hold for any model."""
 
 from __future__ import annotations
 
-import asyncio
-import json
 from collections.abc import AsyncIterator
 from typing import Any, Literal
 
-import jsonschema
 import openai
 import pytest
 import pytest_asyncio
-from anthropic import AsyncAnthropic
-from anthropic.types import Message
 from openai import AsyncOpenAI
 from pydantic import BaseModel
 
@@ -48,9 +43,6 @@ async def client(url: str) -> AsyncIterator[AsyncOpenAI]:
         base_url=f"{url}/v1", api_key="none", timeout=LIMIT_S, max_retries=0
     ) as made:
         yield made
-
-
-# --- Chat Completions ------------------------------------------------------------------------
 
 
 USER: Any = {"role": "user", "content": "How is it in Oslo?"}
@@ -133,120 +125,4 @@ async def test_each_choice_has_calls_of_its_own(client: AsyncOpenAI) -> None:
 # --- Anthropic's Messages --------------------------------------------------------------------
 
 
-SCHEMA: dict[str, Any] = {
-    "type": "object",
-    "properties": {"city": {"enum": ["Oslo", "Bergen"]}, "days": {"enum": [1, 2, 3]}},
-    "required": ["city", "days"],
-    "additionalProperties": False,
-}
-TOOLS = ("weather", "climate")
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def anthropic(url: str) -> AsyncIterator[AsyncAnthropic]:
-    async with AsyncAnthropic(base_url=url, api_key="none", timeout=LIMIT_S) as made:
-        yield made
-
-
-async def both(client: AsyncAnthropic, **fields: Any) -> tuple[Message, Message]:
-    """The same message, whole and put together of a stream."""
-    asked: dict[str, Any] = {
-        "model": "tiny",
-        "max_tokens": 200,
-        "messages": [USER],
-        "tools": [{"name": name, "input_schema": SCHEMA} for name in TOOLS],
-        "thinking": {"type": "disabled"},
-        "extra_body": {"temperature": 0},
-        **fields,
-    }
-    async with asyncio.timeout(LIMIT_S):
-        whole = await client.messages.create(**asked)
-        async with client.messages.stream(**asked) as stream:
-            streamed = await stream.get_final_message()
-    # The ids of calls are made of the message's.
-    one, other = (
-        [block.model_dump(exclude={"id"}) for block in message.content]
-        for message in (whole, streamed)
-    )
-    assert one == other
-    return whole, streamed
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("named", ["", "climate"])
-async def test_anthropic_s_required_call_is_made(anthropic: AsyncAnthropic, named: str) -> None:
-    choice = {"type": "tool", "name": named} if named else {"type": "any"}
-    choice |= {"disable_parallel_tool_use": True}
-    message, streamed = await both(anthropic, tool_choice=choice)
-    assert message.stop_reason == streamed.stop_reason == "tool_use"
-    (call,) = message.content
-    assert call.type == "tool_use"
-    assert call.name in ([named] if named else TOOLS)
-    jsonschema.validate(call.input, SCHEMA)
-
-
-@pytest.mark.slow
-async def test_a_result_is_handed_back(anthropic: AsyncAnthropic) -> None:
-    call = {"type": "tool_use", "id": "a", "name": "weather", "input": {"city": "Oslo", "days": 1}}
-    result = {"type": "tool_result", "tool_use_id": "a", "content": "cold"}
-    history = [
-        USER,
-        {"role": "assistant", "content": [call]},
-        {"role": "user", "content": [result]},
-    ]
-    message, _ = await both(anthropic, messages=history, tool_choice={"type": "none"}, max_tokens=8)
-    assert all(block.type != "tool_use" for block in message.content)
-
-
 # --- Responses -------------------------------------------------------------------------------
-
-
-RESPONSE: dict[str, Any] = {
-    "model": "tiny",
-    "input": "How is it there?",
-    "tools": [
-        {"type": "function", "name": name, "parameters": SCHEMA, "strict": True} for name in TOOLS
-    ],
-    "temperature": 0,
-    "reasoning": {"effort": "none"},
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("named", ["", "climate"])
-async def test_a_response_s_required_call_is_made(client: AsyncOpenAI, named: str) -> None:
-    choice: Any = {"type": "function", "name": named} if named else "required"
-    asked = RESPONSE | {"tool_choice": choice, "parallel_tool_calls": False}
-    async with asyncio.timeout(LIMIT_S):
-        first = await client.responses.create(**asked)
-        async with client.responses.stream(**asked) as stream:
-            streamed = await stream.get_final_response()
-        call = first.output[-1]
-        assert call.type == "function_call"
-        assert call.name in ([named] if named else TOOLS)
-        jsonschema.validate(json.loads(call.arguments), SCHEMA)
-        assert first.status == "completed"
-        again = streamed.output[-1]
-        assert again.type == "function_call"
-        assert (again.name, again.arguments) == (call.name, call.arguments)
-        output: Any = {"type": "function_call_output", "call_id": call.call_id, "output": "cold"}
-        asked = RESPONSE | {"input": [output], "tool_choice": "none", "max_output_tokens": 8}
-        second = await client.responses.create(**asked, previous_response_id=first.id)
-        assert [item.type for item in second.output] == ["message"]
-
-
-@pytest.mark.slow
-async def test_a_response_in_a_form_or_calls(client: AsyncOpenAI) -> None:
-    """Whichever the model writes, it is one of both."""
-    form = {"type": "json_schema", "name": "place", "schema": SCHEMA}
-    asked = RESPONSE | {"temperature": 1, "text": {"format": form}}
-    valid = 0
-    async with asyncio.timeout(LIMIT_S):
-        for seed in range(8):
-            answer = await client.responses.create(**asked, extra_body={"seed": seed})
-            texts = [item.arguments for item in answer.output if item.type == "function_call"]
-            texts += [answer.output_text] if answer.output_text else []
-            for text in texts if answer.status == "completed" else []:
-                jsonschema.validate(json.loads(text), SCHEMA)
-                valid += 1
-    assert valid

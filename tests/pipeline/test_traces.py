@@ -9,21 +9,20 @@ from collections import defaultdict
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 
-import httpx
 import pytest
 import structlog
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
-from opentelemetry.trace import SpanKind
 
 from nano_inference.bus.public import Completion
-from nano_inference.config import STAGES, Config, TelemetryConfig, load_config
-from nano_inference.gateway.gateway import Gateway
+from nano_inference.config import STAGES, TelemetryConfig, load_config
 from nano_inference.pipeline.pipeline import Pipeline
+from nano_inference.stages.admission.requests import Requests
 from nano_inference.telemetry import names, setup_logging, setup_tracing
 
-from .builders import LONG, asking, end_of
+from .builders import LONG, asking, break_once, end_of, until
 from .conftest import LIMIT_S
+from .deployments import own_prefix
 
 # --- traces ----------------------------------------------------------------------------------
 
@@ -84,34 +83,6 @@ async def test_a_trace_has_every_stage_and_the_parts_of_the_executor() -> None:
     assert executor.attributes[names.OUTPUT_TOKENS] == 8
 
 
-@pytest.mark.parametrize("stream", [False, True])
-async def test_a_call_over_http_goes_on_with_its_client_s_trace(stream: bool) -> None:
-    trace_id, client_id = "a" * 32, "b" * 16
-    headers = {"traceparent": f"00-{trace_id}-{client_id}-01", "tracestate": "vendor=1"}
-    body = {"text": "1 + 1 =", "stream": stream, "sampling_params": {"max_new_tokens": 4}}
-    async with recorded() as record, Gateway(record.pipeline.client, Config()) as gateway:
-        async with httpx.AsyncClient(base_url=gateway.url, timeout=LIMIT_S) as http:
-            answer = await http.post("/generate", json=body, headers=headers)
-            assert answer.status_code == 200
-        await settled(record)
-    spans = {
-        span.name: span
-        for span in record.spans
-        if format(span.context.trace_id, "032x") == trace_id
-    }
-    assert sorted(spans) == sorted(["POST /generate", *STAGES, "prefill", "decode"])
-    call = spans["POST /generate"]
-    assert call.parent is not None
-    assert format(call.parent.span_id, "016x") == client_id
-    assert call.kind is SpanKind.SERVER
-    for stage in STAGES:
-        parent = spans[stage].parent
-        assert parent is not None
-        assert parent.span_id == call.context.span_id
-        assert call.start_time <= spans[stage].start_time
-    assert spans["admission"].context.trace_state.get("vendor") == "1"
-
-
 async def test_preempted_and_resumed_shows_as_slices() -> None:
     settings = {"engine__kv_cache_bytes": 400_000, "engine__max_batch_size": 8}
     async with recorded(engine__max_model_len=128, **settings) as record:
@@ -144,6 +115,25 @@ async def test_a_cancellation_shows_in_the_trace() -> None:
     for span in (*spans["streaming"], *spans["cancel"]):
         assert not span.status.is_ok
         assert span.attributes[names.ERROR_TYPE] == "cancelled"
+
+
+async def test_a_new_admission_repeats_the_first_span(
+    redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The former one may have ended before it exported the span."""
+    place = own_prefix(redis_url)
+    async with recorded(bus__url=place.url, bus__prefix=place.prefix) as record:
+        bus = record.pipeline.client.bus
+        entry_id = await bus.requests.publish(asking("1 + 1 ="))  # no span of the client
+        done = await end_of(bus.results.follow(entry_id, entry_id))
+        former = record.pipeline._actors["admission"]
+        break_once(monkeypatch, Requests, "room", after=1)
+        await settled(record)
+        await until(lambda: record.pipeline._actors["admission"] is not former)
+        await settled(record)
+    first, again = record.of(done)["admission"]
+    assert first.parent is again.parent is None
+    assert first.context.span_id == again.context.span_id
 
 
 async def test_steps_are_linked_to_the_requests_in_them() -> None:

@@ -1,4 +1,4 @@
-"""Weights by every transport, and their parity with a model that loads them."""
+"""Weights of a trainer that fails and in parts, and their parity with a model that loads them."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from nano_inference import (
     SamplingParams,
     WeightsError,
 )
-from nano_inference.bus.weights import FolderWeights, GroupWeights, StagedWeights, TensorMeta
+from nano_inference.bus.weights import StagedWeights
 from nano_inference.config import load_config
-from nano_inference.stages.executor.runner.weights.transports import SharedWeights, WeightsGroup
+from nano_inference.stages.executor.runner.weights.transports import SharedWeights
 from nano_inference.stages.executor.runner.weights.transports.folder import read_folder
 
 from .. import oracle
 from ..stages.executor.models import make_model
-from ..stages.executor.runner.weights.transports.peers import Peer, free_address
+from ..stages.executor.runner.weights.transports.peers import Peer
 from . import reference
 from .builders import State, raises, until
 from .conftest import LIMIT_S
@@ -90,44 +90,6 @@ async def synced(pipeline: Pipeline, peer: Peer, file: Path) -> int:
     return await pipeline.client.update_weights(peer.source(file), timeout_s=LIMIT_S)
 
 
-async def test_weights_come_from_a_folder_or_a_file(
-    exact: Pipeline, loaded: State, tmp_path: Path
-) -> None:
-    file = spelt(tmp_path, loaded, 1)
-    assert await exact.client.update_weights(FolderWeights(str(tmp_path))) == 1
-    assert await spells(exact) == (1, oracle.token_of(1))
-    save_file(oracle.announcing(loaded, 2), file)
-    assert await exact.client.update_weights(FolderWeights(str(file))) == 2
-    assert await spells(exact) == (2, oracle.token_of(2))
-
-
-async def test_weights_come_from_shared_memory(exact: Pipeline, loaded: State) -> None:
-    with SharedWeights(oracle.announcing(loaded, 1), bucket_bytes=100_000) as shared:
-        assert await exact.client.update_weights(shared.source) == 1
-        shared.update(oracle.announcing(loaded, 2))
-        # What the executor has is its own.
-        assert await spells(exact) == (1, oracle.token_of(1))
-        assert await exact.client.update_weights(shared.source) == 2
-        assert await spells(exact) == (2, oracle.token_of(2))
-    with pytest.raises(WeightsError, match="there is no shared memory"):
-        await exact.client.update_weights(shared.source)
-    assert await exact.client.weight_version() == 2
-
-
-@pytest.mark.parametrize("bucket_bytes", [0, 200_000])
-async def test_weights_come_from_our_own_group(
-    exact: Pipeline, loaded: State, bucket_bytes: int
-) -> None:
-    with WeightsGroup("127.0.0.1:0", 2, timeout_s=LIMIT_S) as group:
-        await exact.client.join_weights_group("weights", group.address, 2)
-        for version in (1, 2, 3):
-            weights = oracle.announcing(loaded, version)
-            sending = group.broadcast({k: v.bfloat16() for k, v in weights.items()}, bucket_bytes)
-            assert await exact.client.update_weights(sending.source) == version
-            await asyncio.to_thread(sending.result)
-            assert await spells(exact) == (version, oracle.token_of(version))
-
-
 async def test_experts_may_come_in_several_parts(tmp_path: Path) -> None:
     """A checkpoint has each expert by itself, and the model has those of a layer in one tensor."""
     folders = [tmp_path / "old", tmp_path / "new"]
@@ -182,29 +144,6 @@ async def test_another_trainer_follows_a_killed_one(
             assert await synced(exact, peer, file) == 1
         await until(lambda: tokens() > before)
     assert await spells(exact) == (1, oracle.token_of(1))
-
-
-async def test_leaving_a_group_ends_an_update_that_hangs(
-    exact: Pipeline, loaded: State, tmp_path: Path
-) -> None:
-    file = spelt(tmp_path, loaded, 1)
-    with Peer() as peer:
-        await joined(exact, peer)
-        update = asyncio.create_task(exact.client.update_weights(peer.source(file)))
-        peer.tell("half", file)
-        assert await heard(peer) == "half"
-        await exact.client.leave_weights_group("weights")
-        with raises("weights_interrupted", kind=WeightsError):
-            await update
-
-
-async def test_a_missing_group_is_an_error(exact: Pipeline) -> None:
-    with raises("weights_timeout", kind=WeightsError):
-        await exact.client.join_weights_group("x", free_address(), 2, timeout_s=0.5)
-    metas = (TensorMeta("model.norm.weight", "float32", (128,)),)
-    with pytest.raises(WeightsError, match="not in the group 'x'"):
-        await exact.client.update_weights(GroupWeights("x", metas))
-    await exact.client.leave_weights_group("x")  # which it is not in
 
 
 async def test_a_pipeline_ends_while_a_trainer_hangs(loaded: State, tmp_path: Path) -> None:

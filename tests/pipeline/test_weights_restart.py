@@ -172,26 +172,6 @@ async def test_a_killed_executor_reads_the_folder_again(house: House, tmp_path: 
     assert "weights_restored" in house.log.read_text()
 
 
-async def test_a_killed_replica_gets_the_other_replica_s_weights(
-    redis_url: str, tmp_path: Path
-) -> None:
-    loaded = dict(reference.model().state_dict())
-    save_file(oracle.announcing(loaded, 7), tmp_path / "model.safetensors")
-    with up(redis_url, tmp_path / "log", 2) as house:
-        async with asyncio.timeout(LIMIT_S), BusClient.connect(house.bus) as client:
-            await until_ready(client, 2)
-            assert await client.update_weights(FolderWeights(str(tmp_path)), version=7) == 7
-            running = [await begun(client, greedy(n, 300, 2)) for n in range(3)]
-            await kill_executor(client, 2, "executor.1")
-            later = [client.complete(greedy(n, 9, 4)) for n in range(8)]
-            for completion in await asyncio.gather(*running, *later):
-                assert {(version, *set(tokens)) for version, tokens in stamped(completion)} == {
-                    (7, oracle.token_of(7))
-                }
-            assert await client.weight_version() == 7
-            assert await client.update_weights(FolderWeights(str(tmp_path))) == 8
-
-
 # --- replicas --------------------------------------------------------------------------------
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..bus.control import MEMORY_TAGS, Cancel, JoinWeightsGroup, MemoryTag, UpdateWeights
 from ..bus.entries import RequestEntry
-from ..bus.messages import Dispatch
+from ..bus.messages import Dispatch, StepPlan
 from ..bus.public import Completion, EmbedParams, GenerateRequest
 from ..bus.weights import FolderWeights, GroupWeights, InFlight, WeightsSource, check_in_flight
 from ..config import (
@@ -39,6 +39,7 @@ from ..stages.executor.runner.adapters.peft import (
 )
 from ..stages.executor.runner.weights import WeightGroups, fetch, weights_lost
 from ..stages.streaming.core import StreamingCore
+from ..stages.tier_log import log_differences
 from ..store.board import LoadedAdapter
 from ..telemetry import now_ns
 from ..text.tokenizer import default_sampling_params, find_tokenizer, stop_token_ids_of
@@ -54,6 +55,8 @@ from .engine_requests import (
 )
 from .rollouts import Prompt, RequestId, RolloutEngine, TrainingSample
 from .scoring import params_to_score, token_ids_to_score
+
+_FETCH_WAIT_S = 1.0
 
 
 class InferenceEngine:
@@ -105,6 +108,8 @@ class InferenceEngine:
         self._admission.set_capacity(capacity)
         # Results come back at once, so no plan is made ahead of them.
         self._batching = BatchingCore(self.config, capacity, steps_ahead=1)
+        if self._core.tiers is not None:
+            self._batching.change_tiers(self._core.tiers.on_disk())
         self._streaming = StreamingCore(tokenizer if self._executor.model.generates else None)
         self._requests = UnfinishedRequests()
         self._groups = WeightGroups()
@@ -550,6 +555,8 @@ class InferenceEngine:
                             progress.advance(bar)
                         else:
                             self._uncollected += samples
+            while not self._requests and self._batching.audits:
+                self._advance()
         except BaseException:
             for name in names:
                 self._abort(name)
@@ -566,7 +573,7 @@ class InferenceEngine:
 
     def _advance(self) -> list[tuple[str, list[Finished]]]:
         executor = self._executor
-        plan = self._batching.plan(now_ns())
+        plan = self._plan()
         if plan is None:
             if self._requests:
                 if self._batching.lacks:
@@ -604,6 +611,20 @@ class InferenceEngine:
             self._uncollected += [pair for _, pairs in finished for pair in pairs]
             raise refused
         return finished
+
+    def _plan(self) -> StepPlan | None:
+        """Return the next plan, after waiting for blocks from disk if nothing else can run."""
+        batching, tiers = self._batching, self._executor.tiers
+        if tiers is None:
+            return batching.plan(now_ns())
+        while True:
+            if (changes := tiers.take_changes()) is not None:
+                batching.change_tiers(changes)
+                log_differences(changes)
+            plan = batching.plan(now_ns())
+            if plan is not None or not batching.fetches:
+                return plan
+            tiers.wait(_FETCH_WAIT_S)
 
     def _finished(self, completion: Completion) -> tuple[str, list[Finished]]:
         name = completion.request_id

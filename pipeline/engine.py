@@ -90,7 +90,8 @@ class InferenceEngine:
             # The reference is an engine here, and no part of the cores as in a pipeline.
             own = replace(own, reference_model_path="")
             model_path = self.config.reference_model_path
-            reference = reference or replace(own, model_path=model_path, speculation="off")
+            alone = {"speculation": "off", "kv_host_bytes": 0, "kv_disk_path": ""}
+            reference = reference or replace(own, model_path=model_path, **alone)
         self._reference = InferenceEngine(reference) if reference is not None else None
         folder = self.config.model_folder
         tokenizer = find_tokenizer(folder)

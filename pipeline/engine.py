@@ -507,6 +507,8 @@ class InferenceEngine:
         """
         self._groups.close()
         if self._core is not None:
+            while not self._requests and self._batching.saves:
+                self._advance()
             self._core.close()
             self._core = None
         if self._reference is not None:

@@ -10,6 +10,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Hashable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any, NamedTuple
 
 import msgspec
@@ -139,6 +140,8 @@ class KVCacheManager(ABC):
         self._ref_counts = [0] * num_blocks
         # With tiers: of full blocks that hold the KV of their names' tokens.
         self._names: list[bytes | None] = [None] * num_blocks
+        # Of these, blocks that a later start could find on disk, and that may not be there.
+        self._unsaved: dict[int, None] = {}
         # In order of eviction. Blocks outside the index go to the front. A sequence's last block
         # is freed first, so continuations are evicted before their prefixes.
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
@@ -174,6 +177,7 @@ class KVCacheManager(ABC):
         """Forget the tokens of all blocks on the device, as `flush`; the tiers keep theirs."""
         self._generation += 1
         self._names = [None] * self.num_blocks
+        self._unsaved.clear()
         self._forget_all()
 
     # --- leases -------------------------------------------------------------------------------
@@ -198,6 +202,20 @@ class KVCacheManager(ABC):
         waits, asked = self.tiers.fetch(names, max(lease.num_fetched - known, 0))
         lease.num_fetched = known + asked
         return waits
+
+    @property
+    def has_unsaved(self) -> bool:
+        """Whether `save` has something to do."""
+        return bool(self._unsaved)
+
+    def save(self, max_blocks: int) -> None:
+        """Store blocks that would be missing on disk after a restart, although they stay here."""
+        for block_id in [*islice(self._unsaved, max_blocks)]:
+            del self._unsaved[block_id]
+            name = self._names[block_id]
+            assert self.tiers is not None
+            assert name is not None
+            self.tiers.save(name, block_id)
 
     def name_of(self, block_id: int) -> bytes | None:
         """Return the name of the full block whose KV is in a block, if it is known."""
@@ -429,10 +447,15 @@ class KVCacheManager(ABC):
     def _name_blocks(self, lease: Lease, num_blocks: int) -> None:
         """Note the names of blocks that are full, and in the index."""
         if num_blocks > lease.num_named:
+            assert self.tiers is not None
             names = self._names_of(lease, num_blocks)
+            saves = self.tiers.survives(self.weight_version, lease.scope)
             for index in range(lease.num_named, num_blocks):
-                if self._is_indexed(block_id := lease.block_ids[index]):
+                block_id = lease.block_ids[index]
+                if self._is_indexed(block_id) and self._names[block_id] != names[index]:
                     self._names[block_id] = names[index]
+                    if saves:
+                        self._unsaved[block_id] = None
             lease.num_named = num_blocks
 
     def _require(self, num_blocks: int) -> None:
@@ -447,6 +470,7 @@ class KVCacheManager(ABC):
         if (name := self._names[block_id]) is not None:
             assert self.tiers is not None
             self._names[block_id] = None
+            self._unsaved.pop(block_id, None)
             self.tiers.store(name, block_id)
         self._ref_counts[block_id] = 1
         return block_id

@@ -37,6 +37,9 @@ from .sequence import Sequence, SequenceStatus
 from .starting import shared_prefills, startable
 from .tiers import KVTiers
 
+BLOCKS_SAVED_AT_ONCE = 16
+"""Blocks that one plan saves to disk while nothing else runs; a new request waits that long."""
+
 CACHES: dict[str, type[KVCacheManager]] = {"paged": PagedKVCache, "radix": RadixKVCache}
 
 
@@ -306,7 +309,7 @@ class BatchingCore:
             # Victims come last first, so the one that runs longest ends up in front.
             self._give_up(self._index[seq_id])
             self._counters.preemptions += 1
-        audit = self._begin_audit()
+        audit = self._begin_idle_work()
         has_moves = any(part is not None and part.has_moves for part in (self.tiers, self._audit))
         if not (decision.num_tokens or audit or has_moves or next_plan.cannot_wait):
             return None
@@ -362,6 +365,11 @@ class BatchingCore:
     def audits(self) -> bool:
         """Whether, with nothing else to run, a loaded block is to be computed or compared."""
         return self._audit is not None and (self._audit.is_due or self._audit.has_moves)
+
+    @property
+    def saves(self) -> bool:
+        """Whether, with nothing else to run, blocks are to be saved to disk."""
+        return self.cache.has_unsaved and not (self.paused or self.lacks)
 
     @property
     def idle(self) -> bool:
@@ -444,11 +452,12 @@ class BatchingCore:
             drafts=not self._draft_rest,
         )
 
-    def _begin_audit(self) -> NewSequence | None:
-        """Start the audit of a loaded block while nothing else runs."""
+    def _begin_idle_work(self) -> NewSequence | None:
+        """While nothing else runs, save blocks to disk, and start the audit of a loaded block."""
         busy = self._index or self._leaving or self._sent or self.paused or self.lacks
         if self._audit is None or busy:
             return None
+        self.cache.save(BLOCKS_SAVED_AT_ONCE)
         return self._audit.begin(self._step_id + 1)
 
     def _build(

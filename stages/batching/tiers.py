@@ -121,9 +121,14 @@ class KVTiers:
         Weights as they were loaded have the same root after a restart, and on every executor. Those
         of an update or an adapter are known to this executor only.
         """
-        known = weight_version == self.capacity.weight_version and not scope.adapter
-        origin = self.capacity.weights if known else f"{self.capacity.incarnation}.{weight_version}"
+        origin = f"{self.capacity.incarnation}.{weight_version}"
+        if self._is_known_elsewhere(weight_version, scope):
+            origin = self.capacity.weights
         return xxhash.xxh3_128_intdigest(repr((self.capacity.layout, origin, *scope)).encode())
+
+    def survives(self, weight_version: int, scope: CacheScope) -> bool:
+        """Whether another start could find a block of these weights on disk."""
+        return self.capacity.disk_blocks > 0 and self._is_known_elsewhere(weight_version, scope)
 
     # --- blocks -------------------------------------------------------------------------------
 
@@ -141,6 +146,11 @@ class KVTiers:
             self._fill(name, slot)
             self._moves.append(KVMove("store", name, slot, block_id, write))
             self._counts.stored += 1
+
+    def save(self, name: bytes, block_id: int) -> None:
+        """Store a block that stays on the device, unless it is on disk."""
+        if name not in self._on_disk:
+            self.store(name, block_id)
 
     def num_ready(self, names: Sequence[bytes]) -> int:
         """Return the number of leading names in host slots, if loading beats computing."""
@@ -314,6 +324,9 @@ class KVTiers:
             "kv_disk": len(self._on_disk),
             "kv_disk_total": self.capacity.disk_blocks,
         }
+
+    def _is_known_elsewhere(self, weight_version: int, scope: CacheScope) -> bool:
+        return weight_version == self.capacity.weight_version and not scope.adapter
 
     def _is_stored(self, name: bytes) -> bool:
         return name in self._slot_of or name in self._fetching or name in self._on_disk

@@ -92,6 +92,19 @@ def test_kv_from_disk_gives_the_same_tokens_after_a_restart(
     assert found.lost == 0
 
 
+def test_blocks_that_were_never_evicted_are_on_disk_after_a_shutdown(tmp_path: Path) -> None:
+    with engine(kv_disk_path=str(tmp_path)) as made:
+        expected = tokens_of(made.generate(PROMPTS[:2], GREEDY))
+        assert counts(made).stored == 0
+    with engine(kv_disk_path=str(tmp_path)) as made:
+        assert tokens_of(made.generate(PROMPTS[:2], GREEDY)) == expected
+        assert counts(made).fetched == 2 * (PROMPT_TOKENS // 16)
+        made.update_weights(made.state_dict(), blocking=True)
+        made.generate(PROMPTS[2:4], GREEDY)
+    files = len(list(tmp_path.rglob("*.kv")))
+    assert files == 2 * (PROMPT_TOKENS // 16), "others can't be found by a later start"
+
+
 def test_siblings_constraints_and_drafts_go_on_from_stored_kv() -> None:
     """n > 1 shares a prefill behind loaded blocks; sampled tokens depend on (seed, position)."""
     params = SamplingParams(temperature=1, max_tokens=6, seed=3, ignore_eos=True)

@@ -268,6 +268,8 @@ def test_random_lives_never_find_other_kv(
         elif event < 0.9 and replica.executor.jobs:
             fails = draw.random() < 0.2
             replica.tiers.changed(replica.executor.finish_job(fails=fails))
+        elif event < 0.91:
+            replica.cache.save(2)
         elif event < 0.92:
             replica.cache.flush()
         elif event < 0.94:

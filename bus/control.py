@@ -308,6 +308,34 @@ class EmbeddingCapacity(InternalPart, frozen=True, array_like=True):
     whole: bool = False
 
 
+class TierCapacity(InternalPart, frozen=True, array_like=True):
+    """KV tiers of an executor below its cache.
+
+    Attributes:
+        host_slots: Blocks in host memory.
+        disk_blocks: Blocks on disk; 0 for no disk tier.
+        layout: Digest of the layout of a block's bytes.
+        weights: Digest of the weights as they were loaded.
+        weight_version: Of these weights.
+        incarnation: Of the executor.
+        load_ns: Time to load a block from host memory, measured at the start, as the next two.
+        fetch_ns: Time to read a block from disk.
+        token_ns: Time to compute one token of a prompt.
+        exact: Whether a block computed again has the same bits (deterministic mode).
+    """
+
+    host_slots: int
+    disk_blocks: int
+    layout: str
+    weights: str
+    weight_version: int
+    incarnation: str
+    load_ns: int
+    fetch_ns: int
+    token_ns: int
+    exact: bool = False
+
+
 class ReplicaCapacity(InternalPart, frozen=True, array_like=True):
     """Capacity of an executor.
 
@@ -325,6 +353,7 @@ class ReplicaCapacity(InternalPart, frozen=True, array_like=True):
         embedding: Its embeddings; None if unsupported.
         experts: Experts per layer; 0 for none.
         drafts: Whether its steps can verify drafts, if enabled.
+        tiers: Its KV tiers; None if there are none.
     """
 
     num_blocks: int
@@ -340,6 +369,33 @@ class ReplicaCapacity(InternalPart, frozen=True, array_like=True):
     embedding: EmbeddingCapacity | None = None
     experts: int = 0
     drafts: bool = True
+    tiers: TierCapacity | None = None
+
+
+class AuditedBlock(InternalPart, frozen=True, array_like=True):
+    """A block that was loaded and computed again, with the digests of both."""
+
+    name: bytes
+    loaded: str
+    computed: str
+
+
+class TiersChanged(Internal, frozen=True):
+    """The executor to batching: changes of its KV tiers, by block hashes.
+
+    Attributes:
+        stored: Blocks that are on disk now.
+        fetched: Blocks that are in their host slots now.
+        lost: Blocks that could not be written to disk, or not be read whole.
+        whole: Whether `stored` is all that is on disk.
+        audited: Blocks that were compared.
+    """
+
+    stored: tuple[bytes, ...] = ()
+    fetched: tuple[bytes, ...] = ()
+    lost: tuple[bytes, ...] = ()
+    whole: bool = False
+    audited: tuple[AuditedBlock, ...] = ()
 
 
 class AdaptersChanged(Internal, frozen=True):

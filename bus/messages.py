@@ -229,10 +229,37 @@ class NewSequence(InternalPart, frozen=True, array_like=True):
     prediction: tuple[int, ...] = ()
 
 
+AUDIT_SEQ_ID = -2
+"""The sequence that computes a block of the KV tiers again. It belongs to no request."""
+
+
+class KVMove(InternalPart, frozen=True, array_like=True):
+    """One block's move between the KV cache and the tiers below it.
+
+    Attributes:
+        kind: "store": from a block of the cache to a host slot. "load": from a host slot to a
+            block. "fetch": from disk to a host slot, in the background. "drop": delete it on disk.
+            "compare": report whether two blocks of the cache are equal.
+        name: Its block hash, 16 bytes.
+        slot: The host slot; -1 for none.
+        block_id: The block of the cache; -1 for none.
+        write: Of "store": also write it to disk, in the background.
+        other: Of "compare": the loaded block; `block_id` is the computed one.
+    """
+
+    kind: Literal["store", "load", "fetch", "drop", "compare"]
+    name: bytes
+    slot: int = -1
+    block_id: int = -1
+    write: bool = False
+    other: int = -1
+
+
 class StepPlan(Internal, frozen=True):
     """One forward pass.
 
-    The executor applies `finished`, `new`, `grown` and `copies` in this order, then runs the rows.
+    The executor applies `finished`, `new`, `grown`, `kv_moves` and `copies` in this order, then
+    runs the rows.
 
     Row i computes the next `num_tokens[i]` tokens of `seq_ids[i]`. A row that reaches the end of
     the tokens known so far samples one more; the executor feeds that token to the sequence's next
@@ -255,6 +282,7 @@ class StepPlan(Internal, frozen=True):
             pass; version 0: the executor forgets the adapter. Behind `finished`, before `new`.
         num_drafts: `[rows]`, how many drafted tokens the executor may verify in a row besides,
             for which the row's blocks have room; empty: none in any.
+        kv_moves: Blocks to move between the KV cache and the tiers below it, in this order.
     """
 
     step_id: int
@@ -270,6 +298,7 @@ class StepPlan(Internal, frozen=True):
     release: tuple[str, ...] = ()
     adapters: tuple[tuple[str, int], ...] = ()
     num_drafts: tuple[int, ...] = ()
+    kv_moves: tuple[KVMove, ...] = ()
 
 
 class StartedSequence(InternalPart, frozen=True, array_like=True):

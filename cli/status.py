@@ -222,6 +222,9 @@ def _load(report: StageReport, *, verbose: bool) -> str:
         free, total = load.pop("kv_free"), load.pop("kv_total")
         cached = load.pop("kv_cached", 0)
         texts.append(f"KV blocks {free} of {total} free, {cached} cached")
+    if "kv_host" in load:
+        tiers = [f"{load.pop(f'kv_{tier}')} of {load.pop(f'kv_{tier}_total')}" for tier in TIERS]
+        texts.append(f"below: {tiers[0]} blocks in host memory, {tiers[1]} on disk")
     if "draft_tokens" in load:
         counts = (load.pop("drafts", 0), load.pop("draft_tokens"), load.pop("accepted_tokens", 0))
         texts.append(f"drafts: {drafts_line(*counts)}")
@@ -292,6 +295,10 @@ def top(
             time.sleep(max(0.05, every_s - (time.monotonic() - started)))
 
 
+TIERS = {"host": "in host memory", "disk": "on disk"}
+"""KV tiers below the device, as shown."""
+
+
 class History(defaultdict[str, deque[float]]):
     """The last tokens per second of each lane."""
 
@@ -340,6 +347,9 @@ def _numbers(lane: LaneHealth, history: History) -> Table:
     blocks = batching("kv_total")
     made.add_row("KV blocks", _bar(blocks - batching("kv_free"), blocks, "used"))
     made.add_row("", f"{batching('kv_cached'):,.0f} in the prefix cache")
+    for tier, where in TIERS.items():
+        if most := batching(f"kv_{tier}_total"):
+            made.add_row("", _bar(batching(f"kv_{tier}"), most, where))
     return made
 
 

@@ -64,6 +64,16 @@ class EngineConfig(Section, frozen=True, forbid_unknown_fields=True):
         gpu_memory_utilization: Share of the device's memory for weights and KV cache (CUDA, XPU).
         kv_cache_bytes: Size of the KV cache on CPU and MPS; memory is taken as blocks are first
             used.
+        kv_host_bytes: Host memory for KV blocks that the cache evicts, from which they are loaded
+            again; 0 for none, or as much as reading from `kv_disk_path` needs.
+        kv_disk_path: Folder for evicted KV blocks, one subfolder per executor, which later starts
+            with the same weights read again; "" for none.
+        kv_disk_bytes: Size limit of that folder.
+        kv_eviction: Order in which blocks leave a full tier: "lru", "clock" (second chance), or
+            "s3fifo", which keeps blocks that are used once from displacing others.
+        kv_audit_every: One in so many blocks loaded from a tier is computed again while nothing
+            else runs, and compared bit for bit; a difference turns the tiers off until the cache is
+            flushed. 0 is off. Without deterministic mode there is no audit.
         max_tokens_per_batch: Token budget of one step; longer prefills are chunked.
         dtype: "auto" is the checkpoint's own, and bfloat16 for a GGUF file of quantized weights.
         device: "auto" is CUDA if there is one, else XPU, else MPS, else the CPU. Otherwise a torch
@@ -127,6 +137,11 @@ class EngineConfig(Section, frozen=True, forbid_unknown_fields=True):
     max_model_len: Annotated[int, Range("at least 2", 2)] = 8192
     gpu_memory_utilization: Annotated[float, Range("above 0, at most 1", TINY, 1)] = 0.9
     kv_cache_bytes: PositiveInt = 1 << 28
+    kv_host_bytes: NonNegativeInt = 0
+    kv_disk_path: str = ""
+    kv_disk_bytes: PositiveInt = 16 << 30
+    kv_eviction: Literal["lru", "clock", "s3fifo"] = "lru"
+    kv_audit_every: NonNegativeInt = 1000
     max_tokens_per_batch: PositiveInt = 2048
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     device: str = "auto"

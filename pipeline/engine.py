@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ..bus.control import MEMORY_TAGS, Cancel, JoinWeightsGroup, MemoryTag, UpdateWeights
 from ..bus.entries import RequestEntry
+from ..bus.messages import StepPlan
 from ..bus.public import Completion, EmbedParams, GenerateRequest
 from ..bus.weights import FolderWeights, GroupWeights, InFlight, WeightsSource, check_in_flight
 from ..config import (
@@ -39,6 +40,7 @@ from ..stages.executor.runner.adapters.peft import (
 from ..stages.executor.runner.weights.sync_manager import weights_lost
 from ..stages.executor.runner.weights.transports import WeightGroups, fetch
 from ..stages.streaming.core import StreamingCore
+from ..stages.tier_log import log_differences
 from ..store.board import LoadedAdapter
 from ..telemetry import now_ns
 from ..text.tokenizer import default_sampling_params, find_tokenizer, stop_token_ids_of
@@ -54,6 +56,8 @@ from .engine_requests import (
 )
 from .rollouts import Prompt, RequestId, RolloutEngine, TrainingSample
 from .scoring import params_to_score, token_ids_to_score
+
+_FETCH_WAIT_S = 1.0
 
 
 class InferenceEngine:
@@ -87,7 +91,8 @@ class InferenceEngine:
             # The reference is an engine here, and no part of the cores as in a pipeline.
             own = replace(own, reference_model_path="")
             model_path = self.config.reference_model_path
-            reference = reference or replace(own, model_path=model_path, speculation="off")
+            alone = {"speculation": "off", "kv_host_bytes": 0, "kv_disk_path": ""}
+            reference = reference or replace(own, model_path=model_path, **alone)
         self._reference = InferenceEngine(reference) if reference is not None else None
         folder = self.config.model_folder
         tokenizer = find_tokenizer(folder)
@@ -105,6 +110,8 @@ class InferenceEngine:
         self._admission.set_capacity(capacity)
         # Results come back at once, so no plan is made ahead of them.
         self._batching = BatchingCore(self.config, capacity, steps_ahead=1)
+        if self._core.tiers is not None:
+            self._batching.change_tiers(self._core.tiers.on_disk())
         self._streaming = StreamingCore(tokenizer if self._executor.model.generates else None)
         self._requests = UnfinishedRequests()
         self._groups = WeightGroups()
@@ -501,6 +508,8 @@ class InferenceEngine:
         """
         self._groups.close()
         if self._core is not None:
+            while not self._requests and self._batching.saves:
+                self._advance()
             self._core.close()
             self._core = None
         if self._reference is not None:
@@ -540,6 +549,8 @@ class InferenceEngine:
                             progress.advance(bar)
                         else:
                             self._uncollected += samples
+            while not self._requests and self._batching.audits:
+                self._advance()
         except BaseException:
             for name in names:
                 self._abort(name)
@@ -556,7 +567,7 @@ class InferenceEngine:
 
     def _advance(self) -> list[tuple[str, list[Finished]]]:
         executor = self._executor
-        plan = self._batching.plan(now_ns())
+        plan = self._plan()
         if plan is None:
             if self._requests:
                 if self._batching.lacks:
@@ -594,6 +605,20 @@ class InferenceEngine:
             self._uncollected += [pair for _, pairs in finished for pair in pairs]
             raise refused
         return finished
+
+    def _plan(self) -> StepPlan | None:
+        """Return the next plan, after waiting for blocks from disk if nothing else can run."""
+        batching, tiers = self._batching, self._executor.tiers
+        if tiers is None:
+            return batching.plan(now_ns())
+        while True:
+            if (changes := tiers.take_changes()) is not None:
+                batching.change_tiers(changes)
+                log_differences(changes)
+            plan = batching.plan(now_ns())
+            if plan is not None or not batching.fetches:
+                return plan
+            tiers.wait(_FETCH_WAIT_S)
 
     def _finished(self, completion: Completion) -> tuple[str, list[Finished]]:
         name = completion.request_id

@@ -178,6 +178,18 @@ KV_TOTAL = _gauge("nano.kv.blocks", "{block}", "KV blocks.")
 KV_USED = _gauge("nano.kv.blocks.used", "{block}", "KV blocks of running samples.")
 KV_CACHED = _gauge("nano.kv.blocks.cached", "{block}", "KV blocks in the prefix cache.")
 KV_EVICTED = _counter("nano.kv.blocks.evicted", "{block}", "Cached KV blocks evicted.")
+KV_TIER_BLOCKS = _gauge(
+    "nano.kv.tier.blocks", "{block}", "KV blocks in host memory and on disk.", names.KV_TIER
+)
+KV_TIER_MOVES = _counter(
+    "nano.kv.tier.moves",
+    "{block}",
+    "KV blocks moved between device, host memory and disk, or lost on the way to or from disk.",
+    names.KV_MOVE,
+)
+KV_TIME_SAVED = _counter(
+    "nano.kv.tier.time_saved", "s", "Estimated computing time of KV that was loaded instead."
+)
 PREEMPTIONS = _counter("nano.preemptions", "{sequence}", "Samples preempted.")
 RESUMES = _counter("nano.resumes", "{sequence}", "Samples resumed.")
 FAIRNESS_PREEMPTIONS = _counter(

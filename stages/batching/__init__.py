@@ -1,8 +1,9 @@
 """The batching stage: what fits in the next step."""
 
+from .block_hash import compute_block_hash
 from .cache import CacheAllocation, KVCacheManager, Lease, OutOfBlocks, PrefixMatch
 from .core import BatchingCore
-from .paged import PagedKVCache, compute_block_hash
+from .paged import PagedKVCache
 from .radix import RadixKVCache
 from .schedule import SchedulerOutput, schedule
 from .sequence import Sequence, SequenceStatus

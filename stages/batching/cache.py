@@ -8,13 +8,17 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import Counter, OrderedDict
 from collections.abc import Hashable, Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any, NamedTuple
 
 import msgspec
 
 from ...bus.messages import DEFAULT_SCOPE, CacheScope
 from ...config import NanoInferenceError
+from .block_hash import compute_block_hash
+from .tiers import KVTiers, LoadedBlock
 
 
 class OutOfBlocks(NanoInferenceError):
@@ -69,6 +73,11 @@ class Lease:
         num_known: Leading blocks found in the index when it was last searched.
         root: Root of the block-hash chain (PagedKVCache).
         chain: For each leading block, its name in the index: a hash, or a node of the tree.
+        names: For each leading full block, its name in the KV tiers.
+        names_root: Root of the chain of `names`.
+        num_named: Leading blocks whose names the cache knows.
+        whole_blocks: Whether to start with whole blocks only, and copy no part of one.
+        num_fetched: Leading blocks that were fetched from disk since the lease last held any.
     """
 
     token_ids: Sequence[int]
@@ -80,6 +89,11 @@ class Lease:
     num_known: int = 0
     root: Hashable = None
     chain: list[Any] = field(default_factory=list)
+    names: list[bytes] = field(default_factory=list)
+    names_root: int | None = None
+    num_named: int = 0
+    num_fetched: int = 0
+    whole_blocks: bool = False
 
     def held(self) -> list[int]:
         """All blocks that the lease holds."""
@@ -108,18 +122,26 @@ class KVCacheManager(ABC):
     tokens are copied. A block can be found only after `commit`, that is once its KV has been
     computed. A sequence never finds all of its tokens: sampling needs one to compute.
 
+    With tiers, a full block that is evicted is stored below the device, under its block hash, and
+    is loaded again into a free block when a sequence starts with its tokens.
+
     The life of a lease: `match` as often as needed, `start`, then `extend` and `commit` as it
     grows, `release`; then it may start again. Subclasses implement the index.
     """
 
-    def __init__(self, num_blocks: int, block_size: int) -> None:
-        """Args: the number of blocks and the tokens in each, both at least 1."""
+    def __init__(self, num_blocks: int, block_size: int, tiers: KVTiers | None = None) -> None:
+        """Args: the number of blocks, the tokens in each, both at least 1, and the tiers below."""
         if num_blocks < 1 or block_size < 1:
             raise ValueError("a cache needs at least one block of at least one token")
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.weight_version = 0
+        self.tiers = tiers
         self._ref_counts = [0] * num_blocks
+        # With tiers: of full blocks that hold the KV of their names' tokens.
+        self._names: list[bytes | None] = [None] * num_blocks
+        # Of these, blocks that a later start could find on disk, and that may not be there.
+        self._unsaved: dict[int, None] = {}
         # In order of eviction. Blocks outside the index go to the front. A sequence's last block
         # is freed first, so continuations are evicted before their prefixes.
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
@@ -138,24 +160,66 @@ class KVCacheManager(ABC):
     def begin_weight_version(self, version: int) -> None:
         """Forget all tokens; KV computed from now on belongs to these weights."""
         self.weight_version = version
-        self.flush()
+        self.forget_device()
+        if self.tiers is not None:
+            self.tiers.forget_host()
 
     def flush(self) -> None:
-        """Forget all tokens. Blocks in use stay in use.
+        """Forget all tokens, in the tiers too. Blocks in use stay in use.
 
         What their holders compute from now on isn't cached, since it depends on older KV.
         """
+        self.forget_device()
+        if self.tiers is not None:
+            self.tiers.clear()
+
+    def forget_device(self) -> None:
+        """Forget the tokens of all blocks on the device, as `flush`; the tiers keep theirs."""
         self._generation += 1
+        self._names = [None] * self.num_blocks
+        self._unsaved.clear()
         self._forget_all()
 
     # --- leases -------------------------------------------------------------------------------
 
     def match(self, lease: Lease) -> PrefixMatch:
         """Return what `start` would find and take now. Takes nothing."""
-        prefix, num_needed = self._fit(lease, len(self._free))
-        num_cached = len(prefix.block_ids) * self.block_size + prefix.num_partial
+        prefix, num_needed, names = self._fit(lease, len(self._free))
+        num_cached = (len(prefix.block_ids) + len(names)) * self.block_size + prefix.num_partial
         gains = num_cached < len(lease.token_ids) - 1
         return PrefixMatch(num_cached, num_needed, self.next_run(lease) if gains else None)
+
+    def fetch(self, lease: Lease) -> bool:
+        """Fetch a lease's blocks from disk, if that pays.
+
+        Returns:
+            Whether the sequence has to wait for them.
+        """
+        if self.tiers is None or not lease.may_reuse:
+            return False
+        known = lease.num_known
+        names = self._names_of(lease, (len(lease.token_ids) - 1) // self.block_size)[known:]
+        waits, asked = self.tiers.fetch(names, max(lease.num_fetched - known, 0))
+        lease.num_fetched = known + asked
+        return waits
+
+    @property
+    def has_unsaved(self) -> bool:
+        """Whether `save` has something to do."""
+        return bool(self._unsaved)
+
+    def save(self, max_blocks: int) -> None:
+        """Store blocks that would be missing on disk after a restart, although they stay here."""
+        for block_id in [*islice(self._unsaved, max_blocks)]:
+            del self._unsaved[block_id]
+            name = self._names[block_id]
+            assert self.tiers is not None
+            assert name is not None
+            self.tiers.save(name, block_id)
+
+    def name_of(self, block_id: int) -> bytes | None:
+        """Return the name of the full block whose KV is in a block, if it is known."""
+        return self._names[block_id]
 
     def next_run(self, lease: Lease) -> Hashable:
         """Return a name for the first tokens, up to a block, that the cache doesn't know.
@@ -196,7 +260,7 @@ class KVCacheManager(ABC):
         """
         if not lease.token_ids:
             raise ValueError("a sequence must hold at least one token")
-        prefix, _ = self._fit(lease, num_blocks)
+        prefix, _, names = self._fit(lease, num_blocks)
         shared = len(prefix.block_ids)
         num_fresh = -(-len(lease.token_ids) // self.block_size) - shared
         held = [*prefix.block_ids, prefix.source] if prefix.num_partial else prefix.block_ids
@@ -205,13 +269,20 @@ class KVCacheManager(ABC):
         for block_id in held:
             self._free.pop(block_id, None)
             self._ref_counts[block_id] += 1
-        lease.block_ids = [*prefix.block_ids, *(self._take_free() for _ in range(num_fresh))]
+        with self.tiers.pinned(names) if self.tiers is not None else nullcontext():
+            lease.block_ids = [*prefix.block_ids, *(self._take_free() for _ in range(num_fresh))]
+        if self.tiers is not None:
+            for index, name in enumerate(names, shared):
+                if self.tiers.load(name, block_id := lease.block_ids[index]):
+                    before = lease.token_ids[: (index + 1) * self.block_size]
+                    self.tiers.chosen.append(LoadedBlock(name, block_id, before, lease.scope))
+            lease.num_named, lease.num_fetched = shared, 0
         lease.generation = self._generation
         copies: tuple[tuple[int, int], ...] = ()
         if prefix.num_partial:
             lease.source = prefix.source
             copies = ((prefix.source, lease.block_ids[shared]),)
-        cached_length = shared * self.block_size + prefix.num_partial
+        cached_length = (shared + len(names)) * self.block_size + prefix.num_partial
         return CacheAllocation(tuple(lease.block_ids), cached_length, copies)
 
     def extend(self, lease: Lease) -> int:
@@ -267,6 +338,8 @@ class KVCacheManager(ABC):
         self._drop_source(lease)
         if self.is_current(lease):
             self._index(lease, num_tokens)
+            if self.tiers is not None:
+                self._name_blocks(lease, num_tokens // self.block_size)
 
     def release(self, lease: Lease) -> None:
         """Give back all blocks of a lease.
@@ -295,6 +368,8 @@ class KVCacheManager(ABC):
         assert counts == self._ref_counts, "reference counts do not match the block tables"
         free = {block_id for block_id, count in enumerate(counts) if count == 0}
         assert free == self._free.keys(), "free blocks are not exactly those without a holder"
+        if self.tiers is not None:
+            self.tiers.check()
 
     @abstractmethod
     def num_cached_blocks(self) -> int:
@@ -324,8 +399,9 @@ class KVCacheManager(ABC):
 
     # --- internals ----------------------------------------------------------------------------
 
-    def _fit(self, lease: Lease, room: int) -> tuple[Prefix, int]:
-        """Return the prefix to start with, and the free blocks that starting takes.
+    def _fit(self, lease: Lease, room: int) -> tuple[Prefix, int, Sequence[bytes]]:
+        """Return the prefix to start with, the free blocks that starting takes, and the names of
+        the blocks behind the prefix that are loaded from the tiers.
 
         Holding the source of a copy may take one more free block. Without room for it nothing is
         copied: a sequence that fits must never wait for an optional block.
@@ -333,19 +409,54 @@ class KVCacheManager(ABC):
         num_needed = -(-len(lease.token_ids) // self.block_size)
         if not lease.may_reuse:
             lease.forget_chain()
-            return Prefix([]), num_needed
+            return Prefix([]), num_needed, ()
         prefix = self._find(lease)
+        if lease.whole_blocks:
+            prefix = Prefix(prefix.block_ids)
         for block_id in prefix.block_ids:
             # Held blocks behind a free one don't count: another start in the same plan may evict
             # the free one, and then they aren't found any more.
             if not self._ref_counts[block_id]:
                 break
             num_needed -= 1
+        if self.tiers is not None:
+            names = self._names_of(lease, (len(lease.token_ids) - 1) // self.block_size)
+            names = names[len(prefix.block_ids) :]
+            if number := self.tiers.num_ready(names):
+                return Prefix(prefix.block_ids), num_needed, names[:number]
         if prefix.num_partial and not self._ref_counts[prefix.source]:
             if num_needed < room:
-                return prefix, num_needed + 1
-            return Prefix(prefix.block_ids), num_needed
-        return prefix, num_needed
+                return prefix, num_needed + 1, ()
+            return Prefix(prefix.block_ids), num_needed, ()
+        return prefix, num_needed, ()
+
+    def _names_of(self, lease: Lease, num_blocks: int) -> list[bytes]:
+        """Return the names of leading full blocks."""
+        assert self.tiers is not None
+        root = self.tiers.root(self.weight_version, lease.scope)
+        if lease.names_root != root:
+            lease.names_root = root
+            lease.names.clear()
+        names, size = lease.names, self.block_size
+        for index in range(len(names), num_blocks):
+            before = int.from_bytes(names[-1], "little") if names else root
+            run = lease.token_ids[index * size : (index + 1) * size]
+            names.append(compute_block_hash(run, before).to_bytes(16, "little"))
+        return names[:num_blocks]
+
+    def _name_blocks(self, lease: Lease, num_blocks: int) -> None:
+        """Note the names of blocks that are full, and in the index."""
+        if num_blocks > lease.num_named:
+            assert self.tiers is not None
+            names = self._names_of(lease, num_blocks)
+            saves = self.tiers.survives(self.weight_version, lease.scope)
+            for index in range(lease.num_named, num_blocks):
+                block_id = lease.block_ids[index]
+                if self._is_indexed(block_id) and self._names[block_id] != names[index]:
+                    self._names[block_id] = names[index]
+                    if saves:
+                        self._unsaved[block_id] = None
+            lease.num_named = num_blocks
 
     def _require(self, num_blocks: int) -> None:
         if num_blocks > len(self._free):
@@ -356,6 +467,11 @@ class KVCacheManager(ABC):
         block_id, _ = self._free.popitem(last=False)
         self._num_evicted += self._is_indexed(block_id)
         self._forget(block_id)
+        if (name := self._names[block_id]) is not None:
+            assert self.tiers is not None
+            self._names[block_id] = None
+            self._unsaved.pop(block_id, None)
+            self.tiers.store(name, block_id)
         self._ref_counts[block_id] = 1
         return block_id
 

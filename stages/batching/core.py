@@ -11,11 +11,21 @@ from typing import assert_never
 
 import msgspec
 
-from ...bus.control import Cancel, ReplicaCapacity
-from ...bus.messages import AdmittedRequest, Credit, NewSequence, RequestInfo, StepPlan, StepSummary
+from ...bus.control import Cancel, ReplicaCapacity, TiersChanged
+from ...bus.messages import (
+    AUDIT_SEQ_ID,
+    AdmittedRequest,
+    Credit,
+    KVMove,
+    NewSequence,
+    RequestInfo,
+    StepPlan,
+    StepSummary,
+)
 from ...bus.weights import InFlight
 from ...config import EngineConfig, SchedulerConfig
 from ...store.board import LoadedAdapter
+from .audit import TierAudit
 from .cache import KVCacheManager
 from .index import SequenceIndex
 from .paged import PagedKVCache
@@ -25,6 +35,10 @@ from .report import Counters, Report
 from .schedule import NOTHING, SchedulerOutput, schedule
 from .sequence import Sequence, SequenceStatus
 from .starting import shared_prefills, startable
+from .tiers import KVTiers
+
+BLOCKS_SAVED_AT_ONCE = 16
+"""Blocks that one plan saves to disk while nothing else runs; a new request waits that long."""
 
 CACHES: dict[str, type[KVCacheManager]] = {"paged": PagedKVCache, "radix": RadixKVCache}
 
@@ -44,6 +58,7 @@ class BatchingCore:
     Attributes:
         limits: The scheduler's.
         cache: The prefix cache.
+        tiers: The KV tiers below it; None if there are none.
         paused: While set, no step is planned.
         lacks: As in MemoryState; while it is not empty, no step is planned.
     """
@@ -56,7 +71,16 @@ class BatchingCore:
             max_tokens_per_batch=config.max_tokens_per_batch,
             block_size=capacity.block_size,
         )
-        self.cache = CACHES[config.cache_type](capacity.num_blocks, capacity.block_size)
+        self.tiers: KVTiers | None = None
+        if capacity.tiers is not None:
+            self.tiers = KVTiers(
+                capacity.tiers, capacity.block_size, config.kv_eviction, config.kv_audit_every
+            )
+        cache = CACHES[config.cache_type]
+        self.cache = cache(capacity.num_blocks, capacity.block_size, self.tiers)
+        self._audit: TierAudit | None = None
+        if self.tiers is not None:
+            self._audit = TierAudit(self.tiers, self.cache, self.limits)
         self.paused = False
         self.lacks: tuple[str, ...] = ()
         self._steps_ahead = steps_ahead
@@ -223,6 +247,11 @@ class BatchingCore:
         if "kv_cache" in release:
             self.recompute()
 
+    def change_tiers(self, changes: TiersChanged) -> None:
+        """Apply the executor's report about its KV tiers."""
+        if self.tiers is not None:
+            self.tiers.changed(changes)
+
     # --- failures -----------------------------------------------------------------------------
 
     def forget_plans(self) -> None:
@@ -232,6 +261,10 @@ class BatchingCore:
         that they have. The executor must forget its sequences before the next plan.
         """
         self._next.ended[:0] = [cancel for sent in self._sent for cancel in sent.plan.ended]
+        if self.tiers is not None:
+            self.tiers.forget_plans([sent.plan for sent in self._sent])
+        if self._audit is not None:
+            self._audit.clear()
         self._sent.clear()
         for seq in list(self._leaving.values()):
             self._leave(seq)
@@ -266,7 +299,7 @@ class BatchingCore:
         if next_plan.recompute:
             self._recompute(next_plan.recompute)
         if "kv_cache" in next_plan.release:
-            self.cache.flush()
+            self.cache.forget_device()
         if next_plan.weight_version:
             self.cache.begin_weight_version(next_plan.weight_version)
             # Weights that hold nothing are replaced only by a complete set.
@@ -276,12 +309,14 @@ class BatchingCore:
             # Victims come last first, so the one that runs longest ends up in front.
             self._give_up(self._index[seq_id])
             self._counters.preemptions += 1
-        if not (decision.num_tokens or next_plan.cannot_wait):
+        audit = self._begin_idle_work()
+        has_moves = any(part is not None and part.has_moves for part in (self.tiers, self._audit))
+        if not (decision.num_tokens or audit or has_moves or next_plan.cannot_wait):
             return None
         self._next = NextPlan()
         self._step_id += 1
         self._draft_rest = max(self._draft_rest - 1, 0)
-        return self._build(decision, next_plan, now_ns)
+        return self._build(decision, next_plan, now_ns, audit)
 
     def absorb(self, result: StepSummary) -> None:
         """Apply the result of the oldest plan in flight.
@@ -292,6 +327,8 @@ class BatchingCore:
         if not self._sent or self._sent[0].plan.step_id != result.step_id:
             raise ValueError(f"step {result.step_id} came back out of order")
         plan, seqs = self._sent.popleft()
+        if self._audit is not None and self._audit.absorb(result.step_id):
+            self._next.forget.append(AUDIT_SEQ_ID)
         tokens = dict(zip(result.seq_ids, result.token_ids, strict=True))
         accepted = accepted_tokens(result)
         all_drafts = plan.num_drafts or repeat(0)
@@ -318,6 +355,21 @@ class BatchingCore:
     def at_rest(self) -> bool:
         """Paused, with no plan in flight and no KV left to drop."""
         return self.paused and not self._sent and not self._next.recompute
+
+    @property
+    def fetches(self) -> bool:
+        """Whether blocks are being fetched from disk."""
+        return self.tiers is not None and self.tiers.fetches
+
+    @property
+    def audits(self) -> bool:
+        """Whether, with nothing else to run, a loaded block is to be computed or compared."""
+        return self._audit is not None and (self._audit.is_due or self._audit.has_moves)
+
+    @property
+    def saves(self) -> bool:
+        """Whether, with nothing else to run, blocks are to be saved to disk."""
+        return self.cache.has_unsaved and not (self.paused or self.lacks)
 
     @property
     def idle(self) -> bool:
@@ -354,6 +406,7 @@ class BatchingCore:
             "kv_free": self.cache.num_free_blocks(),
             "kv_total": self.cache.num_blocks,
             "kv_cached": self.cache.num_cached_blocks(),
+            **(self.tiers.load_report() if self.tiers is not None else {}),
         }
 
     def check(self) -> None:
@@ -399,8 +452,22 @@ class BatchingCore:
             drafts=not self._draft_rest,
         )
 
-    def _build(self, decision: SchedulerOutput, next_plan: NextPlan, now_ns: int) -> StepPlan:
-        """Apply a decision; return its plan."""
+    def _begin_idle_work(self) -> NewSequence | None:
+        """While nothing else runs, save blocks to disk, and start the audit of a loaded block."""
+        busy = self._index or self._leaving or self._sent or self.paused or self.lacks
+        if self._audit is None or busy:
+            return None
+        self.cache.save(BLOCKS_SAVED_AT_ONCE)
+        return self._audit.begin(self._step_id + 1)
+
+    def _build(
+        self,
+        decision: SchedulerOutput,
+        next_plan: NextPlan,
+        now_ns: int,
+        audit: NewSequence | None = None,
+    ) -> StepPlan:
+        """Apply a decision; return its plan. `audit`: a sequence to compute besides."""
         copies = [
             (seq.lease.source, seq.lease.block_ids[-1])
             for seq in self._sharing
@@ -433,6 +500,12 @@ class BatchingCore:
             seq.last_step = step_id
         for seq_id, number in num_drafts.items():
             self._index[seq_id].num_drafting += number
+        moves: tuple[KVMove, ...] = ()
+        if self.tiers is not None and self._audit is not None:
+            moves = (*self._audit.take_moves(), *self.tiers.take_moves())
+        if audit is not None:
+            new.append(audit)
+            num_tokens = {AUDIT_SEQ_ID: len(audit.token_ids) - 1 - audit.num_cached}
         plan = StepPlan(
             step_id=step_id,
             new=tuple(new),
@@ -447,6 +520,7 @@ class BatchingCore:
             release=next_plan.release,
             adapters=tuple(next_plan.adapters.items()),
             num_drafts=tuple([num_drafts.get(i, 0) for i in num_tokens]) if num_drafts else (),
+            kv_moves=moves,
         )
         self._sent.append(SentPlan(plan, seqs))
         return plan

@@ -2,44 +2,9 @@
 
 from __future__ import annotations
 
-from array import array
-from collections.abc import Sequence
-
-import xxhash
-
-from ...bus.messages import DEFAULT_SCOPE, CacheScope
+from .block_hash import chain_root, compute_block_hash
 from .cache import KVCacheManager, Lease, Prefix, common_length
-
-NO_PREFIX = -1
-"""The root of a block-hash chain in the default scope."""
-
-
-def chain_root(weight_version: int, scope: CacheScope) -> int:
-    """Return the root of a block-hash chain, which keeps versions and scopes apart."""
-    if not weight_version and scope == DEFAULT_SCOPE:
-        return NO_PREFIX
-    return xxhash.xxh3_128_intdigest(repr((weight_version, *scope)).encode())
-
-
-def compute_block_hash(token_ids: Sequence[int], prefix_hash: int = NO_PREFIX) -> int:
-    """Return the hash of a full block, which covers all blocks before it through `prefix_hash`.
-
-    Args:
-        token_ids: The tokens of the block; any integers of 64 bits.
-        prefix_hash: The hash of the block before, or the root of the chain; -1 for none.
-
-    Returns:
-        128 bits (XXH3), wide enough that two prefixes never have the same hash by chance.
-
-    Raises:
-        ValueError: `token_ids` is empty.
-    """
-    if not token_ids:
-        raise ValueError("a block must hold at least one token")
-    state = xxhash.xxh3_128(array("q", token_ids).tobytes())
-    if prefix_hash != NO_PREFIX:
-        state.update(prefix_hash.to_bytes(16, "little"))
-    return state.intdigest()
+from .tiers import KVTiers
 
 
 class PagedKVCache(KVCacheManager):
@@ -51,8 +16,8 @@ class PagedKVCache(KVCacheManager):
     A lease's chain holds the hashes of its full blocks.
     """
 
-    def __init__(self, num_blocks: int, block_size: int) -> None:
-        super().__init__(num_blocks, block_size)
+    def __init__(self, num_blocks: int, block_size: int, tiers: KVTiers | None = None) -> None:
+        super().__init__(num_blocks, block_size, tiers)
         self._hashes: list[int | None] = [None] * num_blocks
         self._block_of: dict[int, int] = {}
         self._latest: dict[int, int] = {}

@@ -7,6 +7,7 @@ from typing import TypeAlias
 
 from ...bus.messages import CacheScope
 from .cache import KVCacheManager, Lease, Prefix, common_length
+from .tiers import KVTiers
 
 TOKEN = "q"
 """The array type of token ids: 64 bits."""
@@ -97,8 +98,8 @@ class RadixKVCache(KVCacheManager):
     A lease's chain holds the nodes at the ends of its full blocks.
     """
 
-    def __init__(self, num_blocks: int, block_size: int) -> None:
-        super().__init__(num_blocks, block_size)
+    def __init__(self, num_blocks: int, block_size: int, tiers: KVTiers | None = None) -> None:
+        super().__init__(num_blocks, block_size, tiers)
         self._roots: dict[CacheScope, Root] = {}
         self._nodes: list[Node | None] = [None] * num_blocks
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import ClassVar
 
 from ...bus.control import (
@@ -13,6 +14,7 @@ from ...bus.control import (
     Resume,
     StageReady,
     StopSequences,
+    TiersChanged,
     WeightsReady,
 )
 from ...bus.links import CONTROL, CREDITS, PLANS
@@ -28,8 +30,10 @@ from ...bus.weights import check_in_flight
 from ...config import WeightsError
 from ...telemetry import instruments, names, now_ns
 from ..actor import Actor, StageContext, deadline_of
+from ..tier_log import log_differences
 from .core import BatchingCore
 from .spans import BatchingSpans
+from .tiers import KVTiers
 
 
 class BatchingStage(Actor):
@@ -96,6 +100,17 @@ class BatchingStage(Actor):
             ("miss", done.misses),
         ):
             self.metrics.record(instruments.PREFIX_LOOKUPS, number, {names.PREFIX_RESULT: result})
+        if core.tiers is not None:
+            self._measure_tiers(core.tiers)
+
+    def _measure_tiers(self, tiers: KVTiers) -> None:
+        report, counts = tiers.load_report(), tiers.take_counts()
+        for tier in ("host", "disk"):
+            blocks = report[f"kv_{tier}"]
+            self.metrics.record(instruments.KV_TIER_BLOCKS, blocks, {names.KV_TIER: tier})
+        for move, number in asdict(counts).items():
+            self.metrics.record(instruments.KV_TIER_MOVES, number, {names.KV_MOVE: move})
+        self.metrics.record(instruments.KV_TIME_SAVED, tiers.saved_s(counts.loaded))
 
     async def handle(self, envelope: Envelope) -> None:
         match envelope.body:
@@ -157,6 +172,9 @@ class BatchingStage(Actor):
                 core.change_weights(version, in_flight)
             case AdapterReady(adapter, version, in_flight):
                 core.change_adapter(adapter, version, in_flight)
+            case TiersChanged() as changes:
+                core.change_tiers(changes)
+                log_differences(changes)
             case MemoryState(lacks, release):
                 core.change_memory(lacks, release)
             case other:

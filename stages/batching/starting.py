@@ -25,7 +25,8 @@ def startable(
 
     The search ends with the sequence that fills the step, and after `MOST_LOOKS` batches. A
     sequence waits while another one computes tokens that both need, and siblings that come together
-    wait for the first of them: a shared prompt is computed once.
+    wait for the first of them: a shared prompt is computed once. One whose blocks are fetched from
+    disk waits too, and delays no other.
 
     Args:
         waiting: In order.
@@ -49,6 +50,8 @@ def startable(
             if match.next_run in computing and seq.lease.may_reuse:
                 continue
             computing.add(match.next_run)
+        if cache.fetch(seq.lease):
+            continue
         seq.num_cached, seq.num_to_allocate = match.num_cached, match.num_needed
         chosen.append(seq)
         num_blocks += match.num_needed

@@ -34,8 +34,12 @@ from .runner.kv_cache import block_bytes, count_blocks
 from .runner.loaded_model import LoadedModel, experts_of
 from .runner.memory import ReplicaMemory, no_memory
 from .runner.model import load_model
+from .runner.tiers.tiers import BlockTiers
 from .runner.weights.checks import limits_of
 from .runner.weights.sync_manager import WeightSyncManager
+
+_TRIAL_TOKENS = 64
+"""Tokens of the step that measures the time of one."""
 
 
 class ExecutorCore:
@@ -58,6 +62,7 @@ class ExecutorCore:
         memory: Releases memory.
         constraints: The grammars of samples.
         draft_model: None if there is none.
+        tiers: Moves KV blocks to host memory and disk; None if no tier is configured.
         graphs: The recorded decode steps; None if there are none.
         off: Why a feature is off: "kernels", "graphs", "speculation", "deterministic". Features in
             use are missing.
@@ -122,6 +127,11 @@ class ExecutorCore:
         self._pooler = PromptPooler(runner, self._table, most, in_order=in_order)
         self._record_at_load(config)
         self._speculator = self._make_speculator(config)
+        self.tiers: BlockTiers | None = None
+        if config.kv_host_bytes or config.kv_disk_path:
+            version, token_ns = self.weights.version, self._measure_token_ns()
+            exact = "deterministic" not in self.off
+            self.tiers = BlockTiers(config, model, self.cache, version, token_ns, exact=exact)
         self._steps = StepRunner(
             runner=runner,
             table=self._table,
@@ -160,6 +170,15 @@ class ExecutorCore:
             longest = self.model.max_model_len
             return measure_costs(trial_step(self.runner), MOST_ROWS, self._now_ns, longest=longest)
 
+    def _measure_token_ns(self) -> int:
+        """Return the time to compute a token of a prompt, among others."""
+        step = trial_step(self.runner)
+        with self.runner.active():
+            step(_TRIAL_TOKENS, 1)
+            started_ns = time.perf_counter_ns()
+            step(_TRIAL_TOKENS, 1)
+        return (time.perf_counter_ns() - started_ns) // _TRIAL_TOKENS
+
     def capacity(self) -> ReplicaCapacity:
         """Return this replica's capacity."""
         return ReplicaCapacity(
@@ -176,6 +195,7 @@ class ExecutorCore:
             embedding=self._embedding,
             experts=experts_of(self.model.hf_config)[0],
             drafts=self._speculator is not None,
+            tiers=self.tiers.capacity if self.tiers is not None else None,
         )
 
     def facts(self) -> dict[str, int | float | str]:
@@ -234,6 +254,8 @@ class ExecutorCore:
     def reset(self) -> None:
         """Drop all sequences. The KV tensors stay as they are."""
         self.weights.start_over()
+        if self.tiers is not None:
+            self.tiers.reset()
         if self._speculator is not None:
             self._speculator.clear()
         for part in (self._table, self._pooler, self._unread, self.constraints):
@@ -253,6 +275,8 @@ class ExecutorCore:
         A model that was given to the constructor is as it was before.
         """
         self.constraints.close()
+        if self.tiers is not None:
+            self.tiers.close()
         self.runner.close()
         if self.draft_model is not None:
             self.draft_model.close()
@@ -362,6 +386,9 @@ class ExecutorCore:
                 self._table.append_blocks(seq_id, block_ids)
         except KeyError as error:
             raise ValueError(f"the plan grows sequence {error}, which is unknown") from None
+        if plan.kv_moves:
+            assert self.tiers is not None, "a plan moves blocks, and there are no tiers"
+            self.tiers.apply(plan.kv_moves)
         self.cache.copy_blocks(plan.copies)
         if len(self._table.finished) > self._feed.padding_row:
             # Only in plans made by hand: batching keeps to max_batch_size.

@@ -6,9 +6,11 @@ import asyncio
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any, ClassVar
 
 import anyio
+import anyio.to_thread
 import msgspec
 import torch
 from anyio.abc import TaskGroup
@@ -175,6 +177,7 @@ class ExecutorStage(Actor):
         async with anyio.create_task_group() as self._group:
             self._group.start_soon(self._report_forever)
             self._group.start_soon(self._scoring.score_forever)
+            self._group.start_soon(self._report_tiers_forever)
             self._group.start_soon(self._changes.tick_forever)
             await super().receive_forever(inbox)
 
@@ -203,6 +206,10 @@ class ExecutorStage(Actor):
         # If this stage is lost from here on, admission knows that batching may rely on it.
         await self.flush(CONTROL["admission"])
         await self.send(self.own(CONTROL["batching"]), ready)
+        if (tiers := self._core.tiers) is not None:
+            # Behind its own writes in flight, so that the list is whole.
+            on_disk = await anyio.to_thread.run_sync(tiers.on_disk)
+            await self.send(self.own(CONTROL["batching"]), on_disk)
         self.takes_part()
         # The state of the memory may have changed since the capacity was read.
         await self._changes.epoch_begun(capacity.weight_version)
@@ -281,6 +288,25 @@ class ExecutorStage(Actor):
                 self.metrics.record(instruments.MASK_WAIT, wait_ns / 1e9)
             if self.tracing.enabled and epoch == self.epoch:
                 self._spans.step(plan, result)
+
+    async def _report_tiers_forever(self) -> None:
+        """Send batching what the tiers' threads have done."""
+        tiers = self._core.tiers
+        if tiers is None:
+            return
+        changed, loop = asyncio.Event(), asyncio.get_running_loop()
+
+        def wake() -> None:
+            with suppress(RuntimeError):  # the loop has ended
+                loop.call_soon_threadsafe(changed.set)
+
+        tiers.follow(wake)
+        while True:
+            await changed.wait()
+            changed.clear()
+            epoch = self.epoch
+            if (changes := tiers.take_changes()) is not None:
+                await self.send(self.own(CONTROL["batching"]), changes, epoch=epoch)
 
     async def _begin_anew(self, epoch: int, error: WeightsError) -> None:
         """Ask for a new epoch: no weights are in place, so the plans in flight were not run.

@@ -17,7 +17,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ....bus.messages import PromptLogprobs, StartedSequence, StepPlan, TopLogprobs, VerifiedDraft
+from ....bus.messages import (
+    AUDIT_SEQ_ID,
+    PromptLogprobs,
+    StartedSequence,
+    StepPlan,
+    TopLogprobs,
+    VerifiedDraft,
+)
 from ..runner.interface import (
     DecodeGraphs,
     DecodeStep,
@@ -349,7 +356,7 @@ def _with_drafts(step: _Pass, drafts: StepDrafts) -> _Pass:
 
 
 def started_sequences(plan: StepPlan, executed_ns: int) -> tuple[StartedSequence, ...]:
-    """Return entries for the new sequences of a plan."""
+    """Return entries for the new sequences of a plan that belong to requests."""
     return tuple(
         StartedSequence(
             seq_id=new.seq_id,
@@ -362,4 +369,5 @@ def started_sequences(plan: StepPlan, executed_ns: int) -> tuple[StartedSequence
             queued=new.info.queued,
         )
         for new in plan.new
+        if new.seq_id != AUDIT_SEQ_ID
     )

@@ -6,10 +6,16 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Literal
 
-from nano_inference.bus.control import ReplicaCapacity
+from nano_inference.bus.control import (
+    AuditedBlock,
+    ReplicaCapacity,
+    TierCapacity,
+    TiersChanged,
+)
 from nano_inference.bus.messages import (
     AdmittedRequest,
     Credit,
+    KVMove,
     NewSequence,
     Prompt,
     RequestInfo,
@@ -54,6 +60,10 @@ class RuleExecutor:
         self.generated: dict[int, int] = {}
         self.done: set[int] = set()
         self.num_computed = 0
+        self.host: dict[int, list[int]] = {}
+        self.disk: dict[bytes, list[int]] = {}
+        self.changes: deque[TiersChanged] = deque()
+        self.fetches: deque[KVMove] = deque()
 
     def execute(self, plan: StepPlan) -> StepResult:
         for seq_id in plan.finished:
@@ -71,6 +81,8 @@ class RuleExecutor:
             self.generated[new.seq_id] = new.num_generated
         for seq_id, blocks in plan.grown:
             self.tables[seq_id].extend(blocks)
+        for move in plan.kv_moves:
+            self._move(move)
         for source, destination in plan.copies:
             self.slots[destination] = list(self.slots[source])
         rows = []
@@ -100,9 +112,38 @@ class RuleExecutor:
             pooled=tuple(pooled),
         )
 
+    def _move(self, move: KVMove) -> None:
+        match move.kind:
+            case "store":
+                self.host[move.slot] = list(self.slots[move.block_id])
+                if move.write:
+                    self.disk[move.name] = self.host[move.slot]
+                    self.changes.append(TiersChanged(stored=(move.name,)))
+            case "load":
+                self.slots[move.block_id] = list(self.host[move.slot])
+            case "fetch":
+                self.fetches.append(move)
+            case "drop":
+                self.disk.pop(move.name, None)
+            case "compare":
+                loaded, computed = (str(self.slots[b]) for b in (move.other, move.block_id))
+                audited = AuditedBlock(move.name, loaded, computed)
+                self.changes.append(TiersChanged(audited=(audited,)))
+
+    def tier_change(self) -> TiersChanged | None:
+        """What the tiers' threads have done next; None for nothing."""
+        if self.fetches:
+            move = self.fetches.popleft()
+            if (block := self.disk.get(move.name)) is None:
+                return TiersChanged(lost=(move.name,))
+            self.host[move.slot] = list(block)
+            return TiersChanged(fetched=(move.name,))
+        return self.changes.popleft() if self.changes else None
+
     def forget(self) -> None:
         self.tokens.clear()
         self.done.clear()
+        self.fetches.clear()
 
     def _row(self, seq_id: int, count: int) -> list[tuple[int, int, str]]:
         tokens, table = self.tokens[seq_id], self.tables[seq_id]
@@ -154,8 +195,11 @@ class FakeReplica:
         steps_ahead: int = 2,
         cache_type: CacheType = "radix",
         max_draft_tokens: int = 0,
+        host_slots: int = 0,
+        disk_blocks: int = 0,
     ) -> None:
         config = EngineConfig(
+            kv_audit_every=2,
             cache_type=cache_type,
             block_size=block_size,
             max_tokens_per_batch=max_tokens_per_batch,
@@ -170,6 +214,9 @@ class FakeReplica:
             "rule",
             max_batch_size=max_batch_size,
             drafts=max_draft_tokens > 0,
+            tiers=TierCapacity(host_slots, disk_blocks, "", "", 0, "", 1, 1, 1000, exact=True)
+            if host_slots
+            else None,
         )
         self.core = BatchingCore(config, capacity, steps_ahead=steps_ahead)
         self.executor = RuleExecutor(num_blocks, block_size)
@@ -239,6 +286,13 @@ class FakeReplica:
         self.core.absorb(result.summary())
         return True
 
+    def change_tiers(self) -> bool:
+        """Pass on what the tiers' threads have done next."""
+        if (change := self.executor.tier_change()) is None:
+            return False
+        self.core.change_tiers(change)
+        return True
+
     def retire_all(self) -> None:
         """Retire all plans in flight."""
         while self.retire():
@@ -264,7 +318,7 @@ class FakeReplica:
 
     def run(self, limit: int = 10_000) -> None:
         for _ in range(limit):
-            while self.plan():
+            while self.plan() or self.change_tiers():
                 pass
             if not self.retire():
                 return

@@ -251,7 +251,7 @@ arrivals = st.lists(
     min_size=1,
     max_size=12,
 )
-ACTIONS = ("plan", "retire", "cancel", "flush", "stop", "lose plans", "pause", "resume")
+ACTIONS = ("plan", "retire", "cancel", "flush", "stop", "lose plans", "pause", "resume", "tiers")
 actions = st.lists(st.sampled_from(ACTIONS), max_size=60)
 
 
@@ -262,6 +262,7 @@ actions = st.lists(st.sampled_from(ACTIONS), max_size=60)
     st.sampled_from([1, 2, 4]),
     st.integers(1, 3),
     st.sampled_from(CACHE_TYPES),
+    st.sampled_from([(0, 0), (3, 0), (12, 0), (6, 3), (12, 100)]),
 )
 def test_random_traces_conserve_blocks_and_outputs(
     arrivals: list[tuple[int, int, int, int, int, bool]],
@@ -269,8 +270,12 @@ def test_random_traces_conserve_blocks_and_outputs(
     block_size: int,
     steps_ahead: int,
     cache_type: CacheType,
+    tiers: tuple[int, int],
 ) -> None:
+    """With host slots and blocks on disk, too; loaded blocks are audited."""
     replica = FakeReplica(
+        host_slots=tiers[0],
+        disk_blocks=tiers[1],
         cache_type=cache_type,
         num_blocks=-(-40 // block_size),
         block_size=block_size,
@@ -323,6 +328,8 @@ def test_random_traces_conserve_blocks_and_outputs(
                 core.cache.flush()
             case "lose plans":
                 replica.lose_plans()
+            case "tiers":
+                replica.change_tiers()
             case "cancel" if members:
                 request_id, seq_ids = members.popitem()
                 core.cancel(cancel(request_id))
@@ -344,6 +351,7 @@ def test_random_traces_conserve_blocks_and_outputs(
     take_report()
     replica.check()
     assert core.idle
+    assert core.tiers is None or core.tiers.difference is None
     for seq_id, tokens in wanted.items():
         got = replica.outputs.get(seq_id, [])
         assert got == (tokens[: len(got)] if seq_id in cut_short else tokens)

@@ -1,0 +1,105 @@
+"""The self-audit of KV tiers: loaded blocks are computed again while nothing else runs.
+
+In deterministic mode a loaded block and a computed one are equal bit for bit, so any difference is
+a defect of a tier: of its memory, its disk, or this program.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from ...bus.messages import AUDIT_SEQ_ID, KVMove, NewSequence, RequestInfo, SequenceSpec
+from ...config import SamplingParams, SchedulerConfig
+from .cache import KVCacheManager, Lease
+from .tiers import KVTiers, LoadedBlock
+
+
+class _Running(NamedTuple):
+    block: LoadedBlock
+    lease: Lease
+    step_id: int
+
+
+class TierAudit:
+    """Computes chosen blocks, one at a time, in steps of their own, and has them compared."""
+
+    def __init__(self, tiers: KVTiers, cache: KVCacheManager, limits: SchedulerConfig) -> None:
+        """Args: the tiers, which choose the blocks, the cache, and the scheduler's limits."""
+        self._tiers = tiers
+        self._cache = cache
+        self._limits = limits
+        self._running: _Running | None = None
+        self._moves: tuple[KVMove, ...] = ()
+
+    @property
+    def has_moves(self) -> bool:
+        """Whether a computed block waits to be compared."""
+        return bool(self._moves)
+
+    @property
+    def is_due(self) -> bool:
+        """Whether a block waits to be computed."""
+        return bool(self._tiers.chosen) and self._running is None
+
+    def begin(self, step_id: int) -> NewSequence | None:
+        """Start the sequence that computes the next block; None if there is none."""
+        while self.is_due:
+            if (new := self._start(self._tiers.chosen.popleft(), step_id)) is not None:
+                return new
+        return None
+
+    def absorb(self, step_id: int) -> bool:
+        """Take the result of a step. Returns whether it was the audit's."""
+        if self._running is None or self._running.step_id != step_id:
+            return False
+        block, lease, _ = self._running
+        # Its place may have been given away meanwhile. The computed block, free from here on, is
+        # compared before another one is written to it.
+        if self._cache.name_of(block.block_id) == block.name:
+            computed = lease.block_ids[-1]
+            self._moves = (KVMove("compare", block.name, block_id=computed, other=block.block_id),)
+        self._end()
+        return True
+
+    def take_moves(self) -> tuple[KVMove, ...]:
+        """Return the comparison to make first in the next plan."""
+        moves, self._moves = self._moves, ()
+        return moves
+
+    def clear(self) -> None:
+        """Drop the audit in flight: the executor has forgotten its sequences."""
+        self._moves = ()
+        if self._running is not None:
+            self._end()
+
+    def _end(self) -> None:
+        assert self._running is not None
+        self._cache.release(self._running.lease)
+        self._running = None
+
+    def _start(self, block: LoadedBlock, step_id: int) -> NewSequence | None:
+        cache = self._cache
+        lease = Lease(list(block.token_ids), block.scope, whole_blocks=True)
+        match = cache.match(lease)
+        count = len(block.token_ids) - match.num_cached
+        fits = match.num_needed <= cache.num_free_blocks()
+        if not fits or count > self._limits.max_tokens_per_batch:
+            return None
+        allocation = cache.start(lease, match.num_needed)
+        # It may have been evicted before, or just now.
+        if cache.name_of(block.block_id) != block.name:
+            cache.release(lease)
+            return None
+        self._running = _Running(block, lease, step_id)
+        return NewSequence(
+            seq_id=AUDIT_SEQ_ID,
+            # One more token, so that the step doesn't reach the end, and samples nothing.
+            token_ids=(*block.token_ids, 0),
+            num_generated=0,
+            num_cached=allocation.cached_length,
+            block_ids=allocation.block_ids,
+            sampling=SamplingParams(max_tokens=1),
+            sample=SequenceSpec(AUDIT_SEQ_ID, sample_index=0, seed=0),
+            info=RequestInfo("", ""),
+            cache_scope=block.scope,
+        )

@@ -1,0 +1,354 @@
+"""The accounting of KV tiers below the device: the blocks in host memory and on disk.
+
+The executor moves the bytes, in the order of the plans; here a block is a name, its block hash.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import takewhile
+from typing import NamedTuple
+
+import xxhash
+
+from ...bus.control import AuditedBlock, TierCapacity, TiersChanged
+from ...bus.messages import CacheScope, KVMove, StepPlan
+from .eviction import NOTHING_PINNED, POLICIES
+
+FETCH_SHARE = 2
+"""At most one in so many host slots waits for the disk."""
+
+
+MOST_CHOSEN = 16
+"""Loaded blocks that may wait to be audited; beyond, the oldest is passed over."""
+
+
+class LoadedBlock(NamedTuple):
+    """A block that a sequence has loaded.
+
+    Attributes:
+        name: Its block hash.
+        block_id: Its place on the device.
+        token_ids: Of the block and all before.
+        scope: Of the sequence.
+    """
+
+    name: bytes
+    block_id: int
+    token_ids: Sequence[int]
+    scope: CacheScope
+
+
+@dataclass
+class TierCounts:
+    """Numbers of blocks since the last `KVTiers.take_counts`.
+
+    Attributes:
+        stored: Stored in host memory.
+        loaded: Loaded from host memory to the device.
+        fetched: Read from disk into host memory.
+        lost: Not written to disk, or not read back whole.
+        audited: Computed again and compared.
+        different: Of these, the ones with other bits.
+    """
+
+    stored: int = 0
+    loaded: int = 0
+    fetched: int = 0
+    lost: int = 0
+    audited: int = 0
+    different: int = 0
+
+
+class KVTiers:
+    """Blocks that left the device, in host slots and in files on disk.
+
+    A block that is evicted from the device is stored in a host slot, and written to disk from
+    there. A block in a slot is loaded by the plan that starts its sequence. A block on disk is
+    fetched into a slot first, while its sequence waits; it can be found once the executor has
+    reported that the file is whole.
+
+    Moves are applied in the order of `take_moves`. Plans whose result never comes may not have
+    been applied, so `forget_plans` drops what they would have stored.
+
+    One of `audit_every` loaded blocks is chosen to be computed again. If it differs, the tiers are
+    off until `clear`: nothing is stored, loaded or fetched.
+
+    Attributes:
+        capacity: The executor's tiers.
+        chosen: Loaded blocks to be audited.
+        difference: The first audited block that differed; None if all were equal.
+    """
+
+    def __init__(
+        self, capacity: TierCapacity, block_size: int, policy: str, audit_every: int = 0
+    ) -> None:
+        """Set up empty tiers.
+
+        Args:
+            capacity: The executor's tiers.
+            block_size: Tokens of a block.
+            policy: Name of the eviction policy.
+            audit_every: 0 for no audit. Without deterministic mode there is none.
+        """
+        self.capacity = capacity
+        self.chosen: deque[LoadedBlock] = deque(maxlen=MOST_CHOSEN)
+        self.difference: AuditedBlock | None = None
+        self._audit_every = audit_every if capacity.exact else 0
+        self._num_passed = 0
+        self._computing_ns = capacity.token_ns * block_size
+        self._host_pays = capacity.load_ns < self._computing_ns
+        self._disk_pays = capacity.load_ns + capacity.fetch_ns < self._computing_ns
+        self._host = POLICIES[policy](capacity.host_slots)
+        self._disk = POLICIES[policy](capacity.disk_blocks)
+        self._slot_of: dict[bytes, int] = {}
+        self._free_slots = list(range(capacity.host_slots))
+        self._on_disk: set[bytes] = set()
+        self._writing: set[bytes] = set()
+        self._fetching: dict[bytes, int] = {}
+        # Written or fetched across a flush: not to be found when they arrive.
+        self._flushed: set[bytes] = set()
+        self._pinned = NOTHING_PINNED
+        self._moves: list[KVMove] = []
+        self._counts = TierCounts()
+
+    def root(self, weight_version: int, scope: CacheScope) -> int:
+        """Return the root of the block-hash chain of a scope.
+
+        Weights as they were loaded have the same root after a restart, and on every executor. Those
+        of an update or an adapter are known to this executor only.
+        """
+        origin = f"{self.capacity.incarnation}.{weight_version}"
+        if self._is_known_elsewhere(weight_version, scope):
+            origin = self.capacity.weights
+        return xxhash.xxh3_128_intdigest(repr((self.capacity.layout, origin, *scope)).encode())
+
+    def survives(self, weight_version: int, scope: CacheScope) -> bool:
+        """Whether another start could find a block of these weights on disk."""
+        return self.capacity.disk_blocks > 0 and self._is_known_elsewhere(weight_version, scope)
+
+    # --- blocks -------------------------------------------------------------------------------
+
+    def store(self, name: bytes, block_id: int) -> None:
+        """Store a block that is evicted from the device, unless a slot holds it already."""
+        if self.difference is not None:
+            return
+        if name in self._slot_of:
+            self._host.hit(name)
+        elif (slot := self._take_slot()) is not None:
+            stays = name in self._on_disk or name in self._writing
+            write = self.capacity.disk_blocks > 0 and not stays
+            if write:
+                self._writing.add(name)
+            self._fill(name, slot)
+            self._moves.append(KVMove("store", name, slot, block_id, write))
+            self._counts.stored += 1
+
+    def save(self, name: bytes, block_id: int) -> None:
+        """Store a block that stays on the device, unless it is on disk."""
+        if name not in self._on_disk:
+            self.store(name, block_id)
+
+    def num_ready(self, names: Sequence[bytes]) -> int:
+        """Return the number of leading names in host slots, if loading beats computing."""
+        if not self._host_pays or self.difference is not None:
+            return 0
+        return sum(1 for _ in takewhile(self._slot_of.__contains__, names))
+
+    def load(self, name: bytes, block_id: int) -> bool:
+        """Load a block from its slot into a block of the device.
+
+        Returns:
+            Whether it is chosen to be audited.
+        """
+        self._host.hit(name)
+        self._moves.append(KVMove("load", name, self._slot_of[name], block_id))
+        self._counts.loaded += 1
+        self._num_passed += 1
+        is_chosen = 0 < self._audit_every <= self._num_passed
+        if is_chosen:
+            self._num_passed = 0
+        return is_chosen
+
+    @contextmanager
+    def pinned(self, names: Sequence[bytes]) -> Iterator[None]:
+        """Keep these blocks in their slots."""
+        self._pinned = frozenset(names)
+        try:
+            yield
+        finally:
+            self._pinned = NOTHING_PINNED
+
+    def fetch(self, names: Sequence[bytes], num_asked: int) -> tuple[bool, int]:
+        """Fetch leading blocks from disk, as far as there is room, if that beats computing.
+
+        Args:
+            names: Of a sequence's blocks, in order, behind those on the device.
+            num_asked: The first of them that were fetched for it before, and are not again.
+
+        Returns:
+            Whether the sequence has to wait, and the new `num_asked`.
+        """
+        wanted = list(takewhile(self._is_stored, names))
+        waits = any(name in self._fetching for name in wanted)
+        if not self._disk_pays or self.difference is not None:
+            return waits, num_asked
+        for index in range(num_asked, len(wanted)):
+            if (name := wanted[index]) not in self._slot_of and name not in self._fetching:
+                room = len(self._fetching) * FETCH_SHARE < self.capacity.host_slots
+                with self.pinned(wanted):
+                    slot = self._take_slot() if room else None
+                if slot is None:
+                    # Blocks in flight make room when they have come.
+                    return bool(self._fetching), index
+                self._fetching[name] = slot
+                self._disk.hit(name)
+                self._moves.append(KVMove("fetch", name, slot))
+                waits = True
+        return waits, max(num_asked, len(wanted))
+
+    def clear(self) -> None:
+        """Forget all blocks, delete those on disk, and be on again after a difference."""
+        self.difference = None
+        self.forget_host()
+        for name in self._on_disk:
+            self._moves.append(KVMove("drop", name))
+        self._on_disk.clear()
+        self._disk.clear()
+
+    def forget_host(self) -> None:
+        """Forget the blocks in host slots, and all that are being written or fetched."""
+        self._flushed |= self._writing | self._fetching.keys()
+        self._free_slots += self._slot_of.values()
+        self._slot_of.clear()
+        self._host.clear()
+        self.chosen.clear()
+
+    # --- plans and reports --------------------------------------------------------------------
+
+    @property
+    def has_moves(self) -> bool:
+        """Whether the executor has something to do, with or without a step."""
+        return bool(self._moves)
+
+    @property
+    def fetches(self) -> bool:
+        """Whether a block is being fetched."""
+        return bool(self._fetching)
+
+    def take_moves(self) -> tuple[KVMove, ...]:
+        """Return the moves since the last call, in order."""
+        moves, self._moves = tuple(self._moves), []
+        return moves
+
+    def take_counts(self) -> TierCounts:
+        """Return the counts since the last call."""
+        counts, self._counts = self._counts, TierCounts()
+        return counts
+
+    def saved_s(self, num_blocks: int) -> float:
+        """Return the computing time that loading so many blocks has saved, in seconds."""
+        return num_blocks * max(self._computing_ns - self.capacity.load_ns, 0) / 1e9
+
+    def changed(self, changes: TiersChanged) -> None:
+        """Apply the executor's report."""
+        if changes.whole:
+            for name in self._on_disk.difference(changes.stored):
+                self._disk.remove(name)
+            self._on_disk.intersection_update(changes.stored)
+        for name in changes.stored:
+            self._writing.discard(name)
+            if name in self._flushed:
+                self._flushed.remove(name)
+                self._moves.append(KVMove("drop", name))
+            elif name not in self._on_disk:
+                self._on_disk.add(name)
+                self._disk.add(name)
+        if changes.whole:
+            # Nothing is being written any more.
+            self._writing.clear()
+            self._flushed &= self._fetching.keys()
+        for name in changes.fetched:
+            self._end_fetch(name, whole=True)
+        for name in changes.lost:
+            self._counts.lost += 1
+            self._writing.discard(name)
+            self._flushed.discard(name)
+            if name in self._on_disk:
+                self._on_disk.remove(name)
+                self._disk.remove(name)
+            self._end_fetch(name, whole=False)
+        for block in changes.audited:
+            self._counts.audited += 1
+            if block.loaded != block.computed:
+                self._counts.different += 1
+                self.difference = self.difference or block
+        while len(self._on_disk) > self.capacity.disk_blocks:
+            victim = self._disk.evict()
+            assert victim is not None, "a block on disk has no place in the order of eviction"
+            self._on_disk.remove(victim)
+            self._moves.append(KVMove("drop", victim))
+
+    def forget_plans(self, plans: Sequence[StepPlan]) -> None:
+        """Drop what these plans store, and all fetches: the executor has dropped them too."""
+        for plan in plans:
+            for move in plan.kv_moves:
+                if move.kind == "store" and self._slot_of.get(move.name) == move.slot:
+                    self._host.remove(move.name)
+                    self._free_slots.append(self._slot_of.pop(move.name))
+        self._free_slots += self._fetching.values()
+        self._flushed -= self._fetching.keys()
+        self._fetching.clear()
+        self._writing.clear()
+        self._moves = [move for move in self._moves if move.kind == "drop"]
+
+    def check(self) -> None:
+        """Check that every slot is in exactly one place.
+
+        Raises:
+            AssertionError: One is lost, or in two places.
+        """
+        slots = [*self._free_slots, *self._slot_of.values(), *self._fetching.values()]
+        assert sorted(slots) == list(range(self.capacity.host_slots)), "a host slot is lost"
+        assert len(self._host) == len(self._slot_of), "a host slot has no order of eviction"
+        assert len(self._disk) == len(self._on_disk), "a file has no order of eviction"
+
+    def load_report(self) -> dict[str, int]:
+        """Return the numbers of blocks in each tier."""
+        return {
+            "kv_host": len(self._slot_of),
+            "kv_host_total": self.capacity.host_slots,
+            "kv_disk": len(self._on_disk),
+            "kv_disk_total": self.capacity.disk_blocks,
+        }
+
+    def _is_known_elsewhere(self, weight_version: int, scope: CacheScope) -> bool:
+        return weight_version == self.capacity.weight_version and not scope.adapter
+
+    def _is_stored(self, name: bytes) -> bool:
+        return name in self._slot_of or name in self._fetching or name in self._on_disk
+
+    def _fill(self, name: bytes, slot: int) -> None:
+        self._slot_of[name] = slot
+        self._host.add(name)
+
+    def _take_slot(self) -> int | None:
+        if self._free_slots:
+            return self._free_slots.pop()
+        victim = self._host.evict(self._pinned)
+        return None if victim is None else self._slot_of.pop(victim)
+
+    def _end_fetch(self, name: bytes, *, whole: bool) -> None:
+        slot = self._fetching.pop(name, None)
+        if slot is None:
+            return
+        if whole and name not in self._flushed and name not in self._slot_of:
+            self._fill(name, slot)
+            self._host.hit(name)
+            self._counts.fetched += 1
+        else:
+            self._flushed.discard(name)
+            self._free_slots.append(slot)

@@ -1,0 +1,60 @@
+"""The layout of a block's bytes outside the KV cache."""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+
+import msgspec
+import torch
+import xxhash
+from torch import nn
+
+from ..kv_cache import KVCache
+from ..loaded_model import LoadedModel
+
+FORMAT = 1
+"""Raised when the meaning of the bytes changes; blocks of other formats are misses."""
+
+
+class BlockLayout(msgspec.Struct, frozen=True):
+    """How a block over all layers lies in memory: per layer its keys, then its values.
+
+    Blocks whose layouts differ in one field are never exchanged.
+
+    Attributes:
+        block_size: Tokens.
+        layers: (KV heads, key width, value width) of each layer.
+        dtype: Of the numbers.
+        order: Dimensions of a layer's keys, and of its values.
+        endian: Of the numbers.
+        version: `FORMAT`.
+    """
+
+    block_size: int
+    layers: tuple[tuple[int, int, int], ...]
+    dtype: str
+    order: str = "token, head, width"
+    endian: str = sys.byteorder
+    version: int = FORMAT
+
+    @classmethod
+    def of(cls, model: LoadedModel, cache: KVCache) -> BlockLayout:
+        """Return the layout of a model's blocks."""
+        layers = tuple((spec.num_kv_heads, spec.key_dim, spec.value_dim) for spec in model.layers)
+        dtype = str(model.dtypes.kv_cache).removeprefix("torch.")
+        return cls(cache.block_size, layers, dtype)
+
+    @property
+    def digest(self) -> str:
+        """32 hexadecimal digits, equal for equal layouts only."""
+        return hashlib.sha256(msgspec.json.encode(self, order="sorted")).hexdigest()[:32]
+
+
+def weights_digest(module: nn.Module) -> str:
+    """Return a digest of a model's weights: their names, dtypes, shapes and numbers."""
+    digest = xxhash.xxh3_128()
+    for name, tensor in module.state_dict().items():
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)};".encode())
+        digest.update(tensor.detach().contiguous().cpu().view(torch.uint8).numpy().data)
+    return digest.hexdigest()

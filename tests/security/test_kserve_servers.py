@@ -130,7 +130,8 @@ def held() -> Held:
 
 async def at_rest(gateway: Gateway, before: Held) -> None:
     """Waits until nothing of any call is left, and asserts that what is held has not grown."""
-    calls = gateway._grpc._calls  # type: ignore[union-attr]
+    calls = gateway._grpc
+    assert calls is not None
     limits = gateway._server.limits
     await until(lambda: not len(calls.in_flight) and not limits.held_bytes)
     # What happens to be on its way differs by a few; a leak of one for each call is hundreds.

@@ -208,7 +208,7 @@ class ExecutorCore:
             "kv_bytes": (self.cache.num_blocks + 1) * block_bytes(model, self.cache.block_size),
             "vocab_size": model.vocab_size,
             "max_batch_size": self.max_batch_size,
-            "dtype": str(model.dtype).removeprefix("torch."),
+            "dtype": str(model.dtypes.weights).removeprefix("torch."),
             "deterministic": int("deterministic" not in self.off),
             "experts": experts,
             "active_experts": active,

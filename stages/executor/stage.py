@@ -157,7 +157,7 @@ class ExecutorStage(Actor):
         if facts is None:
             return
         if facts.quantized:
-            types, dtype = ", ".join(facts.quantized), model.dtype
+            types, dtype = ", ".join(facts.quantized), model.dtypes.weights
             self.log.warning(
                 "gguf_dequantized",
                 types=types,

@@ -54,7 +54,7 @@ class Determinism:
     def __post_init__(self) -> None:
         """Raises ModelError if the device or dtype is not verified."""
         require_cpu(self.model.device)
-        dtype = self.model.dtype
+        dtype = self.model.dtypes.weights
         if dtype not in (torch.float32, torch.bfloat16):
             raise ModelError(
                 f"deterministic mode is not verified for {dtype}; set dtype to 'float32' or "

@@ -109,7 +109,7 @@ def padding_shows(model: LoadedModel) -> bool:
             alone = forward(model, prompts[:1])[0]
             beside = forward(model, prompts)[0, :length]
             # Above rounding errors, and below the effect of another token.
-            tolerance = torch.finfo(model.dtype).eps ** 0.5 * float(alone.abs().max())
+            tolerance = torch.finfo(model.dtypes.activations).eps ** 0.5 * float(alone.abs().max())
             if not float((alone - beside).abs().max()) <= tolerance:
                 return True
     return False

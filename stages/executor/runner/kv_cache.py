@@ -51,7 +51,7 @@ class KVCache:
         # Zeros, not empty: masked positions are multiplied by zero, and 0 * NaN would be NaN.
         def allocate(heads: int, dim: int) -> Tensor:
             shape = (num_blocks + 1, block_size, heads, dim)
-            return zeros(shape, model.dtype, model.device, huge=huge_pages)
+            return zeros(shape, model.dtypes.kv_cache, model.device, huge=huge_pages)
 
         self.keys = [allocate(spec.num_kv_heads, spec.key_dim) for spec in model.layers]
         self.values = [allocate(spec.num_kv_heads, spec.value_dim) for spec in model.layers]
@@ -142,7 +142,7 @@ class KVCache:
 def block_bytes(model: LoadedModel, block_size: int) -> int:
     """Return the bytes of one block, over all layers, keys and values."""
     widths = sum(spec.num_kv_heads * (spec.key_dim + spec.value_dim) for spec in model.layers)
-    return block_size * widths * model.dtype.itemsize
+    return block_size * widths * model.dtypes.kv_cache.itemsize
 
 
 def count_blocks(config: EngineConfig, model: LoadedModel, draft: LoadedModel | None = None) -> int:
@@ -186,7 +186,9 @@ def _left_bytes(
     for each in (model,) if draft is None else (model, draft):
         activations, logits = _pass_bytes(config, each, config.max_tokens_per_batch)
         widest = max(spec.num_kv_heads * (spec.key_dim + spec.value_dim) for spec in each.layers)
-        margin += activations + logits + 2 * MAX_GATHERED_TOKENS * widest * each.dtype.itemsize
+        margin += (
+            activations + logits + 2 * MAX_GATHERED_TOKENS * widest * each.dtypes.kv_cache.itemsize
+        )
     # CUDA graphs keep memory of their own, for the largest batch that decodes.
     if config.cuda_graphs == "auto":
         margin += sum(_pass_bytes(config, model, config.max_batch_size))
@@ -198,6 +200,6 @@ def _pass_bytes(config: EngineConfig, model: LoadedModel, num_tokens: int) -> tu
     text: Any = model.hf_config.get_text_config()
     hidden: int = text.hidden_size
     inner: int = getattr(text, "intermediate_size", None) or 4 * hidden
-    activations = num_tokens * (8 * hidden + 4 * inner) * model.dtype.itemsize
+    activations = num_tokens * (8 * hidden + 4 * inner) * model.dtypes.activations.itemsize
     # In float32: logits, weights, masks.
     return activations, config.max_batch_size * model.vocab_size * 4 * 3

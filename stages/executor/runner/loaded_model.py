@@ -15,6 +15,19 @@ _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_exp
 _ACTIVE = ("num_experts_per_tok", "top_k_experts", "moe_topk", "moe_k", "moe_top_k")
 
 
+class Dtypes(NamedTuple):
+    """The dtypes of a model, one for each kind of tensor."""
+
+    weights: torch.dtype
+    activations: torch.dtype
+    kv_cache: torch.dtype
+
+    @classmethod
+    def of(cls, dtype: torch.dtype) -> Dtypes:
+        """One dtype for all tensors."""
+        return cls(dtype, dtype, dtype)
+
+
 class LayerSpec(msgspec.Struct, frozen=True):
     """One attention layer.
 
@@ -56,7 +69,7 @@ class LoadedModel:
             only; in eval mode, without gradients.
         hf_config: Its configuration.
         device: The device of the weights.
-        dtype: Of weights, activations and KV cache.
+        dtypes: Of weights, activations and KV cache.
         max_model_len: The configured limit, at most the model's own, in tokens.
         vocab_size: Rows of the output layer, or of the input layer without one.
         layers: The attention layers in order; none of an encoder.
@@ -71,7 +84,7 @@ class LoadedModel:
     module: nn.Module
     hf_config: PreTrainedConfig
     device: torch.device
-    dtype: torch.dtype
+    dtypes: Dtypes
     max_model_len: int
     vocab_size: int
     layers: tuple[LayerSpec, ...]

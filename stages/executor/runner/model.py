@@ -26,7 +26,7 @@ from .attention.interface import IMPLEMENTATION, PROBING, LayerProbe, register_a
 from .device import resolve_device, trim
 from .encoder import longest_prompt, looks_ahead, padding_shows
 from .fixed_tiles import require_cpu
-from .loaded_model import LoadedModel
+from .loaded_model import Dtypes, LoadedModel
 from .system_memory import use_huge_pages
 
 WEIGHTS = "model.safetensors"
@@ -147,7 +147,7 @@ def _wrap_encoder(module: Any, config: EngineConfig) -> LoadedModel:
         module=module.eval(),
         hf_config=hf_config,
         device=weight.device,
-        dtype=weight.dtype,
+        dtypes=Dtypes.of(weight.dtype),
         max_model_len=min(most, longest_prompt(module, hf_config, most)),
         vocab_size=weight.shape[0],
         layers=(),
@@ -186,7 +186,7 @@ def wrap_model(module: Any, max_model_len: int) -> LoadedModel:
         module=module,
         hf_config=hf_config,
         device=weight.device,
-        dtype=weight.dtype,
+        dtypes=Dtypes.of(weight.dtype),
         max_model_len=limit,
         vocab_size=weight.shape[0],
         layers=layers,

@@ -354,8 +354,8 @@ def _pair(
         raise AdapterError(f"the tensors of {shown(name)} are {a.dtype} and {b.dtype}, not floats")
     scaled = b.float() * _scaling(config, name, rank)
     pair = LoraPair(
-        a.detach().to(model.device, model.dtype, copy=True),
-        scaled.t().contiguous().to(model.device, model.dtype),
+        a.detach().to(model.device, model.dtypes.activations, copy=True),
+        scaled.t().contiguous().to(model.device, model.dtypes.activations),
     )
     if not all(bool(tensor.isfinite().all()) for tensor in pair):
         raise AdapterError(

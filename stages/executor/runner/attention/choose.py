@@ -47,7 +47,7 @@ def choose_backend(config: EngineConfig, model: LoadedModel) -> tuple[AttentionB
 
 def kernels_of(model: LoadedModel) -> str:
     """Return the language or instructions of a model's kernels."""
-    return "Triton" if model.device.type == "cuda" else cpu.instructions(model.dtype)
+    return "Triton" if model.device.type == "cuda" else cpu.instructions(model.dtypes.weights)
 
 
 def _paged(config: EngineConfig, model: LoadedModel) -> PagedBackend | None:
@@ -71,8 +71,10 @@ def _paged(config: EngineConfig, model: LoadedModel) -> PagedBackend | None:
         kernel = partial(TritonPagedAttention, tile=config.attention_tile)
         return PagedBackend(model, config.block_size, kernel)
     if model.device.type != "cpu":
-        raise KernelsUnavailable(f"there are none for {model.dtype} on {model.device.type}")
-    cpu.library(model.dtype)
+        raise KernelsUnavailable(
+            f"there are none for {model.dtypes.weights} on {model.device.type}"
+        )
+    cpu.library(model.dtypes.weights)
     cpu.sampling_library()
     handled = all(cpu.PagedAttention.handles(spec.key_dim, spec.value_dim) for spec in model.layers)
     if handled and config.attention in ("auto", "paged"):

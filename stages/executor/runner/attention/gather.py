@@ -246,7 +246,7 @@ class GatherBackend:
     def __init__(self, model: LoadedModel, block_size: int) -> None:
         """For the layers and the dtype of a model."""
         self._kinds = layer_kinds(model)
-        self._dtype = model.dtype
+        self._dtype = model.dtypes.activations
         self._block_size = block_size
 
     def prepare(self, rows: Rows, slots: Tensor, tables: Tensor, contexts: Tensor) -> GatherBatch:

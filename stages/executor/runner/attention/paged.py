@@ -70,7 +70,7 @@ def can_join_prompts(model: LoadedModel) -> bool:
     """Return whether the device's flash attention computes all layers of a model."""
     if model.device.type != "cuda" or torch.version.hip:
         return False
-    if model.dtype not in (torch.float16, torch.bfloat16):
+    if model.dtypes.activations not in (torch.float16, torch.bfloat16):
         return False
     if torch.cuda.get_device_capability(model.device) < (8, 0):
         return False

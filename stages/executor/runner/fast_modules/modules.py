@@ -85,7 +85,7 @@ class FastModules:
         def run() -> None:
             model_forward(model.module, inputs, cache)
 
-        agree = partial(_agree, tolerance=_TOLERANCES[model.dtype])
+        agree = partial(_agree, tolerance=_TOLERANCES[model.dtypes.activations])
         self._agreed = self._compare(find_patterns(model, self._calls), run, agree)
         self._install(self._agreed)
         if not with_gradients and isinstance(inputs.backend, CpuBackend):

@@ -60,7 +60,7 @@ def find_patterns(model: LoadedModel, calls: Calls) -> Iterator[tuple[nn.Module,
     """Iterate over the modules that match a pattern, with their offers."""
     output = model.module.get_output_embeddings()  # type: ignore[operator]
     for module in model.module.modules():
-        if any(parameter.dtype != model.dtype for parameter in module.parameters()):
+        if any(parameter.dtype != model.dtypes.weights for parameter in module.parameters()):
             continue  # such as a router that is kept in float32
         offers: list[Forward] = []
         if type(module) is nn.Linear:

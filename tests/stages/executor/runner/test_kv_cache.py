@@ -13,7 +13,7 @@ from torch import nn
 
 from nano_inference.stages.executor import KVCache, LoadedModel
 from nano_inference.stages.executor.runner import system_memory
-from nano_inference.stages.executor.runner.loaded_model import LayerSpec
+from nano_inference.stages.executor.runner.loaded_model import Dtypes, LayerSpec
 from nano_inference.stages.executor.runner.system_memory import (
     HUGE_PAGE,
     use_huge_pages,
@@ -28,7 +28,9 @@ def make_cache(device: str, num_blocks: int = 5, *, huge_pages: bool = False) ->
     spec = LayerSpec(2, 16, 16, None)
     config: Any = None
     layers = (spec, spec)
-    model = LoadedModel(nn.Module(), config, torch.device(device), torch.float32, 4096, 16, layers)
+    model = LoadedModel(
+        nn.Module(), config, torch.device(device), Dtypes.of(torch.float32), 4096, 16, layers
+    )
     return KVCache(model, num_blocks, block_size=4, huge_pages=huge_pages)
 
 

@@ -29,7 +29,7 @@ from nano_inference.stages.executor.runner.attention.paged import CpuBackend, Pa
 from nano_inference.stages.executor.runner.attention.tiled import TiledBackend
 from nano_inference.stages.executor.runner.batch import Rows, order_rows
 from nano_inference.stages.executor.runner.kernels.cpu import PagedAttention
-from nano_inference.stages.executor.runner.loaded_model import AttentionOptions, LayerSpec
+from nano_inference.stages.executor.runner.loaded_model import AttentionOptions, Dtypes, LayerSpec
 
 from ...recorder import PlainPagedAttention
 from ...refusals import needs_kernels
@@ -120,7 +120,9 @@ def make_model(case: Case, subject: Subject) -> LoadedModel:
     spec = LayerSpec(case.kv_heads, case.dim, case.value_dim, case.window)
     config: Any = None
     device = torch.device(subject.device)
-    return LoadedModel(nn.Module(), config, device, subject.dtype, 4096, 16, (spec, spec))
+    return LoadedModel(
+        nn.Module(), config, device, Dtypes.of(subject.dtype), 4096, 16, (spec, spec)
+    )
 
 
 def reference(

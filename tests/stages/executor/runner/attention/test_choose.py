@@ -19,7 +19,7 @@ from nano_inference.stages.executor.runner.attention.tiled import TiledBackend
 from nano_inference.stages.executor.runner.batch import Rows
 from nano_inference.stages.executor.runner.kernels import cpu
 from nano_inference.stages.executor.runner.kernels.compile import KernelsUnavailable
-from nano_inference.stages.executor.runner.loaded_model import LayerSpec
+from nano_inference.stages.executor.runner.loaded_model import Dtypes, LayerSpec
 
 from ...refusals import needs_kernels
 
@@ -27,7 +27,7 @@ from ...refusals import needs_kernels
 def model(dtype: torch.dtype, width: int = 32) -> LoadedModel:
     config: Any = None
     layers = (LayerSpec(2, width, width, None),)
-    return LoadedModel(nn.Module(), config, torch.device("cpu"), dtype, 64, 16, layers)
+    return LoadedModel(nn.Module(), config, torch.device("cpu"), Dtypes.of(dtype), 64, 16, layers)
 
 
 WITH_KERNELS = (torch.float32, torch.bfloat16)

@@ -85,6 +85,7 @@ async def test_text_may_have_any_number_of_brackets(http: httpx.AsyncClient, tex
 
 
 LARGE = 10**30
+WEIGHTS = {"names": ["a"], "dtypes": ["bfloat16"], "shapes": [[1]]}
 GROUP = {"master_address": "a", "master_port": 1, "rank_offset": 1, "world_size": 2}
 
 
@@ -103,10 +104,7 @@ GROUP = {"master_address": "a", "master_port": 1, "rank_offset": 1, "world_size"
         ("/init_weights_update_group", GROUP | {"world_size": LARGE}),
         ("/init_weights_update_group", GROUP | {"master_port": LARGE}),
         ("/init_weights_update_group", GROUP | {"rank_offset": -LARGE}),
-        (
-            "/update_weights_from_distributed",
-            {"names": ["a"], "dtypes": ["bfloat16"], "shapes": [[LARGE]]},
-        ),
+        ("/update_weights_from_distributed", WEIGHTS | {"shapes": [[LARGE]]}),
     ],
 )
 async def test_a_number_beyond_64_bits_is_refused_with_its_place(
@@ -205,10 +203,7 @@ SEEDS: list[tuple[str, Any]] = [
     ("/generate", {"input_ids": [[1], [2, 3]], "rid": ["r", "s"], "return_logprob": [True, False]}),
     ("/generate", {"text": ["a", "b"], "stream": True, "sampling_params": [{"n": 2}, {}]}),
     ("/v1/completions", {"prompt": ["a", [3]], "echo": True, "logprobs": 2, "n": 2}),
-    (
-        "/v1/completions",
-        {"prompt": [[1], [2]], "stream": True, "stream_options": {}, "logprobs": 1},
-    ),
+    ("/v1/completions", {"prompt": [[1], [2]], "stream": True, "stream_options": {}}),
     ("/v1/completions", {"prompt": "a", "max_tokens": 0, "echo": True, "prompt_logprobs": 1}),
     ("/v1/chat/completions", HELLO | {"stream": True, "n": 2, "logprobs": True, "top_logprobs": 1}),
     ("/v1/chat/completions", HELLO | {"chat_template_kwargs": {"a": [1]}, "seed": 1, "stop": "b"}),
@@ -225,10 +220,7 @@ SEEDS: list[tuple[str, Any]] = [
     ("/detokenize", {"tokens": [1, 2]}),
     ("/abort_request", {"rid": "r", "abort_all": False}),
     ("/init_weights_update_group", GROUP | {"group_name": "g", "backend": "gloo"}),
-    (
-        "/update_weights_from_distributed",
-        {"names": ["a"], "dtypes": ["bfloat16"], "shapes": [[1]], "group_name": "g"},
-    ),
+    ("/update_weights_from_distributed", WEIGHTS | {"group_name": "g"}),
     ("/pause_generation", {"mode": "retract"}),
     ("/update_weight_version", {"new_version": "7"}),
 ]

@@ -92,11 +92,8 @@ def test_a_url_is_refused_or_read_as_it_was_meant(user: str, password: str) -> N
 @pytest.mark.parametrize(
     "url",
     [
-        "redis://:12#34@host:6379/0",
-        "redis://:12/34@host:6379/0",
-        "redis://:12?34@host:6379/0",
-        "redis://u:12/34@host:6379/0",
-        "unix://:12/34@/tmp/socket",
+        *("redis://:12#34@host:6379/0", "redis://:12/34@host:6379/0", "redis://:12?34@host:6379/0"),
+        *("redis://u:12/34@host:6379/0", "unix://:12/34@/tmp/socket"),
         "redis+cluster://u:12/34@host:6379",
     ],
 )
@@ -122,14 +119,9 @@ def test_a_url_of_another_kind_is_not_quoted(url: str) -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        "redis://:s3cret@h",
-        "bus.url:redis://:s3cret@h",
-        "redis://:s3.cret@h/0?db=1",
-        "bus_url=redis://:s3cret@h",
-        "bus.urll=redis://:s3cret@h",
-        "bus.url=[redis://:s3cret@h",
-        "bus.url={redis: s3cret}",
-        "bus=redis://:s3cret@h",
+        *("redis://:s3cret@h", "bus.url:redis://:s3cret@h", "redis://:s3.cret@h/0?db=1"),
+        *("bus_url=redis://:s3cret@h", "bus.urll=redis://:s3cret@h", "bus.url=[redis://:s3cret@h"),
+        *("bus.url={redis: s3cret}", "bus=redis://:s3cret@h"),
     ],
 )
 def test_a_setting_that_is_misspelt_is_not_quoted(text: str) -> None:
@@ -137,21 +129,12 @@ def test_a_setting_that_is_misspelt_is_not_quoted(text: str) -> None:
         Options(settings=[text]).config()
 
 
-@pytest.mark.parametrize(
-    "content",
-    [
-        "redis://:s3cret@h",
-        "- redis://:s3cret@h",
-        "bus: redis://:s3cret@h",
-        "bus: [s3cret",
-        "a: b: s3cret",
-    ],
-)
-def test_a_settings_file_is_not_quoted(tmp_path: Path, content: str) -> None:
-    file = tmp_path / "settings.yaml"
-    file.write_text(content)
-    with refused_without_a_secret():
-        load_config(file, env={})
+def test_a_settings_file_is_not_quoted(tmp_path: Path) -> None:
+    file, url = tmp_path / "settings.yaml", "redis://:s3cret@h"
+    for content in (url, f"- {url}", f"bus: {url}", "bus: [s3cret", "a: b: s3cret"):
+        file.write_text(content)
+        with refused_without_a_secret():
+            load_config(file, env={})
 
 
 # --- what settings show of themselves -------------------------------------------------------------

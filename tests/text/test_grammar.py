@@ -13,6 +13,8 @@ from nano_inference.text import grammar
 from nano_inference.text.grammar import GrammarCompiler, check_size, plain
 from nano_inference.text.tokenizer import load_tokenizer
 
+from ..errors import raises
+
 FOLDER = EngineConfig(model_path=BUNDLED_MODEL).model_folder
 VOCAB = 779
 
@@ -70,7 +72,7 @@ REFUSED: dict[str, tuple[Constraint, str]] = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_can_not_be_followed_is_refused(compiler: GrammarCompiler, name: str) -> None:
     constraint, words = REFUSED[name]
-    with pytest.raises(RequestError, match=words, check=lambda e: e.code == "invalid_constraint"):
+    with raises("invalid_constraint", words):
         compiler.check(constraint)
 
 

@@ -13,6 +13,8 @@ from nano_inference.text import grammar
 from nano_inference.text.grammar import GrammarCompiler
 from nano_inference.text.grammar_trial import GrammarTrial
 
+from ..errors import raises
+
 FOLDER = EngineConfig().model_folder
 VOCAB = 779
 LONG = "start: T\nT: /(.*a.{40}.*)/ & /(.*b.{40}.*)/ & ~/(.*c.{40}.*)/"
@@ -34,9 +36,8 @@ def test_a_grammar_without_end_is_refused_once_for_all(
     compiler: GrammarCompiler, constraint: Constraint, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for _ in range(2):
-        with pytest.raises(RequestError, match=words) as refused:
+        with raises("invalid_constraint", words):
             compiler.check(constraint)
-        assert refused.value.code == "invalid_constraint"
         assert compiler.knows(constraint)
         # From here on it is remembered.
         monkeypatch.setattr(GrammarTrial, "run", lambda *_: pytest.fail("it was tried again"))
@@ -60,12 +61,8 @@ def test_compiled_grammars_are_kept_up_to_a_size(
     assert not compiler.knows(first)
 
 
-def limits() -> dict[str, int]:
-    return dict(grammar._LIMITS)
-
-
 def test_a_process_that_ended_is_started_again() -> None:
-    trial = GrammarTrial(VOCAB, [2], {"<think>": 700}, limits())
+    trial = GrammarTrial(VOCAB, [2], {"<think>": 700}, dict(grammar._LIMITS))
     assert trial.run("start: <think>") == ""
     os.kill(trial._process.pid, signal.SIGKILL)
     trial._process.wait()
@@ -73,7 +70,7 @@ def test_a_process_that_ended_is_started_again() -> None:
 
 
 def test_the_process_ends_with_its_owner() -> None:
-    trial = GrammarTrial(VOCAB, [2], {}, limits())
+    trial = GrammarTrial(VOCAB, [2], {}, dict(grammar._LIMITS))
     assert trial.run('start: "a"') == ""
     process = trial._process
     assert isinstance(process, subprocess.Popen)
@@ -83,5 +80,5 @@ def test_the_process_ends_with_its_owner() -> None:
 
 def test_a_process_that_can_not_be_started_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.executable", "/nonexistent")
-    with pytest.raises(RequestError, match="process", check=lambda e: e.code == "internal_error"):
-        GrammarTrial(VOCAB, [2], {}, limits()).run('start: "a"')
+    with raises("internal_error", "process"):
+        GrammarTrial(VOCAB, [2], {}, dict(grammar._LIMITS)).run('start: "a"')

@@ -12,6 +12,7 @@ from nano_inference.config import Constraint, RequestError
 from nano_inference.text.messages import Reading, Tool, ToolUse, constraint_of
 from nano_inference.text.messages.lark import lark_of_gbnf
 
+from ...errors import raises
 from .families import named
 from .message_writer import Writer, writer_of
 
@@ -56,8 +57,7 @@ def asked(
     reasons: bool | None = None,
 ) -> Constraint:
     given = (QWEN, opening, use, answer, budget, writer.special_tokens)
-    found = constraint_of(*given, reasoning_asked=reasons)
-    return found
+    return constraint_of(*given, reasoning_asked=reasons)
 
 
 REQUIRED = ToolUse(tools=(FIND, NOW), choice="required")
@@ -76,18 +76,10 @@ REQUIRED = ToolUse(tools=(FIND, NOW), choice="required")
                 call(arguments='{\n "zip":  1,\t"city": "Köln \\" </b>"}'),
             ],
             [
-                "",
-                "text",
-                " " + call(),
-                call() + call(),
-                call("other"),
-                call("fin"),
-                call(arguments="{}"),
-                call(arguments='{"zip": "1"}'),
-                call(arguments='{"zip": 1, "x": 1}'),
+                *("", "text", " " + call(), call() + call(), call("other"), call("fin")),
+                *(call(arguments="{}"), call(arguments='{"zip": "1"}'), call()[:-1]),
+                *(call(arguments='{"zip": 1, "x": 1}'), call() + "text"),
                 call(arguments='{"zip":' + " " * 9 + "1}"),
-                call()[:-1],
-                call() + "text",
             ],
         ),
         (
@@ -103,9 +95,7 @@ REQUIRED = ToolUse(tools=(FIND, NOW), choice="required")
         (
             ToolUse(tools=(STRICT, NOW)),
             [
-                "",
-                "text <tool",
-                call(),
+                *("", "text <tool", call()),
                 "text " + call() + "\n" + call("now", '{"any": []}') + "text",
             ],
             ["<tool_call>", call(arguments="{}"), call("other"), "text " + call()[:-1]],
@@ -178,9 +168,8 @@ def test_schemas_that_are_none_are_refused(form: str) -> None:
     for _ in range(5000):
         deep = {"items": deep}
     tool = Tool(name="find", parameters=deep)
-    with pytest.raises(RequestError, match=r"deep|recursion") as refused:
+    with raises("invalid_constraint", r"deep|recursion"):
         constraint_of(named(form), "", ToolUse(tools=(tool,), choice="required"), None)
-    assert refused.value.code == "invalid_constraint"
     for odd in ({"anyOf": 5}, {"enum": 3}, {"properties": [1]}, deep):
         with pytest.raises(RequestError, match="plain JSON"):
             constraint_of(named("llama"), "", ToolUse(tools=(FIND,)), Constraint(json_schema=odd))
@@ -284,24 +273,17 @@ def test_a_budget_asks_for_reasoning_unless_that_is_off() -> None:
 
 
 def test_a_budget_takes_a_token_for_the_end() -> None:
-    with pytest.raises(RequestError, match="has no token", check=lambda e: e.code == "unsupported"):
+    with raises("unsupported", "has no token"):
         asked(Writer(), ToolUse(), OPEN, budget=3)
 
 
 # --- what nothing is asked of ---------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("use", "opening", "budget"),
-    [
-        (ToolUse(), "", None),
-        (ToolUse(tools=(FIND, NOW)), "", None),
-        (ToolUse(tools=(STRICT,), choice="none"), "", None),
-    ],
-)
-def test_a_message_that_may_be_anything(use: ToolUse, opening: str, budget: int | None) -> None:
-    assert constraint_of(QWEN, opening, use, None, budget) is None
-    assert constraint_of(None, opening, use, None, budget) is None
+def test_a_message_that_may_be_anything() -> None:
+    for use in (ToolUse(), ToolUse(tools=(FIND, NOW)), ToolUse(tools=(STRICT,), choice="none")):
+        assert constraint_of(QWEN, "", use, None) is None
+        assert constraint_of(None, "", use, None) is None
 
 
 # --- answers --------------------------------------------------------------------------------------
@@ -350,7 +332,7 @@ def test_an_answer_alone_stays_as_it_was() -> None:
     ],
 )
 def test_answers_that_can_not_be_described(answer: Constraint, words: str) -> None:
-    with pytest.raises(RequestError, match=words, check=lambda e: e.code == "invalid_constraint"):
+    with raises("invalid_constraint", words):
         constraint_of(QWEN, OPEN, ToolUse(), answer)
 
 
@@ -370,9 +352,8 @@ def test_answers_that_can_not_be_described(answer: Constraint, words: str) -> No
 def test_requests_beyond_a_format_are_refused(
     form: str | None, use: ToolUse, budget: int | None
 ) -> None:
-    with pytest.raises(RequestError, match=r"gateway\.message_format") as refused:
+    with raises("unsupported", r"gateway\.message_format"):
         constraint_of(form and named(form), "", use, None, budget)
-    assert refused.value.code == "unsupported"
 
 
 @pytest.mark.parametrize(
@@ -443,9 +424,8 @@ CALL_LIKE = {"properties": {"name": {}, "parameters": {}}, "additionalProperties
     ],
 )
 def test_answers_that_could_be_taken_for_calls(answer: Constraint) -> None:
-    with pytest.raises(RequestError, match="additionalProperties") as refused:
+    with raises("unsupported", "additionalProperties"):
         constraint_of(named("llama"), "", ToolUse(tools=(FIND,)), answer)
-    assert refused.value.code == "unsupported"
     assert constraint_of(named("llama"), "", ToolUse(), answer) is answer
 
 

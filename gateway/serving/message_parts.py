@@ -146,28 +146,30 @@ class MessageParts:
 
     def add(self, chunk: CompletionChunk) -> NewParts:
         """Take the next tokens."""
-        return self._take([chunk])
+        new = NewParts([], [], [])
+        if self._reason is None:
+            self._take(chunk, new)
+        return new
 
     def end(self, sample: CompletionSample) -> NewParts:
         """Take the rest of an ended sample, after its chunks."""
-        return self._take(rest_of(sample, self._taken, self._text_chars))
-
-    def _take(self, chunks: Iterable[CompletionChunk]) -> NewParts:
-        """Return the parts that are certain with these chunks."""
         new = NewParts([], [], [])
-        for chunk in chunks:
+        for chunk in rest_of(sample, self._taken, self._text_chars):
             if self._reason is None:
-                self._take_next(chunk, new)
+                self._take(chunk, new)
         return new
 
-    def _take_next(self, chunk: CompletionChunk, new: NewParts) -> None:
+    def _take(self, chunk: CompletionChunk, new: NewParts) -> None:
+        """Add the parts that are certain with a chunk."""
         self._reason = chunk.finish_reason
         self._taken += len(chunk.token_ids)
         self._text_chars += len(chunk.text)
         records = _records_of(chunk)
         if self._tokens is None:
             new.records.extend(records)
-            new.add(Delta(content=chunk.text), self._taken - bool(records))
+            if chunk.text:
+                new.deltas.append(Delta(content=chunk.text))
+                new.places.append(self._taken - bool(records))
             return
         self._tokens.push(records, chunk)
         for record, fed in self._tokens.certain(ended=self._reason is not None):
@@ -302,6 +304,7 @@ class _Tokens:
 
 def _records_of(chunk: CompletionChunk) -> list[TokenRecord]:
     """Return the tokens of a chunk, without their texts."""
+    version = chunk.weight_version
     tops = chunk.top_logprobs or ((),) * len(chunk.token_ids)
     tokens = zip(chunk.token_ids, chunk.logprobs, tops, strict=True)
-    return [TokenRecord(*each, chunk.weight_version, "") for each in tokens]
+    return [TokenRecord(token_id, logprob, top, version, "") for token_id, logprob, top in tokens]

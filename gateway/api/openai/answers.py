@@ -313,17 +313,18 @@ class Choice:
         if self.finished:  # perhaps by what was sent before
             self.received += len(new.records)
             return
-        for token in new.records:
-            self._tokens.append(token)
-            self.received += 1
-            if self.received <= self._sent_before:
-                if self._logprobs is not None:
-                    self._skipped.append(token)
-                self._pass(1)
+        records = new.records
+        self._tokens += records
+        if self.received < self._sent_before:
+            passed = min(self._sent_before - self.received, len(records))
+            if self._logprobs is not None:
+                self._skipped += records[:passed]
+            self._pass(passed)
+        self.received += len(records)
         for place, delta in zip(new.places, new.deltas, strict=True):
-            if not self._answers.shown_reasoning:
+            if delta.reasoning and not self._answers.shown_reasoning:
                 delta = delta._replace(reasoning="")
-            if any(delta) and place >= self._sent_before:
+            if place >= self._sent_before and any(delta):
                 self._deltas.append((place, delta))
         if reason is not None:
             self._end(reason)
@@ -401,6 +402,8 @@ def message_of(deltas: Sequence[Delta], reasoning_field: str, *, whole: bool) ->
 def fitting(deltas: Sequence[Delta]) -> int:
     """Return how many of the first deltas fit one chunk. Clients read the reasoning of a chunk
     before its text, and its text before its calls."""
+    if len(deltas) == 1:
+        return 1
     last = 0
     for number, delta in enumerate(deltas):
         kinds = [kind for kind, part in enumerate(delta) if part]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 from pathlib import Path
+from stat import S_ISDIR
 
 import xxhash
 
@@ -17,6 +18,11 @@ _HEADER_BYTES = len(_MAGIC) + 16 + 16 + 16
 
 MOST_FOLDERS = 1024
 """Executors with the same layout that may share a folder at a time."""
+
+
+def file_bytes(block_bytes: int) -> int:
+    """Return the size of the file of a block with so many bytes."""
+    return _HEADER_BYTES + block_bytes
 
 
 class BlockFolder:
@@ -33,7 +39,7 @@ class BlockFolder:
             ModelError: It can't be used.
         """
         self._layout = bytes.fromhex(layout)
-        self._block_bytes = block_bytes
+        self._file_bytes = file_bytes(block_bytes)
         try:
             self._folder, self._lock = _take_folder(path / layout)
         except OSError as error:
@@ -42,17 +48,12 @@ class BlockFolder:
                 "that this user may write to"
             ) from None
 
-    @property
-    def file_bytes(self) -> int:
-        """Size of a block's file."""
-        return _HEADER_BYTES + self._block_bytes
-
     def names(self) -> list[bytes]:
         """Return the names of all whole blocks, and delete other files."""
         found: list[bytes] = []
         for entry in os.scandir(self._folder):
             name = _name_of(entry.name)
-            if name is not None and entry.stat().st_size == self.file_bytes:
+            if name is not None and entry.stat().st_size == self._file_bytes:
                 found.append(name)
             elif entry.name.endswith((_SUFFIX, _UNFINISHED)):
                 os.unlink(entry.path)
@@ -83,7 +84,7 @@ class BlockFolder:
         except OSError:
             size = 0
         wanted = _MAGIC + self._layout + name
-        if size == self.file_bytes and header == wanted + xxhash.xxh3_128_digest(block):
+        if size == self._file_bytes and header == wanted + xxhash.xxh3_128_digest(block):
             return True
         self.drop(name)
         return False
@@ -105,12 +106,11 @@ class BlockFolder:
 
 def _take_folder(parent: Path) -> tuple[Path, int]:
     parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    _check_private(parent)
     for number in range(MOST_FOLDERS):
         folder = parent / str(number)
         folder.mkdir(mode=0o700, exist_ok=True)
-        status = folder.stat()
-        if status.st_uid != os.geteuid() or status.st_mode & 0o077:
-            raise PermissionError(1, f"{folder} belongs to another user, or others may read it")
+        _check_private(folder)
         lock = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -119,6 +119,13 @@ def _take_folder(parent: Path) -> tuple[Path, int]:
             continue
         return folder, lock
     raise FileExistsError(17, f"more than {MOST_FOLDERS} executors use it")
+
+
+def _check_private(folder: Path) -> None:
+    """Raises PermissionError: another user could read or replace its files."""
+    status = folder.lstat()
+    if status.st_uid != os.geteuid() or status.st_mode & 0o077 or not S_ISDIR(status.st_mode):
+        raise PermissionError(1, f"{folder} is not a folder of this user alone (mode 700)")
 
 
 def _name_of(file: str) -> bytes | None:

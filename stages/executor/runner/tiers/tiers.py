@@ -21,7 +21,7 @@ from .....config import EngineConfig, ModelError
 from ..kv_cache import KVCache, block_bytes
 from ..loaded_model import LoadedModel
 from ..system_memory import zeros
-from .block_folder import BlockFolder
+from .block_folder import BlockFolder, file_bytes
 from .layout import BlockLayout, weights_digest
 
 MOST_BYTES_IN_FLIGHT = 64 << 20
@@ -89,7 +89,14 @@ class BlockTiers:
             raise ModelError(f"engine.kv_host_bytes can't be allocated: {error}") from None
         self._bytes: npt.NDArray[np.uint8] = self._slots.view(torch.uint8).numpy()
         self._folder: BlockFolder | None = None
+        disk_blocks = 0
         if config.kv_disk_path:
+            disk_blocks = config.kv_disk_bytes // file_bytes(size)
+            if not disk_blocks:
+                raise ModelError(
+                    f"engine.kv_disk_bytes is {config.kv_disk_bytes}, and one block takes "
+                    f"{file_bytes(size)}; raise it"
+                )
             self._folder = BlockFolder(Path(config.kv_disk_path), layout.digest, size)
         # Raised by `reset`: a fetch from before must not write to a slot that was given away.
         self._generation = 0
@@ -100,11 +107,14 @@ class BlockTiers:
         self._changed = threading.Event()
         self._writer = ThreadPoolExecutor(1, "kv-write")
         self._reader = ThreadPoolExecutor(1, "kv-read")
-        load_ns, fetch_ns = self._measure()
-        disk_bytes = config.kv_disk_bytes if self._folder is not None else 0
+        try:
+            load_ns, fetch_ns = self._measure()
+        except ModelError:
+            self.close()
+            raise
         self.capacity = TierCapacity(
             host_slots=slots,
-            disk_blocks=disk_bytes // (self._folder.file_bytes if self._folder is not None else 1),
+            disk_blocks=disk_blocks,
             layout=layout.digest,
             weights=weights_digest(model.module),
             weight_version=weight_version,

@@ -39,13 +39,14 @@ def opened(
     *,
     model: LoadedModel | None = None,
     host: int = 1 << 16,
+    disk: int = 1 << 30,
     block_size: int = 4,
 ) -> Iterator[BlockTiers]:
     model = model or make_model()
     cache = KVCache(model, 6, block_size)
     for tensor in (*cache.keys, *cache.values):
         tensor.copy_(torch.randn(tensor.shape))
-    config = EngineConfig(kv_host_bytes=host, kv_disk_path=str(folder))
+    config = EngineConfig(kv_host_bytes=host, kv_disk_path=str(folder), kv_disk_bytes=disk)
     tiers = BlockTiers(config, model, cache, 0, 1000)
     try:
         yield tiers
@@ -241,7 +242,11 @@ def test_the_folder_is_for_one_user_only(tmp_path: Path) -> None:
     folder = only_file(tmp_path).parent
     assert folder.stat().st_mode & 0o777 == 0o700
     folder.chmod(0o755)
-    with pytest.raises(ModelError, match="others may read it"), opened(tmp_path):
+    with pytest.raises(ModelError, match="this user alone"), opened(tmp_path):
+        pass
+    folder.chmod(0o700)
+    folder.parent.chmod(0o777)
+    with pytest.raises(ModelError, match="this user alone"), opened(tmp_path):
         pass
 
 
@@ -252,10 +257,12 @@ def test_a_path_that_is_no_folder_is_refused(tmp_path: Path) -> None:
         pass
 
 
-def test_a_model_without_kv_and_memory_below_a_block_are_refused() -> None:
+def test_a_model_without_kv_and_tiers_below_a_block_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="keeps no KV"), opened(model=make_model(layers=())):
         pass
     with pytest.raises(ModelError, match="one block takes"), opened(host=10):
+        pass
+    with pytest.raises(ModelError, match="kv_disk_bytes"), opened(tmp_path, disk=100):
         pass
 
 

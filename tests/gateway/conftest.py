@@ -5,15 +5,13 @@ from __future__ import annotations
 import asyncio
 import functools
 import inspect
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import httpx2
 import pytest
 
 from nano_inference.config import Config, load_config
-from nano_inference.gateway.serving import chat_templates
-from nano_inference.text.chat_template import TemplateWorkers
 
 from .fake import LIMIT_S, Client, FakeEngine, app_of, http_of
 
@@ -31,14 +29,6 @@ def limited(test: Callable[..., Awaitable[None]]) -> Callable[..., Awaitable[Non
             await test(**given)
 
     return run
-
-
-@pytest.fixture(scope="package", autouse=True)
-def shared_template_workers() -> Iterator[None]:
-    """One set of template processes for all gateways; each start imports Transformers."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(chat_templates, "TemplateWorkers", functools.cache(TemplateWorkers))
-        yield
 
 
 @pytest.fixture

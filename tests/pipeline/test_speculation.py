@@ -21,8 +21,6 @@ from nano_inference import (
 from nano_inference.config import BusError
 from nano_inference.stages.executor import core
 from nano_inference.stages.executor.core import ExecutorCore
-from nano_inference.stages.executor.driver.constraints import Constraints
-from nano_inference.stages.executor.driver.sequences import SequenceTable
 from nano_inference.stages.executor.driver.speculation.costs import StepCosts
 from nano_inference.stages.executor.driver.speculation.drafts import (
     NO_DRAFT,
@@ -30,7 +28,6 @@ from nano_inference.stages.executor.driver.speculation.drafts import (
     DraftContext,
     DraftSource,
 )
-from nano_inference.stages.executor.driver.speculation.speculator import Speculator
 
 from .. import oracle
 from ..stages.executor.driver.speculation.drafting import VerifyAll
@@ -75,12 +72,9 @@ class Repeat(DraftSource):
 def speculate(monkeypatch: pytest.MonkeyPatch, source: DraftSource) -> None:
     """Engines with speculation take all drafts of this source."""
 
-    def make(
-        config: EngineConfig, table: SequenceTable, constraints: Constraints, *_: Any, **__: Any
-    ) -> Speculator:
-        return Speculator(table, constraints, [source], VerifyAll())
-
-    monkeypatch.setattr(core, "make_speculator", make)
+    monkeypatch.setattr(core, "make_sources", lambda *_: [source])
+    monkeypatch.setattr(core, "CostControl", lambda _: VerifyAll())
+    monkeypatch.setattr(core.ExecutorCore, "_measure_costs", lambda _: None)
 
 
 STOPS = {"stop": [" and "], "min_tokens": 3}

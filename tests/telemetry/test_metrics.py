@@ -98,7 +98,8 @@ async def pipeline() -> AsyncIterator[Pipeline]:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def speculating() -> AsyncIterator[Pipeline]:
-    async with Pipeline(config_with(free_port(), **{"engine.speculation": "auto"})) as running:
+    settings = {"engine.speculation": "auto", "engine.kv_host_bytes": 1 << 20}
+    async with Pipeline(config_with(free_port(), **settings)) as running:
         yield running
 
 

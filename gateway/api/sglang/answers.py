@@ -7,6 +7,7 @@ answer's length.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from itertools import starmap
 from typing import Any, assert_never
 
@@ -14,6 +15,7 @@ import msgspec
 
 from ....bus.public import Completion, CompletionChunk, CompletionSample, ErrorInfo, TokenLogprob
 from ....stages.streaming.stop_strings import StopStrings
+from ....text.detokenizer import Detokenizer
 from ...server.http import SendEvent
 from ...serving.samples import Unsent, all_samples
 from ...serving.submissions import ENDED_EARLY
@@ -76,8 +78,9 @@ class PromptWriter:
         tops = tokens.top_logprobs if self.wanted.top_logprobs else None
         return list(starmap(self._entry, scored)), list(map(self._top_entries, tops or ()))
 
-    def answer(self, sample: CompletionSample, scored: ScoredTokens, *, ended: bool) -> Answer:
-        """Return the part of an answer that is known before the end of the sample."""
+    def answer(self, sample: CompletionSample, text: str, scored: ScoredTokens) -> Answer:
+        """Return the part of an answer that is known before the end of the sample. Args: the text
+        as it is shown."""
         wanted, request = self.wanted, self.wanted.request
         own = f"{request.request_id}_{sample.sample_index}"
         meta: Answer = {
@@ -92,7 +95,6 @@ class PromptWriter:
             meta["output_token_logprobs"] = scored[0]
             if wanted.top_logprobs:
                 meta["output_top_logprobs"] = scored[1]
-        text = self._text(sample, ended=ended)
         return {"text": text, "output_ids": sample.token_ids, "meta_info": meta}
 
     def _top_entries(self, top: TopLogprobs) -> list[Entry]:
@@ -106,7 +108,7 @@ class PromptWriter:
             sample = msgspec.structs.replace(
                 sample, **nothing, top_logprobs=None, ref_logprobs=None, finish_reason="length"
             )
-        answer = self.answer(sample, self.scored(sample), ended=True)
+        answer = self.answer(sample, self._text(sample), self.scored(sample))
         meta = answer["meta_info"]
         usage, n, timings = completion.usage, self.wanted.request.n, completion.timings
         elapsed_ns = timings.finished_ns - timings.received_ns if timings.received_ns else 0
@@ -163,20 +165,28 @@ class PromptWriter:
 
     # --- text and what ended it ---------------------------------------------------------------
 
-    def _text(self, sample: CompletionSample, *, ended: bool) -> str:
+    def _text(self, sample: CompletionSample) -> str:
         if self.wanted.plain_text or self.words is None:
             return sample.text
         token_ids, sampling = sample.token_ids, self.wanted.request.sampling
-        skip, trim = self.wanted.own.skip_special_tokens, self.wanted.trim_stop
-        stopped = trim and sample.finish_reason == "stop"
+        stopped = self.wanted.trim_stop and sample.finish_reason == "stop"
         if stopped and is_stop_token(sample.token_ids[-1], sampling, self.words):
             token_ids = token_ids[:-1]
-        detokenizer = self.words.detokenizer(skip_special=skip)
-        text = detokenizer.push(token_ids) + (detokenizer.finish() if ended else "")
-        if not trim:
+        text = self.words.text(token_ids, skip_special=self.wanted.own.skip_special_tokens)
+        if not self.wanted.trim_stop:
             return text
-        free = free_of_stops(sample.token_ids, sampling, self.words, skip_special=skip)
-        stops = StopStrings(sampling.stop)
+        return self.without_stop(text, self.free_of_stops(sample.token_ids), ended=True)
+
+    def free_of_stops(self, token_ids: Sequence[int]) -> int:
+        """Return the length of the text in which no stop string counts."""
+        assert self.words is not None
+        sampling, skip = self.wanted.request.sampling, self.wanted.own.skip_special_tokens
+        return free_of_stops(token_ids, sampling, self.words, skip_special=skip)
+
+    def without_stop(self, text: str, free: int, *, ended: bool) -> str:
+        """Return a text without its stop string or, before the end, without what may become one.
+        Args: `free` is of `free_of_stops`."""
+        stops = StopStrings(self.wanted.request.sampling.stop)
         certain, _ = stops.push(text[free:])
         return text[:free] + certain + (stops.finish() if ended else "")
 
@@ -205,6 +215,11 @@ class Growing:
         self._scored: ScoredTokens = ([], [])
         self._texts: list[str] = []
         self._spans: list[tuple[int, int]] = []
+        self._free: int | None = None
+        wanted, words = writer.wanted, writer.words
+        self._detokenizer: Detokenizer | None = None
+        if words is not None and not wanted.plain_text:
+            self._detokenizer = words.detokenizer(skip_special=wanted.own.skip_special_tokens)
         self._shown = 0
         self._due_at = 1
 
@@ -222,21 +237,31 @@ class Growing:
         entries, tops = self._writer.scored(chunk)
         self._scored[0].extend(entries)
         self._scored[1].extend(tops)
-        self._texts.append(chunk.text)
+        detokenizer = self._detokenizer
+        self._texts.append(chunk.text if detokenizer is None else detokenizer.push(chunk.token_ids))
 
     def answer(self) -> Answer:
         """Return an event with all that there is."""
         self._shown = len(self._token_ids)
-        self._texts = ["".join(self._texts)]
         sample = CompletionSample(
             sample_index=self._index,
-            text=self._texts[0],
+            text="",
             token_ids=tuple(self._token_ids),
             logprobs=(),
             finish_reason="abort",
             weight_versions=tuple(self._spans),
         )
-        return self._writer.answer(sample, self._scored, ended=False)
+        return self._writer.answer(sample, self._text(), self._scored)
+
+    def _text(self) -> str:
+        self._texts = ["".join(self._texts)]
+        text, writer = self._texts[0], self._writer
+        beyond = len(self._token_ids) > writer.wanted.request.sampling.min_tokens
+        if self._detokenizer is None or not writer.wanted.trim_stop or not beyond:
+            return text
+        if self._free is None:
+            self._free = writer.free_of_stops(self._token_ids)
+        return writer.without_stop(text, self._free, ended=False)
 
     def sent(self, size_bytes: int) -> None:
         """Set when the next event is due, behind one of so many bytes."""

@@ -88,7 +88,7 @@ def test_the_type_of_the_weights(
     path = write_gguf(tmp_path / "m.gguf", kind)
     loaded = load(path, dtype=dtype)
     assert {parameter.dtype for parameter in loaded.module.parameters()} == {expected}
-    assert loaded.dtype == expected
+    assert loaded.dtypes.weights == expected
 
 
 def test_loading_prints_nothing(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

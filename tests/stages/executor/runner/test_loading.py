@@ -97,7 +97,7 @@ def test_dtypes(tmp_path: Path, stored: torch.dtype, setting: str, loaded: torch
     source = make_model("llama").to(stored)
     folder = save(source, tmp_path, max_shard_size=SMALL_SHARDS)
     model = load(folder, dtype=setting)
-    assert model.dtype == loaded
+    assert model.dtypes.weights == loaded
     assert {parameter.dtype for parameter in model.module.parameters()} == {loaded}
     assert same_weights(model, source.to(loaded))
 
@@ -105,9 +105,9 @@ def test_dtypes(tmp_path: Path, stored: torch.dtype, setting: str, loaded: torch
 def test_auto_dtype_is_from_config_json_or_else_from_the_file(tmp_path: Path) -> None:
     folder = save(make_model("llama"), tmp_path)
     change_json(folder / "config.json", dtype="bfloat16")
-    assert load(folder).dtype == torch.bfloat16
+    assert load(folder).dtypes.weights == torch.bfloat16
     change_json(folder / "config.json", dtype=None)
-    assert load(folder).dtype == torch.float32
+    assert load(folder).dtypes.weights == torch.float32
 
 
 def test_stop_ids_of_both_files(tmp_path: Path) -> None:

@@ -49,7 +49,7 @@ def test_properties_of_a_loaded_model(tmp_path: Path) -> None:
     folder = save(make_model("gemma2"), tmp_path)
     model = load(folder, max_model_len=8192)
     assert (model.max_model_len, model.vocab_size) == (256, VOCAB)
-    assert (model.dtype, model.device) == (torch.float32, torch.device("cpu"))
+    assert (model.dtypes.kv_cache, model.device) == (torch.float32, torch.device("cpu"))
     assert [layer.window for layer in model.layers] == [8, None, 8]
     assert {(s.num_kv_heads, s.key_dim, s.value_dim) for s in model.layers} == {(2, 16, 16)}
     assert not model.module.training

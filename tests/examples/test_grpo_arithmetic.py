@@ -162,8 +162,8 @@ def test_blocking_mode_is_repeatable_bit_for_bit() -> None:
 
 
 def thinking(speculation: Speculation) -> tuple[Record, list[TrainingSample], dict[str, Any]]:
-    """Three steps over the same four problems: the record, all samples and the last weights."""
-    sizes = {"problems": 2, "prompts": 4, "batch": 6, "max_tokens": 40}
+    """Two steps over the same four problems: the record, all samples and the last weights."""
+    sizes = {"steps": 2, "problems": 2, "prompts": 4, "batch": 6, "max_tokens": 40}
     kinds = ("add-thinking", "sub-thinking")
     settings = replace(SETTINGS, kinds=kinds, speculation=speculation, deterministic=True, **sizes)
     record, samples = Record(), list[TrainingSample]()

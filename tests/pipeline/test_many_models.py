@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import socket
@@ -351,7 +352,8 @@ async def test_every_request_ends_once_while_models_come_and_go(
         made.up.terminate()
         assert await asyncio.to_thread(made.up.wait) == 0
         assert set((await made.states()).values()) == {"unloaded"}
-    assert "\nbroken executor   nano-inference: " in (tmp_path / "log").read_text()
+    # Whichever stage finds first that the folder is missing.
+    assert re.search(r"\nbroken \w+ +nano-inference: ", (tmp_path / "log").read_text())
 
 
 async def load_adapter(

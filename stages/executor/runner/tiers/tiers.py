@@ -72,22 +72,15 @@ class BlockTiers:
         self._cache = cache
         size = block_bytes(model, cache.block_size)
         layout = BlockLayout.of(model, cache)
-        slots = config.kv_host_bytes // size
-        if config.kv_disk_path:
-            # At most half of the slots wait for the disk, and a prompt needs all of its blocks.
-            needed = 2 * -(-model.max_model_len // cache.block_size)
-            slots = max(slots, min(needed, STAGING_BYTES // size), _LEAST_SLOTS)
-        elif not slots:
-            raise ModelError(
-                f"engine.kv_host_bytes is {config.kv_host_bytes}, and one block takes {size}; "
-                "raise it, or set it to 0"
-            )
+        slots = _num_slots(config, model, cache.block_size, size)
         try:
             shape = (slots, size // model.dtypes.kv_cache.itemsize)
             self._slots = zeros(shape, model.dtypes.kv_cache, torch.device("cpu"))
         except RuntimeError as error:
             raise ModelError(f"engine.kv_host_bytes can't be allocated: {error}") from None
         self._bytes: npt.NDArray[np.uint8] = self._slots.view(torch.uint8).numpy()
+        # Of the one thread that reads: new memory for each block would cost more than reading it.
+        self._read_buffer = np.empty_like(self._bytes[0])
         self._folder: BlockFolder | None = None
         disk_blocks = 0
         if config.kv_disk_path:
@@ -252,14 +245,13 @@ class BlockTiers:
         assert self._folder is not None
         names, whole = (move.name,), False
         try:
-            data = np.empty_like(self._bytes[move.slot])
-            whole = self._folder.read(move.name, data.data)
+            whole = self._folder.read(move.name, self._read_buffer.data)
         finally:
             # In any case: a sequence waits for the report.
             with self._lock:
                 current = generation == self._generation
                 if whole and current:
-                    self._bytes[move.slot] = data
+                    self._bytes[move.slot] = self._read_buffer
             if current:
                 self._report(TiersChanged(fetched=names) if whole else TiersChanged(lost=names))
 
@@ -297,6 +289,21 @@ class BlockTiers:
         fetch_ns = min(_timed(lambda: folder.read(name, data.data)) for _ in range(_TRIALS))
         folder.drop(name)
         return load_ns, fetch_ns
+
+
+def _num_slots(config: EngineConfig, model: LoadedModel, block_size: int, size: int) -> int:
+    """Return the number of host slots, for blocks of `size` bytes. Raises ModelError: none fits."""
+    slots = config.kv_host_bytes // size
+    if config.kv_disk_path:
+        # At most half of the slots wait for the disk, and a prompt needs all of its blocks.
+        needed = 2 * -(-model.max_model_len // block_size)
+        return max(slots, min(needed, STAGING_BYTES // size), _LEAST_SLOTS)
+    if not slots:
+        raise ModelError(
+            f"engine.kv_host_bytes is {config.kv_host_bytes}, and one block takes {size}; "
+            "raise it, or set it to 0"
+        )
+    return slots
 
 
 def _runs(moves: Iterable[KVMove]) -> Iterator[list[KVMove]]:

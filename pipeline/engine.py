@@ -508,10 +508,13 @@ class InferenceEngine:
         """
         self._groups.close()
         if self._core is not None:
-            while not self._requests and self._batching.saves:
-                self._advance()
-            self._core.close()
-            self._core = None
+            try:
+                # Not with weights that wait to be put in place: that may fail.
+                while self._batching.saves and not self._core.weights.pending_version:
+                    self._advance()
+            finally:
+                self._core.close()
+                self._core = None
         if self._reference is not None:
             self._reference.shutdown()
 
@@ -549,7 +552,7 @@ class InferenceEngine:
                             progress.advance(bar)
                         else:
                             self._uncollected += samples
-            while not self._requests and self._batching.audits:
+            while self._batching.audits:
                 self._advance()
         except BaseException:
             for name in names:

@@ -33,8 +33,8 @@ class TierAudit:
 
     @property
     def has_moves(self) -> bool:
-        """Whether a computed block waits to be compared."""
-        return bool(self._moves)
+        """Whether the executor has something to do, with or without a step."""
+        return bool(self._moves) or self._tiers.has_moves
 
     @property
     def is_due(self) -> bool:
@@ -62,9 +62,9 @@ class TierAudit:
         return True
 
     def take_moves(self) -> tuple[KVMove, ...]:
-        """Return the comparison to make first in the next plan."""
+        """Return the tiers' moves for the next plan, behind the comparison to make."""
         moves, self._moves = self._moves, ()
-        return moves
+        return (*moves, *self._tiers.take_moves())
 
     def clear(self) -> None:
         """Drop the audit in flight: the executor has forgotten its sequences."""
@@ -79,6 +79,8 @@ class TierAudit:
 
     def _start(self, block: LoadedBlock, step_id: int) -> NewSequence | None:
         cache = self._cache
+        if block.scope.adapter:
+            return None  # with an adapter, KV computed again may have other bits
         lease = Lease(list(block.token_ids), block.scope, whole_blocks=True)
         match = cache.match(lease)
         count = len(block.token_ids) - match.num_cached

@@ -16,7 +16,6 @@ from ...bus.messages import (
     AUDIT_SEQ_ID,
     AdmittedRequest,
     Credit,
-    KVMove,
     NewSequence,
     RequestInfo,
     StepPlan,
@@ -310,7 +309,7 @@ class BatchingCore:
             self._give_up(self._index[seq_id])
             self._counters.preemptions += 1
         audit = self._begin_idle_work()
-        has_moves = any(part is not None and part.has_moves for part in (self.tiers, self._audit))
+        has_moves = self._audit is not None and self._audit.has_moves
         if not (decision.num_tokens or audit or has_moves or next_plan.cannot_wait):
             return None
         self._next = NextPlan()
@@ -363,13 +362,19 @@ class BatchingCore:
 
     @property
     def audits(self) -> bool:
-        """Whether, with nothing else to run, a loaded block is to be computed or compared."""
-        return self._audit is not None and (self._audit.is_due or self._audit.has_moves)
+        """Whether the next plan computes a loaded block again, or compares it."""
+        due = self._audit is not None and (self._audit.is_due or self._audit.has_moves)
+        return due and self._rests
 
     @property
     def saves(self) -> bool:
-        """Whether, with nothing else to run, blocks are to be saved to disk."""
-        return self.cache.has_unsaved and not (self.paused or self.lacks)
+        """Whether the next plan saves blocks to disk."""
+        return self.cache.has_unsaved and self._rests
+
+    @property
+    def _rests(self) -> bool:
+        """Whether nothing runs or waits, and steps may run."""
+        return not (self._index or self._leaving or self._sent or self.paused or self.lacks)
 
     @property
     def idle(self) -> bool:
@@ -454,8 +459,7 @@ class BatchingCore:
 
     def _begin_idle_work(self) -> NewSequence | None:
         """While nothing else runs, save blocks to disk, and start the audit of a loaded block."""
-        busy = self._index or self._leaving or self._sent or self.paused or self.lacks
-        if self._audit is None or busy:
+        if self._audit is None or not self._rests:
             return None
         self.cache.save(BLOCKS_SAVED_AT_ONCE)
         return self._audit.begin(self._step_id + 1)
@@ -500,9 +504,6 @@ class BatchingCore:
             seq.last_step = step_id
         for seq_id, number in num_drafts.items():
             self._index[seq_id].num_drafting += number
-        moves: tuple[KVMove, ...] = ()
-        if self.tiers is not None and self._audit is not None:
-            moves = (*self._audit.take_moves(), *self.tiers.take_moves())
         if audit is not None:
             new.append(audit)
             num_tokens = {AUDIT_SEQ_ID: len(audit.token_ids) - 1 - audit.num_cached}
@@ -520,7 +521,7 @@ class BatchingCore:
             release=next_plan.release,
             adapters=tuple(next_plan.adapters.items()),
             num_drafts=tuple([num_drafts.get(i, 0) for i in num_tokens]) if num_drafts else (),
-            kv_moves=moves,
+            kv_moves=self._audit.take_moves() if self._audit is not None else (),
         )
         self._sent.append(SentPlan(plan, seqs))
         return plan

@@ -18,11 +18,13 @@ from nano_inference import (
     SamplingParams,
     TrainingSample,
 )
+from nano_inference.config import WeightsError
 from nano_inference.stages.batching import BatchingCore
 from nano_inference.stages.batching.tiers import TierCounts
 from nano_inference.stages.executor.core import ExecutorCore
 
-from . import short_model
+from ..stages.executor.runner.adapters.making import make_adapter
+from . import reference, short_model
 from .builders import break_once
 from .conftest import MakeConfig, both_buses
 
@@ -211,6 +213,49 @@ def test_the_audit_finds_a_flipped_bit_and_turns_the_tiers_off() -> None:
         for _ in range(2):
             assert tokens_of(made.generate(PROMPTS, GREEDY)) == expected
         assert counts(made).loaded
+
+
+def test_blocks_of_adapters_come_back_for_their_version_and_are_not_audited(
+    tmp_path: Path,
+) -> None:
+    """Another adapter of the same name finds none of them."""
+    model = reference.model(short_model.folder())
+    for seed in (1, 2):
+        make_adapter(model, seed, tmp_path / str(seed))
+
+    def generate(made: InferenceEngine) -> list[tuple[int, ...]]:
+        return tokens_of(made.generate(PROMPTS, GREEDY, adapter="a"))
+
+    expected = []
+    for seed in (1, 2):
+        with engine(**DETERMINISTIC) as made:
+            made.load_adapter("a", tmp_path / str(seed))
+            expected.append(generate(made))
+    assert expected[0] != expected[1]
+    with engine(**DETERMINISTIC, kv_host_bytes=1 << 20) as made:
+        for seed in (1, 2):
+            made.load_adapter("a", tmp_path / str(seed))
+            for _ in range(2):
+                assert generate(made) == expected[seed - 1]
+            found = counts(made)
+            assert found.loaded > 0
+            assert (found.audited, found.different) == (0, 0)
+
+
+def test_a_shutdown_leaves_weights_that_wait(tmp_path: Path) -> None:
+    """Their memory may be free by then, and they would be refused."""
+    made = engine(kv_disk_path=str(tmp_path))
+    made.generate(PROMPTS[:1], GREEDY)
+    weights = {name: tensor.clone() for name, tensor in made.state_dict().items()}
+    made.update_weights(weights)
+    for tensor in weights.values():
+        tensor.untyped_storage().resize_(0)
+    refused = False
+    try:
+        made.shutdown()
+    except WeightsError:  # its traceback would show the tensors
+        refused = True
+    assert not refused
 
 
 @both_buses

@@ -44,10 +44,10 @@ def error_event(error: NanoInferenceError, call_id: str) -> dict[str, Any]:
     status = _status_of(error)
     kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
     param: str | None = getattr(error, "param", None)
-    told: dict[str, Any] = {"type": kind, "message": error.message, "code": error.code}
+    body: dict[str, Any] = {"type": kind, "message": error.message, "code": error.code}
     if param == _THREAD:
-        told["details"] = {"error_code": "thread_unsupported_request", "unsupported": [_THREAD]}
-    return {"type": "error", "error": told | {"param": param}, "request_id": call_id or None}
+        body["details"] = {"error_code": "thread_unsupported_request", "unsupported": [_THREAD]}
+    return {"type": "error", "error": body | {"param": param}, "request_id": call_id or None}
 
 
 def is_called(scope: Scope) -> bool:

@@ -78,7 +78,7 @@ class Executor:
 
 
 class Replica:
-    """A cache with tiers, and an executor that computes and moves blocks as it is told."""
+    """A cache with tiers, and an executor that computes blocks and applies moves."""
 
     def __init__(self, cache: KVCacheManager) -> None:
         assert cache.tiers is not None

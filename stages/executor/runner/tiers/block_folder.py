@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+from contextlib import suppress
 from pathlib import Path
 from stat import S_ISDIR
 
@@ -49,14 +50,18 @@ class BlockFolder:
             ) from None
 
     def names(self) -> list[bytes]:
-        """Return the names of all whole blocks, and delete other files."""
+        """Return the names of all whole blocks, and delete other files. A folder that can't be read
+        has none."""
         found: list[bytes] = []
-        for entry in os.scandir(self._folder):
-            name = _name_of(entry.name)
-            if name is not None and entry.stat().st_size == self._file_bytes:
-                found.append(name)
-            elif entry.name.endswith((_SUFFIX, _UNFINISHED)):
-                os.unlink(entry.path)
+        with suppress(OSError):
+            for entry in os.scandir(self._folder):
+                name = _name_of(entry.name)
+                # The other thread may delete a file meanwhile.
+                with suppress(OSError):
+                    if name is not None and entry.stat().st_size == self._file_bytes:
+                        found.append(name)
+                    elif entry.name.endswith((_SUFFIX, _UNFINISHED)):
+                        os.unlink(entry.path)
         return found
 
     def write(self, name: bytes, block: memoryview) -> None:
@@ -78,7 +83,7 @@ class BlockFolder:
         path = self._path(name)
         header = bytearray(_HEADER_BYTES)
         try:
-            with path.open("rb", buffering=0) as file:
+            with path.open("rb") as file:
                 size = file.readinto(header) + file.readinto(block)
                 size += len(file.read(1))
         except OSError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -282,6 +283,16 @@ def test_a_full_disk_loses_a_block_and_no_more(
             assert waited(tiers, lambda changes: changes.lost).lost == (NAME,)
         assert not [path for path in tmp_path.rglob("*") if path.is_file()]
         written(tiers)
+
+
+def test_a_folder_that_was_removed_holds_nothing(tmp_path: Path) -> None:
+    with opened(tmp_path) as tiers:
+        written(tiers)
+        shutil.rmtree(only_file(tmp_path).parent)
+        assert tiers.on_disk() == TiersChanged(whole=True)
+        assert fetched(tiers).lost == (NAME,)
+        tiers.apply([KVMove("store", OTHER, 0, 1, write=True), KVMove("drop", OTHER)])
+        assert waited(tiers, lambda changes: changes.lost).lost == (OTHER,)
 
 
 def test_writes_beyond_the_bytes_in_flight_are_left(

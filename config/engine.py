@@ -74,6 +74,8 @@ class EngineConfig(Section, frozen=True, forbid_unknown_fields=True):
         kv_audit_every: One in so many blocks loaded from a tier is computed again while nothing
             else runs, and compared bit for bit; a difference turns the tiers off until the cache is
             flushed. 0 is off. Without deterministic mode there is no audit.
+        kv_events: Publish which KV blocks the cache stores and removes, on a stream of the bus for
+            routers outside (docs/kv-events.md).
         max_tokens_per_batch: Token budget of one step; longer prefills are chunked.
         dtype: "auto" is the checkpoint's own, and bfloat16 for a GGUF file of quantized weights.
         device: "auto" is CUDA if there is one, else XPU, else MPS, else the CPU. Otherwise a torch
@@ -142,6 +144,7 @@ class EngineConfig(Section, frozen=True, forbid_unknown_fields=True):
     kv_disk_bytes: PositiveInt = 16 << 30
     kv_eviction: Literal["lru", "clock", "s3fifo"] = "lru"
     kv_audit_every: NonNegativeInt = 1000
+    kv_events: bool = False
     max_tokens_per_batch: PositiveInt = 2048
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     device: str = "auto"

@@ -27,6 +27,7 @@ from ...store.board import LoadedAdapter
 from .audit import TierAudit
 from .cache import KVCacheManager
 from .index import SequenceIndex
+from .kv_events import KVEventLog
 from .paged import PagedKVCache
 from .plans import NextPlan, SentPlan, accepted_tokens
 from .radix import RadixKVCache
@@ -58,6 +59,7 @@ class BatchingCore:
         limits: The scheduler's.
         cache: The prefix cache.
         tiers: The KV tiers below it; None if there are none.
+        events: The log of blocks that can be found; None without `kv_events`.
         paused: While set, no step is planned.
         lacks: As in MemoryState; while it is not empty, no step is planned.
     """
@@ -70,13 +72,15 @@ class BatchingCore:
             max_tokens_per_batch=config.max_tokens_per_batch,
             block_size=capacity.block_size,
         )
+        self.events = KVEventLog(capacity.block_size) if config.kv_events else None
         self.tiers: KVTiers | None = None
         if capacity.tiers is not None:
             self.tiers = KVTiers(
-                capacity.tiers, capacity.block_size, config.kv_eviction, config.kv_audit_every
+                *(capacity.tiers, capacity.block_size, config.kv_eviction, config.kv_audit_every),
+                events=self.events,
             )
         cache = CACHES[config.cache_type]
-        self.cache = cache(capacity.num_blocks, capacity.block_size, self.tiers)
+        self.cache = cache(capacity.num_blocks, capacity.block_size, self.tiers, self.events)
         self._audit: TierAudit | None = None
         if self.tiers is not None:
             self._audit = TierAudit(self.tiers, self.cache, self.limits)
@@ -202,7 +206,11 @@ class BatchingCore:
 
     def set_adapters(self, adapters: Iterable[LoadedAdapter]) -> None:
         """Set the adapters of an executor that has no sequences."""
+        before = self._adapter_versions
         self._adapter_versions = {adapter.id: adapter.version for adapter in adapters}
+        for id, version in before.items():
+            if self._adapter_versions.get(id) != version:
+                self.cache.retire_adapter(id)
 
     def uses_adapter(self, id: str) -> bool:
         """Whether a sequence that has not ended uses the adapter."""
@@ -235,6 +243,7 @@ class BatchingCore:
             self._next.recompute.append(lambda seq: seq.pools and seq.info.adapter == id)
         for seq in seqs:
             self._set_adapter_version(seq)
+        self.cache.retire_adapter(id)
 
     def change_memory(self, lacks: tuple[str, ...], release: tuple[str, ...]) -> None:
         """Release memory with the next plan, and plan no steps while memory is lacking.

@@ -309,7 +309,9 @@ class KVEventStream(Protocol):
         """
 
     async def follow(self, *, kept: bool = False) -> OutputStream[KVEventEntry]:
-        """Return the entries from now on. A slow reader misses the oldest ones (`missed`).
+        """Return the entries from now on; of one model if the bus is of one.
+
+        A slow reader misses the oldest ones (`missed`).
 
         Args:
             kept: Begin with the oldest entry that the stream keeps.

@@ -33,7 +33,7 @@ class BlockStored(msgspec.Struct, frozen=True, omit_defaults=True, tag=True):
         lora_name: Id of the LoRA adapter; None for none.
         extra_keys: For each block, what its KV depends on besides tokens and adapter: at the start
             of a prompt (salt) or (tenant, salt, media ...), None for later blocks. Left out where
-            there is nothing.
+            there is nothing, as for the default tenant without a salt.
     """
 
     block_hashes: tuple[int, ...]

@@ -19,6 +19,10 @@ FinishReason = Literal["stop", "length", "abort", "content_filter"]
 Status = Literal["done", "error", "cancelled", "expired"]
 
 
+DEFAULT_TENANT = "default"
+"""Tenant of requests that name none."""
+
+
 class PublicOutput(msgspec.Struct, frozen=True, kw_only=True, tag_field="type"):
     """A message read by clients; newer pipelines may add fields."""
 
@@ -97,7 +101,7 @@ class GenerateRequest(
     sampling: SamplingParams = SamplingParams()
     stream: bool = True
     priority: Int64 = 0
-    tenant: str = "default"
+    tenant: str = DEFAULT_TENANT
     budget_ns: Int64 | None = None
     cache_salt: str = ""
     embed: EmbedParams | None = None

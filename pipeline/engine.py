@@ -21,6 +21,7 @@ from ..config import (
     AdapterError,
     BusConfig,
     Config,
+    ConfigError,
     EngineConfig,
     ModelError,
     PoolingKind,
@@ -85,8 +86,11 @@ class InferenceEngine:
 
         Raises:
             ModelError: The model is missing or can't be served.
+            ConfigError: `kv_events` is set: they are published on a bus.
         """
         self.config = own = config or EngineConfig()
+        if own.kv_events:
+            raise ConfigError("engine.kv_events needs a bus: leave it out here, or run a Pipeline")
         if own.reference_model_path:
             # The reference is an engine here, and no part of the cores as in a pipeline.
             own = replace(own, reference_model_path="")

@@ -187,6 +187,12 @@ KV_TIER_MOVES = _counter(
     "KV blocks moved between device, host memory and disk, or lost on the way to or from disk.",
     names.KV_MOVE,
 )
+KV_EVENTS = _counter(
+    "nano.kv.events",
+    "{block}",
+    "KV blocks published as stored or removed, and those in batches that the bus dropped.",
+    names.KV_EVENT,
+)
 KV_TIME_SAVED = _counter(
     "nano.kv.tier.time_saved", "s", "Estimated computing time of KV that was loaded instead."
 )

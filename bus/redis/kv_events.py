@@ -53,7 +53,7 @@ class RedisKVEvents:
             start = last[0][0] if last else start
         if self._readers is None:
             self._readers = readers_of(self._keys, self._commands)
-        return _Follow(self._readers.subscribe({key: start}))
+        return _Follow(self._readers.subscribe({key: start}), self._keys.model)
 
     async def aclose(self, patience_s: float) -> None:
         """Write the remaining entries, within a time limit, and end all readers."""
@@ -90,8 +90,9 @@ class _Writer(BatchWriter[KVEventEntry]):
 class _Follow:
     """A reader; see `KVEventStream.follow`."""
 
-    def __init__(self, subscription: Subscription) -> None:
+    def __init__(self, subscription: Subscription, model: str) -> None:
         self._subscription = subscription
+        self._model = model
         self._continuity = Continuity()
         self._done = False
 
@@ -107,7 +108,9 @@ class _Follow:
                     break
                 raise
             read = _read(fields)
-            if read is not None and (entry := self._continuity.check(read)) is not None:
+            if read is None or self._model not in ("", read.model):
+                continue
+            if (entry := self._continuity.check(read)) is not None:
                 return entry
         raise StopAsyncIteration
 

@@ -16,6 +16,7 @@ from ...bus.kv_events import (
     Medium,
 )
 from ...bus.messages import CacheScope
+from ...bus.public import DEFAULT_TENANT
 
 
 def wire_hash(name: bytes) -> int:
@@ -165,8 +166,9 @@ def _extra_keys(scope: CacheScope, num_blocks: int) -> ExtraKeys | None:
     """Return the extra keys of blocks at the start of a prompt, as vLLM has them: the first block's
     keys apply to all behind it."""
     keys: tuple[str, ...] = ()
-    if scope.tenant or scope.media:
-        keys = (scope.tenant, scope.salt, *scope.media)
+    tenant = "" if scope.tenant == DEFAULT_TENANT else scope.tenant
+    if tenant or scope.media:
+        keys = (tenant, scope.salt, *scope.media)
     elif scope.salt:
         keys = (scope.salt,)
     return (keys, *(None,) * (num_blocks - 1)) if keys else None

@@ -139,6 +139,17 @@ async def test_entries_beyond_the_limit_are_dropped_while_redis_is_unreachable(
     assert (after.sequence, after.missed) == (30, 20)
 
 
+async def test_a_bus_of_one_model_reads_its_events(redis_buses: Any) -> None:
+    bus = redis_buses.open()
+    of_model = bus.of_model("b")
+    both, one = await bus.kv_events.follow(), await of_model.kv_events.follow()
+    entries = [msgspec.structs.replace(entry(0), model=model) for model in ("a", "b")]
+    await published(bus, *entries)
+    assert await read(both, 2) == entries
+    assert await read(one, 1) == entries[1:]
+    await of_model.aclose()
+
+
 async def test_foreign_entries_are_skipped(redis_buses: Any, foreign: Redis) -> None:
     bus = redis_buses.open()
     stream = await bus.kv_events.follow()

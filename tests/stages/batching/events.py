@@ -25,11 +25,7 @@ def check_router(cache: KVCacheManager, router: Router) -> None:
     Blocks on disk of earlier weights, which only a flush deletes, can't be found.
     """
     pass_on(cache, router)
-    names = cache._names
-    whole = [b for b in range(cache.num_blocks) if is_whole(cache, b)]
-    found = {wire_hash(name) for b in whole if (name := names[b]) is not None}
-    assert len(found) == len(whole), "a full block has no name"
-    assert router.where.get("GPU", set()) == found
+    assert router.where.get("GPU", set()) == on_device(cache)
     if cache.tiers is not None:
         below = cache.tiers
         off = below.difference is not None
@@ -39,6 +35,14 @@ def check_router(cache: KVCacheManager, router: Router) -> None:
         assert router.where.get("DISK", set()) <= on_disk
         if not cache.weight_version:
             assert router.where.get("DISK", set()) == on_disk
+
+
+def on_device(cache: KVCacheManager) -> set[bytes | int]:
+    """The hashes of the full blocks that can be found on the device."""
+    whole = [b for b in range(cache.num_blocks) if is_whole(cache, b)]
+    names = [name for b in whole if (name := cache._names[b]) is not None]
+    assert len(set(names)) == len(whole), "a full block has no name"
+    return set(map(wire_hash, names))
 
 
 def is_whole(cache: KVCacheManager, block_id: int) -> bool:
@@ -63,11 +67,11 @@ def check_match(
     prefix, _, names = cache._fit(lease, cache.num_blocks)
     most = (len(token_ids) - 1) // cache.block_size
     media = router.find(token_ids, cache.block_size, root_of(scope))[:most]
-    on_device = next((i for i, each in enumerate(media) if "GPU" not in each), len(media))
-    assert on_device == len(prefix.block_ids)
-    rest = media[on_device:]
+    found = next((i for i, each in enumerate(media) if "GPU" not in each), len(media))
+    assert found == len(prefix.block_ids)
+    rest = media[found:]
     on_host = next((i for i, each in enumerate(rest) if "CPU" not in each), len(rest))
     # Of blocks that an earlier start wrote to disk the router knows no tokens.
-    ends = len(media) == on_device + on_host
+    ends = len(media) == found + on_host
     assert on_host == len(names) or (ends and on_host < len(names))
-    return on_device + on_host
+    return found + on_host

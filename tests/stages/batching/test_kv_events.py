@@ -89,6 +89,7 @@ def test_scopes_are_kept_apart(kind: Kind) -> None:
         CacheScope(): Root(),
         CacheScope(salt="s"): Root("", ("s",)),
         CacheScope(tenant="t"): Root("", ("t", "")),
+        CacheScope(tenant="default", salt="d"): Root("", ("d",)),
         CacheScope(tenant="t", salt="s"): Root("", ("t", "s")),
         CacheScope(adapter="a", adapter_version=1): Root("a"),
         CacheScope(salt="s", adapter="a", adapter_version=1): Root("a", ("s",)),

@@ -362,7 +362,7 @@ class KVCacheManager(ABC):
         if not all(map(self._ref_counts.__getitem__, new)):
             raise ValueError("KV can't be computed in a free block")
         self._drop_source(lease)
-        if lease.generation == self._generation:
+        if lease.generation == self._generation:  # `is_current`, without a call
             first = self._index(lease, num_tokens)
             if self.tiers is not None or self.events is not None:
                 self._name_blocks(lease, first, num_tokens // self.block_size)

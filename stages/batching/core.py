@@ -16,6 +16,7 @@ from ...bus.messages import (
     AUDIT_SEQ_ID,
     AdmittedRequest,
     Credit,
+    Handover,
     NewSequence,
     RequestInfo,
     StepPlan,
@@ -26,6 +27,7 @@ from ...config import EngineConfig, SchedulerConfig
 from ...store.board import LoadedAdapter
 from .audit import TierAudit
 from .cache import KVCacheManager
+from .handover import Handovers
 from .index import SequenceIndex
 from .paged import PagedKVCache
 from .plans import NextPlan, SentPlan, accepted_tokens
@@ -89,6 +91,8 @@ class BatchingCore:
         self._adapter_versions: dict[str, int] = {}
         self.set_adapters(capacity.adapters)
         self._index = SequenceIndex()
+        self._handovers = Handovers(self.cache, self._index)
+        self._hands_over = False  # no sequence has been handed over in this epoch
         self._waiting: deque[Sequence] = deque()
         self._running: list[Sequence] = []  # the first to be preempted last
         # Finished, or to be paused (RUNNING), but named by a plan in flight.
@@ -119,6 +123,9 @@ class BatchingCore:
         for spec in request.sequences:
             seq = Sequence.dispatched(request, spec, self._max_drafts)
             self._set_adapter_version(seq)
+            if request.remote is not None:
+                self.cache.expect(seq.lease, request.remote)
+            self._hands_over |= seq.hands_over
             self._index.add(seq)
             self._enqueue(seq)
         if deadline_ns is not None:
@@ -128,7 +135,7 @@ class BatchingCore:
         """End a request's sequences; the next plan passes the cancellation on."""
         samples = self._index.of_request(cancel.request_id)
         if samples:
-            unstarted = not any(seq.started for seq in samples)
+            unstarted = not any(seq.started or seq.handed_over for seq in samples)
             cancel = msgspec.structs.replace(cancel, unstarted=unstarted)
         self._next.ended.append(cancel)
         for seq in samples:
@@ -159,6 +166,11 @@ class BatchingCore:
                 self._set_paused(seq)
             else:
                 self._stop_running(seq)
+
+    def release_offers(self, seq_ids: Iterable[int]) -> None:
+        """Give back the host slots of blocks that were offered for sequences handed over."""
+        for seq_id in seq_ids:
+            self._handovers.release(seq_id)
 
     def resume_sequences(self, seq_ids: Iterable[int], rank: int = 0) -> None:
         """Let paused sequences wait to run again."""
@@ -264,6 +276,7 @@ class BatchingCore:
             self.tiers.forget_plans([sent.plan for sent in self._sent])
         if self._audit is not None:
             self._audit.clear()
+        self._handovers.clear()
         self._sent.clear()
         for seq in list(self._leaving.values()):
             self._leave(seq)
@@ -284,6 +297,7 @@ class BatchingCore:
         self._next = NextPlan()
         self._report = Report()
         self._step_id = self._draft_rest = 0
+        self._hands_over = False
 
     # --- steps --------------------------------------------------------------------------------
 
@@ -292,6 +306,8 @@ class BatchingCore:
         for info in self._index.deadlines.pop_until(now_ns):
             message = "the request's time budget ran out before it was done"
             self.cancel(Cancel(info.request_id, info.entry_id, "expired", "expired", message))
+        if self.tiers is not None and self.tiers.has_offers:
+            self.tiers.end_offers(now_ns)
         next_plan = self._next
         if len(self._sent) >= (1 if next_plan.waits_for_results else self._steps_ahead):
             return None
@@ -343,6 +359,8 @@ class BatchingCore:
             if seq.num_computed >= seq.next_commit:
                 self._commit(seq)
         self.stop(result.ended)
+        for seq in self._handovers.absorb(result):
+            self._finish(seq)
         self._draft_rest = result.draft_rest or self._draft_rest
         self._report.add_step(result)
         for seq in [s for s in self._leaving.values() if s.last_step <= result.step_id]:
@@ -390,9 +408,16 @@ class BatchingCore:
         """Return the earliest deadline of a request; None if there is none."""
         return self._index.deadlines.first_key()
 
-    def take_report(self) -> Credit | None:
-        """Return a report for fairness if one is due. Call it after each `absorb`."""
-        if not self._report.is_due:
+    def take_handovers(self) -> list[Handover]:
+        """Return sequences to be handed over. Call it after each `absorb`."""
+        return self._handovers.take_messages()
+
+    def take_report(self, *, due: bool = False) -> Credit | None:
+        """Return a report for fairness if one is due. Call it after each `absorb`.
+
+        A report must come before each handover, or the work on its sequence is not charged.
+        """
+        if not (due or self._report.is_due):
             return None
         report, self._report = self._report, Report()
         return report.message(self.cache.num_free_blocks() * self.limits.block_size)
@@ -507,6 +532,7 @@ class BatchingCore:
         if audit is not None:
             new.append(audit)
             num_tokens = {AUDIT_SEQ_ID: len(audit.token_ids) - 1 - audit.num_cached}
+        offers = self._handovers.offer(seqs, now_ns) if self._hands_over else ()
         plan = StepPlan(
             step_id=step_id,
             new=tuple(new),
@@ -522,6 +548,7 @@ class BatchingCore:
             adapters=tuple(next_plan.adapters.items()),
             num_drafts=tuple([num_drafts.get(i, 0) for i in num_tokens]) if num_drafts else (),
             kv_moves=self._audit.take_moves() if self._audit is not None else (),
+            kv_offers=tuple(offers),
         )
         self._sent.append(SentPlan(plan, seqs))
         return plan
@@ -552,7 +579,7 @@ class BatchingCore:
     def _start(self, seq: Sequence, num_cached: int) -> NewSequence:
         """Let a waiting sequence run, whose lease has its blocks."""
         num_tokens = len(seq.token_ids)
-        resumes = seq.started or seq.num_generated > 0
+        resumes = seq.started or (seq.num_generated > 0 and not seq.handed_over)
         self._counters.count_start(num_tokens, num_cached, resumes=resumes)
         self._report.started.append((seq.seq_id, num_tokens - num_cached))
         self._waiting.remove(seq)
@@ -603,7 +630,7 @@ class BatchingCore:
         del self._leaving[seq.seq_id]
         if seq.status is SequenceStatus.FINISHED:
             self.cache.release(seq.lease)
-            self._report.end(seq.seq_id)
+            self._report.end(seq.seq_id, ended=not seq.left)
         else:
             self._release(seq)
             self._set_paused(seq)

@@ -315,6 +315,10 @@ class ExecutorCore:
             outputs = StepOutputs()
             if rows.size:
                 outputs = self._steps.run(rows, num_tokens, num_drafts, self.graphs)
+        if plan.kv_offers:
+            # Not in `finish`: the next plan may load from these slots.
+            assert self.tiers is not None, "a plan offers blocks, and there are no tiers"
+            self.tiers.apply(plan.kv_offers)
         return LaunchedStep(plan, self.weights.version, start_ns, outputs)
 
     def finish(self, step: LaunchedStep) -> StepResult:

@@ -48,7 +48,9 @@ _SMALL_MODEL_PARAMETERS = 30_000_000
 other processes compete for the cores."""
 
 
-def _load(config: EngineConfig, device: int | None) -> tuple[ExecutorCore, ReferenceModel | None]:
+def _load(
+    config: EngineConfig, device: int | None, shares_kv: bool
+) -> tuple[ExecutorCore, ReferenceModel | None]:
     """Runs on the torch thread. `device`: the replica's index among several devices."""
     if device is not None and (name := device_of_replica(config.device, device)) != config.device:
         chosen = torch.device(name)
@@ -62,7 +64,7 @@ def _load(config: EngineConfig, device: int | None) -> tuple[ExecutorCore, Refer
         torch.set_num_threads(config.cpu_threads or automatic)
     # First, since the other model's KV cache takes the remaining memory.
     reference = ReferenceModel(config) if config.reference_model_path else None
-    core = ExecutorCore(config, now_ns=now_ns, model=model)
+    core = ExecutorCore(config, now_ns=now_ns, model=model, shares_kv=shares_kv)
     if reference is not None:
         reference.check_fits(core)
     return core, reference
@@ -104,8 +106,8 @@ class ExecutorStage(Actor):
         self.log.debug("model_loading", path=str(engine.model_folder))
         started = now_ns()
         # Replicas in one process share its torch thread, and so its device.
-        device = self.config.pipeline.replica
-        self._core, reference = await _on_torch(_load, engine, device)
+        device, shares_kv = self.config.pipeline.replica, bool(self.config.pipeline.roles)
+        self._core, reference = await _on_torch(_load, engine, device, shares_kv)
         core = self._core
         self._scoring = Scoring(self, reference, _on_torch)
         self._changes = StagedChanges(

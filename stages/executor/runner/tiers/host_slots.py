@@ -15,6 +15,7 @@ from torch import Tensor
 from .....bus.control import AuditedBlock
 from .....bus.messages import KVMove
 from ..kv_cache import KVCache
+from .transports.slots import SharedSlots
 
 
 class HostSlots:
@@ -27,10 +28,13 @@ class HostSlots:
         memory: `[slots, bytes of a block]`, uint8.
     """
 
-    def __init__(self, cache: KVCache, memory: npt.NDArray[np.uint8]) -> None:
-        """Args: the cache, and `[slots, bytes of a block]` of any origin, such as a mapping that
-        other processes share."""
+    def __init__(
+        self, cache: KVCache, memory: npt.NDArray[np.uint8], shared: SharedSlots | None = None
+    ) -> None:
+        """Args: the cache; `[slots, bytes of a block]`; and the same memory for other executors, if
+        they may read it."""
         self.memory = memory
+        self._shared = shared
         self._cache = cache
         self._device = cache.keys[0].device
         self._numbers = torch.from_numpy(memory).view(cache.keys[0].dtype)
@@ -43,6 +47,7 @@ class HostSlots:
         with self._released:
             self._released.wait_for(lambda: slot not in self._held)
             self._held.add(slot)
+        self._withdraw(slot)
         try:
             yield self.memory[slot].data
         finally:
@@ -53,10 +58,20 @@ class HostSlots:
     def store(self, moves: Sequence[KVMove]) -> None:
         """Copy blocks of the cache to slots, none of which is named twice."""
         self._wait_for_holders({move.slot for move in moves})
+        for move in moves:
+            self._withdraw(move.slot)
         slots = torch.tensor([move.slot for move in moves])
         block_ids = torch.tensor([move.block_id for move in moves], device=self._device)
         for blocks, columns in self._parts():
             columns[slots] = blocks.index_select(0, block_ids).cpu()
+
+    def offer(self, moves: Sequence[KVMove]) -> None:
+        """Let other executors read slots, after copying blocks of the cache to them."""
+        assert self._shared is not None, "no other executor may read these slots"
+        if stored := [move for move in moves if move.block_id >= 0]:
+            self.store(stored)
+        for move in moves:
+            self._shared.offer(move.slot, move.name)
 
     def load(self, moves: Sequence[KVMove]) -> None:
         """Copy slots to blocks of the cache."""
@@ -83,6 +98,10 @@ class HostSlots:
                 blocks = tensor.view(tensor.shape[0], -1)
                 yield blocks, self._numbers[:, start : start + blocks.shape[1]]
                 start += blocks.shape[1]
+
+    def _withdraw(self, slot: int) -> None:
+        if self._shared is not None:
+            self._shared.withdraw(slot)
 
     def _wait_for_holders(self, slots: set[int]) -> None:
         """Wait for fetches from before a reset that still write to these slots."""

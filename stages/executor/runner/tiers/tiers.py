@@ -6,6 +6,7 @@ import secrets
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -21,6 +22,10 @@ from .disk import DiskTier
 from .fetches import Fetches
 from .host_slots import HostSlots
 from .layout import BlockLayout, weights_digest
+from .peer_fetches import PeerFetches
+from .transports.peers import Transfer
+from .transports.slots import SharedSlots
+from .transports.tcp import BlockServer
 
 STAGING_BYTES = 1 << 28
 """Host memory that reading from disk takes at most, if `kv_host_bytes` doesn't give it more."""
@@ -50,16 +55,20 @@ class BlockTiers:
         token_ns: int,
         *,
         exact: bool = False,
+        arithmetic: str = "",
+        shares: bool = False,
     ) -> None:
         """Allocate the host's slots, and open the folder.
 
         Args:
-            config: The settings, with a tier.
+            config: The settings, with a tier if the slots are not shared.
             model: The model.
             cache: Its KV cache.
             weight_version: Of the model's weights.
             token_ns: Time to compute one token of a prompt.
             exact: Whether KV computed again has the same bits.
+            arithmetic: As in BlockLayout.
+            shares: Whether to exchange blocks with other executors.
 
         Raises:
             ModelError: The model has no KV, or memory or folder can't be used.
@@ -70,15 +79,21 @@ class BlockTiers:
                 "left out"
             )
         size = block_bytes(model, cache.block_size)
-        layout = BlockLayout.of(model, cache).digest
-        num_slots = _num_slots(config, model, cache.block_size, size)
-        self.slots = HostSlots(cache, _host_memory(num_slots, size))
+        layout = BlockLayout.of(model, cache, arithmetic).digest
+        num_slots = _num_slots(config, model, cache.block_size, size, shares=shares)
+        shared, memory = _host_memory(num_slots, size, shares=shares)
+        self.slots = HostSlots(cache, memory, shared)
         self._changes = TierChanges()
+        self._shared = shared
+        self._server: BlockServer | None = None
+        self._receipts = PeerFetches(self.slots, self._changes, config.kv_secret)
         self._disk: DiskTier | None = None
         if config.kv_disk_path:
             self._disk = disk = DiskTier(config, layout, size, self._changes)
             self._reads = Fetches(self.slots, self._changes, disk.read, _READERS, "kv-read")
         try:
+            if shared is not None and config.kv_listen:
+                self._server = BlockServer(shared, config.kv_listen, config.kv_secret)
             self.capacity = TierCapacity(
                 host_slots=num_slots,
                 disk_blocks=self._disk.num_blocks if self._disk is not None else 0,
@@ -90,6 +105,7 @@ class BlockTiers:
                 fetch_ns=self._disk.measure_ns(self.slots.memory[0]) if self._disk else 0,
                 token_ns=token_ns,
                 exact=exact,
+                address=self._address(),
             )
         except ModelError:
             self.close()
@@ -112,7 +128,11 @@ class BlockTiers:
                 case "load":
                     self.slots.load(run)
                 case "fetch":
-                    self._reads.submit(run)
+                    self._receipts.submit([move for move in run if move.source])
+                    if from_disk := [move for move in run if not move.source]:
+                        self._reads.submit(from_disk)
+                case "offer":
+                    self.slots.offer(run)
                 case "drop":
                     assert self._disk is not None
                     for move in run:
@@ -123,6 +143,7 @@ class BlockTiers:
     def reset(self) -> None:
         """Drop the fetches in flight. Slots and files stay as they are."""
         self._changes.reset()
+        self._receipts.reset()
 
     def on_disk(self) -> TiersChanged:
         """Return all blocks on disk, behind those that are being written. Any thread."""
@@ -133,15 +154,31 @@ class BlockTiers:
         """Return what threads have done since the last call; None for nothing. Any thread."""
         return self._changes.take()
 
+    def take_transfers(self) -> list[Transfer]:
+        """Return the transfers from other executors since the last call. Any thread."""
+        return self._receipts.take_transfers()
+
     def wait(self, timeout_s: float) -> None:
         """Wait until there are changes to take. Any thread."""
         self._changes.wait(timeout_s)
 
     def close(self) -> None:
         """End the threads, once the blocks in flight are written."""
+        self._receipts.close()
+        if self._server is not None:
+            self._server.close()
+        if self._shared is not None:
+            self._shared.close()
         if self._disk is not None:
             self._reads.close()
             self._disk.close()
+
+    def _address(self) -> str:
+        """Return where other executors read the slots; "" if they may not."""
+        if self._shared is None:
+            return ""
+        tcp = self._server.address if self._server is not None else ""
+        return msgspec.structs.replace(self._shared.address, tcp=tcp).encode()
 
     def _measure_load_ns(self, block_id: int) -> int:
         """Return the time to load a block, with a place that holds none."""
@@ -153,11 +190,13 @@ class BlockTiers:
         return min(times)
 
 
-def _num_slots(config: EngineConfig, model: LoadedModel, block_size: int, size: int) -> int:
+def _num_slots(
+    config: EngineConfig, model: LoadedModel, block_size: int, size: int, *, shares: bool
+) -> int:
     """Return the number of host slots, for blocks of `size` bytes. Raises ModelError: none fits."""
     slots = config.kv_host_bytes // size
-    if config.kv_disk_path:
-        # At most half of the slots wait for the disk, and a prompt needs all of its blocks.
+    if config.kv_disk_path or shares:
+        # At most half of the slots are being fetched, and a prompt needs all of its blocks.
         needed = 2 * -(-model.max_model_len // block_size)
         return max(slots, min(needed, STAGING_BYTES // size), _LEAST_SLOTS)
     if not slots:
@@ -168,13 +207,18 @@ def _num_slots(config: EngineConfig, model: LoadedModel, block_size: int, size: 
     return slots
 
 
-def _host_memory(num_slots: int, size: int) -> npt.NDArray[np.uint8]:
+def _host_memory(
+    num_slots: int, size: int, *, shares: bool
+) -> tuple[SharedSlots | None, npt.NDArray[np.uint8]]:
     try:
+        if shares:
+            shared = SharedSlots(num_slots, size)
+            return shared, shared.bytes
         memory = zeros((num_slots, size), torch.uint8, torch.device("cpu"))
-    except RuntimeError as error:
+    except (RuntimeError, OSError) as error:
         raise ModelError(f"engine.kv_host_bytes can't be allocated: {error}") from None
     array: npt.NDArray[np.uint8] = memory.numpy()
-    return array
+    return None, array
 
 
 def _runs(moves: Iterable[KVMove]) -> Iterator[list[KVMove]]:

@@ -78,6 +78,7 @@ class Lease:
         num_named: Leading blocks whose names the cache knows.
         whole_blocks: Whether to start with whole blocks only, and copy no part of one.
         num_fetched: Leading blocks that were fetched since the lease last held any.
+        num_loaded: Blocks that it loaded from the tiers when it started.
         remote: Blocks in another executor's memory, by their names here, until the lease starts.
     """
 
@@ -94,6 +95,7 @@ class Lease:
     names_root: int | None = None
     num_named: int = 0
     num_fetched: int = 0
+    num_loaded: int = 0
     remote: dict[bytes, RemoteBlock] = field(default_factory=dict)
     whole_blocks: bool = False
 
@@ -295,7 +297,7 @@ class KVCacheManager(ABC):
                 if self.tiers.load(name, block_id := lease.block_ids[index]):
                     before = lease.token_ids[: (index + 1) * self.block_size]
                     self.tiers.chosen.append(LoadedBlock(name, block_id, before, lease.scope))
-            lease.num_named, lease.num_fetched = shared, 0
+            lease.num_named, lease.num_fetched, lease.num_loaded = shared, 0, len(names)
             lease.remote.clear()
         lease.generation = self._generation
         copies: tuple[tuple[int, int], ...] = ()

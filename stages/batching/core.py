@@ -319,7 +319,7 @@ class BatchingCore:
             self.cache.begin_weight_version(next_plan.weight_version)
             # Weights that hold nothing are replaced only by a complete set.
             self.lacks = tuple(tag for tag in self.lacks if tag != "weights")
-        decision = self._decide()
+        decision = self._decide(now_ns)
         for seq_id in decision.preempted_seqs:
             # Victims come last first, so the one that runs longest ends up in front.
             self._give_up(self._index[seq_id])
@@ -399,6 +399,12 @@ class BatchingCore:
         """No sequence, no plan in flight, and no cancellation to pass on."""
         return not (self._index or self._leaving or self._sent or self._next.ended)
 
+    def fetch_of(self, seq_id: int) -> tuple[int, int]:
+        """Return since when a sequence that has just started waited for its blocks (0 if it didn't
+        wait), and how many it loaded from the tiers."""
+        seq = self._index[seq_id]
+        return seq.fetching_since_ns, seq.lease.num_loaded
+
     def info_of(self, seq_id: int) -> RequestInfo | None:
         """Return the request of a sequence; None if the sequence has ended."""
         seq = self._index.get(seq_id)
@@ -446,7 +452,8 @@ class BatchingCore:
             AssertionError: One is lost, or in two places.
         """
         leaving = self._leaving.values()
-        self.cache.check(seq.lease for seq in (*self._running, *leaving))
+        audits = self._audit.leases if self._audit is not None else []
+        self.cache.check([*audits, *(seq.lease for seq in (*self._running, *leaving))])
         pausing = [seq for seq in leaving if seq.status is not SequenceStatus.FINISHED]
         alive = [*self._waiting, *self._running, *pausing, *self._paused_seqs.values()]
         assert len(alive) == len(self._index), "a sequence is lost, or in two places"
@@ -455,14 +462,17 @@ class BatchingCore:
 
     # --- deciding -----------------------------------------------------------------------------
 
-    def _decide(self) -> SchedulerOutput:
+    def _decide(self, now_ns: int) -> SchedulerOutput:
         if self.paused or self.lacks:
             return NOTHING
         starting: list[Sequence] = []
         room = self.limits.max_batch_size - len(self._running)
         if self._waiting and room > 0:
             prefilling = [seq for seq in self._running if seq.num_computed < seq.num_to_prefill]
-            starting = startable(self._waiting, prefilling, room, self.cache, self.limits)
+            fetching: list[Sequence] = []
+            starting = startable(self._waiting, prefilling, room, self.cache, self.limits, fetching)
+            for seq in fetching:
+                seq.fetching_since_ns = seq.fetching_since_ns or now_ns
         decision = self._schedule(starting)
         if not decision.preempted_seqs:
             return decision

@@ -44,6 +44,8 @@ class Sequence:
         max_length: Most tokens of prompt and output that are planned here.
         hands_over: Whether another replica continues it behind its first token here.
         handed_over: Whether another replica has handed it over.
+        fetching_since_ns: When it began to wait for blocks from disk or another executor; 0 if it
+            hasn't since it last ran.
         left: Whether it has been handed over to another replica, with its first token here.
         cache_scope, prediction: As in AdmittedRequest.
         max_drafts: Most drafted tokens that a step may verify; 0 without speculation.
@@ -102,6 +104,7 @@ class Sequence:
         self.hands_over = request.hands_over and not self.pools
         self.handed_over = request.remote is not None
         self.left = False
+        self.fetching_since_ns = 0
         self._last_length = len(prompt) + self.sampling.max_tokens
         self.max_length = self._limit()
         self.priority, self.rank = request.priority, request.rank
@@ -309,6 +312,7 @@ class Sequence:
         self.lease.may_reuse = not self.computes_all
         self.num_planned = len(self.token_ids)
         self.max_length = self._limit()
+        self.fetching_since_ns = 0
         self.num_computed = self.num_scheduled = self.num_cached = self.num_drafting = 0
         self.num_to_allocate = self.num_reclaimable = None
 

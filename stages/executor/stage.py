@@ -30,6 +30,7 @@ from .driver.step import LaunchedStep
 from .runner.attention.choose import kernels_of
 from .runner.device import device_of_replica, is_unverified
 from .runner.model import load_model
+from .runner.tiers.transports.peers import Transfer
 from .scoring import ReferenceModel, Scoring
 from .spans import DraftCounts, ExecutorSpans
 
@@ -309,6 +310,24 @@ class ExecutorStage(Actor):
             epoch = self.epoch
             if (changes := tiers.take_changes()) is not None:
                 await self.send(self.own(CONTROL["batching"]), changes, epoch=epoch)
+            for transfer in tiers.take_transfers():
+                self._record_transfer(transfer)
+
+    def _record_transfer(self, transfer: Transfer) -> None:
+        labels = {names.KV_TRANSPORT: transfer.transport or "none"}
+        record = self.metrics.record
+        record(instruments.KV_TRANSFER_DURATION, transfer.seconds, labels)
+        record(instruments.KV_TRANSFER_BYTES, transfer.num_bytes, labels)
+        record(instruments.KV_TRANSFER_FAILURES, transfer.num_failed, labels)
+        if transfer.error:
+            self.log.warning(
+                "kv_transfer_failed",
+                brief=f"KV could not be read from another executor, and is computed: "
+                f"{transfer.error}",
+                transport=transfer.transport,
+                blocks=transfer.num_failed,
+                error=transfer.error,
+            )
 
     async def _begin_anew(self, epoch: int, error: WeightsError) -> None:
         """Ask for a new epoch: no weights are in place, so the plans in flight were not run.

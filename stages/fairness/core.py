@@ -15,7 +15,7 @@ from ...bus.public import StageTime
 from ...config import FairnessConfig, ReplicaRole
 from ..lazy_heap import LazyHeap
 from .fastest_step import FastestStep
-from .handovers import Handovers
+from .handovers import HandedOver, Handovers
 from .queue import FairQueue, Flow, PriorityClass, Running, Waiting
 from .replicas import PrefixIndex, Replica, choose_replica, prefix_chain
 
@@ -28,7 +28,8 @@ class Dispatched(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         resumed: The sequence that is resumed; None if sequences start.
-        handed_over: The sequence that another replica has handed over; None if sequences start.
+        handed_over: The sequence that another replica has handed over, with when it did; None if
+            sequences start.
         last: No sequence of the request waits any more for its first run.
         passed_by: Dispatches while it waited: of other priorities, of other tenants, of its own.
     """
@@ -41,7 +42,7 @@ class Dispatched(msgspec.Struct, frozen=True, kw_only=True):
     resumed: Running | None
     last: bool
     passed_by: tuple[int, int, int]
-    handed_over: Running | None = None
+    handed_over: HandedOver | None = None
 
 
 class Counts(msgspec.Struct):
@@ -50,6 +51,7 @@ class Counts(msgspec.Struct):
     preemptions: int = 0
     yields: int = 0
     resumes: int = 0
+    handovers: int = 0
     recomputed_tokens: int = 0
     hopeless: int = 0
     tokens: Counter[int] = msgspec.field(default_factory=Counter)
@@ -126,14 +128,14 @@ class FairnessCore:
             self._end(reporter, seq_id)
         return [running for running in paused if running is not None]
 
-    def hand_over(self, handover: Handover, replica: str) -> None:
+    def hand_over(self, handover: Handover, now_ns: int, replica: str = "") -> None:
         """Let a sequence go on elsewhere that has its first token on this replica."""
         giver = self._replicas.get(replica)
         if giver is None:
             return
         self._count(giver)
         if (running := giver.end(handover.seq_id)) is not None:
-            self._handovers.add(running, handover)
+            self._handovers.add(running, handover, now_ns)
 
     def set_roles(self, roles: Sequence[ReplicaRole]) -> None:
         """Replace the replicas' roles. Sequences stay where they run."""
@@ -352,6 +354,7 @@ class FairnessCore:
         each = self._handovers.waiting.popleft()
         replica.credits -= 1
         replica.prefixes.add(running.chain)
+        self.counts.handovers += 1
         self._run(replica, running, running.level, running.rank)
         return Dispatched(
             replica=replica.name,
@@ -362,7 +365,7 @@ class FairnessCore:
             resumed=None,
             last=False,
             passed_by=(0, 0, 0),
-            handed_over=running,
+            handed_over=each,
         )
 
     def _run(self, replica: Replica, running: Running, level: float, rank: int) -> None:

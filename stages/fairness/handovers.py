@@ -22,11 +22,13 @@ class HandedOver:
         running: The sequence.
         spec: With its generated tokens.
         blocks: Its KV.
+        since_ns: When it began to wait here.
     """
 
     running: Running
     spec: SequenceSpec
     blocks: RemoteBlocks
+    since_ns: int
 
     def message(self) -> AdmittedRequest:
         """Return the message for the replica that continues it."""
@@ -113,12 +115,12 @@ class Handovers:
 
     # --- sequences ----------------------------------------------------------------------------
 
-    def add(self, running: Running, handover: Handover) -> None:
+    def add(self, running: Running, handover: Handover, now_ns: int) -> None:
         """Let a sequence wait that a replica has handed over."""
         running.giver = running.replica
         running.num_tokens += len(handover.generated) - len(running.spec.generated)
         spec = msgspec.structs.replace(running.spec, generated=handover.generated)
-        self.waiting.append(HandedOver(running, spec, handover.blocks))
+        self.waiting.append(HandedOver(running, spec, handover.blocks, now_ns))
 
     def drop(self, request_id: str) -> list[Running]:
         """Drop the sequences of a request; return them."""

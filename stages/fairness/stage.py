@@ -55,7 +55,8 @@ class FairnessStage(Actor):
                 for running in self._core.absorb(report, now_ns(), role_of_sender(envelope.sender)):
                     self._trace_pause(running)
             case Handover() as handover:
-                self._core.hand_over(handover, role_of_sender(envelope.sender))
+                replica = role_of_sender(envelope.sender)
+                self._core.hand_over(handover, now_ns(), replica)
             case Cancel() as cancel:
                 await self._pass_on(self._core.cancel(cancel))
             case UpdateFairness(config):
@@ -92,6 +93,7 @@ class FairnessStage(Actor):
             "preemptions": counts.preemptions,
             "yields": counts.yields,
             "resumes": counts.resumes,
+            "handovers": counts.handovers,
             "roles": ",".join(core.roles),
             "settings": msgspec.json.encode(core.config).decode(),
         }
@@ -103,6 +105,7 @@ class FairnessStage(Actor):
         record(instruments.FAIRNESS_PREEMPTIONS, counts.preemptions - before.preemptions)
         record(instruments.FAIRNESS_YIELDS, counts.yields - before.yields)
         record(instruments.FAIRNESS_RESUMES, counts.resumes - before.resumes)
+        record(instruments.FAIRNESS_HANDOVERS, counts.handovers - before.handovers)
         for priority, tokens in counts.tokens.items():
             labels = {names.PRIORITY: priority_label(priority)}
             record(instruments.FAIRNESS_TOKENS, tokens - before.tokens[priority], labels)
@@ -143,6 +146,9 @@ class FairnessStage(Actor):
         if dispatched.resumed is not None:
             resumed = dispatched.resumed
             self._trace(names.FAIRNESS_RESUME, resumed, resumed.paused_ns, passed_by)
+        elif (each := dispatched.handed_over) is not None:
+            by = {names.HANDED_OVER_BY: each.running.giver}
+            self._trace(names.FAIRNESS_HANDOVER, each.running, each.since_ns, by)
         elif dispatched.last:
             attributes = {names.PRIORITY: dispatched.request.priority, **passed_by}
             info = dispatched.request.info

@@ -6,18 +6,11 @@ import asyncio
 import random
 from typing import Any
 
-import msgspec
-import pytest
-
 from nano_inference import Completion, Config, Pipeline
-from nano_inference.stages.batching.core import BatchingCore
 from nano_inference.stages.batching.tiers import TierCounts
-from nano_inference.stages.executor.core import ExecutorCore
-from nano_inference.stages.fairness.core import FairnessCore
 
-from .builders import break_once, end_of, until
 from .conftest import MakeConfig, both_buses
-from .test_replicas import batching_of, check_at_rest, fairness_of
+from .test_replicas import batching_of, check_at_rest
 
 SHORT_MODEL = True
 SPLIT = ["prefill", "decode"]

@@ -558,7 +558,10 @@ class BusClient(Submitter, Deployment):
             ConfigError: They don't fit the replicas.
             BusError: A lane has not answered.
         """
-        await self._operate("fairness", control.UpdateRoles(tuple(roles)), lane=lane)
+        recipients = await self._control.ready_recipients("fairness", ANSWER_S, lane)
+        change = control.UpdateRoles(tuple(roles))
+        outcomes = await self._control.request("fairness", change, ANSWER_S, recipients)
+        least_version(recipients, outcomes, ANSWER_S, ConfigError)
 
     # --- internals ----------------------------------------------------------------------------
 

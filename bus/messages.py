@@ -267,6 +267,7 @@ class NewSequence(InternalPart, frozen=True, array_like=True):
         cache_scope: Speculation learns only from sequences of the same scope.
         prediction: As in AdmittedRequest.
         handed_over: As in StartedSequence.
+        hands_over: Whether it leaves with its first token here.
     """
 
     seq_id: int
@@ -280,6 +281,7 @@ class NewSequence(InternalPart, frozen=True, array_like=True):
     cache_scope: CacheScope = DEFAULT_SCOPE
     prediction: tuple[int, ...] = ()
     handed_over: bool = False
+    hands_over: bool = False
 
 
 AUDIT_SEQ_ID = -2

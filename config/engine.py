@@ -76,6 +76,9 @@ class EngineConfig(Section, frozen=True, forbid_unknown_fields=True):
             flushed. 0 is off. Without deterministic mode there is no audit.
         kv_events: Publish which KV blocks the cache stores and removes, on a stream of the bus for
             routers outside (docs/kv-events.md).
+        kv_listen: host:port at which executors of other hosts read the KV of sequences that this
+            one hands over (`pipeline.roles`); port 0 for any. "" for this host only.
+        kv_secret: The secret that both sides of such a connection must know.
         max_tokens_per_batch: Token budget of one step; longer prefills are chunked.
         dtype: "auto" is the checkpoint's own, and bfloat16 for a GGUF file of quantized weights.
         device: "auto" is CUDA if there is one, else XPU, else MPS, else the CPU. Otherwise a torch
@@ -131,6 +134,7 @@ class EngineConfig(Section, frozen=True, forbid_unknown_fields=True):
     """
 
     SECTION: ClassVar[str] = "engine"
+    SECRETS: ClassVar[frozenset[str]] = frozenset(("kv_secret",))
 
     model_path: str = BUNDLED_MODEL
     cache_type: Literal["paged", "radix"] = "radix"
@@ -145,6 +149,8 @@ class EngineConfig(Section, frozen=True, forbid_unknown_fields=True):
     kv_eviction: Literal["lru", "clock", "s3fifo"] = "lru"
     kv_audit_every: NonNegativeInt = 1000
     kv_events: bool = False
+    kv_listen: str = ""
+    kv_secret: str = ""
     max_tokens_per_batch: PositiveInt = 2048
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     device: str = "auto"

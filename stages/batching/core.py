@@ -16,6 +16,7 @@ from ...bus.messages import (
     AUDIT_SEQ_ID,
     AdmittedRequest,
     Credit,
+    Handover,
     NewSequence,
     RequestInfo,
     StepPlan,
@@ -25,22 +26,17 @@ from ...bus.weights import InFlight
 from ...config import EngineConfig, SchedulerConfig
 from ...store.board import LoadedAdapter
 from .audit import TierAudit
-from .cache import KVCacheManager
+from .caches import make_cache
+from .handover import Handovers
 from .index import SequenceIndex
-from .kv_events import KVEventLog
-from .paged import PagedKVCache
 from .plans import NextPlan, SentPlan, accepted_tokens
-from .radix import RadixKVCache
 from .report import Counters, Report
 from .schedule import NOTHING, SchedulerOutput, schedule
 from .sequence import Sequence, SequenceStatus
 from .starting import shared_prefills, startable
-from .tiers import KVTiers
 
 BLOCKS_SAVED_AT_ONCE = 16
 """Blocks that one plan saves to disk while nothing else runs; a new request waits that long."""
-
-CACHES: dict[str, type[KVCacheManager]] = {"paged": PagedKVCache, "radix": RadixKVCache}
 
 
 class BatchingCore:
@@ -72,15 +68,8 @@ class BatchingCore:
             max_tokens_per_batch=config.max_tokens_per_batch,
             block_size=capacity.block_size,
         )
-        self.events = KVEventLog(capacity.block_size) if config.kv_events else None
-        self.tiers: KVTiers | None = None
-        if capacity.tiers is not None:
-            self.tiers = KVTiers(
-                *(capacity.tiers, capacity.block_size, config.kv_eviction, config.kv_audit_every),
-                events=self.events,
-            )
-        cache = CACHES[config.cache_type]
-        self.cache = cache(capacity.num_blocks, capacity.block_size, self.tiers, self.events)
+        self.cache = make_cache(config, capacity)
+        self.tiers, self.events = self.cache.tiers, self.cache.events
         self._audit: TierAudit | None = None
         if self.tiers is not None:
             self._audit = TierAudit(self.tiers, self.cache, self.limits)
@@ -93,6 +82,8 @@ class BatchingCore:
         self._adapter_versions: dict[str, int] = {}
         self.set_adapters(capacity.adapters)
         self._index = SequenceIndex()
+        self._handovers = Handovers(self.cache, self._index)
+        self._hands_over = False  # no sequence has been handed over in this epoch
         self._waiting: deque[Sequence] = deque()
         self._running: list[Sequence] = []  # the first to be preempted last
         # Finished, or to be paused (RUNNING), but named by a plan in flight.
@@ -123,6 +114,9 @@ class BatchingCore:
         for spec in request.sequences:
             seq = Sequence.dispatched(request, spec, self._max_drafts)
             self._set_adapter_version(seq)
+            if request.remote is not None:
+                self.cache.expect(seq.lease, request.remote)
+            self._hands_over |= seq.hands_over
             self._index.add(seq)
             self._enqueue(seq)
         if deadline_ns is not None:
@@ -132,7 +126,7 @@ class BatchingCore:
         """End a request's sequences; the next plan passes the cancellation on."""
         samples = self._index.of_request(cancel.request_id)
         if samples:
-            unstarted = not any(seq.started for seq in samples)
+            unstarted = not any(seq.started or seq.handed_over for seq in samples)
             cancel = msgspec.structs.replace(cancel, unstarted=unstarted)
         self._next.ended.append(cancel)
         for seq in samples:
@@ -163,6 +157,11 @@ class BatchingCore:
                 self._set_paused(seq)
             else:
                 self._stop_running(seq)
+
+    def release_offers(self, seq_ids: Iterable[int]) -> None:
+        """Give back the host slots of blocks that were offered for sequences handed over."""
+        for seq_id in seq_ids:
+            self._handovers.release(seq_id)
 
     def resume_sequences(self, seq_ids: Iterable[int], rank: int = 0) -> None:
         """Let paused sequences wait to run again."""
@@ -206,11 +205,10 @@ class BatchingCore:
 
     def set_adapters(self, adapters: Iterable[LoadedAdapter]) -> None:
         """Set the adapters of an executor that has no sequences."""
-        before = self._adapter_versions
-        self._adapter_versions = {adapter.id: adapter.version for adapter in adapters}
-        for id, version in before.items():
-            if self._adapter_versions.get(id) != version:
-                self.cache.retire_adapter(id)
+        versions = {adapter.id: adapter.version for adapter in adapters}
+        for id, _ in self._adapter_versions.items() - versions.items():
+            self.cache.retire_adapter(id)
+        self._adapter_versions = versions
 
     def uses_adapter(self, id: str) -> bool:
         """Whether a sequence that has not ended uses the adapter."""
@@ -273,6 +271,7 @@ class BatchingCore:
             self.tiers.forget_plans([sent.plan for sent in self._sent])
         if self._audit is not None:
             self._audit.clear()
+        self._handovers.clear()
         self._sent.clear()
         for seq in list(self._leaving.values()):
             self._leave(seq)
@@ -293,6 +292,7 @@ class BatchingCore:
         self._next = NextPlan()
         self._report = Report()
         self._step_id = self._draft_rest = 0
+        self._hands_over = False
 
     # --- steps --------------------------------------------------------------------------------
 
@@ -301,6 +301,8 @@ class BatchingCore:
         for info in self._index.deadlines.pop_until(now_ns):
             message = "the request's time budget ran out before it was done"
             self.cancel(Cancel(info.request_id, info.entry_id, "expired", "expired", message))
+        if self.tiers is not None and self.tiers.has_offers:
+            self.tiers.end_offers(now_ns)
         next_plan = self._next
         if len(self._sent) >= (1 if next_plan.waits_for_results else self._steps_ahead):
             return None
@@ -312,7 +314,7 @@ class BatchingCore:
             self.cache.begin_weight_version(next_plan.weight_version)
             # Weights that hold nothing are replaced only by a complete set.
             self.lacks = tuple(tag for tag in self.lacks if tag != "weights")
-        decision = self._decide()
+        decision = self._decide(now_ns)
         for seq_id in decision.preempted_seqs:
             # Victims come last first, so the one that runs longest ends up in front.
             self._give_up(self._index[seq_id])
@@ -352,6 +354,8 @@ class BatchingCore:
             if seq.num_computed >= seq.next_commit:
                 self._commit(seq)
         self.stop(result.ended)
+        for seq in self._handovers.absorb(result):
+            self._finish(seq)
         self._draft_rest = result.draft_rest or self._draft_rest
         self._report.add_step(result)
         for seq in [s for s in self._leaving.values() if s.last_step <= result.step_id]:
@@ -390,6 +394,12 @@ class BatchingCore:
         """No sequence, no plan in flight, and no cancellation to pass on."""
         return not (self._index or self._leaving or self._sent or self._next.ended)
 
+    def fetch_of(self, seq_id: int) -> tuple[int, int]:
+        """Return since when a sequence that has just started waited for its blocks (0 if it didn't
+        wait), and how many it loaded from the tiers."""
+        seq = self._index[seq_id]
+        return seq.fetching_since_ns, seq.lease.num_loaded
+
     def info_of(self, seq_id: int) -> RequestInfo | None:
         """Return the request of a sequence; None if the sequence has ended."""
         seq = self._index.get(seq_id)
@@ -399,9 +409,16 @@ class BatchingCore:
         """Return the earliest deadline of a request; None if there is none."""
         return self._index.deadlines.first_key()
 
-    def take_report(self) -> Credit | None:
-        """Return a report for fairness if one is due. Call it after each `absorb`."""
-        if not self._report.is_due:
+    def take_handovers(self) -> list[Handover]:
+        """Return sequences to be handed over. Call it after each `absorb`."""
+        return self._handovers.take_messages()
+
+    def take_report(self, *, due: bool = False) -> Credit | None:
+        """Return a report for fairness if one is due. Call it after each `absorb`.
+
+        A report must come before each handover, or the work on its sequence is not charged.
+        """
+        if not (due or self._report.is_due):
             return None
         report, self._report = self._report, Report()
         return report.message(self.cache.num_free_blocks() * self.limits.block_size)
@@ -430,7 +447,8 @@ class BatchingCore:
             AssertionError: One is lost, or in two places.
         """
         leaving = self._leaving.values()
-        self.cache.check(seq.lease for seq in (*self._running, *leaving))
+        audits = self._audit.leases if self._audit is not None else []
+        self.cache.check([*audits, *(seq.lease for seq in (*self._running, *leaving))])
         pausing = [seq for seq in leaving if seq.status is not SequenceStatus.FINISHED]
         alive = [*self._waiting, *self._running, *pausing, *self._paused_seqs.values()]
         assert len(alive) == len(self._index), "a sequence is lost, or in two places"
@@ -439,14 +457,17 @@ class BatchingCore:
 
     # --- deciding -----------------------------------------------------------------------------
 
-    def _decide(self) -> SchedulerOutput:
+    def _decide(self, now_ns: int) -> SchedulerOutput:
         if self.paused or self.lacks:
             return NOTHING
         starting: list[Sequence] = []
         room = self.limits.max_batch_size - len(self._running)
         if self._waiting and room > 0:
             prefilling = [seq for seq in self._running if seq.num_computed < seq.num_to_prefill]
-            starting = startable(self._waiting, prefilling, room, self.cache, self.limits)
+            fetching: list[Sequence] = []
+            starting = startable(self._waiting, prefilling, room, self.cache, self.limits, fetching)
+            for seq in fetching:
+                seq.fetching_since_ns = seq.fetching_since_ns or now_ns
         decision = self._schedule(starting)
         if not decision.preempted_seqs:
             return decision
@@ -516,6 +537,7 @@ class BatchingCore:
         if audit is not None:
             new.append(audit)
             num_tokens = {AUDIT_SEQ_ID: len(audit.token_ids) - 1 - audit.num_cached}
+        offers = self._handovers.offer(seqs, now_ns) if self._hands_over else ()
         plan = StepPlan(
             step_id=step_id,
             new=tuple(new),
@@ -531,6 +553,7 @@ class BatchingCore:
             adapters=tuple(next_plan.adapters.items()),
             num_drafts=tuple([num_drafts.get(i, 0) for i in num_tokens]) if num_drafts else (),
             kv_moves=self._audit.take_moves() if self._audit is not None else (),
+            kv_offers=tuple(offers),
         )
         self._sent.append(SentPlan(plan, seqs))
         return plan
@@ -561,7 +584,7 @@ class BatchingCore:
     def _start(self, seq: Sequence, num_cached: int) -> NewSequence:
         """Let a waiting sequence run, whose lease has its blocks."""
         num_tokens = len(seq.token_ids)
-        resumes = seq.started or seq.num_generated > 0
+        resumes = seq.started or (seq.num_generated > 0 and not seq.handed_over)
         self._counters.count_start(num_tokens, num_cached, resumes=resumes)
         self._report.started.append((seq.seq_id, num_tokens - num_cached))
         self._waiting.remove(seq)
@@ -612,7 +635,7 @@ class BatchingCore:
         del self._leaving[seq.seq_id]
         if seq.status is SequenceStatus.FINISHED:
             self.cache.release(seq.lease)
-            self._report.end(seq.seq_id)
+            self._report.end(seq.seq_id, ended=not seq.left)
         else:
             self._release(seq)
             self._set_paused(seq)

@@ -16,6 +16,7 @@ from nano_inference.bus.kv_events import AllBlocksCleared, KVEventEntry, encode_
 from nano_inference.bus.weights import FolderWeights
 from nano_inference.config import BusError, ConfigError
 from nano_inference.stages.batching import BatchingCore
+from nano_inference.stages.batching.kv_events import wire_hash
 from nano_inference.stages.batching.stage import BatchingStage
 from nano_inference.stages.executor.core import ExecutorCore
 
@@ -187,6 +188,26 @@ async def test_replicas_share_the_stream(make_config: MakeConfig) -> None:
     assert all(4 in each for each in known)
     assert {each.batch.data_parallel_rank for each in seen.entries} == {0, 1}
     assert {each.missed for each in seen.entries} == {0}
+
+
+async def test_replicas_with_roles_report_what_each_holds(make_config: MakeConfig) -> None:
+    """The one that decodes has the prompt's blocks, too: in host memory and on its device."""
+    roles = {"pipeline__replicas": 2, "pipeline__roles": ["prefill", "decode"]}
+    config = make_config(**SMALL, **roles, engine__deterministic=True)
+    async with Pipeline(config) as pipeline, followed(pipeline) as seen:
+        await asyncio.gather(*(ask(pipeline, prompt(number)) for number in range(3)))
+        await until(lambda: seen.agrees(0) and seen.agrees(1))
+        for replica in (0, 1):
+            await until(
+                lambda r=replica: [seen.known(prompt(i), replica=r) for i in range(3)] == [4] * 3
+            )  # type: ignore[misc]
+        for replica, router in seen.routers.items():
+            core = seen.core(replica)
+            assert core is not None
+            assert core.tiers is not None
+            on_host = set(map(wire_hash, core.tiers._slot_of))
+            assert router.where.get("CPU", set()) == on_host
+        assert seen.routers[1].where["CPU"]
 
 
 async def test_a_stream_that_takes_nothing_delays_no_request(

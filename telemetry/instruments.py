@@ -190,6 +190,14 @@ KV_TIER_MOVES = _counter(
 KV_TIME_SAVED = _counter(
     "nano.kv.tier.time_saved", "s", "Estimated computing time of KV that was loaded instead."
 )
+RESPONSE_LOOKUPS = _counter(
+    "nano.response_cache.lookups",
+    "{request}",
+    "Lookups in the response cache.",
+    names.RESPONSE_RESULT,
+)
+RESPONSE_BYTES = _gauge("nano.response_cache.bytes", "By", "Memory of cached responses.")
+RESPONSES = _gauge("nano.response_cache.responses", "{response}", "Cached responses.")
 PREEMPTIONS = _counter("nano.preemptions", "{sequence}", "Samples preempted.")
 RESUMES = _counter("nano.resumes", "{sequence}", "Samples resumed.")
 FAIRNESS_PREEMPTIONS = _counter(

@@ -136,6 +136,8 @@ class Usage(OutputPart, frozen=True, kw_only=True):
             `engine.draft_sources`, of which `prediction` is one.
         rejected_prediction_tokens: Drafted tokens that differed, or were after a sample's end: not
             part of the output. After a failure of the streaming stage both count only later steps.
+        cached_completion_tokens: Completion tokens from the response cache: all or none. Then
+            nothing was computed, and `cached_tokens` counts the prompt once for each sample.
     """
 
     prompt_tokens: int = 0
@@ -143,6 +145,7 @@ class Usage(OutputPart, frozen=True, kw_only=True):
     completion_tokens: int = 0
     accepted_prediction_tokens: int = 0
     rejected_prediction_tokens: int = 0
+    cached_completion_tokens: int = 0
 
 
 class StageTime(OutputPart, frozen=True, kw_only=True):

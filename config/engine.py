@@ -79,6 +79,9 @@ class EngineConfig(Section, frozen=True, forbid_unknown_fields=True):
         kv_listen: host:port at which executors of other hosts read the KV of sequences that this
             one hands over (`pipeline.roles`); port 0 for any. "" for this host only.
         kv_secret: The secret that both sides of such a connection must know.
+        response_cache_bytes: Memory for finished responses, which are served again to equal
+            requests where deterministic mode makes them a function of the request; 0 is off
+            (docs/response-cache.md).
         max_tokens_per_batch: Token budget of one step; longer prefills are chunked.
         dtype: "auto" is the checkpoint's own, and bfloat16 for a GGUF file of quantized weights.
         device: "auto" is CUDA if there is one, else XPU, else MPS, else the CPU. Otherwise a torch
@@ -151,6 +154,7 @@ class EngineConfig(Section, frozen=True, forbid_unknown_fields=True):
     kv_events: bool = False
     kv_listen: str = ""
     kv_secret: str = ""
+    response_cache_bytes: NonNegativeInt = 0
     max_tokens_per_batch: PositiveInt = 2048
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     device: str = "auto"
@@ -186,6 +190,11 @@ class EngineConfig(Section, frozen=True, forbid_unknown_fields=True):
             "adapters",
             len(self.adapters) <= self.max_adapters,
             f"at most max_adapters ({self.max_adapters})",
+        )
+        self.require(
+            "response_cache_bytes",
+            self.response_cache_bytes == 0 or self.deterministic is not False,
+            "0 with deterministic: false, since without that mode a response depends on the batch",
         )
         strict = self.deterministic is True
         own = ("auto", "paged", "tiled" if strict else "gather")

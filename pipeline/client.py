@@ -226,8 +226,10 @@ class BusClient(Submitter, Deployment):
         await self._operate("admission", control.CancelAll(), lane=lane)
 
     async def flush_cache(self, *, lane: str | None = None) -> None:
-        """Drop all cached prefixes. Raises BusError if a lane did not answer."""
+        """Drop all cached prefixes and responses. Raises BusError if a lane did not answer."""
         await self._operate("batching", control.FlushCache(), lane=lane)
+        # Behind batching: what runs from then on has no cached prefix.
+        await self._operate("admission", control.FlushCache(), lane=lane)
 
     async def kv_events(self, *, kept: bool = False) -> OutputStream[KVEventEntry]:
         """Return the KV events of all replicas from now on, where `engine.kv_events` is set.

@@ -214,6 +214,14 @@ KV_TRANSFER_FAILURES = _counter(
     "KV blocks that another executor no longer offered, or that did not come whole.",
     names.KV_TRANSPORT,
 )
+RESPONSE_LOOKUPS = _counter(
+    "nano.response_cache.lookups",
+    "{request}",
+    "Lookups in the response cache.",
+    names.RESPONSE_RESULT,
+)
+RESPONSE_BYTES = _gauge("nano.response_cache.bytes", "By", "Memory of cached responses.")
+RESPONSES = _gauge("nano.response_cache.responses", "{response}", "Cached responses.")
 PREEMPTIONS = _counter("nano.preemptions", "{sequence}", "Samples preempted.")
 RESUMES = _counter("nano.resumes", "{sequence}", "Samples resumed.")
 FAIRNESS_PREEMPTIONS = _counter(

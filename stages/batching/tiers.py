@@ -140,7 +140,7 @@ class KVTiers:
             self._host.hit(name)
         elif (slot := self._take_slot()) is not None:
             stays = name in self._on_disk or name in self._writing
-            write = self.capacity.disk_blocks > 0 and not stays
+            write = not stays and self._make_room_on_disk()
             if write:
                 self._writing.add(name)
             self._fill(name, slot)
@@ -286,11 +286,6 @@ class KVTiers:
             if block.loaded != block.computed:
                 self._counts.different += 1
                 self.difference = self.difference or block
-        while len(self._on_disk) > self.capacity.disk_blocks:
-            victim = self._disk.evict()
-            assert victim is not None, "a block on disk has no place in the order of eviction"
-            self._on_disk.remove(victim)
-            self._moves.append(KVMove("drop", victim))
 
     def forget_plans(self, plans: Sequence[StepPlan]) -> None:
         """Drop what these plans store, and all fetches: the executor has dropped them too."""
@@ -340,6 +335,15 @@ class KVTiers:
             return self._free_slots.pop()
         victim = self._host.evict(self._pinned)
         return None if victim is None else self._slot_of.pop(victim)
+
+    def _make_room_on_disk(self) -> bool:
+        """Drop blocks on disk until one more fits. Returns whether it does."""
+        while len(self._on_disk) + len(self._writing) >= self.capacity.disk_blocks:
+            if (victim := self._disk.evict()) is None:
+                return False
+            self._on_disk.remove(victim)
+            self._moves.append(KVMove("drop", victim))
+        return True
 
     def _end_fetch(self, name: bytes, *, whole: bool) -> None:
         slot = self._fetching.pop(name, None)

@@ -10,6 +10,9 @@ from .....bus.messages import KVMove
 from .changes import TierChanges
 from .host_slots import HostSlots
 
+BLOCKS_PER_REPORT = 8
+"""A report wakes batching, which takes longer than reading a block."""
+
 Source = Callable[[bytes, memoryview], bool]
 """Writes the block of a name to memory, from any thread. Returns whether the block is whole: then
 all bytes are written and checked. If not, the bytes mean nothing."""
@@ -41,21 +44,27 @@ class Fetches:
 
     def submit(self, moves: Sequence[KVMove]) -> None:
         """Fetch blocks, each to the slot of its move."""
-        for move in moves:
-            self._threads.submit(self._fetch, move, self._changes.generation)
+        for start in range(0, len(moves), BLOCKS_PER_REPORT):
+            some = moves[start : start + BLOCKS_PER_REPORT]
+            self._threads.submit(self._fetch, some, self._changes.generation)
 
     def close(self) -> None:
         """End the threads, behind the fetches that are running."""
         self._threads.shutdown(cancel_futures=True)
 
-    def _fetch(self, move: KVMove, generation: int) -> None:
-        names, whole = (move.name,), False
+    def _fetch(self, moves: Sequence[KVMove], generation: int) -> None:
+        fetched: list[bytes] = []
         try:
-            with self._slots.held(move.slot) as block:
-                # Read while the slot is held: a reset has given it away, or will find it held.
-                if generation == self._changes.generation:
-                    whole = self._source(move.name, block)
+            for move in moves:
+                with self._slots.held(move.slot) as block:
+                    # Looked up while the slot is held: a reset before gave the slot away, and
+                    # whoever uses it after a later one waits.
+                    if generation != self._changes.generation:
+                        return
+                    if self._source(move.name, block):
+                        fetched.append(move.name)
         finally:
-            # In any case: a sequence waits for the report.
-            change = TiersChanged(fetched=names) if whole else TiersChanged(lost=names)
+            # In any case: sequences wait for the report.
+            lost = tuple(move.name for move in moves if move.name not in fetched)
+            change = TiersChanged(fetched=tuple(fetched), lost=lost)
             self._changes.add(change, generation)

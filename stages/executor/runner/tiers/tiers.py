@@ -26,7 +26,7 @@ STAGING_BYTES = 1 << 28
 """Host memory that reading from disk takes at most, if `kv_host_bytes` doesn't give it more."""
 
 _LEAST_SLOTS = 16
-_READERS = 1
+_READERS = 2
 _TRIALS = 3
 
 
@@ -105,10 +105,10 @@ class BlockTiers:
             match run[0].kind:
                 case "store":
                     self.slots.store(run)
-                    for move in run:
-                        if move.write:
-                            assert self._disk is not None
-                            self._disk.write(move.name, self.slots.memory[move.slot])
+                    memory = self.slots.memory
+                    if blocks := [(move.name, memory[move.slot]) for move in run if move.write]:
+                        assert self._disk is not None
+                        self._disk.write(blocks)
                 case "load":
                     self.slots.load(run)
                 case "fetch":

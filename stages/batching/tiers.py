@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import takewhile
+from random import Random
 from typing import NamedTuple
 
 import xxhash
@@ -74,8 +75,8 @@ class KVTiers:
     Moves are applied in the order of `take_moves`. Plans whose result never comes may not have
     been applied, so `forget_plans` drops what they would have stored.
 
-    One of `audit_every` loaded blocks is chosen to be computed again. If it differs, the tiers are
-    off until `clear`: nothing is stored, loaded or fetched.
+    One of `audit_every` loaded blocks, on average, is chosen to be computed again. If it differs,
+    the tiers are off until `clear`: nothing is stored, loaded or fetched.
 
     Attributes:
         capacity: The executor's tiers.
@@ -98,7 +99,8 @@ class KVTiers:
         self.chosen: deque[LoadedBlock] = deque(maxlen=MOST_CHOSEN)
         self.difference: AuditedBlock | None = None
         self._audit_every = audit_every if capacity.exact else 0
-        self._num_passed = 0
+        self._draw = Random(0)
+        self._until_audit = self._next_gap()
         self._computing_ns = capacity.token_ns * block_size
         self._host_pays = capacity.load_ns < self._computing_ns
         self._disk_pays = capacity.load_ns + capacity.fetch_ns < self._computing_ns
@@ -167,10 +169,10 @@ class KVTiers:
         self._host.hit(name)
         self._moves.append(KVMove("load", name, self._slot_of[name], block_id))
         self._counts.loaded += 1
-        self._num_passed += 1
-        is_chosen = 0 < self._audit_every <= self._num_passed
+        self._until_audit -= 1
+        is_chosen = self._until_audit == 0
         if is_chosen:
-            self._num_passed = 0
+            self._until_audit = self._next_gap()
         return is_chosen
 
     @contextmanager
@@ -344,6 +346,13 @@ class KVTiers:
             self._on_disk.remove(victim)
             self._moves.append(KVMove("drop", victim))
         return True
+
+    def _next_gap(self) -> int:
+        """Return the number of loads until the next audit; 0 for never.
+
+        A fixed number could meet the same block of a few prompts again and again.
+        """
+        return self._draw.randint(1, 2 * self._audit_every - 1) if self._audit_every else 0
 
     def _end_fetch(self, name: bytes, *, whole: bool) -> None:
         slot = self._fetching.pop(name, None)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
+import msgspec
 import pytest
 
 from nano_inference.bus.control import TierCapacity, TiersChanged
@@ -235,11 +236,24 @@ def test_the_disk_stays_within_its_size() -> None:
         replica.end()
         while replica.executor.jobs:
             replica.tiers.changed(replica.executor.finish_job())
+            assert len(replica.executor.disk) <= 4, "room is made before a block is written"
             replica.apply()
     assert len(replica.executor.disk) == 4
     replica.cache.flush()
     replica.apply()
     assert not replica.executor.disk
+
+
+def test_each_of_a_few_blocks_is_audited_in_time() -> None:
+    """Also if they are loaded in turn, as often as one is audited."""
+    names = [bytes([index]) * 16 for index in range(8)]
+    capacity = msgspec.structs.replace(make_tiers(host=8).capacity, exact=True)
+    tiers = KVTiers(capacity, SIZE, "lru", len(names))
+    for index, name in enumerate(names):
+        tiers.store(name, index)
+    audited = [name for _ in range(200) for name in names if tiers.load(name, 0)]
+    assert {*audited} == {*names}
+    assert len(audited) == pytest.approx(200, rel=0.2)
 
 
 @pytest.mark.parametrize("policy", sorted(POLICIES))

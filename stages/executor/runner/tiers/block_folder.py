@@ -101,10 +101,16 @@ class BlockFolder:
         if place < 0:
             return False
         try:
-            size = os.preadv(self._blocks, [block], place * self._block_bytes)
+            os.preadv(self._blocks, [block], place * self._block_bytes)
         except OSError:
             return False
-        return size == self._block_bytes and xxhash.xxh3_128_digest(block) == checksum
+        return xxhash.xxh3_128_digest(block) == checksum
+
+    def uncache(self) -> None:
+        """Let later reads come from the disk, as far as the system can. Raises OSError."""
+        if hasattr(os, "posix_fadvise"):
+            os.fdatasync(self._blocks)
+            os.posix_fadvise(self._blocks, 0, 0, os.POSIX_FADV_DONTNEED)
 
     def drop(self, name: bytes) -> None:
         """Drop a block, if it is there. The file is empty again after the last one."""

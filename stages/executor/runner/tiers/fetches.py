@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
@@ -10,8 +11,12 @@ from .....bus.messages import KVMove
 from .changes import TierChanges
 from .host_slots import HostSlots
 
-BLOCKS_PER_REPORT = 8
-"""A report wakes batching, which takes longer than reading a block."""
+BLOCKS_AT_ONCE = 32
+"""The most that one thread takes, and reports together: a report wakes batching, which costs as
+much as reading a block."""
+
+REPORT_AFTER_S = 0.001
+"""Of a slow source, blocks are reported one by one."""
 
 Source = Callable[[bytes, memoryview], bool]
 """Writes the block of a name to memory, from any thread. Returns whether the block is whole: then
@@ -44,8 +49,8 @@ class Fetches:
 
     def submit(self, moves: Sequence[KVMove]) -> None:
         """Fetch blocks, each to the slot of its move."""
-        for start in range(0, len(moves), BLOCKS_PER_REPORT):
-            some = moves[start : start + BLOCKS_PER_REPORT]
+        for start in range(0, len(moves), BLOCKS_AT_ONCE):
+            some = moves[start : start + BLOCKS_AT_ONCE]
             self._threads.submit(self._fetch, some, self._changes.generation)
 
     def close(self) -> None:
@@ -53,18 +58,26 @@ class Fetches:
         self._threads.shutdown(cancel_futures=True)
 
     def _fetch(self, moves: Sequence[KVMove], generation: int) -> None:
+        slot_of = {move.name: move.slot for move in moves}
+        self._slots.hold(slot_of.values())
         fetched: list[bytes] = []
+        reported = time.monotonic()
         try:
             for move in moves:
-                with self._slots.held(move.slot) as block:
-                    # Looked up while the slot is held: a reset before gave the slot away, and
-                    # whoever uses it after a later one waits.
-                    if generation != self._changes.generation:
-                        return
-                    if self._source(move.name, block):
-                        fetched.append(move.name)
+                # Looked up while the slots are held: a reset before gave them away, and whoever
+                # uses them after a later one waits.
+                if generation != self._changes.generation:
+                    break
+                if not self._source(move.name, self._slots.memory[move.slot].data):
+                    continue
+                fetched.append(move.name)
+                if time.monotonic() - reported > REPORT_AFTER_S:
+                    self._slots.release([slot_of.pop(name) for name in fetched])
+                    self._changes.add(TiersChanged(fetched=tuple(fetched)), generation)
+                    fetched, reported = [], time.monotonic()
         finally:
             # In any case: sequences wait for the report.
-            lost = tuple(move.name for move in moves if move.name not in fetched)
+            self._slots.release(slot_of.values())
+            lost = tuple(name for name in slot_of if name not in fetched)
             change = TiersChanged(fetched=tuple(fetched), lost=lost)
             self._changes.add(change, generation)

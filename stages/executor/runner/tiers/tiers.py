@@ -72,7 +72,7 @@ class BlockTiers:
         size = block_bytes(model, cache.block_size)
         layout = BlockLayout.of(model, cache).digest
         num_slots = _num_slots(config, model, cache.block_size, size)
-        self.slots = HostSlots(cache, _host_memory(num_slots, size))
+        self.slots = HostSlots(cache, _host_memory(config, num_slots, size))
         self._changes = TierChanges()
         self._disk: DiskTier | None = None
         if config.kv_disk_path:
@@ -168,9 +168,10 @@ def _num_slots(config: EngineConfig, model: LoadedModel, block_size: int, size: 
     return slots
 
 
-def _host_memory(num_slots: int, size: int) -> npt.NDArray[np.uint8]:
+def _host_memory(config: EngineConfig, num_slots: int, size: int) -> npt.NDArray[np.uint8]:
+    huge = config.huge_pages == "auto"
     try:
-        memory = zeros((num_slots, size), torch.uint8, torch.device("cpu"))
+        memory = zeros((num_slots, size), torch.uint8, torch.device("cpu"), huge=huge)
     except RuntimeError as error:
         raise ModelError(f"engine.kv_host_bytes can't be allocated: {error}") from None
     array: npt.NDArray[np.uint8] = memory.numpy()

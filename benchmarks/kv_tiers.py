@@ -268,7 +268,9 @@ def damaged_loads(share: float) -> float:
         while not is_found:
             is_damaged = rng.random() < share
             count += is_damaged
-            is_found = tiers.load(name, 0) and is_damaged
+            if tiers.load(name, 0):
+                tiers.end_audit()
+                is_found = is_damaged
         counts.append(count)
         tiers.take_moves()
     return statistics.mean(counts)
@@ -278,7 +280,7 @@ def measure_audit() -> dict[str, dict[str, float]]:
     """Return the audit's share of the time, of the bundled model in deterministic mode, and the
     loads until a difference is found, by simulation."""
     rng = random.Random(4)
-    prompts = [[rng.randrange(40, 120) for _ in range(100)] for _ in range(16)]
+    prompts = [[rng.randrange(40, 120) for _ in range(120)] for _ in range(16)]
     config = EngineConfig(
         model_path="tiny",
         deterministic=True,
@@ -287,8 +289,9 @@ def measure_audit() -> dict[str, dict[str, float]]:
         kv_cache_bytes=1 << 20,
         kv_host_bytes=1 << 24,
         kv_audit_every=AUDIT_EVERY,
+        cpu_threads=1,
     )
-    params = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
+    params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
     audit_s, counts = 0.0, TierCounts()
     with InferenceEngine(config) as made:
         execute = made._executor.execute

@@ -101,6 +101,8 @@ class KVTiers:
         self._audit_every = audit_every if capacity.exact else 0
         self._draw = Random(0)
         self._until_audit = self._next_gap()
+        # Blocks are chosen as long as an audit is due: most have left the device when it begins.
+        self._audits_due = 0
         self._computing_ns = capacity.token_ns * block_size
         self._host_pays = capacity.load_ns < self._computing_ns
         self._disk_pays = capacity.load_ns + capacity.fetch_ns < self._computing_ns
@@ -164,16 +166,22 @@ class KVTiers:
         """Load a block from its slot into a block of the device.
 
         Returns:
-            Whether it is chosen to be audited.
+            Whether it is chosen to be audited, if it is still there then.
         """
         self._host.hit(name)
         self._moves.append(KVMove("load", name, self._slot_of[name], block_id))
         self._counts.loaded += 1
         self._until_audit -= 1
-        is_chosen = self._until_audit == 0
-        if is_chosen:
+        if self._until_audit == 0:
             self._until_audit = self._next_gap()
-        return is_chosen
+            self._audits_due = min(self._audits_due + 1, MOST_CHOSEN)
+        return self._audits_due > 0
+
+    def end_audit(self) -> None:
+        """Take note that a chosen block is audited."""
+        self._audits_due -= 1
+        if not self._audits_due:
+            self.chosen.clear()
 
     @contextmanager
     def pinned(self, names: Sequence[bytes]) -> Iterator[None]:

@@ -12,7 +12,7 @@ from nano_inference.bus.control import TierCapacity, TiersChanged
 from nano_inference.bus.messages import DEFAULT_SCOPE, CacheScope, KVMove, StepPlan
 from nano_inference.stages.batching import KVCacheManager, Lease, PagedKVCache, RadixKVCache
 from nano_inference.stages.batching.eviction import POLICIES
-from nano_inference.stages.batching.tiers import KVTiers
+from nano_inference.stages.batching.tiers import MOST_CHOSEN, KVTiers
 
 SIZE = 4
 CACHES = (PagedKVCache, RadixKVCache)
@@ -244,16 +244,42 @@ def test_the_disk_stays_within_its_size() -> None:
     assert not replica.executor.disk
 
 
-def test_each_of_a_few_blocks_is_audited_in_time() -> None:
-    """Also if they are loaded in turn, as often as one is audited."""
-    names = [bytes([index]) * 16 for index in range(8)]
-    capacity = msgspec.structs.replace(make_tiers(host=8).capacity, exact=True)
+def audited_tiers(names: Sequence[bytes]) -> KVTiers:
+    """Tiers with these blocks, of which one in `len(names)` loads is audited."""
+    capacity = msgspec.structs.replace(make_tiers(host=len(names)).capacity, exact=True)
     tiers = KVTiers(capacity, SIZE, "lru", len(names))
     for index, name in enumerate(names):
         tiers.store(name, index)
-    audited = [name for _ in range(200) for name in names if tiers.load(name, 0)]
+    return tiers
+
+
+def test_each_of_a_few_blocks_is_audited_in_time() -> None:
+    """Also if they are loaded in turn, as often as one is audited."""
+    names = [bytes([index]) * 16 for index in range(8)]
+    tiers = audited_tiers(names)
+    audited = []
+    for name in names * 200:
+        if tiers.load(name, 0):
+            audited.append(name)
+            tiers.end_audit()
     assert {*audited} == {*names}
     assert len(audited) == pytest.approx(200, rel=0.2)
+
+
+def test_blocks_are_chosen_until_one_is_audited() -> None:
+    names = [bytes([index]) * 16 for index in range(8)]
+    tiers = audited_tiers(names)
+    while not tiers.load(names[0], 0):
+        pass
+    assert all(tiers.load(name, 0) for name in names * 100), "none of them was audited"
+    for _ in range(MOST_CHOSEN):
+        tiers.end_audit()
+    chosen = []
+    for name in names * 2:
+        chosen.append(tiers.load(name, 0))
+        if chosen[-1]:
+            tiers.end_audit()
+    assert {*chosen} == {True, False}
 
 
 @pytest.mark.parametrize("policy", sorted(POLICIES))

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import takewhile
+from random import Random
 from typing import NamedTuple
 
 import xxhash
@@ -105,8 +106,8 @@ class KVTiers:
     Moves are applied in the order of `take_moves`. Plans whose result never comes may not have
     been applied, so `forget_plans` drops what they would have stored.
 
-    One of `audit_every` loaded blocks is chosen to be computed again. If it differs, the tiers are
-    off until `clear`: nothing is stored, loaded or fetched.
+    One of `audit_every` loaded blocks, on average, is chosen to be computed again. If it differs,
+    the tiers are off until `clear`: nothing is stored, loaded or fetched.
 
     Attributes:
         capacity: The executor's tiers.
@@ -135,7 +136,10 @@ class KVTiers:
         self.chosen: deque[LoadedBlock] = deque(maxlen=MOST_CHOSEN)
         self.difference: AuditedBlock | None = None
         self._audit_every = audit_every if capacity.exact else 0
-        self._num_passed = 0
+        self._draw = Random(0)
+        self._until_audit = self._next_gap()
+        # Blocks are chosen as long as an audit is due: most have left the device when it begins.
+        self._audits_due = 0
         self._computing_ns = capacity.token_ns * block_size
         self._host_pays = capacity.load_ns < self._computing_ns
         self._disk_pays = capacity.load_ns + capacity.fetch_ns < self._computing_ns
@@ -180,7 +184,7 @@ class KVTiers:
             self._host.hit(name)
         elif (slot := self._take_slot()) is not None:
             stays = name in self._on_disk or name in self._writing
-            write = self.capacity.disk_blocks > 0 and not stays
+            write = not stays and self._make_room_on_disk()
             if write:
                 self._writing.add(name)
             self._fill(name, slot)
@@ -202,16 +206,22 @@ class KVTiers:
         """Load a block from its slot into a block of the device.
 
         Returns:
-            Whether it is chosen to be audited.
+            Whether it is chosen to be audited, if it is still there then.
         """
         self._host.hit(name)
         self._moves.append(KVMove("load", name, self._slot_of[name], block_id))
         self._counts.loaded += 1
-        self._num_passed += 1
-        is_chosen = 0 < self._audit_every <= self._num_passed
-        if is_chosen:
-            self._num_passed = 0
-        return is_chosen
+        self._until_audit -= 1
+        if self._until_audit == 0:
+            self._until_audit = self._next_gap()
+            self._audits_due = min(self._audits_due + 1, MOST_CHOSEN)
+        return self._audits_due > 0
+
+    def end_audit(self) -> None:
+        """Take note that a chosen block is audited."""
+        self._audits_due -= 1
+        if not self._audits_due:
+            self.chosen.clear()
 
     @contextmanager
     def pinned(self, names: Sequence[bytes]) -> Iterator[None]:
@@ -408,12 +418,6 @@ class KVTiers:
                 self.difference = self.difference or block
                 self._log_lost(HOST)
                 self._log_lost(DISK)
-        while len(self._on_disk) > self.capacity.disk_blocks:
-            victim = self._disk.evict()
-            assert victim is not None, "a block on disk has no place in the order of eviction"
-            self._on_disk.remove(victim)
-            self._log_removed(DISK, victim)
-            self._moves.append(KVMove("drop", victim))
 
     def forget_plans(self, plans: Sequence[StepPlan]) -> None:
         """Drop what these plans store, and all fetches: the executor has dropped them too."""
@@ -509,6 +513,23 @@ class KVTiers:
     def _log_lost(self, medium: Medium) -> None:
         if self._events is not None:
             self._events.lose(medium)
+
+    def _make_room_on_disk(self) -> bool:
+        """Drop blocks on disk until one more fits. Returns whether it does."""
+        while len(self._on_disk) + len(self._writing) >= self.capacity.disk_blocks:
+            if (victim := self._disk.evict()) is None:
+                return False
+            self._on_disk.remove(victim)
+            self._log_removed(DISK, victim)
+            self._moves.append(KVMove("drop", victim))
+        return True
+
+    def _next_gap(self) -> int:
+        """Return the number of loads until the next audit; 0 for never.
+
+        A fixed number could meet the same block of a few prompts again and again.
+        """
+        return self._draw.randint(1, 2 * self._audit_every - 1) if self._audit_every else 0
 
     def _end_fetch(self, name: bytes, *, whole: bool) -> None:
         slot = self._fetching.pop(name, None)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
+import msgspec
 import pytest
 
 from nano_inference.bus.control import TierCapacity, TiersChanged
@@ -12,7 +13,7 @@ from nano_inference.bus.messages import DEFAULT_SCOPE, CacheScope, KVMove, StepP
 from nano_inference.stages.batching import KVCacheManager, Lease, PagedKVCache, RadixKVCache
 from nano_inference.stages.batching.eviction import POLICIES
 from nano_inference.stages.batching.kv_events import KVEventLog
-from nano_inference.stages.batching.tiers import KVTiers
+from nano_inference.stages.batching.tiers import MOST_CHOSEN, KVTiers
 
 from ...kv_router import Router
 from .events import check_match, check_router
@@ -252,11 +253,50 @@ def test_the_disk_stays_within_its_size() -> None:
         replica.end()
         while replica.executor.jobs:
             replica.tiers.changed(replica.executor.finish_job())
+            assert len(replica.executor.disk) <= 4, "room is made before a block is written"
             replica.apply()
     assert len(replica.executor.disk) == 4
     replica.cache.flush()
     replica.apply()
     assert not replica.executor.disk
+
+
+def audited_tiers(names: Sequence[bytes]) -> KVTiers:
+    """Tiers with these blocks, of which one in `len(names)` loads is audited."""
+    capacity = msgspec.structs.replace(make_tiers(host=len(names)).capacity, exact=True)
+    tiers = KVTiers(capacity, SIZE, "lru", len(names))
+    for index, name in enumerate(names):
+        tiers.store(name, index)
+    return tiers
+
+
+def test_each_of_a_few_blocks_is_audited_in_time() -> None:
+    """Also if they are loaded in turn, as often as one is audited."""
+    names = [bytes([index]) * 16 for index in range(8)]
+    tiers = audited_tiers(names)
+    audited = []
+    for name in names * 200:
+        if tiers.load(name, 0):
+            audited.append(name)
+            tiers.end_audit()
+    assert {*audited} == {*names}
+    assert len(audited) == pytest.approx(200, rel=0.2)
+
+
+def test_blocks_are_chosen_until_one_is_audited() -> None:
+    names = [bytes([index]) * 16 for index in range(8)]
+    tiers = audited_tiers(names)
+    while not tiers.load(names[0], 0):
+        pass
+    assert all(tiers.load(name, 0) for name in names * 100), "none of them was audited"
+    for _ in range(MOST_CHOSEN):
+        tiers.end_audit()
+    chosen = []
+    for name in names * 2:
+        chosen.append(tiers.load(name, 0))
+        if chosen[-1]:
+            tiers.end_audit()
+    assert {*chosen} == {True, False}
 
 
 @pytest.mark.parametrize("policy", sorted(POLICIES))

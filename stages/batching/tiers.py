@@ -5,6 +5,7 @@ The executor moves the bytes, in the order of the plans; here a block is a name,
 
 from __future__ import annotations
 
+import random
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -103,8 +104,8 @@ class KVTiers:
     Moves are applied in the order of `take_moves`. Plans whose result never comes may not have
     been applied, so `forget_plans` drops what they would have stored.
 
-    One of `audit_every` loaded blocks is chosen to be computed again. If it differs, the tiers are
-    off until `clear`: nothing is stored, loaded or fetched.
+    On average one of `audit_every` loaded blocks is chosen to be computed again. If it differs, the
+    tiers are off until `clear`: nothing is stored, loaded or fetched.
 
     Attributes:
         capacity: The executor's tiers.
@@ -127,7 +128,10 @@ class KVTiers:
         self.chosen: deque[LoadedBlock] = deque(maxlen=MOST_CHOSEN)
         self.difference: AuditedBlock | None = None
         self._audit_every = audit_every if capacity.exact else 0
-        self._num_passed = 0
+        # Drawn, and not each n-th: a prompt whose number of blocks divides n would have the same of
+        # its blocks audited each time, and the others never.
+        self._draw = random.Random(capacity.incarnation)
+        self._until_chosen = self._draw_distance()
         self._computing_ns = capacity.token_ns * block_size
         self._host_pays = capacity.load_ns < self._computing_ns
         self._disk_pays = capacity.load_ns + capacity.fetch_ns < self._computing_ns
@@ -198,11 +202,11 @@ class KVTiers:
         self._host.hit(name)
         self._moves.append(KVMove("load", name, self._slot_of[name], block_id))
         self._counts.loaded += 1
-        self._num_passed += 1
-        is_chosen = 0 < self._audit_every <= self._num_passed
-        if is_chosen:
-            self._num_passed = 0
-        return is_chosen
+        self._until_chosen -= 1
+        if self._until_chosen:
+            return False
+        self._until_chosen = self._draw_distance()
+        return True
 
     @contextmanager
     def pinned(self, names: Sequence[bytes]) -> Iterator[None]:
@@ -462,6 +466,10 @@ class KVTiers:
     def _fill(self, name: bytes, slot: int) -> None:
         self._slot_of[name] = slot
         self._host.add(name)
+
+    def _draw_distance(self) -> int:
+        """Return the number of loaded blocks up to the next that is chosen; 0 for never."""
+        return self._draw.randint(1, 2 * self._audit_every - 1) if self._audit_every else 0
 
     def _take_slot(self) -> int | None:
         if self._free_slots:

@@ -71,9 +71,9 @@ class EngineConfig(Section, frozen=True, forbid_unknown_fields=True):
         kv_disk_bytes: Size limit of that folder.
         kv_eviction: Order in which blocks leave a full tier: "lru", "clock" (second chance), or
             "s3fifo", which keeps blocks that are used once from displacing others.
-        kv_audit_every: One in so many blocks loaded from a tier is computed again while nothing
-            else runs, and compared bit for bit; a difference turns the tiers off until the cache is
-            flushed. 0 is off. Without deterministic mode there is no audit.
+        kv_audit_every: On average, one in so many blocks loaded from a tier is computed again
+            while nothing else runs, and compared bit for bit; a difference turns the tiers off
+            until the cache is flushed. 0 is off. Without deterministic mode there is no audit.
         kv_events: Publish which KV blocks the cache stores and removes, on a stream of the bus for
             routers outside (docs/kv-events.md).
         kv_listen: host:port at which executors of other hosts read the KV of sequences that this

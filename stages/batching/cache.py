@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from ...bus.control import TiersChanged
 from ...bus.kv_events import DEVICE
 from ...bus.messages import DEFAULT_SCOPE, CacheScope, KVMove, RemoteBlocks
 from ...config import NanoInferenceError
@@ -188,6 +189,22 @@ class KVCacheManager(ABC):
         self.forget_device()
         if self.tiers is not None:
             self.tiers.clear()
+
+    def change_tiers(self, changes: TiersChanged) -> bool:
+        """Apply the executor's report about its KV tiers.
+
+        Returns:
+            Whether it is the first with a loaded block that differs from a computed one. Then all
+            tokens are forgotten: other blocks that were loaded may be as wrong.
+        """
+        if self.tiers is None:
+            return False
+        was_on = self.tiers.difference is None
+        self.tiers.changed(changes)
+        if not was_on or self.tiers.difference is None:
+            return False
+        self.forget_device()
+        return True
 
     def forget_device(self) -> None:
         """Forget the tokens of all blocks on the device, as `flush`; the tiers keep theirs."""

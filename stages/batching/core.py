@@ -255,8 +255,8 @@ class BatchingCore:
 
     def change_tiers(self, changes: TiersChanged) -> None:
         """Apply the executor's report about its KV tiers."""
-        if self.tiers is not None:
-            self.tiers.changed(changes)
+        if self.cache.change_tiers(changes):
+            self.recompute()  # running sequences may have loaded such blocks
 
     # --- failures -----------------------------------------------------------------------------
 

@@ -136,7 +136,7 @@ class KVTiers:
         self.chosen: deque[LoadedBlock] = deque(maxlen=MOST_CHOSEN)
         self.difference: AuditedBlock | None = None
         self._audit_every = audit_every if capacity.exact else 0
-        self._draw = Random(0)
+        self._draw = Random(capacity.incarnation)
         self._until_audit = self._next_gap()
         # Blocks are chosen as long as an audit is due: most have left the device when it begins.
         self._audits_due = 0

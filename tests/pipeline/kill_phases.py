@@ -102,7 +102,8 @@ def mark_phases(folder: Path) -> None:
 
 
 def write_state_when_asked(path: Path) -> None:
-    """At SIGUSR1 write what this process's batching core holds."""
+    """At SIGUSR1 write what this process's batching core holds. Beforehand write the process's id
+    beside it."""
     cores: list[BatchingCore] = []
 
     def remember(original: Any, self: BatchingCore, *args: Any, **kwargs: Any) -> None:
@@ -116,6 +117,7 @@ def write_state_when_asked(path: Path) -> None:
 
     wrap(BatchingCore, "__init__", remember)
     signal.signal(signal.SIGUSR1, write)
+    path.with_suffix(".pid").write_text(str(os.getpid()))
 
 
 def state_of(core: BatchingCore) -> dict[str, int]:

@@ -49,7 +49,6 @@ from .test_kv_tiers import (
     counts,
     engine,
     prompts_of,
-    wait_for_writes,
 )
 from .test_replicas import check_at_rest
 from .test_roles import answers, bodies, expected_of, with_roles
@@ -175,6 +174,15 @@ def test_a_store_that_does_nothing_is_found(
 # --- disk --------------------------------------------------------------------------------------
 
 
+def take_reports(made: InferenceEngine) -> None:
+    """Of all writes so far."""
+    tiers = made._executor.tiers
+    assert tiers is not None
+    tiers.on_disk()
+    if (changes := tiers.take_changes()) is not None:
+        made._batching.change_tiers(changes)
+
+
 @pytest.mark.parametrize("every", [1, 2, 5])
 def test_blocks_whose_write_fails_are_computed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, computed: dict[str, Bits], every: int
@@ -192,14 +200,14 @@ def test_blocks_whose_write_fails_are_computed(
     with engine(**DETERMINISTIC, kv_disk_path=str(tmp_path)) as made:
         monkeypatch.setattr(BlockFolder, "write", fails)
         made.generate([*PROMPTS, *prompts_of(1)], GREEDY)
-        wait_for_writes(made)
+        take_reports(made)
         assert failed
         tiers = made._batching.tiers
         assert tiers is not None
         assert not failed & tiers._on_disk
         assert bits_of(made.generate(PROMPTS, GREEDY)) == computed["short"]
         failed.clear()
-        wait_for_writes(made)
+        take_reports(made)
         assert not failed & tiers._on_disk
     monkeypatch.setattr(BlockFolder, "write", write)
     with engine(**DETERMINISTIC, kv_disk_path=str(tmp_path)) as made:

@@ -113,6 +113,7 @@ class Replica:
     def start(self) -> None:
         temporary = self._folder / "tmp"
         temporary.mkdir(exist_ok=True)
+        self._state.with_suffix(".pid").unlink(missing_ok=True)
         self.process = Program(
             Path(kill_phases.__file__),
             str(self._folder),
@@ -144,7 +145,8 @@ class Replica:
             self.process.close()
 
     async def state(self) -> dict[str, int]:
-        """As `kill_phases.state_of`."""
+        """As `kill_phases.state_of`; empty while the model is loading."""
+        await until(self._state.with_suffix(".pid").exists)  # else the signal would end it
         self._state.unlink(missing_ok=True)
         os.kill(self.pid, signal.SIGUSR1)
         await until(self._state.exists)
@@ -228,7 +230,11 @@ def ends_of(config: Config, request_id: str) -> list[bool]:
 async def whole_lane(pipeline: Pipeline, replicas: list[Replica]) -> None:
     """Until both replicas take part, and hold nothing."""
     await pipeline.ready()
+    for replica in replicas:
+        while not await replica.state():  # it loads its model
+            await asyncio.sleep(0.05)
     places = 2 * pipeline.config.engine.batch_size_on("cpu")
+    await until(lambda: fairness_of(pipeline).epoch == epoch_of(pipeline))
     await until(lambda: lanes_of(pipeline) == ["batching", "batching.1"])
     await until(lambda: fairness_of(pipeline)._core.credits == places)
     for replica in replicas:
@@ -244,7 +250,6 @@ async def hit(
 ) -> list[list[Output]]:
     """One kill under load; return the requests' outputs."""
     victim, survivor = replicas[side], replicas[1 - side]
-    epoch = epoch_of(pipeline)
     survivor.check_descriptors()
     if phase:
         kill_phases.lay(folder, phase, victim.pid)
@@ -261,7 +266,6 @@ async def hit(
     (folder / f"{phase}, sprung").unlink(missing_ok=True)
     victim.start()
     outputs = await asyncio.gather(*reads)
-    await until(lambda: epoch_of(pipeline) > epoch)
     await whole_lane(pipeline, replicas)
     # The mapping of the dead process's memory is gone with the epoch.
     assert survivor.mappings() <= 2

@@ -12,14 +12,14 @@ Token ids are plain ints. Fields may be added at the end with a default; none is
 from __future__ import annotations
 
 from itertools import compress
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Union
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Union, assert_never
 
 import msgspec
 
 from ..config import SamplingParams
 from .control import Cancel, Internal, InternalPart
 from .pooling import PooledPrompt, Pooling
-from .public import StageTime
+from .public import KVSession, KVSessionResult, StageTime
 
 RowFinish = Literal["", "stop", "length", "abort"]
 """Why a sequence ended with a row's token; "" if it continues."""
@@ -145,6 +145,7 @@ class AdmittedRequest(Internal, frozen=True):
         has_stop_strings: Whether a stop string may end a sample.
         rank: Sequences with a smaller rank go first where not all fit. Ranks grow with time, so
             no sequence waits for ever.
+        kv_session: As in GenerateRequest.
     """
 
     info: RequestInfo
@@ -157,6 +158,7 @@ class AdmittedRequest(Internal, frozen=True):
     prediction: tuple[int, ...] = ()
     has_stop_strings: bool = False
     rank: int = 0
+    kv_session: KVSession | None = None
 
 
 class PauseSequences(Internal, frozen=True):
@@ -199,6 +201,46 @@ class Credit(Internal, frozen=True):
     keeps_cache: bool = True
 
 
+class SessionGrant(InternalPart, frozen=True, array_like=True):
+    """What a turn of a session may leave in the KV cache, decided when the turn starts.
+
+    Attributes:
+        after: As in KVSession.
+        num_blocks: Most full blocks that are pinned at its end.
+        block_size: Tokens per block.
+        tiers: Whether there are tiers below the device.
+        reason: Why no more is granted, or nothing.
+    """
+
+    after: Literal["pin", "release", "demote"]
+    num_blocks: int
+    block_size: int
+    tiers: bool = False
+    reason: str = ""
+
+    def result(self, num_tokens: int) -> KVSessionResult:
+        """Return what the request is answered, which ends with so many tokens in all."""
+        num_full = max(num_tokens - 1, 0) // self.block_size
+        if self.reason and not self.num_blocks:
+            return KVSessionResult(outcome="rejected", reason=self.reason)
+        match self.after:
+            case "release":
+                return KVSessionResult(outcome="accepted")
+            case "demote":
+                tokens, tier = num_full * self.block_size, "host" if self.tiers else "device"
+                return KVSessionResult(outcome="accepted", num_tokens=tokens, tier=tier)
+            case "pin" if num_full <= self.num_blocks:
+                tokens = num_full * self.block_size
+                return KVSessionResult(outcome="accepted", num_tokens=tokens, tier="device")
+            case "pin":
+                tokens = self.num_blocks * self.block_size
+                return KVSessionResult(
+                    outcome="clipped", num_tokens=tokens, tier="device", reason=self.reason
+                )
+            case _:
+                assert_never(self.after)
+
+
 class NewSequence(InternalPart, frozen=True, array_like=True):
     """A sequence as the executor needs it, sent once.
 
@@ -215,6 +257,7 @@ class NewSequence(InternalPart, frozen=True, array_like=True):
         info: Its request.
         cache_scope: Speculation learns only from sequences of the same scope.
         prediction: As in AdmittedRequest.
+        session: Of a session's turn; None for other sequences.
     """
 
     seq_id: int
@@ -227,6 +270,7 @@ class NewSequence(InternalPart, frozen=True, array_like=True):
     info: RequestInfo
     cache_scope: CacheScope = DEFAULT_SCOPE
     prediction: tuple[int, ...] = ()
+    session: SessionGrant | None = None
 
 
 AUDIT_SEQ_ID = -2
@@ -309,6 +353,7 @@ class StartedSequence(InternalPart, frozen=True, array_like=True):
         num_generated: Tokens that earlier runs of this sequence have already reported.
         executed_ns: When the step began on the device.
         queued: As in RequestInfo.
+        session: As in NewSequence.
     """
 
     seq_id: int
@@ -319,6 +364,7 @@ class StartedSequence(InternalPart, frozen=True, array_like=True):
     num_generated: int
     executed_ns: int
     queued: StageTime | None = None
+    session: SessionGrant | None = None
 
 
 TopLogprobs = tuple[tuple[int, float], ...]

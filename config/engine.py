@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar, Literal
 
 import msgspec
 
-from .base import TINY, NonNegativeInt, PositiveInt, Range, Section
+from .base import TINY, NonNegativeInt, PositiveInt, Range, Seconds, Section
 
 PoolingKind = Literal["mean", "last", "cls"]
 """Tokens that a prompt's embedding is made of: all, the last, or the first."""
@@ -74,6 +74,9 @@ class EngineConfig(Section, frozen=True, forbid_unknown_fields=True):
         kv_audit_every: One in so many blocks loaded from a tier is computed again while nothing
             else runs, and compared bit for bit; a difference turns the tiers off until the cache is
             flushed. 0 is off. Without deterministic mode there is no audit.
+        kv_session_share: Largest share of the KV cache's blocks that clients may pin between the
+            turns of conversations (docs/kv-sessions.md); 0 for none.
+        kv_session_ttl_s: Longest time to live of a session, in seconds.
         max_tokens_per_batch: Token budget of one step; longer prefills are chunked.
         dtype: "auto" is the checkpoint's own, and bfloat16 for a GGUF file of quantized weights.
         device: "auto" is CUDA if there is one, else XPU, else MPS, else the CPU. Otherwise a torch
@@ -142,6 +145,8 @@ class EngineConfig(Section, frozen=True, forbid_unknown_fields=True):
     kv_disk_bytes: PositiveInt = 16 << 30
     kv_eviction: Literal["lru", "clock", "s3fifo"] = "lru"
     kv_audit_every: NonNegativeInt = 1000
+    kv_session_share: Annotated[float, Range("from 0 to 1", 0, 1)] = 0.5
+    kv_session_ttl_s: Seconds = 3600.0
     max_tokens_per_batch: PositiveInt = 2048
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     device: str = "auto"

@@ -190,6 +190,15 @@ KV_TIER_MOVES = _counter(
 KV_TIME_SAVED = _counter(
     "nano.kv.tier.time_saved", "s", "Estimated computing time of KV that was loaded instead."
 )
+KV_PINNED = _gauge(
+    "nano.kv.session.blocks", "{block}", "KV blocks pinned between the turns of conversations."
+)
+KV_SESSION_RESULTS = _counter(
+    "nano.kv.session.results",
+    "{result}",
+    "Results of requests and calls about sessions, and pins that gave way to requests.",
+    names.KV_SESSION_OUTCOME,
+)
 PREEMPTIONS = _counter("nano.preemptions", "{sequence}", "Samples preempted.")
 RESUMES = _counter("nano.resumes", "{sequence}", "Samples resumed.")
 FAIRNESS_PREEMPTIONS = _counter(

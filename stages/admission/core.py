@@ -265,6 +265,7 @@ class AdmissionCore:
             ),
             prediction=tokens.prediction and self._as_draft(tokens.prediction, sampling),
             has_stop_strings=bool(sampling.stop),
+            kv_session=request.kv_session,
         )
         return Accepted(opened, admitted)
 

@@ -28,11 +28,12 @@ from .audit import TierAudit
 from .cache import KVCacheManager
 from .index import SequenceIndex
 from .paged import PagedKVCache
-from .plans import NextPlan, SentPlan, accepted_tokens
+from .plans import NextPlan, SentPlan, aborted, accepted_tokens, unloaded
 from .radix import RadixKVCache
 from .report import Counters, Report
 from .schedule import NOTHING, SchedulerOutput, schedule
 from .sequence import Sequence, SequenceStatus
+from .sessions import SessionKey, SessionTable
 from .starting import shared_prefills, startable
 from .tiers import KVTiers
 
@@ -58,6 +59,7 @@ class BatchingCore:
         limits: The scheduler's.
         cache: The prefix cache.
         tiers: The KV tiers below it; None if there are none.
+        sessions: Conversations whose KV clients keep between turns.
         paused: While set, no step is planned.
         lacks: As in MemoryState; while it is not empty, no step is planned.
     """
@@ -80,6 +82,7 @@ class BatchingCore:
         self._audit: TierAudit | None = None
         if self.tiers is not None:
             self._audit = TierAudit(self.tiers, self.cache, self.limits)
+        self.sessions = SessionTable(self.cache, config, self._room_to_load)
         self.paused = False
         self.lacks: tuple[str, ...] = ()
         self._steps_ahead = steps_ahead
@@ -112,7 +115,7 @@ class BatchingCore:
         info = request.info
         if info.adapter and info.adapter not in self._adapter_versions:
             unstarted = not self._index.of_request(info.request_id)
-            self.cancel(msgspec.structs.replace(_unloaded(info), unstarted=unstarted))
+            self.cancel(msgspec.structs.replace(unloaded(info), unstarted=unstarted))
             for spec in request.sequences:
                 self._report.end(spec.seq_id)
             return
@@ -137,7 +140,7 @@ class BatchingCore:
     def abort_all(self, why: str) -> None:
         """End all requests with the tokens that they have."""
         for info in self._index.requests():
-            self.cancel(_aborted(info, why))
+            self.cancel(aborted(info, why))
 
     def stop(self, seq_ids: Iterable[int]) -> None:
         """End sequences that need no more tokens. Ended ones are ignored."""
@@ -220,14 +223,15 @@ class BatchingCore:
             self._adapter_versions.pop(id, None)
         else:
             self._adapter_versions[id] = version
+        self.sessions.drop_adapter(id)
         if in_flight == "abort":
             change = "replaced" if version else "unloaded"
             for info in requests:
                 why = f"the adapter was {change}, and requests in flight were to end"
-                self.cancel(_aborted(info, why))
+                self.cancel(aborted(info, why))
         elif not version:
             for info in requests:
-                self.cancel(_unloaded(info))
+                self.cancel(unloaded(info))
         elif in_flight == "retract":
             self._next.recompute.append(lambda seq: seq.info.adapter == id)
         seqs = [seq for seq in self._index.values() if seq.info.adapter == id]
@@ -250,6 +254,7 @@ class BatchingCore:
         """Apply the executor's report about its KV tiers."""
         if self.tiers is not None:
             self.tiers.changed(changes)
+            self.sessions.tiers_changed()
 
     # --- failures -----------------------------------------------------------------------------
 
@@ -264,6 +269,7 @@ class BatchingCore:
             self.tiers.forget_plans([sent.plan for sent in self._sent])
         if self._audit is not None:
             self._audit.clear()
+        self.sessions.forget_loads()
         self._sent.clear()
         for seq in list(self._leaving.values()):
             self._leave(seq)
@@ -278,6 +284,7 @@ class BatchingCore:
         The executor must forget its sequences before the next plan.
         """
         self.forget_plans()
+        self.sessions.forget_turns()
         self._index.clear()
         self._waiting.clear()
         self._paused_seqs.clear()
@@ -303,6 +310,8 @@ class BatchingCore:
             self.cache.begin_weight_version(next_plan.weight_version)
             # Weights that hold nothing are replaced only by a complete set.
             self.lacks = tuple(tag for tag in self.lacks if tag != "weights")
+        if self.sessions:
+            self.sessions.refresh(now_ns)
         decision = self._decide()
         for seq_id in decision.preempted_seqs:
             # Victims come last first, so the one that runs longest ends up in front.
@@ -328,6 +337,8 @@ class BatchingCore:
         plan, seqs = self._sent.popleft()
         if self._audit is not None and self._audit.absorb(result.step_id):
             self._next.forget.append(AUDIT_SEQ_ID)
+        if self.sessions:
+            self.sessions.absorb(result.step_id)
         tokens = dict(zip(result.seq_ids, result.token_ids, strict=True))
         accepted = accepted_tokens(result)
         all_drafts = plan.num_drafts or repeat(0)
@@ -387,15 +398,17 @@ class BatchingCore:
         return seq.info if seq is not None else None
 
     def next_deadline_ns(self) -> int | None:
-        """Return the earliest deadline of a request; None if there is none."""
-        return self._index.deadlines.first_key()
+        """Return when `plan` is due: a request's time or a session's is over. None for never."""
+        first, expiry = self._index.deadlines.first_key(), self.sessions.next_expiry_ns
+        return expiry if first is None or (expiry is not None and expiry < first) else first
 
     def take_report(self) -> Credit | None:
         """Return a report for fairness if one is due. Call it after each `absorb`."""
         if not self._report.is_due:
             return None
         report, self._report = self._report, Report()
-        return report.message(self.cache.num_free_blocks() * self.limits.block_size)
+        free = self.cache.num_free_blocks() + self.sessions.num_pinned  # pins give way
+        return report.message(free * self.limits.block_size)
 
     def take_counters(self) -> Counters:
         """Return the counts since the last call."""
@@ -411,6 +424,7 @@ class BatchingCore:
             "kv_free": self.cache.num_free_blocks(),
             "kv_total": self.cache.num_blocks,
             "kv_cached": self.cache.num_cached_blocks(),
+            "kv_pinned": self.sessions.num_pinned,
             **(self.tiers.load_report() if self.tiers is not None else {}),
         }
 
@@ -421,7 +435,8 @@ class BatchingCore:
             AssertionError: One is lost, or in two places.
         """
         leaving = self._leaving.values()
-        self.cache.check(seq.lease for seq in (*self._running, *leaving))
+        leases = (seq.lease for seq in (*self._running, *leaving))
+        self.cache.check((*leases, *self.sessions.leases()))
         pausing = [seq for seq in leaving if seq.status is not SequenceStatus.FINISHED]
         alive = [*self._waiting, *self._running, *pausing, *self._paused_seqs.values()]
         assert len(alive) == len(self._index), "a sequence is lost, or in two places"
@@ -433,12 +448,12 @@ class BatchingCore:
     def _decide(self) -> SchedulerOutput:
         if self.paused or self.lacks:
             return NOTHING
-        starting: list[Sequence] = []
-        room = self.limits.max_batch_size - len(self._running)
-        if self._waiting and room > 0:
-            prefilling = [seq for seq in self._running if seq.num_computed < seq.num_to_prefill]
-            starting = startable(self._waiting, prefilling, room, self.cache, self.limits)
+        starting = self._startable()
         decision = self._schedule(starting)
+        while self.sessions.num_pinned and self._lacks_blocks(starting, decision):
+            self.sessions.give_way()
+            starting = self._startable()
+            decision = self._schedule(starting)
         if not decision.preempted_seqs:
             return decision
         if self._sent:
@@ -448,11 +463,35 @@ class BatchingCore:
             seq.num_reclaimable = self.cache.num_reclaimable(seq.lease)
         return self._schedule(starting)
 
-    def _schedule(self, starting: list[Sequence]) -> SchedulerOutput:
+    def _startable(self) -> list[Sequence]:
+        room = self.limits.max_batch_size - len(self._running)
+        if not self._waiting or room <= 0:
+            return []
+        prefilling = [seq for seq in self._running if seq.num_computed < seq.num_to_prefill]
+        num_free = self.cache.num_free_blocks() + self.sessions.num_pinned  # pins give way
+        return startable(self._waiting, prefilling, room, self.cache, self.limits, num_free)
+
+    def _lacks_blocks(self, starting: list[Sequence], decision: SchedulerOutput) -> bool:
+        """Whether a sequence is preempted or doesn't start, and would run but for pinned blocks."""
+        starts = all(seq.seq_id in decision.num_tokens for seq in starting)
+        if starts and not decision.preempted_seqs:
+            return False
+        without = self._schedule(starting, self.sessions.num_reclaimable())
+        saved = len(decision.preempted_seqs) - len(without.preempted_seqs)
+        return saved > 0 or len(without.prefill_seqs) > len(decision.prefill_seqs)
+
+    def _room_to_load(self) -> int | None:
+        """Return how many free blocks no sequence needs soon; None if no block may be moved."""
+        if self.paused or self.lacks:
+            return None
+        reserved = -(-len(self._running) // self.limits.block_size)
+        return 0 if self._waiting else max(self.cache.num_free_blocks() - reserved, 0)
+
+    def _schedule(self, starting: list[Sequence], num_pinned: int = 0) -> SchedulerOutput:
         return schedule(
             starting,
             self._running,
-            self.cache.num_free_blocks(),
+            self.cache.num_free_blocks() + num_pinned,
             self.limits,
             drafts=not self._draft_rest,
         )
@@ -524,6 +563,8 @@ class BatchingCore:
             kv_moves=self._audit.take_moves() if self._audit is not None else (),
         )
         self._sent.append(SentPlan(plan, seqs))
+        if self.sessions:
+            self.sessions.sent(step_id)
         return plan
 
     def _with_shared_prefills(
@@ -558,7 +599,11 @@ class BatchingCore:
         self._waiting.remove(seq)
         seq.start(num_cached)
         insort(self._running, seq, key=attrgetter("order"))
-        return seq.for_executor()
+        if (wish := seq.kv_session) is None:
+            return seq.for_executor()
+        key, scope = SessionKey(seq.tenant, wish.id), seq.lease.scope
+        grant = self.sessions.begin(seq.seq_id, key, wish, scope, seq.max_length)
+        return seq.for_executor(grant)
 
     # --- sequences ----------------------------------------------------------------------------
 
@@ -604,6 +649,7 @@ class BatchingCore:
         if seq.status is SequenceStatus.FINISHED:
             self.cache.release(seq.lease)
             self._report.end(seq.seq_id)
+            self.sessions.end(seq.seq_id, seq.token_ids, seq.lease.scope)
         else:
             self._release(seq)
             self._set_paused(seq)
@@ -637,22 +683,12 @@ class BatchingCore:
         self._index.remove(seq)
         if self._paused_seqs.pop(seq.seq_id, None) is not None:
             self._report.ended.append(seq.seq_id)  # its place was freed when it paused
+            self.sessions.end(seq.seq_id, seq.token_ids, seq.lease.scope)
         elif not was_running:
             self._waiting.remove(seq)
             self._report.end(seq.seq_id)
+            self.sessions.end(seq.seq_id, seq.token_ids, seq.lease.scope)
         else:
             self._commit(seq)
             if seq.seq_id not in self._leaving:
                 self._stop_running(seq)
-
-
-def _aborted(info: RequestInfo, why: str) -> Cancel:
-    return Cancel(info.request_id, info.entry_id, "cancelled", "aborted", why)
-
-
-def _unloaded(info: RequestInfo) -> Cancel:
-    message = (
-        f"the adapter {info.adapter!r} is not loaded any more, or could not be had again after a "
-        "failure; load it, and ask again"
-    )
-    return Cancel(info.request_id, info.entry_id, "error", "adapter_unloaded", message)

@@ -20,6 +20,7 @@ def startable(
     room: int,
     cache: KVCacheManager,
     limits: SchedulerConfig,
+    num_free: int,
 ) -> list[Sequence]:
     """Return waiting sequences that may start, in order; set `num_cached` and `num_to_allocate`.
 
@@ -34,6 +35,7 @@ def startable(
         room: Most sequences that may start.
         cache: Holds their prefixes.
         limits: The scheduler's.
+        num_free: Blocks that are free or can be freed.
     """
     chosen: list[Sequence] = []
     num_blocks = num_tokens = 0
@@ -41,7 +43,7 @@ def startable(
     for seq in islice(waiting, MOST_LOOKS * limits.max_batch_size):
         if (
             len(chosen) == room
-            or num_blocks >= cache.num_free_blocks()
+            or num_blocks >= num_free
             or num_tokens >= limits.max_tokens_per_batch
         ):
             break

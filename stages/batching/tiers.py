@@ -152,6 +152,12 @@ class KVTiers:
         if name not in self._on_disk:
             self.store(name, block_id)
 
+    def num_stored(self, names: Sequence[bytes]) -> int:
+        """Return the number of leading names in host slots or on disk, or on their way."""
+        if self.difference is not None:
+            return 0
+        return sum(1 for _ in takewhile(self._is_stored, names))
+
     def num_ready(self, names: Sequence[bytes]) -> int:
         """Return the number of leading names in host slots, if loading beats computing."""
         if not self._host_pays or self.difference is not None:

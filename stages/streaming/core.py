@@ -305,6 +305,7 @@ class StreamingCore:
         request = self._find(started.request_id, started.entry_id)
         if request is None:
             return  # ended, or held back
+        request.session = started.session or request.session
         sample = request.samples.get(started.sample_index)
         if sample is None:
             if started.num_generated:
@@ -437,6 +438,7 @@ class StreamingCore:
             prompt_top_logprobs=prompt_top_logprobs,
             prompt_token_ids=info.prompt_token_ids,
             prompt_ref_logprobs=request.prompt_ref_logprobs,
+            kv_session=request.session_result(),
         )
         ended = EndedRequest(info, completion, request.restored, request.last_token_ns)
         deliveries.end(info.request_id, ended)

@@ -367,6 +367,7 @@ def started_sequences(plan: StepPlan, executed_ns: int) -> tuple[StartedSequence
             num_generated=new.num_generated,
             executed_ns=executed_ns,
             queued=new.info.queued,
+            session=new.session,
         )
         for new in plan.new
         if new.seq_id != AUDIT_SEQ_ID

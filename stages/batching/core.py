@@ -223,7 +223,7 @@ class BatchingCore:
             self._adapter_versions.pop(id, None)
         else:
             self._adapter_versions[id] = version
-        self.sessions.drop_adapter(id)
+        self.sessions.change_adapter(id, version)
         if in_flight == "abort":
             change = "replaced" if version else "unloaded"
             for info in requests:
@@ -601,8 +601,8 @@ class BatchingCore:
         insort(self._running, seq, key=attrgetter("order"))
         if (wish := seq.kv_session) is None:
             return seq.for_executor()
-        key, scope = SessionKey(seq.tenant, wish.id), seq.lease.scope
-        grant = self.sessions.begin(seq.seq_id, key, wish, scope, seq.max_length)
+        key = SessionKey(seq.tenant, wish.id)
+        grant = self.sessions.begin(seq.seq_id, key, wish, seq.lease, seq.max_length)
         return seq.for_executor(grant)
 
     # --- sequences ----------------------------------------------------------------------------

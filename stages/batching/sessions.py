@@ -164,7 +164,7 @@ class SessionTable:
     # --- turns --------------------------------------------------------------------------------
 
     def begin(
-        self, seq_id: int, key: SessionKey, wish: KVSession, scope: CacheScope, max_length: int
+        self, seq_id: int, key: SessionKey, wish: KVSession, lease: Lease, max_length: int
     ) -> SessionGrant:
         """Begin a turn, or continue it after a preemption. Its share is reserved until it ends.
 
@@ -172,7 +172,7 @@ class SessionTable:
             seq_id: Of its sequence.
             key: Of its session.
             wish: The request's.
-            scope: The sequence's.
+            lease: The sequence's, which has its blocks.
             max_length: Most tokens of prompt and completion.
         """
         if (turn := self._turns.get(seq_id)) is not None:
@@ -181,17 +181,19 @@ class SessionTable:
         if reason := self._refusal(wish.ttl_s, pins=pins):
             self._counts["rejected"] += 1
             return SessionGrant(wish.after, 0, size, tiers, reason)
-        session = self._sessions.get(key) or self._add(key, scope)
+        session = self._sessions.get(key) or self._add(key, lease.scope)
         session.num_turns += 1
         session.expires_ns = None
         num_blocks = num_reserved = 0
         if pins:
             num_blocks = (max_length - 1) // size
-            # The turn's pin takes the place of the session's present one.
-            own = sum(self._pins[block_id] == 1 for block_id in session.lease.block_ids)
-            num_reserved = max(0, min(num_blocks - own, self._room()))
-            if num_blocks > own + num_reserved:
-                num_blocks, reason = own + num_reserved, NO_ROOM
+            # Pinned blocks use the share already: those that the turn begins with, and those of the
+            # session's present pin, which ends with the turn.
+            present = {each for each in lease.block_ids if each in self._pins}
+            present |= {each for each in session.lease.block_ids if self._pins[each] == 1}
+            num_reserved = max(0, min(num_blocks - len(present), self._room()))
+            if num_blocks > len(present) + num_reserved:
+                num_blocks, reason = len(present) + num_reserved, NO_ROOM
         self._num_reserved += num_reserved
         grant = SessionGrant(wish.after, num_blocks, size, tiers, reason)
         self._turns[seq_id] = _Turn(session, wish, grant, num_reserved)
@@ -361,11 +363,13 @@ class SessionTable:
         self._unpin(min(holding, key=lambda each: each.order))
         self._counts["gave_way"] += 1
 
-    def drop_adapter(self, adapter: str) -> None:
+    def change_adapter(self, adapter: str, version: int) -> None:
         """Drop the pins of KV that an adapter's former weights have computed."""
         for session in self._sessions.values():
-            if session.lease.scope.adapter == adapter:
+            if (scope := session.lease.scope).adapter == adapter:
                 self._unpin(session)
+                scope = scope._replace(adapter_version=version)
+                session.lease = Lease(session.lease.token_ids, scope)
 
     def tiers_changed(self) -> None:
         """Continue prefetches that wait for the disk."""

@@ -24,6 +24,7 @@ from nano_inference.bus.messages import (
     StepResult,
 )
 from nano_inference.bus.pooling import PooledPrompt, Pooling
+from nano_inference.bus.public import KVSession
 from nano_inference.config import EngineConfig, SamplingParams
 from nano_inference.stages.batching import BatchingCore
 
@@ -197,9 +198,11 @@ class FakeReplica:
         max_draft_tokens: int = 0,
         host_slots: int = 0,
         disk_blocks: int = 0,
+        session_share: float = 0.5,
     ) -> None:
         config = EngineConfig(
             kv_audit_every=2,
+            kv_session_share=session_share,
             cache_type=cache_type,
             block_size=block_size,
             max_tokens_per_batch=max_tokens_per_batch,
@@ -226,6 +229,7 @@ class FakeReplica:
         self.pooled: list[int] = []
         self.ended: list[str] = []
         self.log: list[StepPlan] = []
+        self.now_ns = 0
 
     def add(
         self,
@@ -241,6 +245,8 @@ class FakeReplica:
         rank: int = 0,
         pooling: Pooling | None = None,
         adapter: str = "",
+        session: KVSession | None = None,
+        tenant: str = "",
     ) -> None:
         """Add a request.
 
@@ -251,6 +257,7 @@ class FakeReplica:
             max_tokens: Must be 1 with `pooling`.
             stop: Whether samples end with the token STOP.
             priority, prompt_logprobs, deadline_ns, rank, pooling, adapter: As in the messages.
+            session, tenant: As in the messages.
         """
         seq_ids = (seq_ids,) if isinstance(seq_ids, int) else seq_ids
         name = name or str(seq_ids[0])
@@ -262,10 +269,12 @@ class FakeReplica:
         info = RequestInfo(name, name, adapter=adapter, pooling=pooling)
         specs = tuple(SequenceSpec(seq_id, index, 0) for index, seq_id in enumerate(seq_ids))
         about = (info, Prompt(tuple(prompt)), sampling, specs)
-        self.core.add(AdmittedRequest(*about, "", priority, rank=rank), deadline_ns)
+        request = AdmittedRequest(*about, tenant, priority, rank=rank, kv_session=session)
+        self.core.add(request, deadline_ns)
 
-    def plan(self, now_ns: int = 0) -> bool:
-        plan = self.core.plan(now_ns)
+    def plan(self, now_ns: int | None = None) -> bool:
+        self.now_ns = self.now_ns if now_ns is None else now_ns
+        plan = self.core.plan(self.now_ns)
         if plan is None:
             return False
         self.plans.append(plan)

@@ -522,16 +522,19 @@ class BatchingCore:
             for seq_id, number in decision.num_blocks.items()
         )
         new: list[NewSequence] = []
+        num_tokens, num_drafts = decision.num_tokens, decision.num_drafts
         for seq_id in decision.prefill_seqs:
             seq = self._index[seq_id]
-            self._counters.prefilled += decision.num_tokens[seq_id]
+            self._counters.prefilled += num_tokens[seq_id]
             if seq.status is SequenceStatus.WAITING:
                 num_blocks = seq.blocks_to_start(self.limits.block_size)
                 allocation = self.cache.start(seq.lease, num_blocks)
                 copies += allocation.copies
                 new.append(self._start(seq, allocation.cached_length))
+                # It may load blocks that a start before it has just stored.
+                if num_tokens[seq_id] > seq.num_remaining:
+                    num_tokens = {**num_tokens, seq_id: seq.num_remaining}
         self._counters.decoded += len(decision.decode_seqs)
-        num_tokens, num_drafts = decision.num_tokens, decision.num_drafts
         if self._waiting and not decision.preempted_seqs:
             num_tokens = self._with_shared_prefills(num_tokens, new)
         seqs = [self._index[seq_id] for seq_id in num_tokens]

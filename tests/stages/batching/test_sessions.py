@@ -233,9 +233,10 @@ def test_pins_of_older_kv_are_dropped(cache_type: CacheType, forget: str) -> Non
         case "memory":
             replica.core.change_memory((), ("kv_cache",))
     replica.run()
-    assert agent.call("prefetch").outcome == "missing"
+    replica.plan()
     assert replica.core.sessions.num_pinned == 0
     assert replica.core.cache.num_free_blocks() == 16
+    assert agent.call("prefetch").outcome == "missing"
     agent.turn(2)
     assert cached(replica, 2) == 0
 
@@ -400,3 +401,21 @@ def test_results_are_counted() -> None:
     counts = replica.core.sessions.take_counts()
     assert counts == {"clipped": 1, "accepted": 1, "missing": 1}
     assert not replica.core.sessions.take_counts()
+
+
+def test_a_start_may_load_what_the_start_before_it_has_evicted() -> None:
+    """The first block of a prompt is in host memory, the second still on the device."""
+    replica = FakeReplica(num_blocks=16, host_slots=64, cache_type="paged")
+    prompt = [*range(12)]
+    replica.add(prompt, 1, max_tokens=1)
+    replica.run()
+    cache, (first, second, _) = replica.core.cache, started(replica, 1).block_ids
+    cache.evict_next([first], stores=True)
+    replica.add([40] * 4, 2, max_tokens=1)
+    replica.run()
+    cache.evict_next([second], stores=False)
+    replica.add([30] * 4, 3, max_tokens=1)
+    replica.add(prompt, 4, max_tokens=1)
+    replica.run()
+    assert cached(replica, 4) == 8
+    assert replica.outputs[4] == expected(prompt, 1)

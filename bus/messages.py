@@ -19,7 +19,7 @@ import msgspec
 from ..config import SamplingParams
 from .control import Cancel, Internal, InternalPart
 from .pooling import PooledPrompt, Pooling
-from .public import KVSession, KVSessionResult, StageTime
+from .public import AfterTurn, KVSession, KVSessionResult, SessionTier, StageTime
 
 RowFinish = Literal["", "stop", "length", "abort"]
 """Why a sequence ended with a row's token; "" if it continues."""
@@ -212,7 +212,7 @@ class SessionGrant(InternalPart, frozen=True, array_like=True):
         reason: Why no more is granted, or nothing.
     """
 
-    after: Literal["pin", "release", "demote"]
+    after: AfterTurn
     num_blocks: int
     block_size: int
     tiers: bool = False
@@ -227,7 +227,8 @@ class SessionGrant(InternalPart, frozen=True, array_like=True):
             case "release":
                 return KVSessionResult(outcome="accepted")
             case "demote":
-                tokens, tier = num_full * self.block_size, "host" if self.tiers else "device"
+                tokens = num_full * self.block_size
+                tier: SessionTier = "host" if self.tiers else "device"
                 return KVSessionResult(outcome="accepted", num_tokens=tokens, tier=tier)
             case "pin" if num_full <= self.num_blocks:
                 tokens = num_full * self.block_size

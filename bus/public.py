@@ -59,7 +59,13 @@ class EmbedParams(PublicPart, frozen=True, kw_only=True):
 SessionAction = Literal["pin", "release", "demote", "prefetch"]
 """What a call does with the KV of a session. docs/kv-sessions.md."""
 
+AfterTurn = Literal["pin", "release", "demote"]
+"""What becomes of a session's KV when a turn ends."""
+
 SessionOutcome = Literal["accepted", "clipped", "deferred", "rejected", "missing"]
+
+
+SessionTier = Literal["device", "host", ""]
 
 
 class KVSession(PublicPart, frozen=True, kw_only=True, omit_defaults=True):
@@ -74,7 +80,7 @@ class KVSession(PublicPart, frozen=True, kw_only=True, omit_defaults=True):
 
     id: str
     ttl_s: float = 300.0
-    after: Literal["pin", "release", "demote"] = "pin"
+    after: AfterTurn = "pin"
 
 
 class GenerateRequest(
@@ -179,7 +185,7 @@ class KVSessionResult(OutputPart, frozen=True, kw_only=True, omit_defaults=True)
 
     outcome: SessionOutcome
     num_tokens: int = 0
-    tier: Literal["device", "host", ""] = ""
+    tier: SessionTier = ""
     reason: str = ""
 
 

@@ -26,6 +26,7 @@ from .options import option
 from .pull import pull
 from .run import run
 from .serve import gateway, serve
+from .sessions import kv_session
 from .status import health, status, top
 from .submit import submit
 from .tail import tail
@@ -62,6 +63,7 @@ _COMMANDS: dict[str, dict[str, Callable[..., None] | typer.Typer]] = {
         "admin": admin.app,
         "dlq": dlq.app,
         "fairness": fairness.app,
+        "kv-session": kv_session,
     },
     "Train with a pipeline": {
         "weights": weights.app,

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import msgspec
 
-from ..bus.public import FinishReason, TokenLogprob
+from ..bus.public import FinishReason, KVSessionResult, TokenLogprob
 from ..config import SamplingParams
 
 if TYPE_CHECKING:
@@ -37,6 +37,7 @@ class TrainingSample(msgspec.Struct, frozen=True):
         embedding: The prompt's vector, on request.
         num_draft_tokens: Draft tokens that were verified for this sample.
         num_accepted_draft_tokens: Draft tokens that were accepted.
+        kv_session: What became of the request's `kv_session`; None without one.
     """
 
     prompt_tokens: tuple[int, ...]
@@ -54,6 +55,7 @@ class TrainingSample(msgspec.Struct, frozen=True):
     embedding: tuple[float, ...] | None = None
     num_draft_tokens: int = 0
     num_accepted_draft_tokens: int = 0
+    kv_session: KVSessionResult | None = None
 
 
 @runtime_checkable

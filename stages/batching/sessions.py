@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, assert_never
 
 from ...bus.messages import CacheScope, SessionGrant
-from ...bus.public import KVSession, KVSessionResult, SessionAction, SessionOutcome
+from ...bus.public import KVSession, KVSessionResult, SessionAction, SessionOutcome, SessionTier
 from ...config import EngineConfig, shown
 from .cache import KVCacheManager, Lease
 
@@ -143,11 +143,6 @@ class SessionTable:
         """When `refresh` has something to do; None if never."""
         return self._first_ns
 
-    @property
-    def is_loading(self) -> bool:
-        """Whether blocks are on their way to the device, or from disk for it."""
-        return bool(self._loads) or any(each.fetches for each in self._sessions.values())
-
     def num_reclaimable(self) -> int:
         """Return the number of blocks that `give_way` can free in all."""
         return self._cache.num_held_alone(self._pins)
@@ -271,7 +266,7 @@ class SessionTable:
                 return self._demote(session)
             case "release":
                 num_tokens = len(session.lease.block_ids) * self._cache.block_size
-                tier = "device" if num_tokens else ""
+                tier: SessionTier = "device" if num_tokens else ""
                 self._unpin(session)
                 return KVSessionResult(outcome="accepted", num_tokens=num_tokens, tier=tier)
             case _:
@@ -474,7 +469,7 @@ class SessionTable:
         self, session: Session, outcome: SessionOutcome, reason: str = ""
     ) -> KVSessionResult:
         num_tokens = len(session.lease.block_ids) * self._cache.block_size
-        tier = "device" if num_tokens else ""
+        tier: SessionTier = "device" if num_tokens else ""
         if not num_tokens and outcome in ("clipped", "deferred") and self._num_below(session.lease):
             tier = "host"
         return KVSessionResult(outcome=outcome, num_tokens=num_tokens, tier=tier, reason=reason)

@@ -331,9 +331,7 @@ def test_a_conversation_is_fetched_from_disk_and_then_pinned(cache_type: CacheTy
     crowd_out(replica, 2)
     replica.core.tiers.forget_host()
     assert agent.call("prefetch").outcome == "deferred"
-    assert replica.core.sessions.is_loading
     replica.run()
-    assert not replica.core.sessions.is_loading
     result = agent.call("prefetch")
     assert (result.outcome, result.num_tokens) == ("accepted", 20)
     agent.turn(3)

@@ -12,7 +12,7 @@ Token ids are plain ints. Fields may be added at the end with a default; none is
 from __future__ import annotations
 
 from itertools import compress
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Union, assert_never
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Union
 
 import msgspec
 
@@ -220,26 +220,19 @@ class SessionGrant(InternalPart, frozen=True, array_like=True):
 
     def result(self, num_tokens: int) -> KVSessionResult:
         """Return what the request is answered, which ends with so many tokens in all."""
-        num_full = max(num_tokens - 1, 0) // self.block_size
         if self.reason and not self.num_blocks:
             return KVSessionResult(outcome="rejected", reason=self.reason)
-        match self.after:
-            case "release":
-                return KVSessionResult(outcome="accepted")
-            case "demote":
-                tokens = num_full * self.block_size
-                tier: SessionTier = "host" if self.tiers else "device"
-                return KVSessionResult(outcome="accepted", num_tokens=tokens, tier=tier)
-            case "pin" if num_full <= self.num_blocks:
-                tokens = num_full * self.block_size
-                return KVSessionResult(outcome="accepted", num_tokens=tokens, tier="device")
-            case "pin":
-                tokens = self.num_blocks * self.block_size
-                return KVSessionResult(
-                    outcome="clipped", num_tokens=tokens, tier="device", reason=self.reason
-                )
-            case _:
-                assert_never(self.after)
+        if self.after == "release":
+            return KVSessionResult(outcome="accepted")
+        num_full = max(num_tokens - 1, 0) // self.block_size
+        number = num_full if self.after == "demote" else min(num_full, self.num_blocks)
+        tier: SessionTier = "host" if self.after == "demote" and self.tiers else "device"
+        return KVSessionResult(
+            outcome="clipped" if number < num_full else "accepted",
+            num_tokens=number * self.block_size,
+            tier=tier if number else "",
+            reason=self.reason if number < num_full else "",
+        )
 
 
 class NewSequence(InternalPart, frozen=True, array_like=True):

@@ -10,7 +10,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import islice, takewhile
 from typing import Any, NamedTuple
 
 import msgspec
@@ -416,9 +416,16 @@ class KVCacheManager(ABC):
                 self.tiers.store(name, block_id)
             self._demote(block_id)
 
-    def num_held_alone(self, counts: Mapping[int, int]) -> int:
-        """Return how many blocks have no other holders than these numbers of them, by block."""
-        return sum(self._ref_counts[block_id] == count for block_id, count in counts.items())
+    def held_prefix(self, lease: Lease) -> frozenset[int]:
+        """Return the held blocks that `start` would share: they take no free block."""
+        block_ids = self._find(lease).block_ids if lease.may_reuse else []
+        return frozenset(takewhile(self._ref_counts.__getitem__, block_ids))
+
+    def held_alone(self, counts: Mapping[int, int]) -> set[int]:
+        """Return the blocks that have no other holders than these numbers of them, by block."""
+        return {
+            block_id for block_id, count in counts.items() if self._ref_counts[block_id] == count
+        }
 
     def num_reclaimable(self, lease: Lease) -> int:
         """Return the number of blocks that releasing the lease would free."""

@@ -33,7 +33,7 @@ from .radix import RadixKVCache
 from .report import Counters, Report
 from .schedule import NOTHING, SchedulerOutput, schedule
 from .sequence import Sequence, SequenceStatus
-from .sessions import SessionKey, SessionTable
+from .sessions import SessionTable
 from .starting import shared_prefills, startable
 from .tiers import KVTiers
 
@@ -310,8 +310,8 @@ class BatchingCore:
             self.cache.begin_weight_version(next_plan.weight_version)
             # Weights that hold nothing are replaced only by a complete set.
             self.lacks = tuple(tag for tag in self.lacks if tag != "weights")
-        if self.sessions:
-            self.sessions.refresh(now_ns)
+        if self.sessions.known:
+            self.sessions.begin_plan(self._step_id + 1, now_ns)
         decision = self._decide()
         for seq_id in decision.preempted_seqs:
             # Victims come last first, so the one that runs longest ends up in front.
@@ -337,7 +337,7 @@ class BatchingCore:
         plan, seqs = self._sent.popleft()
         if self._audit is not None and self._audit.absorb(result.step_id):
             self._next.forget.append(AUDIT_SEQ_ID)
-        if self.sessions:
+        if self.sessions.known:
             self.sessions.absorb(result.step_id)
         tokens = dict(zip(result.seq_ids, result.token_ids, strict=True))
         accepted = accepted_tokens(result)
@@ -407,7 +407,7 @@ class BatchingCore:
         if not self._report.is_due:
             return None
         report, self._report = self._report, Report()
-        free = self.cache.num_free_blocks() + self.sessions.num_pinned  # pins give way
+        free = self.cache.num_free_blocks() + len(self.sessions.pins)  # which give way
         return report.message(free * self.limits.block_size)
 
     def take_counters(self) -> Counters:
@@ -424,7 +424,7 @@ class BatchingCore:
             "kv_free": self.cache.num_free_blocks(),
             "kv_total": self.cache.num_blocks,
             "kv_cached": self.cache.num_cached_blocks(),
-            "kv_pinned": self.sessions.num_pinned,
+            "kv_pinned": len(self.sessions.pins),
             **(self.tiers.load_report() if self.tiers is not None else {}),
         }
 
@@ -435,8 +435,8 @@ class BatchingCore:
             AssertionError: One is lost, or in two places.
         """
         leaving = self._leaving.values()
-        leases = (seq.lease for seq in (*self._running, *leaving))
-        self.cache.check((*leases, *self.sessions.leases()))
+        leases = [seq.lease for seq in (*self._running, *leaving)]
+        self.cache.check([*leases, *self.sessions.leases()])
         pausing = [seq for seq in leaving if seq.status is not SequenceStatus.FINISHED]
         alive = [*self._waiting, *self._running, *pausing, *self._paused_seqs.values()]
         assert len(alive) == len(self._index), "a sequence is lost, or in two places"
@@ -450,8 +450,7 @@ class BatchingCore:
             return NOTHING
         starting = self._startable()
         decision = self._schedule(starting)
-        while self.sessions.num_pinned and self._lacks_blocks(starting, decision):
-            self.sessions.give_way()
+        while self.sessions.pins and self._give_way(starting, decision):
             starting = self._startable()
             decision = self._schedule(starting)
         if not decision.preempted_seqs:
@@ -468,17 +467,23 @@ class BatchingCore:
         if not self._waiting or room <= 0:
             return []
         prefilling = [seq for seq in self._running if seq.num_computed < seq.num_to_prefill]
-        num_free = self.cache.num_free_blocks() + self.sessions.num_pinned  # pins give way
+        num_free = self.cache.num_free_blocks() + len(self.sessions.pins)  # which give way
         return startable(self._waiting, prefilling, room, self.cache, self.limits, num_free)
 
-    def _lacks_blocks(self, starting: list[Sequence], decision: SchedulerOutput) -> bool:
-        """Whether a sequence is preempted or doesn't start, and would run but for pinned blocks."""
-        starts = all(seq.seq_id in decision.num_tokens for seq in starting)
-        if starts and not decision.preempted_seqs:
+    def _give_way(self, starting: list[Sequence], decision: SchedulerOutput) -> bool:
+        """Drop a pin if a sequence is preempted or doesn't start, and would run but for pins."""
+        late = next((seq for seq in starting if seq.seq_id not in decision.num_tokens), None)
+        if late is None and not decision.preempted_seqs:
             return False
-        without = self._schedule(starting, self.sessions.num_reclaimable())
+        # Dropping a pin with whose blocks it starts would not help it.
+        own = frozenset() if late is None else self.cache.held_prefix(late.lease)
+        but = frozenset() if decision.preempted_seqs else own
+        without = self._schedule(starting, self.sessions.num_reclaimable(but))
         saved = len(decision.preempted_seqs) - len(without.preempted_seqs)
-        return saved > 0 or len(without.prefill_seqs) > len(decision.prefill_seqs)
+        if saved <= 0 and len(without.prefill_seqs) <= len(decision.prefill_seqs):
+            return False
+        self.sessions.give_way(own)
+        return True
 
     def _room_to_load(self) -> int | None:
         """Return how many free blocks no sequence needs soon; None if no block may be moved."""
@@ -566,8 +571,6 @@ class BatchingCore:
             kv_moves=self._audit.take_moves() if self._audit is not None else (),
         )
         self._sent.append(SentPlan(plan, seqs))
-        if self.sessions:
-            self.sessions.sent(step_id)
         return plan
 
     def _with_shared_prefills(
@@ -604,9 +607,8 @@ class BatchingCore:
         insort(self._running, seq, key=attrgetter("order"))
         if (wish := seq.kv_session) is None:
             return seq.for_executor()
-        key = SessionKey(seq.tenant, wish.id)
-        grant = self.sessions.begin(seq.seq_id, key, wish, seq.lease, seq.max_length)
-        return seq.for_executor(grant)
+        turn = (seq.seq_id, seq.tenant, wish, seq.lease, seq.max_length)
+        return seq.for_executor(self.sessions.begin(*turn))
 
     # --- sequences ----------------------------------------------------------------------------
 

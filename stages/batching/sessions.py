@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from typing import NamedTuple, assert_never
 
@@ -53,7 +53,6 @@ class Session:
         expires_ns: When it is forgotten; None while a turn runs, and until `refresh` sets it.
         num_turns: Turns that run.
         deferred: A call to be carried out when its turn ends.
-        fetches: Whether its prefetch waits for blocks from disk.
     """
 
     lease: Lease
@@ -61,7 +60,6 @@ class Session:
     expires_ns: int | None = None
     num_turns: int = 0
     deferred: SessionCall | None = None
-    fetches: bool = False
 
     @property
     def order(self) -> float:
@@ -99,6 +97,10 @@ class SessionTable:
     Pins never keep a sequence from running: the caller calls `give_way` before it preempts a
     sequence or lets one wait for blocks. Pins of KV that the cache has forgotten (new weights, a
     flush) are dropped by `refresh`; the session's tokens stay known.
+
+    Attributes:
+        known: All sessions.
+        pins: How many sessions hold each pinned block: a shared block uses the share once.
     """
 
     def __init__(
@@ -116,12 +118,13 @@ class SessionTable:
         self._room_to_load = room_to_load
         self._max_pinned = int(config.kv_session_share * cache.num_blocks)
         self._max_ttl_s = config.kv_session_ttl_s
-        self._sessions: dict[SessionKey, Session] = {}
+        self.known: dict[SessionKey, Session] = {}
         self._turns: dict[int, _Turn] = {}
         self._num_reserved = 0
-        # How many sessions hold each pinned block: a shared block uses the share once.
-        self._pins: Counter[int] = Counter()
+        self.pins: Counter[int] = Counter()
         self._loads: list[_Load] = []
+        # Sessions whose prefetch waits for blocks from disk.
+        self._fetching: set[Session] = set()
         # Sessions whose turn has ended, and whose time to live begins with the next `refresh`.
         self._ended: list[Session] = []
         # The earliest end of a session, or an earlier time; None if there is none.
@@ -129,27 +132,18 @@ class SessionTable:
         self._generation = cache.generation
         self._counts: Counter[str] = Counter()
 
-    def __len__(self) -> int:
-        """Return the number of sessions."""
-        return len(self._sessions)
-
-    @property
-    def num_pinned(self) -> int:
-        """Number of pinned blocks."""
-        return len(self._pins)
-
     @property
     def next_expiry_ns(self) -> int | None:
         """When `refresh` has something to do; None if never."""
         return self._first_ns
 
-    def num_reclaimable(self) -> int:
-        """Return the number of blocks that `give_way` can free in all."""
-        return self._cache.num_held_alone(self._pins)
+    def num_reclaimable(self, but: Set[int]) -> int:
+        """Return the number of blocks that `give_way` can free in all, but these."""
+        return len(self._cache.held_alone(self.pins) - but)
 
     def leases(self) -> Iterator[Lease]:
         """Yield what is pinned."""
-        return (session.lease for session in self._sessions.values())
+        return (session.lease for session in self.known.values())
 
     def take_counts(self) -> Counter[str]:
         """Return the numbers of outcomes since the last call, and of pins that gave way."""
@@ -159,14 +153,14 @@ class SessionTable:
     # --- turns --------------------------------------------------------------------------------
 
     def begin(
-        self, seq_id: int, key: SessionKey, wish: KVSession, lease: Lease, max_length: int
+        self, seq_id: int, tenant: str, wish: KVSession, lease: Lease, max_length: int
     ) -> SessionGrant:
         """Begin a turn, or continue it after a preemption. Its share is reserved until it ends.
 
         Args:
             seq_id: Of its sequence.
-            key: Of its session.
-            wish: The request's.
+            tenant: The request's, as the next one.
+            wish: What is to become of its KV.
             lease: The sequence's, which has its blocks.
             max_length: Most tokens of prompt and completion.
         """
@@ -176,7 +170,8 @@ class SessionTable:
         if reason := self._refusal(wish.ttl_s, pins=pins):
             self._counts["rejected"] += 1
             return SessionGrant(wish.after, 0, size, tiers, reason)
-        session = self._sessions.get(key) or self._add(key, lease.scope)
+        key = SessionKey(tenant, wish.id)
+        session = self.known.get(key) or self._add(key, lease.scope)
         session.num_turns += 1
         session.expires_ns = None
         num_blocks = num_reserved = 0
@@ -184,8 +179,8 @@ class SessionTable:
             num_blocks = (max_length - 1) // size
             # Pinned blocks use the share already: those that the turn begins with, and those of the
             # session's present pin, which ends with the turn.
-            present = {each for each in lease.block_ids if each in self._pins}
-            present |= {each for each in session.lease.block_ids if self._pins[each] == 1}
+            present = {each for each in lease.block_ids if each in self.pins}
+            present |= {each for each in session.lease.block_ids if self.pins[each] == 1}
             num_reserved = max(0, min(num_blocks - len(present), self._room()))
             if num_blocks > len(present) + num_reserved:
                 num_blocks, reason = len(present) + num_reserved, NO_ROOM
@@ -208,6 +203,7 @@ class SessionTable:
         session.num_turns -= 1
         self._num_reserved -= num_reserved
         self._unpin(session)
+        self._fetching.discard(session)
         session.lease = Lease(array("q", token_ids), scope)
         call, session.deferred = session.deferred, None
         ttl_s = wish.ttl_s if call is None or call.ttl_s is None else call.ttl_s
@@ -242,7 +238,7 @@ class SessionTable:
         if reason := self._refusal(ttl_s, pins=pins):
             return KVSessionResult(outcome="rejected", reason=reason)
         self.refresh(now_ns)
-        if (session := self._sessions.get(key)) is None:
+        if (session := self.known.get(key)) is None:
             reason = "the session is not known: it has no turn yet, or its time to live is over"
             return KVSessionResult(outcome="missing", reason=reason)
         if session.num_turns:
@@ -256,7 +252,7 @@ class SessionTable:
             self._set_expiry(session, now_ns)
         if self._is_loading(session) and pins:
             return self._result(session, "deferred", FETCHES)
-        session.fetches = False
+        self._fetching.discard(session)
         match action:
             case "pin":
                 return self._pin(session)
@@ -295,12 +291,12 @@ class SessionTable:
         if len(lease.block_ids) < min(num_found, num_full):
             outcome: SessionOutcome = "clipped" if lease.block_ids else "rejected"
             return self._result(session, outcome, NO_ROOM)
-        session.fetches = len(lease.block_ids) < num_full and self._cache.fetch(lease)
-        if session.fetches:
+        if len(lease.block_ids) < num_full and self._cache.fetch(lease):
+            self._fetching.add(session)
             return self._result(session, "deferred", FETCHES)
         share, room = self._room(), self._room_to_load() or 0
         if number := self._cache.load(lease, min(share, room)):
-            self._pins.update(lease.block_ids[-number:])
+            self.pins.update(lease.block_ids[-number:])
             self._loads.append(_Load(session, lease))
         if len(lease.block_ids) == num_full:
             return self._result(session, "accepted")
@@ -333,11 +329,17 @@ class SessionTable:
 
     # --- changes ------------------------------------------------------------------------------
 
+    def begin_plan(self, step_id: int, now_ns: int) -> None:
+        """Begin a plan, which has all moves so far, after `refresh`."""
+        self.refresh(now_ns)
+        if self._loads:
+            self._loads = [each._replace(step_id=each.step_id or step_id) for each in self._loads]
+
     def refresh(self, now_ns: int) -> None:
         """Forget expired sessions, and drop pins of KV that the cache has forgotten."""
         if self._generation != self._cache.generation:
             self._generation = self._cache.generation
-            for session in self._sessions.values():
+            for session in self.known.values():
                 self._unpin(session)
         for session in self._ended:
             if not session.num_turns:
@@ -345,22 +347,28 @@ class SessionTable:
         self._ended.clear()
         if self._first_ns is None or now_ns < self._first_ns:
             return
-        for key, session in [*self._sessions.items()]:
+        for key, session in [*self.known.items()]:
             if session.order <= now_ns:
-                self._unpin(session)
-                del self._sessions[key]
-        ends = [each.expires_ns for each in self._sessions.values() if each.expires_ns is not None]
+                self._forget(key)
+        ends = [each.expires_ns for each in self.known.values() if each.expires_ns is not None]
         self._first_ns = min(ends, default=None)
 
-    def give_way(self) -> None:
-        """Drop the pin of the session that expires first. There must be one."""
-        holding = (each for each in self._sessions.values() if each.lease.block_ids)
-        self._unpin(min(holding, key=lambda each: each.order))
+    def give_way(self, last: Set[int]) -> None:
+        """Drop the pin of the session that expires first. There must be one.
+
+        Args:
+            last: Sessions with these blocks come last.
+        """
+
+        def order(session: Session) -> tuple[bool, float]:
+            return not last.isdisjoint(session.lease.block_ids), session.order
+
+        self._unpin(min((each for each in self.known.values() if each.lease.block_ids), key=order))
         self._counts["gave_way"] += 1
 
     def change_adapter(self, adapter: str, version: int) -> None:
         """Drop the pins of KV that an adapter's former weights have computed."""
-        for session in self._sessions.values():
+        for session in self.known.values():
             if (scope := session.lease.scope).adapter == adapter:
                 self._unpin(session)
                 scope = scope._replace(adapter_version=version)
@@ -368,16 +376,10 @@ class SessionTable:
 
     def tiers_changed(self) -> None:
         """Continue prefetches that wait for the disk."""
-        for session in self._sessions.values():
-            if session.fetches and not self._cache.fetch(session.lease):
+        for session in [*self._fetching]:
+            if not self._cache.fetch(session.lease):
+                self._fetching.remove(session)
                 self._prefetch(session, session.lease.num_fetched)
-
-    def sent(self, step_id: int) -> None:
-        """Note the plan that has the moves so far."""
-        if self._loads:
-            self._loads = [
-                each if each.step_id else each._replace(step_id=step_id) for each in self._loads
-            ]
 
     def absorb(self, step_id: int) -> None:
         """Let the blocks be found that were loaded by a plan that is back."""
@@ -392,8 +394,7 @@ class SessionTable:
             if session.lease is lease:
                 self._unpin(session)
         self._loads.clear()
-        for session in self._sessions.values():
-            session.fetches = False
+        self._fetching.clear()
 
     # --- internals ----------------------------------------------------------------------------
 
@@ -412,13 +413,17 @@ class SessionTable:
         return ""
 
     def _add(self, key: SessionKey, scope: CacheScope) -> Session:
-        if len(self._sessions) >= MOST_SESSIONS:
-            resting = ((k, each) for k, each in self._sessions.items() if not each.num_turns)
+        if len(self.known) >= MOST_SESSIONS:
+            resting = ((k, each) for k, each in self.known.items() if not each.num_turns)
             if first := min(resting, key=lambda pair: pair[1].order, default=None):
-                self._unpin(first[1])
-                del self._sessions[first[0]]
-        session = self._sessions[key] = Session(Lease(array("q"), scope))
+                self._forget(first[0])
+        session = self.known[key] = Session(Lease(array("q"), scope))
         return session
+
+    def _forget(self, key: SessionKey) -> None:
+        session = self.known.pop(key)
+        self._unpin(session)
+        self._fetching.discard(session)
 
     def _set_expiry(self, session: Session, now_ns: int) -> None:
         session.expires_ns = now_ns + session.ttl_ns
@@ -434,10 +439,10 @@ class SessionTable:
         return 0 if tiers is None else tiers.num_stored(self._cache.names_behind(lease))
 
     def _room(self) -> int:
-        return max(self._max_pinned - len(self._pins) - self._num_reserved, 0)
+        return max(self._max_pinned - len(self.pins) - self._num_reserved, 0)
 
     def _is_loading(self, session: Session) -> bool:
-        return session.fetches or any(each.lease is session.lease for each in self._loads)
+        return session in self._fetching or any(each.lease is session.lease for each in self._loads)
 
     def _hold(self, session: Session, most: int) -> int:
         """Pin leading blocks that are on the device, at most so many, and as the share allows.
@@ -450,19 +455,19 @@ class SessionTable:
         self._cache.hold(lease)
         num_found, room, keep = len(lease.block_ids), self._room(), 0
         for block_id in lease.block_ids[:most]:
-            room -= block_id not in self._pins
+            room -= block_id not in self.pins
             if room < 0:
                 break
             keep += 1
         self._cache.trim(lease, keep)
-        self._pins.update(lease.block_ids)
+        self.pins.update(lease.block_ids)
         return num_found
 
     def _unpin(self, session: Session) -> None:
         for block_id in session.lease.block_ids:
-            self._pins[block_id] -= 1
-            if not self._pins[block_id]:
-                del self._pins[block_id]
+            self.pins[block_id] -= 1
+            if not self.pins[block_id]:
+                del self.pins[block_id]
         self._cache.release(session.lease)
 
     def _result(

@@ -357,7 +357,7 @@ def test_random_traces_conserve_blocks_and_outputs(
                     core.sessions.call(SessionKey("", str(number)), call, replica.now_ns)
             case "later":
                 replica.now_ns += 1_000_000_000
-        assert core.sessions.num_pinned <= core.cache.num_blocks / 2
+        assert len(core.sessions.pins) <= core.cache.num_blocks / 2
         take_report()
         replica.check()
     replica.run()
@@ -376,5 +376,5 @@ def test_random_traces_conserve_blocks_and_outputs(
         assert set(range(scored_prompts[seq_id])) <= computed[seq_id]
     assert places == len(wanted)
     core.sessions.refresh(10**18)
-    assert not core.sessions
+    assert not core.sessions.known
     assert core.cache.num_free_blocks() == core.cache.num_blocks

@@ -127,7 +127,7 @@ def measure_bandwidth(folder: Path, disk: Path) -> dict[str, dict[str, float]]:
         tiers = made._executor.tiers
         assert tiers is not None
         count = min(128, tiers.capacity.host_slots)
-        size = tiers._bytes.shape[1] * count
+        size = tiers.slots.memory.shape[1] * count
         names = [index.to_bytes(16, "little") for index in range(count)]
         copied = np.ones(size, np.uint8)
         target = np.ones(size, np.uint8)

@@ -9,7 +9,7 @@ from typing import Literal
 
 import msgspec
 
-from ..config import FairnessConfig, ModelConfig, PoolingKind
+from ..config import FairnessConfig, ModelConfig, PoolingKind, ReplicaRole
 from ..store.board import LoadedAdapter
 from .public import SessionAction
 from .weights import InFlight, StagedWeights, WeightsSource
@@ -272,6 +272,12 @@ class UpdateFairness(Internal, frozen=True):
     config: FairnessConfig
 
 
+class UpdateRoles(Internal, frozen=True):
+    """To fairness: replace the replicas' roles, as a whole. Sequences stay where they run."""
+
+    roles: tuple[ReplicaRole, ...]
+
+
 class LoadModel(Internal, frozen=True):
     """To the model manager: load a model. Answered when it is ready or has failed.
 
@@ -337,6 +343,7 @@ class TierCapacity(InternalPart, frozen=True, array_like=True):
         fetch_ns: Time to read a block from disk.
         token_ns: Time to compute one token of a prompt.
         exact: Whether a block computed again has the same bits (deterministic mode).
+        address: Where other executors read blocks that it offers; "" if it offers none.
     """
 
     host_slots: int
@@ -349,6 +356,7 @@ class TierCapacity(InternalPart, frozen=True, array_like=True):
     fetch_ns: int
     token_ns: int
     exact: bool = False
+    address: str = ""
 
 
 class ReplicaCapacity(InternalPart, frozen=True, array_like=True):

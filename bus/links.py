@@ -32,10 +32,12 @@ from .messages import (
     AdmittedRequest,
     Credit,
     Fenced,
+    Handover,
     Message,
     PauseSequences,
     Recover,
     Recovered,
+    ReleaseBlocks,
     RequestFinished,
     RequestOpened,
     ResumeSequences,
@@ -63,11 +65,11 @@ class Link(NamedTuple, Generic[M]):
 
 AnyLink = Link[Any]
 
-DispatchMessage = AdmittedRequest | PauseSequences | ResumeSequences | Cancel
+DispatchMessage = AdmittedRequest | PauseSequences | ResumeSequences | ReleaseBlocks | Cancel
 
 ADMITTED: Link[AdmittedRequest | Cancel] = Link("admitted", ("admission",), "fairness")
 DISPATCH: Link[DispatchMessage] = Link("dispatch", ("fairness",), "batching")
-CREDITS: Link[Credit] = Link("credits", ("batching",), "fairness", closes_circle=True)
+CREDITS: Link[Credit | Handover] = Link("credits", ("batching",), "fairness", closes_circle=True)
 PLANS: Link[StepPlan] = Link("plans", ("batching",), "executor")
 STEPS_BATCHING: Link[StepSummary] = Link(
     "steps.batching", ("executor",), "batching", closes_circle=True

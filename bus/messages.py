@@ -134,9 +134,34 @@ DEFAULT_SCOPE = CacheScope()
 """The scope without tenant, salt and adapter."""
 
 
+class RemoteBlocks(InternalPart, frozen=True, array_like=True):
+    """The leading full blocks of a sequence, in host slots of the executor that computed them.
+
+    They are the receiver's blocks only if all fields but the first and the last equal its own.
+
+    Attributes:
+        address: Where they are read, as in TierCapacity.
+        layout: As in TierCapacity.
+        weights: As in TierCapacity.
+        weight_version: Of the weights that computed them.
+        adapter_version: Of the adapter; 0 without one.
+        blocks: (name, host slot) of each.
+    """
+
+    address: str
+    layout: str
+    weights: str
+    weight_version: int
+    adapter_version: int
+    blocks: tuple[tuple[bytes, int], ...]
+
+
 class AdmittedRequest(Internal, frozen=True):
     """What admission has made of a valid request. Fairness sends some or all of its sequences on to
     batching, in the same form with a rank; each uses up one credit.
+
+    A sequence goes first to a replica that prefills, which hands it over, and then with its first
+    token to a replica that decodes, if the replicas have such roles.
 
     Attributes:
         sampling: `stop_token_ids` include the model's own; `stop` is empty, since streaming has it.
@@ -145,6 +170,8 @@ class AdmittedRequest(Internal, frozen=True):
         has_stop_strings: Whether a stop string may end a sample.
         rank: Sequences with a smaller rank go first where not all fit. Ranks grow with time, so
             no sequence waits for ever.
+        hands_over: Whether batching hands each sequence over once it has its first token.
+        remote: Blocks of the replica that has handed its one sequence over; None if none has.
         kv_session: As in GenerateRequest.
     """
 
@@ -158,7 +185,31 @@ class AdmittedRequest(Internal, frozen=True):
     prediction: tuple[int, ...] = ()
     has_stop_strings: bool = False
     rank: int = 0
+    hands_over: bool = False
+    remote: RemoteBlocks | None = None
     kv_session: KVSession | None = None
+
+
+class Handover(Internal, frozen=True):
+    """Batching to fairness: a sequence has its first token here, and is to go on elsewhere.
+
+    Its place is free; the report that says so comes later.
+
+    Attributes:
+        seq_id: The sequence.
+        generated: Its generated tokens, with the first one.
+        blocks: Its KV.
+    """
+
+    seq_id: int
+    generated: tuple[int, ...]
+    blocks: RemoteBlocks
+
+
+class ReleaseBlocks(Internal, frozen=True):
+    """Fairness to batching: the blocks that were offered for these sequences are not needed."""
+
+    seq_ids: tuple[int, ...]
 
 
 class PauseSequences(Internal, frozen=True):
@@ -251,6 +302,8 @@ class NewSequence(InternalPart, frozen=True, array_like=True):
         info: Its request.
         cache_scope: Speculation learns only from sequences of the same scope.
         prediction: As in AdmittedRequest.
+        handed_over: As in StartedSequence.
+        hands_over: Whether it leaves with its first token here.
         session: Of a session's turn; None for other sequences.
     """
 
@@ -264,6 +317,8 @@ class NewSequence(InternalPart, frozen=True, array_like=True):
     info: RequestInfo
     cache_scope: CacheScope = DEFAULT_SCOPE
     prediction: tuple[int, ...] = ()
+    handed_over: bool = False
+    hands_over: bool = False
     session: SessionGrant | None = None
 
 
@@ -276,21 +331,27 @@ class KVMove(InternalPart, frozen=True, array_like=True):
 
     Attributes:
         kind: "store": from a block of the cache to a host slot. "load": from a host slot to a
-            block. "fetch": from disk to a host slot, in the background. "drop": delete it on disk.
-            "compare": report whether two blocks of the cache are equal.
+            block. "fetch": from disk, or from another executor, to a host slot, in the background.
+            "offer": store it if it has a block, and let other executors read the slot. "drop":
+            delete it on disk. "compare": report whether two blocks of the cache are equal.
         name: Its block hash, 16 bytes.
         slot: The host slot; -1 for none.
         block_id: The block of the cache; -1 for none.
         write: Of "store": also write it to disk, in the background.
-        other: Of "compare": the loaded block; `block_id` is the computed one.
+        other: Of "compare": the loaded block; `block_id` is the computed one. Of "fetch": the host
+            slot of the other executor.
+        source: Of "fetch": address of the other executor; "" for the disk.
+        source_name: The block's name there.
     """
 
-    kind: Literal["store", "load", "fetch", "drop", "compare"]
+    kind: Literal["store", "load", "fetch", "offer", "drop", "compare"]
     name: bytes
     slot: int = -1
     block_id: int = -1
     write: bool = False
     other: int = -1
+    source: str = ""
+    source_name: bytes = b""
 
 
 class StepPlan(Internal, frozen=True):
@@ -321,6 +382,7 @@ class StepPlan(Internal, frozen=True):
         num_drafts: `[rows]`, how many drafted tokens the executor may verify in a row besides,
             for which the row's blocks have room; empty: none in any.
         kv_moves: Blocks to move between the KV cache and the tiers below it, in this order.
+        kv_offers: Blocks to offer to other executors, behind the rows that compute them.
     """
 
     step_id: int
@@ -337,6 +399,7 @@ class StepPlan(Internal, frozen=True):
     adapters: tuple[tuple[str, int], ...] = ()
     num_drafts: tuple[int, ...] = ()
     kv_moves: tuple[KVMove, ...] = ()
+    kv_offers: tuple[KVMove, ...] = ()
 
 
 class StartedSequence(InternalPart, frozen=True, array_like=True):
@@ -347,6 +410,7 @@ class StartedSequence(InternalPart, frozen=True, array_like=True):
         num_generated: Tokens that earlier runs of this sequence have already reported.
         executed_ns: When the step began on the device.
         queued: As in RequestInfo.
+        handed_over: Whether another replica computed the sequence before.
         session: As in NewSequence.
     """
 
@@ -358,6 +422,7 @@ class StartedSequence(InternalPart, frozen=True, array_like=True):
     num_generated: int
     executed_ns: int
     queued: StageTime | None = None
+    handed_over: bool = False
     session: SessionGrant | None = None
 
 

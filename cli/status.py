@@ -19,8 +19,25 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from ..config import DEFAULT_URL, STAGES, BusError, Config, ConfigError, nearest, split_role
-from ..pipeline.health import LATE_S, LaneHealth, lanes_of, living_first, problem_of
+from ..config import (
+    DEFAULT_URL,
+    REPLICATED,
+    STAGES,
+    BusError,
+    Config,
+    ConfigError,
+    nearest,
+    split_role,
+)
+from ..pipeline.health import (
+    LATE_S,
+    LaneHealth,
+    lanes_of,
+    living_first,
+    problem_of,
+    role_trouble,
+    roles_of,
+)
 from ..pipeline.models import FACTS
 from ..pipeline.status import PipelineStatus
 from ..store.board import STALE_AFTER_S, StageReport
@@ -35,13 +52,13 @@ _BAR = 30
 _SPARKS = " ▁▂▃▄▅▆▇█"
 _HISTORY = 60
 # Shown by `nano-inference fairness show` and `nano-inference models`.
-_SHOWN_ELSEWHERE = ("settings", *FACTS)
+_SHOWN_ELSEWHERE = ("settings", "roles", *FACTS)
 _DETAILS = frozenset(
     {"credits", "set_aside", "plans", "steps", "open", "deterministic"}
     | {"preemptions", "yields", "resumes"}
 )
 # Hidden while 0.
-_RARE = frozenset(("recovering", "paused"))
+_RARE = frozenset(("recovering", "paused", "handovers"))
 _STYLES = {"ready": "green", "starting": "yellow", "waiting": "yellow", "draining": "yellow"}
 
 
@@ -192,13 +209,16 @@ def lane_table(lane: LaneHealth, *, verbose: bool = False) -> Table:
     made = table(*names, right=("for", "heard"), fold=("process", "load"), box=box.SIMPLE_HEAD)
     made.title = Text(lane_title(lane) + (f", epoch {lane.epoch}" if verbose else ""), "bold")
     made.title_justify = "left"
+    roles = roles_of(lane)
     for report in lane.stages.values():
+        stage, replica = split_role(report.stage)
+        role = roles[replica] if stage in REPLICATED else "both"
         late = report.age_s > LATE_S
         state: str = "silent" if late else report.state
         if report.process_state in ("stopped", "gone"):
             state = report.process_state
         made.add_row(
-            report.stage,
+            report.stage if role == "both" else f"{report.stage} ({role})",
             Text(state, _STYLES.get(state, "bold red")),
             duration(report.since_s + report.age_s),
             f"{report.pid}@{report.host}",
@@ -376,6 +396,7 @@ def health(
     stage: Annotated[list[str] | None, option("--stage NAME", "Only these. Repeatable.")] = None,
     live: Annotated[bool, option("--live/--ready", "Check liveness or readiness.")] = False,
     host: Annotated[str | None, option("--host", "Host of the process; default: this.")] = None,
+    role: Annotated[str | None, option("--role ROLE", "Of the lane: prefill or decode.")] = None,
 ) -> None:
     """Check the stages on this host: exit status 0 if they are healthy, else 1.
 
@@ -385,17 +406,24 @@ def health(
 
         nano-inference health --ready --stage executor
 
+        nano-inference health --ready --role decode
+
         nano-inference health --url http://127.0.0.1:8000
 
     Live: the process has reported within the last seconds. Ready: each of its stages is in the
     lane's current epoch; of several models, those of each that runs here. While Redis is
     unreachable, a process counts as live, since a restart would not bring Redis back, and as not
-    ready. With --url the probes of a server are called, such as that of `serve`; they need no key.
+    ready. With --role: whether some replica of the lane with that role is ready, wherever it runs.
+    With --url the probes of a server are called, such as that of `serve`; they need no key.
     """
+    if role not in (None, "prefill", "decode"):
+        raise ConfigError(f"there is no role {role!r:.80}; roles are prefill and decode")
+    if role and (live or stage or host):
+        raise ConfigError("--role is for readiness of a whole lane; leave the other options out")
     if (server := named_server(options)) is not None:
         if stage or host:
             raise ConfigError("--stage and --host are for a bus; a server answers for all stages")
-        _check_server(server, options.served, live=live)
+        _check_server(server, options.served, role, live=live)
         return
     for name in stage or ():
         if split_role(name)[0] not in STAGES:
@@ -408,20 +436,30 @@ def health(
         typer.echo(f"{'unknown' if live else 'not ready'}: {problem}")
         raise typer.Exit(0 if live else 1) from None
     here = host or socket.gethostname()
+    if role:
+        lanes = [lane for lane in lanes_of(found) if lane.lane == config.bus.lane]
+        _print_problems(list(filter(None, [role_trouble(lanes, role)])), live=False)
+        return
     problems = [
         problem
         for model in sorted({report.model for report in found if report.host == here}) or [""]
         for problem in _problems(found, model, config.bus.lane, here, stage or [], live=live)
     ]
+    _print_problems(problems, live=live)
+
+
+def _print_problems(problems: list[str], *, live: bool) -> None:
     typer.echo("\n".join(problems) if problems else "live" if live else "ready")
     if problems:
         raise typer.Exit(1)
 
 
-def _check_server(server: ServerAddress, model: str | None, *, live: bool) -> None:
+def _check_server(
+    server: ServerAddress, model: str | None, role: str | None, *, live: bool
+) -> None:
     """Raises typer.Exit with status 1: the probe fails, or nothing answers."""
     word = "live" if live else "ready"
-    path = "/livez" if live else "/readyz"
+    path = "/livez" if live else f"/readyz?role={role}" if role else "/readyz"
     if model is not None and not live:
         path = f"/v2/models/{quote(model, safe='')}/ready"
     try:

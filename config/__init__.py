@@ -54,6 +54,8 @@ from .settings import Config as Config
 from .settings import DeploymentConfig as DeploymentConfig
 from .settings import FairnessConfig as FairnessConfig
 from .settings import PipelineConfig as PipelineConfig
+from .settings import ReplicaRole as ReplicaRole
 from .settings import SchedulerConfig as SchedulerConfig
 from .settings import Stage as Stage
 from .settings import TelemetryConfig as TelemetryConfig
+from .settings import check_roles as check_roles

@@ -74,6 +74,9 @@ class EngineConfig(Section, frozen=True, forbid_unknown_fields=True):
         kv_audit_every: One in so many blocks loaded from a tier is computed again while nothing
             else runs, and compared bit for bit; a difference turns the tiers off until the cache is
             flushed. 0 is off. Without deterministic mode there is no audit.
+        kv_listen: host:port at which executors of other hosts read the KV of sequences that this
+            one hands over (`pipeline.roles`); port 0 for any. "" for this host only.
+        kv_secret: The secret that both sides of such a connection must know.
         kv_session_share: Largest share of the KV cache's blocks that clients may pin between the
             turns of conversations (docs/kv-sessions.md); 0 for none.
         kv_session_ttl_s: Longest time to live of a session, in seconds.
@@ -132,6 +135,7 @@ class EngineConfig(Section, frozen=True, forbid_unknown_fields=True):
     """
 
     SECTION: ClassVar[str] = "engine"
+    SECRETS: ClassVar[frozenset[str]] = frozenset(("kv_secret",))
 
     model_path: str = BUNDLED_MODEL
     cache_type: Literal["paged", "radix"] = "radix"
@@ -145,6 +149,8 @@ class EngineConfig(Section, frozen=True, forbid_unknown_fields=True):
     kv_disk_bytes: PositiveInt = 16 << 30
     kv_eviction: Literal["lru", "clock", "s3fifo"] = "lru"
     kv_audit_every: NonNegativeInt = 1000
+    kv_listen: str = ""
+    kv_secret: str = ""
     kv_session_share: Annotated[float, Range("from 0 to 1", 0, 1)] = 0.5
     kv_session_ttl_s: Seconds = 3600.0
     max_tokens_per_batch: PositiveInt = 2048

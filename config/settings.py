@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from typing import Annotated, ClassVar, Literal, get_args
 
 import msgspec
@@ -19,6 +20,9 @@ Stage = Literal["admission", "fairness", "batching", "executor", "streaming"]
 
 STAGES: tuple[Stage, ...] = get_args(Stage)
 """The five stages in pipeline order."""
+
+ReplicaRole = Literal["prefill", "decode", "both"]
+"""A replica's share of the work: compute prompts, generate tokens, or both."""
 
 MOST_REPLICAS = 64
 """Limit of `pipeline.replicas`."""
@@ -189,6 +193,9 @@ class PipelineConfig(Section, frozen=True, forbid_unknown_fields=True):
         replicas: Pairs of batching and executor, behind one admission, fairness and streaming stage
             each. All processes of a pipeline must agree.
         replica: The replica that this process runs, from 0; None for all.
+        roles: For each replica, "prefill", "decode" or "both"; empty: each does both. A replica
+            that prefills computes a prompt and its first token; one that decodes takes over the KV
+            and continues.
         max_restarts: Restarts of one stage within `restart_window_s` before the process exits.
         restart_window_s: Seconds after which a failure no longer counts.
         restart_backoff_s: Wait before the first restart; doubles up to 10 s.
@@ -203,6 +210,7 @@ class PipelineConfig(Section, frozen=True, forbid_unknown_fields=True):
     stages: tuple[Stage, ...] = STAGES
     replicas: Annotated[int, Range(f"from 1 to {MOST_REPLICAS}", 1, MOST_REPLICAS)] = 1
     replica: int | None = None
+    roles: tuple[ReplicaRole, ...] = ()
     max_restarts: NonNegativeInt = 5
     restart_window_s: FiniteSeconds = 60.0
     restart_backoff_s: FiniteSeconds = 0.2
@@ -217,6 +225,23 @@ class PipelineConfig(Section, frozen=True, forbid_unknown_fields=True):
             self.replica is None or 0 <= self.replica < self.replicas,
             f"from 0 to pipeline.replicas - 1, which is {self.replicas - 1}",
         )
+        check_roles(self.roles, self.replicas)
+
+
+def check_roles(roles: Collection[ReplicaRole], replicas: int) -> None:
+    """Raise a ConfigError unless these roles fit so many replicas, and serve requests."""
+    if not roles:
+        return
+    if len(roles) != replicas:
+        raise ConfigError(
+            f"pipeline.roles has {len(roles)} roles for {replicas} replicas "
+            "(pipeline.replicas); give one role for each replica"
+        )
+    for role in ("prefill", "decode"):
+        if not {role, "both"}.intersection(roles):
+            raise ConfigError(
+                f"pipeline.roles has no replica to {role}; give one the role {role} or both"
+            )
 
 
 class TelemetryConfig(Section, frozen=True, forbid_unknown_fields=True):

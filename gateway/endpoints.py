@@ -26,7 +26,9 @@ from .server.http import JsonResponse, read_object
 from .serving.lane_state import ASKED_EVERY_S, Readiness, Recent
 
 ROLE = "unified"
-"""The role of a lane whose replicas both prefill and decode, as all do."""
+"""The role of lanes: together their replicas prefill and decode."""
+
+ROLES = (ROLE, "prefill", "decode")
 
 MODELS_PATH = "/admin/models"
 MODEL_PATH = f"{MODELS_PATH}/{{model:path}}"
@@ -99,14 +101,23 @@ def probe_routes(readiness: Readiness) -> list[PolicyRoute]:
         return JsonResponse(body)
 
     async def readyz(request: Request) -> Response:
-        """Whether to send requests here."""
+        """Whether to send requests here; with `?role=`, whether a replica with that role works."""
+        role = request.query_params.get("role", ROLE)
+        if role not in ROLES:
+            raise RequestError(
+                f"there is no role {role!r:.80}; roles are {', '.join(ROLES)}",
+                code="invalid_request",
+            )
         try:
-            reason = await readiness.trouble()
+            if role == ROLE:
+                reason = await readiness.trouble()
+            else:
+                reason = await readiness.role_trouble(role)
         except BusError as error:
             reason = error.message
         if reason:
-            return JsonResponse({"status": "not_ready", "role": ROLE, "reason": reason}, 503)
-        return JsonResponse({"status": "ready", "role": ROLE})
+            return JsonResponse({"status": "not_ready", "role": role, "reason": reason}, 503)
+        return JsonResponse({"status": "ready", "role": role})
 
     return [
         PolicyRoute(f"GET /{probe.__name__}", "nothing", probe)

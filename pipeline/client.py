@@ -6,7 +6,7 @@ import asyncio
 import time
 import uuid
 from asyncio import Task
-from collections.abc import AsyncGenerator, Iterable, Mapping
+from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any, Literal
 
@@ -26,7 +26,14 @@ from ..bus.weights import (
     lay_down,
     pick_up,
 )
-from ..config import AdapterError, BusConfig, ConfigError, FairnessConfig, ModelConfig
+from ..config import (
+    AdapterError,
+    BusConfig,
+    ConfigError,
+    FairnessConfig,
+    ModelConfig,
+    ReplicaRole,
+)
 from ..store.board import LoadedAdapter
 from ..telemetry import Metrics, TraceContext, Tracing, names, now_ns
 from .cancellations import Cancellations
@@ -567,6 +574,26 @@ class BusClient(Submitter, Deployment):
         """
         recipients = await self._control.recipients("fairness", lane)
         await self._control.send("fairness", control.UpdateFairness(config), recipients)
+
+    async def update_roles(self, roles: Sequence[ReplicaRole], lane: str | None = None) -> None:
+        """Replace the replicas' roles; sequences stay where they run.
+
+        They hold until the next update, or until the stage's process restarts with its configured
+        roles. A pipeline that starts without `pipeline.roles` passes no KV on: what the replicas
+        that decode get is computed again.
+
+        Args:
+            roles: One for each replica; empty: each does all.
+            lane: Only this lane; every lane when None.
+
+        Raises:
+            ConfigError: They don't fit the replicas.
+            BusError: A lane has not answered.
+        """
+        recipients = await self._control.ready_recipients("fairness", ANSWER_S, lane)
+        change = control.UpdateRoles(tuple(roles))
+        outcomes = await self._control.request("fairness", change, ANSWER_S, recipients)
+        least_version(recipients, outcomes, ANSWER_S, ConfigError)
 
     # --- internals ----------------------------------------------------------------------------
 

@@ -18,7 +18,7 @@ from ..stages.admission.checks import request_id_of
 from ..store.board import StageReport
 from ..store.registry import ModelRecord, find_model
 from ..telemetry import now_ns
-from .health import lanes_of, reason_of
+from .health import lanes_of, reason_of, role_trouble, roles_of
 from .models import ModelStatus, only_model, status_of
 from .stage_control import StageControl
 
@@ -88,6 +88,24 @@ class Deployment:
             for id, each in (await self._control.models()).items()
         }
         return reason_of(states, lanes, weights=True)
+
+    async def role_trouble(self, role: str) -> str:
+        """Return why no model has a replica with a role that works; "" if one has.
+
+        Args:
+            role: "prefill" or "decode".
+        """
+        lanes = lanes_of(await self.reports())
+        models = sorted({lane.model for lane in lanes}) or [""]
+        reasons = [role_trouble([e for e in lanes if e.model == model], role) for model in models]
+        return "" if "" in reasons else "; ".join(reasons)
+
+    async def roles(self) -> dict[str, tuple[str, ...]]:
+        """Return the replicas' roles by lane, as `fairness`."""
+        return {
+            f"{lane.model}:{lane.lane}".removeprefix(":"): tuple(roles_of(lane).values())
+            for lane in lanes_of(await self.reports())
+        }
 
     async def fairness(self) -> dict[str, FairnessConfig]:
         """Return the fairness settings by lane, about a second old.

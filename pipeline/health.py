@@ -87,6 +87,36 @@ def verdict(lanes: Sequence[LaneHealth]) -> str:
     return "; ".join(f"lane {lane.lane}: {lane.reason}" for lane in lanes)
 
 
+def role_trouble(lanes: Sequence[LaneHealth], role: str) -> str:
+    """Return why no replica with a role works; "" if one does.
+
+    Args:
+        lanes: The lanes of one model.
+        role: "prefill" or "decode". A replica that does both has each of them.
+    """
+    reasons = [_role_trouble(lane, role) for lane in lanes]
+    if "" in reasons:
+        return ""
+    return f"{role} pool not ready: " + ("; ".join(reasons) or verdict(lanes))
+
+
+def roles_of(lane: LaneHealth) -> dict[int, str]:
+    """Return the role of each replica that reports."""
+    fairness = lane.stages.get("fairness")
+    named = str(fairness.load.get("roles", "")).split(",") if fairness is not None else []
+    roles = dict(enumerate(filter(None, named)))
+    return {replica: roles.get(replica, "both") for replica in replicas_of(lane.stages)}
+
+
+def _role_trouble(lane: LaneHealth, role: str) -> str:
+    having = [replica for replica, its in roles_of(lane).items() if its in (role, "both")]
+    reasons = [_reason(replica, lane.stages, lane.epoch) for replica in having]
+    if "" in reasons:
+        return ""
+    why = reasons[0] if reasons else f"no replica has the role {role}"
+    return f"lane {lane.lane}: {why}"
+
+
 def weights_trouble(lanes: Sequence[LaneHealth]) -> str:
     """Return which weights or memory all ready lanes lack; "" if one lane lacks none.
 

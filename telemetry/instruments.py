@@ -57,6 +57,8 @@ SECONDS: tuple[float, ...] = (
 )
 # Planning a step takes less than half a millisecond, and no step takes minutes.
 STEP_SECONDS: tuple[float, ...] = (0.00005, 0.0001, 0.0002, 0.0003, *SECONDS[:-4])
+# From the copy of a few blocks in memory to the limit of a transfer.
+TRANSFER_SECONDS: tuple[float, ...] = (0.00005, 0.0001, 0.0002, 0.0003, *SECONDS[:-6])
 SEQUENCES = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512, 1024)
 # The buckets of OpenTelemetry's conventions.
 TOKENS = tuple(float(4**power) for power in range(14))
@@ -199,6 +201,22 @@ KV_SESSION_RESULTS = _counter(
     "Results of requests and calls about sessions, and pins that gave way to requests.",
     names.KV_SESSION_OUTCOME,
 )
+KV_TRANSFER_DURATION = _histogram(
+    "nano.kv.transfer.duration",
+    "s",
+    "Time to read KV blocks of another executor.",
+    TRANSFER_SECONDS,
+    names.KV_TRANSPORT,
+)
+KV_TRANSFER_BYTES = _counter(
+    "nano.kv.transfer.bytes", "By", "KV read from other executors.", names.KV_TRANSPORT
+)
+KV_TRANSFER_FAILURES = _counter(
+    "nano.kv.transfer.failures",
+    "{block}",
+    "KV blocks that another executor no longer offered, or that did not come whole.",
+    names.KV_TRANSPORT,
+)
 PREEMPTIONS = _counter("nano.preemptions", "{sequence}", "Samples preempted.")
 RESUMES = _counter("nano.resumes", "{sequence}", "Samples resumed.")
 FAIRNESS_PREEMPTIONS = _counter(
@@ -206,6 +224,9 @@ FAIRNESS_PREEMPTIONS = _counter(
 )
 FAIRNESS_YIELDS = _counter("nano.fairness.yields", "{sequence}", "Timeslices that ended.")
 FAIRNESS_RESUMES = _counter("nano.fairness.resumes", "{sequence}", "Samples resumed after either.")
+FAIRNESS_HANDOVERS = _counter(
+    "nano.fairness.handovers", "{sequence}", "Samples that went on in another replica."
+)
 FAIRNESS_TOKENS = _counter(
     "nano.fairness.tokens", "{token}", "Tokens generated, by priority.", names.PRIORITY
 )

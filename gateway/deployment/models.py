@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -17,7 +17,7 @@ from ...store.registry import ModelRecord, Records, find_model
 from ..app import Interfaces
 from ..server.http import EngineError, FieldError
 from ..serving.durable_calls import DurableCalls, model_of, not_found
-from ..serving.lane_state import Recent
+from ..serving.lane_state import Readiness, Recent
 
 RETRY_S = 5.0
 """`Retry-After` for a model that is loading."""
@@ -190,10 +190,17 @@ class Models:
         Raises:
             BusError: The bus can't be reached.
         """
+        return await self._trouble_of_all(lambda readiness: readiness.model_trouble())
+
+    async def role_trouble(self, role: str) -> str:
+        """As `trouble`, of the replicas with a role."""
+        return await self._trouble_of_all(lambda readiness: readiness.role_trouble(role))
+
+    async def _trouble_of_all(self, ask: Callable[[Readiness], Awaitable[str]]) -> str:
         troubles: list[str] = []
         for app in self.apps:
             if app.record.state != "unloaded":
-                trouble = await app.interfaces.readiness.model_trouble()
+                trouble = await ask(app.interfaces.readiness)
                 if not trouble:
                     return ""
                 troubles.append(trouble)

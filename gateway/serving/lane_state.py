@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Generic, Protocol, TypeVar
 
 import anyio
@@ -61,6 +62,9 @@ class Engine(Protocol):
     async def trouble(self) -> str:
         """Return why requests would not be served now; "" if they would. Raises BusError."""
 
+    async def role_trouble(self, role: str) -> str:
+        """Return why no replica with a role works; "" if one does. Raises BusError."""
+
 
 class Readiness:
     """Whether a gateway and the lanes behind it would serve a request.
@@ -73,6 +77,10 @@ class Readiness:
         self._draining = False
         self._within = within
         self._lanes = Recent(engine.trouble, ASKED_EVERY_S)
+        self._roles = {
+            role: Recent(partial(engine.role_trouble, role), ASKED_EVERY_S)
+            for role in ("prefill", "decode")
+        }
         self._known_here: list[Callable[[], str]] = []
 
     @property
@@ -91,6 +99,10 @@ class Readiness:
     async def trouble(self) -> str:
         """Return why a request would not be served now, in one sentence; "" if it would."""
         return DRAINING if self.draining else await self.model_trouble()
+
+    async def role_trouble(self, role: str) -> str:
+        """As `trouble`, of the replicas with a role: "prefill" or "decode"."""
+        return await self.trouble() or await self._roles[role].get()
 
     async def model_trouble(self) -> str:
         """As `trouble`, of the lanes alone: whether one works, and has weights and memory."""

@@ -37,6 +37,11 @@ class TierAudit:
         return bool(self._moves) or self._tiers.has_moves
 
     @property
+    def leases(self) -> list[Lease]:
+        """The lease of the block that is being computed."""
+        return [self._running.lease] if self._running is not None else []
+
+    @property
     def is_due(self) -> bool:
         """Whether a block waits to be computed."""
         return bool(self._tiers.chosen) and self._running is None

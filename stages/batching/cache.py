@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from ...bus.messages import DEFAULT_SCOPE, CacheScope
+from ...bus.messages import DEFAULT_SCOPE, CacheScope, KVMove, RemoteBlocks
 from ...config import NanoInferenceError
 from .block_hash import compute_block_hash
-from .tiers import KVTiers, LoadedBlock
+from .tiers import KVTiers, LoadedBlock, RemoteBlock
 
 
 class OutOfBlocks(NanoInferenceError):
@@ -77,7 +77,9 @@ class Lease:
         names_root: Root of the chain of `names`.
         num_named: Leading blocks whose names the cache knows.
         whole_blocks: Whether to start with whole blocks only, and copy no part of one.
-        num_fetched: Leading blocks that were fetched from disk since the lease last held any.
+        num_fetched: Leading blocks that were fetched since the lease last held any.
+        num_loaded: Blocks that it loaded from the tiers when it started.
+        remote: Blocks in another executor's memory, by their names here, until the lease starts.
     """
 
     token_ids: Sequence[int]
@@ -93,6 +95,8 @@ class Lease:
     names_root: int | None = None
     num_named: int = 0
     num_fetched: int = 0
+    num_loaded: int = 0
+    remote: dict[bytes, RemoteBlock] = field(default_factory=dict)
     whole_blocks: bool = False
 
     def held(self) -> list[int]:
@@ -195,7 +199,7 @@ class KVCacheManager(ABC):
         return PrefixMatch(num_cached, num_needed, self.next_run(lease) if gains else None)
 
     def fetch(self, lease: Lease) -> bool:
-        """Fetch a lease's blocks from disk, if that pays.
+        """Fetch a lease's blocks from disk or another executor, if that pays.
 
         Returns:
             Whether the sequence has to wait for them.
@@ -204,9 +208,26 @@ class KVCacheManager(ABC):
             return False
         known = lease.num_known
         names = self._names_of(lease, (len(lease.token_ids) - 1) // self.block_size)[known:]
-        waits, asked = self.tiers.fetch(names, max(lease.num_fetched - known, 0))
+        waits, asked = self.tiers.fetch(names, max(lease.num_fetched - known, 0), lease.remote)
         lease.num_fetched = known + asked
         return waits
+
+    def expect(self, lease: Lease, remote: RemoteBlocks) -> None:
+        """Let a lease fetch blocks that another executor offers, if they are its own."""
+        if self.tiers is not None and lease.may_reuse:
+            names = self._names_of(lease, (len(lease.token_ids) - 1) // self.block_size)
+            lease.remote = self.tiers.remote_of(names, remote, self.weight_version, lease.scope)
+
+    def offer(self, seq_id: int, lease: Lease, now_ns: int) -> list[KVMove]:
+        """Offer the full blocks of a started lease to another executor.
+
+        Returns:
+            The moves, behind the step that computes the last of these blocks.
+        """
+        if self.tiers is None or not self.is_current(lease):
+            return []
+        names = self._names_of(lease, len(lease.token_ids) // self.block_size)
+        return self.tiers.offer(seq_id, names, lease.block_ids[: len(names)], now_ns)
 
     @property
     def has_unsaved(self) -> bool:
@@ -278,7 +299,8 @@ class KVCacheManager(ABC):
             lease.block_ids = [*prefix.block_ids, *(self._take_free() for _ in range(num_fresh))]
         if self.tiers is not None:
             self._load(lease, names, shared)
-            lease.num_named, lease.num_fetched = shared, 0
+            lease.num_named, lease.num_fetched, lease.num_loaded = shared, 0, len(names)
+            lease.remote.clear()
         lease.generation = self._generation
         copies: tuple[tuple[int, int], ...] = ()
         if prefix.num_partial:

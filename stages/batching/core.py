@@ -16,6 +16,7 @@ from ...bus.messages import (
     AUDIT_SEQ_ID,
     AdmittedRequest,
     Credit,
+    Handover,
     NewSequence,
     RequestInfo,
     StepPlan,
@@ -26,15 +27,17 @@ from ...config import EngineConfig, SchedulerConfig
 from ...store.board import LoadedAdapter
 from .audit import TierAudit
 from .cache import KVCacheManager
+from .deciding import decide
+from .handover import Handovers
 from .index import SequenceIndex
 from .paged import PagedKVCache
 from .plans import NextPlan, SentPlan, aborted, accepted_tokens, unloaded
 from .radix import RadixKVCache
 from .report import Counters, Report
-from .schedule import NOTHING, SchedulerOutput, schedule
+from .schedule import NOTHING, SchedulerOutput
 from .sequence import Sequence, SequenceStatus
 from .sessions import SessionTable
-from .starting import shared_prefills, startable
+from .starting import shared_prefills
 from .tiers import KVTiers
 
 BLOCKS_SAVED_AT_ONCE = 16
@@ -92,6 +95,8 @@ class BatchingCore:
         self._adapter_versions: dict[str, int] = {}
         self.set_adapters(capacity.adapters)
         self._index = SequenceIndex()
+        self._handovers = Handovers(self.cache, self._index)
+        self._hands_over = False  # no sequence has been handed over in this epoch
         self._waiting: deque[Sequence] = deque()
         self._running: list[Sequence] = []  # the first to be preempted last
         # Finished, or to be paused (RUNNING), but named by a plan in flight.
@@ -122,6 +127,9 @@ class BatchingCore:
         for spec in request.sequences:
             seq = Sequence.dispatched(request, spec, self._max_drafts)
             self._set_adapter_version(seq)
+            if request.remote is not None:
+                self.cache.expect(seq.lease, request.remote)
+            self._hands_over |= seq.hands_over
             self._index.add(seq)
             self._enqueue(seq)
         if deadline_ns is not None:
@@ -131,7 +139,7 @@ class BatchingCore:
         """End a request's sequences; the next plan passes the cancellation on."""
         samples = self._index.of_request(cancel.request_id)
         if samples:
-            unstarted = not any(seq.started for seq in samples)
+            unstarted = not any(seq.started or seq.handed_over for seq in samples)
             cancel = msgspec.structs.replace(cancel, unstarted=unstarted)
         self._next.ended.append(cancel)
         for seq in samples:
@@ -162,6 +170,11 @@ class BatchingCore:
                 self._set_paused(seq)
             else:
                 self._stop_running(seq)
+
+    def release_offers(self, seq_ids: Iterable[int]) -> None:
+        """Give back the host slots of blocks that were offered for sequences handed over."""
+        for seq_id in seq_ids:
+            self._handovers.release(seq_id)
 
     def resume_sequences(self, seq_ids: Iterable[int], rank: int = 0) -> None:
         """Let paused sequences wait to run again."""
@@ -269,6 +282,7 @@ class BatchingCore:
             self.tiers.forget_plans([sent.plan for sent in self._sent])
         if self._audit is not None:
             self._audit.clear()
+        self._handovers.clear()
         self.sessions.forget_loads()
         self._sent.clear()
         for seq in list(self._leaving.values()):
@@ -291,6 +305,7 @@ class BatchingCore:
         self._next = NextPlan()
         self._report = Report()
         self._step_id = self._draft_rest = 0
+        self._hands_over = False
 
     # --- steps --------------------------------------------------------------------------------
 
@@ -299,6 +314,8 @@ class BatchingCore:
         for info in self._index.deadlines.pop_until(now_ns):
             message = "the request's time budget ran out before it was done"
             self.cancel(Cancel(info.request_id, info.entry_id, "expired", "expired", message))
+        if self.tiers is not None and self.tiers.has_offers:
+            self.tiers.end_offers(now_ns)
         next_plan = self._next
         if len(self._sent) >= (1 if next_plan.waits_for_results else self._steps_ahead):
             return None
@@ -312,7 +329,7 @@ class BatchingCore:
             self.lacks = tuple(tag for tag in self.lacks if tag != "weights")
         if self.sessions.known:
             self.sessions.begin_plan(self._step_id + 1, now_ns)
-        decision = self._decide()
+        decision = self._decide(now_ns)
         for seq_id in decision.preempted_seqs:
             # Victims come last first, so the one that runs longest ends up in front.
             self._give_up(self._index[seq_id])
@@ -354,6 +371,8 @@ class BatchingCore:
             if seq.num_computed >= seq.next_commit:
                 self._commit(seq)
         self.stop(result.ended)
+        for seq in self._handovers.absorb(result):
+            self._finish(seq)
         self._draft_rest = result.draft_rest or self._draft_rest
         self._report.add_step(result)
         for seq in [s for s in self._leaving.values() if s.last_step <= result.step_id]:
@@ -392,6 +411,12 @@ class BatchingCore:
         """No sequence, no plan in flight, and no cancellation to pass on."""
         return not (self._index or self._leaving or self._sent or self._next.ended)
 
+    def fetch_of(self, seq_id: int) -> tuple[int, int]:
+        """Return since when a sequence that has just started waited for its blocks (0 if it didn't
+        wait), and how many it loaded from the tiers."""
+        seq = self._index[seq_id]
+        return seq.fetching_since_ns, seq.lease.num_loaded
+
     def info_of(self, seq_id: int) -> RequestInfo | None:
         """Return the request of a sequence; None if the sequence has ended."""
         seq = self._index.get(seq_id)
@@ -402,9 +427,16 @@ class BatchingCore:
         first, expiry = self._index.deadlines.first_key(), self.sessions.next_expiry_ns
         return expiry if first is None or (expiry is not None and expiry < first) else first
 
-    def take_report(self) -> Credit | None:
-        """Return a report for fairness if one is due. Call it after each `absorb`."""
-        if not self._report.is_due:
+    def take_handovers(self) -> list[Handover]:
+        """Return sequences to be handed over. Call it after each `absorb`."""
+        return self._handovers.take_messages()
+
+    def take_report(self, *, due: bool = False) -> Credit | None:
+        """Return a report for fairness if one is due. Call it after each `absorb`.
+
+        A report must come before each handover, or the work on its sequence is not charged.
+        """
+        if not (due or self._report.is_due):
             return None
         report, self._report = self._report, Report()
         free = self.cache.num_free_blocks() + len(self.sessions.pins)  # which give way
@@ -436,7 +468,8 @@ class BatchingCore:
         """
         leaving = self._leaving.values()
         leases = [seq.lease for seq in (*self._running, *leaving)]
-        self.cache.check([*leases, *self.sessions.leases()])
+        audits = self._audit.leases if self._audit is not None else []
+        self.cache.check([*audits, *leases, *self.sessions.leases()])
         pausing = [seq for seq in leaving if seq.status is not SequenceStatus.FINISHED]
         alive = [*self._waiting, *self._running, *pausing, *self._paused_seqs.values()]
         assert len(alive) == len(self._index), "a sequence is lost, or in two places"
@@ -445,14 +478,10 @@ class BatchingCore:
 
     # --- deciding -----------------------------------------------------------------------------
 
-    def _decide(self) -> SchedulerOutput:
+    def _decide(self, now_ns: int) -> SchedulerOutput:
         if self.paused or self.lacks:
             return NOTHING
-        starting = self._startable()
-        decision = self._schedule(starting)
-        while self.sessions.pins and self._give_way(starting, decision):
-            starting = self._startable()
-            decision = self._schedule(starting)
+        decision = self._schedule(now_ns)
         if not decision.preempted_seqs:
             return decision
         if self._sent:
@@ -460,46 +489,17 @@ class BatchingCore:
             return NOTHING
         for seq in self._running:
             seq.num_reclaimable = self.cache.num_reclaimable(seq.lease)
-        return self._schedule(starting)
+        return self._schedule(now_ns)
 
-    def _startable(self) -> list[Sequence]:
-        room = self.limits.max_batch_size - len(self._running)
-        if not self._waiting or room <= 0:
-            return []
-        prefilling = [seq for seq in self._running if seq.num_computed < seq.num_to_prefill]
-        num_free = self.cache.num_free_blocks() + len(self.sessions.pins)  # which give way
-        return startable(self._waiting, prefilling, room, self.cache, self.limits, num_free)
-
-    def _give_way(self, starting: list[Sequence], decision: SchedulerOutput) -> bool:
-        """Drop a pin if a sequence is preempted or doesn't start, and would run but for pins."""
-        late = next((seq for seq in starting if seq.seq_id not in decision.num_tokens), None)
-        if late is None and not decision.preempted_seqs:
-            return False
-        # Dropping a pin with whose blocks it starts would not help it.
-        own = frozenset() if late is None else self.cache.held_prefix(late.lease)
-        but = frozenset() if decision.preempted_seqs else own
-        without = self._schedule(starting, self.sessions.num_reclaimable(but))
-        saved = len(decision.preempted_seqs) - len(without.preempted_seqs)
-        if saved <= 0 and len(without.prefill_seqs) <= len(decision.prefill_seqs):
-            return False
-        self.sessions.give_way(own)
-        return True
+    def _schedule(self, now_ns: int) -> SchedulerOutput:
+        about = (self._waiting, self._running, self.cache, self.sessions, self.limits)
+        return decide(*about, now_ns, drafts=not self._draft_rest)
 
     def _room_to_load(self) -> int | None:
         """Return how many free blocks no sequence needs soon; None if no block may be moved."""
-        if self.paused or self.lacks:
-            return None
         reserved = -(-len(self._running) // self.limits.block_size)
-        return 0 if self._waiting else max(self.cache.num_free_blocks() - reserved, 0)
-
-    def _schedule(self, starting: list[Sequence], num_pinned: int = 0) -> SchedulerOutput:
-        return schedule(
-            starting,
-            self._running,
-            self.cache.num_free_blocks() + num_pinned,
-            self.limits,
-            drafts=not self._draft_rest,
-        )
+        free = 0 if self._waiting else self.cache.num_free_blocks() - reserved
+        return None if self.paused or self.lacks else max(free, 0)
 
     def _begin_idle_work(self) -> NewSequence | None:
         """While nothing else runs, save blocks to disk, and start the audit of a loaded block."""
@@ -536,8 +536,7 @@ class BatchingCore:
                 allocation = self.cache.start(seq.lease, num_blocks)
                 copies += allocation.copies
                 new.append(self._start(seq, allocation.cached_length))
-                # It may load blocks that a start before it has just stored.
-                if num_tokens[seq_id] > seq.num_remaining:
+                if num_tokens[seq_id] > seq.num_remaining:  # it loads what another start stored
                     num_tokens = {**num_tokens, seq_id: seq.num_remaining}
         self._counters.decoded += len(decision.decode_seqs)
         if self._waiting and not decision.preempted_seqs:
@@ -554,6 +553,7 @@ class BatchingCore:
         if audit is not None:
             new.append(audit)
             num_tokens = {AUDIT_SEQ_ID: len(audit.token_ids) - 1 - audit.num_cached}
+        offers = self._handovers.offer(seqs, now_ns) if self._hands_over else ()
         plan = StepPlan(
             step_id=step_id,
             new=tuple(new),
@@ -569,6 +569,7 @@ class BatchingCore:
             adapters=tuple(next_plan.adapters.items()),
             num_drafts=tuple([num_drafts.get(i, 0) for i in num_tokens]) if num_drafts else (),
             kv_moves=self._audit.take_moves() if self._audit is not None else (),
+            kv_offers=tuple(offers),
         )
         self._sent.append(SentPlan(plan, seqs))
         return plan
@@ -599,7 +600,7 @@ class BatchingCore:
     def _start(self, seq: Sequence, num_cached: int) -> NewSequence:
         """Let a waiting sequence run, whose lease has its blocks."""
         num_tokens = len(seq.token_ids)
-        resumes = seq.started or seq.num_generated > 0
+        resumes = seq.started or (seq.num_generated > 0 and not seq.handed_over)
         self._counters.count_start(num_tokens, num_cached, resumes=resumes)
         self._report.started.append((seq.seq_id, num_tokens - num_cached))
         self._waiting.remove(seq)
@@ -653,7 +654,7 @@ class BatchingCore:
         del self._leaving[seq.seq_id]
         if seq.status is SequenceStatus.FINISHED:
             self.cache.release(seq.lease)
-            self._report.end(seq.seq_id)
+            self._report.end(seq.seq_id, ended=not seq.left)
             self.sessions.end(seq.seq_id, seq.token_ids, seq.lease.scope)
         else:
             self._release(seq)

@@ -45,9 +45,10 @@ class Report:
         self.paused.append(seq_id)
         self.free_slots += 1
 
-    def end(self, seq_id: int) -> None:
-        """Add a sequence that has ended and freed its place."""
-        self.ended.append(seq_id)
+    def end(self, seq_id: int, *, ended: bool = True) -> None:
+        """Add a sequence that has freed its place, because it has ended or was handed over."""
+        if ended:
+            self.ended.append(seq_id)
         self.free_slots += 1
 
     def message(self, kv_free: int) -> Credit:

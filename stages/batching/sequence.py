@@ -48,7 +48,12 @@ class Sequence:
         output_logprobs: `[generated]`, of the tokens appended with one. Empty in the pipeline,
             where logprobs go to streaming and not through batching.
         num_prompt_tokens: Tokens of the prompt.
-        max_length: Most tokens of prompt and output.
+        max_length: Most tokens of prompt and output that are planned here.
+        hands_over: Whether another replica continues it behind its first token here.
+        handed_over: Whether another replica has handed it over.
+        fetching_since_ns: When it began to wait for blocks from disk or another executor; 0 if it
+            hasn't since it last ran.
+        left: Whether it has been handed over to another replica, with its first token here.
         cache_scope, prediction, tenant, kv_session: As in AdmittedRequest.
         max_drafts: Most drafted tokens that a step may verify; 0 without speculation.
         num_drafting: Drafted tokens that plans in flight may verify.
@@ -103,7 +108,12 @@ class Sequence:
         self.token_ids = [*prompt, *spec.generated]
         self.output_logprobs: list[float] = []
         self.num_prompt_tokens = len(prompt)
-        self.max_length = len(prompt) + self.sampling.max_tokens
+        self.hands_over = request.hands_over and not self.pools
+        self.handed_over = request.remote is not None
+        self.left = False
+        self.fetching_since_ns = 0
+        self._last_length = len(prompt) + self.sampling.max_tokens
+        self.max_length = self._limit()
         self.priority, self.rank = request.priority, request.rank
         self.status = SequenceStatus.WAITING
         self.started = False
@@ -138,6 +148,8 @@ class Sequence:
             info=self.info,
             cache_scope=self.cache_scope,
             prediction=self.prediction,
+            handed_over=self.handed_over,
+            hands_over=self.hands_over,
             session=session,
         )
 
@@ -309,5 +321,13 @@ class Sequence:
         self.lease.block_ids = []
         self.lease.may_reuse = not self.computes_all
         self.num_planned = len(self.token_ids)
+        self.max_length = self._limit()
+        self.fetching_since_ns = 0
         self.num_computed = self.num_scheduled = self.num_cached = self.num_drafting = 0
         self.num_to_allocate = self.num_reclaimable = None
+
+    def _limit(self) -> int:
+        """Return the tokens after which no more are planned here."""
+        if self.hands_over:
+            return min(self._last_length, len(self.token_ids) + 1)
+        return self._last_length

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import NamedTuple
 
-from ...bus.messages import RequestInfo, StepPlan, StepSummary
+from ...bus.messages import NewSequence, RequestInfo, StepPlan, StepSummary
 from ...telemetry import TraceContext, names, now_ns
 from ..actor import Actor
 from .core import BatchingCore
+
+_MOVES: dict[str, str] = {
+    "store": names.KV_BLOCKS_STORED,
+    "load": names.KV_BLOCKS_LOADED,
+    "fetch": names.KV_BLOCKS_FETCHED,
+    "offer": names.KV_BLOCKS_OFFERED,
+}
 
 
 class Wait(NamedTuple):
@@ -78,6 +86,8 @@ class BatchingSpans:
                 self._running[new.seq_id] = new.info
                 if (wait := self._waiting.pop(new.info.request_id, None)) is not None:
                     self._started(wait)
+                if core.tiers is not None:
+                    self._fetched(new, *core.fetch_of(new.seq_id))
         if self._running and self._pause_ns and plan.made_ns >= self._next_step_ns:
             self._note(plan, core)
 
@@ -115,6 +125,16 @@ class BatchingSpans:
         trace = TraceContext(info.traceparent, info.tracestate)
         self._stage.span(info.request_id, trace, wait.since_ns, events=events)
 
+    def _fetched(self, new: NewSequence, since_ns: int, num_loaded: int) -> None:
+        """Record the wait of a sequence for blocks from disk or another executor."""
+        if since_ns:
+            trace = TraceContext(new.info.traceparent, new.info.tracestate)
+            attributes = {
+                names.SAMPLE_INDEX: new.sample.sample_index,
+                names.KV_BLOCKS_LOADED: num_loaded,
+            }
+            self._stage.span(new.info.request_id, trace, since_ns, attributes, name=names.KV_FETCH)
+
     def _note(self, plan: StepPlan, core: BatchingCore) -> None:
         infos = filter(None, map(self._running.get, plan.seq_ids))
         requests = list(dict.fromkeys(info.traceparent for info in infos))
@@ -129,8 +149,15 @@ class BatchingSpans:
             names.PREFILL_TOKENS: sum(plan.num_tokens) - decode,
             names.DECODE_TOKENS: decode,
             names.BLOCKS_FREE: core.cache.num_free_blocks(),
+            **_moves(plan),
         }
         self._steps[plan.step_id] = StepSpan(plan.made_ns, requests, attributes)
+
+
+def _moves(plan: StepPlan) -> dict[str, int]:
+    """Return the numbers of blocks that a plan moves between the tiers, if it moves any."""
+    kinds: Counter[str] = Counter(move.kind for move in (*plan.kv_moves, *plan.kv_offers))
+    return {name: kinds[kind] for kind, name in _MOVES.items() if kinds[kind]}
 
 
 def _draft_counts(result: StepSummary) -> dict[str, int]:

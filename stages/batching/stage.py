@@ -24,6 +24,7 @@ from ...bus.messages import (
     Credit,
     Envelope,
     PauseSequences,
+    ReleaseBlocks,
     ResumeSequences,
     StepSummary,
 )
@@ -187,6 +188,8 @@ class BatchingStage(Actor):
                 core.pause_sequences(seq_ids)
             case ResumeSequences(seq_ids, rank):
                 core.resume_sequences(seq_ids, rank)
+            case ReleaseBlocks(seq_ids):
+                core.release_offers(seq_ids)
             case Cancel() as cancel:
                 core.cancel(cancel)
                 self._spans.ended(cancel.request_id)
@@ -212,8 +215,11 @@ class BatchingStage(Actor):
                 self.metrics.record(instruments.BATCH_SIZE, len(plan.seq_ids))
             self._spans.planned(plan, core)
             await self.send(self.own(PLANS), plan)
-        if (report := core.take_report()) is not None:
+        handovers = core.take_handovers()
+        if (report := core.take_report(due=bool(handovers))) is not None:
             await self.send(self.own(CREDITS), report)
+        for handover in handovers:
+            await self.send(self.own(CREDITS), handover)
         if core.idle:
             core.check()
         if core.at_rest:

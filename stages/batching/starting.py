@@ -20,14 +20,15 @@ def startable(
     room: int,
     cache: KVCacheManager,
     limits: SchedulerConfig,
+    fetching: list[Sequence],
     num_free: int,
 ) -> list[Sequence]:
     """Return waiting sequences that may start, in order; set `num_cached` and `num_to_allocate`.
 
     The search ends with the sequence that fills the step, and after `MOST_LOOKS` batches. A
     sequence waits while another one computes tokens that both need, and siblings that come together
-    wait for the first of them: a shared prompt is computed once. One whose blocks are fetched from
-    disk waits too, and delays no other.
+    wait for the first of them: a shared prompt is computed once. One whose blocks are fetched waits
+    too, and delays no other.
 
     Args:
         waiting: In order.
@@ -35,6 +36,7 @@ def startable(
         room: Most sequences that may start.
         cache: Holds their prefixes.
         limits: The scheduler's.
+        fetching: Sequences that wait for their blocks are added to it.
         num_free: Blocks that are free or can be freed.
     """
     chosen: list[Sequence] = []
@@ -53,6 +55,7 @@ def startable(
                 continue
             computing.add(match.next_run)
         if cache.fetch(seq.lease):
+            fetching.append(seq)
             continue
         seq.num_cached, seq.num_to_allocate = match.num_cached, match.num_needed
         chosen.append(seq)

@@ -5,8 +5,8 @@ The executor moves the bytes, in the order of the plans; here a block is a name,
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterator, Sequence
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import takewhile
@@ -15,12 +15,15 @@ from typing import NamedTuple
 import xxhash
 
 from ...bus.control import AuditedBlock, TierCapacity, TiersChanged
-from ...bus.messages import CacheScope, KVMove, StepPlan
-from .eviction import NOTHING_PINNED, POLICIES
+from ...bus.messages import CacheScope, KVMove, RemoteBlocks, StepPlan
+from .eviction import POLICIES
 
 FETCH_SHARE = 2
 """At most one in so many host slots waits for the disk."""
 
+
+OFFER_S = 60.0
+"""Seconds for which an offered block keeps its slot, if the receiver doesn't release it before."""
 
 MOST_CHOSEN = 16
 """Loaded blocks that may wait to be audited; beyond, the oldest is passed over."""
@@ -42,6 +45,24 @@ class LoadedBlock(NamedTuple):
     scope: CacheScope
 
 
+class RemoteBlock(NamedTuple):
+    """A block in a host slot of another executor, with its name there."""
+
+    address: str
+    name: bytes
+    slot: int
+
+
+NOT_REMOTE: Mapping[bytes, RemoteBlock] = {}
+
+
+class Offer(NamedTuple):
+    """Blocks offered to another executor, and when the offer ends."""
+
+    names: tuple[bytes, ...]
+    until_ns: int
+
+
 @dataclass
 class TierCounts:
     """Numbers of blocks since the last `KVTiers.take_counts`.
@@ -50,7 +71,9 @@ class TierCounts:
         stored: Stored in host memory.
         loaded: Loaded from host memory to the device.
         fetched: Read from disk into host memory.
-        lost: Not written to disk, or not read back whole.
+        offered: Offered to other executors.
+        received: Read from another executor into host memory.
+        lost: Not written to disk, or not read whole.
         audited: Computed again and compared.
         different: Of these, the ones with other bits.
     """
@@ -58,6 +81,8 @@ class TierCounts:
     stored: int = 0
     loaded: int = 0
     fetched: int = 0
+    offered: int = 0
+    received: int = 0
     lost: int = 0
     audited: int = 0
     different: int = 0
@@ -70,6 +95,10 @@ class KVTiers:
     there. A block in a slot is loaded by the plan that starts its sequence. A block on disk is
     fetched into a slot first, while its sequence waits; it can be found once the executor has
     reported that the file is whole.
+
+    A sequence that is handed over to another executor takes its blocks along: they are offered,
+    each in a slot that it keeps until `release_offer`. The other executor fetches them as if from
+    disk.
 
     Moves are applied in the order of `take_moves`. Plans whose result never comes may not have
     been applied, so `forget_plans` drops what they would have stored.
@@ -109,9 +138,11 @@ class KVTiers:
         self._on_disk: set[bytes] = set()
         self._writing: set[bytes] = set()
         self._fetching: dict[bytes, int] = {}
+        self._receiving: set[bytes] = set()  # of these, the blocks of another executor
+        self._offers: dict[int, Offer] = {}
         # Written or fetched across a flush: not to be found when they arrive.
         self._flushed: set[bytes] = set()
-        self._pinned = NOTHING_PINNED
+        self._pinned: Counter[bytes] = Counter()  # blocks that keep their slots
         self._moves: list[KVMove] = []
         self._counts = TierCounts()
 
@@ -182,39 +213,103 @@ class KVTiers:
     @contextmanager
     def pinned(self, names: Sequence[bytes]) -> Iterator[None]:
         """Keep these blocks in their slots."""
-        self._pinned = frozenset(names)
+        self._pin(names)
         try:
             yield
         finally:
-            self._pinned = NOTHING_PINNED
+            self._unpin(names)
 
-    def fetch(self, names: Sequence[bytes], num_asked: int) -> tuple[bool, int]:
-        """Fetch leading blocks from disk, as far as there is room, if that beats computing.
+    def fetch(
+        self,
+        names: Sequence[bytes],
+        num_asked: int,
+        remote: Mapping[bytes, RemoteBlock] = NOT_REMOTE,
+    ) -> tuple[bool, int]:
+        """Fetch leading blocks from disk or another executor, if that beats computing.
 
         Args:
             names: Of a sequence's blocks, in order, behind those on the device.
             num_asked: The first of them that were fetched for it before, and are not again.
+            remote: Blocks that another executor offers.
 
         Returns:
             Whether the sequence has to wait, and the new `num_asked`.
         """
-        wanted = list(takewhile(self._is_stored, names))
+        wanted = list(takewhile(lambda name: name in remote or self._is_stored(name), names))
         waits = any(name in self._fetching for name in wanted)
-        if not self._disk_pays or self.difference is not None:
+        if self.difference is not None:
             return waits, num_asked
-        for index in range(num_asked, len(wanted)):
-            if (name := wanted[index]) not in self._slot_of and name not in self._fetching:
+        with self.pinned(wanted):
+            for index in range(num_asked, len(wanted)):
+                name, block = wanted[index], remote.get(wanted[index])
+                if name in self._slot_of or name in self._fetching:
+                    continue
+                if not (self._host_pays if block is not None else self._disk_pays):
+                    break
                 room = len(self._fetching) * FETCH_SHARE < self.capacity.host_slots
-                with self.pinned(wanted):
-                    slot = self._take_slot() if room else None
+                slot = self._take_slot() if room else None
                 if slot is None:
                     # Blocks in flight make room when they have come.
                     return bool(self._fetching), index
                 self._fetching[name] = slot
-                self._disk.hit(name)
-                self._moves.append(KVMove("fetch", name, slot))
+                self._moves.append(self._fetch(name, slot, block))
                 waits = True
         return waits, max(num_asked, len(wanted))
+
+    def offer(
+        self, seq_id: int, names: Sequence[bytes], block_ids: Sequence[int], now_ns: int
+    ) -> list[KVMove]:
+        """Offer a sequence's blocks to another executor, as far as there are slots for them.
+
+        Returns:
+            The moves, behind the step that computes the last of these blocks.
+        """
+        moves: list[KVMove] = []
+        if not self.capacity.address or self.difference is not None:
+            return moves
+        with self.pinned(names):
+            for name, block_id in zip(names, block_ids, strict=True):
+                slot = self._slot_of.get(name)
+                if slot is not None:
+                    block_id = -1
+                elif (slot := self._take_slot()) is None:
+                    break
+                else:
+                    self._fill(name, slot)
+                moves.append(KVMove("offer", name, slot, block_id))
+        offered = tuple(move.name for move in moves)
+        self._pin(offered)
+        self._offers[seq_id] = Offer(offered, now_ns + int(OFFER_S * 1e9))
+        self._counts.offered += len(offered)
+        return moves
+
+    def release_offer(self, seq_id: int) -> None:
+        """End an offer, if it has not ended."""
+        if (offer := self._offers.pop(seq_id, None)) is not None:
+            self._unpin(offer.names)
+
+    def end_offers(self, now_ns: int) -> None:
+        """End offers that have lasted for `OFFER_S`."""
+        # In order of their ends.
+        ended = takewhile(lambda each: each[1].until_ns <= now_ns, [*self._offers.items()])
+        for seq_id, _ in ended:
+            self.release_offer(seq_id)
+
+    def remote_of(
+        self, names: Sequence[bytes], remote: RemoteBlocks, weight_version: int, scope: CacheScope
+    ) -> dict[bytes, RemoteBlock]:
+        """Return blocks that another executor offers by their names here; none if they differ."""
+        theirs = (remote.layout, remote.weights, remote.weight_version, remote.adapter_version)
+        ours = (
+            self.capacity.layout,
+            self.capacity.weights,
+            weight_version,
+            scope.adapter_version,
+        )
+        if theirs != ours:
+            return {}
+        blocks = (RemoteBlock(remote.address, *block) for block in remote.blocks)
+        return dict(zip(names, blocks, strict=False))
 
     def clear(self) -> None:
         """Forget all blocks, delete those on disk, and be on again after a difference."""
@@ -231,6 +326,8 @@ class KVTiers:
         self._free_slots += self._slot_of.values()
         self._slot_of.clear()
         self._host.clear()
+        self._offers.clear()
+        self._pinned.clear()
         self.chosen.clear()
 
     # --- plans and reports --------------------------------------------------------------------
@@ -239,6 +336,11 @@ class KVTiers:
     def has_moves(self) -> bool:
         """Whether the executor has something to do, with or without a step."""
         return bool(self._moves)
+
+    @property
+    def has_offers(self) -> bool:
+        """Whether blocks are offered."""
+        return bool(self._offers)
 
     @property
     def fetches(self) -> bool:
@@ -300,14 +402,21 @@ class KVTiers:
 
     def forget_plans(self, plans: Sequence[StepPlan]) -> None:
         """Drop what these plans store, and all fetches: the executor has dropped them too."""
+        for seq_id in [*self._offers]:
+            self.release_offer(seq_id)
         for plan in plans:
-            for move in plan.kv_moves:
-                if move.kind == "store" and self._slot_of.get(move.name) == move.slot:
+            for move in (*plan.kv_moves, *plan.kv_offers):
+                if (
+                    move.kind in ("store", "offer")
+                    and move.block_id >= 0
+                    and self._slot_of.get(move.name) == move.slot
+                ):
                     self._host.remove(move.name)
                     self._free_slots.append(self._slot_of.pop(move.name))
         self._free_slots += self._fetching.values()
         self._flushed -= self._fetching.keys()
         self._fetching.clear()
+        self._receiving.clear()
         self._writing.clear()
         self._moves = [move for move in self._moves if move.kind == "drop"]
 
@@ -337,6 +446,25 @@ class KVTiers:
     def _is_stored(self, name: bytes) -> bool:
         return name in self._slot_of or name in self._fetching or name in self._on_disk
 
+    def _pin(self, names: Iterable[bytes]) -> None:
+        self._pinned.update(names)
+
+    def _unpin(self, names: Iterable[bytes]) -> None:
+        for name in names:
+            if self._pinned[name] > 1:
+                self._pinned[name] -= 1
+            else:
+                del self._pinned[name]
+
+    def _fetch(self, name: bytes, slot: int, remote: RemoteBlock | None) -> KVMove:
+        """Return the move that fetches a block from another executor, or else from disk."""
+        if remote is None:
+            self._disk.hit(name)
+            return KVMove("fetch", name, slot)
+        self._receiving.add(name)
+        address, theirs, other = remote
+        return KVMove("fetch", name, slot, other=other, source=address, source_name=theirs)
+
     def _fill(self, name: bytes, slot: int) -> None:
         self._slot_of[name] = slot
         self._host.add(name)
@@ -344,17 +472,20 @@ class KVTiers:
     def _take_slot(self) -> int | None:
         if self._free_slots:
             return self._free_slots.pop()
-        victim = self._host.evict(self._pinned)
+        victim = self._host.evict(self._pinned.keys())
         return None if victim is None else self._slot_of.pop(victim)
 
     def _end_fetch(self, name: bytes, *, whole: bool) -> None:
         slot = self._fetching.pop(name, None)
         if slot is None:
             return
+        received = name in self._receiving
+        self._receiving.discard(name)
         if whole and name not in self._flushed and name not in self._slot_of:
             self._fill(name, slot)
             self._host.hit(name)
-            self._counts.fetched += 1
+            self._counts.received += received
+            self._counts.fetched += not received
         else:
             self._flushed.discard(name)
             self._free_slots.append(slot)

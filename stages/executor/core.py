@@ -25,6 +25,7 @@ from .driver.speculation.draft_model import DraftModel, drafts_by_model, load_dr
 from .driver.speculation.speculator import Speculator, make_sources
 from .driver.step import LaunchedStep, StepOutputs, StepRunner, started_sequences
 from .runner.attention.backend import AttentionBackend
+from .runner.attention.choose import kernels_of
 from .runner.attention.paged import PagedBackend
 from .runner.batch import IntArray, Uploader
 from .runner.device import describe_device
@@ -77,6 +78,7 @@ class ExecutorCore:
         backend: AttentionBackend[Any] | None = None,
         num_blocks: int | None = None,
         runs_ahead: bool | None = None,
+        shares_kv: bool = False,
     ) -> None:
         """Load the model and allocate the cache.
 
@@ -87,6 +89,7 @@ class ExecutorCore:
             backend: Replaces the back end that fits model and machine.
             num_blocks: Blocks of the cache; as many as memory allows when None.
             runs_ahead: Replaces the default of the device.
+            shares_kv: Whether to exchange KV blocks with other executors.
 
         Raises:
             ModelError: The model can't be loaded, the cache doesn't fit, or deterministic mode is
@@ -128,10 +131,8 @@ class ExecutorCore:
         self._record_at_load(config)
         self._speculator = self._make_speculator(config)
         self.tiers: BlockTiers | None = None
-        if config.kv_host_bytes or config.kv_disk_path:
-            version, token_ns = self.weights.version, self._measure_token_ns()
-            exact = "deterministic" not in self.off
-            self.tiers = BlockTiers(config, model, self.cache, version, token_ns, exact=exact)
+        if config.kv_host_bytes or config.kv_disk_path or (shares_kv and model.layers):
+            self.tiers = self._make_tiers(config, shares=shares_kv)
         self._steps = StepRunner(
             runner=runner,
             table=self._table,
@@ -143,6 +144,21 @@ class ExecutorCore:
             speculator=self._speculator,
             chooser=TokenChooser(self._table, config.logprobs_mode == "raw", runner.kernels),
             runs_ahead=self.runs_ahead,
+        )
+
+    def _make_tiers(self, config: EngineConfig, *, shares: bool) -> BlockTiers:
+        model, exact = self.model, "deterministic" not in self.off
+        kernels = "none" if "kernels" in self.off else kernels_of(model)
+        parts = (model.device.type, kernels, self.runner.backend.name, f"deterministic {exact}")
+        return BlockTiers(
+            config,
+            model,
+            self.cache,
+            self.weights.version,
+            self._measure_token_ns(),
+            exact=exact,
+            arithmetic=", ".join(parts),
+            shares=shares,
         )
 
     def _make_speculator(self, config: EngineConfig) -> Speculator | None:
@@ -315,6 +331,10 @@ class ExecutorCore:
             outputs = StepOutputs()
             if rows.size:
                 outputs = self._steps.run(rows, num_tokens, num_drafts, self.graphs)
+        if plan.kv_offers:
+            # Not in `finish`: the next plan may load from these slots.
+            assert self.tiers is not None, "a plan offers blocks, and there are no tiers"
+            self.tiers.apply(plan.kv_offers)
         return LaunchedStep(plan, self.weights.version, start_ns, outputs)
 
     def finish(self, step: LaunchedStep) -> StepResult:

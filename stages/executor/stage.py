@@ -30,6 +30,7 @@ from .driver.step import LaunchedStep
 from .runner.attention.choose import kernels_of
 from .runner.device import device_of_replica, is_unverified
 from .runner.model import load_model
+from .runner.tiers.transports.peers import Transfer
 from .scoring import ReferenceModel, Scoring
 from .spans import DraftCounts, ExecutorSpans
 
@@ -48,7 +49,9 @@ _SMALL_MODEL_PARAMETERS = 30_000_000
 other processes compete for the cores."""
 
 
-def _load(config: EngineConfig, device: int | None) -> tuple[ExecutorCore, ReferenceModel | None]:
+def _load(
+    config: EngineConfig, device: int | None, shares_kv: bool
+) -> tuple[ExecutorCore, ReferenceModel | None]:
     """Runs on the torch thread. `device`: the replica's index among several devices."""
     if device is not None and (name := device_of_replica(config.device, device)) != config.device:
         chosen = torch.device(name)
@@ -62,7 +65,7 @@ def _load(config: EngineConfig, device: int | None) -> tuple[ExecutorCore, Refer
         torch.set_num_threads(config.cpu_threads or automatic)
     # First, since the other model's KV cache takes the remaining memory.
     reference = ReferenceModel(config) if config.reference_model_path else None
-    core = ExecutorCore(config, now_ns=now_ns, model=model)
+    core = ExecutorCore(config, now_ns=now_ns, model=model, shares_kv=shares_kv)
     if reference is not None:
         reference.check_fits(core)
     return core, reference
@@ -104,8 +107,8 @@ class ExecutorStage(Actor):
         self.log.debug("model_loading", path=str(engine.model_folder))
         started = now_ns()
         # Replicas in one process share its torch thread, and so its device.
-        device = self.config.pipeline.replica
-        self._core, reference = await _on_torch(_load, engine, device)
+        device, shares_kv = self.config.pipeline.replica, bool(self.config.pipeline.roles)
+        self._core, reference = await _on_torch(_load, engine, device, shares_kv)
         core = self._core
         self._scoring = Scoring(self, reference, _on_torch)
         self._changes = StagedChanges(
@@ -307,6 +310,24 @@ class ExecutorStage(Actor):
             epoch = self.epoch
             if (changes := tiers.take_changes()) is not None:
                 await self.send(self.own(CONTROL["batching"]), changes, epoch=epoch)
+            for transfer in tiers.take_transfers():
+                self._record_transfer(transfer)
+
+    def _record_transfer(self, transfer: Transfer) -> None:
+        labels = {names.KV_TRANSPORT: transfer.transport or "none"}
+        record = self.metrics.record
+        record(instruments.KV_TRANSFER_DURATION, transfer.seconds, labels)
+        record(instruments.KV_TRANSFER_BYTES, transfer.num_bytes, labels)
+        record(instruments.KV_TRANSFER_FAILURES, transfer.num_failed, labels)
+        if transfer.error:
+            self.log.warning(
+                "kv_transfer_failed",
+                brief=f"KV could not be read from another executor, and is computed: "
+                f"{transfer.error}",
+                transport=transfer.transport,
+                blocks=transfer.num_failed,
+                error=transfer.error,
+            )
 
     async def _begin_anew(self, epoch: int, error: WeightsError) -> None:
         """Ask for a new epoch: no weights are in place, so the plans in flight were not run.

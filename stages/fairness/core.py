@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from itertools import count
 from math import ceil
 
 import msgspec
 
 from ...bus.control import Cancel
-from ...bus.messages import AdmittedRequest, Credit, ResumeSequences
+from ...bus.messages import AdmittedRequest, Credit, Handover, RequestInfo, ResumeSequences
 from ...bus.public import StageTime
-from ...config import FairnessConfig
+from ...config import FairnessConfig, ReplicaRole
 from ..lazy_heap import LazyHeap
 from .fastest_step import FastestStep
+from .handovers import HandedOver, Handovers
 from .queue import FairQueue, Flow, PriorityClass, Running, Waiting
 from .replicas import PrefixIndex, Replica, choose_replica, prefix_chain
 
@@ -27,6 +28,8 @@ class Dispatched(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         resumed: The sequence that is resumed; None if sequences start.
+        handed_over: The sequence that another replica has handed over, with when it did; None if
+            sequences start.
         last: No sequence of the request waits any more for its first run.
         passed_by: Dispatches while it waited: of other priorities, of other tenants, of its own.
     """
@@ -39,6 +42,7 @@ class Dispatched(msgspec.Struct, frozen=True, kw_only=True):
     resumed: Running | None
     last: bool
     passed_by: tuple[int, int, int]
+    handed_over: HandedOver | None = None
 
 
 class Counts(msgspec.Struct):
@@ -47,6 +51,7 @@ class Counts(msgspec.Struct):
     preemptions: int = 0
     yields: int = 0
     resumes: int = 0
+    handovers: int = 0
     recomputed_tokens: int = 0
     hopeless: int = 0
     tokens: Counter[int] = msgspec.field(default_factory=Counter)
@@ -60,10 +65,17 @@ class FairnessCore:
     """
 
     def __init__(
-        self, config: FairnessConfig, *, replicas: int = 1, max_draft_tokens: int = 0
+        self,
+        config: FairnessConfig,
+        *,
+        replicas: int = 1,
+        max_draft_tokens: int = 0,
+        roles: Sequence[ReplicaRole] = (),
     ) -> None:
-        """Args: the settings; most replicas; most drafted tokens of a sample in a step."""
+        """Args: the settings; most replicas; most drafted tokens of a sample in a step; the
+        replicas' roles, if they have any."""
         self.counts = Counts()
+        self._handovers = Handovers(roles)
         self.config = config
         self._several = replicas > 1
         self._max_draft_tokens = max_draft_tokens
@@ -78,6 +90,7 @@ class FairnessCore:
         self._of_request: dict[str, list[Waiting]] = {}
         self._deadlines: LazyHeap[Waiting] = LazyHeap(lambda _, waiting: bool(waiting.specs))
         self._expired: list[Cancel] = []
+        self._handovers.clear()
         self._fastest_step = FastestStep(self._max_draft_tokens)
 
     # --- inputs -------------------------------------------------------------------------------
@@ -107,6 +120,7 @@ class FairnessCore:
         for seq_id, num_tokens in report.started:
             if (running := reporter.running.get(seq_id)) is not None:
                 self._correct_charge(running, num_tokens)
+                self._handovers.release(running)
         if is_full or report.paused or report.ended:
             self._count(reporter)
         paused = [self._pause(reporter, seq_id, now_ns) for seq_id in report.paused]
@@ -114,8 +128,23 @@ class FairnessCore:
             self._end(reporter, seq_id)
         return [running for running in paused if running is not None]
 
+    def hand_over(self, handover: Handover, now_ns: int, replica: str = "") -> None:
+        """Let a sequence go on elsewhere that has its first token on this replica."""
+        giver = self._replicas.get(replica)
+        if giver is None:
+            return
+        self._count(giver)
+        if (running := giver.end(handover.seq_id)) is not None:
+            self._handovers.add(running, handover, now_ns)
+
+    def set_roles(self, roles: Sequence[ReplicaRole]) -> None:
+        """Replace the replicas' roles. Sequences stay where they run."""
+        self._handovers.configure(roles)
+
     def cancel(self, cancel: Cancel) -> Cancel:
         """Drop a request's waiting sequences; return the cancellation for `replicas_of` it."""
+        for running in self._handovers.drop(cancel.request_id) if self._handovers else ():
+            self._queue.back(running.flow)
         all_waiting = self._of_request.pop(cancel.request_id, None)
         if all_waiting is None:
             return cancel
@@ -141,8 +170,11 @@ class FairnessCore:
     def pop(self, now_ns: int) -> Dispatched | None:
         """Return the next dispatch; None if nothing waits or no replica has a credit.
 
-        A request with more sequences than there are credits is dispatched in parts.
+        Sequences that were handed over go first: they are being answered. A request with more
+        sequences than there are credits is dispatched in parts.
         """
+        if self._handovers.waiting and (dispatched := self._continue()) is not None:
+            return dispatched
         if not (self.num_queued and self.credits):
             return None
         for each in self._replicas.values():
@@ -153,7 +185,7 @@ class FairnessCore:
                 assert replica is not None, "the next request has no replica to go to"
                 return self._start(waiting, replica, now_ns)
             self.counts.hopeless += 1
-            self._expire(waiting, HOPELESS)
+            self._expire(waiting.request.info, HOPELESS)
         return None
 
     def ask_to_pause(self, now_ns: int) -> list[Running]:
@@ -181,13 +213,20 @@ class FairnessCore:
     def expire(self, now_ns: int) -> list[Cancel]:
         """Drop requests whose deadline is over; return the cancellations to pass on."""
         for waiting in self._deadlines.pop_until(now_ns):
-            self._expire(waiting, EXPIRED)
+            self._expire(waiting.request.info, EXPIRED)
+        for running in self._handovers.overdue(now_ns):
+            self._expire(running.request.info, EXPIRED)
         expired, self._expired = self._expired, []
         return expired
 
     def next_deadline_ns(self) -> int | None:
         """Return the earliest deadline of a waiting request; None if there is none."""
-        return self._deadlines.first_key()
+        deadlines = (self._deadlines.first_key(), self._handovers.next_deadline_ns())
+        return min((each for each in deadlines if each is not None), default=None)
+
+    def take_releases(self) -> dict[str, list[int]]:
+        """As `Handovers.take_releases`."""
+        return self._handovers.take_releases()
 
     # --- state --------------------------------------------------------------------------------
 
@@ -200,6 +239,11 @@ class FairnessCore:
     def num_paused(self) -> int:
         """Paused sequences that wait to be resumed."""
         return sum(len(replica.paused) for replica in self._replicas.values())
+
+    @property
+    def roles(self) -> tuple[ReplicaRole, ...]:
+        """The replicas' roles; empty if each does all."""
+        return self._handovers.roles
 
     @property
     def credits(self) -> int:
@@ -224,14 +268,28 @@ class FairnessCore:
         waiting = self._queue.next(self._cached)
         if waiting is None or self._can_go(waiting):
             return waiting
+        if not (self._may_start or self.num_paused):
+            return None
         return self._queue.next_of(self._can_go)
 
     def _can_go(self, waiting: Waiting) -> bool:
-        return waiting.paused is None or self._replica_of(waiting) is not None
+        if waiting.paused is None:
+            return self._may_start
+        return self._replica_of(waiting) is not None
+
+    @property
+    def _starters(self) -> Collection[Replica]:
+        replicas = self._replicas.values()
+        return self._handovers.starters(replicas) if self._handovers else replicas
+
+    @property
+    def _may_start(self) -> bool:
+        """Whether a prompt may start on some replica."""
+        return any(replica.credits for replica in self._starters)
 
     def _replica_of(self, waiting: Waiting) -> Replica | None:
         if waiting.paused is None:
-            return choose_replica(self._replicas.values(), waiting.chain)
+            return choose_replica(self._starters, waiting.chain)
         replica = self._replicas[waiting.paused.replica]
         return replica if replica.credits else None
 
@@ -239,13 +297,17 @@ class FairnessCore:
         priority_class, request = waiting.flow.priority_class, waiting.request
         rank, level = int(priority_class.key), priority_class.level(now_ns)
         number = min(replica.credits, len(waiting.specs))
+        replicas = self._replicas.values()
+        leaves = bool(self._handovers) and self._handovers.leaves(replica, replicas)
+        if leaves:
+            number = min(number, self._handovers.room(replicas))
         replica.credits -= number
         specs = self._queue.take(waiting, number, now_ns)
         if not waiting.specs:
             self._forget(waiting)
         if waiting.paused is not None:
             self.counts.resumes += 1
-            self._run(replica, waiting.paused, level)
+            self._run(replica, waiting.paused, level, rank)
             message: AdmittedRequest | ResumeSequences = ResumeSequences((specs[0].seq_id,), rank)
         else:
             for spec in specs:
@@ -256,8 +318,9 @@ class FairnessCore:
                     arrived_ns=waiting.arrived_ns,
                     deadline_ns=waiting.deadline_ns,
                     num_tokens=len(request.prompt.token_ids) + len(spec.generated),
+                    chain=waiting.chain,
                 )
-                self._run(replica, running, level)
+                self._run(replica, running, level, rank)
                 if waiting.untouched:
                     # Charge the first sample the whole prompt in advance; its siblings share it.
                     # Cached tokens are charged too: charging less would let a tenant have more
@@ -268,7 +331,9 @@ class FairnessCore:
                     replica.prefixes.add(waiting.chain)
             held = StageTime(stage="fairness", start_ns=waiting.arrived_ns, end_ns=now_ns)
             info = msgspec.structs.replace(request.info, queued=held)
-            message = msgspec.structs.replace(request, info=info, sequences=specs, rank=rank)
+            message = msgspec.structs.replace(
+                request, info=info, sequences=specs, rank=rank, hands_over=leaves
+            )
         return Dispatched(
             replica=replica.name,
             message=message,
@@ -280,7 +345,31 @@ class FairnessCore:
             passed_by=self._queue.passed_by(waiting),
         )
 
-    def _run(self, replica: Replica, running: Running, level: float) -> None:
+    def _continue(self) -> Dispatched | None:
+        """Dispatch the next sequence that was handed over; None if no replica has a credit."""
+        decoders = self._handovers.decoders(self._replicas.values())
+        running = self._handovers.waiting[0].running
+        if (replica := choose_replica(decoders, running.chain)) is None:
+            return None
+        each = self._handovers.waiting.popleft()
+        replica.credits -= 1
+        replica.prefixes.add(running.chain)
+        self.counts.handovers += 1
+        self._run(replica, running, running.level, running.rank)
+        return Dispatched(
+            replica=replica.name,
+            message=each.message(),
+            request=running.request,
+            arrived_ns=running.arrived_ns,
+            deadline_ns=running.deadline_ns,
+            resumed=None,
+            last=False,
+            passed_by=(0, 0, 0),
+            handed_over=each,
+        )
+
+    def _run(self, replica: Replica, running: Running, level: float, rank: int) -> None:
+        running.rank = rank
         replica.start(running, level, next(self._order), preemptible=self._is_preemptible(running))
 
     def _forget(self, waiting: Waiting) -> None:
@@ -341,6 +430,7 @@ class FairnessCore:
         running = replica.end(seq_id)
         if running is None:
             return
+        self._handovers.release(running)
         if was_running:
             self._queue.back(running.flow)
             return
@@ -456,8 +546,7 @@ class FairnessCore:
 
     # --- deadlines ----------------------------------------------------------------------------
 
-    def _expire(self, waiting: Waiting, message: str) -> None:
-        info = waiting.request.info
+    def _expire(self, info: RequestInfo, message: str) -> None:
         cancel = Cancel(info.request_id, info.entry_id, "expired", "expired", message)
         self._expired.append(self.cancel(cancel))
 

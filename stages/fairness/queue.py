@@ -103,6 +103,9 @@ class Running:
         arrived_ns: When its request came.
         num_tokens: Prompt and generated tokens.
         replica: The replica that has it.
+        rank: Its rank there.
+        giver: The replica that offers its blocks after a handover; "" for none.
+        chain: As in Waiting.
         level: The effective priority with which it was dispatched. It doesn't age while it runs.
         order: Number of the dispatch.
         victim: Number of its entry among the replica's victims; 0 for none.
@@ -123,6 +126,9 @@ class Running:
     deadline_ns: int | None
     num_tokens: int
     replica: str = ""
+    rank: int = 0
+    giver: str = ""
+    chain: tuple[int, ...] = ()
     level: float = 0.0
     order: int = 0
     victim: int = 0

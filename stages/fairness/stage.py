@@ -7,10 +7,17 @@ from typing import ClassVar
 
 import msgspec
 
-from ...bus.control import Cancel, UpdateFairness
+from ...bus.control import Cancel, UpdateFairness, UpdateRoles
 from ...bus.links import DISPATCH, DispatchMessage, Link, at
-from ...bus.messages import AdmittedRequest, Credit, Envelope, PauseSequences
-from ...config import role_of_sender, split_role
+from ...bus.messages import (
+    AdmittedRequest,
+    Credit,
+    Envelope,
+    Handover,
+    PauseSequences,
+    ReleaseBlocks,
+)
+from ...config import ConfigError, ReplicaRole, check_roles, role_of_sender, split_role
 from ...telemetry import Attributes, TraceContext, instruments, names, now_ns, priority_label
 from ..actor import Actor, StageContext, budget_of, deadline_of
 from .core import Counts, Dispatched, FairnessCore
@@ -29,6 +36,7 @@ class FairnessStage(Actor):
             self.config.fairness,
             replicas=self.config.pipeline.replicas,
             max_draft_tokens=engine.max_draft_tokens if engine.speculation != "off" else 0,
+            roles=self.config.pipeline.roles,
         )
         # Cancellations that wait for the first replica.
         self._early: list[Cancel] = []
@@ -46,11 +54,16 @@ class FairnessStage(Actor):
             case Credit() as report:
                 for running in self._core.absorb(report, now_ns(), role_of_sender(envelope.sender)):
                     self._trace_pause(running)
+            case Handover() as handover:
+                replica = role_of_sender(envelope.sender)
+                self._core.hand_over(handover, now_ns(), replica)
             case Cancel() as cancel:
                 await self._pass_on(self._core.cancel(cancel))
             case UpdateFairness(config):
                 self._core.configure(config)
                 self.log.info("fairness_updated", **msgspec.structs.asdict(config))
+            case UpdateRoles(roles):
+                await self._update_roles(roles, envelope.operation_id)
             case other:
                 self.log.warning("message_not_understood", type=type(other).__name__)
 
@@ -62,6 +75,8 @@ class FairnessStage(Actor):
             asked.setdefault(running.replica, []).append(running.spec.seq_id)
         for replica, seq_ids in asked.items():
             await self.send(_dispatch_to(replica), PauseSequences(tuple(seq_ids)))
+        for replica, seq_ids in self._core.take_releases().items():
+            await self.send(_dispatch_to(replica), ReleaseBlocks(tuple(seq_ids)))
         early, self._early = self._early, []
         for cancel in (*early, *self._core.expire(now_ns())):
             await self._pass_on(cancel)
@@ -78,6 +93,8 @@ class FairnessStage(Actor):
             "preemptions": counts.preemptions,
             "yields": counts.yields,
             "resumes": counts.resumes,
+            "handovers": counts.handovers,
+            "roles": ",".join(core.roles),
             "settings": msgspec.json.encode(core.config).decode(),
         }
 
@@ -88,10 +105,21 @@ class FairnessStage(Actor):
         record(instruments.FAIRNESS_PREEMPTIONS, counts.preemptions - before.preemptions)
         record(instruments.FAIRNESS_YIELDS, counts.yields - before.yields)
         record(instruments.FAIRNESS_RESUMES, counts.resumes - before.resumes)
+        record(instruments.FAIRNESS_HANDOVERS, counts.handovers - before.handovers)
         for priority, tokens in counts.tokens.items():
             labels = {names.PRIORITY: priority_label(priority)}
             record(instruments.FAIRNESS_TOKENS, tokens - before.tokens[priority], labels)
         self._measured = copy.deepcopy(counts)
+
+    async def _update_roles(self, roles: tuple[ReplicaRole, ...], operation_id: str) -> None:
+        try:
+            check_roles(roles, self.config.pipeline.replicas)
+        except ConfigError as error:
+            await self.answer(operation_id, error=error)
+            return
+        self._core.set_roles(roles)
+        self.log.info("roles_updated", roles=roles)
+        await self.answer(operation_id)
 
     async def _pass_on(self, cancel: Cancel) -> None:
         replicas = self._core.replicas_of(cancel.request_id)
@@ -118,6 +146,9 @@ class FairnessStage(Actor):
         if dispatched.resumed is not None:
             resumed = dispatched.resumed
             self._trace(names.FAIRNESS_RESUME, resumed, resumed.paused_ns, passed_by)
+        elif (each := dispatched.handed_over) is not None:
+            by = {names.HANDED_OVER_BY: each.running.giver}
+            self._trace(names.FAIRNESS_HANDOVER, each.running, each.since_ns, by)
         elif dispatched.last:
             attributes = {names.PRIORITY: dispatched.request.priority, **passed_by}
             info = dispatched.request.info

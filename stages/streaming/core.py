@@ -8,14 +8,16 @@
 Every request ends with exactly one Completion. A request is open from its RequestOpened until its
 Completion, and has begun with its first StartedSequence. Over Redis a step may overtake the
 RequestOpened: the request's share of such steps is held back until the RequestOpened arrives or the
-next epoch begins. With a reference model, the Completion waits until all samples are scored.
+next epoch begins. So may a step of the replica that continues a sequence overtake the last one of
+the replica that handed it over. With a reference model, the Completion waits until all samples are
+scored.
 """
 
 from __future__ import annotations
 
 import re
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import compress, groupby
 from operator import itemgetter
@@ -117,6 +119,8 @@ class StreamingCore:
         self._cut_short: OrderedDict[str, None] = OrderedDict()
         # Requests with a step before their RequestOpened, by entry.
         self._early: dict[str, _EarlyRequest] = {}
+        # Sequences with a step before one of the replica that handed them over.
+        self._ahead: dict[int, _AheadSequence] = {}
 
     def __len__(self) -> int:
         """Return the number of requests that have begun and not ended."""
@@ -131,7 +135,19 @@ class StreamingCore:
             self._requests[opened.request_id] = RequestState(opened)
         early = self._early.pop(opened.entry_id, None)
         results = early.results if early is not None else []
-        return [self._absorb(result, now_ns, replica) for result, replica in results]
+        return [self._absorb(*held, now_ns) for held in results]
+
+    def caught_up(self, now_ns: int) -> list[Deliveries]:
+        """Absorb steps that came before one of another replica, which has come now.
+
+        Call it after `open` and `absorb`.
+        """
+        deliveries: list[Deliveries] = []
+        for ahead in [*self._ahead.values()] if self._ahead else ():
+            if not self._is_ahead(ahead.started):
+                del self._ahead[ahead.started.seq_id]
+                deliveries += [self._absorb(*held, now_ns) for held in ahead.results]
+        return deliveries
 
     def absorb(self, result: StepResult, now_ns: int, replica: int = 0) -> Deliveries:
         """Absorb a step: started sequences, failed requests, tokens, then requests cut short.
@@ -141,7 +157,7 @@ class StreamingCore:
         """
         if self._early or not all(map(self._is_open, result.started)):
             self._hold_back(result, replica)
-        return self._absorb(result, now_ns, replica)
+        return self._absorb(result, replica, now_ns)
 
     def end(self, cancel: Cancel, now_ns: int) -> Deliveries:
         """End a request early, with what it has produced so far.
@@ -173,6 +189,7 @@ class StreamingCore:
         self._running.clear()
         self._cut_short.clear()
         self._early.clear()
+        self._ahead.clear()
         self._requests = {key: each for key, each in self._requests.items() if each.samples}
 
     def knows(self, item: RecoveryItem) -> bool:
@@ -257,25 +274,50 @@ class StreamingCore:
     def _hold_back(self, result: StepResult, replica: int) -> None:
         """Keep a step's share of each request that has begun and is not open yet.
 
-        A sequence of an unknown request that has generated already was preempted: its request has
-        ended, unless it is held back.
+        A sequence of an unknown request that has generated already was preempted, if no other
+        replica has handed it over: its request has ended, unless it is held back.
         """
         for started in result.started:
             entry_id = started.entry_id
             if self._is_open(started) or entry_id in self._cut_short:
                 continue
-            if not started.num_generated:
+            if not started.num_generated or started.handed_over:
                 self._early.setdefault(entry_id, _EarlyRequest(started.request_id))
             if (early := self._early.get(entry_id)) is not None:
                 early.seq_ids.add(started.seq_id)
         for early in self._early.values():
-            if (share := early.share_of(result)) is not None:
+            share = _part(result, early.seq_ids.__contains__, early.request_id.__eq__)
+            if _concerns(share):
                 early.results.append((share, replica))
 
-    def _absorb(self, result: StepResult, now_ns: int, replica: int) -> Deliveries:
-        deliveries = Deliveries(now_ns, replica)
+    def _is_ahead(self, started: StartedSequence) -> bool:
+        """Whether tokens are missing that another replica has made of an open request."""
+        request = self._find(started.request_id, started.entry_id)
+        if request is None:
+            return False
+        sample = request.samples.get(started.sample_index)
+        return sample is None or len(sample.token_ids) < started.num_generated
+
+    def _hold_ahead(self, result: StepResult, replica: int) -> StepResult:
+        """Keep the rows of sequences that are ahead; return the rest of the step."""
         for started in result.started:
-            self._start(started, result.end_ns)
+            if started.handed_over and self._is_ahead(started):
+                self._ahead[started.seq_id] = _AheadSequence(started, replica, [])
+        for seq_id, ahead in self._ahead.items():
+            if ahead.replica != replica:
+                continue  # the step may be the missing one
+            share = _part(result, seq_id.__eq__, lambda request_id: False)
+            if _concerns(share):
+                ahead.results.append((share, replica))
+                result = _part(result, seq_id.__ne__, lambda request_id: True)
+        return result
+
+    def _absorb(self, result: StepResult, replica: int, now_ns: int) -> Deliveries:
+        deliveries = Deliveries(now_ns, replica)
+        if self._ahead or any(started.handed_over for started in result.started):
+            result = self._hold_ahead(result, replica)
+        for started in result.started:
+            self._start(started, result.end_ns, deliveries)
         for prompt in result.prompt_logprobs:
             if prompt.seq_id in self._running:
                 self._running[prompt.seq_id].request.absorb_prompt(prompt)
@@ -300,11 +342,13 @@ class StreamingCore:
             self._end(cancel, deliveries)
         return deliveries
 
-    def _start(self, started: StartedSequence, end_ns: int) -> None:
+    def _start(self, started: StartedSequence, end_ns: int, deliveries: Deliveries) -> None:
         """Start a sequence, or continue it after a preemption, when nothing is counted again."""
         request = self._find(started.request_id, started.entry_id)
-        if request is None:
-            return  # ended, or held back
+        if request is None:  # ended, or held back
+            if started.handed_over and started.entry_id not in self._early:
+                deliveries.halts.append(started.seq_id)
+            return
         request.session = started.session or request.session
         sample = request.samples.get(started.sample_index)
         if sample is None:
@@ -319,6 +363,9 @@ class StreamingCore:
             request.step_end_ns = end_ns
             sample.seq_id = started.seq_id
             self._running[started.seq_id] = sample
+        elif started.handed_over:
+            # The first replica no longer had it when a stop string ended it.
+            deliveries.halts.append(started.seq_id)
 
     def _advance(self, result: StepResult, deliveries: Deliveries) -> None:
         """Add a step's tokens, of each sample up to the token with which it ends."""
@@ -440,6 +487,9 @@ class StreamingCore:
             prompt_ref_logprobs=request.prompt_ref_logprobs,
             kv_session=request.session_result(),
         )
+        if info.stop:
+            # Another replica may be about to start a sequence that a stop string has ended.
+            self._remember_end(info.entry_id)
         ended = EndedRequest(info, completion, request.restored, request.last_token_ns)
         deliveries.end(info.request_id, ended)
 
@@ -457,23 +507,49 @@ class _EarlyRequest:
         self.seq_ids: set[int] = set()
         self.results: list[tuple[StepResult, int]] = []
 
-    def share_of(self, result: StepResult) -> StepResult | None:
-        """Return the part of a step that concerns this request; None if there is none."""
-        own = [seq_id in self.seq_ids for seq_id in result.seq_ids]
-        share: dict[str, tuple[Any, ...]] = {
-            name: tuple(compress(getattr(result, name), own)) for name in _ROWS
-        }
-        for name in ("started", "prompt_logprobs", "pooled", "drafts"):
-            parts = getattr(result, name)
-            share[name] = tuple(part for part in parts if part.seq_id in self.seq_ids)
-        for name in ("ended", "failed"):
-            cancels = getattr(result, name)
-            share[name] = tuple(each for each in cancels if each.request_id == self.request_id)
-        return msgspec.structs.replace(result, **share) if any(share.values()) else None
+
+class _AheadSequence(NamedTuple):
+    """A sequence with steps of a replica before a step of the replica that handed it over.
+
+    Attributes:
+        started: Its start on this replica.
+        replica: The replica.
+        results: Its shares of those steps, each with the replica.
+    """
+
+    started: StartedSequence
+    replica: int
+    results: list[tuple[StepResult, int]]
+
+
+def _part(
+    result: StepResult, has: Callable[[int], bool], ends: Callable[[str], bool]
+) -> StepResult:
+    """Return the part of a step about some sequences, and about the ends of some requests."""
+    own = list(map(has, result.seq_ids))
+    part: dict[str, tuple[Any, ...]] = {
+        name: tuple(compress(getattr(result, name), own)) for name in _ROWS
+    }
+    for name in _OF_SEQUENCES:
+        part[name] = tuple(each for each in getattr(result, name) if has(each.seq_id))
+    for name in _ENDS:
+        part[name] = tuple(each for each in getattr(result, name) if ends(each.request_id))
+    return msgspec.structs.replace(result, **part)
+
+
+def _concerns(part: StepResult) -> bool:
+    """Whether a part of a step is not empty."""
+    return any(getattr(part, name) for name in (*_ROWS, *_OF_SEQUENCES, *_ENDS))
 
 
 _ROWS = ("seq_ids", "token_ids", "logprobs", "finish_reasons", "top_logprobs", "adapter_versions")
 """Fields of a StepResult with a value for each of its rows."""
+
+_OF_SEQUENCES = ("started", "prompt_logprobs", "pooled", "drafts")
+"""Fields of a StepResult whose parts name a sequence."""
+
+_ENDS = ("ended", "failed")
+"""Fields of a StepResult whose parts name a request that ends."""
 
 _Row = tuple[int, float, RowFinish, TopLogprobs, int]
 """Of a StepResult: token, logprob, finish reason, top logprobs, version of the adapter."""

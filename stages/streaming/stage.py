@@ -74,6 +74,7 @@ class StreamingStage(Actor):
             case StepResult() as result:
                 replica = split_role(role_of_sender(envelope.sender))[1]
                 self._deliveries.append(self._core.absorb(result, now_ns(), replica))
+                self._deliveries += self._core.caught_up(now_ns())
                 self._throughput.add(len(result.seq_ids))
                 self._weight_version = result.weight_version
                 if self.metrics.enabled:
@@ -81,6 +82,7 @@ class StreamingStage(Actor):
                         self.metrics.record(instruments.TOKEN_INTERVAL, interval_ns / 1e9)
             case RequestOpened() as opened:
                 self._deliveries += self._core.open(opened, now_ns())
+                self._deliveries += self._core.caught_up(now_ns())
             case SampleScored() as scored:
                 self._deliveries.append(self._core.scored(scored, now_ns()))
             case Recover(requests, replica):

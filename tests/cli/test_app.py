@@ -13,8 +13,8 @@ from .conftest import Ran, Run, assert_refused
 
 COMMANDS = (
     *("adapters", "cancel", "chat", "complete", "demo", "dlq", "doctor", "embed", "fairness"),
-    *("flush-cache", "gateway", "health", "kv-session", "models", "pause", "resume", "run"),
-    *("score", "serve", "status", "submit", "tail", "up", "weights"),
+    *("flush-cache", "gateway", "health", "kv-session", "models", "pause", "resume", "roles"),
+    *("run", "score", "serve", "status", "submit", "tail", "up", "weights"),
 )
 
 
@@ -35,7 +35,8 @@ def test_help_of_a_command_has_an_example(run: Run, command: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "group", [["adapters"], ["admin"], ["admin", "keys"], ["dlq"], ["fairness"], ["weights"]]
+    "group",
+    [["adapters"], ["admin"], ["admin", "keys"], ["dlq"], ["fairness"], ["roles"], ["weights"]],
 )
 def test_group_without_a_command_shows_its_help_alone(run: Run, group: list[str]) -> None:
     ran = run(*group)

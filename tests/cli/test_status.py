@@ -244,6 +244,19 @@ def test_a_live_stage_may_not_be_ready(
     assert run("health", "--stage", "batching").status == 0
 
 
+def test_health_of_a_role(run: Run, on_nobody: str, redis_url: str) -> None:
+    """Of the lane: also of a replica on another host."""
+    reports = [report(stage) for stage in STAGES]
+    reports[1] = replace(reports[1], load={"roles": "prefill,decode"})
+    with Redis.from_url(redis_url) as redis:
+        redis.xadd(Keys(on_nobody).stages, {"json": msgspec.json.encode(reports)})
+    assert run("health", "--role", "prefill")[:2] == (0, "ready\n")
+    assert_refused(run("health", "--role", "encode"), "roles are prefill and decode")
+    assert_refused(run("health", "--role", "decode", "--live"), "--role is for readiness")
+    ran = run("health", "--role", "decode")
+    assert ran[:2] == (1, "decode pool not ready: lane 0: no replica has the role decode\n")
+
+
 def test_health_without_redis(run: Run, closed_port: int) -> None:
     url = f"redis://127.0.0.1:{closed_port}"
     live, ready = run("health", "--live", "--bus", url), run("health", "--bus", url)
@@ -258,6 +271,7 @@ class Probed(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         status, body = {
             "/livez": (200, b'{"status": "alive"}'),
+            "/readyz?role=decode": (503, b'{"status": "not_ready", "reason": "no replica"}'),
             "/readyz": (503, b'{"status": "not_ready", "reason": "executor is starting"}'),
             "/v2/models/one/ready": (400, b'{"error": "executor is stopped"}'),
         }.get(self.path, (404, b"{}"))
@@ -274,6 +288,8 @@ def test_health_of_a_server_that_is_live_and_not_ready(run: Run) -> None:
     with listening(ThreadingHTTPServer(("127.0.0.1", 0), Probed)) as url:
         assert run("health", "--live", "--url", url)[:2] == (0, "live\n")
         assert run("health", "--url", url)[:2] == (1, "not ready: executor is starting\n")
+        ran = run("health", "--url", url, "--role", "decode")
+        assert ran[:2] == (1, "not ready: no replica\n")
         ran = run("health", "--url", url, "--model", "one")
         assert ran[:2] == (1, "not ready: executor is stopped\n")
         assert_refused(run("health", "--url", url, "--model", "a/b"), "/v2/models/a%2Fb/ready")

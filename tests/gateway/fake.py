@@ -106,6 +106,7 @@ class FakeEngine:
         self.session_result = KVSessionResult(outcome="accepted")
         self.stage_reports: list[StageReport] = []
         self.why_not = ""
+        self.why_no_role: dict[str, str] = {}
         self.away = False
         self._held = False
         self._cancelled: set[str] = set()
@@ -232,6 +233,10 @@ class FakeEngine:
     async def trouble(self) -> str:
         self._called("trouble")
         return self.why_not
+
+    async def role_trouble(self, role: str) -> str:
+        self._called("role_trouble", role=role)
+        return self.why_no_role.get(role, "")
 
 
 def aborted(request: GenerateRequest, outputs: list[Output]) -> Completion:

@@ -73,6 +73,20 @@ async def test_probes(http: Client, readiness: Readiness, state: str) -> None:
     assert (await probe(http, "/healthz"), await probe(http, "/readyz")) == STATES[state]
 
 
+async def test_readiness_by_role(http: Client) -> None:
+    why = "decode pool not ready: no process runs executor.1"
+    http.engine.why_no_role["decode"] = why
+    ready = (200, {"status": "ready", "role": "prefill"})
+    assert await probe(http, "/readyz?role=prefill") == ready
+    unready = (503, {"status": "not_ready", "role": "decode", "reason": why})
+    assert await probe(http, "/readyz?role=decode") == unready
+    assert await probe(http, "/readyz") == (200, {"status": "ready", "role": "unified"})
+    assert await probe(http, "/readyz?role=unified") == await probe(http, "/readyz")
+    http.engine.why_not = WHY
+    assert (await probe(http, "/readyz?role=prefill"))[1]["reason"] == WHY
+    assert error_of(await http.get("/readyz?role=x"), 400) == "invalid_request"
+
+
 async def test_released_weights_are_known_at_once(http: Client) -> None:
     await http.post("/release_memory_occupation", json={"tags": ["weights"]})
     assert (await probe(http, "/healthz"))[1]["reason"] == "model_not_loaded"

@@ -15,7 +15,7 @@ from nano_inference.bus.messages import Envelope
 from nano_inference.config import STAGES, BusConfig, Config, PipelineConfig, Stage
 from nano_inference.pipeline import cancellations
 from nano_inference.pipeline.client import BusClient
-from nano_inference.pipeline.health import lanes_of, verdict
+from nano_inference.pipeline.health import lanes_of, role_trouble, verdict
 from nano_inference.pipeline.models import FACTS
 from nano_inference.pipeline.pipeline import Heart
 from nano_inference.pipeline.stage_control import SharedCall
@@ -101,6 +101,34 @@ def test_one_replica_is_enough(reports: list[StageReport], reason: str) -> None:
     assert {each.stage for each in reports} == set(found.stages)
 
 
+@pytest.mark.parametrize(
+    ("roles", "changed", "prefill", "decode"),
+    [
+        ("", {}, "", ""),
+        ("prefill,decode", {}, "", ""),
+        ("prefill,decode", {"executor": {"epoch": 4}}, "", "executor.1 has not come"),
+        ("prefill,both", {"executor": {"epoch": 4}}, "", "executor.1 has not come"),
+        ("both,decode", {"executor": {"epoch": 4}}, "", ""),
+        ("decode,prefill", {"executor": {"epoch": 4}}, "executor.1 has not come", ""),
+        ("decode,decode", {}, "no replica has the role prefill", ""),
+    ],
+)
+def test_a_role_needs_one_replica(
+    roles: str, changed: dict[str, Any], prefill: str, decode: str
+) -> None:
+    reports = [*lane(fairness={"load": {"roles": roles}}), *replica(1, **changed)]
+    lanes = lanes_of(reports)
+    for role, why in (("prefill", prefill), ("decode", decode)):
+        found = role_trouble(lanes, role)
+        start = f"{role} pool not ready: lane 0: {why}" if why else ""
+        assert found.startswith(start)
+        assert bool(found) == bool(why)
+
+
+def test_a_role_without_lanes_is_not_ready() -> None:
+    assert role_trouble([], "decode").startswith("decode pool not ready: no stage is running")
+
+
 def test_one_lane_is_enough() -> None:
     found = lanes_of([*lane("a")[1:], *lane("b")])
     assert [each.ready for each in found] == [False, True]
@@ -151,8 +179,8 @@ async def test_stages_report_their_state_and_load(make_config: MakeConfig) -> No
         assert loads == {
             "admission": {"in_flight", "recovering", "model"},
             "fairness": {
-                *("queued", "credits", "paused", "settings"),
-                *("preemptions", "yields", "resumes"),
+                *("queued", "credits", "paused", "settings", "roles"),
+                *("preemptions", "yields", "resumes", "handovers"),
             },
             "batching": {
                 *("running", "waiting", "set_aside"),

@@ -201,7 +201,7 @@ def test_the_audit_finds_a_flipped_bit_and_turns_the_tiers_off() -> None:
         expected = tokens_of(made.generate(PROMPTS, GREEDY))
         tiers = made._executor.tiers
         assert tiers is not None
-        tiers._bytes[:, 3] ^= 1
+        tiers.slots.memory[:, 3] ^= 1
         made.generate(PROMPTS, GREEDY)
         made.generate(PROMPTS[:1], GREEDY)
         assert counts(made).different

@@ -101,6 +101,22 @@ async def test_preempted_and_resumed_shows_as_slices() -> None:
         assert sum(tokens) >= 60
 
 
+async def test_a_handover_shows_as_two_stays_and_the_way_between_them() -> None:
+    roles = {"pipeline__replicas": 2, "pipeline__roles": ["prefill", "decode"]}
+    async with recorded(**roles) as found:
+        completion = await found.pipeline.complete(asking("12 + 30 = " * 8))
+    spans = found.of(completion)
+    giver, taker = sorted(spans["executor"], key=lambda span: span.start_time or 0)
+    (handover,), (fetch,) = spans["fairness.handover"], spans["batching.kv_fetch"]
+    times = [giver.end_time, handover.start_time, fetch.start_time, taker.start_time]
+    assert times == sorted(times)  # type: ignore[type-var]
+    assert (handover.attributes or {})[names.HANDED_OVER_BY] == "batching"
+    assert (fetch.attributes or {})[names.KV_BLOCKS_LOADED] > 0  # type: ignore[operator]
+    replicas = [(span.attributes or {})["nano.replica"] for span in (giver, taker)]
+    assert replicas == ["0", "1"]
+    assert len(spans["batching"]) == 2
+
+
 async def test_a_cancellation_shows_in_the_trace() -> None:
     async with recorded() as record:
         outputs = record.pipeline.submit({**LONG, "request_id": "r"})

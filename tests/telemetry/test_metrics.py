@@ -341,7 +341,11 @@ async def test_every_instrument_is_shown(
     assert scraped.value(results, nano_kv_session_outcome="missing") == 1
     assert scraped.value("nano_model_routes_total", gen_ai_request_model="tiny") == 1
     drafting = await scraped_drafts(speculating)
-    families = scraped.families.keys() | drafting.families.keys()
+    roles = {"pipeline.replicas": 2, "pipeline.roles": ["prefill", "decode"]}
+    async with Pipeline(config_with(free_port(), **roles)) as split:
+        await split.complete({"prompt": "1 + 1 =" * 9, "sampling": {"max_tokens": 4}})
+        handing = await scraped_when(split, "nano_kv_transfer_duration_seconds_count", 1)
+    families = scraped.families.keys() | drafting.families.keys() | handing.families.keys()
     missing = {
         each.name
         for each in INSTRUMENTS

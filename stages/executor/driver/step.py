@@ -367,6 +367,7 @@ def started_sequences(plan: StepPlan, executed_ns: int) -> tuple[StartedSequence
             num_generated=new.num_generated,
             executed_ns=executed_ns,
             queued=new.info.queued,
+            handed_over=new.handed_over,
             session=new.session,
         )
         for new in plan.new

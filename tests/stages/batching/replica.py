@@ -49,9 +49,15 @@ class RuleExecutor:
 
     Reading a slot without the sequence's own token fails, which detects a block that two sequences
     write, and a hit on a block that isn't computed.
+
+    Attributes:
+        peers: Other executors, by address.
+        offered: Name of the block in each host slot that they may read.
     """
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
+        self.peers: dict[str, RuleExecutor] = {}
+        self.offered: dict[int, bytes] = {}
         self.block_size = block_size
         self.slots = [[-1] * block_size for _ in range(num_blocks)]
         self.sequences: dict[int, NewSequence] = {}
@@ -98,6 +104,8 @@ class RuleExecutor:
                 rows += row
             elif row:
                 pooled.append(PooledPrompt(seq_id, b""))
+        for move in plan.kv_offers:
+            self._move(move)
         seq_ids, tokens, reasons = zip(*rows, strict=True) if rows else ((), (), ())
         return StepResult(
             step_id=plan.step_id,
@@ -116,7 +124,7 @@ class RuleExecutor:
     def _move(self, move: KVMove) -> None:
         match move.kind:
             case "store":
-                self.host[move.slot] = list(self.slots[move.block_id])
+                self._put(move.slot, self.slots[move.block_id])
                 if move.write:
                     self.disk[move.name] = self.host[move.slot]
                     self.changes.append(TiersChanged(stored=(move.name,)))
@@ -124,6 +132,10 @@ class RuleExecutor:
                 self.slots[move.block_id] = list(self.host[move.slot])
             case "fetch":
                 self.fetches.append(move)
+            case "offer":
+                if move.block_id >= 0:
+                    self._put(move.slot, self.slots[move.block_id])
+                self.offered[move.slot] = move.name
             case "drop":
                 self.disk.pop(move.name, None)
             case "compare":
@@ -131,13 +143,23 @@ class RuleExecutor:
                 audited = AuditedBlock(move.name, loaded, computed)
                 self.changes.append(TiersChanged(audited=(audited,)))
 
+    def _put(self, slot: int, block: list[int]) -> None:
+        self.offered.pop(slot, None)
+        self.host[slot] = list(block)
+
+    def _fetched(self, move: KVMove) -> list[int] | None:
+        if not move.source:
+            return self.disk.get(move.name)
+        peer = self.peers[move.source]
+        return peer.host[move.other] if peer.offered.get(move.other) == move.source_name else None
+
     def tier_change(self) -> TiersChanged | None:
         """What the tiers' threads have done next; None for nothing."""
         if self.fetches:
             move = self.fetches.popleft()
-            if (block := self.disk.get(move.name)) is None:
+            if (block := self._fetched(move)) is None:
                 return TiersChanged(lost=(move.name,))
-            self.host[move.slot] = list(block)
+            self._put(move.slot, block)
             return TiersChanged(fetched=(move.name,))
         return self.changes.popleft() if self.changes else None
 
@@ -198,6 +220,7 @@ class FakeReplica:
         max_draft_tokens: int = 0,
         host_slots: int = 0,
         disk_blocks: int = 0,
+        address: str = "",
         session_share: float = 0.5,
     ) -> None:
         config = EngineConfig(
@@ -217,7 +240,9 @@ class FakeReplica:
             "rule",
             max_batch_size=max_batch_size,
             drafts=max_draft_tokens > 0,
-            tiers=TierCapacity(host_slots, disk_blocks, "", "", 0, "", 1, 1, 1000, exact=True)
+            tiers=TierCapacity(
+                host_slots, disk_blocks, "", "", 0, "", 1, 1, 1000, exact=True, address=address
+            )
             if host_slots
             else None,
         )
@@ -245,6 +270,7 @@ class FakeReplica:
         rank: int = 0,
         pooling: Pooling | None = None,
         adapter: str = "",
+        hands_over: bool = False,
         session: KVSession | None = None,
         tenant: str = "",
     ) -> None:
@@ -256,7 +282,8 @@ class FakeReplica:
             name: Its id; the first sample's by default.
             max_tokens: Must be 1 with `pooling`.
             stop: Whether samples end with the token STOP.
-            priority, prompt_logprobs, deadline_ns, rank, pooling, adapter: As in the messages.
+            priority, prompt_logprobs, deadline_ns, rank, pooling, adapter, hands_over: As in the
+                messages.
             session, tenant: As in the messages.
         """
         seq_ids = (seq_ids,) if isinstance(seq_ids, int) else seq_ids
@@ -269,7 +296,11 @@ class FakeReplica:
         info = RequestInfo(name, name, adapter=adapter, pooling=pooling)
         specs = tuple(SequenceSpec(seq_id, index, 0) for index, seq_id in enumerate(seq_ids))
         about = (info, Prompt(tuple(prompt)), sampling, specs)
-        request = AdmittedRequest(*about, tenant, priority, rank=rank, kv_session=session)
+        more = {"rank": rank, "hands_over": hands_over, "kv_session": session}
+        self.send(AdmittedRequest(*about, tenant, priority, **more), deadline_ns)
+
+    def send(self, request: AdmittedRequest, deadline_ns: int | None = None) -> None:
+        """Add a request as fairness sends it."""
         self.core.add(request, deadline_ns)
 
     def plan(self, now_ns: int | None = None) -> bool:

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 from collections import Counter
+from itertools import permutations
+from typing import Any
 
 import msgspec
 import pytest
@@ -13,7 +15,16 @@ from nano_inference.bus.messages import RecoveryItem, RequestOpened, SessionGran
 from nano_inference.bus.public import Completion, ErrorInfo, Usage
 from nano_inference.stages.streaming.core import Deliveries
 
-from .client import TRACE, Client, assert_chunks_match, cancel_of, request_of, started, step
+from .client import (
+    TRACE,
+    Client,
+    Started,
+    assert_chunks_match,
+    cancel_of,
+    request_of,
+    started,
+    step,
+)
 
 
 def test_a_streamed_request_from_start_to_end(client: Client) -> None:
@@ -467,3 +478,83 @@ def test_every_request_ends_once_with_what_was_streamed(
         assert_chunks_match(client, completion)
         if completion.status == "done":
             assert [sample.sample_index for sample in completion.samples] == list(range(request.n))
+
+
+# --- handovers ------------------------------------------------------------------------------------
+
+
+def handed_over(seq_id: int, request: RequestOpened, num_generated: int = 1) -> Started:
+    return started(seq_id, request, num_generated=num_generated, handed_over=True)
+
+
+def from_replica(client: Client, replica: int, *args: Any, **kwargs: Any) -> None:
+    client.read(client.core.absorb(step(*args, **kwargs), client.now_ns, replica))
+    for deliveries in client.core.caught_up(client.now_ns):
+        client.read(deliveries)
+
+
+@pytest.mark.parametrize("order", list(permutations(("open", "first", "second", "third"))))
+def test_steps_of_two_replicas_are_delivered_in_order(
+    client: Client, order: tuple[str, ...]
+) -> None:
+    """In whatever order they and the request come; those of one replica stay in order."""
+    if order.index("third") < order.index("second"):
+        return
+    request = request_of(stream=True)
+    for what in order:
+        if what == "open":
+            client.open(request)
+            for deliveries in client.core.caught_up(client.now_ns):
+                client.read(deliveries)
+        elif what == "first":
+            from_replica(client, 0, [(5, 40, "")], new=[started(5, request)])
+        elif what == "second":
+            from_replica(client, 1, [(5, 41, "")], new=[handed_over(5, request)])
+        else:
+            from_replica(client, 1, [(5, 42, "length")])
+    completion = client.completion()
+    assert completion.samples[0].token_ids == (40, 41, 42)
+    assert_chunks_match(client, completion)
+    assert client.halts == []
+
+
+def test_other_sequences_of_a_step_that_came_too_early_are_delivered(client: Client) -> None:
+    request, other = request_of(n=2), request_of("q")
+    client.open(request)
+    client.open(other)
+    new = [handed_over(5, request), started(7, other)]
+    from_replica(client, 1, [(5, 41, "length"), (7, 50, "length")], new=new)
+    assert [key for key, _ in client.outputs if key == "q"]
+    new = [started(5, request), started(6, request, 1)]
+    from_replica(client, 0, [(5, 40, ""), (6, 60, "length")], new=new)
+    completion = client.completion()
+    assert [each.token_ids for each in completion.samples] == [(40, 41), (60,)]
+
+
+@pytest.mark.parametrize("early", [False, True])
+def test_a_stop_string_in_the_first_token_ends_the_sequence_where_it_continues(
+    client: Client, early: bool
+) -> None:
+    """Its halt went to the replica that no longer has it."""
+    request = request_of(stop=("o",))
+    (token_id,) = client.encode("o")
+    client.open(request)
+    steps = [
+        (0, [(5, token_id, "")], [started(5, request)]),
+        (1, [(5, 41, "")], [handed_over(5, request)]),
+    ]
+    for replica, rows, new in steps[::-1] if early else steps:
+        from_replica(client, replica, rows, new=new)
+    assert client.completion().samples[0].token_ids == (token_id,)
+    assert client.halts == [5, 5]
+    assert not client.core._early
+    assert not client.core._ahead
+
+
+def test_a_new_epoch_drops_steps_that_came_too_early(client: Client) -> None:
+    request = request_of()
+    client.open(request)
+    from_replica(client, 1, [(5, 41, "length")], new=[handed_over(5, request)])
+    client.core.reset()
+    assert client.core.caught_up(1) == []
+    assert client.outputs == []

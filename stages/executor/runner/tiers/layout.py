@@ -26,6 +26,7 @@ class BlockLayout(msgspec.Struct, frozen=True):
         block_size: Tokens.
         layers: (KV heads, key width, value width) of each layer.
         dtype: Of the numbers.
+        arithmetic: Device, kernels and mode that compute them: others give other bits.
         order: Dimensions of a layer's keys, and of its values.
         endian: Of the numbers.
         version: `FORMAT`.
@@ -34,16 +35,17 @@ class BlockLayout(msgspec.Struct, frozen=True):
     block_size: int
     layers: tuple[tuple[int, int, int], ...]
     dtype: str
+    arithmetic: str = ""
     order: str = "token, head, width"
     endian: str = sys.byteorder
     version: int = FORMAT
 
     @classmethod
-    def of(cls, model: LoadedModel, cache: KVCache) -> BlockLayout:
+    def of(cls, model: LoadedModel, cache: KVCache, arithmetic: str = "") -> BlockLayout:
         """Return the layout of a model's blocks."""
         layers = tuple((spec.num_kv_heads, spec.key_dim, spec.value_dim) for spec in model.layers)
         dtype = str(model.dtypes.kv_cache).removeprefix("torch.")
-        return cls(cache.block_size, layers, dtype)
+        return cls(cache.block_size, layers, dtype, arithmetic)
 
     @property
     def digest(self) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,7 +20,8 @@ from nano_inference.bus.messages import KVMove
 from nano_inference.config import EngineConfig, ModelError
 from nano_inference.stages.executor import KVCache, LoadedModel
 from nano_inference.stages.executor.runner.loaded_model import Dtypes, LayerSpec
-from nano_inference.stages.executor.runner.tiers import tiers as tiers_module
+from nano_inference.stages.executor.runner.tiers import disk as disk_module
+from nano_inference.stages.executor.runner.tiers.fetches import Fetches
 from nano_inference.stages.executor.runner.tiers.layout import BlockLayout, weights_digest
 from nano_inference.stages.executor.runner.tiers.tiers import BlockTiers
 
@@ -56,7 +58,7 @@ def opened(
 
 
 def block_of(tiers: BlockTiers, block_id: int) -> list[torch.Tensor]:
-    cache = tiers._cache
+    cache = tiers.slots._cache
     return [tensor[block_id].clone() for tensor in (*cache.keys, *cache.values)]
 
 
@@ -298,26 +300,100 @@ def test_a_folder_that_was_removed_holds_nothing(tmp_path: Path) -> None:
 def test_writes_beyond_the_bytes_in_flight_are_left(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tiers_module, "MOST_BYTES_IN_FLIGHT", 0)
+    monkeypatch.setattr(disk_module, "MOST_BYTES_IN_FLIGHT", 0)
     with opened(tmp_path) as tiers:
         tiers.apply([KVMove("store", NAME, 0, 1, write=True)])
         assert waited(tiers, lambda changes: changes.lost).lost == (NAME,)
 
 
-def test_a_fetch_from_before_a_reset_writes_to_no_slot(tmp_path: Path) -> None:
-    with opened(tmp_path) as tiers:
-        written(tiers)
-        # The thread that reads is busy until the executor was reset.
-        go = tiers_module.threading.Event()
-        tiers._reader.submit(go.wait)
-        tiers.apply([KVMove("fetch", NAME, 3)])
+class SlowSource:
+    """Blocks of one byte value, read in two halves, the second when `go` is set."""
+
+    def __init__(self, value: int) -> None:
+        self.started, self.go = threading.Event(), threading.Event()
+        self._value = value
+
+    def __call__(self, name: bytes, block: memoryview) -> bool:
+        half = len(block) // 2
+        block[:half] = bytes([self._value]) * half
+        self.started.set()
+        assert self.go.wait(60)
+        block[half:] = bytes([self._value]) * (len(block) - half)
+        return True
+
+
+@contextmanager
+def fetches_of(tiers: BlockTiers, source: SlowSource) -> Iterator[Fetches]:
+    fetches = Fetches(tiers.slots, tiers._changes, source, 1, "test")
+    try:
+        yield fetches
+    finally:
+        source.go.set()
+        fetches.close()
+
+
+def test_a_fetch_that_waits_at_a_reset_writes_to_no_slot() -> None:
+    source = SlowSource(7)
+    with opened() as tiers, fetches_of(tiers, source) as fetches:
+        fetches.submit([KVMove("fetch", NAME, 2), KVMove("fetch", OTHER, 3)])
+        assert source.started.wait(60)
         tiers.reset()
+        tiers.apply([KVMove("store", OTHER, 3, 2), KVMove("load", OTHER, 3, 5)])
+        source.go.set()
+        fetches._threads.submit(int).result()
+        tiers.apply([KVMove("load", OTHER, 3, 4)])
+        assert same(block_of(tiers, 4), block_of(tiers, 2))
+        assert tiers.take_changes() is None
+
+
+def test_a_store_waits_for_a_fetch_that_runs_at_a_reset() -> None:
+    source = SlowSource(7)
+    with opened() as tiers, fetches_of(tiers, source) as fetches:
+        fetches.submit([KVMove("fetch", NAME, 3)])
+        assert source.started.wait(60)
+        tiers.reset()
+        threading.Timer(0.01, source.go.set).start()
         tiers.apply([KVMove("store", OTHER, 3, 2)])
-        go.set()
-        tiers._reader.submit(int).result()
+        fetches.close()
         tiers.apply([KVMove("load", OTHER, 3, 5)])
         assert same(block_of(tiers, 5), block_of(tiers, 2))
         assert tiers.take_changes() is None
+
+
+def test_a_fetch_waits_for_one_that_runs_at_a_reset() -> None:
+    source, other = SlowSource(7), SlowSource(8)
+    other.go.set()
+    with opened() as tiers, fetches_of(tiers, source) as before, fetches_of(tiers, other) as after:
+        before.submit([KVMove("fetch", NAME, 3)])
+        assert source.started.wait(60)
+        tiers.reset()
+        after.submit([KVMove("fetch", OTHER, 3)])
+        source.go.set()
+        assert waited(tiers, lambda changes: changes.fetched).fetched == (OTHER,)
+        before.close()
+        assert set(tiers.slots.memory[3].tolist()) == {8}
+
+
+def test_a_report_of_a_fetch_from_before_a_reset_is_dropped(tmp_path: Path) -> None:
+    """Batching would take it for the report of a new fetch of the same block."""
+    with opened(tmp_path) as tiers:
+        tiers.apply([KVMove("store", OTHER, 0, 1, write=True), KVMove("fetch", NAME, 3)])
+        tiers.on_disk()
+        tiers._reads.close()
+        tiers.reset()
+        assert tiers.take_changes() == TiersChanged(stored=(OTHER,))
+
+
+def test_a_source_that_fails_loses_its_block() -> None:
+    def fail(name: bytes, block: memoryview) -> bool:
+        raise ConnectionError
+
+    with opened() as tiers:
+        fetches = Fetches(tiers.slots, tiers._changes, fail, 1, "test")
+        fetches.submit([KVMove("fetch", NAME, 3)])
+        assert waited(tiers, lambda changes: changes.lost).lost == (NAME,)
+        fetches.close()
+        tiers.apply([KVMove("store", OTHER, 3, 2)])
 
 
 def test_closing_writes_what_is_in_flight_and_frees_descriptors(tmp_path: Path) -> None:

@@ -1,0 +1,79 @@
+"""Blocks of other executors that come to host slots in the background."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from itertools import groupby
+from operator import attrgetter
+
+from .....bus.control import TiersChanged
+from .....bus.messages import KVMove
+from .changes import TierChanges
+from .host_slots import HostSlots
+from .transports.peers import Peers, Transfer
+from .transports.slots import WantedBlock
+
+MOST_AT_ONCE = 64
+"""Blocks of one transfer. The first blocks of a long prompt can be loaded while others come."""
+
+_THREADS = 2
+
+
+class PeerFetches:
+    """Threads that read blocks of other executors, as `Fetches` reads those of the disk."""
+
+    def __init__(self, slots: HostSlots, changes: TierChanges, secret: str) -> None:
+        """Args: where blocks go, where they are reported, and `engine.kv_secret`."""
+        self._slots = slots
+        self._changes = changes
+        self._peers = Peers(secret)
+        self._transfers: list[Transfer] = []
+        self._threads = ThreadPoolExecutor(_THREADS, "kv-receive")
+
+    def submit(self, moves: Sequence[KVMove]) -> None:
+        """Read blocks, each to the slot of its move."""
+        for source, group in groupby(moves, attrgetter("source")):
+            for part in _parts(list(group)):
+                self._threads.submit(self._fetch, source, part, self._changes.generation)
+
+    def take_transfers(self) -> list[Transfer]:
+        """Return the transfers since the last call. Any thread."""
+        transfers, self._transfers = self._transfers, []
+        return transfers
+
+    def reset(self) -> None:
+        """End all connections; what is being read is dropped."""
+        self._peers.close()
+
+    def close(self) -> None:
+        """End all connections and threads."""
+        self._peers.close()
+        self._threads.shutdown(cancel_futures=True)
+        self._peers.close()
+
+    def _fetch(self, source: str, moves: Sequence[KVMove], generation: int) -> None:
+        whole = [False] * len(moves)
+        try:
+            with ExitStack() as held:
+                # In one order, so that two transfers never wait for each other.
+                for slot in sorted(move.slot for move in moves):
+                    held.enter_context(self._slots.held(slot))
+                if generation == self._changes.generation:
+                    memory = self._slots.memory
+                    wanted = [WantedBlock(m.other, m.source_name, memory[m.slot]) for m in moves]
+                    whole, transfer = self._peers.read(source, wanted)
+                    self._transfers.append(transfer)
+        finally:
+            # In any case: sequences wait for the report.
+            came = tuple(move.name for move, is_whole in zip(moves, whole, strict=True) if is_whole)
+            lost = tuple(
+                move.name for move, is_whole in zip(moves, whole, strict=True) if not is_whole
+            )
+            self._changes.add(TiersChanged(fetched=came, lost=lost), generation)
+
+
+def _parts(moves: list[KVMove]) -> Iterator[list[KVMove]]:
+    for start in range(0, len(moves), MOST_AT_ONCE):
+        yield moves[start : start + MOST_AT_ONCE]

@@ -1,0 +1,101 @@
+"""Other executors whose offered blocks this one reads."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import msgspec
+
+from ......config import ModelError
+from .slots import AttachedSlots, BlockSource, SlotAddress, WantedBlock, slots_here, this_host
+from .tcp import TcpSlots
+
+
+class Transfer(NamedTuple):
+    """A finished read.
+
+    Attributes:
+        transport: "process", "memory" or "tcp"; "" if there is no way.
+        seconds: Its duration.
+        num_blocks: Blocks that came whole.
+        num_bytes: Their bytes.
+        num_failed: Other blocks.
+        error: Why none came; "" if some did, or were not offered any more.
+    """
+
+    transport: str
+    seconds: float
+    num_blocks: int
+    num_bytes: int
+    num_failed: int
+    error: str = ""
+
+
+class Peers:
+    """Connections to other executors, by address; any thread may read.
+
+    A connection that fails is dropped, and made again for the next read.
+    """
+
+    def __init__(self, secret: str = "") -> None:
+        """`secret`: as `engine.kv_secret`."""
+        self._secret = secret
+        self._sources: dict[str, BlockSource] = {}
+        self._lock = threading.Lock()
+
+    def read(self, address: str, wanted: Sequence[WantedBlock]) -> tuple[list[bool], Transfer]:
+        """Read blocks from one executor.
+
+        Returns:
+            For each block whether it is whole, and the transfer.
+        """
+        started = time.perf_counter()
+        transport, error, whole = "", "", [False] * len(wanted)
+        try:
+            transport, connect = way_to(SlotAddress.decode(address), self._secret)
+            whole = self._source(address, connect).read(wanted)
+        except (OSError, ModelError, msgspec.MsgspecError) as problem:
+            error = str(problem)
+            self._drop(address)
+        num_bytes = sum(each.into.nbytes for each, came in zip(wanted, whole, strict=True) if came)
+        seconds = time.perf_counter() - started
+        failed = whole.count(False)
+        return whole, Transfer(transport, seconds, len(whole) - failed, num_bytes, failed, error)
+
+    def close(self) -> None:
+        """End all connections; reads in flight fail."""
+        for address in [*self._sources]:
+            self._drop(address)
+
+    def _source(self, address: str, connect: Callable[[], BlockSource]) -> BlockSource:
+        if (source := self._sources.get(address)) is not None:
+            return source
+        with self._lock:
+            if address not in self._sources:
+                self._sources[address] = connect()
+            return self._sources[address]
+
+    def _drop(self, address: str) -> None:
+        if (source := self._sources.pop(address, None)) is not None:
+            source.close()
+
+
+def way_to(address: SlotAddress, secret: str) -> tuple[str, Callable[[], BlockSource]]:
+    """Return the shortest way to an executor's slots, and how to connect.
+
+    Raises:
+        OSError: There is none.
+    """
+    here = slots_here(address.incarnation)
+    if here is not None:
+        return "process", here.reader
+    if address.host and address.host == this_host():
+        return "memory", lambda: AttachedSlots(address)
+    if address.tcp:
+        return "tcp", lambda: TcpSlots(address, secret)
+    raise ConnectionError(
+        "the other executor is on another host, and doesn't listen; set engine.kv_listen there"
+    )

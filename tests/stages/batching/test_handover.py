@@ -1,0 +1,308 @@
+"""A sequence that is handed over goes on behind its first token, with its blocks or without."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+
+import msgspec
+import pytest
+
+from nano_inference.bus.control import Cancel
+from nano_inference.bus.messages import AdmittedRequest, Handover
+from nano_inference.stages.batching.tiers import OFFER_S, KVTiers
+
+from .replica import CACHE_TYPES, CacheType, FakeReplica, expected, reported
+
+PROMPT = list(range(20, 43))  # five full blocks of four tokens, and three tokens
+
+
+def replica(address: str, **settings: int | str) -> FakeReplica:
+    return FakeReplica(**{"host_slots": 16, "address": address, **settings})  # type: ignore[arg-type]
+
+
+def tiers_of(replica: FakeReplica) -> KVTiers:
+    assert replica.core.tiers is not None
+    return replica.core.tiers
+
+
+def num_computed(replica: FakeReplica) -> int:
+    """The tokens computed for requests."""
+    counters = replica.core.take_counters()
+    return counters.prefilled + counters.decoded
+
+
+class Pair:
+    """A replica that prefills, one that decodes, and fairness between them."""
+
+    def __init__(self, **settings: int | str) -> None:
+        self.giver, self.taker = replica("giver", **settings), replica("taker", **settings)
+        self.taker.executor.peers = {"giver": self.giver.executor}
+        self.requests: dict[int, AdmittedRequest] = {}
+        self.handovers: deque[Handover] = deque()
+
+    def add(self, prompt: list[int], seq_ids: list[int], **fields: object) -> None:
+        core, added = self.giver.core, []
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(core, "add", lambda request, deadline_ns: added.append(request))
+            self.giver.add(prompt, seq_ids, hands_over=True, **fields)  # type: ignore[arg-type]
+        core.add(added[0])
+        self.requests |= dict.fromkeys(seq_ids, added[0])
+
+    def collect(self) -> None:
+        """Take the handovers, behind the report of their work."""
+        handovers = self.giver.core.take_handovers()
+        self.giver.core.take_report(due=bool(handovers))
+        self.handovers += handovers
+
+    def pass_on(self) -> None:
+        handover = self.handovers.popleft()
+        request = self.requests[handover.seq_id]
+        (spec,) = [each for each in request.sequences if each.seq_id == handover.seq_id]
+        self.taker.send(
+            msgspec.structs.replace(
+                request,
+                sequences=(msgspec.structs.replace(spec, generated=handover.generated),),
+                hands_over=False,
+                remote=handover.blocks,
+            )
+        )
+
+    def run(self) -> None:
+        while True:
+            self.giver.run()
+            self.collect()
+            if not self.handovers:
+                break
+            while self.handovers:
+                self.pass_on()
+        self.taker.run()
+        self.giver.core.release_offers(self.requests)
+
+    def outputs(self, seq_id: int) -> list[int]:
+        return [
+            *self.giver.outputs.get(seq_id, []),
+            *self.taker.outputs.get(seq_id, []),
+        ]
+
+    def check(self) -> None:
+        self.giver.check()
+        self.taker.check()
+
+
+@pytest.mark.parametrize("cache_type", CACHE_TYPES)
+def test_the_taker_computes_only_what_is_not_in_full_blocks(cache_type: CacheType) -> None:
+    pair = Pair(cache_type=cache_type)
+    pair.add(PROMPT, [1])
+    pair.run()
+    assert pair.giver.outputs == {1: expected(PROMPT, 1)}
+    assert pair.outputs(1) == expected(PROMPT, 8)
+    # Three tokens behind the full blocks, the first generated one, and six more.
+    assert num_computed(pair.taker) == 3 + 1 + 6
+    assert tiers_of(pair.giver).take_counts().offered == 5
+    assert tiers_of(pair.taker).take_counts().received == 5
+    pair.check()
+
+
+def test_samples_of_one_request_are_handed_over_one_by_one() -> None:
+    pair = Pair()
+    pair.add(PROMPT, [1, 2, 3])
+    pair.run()
+    assert all(pair.outputs(seq_id) == expected(PROMPT, 8) for seq_id in (1, 2, 3))
+    assert num_computed(pair.giver) == len(PROMPT)
+    assert tiers_of(pair.taker).take_counts().received == 5, "each block came once"
+
+
+def test_a_sequence_that_ends_with_its_first_token_stays() -> None:
+    pair = Pair()
+    pair.add(PROMPT, [1], max_tokens=1)
+    pair.giver.run()
+    pair.collect()
+    assert not pair.handovers
+    assert pair.giver.reasons == {1: "length"}
+    assert not tiers_of(pair.giver).has_offers
+
+
+def test_a_handover_frees_its_place_and_is_not_an_end() -> None:
+    pair = Pair()
+    pair.add(PROMPT, [1])
+    pair.giver.run()
+    report = reported(pair.giver)
+    assert (report.sequences, report.ended, report.steps) == (1, (), ((1,),))
+    assert report.started == ((1, len(PROMPT)),)
+    (handover,) = pair.giver.core.take_handovers()
+    assert handover.generated == tuple(expected(PROMPT, 1))
+    assert pair.giver.core.idle
+
+
+def test_offered_blocks_keep_their_slots_until_they_are_released() -> None:
+    pair = Pair(host_slots=6, num_blocks=8)
+    pair.add(PROMPT, [1])
+    pair.giver.run()
+    pair.collect()
+    for seq_id in range(2, 9):
+        pair.giver.add([seq_id] * 16, seq_id)  # each evicts blocks, which want slots
+        pair.giver.run()
+    pair.pass_on()
+    pair.taker.run()
+    assert tiers_of(pair.taker).take_counts().received == 5
+    pair.giver.core.release_offers([1])
+    assert not tiers_of(pair.giver).has_offers
+    pair.check()
+
+
+def test_an_offer_ends_by_itself() -> None:
+    pair = Pair()
+    pair.add(PROMPT, [1])
+    pair.giver.run()
+    end_ns = int(OFFER_S * 1e9)
+    pair.giver.core.plan(end_ns - 1)
+    assert tiers_of(pair.giver).has_offers
+    pair.giver.core.plan(end_ns)
+    assert not tiers_of(pair.giver).has_offers
+
+
+def test_without_room_the_leading_blocks_are_offered() -> None:
+    pair = Pair(host_slots=3)
+    pair.add(PROMPT, [1])
+    pair.run()
+    assert pair.outputs(1) == expected(PROMPT, 8)
+    assert tiers_of(pair.giver).take_counts().offered == 3
+    pair.check()
+
+
+def test_without_tiers_the_taker_computes_all() -> None:
+    pair = Pair(host_slots=0)
+    pair.add(PROMPT, [1])
+    pair.run()
+    assert pair.outputs(1) == expected(PROMPT, 8)
+    assert num_computed(pair.taker) == len(PROMPT) + 7
+
+
+@pytest.mark.parametrize("difference", ["layout", "weights", "weight_version", "adapter_version"])
+def test_a_difference_in_one_field_is_a_miss(difference: str) -> None:
+    pair = Pair()
+    pair.add(PROMPT, [1])
+    pair.giver.run()
+    pair.collect()
+    handover = pair.handovers.popleft()
+    value: str | int = 7 if difference.endswith("version") else "other"
+    blocks = msgspec.structs.replace(handover.blocks, **{difference: value})
+    pair.handovers.append(msgspec.structs.replace(handover, blocks=blocks))
+    pair.run()
+    assert pair.outputs(1) == expected(PROMPT, 8)
+    assert tiers_of(pair.taker).take_counts().received == 0
+
+
+def test_new_weights_at_the_taker_make_the_blocks_useless() -> None:
+    """They came with the same version number, before the taker's change."""
+    pair = Pair()
+    pair.add(PROMPT, [1])
+    pair.giver.run()
+    pair.collect()
+    pair.pass_on()
+    pair.taker.core.change_weights(1, "keep")
+    pair.taker.run()
+    assert pair.outputs(1) == expected(PROMPT, 8)
+    assert tiers_of(pair.taker).take_counts().loaded == 0
+
+
+def test_a_prompt_computed_across_new_weights_is_not_offered() -> None:
+    pair = Pair(max_tokens_per_batch=8)
+    pair.add(PROMPT, [1])
+    pair.giver.steps(1)
+    pair.giver.core.change_weights(1, "keep")
+    pair.run()
+    assert pair.outputs(1) == expected(PROMPT, 8)
+    assert tiers_of(pair.giver).take_counts().offered == 0
+
+
+def test_a_cancelled_sequence_that_was_handed_over_counts_as_begun() -> None:
+    """Streaming has its first token."""
+    pair = Pair()
+    pair.add(PROMPT, [1])
+    pair.giver.run()
+    pair.collect()
+    pair.pass_on()
+    pair.taker.core.cancel(Cancel("1", "1", "cancelled", "cancelled", ""))
+    pair.taker.run()
+    (ended,) = [cancel for plan in pair.taker.log for cancel in plan.ended]
+    assert not ended.unstarted
+
+
+def test_a_paused_sequence_is_handed_over_after_its_next_token() -> None:
+    pair = Pair()
+    pair.add(PROMPT, [1])
+    pair.giver.plan()
+    pair.giver.core.pause_sequences([1])
+    pair.giver.retire_all()
+    pair.collect()
+    if not pair.handovers:  # it paused with its first token
+        pair.giver.core.resume_sequences([1])
+    pair.run()
+    assert pair.outputs(1) == expected(PROMPT, 8)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_whatever_happens_the_tokens_are_the_same(seed: int) -> None:
+    """Lost blocks, lost plans, new weights, preemptions, cancellations, full slots."""
+    draw = random.Random(seed)
+    pair = Pair(
+        host_slots=draw.choice((0, 3, 8, 40)),
+        num_blocks=draw.choice((14, 30)),
+        disk_blocks=draw.choice((0, 6)),
+        cache_type=draw.choice(CACHE_TYPES),
+        max_tokens_per_batch=draw.choice((8, 32)),
+        max_draft_tokens=0,
+    )
+    shared = [draw.randrange(50) for _ in range(16)]
+    prompts: dict[int, list[int]] = {}
+    lengths: dict[int, int] = {}
+    cancelled: set[int] = set()
+    for _ in range(400):
+        action = draw.choice(("add", "step", "step", "step", "pass", "tier", "tier", "odd"))
+        if action == "add" and len(prompts) < 24:
+            prompt = shared[: draw.randrange(17)] + [draw.randrange(50) for _ in range(9)]
+            seq_ids = [len(prompts) + index for index in range(draw.randrange(1, 3))]
+            length = draw.randrange(1, 8)
+            prompts |= dict.fromkeys(seq_ids, prompt)
+            lengths |= dict.fromkeys(seq_ids, length)
+            pair.add(prompt, seq_ids, max_tokens=length)
+        elif action == "step":
+            each = draw.choice((pair.giver, pair.taker))
+            if not each.plan() or draw.random() < 0.5:
+                each.retire()
+            pair.collect()
+        elif action == "pass" and pair.handovers:
+            pair.pass_on()
+        elif action == "tier":
+            draw.choice((pair.giver, pair.taker)).change_tiers()
+        elif action == "odd":
+            odd = draw.randrange(8)
+            if odd == 0:
+                pair.giver.core.release_offers(range(len(prompts)))  # too early for some
+            elif odd == 1:
+                pair.taker.lose_plans()
+            elif odd == 2:
+                draw.choice((pair.giver, pair.taker)).core.cache.flush()
+            elif odd == 3 and not pair.giver.plans:
+                pair.giver.executor.offered.clear()  # another process took its memory away
+            elif odd == 4 and prompts:
+                seq_id = draw.choice(list(prompts))
+                name = pair.requests[seq_id].info.request_id
+                same = [s for s, r in pair.requests.items() if r.info.request_id == name]
+                cancelled |= set(same)
+                pair.handovers = deque(h for h in pair.handovers if h.seq_id not in same)
+                for each in (pair.giver, pair.taker):
+                    each.core.cancel(Cancel(name, name, "cancelled", "cancelled", ""))
+        pair.check()
+    pair.run()
+    pair.check()
+    for seq_id, prompt in prompts.items():
+        wanted = expected(prompt, lengths[seq_id])
+        found = pair.outputs(seq_id)
+        # A lost plan's tokens are made again.
+        assert found[-len(wanted) :] == wanted or seq_id in cancelled, seq_id
+    assert pair.giver.core.idle
+    assert pair.taker.core.idle
+    assert not tiers_of(pair.giver).has_offers if pair.giver.core.tiers else True

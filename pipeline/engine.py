@@ -15,19 +15,13 @@ from torch import Tensor
 from ..bus.control import MEMORY_TAGS, Cancel, JoinWeightsGroup, MemoryTag
 from ..bus.entries import RequestEntry
 from ..bus.messages import StepPlan
-from ..bus.public import (
-    Completion,
-    EmbedParams,
-    GenerateRequest,
-    KVSession,
-    KVSessionResult,
-    SessionAction,
-)
+from ..bus.public import EmbedParams, GenerateRequest, KVSession, KVSessionResult, SessionAction
 from ..bus.weights import InFlight, WeightsSource, check_in_flight
 from ..config import (
     AdapterError,
     BusConfig,
     Config,
+    ConfigError,
     EngineConfig,
     ModelError,
     PoolingKind,
@@ -47,7 +41,7 @@ from ..stages.executor.runner.adapters.peft import (
 )
 from ..stages.executor.runner.weights.sync_manager import weights_lost
 from ..stages.executor.runner.weights.transports import WeightGroups
-from ..stages.streaming.core import StreamingCore
+from ..stages.streaming.core import EndedRequest, StreamingCore
 from ..stages.tier_log import log_differences
 from ..store.board import LoadedAdapter
 from ..telemetry import now_ns
@@ -60,6 +54,7 @@ from .engine_requests import (
     make_request,
     make_requests,
     make_sample,
+    with_scores,
 )
 from .engine_weights import receive_weights
 from .rollouts import Prompt, RequestId, RolloutEngine, TrainingSample
@@ -94,8 +89,11 @@ class InferenceEngine:
 
         Raises:
             ModelError: The model is missing or can't be served.
+            ConfigError: `kv_events` is set: they are published on a bus.
         """
         self.config = own = config or EngineConfig()
+        if own.kv_events:
+            raise ConfigError("engine.kv_events needs a bus: leave it out here, or run a Pipeline")
         if own.reference_model_path:
             # The reference is an engine here, and no part of the cores as in a pipeline.
             own = replace(own, reference_model_path="")
@@ -124,7 +122,8 @@ class InferenceEngine:
         self._streaming = StreamingCore(tokenizer if self._executor.model.generates else None)
         self._requests = UnfinishedRequests()
         self._groups = WeightGroups()
-        # Samples that finished while `generate` waited for others; the next `step` returns them.
+        # Samples from the response cache, and those that finished while `generate` waited for
+        # others; the next `step` returns them.
         self._uncollected: list[Finished] = []
         # The last version of each adapter id, unloaded ones included.
         self._adapter_versions: dict[str, int] = {}
@@ -284,7 +283,7 @@ class InferenceEngine:
             "kv_session": kv_session,
         }
         request = make_request(prompt, sampling_params, num_samples, **more)
-        self._queue(name, request_id, request)
+        self._uncollected += self._queue(name, request_id, request)
         return request_id
 
     def step(self) -> list[TrainingSample]:
@@ -353,6 +352,7 @@ class InferenceEngine:
         finally:
             self._report_memory()
         self._batching.change_weights(version, in_flight)
+        self._admission.set_weights(version)
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return the current weights by parameter name, as `update_weights` takes them; not copies.
@@ -507,8 +507,9 @@ class InferenceEngine:
     # --- cache and shutdown -------------------------------------------------------------------
 
     def flush_cache(self) -> None:
-        """Drop all cached prefixes; running sequences are not affected."""
+        """Drop all cached prefixes and responses; running sequences are not affected."""
         self._batching.cache.flush()
+        self._admission.responses.clear()
 
     def kv_session(
         self, session: str, action: SessionAction, *, ttl_s: float | None = None
@@ -556,13 +557,17 @@ class InferenceEngine:
             raise RuntimeError("this engine was shut down; make another one")
         return self._core
 
-    def _queue(self, name: str, request_id: RequestId | None, request: GenerateRequest) -> None:
+    def _queue(self, name: str, id: RequestId | None, request: GenerateRequest) -> list[Finished]:
+        """Queue a request, or return its samples from the response cache."""
         now = now_ns()
         request = replace(request, request_id=name)
-        opened, new = self._admission.admit(RequestEntry(name, request), now, now)
-        self._requests.add(name, Unfinished(new.prompt.token_ids, request.sampling, request_id))
-        self._streaming.open(opened, now)
-        self._batching.add(new)
+        accepted = self._admission.admit(RequestEntry(name, request), now, now)
+        self._requests.add(name, Unfinished(accepted, request.sampling, id))
+        deliveries = self._streaming.open(self._admission.look_up(accepted), now)
+        for ended in (ended for each in deliveries for ended in each.ended):
+            return self._finished(ended)[1]
+        self._batching.add(accepted.admitted)
+        return []
 
     def _run_all(self, requests: Sequence[GenerateRequest], show_progress: bool) -> list[Finished]:
         """Queue the requests and step until all have ended; return their samples in order."""
@@ -572,9 +577,10 @@ class InferenceEngine:
             for request in requests:
                 name = self._requests.new_name()
                 names[name] = None
-                self._queue(name, None, request)
+                if served := self._queue(name, None, request):
+                    finished[name] = served
             with Progress(console=Console(stderr=True), disable=not show_progress) as progress:
-                bar = progress.add_task("Generating", total=len(names))
+                bar = progress.add_task("Generating", total=len(names), completed=len(finished))
                 while len(finished) < len(names):
                     for name, samples in self._advance():
                         if name in names:
@@ -596,7 +602,7 @@ class InferenceEngine:
         cancel = Cancel(name, name, "cancelled", "cancelled", "aborted")
         self._batching.cancel(cancel)
         (ended,) = self._streaming.end(cancel, now_ns()).ended
-        return self._with_reference(self._finished(ended.completion)[1])
+        return self._with_reference(self._finished(ended)[1])
 
     def _advance(self) -> list[tuple[str, list[Finished]]]:
         executor = self._executor
@@ -630,12 +636,13 @@ class InferenceEngine:
         self._batching.stop(deliveries.halts)
         # An aborted request ends a second time when the executor returns its cancellation.
         finished = [
-            self._finished(ended.completion)
+            self._finished(ended)
             for ended in deliveries.ended
             if ended.completion.request_id in self._requests
         ]
         if refused := executor.weights.take_refused():
             self._uncollected += [pair for _, pairs in finished for pair in pairs]
+            self._admission.set_weights(executor.weights.version)
             raise refused
         return finished
 
@@ -653,26 +660,19 @@ class InferenceEngine:
                 return plan
             tiers.wait(_FETCH_WAIT_S)
 
-    def _finished(self, completion: Completion) -> tuple[str, list[Finished]]:
+    def _finished(self, ended: EndedRequest) -> tuple[str, list[Finished]]:
+        completion = ended.completion
         name = completion.request_id
         request = self._requests.finish(name)
+        self._admission.keep(request.accepted, ended.response)
         samples = [make_sample(request, completion, sample) for sample in completion.samples]
         return name, [(sample, request.params) for sample in samples]
 
     def _with_reference(self, finished: list[Finished]) -> list[TrainingSample]:
         """Return the samples, with the logprobs of the reference model if there is one."""
-        begun = [pair for pair in finished if pair[0].completion_tokens]
-        if self._reference is None or not begun:
+        if self._reference is None:
             return [sample for sample, _ in finished]
-        scores = self._reference.score(
-            [sample.prompt_tokens for sample, _ in begun],
-            [sample.completion_tokens for sample, _ in begun],
-            [params for _, params in begun],
-        )
-        by_sample = {id(sample): score for (sample, _), score in zip(begun, scores, strict=True)}
-        return [
-            replace(sample, ref_logprobs=by_sample.get(id(sample), ())) for sample, _ in finished
-        ]
+        return with_scores(finished, self._reference.score)
 
     def _report_memory(self) -> None:
         """Report to batching the memory that is missing, and that waits to be released."""

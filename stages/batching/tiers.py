@@ -6,7 +6,7 @@ The executor moves the bytes, in the order of the plans; here a block is a name,
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import takewhile
@@ -15,8 +15,10 @@ from typing import NamedTuple
 import xxhash
 
 from ...bus.control import AuditedBlock, TierCapacity, TiersChanged
+from ...bus.kv_events import DISK, HOST, Medium
 from ...bus.messages import CacheScope, KVMove, RemoteBlocks, StepPlan
 from .eviction import POLICIES
+from .kv_events import KVEventLog
 
 FETCH_SHARE = 2
 """At most one in so many host slots waits for the disk."""
@@ -113,7 +115,12 @@ class KVTiers:
     """
 
     def __init__(
-        self, capacity: TierCapacity, block_size: int, policy: str, audit_every: int = 0
+        self,
+        capacity: TierCapacity,
+        block_size: int,
+        policy: str,
+        audit_every: int = 0,
+        events: KVEventLog | None = None,
     ) -> None:
         """Set up empty tiers.
 
@@ -122,6 +129,7 @@ class KVTiers:
             block_size: Tokens of a block.
             policy: Name of the eviction policy.
             audit_every: 0 for no audit. Without deterministic mode there is none.
+            events: Log of the blocks that can be found; None for no log.
         """
         self.capacity = capacity
         self.chosen: deque[LoadedBlock] = deque(maxlen=MOST_CHOSEN)
@@ -145,6 +153,7 @@ class KVTiers:
         self._pinned: Counter[bytes] = Counter()  # blocks that keep their slots
         self._moves: list[KVMove] = []
         self._counts = TierCounts()
+        self._events = events
 
     def root(self, weight_version: int, scope: CacheScope) -> int:
         """Return the root of the block-hash chain of a scope.
@@ -319,6 +328,7 @@ class KVTiers:
             self._moves.append(KVMove("drop", name))
         self._on_disk.clear()
         self._disk.clear()
+        self._log_lost(DISK)
 
     def forget_host(self) -> None:
         """Forget the blocks in host slots, and all that are being written or fetched."""
@@ -329,6 +339,11 @@ class KVTiers:
         self._offers.clear()
         self._pinned.clear()
         self.chosen.clear()
+        self._log_lost(HOST)
+
+    def disown(self, names: Set[bytes]) -> None:
+        """Delete these blocks once they are written: no sequence can find them any more."""
+        self._flushed |= self._writing & names
 
     # --- plans and reports --------------------------------------------------------------------
 
@@ -366,6 +381,7 @@ class KVTiers:
         if changes.whole:
             for name in self._on_disk.difference(changes.stored):
                 self._disk.remove(name)
+                self._log_removed(DISK, name)
             self._on_disk.intersection_update(changes.stored)
         for name in changes.stored:
             self._writing.discard(name)
@@ -375,6 +391,7 @@ class KVTiers:
             elif name not in self._on_disk:
                 self._on_disk.add(name)
                 self._disk.add(name)
+                self._log_stored(DISK, name)
         if changes.whole:
             # Nothing is being written any more.
             self._writing.clear()
@@ -388,16 +405,20 @@ class KVTiers:
             if name in self._on_disk:
                 self._on_disk.remove(name)
                 self._disk.remove(name)
+                self._log_removed(DISK, name)
             self._end_fetch(name, whole=False)
         for block in changes.audited:
             self._counts.audited += 1
             if block.loaded != block.computed:
                 self._counts.different += 1
                 self.difference = self.difference or block
+                self._log_lost(HOST)
+                self._log_lost(DISK)
         while len(self._on_disk) > self.capacity.disk_blocks:
             victim = self._disk.evict()
             assert victim is not None, "a block on disk has no place in the order of eviction"
             self._on_disk.remove(victim)
+            self._log_removed(DISK, victim)
             self._moves.append(KVMove("drop", victim))
 
     def forget_plans(self, plans: Sequence[StepPlan]) -> None:
@@ -413,6 +434,7 @@ class KVTiers:
                 ):
                     self._host.remove(move.name)
                     self._free_slots.append(self._slot_of.pop(move.name))
+                    self._log_removed(HOST, move.name)
         self._free_slots += self._fetching.values()
         self._flushed -= self._fetching.keys()
         self._fetching.clear()
@@ -468,12 +490,31 @@ class KVTiers:
     def _fill(self, name: bytes, slot: int) -> None:
         self._slot_of[name] = slot
         self._host.add(name)
+        self._log_stored(HOST, name)
 
     def _take_slot(self) -> int | None:
         if self._free_slots:
             return self._free_slots.pop()
         victim = self._host.evict(self._pinned.keys())
-        return None if victim is None else self._slot_of.pop(victim)
+        if victim is None:
+            return None
+        self._log_removed(HOST, victim)
+        return self._slot_of.pop(victim)
+
+    def _log_stored(self, medium: Medium, name: bytes) -> None:
+        """Log a block that can be found in a tier: while tiers are off, or slower than computing,
+        there is none."""
+        pays = self._host_pays if medium == HOST else self._disk_pays
+        if self._events is not None and pays and self.difference is None:
+            self._events.store_below(medium, name)
+
+    def _log_removed(self, medium: Medium, name: bytes) -> None:
+        if self._events is not None:
+            self._events.remove_below(medium, name)
+
+    def _log_lost(self, medium: Medium) -> None:
+        if self._events is not None:
+            self._events.lose(medium)
 
     def _end_fetch(self, name: bytes, *, whole: bool) -> None:
         slot = self._fetching.pop(name, None)

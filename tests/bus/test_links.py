@@ -32,6 +32,10 @@ GRANT = messages.SessionGrant("pin", 3, 16, True, "no room")
 NEW = messages.NewSequence(7, (1, 2), 0, 0, (4, 5), SAMPLING, SPEC, INFO, session=GRANT)
 STARTED = messages.StartedSequence(7, 1, "r", "1-0", 0, 0, 6, QUEUED, GRANT)
 TURN = KVSession(id="agent", ttl_s=9.5, after="demote")
+RESPONSE = messages.StoredResponse(
+    (messages.StoredSample((4, 5), (-0.5, -float("inf")), (((4, -0.5),), ()), "stop"),), 3, 2, 1
+)
+REMOTE = messages.RemoteBlocks("here", "layout", "weights", 3, 2, ((b"a" * 16, 4),))
 DRAFT = messages.VerifiedDraft(7, "prompt", 3, 2)
 ITEMS = (messages.RecoveryItem("r", "1-0"), messages.RecoveryItem("1-1", "1-1"))
 CANCEL = control.Cancel("r", "1-0", "expired", "deadline", "too late", unstarted=True)
@@ -40,6 +44,11 @@ MODEL = ModelConfig(id="a", path="/a", settings={"engine.max_batch_size": 4})
 SAMPLES: tuple[Message, ...] = (
     messages.AdmittedRequest(INFO, PROMPT, SAMPLING, (SPEC,), "default", -1, rank=4),
     messages.AdmittedRequest(INFO, PROMPT, SAMPLING, (SPEC,), "default", 0, kv_session=TURN),
+    messages.AdmittedRequest(
+        *(INFO, PROMPT, SAMPLING, (SPEC,), "default", 0), hands_over=True, remote=REMOTE
+    ),
+    messages.Handover(7, (4,), REMOTE),
+    messages.ReleaseBlocks((7, 8)),
     messages.PauseSequences((1, 2)),
     messages.ResumeSequences((7, 8), -5),
     messages.Credit(3, ((7, 8), (8,)), ((9, 12),), (7,), (8,), 1_000_000, 640),
@@ -56,6 +65,9 @@ SAMPLES: tuple[Message, ...] = (
     messages.Recover(ITEMS, 1),
     messages.Recovered("1-0", (messages.RecoveredSample(1, (4, 5), True),)),
     messages.RequestFinished("r", "1-0"),
+    messages.RequestFinished("r", "1-0", RESPONSE),
+    messages.RequestOpened("r", "1-0", "tiny", 1, True, (), (1, 2), keeps=1 << 49),
+    messages.RequestOpened("r", "1-0", "tiny", 1, True, (), (1, 2), response=RESPONSE),
     messages.Fenced(("1-0", "1-1")),
     CANCEL,
     control.StopSequences((1,)),
@@ -80,10 +92,12 @@ SAMPLES: tuple[Message, ...] = (
     control.ControlSession("default", "agent", "prefetch", 2.5),
     control.Drain(5),
     control.UpdateFairness(FairnessConfig(aging_s=3.5)),
+    control.UpdateRoles(("prefill", "both")),
     control.LoadAdapter("sql", "/adapters/sql", version=3),
     control.UnloadAdapter("sql"),
     control.AdapterReady("sql", 3, "retract"),
     control.AdaptersChanged("executor-1a", (LoadedAdapter("sql", 3),)),
+    control.WeightsChanged("executor.1", 7),
     control.LoadModel("a"),
     control.LoadModel("a", MODEL),
     control.UnloadModel("a", 2.5, True),

@@ -69,6 +69,19 @@ async def settled(record: Recorded) -> None:
     await record.pipeline.complete({"prompt": "1", "sampling": {"max_tokens": 2}})
 
 
+async def test_a_trace_says_whether_the_response_was_cached() -> None:
+    settings = {"engine__deterministic": True, "engine__response_cache_bytes": 1 << 20}
+    async with recorded(**settings) as record:
+        first = await record.pipeline.complete(asking("1 + 1 ="))
+        await until(lambda: record.pipeline._actors["admission"].load()["responses"] == 1)
+        second = await record.pipeline.complete(asking("1 + 1 ="))
+        await settled(record)
+    computed, served = record.of(first), record.of(second)
+    assert sorted(served) == ["admission", "publish", "streaming"]
+    for spans, result in ((computed, "miss"), (served, "hit")):
+        assert spans["streaming"][0].attributes[names.RESPONSE_RESULT] == result
+
+
 async def test_a_trace_has_every_stage_and_the_parts_of_the_executor() -> None:
     async with recorded() as record:
         done = await record.pipeline.complete(asking("1 + 1 ="))

@@ -129,6 +129,8 @@ class ChoicesWriter:
             usage.setdefault("completion_tokens_details", {}).update(
                 accepted_prediction_tokens=accepted, rejected_prediction_tokens=rejected
             )
+        if cached := sum(usage.cached_completion_tokens for usage in usages):
+            usage.setdefault("completion_tokens_details", {}).update(cached_tokens=cached)
         for of_session in of_sessions:  # one: a turn has one prompt
             usage |= of_session
         return usage

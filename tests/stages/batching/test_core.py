@@ -278,8 +278,8 @@ def test_random_traces_conserve_blocks_and_outputs(
     cache_type: CacheType,
     tiers: tuple[int, int],
 ) -> None:
-    """With host slots and blocks on disk, too; loaded blocks are audited. Single samples are turns
-    of sessions."""
+    """With host slots and blocks on disk, too; loaded blocks are audited, events published. Single
+    samples are turns of sessions."""
     replica = FakeReplica(
         host_slots=tiers[0],
         disk_blocks=tiers[1],
@@ -289,6 +289,7 @@ def test_random_traces_conserve_blocks_and_outputs(
         max_batch_size=5,
         max_tokens_per_batch=9,
         steps_ahead=steps_ahead,
+        kv_events=True,
     )
     core = replica.core
     wanted: dict[int, list[int]] = {}

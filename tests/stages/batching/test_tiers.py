@@ -11,7 +11,11 @@ from nano_inference.bus.control import TierCapacity, TiersChanged
 from nano_inference.bus.messages import DEFAULT_SCOPE, CacheScope, KVMove, StepPlan
 from nano_inference.stages.batching import KVCacheManager, Lease, PagedKVCache, RadixKVCache
 from nano_inference.stages.batching.eviction import POLICIES
+from nano_inference.stages.batching.kv_events import KVEventLog
 from nano_inference.stages.batching.tiers import KVTiers
+
+from ...kv_router import Router
+from .events import check_match, check_router
 
 SIZE = 4
 CACHES = (PagedKVCache, RadixKVCache)
@@ -20,7 +24,12 @@ KV = tuple[object, ...]
 
 
 def make_tiers(
-    *, host: int = 8, disk: int = 0, policy: str = "lru", token_ns: int = 1000
+    *,
+    host: int = 8,
+    disk: int = 0,
+    policy: str = "lru",
+    token_ns: int = 1000,
+    events: KVEventLog | None = None,
 ) -> KVTiers:
     capacity = TierCapacity(
         host_slots=host,
@@ -33,7 +42,7 @@ def make_tiers(
         fetch_ns=10,
         token_ns=token_ns,
     )
-    return KVTiers(capacity, SIZE, policy)
+    return KVTiers(capacity, SIZE, policy, events=events)
 
 
 class Executor:
@@ -85,6 +94,7 @@ class Replica:
         self.cache, self.tiers = cache, cache.tiers
         self.executor = Executor(cache.num_blocks)
         self.running: list[Lease] = []
+        self.router = Router()
 
     def kv_of(self, lease: Lease, index: int) -> KV:
         tokens = tuple(lease.token_ids[: (index + 1) * SIZE])
@@ -117,10 +127,17 @@ class Replica:
 
     def check(self) -> None:
         self.cache.check(self.running)
+        if self.cache.events is not None:
+            check_router(self.cache, self.router)
 
 
-def replica_of(kind: type[PagedKVCache | RadixKVCache], tiers: KVTiers, blocks: int) -> Replica:
-    return Replica(kind(blocks, SIZE, tiers))
+def replica_of(
+    kind: type[PagedKVCache | RadixKVCache],
+    tiers: KVTiers,
+    blocks: int,
+    events: KVEventLog | None = None,
+) -> Replica:
+    return Replica(kind(blocks, SIZE, tiers, events))
 
 
 def prompt(number: int, blocks: int = 3) -> list[int]:
@@ -248,14 +265,18 @@ def test_the_disk_stays_within_its_size() -> None:
 def test_random_lives_never_find_other_kv(
     kind: type[PagedKVCache | RadixKVCache], policy: str, seed: int
 ) -> None:
-    """Evictions, flushes, new weights, lost plans, failed reads and writes in any order."""
+    """Evictions, flushes, new weights, lost plans, failed reads and writes in any order.
+
+    A router that reads the events finds the same prefixes.
+    """
     draw = random.Random(seed)
-    tiers = make_tiers(host=draw.randint(2, 10), disk=draw.choice([0, 5, 50]), policy=policy)
-    replica = replica_of(kind, tiers, blocks=8)
+    disk, events = draw.choice([0, 5, 50]), KVEventLog(SIZE)
+    tiers = make_tiers(host=draw.randint(2, 10), disk=disk, policy=policy, events=events)
+    replica = replica_of(kind, tiers, 8, events)
     prompts = [prompt(draw.randint(1, 2), draw.randint(1, 4)) for _ in range(3)]
     prompts += [[*each[: draw.randint(1, 12)], *prompt(draw.randint(3, 5), 2)] for each in prompts]
     prompts = [each[: 5 * SIZE] for each in prompts]
-    loaded = 0
+    matched = 0
     for _ in range(150):
         event = draw.random()
         if event < 0.4 and len(replica.running) < 1:
@@ -282,7 +303,9 @@ def test_random_lives_never_find_other_kv(
             replica.tiers.changed(TiersChanged(stored=tuple(replica.executor.disk), whole=True))
         replica.apply()
         replica.check()
-        loaded += replica.tiers.take_counts().loaded
+        asked = CacheScope(tenant=draw.choice(["", "one"]))
+        matched += check_match(replica.cache, replica.router, draw.choice(prompts), asked)
+    assert matched
 
 
 def lost_plan(moves: tuple[KVMove, ...]) -> StepPlan:

@@ -30,7 +30,7 @@ SPEC = messages.SequenceSpec(7, 1, -5, (8, 9))
 PROMPT = messages.Prompt((1, 2, 3), ("image",))
 GRANT = messages.SessionGrant("pin", 3, 16, True, "no room")
 NEW = messages.NewSequence(7, (1, 2), 0, 0, (4, 5), SAMPLING, SPEC, INFO, session=GRANT)
-STARTED = messages.StartedSequence(7, 1, "r", "1-0", 0, 0, 6, QUEUED, GRANT)
+STARTED = messages.StartedSequence(7, 1, "r", "1-0", 0, 0, 6, QUEUED, session=GRANT)
 TURN = KVSession(id="agent", ttl_s=9.5, after="demote")
 RESPONSE = messages.StoredResponse(
     (messages.StoredSample((4, 5), (-0.5, -float("inf")), (((4, -0.5),), ()), "stop"),), 3, 2, 1

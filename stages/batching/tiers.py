@@ -196,6 +196,12 @@ class KVTiers:
         if name not in self._on_disk:
             self.store(name, block_id)
 
+    def num_stored(self, names: Sequence[bytes]) -> int:
+        """Return the number of leading names in host slots or on disk, or on their way."""
+        if self.difference is not None:
+            return 0
+        return sum(1 for _ in takewhile(self._is_stored, names))
+
     def num_ready(self, names: Sequence[bytes]) -> int:
         """Return the number of leading names in host slots, if loading beats computing."""
         if not self._host_pays or self.difference is not None:
@@ -404,6 +410,9 @@ class KVTiers:
             self._end_fetch(name, whole=True)
         for name in changes.lost:
             self._counts.lost += 1
+            if name in self._receiving:  # a file of this block is as good as before
+                self._end_fetch(name, whole=False)
+                continue
             self._writing.discard(name)
             self._flushed.discard(name)
             if name in self._on_disk:

@@ -231,7 +231,7 @@ async def whole_lane(pipeline: Pipeline, replicas: list[Replica]) -> None:
     """Until both replicas take part, and hold nothing."""
     await pipeline.ready()
     for replica in replicas:
-        while not await replica.state():  # it loads its model
+        while not await replica.state():  # it loads its model  # noqa: ASYNC110
             await asyncio.sleep(0.05)
     places = 2 * pipeline.config.engine.batch_size_on("cpu")
     await until(lambda: fairness_of(pipeline).epoch == epoch_of(pipeline))

@@ -167,3 +167,12 @@ async def test_a_session_is_found_in_any_replica(make_config: MakeConfig) -> Non
         for number in range(4):
             assert what(await pipeline.client.kv_session(str(number), "pin")) == ("accepted", 80)
         assert what(await pipeline.client.kv_session("5", "pin")) == ("missing", 0)
+
+
+async def test_a_turn_that_is_handed_over_is_kept_where_it_ended(make_config: MakeConfig) -> None:
+    roles = {"pipeline.replicas": 2, "pipeline.roles": ["prefill", "decode"]}
+    async with Pipeline(make_config(**roles)) as pipeline:
+        completion = await answer(pipeline, session())
+        assert what(completion.kv_session) == ("accepted", 80)
+        assert what(await pipeline.client.kv_session("agent", "pin")) == ("accepted", 80)
+        assert what(await pipeline.client.kv_session("agent", "release")) == ("accepted", 80)

@@ -23,6 +23,7 @@ import redis
 
 from nano_inference import Completion, Config, Pipeline
 from nano_inference.bus.public import CompletionChunk, Output
+from nano_inference.bus.redis.bus import COMMAND_CONNECTIONS
 from nano_inference.stages.fairness.core import FairnessCore
 
 from ..programs import Program
@@ -39,8 +40,8 @@ pytestmark = [
 SHORT_MODEL = True
 GIVER, TAKER = 0, 1
 REQUESTS = 4
-MORE_CONNECTIONS = 3
-"""To Redis, which a client opens when it needs them."""
+MORE_CONNECTIONS = 2 * (COMMAND_CONNECTIONS - 1)
+"""To Redis: both pools of a process grow when they need to."""
 LIMIT_S = 120
 
 SETTINGS: dict[str, Any] = {
@@ -231,7 +232,7 @@ async def whole_lane(pipeline: Pipeline, replicas: list[Replica]) -> None:
     """Until both replicas take part, and hold nothing."""
     await pipeline.ready()
     for replica in replicas:
-        while not await replica.state():  # it loads its model  # noqa: ASYNC110
+        while not await replica.state():  # noqa: ASYNC110  (another process has no event)
             await asyncio.sleep(0.05)
     places = 2 * pipeline.config.engine.batch_size_on("cpu")
     await until(lambda: fairness_of(pipeline).epoch == epoch_of(pipeline))

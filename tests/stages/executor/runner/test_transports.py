@@ -233,6 +233,9 @@ def test_the_listener_needs_a_secret_and_an_address(slots: SharedSlots) -> None:
     for listen in ("127.0.0.1", "localhost:port", "127.0.0.1:70000", ":7070"):
         with pytest.raises(ModelError, match="host:port"):
             BlockServer(slots, listen, SECRET)
+    for listen in ("0.0.0.0:7070", "[::]:7070"):
+        with pytest.raises(ModelError, match="other hosts can't connect"):
+            BlockServer(slots, listen, SECRET)
     with pytest.raises(ModelError, match="can't be listened on"):
         BlockServer(slots, "192.0.2.1:0", SECRET)
 

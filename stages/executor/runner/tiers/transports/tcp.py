@@ -66,6 +66,11 @@ class BlockServer:
                 "the same secret"
             )
         host, port = split_address(listen)
+        if host in ("0.0.0.0", "::"):
+            raise ModelError(
+                f"engine.kv_listen is {listen!r}, which other hosts can't connect to; give an "
+                "address of this host that they reach"
+            )
         try:
             family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
             server_class = type("_Server", (_Server,), {"address_family": family})

@@ -26,7 +26,7 @@ SMALL = {
     "kv_cache_bytes": 1_000_000,  # about 120 blocks, and the prompts have 200
     "deterministic": True,
     "speculation": "auto",
-    "kv_audit_every": 3,
+    "kv_audit_every": 1,
 }
 TIERS = {"kv_host_bytes": 500_000, "kv_disk_bytes": 1_000_000}
 
@@ -137,8 +137,8 @@ async def test_all_bits_are_the_same_wherever_kv_comes_from(
         await check(pipeline)
         await watch.audited()
         assert watch.counts.loaded > 0
-        tiers = batching_of(pipeline, 0).load()
-        assert tiers["kv_host"] == tiers["kv_host_total"], "blocks have left host memory"
+        host_slots = batching_of(pipeline, 0).load()["kv_host_total"]
+        assert watch.counts.stored > 2 * host_slots, "blocks have left host memory"
     async with Pipeline(config_of(make_config, **TIERS, kv_disk_path=folder)) as pipeline:
         await load(pipeline, 1)
         assert await answers(pipeline, ASKED) == expected

@@ -123,6 +123,7 @@ async def test_a_head_in_pieces_waits_for_its_round_as_a_whole(
             # A round begins when somebody else comes.
             patch.setattr(connections, "CROWD", 0)
             patch.setattr(connections, "CROWD_PAUSE_S", 3600)
+            patch.setattr(connections, "ROUND_S", 3600)  # and has all of the work, however slow
             cut = await served.connect(SMALL[:9])
             await served.phases("come")
             cut.send(SMALL[9:])

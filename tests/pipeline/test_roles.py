@@ -72,9 +72,15 @@ async def answers(pipeline: Pipeline, asked: list[dict[str, Any]]) -> list[list[
     return [bits(each) for each in await asyncio.gather(*map(pipeline.complete, asked))]
 
 
+_expected: dict[str, list[list[Any]]] = {}
+
+
 async def expected_of(make_config: MakeConfig, asked: list[dict[str, Any]]) -> list[list[Any]]:
-    async with Pipeline(make_config(engine__deterministic=True)) as alone:
-        return await answers(alone, asked)
+    """The answers of a pipeline without roles, computed once."""
+    if (key := repr(asked)) not in _expected:
+        async with Pipeline(make_config(engine__deterministic=True)) as alone:
+            _expected[key] = await answers(alone, asked)
+    return _expected[key]
 
 
 def written(weights: State, folder: Path) -> FolderWeights:

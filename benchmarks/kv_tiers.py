@@ -1,17 +1,22 @@
 """KV tiers: hit rates of the eviction policies, bandwidth, and first tokens from disk.
 
     python benchmarks/kv_tiers.py [--parts policies,bandwidth,ttft] [--shape S] [--json FILE]
+    python benchmarks/kv_tiers.py --parts conversations [--conversations 200] [--threads 2]
+        [--python openvino=PATH] [--python llamacpp=PATH] [--folder DIR]
 
 `policies` runs the caches and tiers on traces of prompts, without a model, and counts tokens that
 need no computing. `bandwidth` moves blocks of the shape's size, beside a copy in memory and plain
 reads and writes of a file of the same bytes (from the system's page cache, as after a restart).
 `ttft` is the time to the first token of a prompt of 2,048 tokens that is computed, and of one whose
-blocks are read from disk by a new engine.
+blocks are read from disk by a new engine. `conversations` are 200 of four turns in random order,
+whose KV is many times the device cache: first tokens and total time without tiers, with host memory
+and with disk, beside OpenVINO GenAI and llama-server (kv_conversations.py).
 """
 
 from __future__ import annotations
 
 import itertools
+import os
 import random
 import statistics
 import tempfile
@@ -20,6 +25,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import kv_conversations
 import numpy as np
 from harness import options, print_table, record, refuse_unknown, timed
 from random_models import write_model
@@ -31,7 +37,7 @@ from nano_inference.stages.batching import Lease
 from nano_inference.stages.batching.eviction import POLICIES
 from nano_inference.stages.batching.tiers import KVTiers
 
-PARTS = ("policies", "bandwidth", "ttft")
+PARTS = ("policies", "bandwidth", "ttft", "conversations")
 BLOCK = 16
 PROMPT = 2048
 REPEATS = 5
@@ -205,7 +211,15 @@ def measure_ttft(folder: Path, disk: Path) -> dict[str, dict[str, float]]:
 
 
 def main() -> None:
-    parser = options(__doc__, parts=(list(PARTS), "some of these"), shape="S")
+    parser = options(
+        __doc__,
+        parts=(list(PARTS), "some of these"),
+        shape="S",
+        conversations=200,
+        threads=os.cpu_count() or 1,
+        folder=Path("build/benchmarks"),
+    )
+    parser.add_argument("--python", action="append", default=[], metavar="PEER=PATH")
     arguments = parser.parse_args()
     refuse_unknown(parser, arguments.parts, PARTS)
     results: dict[str, Any] = {}
@@ -219,6 +233,12 @@ def main() -> None:
             results["bandwidth"] = measure_bandwidth(folder, disk)
         if "ttft" in arguments.parts:
             results["ttft"] = measure_ttft(folder, disk)
+    if "conversations" in arguments.parts:
+        pythons = dict(choice.split("=", 1) for choice in arguments.python)
+        size = (arguments.conversations, arguments.threads, pythons)
+        results["conversations"], results["missing"] = kv_conversations.compare(
+            arguments.folder, *size
+        )
     record(arguments, **results)
 
 

@@ -19,10 +19,10 @@ from workloads import qwen2
 
 ENGINES = Path(__file__).parent / "engines"
 
-TURNS, FIRST, QUESTION, ANSWER = 4, 384, 80, 8
+TURNS, FIRST, QUESTION, ANSWER = 4, 256, 64, 4
 """Turns of a conversation, and tokens: before its first question, of a question, of an answer."""
 
-DEVICE_TOKENS, LONGEST = 10_240, 1024
+DEVICE_TOKENS, LONGEST = 10_240, 640
 """The device cache, and the longest sequence."""
 
 VOCABULARY, FIRST_WORD = 8192, 300

@@ -17,7 +17,6 @@ import gguf
 
 from nano_inference.tests.gguf_files import write_gguf
 
-
 FILE_TYPES = {"BF16": gguf.LlamaFileType.MOSTLY_BF16, "F32": gguf.LlamaFileType.ALL_F32}
 
 

@@ -1,16 +1,20 @@
 """KV tiers: hit rates of the eviction policies, bandwidth, and first tokens from disk.
 
-    python benchmarks/kv_tiers.py [--parts policies,bandwidth,ttft] [--shape S] [--json FILE]
+    python benchmarks/kv_tiers.py [--parts policies,bandwidth,ttft,audit] [--shape S] [--dtype auto]
+        [--json FILE]
     python benchmarks/kv_tiers.py --parts conversations [--conversations 200] [--threads 2]
         [--python openvino=PATH] [--python llamacpp=PATH] [--folder DIR]
 
 `policies` runs the caches and tiers on traces of prompts, without a model, and counts tokens that
 need no computing. `bandwidth` moves blocks of the shape's size, beside a copy in memory and plain
-reads and writes of a file of the same bytes (from the system's page cache, as after a restart).
+writes and reads of one file of the same bytes, into memory that was used before: from the system's
+page cache, as after a restart, and from the disk, as after a reboot.
 `ttft` is the time to the first token of a prompt of 2,048 tokens that is computed, and of one whose
-blocks are read from disk by a new engine. `conversations` are 200 of four turns in random order,
-whose KV is many times the device cache: first tokens and total time without tiers, with host memory
-and with disk, beside OpenVINO GenAI and llama-server (kv_conversations.py).
+blocks a new engine finds on disk, also in both ways.
+`audit` is the self-audit's share of the time, and how often damaged blocks are loaded until one is
+found. `conversations` are 200 of four turns in random order, whose KV is many times the device
+cache: first tokens and total time without tiers, with host memory and with disk, beside OpenVINO
+GenAI and llama-server (kv_conversations.py).
 """
 
 from __future__ import annotations
@@ -21,28 +25,36 @@ import random
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import kv_conversations
-import numpy as np
+import torch
 from harness import options, print_table, record, refuse_unknown, timed
 from random_models import write_model
 
 from nano_inference import EngineConfig, InferenceEngine, PagedKVCache, SamplingParams
 from nano_inference.bus.control import TierCapacity
-from nano_inference.bus.messages import KVMove
+from nano_inference.bus.messages import AUDIT_SEQ_ID, KVMove, StepPlan, StepResult
 from nano_inference.stages.batching import Lease
 from nano_inference.stages.batching.eviction import POLICIES
-from nano_inference.stages.batching.tiers import KVTiers
+from nano_inference.stages.batching.tiers import KVTiers, TierCounts
+from nano_inference.stages.executor.runner.system_memory import zeros
 
-PARTS = ("policies", "bandwidth", "ttft", "conversations")
+PARTS = ("policies", "bandwidth", "ttft", "audit", "conversations")
 BLOCK = 16
 PROMPT = 2048
-REPEATS = 5
+BLOCKS = 256
+REPEATS = 7
+TTFT_REPEATS = 3
+AUDIT_EVERY = 1000
+AUDIT_TRIALS = 50
+AUDITS = 5
 
 Trace = Iterator[list[int]]
+Kind = Literal["store", "load", "fetch", "drop"]
 
 # --- policies -------------------------------------------------------------------------------------
 
@@ -127,86 +139,196 @@ def engine(folder: Path, disk: Path, **settings: Any) -> InferenceEngine:
     return InferenceEngine(EngineConfig(model_path=str(folder), kv_disk_path=str(disk), **config))
 
 
+def uncache(*paths: Path) -> None:
+    """Let the next reads of files come from the disk."""
+    for path in paths:
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
 def measure_bandwidth(folder: Path, disk: Path) -> dict[str, dict[str, float]]:
-    """Return GB/s of each way, medians, beside plain ways to move as many bytes."""
+    """Return GB/s of each way, medians, and its share of the plain way to move as many bytes."""
     with engine(folder, disk) as made:
         tiers = made._executor.tiers
         assert tiers is not None
-        count = min(128, tiers.capacity.host_slots)
+        count = min(BLOCKS, tiers.capacity.host_slots)
         size = tiers.slots.memory.shape[1] * count
         names = [index.to_bytes(16, "little") for index in range(count)]
-        copied = np.ones(size, np.uint8)
-        target = np.ones(size, np.uint8)
+        copied, target = (zeros((size,), torch.uint8, torch.device("cpu")) for _ in range(2))
+        target.fill_(1)
+        data, memory = copied.fill_(1).numpy().data, target.numpy().data
         plain = disk / "plain"
 
-        def store(write: bool) -> None:
-            tiers.apply([KVMove("store", name, i, i, write) for i, name in enumerate(names)])
+        def moves(kind: Kind, *, write: bool = False) -> None:
+            tiers.apply([KVMove(kind, name, i, i, write) for i, name in enumerate(names)])
 
-        def load() -> None:
-            tiers.apply([KVMove("load", name, i, i) for i, name in enumerate(names)])
-
-        def write_and_wait() -> None:
-            store(write=True)
+        def write_blocks() -> None:
+            moves("store", write=True)
             tiers.on_disk()
 
         def fetch() -> None:
-            tiers.apply([KVMove("fetch", name, i) for i, name in enumerate(names)])
+            moves("fetch")
             done = 0
             while done < count:
                 tiers.wait(1.0)
                 changes = tiers.take_changes()
                 done += len(changes.fetched) if changes is not None else 0
 
-        ways = {
-            "copy in memory": lambda: np.copyto(target, copied),
-            "store": lambda: store(write=False),
-            "load": load,
-            "write a file": lambda: plain.write_bytes(copied.data),
-            "write blocks": write_and_wait,
-            "read a file": lambda: np.fromfile(plain, np.uint8),
-            "read blocks": fetch,
+        def write_plain() -> None:
+            with plain.open("wb", buffering=0) as file:
+                file.write(data)
+
+        def read_plain() -> None:
+            with plain.open("rb", buffering=0) as file:
+                file.readinto(memory)
+
+        def forget_blocks() -> None:
+            moves("drop")
+            tiers.on_disk()
+            tiers.take_changes()
+
+        def forget_plain() -> None:
+            plain.unlink(missing_ok=True)
+
+        def to_disk() -> None:
+            uncache(plain, *disk.rglob("blocks"))
+
+        # Name, the plain way, what comes before, and the way.
+        ways: list[tuple[str, str, Callable[[], object], Callable[[], object]]] = [
+            ("copy in memory", "", int, lambda: target.copy_(copied)),
+            ("store", "copy in memory", int, lambda: moves("store")),
+            ("load", "copy in memory", int, lambda: moves("load")),
+            ("write a file", "", forget_plain, write_plain),
+            ("store and write blocks", "write a file", forget_blocks, write_blocks),
+            ("read a file", "", int, read_plain),
+            ("read blocks", "read a file", int, fetch),
+            ("read a file from disk", "", to_disk, read_plain),
+            ("read blocks from disk", "read a file from disk", to_disk, fetch),
+        ]
+        seconds: dict[str, list[float]] = {name: [] for name, *_ in ways}
+        for _ in range(1 + REPEATS):
+            for name, _, before, way in ways:
+                before()
+                tiers.take_changes()
+                seconds[name].append(timed(way))
+    rows = {}
+    for name, plain_name, *_ in ways:
+        # The plain way of the same round, in which as much else may have run.
+        pairs = list(zip(seconds[plain_name or name], seconds[name], strict=True))[1:]
+        rows[name] = {
+            "rate": size / statistics.median(seconds[name][1:]) / 1e9,
+            "share": statistics.median(theirs / ours for theirs, ours in pairs),
         }
-        rows = {}
-        for name, way in ways.items():
-            way()
-            tiers.take_changes()
-            seconds = statistics.median(timed(way) for _ in range(REPEATS))
-            rows[name] = {"rate": size / seconds / 1e9}
-            tiers.take_changes()
-    print_table({"GB/s": "{rate:.2f}"}, rows, f"{size >> 20} MiB in {count} blocks")
+    title = f"{size >> 20} MiB in {count} blocks, load {os.getloadavg()[0]:.1f}"
+    print_table({"GB/s": "{rate:.2f}", "of plain": "{share:.0%}"}, rows, title)
     return rows
 
 
 # --- first tokens ---------------------------------------------------------------------------------
 
 
-def measure_ttft(folder: Path, disk: Path) -> dict[str, dict[str, float]]:
+def measure_ttft(folder: Path, disk: Path, dtype: str) -> dict[str, dict[str, float]]:
     """Return seconds to the first token, medians, and that the tokens are equal."""
     rng = random.Random(3)
     first = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
-    prompts = [tokens(rng, PROMPT) for _ in range(REPEATS)]
-    others = [tokens(rng, PROMPT) for _ in range(2)]
-    seconds: dict[str, list[float]] = {"computed": [], "from disk": []}
-    found: dict[str, list[tuple[int, ...]]] = {"computed": [], "from disk": []}
-    # Room for one prompt only, so that each evicts the one before.
-    small = {"kv_cache_bytes": 40 << 20, "max_model_len": PROMPT + 16, "max_batch_size": 1}
-    for name in seconds:
-        with engine(folder, disk, **small) as made:
-            made.generate(others[:1], first)
+    prompts = [tokens(rng, PROMPT) for _ in range(TTFT_REPEATS)]
+    seconds: dict[str, list[float]] = {}
+    found: dict[str, list[tuple[int, ...]]] = {}
+    for name in ("computed", "from the page cache", "from the disk"):
+        seconds[name], found[name] = [], []
+        settings: dict[str, Any] = {"dtype": dtype, "max_model_len": PROMPT + BLOCK}
+        with engine(folder, disk, kv_cache_bytes=1 << 29, **settings) as made:
+            made.generate([tokens(rng, BLOCK)], first)
             for prompt in prompts:
+                if name == "from the disk":
+                    uncache(*disk.rglob("blocks"))
                 started = time.perf_counter()
                 (sample,) = made.generate([prompt], first)
                 seconds[name].append(time.perf_counter() - started)
                 found[name].append(sample.completion_tokens)
-            made.generate(others, first)
-            tiers = made._executor.tiers
+            tiers = made._batching.tiers
             assert tiers is not None
-            tiers.on_disk()
-    assert found["computed"] == found["from disk"], "the tokens differ"
+            assert name == "computed" or tiers.take_counts().loaded > PROMPT // BLOCK
+    assert all(each == found["computed"] for each in found.values()), "the tokens differ"
     rows = {name: {"s": statistics.median(values)} for name, values in seconds.items()}
     for row in rows.values():
         row["times"] = rows["computed"]["s"] / row["s"]
-    print_table({"s": "{s:.3f}", "times": "{times:.1f}"}, rows, f"first token, {PROMPT} tokens")
+    title = f"first token, {PROMPT} tokens, {dtype}"
+    print_table({"s": "{s:.3f}", "times": "{times:.1f}"}, rows, title)
+    return rows
+
+
+# --- self-audit -----------------------------------------------------------------------------------
+
+
+def damaged_loads(share: float) -> float:
+    """Return the mean number of loads of damaged blocks until an audit meets one of them."""
+    capacity = TierCapacity(16, 0, "", "", 0, "", load_ns=1, fetch_ns=0, token_ns=1, exact=True)
+    tiers, rng, name = KVTiers(capacity, BLOCK, "lru", AUDIT_EVERY), random.Random(1), bytes(16)
+    tiers.store(name, 0)
+    counts = []
+    for _ in range(AUDIT_TRIALS):
+        count, is_found = 0, False
+        while not is_found:
+            is_damaged = rng.random() < share
+            count += is_damaged
+            if tiers.load(name, 0):
+                tiers.end_audit()
+                is_found = is_damaged
+        counts.append(count)
+        tiers.take_moves()
+    return statistics.mean(counts)
+
+
+def measure_audit() -> dict[str, dict[str, float]]:
+    """Return the audit's share of the time, of the bundled model in deterministic mode, and the
+    loads until a difference is found, by simulation."""
+    rng = random.Random(4)
+    prompts = [[rng.randrange(40, 120) for _ in range(120)] for _ in range(16)]
+    config = EngineConfig(
+        model_path="tiny",
+        deterministic=True,
+        max_model_len=128,
+        max_batch_size=4,
+        kv_cache_bytes=1 << 20,
+        kv_host_bytes=1 << 24,
+        kv_audit_every=AUDIT_EVERY,
+        cpu_threads=1,
+    )
+    params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+    audit_s, counts = 0.0, TierCounts()
+    with InferenceEngine(config) as made:
+        execute = made._executor.execute
+
+        def timed_execute(plan: StepPlan) -> StepResult:
+            nonlocal audit_s
+            started = time.perf_counter()
+            result = execute(plan)
+            if AUDIT_SEQ_ID in plan.seq_ids or "compare" in {each.kind for each in plan.kv_moves}:
+                audit_s += time.perf_counter() - started
+            return result
+
+        made._executor.execute = timed_execute  # type: ignore[method-assign]
+        made.generate(prompts, params)
+        started = time.perf_counter()
+        while counts.audited < AUDITS:
+            made.generate(prompts, params)
+            tiers = made._batching.tiers
+            assert tiers is not None
+            for name, number in asdict(tiers.take_counts()).items():
+                setattr(counts, name, getattr(counts, name) + number)
+        total_s = time.perf_counter() - started
+    assert not counts.different
+    rows = {
+        "audits": {"value": counts.audited},
+        "blocks loaded": {"value": counts.loaded},
+        "share of the time, %": {"value": 100 * audit_s / total_s},
+    }
+    for share in (1, 0.1, 0.01):
+        title = f"damaged blocks loaded until found, {share:.0%} damaged"
+        rows[title] = {"value": damaged_loads(share)}
+    print_table({"": "{value:,.2f}"}, rows, f"self-audit of one in {AUDIT_EVERY} loaded blocks")
     return rows
 
 
@@ -215,6 +337,7 @@ def main() -> None:
         __doc__,
         parts=(list(PARTS), "some of these"),
         shape="S",
+        dtype="auto",
         conversations=200,
         threads=os.cpu_count() or 1,
         folder=Path("build/benchmarks"),
@@ -232,7 +355,9 @@ def main() -> None:
         if "bandwidth" in arguments.parts:
             results["bandwidth"] = measure_bandwidth(folder, disk)
         if "ttft" in arguments.parts:
-            results["ttft"] = measure_ttft(folder, disk)
+            results["ttft"] = measure_ttft(folder, disk, arguments.dtype)
+    if "audit" in arguments.parts:
+        results["audit"] = measure_audit()
     if "conversations" in arguments.parts:
         pythons = dict(choice.split("=", 1) for choice in arguments.python)
         size = (arguments.conversations, arguments.threads, pythons)

@@ -12,6 +12,7 @@ from ..store.store import Store
 from .backlog import Backlog
 from .dead_letters import DeadLetter
 from .entries import Answer, RequestEntry
+from .kv_events import KVEventEntry
 from .links import AnyLink
 from .messages import Envelope
 from .public import AnyRequest, Completion, ErrorInfo, Output, OutputBatch
@@ -292,6 +293,34 @@ class ResultStreams(Protocol):
         """
 
 
+class KVEventStream(Protocol):
+    """The stream of KV events, of all replicas of the deployment. Not durable."""
+
+    async def publish(self, entry: KVEventEntry) -> bool:
+        """Append an entry, without waiting for the transport or any reader.
+
+        The stream keeps about the last `kv_events_maxlen` entries.
+
+        Returns:
+            False if the entry was dropped, because too many wait to be written.
+
+        Raises:
+            ChannelClosed: The bus was closed.
+        """
+
+    async def follow(self, *, kept: bool = False) -> OutputStream[KVEventEntry]:
+        """Return the entries from now on; of one model if the bus is of one.
+
+        A slow reader misses the oldest ones (`missed`).
+
+        Args:
+            kept: Begin with the oldest entry that the stream keeps.
+
+        Raises:
+            ChannelClosed: The bus was closed.
+        """
+
+
 class Bus(Protocol):
     """One transport with all of its ends. Close it last."""
 
@@ -306,6 +335,10 @@ class Bus(Protocol):
     @property
     def replies(self) -> Replies:
         """Replies to control messages."""
+
+    @property
+    def kv_events(self) -> KVEventStream:
+        """The stream of KV events."""
 
     @property
     def store(self) -> Store:

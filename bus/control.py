@@ -239,7 +239,8 @@ class AdapterReady(Internal, frozen=True):
 
 
 class FlushCache(Internal, frozen=True):
-    """Drop all cached prefixes. Running sequences keep their blocks."""
+    """To batching: drop all cached prefixes; running sequences keep their blocks. To admission:
+    drop all cached responses."""
 
 
 class Drain(Internal, frozen=True):
@@ -362,6 +363,7 @@ class ReplicaCapacity(InternalPart, frozen=True, array_like=True):
         experts: Experts per layer; 0 for none.
         drafts: Whether its steps can verify drafts, if enabled.
         tiers: Its KV tiers; None if there are none.
+        exact: Whether it runs in deterministic mode.
     """
 
     num_blocks: int
@@ -378,6 +380,7 @@ class ReplicaCapacity(InternalPart, frozen=True, array_like=True):
     experts: int = 0
     drafts: bool = True
     tiers: TierCapacity | None = None
+    exact: bool = False
 
 
 class AuditedBlock(InternalPart, frozen=True, array_like=True):
@@ -411,6 +414,21 @@ class AdaptersChanged(Internal, frozen=True):
 
     stage: str
     adapters: tuple[LoadedAdapter, ...]
+
+
+class WeightsChanged(Internal, frozen=True):
+    """The executor to admission, with a response cache: new weights, or a change of an adapter, are
+    in place.
+
+    Answered when no response of former ones is served any more; only then the executor answers the
+    operation. It comes behind AdaptersChanged, on the same link.
+
+    Attributes:
+        weight_version: The new version; 0 after a change of an adapter.
+    """
+
+    stage: str
+    weight_version: int = 0
 
 
 class StageStarted(Internal, frozen=True):

@@ -25,6 +25,10 @@ RowFinish = Literal["", "stop", "length", "abort"]
 """Why a sequence ended with a row's token; "" if it continues."""
 
 
+TopLogprobs = tuple[tuple[int, float], ...]
+"""(token id, logprob) of the likeliest tokens at one place, likeliest first."""
+
+
 class SequenceSpec(InternalPart, frozen=True, array_like=True):
     """One sample: its sequence id (unique within an epoch), index in the request, and seed.
 
@@ -60,6 +64,38 @@ class RequestInfo(InternalPart, frozen=True, array_like=True):
     queued: StageTime | None = None
 
 
+class StoredSample(InternalPart, frozen=True, array_like=True):
+    """A finished sample in the response cache.
+
+    Attributes:
+        token_ids: `[k]`.
+        logprobs: `[k]`.
+        top_logprobs: `[k]`; empty if not requested.
+        finish_reason: Of the last token, by the executor: "" if a stop string ended the sample.
+    """
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    top_logprobs: tuple[TopLogprobs, ...]
+    finish_reason: RowFinish
+
+
+class StoredResponse(InternalPart, frozen=True, array_like=True):
+    """A finished response in the response cache.
+
+    Attributes:
+        samples: All of them.
+        weight_version: Of the weights that made all tokens.
+        adapter_version: The same of the adapter; 0 without one.
+        generation: As `RequestOpened.keeps`.
+    """
+
+    samples: tuple[StoredSample, ...]
+    weight_version: int
+    adapter_version: int
+    generation: int
+
+
 class RequestOpened(Internal, frozen=True):
     """Admission to streaming: a request that enters the lane, and what its results need.
 
@@ -79,6 +115,8 @@ class RequestOpened(Internal, frozen=True):
         priority: Label of metrics.
         ref_temperature: Of the reference model's logprobs; None without a reference model.
         embeds: Whether the request asks for the prompt's vector.
+        keeps: The response cache's generation, if RequestFinished is to carry the response; else 0.
+        response: The response from there; no sequence of the request runs.
     """
 
     request_id: str
@@ -98,6 +136,8 @@ class RequestOpened(Internal, frozen=True):
     priority: int = 0
     ref_temperature: float | None = None
     embeds: bool = False
+    keeps: int = 0
+    response: StoredResponse | None = None
 
 
 class Prompt(InternalPart, frozen=True, array_like=True):
@@ -267,6 +307,7 @@ class NewSequence(InternalPart, frozen=True, array_like=True):
         cache_scope: Speculation learns only from sequences of the same scope.
         prediction: As in AdmittedRequest.
         handed_over: As in StartedSequence.
+        hands_over: Whether it leaves with its first token here.
     """
 
     seq_id: int
@@ -280,6 +321,7 @@ class NewSequence(InternalPart, frozen=True, array_like=True):
     cache_scope: CacheScope = DEFAULT_SCOPE
     prediction: tuple[int, ...] = ()
     handed_over: bool = False
+    hands_over: bool = False
 
 
 AUDIT_SEQ_ID = -2
@@ -382,10 +424,6 @@ class StartedSequence(InternalPart, frozen=True, array_like=True):
     executed_ns: int
     queued: StageTime | None = None
     handed_over: bool = False
-
-
-TopLogprobs = tuple[tuple[int, float], ...]
-"""(token id, logprob) of the likeliest tokens at one place, likeliest first."""
 
 
 class PromptLogprobs(InternalPart, frozen=True, array_like=True):
@@ -539,10 +577,16 @@ class Fenced(Internal, frozen=True):
 
 
 class RequestFinished(Internal, frozen=True):
-    """Streaming to admission: the request's terminal message has been written."""
+    """Streaming to admission: the request's terminal message has been written.
+
+    Attributes:
+        response: For the response cache, if `RequestOpened.keeps` and all of it was computed with
+            one version of the weights.
+    """
 
     request_id: str
     entry_id: str
+    response: StoredResponse | None = None
 
 
 def _kinds(message: Any) -> list[Any]:

@@ -19,6 +19,10 @@ FinishReason = Literal["stop", "length", "abort", "content_filter"]
 Status = Literal["done", "error", "cancelled", "expired"]
 
 
+DEFAULT_TENANT = "default"
+"""Tenant of requests that name none."""
+
+
 class PublicOutput(msgspec.Struct, frozen=True, kw_only=True, tag_field="type"):
     """A message read by clients; newer pipelines may add fields."""
 
@@ -97,7 +101,7 @@ class GenerateRequest(
     sampling: SamplingParams = SamplingParams()
     stream: bool = True
     priority: Int64 = 0
-    tenant: str = "default"
+    tenant: str = DEFAULT_TENANT
     budget_ns: Int64 | None = None
     cache_salt: str = ""
     embed: EmbedParams | None = None
@@ -132,6 +136,8 @@ class Usage(OutputPart, frozen=True, kw_only=True):
             `engine.draft_sources`, of which `prediction` is one.
         rejected_prediction_tokens: Drafted tokens that differed, or were after a sample's end: not
             part of the output. After a failure of the streaming stage both count only later steps.
+        cached_completion_tokens: Completion tokens from the response cache: all or none. Then
+            nothing was computed, and `cached_tokens` counts the prompt once for each sample.
     """
 
     prompt_tokens: int = 0
@@ -139,6 +145,7 @@ class Usage(OutputPart, frozen=True, kw_only=True):
     completion_tokens: int = 0
     accepted_prediction_tokens: int = 0
     rejected_prediction_tokens: int = 0
+    cached_completion_tokens: int = 0
 
 
 class StageTime(OutputPart, frozen=True, kw_only=True):

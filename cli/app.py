@@ -22,6 +22,7 @@ from .chat import cancel, chat, complete
 from .demo import demo
 from .doctor import doctor
 from .embed import embed, score
+from .kv_events import kv_events
 from .options import option
 from .pull import pull
 from .run import run
@@ -59,6 +60,7 @@ _COMMANDS: dict[str, dict[str, Callable[..., None] | typer.Typer]] = {
         "health": health,
         "top": top,
         "trace": trace,
+        "kv-events": kv_events,
         "admin": admin.app,
         "dlq": dlq.app,
         "fairness": fairness.app,

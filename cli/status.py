@@ -248,11 +248,18 @@ def _load(report: StageReport, *, verbose: bool) -> str:
     if "draft_tokens" in load:
         counts = (load.pop("drafts", 0), load.pop("draft_tokens"), load.pop("accepted_tokens", 0))
         texts.append(f"drafts: {drafts_line(*counts)}")
+    if "responses" in load:
+        texts.append(responses_line(*map(load.pop, _RESPONSE_COUNTS)))
     called = {"tokens_per_s": "tokens/s"}
     texts[:0] = [
         f"{called.get(name) or name.replace('_', ' ')} {value}" for name, value in load.items()
     ]
     return ", ".join(texts)
+
+
+def responses_line(responses: Any, hits: Any, lookups: Any) -> str:
+    """Return the numbers of the response cache as text."""
+    return f"{responses:,.0f} cached responses, {hits:,.0f} of {lookups:,.0f} lookups found one"
 
 
 def drafts_line(drafts: Any, draft_tokens: Any, accepted: Any) -> str:
@@ -318,6 +325,8 @@ def top(
 TIERS = {"host": "in host memory", "disk": "on disk"}
 """KV tiers below the device, as shown."""
 
+_RESPONSE_COUNTS = ("responses", "response_hits", "response_lookups")
+
 
 class History(defaultdict[str, deque[float]]):
     """The last tokens per second of each lane."""
@@ -364,6 +373,9 @@ def _numbers(lane: LaneHealth, history: History) -> Table:
     if any("draft_tokens" in report.load for report in lane.stages.values()):
         counts = map(executor, ("drafts", "draft_tokens", "accepted_tokens"))
         made.add_row("drafts", drafts_line(*counts))
+    if any("responses" in report.load for report in lane.stages.values()):
+        counts = map(partial(total, lane, "admission"), _RESPONSE_COUNTS)
+        made.add_row("responses", responses_line(*counts))
     blocks = batching("kv_total")
     made.add_row("KV blocks", _bar(blocks - batching("kv_free"), blocks, "used"))
     made.add_row("", f"{batching('kv_cached'):,.0f} in the prefix cache")

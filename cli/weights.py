@@ -105,7 +105,7 @@ def resume(options: Options, lane: Lane = None) -> None:
 
 @takes_model_options
 def flush_cache(options: Options, lane: Lane = None) -> None:
-    """Empty the prefix cache. New weights need no flush.
+    """Empty the prefix cache and the response cache. New weights need no flush.
 
     nano-inference flush-cache
     """

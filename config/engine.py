@@ -74,9 +74,14 @@ class EngineConfig(Section, frozen=True, forbid_unknown_fields=True):
         kv_audit_every: One in so many blocks loaded from a tier is computed again while nothing
             else runs, and compared bit for bit; a difference turns the tiers off until the cache is
             flushed. 0 is off. Without deterministic mode there is no audit.
+        kv_events: Publish which KV blocks the cache stores and removes, on a stream of the bus for
+            routers outside (docs/kv-events.md).
         kv_listen: host:port at which executors of other hosts read the KV of sequences that this
             one hands over (`pipeline.roles`); port 0 for any. "" for this host only.
         kv_secret: The secret that both sides of such a connection must know.
+        response_cache_bytes: Memory for finished responses, which are served again to equal
+            requests where deterministic mode makes them a function of the request; 0 is off
+            (docs/response-cache.md).
         max_tokens_per_batch: Token budget of one step; longer prefills are chunked.
         dtype: "auto" is the checkpoint's own, and bfloat16 for a GGUF file of quantized weights.
         device: "auto" is CUDA if there is one, else XPU, else MPS, else the CPU. Otherwise a torch
@@ -146,8 +151,10 @@ class EngineConfig(Section, frozen=True, forbid_unknown_fields=True):
     kv_disk_bytes: PositiveInt = 16 << 30
     kv_eviction: Literal["lru", "clock", "s3fifo"] = "lru"
     kv_audit_every: NonNegativeInt = 1000
+    kv_events: bool = False
     kv_listen: str = ""
     kv_secret: str = ""
+    response_cache_bytes: NonNegativeInt = 0
     max_tokens_per_batch: PositiveInt = 2048
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     device: str = "auto"
@@ -183,6 +190,11 @@ class EngineConfig(Section, frozen=True, forbid_unknown_fields=True):
             "adapters",
             len(self.adapters) <= self.max_adapters,
             f"at most max_adapters ({self.max_adapters})",
+        )
+        self.require(
+            "response_cache_bytes",
+            self.response_cache_bytes == 0 or self.deterministic is not False,
+            "0 with deterministic: false, since without that mode a response depends on the batch",
         )
         strict = self.deterministic is True
         own = ("auto", "paged", "tiled" if strict else "gather")

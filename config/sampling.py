@@ -91,6 +91,8 @@ class SamplingParams(Settings, frozen=True, forbid_unknown_fields=True, omit_def
             complete, one that ends with "length" was cut off.
         max_draft_tokens: Most drafted tokens of a sample in one step, where the engine speculates;
             None for as many as it takes, 0 for none. It changes no token and no logprob.
+        response_cache: Whether the response may come from the response cache, and be kept there,
+            where the engine has one. It changes no token and no logprob.
     """
 
     # Between 0 and 1e-4, and above 1e4, scaled logits leave float32: logprobs would be NaN.
@@ -177,6 +179,14 @@ class SamplingParams(Settings, frozen=True, forbid_unknown_fields=True, omit_def
             Range("0 (none) or a number of tokens, or absent", 0, MAX_INT64),
         ),
     ] = None
+    response_cache: Annotated[
+        bool,
+        Parameter(
+            "ours: false computes the response anew and keeps it out of the response cache "
+            "([response-cache.md](response-cache.md))",
+            anthropic=None,
+        ),
+    ] = True
 
     def __post_init__(self) -> None:
         """Copy collections, so that a caller who changes its own does not change these.

@@ -61,6 +61,7 @@ class BusConfig(Section, frozen=True, forbid_unknown_fields=True):
         group: Consumer group of the requests stream.
         results_ttl_s: Seconds that a finished request's output stays readable on Redis.
         results_maxlen: Entries kept in the shared results stream.
+        kv_events_maxlen: Entries kept in the stream of KV events.
         link_capacity: Messages buffered on one link before its sender waits.
         max_request_bytes: Size limit of a request; larger ones are refused before parsing.
         max_result_bytes: Size limit of one result as JSON; a request that may exceed it is refused.
@@ -78,6 +79,7 @@ class BusConfig(Section, frozen=True, forbid_unknown_fields=True):
     group: str = "admission"
     results_ttl_s: PositiveInt = 3600
     results_maxlen: PositiveInt = 10_000
+    kv_events_maxlen: PositiveInt = 10_000
     link_capacity: PositiveInt = 1024
     max_request_bytes: PositiveInt = 4 << 20
     max_result_bytes: Annotated[int, Range("at least 65536", 1 << 16)] = 256 << 20

@@ -15,6 +15,7 @@ from msgspec.structs import replace
 from ..bus import Bus, OutputStream, control, open_bus
 from ..bus.codec import written_id
 from ..bus.control import MEMORY_TAGS, MemoryTag
+from ..bus.kv_events import KVEventEntry
 from ..bus.messages import Message
 from ..bus.public import Completion, Output
 from ..bus.weights import (
@@ -225,8 +226,24 @@ class BusClient(Submitter, Deployment):
         await self._operate("admission", control.CancelAll(), lane=lane)
 
     async def flush_cache(self, *, lane: str | None = None) -> None:
-        """Drop all cached prefixes. Raises BusError if a lane did not answer."""
+        """Drop all cached prefixes and responses. Raises BusError if a lane did not answer."""
         await self._operate("batching", control.FlushCache(), lane=lane)
+        # Behind batching: what runs from then on has no cached prefix.
+        await self._operate("admission", control.FlushCache(), lane=lane)
+
+    async def kv_events(self, *, kept: bool = False) -> OutputStream[KVEventEntry]:
+        """Return the KV events of all replicas from now on, where `engine.kv_events` is set.
+
+        A client of one model (`of_model`) gets that model's. docs/kv-events.md says how to keep an
+        index. Call `aclose` when leaving it early.
+
+        Args:
+            kept: Begin with the oldest entry that the stream keeps.
+
+        Raises:
+            ChannelClosed: The bus was closed.
+        """
+        return await self.bus.kv_events.follow(kept=kept)
 
     async def update_weights(
         self,

@@ -15,12 +15,13 @@ from torch import Tensor
 from ..bus.control import MEMORY_TAGS, Cancel, JoinWeightsGroup, MemoryTag, UpdateWeights
 from ..bus.entries import RequestEntry
 from ..bus.messages import StepPlan
-from ..bus.public import Completion, EmbedParams, GenerateRequest
+from ..bus.public import EmbedParams, GenerateRequest
 from ..bus.weights import FolderWeights, GroupWeights, InFlight, WeightsSource, check_in_flight
 from ..config import (
     AdapterError,
     BusConfig,
     Config,
+    ConfigError,
     EngineConfig,
     ModelError,
     PoolingKind,
@@ -39,7 +40,7 @@ from ..stages.executor.runner.adapters.peft import (
 )
 from ..stages.executor.runner.weights.sync_manager import weights_lost
 from ..stages.executor.runner.weights.transports import WeightGroups, fetch
-from ..stages.streaming.core import StreamingCore
+from ..stages.streaming.core import EndedRequest, StreamingCore
 from ..stages.tier_log import log_differences
 from ..store.board import LoadedAdapter
 from ..telemetry import now_ns
@@ -53,6 +54,7 @@ from .engine_requests import (
     make_sample,
     params_of_all,
     predictions_of_all,
+    with_scores,
 )
 from .rollouts import Prompt, RequestId, RolloutEngine, TrainingSample
 from .scoring import params_to_score, token_ids_to_score
@@ -85,8 +87,11 @@ class InferenceEngine:
 
         Raises:
             ModelError: The model is missing or can't be served.
+            ConfigError: `kv_events` is set: they are published on a bus.
         """
         self.config = own = config or EngineConfig()
+        if own.kv_events:
+            raise ConfigError("engine.kv_events needs a bus: leave it out here, or run a Pipeline")
         if own.reference_model_path:
             # The reference is an engine here, and no part of the cores as in a pipeline.
             own = replace(own, reference_model_path="")
@@ -115,7 +120,8 @@ class InferenceEngine:
         self._streaming = StreamingCore(tokenizer if self._executor.model.generates else None)
         self._requests = UnfinishedRequests()
         self._groups = WeightGroups()
-        # Samples that finished while `generate` waited for others; the next `step` returns them.
+        # Samples from the response cache, and those that finished while `generate` waited for
+        # others; the next `step` returns them.
         self._uncollected: list[Finished] = []
         # The last version of each adapter id, unloaded ones included.
         self._adapter_versions: dict[str, int] = {}
@@ -275,7 +281,7 @@ class InferenceEngine:
         request = make_request(
             prompt, sampling_params, num_samples, adapter=adapter, prediction=prediction
         )
-        self._queue(name, request_id, request)
+        self._uncollected += self._queue(name, request_id, request)
         return request_id
 
     def step(self) -> list[TrainingSample]:
@@ -344,6 +350,7 @@ class InferenceEngine:
         finally:
             self._report_memory()
         self._batching.change_weights(version, in_flight)
+        self._admission.set_weights(version)
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return the current weights by parameter name, as `update_weights` takes them; not copies.
@@ -498,8 +505,9 @@ class InferenceEngine:
     # --- cache and shutdown -------------------------------------------------------------------
 
     def flush_cache(self) -> None:
-        """Drop all cached prefixes; running sequences are not affected."""
+        """Drop all cached prefixes and responses; running sequences are not affected."""
         self._batching.cache.flush()
+        self._admission.responses.clear()
 
     def shutdown(self) -> None:
         """Free the memory of model and cache. A second call does nothing.
@@ -526,13 +534,17 @@ class InferenceEngine:
             raise RuntimeError("this engine was shut down; make another one")
         return self._core
 
-    def _queue(self, name: str, request_id: RequestId | None, request: GenerateRequest) -> None:
+    def _queue(self, name: str, id: RequestId | None, request: GenerateRequest) -> list[Finished]:
+        """Queue a request, or return its samples from the response cache."""
         now = now_ns()
         request = replace(request, request_id=name)
-        opened, new = self._admission.admit(RequestEntry(name, request), now, now)
-        self._requests.add(name, Unfinished(new.prompt.token_ids, request.sampling, request_id))
-        self._streaming.open(opened, now)
-        self._batching.add(new)
+        accepted = self._admission.admit(RequestEntry(name, request), now, now)
+        self._requests.add(name, Unfinished(accepted, request.sampling, id))
+        deliveries = self._streaming.open(self._admission.look_up(accepted), now)
+        for ended in (ended for each in deliveries for ended in each.ended):
+            return self._finished(ended)[1]
+        self._batching.add(accepted.admitted)
+        return []
 
     def _run_all(self, requests: Sequence[GenerateRequest], show_progress: bool) -> list[Finished]:
         """Queue the requests and step until all have ended; return their samples in order."""
@@ -542,9 +554,10 @@ class InferenceEngine:
             for request in requests:
                 name = self._requests.new_name()
                 names[name] = None
-                self._queue(name, None, request)
+                if served := self._queue(name, None, request):
+                    finished[name] = served
             with Progress(console=Console(stderr=True), disable=not show_progress) as progress:
-                bar = progress.add_task("Generating", total=len(names))
+                bar = progress.add_task("Generating", total=len(names), completed=len(finished))
                 while len(finished) < len(names):
                     for name, samples in self._advance():
                         if name in names:
@@ -566,7 +579,7 @@ class InferenceEngine:
         cancel = Cancel(name, name, "cancelled", "cancelled", "aborted")
         self._batching.cancel(cancel)
         (ended,) = self._streaming.end(cancel, now_ns()).ended
-        return self._with_reference(self._finished(ended.completion)[1])
+        return self._with_reference(self._finished(ended)[1])
 
     def _advance(self) -> list[tuple[str, list[Finished]]]:
         executor = self._executor
@@ -600,12 +613,13 @@ class InferenceEngine:
         self._batching.stop(deliveries.halts)
         # An aborted request ends a second time when the executor returns its cancellation.
         finished = [
-            self._finished(ended.completion)
+            self._finished(ended)
             for ended in deliveries.ended
             if ended.completion.request_id in self._requests
         ]
         if refused := executor.weights.take_refused():
             self._uncollected += [pair for _, pairs in finished for pair in pairs]
+            self._admission.set_weights(executor.weights.version)
             raise refused
         return finished
 
@@ -623,26 +637,19 @@ class InferenceEngine:
                 return plan
             tiers.wait(_FETCH_WAIT_S)
 
-    def _finished(self, completion: Completion) -> tuple[str, list[Finished]]:
+    def _finished(self, ended: EndedRequest) -> tuple[str, list[Finished]]:
+        completion = ended.completion
         name = completion.request_id
         request = self._requests.finish(name)
+        self._admission.keep(request.accepted, ended.response)
         samples = [make_sample(request, completion, sample) for sample in completion.samples]
         return name, [(sample, request.params) for sample in samples]
 
     def _with_reference(self, finished: list[Finished]) -> list[TrainingSample]:
         """Return the samples, with the logprobs of the reference model if there is one."""
-        begun = [pair for pair in finished if pair[0].completion_tokens]
-        if self._reference is None or not begun:
+        if self._reference is None:
             return [sample for sample, _ in finished]
-        scores = self._reference.score(
-            [sample.prompt_tokens for sample, _ in begun],
-            [sample.completion_tokens for sample, _ in begun],
-            [params for _, params in begun],
-        )
-        by_sample = {id(sample): score for (sample, _), score in zip(begun, scores, strict=True)}
-        return [
-            replace(sample, ref_logprobs=by_sample.get(id(sample), ())) for sample, _ in finished
-        ]
+        return with_scores(finished, self._reference.score)
 
     def _receive_weights(
         self, source: Mapping[str, Tensor] | WeightsSource, version: int | None, timeout_s: float

@@ -7,13 +7,14 @@ id, and a text would count as a list of texts of one letter.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
 from ..bus.public import Completion, CompletionSample, EmbedParams, GenerateRequest
 from ..config import RequestError, SamplingParams, shown
+from ..stages.admission.arrivals import Accepted
 from .rollouts import Prompt, RequestId, TrainingSample
 
 _T = TypeVar("_T")
@@ -178,7 +179,7 @@ Finished = tuple[TrainingSample, SamplingParams]
 class Unfinished(NamedTuple):
     """An unfinished request; its samples carry `request_id`."""
 
-    prompt: tuple[int, ...]
+    accepted: Accepted
     params: SamplingParams
     request_id: RequestId | None
 
@@ -288,10 +289,33 @@ def make_sample(
 ) -> TrainingSample:
     """Return one sample of a finished request."""
     return TrainingSample(
-        prompt_tokens=request.prompt,
+        prompt_tokens=request.accepted.admitted.prompt.token_ids,
         completion_tokens=sample.token_ids,
         prompt_logprobs=completion.prompt_logprobs,
         prompt_top_logprobs=completion.prompt_top_logprobs,
         request_id=request.request_id,
+        from_response_cache=completion.usage.cached_completion_tokens > 0,
         **{name: getattr(sample, name) for name in _SHARED_FIELDS},
     )
+
+
+def with_scores(
+    finished: Sequence[Finished],
+    score: Callable[
+        [list[Sequence[int]], list[Sequence[int]], list[SamplingParams]], list[tuple[float, ...]]
+    ],
+) -> list[TrainingSample]:
+    """Return the samples with the logprobs of a reference model, by its method `score`."""
+    begun = [pair for pair in finished if pair[0].completion_tokens]
+    if not begun:
+        return [sample for sample, _ in finished]
+    scores = score(
+        [sample.prompt_tokens for sample, _ in begun],
+        [sample.completion_tokens for sample, _ in begun],
+        [params for _, params in begun],
+    )
+    by_sample = {id(sample): each for (sample, _), each in zip(begun, scores, strict=True)}
+    return [
+        msgspec.structs.replace(sample, ref_logprobs=by_sample.get(id(sample), ()))
+        for sample, _ in finished
+    ]

@@ -37,6 +37,7 @@ class TrainingSample(msgspec.Struct, frozen=True):
         embedding: The prompt's vector, on request.
         num_draft_tokens: Draft tokens that were verified for this sample.
         num_accepted_draft_tokens: Draft tokens that were accepted.
+        from_response_cache: Whether the tokens were computed for an equal request before.
     """
 
     prompt_tokens: tuple[int, ...]
@@ -54,6 +55,7 @@ class TrainingSample(msgspec.Struct, frozen=True):
     embedding: tuple[float, ...] | None = None
     num_draft_tokens: int = 0
     num_accepted_draft_tokens: int = 0
+    from_response_cache: bool = False
 
 
 @runtime_checkable

@@ -227,6 +227,7 @@ class Actor(ABC):
         epoch: int | None = None,
         trace: TraceContext | None = None,
         budget_ns: int | None = None,
+        operation_id: str = "",
     ) -> None:
         """Send a message, by default in the current epoch."""
         await self._sender(link).send(
@@ -235,6 +236,7 @@ class Actor(ABC):
             traceparent=trace.traceparent if trace else "",
             tracestate=trace.tracestate if trace else "",
             budget_ns=budget_ns,
+            operation_id=operation_id,
         )
 
     async def answer(

@@ -189,6 +189,12 @@ KV_TIER_MOVES = _counter(
     "KV blocks moved between device, host memory and disk, or lost on the way to or from disk.",
     names.KV_MOVE,
 )
+KV_EVENTS = _counter(
+    "nano.kv.events",
+    "{block}",
+    "KV blocks published as stored or removed, and those in batches that the bus dropped.",
+    names.KV_EVENT,
+)
 KV_TIME_SAVED = _counter(
     "nano.kv.tier.time_saved", "s", "Estimated computing time of KV that was loaded instead."
 )
@@ -208,6 +214,14 @@ KV_TRANSFER_FAILURES = _counter(
     "KV blocks that another executor no longer offered, or that did not come whole.",
     names.KV_TRANSPORT,
 )
+RESPONSE_LOOKUPS = _counter(
+    "nano.response_cache.lookups",
+    "{request}",
+    "Lookups in the response cache.",
+    names.RESPONSE_RESULT,
+)
+RESPONSE_BYTES = _gauge("nano.response_cache.bytes", "By", "Memory of cached responses.")
+RESPONSES = _gauge("nano.response_cache.responses", "{response}", "Cached responses.")
 PREEMPTIONS = _counter("nano.preemptions", "{sequence}", "Samples preempted.")
 RESUMES = _counter("nano.resumes", "{sequence}", "Samples resumed.")
 FAIRNESS_PREEMPTIONS = _counter(

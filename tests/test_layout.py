@@ -109,14 +109,14 @@ def test_no_file_and_no_function_is_long() -> None:
 
 
 def test_each_sampling_parameter_is_checked_by_admission() -> None:
-    """By the range in the table, or by a check of its own; every value of `ignore_eos` is good."""
+    """By the range in the table, or by a check of its own; every truth value is good."""
     source = (ROOT / "stages" / "admission" / "checks.py").read_text()
     refused = {
         node.value.removeprefix("invalid_")
         for node in ast.walk(ast.parse(source))
         if isinstance(node, ast.Constant) and isinstance(node.value, str)
     }
-    assert set(PARAMETERS) - refused - RANGES.keys() == {"ignore_eos"}
+    assert set(PARAMETERS) - refused - RANGES.keys() == {"ignore_eos", "response_cache"}
 
 
 def test_each_sampling_parameter_is_read_by_a_stage() -> None:

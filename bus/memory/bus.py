@@ -28,6 +28,7 @@ from ..queue import BoundedQueue
 from ..replies import MemoryReplies
 from ..routing import MemoryRouting
 from ..sender import Numbering, Sender
+from .kv_events import MemoryKVEvents
 from .results import MemoryResults
 
 KEPT_DEAD = 1024
@@ -229,6 +230,7 @@ class MemoryBus:
         self.results = MemoryResults()
         self.requests = MemoryRequests(config, self.results)
         self.replies = MemoryReplies()
+        self.kv_events = MemoryKVEvents(config.kv_events_maxlen)
         self.store = memory_store(config)
         self.routing = MemoryRouting()
 
@@ -269,6 +271,7 @@ class MemoryBus:
         self.requests.close()
         self.routing.close()
         self.results.close()
+        self.kv_events.close()
 
     def _check_open(self) -> None:
         if self._inboxes.closed:

@@ -25,7 +25,7 @@ TAIL_CAPACITY = 1024
 """Buffer of terminal messages for a slow reader of `tail`; older ones are dropped."""
 
 
-class _Signal:
+class Signal:
     """Wakes all waiters of a change."""
 
     __slots__ = ("_waiters",)
@@ -58,7 +58,7 @@ class _Route:
         self.claimed: set[str] = set()
         self.outputs: list[Output] = []
         self.ended = False
-        self.changed = _Signal()
+        self.changed = Signal()
 
 
 class MemoryResults:
@@ -78,7 +78,7 @@ class MemoryResults:
         self._kept_outputs = 0
         self._ended: dict[str, None] = {}
         self._tails: weakref.WeakSet[_Tail] = weakref.WeakSet()
-        self._appeared = _Signal()
+        self._appeared = Signal()
         self._closed = False
 
     def expect(self, entry_id: str, request_id: str) -> None:
@@ -275,7 +275,7 @@ class _Tail:
         self._results = results
         self._queue: deque[Completion] = deque(maxlen=TAIL_CAPACITY)
         self._done = False
-        self.changed = _Signal()
+        self.changed = Signal()
 
     def push(self, completion: Completion) -> None:
         self._queue.append(completion)

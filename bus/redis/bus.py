@@ -27,6 +27,7 @@ from ..channel import Inbox
 from ..links import AnyLink, links_to
 from ..memory.bus import Inboxes, MemoryInbox, MemorySender
 from ..sender import Numbering, Sender
+from .kv_events import RedisKVEvents
 from .leases import live_lanes
 from .links import LinkReader, LinkWriter, RedisSender, Seen
 from .replies import RedisReplies
@@ -82,6 +83,7 @@ class RedisBus:
         own = (self._keys, self._commands)
         self.requests = RedisRequests(config, *own, self.results)
         self.replies = RedisReplies(*own)
+        self.kv_events = RedisKVEvents(config, *own)
         self._limits = RedisLimits(*own)
         self.store = Store(
             RedisBoard(*own),
@@ -172,6 +174,7 @@ class RedisBus:
             self.requests.aclose(CLOSE_PATIENCE_S),
             self._limits.aclose(CLOSE_PATIENCE_S),
             self.results.aclose(),
+            self.kv_events.aclose(CLOSE_PATIENCE_S),
             self.routing.aclose(),
         )
         await self._commands.aclose(max(0.0, give_up_at - time.monotonic()))

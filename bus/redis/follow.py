@@ -10,7 +10,7 @@ from redis import exceptions
 
 from ...config import BusError, ChannelClosed
 from ...store.redis.client import Commands, readable
-from ...store.redis.keys import Keys
+from ...store.redis.keys import JSON, Keys
 from ..codec import decode_output
 from ..public import Completion, CompletionChunk, Output
 from .given import Given
@@ -84,12 +84,12 @@ class RedisFollow:
         while True:
             try:
                 async with asyncio.timeout(IDLE_CHECK_S):
-                    key, raw = await self._subscription.next()
+                    key, fields = await self._subscription.next()
             except TimeoutError:
                 # The server may have lost the request and its outputs.
                 await self._check_known()
                 continue
-            output = read_output(key, raw or b"")
+            output = read_output(key, fields.get(JSON, b""))
             if self._entry_id and output.entry_id != self._entry_id:
                 continue  # another request of the same id
             if isinstance(output, CompletionChunk):
@@ -118,12 +118,12 @@ class RedisTail:
     async def __anext__(self) -> Completion:
         while not self._done:
             try:
-                _, raw = await self._subscription.next()
+                _, fields = await self._subscription.next()
             except ChannelClosed:
                 if self._done:  # by our own `aclose`
                     break
                 raise
-            output = readable(decode_output, raw or b"", "results")
+            output = readable(decode_output, fields.get(JSON, b""), "results")
             if isinstance(output, Completion):
                 return output
         raise StopAsyncIteration

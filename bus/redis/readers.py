@@ -1,4 +1,4 @@
-"""Readers of result streams: one connection for all streams followed in this process.
+"""Readers of streams for clients: one connection for all streams followed in this process.
 
 In a cluster a command can read the streams of one slot only, so each followed stream has a
 connection of its own.
@@ -18,7 +18,7 @@ from ...config import BusError
 from ...config.errors import bus_closed
 from ...config.logger import get_logger
 from ...store.redis.client import Commands, Server, end_tasks, execute_all, persist, watched
-from ...store.redis.keys import JSON, Keys, parse_id
+from ...store.redis.keys import Keys, parse_id
 from .entries import Entries
 from .links import read
 
@@ -30,8 +30,8 @@ BUFFERED = 512
 
 WAKE_TTL_S = 60
 
-Entry = tuple[bytes, bytes | None]
-"""A stream's key, and the `json` field of one entry."""
+Entry = tuple[bytes, dict[bytes, bytes]]
+"""A stream's key, and the fields of one entry."""
 
 
 class Readers(ABC):
@@ -112,7 +112,7 @@ class Subscription:
         """Buffer an entry, unless it was read before (for another reader that began later)."""
         if parse_id(entry_id) > parse_id(self.positions[key]):
             self.positions[key] = entry_id
-            self._queue.append((key, fields.get(JSON)))
+            self._queue.append((key, fields))
             self._notify()
 
     def keep_only(self, key: bytes) -> None:

@@ -11,6 +11,7 @@ from ...bus.control import Cancel
 from ...bus.entries import RequestEntry
 from ...bus.messages import AdmittedRequest, Prompt, RequestOpened
 from ...bus.public import ErrorInfo
+from .responses import ResponseKey
 
 
 class Tokens(NamedTuple):
@@ -21,10 +22,15 @@ class Tokens(NamedTuple):
 
 
 class Accepted(NamedTuple):
-    """A valid request: the message for streaming, and the one for the lane."""
+    """A valid request: the message for streaming, and the one for the lane.
+
+    Attributes:
+        key: Its key in the response cache; None if it can't be there.
+    """
 
     opened: RequestOpened
     admitted: AdmittedRequest
+    key: ResponseKey | None = None
 
 
 Tokenized = Tokens | Exception

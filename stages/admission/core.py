@@ -18,6 +18,7 @@ from ...bus.messages import (
     RequestInfo,
     RequestOpened,
     SequenceSpec,
+    StoredResponse,
 )
 from ...bus.pooling import Pooling
 from ...bus.public import GenerateRequest
@@ -40,6 +41,7 @@ from .checks import (
     request_id_of,
 )
 from .prompts import PromptReader
+from .responses import ResponseCache, ResponseKey, is_repeatable
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -49,6 +51,9 @@ class AdmissionCore:
     """Checks requests and makes their sequences; the ledger holds those in flight.
 
     `set_capacity` must come before the first `admit`.
+
+    Attributes:
+        responses: The response cache.
     """
 
     def __init__(
@@ -81,16 +86,26 @@ class AdmissionCore:
         self._closed: dict[str, int] = {}
         self._grammars: GrammarCompiler | None = None
         self._seq_ids = itertools.count(1)
+        self.responses = ResponseCache(config.engine.response_cache_bytes)
 
     def set_capacity(self, capacity: ReplicaCapacity) -> None:
-        """Set the lane's capacity and adapters."""
-        self._capacity = capacity
+        """Set the lane's capacity and adapters. Other weights empty the response cache."""
+        before, self._capacity = self._capacity, capacity
+        now = capacity.exact, capacity.weight_version
+        if before is None or (before.exact, before.weight_version) != now:
+            self.responses.clear()
         self.set_adapters(capacity.adapters)
         tokenizer, known = self._tokenizer, self._grammars
         if tokenizer is not None and (known is None or known.vocab_size != capacity.vocab_size):
             self._grammars = GrammarCompiler(
                 self._engine.model_folder, capacity.vocab_size, lambda folder: tokenizer
             )
+
+    def set_weights(self, version: int) -> None:
+        """Set the version of the lane's weights alone, as `set_capacity`."""
+        if version != self.capacity.weight_version:
+            self._capacity = msgspec.structs.replace(self.capacity, weight_version=version)
+            self.responses.clear()
 
     def set_adapters(self, adapters: Iterable[LoadedAdapter]) -> None:
         """Set the adapters that requests may name; of a closed one only a newer version."""
@@ -266,7 +281,50 @@ class AdmissionCore:
             prediction=tokens.prediction and self._as_draft(tokens.prediction, sampling),
             has_stop_strings=bool(sampling.stop),
         )
-        return Accepted(opened, admitted)
+        key = self._response_key(request, opened, admitted) if self.responses.max_bytes else None
+        return Accepted(opened, admitted, key)
+
+    def look_up(self, accepted: Accepted) -> RequestOpened:
+        """Return the message that opens a new request, with its response if that is cached."""
+        if accepted.key is None:
+            return accepted.opened
+        response = self.responses.find(accepted.key)
+        keeps = self.responses.generation if response is None else 0
+        return msgspec.structs.replace(accepted.opened, keeps=keeps, response=response)
+
+    def keep(self, accepted: Accepted | None, response: StoredResponse | None) -> None:
+        """Add the response of a request that has ended to the response cache, if possible."""
+        if accepted is not None and accepted.key is not None and response is not None:
+            self.responses.add(accepted.key, response)
+
+    def no_responses(self) -> str:
+        """Return why the response cache is not used; "" if it is, or is off by its setting."""
+        if not self.responses.max_bytes:
+            return ""
+        if self._has_reference:
+            return "a reference model scores each response"
+        if self.capacity.exact:
+            return ""
+        return "an executor has no deterministic mode, or replicas have different weights"
+
+    def _response_key(
+        self, request: GenerateRequest, opened: RequestOpened, admitted: AdmittedRequest
+    ) -> ResponseKey | None:
+        """Return a request's key in the response cache; None if it can't be cached."""
+        sampling, adapter = admitted.sampling, self._adapters.get(admitted.info.adapter)
+        if (
+            not self.capacity.exact
+            or self._has_reference
+            or request.embed is not None
+            or sampling.prompt_logprobs is not None
+            or not sampling.response_cache
+            or not is_repeatable(sampling)
+            # With "auto" deterministic mode doesn't cover adapters.
+            or (adapter is not None and self._engine.deterministic is not True)
+        ):
+            return None
+        version = 0 if adapter is None else adapter.version
+        return self.responses.key_of(opened, admitted, self.capacity.weight_version, version)
 
     def resumed(
         self, request: AdmittedRequest, samples: Sequence[RecoveredSample]

@@ -8,7 +8,7 @@ from ...bus.control import Cancel
 from ...config import RequestError
 from ...telemetry import now_ns
 from ..actor import Actor
-from .arrivals import Accepted, Judged
+from .arrivals import Judged
 from .checks import request_id_of
 from .core import AdmissionCore, status_of
 from .effects import Judge
@@ -53,7 +53,7 @@ def _admit(stage: Actor, core: AdmissionCore, wanted: Judge, trace: EntryTrace) 
             raise tokenized
         return Judged(arrival, end=wanted.cancelled)
     context = trace.context
-    opened, admitted = core.admit(
+    accepted = core.admit(
         entry,
         received_ns,
         now_ns(),
@@ -61,9 +61,10 @@ def _admit(stage: Actor, core: AdmissionCore, wanted: Judge, trace: EntryTrace) 
         tokens=tokenized,
         trace=(context.traceparent, context.tracestate),
     )
+    opened, admitted = accepted.opened, accepted.admitted
     trace.end(opened, admitted)
     if stage.config.telemetry.log_prompts:
         content = msgspec.to_builtins(entry.request)
         stage.log_of(request_id_of(entry), context).info("request_admitted", request=content)
     opened = msgspec.structs.replace(opened, admitted_ns=now_ns())
-    return Judged(arrival, Accepted(opened, admitted), wanted.cancelled)
+    return Judged(arrival, accepted._replace(opened=opened), wanted.cancelled)

@@ -22,14 +22,24 @@ def is_replicated(role: str) -> bool:
 
 
 def smallest(capacities: Collection[ReplicaCapacity]) -> ReplicaCapacity:
-    """Return the capacity that fits each of several executors of one model."""
+    """Return the capacity that fits each of several executors of one model.
+
+    It is exact only while all have the same versions of weights and adapters.
+    """
     first, *_ = capacities
     return msgspec.structs.replace(
         first,
         num_blocks=min(capacity.num_blocks for capacity in capacities),
         max_model_len=min(capacity.max_model_len for capacity in capacities),
         adapters=_common([capacity.adapters for capacity in capacities]),
+        exact=all(each.exact for each in capacities) and len(set(map(_versions, capacities))) == 1,
     )
+
+
+def _versions(capacity: ReplicaCapacity) -> tuple[int, frozenset[tuple[str, int]]]:
+    """Return the versions of a replica's weights and adapters."""
+    adapters = frozenset((adapter.id, adapter.version) for adapter in capacity.adapters)
+    return capacity.weight_version, adapters
 
 
 def _common(adapters: Collection[tuple[LoadedAdapter, ...]]) -> tuple[LoadedAdapter, ...]:
@@ -99,6 +109,13 @@ class Participants:
         if role not in self._capacities:
             return None
         return self.hold(role, msgspec.structs.replace(self._capacities[role], adapters=adapters))
+
+    def change_weights(self, role: str, version: int) -> ReplicaCapacity | None:
+        """Set the version of a replica's weights; return as `change_adapters`."""
+        if role not in self._capacities:
+            return None
+        capacity = msgspec.structs.replace(self._capacities[role], weight_version=version)
+        return self.hold(role, capacity)
 
     def dismiss_missing(self) -> list[str]:
         """Stop waiting; return the roles that were missing."""

@@ -13,9 +13,19 @@ import msgspec
 from anyio.abc import TaskGroup
 
 from ...bus import Inbox, RequestEntry
-from ...bus.control import AdaptersChanged, Cancel, CancelAll, Reset, StageReady, UnloadAdapter
+from ...bus.control import (
+    AdaptersChanged,
+    Cancel,
+    CancelAll,
+    FlushCache,
+    ReplicaCapacity,
+    Reset,
+    StageReady,
+    UnloadAdapter,
+    WeightsChanged,
+)
 from ...bus.links import ADMITTED, CONTROL, OPENED, REFUSED, at
-from ...bus.messages import Envelope, Message, Recover
+from ...bus.messages import Envelope, Message, Recover, RequestFinished
 from ...bus.public import Completion, GenerateRequest
 from ...config import AdapterError, BusError, ChannelClosed, shown, split_role
 from ...store.board import LoadedAdapter, StageState
@@ -32,6 +42,7 @@ from .long_prompts import LongPrompts, is_long
 from .measures import compiling, count_moe, trace_cancel, trace_first_again, trace_replay
 from .refusals import GIVEN_UP_CODES, is_of_the_entry, overloaded, why_given_up
 from .requests import Unanswered, entry_deadline_ns
+from .responses import ResponseCache
 
 TAKE_BATCH = 64
 """Entries taken from the queue at once."""
@@ -119,13 +130,27 @@ class AdmissionStage(Actor):
                 await self._handle(cancel_all)
                 await self.answer(envelope.operation_id)
             case AdaptersChanged(role, adapters):
-                capacity = self.epochs.participants.change_adapters(role, adapters)
-                if capacity is not None:
-                    self._core.set_capacity(capacity)
+                self._change(self.epochs.participants.change_adapters(role, adapters))
+            case WeightsChanged(role, version):
+                if version:
+                    self._change(self.epochs.participants.change_weights(role, version))
+                await self.answer(envelope.operation_id)
+            case FlushCache():
+                self._core.responses.clear()
+                await self.answer(envelope.operation_id)
+            case RequestFinished(_, entry_id, response) as finished:
+                if response is not None and (item := self._requests.ledger.get(entry_id)):
+                    self._core.keep(item.accepted, response)
+                await self._handle(finished)
             case UnloadAdapter() as unload:
                 await self._unload(unload, envelope.operation_id)
             case other:
                 await self._handle(other)
+
+    def _change(self, capacity: ReplicaCapacity | None) -> None:
+        """Set the lane's capacity, if a change concerns it."""
+        if capacity is not None:
+            self._core.set_capacity(capacity)
 
     def adapters(self) -> tuple[LoadedAdapter, ...]:
         return self._core.adapters
@@ -192,6 +217,10 @@ class AdmissionStage(Actor):
                 self._gate.set() if is_open else self._gate.clear()
             case do.SetCapacity(capacity):
                 self._core.set_capacity(capacity)
+                # The executor may have other weights of the same version than before.
+                self._core.responses.clear()
+                if reason := self._core.no_responses():
+                    self.log.warning("response_cache_off", reason=reason)
             case do.TakePart():
                 self.takes_part()
             case do.MarkPossiblyLost():
@@ -213,7 +242,8 @@ class AdmissionStage(Actor):
                 raise TypeError(f"unknown effect {type(effect).__name__}")
 
     async def _forward(self, effect: do.Forward) -> None:
-        (opened, request), samples = effect.accepted, effect.samples
+        accepted, samples = effect.accepted, effect.samples
+        opened, request = accepted.opened, accepted.admitted
         trace = TraceContext(request.info.traceparent, request.info.tracestate)
         if samples is not None:
             trace_replay(self, request.info.request_id, trace, effect.down_since_ns, samples)
@@ -221,9 +251,11 @@ class AdmissionStage(Actor):
             if not request.sequences:
                 return  # all are finished, and streaming waits for scores
         else:
+            opened = self._core.look_up(accepted)
             await self.send(OPENED, opened, trace=trace)
-        budget_ns = budget_of(effect.deadline_ns, now_ns())
-        await self.send(ADMITTED, request, trace=trace, budget_ns=budget_ns)
+        if opened.response is None:  # else nothing is computed
+            budget_ns = budget_of(effect.deadline_ns, now_ns())
+            await self.send(ADMITTED, request, trace=trace, budget_ns=budget_ns)
         if samples is None:
             count_moe(self, opened.model, int(self._core.capacity.experts > 0))
 
@@ -306,6 +338,10 @@ class AdmissionStage(Actor):
             "model": self.config.engine.model_name,
         }
         replicas = self.config.pipeline.replicas
+        if (responses := self._responses()) is not None:
+            load["responses"] = len(responses)
+            load["response_hits"] = responses.hits
+            load["response_lookups"] = responses.hits + responses.misses
         if replicas > 1:
             load["replicas"] = f"{self.epochs.participants.num_replicas()} of {replicas}"
         return load
@@ -321,6 +357,16 @@ class AdmissionStage(Actor):
         record(instruments.PENDING, backlog.pending)
         record(instruments.DEAD_LETTERS, backlog.dead)
         record(instruments.QUEUE_LENGTH, backlog.queue_length)
+        if (responses := self._responses()) is not None:
+            record(instruments.RESPONSES, len(responses))
+            record(instruments.RESPONSE_BYTES, responses.num_bytes)
+            for result, number in responses.take_counts().items():
+                record(instruments.RESPONSE_LOOKUPS, number, {names.RESPONSE_RESULT: result})
+
+    def _responses(self) -> ResponseCache | None:
+        """Return the response cache; None if it is off."""
+        on = self.opened and self.config.engine.response_cache_bytes
+        return self._core.responses if on else None
 
     # --- leases -------------------------------------------------------------------------------
 

@@ -63,6 +63,7 @@ class TierAudit:
         if self._cache.name_of(block.block_id) == block.name:
             computed = lease.block_ids[-1]
             self._moves = (KVMove("compare", block.name, block_id=computed, other=block.block_id),)
+            self._tiers.end_audit()
         self._end()
         return True
 

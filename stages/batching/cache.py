@@ -15,9 +15,11 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from ...bus.kv_events import DEVICE
 from ...bus.messages import DEFAULT_SCOPE, CacheScope, KVMove, RemoteBlocks
 from ...config import NanoInferenceError
-from .block_hash import compute_block_hash
+from .block_hash import chain_root, compute_block_hash
+from .kv_events import KVEventLog
 from .tiers import KVTiers, LoadedBlock, RemoteBlock
 
 
@@ -73,9 +75,8 @@ class Lease:
         num_known: Leading blocks found in the index when it was last searched.
         root: Root of the block-hash chain (PagedKVCache).
         chain: For each leading block, its name in the index: a hash, or a node of the tree.
-        names: For each leading full block, its name in the KV tiers.
+        names: For each leading full block, its name in the KV tiers and in KV events.
         names_root: Root of the chain of `names`.
-        num_named: Leading blocks whose names the cache knows.
         whole_blocks: Whether to start with whole blocks only, and copy no part of one.
         num_fetched: Leading blocks that were fetched since the lease last held any.
         num_loaded: Blocks that it loaded from the tiers when it started.
@@ -93,7 +94,6 @@ class Lease:
     chain: list[Any] = field(default_factory=list)
     names: list[bytes] = field(default_factory=list)
     names_root: int | None = None
-    num_named: int = 0
     num_fetched: int = 0
     num_loaded: int = 0
     remote: dict[bytes, RemoteBlock] = field(default_factory=dict)
@@ -133,16 +133,24 @@ class KVCacheManager(ABC):
     grows, `release`; then it may start again. Subclasses implement the index.
     """
 
-    def __init__(self, num_blocks: int, block_size: int, tiers: KVTiers | None = None) -> None:
-        """Args: the number of blocks, the tokens in each, both at least 1, and the tiers below."""
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        tiers: KVTiers | None = None,
+        events: KVEventLog | None = None,
+    ) -> None:
+        """Args: the number of blocks, the tokens in each, both at least 1, the tiers below, and the
+        log of what can be found; None for no log."""
         if num_blocks < 1 or block_size < 1:
             raise ValueError("a cache needs at least one block of at least one token")
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.weight_version = 0
         self.tiers = tiers
+        self.events = events
         self._ref_counts = [0] * num_blocks
-        # With tiers: of full blocks that hold the KV of their names' tokens.
+        # With tiers or events: of full blocks that hold the KV of their names' tokens.
         self._names: list[bytes | None] = [None] * num_blocks
         # Of these, blocks that a later start could find on disk, and that may not be there.
         self._unsaved: dict[int, None] = {}
@@ -164,6 +172,8 @@ class KVCacheManager(ABC):
     def begin_weight_version(self, version: int) -> None:
         """Forget all tokens; KV computed from now on belongs to these weights."""
         self.weight_version = version
+        if self.events is not None:
+            self.events.clear()
         self.forget_device()
         if self.tiers is not None:
             self.tiers.forget_host()
@@ -173,6 +183,8 @@ class KVCacheManager(ABC):
 
         What their holders compute from now on isn't cached, since it depends on older KV.
         """
+        if self.events is not None:
+            self.events.clear()
         self.forget_device()
         if self.tiers is not None:
             self.tiers.clear()
@@ -183,6 +195,20 @@ class KVCacheManager(ABC):
         self._names = [None] * self.num_blocks
         self._unsaved.clear()
         self._forget_all()
+        if self.events is not None:
+            self.events.lose(DEVICE)
+
+    def retire_adapter(self, adapter: str) -> None:
+        """Report the blocks of an adapter as removed: its weights are replaced, so that no sequence
+        finds them any more."""
+        if self.events is None:
+            return
+        retired = self.events.retire(adapter)
+        for block_id, name in enumerate(self._names):
+            if name in retired:
+                self._names[block_id] = None  # so that no tier stores it
+        if self.tiers is not None:
+            self.tiers.disown(retired)
 
     # --- leases -------------------------------------------------------------------------------
 
@@ -297,7 +323,7 @@ class KVCacheManager(ABC):
                 if self.tiers.load(name, block_id := lease.block_ids[index]):
                     before = lease.token_ids[: (index + 1) * self.block_size]
                     self.tiers.chosen.append(LoadedBlock(name, block_id, before, lease.scope))
-            lease.num_named, lease.num_fetched, lease.num_loaded = shared, 0, len(names)
+            lease.num_fetched, lease.num_loaded = 0, len(names)
             lease.remote.clear()
         lease.generation = self._generation
         copies: tuple[tuple[int, int], ...] = ()
@@ -358,10 +384,10 @@ class KVCacheManager(ABC):
         if not all(map(self._ref_counts.__getitem__, new)):
             raise ValueError("KV can't be computed in a free block")
         self._drop_source(lease)
-        if self.is_current(lease):
-            self._index(lease, num_tokens)
-            if self.tiers is not None:
-                self._name_blocks(lease, num_tokens // self.block_size)
+        if lease.generation == self._generation:  # `is_current`, without a call
+            first = self._index(lease, num_tokens)
+            if self.tiers is not None or self.events is not None:
+                self._name_blocks(lease, first, num_tokens // self.block_size)
 
     def release(self, lease: Lease) -> None:
         """Give back all blocks of a lease.
@@ -404,12 +430,20 @@ class KVCacheManager(ABC):
         """Return the longest cached prefix, at most all tokens but one; set `num_known`."""
 
     @abstractmethod
-    def _index(self, lease: Lease, num_tokens: int) -> None:
-        """Add leading tokens; set `num_known`. Tokens that are indexed already stay as they are."""
+    def _index(self, lease: Lease, num_tokens: int) -> int:
+        """Add leading tokens; set `num_known`. Tokens that are indexed already stay as they are.
+
+        Returns:
+            The number of leading blocks that were indexed before.
+        """
 
     @abstractmethod
     def _is_indexed(self, block_id: int) -> bool:
         """Whether the block can be found."""
+
+    @abstractmethod
+    def _is_indexed_whole(self, block_id: int) -> bool:
+        """Whether the block, a full one, can be found with all of its tokens."""
 
     @abstractmethod
     def _forget(self, block_id: int) -> None:
@@ -454,8 +488,10 @@ class KVCacheManager(ABC):
 
     def _names_of(self, lease: Lease, num_blocks: int) -> list[bytes]:
         """Return the names of leading full blocks."""
-        assert self.tiers is not None
-        root = self.tiers.root(self.weight_version, lease.scope)
+        if self.tiers is not None:
+            root = self.tiers.root(self.weight_version, lease.scope)
+        else:
+            root = chain_root(self.weight_version, lease.scope)
         if lease.names_root != root:
             lease.names_root = root
             lease.names.clear()
@@ -466,19 +502,40 @@ class KVCacheManager(ABC):
             names.append(compute_block_hash(run, before).to_bytes(16, "little"))
         return names[:num_blocks]
 
-    def _name_blocks(self, lease: Lease, num_blocks: int) -> None:
-        """Note the names of blocks that are full, and in the index."""
-        if num_blocks > lease.num_named:
-            assert self.tiers is not None
-            names = self._names_of(lease, num_blocks)
-            saves = self.tiers.survives(self.weight_version, lease.scope)
-            for index in range(lease.num_named, num_blocks):
-                block_id = lease.block_ids[index]
-                if self._is_indexed(block_id) and self._names[block_id] != names[index]:
-                    self._names[block_id] = names[index]
-                    if saves:
-                        self._unsaved[block_id] = None
-            lease.num_named = num_blocks
+    def _name_blocks(self, lease: Lease, first: int, end: int) -> None:
+        """Note the names of full blocks, from `first` to `end`, that are in the index."""
+        if first >= end:
+            return
+        names = self._names_of(lease, end)
+        saves = self.tiers is not None and self.tiers.survives(self.weight_version, lease.scope)
+        for index in range(first, end):
+            block_id = lease.block_ids[index]
+            if self._is_indexed(block_id) and self._names[block_id] != names[index]:
+                self._names[block_id] = names[index]
+                if saves:
+                    self._unsaved[block_id] = None
+        if self.events is not None:
+            self._announce(self.events, lease, first, end)
+
+    def _announce(self, events: KVEventLog, lease: Lease, first: int, end: int) -> None:
+        """Log the blocks, from `first` to `end`, that can be found since now."""
+        index, size = first, self.block_size
+        while index < end:
+            start = index
+            while index < end and self._is_new(events, lease.block_ids[index]):
+                index += 1
+            if start < index:
+                events.store(
+                    lease.block_ids[start:index],
+                    lease.names[start:index],
+                    lease.names[start - 1] if start else None,
+                    lease.token_ids[start * size : index * size],
+                    lease.scope,
+                )
+            index += 1
+
+    def _is_new(self, events: KVEventLog, block_id: int) -> bool:
+        return self._is_indexed_whole(block_id) and not events.is_announced(block_id)
 
     def _require(self, num_blocks: int) -> None:
         if num_blocks > len(self._free):
@@ -490,10 +547,13 @@ class KVCacheManager(ABC):
         self._num_evicted += self._is_indexed(block_id)
         self._forget(block_id)
         if (name := self._names[block_id]) is not None:
-            assert self.tiers is not None
             self._names[block_id] = None
-            self._unsaved.pop(block_id, None)
-            self.tiers.store(name, block_id)
+            if self.tiers is not None:
+                self._unsaved.pop(block_id, None)
+                self.tiers.store(name, block_id)
+            if self.events is not None:
+                # After the tier's event, so that a router doesn't forget the block's tokens.
+                self.events.remove(block_id)
         self._ref_counts[block_id] = 1
         return block_id
 
@@ -512,6 +572,12 @@ class KVCacheManager(ABC):
         if lease.source >= 0:
             self._drop((lease.source,))
             lease.source = -1
+
+    def _hide(self, block_id: int) -> None:
+        """Evict a block next that has left the index with a block before it."""
+        self._demote(block_id)
+        if self.events is not None:
+            self.events.remove(block_id)
 
     def _demote(self, block_id: int) -> None:
         """Evict a block next, if it is free."""

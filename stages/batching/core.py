@@ -26,22 +26,17 @@ from ...bus.weights import InFlight
 from ...config import EngineConfig, SchedulerConfig
 from ...store.board import LoadedAdapter
 from .audit import TierAudit
-from .cache import KVCacheManager
+from .caches import make_cache
 from .handover import Handovers
 from .index import SequenceIndex
-from .paged import PagedKVCache
 from .plans import NextPlan, SentPlan, accepted_tokens
-from .radix import RadixKVCache
 from .report import Counters, Report
 from .schedule import NOTHING, SchedulerOutput, schedule
 from .sequence import Sequence, SequenceStatus
 from .starting import shared_prefills, startable
-from .tiers import KVTiers
 
 BLOCKS_SAVED_AT_ONCE = 16
 """Blocks that one plan saves to disk while nothing else runs; a new request waits that long."""
-
-CACHES: dict[str, type[KVCacheManager]] = {"paged": PagedKVCache, "radix": RadixKVCache}
 
 
 class BatchingCore:
@@ -60,6 +55,7 @@ class BatchingCore:
         limits: The scheduler's.
         cache: The prefix cache.
         tiers: The KV tiers below it; None if there are none.
+        events: The log of blocks that can be found; None without `kv_events`.
         paused: While set, no step is planned.
         lacks: As in MemoryState; while it is not empty, no step is planned.
     """
@@ -72,13 +68,8 @@ class BatchingCore:
             max_tokens_per_batch=config.max_tokens_per_batch,
             block_size=capacity.block_size,
         )
-        self.tiers: KVTiers | None = None
-        if capacity.tiers is not None:
-            self.tiers = KVTiers(
-                capacity.tiers, capacity.block_size, config.kv_eviction, config.kv_audit_every
-            )
-        cache = CACHES[config.cache_type]
-        self.cache = cache(capacity.num_blocks, capacity.block_size, self.tiers)
+        self.cache = make_cache(config, capacity)
+        self.tiers, self.events = self.cache.tiers, self.cache.events
         self._audit: TierAudit | None = None
         if self.tiers is not None:
             self._audit = TierAudit(self.tiers, self.cache, self.limits)
@@ -214,7 +205,10 @@ class BatchingCore:
 
     def set_adapters(self, adapters: Iterable[LoadedAdapter]) -> None:
         """Set the adapters of an executor that has no sequences."""
-        self._adapter_versions = {adapter.id: adapter.version for adapter in adapters}
+        versions = {adapter.id: adapter.version for adapter in adapters}
+        for id, _ in self._adapter_versions.items() - versions.items():
+            self.cache.retire_adapter(id)
+        self._adapter_versions = versions
 
     def uses_adapter(self, id: str) -> bool:
         """Whether a sequence that has not ended uses the adapter."""
@@ -247,6 +241,7 @@ class BatchingCore:
             self._next.recompute.append(lambda seq: seq.pools and seq.info.adapter == id)
         for seq in seqs:
             self._set_adapter_version(seq)
+        self.cache.retire_adapter(id)
 
     def change_memory(self, lacks: tuple[str, ...], release: tuple[str, ...]) -> None:
         """Release memory with the next plan, and plan no steps while memory is lacking.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from .block_hash import chain_root, compute_block_hash
 from .cache import KVCacheManager, Lease, Prefix, common_length
+from .kv_events import KVEventLog
 from .tiers import KVTiers
 
 
@@ -16,8 +17,14 @@ class PagedKVCache(KVCacheManager):
     A lease's chain holds the hashes of its full blocks.
     """
 
-    def __init__(self, num_blocks: int, block_size: int, tiers: KVTiers | None = None) -> None:
-        super().__init__(num_blocks, block_size, tiers)
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        tiers: KVTiers | None = None,
+        events: KVEventLog | None = None,
+    ) -> None:
+        super().__init__(num_blocks, block_size, tiers, events)
         self._hashes: list[int | None] = [None] * num_blocks
         self._block_of: dict[int, int] = {}
         self._latest: dict[int, int] = {}
@@ -48,11 +55,12 @@ class PagedKVCache(KVCacheManager):
         num_partial = common_length(run[1], token_ids[start : min(start + size, most)])
         return Prefix(block_ids, source, num_partial)
 
-    def _index(self, lease: Lease, num_tokens: int) -> None:
+    def _index(self, lease: Lease, num_tokens: int) -> int:
         size, hashes = self.block_size, lease.chain
         full = num_tokens // size
         root = self._extend_hashes(lease, full)
-        for index in range(lease.num_known, -(-num_tokens // size)):
+        first = lease.num_known
+        for index in range(first, -(-num_tokens // size)):
             block_id = lease.block_ids[index]
             if index < full:
                 # A block with this hash that is indexed already stays the one to be found.
@@ -62,7 +70,8 @@ class PagedKVCache(KVCacheManager):
                 self._hashes[block_id] = hashes[index]
             run = lease.token_ids[index * size : min((index + 1) * size, num_tokens)]
             self._set_latest(hashes[index - 1] if index else root, list(run), block_id)
-        lease.num_known = max(lease.num_known, full)
+        lease.num_known = max(first, full)
+        return first
 
     def _extend_hashes(self, lease: Lease, num_blocks: int) -> int:
         """Hash so many leading blocks; return the root of the chain."""
@@ -88,6 +97,9 @@ class PagedKVCache(KVCacheManager):
 
     def _is_indexed(self, block_id: int) -> bool:
         return self._hashes[block_id] is not None or self._runs[block_id] is not None
+
+    def _is_indexed_whole(self, block_id: int) -> bool:
+        return self._hashes[block_id] is not None
 
     def _forget(self, block_id: int) -> None:
         block_hash = self._hashes[block_id]

@@ -7,6 +7,7 @@ from typing import TypeAlias
 
 from ...bus.messages import CacheScope
 from .cache import KVCacheManager, Lease, Prefix, common_length
+from .kv_events import KVEventLog
 from .tiers import KVTiers
 
 TOKEN = "q"
@@ -98,8 +99,14 @@ class RadixKVCache(KVCacheManager):
     A lease's chain holds the nodes at the ends of its full blocks.
     """
 
-    def __init__(self, num_blocks: int, block_size: int, tiers: KVTiers | None = None) -> None:
-        super().__init__(num_blocks, block_size, tiers)
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        tiers: KVTiers | None = None,
+        events: KVEventLog | None = None,
+    ) -> None:
+        super().__init__(num_blocks, block_size, tiers, events)
         self._roots: dict[CacheScope, Root] = {}
         self._nodes: list[Node | None] = [None] * num_blocks
 
@@ -128,16 +135,18 @@ class RadixKVCache(KVCacheManager):
             node = node.children()[0]
         return Prefix(block_ids, node.block, matched)
 
-    def _index(self, lease: Lease, num_tokens: int) -> None:
+    def _index(self, lease: Lease, num_tokens: int) -> int:
         size, token_ids, chain = self.block_size, lease.token_ids, lease.chain
         # Where an equal block of another sequence was evicted, the lease's own takes its place.
         node = self._last_alive(lease)
-        for index in range(len(chain), -(-num_tokens // size)):
+        first = len(chain)
+        for index in range(first, -(-num_tokens // size)):
             run = array(TOKEN, token_ids[index * size : min((index + 1) * size, num_tokens)])
             node = self._insert(node, run, lease.block_ids[index])
             if len(run) == size:
                 chain.append(node)
         lease.num_known = len(chain)
+        return first
 
     def _last_alive(self, lease: Lease) -> Node:
         """Drop evicted nodes from the end of a chain; return the last one left, or else the root.
@@ -212,6 +221,10 @@ class RadixKVCache(KVCacheManager):
     def _is_indexed(self, block_id: int) -> bool:
         return self._nodes[block_id] is not None
 
+    def _is_indexed_whole(self, block_id: int) -> bool:
+        # A lease's full block is in the tree with all of its tokens, or not at all.
+        return self._nodes[block_id] is not None
+
     def _forget(self, block_id: int) -> None:
         node = self._nodes[block_id]
         if node is None:
@@ -223,7 +236,7 @@ class RadixKVCache(KVCacheManager):
             stack += below.children()
             if below.block != -1:
                 self._nodes[below.block] = None
-                self._demote(below.block)
+                self._hide(below.block)
         # Nodes within a block have no block of their own: remove them with their last branch.
         while (parent := node.parent) is not None:
             node.parent = None

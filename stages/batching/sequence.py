@@ -141,6 +141,7 @@ class Sequence:
             cache_scope=self.cache_scope,
             prediction=self.prediction,
             handed_over=self.handed_over,
+            hands_over=self.hands_over,
         )
 
     @property

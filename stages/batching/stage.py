@@ -17,6 +17,14 @@ from ...bus.control import (
     TiersChanged,
     WeightsReady,
 )
+from ...bus.kv_events import (
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    KVEvent,
+    KVEventBatch,
+    KVEventEntry,
+)
 from ...bus.links import CONTROL, CREDITS, PLANS
 from ...bus.messages import (
     AdmittedRequest,
@@ -28,7 +36,7 @@ from ...bus.messages import (
     StepSummary,
 )
 from ...bus.weights import check_in_flight
-from ...config import WeightsError
+from ...config import BusError, WeightsError
 from ...telemetry import instruments, names, now_ns
 from ..actor import Actor, StageContext, deadline_of
 from ..tier_log import log_differences
@@ -53,6 +61,12 @@ class BatchingStage(Actor):
         self._paused = False  # survives a failure
         self._pausing = ""  # operation id of the pause to answer
         self._spans = BatchingSpans(self)
+        self._num_published = 0  # entries with KV events
+
+    async def close(self) -> None:
+        if self._num_published:
+            # The cache ends with this stage. Publishing doesn't wait, so it can't be cancelled.
+            await self._publish((AllBlocksCleared(),))
 
     async def reset(self) -> None:
         if self._core is not None:
@@ -198,6 +212,8 @@ class BatchingStage(Actor):
             await self.send(self.own(CREDITS), report)
         for handover in handovers:
             await self.send(self.own(CREDITS), handover)
+        if core.events is not None and (events := core.events.take()):
+            await self._publish(events)
         if core.idle:
             core.check()
         if core.at_rest:
@@ -209,6 +225,24 @@ class BatchingStage(Actor):
     async def _answer_pause(self) -> None:
         pausing, self._pausing = self._pausing, ""
         await self.answer(pausing)
+
+    async def _publish(self, events: tuple[KVEvent, ...]) -> None:
+        """Publish KV events. If they are lost, readers see a gap; no request is affected."""
+        batch = KVEventBatch(now_ns() / 1e9, events, self.replica)
+        source = (self.bus.model, self.config.bus.lane, self.replica, self.incarnation)
+        entry = KVEventEntry(*source, self._num_published, batch)
+        self._num_published += 1
+        try:
+            is_lost = not await self.bus.kv_events.publish(entry)
+        except BusError as error:
+            self.log.warning("kv_events_lost", reason=error.message)
+            is_lost = True
+        if not self.metrics.enabled:
+            return
+        for kind, name in ((BlockStored, "stored"), (BlockRemoved, "removed")):
+            number = sum(len(each.block_hashes) for each in events if isinstance(each, kind))
+            label = {names.KV_EVENT: "lost" if is_lost else name}
+            self.metrics.record(instruments.KV_EVENTS, number, label)
 
     async def _begin_epoch(self, ready: StageReady) -> None:
         if ready.capacity is None or self._core is not None:

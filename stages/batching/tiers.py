@@ -6,17 +6,20 @@ The executor moves the bytes, in the order of the plans; here a block is a name,
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import takewhile
+from random import Random
 from typing import NamedTuple
 
 import xxhash
 
 from ...bus.control import AuditedBlock, TierCapacity, TiersChanged
+from ...bus.kv_events import DISK, HOST, Medium
 from ...bus.messages import CacheScope, KVMove, RemoteBlocks, StepPlan
 from .eviction import POLICIES
+from .kv_events import KVEventLog
 
 FETCH_SHARE = 2
 """At most one in so many host slots waits for the disk."""
@@ -103,8 +106,8 @@ class KVTiers:
     Moves are applied in the order of `take_moves`. Plans whose result never comes may not have
     been applied, so `forget_plans` drops what they would have stored.
 
-    One of `audit_every` loaded blocks is chosen to be computed again. If it differs, the tiers are
-    off until `clear`: nothing is stored, loaded or fetched.
+    One of `audit_every` loaded blocks, on average, is chosen to be computed again. If it differs,
+    the tiers are off until `clear`: nothing is stored, loaded or fetched.
 
     Attributes:
         capacity: The executor's tiers.
@@ -113,7 +116,12 @@ class KVTiers:
     """
 
     def __init__(
-        self, capacity: TierCapacity, block_size: int, policy: str, audit_every: int = 0
+        self,
+        capacity: TierCapacity,
+        block_size: int,
+        policy: str,
+        audit_every: int = 0,
+        events: KVEventLog | None = None,
     ) -> None:
         """Set up empty tiers.
 
@@ -122,12 +130,16 @@ class KVTiers:
             block_size: Tokens of a block.
             policy: Name of the eviction policy.
             audit_every: 0 for no audit. Without deterministic mode there is none.
+            events: Log of the blocks that can be found; None for no log.
         """
         self.capacity = capacity
         self.chosen: deque[LoadedBlock] = deque(maxlen=MOST_CHOSEN)
         self.difference: AuditedBlock | None = None
         self._audit_every = audit_every if capacity.exact else 0
-        self._num_passed = 0
+        self._draw = Random(0)
+        self._until_audit = self._next_gap()
+        # Blocks are chosen as long as an audit is due: most have left the device when it begins.
+        self._audits_due = 0
         self._computing_ns = capacity.token_ns * block_size
         self._host_pays = capacity.load_ns < self._computing_ns
         self._disk_pays = capacity.load_ns + capacity.fetch_ns < self._computing_ns
@@ -145,6 +157,7 @@ class KVTiers:
         self._pinned: Counter[bytes] = Counter()  # blocks that keep their slots
         self._moves: list[KVMove] = []
         self._counts = TierCounts()
+        self._events = events
 
     def root(self, weight_version: int, scope: CacheScope) -> int:
         """Return the root of the block-hash chain of a scope.
@@ -171,7 +184,7 @@ class KVTiers:
             self._host.hit(name)
         elif (slot := self._take_slot()) is not None:
             stays = name in self._on_disk or name in self._writing
-            write = self.capacity.disk_blocks > 0 and not stays
+            write = not stays and self._make_room_on_disk()
             if write:
                 self._writing.add(name)
             self._fill(name, slot)
@@ -193,16 +206,22 @@ class KVTiers:
         """Load a block from its slot into a block of the device.
 
         Returns:
-            Whether it is chosen to be audited.
+            Whether it is chosen to be audited, if it is still there then.
         """
         self._host.hit(name)
         self._moves.append(KVMove("load", name, self._slot_of[name], block_id))
         self._counts.loaded += 1
-        self._num_passed += 1
-        is_chosen = 0 < self._audit_every <= self._num_passed
-        if is_chosen:
-            self._num_passed = 0
-        return is_chosen
+        self._until_audit -= 1
+        if self._until_audit == 0:
+            self._until_audit = self._next_gap()
+            self._audits_due = min(self._audits_due + 1, MOST_CHOSEN)
+        return self._audits_due > 0
+
+    def end_audit(self) -> None:
+        """Take note that a chosen block is audited."""
+        self._audits_due -= 1
+        if not self._audits_due:
+            self.chosen.clear()
 
     @contextmanager
     def pinned(self, names: Sequence[bytes]) -> Iterator[None]:
@@ -313,6 +332,7 @@ class KVTiers:
             self._moves.append(KVMove("drop", name))
         self._on_disk.clear()
         self._disk.clear()
+        self._log_lost(DISK)
 
     def forget_host(self) -> None:
         """Forget the blocks in host slots, and all that are being written or fetched."""
@@ -323,6 +343,11 @@ class KVTiers:
         self._offers.clear()
         self._pinned.clear()
         self.chosen.clear()
+        self._log_lost(HOST)
+
+    def disown(self, names: Set[bytes]) -> None:
+        """Delete these blocks once they are written: no sequence can find them any more."""
+        self._flushed |= self._writing & names
 
     # --- plans and reports --------------------------------------------------------------------
 
@@ -360,6 +385,7 @@ class KVTiers:
         if changes.whole:
             for name in self._on_disk.difference(changes.stored):
                 self._disk.remove(name)
+                self._log_removed(DISK, name)
             self._on_disk.intersection_update(changes.stored)
         for name in changes.stored:
             self._writing.discard(name)
@@ -369,6 +395,7 @@ class KVTiers:
             elif name not in self._on_disk:
                 self._on_disk.add(name)
                 self._disk.add(name)
+                self._log_stored(DISK, name)
         if changes.whole:
             # Nothing is being written any more.
             self._writing.clear()
@@ -382,17 +409,15 @@ class KVTiers:
             if name in self._on_disk:
                 self._on_disk.remove(name)
                 self._disk.remove(name)
+                self._log_removed(DISK, name)
             self._end_fetch(name, whole=False)
         for block in changes.audited:
             self._counts.audited += 1
             if block.loaded != block.computed:
                 self._counts.different += 1
                 self.difference = self.difference or block
-        while len(self._on_disk) > self.capacity.disk_blocks:
-            victim = self._disk.evict()
-            assert victim is not None, "a block on disk has no place in the order of eviction"
-            self._on_disk.remove(victim)
-            self._moves.append(KVMove("drop", victim))
+                self._log_lost(HOST)
+                self._log_lost(DISK)
 
     def forget_plans(self, plans: Sequence[StepPlan]) -> None:
         """Drop what these plans store, and all fetches: the executor has dropped them too."""
@@ -407,6 +432,7 @@ class KVTiers:
                 ):
                     self._host.remove(move.name)
                     self._free_slots.append(self._slot_of.pop(move.name))
+                    self._log_removed(HOST, move.name)
         self._free_slots += self._fetching.values()
         self._flushed -= self._fetching.keys()
         self._fetching.clear()
@@ -462,12 +488,48 @@ class KVTiers:
     def _fill(self, name: bytes, slot: int) -> None:
         self._slot_of[name] = slot
         self._host.add(name)
+        self._log_stored(HOST, name)
 
     def _take_slot(self) -> int | None:
         if self._free_slots:
             return self._free_slots.pop()
         victim = self._host.evict(self._pinned.keys())
-        return None if victim is None else self._slot_of.pop(victim)
+        if victim is None:
+            return None
+        self._log_removed(HOST, victim)
+        return self._slot_of.pop(victim)
+
+    def _log_stored(self, medium: Medium, name: bytes) -> None:
+        """Log a block that can be found in a tier: while tiers are off, or slower than computing,
+        there is none."""
+        pays = self._host_pays if medium == HOST else self._disk_pays
+        if self._events is not None and pays and self.difference is None:
+            self._events.store_below(medium, name)
+
+    def _log_removed(self, medium: Medium, name: bytes) -> None:
+        if self._events is not None:
+            self._events.remove_below(medium, name)
+
+    def _log_lost(self, medium: Medium) -> None:
+        if self._events is not None:
+            self._events.lose(medium)
+
+    def _make_room_on_disk(self) -> bool:
+        """Drop blocks on disk until one more fits. Returns whether it does."""
+        while len(self._on_disk) + len(self._writing) >= self.capacity.disk_blocks:
+            if (victim := self._disk.evict()) is None:
+                return False
+            self._on_disk.remove(victim)
+            self._log_removed(DISK, victim)
+            self._moves.append(KVMove("drop", victim))
+        return True
+
+    def _next_gap(self) -> int:
+        """Return the number of loads until the next audit; 0 for never.
+
+        A fixed number could meet the same block of a few prompts again and again.
+        """
+        return self._draw.randint(1, 2 * self._audit_every - 1) if self._audit_every else 0
 
     def _end_fetch(self, name: bytes, *, whole: bool) -> None:
         slot = self._fetching.pop(name, None)

@@ -212,6 +212,7 @@ class ExecutorCore:
             experts=experts_of(self.model.hf_config)[0],
             drafts=self._speculator is not None,
             tiers=self.tiers.capacity if self.tiers is not None else None,
+            exact="deterministic" not in self.off,
         )
 
     def facts(self) -> dict[str, int | float | str]:

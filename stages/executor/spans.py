@@ -22,6 +22,7 @@ class Execution:
 
     Attributes:
         open: Its sequences in the batch.
+        leaving: Its sequences that leave with their first token.
     """
 
     info: RequestInfo
@@ -33,6 +34,7 @@ class Execution:
     drafted: int = 0
     accepted: int = 0
     open: set[int] = field(default_factory=set)
+    leaving: set[int] = field(default_factory=set)
 
 
 class ExecutorSpans:
@@ -74,6 +76,8 @@ class ExecutorSpans:
                 self._without_token.discard(seq_id)
                 request = self._of_sequence[seq_id]
                 request.first_token_ns = request.first_token_ns or result.end_ns
+                if seq_id in request.leaving:
+                    self._close(seq_id, result.end_ns)
         for seq_id in compress(result.seq_ids, result.finish_reasons):
             self._close(seq_id, result.end_ns)
 
@@ -84,6 +88,8 @@ class ExecutorSpans:
             self._of_request[new.info.request_id] = request
         request.resumed |= new.num_generated > 0
         request.open.add(new.seq_id)
+        if new.hands_over:
+            request.leaving.add(new.seq_id)
         self._of_sequence[new.seq_id] = request
         self._without_token.add(new.seq_id)
 

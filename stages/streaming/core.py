@@ -10,7 +10,7 @@ Completion, and has begun with its first StartedSequence. Over Redis a step may 
 RequestOpened: the request's share of such steps is held back until the RequestOpened arrives or the
 next epoch begins. So may a step of the replica that continues a sequence overtake the last one of
 the replica that handed it over. With a reference model, the Completion waits until all samples are
-scored.
+scored. A request with a response from the response cache ends with its RequestOpened.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from ...bus.messages import (
     RowFinish,
     StartedSequence,
     StepResult,
+    StoredResponse,
     TopLogprobs,
 )
 from ...bus.public import Completion, CompletionChunk, ErrorInfo, Output, StageTime, Timings, Usage
@@ -45,6 +46,9 @@ if TYPE_CHECKING:
 
 REMEMBERED_ENDS = 4096
 """Requests that were cut short and are remembered; the oldest are dropped."""
+
+SERVED_TOKENS = 16
+"""Tokens in a chunk of a cached response: clients limit the length of a line of a stream."""
 
 _TRACEPARENT = re.compile(r"[0-9a-f]{2}-([0-9a-f]{32})-")
 
@@ -58,12 +62,14 @@ class EndedRequest(NamedTuple):
             `finished_ns` are known.
         last_token_ns: When its last token was delivered, before the Completion if that waited for
             the reference model; 0 if this object has delivered none.
+        response: For the response cache, if the request is to be kept there.
     """
 
     opened: RequestOpened | None
     completion: Completion
     restored: bool = False
     last_token_ns: int = 0
+    response: StoredResponse | None = None
 
 
 @dataclass(slots=True)
@@ -129,10 +135,15 @@ class StreamingCore:
     # --- messages -----------------------------------------------------------------------------
 
     def open(self, opened: RequestOpened, now_ns: int) -> list[Deliveries]:
-        """Add a request, unless it is open already, and absorb its steps that came before."""
+        """Add a request, unless it is open already, and absorb its steps that came before.
+
+        One with a response is completed at once.
+        """
         is_open = self._find(opened.request_id, opened.entry_id) is not None
         if not is_open and opened.entry_id not in self._cut_short:
-            self._requests[opened.request_id] = RequestState(opened)
+            request = self._requests[opened.request_id] = RequestState(opened)
+            if opened.response is not None:
+                return [self._serve(request, opened.response, now_ns)]
         early = self._early.pop(opened.entry_id, None)
         results = early.results if early is not None else []
         return [self._absorb(*held, now_ns) for held in results]
@@ -391,6 +402,21 @@ class StreamingCore:
                 sample.num_accepted_draft_tokens -= lost
                 self._finish(sample, deliveries, halt=not reason)
 
+    def _serve(self, request: RequestState, response: StoredResponse, now_ns: int) -> Deliveries:
+        """Deliver a response from the response cache, as a step's tokens are delivered."""
+        deliveries, info = Deliveries(now_ns), request.info
+        request.first_token_ns = request.last_token_ns = now_ns
+        request.cached_tokens = info.n * len(info.prompt_token_ids)
+        versions = response.weight_version, response.adapter_version
+        for index, stored in enumerate(response.samples):
+            sample = request.add(index, self._pieces)
+            for first in range(0, len(stored.token_ids), SERVED_TOKENS):
+                text = sample.repeat(stored, first, first + SERVED_TOKENS, *versions)
+                if info.stream:
+                    deliveries.add(info.request_id, sample.chunk(first, text))
+        self._complete(request, deliveries)
+        return deliveries
+
     def _finish(self, sample: Sample, deliveries: Deliveries, *, halt: bool) -> None:
         """Finish a sample with its last token. `halt`: the executor still runs the sequence."""
         request = sample.request
@@ -462,6 +488,7 @@ class StreamingCore:
         samples = tuple(sample.result() for _, sample in sorted(request.samples.items()))
         prompt_logprobs, prompt_top_logprobs = request.reported_prompt()
         traced = _TRACEPARENT.match(info.traceparent)
+        completed = sum(len(sample.token_ids) for sample in samples)
         drafted = sum(sample.num_draft_tokens for sample in samples)
         accepted = sum(sample.num_accepted_draft_tokens for sample in samples)
         completion = Completion(
@@ -474,9 +501,10 @@ class StreamingCore:
             usage=Usage(
                 prompt_tokens=len(info.prompt_token_ids),
                 cached_tokens=request.cached_tokens,
-                completion_tokens=sum(len(sample.token_ids) for sample in samples),
+                completion_tokens=completed,
                 accepted_prediction_tokens=accepted,
                 rejected_prediction_tokens=drafted - accepted,
+                cached_completion_tokens=0 if info.response is None else completed,
             ),
             timings=_timings(request, deliveries.now_ns),
             trace_id=traced[1] if traced else "",
@@ -488,7 +516,8 @@ class StreamingCore:
         if info.stop:
             # Another replica may be about to start a sequence that a stop string has ended.
             self._remember_end(info.entry_id)
-        ended = EndedRequest(info, completion, request.restored, request.last_token_ns)
+        response = request.stored() if info.keeps else None
+        ended = EndedRequest(info, completion, request.restored, request.last_token_ns, response)
         deliveries.end(info.request_id, ended)
 
 
@@ -574,16 +603,18 @@ def _timings(request: RequestState, now_ns: int) -> Timings:
     """Join the stages of samples that ran at different times: earliest start, latest end."""
     info, executed_ns = request.info, request.executed_ns
     stages = [StageTime(stage="admission", start_ns=info.received_ns, end_ns=info.admitted_ns)]
-    if request.queued is not None:
-        stages.append(request.queued)
-    stages += [
-        StageTime(stage="batching", start_ns=stages[-1].end_ns, end_ns=executed_ns),
-        StageTime(stage="executor", start_ns=executed_ns, end_ns=request.step_end_ns),
-    ]
-    if request.first_step_end_ns:
-        stages.append(
-            StageTime(stage="streaming", start_ns=request.first_step_end_ns, end_ns=now_ns)
-        )
+    streamed_ns = request.first_step_end_ns
+    if info.response is not None:
+        streamed_ns = info.admitted_ns
+    else:
+        if request.queued is not None:
+            stages.append(request.queued)
+        stages += [
+            StageTime(stage="batching", start_ns=stages[-1].end_ns, end_ns=executed_ns),
+            StageTime(stage="executor", start_ns=executed_ns, end_ns=request.step_end_ns),
+        ]
+    if streamed_ns:
+        stages.append(StageTime(stage="streaming", start_ns=streamed_ns, end_ns=now_ns))
     return Timings(
         received_ns=info.received_ns,
         first_token_ns=request.first_token_ns,

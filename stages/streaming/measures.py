@@ -120,7 +120,8 @@ def _measure_phases(
     completion, record = ended.completion, metrics.record
     timings = completion.timings
     executor, streaming = timings.of("executor"), timings.of("streaming")
-    assert executor is not None, "it has begun"
+    if executor is None:
+        return  # from the response cache
     priority = {names.PRIORITY: priority_label(opened.priority)}
     record(instruments.QUEUE_DURATION, _seconds(timings.received_ns, executor.start_ns), priority)
     if streaming is None:
@@ -142,6 +143,13 @@ def _measure_phases(
 def _seconds(start_ns: int, end_ns: int) -> float:
     """Return a duration; at least 0, since the clocks of two hosts may differ."""
     return max(0, end_ns - start_ns) / 1e9
+
+
+def _cache_result(opened: RequestOpened) -> dict[str, str]:
+    """Return whether a request that can be cached was served from the response cache."""
+    if opened.response is not None:
+        return {names.RESPONSE_RESULT: "hit"}
+    return {names.RESPONSE_RESULT: "miss"} if opened.keeps else {}
 
 
 def trace_end(stage: Actor, ended: EndedRequest) -> None:
@@ -168,6 +176,7 @@ def trace_end(stage: Actor, ended: EndedRequest) -> None:
             names.CACHED_TOKENS: completion.usage.cached_tokens,
             names.OUTPUT_TOKENS: completion.usage.completion_tokens,
             names.FINISH_REASONS: tuple(sample.finish_reason for sample in completion.samples),
+            **_cache_result(opened),
         },
         events=events,
         error=completion.error.code if completion.error else "",

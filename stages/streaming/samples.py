@@ -7,7 +7,14 @@ from array import array
 from dataclasses import InitVar, dataclass, field
 
 from ...bus.control import SampleScored, ScoreSample
-from ...bus.messages import PromptLogprobs, RequestOpened, RowFinish, TopLogprobs
+from ...bus.messages import (
+    PromptLogprobs,
+    RequestOpened,
+    RowFinish,
+    StoredResponse,
+    StoredSample,
+    TopLogprobs,
+)
 from ...bus.pooling import PooledPrompt
 from ...bus.public import CompletionChunk, CompletionSample, FinishReason, StageTime, TokenLogprob
 from ...text.detokenizer import Detokenizer, Pieces
@@ -103,6 +110,21 @@ class RequestState:
 
     def _scores_prompt(self, index: int) -> bool:
         return index == 0 and self.info.prompt_logprobs is not None
+
+    def stored(self) -> StoredResponse | None:
+        """Return the response for the response cache; None if a part of it can't be kept.
+
+        A request that was cut short has an aborted sample, or one that has not begun.
+        """
+        samples = [sample for _, sample in sorted(self.samples.items())]
+        stored = [sample.stored() for sample in samples]
+        versions = {(sample.weight_version, sample.adapter_version) for sample in samples}
+        if self.restored or len(versions) != 1 or len(samples) != self.info.n:
+            return None
+        whole = tuple(sample for sample in stored if sample is not None)
+        if len(whole) < len(stored):
+            return None
+        return StoredResponse(whole, *versions.pop(), self.info.keeps)
 
     def add(self, index: int, pieces: Pieces) -> Sample:
         """Add a sample."""
@@ -211,6 +233,42 @@ class Sample:
         if text:
             self.texts.append(text)
         return text
+
+    def repeat(
+        self,
+        stored: StoredSample,
+        start: int,
+        stop: int,
+        weight_version: int,
+        adapter_version: int,
+    ) -> str:
+        """Add the tokens `start` to `stop` of a stored sample; return their text."""
+        last = len(stored.token_ids) - 1
+        text = ""
+        for place in range(start, min(stop, last + 1)):
+            text += self.advance(
+                stored.token_ids[place],
+                stored.logprobs[place],
+                stored.finish_reason if place == last else "",
+                weight_version,
+                stored.top_logprobs[place] if stored.top_logprobs else (),
+                adapter_version,
+            )
+        return text
+
+    def stored(self) -> StoredSample | None:
+        """Return the finished sample for the response cache; None if it was cut short, or several
+        versions of weights or adapter made it."""
+        reason = self.finish_reason
+        changed = (
+            len(self.weight_versions) > 1 or self.adapter_version != self.first_adapter_version
+        )
+        if changed or reason is None or reason == "abort" or reason == "content_filter":
+            return None
+        by_text = self._stops is not None and self._stops.matched
+        tops = tuple(tuple((top.token_id, top.logprob) for top in at) for at in self.top_logprobs)
+        tokens = tuple(self.token_ids), tuple(self.logprobs)
+        return StoredSample(*tokens, tops, "" if by_text else reason)
 
     def pool(self, prompt: PooledPrompt, weight_version: int) -> None:
         """Set the prompt's vector, with which the sample ends."""

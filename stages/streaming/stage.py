@@ -108,7 +108,7 @@ class StreamingStage(Actor):
             outputs += each.outputs.items()
             for ended in each.ended:
                 timings = ended.completion.timings
-                if timings.first_token_ns:
+                if timings.first_token_ns and timings.of("executor") is not None:
                     self._throughput.first_token(timings.first_token_ns - timings.received_ns)
         # First, since they free the device from work without use.
         for replica, seq_ids in halts.items():
@@ -120,8 +120,8 @@ class StreamingStage(Actor):
             completion = ended.completion
             if completion.entry_id not in lost:
                 # Of no epoch: a delivered Completion stays delivered in the next epoch.
-                finished = RequestFinished(completion.request_id, completion.entry_id)
-                await self.send(FINISHED, finished, epoch=0)
+                ids = completion.request_id, completion.entry_id
+                await self.send(FINISHED, RequestFinished(*ids, ended.response), epoch=0)
                 if self.metrics.enabled:
                     measure_end(self.metrics, ended, self._weight_version)
             trace_end(self, ended)

@@ -23,6 +23,11 @@ class StopStrings:
         self._held = ""
         self._matched = False
 
+    @property
+    def matched(self) -> bool:
+        """Whether a stop string is complete."""
+        return self._matched
+
     def push(self, text: str) -> tuple[str, bool]:
         """Takes the next text.
 

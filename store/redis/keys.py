@@ -7,6 +7,8 @@
                            n counting the entries:
                            `json` (a CompletionChunk, at the end a Completion)
 {prefix}:results           stream, every request's Completion: `json`
+{prefix}:kv_events         stream, a replica's KV events in an entry: `model`, `lane`, `replica`,
+                           `incarnation`, `sequence`, and `batch` (KVEventBatch as msgpack)
 {prefix}:dead              stream of dead letters: `json` (a DeadLetter)
 {prefix}:own:{request_id}  the entry that owns this request id, while it is in use
 {prefix}:epoch             counter
@@ -81,6 +83,7 @@ class Keys:
         self.models = beside(self.entrance, "models")
         self.closed = beside(self.entrance, "closed")
         self.results = self._key("results")
+        self.kv_events = self._key("kv_events")
         self.dead = self._key("dead")
         self.epoch = self._key("epoch")
         self.lanes = beside(self.entrance, f"lanes{of_model}")

@@ -30,6 +30,9 @@ SPEC = messages.SequenceSpec(7, 1, -5, (8, 9))
 PROMPT = messages.Prompt((1, 2, 3), ("image",))
 NEW = messages.NewSequence(7, (1, 2), 0, 0, (4, 5), SAMPLING, SPEC, INFO)
 STARTED = messages.StartedSequence(7, 1, "r", "1-0", 0, 0, 6, QUEUED)
+RESPONSE = messages.StoredResponse(
+    (messages.StoredSample((4, 5), (-0.5, -float("inf")), (((4, -0.5),), ()), "stop"),), 3, 2, 1
+)
 DRAFT = messages.VerifiedDraft(7, "prompt", 3, 2)
 ITEMS = (messages.RecoveryItem("r", "1-0"), messages.RecoveryItem("1-1", "1-1"))
 CANCEL = control.Cancel("r", "1-0", "expired", "deadline", "too late", unstarted=True)
@@ -53,6 +56,9 @@ SAMPLES: tuple[Message, ...] = (
     messages.Recover(ITEMS, 1),
     messages.Recovered("1-0", (messages.RecoveredSample(1, (4, 5), True),)),
     messages.RequestFinished("r", "1-0"),
+    messages.RequestFinished("r", "1-0", RESPONSE),
+    messages.RequestOpened("r", "1-0", "tiny", 1, True, (), (1, 2), keeps=1 << 49),
+    messages.RequestOpened("r", "1-0", "tiny", 1, True, (), (1, 2), response=RESPONSE),
     messages.Fenced(("1-0", "1-1")),
     CANCEL,
     control.StopSequences((1,)),
@@ -80,6 +86,7 @@ SAMPLES: tuple[Message, ...] = (
     control.UnloadAdapter("sql"),
     control.AdapterReady("sql", 3, "retract"),
     control.AdaptersChanged("executor-1a", (LoadedAdapter("sql", 3),)),
+    control.WeightsChanged("executor.1", 7),
     control.LoadModel("a"),
     control.LoadModel("a", MODEL),
     control.UnloadModel("a", 2.5, True),

@@ -13,8 +13,8 @@ from .conftest import Ran, Run, assert_refused
 
 COMMANDS = (
     *("adapters", "cancel", "chat", "complete", "demo", "dlq", "doctor", "embed", "fairness"),
-    *("flush-cache", "gateway", "health", "models", "pause", "resume", "roles", "run", "score"),
-    *("serve", "status", "submit", "tail", "up", "weights"),
+    *("flush-cache", "gateway", "health", "kv-events", "models", "pause", "resume", "roles"),
+    *("run", "score", "serve", "status", "submit", "tail", "up", "weights"),
 )
 
 
@@ -98,6 +98,7 @@ WRONG = [
     ("cancel", "missing argument 'ID'"),
     ("complete a --sampling x=1", "no parameter 'x'"),
     ("tail --limit 0", "--limit"),
+    ("kv-events --limit 0", "--limit"),
     ("release-memory --tag gpu", "'gpu' is not one of"),
     ("pause --in-flight forget", "'forget' is not one of"),
     ("status --log-level loud", "'warning'"),

@@ -219,6 +219,7 @@ SAMPLING = {
     "logit_bias": {17: 2.5},
     "min_tokens": 2,
     "max_draft_tokens": 3,
+    "response_cache": False,
 }
 
 

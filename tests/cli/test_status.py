@@ -16,7 +16,7 @@ from rich.console import Console
 
 from nano_inference.cli.bus_status import BusStatus
 from nano_inference.cli.clients import of_one_model
-from nano_inference.cli.status import History, view
+from nano_inference.cli.status import History, lane_table, view
 from nano_inference.config import REPLICATED, STAGES, Config, RequestError, all_roles
 from nano_inference.pipeline.health import lanes_of
 from nano_inference.store.board import StageReport
@@ -157,6 +157,17 @@ def test_top_has_every_number() -> None:
     for words in ("40 of 64 samples (62%)", "750 of 1,000 used (75%)", "300 in the prefix cache"):
         assert words in text
     assert all([stage, "ready"] in rows(text) for stage in STAGES)
+
+
+def test_the_response_cache_is_shown_where_it_is_on() -> None:
+    load = {"responses": 1200, "response_hits": 30, "response_lookups": 4000}
+    line = "1,200 cached responses, 30 of 4,000 lookups found one"
+    found = look(report("admission", load))
+    assert line in top_of(found)
+    shown = StringIO()
+    Console(file=shown, width=200, color_system=None).print(lane_table(found.lanes[0]))
+    assert line in shown.getvalue()
+    assert "cached responses" not in top_of(look())
 
 
 def test_drafts_are_shown_if_the_engine_speculates() -> None:

@@ -156,3 +156,17 @@ def resumed(monkeypatch: pytest.MonkeyPatch) -> list[NewSequence]:
 
     monkeypatch.setattr(ExecutorCore, "execute", execute)
     return found
+
+
+@pytest.fixture
+def steps(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The rows of each step of any executor, so far."""
+    found: list[int] = []
+    original = ExecutorCore.execute
+
+    def execute(self: ExecutorCore, plan: StepPlan) -> StepResult:
+        found.append(len(plan.seq_ids))
+        return original(self, plan)
+
+    monkeypatch.setattr(ExecutorCore, "execute", execute)
+    return found

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import random
+import threading
 from collections.abc import Iterator
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -103,8 +103,11 @@ def test_blocks_that_were_never_evicted_are_on_disk_after_a_shutdown(tmp_path: P
         assert counts(made).fetched == 2 * (PROMPT_TOKENS // 16)
         made.update_weights(made.state_dict(), blocking=True)
         made.generate(PROMPTS[2:4], GREEDY)
-    files = len(list(tmp_path.rglob("*.kv")))
-    assert files == 2 * (PROMPT_TOKENS // 16), "others can't be found by a later start"
+    with engine(kv_disk_path=str(tmp_path)) as made:
+        tiers = made._batching.tiers
+        assert tiers is not None
+        blocks = tiers.load_report()["kv_disk"]
+    assert blocks == 2 * (PROMPT_TOKENS // 16), "others can't be found by a later start"
 
 
 def test_siblings_constraints_and_drafts_go_on_from_stored_kv() -> None:
@@ -146,7 +149,8 @@ def test_flush_empties_all_tiers(tmp_path: Path) -> None:
         made.generate(PROMPTS[:1], GREEDY)
         wait_for_writes(made)
         assert counts(made).loaded == 0
-        assert not list(tmp_path.rglob("*.kv"))
+        (blocks,) = tmp_path.rglob("blocks")
+        assert not blocks.stat().st_size
 
 
 def test_broken_files_cost_computing_and_no_token(
@@ -155,13 +159,40 @@ def test_broken_files_cost_computing_and_no_token(
     with engine(kv_disk_path=str(tmp_path)) as made:
         made.generate([*PROMPTS, *prompts_of(1)], GREEDY)
         wait_for_writes(made)
-    for path in islice(sorted(tmp_path.rglob("*.kv")), 0, None, 2):
-        data = bytearray(path.read_bytes())
-        data[-7] ^= 16
-        path.write_bytes(data)
+        size = made._executor.tiers.slots.memory.shape[1]
+    (blocks,) = tmp_path.rglob("blocks")
+    data = bytearray(blocks.read_bytes())
+    for position in range(7, len(data), 2 * size):
+        data[position] ^= 16
+    blocks.write_bytes(data)
     with engine(kv_disk_path=str(tmp_path)) as made:
         assert tokens_of(made.generate(PROMPTS, GREEDY)) == computed
         assert counts(made).lost > 0
+
+
+def test_a_slow_disk_delays_only_the_requests_that_need_it(
+    tmp_path: Path, computed: list[tuple[int, ...]]
+) -> None:
+    with engine(kv_disk_path=str(tmp_path)) as made:
+        made.generate(PROMPTS[:1], GREEDY)
+    with engine(kv_disk_path=str(tmp_path)) as made:
+        tiers = made._executor.tiers
+        assert tiers is not None
+        read, ready = tiers._reads._source, threading.Event()
+        tiers._reads._source = lambda name, block: ready.wait(60) and read(name, block)
+        slow, other = (made.add_request(prompt, GREEDY) for prompt in PROMPTS[:2])
+        finished: list[TrainingSample] = []
+        for _ in range(100):
+            finished += made.step()
+            if finished:
+                break
+        assert [sample.request_id for sample in finished] == [other]
+        ready.set()
+        while made.has_pending():
+            finished += made.step()
+        assert finished[1].request_id == slow
+        assert tokens_of(finished) == [computed[1], computed[0]]
+        assert counts(made).fetched == PROMPT_TOKENS // 16
 
 
 def bits_of(samples: list[TrainingSample]) -> list[tuple[Any, ...]]:

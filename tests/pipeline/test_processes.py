@@ -27,6 +27,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 from transformers import AutoModelForCausalLM
 
 from nano_inference import BusClient, Completion
+from nano_inference.bus.kv_events import AllBlocksCleared
 from nano_inference.bus.public import Output
 from nano_inference.config import STAGES, BusConfig, TelemetryConfig
 from nano_inference.pipeline.health import lanes_of
@@ -155,6 +156,7 @@ def house(
     settings = {
         "telemetry.trace_file": log.parent / "traces.jsonl",
         "telemetry.metrics_port": five_free_ports(),
+        "engine.kv_events": True,
     }
     prefix = f"up-{uuid.uuid4().hex[:8]}"
     running = House(redis_url, prefix, endpoint=spans.url, log=log, settings=settings, cold=True)
@@ -341,6 +343,19 @@ async def test_a_killed_process_is_replaced_and_the_stream_goes_on(
         assert token_ids == generated("12 + 30 =", LONG, ignore_eos=True, claimed=token_ids)
         assert tuple(token_ids) != end.samples[0].token_ids
         assert (await client.complete(GOOD)).status == "done"
+
+
+@pytest.mark.parametrize("stage", ["batching", "executor"])
+async def test_a_killed_stage_clears_its_kv_events(house: House, stage: str) -> None:
+    async with asyncio.timeout(LIMIT_S), BusClient.connect(house.bus) as client:
+        assert (await client.complete(GOOD)).status == "done"
+        child = house.child(stage)
+        entries = await client.kv_events()
+        os.kill(child, signal.SIGKILL)
+        while not isinstance((entry := await anext(entries)).batch.events[0], AllBlocksCleared):
+            pass
+        await entries.aclose()
+    assert (entry.sequence == 0) == (stage == "batching"), "the incarnation that lives goes on"
 
 
 async def test_every_stage_has_its_span_in_one_trace_and_sigterm_drains(

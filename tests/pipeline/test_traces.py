@@ -69,6 +69,19 @@ async def settled(record: Recorded) -> None:
     await record.pipeline.complete({"prompt": "1", "sampling": {"max_tokens": 2}})
 
 
+async def test_a_trace_says_whether_the_response_was_cached() -> None:
+    settings = {"engine__deterministic": True, "engine__response_cache_bytes": 1 << 20}
+    async with recorded(**settings) as record:
+        first = await record.pipeline.complete(asking("1 + 1 ="))
+        await until(lambda: record.pipeline._actors["admission"].load()["responses"] == 1)
+        second = await record.pipeline.complete(asking("1 + 1 ="))
+        await settled(record)
+    computed, served = record.of(first), record.of(second)
+    assert sorted(served) == ["admission", "publish", "streaming"]
+    for spans, result in ((computed, "miss"), (served, "hit")):
+        assert spans["streaming"][0].attributes[names.RESPONSE_RESULT] == result
+
+
 async def test_a_trace_has_every_stage_and_the_parts_of_the_executor() -> None:
     async with recorded() as record:
         done = await record.pipeline.complete(asking("1 + 1 ="))
@@ -99,6 +112,22 @@ async def test_preempted_and_resumed_shows_as_slices() -> None:
         assert events(spans["executor"]).count(names.RESUMED) == slices - 1
         tokens = [span.attributes[names.OUTPUT_TOKENS] for span in spans["executor"]]
         assert sum(tokens) >= 60
+
+
+async def test_a_handover_shows_as_two_stays_and_the_way_between_them() -> None:
+    roles = {"pipeline__replicas": 2, "pipeline__roles": ["prefill", "decode"]}
+    async with recorded(**roles) as found:
+        completion = await found.pipeline.complete(asking("12 + 30 = " * 8))
+    spans = found.of(completion)
+    giver, taker = sorted(spans["executor"], key=lambda span: span.start_time or 0)
+    (handover,), (fetch,) = spans["fairness.handover"], spans["batching.kv_fetch"]
+    times = [giver.end_time, handover.start_time, fetch.start_time, taker.start_time]
+    assert times == sorted(times)  # type: ignore[type-var]
+    assert (handover.attributes or {})[names.HANDED_OVER_BY] == "batching"
+    assert (fetch.attributes or {})[names.KV_BLOCKS_LOADED] > 0  # type: ignore[operator]
+    replicas = [(span.attributes or {})["nano.replica"] for span in (giver, taker)]
+    assert replicas == ["0", "1"]
+    assert len(spans["batching"]) == 2
 
 
 async def test_a_cancellation_shows_in_the_trace() -> None:

@@ -115,6 +115,7 @@ def settings_of(place: Place) -> dict[str, object]:
         "bus.prefix": place.prefix,
         "bus.links": "redis",
         "engine.dtype": "float32",
+        "engine.kv_events": True,
         "telemetry.log_level": "error",
     }
 
@@ -154,6 +155,9 @@ async def test_a_pipeline_serves_clients_and_obeys_operators(any_place: Place) -
             async with aclosing(await operator.bus.results.tail()) as ended:
                 await client.complete(GREEDY)
                 assert (await anext(ended)).status == "done"
+            await (await operator.kv_events()).aclose()
+            async with aclosing(await operator.kv_events(kept=True)) as entries:
+                assert (await anext(entries)).sequence == 0
     assert await place.refused() <= {
         ("nano-client", "info", "command"),
         ("nano-client", "xrange", "command"),
@@ -314,6 +318,7 @@ NO_CALLERS = (
     "HSET {nano:requests}:closed a closed",
     "XADD nano:stages:a * json []",
     "XADD nano:results * json {}",  # forged answers
+    "XADD nano:kv_events * batch x",  # caches that are none
     "XADD nano:out:r * json {}",
     "RPUSH nano:reply:x {}",
     "XADD nano:dead * json {}",
@@ -340,6 +345,8 @@ NO_CLIENTS = (
     "RENAME nano:requests nano:out:mine",
     "XREAD STREAMS nano:results 0",  # others' answers
     "XRANGE nano:results - +",
+    "XREAD STREAMS nano:kv_events 0",  # others' prompts, as tokens
+    "XRANGE nano:kv_events - +",
     "EXPIRE nano:out:r 1",
     "DEL nano:out:r",
     "SET nano:own:r 1-0",

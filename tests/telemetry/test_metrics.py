@@ -99,6 +99,8 @@ async def pipeline() -> AsyncIterator[Pipeline]:
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def speculating() -> AsyncIterator[Pipeline]:
     settings = {"engine.speculation": "auto", "engine.kv_host_bytes": 1 << 20}
+    settings |= {"engine.kv_events": True}
+    settings |= {"engine.response_cache_bytes": 1 << 20}
     async with Pipeline(config_with(free_port(), **settings)) as running:
         yield running
 

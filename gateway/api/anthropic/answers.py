@@ -196,9 +196,12 @@ class MessageWriter:
 
 def _usage(usage: Usage) -> Answer:
     """Each token of the prompt counts once: as cached, or as input."""
-    return {
+    written = {
         "input_tokens": usage.prompt_tokens - usage.cached_tokens,
         "cache_creation_input_tokens": 0,
         "cache_read_input_tokens": usage.cached_tokens,
         "output_tokens": usage.completion_tokens,
     }
+    if usage.cached_completion_tokens:
+        written["cached_output_tokens"] = usage.cached_completion_tokens
+    return written

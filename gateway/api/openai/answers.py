@@ -127,6 +127,8 @@ class ChoicesWriter:
             usage.setdefault("completion_tokens_details", {}).update(
                 accepted_prediction_tokens=accepted, rejected_prediction_tokens=rejected
             )
+        if cached := sum(usage.cached_completion_tokens for usage in usages):
+            usage.setdefault("completion_tokens_details", {}).update(cached_tokens=cached)
         return usage
 
     def work(self, completions: Iterable[Completion]) -> int:

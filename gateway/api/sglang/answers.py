@@ -128,6 +128,8 @@ class PromptWriter:
             "cached_tokens": cached,
             "e2e_latency": max(0, elapsed_ns) / 1e9,
         }
+        if usage.cached_completion_tokens:
+            meta["cached_completion_tokens"] = len(sample.token_ids)
         if self.wanted.logprobs:
             meta |= self._prompt_logprobs(completion) | self._ref_logprobs(completion, sample)
         return answer

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import uuid
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -13,7 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ....bus.control import AdaptersChanged, FinishUpdate, LoadAdapter, MemoryState, UpdateWeights
+from ....bus.control import (
+    AdaptersChanged,
+    FinishUpdate,
+    LoadAdapter,
+    MemoryState,
+    UpdateWeights,
+    WeightsChanged,
+)
 from ....bus.links import CONTROL
 from ....bus.messages import Message, StepPlan
 from ....bus.weights import FolderWeights, StagedWeights
@@ -38,6 +46,9 @@ from ..runner.weights.transports.folder import read_folder, stamp_of
 from . import effects as do
 from .arguments import Operation, check_path
 from .core import AdapterOperation, ChangesCore, supersedes
+
+_CONFIRM_S = 2.0
+"""Seconds after which admission is asked again to confirm a change."""
 
 _RESTORE_S = 300.0
 """The longest time to read a predecessor's weights."""
@@ -91,6 +102,7 @@ class StagedChanges:
         self._versions: dict[str, int] = {}
         self._loaded: tuple[LoadedAdapter, ...] = ()
         self._leader = ""
+        self._parting = False
 
     # --- events -------------------------------------------------------------------------------
 
@@ -151,8 +163,10 @@ class StagedChanges:
 
     async def abandon(self) -> None:
         """Answer open operations, since the stage ends."""
-        owed = [*self._answers, *self.core.close()]
+        # First those that don't wait for admission.
+        owed = [*self.core.close(), *self._answers]
         self._answers.clear()
+        self._parting = True
         await self._perform(owed)
 
     async def tick_forever(self) -> None:
@@ -175,6 +189,11 @@ class StagedChanges:
         self._answers += [effect for effect in effects if isinstance(effect, do.Answer)]
         for effect in effects:
             match effect:
+                case do.Answer() if self._waits_for_admission(effect):
+                    if self._parting:
+                        await self._answer_behind_admission(effect)
+                    else:  # beside the steps, which must not wait for admission
+                        self.start_soon(self._answer_behind_admission, effect)
                 case do.Answer():
                     self._answers.remove(effect)
                     await self._answer(effect)
@@ -205,6 +224,35 @@ class StagedChanges:
                     await self._perform(await self._restore(weights))
                 case do.ChangeJob():
                     self.start_soon(self._work, effect)
+
+    def _waits_for_admission(self, answer: do.Answer) -> bool:
+        """Return whether admission may have cached responses that must not be served any more."""
+        operation = answer.operation
+        return (
+            bool(self.actor.config.engine.response_cache_bytes)
+            and answer.error is None
+            and (isinstance(operation, AdapterOperation) or replaces_weights(operation))
+        )
+
+    async def _answer_behind_admission(self, answer: do.Answer) -> None:
+        """Answer once admission serves no response of former weights or adapters.
+
+        A successor of admission has none, and gets the versions when this executor reports to it.
+        """
+        actor, leader, id = self.actor, self.actor.leader, uuid.uuid4().hex
+        of_adapter = isinstance(answer.operation, AdapterOperation)
+        changed = WeightsChanged(actor.role, 0 if of_adapter else answer.version)
+        while actor.leader == leader:
+            try:
+                # Of no epoch: one may begin before it arrives. Again, since a server may lose it.
+                await actor.send(CONTROL["admission"], changed, epoch=0, operation_id=id)
+                if await actor.bus.replies.outcomes(id, 1, _CONFIRM_S):
+                    break
+            except BusError as error:
+                actor.log.warning("admission_unreachable", reason=error.message)
+                await asyncio.sleep(_CONFIRM_S)
+        self._answers.remove(answer)
+        await self._answer(answer)
 
     async def _answer(self, answer: do.Answer) -> None:
         operation, error = answer.operation, answer.error

@@ -128,6 +128,7 @@ GIVEN: dict[str, Any] = {
     "logprobs": 4,
     "prompt_logprobs": 0,
     "max_draft_tokens": 3,
+    "response_cache": False,
 }
 READ = GIVEN | {"stop_token_ids": {8}, "stop": ("x",), "logit_bias": {7: -1.5}}
 HELLO = [{"role": "user", "content": "a"}]

@@ -156,9 +156,11 @@ BIAS = Field(
 )
 MIN_TOKENS = integer("min_tokens", (1, 4), (0, None), (-1, 99), "length")
 IGNORE_EOS = Field("ignore_eos", (True,), (False, None), BOOL)
+RESPONSE_CACHE = Field("response_cache", (False,), (True, None), BOOL)
 SAMPLERS = (
     *(TEMPERATURE, TOP_P, TOP_K, MIN_P, SEED, *PENALTIES, STOP, STOP_IDS, BIAS, MIN_TOKENS),
-    *(IGNORE_EOS, integer("max_draft_tokens", (0, 3, 2**62), (None,), (-1, -(2**63)))),
+    *(IGNORE_EOS, RESPONSE_CACHE),
+    integer("max_draft_tokens", (0, 3, 2**62), (None,), (-1, -(2**63))),
 )
 
 MANY = refused("invalid_n") | refused("too_many_prompts")
@@ -329,7 +331,7 @@ SGLANG = Interface(
     ),
     within="sampling_params",
     sampling=(
-        *(*SAMPLERS[:4], *SAMPLERS[5:11], IGNORE_EOS, N),
+        *(*SAMPLERS[:4], *SAMPLERS[5:11], IGNORE_EOS, RESPONSE_CACHE, N),
         SEED._replace(name="sampling_seed"),
         LENGTH._replace(name="max_new_tokens", refusals=refused("invalid_max_tokens")),
         MIN_TOKENS._replace(name="min_new_tokens", outside=(-1, 999)),

@@ -109,7 +109,8 @@ def test_an_admitted_request_is_complete(core: AdmissionCore) -> None:
     entry = entry_of(
         request_id="mine", stream=False, priority=-3, tenant="team a", stop=("x",), n=2
     )
-    opened, request = accept(core, entry)
+    opened, request, key = accept(core, entry)
+    assert key is None, "the response cache is off"
     assert (opened.request_id, opened.entry_id, opened.model) == ("mine", "7-0", "tiny-7b")
     assert (opened.n, opened.stream, opened.stop) == (2, False, ("x",))
     assert (opened.traceparent, opened.tracestate) == ("00-a-b-01", "k=v")

@@ -60,7 +60,7 @@ def test_pooling_defaults_are_the_models_own(
     pooling: Pooling,
     tokenizer: PreTrainedTokenizerFast,
 ) -> None:
-    opened, request = admitted(tokenizer, capacity, embed=embed)
+    opened, request, _ = admitted(tokenizer, capacity, embed=embed)
     assert request.info.pooling == pooling
     assert opened.embeds
     assert (request.sampling.max_tokens, len(request.sequences)) == (1, 1)

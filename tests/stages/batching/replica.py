@@ -27,6 +27,8 @@ from nano_inference.bus.pooling import PooledPrompt, Pooling
 from nano_inference.config import EngineConfig, SamplingParams
 from nano_inference.stages.batching import BatchingCore
 
+from ...kv_router import Router
+from .events import check_router
 from .index import check_index
 
 STOP = 7
@@ -219,10 +221,12 @@ class FakeReplica:
         max_draft_tokens: int = 0,
         host_slots: int = 0,
         disk_blocks: int = 0,
+        kv_events: bool = False,
         address: str = "",
     ) -> None:
         config = EngineConfig(
             kv_audit_every=2,
+            kv_events=kv_events,
             cache_type=cache_type,
             block_size=block_size,
             max_tokens_per_batch=max_tokens_per_batch,
@@ -251,6 +255,7 @@ class FakeReplica:
         self.pooled: list[int] = []
         self.ended: list[str] = []
         self.log: list[StepPlan] = []
+        self.router = Router()
 
     def add(
         self,
@@ -345,9 +350,11 @@ class FakeReplica:
         self.core.forget_plans()
 
     def check(self) -> None:
-        """Run all conservation checks, with the whole cache index."""
+        """Run all conservation checks, with the whole cache index, and with a router's."""
         self.core.check()
         check_index(self.core.cache)
+        if self.core.events is not None:
+            check_router(self.core.cache, self.router)
 
     def run(self, limit: int = 10_000) -> None:
         for _ in range(limit):

@@ -272,7 +272,7 @@ def test_random_traces_conserve_blocks_and_outputs(
     cache_type: CacheType,
     tiers: tuple[int, int],
 ) -> None:
-    """With host slots and blocks on disk, too; loaded blocks are audited."""
+    """With host slots and blocks on disk, too; loaded blocks are audited, events published."""
     replica = FakeReplica(
         host_slots=tiers[0],
         disk_blocks=tiers[1],
@@ -282,6 +282,7 @@ def test_random_traces_conserve_blocks_and_outputs(
         max_batch_size=5,
         max_tokens_per_batch=9,
         steps_ahead=steps_ahead,
+        kv_events=True,
     )
     core = replica.core
     wanted: dict[int, list[int]] = {}

@@ -5,13 +5,18 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
+import msgspec
 import pytest
 
 from nano_inference.bus.control import TierCapacity, TiersChanged
 from nano_inference.bus.messages import DEFAULT_SCOPE, CacheScope, KVMove, StepPlan
 from nano_inference.stages.batching import KVCacheManager, Lease, PagedKVCache, RadixKVCache
 from nano_inference.stages.batching.eviction import POLICIES
-from nano_inference.stages.batching.tiers import KVTiers
+from nano_inference.stages.batching.kv_events import KVEventLog
+from nano_inference.stages.batching.tiers import MOST_CHOSEN, KVTiers
+
+from ...kv_router import Router
+from .events import check_match, check_router
 
 SIZE = 4
 CACHES = (PagedKVCache, RadixKVCache)
@@ -20,7 +25,12 @@ KV = tuple[object, ...]
 
 
 def make_tiers(
-    *, host: int = 8, disk: int = 0, policy: str = "lru", token_ns: int = 1000
+    *,
+    host: int = 8,
+    disk: int = 0,
+    policy: str = "lru",
+    token_ns: int = 1000,
+    events: KVEventLog | None = None,
 ) -> KVTiers:
     capacity = TierCapacity(
         host_slots=host,
@@ -33,7 +43,7 @@ def make_tiers(
         fetch_ns=10,
         token_ns=token_ns,
     )
-    return KVTiers(capacity, SIZE, policy)
+    return KVTiers(capacity, SIZE, policy, events=events)
 
 
 class Executor:
@@ -85,6 +95,7 @@ class Replica:
         self.cache, self.tiers = cache, cache.tiers
         self.executor = Executor(cache.num_blocks)
         self.running: list[Lease] = []
+        self.router = Router()
 
     def kv_of(self, lease: Lease, index: int) -> KV:
         tokens = tuple(lease.token_ids[: (index + 1) * SIZE])
@@ -117,10 +128,17 @@ class Replica:
 
     def check(self) -> None:
         self.cache.check(self.running)
+        if self.cache.events is not None:
+            check_router(self.cache, self.router)
 
 
-def replica_of(kind: type[PagedKVCache | RadixKVCache], tiers: KVTiers, blocks: int) -> Replica:
-    return Replica(kind(blocks, SIZE, tiers))
+def replica_of(
+    kind: type[PagedKVCache | RadixKVCache],
+    tiers: KVTiers,
+    blocks: int,
+    events: KVEventLog | None = None,
+) -> Replica:
+    return Replica(kind(blocks, SIZE, tiers, events))
 
 
 def prompt(number: int, blocks: int = 3) -> list[int]:
@@ -235,11 +253,50 @@ def test_the_disk_stays_within_its_size() -> None:
         replica.end()
         while replica.executor.jobs:
             replica.tiers.changed(replica.executor.finish_job())
+            assert len(replica.executor.disk) <= 4, "room is made before a block is written"
             replica.apply()
     assert len(replica.executor.disk) == 4
     replica.cache.flush()
     replica.apply()
     assert not replica.executor.disk
+
+
+def audited_tiers(names: Sequence[bytes]) -> KVTiers:
+    """Tiers with these blocks, of which one in `len(names)` loads is audited."""
+    capacity = msgspec.structs.replace(make_tiers(host=len(names)).capacity, exact=True)
+    tiers = KVTiers(capacity, SIZE, "lru", len(names))
+    for index, name in enumerate(names):
+        tiers.store(name, index)
+    return tiers
+
+
+def test_each_of_a_few_blocks_is_audited_in_time() -> None:
+    """Also if they are loaded in turn, as often as one is audited."""
+    names = [bytes([index]) * 16 for index in range(8)]
+    tiers = audited_tiers(names)
+    audited = []
+    for name in names * 200:
+        if tiers.load(name, 0):
+            audited.append(name)
+            tiers.end_audit()
+    assert {*audited} == {*names}
+    assert len(audited) == pytest.approx(200, rel=0.2)
+
+
+def test_blocks_are_chosen_until_one_is_audited() -> None:
+    names = [bytes([index]) * 16 for index in range(8)]
+    tiers = audited_tiers(names)
+    while not tiers.load(names[0], 0):
+        pass
+    assert all(tiers.load(name, 0) for name in names * 100), "none of them was audited"
+    for _ in range(MOST_CHOSEN):
+        tiers.end_audit()
+    chosen = []
+    for name in names * 2:
+        chosen.append(tiers.load(name, 0))
+        if chosen[-1]:
+            tiers.end_audit()
+    assert {*chosen} == {True, False}
 
 
 @pytest.mark.parametrize("policy", sorted(POLICIES))
@@ -248,14 +305,18 @@ def test_the_disk_stays_within_its_size() -> None:
 def test_random_lives_never_find_other_kv(
     kind: type[PagedKVCache | RadixKVCache], policy: str, seed: int
 ) -> None:
-    """Evictions, flushes, new weights, lost plans, failed reads and writes in any order."""
+    """Evictions, flushes, new weights, lost plans, failed reads and writes in any order.
+
+    A router that reads the events finds the same prefixes.
+    """
     draw = random.Random(seed)
-    tiers = make_tiers(host=draw.randint(2, 10), disk=draw.choice([0, 5, 50]), policy=policy)
-    replica = replica_of(kind, tiers, blocks=8)
+    disk, events = draw.choice([0, 5, 50]), KVEventLog(SIZE)
+    tiers = make_tiers(host=draw.randint(2, 10), disk=disk, policy=policy, events=events)
+    replica = replica_of(kind, tiers, 8, events)
     prompts = [prompt(draw.randint(1, 2), draw.randint(1, 4)) for _ in range(3)]
     prompts += [[*each[: draw.randint(1, 12)], *prompt(draw.randint(3, 5), 2)] for each in prompts]
     prompts = [each[: 5 * SIZE] for each in prompts]
-    loaded = 0
+    matched = 0
     for _ in range(150):
         event = draw.random()
         if event < 0.4 and len(replica.running) < 1:
@@ -282,7 +343,9 @@ def test_random_lives_never_find_other_kv(
             replica.tiers.changed(TiersChanged(stored=tuple(replica.executor.disk), whole=True))
         replica.apply()
         replica.check()
-        loaded += replica.tiers.take_counts().loaded
+        asked = CacheScope(tenant=draw.choice(["", "one"]))
+        matched += check_match(replica.cache, replica.router, draw.choice(prompts), asked)
+    assert matched
 
 
 def lost_plan(moves: tuple[KVMove, ...]) -> StepPlan:

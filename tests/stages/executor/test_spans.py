@@ -88,6 +88,18 @@ def test_a_slice_lasts_from_the_first_sample_s_start_to_the_last_one_s_end(rig: 
     assert [(event.name, event.timestamp) for event in executor.events] == [(names.FIRST_TOKEN, 30)]
 
 
+def test_a_slice_ends_with_the_token_behind_which_another_replica_continues(rig: Rig) -> None:
+    leaving = [
+        msgspec.structs.replace(new(seq_id, "r", RECORDED), hands_over=True) for seq_id in (1, 2)
+    ]
+    rig.step(new=tuple(leaving), rows={1: 1})
+    assert rig.made() == []
+    rig.step(rows={2: 1})
+    executor, _, decode = rig.made()
+    assert (executor.attributes or {})[names.OUTPUT_TOKENS] == 2
+    assert (decode.start_time, decode.end_time) == (20, 30)
+
+
 def test_spans_carry_drafts_only_if_there_were_any(rig: Rig) -> None:
     rig.step(new=(new(1, "r", RECORDED), new(2, "r", RECORDED)), rows={1: 2, 2: 2})
     drafts = (VerifiedDraft(1, "ngram", 4, 3), VerifiedDraft(2, "grammar", 2, 0))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from nano_inference.bus.messages import RecoveryItem
+from nano_inference.bus.messages import RecoveryItem, StoredResponse, StoredSample
 from nano_inference.bus.public import CompletionChunk
 from nano_inference.stages.streaming.measures import Throughput, TokenIntervals, measure_end
 from nano_inference.telemetry.instruments import (
@@ -136,3 +136,17 @@ def test_times_to_the_first_token_are_of_the_last_requests() -> None:
         throughput.first_token(milliseconds * 1_000_000)
     load = throughput.load(0)
     assert (load["ttft_ms_p50"], load["ttft_ms_p95"]) == (49, 94), "the oldest is forgotten"
+
+
+def test_a_served_response_has_a_duration_and_no_phases(client: Client) -> None:
+    measured = Measured()
+    samples = (StoredSample((30, 31), (-1.0, -1.0), (), "stop"),)
+    client.now_ns = 12 * S
+    request = request_of(received_ns=10 * S, response=StoredResponse(samples, 0, 0, 0))
+    (deliveries,) = client.open(request)
+    measure_end(measured.metrics, deliveries.ended[0], 0)
+    assert measured.values(REQUESTS) == {("done", ""): 1}
+    model = ("text_completion", "nano-inference", "tiny")
+    assert measured.sums(REQUEST_DURATION) == {(*model, ""): 2.0}
+    for instrument in (*PHASES, TIME_TO_FIRST_TOKEN, TIME_PER_OUTPUT_TOKEN):
+        assert measured.values(instrument) == {}

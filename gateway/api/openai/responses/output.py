@@ -284,6 +284,9 @@ class ResponseWriter:
         status = _status(sample)
         answer = self.begun(status)
         usage = completion.usage
+        details = {"reasoning_tokens": items.reasoning_tokens}
+        if usage.cached_completion_tokens:
+            details["cached_tokens"] = usage.cached_completion_tokens
         answer |= {
             "completed_at": completion.timings.finished_ns / 1e9 if status == "completed" else None,
             "output": [] if sample is None else items.items,
@@ -294,7 +297,7 @@ class ResponseWriter:
                     "cache_write_tokens": 0,
                 },
                 "output_tokens": usage.completion_tokens,
-                "output_tokens_details": {"reasoning_tokens": items.reasoning_tokens},
+                "output_tokens_details": details,
                 "total_tokens": usage.prompt_tokens + usage.completion_tokens,
             },
         }

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import threading
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -12,17 +12,19 @@ import numpy.typing as npt
 
 from .....bus.control import TiersChanged
 from .....config import EngineConfig, ModelError
-from .block_folder import BlockFolder, file_bytes
+from .block_folder import BlockFolder, places_within
 from .changes import TierChanges
 
 MOST_BYTES_IN_FLIGHT = 64 << 20
 """Copies of blocks that wait to be written. A block beyond that is not written: it is lost."""
 
-_TRIALS = 3
+_TRIALS = 8
+
+Block = npt.NDArray[np.uint8]
 
 
 class DiskTier:
-    """Blocks in files, written and deleted in order by a thread.
+    """Blocks on disk, written and dropped in order by a thread.
 
     Attributes:
         num_blocks: That fit the size limit.
@@ -42,59 +44,72 @@ class DiskTier:
         Raises:
             ModelError: It can't be used.
         """
-        self.num_blocks = config.kv_disk_bytes // file_bytes(block_bytes)
+        self.num_blocks = places_within(config.kv_disk_bytes, block_bytes)
         if not self.num_blocks:
             raise ModelError(
                 f"engine.kv_disk_bytes is {config.kv_disk_bytes}, and one block takes "
-                f"{file_bytes(block_bytes)}; raise it"
+                f"{block_bytes}; raise it"
             )
-        self._folder = BlockFolder(Path(config.kv_disk_path), layout, block_bytes)
+        path = Path(config.kv_disk_path)
+        self._folder = BlockFolder(path, layout, block_bytes, self.num_blocks)
         self._changes = changes
-        self._lock = threading.Lock()
-        self._bytes_in_flight = 0
+        # Copies wait in buffers that are used again: new memory takes four times as long to fill.
+        self._buffers: list[Block] = []
+        self._num_unmade = -(-MOST_BYTES_IN_FLIGHT // block_bytes)
         self._writer = ThreadPoolExecutor(1, "kv-write")
 
-    def write(self, name: bytes, block: npt.NDArray[np.uint8]) -> None:
-        """Write a block in the background. Its bytes may change after the call."""
-        with self._lock:
-            fits = self._bytes_in_flight + block.nbytes <= MOST_BYTES_IN_FLIGHT
-            self._bytes_in_flight += block.nbytes * fits
-        if fits:
-            self._writer.submit(self._write, name, block.copy())
-        else:
-            self._changes.add(TiersChanged(lost=(name,)))
+    def write(self, blocks: Sequence[tuple[bytes, Block]]) -> None:
+        """Write named blocks in the background. Their bytes may change after the call."""
+        copies: list[tuple[bytes, Block]] = []
+        lost: list[bytes] = []
+        for name, block in blocks:
+            if (copy := self._take_buffer(block)) is None:
+                lost.append(name)
+            else:
+                np.copyto(copy, block)
+                copies.append((name, copy))
+        if copies:
+            self._writer.submit(self._write, copies)
+        if lost:
+            self._changes.add(TiersChanged(lost=tuple(lost)))
 
     def read(self, name: bytes, block: memoryview) -> bool:
-        """Read a block, from any thread. Returns whether it is whole."""
-        return self._folder.read(name, block)
+        """Read a block, from any thread. Returns whether it is whole; if not, it is dropped."""
+        whole = self._folder.read(name, block)
+        if not whole:
+            self.drop(name)
+        return whole
 
     def drop(self, name: bytes) -> None:
-        """Delete a block, behind the writes in flight."""
+        """Drop a block, behind the writes in flight. Any thread."""
         self._writer.submit(self._folder.drop, name)
 
     def names(self) -> tuple[bytes, ...]:
-        """Return the names of all blocks, behind the writes in flight."""
+        """Return the names of all blocks, behind the writes in flight. Any thread."""
         return tuple(self._writer.submit(self._folder.names).result())
 
-    def measure_ns(self, block: npt.NDArray[np.uint8]) -> int:
+    def measure_ns(self, block: Block) -> int:
         """Return the time to read a block, with memory to read it to.
 
         Raises:
             ModelError: The folder can't be written to.
         """
-        name = bytes(16)
+        found = self._folder.names()
+        name, times = (found or [bytes(16)])[0], []
         try:
-            self._folder.write(name, block.data)
+            if not found:
+                self._folder.write(name, block.data)
+            for _ in range(_TRIALS):
+                self._folder.uncache()
+                started = time.perf_counter_ns()
+                self._folder.read(name, block.data)
+                times.append(time.perf_counter_ns() - started)
         except OSError as error:
             raise ModelError(
                 f"engine.kv_disk_path can't be written to: {error.strerror}; give another folder"
             ) from None
-        times = []
-        for _ in range(_TRIALS):
-            started = time.perf_counter_ns()
-            self._folder.read(name, block.data)
-            times.append(time.perf_counter_ns() - started)
-        self._folder.drop(name)
+        if not found:
+            self._folder.drop(name)
         return min(times)
 
     def close(self) -> None:
@@ -102,12 +117,21 @@ class DiskTier:
         self._writer.shutdown()
         self._folder.close()
 
-    def _write(self, name: bytes, block: npt.NDArray[np.uint8]) -> None:
-        try:
-            self._folder.write(name, block.data)
-            change = TiersChanged(stored=(name,))
-        except OSError:
-            change = TiersChanged(lost=(name,))
-        with self._lock:
-            self._bytes_in_flight -= block.nbytes
-        self._changes.add(change)
+    def _take_buffer(self, block: Block) -> Block | None:
+        if self._buffers:
+            return self._buffers.pop()
+        if not self._num_unmade:
+            return None
+        self._num_unmade -= 1
+        return np.empty_like(block)
+
+    def _write(self, blocks: Sequence[tuple[bytes, Block]]) -> None:
+        stored, lost = [], []
+        for name, block in blocks:
+            try:
+                self._folder.write(name, block.data)
+                stored.append(name)
+            except OSError:
+                lost.append(name)
+            self._buffers.append(block)
+        self._changes.add(TiersChanged(stored=tuple(stored), lost=tuple(lost)))

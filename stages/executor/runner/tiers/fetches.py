@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
@@ -9,6 +10,13 @@ from .....bus.control import TiersChanged
 from .....bus.messages import KVMove
 from .changes import TierChanges
 from .host_slots import HostSlots
+
+BLOCKS_AT_ONCE = 32
+"""The most that one thread takes, and reports together: a report wakes batching, which costs as
+much as reading a block."""
+
+REPORT_AFTER_S = 0.001
+"""Of a slow source, blocks are reported one by one."""
 
 Source = Callable[[bytes, memoryview], bool]
 """Writes the block of a name to memory, from any thread. Returns whether the block is whole: then
@@ -41,21 +49,35 @@ class Fetches:
 
     def submit(self, moves: Sequence[KVMove]) -> None:
         """Fetch blocks, each to the slot of its move."""
-        for move in moves:
-            self._threads.submit(self._fetch, move, self._changes.generation)
+        for start in range(0, len(moves), BLOCKS_AT_ONCE):
+            some = moves[start : start + BLOCKS_AT_ONCE]
+            self._threads.submit(self._fetch, some, self._changes.generation)
 
     def close(self) -> None:
         """End the threads, behind the fetches that are running."""
         self._threads.shutdown(cancel_futures=True)
 
-    def _fetch(self, move: KVMove, generation: int) -> None:
-        names, whole = (move.name,), False
+    def _fetch(self, moves: Sequence[KVMove], generation: int) -> None:
+        slot_of = {move.name: move.slot for move in moves}
+        self._slots.hold(slot_of.values())
+        fetched: list[bytes] = []
+        reported = time.monotonic()
         try:
-            with self._slots.held(move.slot) as block:
-                # Read while the slot is held: a reset has given it away, or will find it held.
-                if generation == self._changes.generation:
-                    whole = self._source(move.name, block)
+            for move in moves:
+                # Looked up while the slots are held: a reset before gave them away, and whoever
+                # uses them after a later one waits.
+                if generation != self._changes.generation:
+                    break
+                if not self._source(move.name, self._slots.memory[move.slot].data):
+                    continue
+                fetched.append(move.name)
+                if time.monotonic() - reported > REPORT_AFTER_S:
+                    self._slots.release([slot_of.pop(name) for name in fetched])
+                    self._changes.add(TiersChanged(fetched=tuple(fetched)), generation)
+                    fetched, reported = [], time.monotonic()
         finally:
-            # In any case: a sequence waits for the report.
-            change = TiersChanged(fetched=names) if whole else TiersChanged(lost=names)
+            # In any case: sequences wait for the report.
+            self._slots.release(slot_of.values())
+            lost = tuple(name for name in slot_of if name not in fetched)
+            change = TiersChanged(fetched=tuple(fetched), lost=lost)
             self._changes.add(change, generation)

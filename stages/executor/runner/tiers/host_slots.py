@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Iterable, Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -21,8 +20,8 @@ from .transports.slots import SharedSlots
 class HostSlots:
     """A plain array of bytes, one row per block, over all layers.
 
-    `store`, `load` and `compare` are for the thread that runs the steps. Other threads write to
-    a slot under `held`.
+    `store`, `load` and `compare` are for the thread that runs the steps. Other threads hold the
+    slots to which they write.
 
     Attributes:
         memory: `[slots, bytes of a block]`, uint8.
@@ -36,34 +35,39 @@ class HostSlots:
         self.memory = memory
         self._shared = shared
         self._cache = cache
-        self._device = cache.keys[0].device
+        # Then numpy copies: torch takes three times as long, and more while other threads run.
+        self._is_host = cache.keys[0].device.type == "cpu"
         self._numbers = torch.from_numpy(memory).view(cache.keys[0].dtype)
         self._held: set[int] = set()
         self._released = threading.Condition()
 
-    @contextmanager
-    def held(self, slot: int) -> Iterator[memoryview]:
-        """Write to a slot in another thread: it waits for an earlier holder, and `store` for it."""
+    def hold(self, slots: Collection[int]) -> None:
+        """Reserve slots for another thread, which writes to them: wait for earlier holders, and
+        let `store` wait for the release."""
         with self._released:
-            self._released.wait_for(lambda: slot not in self._held)
-            self._held.add(slot)
-        self._withdraw(slot)
-        try:
-            yield self.memory[slot].data
-        finally:
-            with self._released:
-                self._held.remove(slot)
-                self._released.notify_all()
+            self._released.wait_for(lambda: self._held.isdisjoint(slots))
+            self._held.update(slots)
+        self._withdraw(slots)
+
+    def release(self, slots: Collection[int]) -> None:
+        """End a hold of slots."""
+        with self._released:
+            self._held.difference_update(slots)
+            self._released.notify_all()
 
     def store(self, moves: Sequence[KVMove]) -> None:
         """Copy blocks of the cache to slots, none of which is named twice."""
-        self._wait_for_holders({move.slot for move in moves})
-        for move in moves:
-            self._withdraw(move.slot)
-        slots = torch.tensor([move.slot for move in moves])
-        block_ids = torch.tensor([move.block_id for move in moves], device=self._device)
+        slots = [move.slot for move in moves]
+        block_ids = [move.block_id for move in moves]
+        # Fetches from before a reset may still write to these slots.
+        with self._released:
+            self._released.wait_for(lambda: self._held.isdisjoint(slots))
+        self._withdraw(slots)
         for blocks, columns in self._parts():
-            columns[slots] = blocks.index_select(0, block_ids).cpu()
+            if self._is_host:
+                _bytes(columns)[slots] = _bytes(blocks)[block_ids]
+            else:
+                columns[slots] = blocks[block_ids].cpu()
 
     def offer(self, moves: Sequence[KVMove]) -> None:
         """Let other executors read slots, after copying blocks of the cache to them."""
@@ -75,10 +79,13 @@ class HostSlots:
 
     def load(self, moves: Sequence[KVMove]) -> None:
         """Copy slots to blocks of the cache."""
-        slots = torch.tensor([move.slot for move in moves])
-        block_ids = torch.tensor([move.block_id for move in moves], device=self._device)
+        slots = [move.slot for move in moves]
+        block_ids = [move.block_id for move in moves]
         for blocks, columns in self._parts():
-            blocks.index_copy_(0, block_ids, columns[slots].to(self._device))
+            if self._is_host:
+                _bytes(blocks)[block_ids] = _bytes(columns)[slots]
+            else:
+                blocks[block_ids] = columns[slots].to(blocks.device)
 
     def compare(self, move: KVMove) -> AuditedBlock:
         """Return the digests of two blocks of the cache."""
@@ -86,7 +93,7 @@ class HostSlots:
         for block_id in (move.other, move.block_id):
             digest = xxhash.xxh3_128()
             for blocks, _ in self._parts():
-                digest.update(blocks[block_id].cpu().view(torch.uint8).numpy().data)
+                digest.update(_bytes(blocks[block_id].cpu()).data)
             digests.append(digest.hexdigest())
         return AuditedBlock(move.name, *digests)
 
@@ -99,11 +106,12 @@ class HostSlots:
                 yield blocks, self._numbers[:, start : start + blocks.shape[1]]
                 start += blocks.shape[1]
 
-    def _withdraw(self, slot: int) -> None:
+    def _withdraw(self, slots: Iterable[int]) -> None:
         if self._shared is not None:
-            self._shared.withdraw(slot)
+            for slot in slots:
+                self._shared.withdraw(slot)
 
-    def _wait_for_holders(self, slots: set[int]) -> None:
-        """Wait for fetches from before a reset that still write to these slots."""
-        with self._released:
-            self._released.wait_for(lambda: self._held.isdisjoint(slots))
+
+def _bytes(tensor: Tensor) -> npt.NDArray[np.uint8]:
+    array: npt.NDArray[np.uint8] = tensor.view(torch.uint8).numpy()
+    return array

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
-from itertools import groupby
-from operator import attrgetter
+from itertools import compress, groupby
+from operator import attrgetter, not_
 
 from .....bus.control import TiersChanged
 from .....bus.messages import KVMove
@@ -54,24 +53,21 @@ class PeerFetches:
         self._peers.close()
 
     def _fetch(self, source: str, moves: Sequence[KVMove], generation: int) -> None:
-        whole = [False] * len(moves)
+        whole, slots = [False] * len(moves), [move.slot for move in moves]
+        self._slots.hold(slots)
         try:
-            with ExitStack() as held:
-                # In one order, so that two transfers never wait for each other.
-                for slot in sorted(move.slot for move in moves):
-                    held.enter_context(self._slots.held(slot))
-                if generation == self._changes.generation:
-                    memory = self._slots.memory
-                    wanted = [WantedBlock(m.other, m.source_name, memory[m.slot]) for m in moves]
-                    whole, transfer = self._peers.read(source, wanted)
-                    self._transfers.append(transfer)
+            if generation == self._changes.generation:
+                memory = self._slots.memory
+                wanted = [WantedBlock(m.other, m.source_name, memory[m.slot]) for m in moves]
+                whole, transfer = self._peers.read(source, wanted)
+                self._transfers.append(transfer)
         finally:
             # In any case: sequences wait for the report.
-            came = tuple(move.name for move, is_whole in zip(moves, whole, strict=True) if is_whole)
-            lost = tuple(
-                move.name for move, is_whole in zip(moves, whole, strict=True) if not is_whole
-            )
-            self._changes.add(TiersChanged(fetched=came, lost=lost), generation)
+            self._slots.release(slots)
+            names = [move.name for move in moves]
+            lost = tuple(compress(names, map(not_, whole)))
+            change = TiersChanged(fetched=tuple(compress(names, whole)), lost=lost)
+            self._changes.add(change, generation)
 
 
 def _parts(moves: list[KVMove]) -> Iterator[list[KVMove]]:

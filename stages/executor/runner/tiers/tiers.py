@@ -31,7 +31,7 @@ STAGING_BYTES = 1 << 28
 """Host memory that reading from disk takes at most, if `kv_host_bytes` doesn't give it more."""
 
 _LEAST_SLOTS = 16
-_READERS = 1
+_READERS = 2
 _TRIALS = 3
 
 
@@ -81,7 +81,7 @@ class BlockTiers:
         size = block_bytes(model, cache.block_size)
         layout = BlockLayout.of(model, cache, arithmetic).digest
         num_slots = _num_slots(config, model, cache.block_size, size, shares=shares)
-        shared, memory = _host_memory(num_slots, size, shares=shares)
+        shared, memory = _host_memory(config, num_slots, size, shares=shares)
         self.slots = HostSlots(cache, memory, shared)
         self._changes = TierChanges()
         self._shared = shared
@@ -121,10 +121,10 @@ class BlockTiers:
             match run[0].kind:
                 case "store":
                     self.slots.store(run)
-                    for move in run:
-                        if move.write:
-                            assert self._disk is not None
-                            self._disk.write(move.name, self.slots.memory[move.slot])
+                    memory = self.slots.memory
+                    if blocks := [(move.name, memory[move.slot]) for move in run if move.write]:
+                        assert self._disk is not None
+                        self._disk.write(blocks)
                 case "load":
                     self.slots.load(run)
                 case "fetch":
@@ -208,13 +208,14 @@ def _num_slots(
 
 
 def _host_memory(
-    num_slots: int, size: int, *, shares: bool
+    config: EngineConfig, num_slots: int, size: int, *, shares: bool
 ) -> tuple[SharedSlots | None, npt.NDArray[np.uint8]]:
+    huge = config.huge_pages == "auto"
     try:
         if shares:
             shared = SharedSlots(num_slots, size)
             return shared, shared.bytes
-        memory = zeros((num_slots, size), torch.uint8, torch.device("cpu"))
+        memory = zeros((num_slots, size), torch.uint8, torch.device("cpu"), huge=huge)
     except (RuntimeError, OSError) as error:
         raise ModelError(f"engine.kv_host_bytes can't be allocated: {error}") from None
     array: npt.NDArray[np.uint8] = memory.numpy()

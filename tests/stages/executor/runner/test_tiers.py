@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import shutil
 import threading
 from collections.abc import Callable, Iterator
@@ -118,7 +119,11 @@ def test_a_slot_that_is_given_away_in_the_same_plan_is_written_with_its_own_bloc
 ) -> None:
     with opened(tmp_path) as tiers:
         first, second = block_of(tiers, 1), block_of(tiers, 2)
+        assert tiers._disk is not None
+        go = threading.Event()
+        tiers._disk._writer.submit(go.wait, 60)
         tiers.apply([KVMove("store", NAME, 0, 1, True), KVMove("store", OTHER, 0, 2, True)])
+        go.set()
         tiers.on_disk()
         assert fetched(tiers, 3, NAME).fetched == (NAME,)
         assert fetched(tiers, 4, OTHER).fetched == (OTHER,)
@@ -141,9 +146,10 @@ def test_blocks_on_disk_survive_a_restart(tmp_path: Path) -> None:
         assert fetched(tiers).lost == (NAME,)
 
 
-def only_file(folder: Path) -> Path:
-    (path,) = folder.rglob("*.kv")
-    return path
+def files_of(folder: Path) -> tuple[Path, Path]:
+    """The blocks and the index of the only folder."""
+    (blocks,) = folder.rglob("blocks")
+    return blocks, blocks.with_name("index")
 
 
 def flip(path: Path, position: int) -> None:
@@ -152,40 +158,130 @@ def flip(path: Path, position: int) -> None:
     path.write_bytes(data)
 
 
-@pytest.mark.parametrize(
-    "damage",
-    [
-        pytest.param(lambda path: flip(path, -1), id="flipped bit"),
-        pytest.param(lambda path: flip(path, 20), id="another layout"),
-        pytest.param(lambda path: flip(path, 30), id="another name"),
-        pytest.param(lambda path: path.write_bytes(path.read_bytes()[:-1]), id="cut off"),
-        pytest.param(lambda path: path.write_bytes(path.read_bytes() + b"x"), id="too long"),
-        pytest.param(lambda path: path.write_bytes(b""), id="empty"),
-        pytest.param(lambda path: path.unlink(), id="deleted"),
-        pytest.param(
-            lambda path: path.rename(path.with_name(f"{OTHER.hex()}.kv")), id="swapped names"
-        ),
-    ],
-)
-def test_a_damaged_file_is_a_miss(tmp_path: Path, damage: Callable[[Path], object]) -> None:
-    with opened(tmp_path) as tiers:
-        written(tiers)
-        path = only_file(tmp_path)
-        damage(path)
-        name = OTHER if path.with_name(f"{OTHER.hex()}.kv").exists() else NAME
-        assert fetched(tiers, name=name).lost == (name,)
-        assert not list(tmp_path.rglob("*.kv")), "it would be read again"
+def swap(path: Path, start: int) -> None:
+    """Exchange the halves of a file behind a header."""
+    data = path.read_bytes()
+    middle = (start + len(data)) // 2
+    path.write_bytes(data[:start] + data[middle:] + data[start:middle])
 
 
-def test_unfinished_and_cut_off_files_are_dropped_at_the_start(tmp_path: Path) -> None:
+def cut(path: Path, num_bytes: int) -> None:
+    os.truncate(path, path.stat().st_size - num_bytes)
+
+
+# The index is a header of 24 bytes, and 40 for each block: 16 of its name, two checksums.
+BLOCK_DAMAGE = [
+    pytest.param(lambda blocks, index: flip(blocks, 40), 1, id="flipped bit"),
+    pytest.param(lambda blocks, index: cut(blocks, 1), 1, id="cut off"),
+    pytest.param(lambda blocks, index: os.truncate(blocks, 0), 2, id="empty"),
+    pytest.param(lambda blocks, index: swap(blocks, 0), 2, id="swapped blocks"),
+]
+INDEX_DAMAGE = [
+    pytest.param(lambda blocks, index: blocks.unlink(), 2, id="deleted"),
+    pytest.param(lambda blocks, index: flip(index, 3), 2, id="another format"),
+    pytest.param(lambda blocks, index: flip(index, 20), 2, id="another layout"),
+    pytest.param(lambda blocks, index: flip(index, 30), 1, id="another name"),
+    pytest.param(lambda blocks, index: flip(index, 50), 1, id="another checksum"),
+    pytest.param(lambda blocks, index: cut(index, 1), 1, id="index cut off"),
+    pytest.param(lambda blocks, index: swap(index, 24), 2, id="swapped names"),
+    pytest.param(lambda blocks, index: index.unlink(), 2, id="no index"),
+]
+Damage = Callable[[Path, Path], object]
+
+
+def write_both(tiers: BlockTiers) -> None:
+    written(tiers, 1, NAME)
+    written(tiers, 2, OTHER)
+
+
+def fetch_both(tiers: BlockTiers) -> tuple[set[bytes], set[bytes]]:
+    """The names of blocks that are fetched, with the right bytes, and of those that are lost."""
+    found = [fetched(tiers, slot, name) for slot, name in ((3, NAME), (4, OTHER))]
+    whole = {name for changes in found for name in changes.fetched}
+    tiers.apply([KVMove("load", NAME, 3, 4), KVMove("load", OTHER, 4, 5)])
+    for name, copy, block_id in ((NAME, 4, 1), (OTHER, 5, 2)):
+        assert name not in whole or same(block_of(tiers, copy), block_of(tiers, block_id))
+    return whole, {name for changes in found for name in changes.lost}
+
+
+@pytest.mark.parametrize(("damage", "num_lost"), BLOCK_DAMAGE)
+def test_a_damaged_block_is_a_miss(tmp_path: Path, damage: Damage, num_lost: int) -> None:
+    with opened(tmp_path) as tiers:
+        write_both(tiers)
+        damage(*files_of(tmp_path))
+        whole, lost = fetch_both(tiers)
+        assert len(lost) == num_lost
+        assert {*tiers.on_disk().stored} == whole, "it would be read again"
+        write_both(tiers)
+        assert fetch_both(tiers)[0] == {NAME, OTHER}
+
+
+@pytest.mark.parametrize(("damage", "num_lost"), BLOCK_DAMAGE + INDEX_DAMAGE)
+def test_damage_between_two_starts_is_a_miss(tmp_path: Path, damage: Damage, num_lost: int) -> None:
+    torch.manual_seed(0)
+    with opened(tmp_path) as tiers:
+        write_both(tiers)
+    damage(*files_of(tmp_path))
+    torch.manual_seed(0)
+    with opened(tmp_path) as tiers:
+        whole, lost = fetch_both(tiers)
+        assert len(lost) == num_lost
+        assert {*tiers.on_disk().stored} == whole
+        write_both(tiers)
+        assert fetch_both(tiers)[0] == {NAME, OTHER}
+
+
+def test_a_block_whose_entry_was_not_written_is_not_found(tmp_path: Path) -> None:
+    """As after a kill between the two."""
     with opened(tmp_path) as tiers:
         written(tiers)
-    path = only_file(tmp_path)
-    path.with_name(f"{OTHER.hex()}.part").write_bytes(b"half")
-    path.with_name(f"{OTHER.hex()}.kv").write_bytes(path.read_bytes()[:-1])
+        _, index = files_of(tmp_path)
+        before = index.read_bytes()
+        written(tiers, 2, OTHER)
+    index.write_bytes(before)
     with opened(tmp_path) as tiers:
         assert tiers.on_disk().stored == (NAME,)
-    assert [each.name for each in path.parent.iterdir()] == [path.name]
+
+
+def test_places_are_used_again_and_space_is_freed(tmp_path: Path) -> None:
+    with opened(tmp_path) as tiers:
+        write_both(tiers)
+        blocks, index = files_of(tmp_path)
+        sizes = blocks.stat().st_size, index.stat().st_size
+        tiers.apply([KVMove("drop", NAME)])
+        assert tiers.on_disk().stored == (OTHER,)
+        written(tiers, 1, NAME)
+        assert (blocks.stat().st_size, index.stat().st_size) == sizes
+        assert fetch_both(tiers)[0] == {NAME, OTHER}
+        tiers.apply([KVMove("drop", NAME), KVMove("drop", OTHER)])
+        assert tiers.on_disk().stored == ()
+        assert blocks.stat().st_size == 0
+
+
+def test_dropped_blocks_are_not_found_by_a_later_start(tmp_path: Path) -> None:
+    with opened(tmp_path) as tiers:
+        write_both(tiers)
+        tiers.apply([KVMove("drop", NAME)])
+    with opened(tmp_path) as tiers:
+        assert tiers.on_disk().stored == (OTHER,)
+
+
+def test_the_size_limit_holds_for_all_files(tmp_path: Path) -> None:
+    limit = 7000
+    names = [bytes([index]) * 16 for index in range(9)]
+    with opened(tmp_path, disk=limit) as tiers:
+        count = tiers.capacity.disk_blocks
+        assert 2 < count < len(names)
+        tiers.apply([KVMove("store", name, 0, 1, write=True) for name in names])
+        assert {*tiers.on_disk().stored} == {*names[:count]}
+        changes = tiers.take_changes()
+        assert changes is not None
+        assert changes.lost == tuple(names[count:])
+        files = files_of(tmp_path)
+        assert limit * 0.8 < sum(path.stat().st_size for path in files) <= limit
+    with opened(tmp_path, disk=limit // 2) as tiers:
+        assert len(tiers.on_disk().stored) == tiers.capacity.disk_blocks < count
+        assert sum(path.stat().st_size for path in files) <= limit // 2
 
 
 @pytest.mark.parametrize(
@@ -242,7 +338,7 @@ def test_executors_that_run_at_a_time_have_folders_of_their_own(tmp_path: Path) 
 def test_the_folder_is_for_one_user_only(tmp_path: Path) -> None:
     with opened(tmp_path) as tiers:
         written(tiers)
-    folder = only_file(tmp_path).parent
+    folder = files_of(tmp_path)[0].parent
     assert folder.stat().st_mode & 0o777 == 0o700
     folder.chmod(0o755)
     with pytest.raises(ModelError, match="this user alone"), opened(tmp_path):
@@ -269,41 +365,83 @@ def test_a_model_without_kv_and_tiers_below_a_block_are_refused(tmp_path: Path) 
         pass
 
 
-def test_a_full_disk_loses_a_block_and_no_more(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with opened(tmp_path) as tiers:
-        full = OSError(28, "No space left on device")
-
-        def no_space(*args: Any) -> None:
-            raise full
-
-        with monkeypatch.context() as patch:
-            patch.setattr(os, "rename", no_space)
-            patch.setattr(Path, "rename", no_space)
-            tiers.apply([KVMove("store", NAME, 0, 1, write=True)])
-            assert waited(tiers, lambda changes: changes.lost).lost == (NAME,)
-        assert not [path for path in tmp_path.rglob("*") if path.is_file()]
-        written(tiers)
+@contextmanager
+def other_file(tiers: BlockTiers, path: str | Path, flags: int) -> Iterator[None]:
+    """Let the descriptor of the blocks be of another file."""
+    assert tiers._disk is not None
+    descriptor = tiers._disk._folder._blocks
+    saved, other = os.dup(descriptor), os.open(path, flags)
+    os.dup2(other, descriptor)
+    try:
+        yield
+    finally:
+        os.dup2(saved, descriptor)
+        os.close(saved)
+        os.close(other)
 
 
-def test_a_folder_that_was_removed_holds_nothing(tmp_path: Path) -> None:
+def test_a_full_disk_loses_blocks_and_no_more(tmp_path: Path) -> None:
+    """Writes to /dev/full fail with ENOSPC."""
     with opened(tmp_path) as tiers:
         written(tiers)
-        shutil.rmtree(only_file(tmp_path).parent)
-        assert tiers.on_disk() == TiersChanged(whole=True)
-        assert fetched(tiers).lost == (NAME,)
-        tiers.apply([KVMove("store", OTHER, 0, 1, write=True), KVMove("drop", OTHER)])
-        assert waited(tiers, lambda changes: changes.lost).lost == (OTHER,)
+        with other_file(tiers, "/dev/full", os.O_RDWR):
+            for _ in range(3):
+                tiers.apply([KVMove("store", OTHER, 0, 2, write=True)])
+                assert waited(tiers, lambda changes: changes.lost).lost == (OTHER,)
+        assert tiers.on_disk().stored == (NAME,)
+        assert fetch_both(tiers) == ({NAME}, {OTHER})
+        written(tiers, 2, OTHER)
+        assert fetch_both(tiers)[0] == {NAME, OTHER}
+        assert files_of(tmp_path)[0].stat().st_size == 2 * tiers.slots.memory.shape[1]
+
+
+def test_a_disk_that_becomes_read_only_serves_the_blocks_it_has(tmp_path: Path) -> None:
+    with opened(tmp_path) as tiers:
+        written(tiers)
+        with other_file(tiers, files_of(tmp_path)[0], os.O_RDONLY):
+            tiers.apply([KVMove("store", OTHER, 0, 2, write=True)])
+            assert waited(tiers, lambda changes: changes.lost).lost == (OTHER,)
+            assert fetch_both(tiers) == ({NAME}, {OTHER})
+
+
+def test_a_write_that_stops_at_the_limit_of_a_file_loses_its_block(tmp_path: Path) -> None:
+    """Two blocks and a half fit, so the third one is written in part."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    names = [bytes([index]) * 16 for index in range(4)]
+    with opened(tmp_path) as tiers:
+        size = tiers.slots.memory.shape[1]
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size * 5 // 2, before[1]))
+        try:
+            tiers.apply([KVMove("store", name, 0, 1, write=True) for name in names])
+            assert {*tiers.on_disk().stored} == {*names[:2]}
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    with opened(tmp_path) as tiers:
+        assert {*tiers.on_disk().stored} == {*names[:2]}
+
+
+def test_a_folder_that_was_removed_ends_nothing(tmp_path: Path) -> None:
+    with opened(tmp_path) as tiers:
+        written(tiers)
+        shutil.rmtree(files_of(tmp_path)[0].parent)
+        written(tiers, 2, OTHER)
+        assert fetch_both(tiers)[0] == {NAME, OTHER}
+        tiers.apply([KVMove("drop", OTHER)])
+        assert tiers.on_disk().stored == (NAME,)
+    with opened(tmp_path) as tiers:
+        assert tiers.on_disk().stored == ()
 
 
 def test_writes_beyond_the_bytes_in_flight_are_left(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(disk_module, "MOST_BYTES_IN_FLIGHT", 0)
+    """There is a buffer for one block, which is used again when it is written."""
+    monkeypatch.setattr(disk_module, "MOST_BYTES_IN_FLIGHT", 1)
     with opened(tmp_path) as tiers:
-        tiers.apply([KVMove("store", NAME, 0, 1, write=True)])
-        assert waited(tiers, lambda changes: changes.lost).lost == (NAME,)
+        tiers.apply([KVMove("store", name, 0, 1, write=True) for name in (NAME, OTHER)])
+        assert waited(tiers, lambda changes: changes.lost).lost == (OTHER,)
+        assert tiers.on_disk().stored == (NAME,)
+        written(tiers, 1, OTHER)
 
 
 class SlowSource:
@@ -335,7 +473,8 @@ def fetches_of(tiers: BlockTiers, source: SlowSource) -> Iterator[Fetches]:
 def test_a_fetch_that_waits_at_a_reset_writes_to_no_slot() -> None:
     source = SlowSource(7)
     with opened() as tiers, fetches_of(tiers, source) as fetches:
-        fetches.submit([KVMove("fetch", NAME, 2), KVMove("fetch", OTHER, 3)])
+        fetches.submit([KVMove("fetch", NAME, 2)])
+        fetches.submit([KVMove("fetch", OTHER, 3)])
         assert source.started.wait(60)
         tiers.reset()
         tiers.apply([KVMove("store", OTHER, 3, 2), KVMove("load", OTHER, 3, 5)])
@@ -396,9 +535,25 @@ def test_a_source_that_fails_loses_its_block() -> None:
         tiers.apply([KVMove("store", OTHER, 3, 2)])
 
 
-def test_closing_writes_what_is_in_flight_and_frees_descriptors(tmp_path: Path) -> None:
-    descriptors = len(os.listdir("/proc/self/fd"))
+def test_closing_writes_what_is_in_flight_and_frees_descriptors_and_threads(
+    tmp_path: Path,
+) -> None:
+    def counts() -> tuple[int, int]:
+        return len(os.listdir("/proc/self/fd")), threading.active_count()
+
+    names = [index.to_bytes(16, "little") for index in range(1000)]
+    before = counts()
     with opened(tmp_path) as tiers:
-        tiers.apply([KVMove("store", NAME, 0, 1, write=True)])
-    assert only_file(tmp_path)
-    assert len(os.listdir("/proc/self/fd")) == descriptors
+        written(tiers)
+        fetched(tiers)
+        during = counts()
+        for name in names:
+            tiers.apply([KVMove("store", name, 0, 1, write=True)])
+        tiers.apply([KVMove("fetch", name, slot) for slot, name in enumerate(names[:16])])
+        assert counts()[0] == during[0]
+    assert counts() == before
+    with opened(tmp_path) as tiers:
+        assert {*tiers.on_disk().stored} == {NAME, *names}
+    with pytest.raises(ModelError), opened(files_of(tmp_path)[0]):
+        pass
+    assert counts() == before

@@ -1,0 +1,154 @@
+"""The stream of KV events on Redis: trimmed, and written without waiting."""
+
+from __future__ import annotations
+
+from typing import Any, Self
+
+from ...config import BusConfig, ChannelClosed
+from ...config.errors import bus_closed
+from ...config.logger import get_logger
+from ...store.redis.client import Commands, execute_all, persist, readable
+from ...store.redis.keys import Keys
+from ..kv_events import Continuity, KVEventEntry, decode_batch, encode_batch
+from .links import WRITE_BATCH, BatchWriter
+from .readers import Readers, Subscription, readers_of
+
+MOST_UNWRITTEN = 1024
+"""Entries that wait while Redis is slow or unreachable; later ones are dropped."""
+
+Fields = dict[bytes, bytes]
+
+
+class RedisKVEvents:
+    """`KVEventStream` on Redis."""
+
+    def __init__(self, config: BusConfig, keys: Keys, commands: Commands) -> None:
+        self._maxlen = config.kv_events_maxlen
+        self._keys = keys
+        self._commands = commands
+        # Both are made on first use: few processes publish, and few read.
+        self._writer: _Writer | None = None
+        self._readers: Readers | None = None
+        self._dropping = self._closed = False
+
+    async def publish(self, entry: KVEventEntry) -> bool:
+        if self._closed:
+            raise bus_closed()
+        if self._writer is None:
+            self._writer = _Writer(self._keys.kv_events, self._commands, self._maxlen)
+        is_full = self._writer.unwritten >= MOST_UNWRITTEN
+        if is_full and not self._dropping:
+            get_logger().warning("bus.kv_events_dropped", unwritten=MOST_UNWRITTEN)
+        self._dropping = is_full
+        if not is_full:
+            await self._writer.put(entry)
+        return not is_full
+
+    async def follow(self, *, kept: bool = False) -> _Follow:
+        if self._closed:
+            raise bus_closed()
+        key, start = self._keys.kv_events, b"0-0"
+        if not kept:
+            last = await self._commands.retry("kv events", "XREVRANGE", key, "+", "-", "COUNT", 1)
+            start = last[0][0] if last else start
+        if self._readers is None:
+            self._readers = readers_of(self._keys, self._commands)
+        return _Follow(self._readers.subscribe({key: start}), self._keys.model)
+
+    async def aclose(self, patience_s: float) -> None:
+        """Write the remaining entries, within a time limit, and end all readers."""
+        self._closed = True
+        if self._readers is not None:
+            await self._readers.aclose()
+        if self._writer is not None:
+            await self._writer.aclose(patience_s)
+
+
+class _Writer(BatchWriter[KVEventEntry]):
+    def __init__(self, key: bytes, commands: Commands, maxlen: int) -> None:
+        self._key = key
+        self._commands = commands
+        self._maxlen = maxlen
+        super().__init__("kv events", self._write_entries)
+
+    @property
+    def unwritten(self) -> int:
+        """Entries that wait, or are being written."""
+        return self._queue.entered - self._written
+
+    async def _write_entries(self, entries: list[KVEventEntry]) -> int:
+        """Append entries. After a lost reply they may be there twice; readers drop duplicates."""
+        commands: list[tuple[Any, ...]] = [
+            ("XADD", self._key, "MAXLEN", "~", self._maxlen, "*", *_fields_of(entry))
+            for entry in entries
+        ]
+        redis, server = self._commands.redis, self._commands.server
+        await persist(server, "kv events", lambda: execute_all(redis, commands))
+        return WRITE_BATCH
+
+
+class _Follow:
+    """A reader; see `KVEventStream.follow`."""
+
+    def __init__(self, subscription: Subscription, model: str) -> None:
+        self._subscription = subscription
+        self._model = model
+        self._continuity = Continuity()
+        self._done = False
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> KVEventEntry:
+        while not self._done:
+            try:
+                _, fields = await self._subscription.next()
+            except ChannelClosed:
+                if self._done:  # by our own `aclose`
+                    break
+                raise
+            read = _read(fields)
+            if read is None or self._model not in ("", read.model):
+                continue
+            if (entry := self._continuity.check(read)) is not None:
+                return entry
+        raise StopAsyncIteration
+
+    async def aclose(self) -> None:
+        """Stop reading."""
+        self._done = True
+        self._subscription.close()
+
+    def __del__(self) -> None:
+        self._subscription.close()
+
+
+def _fields_of(entry: KVEventEntry) -> list[Any]:
+    return [
+        *("model", entry.model, "lane", entry.lane, "replica", entry.replica),
+        *("incarnation", entry.incarnation, "sequence", entry.sequence),
+        *("batch", encode_batch(entry.batch)),
+    ]
+
+
+def _read(fields: Fields) -> KVEventEntry | None:
+    """Decode an entry; None for a foreign one."""
+    return readable(lambda _: _entry_of(fields), b"", "kv_events")
+
+
+def _entry_of(fields: Fields) -> KVEventEntry:
+    """Decode an entry. Raises ValueError: a field is missing or unreadable."""
+
+    def text(name: bytes) -> str:
+        if name not in fields:
+            raise ValueError(f"an entry of KV events has no field {name.decode()!r}")
+        return fields[name].decode()
+
+    return KVEventEntry(
+        text(b"model"),
+        text(b"lane"),
+        int(text(b"replica")),
+        text(b"incarnation"),
+        int(text(b"sequence")),
+        decode_batch(fields.get(b"batch", b"")),
+    )

@@ -1,0 +1,174 @@
+"""The log of KV events: which blocks of a replica can be found, for routers outside."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from ...bus.kv_events import (
+    DEVICE,
+    DISK,
+    HOST,
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    ExtraKeys,
+    KVEvent,
+    Medium,
+)
+from ...bus.messages import CacheScope
+from ...bus.public import DEFAULT_TENANT
+
+
+def wire_hash(name: bytes) -> int:
+    """Return a block's hash in events: 64 bits of its name, which every router can read."""
+    return int.from_bytes(name[:8], "little")
+
+
+class KVEventLog:
+    """Events since the last `take`, and the blocks that the events so far have announced.
+
+    A block is announced once in each medium, and removed once: a router that applies all events
+    has exactly the announced blocks. The first event is AllBlocksCleared.
+    """
+
+    def __init__(self, block_size: int) -> None:
+        """Args: `block_size` in tokens."""
+        self._block_size = block_size
+        self._events: list[KVEvent] = [AllBlocksCleared()]
+        # The event that is still extended: removed, or stored below the device.
+        self._run: tuple[type[BlockRemoved | BlockStored], Medium, list[int]] | None = None
+        # By medium, the announced blocks and their adapters ("" for none).
+        self._announced: dict[Medium, dict[bytes, str]] = {DEVICE: {}, HOST: {}, DISK: {}}
+        self._name_of: dict[int, bytes] = {}
+
+    def take(self) -> tuple[KVEvent, ...]:
+        """Return the events since the last call."""
+        self._end_run()
+        events, self._events = tuple(self._events), []
+        return events
+
+    def clear(self) -> None:
+        """Announce that nothing can be found any more."""
+        self._events, self._run = [AllBlocksCleared()], None
+        self._name_of.clear()
+        for announced in self._announced.values():
+            announced.clear()
+
+    # --- on the device ------------------------------------------------------------------------
+
+    def is_announced(self, block_id: int) -> bool:
+        """Whether the block is announced on the device."""
+        return block_id in self._name_of
+
+    def store(
+        self,
+        block_ids: Sequence[int],
+        names: Sequence[bytes],
+        parent: bytes | None,
+        token_ids: Sequence[int],
+        scope: CacheScope,
+    ) -> None:
+        """Announce consecutive blocks on the device.
+
+        Args:
+            block_ids: Not announced yet.
+            names: Of the blocks.
+            parent: Name of the block before; None at the start of a prompt.
+            token_ids: Of the blocks.
+            scope: Of the sequence.
+        """
+        self._name_of.update(zip(block_ids, names, strict=True))
+        self._announced[DEVICE].update(dict.fromkeys(names, scope.adapter))
+        self._end_run()
+        self._events.append(
+            BlockStored(
+                block_hashes=tuple(map(wire_hash, names)),
+                parent_block_hash=None if parent is None else wire_hash(parent),
+                token_ids=tuple(token_ids),
+                block_size=self._block_size,
+                lora_id=None,
+                medium=DEVICE,
+                lora_name=scope.adapter or None,
+                extra_keys=None if parent is not None else _extra_keys(scope, len(names)),
+            )
+        )
+
+    def remove(self, block_id: int) -> None:
+        """Announce that a block of the device can't be found any more, if it was announced."""
+        if (name := self._name_of.pop(block_id, None)) is not None:
+            self._remove(DEVICE, (name,))
+
+    # --- below the device ---------------------------------------------------------------------
+
+    def store_below(self, medium: Medium, name: bytes) -> None:
+        """Announce a block in a tier. Routers know its tokens from the event of the device."""
+        if name in self._announced[medium]:
+            return
+        self._announced[medium][name] = self._adapter_of(name)
+        self._extend(BlockStored, medium, [wire_hash(name)])
+
+    def remove_below(self, medium: Medium, name: bytes) -> None:
+        """Announce that a block can't be found in a tier any more, if it was announced."""
+        self._remove(medium, (name,))
+
+    # --- many at once -------------------------------------------------------------------------
+
+    def lose(self, medium: Medium) -> None:
+        """Announce that nothing can be found in a medium any more."""
+        if medium == DEVICE:
+            self._name_of.clear()
+        self._remove(medium, tuple(self._announced[medium]))
+
+    def retire(self, adapter: str) -> set[bytes]:
+        """Announce that no block of an adapter can be found any more: it has other weights now.
+
+        Returns:
+            The names of the blocks.
+        """
+        retired: set[bytes] = set()
+        for medium, announced in self._announced.items():
+            names = [name for name, owner in announced.items() if owner == adapter]
+            self._remove(medium, names)
+            retired.update(names)
+        for block_id in [b for b, name in self._name_of.items() if name in retired]:
+            del self._name_of[block_id]
+        return retired
+
+    def _remove(self, medium: Medium, names: Iterable[bytes]) -> None:
+        announced = self._announced[medium]
+        gone = [wire_hash(name) for name in names if announced.pop(name, None) is not None]
+        if gone:
+            self._extend(BlockRemoved, medium, gone)
+
+    def _extend(
+        self, kind: type[BlockRemoved | BlockStored], medium: Medium, hashes: list[int]
+    ) -> None:
+        if self._run is None or self._run[:2] != (kind, medium):
+            self._end_run()
+            self._run = (kind, medium, [])
+        self._run[2].extend(hashes)
+
+    def _end_run(self) -> None:
+        if self._run is not None:
+            kind, medium, hashes = self._run
+            if kind is BlockRemoved:
+                self._events.append(BlockRemoved(tuple(hashes), medium))
+            else:
+                self._events.append(BlockStored(tuple(hashes), None, (), 0, None, medium, None))
+            self._run = None
+
+    def _adapter_of(self, name: bytes) -> str:
+        """Return the adapter of a block that may be announced in another medium."""
+        return next((a[name] for a in self._announced.values() if name in a), "")
+
+
+def _extra_keys(scope: CacheScope, num_blocks: int) -> ExtraKeys | None:
+    """Return the extra keys of blocks at the start of a prompt, as vLLM has them: the first block's
+    keys apply to all behind it."""
+    keys: tuple[str, ...] = ()
+    tenant = "" if scope.tenant == DEFAULT_TENANT else scope.tenant
+    if tenant or scope.media:
+        keys = (tenant, scope.salt, *scope.media)
+    elif scope.salt:
+        keys = (scope.salt,)
+    return (keys, *(None,) * (num_blocks - 1)) if keys else None

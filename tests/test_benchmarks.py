@@ -92,3 +92,24 @@ def test_tables_equal_the_result_files(document: str) -> None:
     text = (ROOT / document).read_text(encoding="utf-8")
     assert "<!-- table: " in text
     assert text == load("tables").written(text), "run `python benchmarks/tables.py`"
+
+
+def test_long_prompts_delay_streams_of_a_simulated_lane_only_without_roles() -> None:
+    model = load("roles_model")
+    device = model.Device()
+    load_of_a_lane = {"streams": 4, "length": 512, "every_s": 0.2, "seconds": 1.0}
+    unified = model.interference(device, (), 512, **load_of_a_lane)
+    roles = model.interference(device, ("prefill", "decode"), 512, **load_of_a_lane)
+    prefill_ms = 512 * device.prefill_token_ns / 1e6
+    assert unified["itl_most"] > prefill_ms > roles["itl_most"]
+    assert min(unified["first_p50"], roles["first_p50"]) > prefill_ms
+
+
+def test_each_turn_of_a_conversation_continues_an_earlier_one() -> None:
+    conversations = load("kv_conversations")
+    turns = conversations.make_turns(3)
+    assert len(turns) == 3 * conversations.TURNS
+    texts = [turn.prompt + turn.answer for turn in turns]
+    for number, turn in enumerate(turns):
+        continued = [text for text in texts[:number] if turn.prompt[: len(text)] == text]
+        assert bool(continued) is not turn.begins

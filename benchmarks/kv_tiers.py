@@ -364,6 +364,7 @@ def main() -> None:
         results["conversations"], results["missing"] = kv_conversations.compare(
             arguments.folder, *size
         )
+    del arguments.python  # paths of this machine
     record(arguments, **results)
 
 

@@ -13,7 +13,6 @@ from nano_inference import EngineConfig, InferenceEngine, SamplingParams
 
 from .rig import FOLDER, load
 
-ROOT = Path(__file__).parent.parent
 NEAR, BETWEEN, FAR = (60.0, 2.0), (200.0, 2.0), (350.0, 1.9)
 SHARED, BUSY = (60.0, 1.05), (60.0, 1.5)
 FIRST = 300
@@ -87,9 +86,9 @@ def test_a_model_of_known_text_generates_it(tmp_path: Path) -> None:
     assert len(set(answer)) == 32
 
 
-@pytest.mark.parametrize("document", ["README.md", "benchmarks/README.md"])
-def test_tables_equal_the_result_files(document: str) -> None:
-    text = (ROOT / document).read_text(encoding="utf-8")
+@pytest.mark.parametrize("path", load("tables").DOCUMENTS, ids=lambda path: path.name)
+def test_tables_equal_the_result_files(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
     assert "<!-- table: " in text
     assert text == load("tables").written(text), "run `python benchmarks/tables.py`"
 

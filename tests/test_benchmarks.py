@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from nano_inference import EngineConfig, InferenceEngine, SamplingParams
+from nano_inference import EngineConfig, SamplingParams
 
 from .rig import FOLDER, load
 
@@ -80,9 +80,11 @@ def test_a_model_of_known_text_generates_it(tmp_path: Path) -> None:
     answer = [successors[prompt[-1]]]
     while len(answer) < 32:
         answer.append(successors[answer[-1]])
-    with InferenceEngine(EngineConfig(model_path=str(tmp_path / "model"))) as engine:
+    with load("cores").TimedEngine(EngineConfig(model_path=str(tmp_path / "model"))) as engine:
         (sample,) = engine.generate([prompt], SamplingParams(temperature=0, max_tokens=32))
-    assert list(sample.completion_tokens) == answer
+        (completion,) = engine.completions.values()
+    assert list(sample.completion_tokens) == list(completion.samples[0].token_ids) == answer
+    assert completion.timings.first_token_ns > 0
     assert len(set(answer)) == 32
 
 

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from .bus.public import CompletionChunk as CompletionChunk
     from .bus.public import EmbedParams as EmbedParams
     from .bus.public import GenerateRequest as GenerateRequest
+    from .bus.public import KVSession as KVSession
+    from .bus.public import KVSessionResult as KVSessionResult
     from .bus.weights import FolderWeights as FolderWeights
     from .config import Config as Config
     from .config import Constraint as Constraint
@@ -52,7 +54,9 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _NAMES = {
-    ".bus.public": "ChatMessage Completion CompletionChunk EmbedParams GenerateRequest",
+    ".bus.public": """
+        ChatMessage Completion CompletionChunk EmbedParams GenerateRequest KVSession KVSessionResult
+    """,
     ".bus.weights": "FolderWeights",
     ".config": """
         Config Constraint EngineConfig NanoInferenceError RequestError SamplingParams

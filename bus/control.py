@@ -11,6 +11,7 @@ import msgspec
 
 from ..config import FairnessConfig, ModelConfig, PoolingKind, ReplicaRole
 from ..store.board import LoadedAdapter
+from .public import SessionAction
 from .weights import InFlight, StagedWeights, WeightsSource
 
 Capability = Literal["generate", "score", "embed"]
@@ -241,6 +242,20 @@ class AdapterReady(Internal, frozen=True):
 class FlushCache(Internal, frozen=True):
     """To batching: drop all cached prefixes; running sequences keep their blocks. To admission:
     drop all cached responses."""
+
+
+class ControlSession(Internal, frozen=True):
+    """To batching: change what is kept of a session's KV. Answered with a KVSessionResult.
+
+    Attributes:
+        session: The session's id.
+        ttl_s: Seconds for which the session is known from now on; None: as before.
+    """
+
+    tenant: str
+    session: str
+    action: SessionAction
+    ttl_s: float | None = None
 
 
 class Drain(Internal, frozen=True):

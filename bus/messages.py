@@ -19,7 +19,7 @@ import msgspec
 from ..config import SamplingParams
 from .control import Cancel, Internal, InternalPart
 from .pooling import PooledPrompt, Pooling
-from .public import StageTime
+from .public import AfterTurn, KVSession, KVSessionResult, SessionTier, StageTime
 
 RowFinish = Literal["", "stop", "length", "abort"]
 """Why a sequence ended with a row's token; "" if it continues."""
@@ -212,6 +212,7 @@ class AdmittedRequest(Internal, frozen=True):
             no sequence waits for ever.
         hands_over: Whether batching hands each sequence over once it has its first token.
         remote: Blocks of the replica that has handed its one sequence over; None if none has.
+        kv_session: As in GenerateRequest.
     """
 
     info: RequestInfo
@@ -226,6 +227,7 @@ class AdmittedRequest(Internal, frozen=True):
     rank: int = 0
     hands_over: bool = False
     remote: RemoteBlocks | None = None
+    kv_session: KVSession | None = None
 
 
 class Handover(Internal, frozen=True):
@@ -290,6 +292,40 @@ class Credit(Internal, frozen=True):
     keeps_cache: bool = True
 
 
+class SessionGrant(InternalPart, frozen=True, array_like=True):
+    """What a turn of a session may leave in the KV cache, decided when the turn starts.
+
+    Attributes:
+        after: As in KVSession.
+        num_blocks: Most full blocks that are pinned at its end.
+        block_size: Tokens per block.
+        tiers: Whether there are tiers below the device.
+        reason: Why no more is granted, or nothing.
+    """
+
+    after: AfterTurn
+    num_blocks: int
+    block_size: int
+    tiers: bool = False
+    reason: str = ""
+
+    def result(self, num_tokens: int) -> KVSessionResult:
+        """Return what the request is answered, which ends with so many tokens in all."""
+        if self.reason and not self.num_blocks:
+            return KVSessionResult(outcome="rejected", reason=self.reason)
+        if self.after == "release":
+            return KVSessionResult(outcome="accepted")
+        num_full = max(num_tokens - 1, 0) // self.block_size
+        number = num_full if self.after == "demote" else min(num_full, self.num_blocks)
+        tier: SessionTier = "host" if self.after == "demote" and self.tiers else "device"
+        return KVSessionResult(
+            outcome="clipped" if number < num_full else "accepted",
+            num_tokens=number * self.block_size,
+            tier=tier if number else "",
+            reason=self.reason if number < num_full else "",
+        )
+
+
 class NewSequence(InternalPart, frozen=True, array_like=True):
     """A sequence as the executor needs it, sent once.
 
@@ -308,6 +344,7 @@ class NewSequence(InternalPart, frozen=True, array_like=True):
         prediction: As in AdmittedRequest.
         handed_over: As in StartedSequence.
         hands_over: Whether it leaves with its first token here.
+        session: Of a session's turn; None for other sequences.
     """
 
     seq_id: int
@@ -322,6 +359,7 @@ class NewSequence(InternalPart, frozen=True, array_like=True):
     prediction: tuple[int, ...] = ()
     handed_over: bool = False
     hands_over: bool = False
+    session: SessionGrant | None = None
 
 
 AUDIT_SEQ_ID = -2
@@ -413,6 +451,7 @@ class StartedSequence(InternalPart, frozen=True, array_like=True):
         executed_ns: When the step began on the device.
         queued: As in RequestInfo.
         handed_over: Whether another replica computed the sequence before.
+        session: As in NewSequence.
     """
 
     seq_id: int
@@ -424,6 +463,7 @@ class StartedSequence(InternalPart, frozen=True, array_like=True):
     executed_ns: int
     queued: StageTime | None = None
     handed_over: bool = False
+    session: SessionGrant | None = None
 
 
 class PromptLogprobs(InternalPart, frozen=True, array_like=True):

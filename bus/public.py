@@ -60,6 +60,33 @@ class EmbedParams(PublicPart, frozen=True, kw_only=True):
     dimensions: Int64 | None = None
 
 
+SessionAction = Literal["pin", "release", "demote", "prefetch"]
+"""What a call does with the KV of a session. docs/kv-sessions.md."""
+
+AfterTurn = Literal["pin", "release", "demote"]
+"""What becomes of a session's KV when a turn ends."""
+
+SessionOutcome = Literal["accepted", "clipped", "deferred", "rejected", "missing"]
+
+
+SessionTier = Literal["device", "host", ""]
+
+
+class KVSession(PublicPart, frozen=True, kw_only=True, omit_defaults=True):
+    """The conversation of which a request is a turn, and the fate of its KV after the turn.
+
+    Attributes:
+        id: The client's name for the conversation, unique within the tenant.
+        ttl_s: Seconds after the turn for which the session is known, and its KV is kept at most.
+        after: "pin": keep the KV on the device. "release": leave it to the prefix cache. "demote":
+            store it in the tiers below the device, and free its blocks first.
+    """
+
+    id: str
+    ttl_s: float = 300.0
+    after: AfterTurn = "pin"
+
+
 class GenerateRequest(
     PublicPart, frozen=True, kw_only=True, tag="generate", tag_field="type", omit_defaults=True
 ):
@@ -90,6 +117,8 @@ class GenerateRequest(
         prediction: The expected output, as text or token ids. If the engine speculates, it is a
             draft, which speeds up the request where it matches and never changes the output.
             Otherwise it is validated and ignored.
+        kv_session: The conversation that this request continues; then `n` is 1. No output depends
+            on it.
     """
 
     request_id: str = ""
@@ -106,6 +135,7 @@ class GenerateRequest(
     cache_salt: str = ""
     embed: EmbedParams | None = None
     prediction: str | tuple[Int64, ...] | None = None
+    kv_session: KVSession | None = None
 
 
 # --- read by clients --------------------------------------------------------------------------
@@ -146,6 +176,24 @@ class Usage(OutputPart, frozen=True, kw_only=True):
     accepted_prediction_tokens: int = 0
     rejected_prediction_tokens: int = 0
     cached_completion_tokens: int = 0
+
+
+class KVSessionResult(OutputPart, frozen=True, kw_only=True, omit_defaults=True):
+    """What became of a wish about a session's KV.
+
+    Attributes:
+        outcome: "accepted". "clipped": for leading tokens only. "deferred": done later, when a turn
+            ends or blocks have come from disk. "rejected": not allowed, or no room. "missing":
+            the session is not known, or its KV is gone.
+        num_tokens: Leading tokens that the wish was granted for.
+        tier: Where their KV is: "device", "host", or "" without tokens.
+        reason: Why it was not accepted, for people.
+    """
+
+    outcome: SessionOutcome
+    num_tokens: int = 0
+    tier: SessionTier = ""
+    reason: str = ""
 
 
 class StageTime(OutputPart, frozen=True, kw_only=True):
@@ -273,6 +321,8 @@ class Completion(PublicOutput, frozen=True, kw_only=True, tag="completion"):
             sample began.
         prompt_ref_logprobs: `[prompt]`, as `prompt_logprobs`, by the reference model. None without
             `prompt_logprobs` or such a model.
+        kv_session: What became of the request's `kv_session`. None without one, or if the request
+            ended before it ran.
     """
 
     request_id: str
@@ -288,6 +338,7 @@ class Completion(PublicOutput, frozen=True, kw_only=True, tag="completion"):
     prompt_top_logprobs: tuple[tuple[TokenLogprob, ...], ...] | None = None
     prompt_token_ids: tuple[int, ...] = ()
     prompt_ref_logprobs: tuple[float | None, ...] | None = None
+    kv_session: KVSessionResult | None = None
 
 
 Output = CompletionChunk | Completion

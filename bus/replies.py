@@ -8,6 +8,8 @@ from typing import Protocol
 
 import msgspec
 
+from .public import KVSessionResult
+
 KEPT_S = 600
 """Seconds that a reply is kept."""
 
@@ -22,6 +24,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         message: The error's message.
         weight_version: Of the weights in place afterwards, for weight operations.
         newest_version: The lane's newest known version, if larger.
+        kv_session: Of ControlSession.
     """
 
     lane: str
@@ -30,6 +33,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     message: str = ""
     weight_version: int = 0
     newest_version: int = 0
+    kv_session: KVSessionResult | None = None
 
 
 class Replies(Protocol):

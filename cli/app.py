@@ -27,6 +27,7 @@ from .options import option
 from .pull import pull
 from .run import run
 from .serve import gateway, serve
+from .sessions import kv_session
 from .status import health, status, top
 from .submit import submit
 from .tail import tail
@@ -65,6 +66,7 @@ _COMMANDS: dict[str, dict[str, Callable[..., None] | typer.Typer]] = {
         "dlq": dlq.app,
         "fairness": fairness.app,
         "roles": roles.app,
+        "kv-session": kv_session,
     },
     "Train with a pipeline": {
         "weights": weights.app,

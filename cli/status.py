@@ -240,8 +240,9 @@ def _load(report: StageReport, *, verbose: bool) -> str:
         texts.append(f"first token {median_ms:,.0f} ms")
     if "kv_total" in load:
         free, total = load.pop("kv_free"), load.pop("kv_total")
-        cached = load.pop("kv_cached", 0)
-        texts.append(f"KV blocks {free} of {total} free, {cached} cached")
+        cached, pinned = load.pop("kv_cached", 0), load.pop("kv_pinned", 0)
+        by_sessions = f", {pinned} pinned by sessions" if pinned else ""
+        texts.append(f"KV blocks {free} of {total} free, {cached} cached{by_sessions}")
     if "kv_host" in load:
         tiers = [f"{load.pop(f'kv_{tier}')} of {load.pop(f'kv_{tier}_total')}" for tier in TIERS]
         texts.append(f"below: {tiers[0]} blocks in host memory, {tiers[1]} on disk")
@@ -379,6 +380,8 @@ def _numbers(lane: LaneHealth, history: History) -> Table:
     blocks = batching("kv_total")
     made.add_row("KV blocks", _bar(blocks - batching("kv_free"), blocks, "used"))
     made.add_row("", f"{batching('kv_cached'):,.0f} in the prefix cache")
+    if pinned := batching("kv_pinned"):
+        made.add_row("", f"{pinned:,.0f} pinned by sessions")
     for tier, where in TIERS.items():
         if most := batching(f"kv_{tier}_total"):
             made.add_row("", _bar(batching(f"kv_{tier}"), most, where))

@@ -10,12 +10,12 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from ..bus.codec import encode_output
-from ..bus.public import Completion, CompletionChunk
+from ..bus.public import AfterTurn, Completion, CompletionChunk
 from ..config import Config, ConfigError, NanoInferenceError
 from .connection import connected
 from .options import Options, argument, option, takes, takes_model_options
@@ -49,6 +49,15 @@ def submit(
     file: Annotated[Path | None, option("--file -f FILE", "Requests, one per line.")] = None,
     chat: Annotated[bool, field("--chat", "Apply the model's chat template to texts.")] = False,
     n: Annotated[int | None, field("--n -n", "Samples per prompt; default: 1.")] = None,
+    session: Annotated[
+        str | None, field("--kv-session ID", "The conversation that the request continues.")
+    ] = None,
+    session_ttl_s: Annotated[
+        float | None, field("--kv-session-ttl SECONDS", "How long its KV is kept; default: 300.")
+    ] = None,
+    session_after: Annotated[
+        AfterTurn | None, field("--kv-session-after", "What becomes of its KV; default: pin.")
+    ] = None,
     as_json: Annotated[bool, _output("--json", "Print each Completion as a line of JSON.")] = False,
     no_wait: Annotated[bool, _output("--no-wait", "Print entry ids, and don't wait.")] = False,
     trace: Annotated[bool, _output("--trace", "Draw the times, on standard error.")] = False,
@@ -84,12 +93,21 @@ def submit(
     one_text = len(texts) == 1 and texts != ["-"] and file is None
     streams = one_text and not as_json and n in (None, 1)
     template |= given({"n": n, "stream": streams, "model": options.served})
+    template |= _session(session, session_ttl_s, session_after)
     printer = _Printer(as_json=as_json, trace=trace, labelled=not one_text)
     config = options.client_config()
     source = _source_of(texts, file, template, config.bus.max_request_bytes, chat=chat)
     asyncio.run((_publish if no_wait else _answer)(config, source, printer))
     if printer.failed:
         raise typer.Exit(1)
+
+
+def _session(id: str | None, ttl_s: float | None, after: AfterTurn | None) -> dict[str, Any]:
+    """Return the request's field of a session, if there is one."""
+    more = given({"ttl_s": ttl_s, "after": after})
+    if id is None and more:
+        raise ConfigError("--kv-session-ttl and --kv-session-after need --kv-session")
+    return {} if id is None else {"kv_session": {"id": id, **more}}
 
 
 def _source_of(

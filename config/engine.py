@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar, Literal
 
 import msgspec
 
-from .base import TINY, NonNegativeInt, PositiveInt, Range, Section
+from .base import TINY, NonNegativeInt, PositiveInt, Range, Seconds, Section
 
 PoolingKind = Literal["mean", "last", "cls"]
 """Tokens that a prompt's embedding is made of: all, the last, or the first."""
@@ -71,9 +71,9 @@ class EngineConfig(Section, frozen=True, forbid_unknown_fields=True):
         kv_disk_bytes: Size limit of that folder.
         kv_eviction: Order in which blocks leave a full tier: "lru", "clock" (second chance), or
             "s3fifo", which keeps blocks that are used once from displacing others.
-        kv_audit_every: One in so many blocks loaded from a tier is computed again while nothing
-            else runs, and compared bit for bit; a difference turns the tiers off until the cache is
-            flushed. 0 is off. Without deterministic mode there is no audit.
+        kv_audit_every: On average, one in so many blocks loaded from a tier is computed again
+            while nothing else runs, and compared bit for bit; a difference turns the tiers off
+            until the cache is flushed. 0 is off. Without deterministic mode there is no audit.
         kv_events: Publish which KV blocks the cache stores and removes, on a stream of the bus for
             routers outside (docs/kv-events.md).
         kv_listen: host:port at which executors of other hosts read the KV of sequences that this
@@ -82,6 +82,9 @@ class EngineConfig(Section, frozen=True, forbid_unknown_fields=True):
         response_cache_bytes: Memory for finished responses, which are served again to equal
             requests where deterministic mode makes them a function of the request; 0 is off
             (docs/response-cache.md).
+        kv_session_share: Largest share of the KV cache's blocks that clients may pin between the
+            turns of conversations (docs/kv-sessions.md); 0 for none.
+        kv_session_ttl_s: Longest time to live of a session, in seconds.
         max_tokens_per_batch: Token budget of one step; longer prefills are chunked.
         dtype: "auto" is the checkpoint's own, and bfloat16 for a GGUF file of quantized weights.
         device: "auto" is CUDA if there is one, else XPU, else MPS, else the CPU. Otherwise a torch
@@ -155,6 +158,8 @@ class EngineConfig(Section, frozen=True, forbid_unknown_fields=True):
     kv_listen: str = ""
     kv_secret: str = ""
     response_cache_bytes: NonNegativeInt = 0
+    kv_session_share: Annotated[float, Range("from 0 to 1", 0, 1)] = 0.5
+    kv_session_ttl_s: Seconds = 3600.0
     max_tokens_per_batch: PositiveInt = 2048
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     device: str = "auto"

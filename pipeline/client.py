@@ -17,7 +17,7 @@ from ..bus.codec import written_id
 from ..bus.control import MEMORY_TAGS, MemoryTag
 from ..bus.kv_events import KVEventEntry
 from ..bus.messages import Message
-from ..bus.public import Completion, Output
+from ..bus.public import Completion, KVSessionResult, Output, SessionAction
 from ..bus.weights import (
     InFlight,
     LocalWeights,
@@ -41,6 +41,7 @@ from .cancellations import Cancellations
 from .deployment import Deployment
 from .models import ModelStatus, adapters_of
 from .scoring import Request, Submitter
+from .sessions import best_result, check_action
 from .stage_control import (
     Body,
     Recipients,
@@ -244,6 +245,37 @@ class BusClient(Submitter, Deployment):
             ChannelClosed: The bus was closed.
         """
         return await self.bus.kv_events.follow(kept=kept)
+
+    async def kv_session(
+        self,
+        session: str,
+        action: SessionAction,
+        *,
+        ttl_s: float | None = None,
+        tenant: str = "default",
+        lane: str | None = None,
+    ) -> KVSessionResult:
+        """Pin, release, demote or prefetch the KV of a conversation between two turns.
+
+        Args:
+            session: The id that its requests have in `kv_session`.
+            action: docs/kv-sessions.md lists them.
+            ttl_s: Seconds for which the session is known from now on; None: as before.
+            tenant: The tenant of its requests.
+            lane: Only this lane; every lane when None.
+
+        Returns:
+            What became of it, by the replica that has most of the session's KV.
+
+        Raises:
+            RequestError: `invalid_kv_session`: `action` is unknown.
+            BusError: A lane did not answer.
+        """
+        call = control.ControlSession(tenant, session, check_action(action), ttl_s)
+        recipients = await self._control.ready_recipients("batching", ANSWER_S, lane)
+        outcomes = await self._control.request("batching", call, ANSWER_S, recipients)
+        least_version(recipients, outcomes, ANSWER_S)
+        return best_result(outcome.kv_session for outcome in outcomes)
 
     async def update_weights(
         self,

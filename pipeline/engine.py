@@ -12,11 +12,11 @@ from rich.console import Console
 from rich.progress import Progress
 from torch import Tensor
 
-from ..bus.control import MEMORY_TAGS, Cancel, JoinWeightsGroup, MemoryTag, UpdateWeights
+from ..bus.control import MEMORY_TAGS, Cancel, JoinWeightsGroup, MemoryTag
 from ..bus.entries import RequestEntry
 from ..bus.messages import StepPlan
-from ..bus.public import EmbedParams, GenerateRequest
-from ..bus.weights import FolderWeights, GroupWeights, InFlight, WeightsSource, check_in_flight
+from ..bus.public import EmbedParams, GenerateRequest, KVSession, KVSessionResult, SessionAction
+from ..bus.weights import InFlight, WeightsSource, check_in_flight
 from ..config import (
     AdapterError,
     BusConfig,
@@ -30,6 +30,7 @@ from ..config import (
 )
 from ..stages.admission.core import AdmissionCore
 from ..stages.batching import BatchingCore
+from ..stages.batching.sessions import SessionCall, SessionKey
 from ..stages.executor.changes.arguments import check_arguments
 from ..stages.executor.core import ExecutorCore
 from ..stages.executor.runner.adapters.peft import (
@@ -39,7 +40,7 @@ from ..stages.executor.runner.adapters.peft import (
     read_adapter,
 )
 from ..stages.executor.runner.weights.sync_manager import weights_lost
-from ..stages.executor.runner.weights.transports import WeightGroups, fetch
+from ..stages.executor.runner.weights.transports import WeightGroups
 from ..stages.streaming.core import EndedRequest, StreamingCore
 from ..stages.tier_log import log_differences
 from ..store.board import LoadedAdapter
@@ -51,13 +52,14 @@ from .engine_requests import (
     UnfinishedRequests,
     check_prompts,
     make_request,
+    make_requests,
     make_sample,
-    params_of_all,
-    predictions_of_all,
     with_scores,
 )
+from .engine_weights import receive_weights
 from .rollouts import Prompt, RequestId, RolloutEngine, TrainingSample
 from .scoring import params_to_score, token_ids_to_score
+from .sessions import check_action
 
 _FETCH_WAIT_S = 1.0
 
@@ -145,6 +147,7 @@ class InferenceEngine:
         show_progress: bool = False,
         adapter: str = "",
         predictions: Sequence[Prompt | None] | None = None,
+        kv_sessions: Sequence[KVSession | None] | None = None,
     ) -> list[TrainingSample]:
         """Complete prompts.
 
@@ -156,6 +159,7 @@ class InferenceEngine:
             adapter: The id of a loaded adapter; "" for the model alone.
             predictions: For each prompt the expected completion, as text or token ids, or None.
                 Speculation uses it as a draft; it has no effect on any token.
+            kv_sessions: For each prompt the conversation of which it is a turn, or None.
 
         Returns:
             In the order of the prompts, then of the samples.
@@ -165,15 +169,8 @@ class InferenceEngine:
                 the number of prompts; nothing was generated.
             WeightsError: Memory is released, or weights could not be put in place.
         """
-        prompts = check_prompts(prompts)
-        of_all = params_of_all(sampling_params, len(prompts))
-        predicted = predictions_of_all(predictions, len(prompts))
-        requests = [
-            make_request(
-                prompt, params, num_samples_per_prompt, adapter=adapter, prediction=prediction
-            )
-            for prompt, params, prediction in zip(prompts, of_all, predicted, strict=True)
-        ]
+        more = (adapter, predictions, kv_sessions)
+        requests = make_requests(prompts, sampling_params, num_samples_per_prompt, *more)
         return self._with_reference(self._run_all(requests, show_progress))
 
     def embed(
@@ -260,6 +257,7 @@ class InferenceEngine:
         request_id: RequestId | None = None,
         adapter: str = "",
         prediction: Prompt | None = None,
+        kv_session: KVSession | None = None,
     ) -> RequestId:
         """Queue one request and return its id, which its samples carry.
 
@@ -270,6 +268,7 @@ class InferenceEngine:
             request_id: Text or an integer, of no unfinished request; generated when None.
             adapter: As in `generate`.
             prediction: The expected completion; as `predictions` in `generate`.
+            kv_session: As `kv_sessions` in `generate`.
 
         Raises:
             RequestError: The request is refused; `code` and message give the reason.
@@ -278,9 +277,12 @@ class InferenceEngine:
             self._requests.check_id(request_id)
         name = self._requests.new_name()
         request_id = name if request_id is None else request_id
-        request = make_request(
-            prompt, sampling_params, num_samples, adapter=adapter, prediction=prediction
-        )
+        more: dict[str, Any] = {
+            "adapter": adapter,
+            "prediction": prediction,
+            "kv_session": kv_session,
+        }
+        request = make_request(prompt, sampling_params, num_samples, **more)
         self._uncollected += self._queue(name, request_id, request)
         return request_id
 
@@ -343,7 +345,7 @@ class InferenceEngine:
         """
         check_in_flight(in_flight)
         weights = self._executor.weights
-        tensors = self._receive_weights(state_dict, version, timeout_s)
+        tensors = receive_weights(weights, self._groups, state_dict, version, timeout_s)
         sync = weights.sync_blocking if blocking else weights.start_sync
         try:
             version = sync(tensors, version, partial=partial)
@@ -509,6 +511,27 @@ class InferenceEngine:
         self._batching.cache.flush()
         self._admission.responses.clear()
 
+    def kv_session(
+        self, session: str, action: SessionAction, *, ttl_s: float | None = None
+    ) -> KVSessionResult:
+        """Pin, release, demote or prefetch the KV of a conversation between two turns.
+
+        It returns when the blocks have been moved. Meanwhile unfinished requests run.
+
+        Args:
+            session, action, ttl_s: As in `BusClient.kv_session`.
+
+        Raises:
+            RequestError: `invalid_kv_session`: `action` is unknown.
+        """
+        key = SessionKey(GenerateRequest().tenant, session)
+        call, sessions = SessionCall(check_action(action), ttl_s), self._batching.sessions
+        result, tiers = sessions.call(key, call, now_ns()), self._batching.tiers
+        while tiers is not None and (tiers.fetches or tiers.has_moves):
+            self._uncollected += [pair for _, pairs in self._advance() for pair in pairs]
+        fetched = result.outcome == "deferred" and action == "prefetch"
+        return sessions.call(key, SessionCall(action), now_ns()) if fetched else result
+
     def shutdown(self) -> None:
         """Free the memory of model and cache. A second call does nothing.
 
@@ -650,33 +673,6 @@ class InferenceEngine:
         if self._reference is None:
             return [sample for sample, _ in finished]
         return with_scores(finished, self._reference.score)
-
-    def _receive_weights(
-        self, source: Mapping[str, Tensor] | WeightsSource, version: int | None, timeout_s: float
-    ) -> dict[str, Tensor]:
-        """Return new weights, checked to be finite, in the model's dtypes and by its names.
-
-        Blocks until they have come.
-        """
-        if not isinstance(source, Mapping | WeightsSource):
-            raise WeightsError(
-                f"new weights are a state dict, FolderWeights(path), SharedWeights(...).source or "
-                f"WeightsGroup(...).broadcast(...).source, not {type(source).__name__}"
-            )
-        weights = self._executor.weights
-        try:
-            weights.check_version(version)
-        except WeightsError:
-            if isinstance(source, GroupWeights):
-                # Otherwise the next update would receive these.
-                self._groups.skip(source.group)
-            raise
-        if isinstance(source, Mapping):
-            tensors = source
-        else:
-            check_arguments(UpdateWeights(source, timeout_s=timeout_s), weights.limits)
-            tensors = fetch(source, self._groups, timeout_s, weights.limits)
-        return weights.prepare(tensors, checkpoint=isinstance(source, FolderWeights))
 
     def _report_memory(self) -> None:
         """Report to batching the memory that is missing, and that waits to be released."""

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
-from ..bus.public import Completion, CompletionSample, EmbedParams, GenerateRequest
+from ..bus.public import Completion, CompletionSample, EmbedParams, GenerateRequest, KVSession
 from ..config import RequestError, SamplingParams, shown
 from ..stages.admission.arrivals import Accepted
 from .rollouts import Prompt, RequestId, TrainingSample
@@ -143,6 +143,22 @@ def predictions_of_all(predictions: Any, number: int) -> list[Prompt | None]:
     return same_number(values, number, "predictions")
 
 
+def sessions_of_all(sessions: Any, number: int) -> list[KVSession | None]:
+    """Return the session of each of `number` prompts, None for a prompt without one.
+
+    Raises:
+        ArgumentError: `sessions` is not a list with one for each prompt.
+    """
+    if sessions is None:
+        return [None] * number
+    if isinstance(sessions, KVSession) or not isinstance(sessions, Iterable):
+        raise ArgumentError(
+            f"kv_sessions is {_a(sessions)}; pass a list with a KVSession or None for each prompt",
+            code="invalid_kv_session",
+        )
+    return same_number(list(sessions), number, "kv_sessions")
+
+
 def _token_id(value: Any, place: int, rule: str, code: str) -> int:
     number = _integer(value)
     if number is None:
@@ -170,7 +186,7 @@ def _a(value: object) -> str:
     return f"of type {type(value).__name__}"
 
 
-Params = TypeVar("Params", SamplingParams, EmbedParams)
+Params = TypeVar("Params", SamplingParams, EmbedParams, KVSession)
 
 Finished = tuple[TrainingSample, SamplingParams]
 """A sample and the parameters of its request."""
@@ -242,6 +258,7 @@ def make_request(
     embed: EmbedParams | None = None,
     adapter: str = "",
     prediction: Prompt | None = None,
+    kv_session: KVSession | None = None,
 ) -> GenerateRequest:
     """Return the request for samples of a prompt, or with `embed` for its vector.
 
@@ -260,6 +277,10 @@ def make_request(
     except (msgspec.ValidationError, TypeError) as error:
         name = "sampling_params" if embed is None else "parameters"
         raise RequestError(f"bad {name}: {error}") from None
+    try:
+        kv_session = None if kv_session is None else _checked(kv_session, KVSession)
+    except (msgspec.ValidationError, TypeError) as error:
+        raise ArgumentError(f"bad kv_session: {error}", code="invalid_kv_session") from None
     if prediction is not None and not isinstance(prediction, str):
         rule, code = "a prediction is text or token ids", "invalid_prediction"
         prediction = token_ids_of(prediction, rule, code, code)
@@ -271,7 +292,34 @@ def make_request(
         model=adapter,
         embed=embed,
         prediction=prediction,
+        kv_session=kv_session,
     )
+
+
+def make_requests(
+    prompts: Any,
+    params: SamplingParams | Sequence[SamplingParams] | None,
+    num_samples: int,
+    adapter: str,
+    predictions: Any,
+    sessions: Any,
+) -> list[GenerateRequest]:
+    """Return the requests of a call of `InferenceEngine.generate`.
+
+    Raises:
+        RequestError: An argument is of the wrong type, or not one for each prompt.
+    """
+    prompts = check_prompts(prompts)
+    number = len(prompts)
+    of_all = params_of_all(params, number), predictions_of_all(predictions, number)
+    return [
+        make_request(
+            prompt, own, num_samples, adapter=adapter, prediction=prediction, kv_session=session
+        )
+        for prompt, own, prediction, session in zip(
+            prompts, *of_all, sessions_of_all(sessions, number), strict=True
+        )
+    ]
 
 
 def _checked(params: Params, kind: type[Params]) -> Params:
@@ -294,6 +342,7 @@ def make_sample(
         prompt_logprobs=completion.prompt_logprobs,
         prompt_top_logprobs=completion.prompt_top_logprobs,
         request_id=request.request_id,
+        kv_session=completion.kv_session,
         from_response_cache=completion.usage.cached_completion_tokens > 0,
         **{name: getattr(sample, name) for name in _SHARED_FIELDS},
     )

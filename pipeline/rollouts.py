@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import msgspec
 
-from ..bus.public import FinishReason, TokenLogprob
+from ..bus.public import FinishReason, KVSessionResult, TokenLogprob
 from ..config import SamplingParams
 
 if TYPE_CHECKING:
@@ -38,6 +38,7 @@ class TrainingSample(msgspec.Struct, frozen=True):
         num_draft_tokens: Draft tokens that were verified for this sample.
         num_accepted_draft_tokens: Draft tokens that were accepted.
         from_response_cache: Whether the tokens were computed for an equal request before.
+        kv_session: What became of the request's `kv_session`; None without one.
     """
 
     prompt_tokens: tuple[int, ...]
@@ -56,6 +57,7 @@ class TrainingSample(msgspec.Struct, frozen=True):
     num_draft_tokens: int = 0
     num_accepted_draft_tokens: int = 0
     from_response_cache: bool = False
+    kv_session: KVSessionResult | None = None
 
 
 @runtime_checkable

@@ -15,6 +15,7 @@ from ..bus import Bus, Inbox, Outcome, Sender
 from ..bus.control import Reset, StageReady, StageStarted, StageStopped
 from ..bus.links import CONTROL, AnyLink, Link, M, at
 from ..bus.messages import Envelope
+from ..bus.public import KVSessionResult
 from ..config import REPLICATED, BusError, Config, NanoInferenceError, cut, role_of
 from ..config.logger import get_logger
 from ..store.board import LoadedAdapter, StageState
@@ -245,6 +246,7 @@ class Actor(ABC):
         weight_version: int = 0,
         error: NanoInferenceError | None = None,
         newest_version: int = 0,
+        kv_session: KVSessionResult | None = None,
     ) -> None:
         """Answer a control message: done, or the error."""
         outcome = Outcome(
@@ -254,6 +256,7 @@ class Actor(ABC):
             message=error.message if error else "",
             weight_version=weight_version,
             newest_version=newest_version,
+            kv_session=kv_session,
         )
         try:
             await self.bus.replies.answer(operation_id, outcome)

@@ -198,6 +198,15 @@ KV_EVENTS = _counter(
 KV_TIME_SAVED = _counter(
     "nano.kv.tier.time_saved", "s", "Estimated computing time of KV that was loaded instead."
 )
+KV_PINNED = _gauge(
+    "nano.kv.session.blocks", "{block}", "KV blocks pinned between the turns of conversations."
+)
+KV_SESSION_RESULTS = _counter(
+    "nano.kv.session.results",
+    "{result}",
+    "Results of requests and calls about sessions, and pins that gave way to requests.",
+    names.KV_SESSION_OUTCOME,
+)
 KV_TRANSFER_DURATION = _histogram(
     "nano.kv.transfer.duration",
     "s",

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import anyio
 import anyio.lowlevel
+import msgspec
 
 from ...bus.public import Completion, CompletionChunk, CompletionSample, GenerateRequest, Output
 from ...config import NanoInferenceError
@@ -187,3 +188,9 @@ async def stream_unsent(
     """
     run = partial(submissions.run, origin, [request], unsent.take, attachment)
     return (await unsent.send_while(run))[0]
+
+
+def session_usage(completion: Completion) -> dict[str, Any]:
+    """Return the field of an answer's usage with what became of its KV; {} without a session."""
+    result = completion.kv_session
+    return {} if result is None else {"kv_session": msgspec.to_builtins(result)}

@@ -10,7 +10,7 @@ from ...bus.codec import is_unicode
 from ...bus.control import ReplicaCapacity
 from ...bus.entries import RequestEntry
 from ...bus.pooling import Pooling
-from ...bus.public import EmbedParams, GenerateRequest
+from ...bus.public import EmbedParams, GenerateRequest, KVSession
 from ...config import MAX_INT64, RequestError, SamplingParams, prompt_too_long, shown
 from ...config.sampling import RANGES
 
@@ -20,6 +20,7 @@ _DEFAULTS = _values_of(SamplingParams())
 MAX_REQUEST_ID_LENGTH = 256
 MAX_TENANT_LENGTH = 128
 MAX_CACHE_SALT_LENGTH = 256
+MAX_SESSION_ID_LENGTH = 128
 MAX_PRIORITY = 1000
 MAX_STOP_STRINGS = 16
 MAX_STOP_BYTES = 1024
@@ -50,7 +51,7 @@ def check_request(request: GenerateRequest, *, max_samples: int) -> None:
 
     Raises:
         RequestError: invalid_tenant, invalid_priority, invalid_budget,
-            invalid_cache_salt, invalid_n.
+            invalid_cache_salt, invalid_n, invalid_kv_session.
     """
     if not (0 < len(request.tenant) <= MAX_TENANT_LENGTH and request.tenant.isprintable()):
         raise RequestError(
@@ -74,6 +75,21 @@ def check_request(request: GenerateRequest, *, max_samples: int) -> None:
         )
     if not 1 <= request.n <= max_samples:
         raise _outside("n", request.n, f"from 1 to {max_samples} (admission.max_samples)")
+    if request.kv_session is not None:
+        _check_kv_session(request, request.kv_session)
+
+
+def _check_kv_session(request: GenerateRequest, session: KVSession) -> None:
+    wrong = ""
+    if not (0 < len(session.id) <= MAX_SESSION_ID_LENGTH and session.id.isprintable()):
+        most = MAX_SESSION_ID_LENGTH
+        wrong = f"its id is {shown(session.id)}; it must be 1 to {most} printable characters"
+    elif request.n != 1:
+        wrong = f"a turn has one sample, and n is {shown(request.n)}; set n to 1"
+    elif request.embed is not None:
+        wrong = "an embedding is no turn; leave out embed or kv_session"
+    if wrong:
+        raise RequestError(f"kv_session can't be used: {wrong}", code="invalid_kv_session")
 
 
 def check_no_text(request: GenerateRequest) -> None:

@@ -280,6 +280,7 @@ class AdmissionCore:
             ),
             prediction=tokens.prediction and self._as_draft(tokens.prediction, sampling),
             has_stop_strings=bool(sampling.stop),
+            kv_session=request.kv_session,
         )
         key = self._response_key(request, opened, admitted) if self.responses.max_bytes else None
         return Accepted(opened, admitted, key)
@@ -316,6 +317,7 @@ class AdmissionCore:
             not self.capacity.exact
             or self._has_reference
             or request.embed is not None
+            or request.kv_session is not None  # its KV is to be kept
             or sampling.prompt_logprobs is not None
             or not sampling.response_cache
             or not is_repeatable(sampling)

@@ -7,14 +7,15 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import Counter, OrderedDict
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import islice, takewhile
 from typing import Any, NamedTuple
 
 import msgspec
 
+from ...bus.control import TiersChanged
 from ...bus.kv_events import DEVICE
 from ...bus.messages import DEFAULT_SCOPE, CacheScope, KVMove, RemoteBlocks
 from ...config import NanoInferenceError
@@ -165,6 +166,11 @@ class KVCacheManager(ABC):
         evicted, self._num_evicted = self._num_evicted, 0
         return evicted
 
+    @property
+    def generation(self) -> int:
+        """Counts up whenever the tokens of all blocks on the device are forgotten."""
+        return self._generation
+
     def num_free_blocks(self) -> int:
         """Return the number of blocks without a holder, cached ones included."""
         return len(self._free)
@@ -188,6 +194,22 @@ class KVCacheManager(ABC):
         self.forget_device()
         if self.tiers is not None:
             self.tiers.clear()
+
+    def change_tiers(self, changes: TiersChanged) -> bool:
+        """Apply the executor's report about its KV tiers.
+
+        Returns:
+            Whether it is the first with a loaded block that differs from a computed one. Then all
+            tokens are forgotten: other blocks that were loaded may be as wrong.
+        """
+        if self.tiers is None:
+            return False
+        was_on = self.tiers.difference is None
+        self.tiers.changed(changes)
+        if not was_on or self.tiers.difference is None:
+            return False
+        self.forget_device()
+        return True
 
     def forget_device(self) -> None:
         """Forget the tokens of all blocks on the device, as `flush`; the tiers keep theirs."""
@@ -319,10 +341,7 @@ class KVCacheManager(ABC):
         with self.tiers.pinned(names) if self.tiers is not None else nullcontext():
             lease.block_ids = [*prefix.block_ids, *(self._take_free() for _ in range(num_fresh))]
         if self.tiers is not None:
-            for index, name in enumerate(names, shared):
-                if self.tiers.load(name, block_id := lease.block_ids[index]):
-                    before = lease.token_ids[: (index + 1) * self.block_size]
-                    self.tiers.chosen.append(LoadedBlock(name, block_id, before, lease.scope))
+            self._load(lease, names, shared)
             lease.num_fetched, lease.num_loaded = 0, len(names)
             lease.remote.clear()
         lease.generation = self._generation
@@ -398,6 +417,80 @@ class KVCacheManager(ABC):
         self._drop_source(lease)
         self._drop(lease.block_ids)
         lease.block_ids = []
+
+    # --- blocks without a sequence ------------------------------------------------------------
+
+    def hold(self, lease: Lease) -> None:
+        """Hold all leading full blocks of a lease's tokens that can be found, for no sequence.
+
+        The last token is left out, as in `start`.
+
+        Args:
+            lease: Without blocks.
+        """
+        lease.block_ids = self._find(lease).block_ids
+        for block_id in lease.block_ids:
+            self._free.pop(block_id, None)
+            self._ref_counts[block_id] += 1
+        lease.generation = self._generation
+
+    def load(self, lease: Lease, max_blocks: int) -> int:
+        """Load blocks behind those that a lease holds from the tiers, if that pays.
+
+        They can be found after `commit`, once the plan with their moves is back.
+
+        Args:
+            lease: Holds full blocks; its last token has no block.
+            max_blocks: At most so many free blocks are taken.
+
+        Returns:
+            The number of blocks.
+        """
+        names = self.names_behind(lease)[: max(min(max_blocks, len(self._free)), 0)]
+        if self.tiers is None or not (number := self.tiers.num_ready(names)):
+            return 0
+        names, shared = names[:number], len(lease.block_ids)
+        with self.tiers.pinned(names):
+            lease.block_ids += [self._take_free() for _ in names]
+        self._load(lease, names, shared)
+        return number
+
+    def names_behind(self, lease: Lease) -> list[bytes]:
+        """Return the names of a lease's full blocks behind those that it holds; [] without tiers.
+
+        The last token is left out, as in `start`.
+        """
+        if self.tiers is None:
+            return []
+        num_full = max(len(lease.token_ids) - 1, 0) // self.block_size
+        return self._names_of(lease, num_full)[len(lease.block_ids) :]
+
+    def trim(self, lease: Lease, num_blocks: int) -> None:
+        """Give back all blocks of a lease but so many leading ones."""
+        self._drop(lease.block_ids[num_blocks:])
+        del lease.block_ids[num_blocks:]
+
+    def evict_next(self, block_ids: Sequence[int], *, stores: bool) -> None:
+        """Let leading blocks of a sequence be evicted next, the last one first, unless held.
+
+        Until then they can be found. `stores`: whether to store them in the tiers now.
+        """
+        for block_id in block_ids:
+            name = self._names[block_id]
+            if stores and self.tiers is not None and name is not None:
+                self.tiers.store(name, block_id)
+            self._demote(block_id)
+
+    def held_prefix(self, lease: Lease) -> frozenset[int]:
+        """Return the held blocks that `start` would share: they take no free block."""
+        block_ids = self._find(lease).block_ids if lease.may_reuse else []
+        return frozenset(takewhile(self._ref_counts.__getitem__, block_ids))
+
+    def held_alone(self, counts: Mapping[int, int]) -> set[int]:
+        """Return the blocks that have no other holders than these numbers of them, by block."""
+        return {
+            block_id for block_id, count in counts.items() if self._ref_counts[block_id] == count
+        }
 
     def num_reclaimable(self, lease: Lease) -> int:
         """Return the number of blocks that releasing the lease would free."""
@@ -536,6 +629,14 @@ class KVCacheManager(ABC):
 
     def _is_new(self, events: KVEventLog, block_id: int) -> bool:
         return self._is_indexed_whole(block_id) and not events.is_announced(block_id)
+
+    def _load(self, lease: Lease, names: Sequence[bytes], first: int) -> None:
+        """Load blocks into those of a lease, from the block with index `first` on."""
+        assert self.tiers is not None
+        for index, name in enumerate(names, first):
+            if self.tiers.load(name, block_id := lease.block_ids[index]):
+                before = lease.token_ids[: (index + 1) * self.block_size]
+                self.tiers.chosen.append(LoadedBlock(name, block_id, before, lease.scope))
 
     def _require(self, num_blocks: int) -> None:
         if num_blocks > len(self._free):

@@ -27,13 +27,15 @@ from ...config import EngineConfig, SchedulerConfig
 from ...store.board import LoadedAdapter
 from .audit import TierAudit
 from .caches import make_cache
+from .deciding import decide
 from .handover import Handovers
 from .index import SequenceIndex
-from .plans import NextPlan, SentPlan, accepted_tokens
+from .plans import NextPlan, SentPlan, aborted, accepted_tokens, unloaded
 from .report import Counters, Report
-from .schedule import NOTHING, SchedulerOutput, schedule
+from .schedule import NOTHING, SchedulerOutput
 from .sequence import Sequence, SequenceStatus
-from .starting import shared_prefills, startable
+from .sessions import SessionTable
+from .starting import shared_prefills
 
 BLOCKS_SAVED_AT_ONCE = 16
 """Blocks that one plan saves to disk while nothing else runs; a new request waits that long."""
@@ -56,6 +58,7 @@ class BatchingCore:
         cache: The prefix cache.
         tiers: The KV tiers below it; None if there are none.
         events: The log of blocks that can be found; None without `kv_events`.
+        sessions: Conversations whose KV clients keep between turns.
         paused: While set, no step is planned.
         lacks: As in MemoryState; while it is not empty, no step is planned.
     """
@@ -73,6 +76,7 @@ class BatchingCore:
         self._audit: TierAudit | None = None
         if self.tiers is not None:
             self._audit = TierAudit(self.tiers, self.cache, self.limits)
+        self.sessions = SessionTable(self.cache, config, self._room_to_load)
         self.paused = False
         self.lacks: tuple[str, ...] = ()
         self._steps_ahead = steps_ahead
@@ -107,7 +111,7 @@ class BatchingCore:
         info = request.info
         if info.adapter and info.adapter not in self._adapter_versions:
             unstarted = not self._index.of_request(info.request_id)
-            self.cancel(msgspec.structs.replace(_unloaded(info), unstarted=unstarted))
+            self.cancel(msgspec.structs.replace(unloaded(info), unstarted=unstarted))
             for spec in request.sequences:
                 self._report.end(spec.seq_id)
             return
@@ -135,7 +139,7 @@ class BatchingCore:
     def abort_all(self, why: str) -> None:
         """End all requests with the tokens that they have."""
         for info in self._index.requests():
-            self.cancel(_aborted(info, why))
+            self.cancel(aborted(info, why))
 
     def stop(self, seq_ids: Iterable[int]) -> None:
         """End sequences that need no more tokens. Ended ones are ignored."""
@@ -226,14 +230,15 @@ class BatchingCore:
             self._adapter_versions.pop(id, None)
         else:
             self._adapter_versions[id] = version
+        self.sessions.change_adapter(id, version)
         if in_flight == "abort":
             change = "replaced" if version else "unloaded"
             for info in requests:
                 why = f"the adapter was {change}, and requests in flight were to end"
-                self.cancel(_aborted(info, why))
+                self.cancel(aborted(info, why))
         elif not version:
             for info in requests:
-                self.cancel(_unloaded(info))
+                self.cancel(unloaded(info))
         elif in_flight == "retract":
             self._next.recompute.append(lambda seq: seq.info.adapter == id)
         seqs = [seq for seq in self._index.values() if seq.info.adapter == id]
@@ -255,8 +260,10 @@ class BatchingCore:
 
     def change_tiers(self, changes: TiersChanged) -> None:
         """Apply the executor's report about its KV tiers."""
+        if self.cache.change_tiers(changes):
+            self.recompute()  # running sequences may have loaded such blocks
         if self.tiers is not None:
-            self.tiers.changed(changes)
+            self.sessions.tiers_changed()
 
     # --- failures -----------------------------------------------------------------------------
 
@@ -272,6 +279,7 @@ class BatchingCore:
         if self._audit is not None:
             self._audit.clear()
         self._handovers.clear()
+        self.sessions.forget_loads()
         self._sent.clear()
         for seq in list(self._leaving.values()):
             self._leave(seq)
@@ -286,6 +294,7 @@ class BatchingCore:
         The executor must forget its sequences before the next plan.
         """
         self.forget_plans()
+        self.sessions.forget_turns()
         self._index.clear()
         self._waiting.clear()
         self._paused_seqs.clear()
@@ -314,6 +323,8 @@ class BatchingCore:
             self.cache.begin_weight_version(next_plan.weight_version)
             # Weights that hold nothing are replaced only by a complete set.
             self.lacks = tuple(tag for tag in self.lacks if tag != "weights")
+        if self.sessions.known:
+            self.sessions.begin_plan(self._step_id + 1, now_ns)
         decision = self._decide(now_ns)
         for seq_id in decision.preempted_seqs:
             # Victims come last first, so the one that runs longest ends up in front.
@@ -339,6 +350,8 @@ class BatchingCore:
         plan, seqs = self._sent.popleft()
         if self._audit is not None and self._audit.absorb(result.step_id):
             self._next.forget.append(AUDIT_SEQ_ID)
+        if self.sessions.known:
+            self.sessions.absorb(result.step_id)
         tokens = dict(zip(result.seq_ids, result.token_ids, strict=True))
         accepted = accepted_tokens(result)
         all_drafts = plan.num_drafts or repeat(0)
@@ -406,8 +419,9 @@ class BatchingCore:
         return seq.info if seq is not None else None
 
     def next_deadline_ns(self) -> int | None:
-        """Return the earliest deadline of a request; None if there is none."""
-        return self._index.deadlines.first_key()
+        """Return when `plan` is due: a request's time or a session's is over. None for never."""
+        first, expiry = self._index.deadlines.first_key(), self.sessions.next_expiry_ns
+        return expiry if first is None or (expiry is not None and expiry < first) else first
 
     def take_handovers(self) -> list[Handover]:
         """Return sequences to be handed over. Call it after each `absorb`."""
@@ -421,7 +435,8 @@ class BatchingCore:
         if not (due or self._report.is_due):
             return None
         report, self._report = self._report, Report()
-        return report.message(self.cache.num_free_blocks() * self.limits.block_size)
+        free = self.cache.num_free_blocks() + len(self.sessions.pins)  # which give way
+        return report.message(free * self.limits.block_size)
 
     def take_counters(self) -> Counters:
         """Return the counts since the last call."""
@@ -437,6 +452,7 @@ class BatchingCore:
             "kv_free": self.cache.num_free_blocks(),
             "kv_total": self.cache.num_blocks,
             "kv_cached": self.cache.num_cached_blocks(),
+            "kv_pinned": len(self.sessions.pins),
             **(self.tiers.load_report() if self.tiers is not None else {}),
         }
 
@@ -447,8 +463,9 @@ class BatchingCore:
             AssertionError: One is lost, or in two places.
         """
         leaving = self._leaving.values()
+        leases = [seq.lease for seq in (*self._running, *leaving)]
         audits = self._audit.leases if self._audit is not None else []
-        self.cache.check([*audits, *(seq.lease for seq in (*self._running, *leaving))])
+        self.cache.check([*audits, *leases, *self.sessions.leases()])
         pausing = [seq for seq in leaving if seq.status is not SequenceStatus.FINISHED]
         alive = [*self._waiting, *self._running, *pausing, *self._paused_seqs.values()]
         assert len(alive) == len(self._index), "a sequence is lost, or in two places"
@@ -460,15 +477,7 @@ class BatchingCore:
     def _decide(self, now_ns: int) -> SchedulerOutput:
         if self.paused or self.lacks:
             return NOTHING
-        starting: list[Sequence] = []
-        room = self.limits.max_batch_size - len(self._running)
-        if self._waiting and room > 0:
-            prefilling = [seq for seq in self._running if seq.num_computed < seq.num_to_prefill]
-            fetching: list[Sequence] = []
-            starting = startable(self._waiting, prefilling, room, self.cache, self.limits, fetching)
-            for seq in fetching:
-                seq.fetching_since_ns = seq.fetching_since_ns or now_ns
-        decision = self._schedule(starting)
+        decision = self._schedule(now_ns)
         if not decision.preempted_seqs:
             return decision
         if self._sent:
@@ -476,16 +485,17 @@ class BatchingCore:
             return NOTHING
         for seq in self._running:
             seq.num_reclaimable = self.cache.num_reclaimable(seq.lease)
-        return self._schedule(starting)
+        return self._schedule(now_ns)
 
-    def _schedule(self, starting: list[Sequence]) -> SchedulerOutput:
-        return schedule(
-            starting,
-            self._running,
-            self.cache.num_free_blocks(),
-            self.limits,
-            drafts=not self._draft_rest,
-        )
+    def _schedule(self, now_ns: int) -> SchedulerOutput:
+        about = (self._waiting, self._running, self.cache, self.sessions, self.limits)
+        return decide(*about, now_ns, drafts=not self._draft_rest)
+
+    def _room_to_load(self) -> int | None:
+        """Return how many free blocks no sequence needs soon; None if no block may be moved."""
+        reserved = -(-len(self._running) // self.limits.block_size)
+        free = 0 if self._waiting else self.cache.num_free_blocks() - reserved
+        return None if self.paused or self.lacks else max(free, 0)
 
     def _begin_idle_work(self) -> NewSequence | None:
         """While nothing else runs, save blocks to disk, and start the audit of a loaded block."""
@@ -513,16 +523,18 @@ class BatchingCore:
             for seq_id, number in decision.num_blocks.items()
         )
         new: list[NewSequence] = []
+        num_tokens, num_drafts = decision.num_tokens, decision.num_drafts
         for seq_id in decision.prefill_seqs:
             seq = self._index[seq_id]
-            self._counters.prefilled += decision.num_tokens[seq_id]
+            self._counters.prefilled += num_tokens[seq_id]
             if seq.status is SequenceStatus.WAITING:
                 num_blocks = seq.blocks_to_start(self.limits.block_size)
                 allocation = self.cache.start(seq.lease, num_blocks)
                 copies += allocation.copies
                 new.append(self._start(seq, allocation.cached_length))
+                if num_tokens[seq_id] > seq.num_remaining:  # it loads what another start stored
+                    num_tokens = {**num_tokens, seq_id: seq.num_remaining}
         self._counters.decoded += len(decision.decode_seqs)
-        num_tokens, num_drafts = decision.num_tokens, decision.num_drafts
         if self._waiting and not decision.preempted_seqs:
             num_tokens = self._with_shared_prefills(num_tokens, new)
         seqs = [self._index[seq_id] for seq_id in num_tokens]
@@ -590,7 +602,10 @@ class BatchingCore:
         self._waiting.remove(seq)
         seq.start(num_cached)
         insort(self._running, seq, key=attrgetter("order"))
-        return seq.for_executor()
+        if (wish := seq.kv_session) is None:
+            return seq.for_executor()
+        turn = (seq.seq_id, seq.tenant, wish, seq.lease, seq.max_length)
+        return seq.for_executor(self.sessions.begin(*turn))
 
     # --- sequences ----------------------------------------------------------------------------
 
@@ -636,6 +651,7 @@ class BatchingCore:
         if seq.status is SequenceStatus.FINISHED:
             self.cache.release(seq.lease)
             self._report.end(seq.seq_id, ended=not seq.left)
+            self.sessions.end(seq.seq_id, seq.token_ids, seq.lease.scope)
         else:
             self._release(seq)
             self._set_paused(seq)
@@ -669,22 +685,12 @@ class BatchingCore:
         self._index.remove(seq)
         if self._paused_seqs.pop(seq.seq_id, None) is not None:
             self._report.ended.append(seq.seq_id)  # its place was freed when it paused
+            self.sessions.end(seq.seq_id, seq.token_ids, seq.lease.scope)
         elif not was_running:
             self._waiting.remove(seq)
             self._report.end(seq.seq_id)
+            self.sessions.end(seq.seq_id, seq.token_ids, seq.lease.scope)
         else:
             self._commit(seq)
             if seq.seq_id not in self._leaving:
                 self._stop_running(seq)
-
-
-def _aborted(info: RequestInfo, why: str) -> Cancel:
-    return Cancel(info.request_id, info.entry_id, "cancelled", "aborted", why)
-
-
-def _unloaded(info: RequestInfo) -> Cancel:
-    message = (
-        f"the adapter {info.adapter!r} is not loaded any more, or could not be had again after a "
-        "failure; load it, and ask again"
-    )
-    return Cancel(info.request_id, info.entry_id, "error", "adapter_unloaded", message)

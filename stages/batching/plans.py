@@ -8,7 +8,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from ...bus.control import Cancel
-from ...bus.messages import StepPlan, StepSummary
+from ...bus.messages import RequestInfo, StepPlan, StepSummary
 from .sequence import Sequence
 
 
@@ -59,3 +59,17 @@ def accepted_tokens(result: StepSummary) -> dict[int, list[int]]:
             if seq_id == next_id:
                 accepted.setdefault(seq_id, []).append(token_id)
     return accepted
+
+
+def aborted(info: RequestInfo, why: str) -> Cancel:
+    """Return the cancellation of a request that keeps its tokens."""
+    return Cancel(info.request_id, info.entry_id, "cancelled", "aborted", why)
+
+
+def unloaded(info: RequestInfo) -> Cancel:
+    """Return the cancellation of a request whose adapter is not loaded."""
+    message = (
+        f"the adapter {info.adapter!r} is not loaded any more, or could not be had again after a "
+        "failure; load it, and ask again"
+    )
+    return Cancel(info.request_id, info.entry_id, "error", "adapter_unloaded", message)

@@ -8,7 +8,14 @@ from typing import Self
 
 import msgspec
 
-from ...bus.messages import AdmittedRequest, NewSequence, Prompt, RequestInfo, SequenceSpec
+from ...bus.messages import (
+    AdmittedRequest,
+    NewSequence,
+    Prompt,
+    RequestInfo,
+    SequenceSpec,
+    SessionGrant,
+)
 from ...config import SamplingParams
 from .cache import Lease
 
@@ -47,7 +54,7 @@ class Sequence:
         fetching_since_ns: When it began to wait for blocks from disk or another executor; 0 if it
             hasn't since it last ran.
         left: Whether it has been handed over to another replica, with its first token here.
-        cache_scope, prediction: As in AdmittedRequest.
+        cache_scope, prediction, tenant, kv_session: As in AdmittedRequest.
         max_drafts: Most drafted tokens that a step may verify; 0 without speculation.
         num_drafting: Drafted tokens that plans in flight may verify.
         lease: The sequence's part of the prefix cache.
@@ -112,6 +119,7 @@ class Sequence:
         self.started = False
         self.cache_scope = request.cache_scope
         self.prediction, self.max_drafts = request.prediction, max_drafts
+        self.tenant, self.kv_session = request.tenant, request.kv_session
         self.lease = Lease(self.token_ids, self.cache_scope, may_reuse=not self.computes_all)
         self.num_planned = len(self.token_ids)
         self.num_computed = self.num_scheduled = self.num_cached = self.num_drafting = 0
@@ -127,7 +135,7 @@ class Sequence:
         prompt = (request.prompt.token_ids, request.sampling)
         return cls(spec.seq_id, *prompt, spec=spec, request=request, max_drafts=most)
 
-    def for_executor(self) -> NewSequence:
+    def for_executor(self, session: SessionGrant | None = None) -> NewSequence:
         """Return the message with which the executor starts the sequence."""
         return NewSequence(
             seq_id=self.seq_id,
@@ -142,6 +150,7 @@ class Sequence:
             prediction=self.prediction,
             handed_over=self.handed_over,
             hands_over=self.hands_over,
+            session=session,
         )
 
     @property

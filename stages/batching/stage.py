@@ -8,6 +8,7 @@ from typing import ClassVar
 from ...bus.control import (
     AdapterReady,
     Cancel,
+    ControlSession,
     FlushCache,
     MemoryState,
     Pause,
@@ -35,12 +36,14 @@ from ...bus.messages import (
     ResumeSequences,
     StepSummary,
 )
+from ...bus.public import KVSessionResult
 from ...bus.weights import check_in_flight
 from ...config import BusError, WeightsError
 from ...telemetry import instruments, names, now_ns
 from ..actor import Actor, StageContext, deadline_of
 from ..tier_log import log_differences
 from .core import BatchingCore
+from .sessions import SessionCall, SessionKey
 from .spans import BatchingSpans
 from .tiers import KVTiers
 
@@ -115,6 +118,11 @@ class BatchingStage(Actor):
             ("miss", done.misses),
         ):
             self.metrics.record(instruments.PREFIX_LOOKUPS, number, {names.PREFIX_RESULT: result})
+        self.metrics.record(instruments.KV_PINNED, load["kv_pinned"])
+        for outcome, number in core.sessions.take_counts().items():
+            self.metrics.record(
+                instruments.KV_SESSION_RESULTS, number, {names.KV_SESSION_OUTCOME: outcome}
+            )
         if core.tiers is not None:
             self._measure_tiers(core.tiers)
 
@@ -131,12 +139,26 @@ class BatchingStage(Actor):
         match envelope.body:
             case StageReady() as ready:
                 await self._begin_epoch(ready)
+            case ControlSession() as request:
+                await self._call_session(request, envelope.operation_id)
             case Pause() | Resume() | FlushCache() as request:
                 await self._control(request, envelope.operation_id)
             case body if self._core is None:
                 self.log.warning("message_before_capacity", type=type(body).__name__)
             case _:
                 self._apply(self._core, envelope)
+
+    async def _call_session(self, request: ControlSession, operation_id: str) -> None:
+        """Handle a client's call about a session, also between a failure and the next epoch."""
+        core = self._core or (self._last[0] if self._last is not None else None)
+        result = KVSessionResult(outcome="missing", reason="the executor is not ready yet")
+        if core is not None:
+            key, call = (
+                SessionKey(request.tenant, request.session),
+                SessionCall(request.action, request.ttl_s),
+            )
+            result = core.sessions.call(key, call, now_ns())
+        await self.answer(operation_id, kv_session=result)
 
     async def _control(self, request: Pause | Resume | FlushCache, operation_id: str) -> None:
         """Handle an operator's request, also between a failure and the next epoch."""

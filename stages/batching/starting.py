@@ -21,6 +21,7 @@ def startable(
     cache: KVCacheManager,
     limits: SchedulerConfig,
     fetching: list[Sequence],
+    num_free: int,
 ) -> list[Sequence]:
     """Return waiting sequences that may start, in order; set `num_cached` and `num_to_allocate`.
 
@@ -36,6 +37,7 @@ def startable(
         cache: Holds their prefixes.
         limits: The scheduler's.
         fetching: Sequences that wait for their blocks are added to it.
+        num_free: Blocks that are free or can be freed.
     """
     chosen: list[Sequence] = []
     num_blocks = num_tokens = 0
@@ -43,7 +45,7 @@ def startable(
     for seq in islice(waiting, MOST_LOOKS * limits.max_batch_size):
         if (
             len(chosen) == room
-            or num_blocks >= cache.num_free_blocks()
+            or num_blocks >= num_free
             or num_tokens >= limits.max_tokens_per_batch
         ):
             break

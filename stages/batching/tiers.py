@@ -136,7 +136,7 @@ class KVTiers:
         self.chosen: deque[LoadedBlock] = deque(maxlen=MOST_CHOSEN)
         self.difference: AuditedBlock | None = None
         self._audit_every = audit_every if capacity.exact else 0
-        self._draw = Random(0)
+        self._draw = Random(capacity.incarnation)
         self._until_audit = self._next_gap()
         # Blocks are chosen as long as an audit is due: most have left the device when it begins.
         self._audits_due = 0
@@ -195,6 +195,12 @@ class KVTiers:
         """Store a block that stays on the device, unless it is on disk."""
         if name not in self._on_disk:
             self.store(name, block_id)
+
+    def num_stored(self, names: Sequence[bytes]) -> int:
+        """Return the number of leading names in host slots or on disk, or on their way."""
+        if self.difference is not None:
+            return 0
+        return sum(1 for _ in takewhile(self._is_stored, names))
 
     def num_ready(self, names: Sequence[bytes]) -> int:
         """Return the number of leading names in host slots, if loading beats computing."""
@@ -404,6 +410,9 @@ class KVTiers:
             self._end_fetch(name, whole=True)
         for name in changes.lost:
             self._counts.lost += 1
+            if name in self._receiving:  # a file of this block is as good as before
+                self._end_fetch(name, whole=False)
+                continue
             self._writing.discard(name)
             self._flushed.discard(name)
             if name in self._on_disk:

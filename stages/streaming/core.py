@@ -360,6 +360,7 @@ class StreamingCore:
             if started.handed_over and started.entry_id not in self._early:
                 deliveries.halts.append(started.seq_id)
             return
+        request.session = started.session or request.session
         sample = request.samples.get(started.sample_index)
         if sample is None:
             if started.num_generated:
@@ -512,6 +513,7 @@ class StreamingCore:
             prompt_top_logprobs=prompt_top_logprobs,
             prompt_token_ids=info.prompt_token_ids,
             prompt_ref_logprobs=request.prompt_ref_logprobs,
+            kv_session=request.session_result(),
         )
         if info.stop:
             # Another replica may be about to start a sequence that a stop string has ended.

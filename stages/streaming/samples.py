@@ -11,12 +11,20 @@ from ...bus.messages import (
     PromptLogprobs,
     RequestOpened,
     RowFinish,
+    SessionGrant,
     StoredResponse,
     StoredSample,
     TopLogprobs,
 )
 from ...bus.pooling import PooledPrompt
-from ...bus.public import CompletionChunk, CompletionSample, FinishReason, StageTime, TokenLogprob
+from ...bus.public import (
+    CompletionChunk,
+    CompletionSample,
+    FinishReason,
+    KVSessionResult,
+    StageTime,
+    TokenLogprob,
+)
 from ...text.detokenizer import Detokenizer, Pieces
 from .stop_strings import StopStrings
 
@@ -42,6 +50,7 @@ class RequestState:
         restored: Begun by a predecessor of this stage, so that times are unknown.
         unscored: Finished samples without the reference model's scores, by index.
         prompt_ref_logprobs: The reference model's, of the prompt; None before they are known.
+        session: What it may leave in the KV cache as a session's turn; None for other requests.
     """
 
     info: RequestOpened
@@ -58,12 +67,20 @@ class RequestState:
     restored: bool = False
     unscored: set[int] = field(default_factory=set)
     prompt_ref_logprobs: tuple[float | None, ...] | None = None
+    session: SessionGrant | None = None
 
     @property
     def is_done(self) -> bool:
         """Whether all n samples have finished, and have their scores."""
         finished = sum(sample.finish_reason is not None for sample in self.samples.values())
         return finished == self.info.n and not self.unscored
+
+    def session_result(self) -> KVSessionResult | None:
+        """Return what becomes of its KV; None if it is no turn of a session."""
+        if self.session is None:
+            return None
+        num_tokens = sum(len(sample.token_ids) for sample in self.samples.values())
+        return self.session.result(len(self.info.prompt_token_ids) + num_tokens)
 
     def absorb_prompt(self, prompt: PromptLogprobs) -> None:
         """Add logprobs of the prompt. After a preemption some come again and are ignored."""

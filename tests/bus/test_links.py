@@ -14,7 +14,7 @@ from nano_inference.bus.links import ADMITTED, CONTROL, CREDITS, DISPATCH, FINIS
 from nano_inference.bus.memory.bus import MemoryInbox
 from nano_inference.bus.messages import Message
 from nano_inference.bus.pooling import Pooling
-from nano_inference.bus.public import StageTime
+from nano_inference.bus.public import KVSession, StageTime
 from nano_inference.config import ChannelClosed, FairnessConfig, ModelConfig, SamplingParams
 from nano_inference.store.board import LoadedAdapter
 
@@ -28,11 +28,14 @@ QUEUED = StageTime(stage="fairness", start_ns=1, end_ns=2)
 INFO = messages.RequestInfo(*IDS, "adapter", Pooling("mean", True, 4), QUEUED)
 SPEC = messages.SequenceSpec(7, 1, -5, (8, 9))
 PROMPT = messages.Prompt((1, 2, 3), ("image",))
-NEW = messages.NewSequence(7, (1, 2), 0, 0, (4, 5), SAMPLING, SPEC, INFO)
-STARTED = messages.StartedSequence(7, 1, "r", "1-0", 0, 0, 6, QUEUED)
+GRANT = messages.SessionGrant("pin", 3, 16, True, "no room")
+NEW = messages.NewSequence(7, (1, 2), 0, 0, (4, 5), SAMPLING, SPEC, INFO, session=GRANT)
+STARTED = messages.StartedSequence(7, 1, "r", "1-0", 0, 0, 6, QUEUED, session=GRANT)
+TURN = KVSession(id="agent", ttl_s=9.5, after="demote")
 RESPONSE = messages.StoredResponse(
     (messages.StoredSample((4, 5), (-0.5, -float("inf")), (((4, -0.5),), ()), "stop"),), 3, 2, 1
 )
+REMOTE = messages.RemoteBlocks("here", "layout", "weights", 3, 2, ((b"a" * 16, 4),))
 DRAFT = messages.VerifiedDraft(7, "prompt", 3, 2)
 ITEMS = (messages.RecoveryItem("r", "1-0"), messages.RecoveryItem("1-1", "1-1"))
 CANCEL = control.Cancel("r", "1-0", "expired", "deadline", "too late", unstarted=True)
@@ -40,6 +43,12 @@ FOLDER, TENSOR = weights.FolderWeights("/weights/7"), weights.TensorMeta("w", "b
 MODEL = ModelConfig(id="a", path="/a", settings={"engine.max_batch_size": 4})
 SAMPLES: tuple[Message, ...] = (
     messages.AdmittedRequest(INFO, PROMPT, SAMPLING, (SPEC,), "default", -1, rank=4),
+    messages.AdmittedRequest(INFO, PROMPT, SAMPLING, (SPEC,), "default", 0, kv_session=TURN),
+    messages.AdmittedRequest(
+        *(INFO, PROMPT, SAMPLING, (SPEC,), "default", 0), hands_over=True, remote=REMOTE
+    ),
+    messages.Handover(7, (4,), REMOTE),
+    messages.ReleaseBlocks((7, 8)),
     messages.PauseSequences((1, 2)),
     messages.ResumeSequences((7, 8), -5),
     messages.Credit(3, ((7, 8), (8,)), ((9, 12),), (7,), (8,), 1_000_000, 640),
@@ -80,8 +89,10 @@ SAMPLES: tuple[Message, ...] = (
     control.ResumeMemory(("weights",)),
     control.MemoryState(("weights", "kv_cache"), ("kv_cache",)),
     control.FlushCache(),
+    control.ControlSession("default", "agent", "prefetch", 2.5),
     control.Drain(5),
     control.UpdateFairness(FairnessConfig(aging_s=3.5)),
+    control.UpdateRoles(("prefill", "both")),
     control.LoadAdapter("sql", "/adapters/sql", version=3),
     control.UnloadAdapter("sql"),
     control.AdapterReady("sql", 3, "retract"),

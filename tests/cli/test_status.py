@@ -159,6 +159,12 @@ def test_top_has_every_number() -> None:
     assert all([stage, "ready"] in rows(text) for stage in STAGES)
 
 
+def test_pinned_blocks_are_shown_if_there_are_any() -> None:
+    load = LOADS["batching"] | {"kv_pinned": 96}
+    assert "96 pinned by sessions" in top_of(look(report("batching", load)))
+    assert "pinned" not in top_of(look(report("batching", LOADS["batching"] | {"kv_pinned": 0})))
+
+
 def test_the_response_cache_is_shown_where_it_is_on() -> None:
     load = {"responses": 1200, "response_hits": 30, "response_lookups": 4000}
     line = "1,200 cached responses, 30 of 4,000 lookups found one"

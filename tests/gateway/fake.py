@@ -18,7 +18,9 @@ from nano_inference.bus.public import (
     CompletionSample,
     ErrorInfo,
     GenerateRequest,
+    KVSessionResult,
     Output,
+    SessionAction,
     Timings,
     Usage,
 )
@@ -84,6 +86,7 @@ class FakeEngine:
         failures: The errors that methods raise, by method.
         version: The version of the weights in place.
         parts: The number of staged parts, by the update's name.
+        session_result: The result of calls about sessions.
         away: The bus is lost behind the first output that a client follows.
     """
 
@@ -100,6 +103,7 @@ class FakeEngine:
         self.failures: dict[str, NanoInferenceError] = {}
         self.version = 0
         self.parts: dict[str, int] = {}
+        self.session_result = KVSessionResult(outcome="accepted")
         self.stage_reports: list[StageReport] = []
         self.why_not = ""
         self.why_no_role: dict[str, str] = {}
@@ -199,6 +203,12 @@ class FakeEngine:
         _recorder, ("join_weights_group", "leave_weights_group")
     )
     release_memory, resume_memory = map(_recorder, ("release_memory", "resume_memory"))
+
+    async def kv_session(
+        self, session: str, action: SessionAction, *, ttl_s: float | None, tenant: str
+    ) -> KVSessionResult:
+        self._called("kv_session", session=session, action=action, ttl_s=ttl_s, tenant=tenant)
+        return self.session_result
 
     async def weight_version(self) -> int:
         self._called("weight_version")

@@ -44,8 +44,8 @@ PROMPTS = prompts_of(0)
 
 
 def engine(**settings: Any) -> InferenceEngine:
-    folder = str(short_model.folder())
-    return InferenceEngine(EngineConfig(model_path=folder, dtype="float32", **SMALL | settings))
+    defaults: dict[str, Any] = {"model_path": str(short_model.folder()), "dtype": "float32"}
+    return InferenceEngine(EngineConfig(**defaults | SMALL | settings))
 
 
 def tokens_of(samples: list[TrainingSample]) -> list[tuple[int, ...]]:

@@ -333,10 +333,14 @@ async def test_every_instrument_is_shown(
         assert (await http.post("/generate", json=body)).status_code == 200
         text = {"text_input": "1 + 1 ="}
         assert (await http.post("/v2/models/tiny/generate", json=text)).status_code == 200
+        assert (await pipeline.client.kv_session("none", "pin")).outcome == "missing"
+        await scraped_when(pipeline, "nano_kv_session_results_total", 1)
         await scraped_when(pipeline, REPORTED_LAST, 1)
         scraped = await scraped_when(pipeline, "nano_gateway_connections", 1)
     calls = "http_server_request_duration_seconds_count"
     assert scraped.value(calls, http_route="/generate", http_response_status_code="200") == 2
+    results = "nano_kv_session_results_total"
+    assert scraped.value(results, nano_kv_session_outcome="missing") == 1
     assert scraped.value("nano_model_routes_total", gen_ai_request_model="tiny") == 1
     drafting = await scraped_drafts(speculating)
     roles = {"pipeline.replicas": 2, "pipeline.roles": ["prefill", "decode"]}

@@ -11,6 +11,7 @@ import msgspec
 from ....bus.public import Completion, CompletionChunk, CompletionSample, GenerateRequest, Usage
 from ....text.messages import Delta, ToolCall
 from ...serving.message_parts import MessageParts, additions, joined
+from ...serving.samples import session_usage
 from ...serving.words import Words, matched_stop
 
 Answer = dict[str, Any]
@@ -114,7 +115,7 @@ class MessageWriter:
     def whole(self, completion: Completion) -> Answer:
         """Return the whole message."""
         self._rest(completion)
-        usage = self._usage(completion.usage)
+        usage = self._usage(completion)
         return self._message(self._content.blocks, usage) | self._stop(completion)
 
     # --- events of a stream -------------------------------------------------------------------
@@ -127,7 +128,7 @@ class MessageWriter:
     def end(self, completion: Completion) -> list[Answer]:
         """Add the end, with what did not come in chunks; return the last events."""
         events = self._events(self._rest(completion))
-        usage = self._usage(completion.usage)
+        usage = self._usage(completion)
         delta = {"type": "message_delta", "delta": self._stop(completion), "usage": usage}
         return [*events, delta, {"type": "message_stop"}]
 
@@ -167,9 +168,10 @@ class MessageWriter:
             "usage": usage,
         }
 
-    def _usage(self, usage: Usage) -> Answer:
+    def _usage(self, completion: Completion) -> Answer:
+        usage = _usage(completion.usage) | session_usage(completion)
         details = {"output_tokens_details": {"thinking_tokens": self.parts.reasoning_tokens}}
-        return _usage(usage) | (details if self.counts_thinking else {})
+        return usage | (details if self.counts_thinking else {})
 
     def _stop(self, completion: Completion) -> Answer:
         sample = completion.samples[0] if completion.samples else None

@@ -6,6 +6,7 @@ from typing import Any, ClassVar, Literal
 
 import msgspec
 
+from ....bus.public import KVSession
 from ....config import Int64
 from ...serving.fields import EMPTY, RefusedField
 from ...serving.sampling_fields import ANTHROPIC
@@ -98,6 +99,7 @@ class MessagesBody(CountBody, frozen=True, kw_only=True):
     priority: Int64 = 0
     budget_ms: float | None = None
     cache_salt: str = ""
+    kv_session: KVSession | None = None
     output_format: dict[str, Any] = {}
 
 

@@ -150,6 +150,7 @@ def request_of(
         priority=engine_priority(fields.priority),
         tenant=tenant,
         cache_salt=fields.cache_salt,
+        kv_session=fields.kv_session,
         model=adapter_of(fields.model, config),
     )
 

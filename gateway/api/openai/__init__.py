@@ -15,6 +15,7 @@ from .errors import in_openai_words
 from .generate import GenerationCalls
 from .info import AdapterCalls, ModelInfoCalls
 from .responses import ID_PREFIX, ResponseCalls
+from .sessions import SessionCalls
 
 
 def openai_routes(
@@ -24,6 +25,7 @@ def openai_routes(
     generation = GenerationCalls(services)
     embeddings = EmbeddingCalls(services)
     adapters = AdapterCalls(services)
+    sessions = SessionCalls(services)
 
     def route(
         where: str, endpoint: Endpoint, call: CallName = "completions", needed: Needed = "generate"
@@ -65,6 +67,7 @@ def openai_routes(
         route("POST /v1/score", embeddings.score, "score"),
         route("POST /rerank", embeddings.rerank, "rerank"),
         route("POST /v1/rerank", embeddings.rerank, "rerank"),
+        route("POST /v1/kv_sessions/{session:path}", sessions.change, "kv_sessions"),
         route("POST /v1/load_lora_adapter", adapters.load, needed="weights"),
         route("POST /v1/unload_lora_adapter", adapters.unload, needed="weights"),
     ]

@@ -29,7 +29,7 @@ from ...serving.logprobs import (
 )
 from ...serving.measures import Measures
 from ...serving.message_parts import MessageParts, NewParts, TokenRecord
-from ...serving.samples import all_samples
+from ...serving.samples import all_samples, session_usage
 from ...serving.tools import tool_call
 from ...serving.words import READING, Words
 from .positions import FINISHED, UNBEGUN
@@ -110,8 +110,10 @@ class ChoicesWriter:
         self, completions: Iterable[Completion], reasoning_tokens: int | None = None
     ) -> Answer:
         """Sum up the usage of all prompts. Each counts once, however many choices it has."""
+        completions = list(completions)
         usages = [completion.usage for completion in completions]
         scores_only = self.call.scores_only
+        of_sessions = [session_usage(completion) for completion in completions]
         usage = usage_of(
             sum(usage.prompt_tokens for usage in usages),
             0 if scores_only else sum(usage.completion_tokens for usage in usages),
@@ -129,6 +131,8 @@ class ChoicesWriter:
             )
         if cached := sum(usage.cached_completion_tokens for usage in usages):
             usage.setdefault("completion_tokens_details", {}).update(cached_tokens=cached)
+        for of_session in of_sessions:  # one: a turn has one prompt
+            usage |= of_session
         return usage
 
     def work(self, completions: Iterable[Completion]) -> int:

@@ -6,6 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 
+from ....bus.public import KVSession, SessionAction
 from ....config import MAX_INT64, Int64, PoolingKind
 from ...serving.fields import EMPTY, RefusedField
 from ...serving.sampling_fields import REFUSED, TEXT_SAMPLING, SamplingBody
@@ -21,6 +22,7 @@ CallName = Literal[
     "embeddings",
     "score",
     "rerank",
+    "kv_sessions",
 ]
 """`sampling_params` are a field of `generate`, with fields of its own."""
 
@@ -109,6 +111,7 @@ class StreamedBody(RequestBody, frozen=True, kw_only=True):
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
     return_weight_versions: bool = False
+    kv_session: KVSession | None = None
 
 
 class TextBody(StreamedBody, frozen=True, kw_only=True):
@@ -238,6 +241,7 @@ class ResponseBody(RequestBody, frozen=True, kw_only=True):
     store: bool = True
     background: bool = False
     previous_response_id: str | None = None
+    kv_session: KVSession | None = None
     metadata: dict[str, str] = {}
     stream: bool = False
     stream_options: ResponseStreamOptions | None = None
@@ -353,6 +357,14 @@ class RerankBody(EmbeddingCommon, frozen=True, kw_only=True):
     return_documents: bool = True
 
 
+class SessionBody(msgspec.Struct, frozen=True, kw_only=True):
+    """`/v1/kv_sessions/{session}`."""
+
+    model: str = ""
+    action: SessionAction | None = None
+    ttl_s: float | None = None
+
+
 BODIES: dict[CallName, type[msgspec.Struct]] = {
     "completions": CompletionBody,
     "chat": ChatBody,
@@ -364,4 +376,5 @@ BODIES: dict[CallName, type[msgspec.Struct]] = {
     "embeddings": EmbeddingBody,
     "score": ScoreBody,
     "rerank": RerankBody,
+    "kv_sessions": SessionBody,
 }

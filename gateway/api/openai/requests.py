@@ -108,6 +108,7 @@ class ChoicesCall(CallHead, frozen=True, kw_only=True):
             cache_salt=self.fields.cache_salt,
             model=self.adapter,
             prediction=self.prediction or None,
+            kv_session=self.fields.kv_session,
         )
 
 
@@ -178,6 +179,8 @@ def read_completion(body: Body, config: Config) -> tuple[ChoicesCall, list[Promp
         echo=fields.echo,
     )
     _check_number(call.n, len(prompts), config.gateway.max_prompts)
+    if len(prompts) > 1 and call.fields.kv_session is not None:
+        raise field_error("kv_session", "takes one prompt", code="invalid_kv_session")
     return call, prompts
 
 

@@ -368,6 +368,7 @@ def started_sequences(plan: StepPlan, executed_ns: int) -> tuple[StartedSequence
             executed_ns=executed_ns,
             queued=new.info.queued,
             handed_over=new.handed_over,
+            session=new.session,
         )
         for new in plan.new
         if new.seq_id != AUDIT_SEQ_ID

@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerFast
 
 from nano_inference.bus.control import EmbeddingCapacity, ReplicaCapacity
 from nano_inference.bus.messages import StoredResponse, StoredSample
-from nano_inference.bus.public import EmbedParams
+from nano_inference.bus.public import EmbedParams, KVSession
 from nano_inference.config import (
     AdmissionConfig,
     Config,
@@ -203,6 +203,13 @@ def test_an_embedding_is_never_looked_up(tokenizer: PreTrainedTokenizerFast) -> 
         sampling=type(entry.request.sampling)(),  # type: ignore[union-attr]
     )
     assert core.admit(msgspec.structs.replace(entry, request=request), 0, 0).key is None
+
+
+def test_a_turn_of_a_session_is_never_looked_up(tokenizer: PreTrainedTokenizerFast) -> None:
+    core = core_of(tokenizer, EXACT)
+    turn = entry_of(prompt="abc", temperature=0.0, kv_session=KVSession(id="agent"))
+    assert core.admit(turn, 0, 0).key is None
+    assert core.admit(entry_of(prompt="abc", temperature=0.0), 0, 0).key is not None
 
 
 @pytest.mark.parametrize(

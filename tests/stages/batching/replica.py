@@ -24,6 +24,7 @@ from nano_inference.bus.messages import (
     StepResult,
 )
 from nano_inference.bus.pooling import PooledPrompt, Pooling
+from nano_inference.bus.public import KVSession
 from nano_inference.config import EngineConfig, SamplingParams
 from nano_inference.stages.batching import BatchingCore
 
@@ -223,9 +224,11 @@ class FakeReplica:
         disk_blocks: int = 0,
         kv_events: bool = False,
         address: str = "",
+        session_share: float = 0.5,
     ) -> None:
         config = EngineConfig(
             kv_audit_every=2,
+            kv_session_share=session_share,
             kv_events=kv_events,
             cache_type=cache_type,
             block_size=block_size,
@@ -255,6 +258,7 @@ class FakeReplica:
         self.pooled: list[int] = []
         self.ended: list[str] = []
         self.log: list[StepPlan] = []
+        self.now_ns = 0
         self.router = Router()
 
     def add(
@@ -272,6 +276,8 @@ class FakeReplica:
         pooling: Pooling | None = None,
         adapter: str = "",
         hands_over: bool = False,
+        session: KVSession | None = None,
+        tenant: str = "",
     ) -> None:
         """Add a request.
 
@@ -283,6 +289,7 @@ class FakeReplica:
             stop: Whether samples end with the token STOP.
             priority, prompt_logprobs, deadline_ns, rank, pooling, adapter, hands_over: As in the
                 messages.
+            session, tenant: As in the messages.
         """
         seq_ids = (seq_ids,) if isinstance(seq_ids, int) else seq_ids
         name = name or str(seq_ids[0])
@@ -294,16 +301,16 @@ class FakeReplica:
         info = RequestInfo(name, name, adapter=adapter, pooling=pooling)
         specs = tuple(SequenceSpec(seq_id, index, 0) for index, seq_id in enumerate(seq_ids))
         about = (info, Prompt(tuple(prompt)), sampling, specs)
-        self.send(
-            AdmittedRequest(*about, "", priority, rank=rank, hands_over=hands_over), deadline_ns
-        )
+        more = {"rank": rank, "hands_over": hands_over, "kv_session": session}
+        self.send(AdmittedRequest(*about, tenant, priority, **more), deadline_ns)
 
     def send(self, request: AdmittedRequest, deadline_ns: int | None = None) -> None:
         """Add a request as fairness sends it."""
         self.core.add(request, deadline_ns)
 
-    def plan(self, now_ns: int = 0) -> bool:
-        plan = self.core.plan(now_ns)
+    def plan(self, now_ns: int | None = None) -> bool:
+        self.now_ns = self.now_ns if now_ns is None else now_ns
+        plan = self.core.plan(self.now_ns)
         if plan is None:
             return False
         self.plans.append(plan)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from itertools import chain
+from typing import Literal
 from unittest.mock import patch
 
 import pytest
@@ -12,7 +13,9 @@ from hypothesis import strategies as st
 
 from nano_inference.bus.control import Cancel
 from nano_inference.bus.messages import Credit, StepPlan
+from nano_inference.bus.public import KVSession
 from nano_inference.stages.batching.report import REPORTED_STEPS
+from nano_inference.stages.batching.sessions import SessionCall, SessionKey
 from nano_inference.stages.lazy_heap import LEFTOVERS_KEPT
 
 from .replica import CACHE_TYPES, CacheType, FakeReplica, expected, reported
@@ -251,7 +254,10 @@ arrivals = st.lists(
     min_size=1,
     max_size=12,
 )
-ACTIONS = ("plan", "retire", "cancel", "flush", "stop", "lose plans", "pause", "resume", "tiers")
+ACTIONS = (
+    *("plan", "retire", "cancel", "flush", "stop", "lose plans", "pause", "resume", "tiers"),
+    *("pin", "release", "demote", "prefetch", "later"),
+)
 actions = st.lists(st.sampled_from(ACTIONS), max_size=60)
 
 
@@ -272,7 +278,8 @@ def test_random_traces_conserve_blocks_and_outputs(
     cache_type: CacheType,
     tiers: tuple[int, int],
 ) -> None:
-    """With host slots and blocks on disk, too; loaded blocks are audited, events published."""
+    """With host slots and blocks on disk, too; loaded blocks are audited, events published. Single
+    samples are turns of sessions."""
     replica = FakeReplica(
         host_slots=tiers[0],
         disk_blocks=tiers[1],
@@ -300,7 +307,9 @@ def test_random_traces_conserve_blocks_and_outputs(
         members[str(seq_ids[0])] = seq_ids
         logprobs = 0 if scored else None
         how = {"max_tokens": max_tokens, "priority": priority, "prompt_logprobs": logprobs}
-        replica.add(prompt, seq_ids, stop=True, **how)
+        after: Literal["pin", "demote", "release"] = ("pin", "demote", "release")[priority]
+        session = KVSession(id=str(prefix), ttl_s=1 + length % 3, after=after)
+        replica.add(prompt, seq_ids, stop=True, session=session if samples == 1 else None, **how)
         if scored:
             scored_prompts[seq_ids[0]] = length
         wanted.update(dict.fromkeys(seq_ids, expected(prompt, max_tokens, stop=True)))
@@ -343,6 +352,13 @@ def test_random_traces_conserve_blocks_and_outputs(
                 core.pause_sequences([*next(iter(members.values())), 10**6])
             case "resume":
                 resume()
+            case "pin" | "release" | "demote" | "prefetch":
+                for number in range(4):
+                    call = SessionCall(action)
+                    core.sessions.call(SessionKey("", str(number)), call, replica.now_ns)
+            case "later":
+                replica.now_ns += 1_000_000_000
+        assert len(core.sessions.pins) <= core.cache.num_blocks / 2
         take_report()
         replica.check()
     replica.run()
@@ -360,4 +376,6 @@ def test_random_traces_conserve_blocks_and_outputs(
     for seq_id in scored_prompts.keys() - cut_short:
         assert set(range(scored_prompts[seq_id])) <= computed[seq_id]
     assert places == len(wanted)
+    core.sessions.refresh(10**18)
+    assert not core.sessions.known
     assert core.cache.num_free_blocks() == core.cache.num_blocks

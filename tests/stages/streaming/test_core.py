@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
 from nano_inference.bus.control import Cancel
-from nano_inference.bus.messages import RecoveryItem, RequestOpened, StepResult
+from nano_inference.bus.messages import RecoveryItem, RequestOpened, SessionGrant, StepResult
 from nano_inference.bus.public import Completion, ErrorInfo, Usage
 from nano_inference.stages.streaming.core import Deliveries
 
@@ -49,6 +49,34 @@ def test_a_streamed_request_from_start_to_end(client: Client) -> None:
     assert_chunks_match(client, completion)
     assert client.halts == []
     assert len(client.core) == 0
+
+
+@pytest.mark.parametrize(
+    ("grant", "result"),
+    [
+        (SessionGrant("pin", 2, 4), ("accepted", 8, "device", "")),
+        (SessionGrant("pin", 1, 4, reason="full"), ("clipped", 4, "device", "full")),
+        (SessionGrant("pin", 0, 4, reason="full"), ("rejected", 0, "", "full")),
+        (SessionGrant("release", 0, 4), ("accepted", 0, "", "")),
+        (SessionGrant("demote", 0, 4), ("accepted", 8, "device", "")),
+        (SessionGrant("demote", 0, 4, tiers=True), ("accepted", 8, "host", "")),
+        (SessionGrant("demote", 0, 4, reason="bad"), ("rejected", 0, "", "bad")),
+        (SessionGrant("pin", 0, 16, reason=""), ("accepted", 0, "", "")),
+    ],
+)
+def test_a_turn_is_answered_by_its_grant_and_its_length(
+    client: Client, grant: SessionGrant, result: tuple[object, ...]
+) -> None:
+    """11 tokens in all, of which the last has no KV. A preemption grants nothing new."""
+    request = request_of()
+    ids = client.encode("a b c d")[:4]
+    client.step([(5, ids[0], "")], new=[started(5, request, session=grant)])
+    client.step([(5, ids[1], "")], new=[started(5, request, num_generated=1)])
+    for token_id in ids[2:]:
+        client.step([(5, token_id, "length" if token_id == ids[-1] else "")])
+    found = client.completion().kv_session
+    assert found is not None
+    assert (found.outcome, found.num_tokens, found.tier, found.reason) == result
 
 
 def test_a_request_failed_by_the_executor_ends_and_halts_its_samples(client: Client) -> None:

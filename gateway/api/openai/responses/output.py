@@ -22,6 +22,7 @@ from ....serving.message_parts import (
     additions,
     joined,
 )
+from ....serving.samples import session_usage
 from ....serving.words import Words
 from ..bodies import ReasoningOptions
 from ..errors import as_openai
@@ -299,6 +300,7 @@ class ResponseWriter:
                 "output_tokens": usage.completion_tokens,
                 "output_tokens_details": details,
                 "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+                **session_usage(completion),
             },
         }
         if sample is not None and status == "incomplete":

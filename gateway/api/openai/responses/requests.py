@@ -126,6 +126,7 @@ class ResponseRecord(DurableRecord, frozen=True, kw_only=True, tag="response"):
             tenant=self.tenant,
             cache_salt=fields.cache_salt,
             model=adapter_of(fields.model, config),
+            kv_session=fields.kv_session,
         )
 
     def failed(self, error: NanoInferenceError) -> ResponseRecord:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import compress, groupby
@@ -18,10 +19,14 @@ MOST_AT_ONCE = 64
 """Blocks of one transfer. The first blocks of a long prompt can be loaded while others come."""
 
 _THREADS = 2
+"""For each other executor: one that is slow delays no read from another."""
 
 
 class PeerFetches:
-    """Threads that read blocks of other executors, as `Fetches` reads those of the disk."""
+    """Threads that read blocks of other executors, as `Fetches` reads those of the disk.
+
+    All methods but `take_transfers` are for one thread.
+    """
 
     def __init__(self, slots: HostSlots, changes: TierChanges, secret: str) -> None:
         """Args: where blocks go, where they are reported, and `engine.kv_secret`."""
@@ -29,13 +34,16 @@ class PeerFetches:
         self._changes = changes
         self._peers = Peers(secret)
         self._transfers: list[Transfer] = []
-        self._threads = ThreadPoolExecutor(_THREADS, "kv-receive")
+        self._threads: dict[str, ThreadPoolExecutor] = {}
 
     def submit(self, moves: Sequence[KVMove]) -> None:
         """Read blocks, each to the slot of its move."""
         for source, group in groupby(moves, attrgetter("source")):
+            if source not in self._threads:
+                self._threads[source] = ThreadPoolExecutor(_THREADS, "kv-receive")
+            asked_at, generation = time.perf_counter(), self._changes.generation
             for part in _parts(list(group)):
-                self._threads.submit(self._fetch, source, part, self._changes.generation)
+                self._threads[source].submit(self._fetch, source, part, generation, asked_at)
 
     def take_transfers(self) -> list[Transfer]:
         """Return the transfers since the last call. Any thread."""
@@ -45,21 +53,28 @@ class PeerFetches:
     def reset(self) -> None:
         """End all connections; what is being read is dropped."""
         self._peers.close()
+        # The others may have ended, and come back under other addresses.
+        for threads in self._threads.values():
+            threads.shutdown(wait=False, cancel_futures=True)
+        self._threads.clear()
 
     def close(self) -> None:
         """End all connections and threads."""
         self._peers.close()
-        self._threads.shutdown(cancel_futures=True)
+        for threads in self._threads.values():
+            threads.shutdown(cancel_futures=True)
         self._peers.close()
 
-    def _fetch(self, source: str, moves: Sequence[KVMove], generation: int) -> None:
+    def _fetch(
+        self, source: str, moves: Sequence[KVMove], generation: int, asked_at: float
+    ) -> None:
         whole, slots = [False] * len(moves), [move.slot for move in moves]
         self._slots.hold(slots)
         try:
             if generation == self._changes.generation:
                 memory = self._slots.memory
                 wanted = [WantedBlock(m.other, m.source_name, memory[m.slot]) for m in moves]
-                whole, transfer = self._peers.read(source, wanted)
+                whole, transfer = self._peers.read(source, wanted, asked_at)
                 self._transfers.append(transfer)
         finally:
             # In any case: sequences wait for the report.

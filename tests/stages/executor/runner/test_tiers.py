@@ -438,7 +438,11 @@ def test_writes_beyond_the_bytes_in_flight_are_left(
     """There is a buffer for one block, which is used again when it is written."""
     monkeypatch.setattr(disk_module, "MOST_BYTES_IN_FLIGHT", 1)
     with opened(tmp_path) as tiers:
+        assert tiers._disk is not None
+        go = threading.Event()
+        tiers._disk._writer.submit(go.wait, 60)
         tiers.apply([KVMove("store", name, 0, 1, write=True) for name in (NAME, OTHER)])
+        go.set()
         assert waited(tiers, lambda changes: changes.lost).lost == (OTHER,)
         assert tiers.on_disk().stored == (NAME,)
         written(tiers, 1, OTHER)

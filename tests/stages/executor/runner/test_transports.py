@@ -103,6 +103,11 @@ def test_a_slot_may_be_offered_again(slots: SharedSlots, source: BlockSource) ->
     assert set(block.into) == {7}
 
 
+def test_blocks_of_another_size_are_an_error(slots: SharedSlots, source: BlockSource) -> None:
+    with pytest.raises(OSError, match="another size"):
+        source.read([wanted(0)._replace(into=np.empty(SIZE // 2, np.uint8))])
+
+
 def test_nothing_is_read_once_the_owner_has_closed(slots: SharedSlots, source: BlockSource) -> None:
     slots.close()
     assert source.read([wanted(0)]) == [False]

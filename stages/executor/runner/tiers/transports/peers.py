@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -37,29 +38,46 @@ class Transfer(NamedTuple):
 class Peers:
     """Connections to other executors, by address; any thread may read.
 
-    A connection that fails is dropped, and made again for the next read.
+    A connection that fails is dropped, and made again for the next read. Reads that were asked for
+    before the failure fail with it: behind an executor that hangs, a sequence waits for one time
+    limit, however many reads it needs.
     """
 
     def __init__(self, secret: str = "") -> None:
         """`secret`: as `engine.kv_secret`."""
         self._secret = secret
         self._sources: dict[str, BlockSource] = {}
-        self._lock = threading.Lock()
+        # By address: connecting to one executor delays no read from another.
+        self._connecting: defaultdict[str, threading.Lock] = defaultdict(threading.Lock)
+        self._failed_at: dict[str, float] = {}
 
-    def read(self, address: str, wanted: Sequence[WantedBlock]) -> tuple[list[bool], Transfer]:
+    def read(
+        self, address: str, wanted: Sequence[WantedBlock], asked_at: float | None = None
+    ) -> tuple[list[bool], Transfer]:
         """Read blocks from one executor.
+
+        Args:
+            address: Of the executor.
+            wanted: The blocks.
+            asked_at: When they were asked for, on `time.perf_counter`; None for now.
 
         Returns:
             For each block whether it is whole, and the transfer.
         """
         started = time.perf_counter()
+        asked_at = started if asked_at is None else asked_at
         transport, error, whole = "", "", [False] * len(wanted)
+        source: BlockSource | None = None
         try:
             transport, connect = way_to(SlotAddress.decode(address), self._secret)
-            whole = self._source(address, connect).read(wanted)
+            source = self._source(address, connect, asked_at)
+            whole = source.read(wanted)
         except (OSError, ModelError, msgspec.MsgspecError) as problem:
             error = str(problem)
-            self._drop(address)
+            # Unless another read has found it before, and a third has connected again.
+            if source is self._sources.get(address):
+                self._failed_at[address] = time.perf_counter()
+                self._drop(address)
         num_bytes = sum(each.into.nbytes for each, came in zip(wanted, whole, strict=True) if came)
         seconds = time.perf_counter() - started
         failed = whole.count(False)
@@ -69,11 +87,16 @@ class Peers:
         """End all connections; reads in flight fail."""
         for address in [*self._sources]:
             self._drop(address)
+        self._failed_at.clear()
 
-    def _source(self, address: str, connect: Callable[[], BlockSource]) -> BlockSource:
+    def _source(
+        self, address: str, connect: Callable[[], BlockSource], asked_at: float
+    ) -> BlockSource:
         if (source := self._sources.get(address)) is not None:
             return source
-        with self._lock:
+        with self._connecting[address]:
+            if asked_at <= self._failed_at.get(address, -1.0):
+                raise ConnectionError("the other executor has failed meanwhile")
             if address not in self._sources:
                 self._sources[address] = connect()
             return self._sources[address]

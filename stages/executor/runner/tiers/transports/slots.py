@@ -25,6 +25,8 @@ import xxhash
 
 Bytes = npt.NDArray[np.uint8]
 
+ANOTHER_SIZE = "the other executor's blocks have another size"
+
 _FORMAT = 1
 _HEADER = struct.Struct("<8sQ16sQQ")  # magic, format, incarnation, slots, bytes of a slot
 _MAGIC = b"nano-kv\0"
@@ -103,6 +105,8 @@ class SlotMemory:
 
     def read(self, wanted: Sequence[WantedBlock]) -> list[bool]:
         """As BlockSource.read."""
+        if any(block.into.nbytes != self.bytes.shape[1] for block in wanted):
+            raise OSError(ANOTHER_SIZE)
         return [self._read(*block) for block in wanted]
 
     def close(self) -> None:

@@ -26,7 +26,7 @@ from typing import Any
 import xxhash
 
 from ......config import ModelError
-from .slots import SharedSlots, SlotAddress, WantedBlock
+from .slots import ANOTHER_SIZE, SharedSlots, SlotAddress, WantedBlock
 
 TIMEOUT_S = 5.0
 """Longest time for the handshake, and for the blocks of one `read`."""
@@ -151,10 +151,11 @@ class _Connection(socketserver.BaseRequestHandler):
     def _proves_itself(self, incarnation: str) -> bool:
         connection, secret = self.request, self.server.secret
         connection.settimeout(TIMEOUT_S)
+        until = time.monotonic() + TIMEOUT_S
         ours = secrets.token_bytes(_NONCE)
         connection.sendall(ours)
-        theirs = _receive(connection, _NONCE)
-        proof = _receive(connection, _NONCE)
+        theirs = _receive(connection, _NONCE, until)
+        proof = _receive(connection, _NONCE, until)
         if not hmac.compare_digest(proof, _proof(secret, "client", ours, theirs, incarnation)):
             return False
         connection.sendall(_proof(secret, "server", ours, theirs, incarnation))
@@ -181,10 +182,11 @@ class TcpSlots:
         """
         self._lock = threading.Lock()
         self._closed = False
+        until = time.monotonic() + TIMEOUT_S
         self._connection = socket.create_connection(split_address(address.tcp), TIMEOUT_S)
         self._connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         try:
-            self._prove(secret.encode(), address.incarnation)
+            self._prove(secret.encode(), address.incarnation, until)
         except OSError:
             self._connection.close()
             raise
@@ -210,11 +212,11 @@ class TcpSlots:
             self._connection.close()
             self._lock.release()
 
-    def _prove(self, secret: bytes, incarnation: str) -> None:
-        theirs = _receive(self._connection, _NONCE)
+    def _prove(self, secret: bytes, incarnation: str, until: float) -> None:
+        theirs = _receive(self._connection, _NONCE, until)
         ours = secrets.token_bytes(_NONCE)
         self._connection.sendall(ours + _proof(secret, "client", theirs, ours, incarnation))
-        proof = _receive(self._connection, _NONCE)
+        proof = _receive(self._connection, _NONCE, until)
         if not hmac.compare_digest(proof, _proof(secret, "server", theirs, ours, incarnation)):
             raise OSError("the other executor doesn't know engine.kv_secret")
 
@@ -228,7 +230,7 @@ class TcpSlots:
             _receive_into(connection, memoryview(answer), until)
             length, checksum = _ANSWER.unpack(answer)
             if length not in (0, block.into.nbytes):
-                raise OSError("the other executor's blocks have another size")
+                raise OSError(ANOTHER_SIZE)
             if length:
                 _receive_into(connection, block.into.data, until)
             whole.append(length > 0 and xxhash.xxh3_64_intdigest(block.into.data) == checksum)
@@ -250,23 +252,19 @@ def _proof(secret: bytes, side: str, server: bytes, client: bytes, incarnation: 
     return hmac.digest(secret, message, hashlib.sha256)
 
 
-def _receive(connection: socket.socket, size: int) -> bytes:
+def _receive(connection: socket.socket, size: int, until: float | None = None) -> bytes:
     data = bytearray(size)
-    view = memoryview(data)
-    while view:
-        if not (number := connection.recv_into(view)):
-            raise ConnectionError("the connection has ended")
-        view = view[number:]
+    _receive_into(connection, memoryview(data), until)
     return bytes(data)
 
 
-def _receive_into(connection: socket.socket, view: memoryview, until: float) -> None:
+def _receive_into(connection: socket.socket, view: memoryview, until: float | None) -> None:
     """Fill a buffer. Raises TimeoutError, ConnectionError or another OSError."""
     while view:
-        left = until - time.monotonic()
-        if left <= 0:
-            raise TimeoutError("the other executor was too slow")
-        connection.settimeout(left)
+        if until is not None:
+            if (left := until - time.monotonic()) <= 0:
+                raise TimeoutError("the other executor was too slow")
+            connection.settimeout(left)
         if not (number := connection.recv_into(view)):
             raise ConnectionError("the connection has ended")
         view = view[number:]

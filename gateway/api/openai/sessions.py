@@ -1,0 +1,37 @@
+"""Calls about the KV of a conversation between two turns; docs/kv-sessions.md."""
+
+from __future__ import annotations
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from ...policy.caller import caller_of
+from ...server.http import JsonResponse, field_error, read_object
+from ...serving.fields import read_part
+from ...serving.origin import tenant_of
+from ...serving.services import Services
+from .bodies import SessionBody
+
+_MOST_BYTES = 1 << 12
+
+
+class SessionCalls:
+    """The endpoint."""
+
+    def __init__(self, services: Services) -> None:
+        self._engine = services.engine
+        self._served = services.served
+
+    async def change(self, request: Request) -> Response:
+        """Pin, release, demote or prefetch the KV of a session of the caller's tenant."""
+        body = read_part(await read_object(request, _MOST_BYTES), SessionBody)
+        await self._served.check(body.model, caller_of(request))
+        if body.action is None:
+            raise field_error("action", "is missing; give what is to be done with the KV")
+        session = request.path_params["session"]
+        result = await self._engine.kv_session(
+            session, body.action, ttl_s=body.ttl_s, tenant=tenant_of(request)
+        )
+        answer = {"id": session, "object": "kv_session", **msgspec.to_builtins(result)}
+        return JsonResponse(answer)

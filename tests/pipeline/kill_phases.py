@@ -1,0 +1,147 @@
+"""Phases of a handover between two replicas, and a replica that sends SIGKILL when it reaches one.
+
+As a script this file is `nano-inference` with these phases marked, and with its state written to
+a file at SIGUSR1: `kill_phases.py FOLDER ROLE ARGUMENTS...`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import runpy
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from nano_inference.bus.control import TiersChanged
+from nano_inference.bus.messages import StepSummary
+from nano_inference.stages.batching.core import BatchingCore
+from nano_inference.stages.batching.handover import Handovers
+from nano_inference.stages.batching.tiers import KVTiers
+
+BY_GIVER = ("before the offer", "offered", "handing over")
+IN_FAIRNESS = ("waiting in fairness",)
+BY_TAKER = ("reading", "between two blocks", "read and not loaded", "decoding")
+PHASES = (*BY_GIVER, *IN_FAIRNESS, *BY_TAKER)
+"""In order. Each is reached by the side that is named."""
+
+
+def lay(folder: Path, phase: str, pid: int) -> None:
+    """Have a process killed once some process reaches a phase."""
+    (folder / "new").write_text(str(pid))
+    (folder / "new").rename(folder / phase)
+
+
+def sprung(folder: Path, phase: str) -> bool:
+    """Whether the process that `lay` named has been killed."""
+    return (folder / f"{phase}, sprung").exists()
+
+
+def reach(folder: Path, phase: str) -> None:
+    """Kill the process that `lay` named for this phase, once."""
+    taken = folder / f"{phase}, sprung"
+    try:
+        (folder / phase).rename(taken)
+    except FileNotFoundError:
+        return
+    os.kill(int(taken.read_text()), signal.SIGKILL)
+
+
+def wrap(owner: Any, method: str, around: Callable[..., Any]) -> None:
+    """Replace a method by `around(original, self, *args)`."""
+    original = getattr(owner, method)
+    setattr(owner, method, lambda *args, **kwargs: around(original, *args, **kwargs))
+
+
+def mark_phases(folder: Path) -> None:
+    """Call `reach` wherever this process reaches a phase."""
+    # The executor's parts import torch, so only processes that run one come here.
+    from nano_inference.stages.executor.runner.tiers.host_slots import HostSlots
+    from nano_inference.stages.executor.runner.tiers.transports.slots import SlotMemory
+
+    def offer(original: Any, self: Handovers, seqs: Any, now_ns: int) -> Any:
+        seqs = list(seqs)
+        if any(seq.hands_over and seq.num_planned > len(seq.token_ids) for seq in seqs):
+            reach(folder, "before the offer")
+        return original(self, seqs, now_ns)
+
+    def offered(original: Any, self: HostSlots, moves: Any) -> None:
+        original(self, moves)
+        reach(folder, "offered")
+
+    def absorb_handovers(original: Any, self: Handovers, result: StepSummary) -> Any:
+        leaving = original(self, result)
+        if leaving:
+            reach(folder, "handing over")
+        return leaving
+
+    def read(original: Any, self: SlotMemory, wanted: Any) -> Any:
+        reach(folder, "reading")
+        whole = original(self, wanted[:1])
+        reach(folder, "between two blocks")
+        return whole + original(self, wanted[1:])
+
+    def changed(original: Any, self: KVTiers, changes: TiersChanged) -> None:
+        original(self, changes)
+        if changes.fetched:
+            reach(folder, "read and not loaded")
+
+    def absorb(original: Any, self: BatchingCore, result: StepSummary) -> None:
+        original(self, result)
+        if any(len(seq.token_ids) > seq.num_prompt_tokens + 2 for seq in self._index.values()):
+            reach(folder, "decoding")
+
+    wrap(Handovers, "offer", offer)
+    wrap(HostSlots, "offer", offered)
+    wrap(Handovers, "absorb", absorb_handovers)
+    wrap(SlotMemory, "read", read)
+    wrap(KVTiers, "changed", changed)
+    wrap(BatchingCore, "absorb", absorb)
+
+
+def write_state_when_asked(path: Path) -> None:
+    """At SIGUSR1 write what this process's batching core holds. Beforehand write the process's id
+    beside it."""
+    cores: list[BatchingCore] = []
+
+    def remember(original: Any, self: BatchingCore, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        cores[:] = [self]
+
+    def write(number: int, frame: Any) -> None:
+        new = path.with_suffix(".new")
+        new.write_text(json.dumps(state_of(cores[0]) if cores else {}))
+        new.rename(path)
+
+    wrap(BatchingCore, "__init__", remember)
+    signal.signal(signal.SIGUSR1, write)
+    path.with_suffix(".pid").write_text(str(os.getpid()))
+
+
+def state_of(core: BatchingCore) -> dict[str, int]:
+    """Return what a batching core with tiers holds for sequences; nothing at rest."""
+    tiers = core.tiers
+    assert tiers is not None
+    core.check()
+    return {
+        "sequences": len(core._index),
+        "blocks": core.cache.num_blocks - core.cache.num_free_blocks(),
+        "offers": len(tiers._offers) + len(core._handovers._offered),
+        "pinned": len(tiers._pinned),
+        "fetches": len(tiers._fetching) + len(tiers._receiving),
+        "different": tiers.difference is not None,
+    }
+
+
+def main() -> None:
+    folder, role = Path(sys.argv[1]), sys.argv[2]
+    mark_phases(folder)
+    write_state_when_asked(folder / f"{role}.json")
+    sys.argv = ["nano-inference", *sys.argv[3:]]
+    runpy.run_module("nano_inference", run_name="__main__", alter_sys=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -89,6 +89,8 @@ LONGEST_FILES = (
     "pipeline/test_redis_trouble.py",
     "pipeline/test_lanes.py",
     "pipeline/test_chaos.py",
+    "pipeline/test_planted_defects.py",
+    "pipeline/test_roles_killed.py",
     "pipeline/test_weights_restart.py",
     "pipeline/test_life.py",
     "pipeline/test_weights.py",

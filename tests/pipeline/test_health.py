@@ -184,7 +184,7 @@ async def test_stages_report_their_state_and_load(make_config: MakeConfig) -> No
             },
             "batching": {
                 *("running", "waiting", "set_aside"),
-                *("kv_free", "kv_total", "kv_cached"),
+                *("kv_free", "kv_total", "kv_cached", "kv_pinned"),
             },
             "executor": {
                 *("plans", "steps", "device", "weight_version", "max_model_len"),

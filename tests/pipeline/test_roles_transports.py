@@ -6,7 +6,7 @@ import asyncio
 import socket
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import count
 from typing import Any
 
@@ -28,7 +28,7 @@ from .test_roles import answers, bits, bodies, counts, expected_of, with_roles
 
 SHORT_MODEL = True
 
-TRANSPORTS = ("process", "memory", "tcp")
+TRANSPORTS = ("process", "memory", "tcp", "nixl")
 OVER_TCP = {"engine__kv_listen": "127.0.0.1:0", "engine__kv_secret": "a secret"}
 
 
@@ -38,7 +38,10 @@ def way_of(
     """Settings for two replicas that are as far apart as this transport is for."""
     if transport != "process":
         monkeypatch.setattr(peers, "slots_here", lambda incarnation: None)
-    if transport == "tcp":
+    if transport == "nixl":
+        pytest.importorskip("nixl", reason="NIXL is not installed")
+        settings = {"engine__kv_nixl": True} | settings
+    if transport in ("tcp", "nixl"):
         hosts = count()  # no two look at the same one
         monkeypatch.setattr(peers, "this_host", lambda: f"host {next(hosts)}")
         settings = OVER_TCP | settings
@@ -90,6 +93,7 @@ class Proxy:
         self._listener.settimeout(0.05)
         self._ended = threading.Event()
         self._threads: list[threading.Thread] = []
+        self._connections: list[socket.socket] = []
         self.hung, self.go = threading.Event(), threading.Event()
         self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
         self._start(self._accept)
@@ -97,9 +101,14 @@ class Proxy:
     def close(self) -> None:
         self._ended.set()
         self.go.set()
+        self._threads.pop(0).join()  # no connection is added any more
+        for connection in self._connections:
+            with suppress(OSError):  # it has ended
+                connection.shutdown(socket.SHUT_RDWR)
         while self._threads:
             self._threads.pop().join()
-        self._listener.close()
+        for connection in (self._listener, *self._connections):
+            connection.close()
 
     def _start(self, target: Any, *args: Any) -> None:
         self._threads.append(threading.Thread(target=target, args=args))
@@ -112,29 +121,21 @@ class Proxy:
             except TimeoutError:
                 continue
             server = socket.create_connection(tcp.split_address(self._target))
-            for each in (reader, server):
-                each.settimeout(0.05)
+            reader.setblocking(True)
+            self._connections += [reader, server]
             self._start(self._pump, reader, server, None)
             self._start(self._pump, server, reader, self._most_bytes)
 
     def _pump(self, source: socket.socket, target: socket.socket, most_bytes: int | None) -> None:
         left = most_bytes
-        with source:
-            while not self._ended.is_set():
-                try:
-                    if not (data := source.recv(4096)):
-                        break
-                    if left is not None and (left := left - len(data)) < 0:
-                        self.hung.set()
-                        self.go.wait()
-                    target.settimeout(30)
-                    target.sendall(data)
-                    target.settimeout(0.05)
-                except TimeoutError:
-                    continue
-                except OSError:
-                    break
-            target.close()
+        with suppress(OSError):
+            while data := source.recv(4096):
+                if left is not None and (left := left - len(data)) < 0:
+                    self.hung.set()
+                    self.go.wait()
+                target.sendall(data)
+        with suppress(OSError):
+            target.shutdown(socket.SHUT_RDWR)
 
 
 @contextmanager

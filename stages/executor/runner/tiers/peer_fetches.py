@@ -12,6 +12,7 @@ from .....bus.control import TiersChanged
 from .....bus.messages import KVMove
 from .changes import TierChanges
 from .host_slots import HostSlots
+from .transports.nixl import NixlAgent
 from .transports.peers import Peers, Transfer
 from .transports.slots import WantedBlock
 
@@ -28,11 +29,13 @@ class PeerFetches:
     All methods but `take_transfers` are for one thread.
     """
 
-    def __init__(self, slots: HostSlots, changes: TierChanges, secret: str) -> None:
-        """Args: where blocks go, where they are reported, and `engine.kv_secret`."""
+    def __init__(
+        self, slots: HostSlots, changes: TierChanges, secret: str, nixl: NixlAgent | None = None
+    ) -> None:
+        """Args: where blocks go, where they are reported, and as for `Peers`."""
         self._slots = slots
         self._changes = changes
-        self._peers = Peers(secret)
+        self._peers = Peers(secret, nixl)
         self._transfers: list[Transfer] = []
         self._threads: dict[str, ThreadPoolExecutor] = {}
 

@@ -23,6 +23,7 @@ from .fetches import Fetches
 from .host_slots import HostSlots
 from .layout import BlockLayout, weights_digest
 from .peer_fetches import PeerFetches
+from .transports.nixl import NixlAgent
 from .transports.peers import Transfer
 from .transports.slots import SharedSlots
 from .transports.tcp import BlockServer
@@ -86,14 +87,17 @@ class BlockTiers:
         self._changes = TierChanges()
         self._shared = shared
         self._server: BlockServer | None = None
-        self._receipts = PeerFetches(self.slots, self._changes, config.kv_secret)
+        nixl = NixlAgent(shared) if shared is not None and config.kv_nixl else None
+        self._receipts = PeerFetches(self.slots, self._changes, config.kv_secret, nixl)
         self._disk: DiskTier | None = None
         if config.kv_disk_path:
             self._disk = disk = DiskTier(config, layout, size, self._changes)
             self._reads = Fetches(self.slots, self._changes, disk.read, _READERS, "kv-read")
         try:
             if shared is not None and config.kv_listen:
-                self._server = BlockServer(shared, config.kv_listen, config.kv_secret)
+                description = nixl.memory if nixl is not None else b""
+                listen, secret = config.kv_listen, config.kv_secret
+                self._server = BlockServer(shared, listen, secret, description)
             self.capacity = TierCapacity(
                 host_slots=num_slots,
                 disk_blocks=self._disk.num_blocks if self._disk is not None else 0,
@@ -105,7 +109,7 @@ class BlockTiers:
                 fetch_ns=self._disk.measure_ns(self.slots.memory[0]) if self._disk else 0,
                 token_ns=token_ns,
                 exact=exact,
-                address=self._address(),
+                address=self._address(nixl=nixl is not None),
             )
         except ModelError:
             self.close()
@@ -173,12 +177,13 @@ class BlockTiers:
             self._reads.close()
             self._disk.close()
 
-    def _address(self) -> str:
+    def _address(self, *, nixl: bool) -> str:
         """Return where other executors read the slots; "" if they may not."""
         if self._shared is None:
             return ""
         tcp = self._server.address if self._server is not None else ""
-        return msgspec.structs.replace(self._shared.address, tcp=tcp).encode()
+        reads = nixl and bool(tcp)  # NIXL's description goes over TCP
+        return msgspec.structs.replace(self._shared.address, tcp=tcp, nixl=reads).encode()
 
     def _measure_load_ns(self, block_id: int) -> int:
         """Return the time to load a block, with a place that holds none."""

@@ -19,6 +19,7 @@ import pytest
 from nano_inference.config import ModelError
 from nano_inference.stages.executor.runner.tiers.transports import slots as slots_module
 from nano_inference.stages.executor.runner.tiers.transports import tcp
+from nano_inference.stages.executor.runner.tiers.transports.nixl import NixlAgent, NixlSlots
 from nano_inference.stages.executor.runner.tiers.transports.peers import Peers
 from nano_inference.stages.executor.runner.tiers.transports.slots import (
     AttachedSlots,
@@ -54,12 +55,27 @@ def slots() -> Iterator[SharedSlots]:
         yield slots
 
 
-@pytest.fixture(params=["process", "memory", "tcp"])
+@contextmanager
+def over_nixl(slots: SharedSlots) -> Iterator[BlockSource]:
+    pytest.importorskip("nixl", reason="NIXL is not installed")
+    theirs = NixlAgent(slots)
+    with closing(SharedSlots(1, SIZE)) as own:
+        ours = NixlAgent(own)
+        with closing(BlockServer(slots, "127.0.0.1:0", SECRET, theirs.memory)) as server:
+            address = msgspec.structs.replace(slots.address, tcp=server.address)
+            with closing(NixlSlots(address, SECRET, ours)) as source:
+                yield source
+
+
+@pytest.fixture(params=["process", "memory", "tcp", "nixl"])
 def source(slots: SharedSlots, request: pytest.FixtureRequest) -> Iterator[BlockSource]:
     if request.param == "process":
         yield slots.reader()
     elif request.param == "memory":
         yield AttachedSlots(slots.address)
+    elif request.param == "nixl":
+        with over_nixl(slots) as source:
+            yield source
     else:
         with over_tcp(slots) as address, closing(TcpSlots(address, SECRET)) as source:
             yield source
@@ -232,6 +248,9 @@ def test_the_listener_needs_a_secret_and_an_address(slots: SharedSlots) -> None:
         BlockServer(slots, "127.0.0.1:0", "")
     for listen in ("127.0.0.1", "localhost:port", "127.0.0.1:70000", ":7070"):
         with pytest.raises(ModelError, match="host:port"):
+            BlockServer(slots, listen, SECRET)
+    for listen in ("0.0.0.0:7070", "[::]:7070"):
+        with pytest.raises(ModelError, match="other hosts can't connect"):
             BlockServer(slots, listen, SECRET)
     with pytest.raises(ModelError, match="can't be listened on"):
         BlockServer(slots, "192.0.2.1:0", SECRET)

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import msgspec
 
 from ......config import ModelError
+from .nixl import NixlAgent, NixlSlots
 from .slots import AttachedSlots, BlockSource, SlotAddress, WantedBlock, slots_here, this_host
 from .tcp import TcpSlots
 
@@ -19,7 +20,7 @@ class Transfer(NamedTuple):
     """A finished read.
 
     Attributes:
-        transport: "process", "memory" or "tcp"; "" if there is no way.
+        transport: "process", "memory", "nixl" or "tcp"; "" if there is no way.
         seconds: Its duration.
         num_blocks: Blocks that came whole.
         num_bytes: Their bytes.
@@ -43,9 +44,10 @@ class Peers:
     limit, however many reads it needs.
     """
 
-    def __init__(self, secret: str = "") -> None:
-        """`secret`: as `engine.kv_secret`."""
+    def __init__(self, secret: str = "", nixl: NixlAgent | None = None) -> None:
+        """Args: as `engine.kv_secret`; this executor's agent, if it reads through NIXL."""
         self._secret = secret
+        self._nixl = nixl
         self._sources: dict[str, BlockSource] = {}
         # By address: connecting to one executor delays no read from another.
         self._connecting: defaultdict[str, threading.Lock] = defaultdict(threading.Lock)
@@ -69,7 +71,7 @@ class Peers:
         transport, error, whole = "", "", [False] * len(wanted)
         source: BlockSource | None = None
         try:
-            transport, connect = way_to(SlotAddress.decode(address), self._secret)
+            transport, connect = way_to(SlotAddress.decode(address), self._secret, self._nixl)
             source = self._source(address, connect, asked_at)
             whole = source.read(wanted)
         except (OSError, ModelError, msgspec.MsgspecError) as problem:
@@ -106,7 +108,9 @@ class Peers:
             source.close()
 
 
-def way_to(address: SlotAddress, secret: str) -> tuple[str, Callable[[], BlockSource]]:
+def way_to(
+    address: SlotAddress, secret: str, nixl: NixlAgent | None = None
+) -> tuple[str, Callable[[], BlockSource]]:
     """Return the shortest way to an executor's slots, and how to connect.
 
     Raises:
@@ -117,6 +121,8 @@ def way_to(address: SlotAddress, secret: str) -> tuple[str, Callable[[], BlockSo
         return "process", here.reader
     if address.host and address.host == this_host():
         return "memory", lambda: AttachedSlots(address)
+    if address.nixl and nixl is not None:
+        return "nixl", lambda: NixlSlots(address, secret, nixl)
     if address.tcp:
         return "tcp", lambda: TcpSlots(address, secret)
     raise ConnectionError(

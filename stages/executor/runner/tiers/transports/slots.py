@@ -16,7 +16,7 @@ import sys
 import weakref
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Final, NamedTuple, Protocol, Self
+from typing import ClassVar, Final, NamedTuple, Protocol, Self
 
 import msgspec
 import numpy as np
@@ -30,7 +30,9 @@ ANOTHER_SIZE = "the other executor's blocks have another size"
 _FORMAT = 1
 _HEADER = struct.Struct("<8sQ16sQQ")  # magic, format, incarnation, slots, bytes of a slot
 _MAGIC = b"nano-kv\0"
-_ENTRY = struct.Struct("<QQ16s")  # generation, checksum, name
+ENTRY = struct.Struct("<QQ16s")
+"""Of a slot: generation, checksum, name."""
+
 _PAGE = 4096
 
 _HERE: Final[weakref.WeakValueDictionary[str, SharedSlots]] = weakref.WeakValueDictionary()
@@ -46,6 +48,7 @@ class SlotAddress(msgspec.Struct, frozen=True, array_like=True):
         pid: The process.
         descriptor: Of the memory, in that process.
         tcp: host:port; "" if it doesn't listen.
+        nixl: Whether NIXL reads it, too.
     """
 
     incarnation: str
@@ -53,6 +56,7 @@ class SlotAddress(msgspec.Struct, frozen=True, array_like=True):
     pid: int = 0
     descriptor: int = -1
     tcp: str = ""
+    nixl: bool = False
 
     def encode(self) -> str:
         """Return it as it travels in messages."""
@@ -114,7 +118,7 @@ class SlotMemory:
 
     def entry(self, slot: int) -> tuple[int, int, bytes]:
         """Return a slot's generation, checksum and name."""
-        found: tuple[int, int, bytes] = _ENTRY.unpack_from(self._memory, self._place(slot))
+        found: tuple[int, int, bytes] = ENTRY.unpack_from(self._memory, self._place(slot))
         return found
 
     def offers(self, slot: int, name: bytes) -> bool:
@@ -132,7 +136,7 @@ class SlotMemory:
         return entry == self.entry(slot) and xxhash.xxh3_64_intdigest(into.data) == entry[1]
 
     def _place(self, slot: int) -> int:
-        return _HEADER.size + slot * _ENTRY.size
+        return _HEADER.size + slot * ENTRY.size
 
 
 class SharedSlots(SlotMemory):
@@ -140,7 +144,11 @@ class SharedSlots(SlotMemory):
 
     Attributes:
         address: Where they can be read, without TCP.
+        raw: All of the memory, in bytes.
+        data_start: Where the first slot begins in it.
     """
+
+    TABLE_START: ClassVar[int] = _HEADER.size
 
     def __init__(self, num_slots: int, slot_bytes: int) -> None:
         """Allocate the memory, with all its pages.
@@ -166,6 +174,8 @@ class SharedSlots(SlotMemory):
         header = _HEADER.pack(_MAGIC, _FORMAT, bytes.fromhex(incarnation), num_slots, slot_bytes)
         memory[: _HEADER.size] = header
         super().__init__(memory, num_slots, slot_bytes)
+        self.raw: Bytes = np.frombuffer(memory, np.uint8)
+        self.data_start = data_offset(num_slots)
         for slot in range(num_slots):
             self._set(slot, 1)
         self.address = SlotAddress(incarnation, host, os.getpid(), self._descriptor)
@@ -253,7 +263,7 @@ def this_host() -> str:
 
 def data_offset(num_slots: int) -> int:
     """Return the place of the first slot in the memory."""
-    return -(-(_HEADER.size + num_slots * _ENTRY.size) // _PAGE) * _PAGE
+    return -(-(_HEADER.size + num_slots * ENTRY.size) // _PAGE) * _PAGE
 
 
 def _map(descriptor: int, size: int, *, write: bool) -> mmap.mmap:

@@ -6,6 +6,8 @@
     client -> server    number of blocks, then (name, slot) of each
     server -> client    for each block: its length and checksum, then its bytes; length 0: not there
 
+In place of a number of blocks, `_DESCRIBE` asks for what NIXL has to know: its length, then that.
+
 Numbers are little-endian. Nothing is encrypted: the network between executors must be private.
 """
 
@@ -38,6 +40,8 @@ MOST_CONNECTIONS = 256
 
 _NONCE = 32
 _COUNT = struct.Struct("<I")
+_DESCRIBE = 0xFFFFFFFF
+_MOST_DESCRIPTION = 1 << 20
 _REQUEST = struct.Struct("<16sQ")
 _ANSWER = struct.Struct("<QQ")
 
@@ -49,13 +53,16 @@ class BlockServer:
         address: host:port.
     """
 
-    def __init__(self, slots: SharedSlots, listen: str, secret: str) -> None:
+    def __init__(
+        self, slots: SharedSlots, listen: str, secret: str, description: bytes = b""
+    ) -> None:
         """Listen.
 
         Args:
             slots: The slots.
             listen: host:port, IPv6 in brackets; port 0 for any.
             secret: Of both sides.
+            description: Of the memory, for NIXL.
 
         Raises:
             ModelError: There is no secret, or the address can't be listened on.
@@ -66,6 +73,11 @@ class BlockServer:
                 "the same secret"
             )
         host, port = split_address(listen)
+        if host in ("0.0.0.0", "::"):
+            raise ModelError(
+                f"engine.kv_listen is {listen!r}, which other hosts can't connect to; give an "
+                "address of this host that they reach"
+            )
         try:
             family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
             server_class = type("_Server", (_Server,), {"address_family": family})
@@ -76,6 +88,7 @@ class BlockServer:
                 f"{error.strerror or error}; give an address of this host"
             ) from None
         self._server.slots, self._server.secret = slots, secret.encode()
+        self._server.description = description
         bound = self._server.server_address[1]
         self.address = f"[{host}]:{bound}" if ":" in host else f"{host}:{bound}"
         self._thread = threading.Thread(
@@ -97,6 +110,7 @@ class _Server(socketserver.ThreadingTCPServer):
     allow_reuse_address = True
     slots: SharedSlots
     secret: bytes
+    description: bytes
 
     def __init__(self, *args: Any) -> None:
         self._connections: set[socket.socket] = set()
@@ -140,6 +154,10 @@ class _Connection(socketserver.BaseRequestHandler):
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         while True:
             (number,) = _COUNT.unpack(_receive(connection, _COUNT.size))
+            if number == _DESCRIBE:
+                description = self.server.description
+                connection.sendall(_COUNT.pack(len(description)) + description)
+                continue
             if number > MOST_BLOCKS:
                 return
             wanted = _receive(connection, number * _REQUEST.size)
@@ -202,6 +220,19 @@ class TcpSlots:
                 if self._closed:
                     self._connection.close()
         return whole
+
+    def describe(self) -> bytes:
+        """Return what NIXL has to know of the other executor's memory.
+
+        Raises:
+            OSError: As `read`.
+        """
+        until = time.monotonic() + TIMEOUT_S
+        self._connection.sendall(_COUNT.pack(_DESCRIBE))
+        (length,) = _COUNT.unpack(_receive(self._connection, _COUNT.size, until))
+        if length > _MOST_DESCRIPTION:
+            raise OSError("the other executor describes its memory at too great length")
+        return _receive(self._connection, length, until)
 
     def close(self) -> None:
         """End the connection. A read in flight fails, and frees it."""

@@ -162,9 +162,9 @@ def compare(
             if not python:
                 missing[name] = f"no --python {engine.peer}=PATH"
                 continue
-            print(name, file=sys.stderr, flush=True)
             try:
                 rows[name] = run(engine, python, model, threads, turns)
+                print(name, json.dumps(rows[name]), file=sys.stderr, flush=True)
             except (EOFError, subprocess.SubprocessError, AssertionError) as error:
                 missing[name] = str(error)
     columns = {

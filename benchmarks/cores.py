@@ -27,6 +27,7 @@ from nano_inference.config import EngineConfig
 from nano_inference.stages.batching import BatchingCore
 from nano_inference.stages.executor import ExecutorCore, wrap_model
 from nano_inference.stages.executor.driver.step import LaunchedStep
+from nano_inference.stages.streaming.core import EndedRequest
 
 MAX_MODEL_LEN = 2048
 BLOCK_SIZE = 16
@@ -39,9 +40,9 @@ class TimedEngine(InferenceEngine):
         super().__init__(config)
         self.completions: dict[str, Completion] = {}
 
-    def _finished(self, completion: Completion) -> Any:
-        self.completions[completion.request_id] = completion
-        return super()._finished(completion)
+    def _finished(self, ended: EndedRequest) -> Any:
+        self.completions[ended.completion.request_id] = ended.completion
+        return super()._finished(ended)
 
 
 class Followed(NamedTuple):

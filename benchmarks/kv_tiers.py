@@ -2,6 +2,8 @@
 
     python benchmarks/kv_tiers.py [--parts policies,bandwidth,ttft,audit] [--shape S] [--dtype auto]
         [--json FILE]
+    python benchmarks/kv_tiers.py --parts conversations [--conversations 200] [--threads 2]
+        [--python openvino=PATH] [--python llamacpp=PATH] [--folder DIR]
 
 `policies` runs the caches and tiers on traces of prompts, without a model, and counts tokens that
 need no computing. `bandwidth` moves blocks of the shape's size, beside a copy in memory and plain
@@ -10,7 +12,9 @@ page cache, as after a restart, and from the disk, as after a reboot.
 `ttft` is the time to the first token of a prompt of 2,048 tokens that is computed, and of one whose
 blocks a new engine finds on disk, also in both ways.
 `audit` is the self-audit's share of the time, and how often damaged blocks are loaded until one is
-found.
+found. `conversations` are 200 of four turns in random order, whose KV is many times the device
+cache: first tokens and total time without tiers, with host memory and with disk, beside OpenVINO
+GenAI and llama-server (kv_conversations.py).
 """
 
 from __future__ import annotations
@@ -26,6 +30,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal
 
+import kv_conversations
 import torch
 from harness import options, print_table, record, refuse_unknown, timed
 from random_models import write_model
@@ -38,7 +43,7 @@ from nano_inference.stages.batching.eviction import POLICIES
 from nano_inference.stages.batching.tiers import KVTiers, TierCounts
 from nano_inference.stages.executor.runner.system_memory import zeros
 
-PARTS = ("policies", "bandwidth", "ttft", "audit")
+PARTS = ("policies", "bandwidth", "ttft", "audit", "conversations")
 BLOCK = 16
 PROMPT = 2048
 BLOCKS = 256
@@ -328,7 +333,16 @@ def measure_audit() -> dict[str, dict[str, float]]:
 
 
 def main() -> None:
-    parser = options(__doc__, parts=(list(PARTS), "some of these"), shape="S", dtype="auto")
+    parser = options(
+        __doc__,
+        parts=(list(PARTS), "some of these"),
+        shape="S",
+        dtype="auto",
+        conversations=200,
+        threads=os.cpu_count() or 1,
+        folder=Path("build/benchmarks"),
+    )
+    parser.add_argument("--python", action="append", default=[], metavar="PEER=PATH")
     arguments = parser.parse_args()
     refuse_unknown(parser, arguments.parts, PARTS)
     results: dict[str, Any] = {}
@@ -344,6 +358,13 @@ def main() -> None:
             results["ttft"] = measure_ttft(folder, disk, arguments.dtype)
     if "audit" in arguments.parts:
         results["audit"] = measure_audit()
+    if "conversations" in arguments.parts:
+        pythons = dict(choice.split("=", 1) for choice in arguments.python)
+        size = (arguments.conversations, arguments.threads, pythons)
+        results["conversations"], results["missing"] = kv_conversations.compare(
+            arguments.folder, *size
+        )
+    del arguments.python  # paths of this machine
     record(arguments, **results)
 
 

@@ -1,6 +1,7 @@
 """Roles: how fast KV passes between replicas, and what long prompts do to running streams.
 
-    python benchmarks/roles.py [--parts bandwidth,handover,interference,devices] [--json FILE]
+    python benchmarks/roles.py [--parts bandwidth,handover,interference,devices] [--shape M]
+        [--repeat 9] [--every 5] [--arrivals 8] [--json FILE]
 
 `bandwidth` reads blocks of another process through shared memory and over TCP, beside copies from
 private memory in large pages and in pages of 4 KiB, and the same bytes over a plain connection of
@@ -9,24 +10,36 @@ the loopback interface. Shared memory has pages of 4 KiB, unless the system give
 from the first token of a sequence to its second one, on an idle lane of two replicas, beside a
 decode step and the transfer itself. `interference` measures the time between two tokens of
 running streams while prompts of 2,048 tokens arrive, on a lane whose two replicas do both, and on
-one with roles. `devices` does the same in virtual time, for devices of which one step takes a fixed
-time and a time per token.
+one with roles, in turn: each replica computes with one thread. `devices` does the same in virtual
+time, by the cores of fairness and batching, for devices of which one step takes a fixed time and a
+time per token. Its figures are assumptions.
+
+Both parts with processes run `nano-inference up` over Redis in float32, on a model with random
+weights in the given shape.
 """
 
 from __future__ import annotations
 
+import asyncio
 import mmap
 import multiprocessing
+import os
 import socket
 import statistics
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
-from harness import options, print_table, record, refuse_unknown
+import roles_lane
+import roles_model
+from harness import model_folder, options, print_table, progress, record, refuse_unknown, rotated
+from workloads import SHAPES
 
 from nano_inference.stages.executor.runner.tiers.transports.slots import (
     AttachedSlots,
@@ -140,11 +153,103 @@ def bandwidth() -> dict[str, dict[str, float]]:
     return rows
 
 
+# --- lanes of processes ---------------------------------------------------------------------------
+
+LENGTHS = [2048, 2040]
+"""Of the prompts that are handed over. Of the second one the last block is not full."""
+
+STREAMS, LONG = 8, 2048
+WAYS = {"unified": "", "roles": roles_lane.SPLIT}
+
+
+def handover(model: Path, repeat: int) -> dict[str, dict[str, float]]:
+    with tempfile.TemporaryDirectory() as folder:
+        rows = asyncio.run(roles_lane.handovers(Path(folder), model, LENGTHS, repeat))
+    columns = {
+        "first token": "{first_ms:.0f}",
+        "to the second": "{gap_ms:.1f}",
+        "transfer": "{transfer_ms:.1f}",
+        "decode step": "{decode_ms:.1f}",
+        "rest": "{over_ms:.1f}",
+    }
+    print_table(columns, rows, "ms")
+    print_table({name: f"{{{name}:.1f}}" for name in roles_lane.STEPS}, rows, "ms")
+    return rows
+
+
+def interference(model: Path, turns: int, every_s: float, arrivals: int) -> dict[str, Any]:
+    """Return the figures of all turns together, and the medians of each turn."""
+    load = {"streams": STREAMS, "length": LONG, "every_s": every_s, "arrivals": arrivals}
+    found: dict[str, list[dict[str, Any]]] = {name: [] for name in WAYS}
+    for turn in range(turns):
+        progress(turn + 1, turns, "turn")
+        for name in rotated(WAYS, turn):
+            with tempfile.TemporaryDirectory() as folder:
+                run = roles_lane.interference(Path(folder), model, WAYS[name], **load)
+                found[name].append(asyncio.run(run))
+    rows = {}
+    for name, each in found.items():
+        calm, beside, first = (
+            [value for turn in each for value in turn[part]]
+            for part in ("calm", "beside", "first_s")
+        )
+        rows[name] = {
+            **{f"calm_{share}": value for share, value in roles_lane.shares(calm).items()},
+            **roles_lane.shares(beside),
+            "first_s": statistics.median(first),
+            "tokens_per_s": statistics.median(turn["tokens_per_s"] for turn in each),
+            "p99_by_turn": [roles_lane.shares(turn["beside"])["p99"] for turn in each],
+        }
+    columns = {
+        "alone p50": "{calm_p50:.1f}",
+        "alone p99": "{calm_p99:.1f}",
+        "p50": "{p50:.1f}",
+        "p99": "{p99:.1f}",
+        "most": "{most:.0f}",
+        "first token, s": "{first_s:.2f}",
+        "tokens/s": "{tokens_per_s:.0f}",
+    }
+    print_table(columns, rows, f"between tokens of {STREAMS} streams, ms")
+    return rows
+
+
+# --- devices --------------------------------------------------------------------------------------
+
+
+def devices() -> dict[str, dict[str, float]]:
+    device = roles_model.Device()
+    load: dict[str, Any] = {"streams": STREAMS, "length": LONG, "every_s": 0.25, "seconds": 60.0}
+    rows = {
+        "unified, 2,048 tokens a step": roles_model.interference(device, (), 2048, **load),
+        "unified, 512 tokens a step": roles_model.interference(device, (), 512, **load),
+        "roles": roles_model.interference(device, ("prefill", "decode"), 2048, **load),
+    }
+    columns = {
+        "p50": "{itl_p50:.1f}",
+        "p99": "{itl_p99:.1f}",
+        "most": "{itl_most:.1f}",
+        "first token p50": "{first_p50:.0f}",
+        "p99 ": "{first_p99:.0f}",
+        "tokens/s": "{tokens_per_s:.0f}",
+    }
+    print_table(columns, rows, f"between tokens of {STREAMS} streams, virtual ms")
+    return rows
+
+
 def main() -> None:
-    parser = options(__doc__, parts=[*PARTS])
+    parser = options(
+        __doc__,
+        parts=[*PARTS],
+        shape=("M", SHAPES),
+        folder=Path("build/benchmarks"),
+        repeat=(9, "handovers of each length"),
+        turns=(2, "of each way under interference"),
+        every=(5.0, "seconds between two long prompts"),
+        arrivals=(8, "long prompts in a turn"),
+    )
     arguments = parser.parse_args()
     refuse_unknown(parser, arguments.parts, PARTS)
-    found = {}
+    found: dict[str, Any] = {"load_average": os.getloadavg()}
     if "bandwidth" in arguments.parts:
         found["bandwidth"] = bandwidth()
         columns = {
@@ -157,6 +262,15 @@ def main() -> None:
             "share ": "{tcp_share:.2f}",
         }
         print_table(columns, found["bandwidth"], "GB/s")
+    if {"handover", "interference"} & {*arguments.parts}:
+        model = model_folder(arguments.folder, arguments.shape)
+        if "handover" in arguments.parts:
+            found["handover"] = handover(model, arguments.repeat)
+        if "interference" in arguments.parts:
+            load = (arguments.turns, arguments.every, arguments.arrivals)
+            found["interference"] = interference(model, *load)
+    if "devices" in arguments.parts:
+        found["devices"] = devices()
     record(arguments, **found)
 
 

@@ -2,7 +2,7 @@
 
     python benchmarks/tables.py
 
-A table in README.md or benchmarks/README.md stands between `<!-- table: NAME -->` and `<!-- end
+A table of one of `DOCUMENTS` stands between `<!-- table: NAME -->` and `<!-- end
 -->`; `TABLES` has its function, which reads files in benchmarks/results/. Run this program after a
 measurement with `--json`; a test compares the documents.
 """
@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import re
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,10 @@ from typing import Any
 from harness import markdown, median_ratio
 
 HERE = Path(__file__).parent
-DOCUMENTS = (HERE.parent / "README.md", HERE / "README.md")
+DOCUMENTS = tuple(
+    HERE.parent / name
+    for name in ("README.md", "benchmarks/README.md", "docs/kv-tiers.md", "docs/roles.md")
+)
 
 TABLE = re.compile(r"(?<=<!-- table: )([a-z0-9-]+)( -->\n).*?(?=<!-- end -->)", re.DOTALL)
 
@@ -208,6 +211,85 @@ def hostile() -> str:
     return markdown(["hostile.json", ""], body)
 
 
+# --- roles.py, kv_tiers.py ------------------------------------------------------------------------
+
+
+def bandwidth(name: str) -> str:
+    head = {
+        "copy_large": "copy, large pages",
+        "copy": "copy, 4 KiB pages",
+        "memory": "shared memory",
+        "memory_share": "of a copy",
+        "loopback": "plain loopback",
+        "tcp": "TCP",
+        "tcp_share": "of plain",
+    }
+    body = []
+    for size, row in result(name)["bandwidth"].items():
+        cells = [f"{row[key]:.0%}" if "share" in key else f"{row[key]:.2f}" for key in head]
+        body.append([f"blocks of {size}", *cells])
+    return markdown(["GB/s", *head.values()], body)
+
+
+def handover(names: Mapping[str, str]) -> str:
+    """Return the times of `roles.py`, by result file and the words for its shape."""
+    body = []
+    for name, words in names.items():
+        for length, row in result(name)["handover"].items():
+            figures = ("gap_ms", "transfer_ms", "decode_ms", "over_ms")
+            body.append([f"{words}, {length}", *(f"{row[each]:.1f}" for each in figures)])
+    head = ["ms", "first to second token", "transfer", "decode step", "the rest"]
+    return markdown(head, body)
+
+
+def handover_parts(names: Mapping[str, str]) -> str:
+    """Return what the handovers of `roles.py` consist of."""
+    rows = {
+        f"{words}, {length}": row
+        for name, words in names.items()
+        for length, row in result(name)["handover"].items()
+    }
+    parts = [part for part in next(iter(rows.values())) if not part.endswith(("_ms", "transfers"))]
+    body = [[words, *(f"{row[part]:.1f}" for part in parts)] for words, row in rows.items()]
+    return markdown(["ms", *parts], body)
+
+
+def interference(name: str) -> str:
+    body = [
+        [
+            way,
+            *(f"{row[part]:,.0f}" for part in ("calm_p50", "calm_p99", "p50", "p99", "most")),
+            f"{row['first_s']:.1f}",
+            f"{row['tokens_per_s']:.0f}",
+        ]
+        for way, row in result(name)["interference"].items()
+    ]
+    beside = [f"beside prompts: {share}" for share in ("p50", "p99", "most")]
+    head = ["ms", "alone: p50", "p99", *beside, "prompts' TTFT, s", "streams' tokens/s"]
+    return markdown(head, body)
+
+
+def devices(name: str) -> str:
+    figures = ("itl_p50", "itl_p99", "itl_most", "first_p50", "first_p99")
+    body = [
+        [way, *(f"{row[figure]:.1f}" for figure in figures)]
+        for way, row in result(name)["devices"].items()
+    ]
+    between = [f"between tokens: {share}" for share in ("p50", "p99", "most")]
+    return markdown(["virtual ms", *between, "prompts' TTFT: p50", "p99"], body)
+
+
+def conversations(name: str) -> str:
+    figures = ("first_p50", "first_p95", "begins_p50", "later_p50", "later_p95")
+    body = [
+        [engine, *(f"{row[figure]:.0f}" for figure in figures), f"{row['total_s']:.0f}"]
+        for engine, row in result(name)["conversations"].items()
+    ]
+    later = [f"of later turns: {share}" for share in ("p50", "p95")]
+    head = ["", "TTFT, ms: p50", "p95", "of first turns: p50", *later, "total, s"]
+    return markdown(head, body)
+
+
 # --- README.md ------------------------------------------------------------------------------------
 
 
@@ -261,6 +343,7 @@ def peers_of(times: Sequence[str]) -> str:
 
 
 OTHERS = ("openvino", "llamacpp")
+ROLES = {"roles-M-2-cpu-cores": "M", "roles-T-2-cpu-cores": "T"}
 TABLES: dict[str, Callable[[], str]] = {
     "run-amx": partial(engines_of, AMX, "near", OTHERS),
     "run-transformers": partial(
@@ -279,6 +362,12 @@ TABLES: dict[str, Callable[[], str]] = {
     "durability-recovery": durability_recovery,
     "durability-cost": durability_cost,
     "hostile": hostile,
+    "bandwidth": partial(bandwidth, "roles-M-2-cpu-cores"),
+    "handover": partial(handover, ROLES),
+    "handover-parts": partial(handover_parts, ROLES),
+    "interference": partial(interference, "roles-M-2-cpu-cores"),
+    "devices": partial(devices, "roles-M-2-cpu-cores"),
+    "conversations": partial(conversations, "kv-conversations-2-cpu-cores"),
     "measured": measured,
 }
 

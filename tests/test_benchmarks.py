@@ -9,11 +9,10 @@ from typing import Any
 
 import pytest
 
-from nano_inference import EngineConfig, InferenceEngine, SamplingParams
+from nano_inference import EngineConfig, SamplingParams
 
 from .rig import FOLDER, load
 
-ROOT = Path(__file__).parent.parent
 NEAR, BETWEEN, FAR = (60.0, 2.0), (200.0, 2.0), (350.0, 1.9)
 SHARED, BUSY = (60.0, 1.05), (60.0, 1.5)
 FIRST = 300
@@ -81,14 +80,37 @@ def test_a_model_of_known_text_generates_it(tmp_path: Path) -> None:
     answer = [successors[prompt[-1]]]
     while len(answer) < 32:
         answer.append(successors[answer[-1]])
-    with InferenceEngine(EngineConfig(model_path=str(tmp_path / "model"))) as engine:
+    with load("cores").TimedEngine(EngineConfig(model_path=str(tmp_path / "model"))) as engine:
         (sample,) = engine.generate([prompt], SamplingParams(temperature=0, max_tokens=32))
-    assert list(sample.completion_tokens) == answer
+        (completion,) = engine.completions.values()
+    assert list(sample.completion_tokens) == list(completion.samples[0].token_ids) == answer
+    assert completion.timings.first_token_ns > 0
     assert len(set(answer)) == 32
 
 
-@pytest.mark.parametrize("document", ["README.md", "benchmarks/README.md"])
-def test_tables_equal_the_result_files(document: str) -> None:
-    text = (ROOT / document).read_text(encoding="utf-8")
+@pytest.mark.parametrize("path", load("tables").DOCUMENTS, ids=lambda path: path.name)
+def test_tables_equal_the_result_files(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
     assert "<!-- table: " in text
     assert text == load("tables").written(text), "run `python benchmarks/tables.py`"
+
+
+def test_long_prompts_delay_streams_of_a_simulated_lane_only_without_roles() -> None:
+    model = load("roles_model")
+    device = model.Device()
+    load_of_a_lane = {"streams": 4, "length": 512, "every_s": 0.2, "seconds": 1.0}
+    unified = model.interference(device, (), 512, **load_of_a_lane)
+    roles = model.interference(device, ("prefill", "decode"), 512, **load_of_a_lane)
+    prefill_ms = 512 * device.prefill_token_ns / 1e6
+    assert unified["itl_most"] > prefill_ms > roles["itl_most"]
+    assert min(unified["first_p50"], roles["first_p50"]) > prefill_ms
+
+
+def test_each_turn_of_a_conversation_continues_an_earlier_one() -> None:
+    conversations = load("kv_conversations")
+    turns = conversations.make_turns(3)
+    assert len(turns) == 3 * conversations.TURNS
+    texts = [turn.prompt + turn.answer for turn in turns]
+    for number, turn in enumerate(turns):
+        continued = [text for text in texts[:number] if turn.prompt[: len(text)] == text]
+        assert bool(continued) is not turn.begins

@@ -236,7 +236,7 @@ class BatchingStage(Actor):
             await self.send(self.own(CREDITS), handover)
         if core.events is not None and (events := core.events.take()):
             await self._publish(events)
-        if core.idle:
+        if core.idle and not handovers:  # which wait to be written meanwhile
             core.check()
         if core.at_rest:
             await self._answer_pause()

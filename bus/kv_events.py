@@ -11,7 +11,7 @@ from typing import Literal
 import msgspec
 
 Medium = Literal["GPU", "CPU", "DISK"]
-"""Where a block is: on the device (whatever it is), in host memory, on disk."""
+"""Where a block is: on the device of any kind, in host memory, or on disk."""
 DEVICE: Medium = "GPU"
 HOST: Medium = "CPU"
 DISK: Medium = "DISK"

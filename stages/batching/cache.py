@@ -160,6 +160,7 @@ class KVCacheManager(ABC):
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
         self._generation = 0
         self._num_evicted = 0
+        self._forget_all()
 
     def take_evicted(self) -> int:
         """Return the number of cached blocks evicted since the last call."""
@@ -544,7 +545,7 @@ class KVCacheManager(ABC):
 
     @abstractmethod
     def _forget_all(self) -> None:
-        """Remove all blocks from the index."""
+        """Make the index empty; the constructor calls it first."""
 
     # --- internals ----------------------------------------------------------------------------
 

@@ -549,7 +549,7 @@ class BatchingCore:
         if audit is not None:
             new.append(audit)
             num_tokens = {AUDIT_SEQ_ID: len(audit.token_ids) - 1 - audit.num_cached}
-        offers = self._handovers.offer(seqs, now_ns) if self._hands_over else ()
+        offers = self._handovers.offer(seqs, step_id, now_ns) if self._hands_over else ()
         plan = StepPlan(
             step_id=step_id,
             new=tuple(new),

@@ -21,17 +21,17 @@ class Handovers:
         """Args: the cache, and the sequences that have not ended."""
         self._cache = cache
         self._index = index
-        # Sequences whose first token is in flight.
-        self._offered: dict[int, RemoteBlocks] = {}
+        # Sequences whose first token is in flight, and the step that samples it.
+        self._offered: dict[int, tuple[int, RemoteBlocks]] = {}
         self._messages: list[Handover] = []
 
-    def offer(self, seqs: Iterable[Sequence], now_ns: int) -> list[KVMove]:
+    def offer(self, seqs: Iterable[Sequence], step_id: int, now_ns: int) -> list[KVMove]:
         """Offer the blocks of those sequences that sample in the plan being made."""
         moves: list[KVMove] = []
         for seq in seqs:
             if seq.hands_over and seq.num_planned > len(seq.token_ids):
                 moves += (offered := self._cache.offer(seq.seq_id, seq.lease, now_ns))
-                self._offered[seq.seq_id] = self._describe(seq, offered)
+                self._offered[seq.seq_id] = (step_id, self._describe(seq, offered))
         return moves
 
     def absorb(self, result: StepSummary) -> list[Sequence]:
@@ -40,11 +40,12 @@ class Handovers:
         Call it when those that ended with the token are no longer in the index.
         """
         leaving: list[Sequence] = []
-        for seq_id in result.seq_ids if self._offered else ():
-            if (blocks := self._offered.pop(seq_id, None)) is None:
+        for seq_id, (step_id, blocks) in [*self._offered.items()] if self._offered else ():
+            if step_id != result.step_id:
                 continue
+            del self._offered[seq_id]
             seq = self._index.get(seq_id)
-            if seq is None:
+            if seq is None or seq_id not in result.seq_ids:  # it has ended, or is about to
                 self.release(seq_id)
             else:
                 generated = tuple(seq.token_ids[seq.num_prompt_tokens :])

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from .block_hash import chain_root, compute_block_hash
 from .cache import KVCacheManager, Lease, Prefix, common_length
-from .kv_events import KVEventLog
-from .tiers import KVTiers
 
 
 class PagedKVCache(KVCacheManager):
@@ -16,20 +14,6 @@ class PagedKVCache(KVCacheManager):
 
     A lease's chain holds the hashes of its full blocks.
     """
-
-    def __init__(
-        self,
-        num_blocks: int,
-        block_size: int,
-        tiers: KVTiers | None = None,
-        events: KVEventLog | None = None,
-    ) -> None:
-        super().__init__(num_blocks, block_size, tiers, events)
-        self._hashes: list[int | None] = [None] * num_blocks
-        self._block_of: dict[int, int] = {}
-        self._latest: dict[int, int] = {}
-        # For the blocks in `_latest`: the prefix hash, and the tokens behind it.
-        self._runs: list[tuple[int, list[int]] | None] = [None] * num_blocks
 
     def num_cached_blocks(self) -> int:
         # Built-in counting is fast enough to be called between steps.
@@ -112,7 +96,8 @@ class PagedKVCache(KVCacheManager):
             self._runs[block_id] = None
 
     def _forget_all(self) -> None:
-        self._block_of.clear()
-        self._latest.clear()
-        self._hashes = [None] * self.num_blocks
-        self._runs = [None] * self.num_blocks
+        self._hashes: list[int | None] = [None] * self.num_blocks
+        self._block_of: dict[int, int] = {}
+        self._latest: dict[int, int] = {}
+        # For the blocks in `_latest`: the prefix hash, and the tokens behind it.
+        self._runs: list[tuple[int, list[int]] | None] = [None] * self.num_blocks

@@ -7,8 +7,6 @@ from typing import TypeAlias
 
 from ...bus.messages import CacheScope
 from .cache import KVCacheManager, Lease, Prefix, common_length
-from .kv_events import KVEventLog
-from .tiers import KVTiers
 
 TOKEN = "q"
 """The array type of token ids: 64 bits."""
@@ -98,17 +96,6 @@ class RadixKVCache(KVCacheManager):
 
     A lease's chain holds the nodes at the ends of its full blocks.
     """
-
-    def __init__(
-        self,
-        num_blocks: int,
-        block_size: int,
-        tiers: KVTiers | None = None,
-        events: KVEventLog | None = None,
-    ) -> None:
-        super().__init__(num_blocks, block_size, tiers, events)
-        self._roots: dict[CacheScope, Root] = {}
-        self._nodes: list[Node | None] = [None] * num_blocks
 
     def num_cached_blocks(self) -> int:
         # Built-in counting is fast enough to be called between steps.
@@ -250,5 +237,5 @@ class RadixKVCache(KVCacheManager):
             node = parent
 
     def _forget_all(self) -> None:
-        self._roots.clear()
-        self._nodes = [None] * self.num_blocks
+        self._roots: dict[CacheScope, Root] = {}
+        self._nodes: list[Node | None] = [None] * self.num_blocks

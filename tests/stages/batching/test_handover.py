@@ -123,6 +123,22 @@ def test_a_sequence_that_ends_with_its_first_token_stays() -> None:
     assert not tiers_of(pair.giver).has_offers
 
 
+def test_a_sequence_without_its_first_token_gives_its_slots_back() -> None:
+    """The executor has ended it, as where its grammar can't be followed; streaming halts it."""
+    pair = Pair()
+    pair.add(PROMPT, [1])
+    pair.giver.plan()
+    result = pair.giver.executor.execute(pair.giver.plans.popleft())
+    summary = msgspec.structs.replace(result, seq_ids=(), token_ids=(), finish_reasons=())
+    pair.giver.core.absorb(summary.summary())
+    pair.collect()
+    assert not pair.handovers
+    assert not tiers_of(pair.giver).has_offers
+    pair.giver.core.stop([1])
+    pair.giver.run()
+    assert pair.giver.core.idle
+
+
 def test_a_handover_frees_its_place_and_is_not_an_end() -> None:
     pair = Pair()
     pair.add(PROMPT, [1])

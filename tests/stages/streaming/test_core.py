@@ -497,7 +497,7 @@ def from_replica(client: Client, replica: int, *args: Any, **kwargs: Any) -> Non
 def test_steps_of_two_replicas_are_delivered_in_order(
     client: Client, order: tuple[str, ...]
 ) -> None:
-    """In whatever order they and the request come; those of one replica stay in order."""
+    """In any order of steps and request; steps of one replica stay in order."""
     if order.index("third") < order.index("second"):
         return
     request = request_of(stream=True)

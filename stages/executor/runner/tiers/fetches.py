@@ -27,7 +27,7 @@ class Fetches:
     """Threads that write blocks from a source to host slots.
 
     Each fetch is reported as fetched or lost, unless the tiers were reset meanwhile. A fetch that
-    is running at a reset still writes to its slot: whoever uses the slot next waits for that.
+    is running at a reset still writes to its slot: the next user of the slot waits for it.
     """
 
     def __init__(
@@ -64,8 +64,8 @@ class Fetches:
         reported = time.monotonic()
         try:
             for move in moves:
-                # Looked up while the slots are held: a reset before gave them away, and whoever
-                # uses them after a later one waits.
+                # Checked while the slots are held: after an earlier reset they may have another
+                # use, and after a later one their next user waits for the release.
                 if generation != self._changes.generation:
                     break
                 if not self._source(move.name, self._slots.memory[move.slot].data):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from typing import NamedTuple, TypeVar
 from urllib.parse import SplitResult, urlsplit
@@ -146,6 +146,23 @@ def operate(options: Options, operation: Callable[[BusClient], Awaitable[T]]) ->
         NanoInferenceError: As `connected`, or the operation.
     """
     return run_with(connected(options.client_config(), options.served), operation)
+
+
+def of_lane(by_lane: Mapping[str, T], lane: str | None) -> dict[str, T]:
+    """Return what the fairness stages report, of all lanes or of one.
+
+    Args:
+        by_lane: By `LANE`, or `MODEL:LANE`.
+        lane: None for all.
+
+    Raises:
+        BusError: None reports.
+    """
+    found = {name: by_lane[name] for name in by_lane if lane in (None, name.rpartition(":")[2])}
+    if not found:
+        which = "a pipeline" if lane is None else f"lane {lane}"
+        raise BusError(f"no fairness stage of {which} reports; see `nano-inference status`")
+    return found
 
 
 def run_with(context: AbstractAsyncContextManager[C], work: Callable[[C], Awaitable[T]]) -> T:

@@ -10,7 +10,7 @@ import msgspec
 
 from ..config import BusError, ConfigError, FairnessConfig, nearest, parse_value
 from ..pipeline.client import BusClient
-from .connection import operate
+from .connection import of_lane, operate
 from .options import AsJson, Lane, Options, argument, group, takes_model_options
 from .terminal import harmless, print_json, print_table
 
@@ -104,12 +104,7 @@ async def _change(client: BusClient, changes: list[str], lane: str | None) -> By
 
 
 async def _in_force(client: BusClient, lane: str | None) -> ByLane:
-    found = await client.fairness()
-    settings = {name: found[name] for name in found if lane in (None, name.rpartition(":")[2])}
-    if not settings:
-        which = "a pipeline" if lane is None else f"lane {lane}"
-        raise BusError(f"no fairness stage of {which} reports; see `nano-inference status`")
-    return settings
+    return of_lane(await client.fairness(), lane)
 
 
 def _print(settings: ByLane, as_json: bool) -> None:

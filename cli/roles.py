@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, cast, get_args
 
-from ..config import BusError, ConfigError, ReplicaRole, nearest
+from ..config import ConfigError, ReplicaRole, nearest
 from ..pipeline.client import BusClient
-from .connection import operate
+from .connection import of_lane, operate
 from .options import AsJson, Lane, Options, argument, group, takes_model_options
 from .terminal import harmless, print_json, print_table
 
@@ -55,12 +55,7 @@ def set_(
 
 
 async def _in_force(client: BusClient, lane: str | None) -> Roles:
-    found = await client.roles()
-    roles = {name: each for name, each in found.items() if lane in (None, name.rpartition(":")[2])}
-    if not roles:
-        which = "a pipeline" if lane is None else f"lane {lane}"
-        raise BusError(f"no stage of {which} reports; see `nano-inference status`")
-    return roles
+    return of_lane(await client.roles(), lane)
 
 
 def _print(roles: Roles, as_json: bool) -> None:

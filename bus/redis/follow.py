@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Self
+from typing import Generic, Self, TypeVar
 
 from redis import exceptions
 
@@ -15,6 +16,8 @@ from ..codec import decode_output
 from ..public import Completion, CompletionChunk, Output
 from .given import Given
 from .readers import Readers, Subscription
+
+T = TypeVar("T")
 
 IDLE_CHECK_S = 30.0
 """Interval at which a silent request is checked for being lost."""
@@ -105,17 +108,21 @@ class RedisFollow:
             await check_known(self._commands, self._keys, self._entry_id, self._outs)
 
 
-class RedisTail:
-    """The results stream; see `ResultStreams.tail`."""
+class RedisTail(ABC, Generic[T]):
+    """The entries of one stream, from a position on, as `T`."""
 
     def __init__(self, subscription: Subscription) -> None:
         self._subscription = subscription
         self._done = False
 
+    @abstractmethod
+    def _read(self, fields: dict[bytes, bytes]) -> T | None:
+        """Decode an entry; None to skip it."""
+
     def __aiter__(self) -> Self:
         return self
 
-    async def __anext__(self) -> Completion:
+    async def __anext__(self) -> T:
         while not self._done:
             try:
                 _, fields = await self._subscription.next()
@@ -123,9 +130,8 @@ class RedisTail:
                 if self._done:  # by our own `aclose`
                     break
                 raise
-            output = readable(decode_output, fields.get(JSON, b""), "results")
-            if isinstance(output, Completion):
-                return output
+            if (found := self._read(fields)) is not None:
+                return found
         raise StopAsyncIteration
 
     async def aclose(self) -> None:
@@ -135,6 +141,14 @@ class RedisTail:
 
     def __del__(self) -> None:
         self._subscription.close()
+
+
+class ResultsTail(RedisTail[Completion]):
+    """The results stream; see `ResultStreams.tail`."""
+
+    def _read(self, fields: dict[bytes, bytes]) -> Completion | None:
+        output = readable(decode_output, fields.get(JSON, b""), "results")
+        return output if isinstance(output, Completion) else None
 
 
 def read_output(key: bytes, raw: bytes) -> Output:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any, Self
+from typing import Any
 
-from ...config import BusConfig, ChannelClosed
+from ...config import BusConfig
 from ...config.errors import bus_closed
 from ...config.logger import get_logger
 from ...store.redis.client import Commands, execute_all, persist, readable
 from ...store.redis.keys import Keys
 from ..kv_events import Continuity, KVEventEntry, decode_batch, encode_batch
+from .follow import RedisTail
 from .links import WRITE_BATCH, BatchWriter
 from .readers import Readers, Subscription, readers_of
 
@@ -87,40 +88,20 @@ class _Writer(BatchWriter[KVEventEntry]):
         return WRITE_BATCH
 
 
-class _Follow:
+class _Follow(RedisTail[KVEventEntry]):
     """A reader; see `KVEventStream.follow`."""
 
     def __init__(self, subscription: Subscription, model: str) -> None:
-        self._subscription = subscription
+        super().__init__(subscription)
         self._model = model
         self._continuity = Continuity()
-        self._done = False
 
-    def __aiter__(self) -> Self:
-        return self
-
-    async def __anext__(self) -> KVEventEntry:
-        while not self._done:
-            try:
-                _, fields = await self._subscription.next()
-            except ChannelClosed:
-                if self._done:  # by our own `aclose`
-                    break
-                raise
-            read = _read(fields)
-            if read is None or self._model not in ("", read.model):
-                continue
-            if (entry := self._continuity.check(read)) is not None:
-                return entry
-        raise StopAsyncIteration
-
-    async def aclose(self) -> None:
-        """Stop reading."""
-        self._done = True
-        self._subscription.close()
-
-    def __del__(self) -> None:
-        self._subscription.close()
+    def _read(self, fields: Fields) -> KVEventEntry | None:
+        # None for a foreign entry.
+        entry = readable(lambda _: _entry_of(fields), b"", "kv_events")
+        if entry is None or self._model not in ("", entry.model):
+            return None
+        return self._continuity.check(entry)
 
 
 def _fields_of(entry: KVEventEntry) -> list[Any]:
@@ -129,11 +110,6 @@ def _fields_of(entry: KVEventEntry) -> list[Any]:
         *("incarnation", entry.incarnation, "sequence", entry.sequence),
         *("batch", encode_batch(entry.batch)),
     ]
-
-
-def _read(fields: Fields) -> KVEventEntry | None:
-    """Decode an entry; None for a foreign one."""
-    return readable(lambda _: _entry_of(fields), b"", "kv_events")
 
 
 def _entry_of(fields: Fields) -> KVEventEntry:

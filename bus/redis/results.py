@@ -31,7 +31,7 @@ from ...store.redis.keys import JSON, Keys, id_after, parse_id
 from ..codec import decode_output, encode_output
 from ..public import Completion, Output, OutputBatch
 from .entries import Entries, entries_of
-from .follow import RedisFollow, RedisTail, check_known, out_keys, read_output
+from .follow import RedisFollow, ResultsTail, check_known, out_keys, read_output
 from .readers import readers_of
 from .result_parts import REFUSED, TOO_LARGE, StreamPart, ending, part_of
 from .result_scripts import ANSWER, APPEND, FENCE, LOOK, TELL
@@ -159,10 +159,10 @@ class RedisResults:
             await check_known(self._commands, self._keys, entry_id, outs)
         return None
 
-    async def tail(self) -> RedisTail:
+    async def tail(self) -> ResultsTail:
         last = await self._range("XREVRANGE", "+", "-", 1)
         start = last[0][0] if last else b"0-0"
-        return RedisTail(self._readers.subscribe({self._keys.results: start}))
+        return ResultsTail(self._readers.subscribe({self._keys.results: start}))
 
     async def newest(self, within_s: float) -> AsyncIterator[Completion]:
         """Yield recent completions; entries added while it reads are left out."""

@@ -31,6 +31,7 @@ from . import kill_phases
 from .builders import until
 from .conftest import MakeConfig
 from .test_replicas import FRONT, epoch_of, fairness_of, lanes_of
+from .test_roles import bits
 
 pytestmark = [
     pytest.mark.slow,
@@ -200,11 +201,6 @@ def bodies(round_: int) -> list[dict[str, Any]]:
         }
         for index in range(REQUESTS)
     ]
-
-
-def bits(completion: Completion) -> list[Any]:
-    assert completion.status == "done", completion.error
-    return [(s.token_ids, s.logprobs, s.top_logprobs, s.text) for s in completion.samples]
 
 
 def check_chunks(outputs: list[Output]) -> None:

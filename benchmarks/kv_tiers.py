@@ -264,7 +264,7 @@ def measure_ttft(folder: Path, disk: Path, dtype: str) -> dict[str, dict[str, fl
 
 def damaged_loads(share: float) -> float:
     """Return the mean number of loads of damaged blocks until an audit meets one of them."""
-    capacity = TierCapacity(16, 0, "", "", 0, "", load_ns=1, fetch_ns=0, token_ns=1, exact=True)
+    capacity = TierCapacity(16, 0, "", "", 0, "", load_ns=1, fetch_ns=0, token_ns=1)
     tiers, rng, name = KVTiers(capacity, BLOCK, "lru", AUDIT_EVERY), random.Random(1), bytes(16)
     tiers.store(name, 0)
     counts = []

@@ -343,7 +343,6 @@ class TierCapacity(InternalPart, frozen=True, array_like=True):
         load_ns: Time to load a block from host memory, measured at the start, as the next two.
         fetch_ns: Time to read a block from disk.
         token_ns: Time to compute one token of a prompt.
-        exact: Whether a block computed again has the same bits (deterministic mode).
         address: Where other executors read blocks that it offers; "" if it offers none.
     """
 
@@ -356,7 +355,6 @@ class TierCapacity(InternalPart, frozen=True, array_like=True):
     load_ns: int
     fetch_ns: int
     token_ns: int
-    exact: bool = False
     address: str = ""
 
 

@@ -7,7 +7,7 @@ from typing import Annotated
 import msgspec
 import typer
 
-from ..bus.public import SessionAction
+from ..bus.public import DEFAULT_TENANT, SessionAction
 from .connection import operate
 from .options import AsJson, Lane, Options, argument, option, takes_model_options
 
@@ -20,7 +20,7 @@ def kv_session(
     ttl_s: Annotated[
         float | None, option("--ttl SECONDS", "Time to live from now on; default: as before.")
     ] = None,
-    tenant: Annotated[str, option("--tenant NAME", "The tenant of its requests.")] = "default",
+    tenant: Annotated[str, option("--tenant NAME", "The tenant of its requests.")] = DEFAULT_TENANT,
     as_json: AsJson = False,
     lane: Lane = None,
 ) -> None:

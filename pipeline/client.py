@@ -17,7 +17,7 @@ from ..bus.codec import written_id
 from ..bus.control import MEMORY_TAGS, MemoryTag
 from ..bus.kv_events import KVEventEntry
 from ..bus.messages import Message
-from ..bus.public import Completion, KVSessionResult, Output, SessionAction
+from ..bus.public import DEFAULT_TENANT, Completion, KVSessionResult, Output, SessionAction
 from ..bus.weights import (
     InFlight,
     LocalWeights,
@@ -252,7 +252,7 @@ class BusClient(Submitter, Deployment):
         action: SessionAction,
         *,
         ttl_s: float | None = None,
-        tenant: str = "default",
+        tenant: str = DEFAULT_TENANT,
         lane: str | None = None,
     ) -> KVSessionResult:
         """Pin, release, demote or prefetch the KV of a conversation between two turns.

@@ -19,6 +19,7 @@ def make_cache(config: EngineConfig, capacity: ReplicaCapacity) -> KVCacheManage
     events = KVEventLog(size) if config.kv_events else None
     tiers: KVTiers | None = None
     if capacity.tiers is not None:
-        policy = (config.kv_eviction, config.kv_audit_every)
-        tiers = KVTiers(capacity.tiers, size, *policy, events)
+        # Otherwise a block computed again may have other bits.
+        audit_every = config.kv_audit_every if capacity.exact else 0
+        tiers = KVTiers(capacity.tiers, size, config.kv_eviction, audit_every, events)
     return CACHES[config.cache_type](capacity.num_blocks, size, tiers, events)

@@ -129,13 +129,13 @@ class KVTiers:
             capacity: The executor's tiers.
             block_size: Tokens of a block.
             policy: Name of the eviction policy.
-            audit_every: 0 for no audit. Without deterministic mode there is none.
+            audit_every: 0 for no audit, as without deterministic mode.
             events: Log of the blocks that can be found; None for no log.
         """
         self.capacity = capacity
         self.chosen: deque[LoadedBlock] = deque(maxlen=MOST_CHOSEN)
         self.difference: AuditedBlock | None = None
-        self._audit_every = audit_every if capacity.exact else 0
+        self._audit_every = audit_every
         self._draw = Random(capacity.incarnation)
         self._until_audit = self._next_gap()
         # Blocks are chosen as long as an audit is due: most have left the device when it begins.

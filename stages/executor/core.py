@@ -147,16 +147,20 @@ class ExecutorCore:
         )
 
     def _make_tiers(self, config: EngineConfig, *, shares: bool) -> BlockTiers:
-        model, exact = self.model, "deterministic" not in self.off
+        model, is_exact = self.model, "deterministic" not in self.off
         kernels = "none" if "kernels" in self.off else kernels_of(model)
-        parts = (model.device.type, kernels, self.runner.backend.name, f"deterministic {exact}")
+        parts = (
+            model.device.type,
+            kernels,
+            self.runner.backend.name,
+            "deterministic" if is_exact else "",
+        )
         return BlockTiers(
             config,
             model,
             self.cache,
             self.weights.version,
             self._measure_token_ns(),
-            exact=exact,
             arithmetic=", ".join(parts),
             shares=shares,
         )

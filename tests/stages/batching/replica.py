@@ -244,9 +244,8 @@ class FakeReplica:
             "rule",
             max_batch_size=max_batch_size,
             drafts=max_draft_tokens > 0,
-            tiers=TierCapacity(
-                host_slots, disk_blocks, "", "", 0, "", 1, 1, 1000, exact=True, address=address
-            )
+            exact=True,
+            tiers=TierCapacity(host_slots, disk_blocks, "", "", 0, "", 1, 1, 1000, address=address)
             if host_slots
             else None,
         )

@@ -12,9 +12,7 @@ EVERY, LIVES = 50, 300
 
 def hits_until_chosen(every: int, blocks: int, wrong: int, life: int) -> int:
     """A prompt of so many blocks is loaded again and again, and one of its blocks is wrong."""
-    capacity = TierCapacity(
-        blocks, 0, "layout", "weights", 0, f"executor {life}", 1, 1, 1000, exact=True
-    )
+    capacity = TierCapacity(blocks, 0, "layout", "weights", 0, f"executor {life}", 1, 1, 1000)
     tiers = KVTiers(capacity, 16, "lru", every)
     names = [number.to_bytes(16, "little") for number in range(blocks)]
     for name in names:

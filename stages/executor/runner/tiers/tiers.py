@@ -55,7 +55,6 @@ class BlockTiers:
         weight_version: int,
         token_ns: int,
         *,
-        exact: bool = False,
         arithmetic: str = "",
         shares: bool = False,
     ) -> None:
@@ -67,7 +66,6 @@ class BlockTiers:
             cache: Its KV cache.
             weight_version: Of the model's weights.
             token_ns: Time to compute one token of a prompt.
-            exact: Whether KV computed again has the same bits.
             arithmetic: As in BlockLayout.
             shares: Whether to exchange blocks with other executors.
 
@@ -108,7 +106,6 @@ class BlockTiers:
                 load_ns=self._measure_load_ns(cache.padding_block),
                 fetch_ns=self._disk.measure_ns(self.slots.memory[0]) if self._disk else 0,
                 token_ns=token_ns,
-                exact=exact,
                 address=self._address(nixl=nixl is not None),
             )
         except ModelError:

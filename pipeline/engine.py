@@ -15,14 +15,7 @@ from torch import Tensor
 from ..bus.control import MEMORY_TAGS, Cancel, JoinWeightsGroup, MemoryTag
 from ..bus.entries import RequestEntry
 from ..bus.messages import StepPlan
-from ..bus.public import (
-    DEFAULT_TENANT,
-    EmbedParams,
-    GenerateRequest,
-    KVSession,
-    KVSessionResult,
-    SessionAction,
-)
+from ..bus.public import EmbedParams, GenerateRequest, KVSession, KVSessionResult, SessionAction
 from ..bus.weights import InFlight, WeightsSource, check_in_flight
 from ..config import (
     AdapterError,
@@ -531,7 +524,7 @@ class InferenceEngine:
         Raises:
             RequestError: `invalid_kv_session`: `action` is unknown.
         """
-        key = SessionKey(DEFAULT_TENANT, session)
+        key = SessionKey(GenerateRequest().tenant, session)
         call, sessions = SessionCall(check_action(action), ttl_s), self._batching.sessions
         result, tiers = sessions.call(key, call, now_ns()), self._batching.tiers
         while tiers is not None and (tiers.fetches or tiers.has_moves):

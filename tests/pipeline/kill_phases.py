@@ -61,11 +61,11 @@ def mark_phases(folder: Path) -> None:
     from nano_inference.stages.executor.runner.tiers.host_slots import HostSlots
     from nano_inference.stages.executor.runner.tiers.transports.slots import SlotMemory
 
-    def offer(original: Any, self: Handovers, seqs: Any, now_ns: int) -> Any:
+    def offer(original: Any, self: Handovers, seqs: Any, *rest: Any) -> Any:
         seqs = list(seqs)
         if any(seq.hands_over and seq.num_planned > len(seq.token_ids) for seq in seqs):
             reach(folder, "before the offer")
-        return original(self, seqs, now_ns)
+        return original(self, seqs, *rest)
 
     def offered(original: Any, self: HostSlots, moves: Any) -> None:
         original(self, moves)

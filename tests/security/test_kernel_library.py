@@ -22,6 +22,10 @@ pytestmark = [
 
 SOURCE = "int answer(void) { return 42; }\n"
 
+LIBRARIES = [
+    name for name, value in vars(compiling).items() if isinstance(value, compiling.Library)
+]
+
 
 class Machine:
     """One where kernels are of the smallest kind, with folders of its own.
@@ -213,9 +217,11 @@ def test_one_is_made_again_when_what_it_includes_has_changed(machine: Machine) -
 @pytest.mark.parametrize(
     ("flags", "without"),
     [
-        ("avx512f avx512_bf16", ["TILES"]),
-        ("avx512f", ["TILES", "BFLOAT16"]),
+        ("avx512f avx512_bf16 avx2 fma", ["TILES"]),
+        ("avx512f avx2 fma", ["TILES", "BFLOAT16"]),
         ("avx2 fma", ["TILES", "BFLOAT16", "FLOAT32", "SAMPLING"]),
+        ("avx2", LIBRARIES),
+        ("fma", LIBRARIES),
     ],
 )
 def test_each_needs_what_it_uses_of_the_processor(
@@ -223,7 +229,7 @@ def test_each_needs_what_it_uses_of_the_processor(
 ) -> None:
     (compiling.SOURCES / "sampling.c").write_text(SOURCE)
     monkeypatch.setattr(compiling, "_processor_flags", lambda: f"flags : {flags}")
-    for name in ("TILES", "BFLOAT16", "FLOAT32", "SAMPLING"):
+    for name in LIBRARIES:
         if name in without:
             with pytest.raises(compiling.KernelsUnavailable, match=r"the processor has no A[MV]X"):
                 compiling.load_library(getattr(compiling, name))

@@ -48,11 +48,11 @@ typedef struct {
     long key_width, padded;  // key_width and value_width made multiples of WIDTH and of 32
     long *first, *end;       // [rows], the positions that each sees
     float *maxima, *totals;  // [rows], of the scores and weights so far
-    float *scores;    // [rows, CHUNK], then weights, as numbers, at the beginning of each row
-    float *sums;      // [rows, padded], weighted sums of values
-    number *queries;  // [rows, key_width]
-    number *keys;     // of 16 positions, [16, key_width] or the layout of lay_out_keys
-    number *values;   // [padded / 32] times CHUNK positions of 32, the layout of lay_out_values
+    float *scores;     // [rows, CHUNK], then weights, as operands, at the beginning of each row
+    float *sums;       // [rows, padded], weighted sums of values
+    Operand *queries;  // [rows, key_width]
+    number *keys;      // of 16 positions, [16, key_width] or the layout of lay_out_keys
+    Operand *values;   // [padded / 32] times CHUNK positions of 32, the layout of lay_out_values
 } Rows;
 
 // The number of a row's visible positions from `chunk` on, in whole vectors.
@@ -70,7 +70,7 @@ INLINE long used_by(const Rows *r, long row, long chunk) {
 
 // Gathers the keys and values of 16 positions from `start` on. The context has `context` positions.
 static void gather_positions(const Attention *a, const int64_t *table, long start, long context,
-                             long kv_head, number *laid_out_keys, number *laid_out) {
+                             long kv_head, number *laid_out_keys, Operand *laid_out) {
     const number *keys[16], *values[16];
     for (long j = 0; j < 16; j++) {
         const long position = start + j < context ? start + j : context - 1;  // any valid one
@@ -92,57 +92,58 @@ static void gather_positions(const Attention *a, const int64_t *table, long star
     }
 }
 
-INLINE __m512 scaled(const Attention *a, __m512 scores) {
-    scores = _mm512_mul_ps(scores, _mm512_set1_ps(a->scale));
+INLINE Floats scaled(const Attention *a, Floats scores) {
+    scores = multiply(scores, spread(a->scale));
     if (a->softcap <= 0) return scores;
-    const __m512 cap = _mm512_set1_ps(a->softcap);
-    return _mm512_mul_ps(hyperbolic_tangent(_mm512_div_ps(scores, cap)), cap);
+    const Floats cap = spread(a->softcap);
+    return multiply(hyperbolic_tangent(divide(scores, cap)), cap);
 }
 
 // Turns a row's unscaled scores of a chunk into weights, relative to the largest score so far. If
 // that has grown, the sums are rescaled.
 INLINE void weigh(const Attention *a, const Rows *r, long row, long chunk) {
     float *scores = r->scores + row * CHUNK, *sums = r->sums + row * r->padded;
-    __mmask16 seen[CHUNK / 16];
-    __m512 most = _mm512_set1_ps(r->maxima[row]), total = _mm512_setzero_ps();
+    Mask seen[CHUNK / 16];
+    Floats most = spread(r->maxima[row]), total = zeros();
     UNROLL
     for (int i = 0; i < CHUNK / 16; i++) {
         const long start = chunk + i * 16;
         seen[i] = first(r->end[row] - start) & ~first(r->first[row] - start);
-        const __m512 found = scaled(a, _mm512_loadu_ps(scores + i * 16));
-        _mm512_storeu_ps(scores + i * 16, found);
-        most = _mm512_mask_max_ps(most, seen[i], most, found);
+        const Floats found = scaled(a, load_floats(scores + i * 16));
+        store_floats(scores + i * 16, found);
+        most = merged(most, seen[i], maximum(most, found));
     }
-    const float largest = _mm512_reduce_max_ps(most), before = r->maxima[row];
+    const float largest = largest_of(most), before = r->maxima[row];
     if (largest > before && before > -INFINITY) {
-        const __m512 shrink = _mm512_set1_ps(expf(before - largest));
-        r->totals[row] *= _mm512_cvtss_f32(shrink);
+        const float less = expf(before - largest);
+        const Floats shrink = spread(less);
+        r->totals[row] *= less;
         for (long i = 0; i < r->padded; i += 16)
-            _mm512_storeu_ps(sums + i, _mm512_mul_ps(_mm512_loadu_ps(sums + i), shrink));
+            store_floats(sums + i, multiply(load_floats(sums + i), shrink));
     }
     r->maxima[row] = largest;
-    most = _mm512_set1_ps(largest);
+    most = spread(largest);
     UNROLL
     for (int i = 0; i < CHUNK / 16; i++) {
-        __m512 weights = exponential(_mm512_sub_ps(_mm512_loadu_ps(scores + i * 16), most));
-        weights = _mm512_maskz_mov_ps(seen[i], weights);
-        total = _mm512_add_ps(total, rounded(weights));
-        store_narrow((number *)scores + i * 16, weights);  // over scores already read
+        Floats weights = exponential(subtract(load_floats(scores + i * 16), most));
+        weights = only(seen[i], weights);
+        total = add(total, rounded(weights));
+        store_operands((Operand *)scores + i * 16, weights);  // over scores already read
     }
-    r->totals[row] += _mm512_reduce_add_ps(total);
+    r->totals[row] += sum_of(total);
 }
 
 // Writes the outputs of the rows.
 static void put_rows(const Attention *a, const Rows *r, const Tokens *tokens, long kv_head) {
     const long group = a->group, width = a->value_width;
     for (long row = 0; row < r->rows; row++) {
-        const __m512 total = _mm512_set1_ps(r->totals[row]);
+        const Floats total = spread(r->totals[row]);
         number *to = tokens->out + row / group * tokens->out_stride
                      + (kv_head * group + row % group) * width;
         for (long i = 0; i < width; i += 32) {
             const float *from = r->sums + row * r->padded + i;
-            __m512 x = _mm512_div_ps(_mm512_loadu_ps(from), total);
-            __m512 y = _mm512_div_ps(_mm512_loadu_ps(from + 16), total);
+            Floats x = divide(load_floats(from), total);
+            Floats y = divide(load_floats(from + 16), total);
             put_in_order(&x, &y);
             store_narrow_some(to + i, first(width - i), x);
             store_narrow_some(to + i + 16, first(width - i - 16), y);
@@ -162,7 +163,7 @@ static void attend(const Attention *a, const Tokens *tokens, long kv_head, const
     for (long row = 0; row < r->rows; row++) {
         const long token = row / group, head = kv_head * group + row % group;
         const number *query = tokens->queries + token * tokens->stride + head * a->key_width;
-        memcpy(r->queries + row * r->key_width, query, a->key_width * sizeof(number));
+        lay_out_operands(query, a->key_width, r->key_width, r->queries + row * r->key_width);
         r->end[row] = tokens->contexts[token];
         r->first[row] = first_seen(a, r->end[row]);
         r->maxima[row] = a->sinks ? wide(a->sinks[head]) : -INFINITY;
@@ -182,7 +183,7 @@ static void attend(const Attention *a, const Tokens *tokens, long kv_head, const
             if (used_by(r, row, chunk))
                 weigh(a, r, row, chunk);
             else
-                memset(r->scores + row * CHUNK, 0, CHUNK * sizeof(number));
+                memset(r->scores + row * CHUNK, 0, CHUNK * sizeof(Operand));
         add_chunk(r, chunk);
     }
     put_rows(a, r, tokens, kv_head);
@@ -217,9 +218,13 @@ static void decode_attention_by_team(const Attention *a, const number *queries, 
     const long padded = (a->value_width + 31) / 32 * 32;
     long limits[2 * most];
     float floats[most * (2 + CHUNK + padded)];
-    number numbers[(most + 16) * key_width + CHUNK * padded];
+    Operand operands[most * key_width + CHUNK * padded];
+    number keys[16 * key_width];
     // Padding beyond a row's numbers stays zero.
-    if (key_width > a->key_width) memset(numbers, 0, (most + 16) * key_width * sizeof(number));
+    if (key_width > a->key_width) {
+        memset(operands, 0, most * key_width * sizeof(Operand));
+        memset(keys, 0, 16 * key_width * sizeof(number));
+    }
     const Rows room = {
         .key_width = key_width,
         .padded = padded,
@@ -229,9 +234,9 @@ static void decode_attention_by_team(const Attention *a, const number *queries, 
         .totals = floats + most,
         .scores = floats + 2 * most,
         .sums = floats + (2 + CHUNK) * most,
-        .queries = numbers,
-        .keys = numbers + most * key_width,
-        .values = numbers + (most + 16) * key_width,
+        .queries = operands,
+        .keys = keys,
+        .values = operands + most * key_width,
     };
     long *starts = malloc((rows + 1) * sizeof(long)), tiles = 0;
     for (long row = 0; row < rows; row += together(a, row, rows, tables, blocks, contexts))

@@ -34,9 +34,9 @@ class Library(msgspec.Struct, frozen=True):
 
     Attributes:
         source: The C file.
-        processor: The required processor flag, in Linux's spelling.
-        instructions: The same for readers.
-        define: The macro to define.
+        processor: The required processor flags, in Linux's spelling.
+        instructions: What they allow, for readers.
+        define: The macros to define.
     """
 
     source: str
@@ -44,11 +44,19 @@ class Library(msgspec.Struct, frozen=True):
     instructions: str
     define: str
 
+    @property
+    def needed(self) -> str:
+        """The required instructions for readers."""
+        return f"{self.instructions} with FMA" if "fma" in self.processor else self.instructions
+
 
 TILES = Library("cpu.c", "amx_bf16", "AMX-BF16", "TILES")
 BFLOAT16 = Library("cpu.c", "avx512_bf16", "AVX512-BF16", "BFLOAT16")
+BFLOAT16_AVX2 = Library("cpu.c", "avx2 fma", "AVX2", "BFLOAT16 AVX2")
 FLOAT32 = Library("cpu.c", "avx512f", "AVX-512", "FLOAT32")
+FLOAT32_AVX2 = Library("cpu.c", "avx2 fma", "AVX2", "FLOAT32 AVX2")
 SAMPLING = Library("sampling.c", "avx512f", "AVX-512", "SAMPLING")
+SAMPLING_AVX2 = Library("sampling.c", "avx2 fma", "AVX2", "SAMPLING AVX2")
 
 
 class KernelsUnavailable(Exception):
@@ -64,8 +72,8 @@ def load_library(library: Library) -> ctypes.CDLL:
     if platform.system() != "Linux" or platform.machine() != "x86_64":
         raise KernelsUnavailable(f"there are none for {platform.system()} on {platform.machine()}")
     processor = _processor_flags()
-    if library.processor not in processor.split():
-        raise KernelsUnavailable(f"the processor has no {library.instructions}")
+    if not set(library.processor.split()) <= set(processor.split()):
+        raise KernelsUnavailable(f"the processor has no {library.needed}")
     compiler = os.environ.get("CC") or shutil.which("cc") or shutil.which("gcc")
     if compiler is None:
         raise KernelsUnavailable("there is no C compiler; install gcc, or set CC to one")
@@ -158,13 +166,15 @@ def _name(library: Library, compiler: str, *parts: str) -> str:
         digest.update(source.read_bytes())
     for part in (version, *_FLAGS.split(), library.define, *parts):
         digest.update(part.encode() + b"\0")
-    return f"{library.define.lower()}-{digest.hexdigest()[:24]}.so"
+    defines = library.define.lower().replace(" ", "-")
+    return f"{defines}-{digest.hexdigest()[:24]}.so"
 
 
 def _compile(library: Library, compiler: str, openmp: str, folder: Path) -> bytes:
     compiled, linked = f"{folder}/compiled.o", f"{folder}/linked.so"
     source = str(SOURCES / library.source)
-    _run([compiler, *_FLAGS.split(), f"-D{library.define}", "-c", source, "-o", compiled], folder)
+    defines = [f"-D{define}" for define in library.define.split()]
+    _run([compiler, *_FLAGS.split(), *defines, "-c", source, "-o", compiled], folder)
     # Linked by path: the compiler would take its own OpenMP library.
     _run([compiler, "-shared", compiled, openmp, "-lm", "-o", linked], folder)
     return Path(linked).read_bytes()

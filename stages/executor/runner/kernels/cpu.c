@@ -41,9 +41,9 @@ void linear(const Linear *l, const number *x, long rows, const number *added, vo
 void gate(number *gates, const number *ups, long count, long kind) {
 #pragma omp parallel for if (count > PARALLEL_WORK)
     for (long i = 0; i < count; i += 16) {
-        __mmask16 mask = first(count - i);
-        __m512 activated = rounded(activate(load_wide_some(gates + i, mask), kind));
-        __m512 product = _mm512_mul_ps(activated, load_wide_some(ups + i, mask));
+        Mask mask = first(count - i);
+        Floats activated = rounded(activate(load_wide_some(gates + i, mask), kind));
+        Floats product = multiply(activated, load_wide_some(ups + i, mask));
         store_narrow_some(gates + i, mask, product);
     }
 }
@@ -54,21 +54,21 @@ void gate(number *gates, const number *ups, long count, long kind) {
 // (Gemma).
 INLINE void norm_row(const number *x, const number *weight, number *out, long width, float epsilon,
                      long shifted) {
-    __m512 squares = _mm512_setzero_ps();
+    Floats squares = zeros();
     for (long i = 0; i < width; i += 16) {
-        __m512 v = load_wide_some(x + i, first(width - i));
-        squares = _mm512_fmadd_ps(v, v, squares);
+        Floats v = load_wide_some(x + i, first(width - i));
+        squares = multiply_add(v, v, squares);
     }
-    const float mean = _mm512_reduce_add_ps(squares) / width;
-    const __m512 factor = _mm512_set1_ps(1.0f / sqrtf(mean + epsilon));
+    const float mean = sum_of(squares) / width;
+    const Floats factor = spread(1.0f / sqrtf(mean + epsilon));
     for (long i = 0; i < width; i += 16) {
-        __mmask16 mask = first(width - i);
-        __m512 v = _mm512_mul_ps(load_wide_some(x + i, mask), factor);
-        __m512 w = load_wide_some(weight + i, mask);
+        Mask mask = first(width - i);
+        Floats v = multiply(load_wide_some(x + i, mask), factor);
+        Floats w = load_wide_some(weight + i, mask);
         if (shifted)
-            v = _mm512_mul_ps(v, _mm512_add_ps(w, _mm512_set1_ps(1.0f)));
+            v = multiply(v, add(w, spread(1.0f)));
         else
-            v = _mm512_mul_ps(rounded(v), w);
+            v = multiply(rounded(v), w);
         store_narrow_some(out + i, mask, v);
     }
 }
@@ -88,13 +88,13 @@ INLINE void rotate_row(number *x, const number *cos, const number *sin, long hea
     for (long head = 0; head < heads; head++) {
         number *p = x + head * width;
         for (long i = 0; i < half; i += 16) {
-            __m512 low = load_wide(p + i), high = load_wide(p + half + i);
-            __m512 a = rounded(_mm512_mul_ps(low, load_wide(cos + i)));
-            __m512 b = rounded(_mm512_mul_ps(high, load_wide(sin + i)));
-            __m512 d = rounded(_mm512_mul_ps(high, load_wide(cos + half + i)));
-            __m512 e = rounded(_mm512_mul_ps(low, load_wide(sin + half + i)));
-            store_narrow(p + i, _mm512_sub_ps(a, b));
-            store_narrow(p + half + i, _mm512_add_ps(d, e));
+            Floats low = load_wide(p + i), high = load_wide(p + half + i);
+            Floats a = rounded(multiply(low, load_wide(cos + i)));
+            Floats b = rounded(multiply(high, load_wide(sin + i)));
+            Floats d = rounded(multiply(high, load_wide(cos + half + i)));
+            Floats e = rounded(multiply(low, load_wide(sin + half + i)));
+            store_narrow(p + i, subtract(a, b));
+            store_narrow(p + half + i, add(d, e));
         }
     }
 }

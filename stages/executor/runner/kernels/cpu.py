@@ -21,18 +21,31 @@ from torch import Tensor, nn
 
 from ..batch import DecodeRows
 from ..loaded_model import AttentionOptions
-from .compile import BFLOAT16, FLOAT32, SAMPLING, TILES, KernelsUnavailable, Library, load_library
+from .compile import (
+    BFLOAT16,
+    BFLOAT16_AVX2,
+    FLOAT32,
+    FLOAT32_AVX2,
+    SAMPLING,
+    SAMPLING_AVX2,
+    TILES,
+    KernelsUnavailable,
+    Library,
+    load_library,
+)
 
 MOST_INSTRUCTIONS_VARIABLE = "ONEDNN_MAX_CPU_ISA"
-"""oneDNN's limit for PyTorch's own products. Here it only decides whether AMX is used: the other
-kernels exist once per dtype.
+"""oneDNN's limit for PyTorch's own products. Here it decides whether AMX is used, and whether
+AVX-512 is.
 https://uxlfoundation.github.io/oneDNN/dev_guide_cpu_dispatcher_control.html"""
 
 # The first usable one is taken; the last one's reason is reported.
 _LIBRARIES: dict[torch.dtype, tuple[Library, ...]] = {
-    torch.bfloat16: (TILES, BFLOAT16),
-    torch.float32: (FLOAT32,),
+    torch.bfloat16: (TILES, BFLOAT16, BFLOAT16_AVX2),
+    torch.float32: (FLOAT32, FLOAT32_AVX2),
 }
+_SAMPLING_LIBRARIES = (SAMPLING, SAMPLING_AVX2)
+_AVX2 = (BFLOAT16_AVX2, FLOAT32_AVX2, SAMPLING_AVX2)
 
 
 class LinearKind(IntEnum):
@@ -105,10 +118,19 @@ def instructions(dtype: torch.dtype) -> str:
 
 @cache
 def _chosen(dtype: torch.dtype) -> tuple[Library, ctypes.CDLL]:
-    reason = f"there are none for {dtype} on cpu"
-    for candidate in _LIBRARIES.get(dtype, ()):
+    candidates = _LIBRARIES.get(dtype)
+    if candidates is None:
+        raise KernelsUnavailable(f"there are none for {dtype} on cpu")
+    return _first_usable(candidates, _SIGNATURES)
+
+
+def _first_usable(
+    candidates: Sequence[Library], signatures: Mapping[str, str]
+) -> tuple[Library, ctypes.CDLL]:
+    reason = ""
+    for candidate in candidates:
         try:
-            return candidate, _prepared(candidate)
+            return candidate, _prepared(candidate, signatures)
         except KernelsUnavailable as error:
             # Only the text: a local error would form a cycle with this frame, and keep the objects
             # of all callers' frames, such as a model.
@@ -116,16 +138,18 @@ def _chosen(dtype: torch.dtype) -> tuple[Library, ctypes.CDLL]:
     raise KernelsUnavailable(reason)
 
 
-def _wants_tiles() -> bool:
+def _allowed(candidate: Library) -> bool:
     most = os.environ.get(MOST_INSTRUCTIONS_VARIABLE, "").upper()
     # oneDNN ignores unknown values.
-    return "AMX" in most or not most.startswith(("SSE", "AVX"))
+    if "AMX" in most or not most.startswith(("SSE", "AVX")):
+        return True
+    return candidate is not TILES if most.startswith(("AVX512", "AVX10")) else candidate in _AVX2
 
 
-def _prepared(candidate: Library) -> ctypes.CDLL:
-    if candidate is TILES and not _wants_tiles():
+def _prepared(candidate: Library, signatures: Mapping[str, str]) -> ctypes.CDLL:
+    if not _allowed(candidate):
         raise KernelsUnavailable(f"{MOST_INSTRUCTIONS_VARIABLE} allows no {candidate.instructions}")
-    loaded = _declared(load_library(candidate), _SIGNATURES)
+    loaded = _declared(load_library(candidate), signatures)
     if candidate is TILES and not loaded.allow_tiles():
         raise KernelsUnavailable(f"the system does not allow {candidate.instructions}")
     return loaded
@@ -134,7 +158,7 @@ def _prepared(candidate: Library) -> ctypes.CDLL:
 @cache
 def sampling_library() -> ctypes.CDLL:
     """Return the library for logits, likewise."""
-    return _declared(load_library(SAMPLING), _SAMPLING_SIGNATURES)
+    return _first_usable(_SAMPLING_LIBRARIES, _SAMPLING_SIGNATURES)[1]
 
 
 def _declared(loaded: ctypes.CDLL, signatures: Mapping[str, str]) -> ctypes.CDLL:

@@ -14,16 +14,16 @@ typedef struct {
     long kind;
 } Linear;
 
-INLINE __m512 activate(__m512 x, long kind) {
-    __m512 one = _mm512_set1_ps(1.0f);
+INLINE Floats activate(Floats x, long kind) {
+    Floats one = spread(1.0f);
     if (kind == GATED_SILU) {
-        __m512 e = exponential(_mm512_sub_ps(_mm512_setzero_ps(), x));
-        return _mm512_div_ps(x, _mm512_add_ps(one, e));
+        Floats e = exponential(subtract(zeros(), x));
+        return divide(x, add(one, e));
     }
-    __m512 cube = _mm512_mul_ps(_mm512_mul_ps(x, x), x);
-    __m512 inner = _mm512_fmadd_ps(cube, _mm512_set1_ps(0.044715f), x);
-    __m512 t = hyperbolic_tangent(_mm512_mul_ps(inner, _mm512_set1_ps(0.7978845608028654f)));
-    return _mm512_mul_ps(_mm512_mul_ps(x, _mm512_set1_ps(0.5f)), _mm512_add_ps(one, t));
+    Floats cube = multiply(multiply(x, x), x);
+    Floats inner = multiply_add(cube, spread(0.044715f), x);
+    Floats t = hyperbolic_tangent(multiply(inner, spread(0.7978845608028654f)));
+    return multiply(multiply(x, spread(0.5f)), add(one, t));
 }
 
 // The place of a part's outputs: rows `stride` numbers apart. `added`, if not NULL, has numbers to

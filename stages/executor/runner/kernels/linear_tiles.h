@@ -84,7 +84,7 @@ INLINE void sum_tiles(int two, int two_rows, const Group *g, long from, long sta
         for (long j = 0; j < g->outputs; j++)
             for (int which = 0; which <= two; which++) {
                 const number *end = g->weights[which] + (from + j * g->apart) * k + i;
-                _mm512_storeu_si512(rest[which] + j * WIDTH, (__m512i)load(end, lanes(k - i)));
+                _mm512_storeu_si512(rest[which] + j * WIDTH, (__m512i)load(end, 0, lanes(k - i)));
             }
         written();
         ADD_PRODUCTS(rest[0], rest[1], LINE)
@@ -228,18 +228,6 @@ static void multiply_block(const Linear *l, long part, const LaidOut *rows, Targ
     _tile_release();
 }
 
-// This thread's scratch memory, reused by each call.
-static number *memory_for(long numbers) {
-    static _Thread_local number *memory;
-    static _Thread_local long size;
-    if (numbers > size) {
-        free(memory);
-        memory = aligned_alloc(64, numbers * sizeof(number));
-        size = numbers;
-    }
-    return memory;
-}
-
 static void linear_by_team(const Linear *l, const number *x, long rows, const number *added,
                            void *out) {
     const long k = l->inputs, steps = (k + WIDTH - 1) / WIDTH;
@@ -250,7 +238,7 @@ static void linear_by_team(const Linear *l, const number *x, long rows, const nu
     number *tiles = NULL;
     if (!alone)
 #pragma omp single copyprivate(tiles)
-        tiles = memory_for(block * steps * WIDTH);
+        tiles = memory_for(block * steps * WIDTH * sizeof(number));
     LaidOut laid_out = {tiles, LINE, steps * TILE_SIZE, 0};
     if (alone) laid_out = (LaidOut){x, sizeof(float), 0, 0};
     const Chunks chunks = chunks_of(l, TILE * (l->kind >= GATED_SILU ? 1 : 2));

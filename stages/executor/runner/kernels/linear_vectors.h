@@ -1,41 +1,53 @@
 // Linear layers by dot products of vectors, 16 of them summed across lanes together.
 
-enum { BLOCK_BYTES = 512 << 10 };  // see block_of
+#ifdef AVX2
+#define MOST_ROWS 3  // of a tile of four columns, whose sums stay in registers
+#else
+#define MOST_ROWS 6
+#endif
+
+enum {
+    BLOCK_BYTES = 512 << 10,  // see block_of
+    IN_ORDER = MOST_ROWS > 3,
+};
 
 // A step of dot_products: a vector's products of each pair of rows, or fewer by the mask.
-INLINE void add_products(int rows, int columns, const number *x, const number *weight, long k,
-                         Lanes mask, __m512 *sums) {
-    Numbers weights[16];
+INLINE void add_products(int rows, int columns, const Operand *x, const number *weight, long k,
+                         Lanes mask, Sums *sums) {
     UNROLL
-    for (int b = 0; b < columns; b++) weights[b] = load(weight + b * k, mask);
-    UNROLL
-    for (int a = 0; a < rows; a++) {
-        Numbers values = load(x + a * k, mask);
+    for (int part = 0; part < PARTS; part++) {
+        Numbers weights[16];
         UNROLL
-        for (int b = 0; b < columns; b++)
-            sums[a * columns + b] = add_product(sums[a * columns + b], values, weights[b]);
+        for (int b = 0; b < columns; b++) weights[b] = load(weight + b * k, part, mask);
+        UNROLL
+        for (int a = 0; a < rows; a++) {
+            Numbers values = load_operands(x + a * k, part, mask);
+            UNROLL
+            for (int b = 0; b < columns; b++)
+                sums[a * columns + b] = add_product(sums[a * columns + b], values, weights[b]);
+        }
     }
 }
 
 // The products of a tile, 6 by 4 at most: in lane a * columns + b of both vectors, that of rows a
 // and b.
 typedef struct {
-    __m512 of[2];
+    Floats of[2];
 } Products;
 
-INLINE Products sum_tile(const __m512 *sums, int count) {
-    Products products = {{sum_lanes(sums), _mm512_setzero_ps()}};
-    if (count > 16) products.of[1] = sum_lanes(sums + 16);
+INLINE Products sum_tile(const Sums *sums, int count) {
+    Products products = {{sum_lanes(sums, count), zeros()}};
+    if (count > 16) products.of[1] = sum_lanes(sums + 16, count - 16);
     return products;
 }
 
 // Dot products of `rows` rows of x with `columns` rows of weights. Each step prefetches `lines`
 // cache lines from `ahead` on.
-INLINE Products dot_products(int rows, int columns, const number *x, const number *weight, long k,
+INLINE Products dot_products(int rows, int columns, const Operand *x, const number *weight, long k,
                              const number *ahead, long lines) {
-    __m512 sums[32];
+    Sums sums[32];
     UNROLL
-    for (int i = 0; i < 32; i++) sums[i] = _mm512_setzero_ps();
+    for (int i = 0; i < 32; i++) sums[i] = no_sums();
     long i = 0;
     if (lines)
         for (; i + WIDTH <= k; i += WIDTH) {
@@ -51,16 +63,16 @@ INLINE Products dot_products(int rows, int columns, const number *x, const numbe
 }
 
 // Likewise for few rows, bound by memory: weights are read in memory order.
-INLINE Products dot_products_in_order(int rows, int columns, const number *x, const number *weight,
+INLINE Products dot_products_in_order(int rows, int columns, const Operand *x, const number *weight,
                                       long k) {
-    __m512 sums[16];
+    Sums sums[16];
     UNROLL
-    for (int i = 0; i < 16; i++) sums[i] = _mm512_setzero_ps();
+    for (int i = 0; i < 16; i++) sums[i] = no_sums();
     UNROLL
     for (int b = 0; b < columns; b++) {
-        __m512 of_row[4];
+        Sums of_row[4];
         UNROLL
-        for (int a = 0; a < rows; a++) of_row[a] = _mm512_setzero_ps();
+        for (int a = 0; a < rows; a++) of_row[a] = no_sums();
         long i = 0;
         for (; i + WIDTH <= k; i += WIDTH) {
             add_products(rows, 1, x + i, weight + b * k + i, k, ALL_LANES, of_row);
@@ -74,28 +86,28 @@ INLINE Products dot_products_in_order(int rows, int columns, const number *x, co
 }
 
 // Computes and stores outputs from up to 16 products; gated kinds with `ups`.
-INLINE void put_products(int rows, int columns, const Linear *l, long part, __m512 products,
-                         __m512 ups, Target to, long column) {
+INLINE void put_products(int rows, int columns, const Linear *l, long part, Floats products,
+                         Floats ups, Target to, long column) {
     if (l->bias[part]) {
         float bias[16] = {0};
         UNROLL
         for (int i = 0; i < rows * columns; i++)
             bias[i] = wide(l->bias[part][column + i % columns]);
-        products = _mm512_add_ps(products, _mm512_loadu_ps(bias));
+        products = add(products, load_floats(bias));
     }
     if (l->kind >= GATED_SILU)
-        products = _mm512_mul_ps(rounded(activate(rounded(products), l->kind)), rounded(ups));
+        products = multiply(rounded(activate(rounded(products), l->kind)), rounded(ups));
     if (to.added) {
         number added[16] = {0};
         UNROLL
         for (int a = 0; a < rows; a++)
             memcpy(added + a * columns, to.added + a * to.stride + column,
                    columns * sizeof(number));
-        products = _mm512_add_ps(rounded(products), load_wide(added));
+        products = add(rounded(products), load_wide(added));
     }
     if (l->kind == WIDE) {
         float result[16];
-        _mm512_storeu_ps(result, rounded(products));
+        store_floats(result, rounded(products));
         UNROLL
         for (int a = 0; a < rows; a++)
             memcpy((float *)to.out + a * to.stride + column, result + a * columns,
@@ -112,7 +124,7 @@ INLINE void put_products(int rows, int columns, const Linear *l, long part, __m5
 
 // One tile of outputs: `rows` rows, and `columns` weights from `column` on. With `in_order` as in
 // dot_products_in_order.
-INLINE void multiply_tile(int rows, int columns, const Linear *l, long part, const number *x,
+INLINE void multiply_tile(int rows, int columns, const Linear *l, long part, const Operand *x,
                           Target to, long column, int in_order, const number *ahead, long lines) {
     const long k = l->inputs;
     const number *weight = l->weight[part] + column * k;
@@ -133,7 +145,7 @@ INLINE void multiply_tile(int rows, int columns, const Linear *l, long part, con
 }
 
 // Outputs `start` to `stop` of some rows, in tiles of so many columns and the rest one by one.
-INLINE void multiply_rows(int rows, int columns, const Linear *l, long part, const number *x,
+INLINE void multiply_rows(int rows, int columns, const Linear *l, long part, const Operand *x,
                           Target to, long start, long stop, int in_order, const number *ahead,
                           long lines) {
     long column = start;
@@ -142,29 +154,35 @@ INLINE void multiply_rows(int rows, int columns, const Linear *l, long part, con
     for (; column < stop; column++) multiply_tile(rows, 1, l, part, x, to, column, 0, NULL, 0);
 }
 
-// Likewise, of as many rows as a tile has: six, which use each weight for more products, or up to
-// four.
-INLINE void multiply_some(const Linear *l, long part, const number *x, Target to, long rows,
+// Likewise, of as many rows as a tile has: MOST_ROWS, which use each weight for more products, or
+// up to four.
+INLINE void multiply_some(const Linear *l, long part, const Operand *x, Target to, long rows,
                           long start, long stop, const number *ahead, long lines) {
     switch (rows) {
     case 1: multiply_rows(1, 4, l, part, x, to, start, stop, 0, ahead, lines); break;
     case 2: multiply_rows(2, 4, l, part, x, to, start, stop, 0, ahead, lines); break;
+#if MOST_ROWS > 3
     case 3: multiply_rows(3, 4, l, part, x, to, start, stop, 0, ahead, lines); break;
     case 4: multiply_rows(4, 4, l, part, x, to, start, stop, 0, ahead, lines); break;
-    default: multiply_rows(6, 4, l, part, x, to, start, stop, 0, ahead, lines); break;
+#endif
+    default: multiply_rows(MOST_ROWS, 4, l, part, x, to, start, stop, 0, ahead, lines); break;
     }
 }
 
 // The rows of the next tile, given the rows left.
-INLINE long tile_rows(long left) { return left == 6 || left >= 12 ? 6 : left < 4 ? left : 4; }
+INLINE long tile_rows(long left) {
+    if (left == MOST_ROWS || left >= 2 * MOST_ROWS) return MOST_ROWS;
+    if (MOST_ROWS < 4) return left > MOST_ROWS + 1 ? MOST_ROWS : left < 2 ? left : 2;
+    return left < 4 ? left : 4;
+}
 
 // The same, of any number of rows.
-static void multiply_block(const Linear *l, long part, const number *x, Target to, long rows,
+static void multiply_block(const Linear *l, long part, const Operand *x, Target to, long rows,
                            long start, long stop) {
     const long k = l->inputs, width = output_width(l);
     // While four columns are multiplied with all rows, the next four are prefetched evenly: a burst
     // would stall.
-    const long tiles = (rows + 5) / 6, lines = (4 + tiles - 1) / tiles;
+    const long tiles = (rows + MOST_ROWS - 1) / MOST_ROWS, lines = (4 + tiles - 1) / tiles;
     const long share = k / WIDTH * WIDTH * lines;
     for (long column = start; column < stop; column += 4) {
         const long until = column + 4 < stop ? column + 4 : stop;
@@ -182,20 +200,22 @@ static void linear_by_team(const Linear *l, const number *x, long rows, const nu
                            void *out) {
     const long k = l->inputs, width = output_width(l);
     const Chunks chunks = chunks_of(l, 16);
-    const long block = block_of(l, rows, BLOCK_BYTES, 66, 6), blocks = (rows + block - 1) / block;
+    const long block = block_of(l, rows, BLOCK_BYTES, 66, MOST_ROWS),
+               blocks = (rows + block - 1) / block;
 #pragma omp for schedule(dynamic)
-    for (long item = 0; item < blocks * chunks.count; item++)
+    for (long item = 0; item < blocks * chunks.count; item++) {
+        const long from = item / chunks.count * block;
+        const long some = from + block < rows ? block : rows - from;
+        const Operand *operands = operands_of(x + from * k, some, k);
         for (long part = 0; part < output_parts(l); part++) {
-            const long from = item / chunks.count * block;
-            const long some = from + block < rows ? block : rows - from;
             const Outputs o = outputs_of(l, &chunks, item % chunks.count, part);
             const Target to = target_of(l, out, added, o.offset);
-            if (rows == 1)
-                multiply_rows(1, 16, l, part, x, to, o.start, o.stop, 1, NULL, 0);
-            else if (rows == 2)
-                multiply_rows(2, 8, l, part, x, to, o.start, o.stop, 1, NULL, 0);
+            if (IN_ORDER && rows == 1)
+                multiply_rows(1, 16, l, part, operands, to, o.start, o.stop, 1, NULL, 0);
+            else if (IN_ORDER && rows == 2)
+                multiply_rows(2, 8, l, part, operands, to, o.start, o.stop, 1, NULL, 0);
             else
-                multiply_block(l, part, x + from * k, at_row(to, from, width), some, o.start,
-                               o.stop);
+                multiply_block(l, part, operands, at_row(to, from, width), some, o.start, o.stop);
         }
+    }
 }

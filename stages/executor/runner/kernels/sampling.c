@@ -20,15 +20,15 @@ void softmax_sums(const float *x, long rows, long width, const float *divisors, 
 #pragma omp for
         for (long span = 0; span < spans; span++) {
             const long start = span * SPAN, stop = start + SPAN < width ? start + SPAN : width;
-            __m512 most = _mm512_set1_ps(-INFINITY);
-            __mmask16 broken = 0;
+            Floats most = spread(-INFINITY);
+            Mask broken = 0;
             for (long i = start; i < stop; i += 16) {
-                __mmask16 mask = first(stop - i);
-                __m512 v = _mm512_mask_loadu_ps(most, mask, from + i);
-                broken |= _mm512_cmp_ps_mask(v, v, _CMP_UNORD_Q);
-                most = _mm512_max_ps(most, v);
+                Mask mask = first(stop - i);
+                Floats v = load_floats_over(most, from + i, mask);
+                broken |= not_numbers(v);
+                most = maximum(most, v);
             }
-            maxima[span] = broken ? NAN : _mm512_reduce_max_ps(most);
+            maxima[span] = broken ? NAN : largest_of(most);
         }
 #pragma omp single
         {
@@ -38,24 +38,24 @@ void softmax_sums(const float *x, long rows, long width, const float *divisors, 
             largest[row] = most;
             places[row] = width;
         }
-        const __m512 most = _mm512_set1_ps(largest[row]), divisor = _mm512_set1_ps(divisors[row]);
+        const Floats most = spread(largest[row]), divisor = spread(divisors[row]);
 #pragma omp for
         for (long b = 0; b < blocks; b++) {
             const long start = b * block, stop = start + block < width ? start + block : width;
-            __m512 sum = _mm512_setzero_ps();
+            Floats sum = zeros();
             for (long i = start; i < stop; i += 16) {
-                __mmask16 mask = first(stop - i);
-                __m512 v = _mm512_maskz_loadu_ps(mask, from + i);
-                __mmask16 equal = _mm512_mask_cmp_ps_mask(mask, v, most, _CMP_EQ_OQ);
+                Mask mask = first(stop - i);
+                Floats v = load_floats_some(from + i, mask);
+                Mask equal = mask & equal_lanes(v, most);
                 if (equal) {
                     const int64_t place = i + __builtin_ctz(equal);
 #pragma omp critical
                     if (place < places[row]) places[row] = place;
                 }
-                v = exponential(_mm512_div_ps(_mm512_sub_ps(v, most), divisor));
-                sum = _mm512_mask_add_ps(sum, mask, sum, v);
+                v = exponential(divide(subtract(v, most), divisor));
+                sum = merged(sum, mask, add(sum, v));
             }
-            sums[row * blocks + b] = _mm512_reduce_add_ps(sum);
+            sums[row * blocks + b] = sum_of(sum);
         }
     }
     for (long row = 0; row < rows; row++) {
@@ -82,11 +82,11 @@ static long drawn(const float *x, long width, float divisor, long block, float l
     long b = 0;
     while (b < blocks - 1 && before + sums[b] <= target) before += sums[b++];
     const long start = b * block, count = start + block < width ? block : width - start;
-    const __m512 most = _mm512_set1_ps(largest), divisors = _mm512_set1_ps(divisor);
+    const Floats most = spread(largest), divisors = spread(divisor);
     for (long i = 0; i < count; i += 16) {
-        __m512 v = _mm512_maskz_loadu_ps(first(count - i), x + start + i);
-        v = exponential(_mm512_div_ps(_mm512_sub_ps(v, most), divisors));
-        _mm512_storeu_ps(weights + i, v);
+        Floats v = load_floats_some(x + start + i, first(count - i));
+        v = exponential(divide(subtract(v, most), divisors));
+        store_floats(weights + i, v);
     }
     double inside = 0, running = 0;
     for (long i = 0; i < count; i++) inside += weights[i];
@@ -132,7 +132,7 @@ void sample(const float *x, long rows, long width, const float *temperatures,
 // places[i] of x, in words of 32, lowest first. Allowed numbers are not accessed.
 void forbid(float *x, long width, const int64_t *places, const uint32_t *allowed, long rows) {
     const long words = (width + 31) / 32, spans = (width + SPAN - 1) / SPAN;
-    const __m512 never = _mm512_set1_ps(-INFINITY);
+    const Floats never = spread(-INFINITY);
 #pragma omp parallel for collapse(2) if (rows * width > PARALLEL_WORK)
     for (long row = 0; row < rows; row++)
         for (long span = 0; span < spans; span++) {
@@ -142,8 +142,8 @@ void forbid(float *x, long width, const int64_t *places, const uint32_t *allowed
             for (long i = start; i < stop; i += 32) {
                 const uint32_t forbidden = ~from[i / 32];
                 if (forbidden == 0) continue;
-                _mm512_mask_storeu_ps(to + i, first(stop - i) & forbidden, never);
-                _mm512_mask_storeu_ps(to + i + 16, first(stop - i - 16) & forbidden >> 16, never);
+                store_floats_some(to + i, first(stop - i) & forbidden, never);
+                store_floats_some(to + i + 16, first(stop - i - 16) & forbidden >> 16, never);
             }
         }
 }

@@ -16,18 +16,20 @@ from nano_inference.stages.executor.runner.kernels.compile import TILES, Kernels
 @pytest.fixture(autouse=True)
 def nothing_chosen(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.delenv(cpu.MOST_INSTRUCTIONS_VARIABLE, raising=False)
-    cpu._chosen.cache_clear()
+    for each in (cpu._chosen, cpu.sampling_library):
+        each.cache_clear()
     yield
-    cpu._chosen.cache_clear()
+    for each in (cpu._chosen, cpu.sampling_library):
+        each.cache_clear()
 
 
 def allow(monkeypatch: pytest.MonkeyPatch, processor: str, *, tiles: bool) -> None:
     """Makes a machine whose processor has these instructions, where Linux allows tiles or not."""
 
     def load(library: Library) -> Any:
-        if library.processor not in processor.split():
-            raise KernelsUnavailable(f"the processor has no {library.instructions}")
-        loaded = MagicMock()
+        if not set(library.processor.split()) <= set(processor.split()):
+            raise KernelsUnavailable(f"the processor has no {library.needed}")
+        loaded = MagicMock(instructions=library.instructions)
         loaded.allow_tiles.return_value = int(tiles)
         return loaded
 
@@ -40,6 +42,7 @@ def allow(monkeypatch: pytest.MonkeyPatch, processor: str, *, tiles: bool) -> No
         ("avx512f avx512_bf16 amx_bf16", True, "AMX-BF16"),
         ("avx512f avx512_bf16 amx_bf16", False, "AVX512-BF16"),
         ("avx512f avx512_bf16", True, "AVX512-BF16"),
+        ("avx512f avx2 fma", True, "AVX2"),
     ],
 )
 def test_tiles_are_used_where_processor_and_system_have_them(
@@ -63,16 +66,33 @@ def test_tiles_are_used_where_processor_and_system_have_them(
 def test_the_variable_of_onednn_forbids_tiles(
     monkeypatch: pytest.MonkeyPatch, most: str, chosen: str
 ) -> None:
-    allow(monkeypatch, "avx512f avx512_bf16 amx_bf16", tiles=True)
+    allow(monkeypatch, "avx512f avx512_bf16 amx_bf16 avx2 fma", tiles=True)
     monkeypatch.setenv(cpu.MOST_INSTRUCTIONS_VARIABLE, most)
     assert cpu.instructions(torch.bfloat16) == chosen
+    assert cpu.instructions(torch.float32) == "AVX-512"
+
+
+@pytest.mark.parametrize("most", ["AVX2", "avx2_vnni", "AVX", "SSE41"])
+def test_the_variable_of_onednn_keeps_all_libraries_to_avx2(
+    monkeypatch: pytest.MonkeyPatch, most: str
+) -> None:
+    allow(monkeypatch, "avx512f avx512_bf16 amx_bf16 avx2 fma", tiles=True)
+    monkeypatch.setenv(cpu.MOST_INSTRUCTIONS_VARIABLE, most)
+    assert {cpu.instructions(dtype) for dtype in (torch.bfloat16, torch.float32)} == {"AVX2"}
+    assert cpu.sampling_library().instructions == "AVX2"
+
+
+def test_a_processor_without_avx_512_uses_avx2(monkeypatch: pytest.MonkeyPatch) -> None:
+    allow(monkeypatch, "avx2 fma", tiles=True)
+    assert {cpu.instructions(dtype) for dtype in (torch.bfloat16, torch.float32)} == {"AVX2"}
+    assert cpu.sampling_library().instructions == "AVX2"
 
 
 def test_without_kernels_the_missing_instructions_are_named(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    allow(monkeypatch, "avx512f", tiles=True)
-    with pytest.raises(KernelsUnavailable, match="the processor has no AVX512-BF16"):
+    allow(monkeypatch, "avx2", tiles=True)  # without FMA
+    with pytest.raises(KernelsUnavailable, match="the processor has no AVX2 with FMA"):
         cpu.instructions(torch.bfloat16)
     with pytest.raises(KernelsUnavailable, match="there are none for"):
         cpu.instructions(torch.float16)

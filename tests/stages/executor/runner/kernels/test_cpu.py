@@ -17,7 +17,9 @@ from nano_inference.stages.executor.runner.batch import DecodeRows, IntArray
 from nano_inference.stages.executor.runner.kernels import cpu
 from nano_inference.stages.executor.runner.kernels.compile import (
     BFLOAT16,
+    BFLOAT16_AVX2,
     FLOAT32,
+    FLOAT32_AVX2,
     TILES,
 )
 from nano_inference.stages.executor.runner.kernels.cpu import Linear, LinearKind, PagedAttention
@@ -39,8 +41,14 @@ def inference() -> Iterator[None]:
 
 
 @pytest.fixture(
-    params=[(torch.bfloat16, TILES), (torch.bfloat16, BFLOAT16), (torch.float32, FLOAT32)],
-    ids=lambda param: param[1].define.lower(),
+    params=[
+        (torch.bfloat16, TILES),
+        (torch.bfloat16, BFLOAT16),
+        (torch.bfloat16, BFLOAT16_AVX2),
+        (torch.float32, FLOAT32),
+        (torch.float32, FLOAT32_AVX2),
+    ],
+    ids=lambda param: param[1].define.lower().replace(" ", "-"),
 )
 def dtype(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[torch.dtype]:
     """That of one of the libraries, which is used then."""

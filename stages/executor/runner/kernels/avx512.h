@@ -1,0 +1,97 @@
+// Vectors of 16 floats with AVX-512: one register.
+
+#ifndef __AVX512F__
+#error "this processor has no AVX-512"
+#endif
+
+typedef __m512 Floats;
+
+INLINE Floats spread(float f) { return _mm512_set1_ps(f); }
+
+INLINE Floats zeros(void) { return _mm512_setzero_ps(); }
+
+INLINE Floats load_floats(const float *p) { return _mm512_loadu_ps(p); }
+
+INLINE Floats load_floats_some(const float *p, Mask mask) { return _mm512_maskz_loadu_ps(mask, p); }
+
+// Those of `over` in the other lanes.
+INLINE Floats load_floats_over(Floats over, const float *p, Mask mask) {
+    return _mm512_mask_loadu_ps(over, mask, p);
+}
+
+INLINE void store_floats(float *p, Floats v) { _mm512_storeu_ps(p, v); }
+
+INLINE void store_floats_some(float *p, Mask mask, Floats v) { _mm512_mask_storeu_ps(p, mask, v); }
+
+INLINE Floats add(Floats a, Floats b) { return _mm512_add_ps(a, b); }
+
+INLINE Floats subtract(Floats a, Floats b) { return _mm512_sub_ps(a, b); }
+
+INLINE Floats multiply(Floats a, Floats b) { return _mm512_mul_ps(a, b); }
+
+INLINE Floats divide(Floats a, Floats b) { return _mm512_div_ps(a, b); }
+
+INLINE Floats minimum(Floats a, Floats b) { return _mm512_min_ps(a, b); }
+
+INLINE Floats maximum(Floats a, Floats b) { return _mm512_max_ps(a, b); }
+
+// a * b + c
+INLINE Floats multiply_add(Floats a, Floats b, Floats c) { return _mm512_fmadd_ps(a, b, c); }
+
+// c - a * b
+INLINE Floats multiply_subtract(Floats a, Floats b, Floats c) { return _mm512_fnmadd_ps(a, b, c); }
+
+// The nearest whole numbers.
+INLINE Floats nearest(Floats v) { return _mm512_roundscale_ps(v, 0); }
+
+// v * 2^n of whole n.
+INLINE Floats times_power_of_two(Floats v, Floats n) { return _mm512_scalef_ps(v, n); }
+
+// Some lanes of v, zeros in the others.
+INLINE Floats only(Mask mask, Floats v) { return _mm512_maskz_mov_ps(mask, v); }
+
+// Some lanes of b, those of a in the others.
+INLINE Floats merged(Floats a, Mask mask, Floats b) { return _mm512_mask_mov_ps(a, mask, b); }
+
+INLINE float sum_of(Floats v) { return _mm512_reduce_add_ps(v); }
+
+INLINE float largest_of(Floats v) { return _mm512_reduce_max_ps(v); }
+
+// The lanes that are NaN.
+INLINE Mask not_numbers(Floats v) { return _mm512_cmp_ps_mask(v, v, _CMP_UNORD_Q); }
+
+INLINE Mask equal_lanes(Floats a, Floats b) { return _mm512_cmp_ps_mask(a, b, _CMP_EQ_OQ); }
+
+// --- dot products -------------------------------------------------------------------------------
+
+typedef __m512 Sums;  // of one dot product
+
+// Keeps a vector in its register: GCC would load it from memory for each use, and loads per cycle
+// would limit the multiplications.
+INLINE __m512 held(__m512 v) {
+    __asm__("" : "+v"(v));
+    return v;
+}
+
+INLINE Sums no_sums(void) { return _mm512_setzero_ps(); }
+
+// The sums of up to 16 vectors' lanes, in their order. All take the same tree.
+INLINE Floats sum_lanes(const Sums *v, int count) {
+    (void)count;  // unused vectors are zeros
+    __m512 a[8], b[4], c[2];
+    UNROLL
+    for (int i = 0; i < 8; i++)
+        a[i] = _mm512_add_ps(_mm512_unpacklo_ps(v[2 * i], v[2 * i + 1]),
+                             _mm512_unpackhi_ps(v[2 * i], v[2 * i + 1]));
+    UNROLL
+    for (int i = 0; i < 4; i++) {
+        __m512d x = (__m512d)a[2 * i], y = (__m512d)a[2 * i + 1];
+        b[i] = _mm512_add_ps((__m512)_mm512_unpacklo_pd(x, y), (__m512)_mm512_unpackhi_pd(x, y));
+    }
+    UNROLL
+    for (int i = 0; i < 2; i++)
+        c[i] = _mm512_add_ps(_mm512_shuffle_f32x4(b[2 * i], b[2 * i + 1], 0x88),
+                             _mm512_shuffle_f32x4(b[2 * i], b[2 * i + 1], 0xdd));
+    return _mm512_add_ps(_mm512_shuffle_f32x4(c[0], c[1], 0x88),
+                         _mm512_shuffle_f32x4(c[0], c[1], 0xdd));
+}

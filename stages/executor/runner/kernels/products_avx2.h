@@ -1,0 +1,121 @@
+// Dot products with AVX2: of floats, to which bfloat16 is widened. One side, the operands, is
+// widened beforehand and used many times.
+
+typedef __m256 Numbers;  // eight of them
+typedef long Lanes;      // the first ones of a line
+typedef float Operand;
+
+enum {
+    LINE_BYTES = 64,
+    WIDTH = LINE_BYTES / sizeof(number),  // numbers in a cache line
+    PARTS = WIDTH / 8,                    // of it, vectors
+};
+#define ALL_LANES WIDTH
+
+INLINE Lanes lanes(long count) { return count; }
+
+INLINE Numbers load_operands(const Operand *p, int part, Lanes count) {
+    p += part * 8;
+    if (count == ALL_LANES) return _mm256_loadu_ps(p);
+    return _mm256_maskload_ps(p, lanes_of(first(count - part * 8), 0));
+}
+
+INLINE Sums add_product(Sums sums, Numbers a, Numbers b) { return _mm256_fmadd_ps(a, b, sums); }
+
+#ifdef FLOAT32
+
+INLINE Numbers load(const number *p, int part, Lanes count) {
+    return load_operands(p, part, count);
+}
+
+INLINE void store_operands(Operand *p, Floats v) { store_floats(p, v); }
+
+INLINE void lay_out_operands(const number *from, long count, long padded, Operand *to) {
+    (void)padded;
+    memcpy(to, from, count * sizeof(number));
+}
+
+INLINE const Operand *operands_of(const number *rows, long count, long k) {
+    (void)count, (void)k;
+    return rows;
+}
+
+#else
+
+// The parts of a whole line are the even and the odd numbers of its halves: two instructions widen
+// them.
+INLINE Numbers load(const number *p, int part, Lanes count) {
+    if (count == ALL_LANES) {
+        const __m256i both = _mm256_loadu_si256((const __m256i *)(p + part / 2 * 16));
+        if (part % 2 == 0) return (Numbers)_mm256_slli_epi32(both, 16);
+        return (Numbers)_mm256_and_si256(both, _mm256_set1_epi32(0xffff0000));
+    }
+    number rest[8] = {0};
+    for (int i = 0; i < 8 && part * 8 + i < count; i++) rest[i] = p[part * 8 + i];
+    return widen_eight(_mm_loadu_si128((const __m128i *)rest));
+}
+
+INLINE void store_operands(Operand *p, Floats v) { store_floats(p, rounded(v)); }
+
+// Widens a row, in the order of `load`; padded: `count`, or a multiple of WIDTH that is filled up
+// with zeros.
+INLINE void lay_out_operands(const number *from, long count, long padded, Operand *to) {
+    for (; count >= WIDTH; count -= WIDTH, padded -= WIDTH, from += WIDTH, to += WIDTH) UNROLL
+    for (int part = 0; part < PARTS; part++)
+        _mm256_storeu_ps(to + part * 8, load(from, part, ALL_LANES));
+    if (padded > count) {
+        number rest[WIDTH] = {0};
+        memcpy(rest, from, count * sizeof(number));
+        UNROLL
+        for (int part = 0; part < PARTS; part++)
+            _mm256_storeu_ps(to + part * 8, load(rest, part, ALL_LANES));
+    } else {
+        for (long i = 0; i < count; i++) to[i] = wide(from[i]);
+    }
+}
+
+// Rows as operands, in this thread's memory.
+static const Operand *operands_of(const number *rows, long count, long k) {
+    Operand *to = memory_for(count * k * sizeof(Operand));
+    for (long row = 0; row < count; row++) lay_out_operands(rows + row * k, k, k, to + row * k);
+    return to;
+}
+
+#endif
+
+// --- values of attention ------------------------------------------------------------------------
+
+// Lays up to 32 numbers of 16 positions' values side by side for add_values.
+INLINE void lay_out_values(const number *const *values, long offset, long count, Operand *to) {
+    UNROLL
+    for (int j = 0; j < 16; j++, to += 32) {
+        store_floats(to, load_wide_some(values[j] + offset, first(count)));
+        store_floats(to + 16, load_wide_some(values[j] + offset + 16, first(count - 16)));
+    }
+}
+
+// Adds weighted values of positions, a multiple of 16 in the layout above, to 32 sums of each row.
+INLINE void add_values(int rows, float *sums, long width, const Operand *weights, long stride,
+                       const Operand *values, long positions) {
+    __m256 of[3][4];
+    UNROLL
+    for (int a = 0; a < rows; a++) UNROLL
+    for (int i = 0; i < 4; i++) of[a][i] = _mm256_loadu_ps(sums + a * width + i * 8);
+    for (long j = 0; j < positions; j++, values += 32) {
+        __m256 weight[3];
+        UNROLL
+        for (int a = 0; a < rows; a++) weight[a] = _mm256_set1_ps(weights[a * stride + j]);
+        UNROLL
+        for (int i = 0; i < 4; i++) {
+            const __m256 some = _mm256_loadu_ps(values + i * 8);
+            UNROLL
+            for (int a = 0; a < rows; a++) of[a][i] = _mm256_fmadd_ps(weight[a], some, of[a][i]);
+        }
+    }
+    UNROLL
+    for (int a = 0; a < rows; a++) UNROLL
+    for (int i = 0; i < 4; i++) _mm256_storeu_ps(sums + a * width + i * 8, of[a][i]);
+}
+
+// As add_values leaves them.
+INLINE void put_in_order(Floats *x, Floats *y) { (void)x, (void)y; }

@@ -51,7 +51,7 @@ typedef struct {
     float *scores;     // [rows, CHUNK], then weights, as operands, at the beginning of each row
     float *sums;       // [rows, padded], weighted sums of values
     Operand *queries;  // [rows, key_width]
-    number *keys;      // of 16 positions, [16, key_width] or the layout of lay_out_keys
+    Operand *keys;     // of 16 positions, [16, key_width] or the layout of lay_out_keys
     Operand *values;   // [padded / 32] times CHUNK positions of 32, the layout of lay_out_values
 } Rows;
 
@@ -70,7 +70,7 @@ INLINE long used_by(const Rows *r, long row, long chunk) {
 
 // Gathers the keys and values of 16 positions from `start` on. The context has `context` positions.
 static void gather_positions(const Attention *a, const int64_t *table, long start, long context,
-                             long kv_head, number *laid_out_keys, Operand *laid_out) {
+                             long kv_head, Operand *laid_out_keys, Operand *laid_out) {
     const number *keys[16], *values[16];
     for (long j = 0; j < 16; j++) {
         const long position = start + j < context ? start + j : context - 1;  // any valid one
@@ -163,7 +163,7 @@ static void attend(const Attention *a, const Tokens *tokens, long kv_head, const
     for (long row = 0; row < r->rows; row++) {
         const long token = row / group, head = kv_head * group + row % group;
         const number *query = tokens->queries + token * tokens->stride + head * a->key_width;
-        lay_out_operands(query, a->key_width, r->key_width, r->queries + row * r->key_width);
+        lay_out_operands(query, a->key_width, r->queries + row * r->key_width);
         r->end[row] = tokens->contexts[token];
         r->first[row] = first_seen(a, r->end[row]);
         r->maxima[row] = a->sinks ? wide(a->sinks[head]) : -INFINITY;
@@ -218,13 +218,9 @@ static void decode_attention_by_team(const Attention *a, const number *queries, 
     const long padded = (a->value_width + 31) / 32 * 32;
     long limits[2 * most];
     float floats[most * (2 + CHUNK + padded)];
-    Operand operands[most * key_width + CHUNK * padded];
-    number keys[16 * key_width];
+    Operand operands[(most + 16) * key_width + CHUNK * padded];
     // Padding beyond a row's numbers stays zero.
-    if (key_width > a->key_width) {
-        memset(operands, 0, most * key_width * sizeof(Operand));
-        memset(keys, 0, 16 * key_width * sizeof(number));
-    }
+    if (key_width > a->key_width) memset(operands, 0, (most + 16) * key_width * sizeof(Operand));
     const Rows room = {
         .key_width = key_width,
         .padded = padded,
@@ -235,8 +231,8 @@ static void decode_attention_by_team(const Attention *a, const number *queries, 
         .scores = floats + 2 * most,
         .sums = floats + (2 + CHUNK) * most,
         .queries = operands,
-        .keys = keys,
-        .values = operands + most * key_width,
+        .keys = operands + most * key_width,
+        .values = operands + (most + 16) * key_width,
     };
     long *starts = malloc((rows + 1) * sizeof(long)), tiles = 0;
     for (long row = 0; row < rows; row += together(a, row, rows, tables, blocks, contexts))

@@ -9,16 +9,16 @@ INLINE void begin_attention(void) {}
 
 INLINE void end_attention(void) {}
 
-INLINE void lay_out_keys(const number *const *keys, long width, number *to) {
+INLINE void lay_out_keys(const number *const *keys, long width, Operand *to) {
     const long padded = (width + WIDTH - 1) / WIDTH * WIDTH;
-    for (long j = 0; j < 16; j++) memcpy(to + j * padded, keys[j], width * sizeof(number));
+    for (long j = 0; j < 16; j++) lay_out_operands(keys[j], width, to + j * padded);
 }
 
 // Scores of some rows and 16 positions, `columns` at a time.
 INLINE void score_rows(int rows, int columns, long width, const Operand *queries,
-                       const number *keys, float *scores) {
+                       const Operand *keys, float *scores) {
     for (long column = 0; column < 16; column += columns) {
-        const number *some = keys + column * width;
+        const Weights some = {(const number *)(keys + column * width), WIDENED};
         const Floats found = dot_products(rows, columns, queries, some, width, NULL, 0).of[0];
         float result[16];
         store_floats(result, found);

@@ -36,10 +36,15 @@ INLINE void store_narrow(number *p, Floats v) {
     _mm256_storeu_si256((__m256i *)p, packed);
 }
 
+// Copies some of 16 numbers. Not inlined: it is used in many places, for the end of a row.
+static __attribute__((noinline)) void copy_some(number *to, const number *from, Mask mask) {
+    for (; mask; mask &= mask - 1) to[__builtin_ctz(mask)] = from[__builtin_ctz(mask)];
+}
+
 INLINE Floats load_wide_some(const number *p, Mask mask) {
     if (mask == 0xffff) return load_wide(p);
-    number numbers[16];
-    for (int i = 0; i < 16; i++) numbers[i] = mask >> i & 1 ? p[i] : 0;
+    number numbers[16] = {0};
+    copy_some(numbers, p, mask);
     return load_wide(numbers);
 }
 
@@ -47,8 +52,7 @@ INLINE void store_narrow_some(number *p, Mask mask, Floats v) {
     if (mask == 0xffff) return store_narrow(p, v);
     number numbers[16];
     store_narrow(numbers, v);
-    for (int i = 0; i < 16; i++)
-        if (mask >> i & 1) p[i] = numbers[i];
+    copy_some(p, numbers, mask);
 }
 
 #else

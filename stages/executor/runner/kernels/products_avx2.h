@@ -2,13 +2,12 @@
 // widened beforehand and used many times.
 
 typedef __m256 Numbers;  // eight of them
-typedef long Lanes;      // the first ones of a line
+typedef long Lanes;      // the first ones of a step
 typedef float Operand;
 
 enum {
-    LINE_BYTES = 64,
-    WIDTH = LINE_BYTES / sizeof(number),  // numbers in a cache line
-    PARTS = WIDTH / 8,                    // of it, vectors
+    WIDTH = 16,  // numbers in a step
+    PARTS = 2,
 };
 #define ALL_LANES WIDTH
 
@@ -20,7 +19,13 @@ INLINE Numbers load_operands(const Operand *p, int part, Lanes count) {
     return _mm256_maskload_ps(p, lanes_of(first(count - part * 8), 0));
 }
 
-INLINE Sums add_product(Sums sums, Numbers a, Numbers b) { return _mm256_fmadd_ps(a, b, sums); }
+// In assembly: GCC would choose among the forms of the instruction, and run out of registers.
+INLINE Sums add_product(Sums sums, Numbers a, Numbers b) {
+    __asm__("vfmadd231ps %2, %1, %0" : "+x"(sums) : "x"(a), "x"(b));
+    return sums;
+}
+
+enum { WIDENED = sizeof(Operand) > sizeof(number) };
 
 #ifdef FLOAT32
 
@@ -30,54 +35,51 @@ INLINE Numbers load(const number *p, int part, Lanes count) {
 
 INLINE void store_operands(Operand *p, Floats v) { store_floats(p, v); }
 
-INLINE void lay_out_operands(const number *from, long count, long padded, Operand *to) {
-    (void)padded;
+INLINE void lay_out_operands(const number *from, long count, Operand *to) {
     memcpy(to, from, count * sizeof(number));
 }
 
-INLINE const Operand *operands_of(const number *rows, long count, long k) {
-    (void)count, (void)k;
+INLINE const Operand *operands_of(const number *rows, long count, long k, Operand **rest) {
+    (void)count, (void)k, (void)rest;
     return rows;
 }
 
 #else
 
-// The parts of a whole line are the even and the odd numbers of its halves: two instructions widen
-// them.
+static const uint32_t high_halves[8] __attribute__((aligned(32))) = {
+    0xffff0000, 0xffff0000, 0xffff0000, 0xffff0000, 0xffff0000, 0xffff0000, 0xffff0000, 0xffff0000,
+};
+
+// The parts of a whole step are its even and its odd numbers: one instruction widens each.
 INLINE Numbers load(const number *p, int part, Lanes count) {
     if (count == ALL_LANES) {
-        const __m256i both = _mm256_loadu_si256((const __m256i *)(p + part / 2 * 16));
-        if (part % 2 == 0) return (Numbers)_mm256_slli_epi32(both, 16);
-        return (Numbers)_mm256_and_si256(both, _mm256_set1_epi32(0xffff0000));
+        const __m256i both = _mm256_loadu_si256((const __m256i *)p);
+        if (part == 0) return (Numbers)_mm256_slli_epi32(both, 16);
+        // In assembly, since GCC would keep the constant in a register that the sums need.
+        __m256i odd;
+        __asm__("vpand %2, %1, %0" : "=x"(odd) : "x"(both), "m"(high_halves));
+        return (Numbers)odd;
     }
-    number rest[8] = {0};
-    for (int i = 0; i < 8 && part * 8 + i < count; i++) rest[i] = p[part * 8 + i];
-    return widen_eight(_mm_loadu_si128((const __m128i *)rest));
+    number rest[16] = {0};
+    copy_some(rest, p, first(count));
+    return widen_eight(_mm_loadu_si128((const __m128i *)(rest + part * 8)));
 }
 
 INLINE void store_operands(Operand *p, Floats v) { store_floats(p, rounded(v)); }
 
-// Widens a row, in the order of `load`; padded: `count`, or a multiple of WIDTH that is filled up
-// with zeros.
-INLINE void lay_out_operands(const number *from, long count, long padded, Operand *to) {
-    for (; count >= WIDTH; count -= WIDTH, padded -= WIDTH, from += WIDTH, to += WIDTH) UNROLL
+// Widens a row, in the order of `load`.
+INLINE void lay_out_operands(const number *from, long count, Operand *to) {
+    for (; count >= WIDTH; count -= WIDTH, from += WIDTH, to += WIDTH) UNROLL
     for (int part = 0; part < PARTS; part++)
         _mm256_storeu_ps(to + part * 8, load(from, part, ALL_LANES));
-    if (padded > count) {
-        number rest[WIDTH] = {0};
-        memcpy(rest, from, count * sizeof(number));
-        UNROLL
-        for (int part = 0; part < PARTS; part++)
-            _mm256_storeu_ps(to + part * 8, load(rest, part, ALL_LANES));
-    } else {
-        for (long i = 0; i < count; i++) to[i] = wide(from[i]);
-    }
+    for (long i = 0; i < count; i++) to[i] = wide(from[i]);
 }
 
-// Rows as operands, in this thread's memory.
-static const Operand *operands_of(const number *rows, long count, long k) {
-    Operand *to = memory_for(count * k * sizeof(Operand));
-    for (long row = 0; row < count; row++) lay_out_operands(rows + row * k, k, k, to + row * k);
+// Rows as operands, in this thread's memory, and room for eight rows more.
+static const Operand *operands_of(const number *rows, long count, long k, Operand **rest) {
+    Operand *to = memory_for((count + 8) * k * sizeof(Operand));
+    *rest = to + count * k;
+    for (long row = 0; row < count; row++) lay_out_operands(rows + row * k, k, to + row * k);
     return to;
 }
 

@@ -18,7 +18,7 @@ INLINE void lay_out_keys(const number *const *keys, long width, Operand *to) {
 INLINE void score_rows(int rows, int columns, long width, const Operand *queries,
                        const Operand *keys, float *scores) {
     for (long column = 0; column < 16; column += columns) {
-        const Weights some = {(const number *)(keys + column * width), WIDENED};
+        const Weights some = {(const number *)(keys + column * width), NULL, WIDENED};
         const Floats found = dot_products(rows, columns, queries, some, width, NULL, 0).of[0];
         float result[16];
         store_floats(result, found);

@@ -1,7 +1,8 @@
-// Kernels for models on x86 processors with AVX-512: compiled with FLOAT32, with BFLOAT16 for those
-// with AVX512-BF16, and with TILES for bfloat16 on those with AMX too. The type `number`,
-// its loads and its rounding are in bfloat16.h and float32.h; the order of sums is in the headers
-// named _tiles and _vectors.
+// Kernels for models on x86 processors, compiled with FLOAT32 for AVX-512, with BFLOAT16 for
+// AVX512-BF16, with TILES for bfloat16 with AMX, and with AVX2 besides FLOAT32 or BFLOAT16 for
+// processors without. Operations on floats are in avx512.h and avx2.h. The type `number`, its loads
+// and its rounding are in bfloat16.h and float32.h, its products in the headers named products_.
+// The order of sums is in these and in the headers named _tiles and _vectors.
 //
 // Weights stay in the model's layout, [out, in] row by row, and the next rows' weights are
 // prefetched during a product. Each dot product sums in the same order in any batch, so a row's

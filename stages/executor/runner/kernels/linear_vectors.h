@@ -8,23 +8,28 @@
 
 enum {
     BLOCK_BYTES = 512 << 10,  // see block_of
-    IN_ORDER = MOST_ROWS > 3,
+    LONG = 2048,  // inputs of weights that the processor fetches early enough for one or two rows
+    IN_ORDER = MOST_ROWS > 3,  // for one or two rows
 };
 
-// Rows of weights: the model's, or operands made of them.
+// Rows of weights: the model's numbers, or operands made of them. ups: those of a gated kind's
+// other part.
 typedef struct {
-    const number *rows;
+    const number *rows, *ups;
     int are_operands;
 } Weights;
 
+// The same from number `i` on.
 INLINE Weights weights_from(Weights w, long i) {
     if (w.are_operands) i *= sizeof(Operand) / sizeof(number);
-    return (Weights){w.rows + i, w.are_operands};
+    return (Weights){w.rows + i, w.ups ? w.ups + i : NULL, w.are_operands};
 }
+
+INLINE Weights ups_of(Weights w) { return (Weights){w.ups, NULL, w.are_operands}; }
 
 INLINE Numbers load_weights(Weights w, long offset, int part, Lanes mask) {
     if (w.are_operands) return load_operands((const Operand *)w.rows + offset, part, mask);
-    return load((const number *)w.rows + offset, part, mask);
+    return load(w.rows + offset, part, mask);
 }
 
 // A step of dot_products: a vector's products of each pair of rows, or fewer by the mask.
@@ -33,16 +38,21 @@ INLINE void add_products(int rows, int columns, const Operand *x, Weights weight
     UNROLL
     for (int part = 0; part < PARTS; part++) {
 #ifdef AVX2
-        // With 12 sums, there are registers for three rows and one weight.
+        // Beside 12 sums, there are registers for two rows and one weight.
+        const int third = rows > 2 && mask == ALL_LANES, kept = third ? 2 : rows;
         Numbers values[MOST_ROWS];
         UNROLL
-        for (int a = 0; a < rows; a++) values[a] = held(load_operands(x + a * k, part, mask));
+        for (int a = 0; a < kept; a++) values[a] = held(load_operands(x + a * k, part, mask));
         UNROLL
         for (int b = 0; b < columns; b++) {
             const Numbers weight = held(load_weights(weights, b * k, part, mask));
             UNROLL
-            for (int a = 0; a < rows; a++)
+            for (int a = 0; a < kept; a++)
                 sums[a * columns + b] = add_product(sums[a * columns + b], values[a], weight);
+            if (third) {
+                Sums *const last = sums + 2 * columns + b;
+                *last = add_product_from(*last, weight, x + 2 * k, part);
+            }
         }
 #else
         Numbers loaded[16];
@@ -73,8 +83,8 @@ INLINE Products sum_tile(const Sums *sums, int count) {
 
 // Dot products of `rows` rows of x with `columns` rows of weights. Each step prefetches `lines`
 // cache lines from `ahead` on.
-INLINE Products dot_products(int rows, int columns, const Operand *x, Weights weights, long k,
-                             const number *ahead, long lines) {
+INLINE Products dot_products_inline(int rows, int columns, const Operand *x, Weights weights,
+                                    long k, const number *ahead, long lines) {
     Sums sums[32];
     UNROLL
     for (int i = 0; i < 32; i++) sums[i] = no_sums();
@@ -92,22 +102,40 @@ INLINE Products dot_products(int rows, int columns, const Operand *x, Weights we
     return sum_tile(sums, rows * columns);
 }
 
+#ifdef AVX2
+// The largest tile, of operands. Not inlined: alone, it fits the 16 registers.
+static __attribute__((noinline)) Products largest_tile(const Operand *x, const Operand *weights,
+                                                       long k, const number *ahead, long lines) {
+    const Weights operands = {(const number *)weights, NULL, 1};
+    return dot_products_inline(MOST_ROWS, 4, x, operands, k, ahead, lines);
+}
+#endif
+
+INLINE Products dot_products(int rows, int columns, const Operand *x, Weights weights, long k,
+                             const number *ahead, long lines) {
+#ifdef AVX2
+    if (rows == MOST_ROWS && columns == 4 && (weights.are_operands || !WIDENED))
+        return largest_tile(x, (const Operand *)weights.rows, k, ahead, lines);
+#endif
+    return dot_products_inline(rows, columns, x, weights, k, ahead, lines);
+}
+
 // Likewise for few rows, bound by memory: weights are read in memory order.
-INLINE Products dot_products_in_order(int rows, int columns, const Operand *x, const number *weight,
+INLINE Products dot_products_in_order(int rows, int columns, const Operand *x, Weights weights,
                                       long k) {
     Sums sums[16];
     UNROLL
     for (int i = 0; i < 16; i++) sums[i] = no_sums();
     UNROLL
     for (int b = 0; b < columns; b++) {
-        const Weights row = {weight + b * k, 0};
+        const Weights row = weights_from(weights, b * k);
         Sums of_row[4];
         UNROLL
         for (int a = 0; a < rows; a++) of_row[a] = no_sums();
         long i = 0;
         for (; i + WIDTH <= k; i += WIDTH) {
             add_products(rows, 1, x + i, weights_from(row, i), k, ALL_LANES, of_row);
-            _mm_prefetch((const char *)(weight + b * k + i) + 2048, _MM_HINT_T1);
+            _mm_prefetch((const char *)(row.rows + i) + 2048, _MM_HINT_T1);
         }
         if (i < k) add_products(rows, 1, x + i, weights_from(row, i), k, lanes(k - i), of_row);
         UNROLL
@@ -153,24 +181,19 @@ INLINE void put_products(int rows, int columns, const Linear *l, long part, Floa
     }
 }
 
-// One tile of outputs: `rows` rows, and `columns` weights from `column` on. With `in_order` as in
-// dot_products_in_order; if `widened`, with laid_out as in multiply_block, from that column on.
+// One tile of outputs: `rows` rows, and `columns` columns from `column` on, where `weights` begin.
+// With `in_order` as in dot_products_in_order.
 INLINE void multiply_tile(int rows, int columns, const Linear *l, long part, const Operand *x,
-                          Target to, long column, int in_order, int widened,
-                          const Operand *laid_out, const number *ahead, long lines) {
+                          Weights weights, Target to, long column, int in_order,
+                          const number *ahead, long lines) {
     const long k = l->inputs;
-    const number *weight = l->weight[part] + column * k;
-    const Weights weights = widened ? (Weights){(const number *)laid_out, 1} : (Weights){weight, 0};
-    const Products products = in_order ? dot_products_in_order(rows, columns, x, weight, k)
+    const Products products = in_order ? dot_products_in_order(rows, columns, x, weights, k)
                                        : dot_products(rows, columns, x, weights, k, ahead, lines);
     Products ups = products;
     if (l->kind >= GATED_SILU) {
-        const number *other = l->weight[1] + column * k;
-        const number *other_ahead = ahead ? other + (ahead - weight) : NULL;
-        const Weights others =
-            widened ? (Weights){(const number *)(laid_out + 4 * k), 1} : (Weights){other, 0};
-        ups = in_order ? dot_products_in_order(rows, columns, x, other, k)
-                       : dot_products(rows, columns, x, others, k, other_ahead, lines);
+        const number *other_ahead = ahead ? l->weight[1] + (ahead - l->weight[0]) : NULL;
+        ups = in_order ? dot_products_in_order(rows, columns, x, ups_of(weights), k)
+                       : dot_products(rows, columns, x, ups_of(weights), k, other_ahead, lines);
     }
     const int held = rows * columns > 16 ? 16 / columns : rows;
     put_products(held, columns, l, part, products.of[0], ups.of[0], to, column);
@@ -181,25 +204,23 @@ INLINE void multiply_tile(int rows, int columns, const Linear *l, long part, con
 
 // Outputs `start` to `stop` of some rows, in tiles of so many columns and the rest one by one.
 INLINE void multiply_rows(int rows, int columns, const Linear *l, long part, const Operand *x,
-                          Target to, long start, long stop, int in_order, int widened,
-                          const Operand *laid_out, const number *ahead, long lines) {
+                          Weights weights, Target to, long start, long stop, int in_order,
+                          const number *ahead, long lines) {
     const long k = l->inputs;
     long column = start;
     for (; column + columns <= stop; column += columns)
-        multiply_tile(rows, columns, l, part, x, to, column, in_order, widened,
-                      laid_out + (column - start) * k, ahead, lines);
+        multiply_tile(rows, columns, l, part, x, weights_from(weights, (column - start) * k), to,
+                      column, in_order, ahead, lines);
     for (; column < stop; column++)
-        multiply_tile(rows, 1, l, part, x, to, column, 0, widened, laid_out + (column - start) * k,
-                      NULL, 0);
+        multiply_tile(rows, 1, l, part, x, weights_from(weights, (column - start) * k), to, column,
+                      0, NULL, 0);
 }
 
 // Likewise, of as many rows as a tile has: MOST_ROWS, which use each weight for more products, or
 // up to four.
-INLINE void multiply_some(const Linear *l, long part, const Operand *x, Target to, long rows,
-                          long start, long stop, int widened, const Operand *laid_out,
-                          const number *ahead, long lines) {
-#define MULTIPLY(rows) \
-    multiply_rows(rows, 4, l, part, x, to, start, stop, 0, widened, laid_out, ahead, lines)
+INLINE void multiply_some(const Linear *l, long part, const Operand *x, Weights weights, Target to,
+                          long rows, long start, long stop, const number *ahead, long lines) {
+#define MULTIPLY(rows) multiply_rows(rows, 4, l, part, x, weights, to, start, stop, 0, ahead, lines)
     switch (rows) {
     case 1: MULTIPLY(1); break;
     case 2: MULTIPLY(2); break;
@@ -219,35 +240,51 @@ INLINE long tile_rows(long left) {
     return left < 4 ? left : 4;
 }
 
-// The same, of any number of rows. If these have other operands than numbers, weights that enough
-// rows use are made operands too, in `laid_out`: four rows of each part that is multiplied.
+// The model's weights of outputs from `column` on.
+INLINE Weights weights_of(const Linear *l, long part, long column) {
+    const long at = column * l->inputs;
+    return (Weights){l->weight[part] + at, l->kind >= GATED_SILU ? l->weight[1] + at : NULL, 0};
+}
+
+// Makes operands of up to four rows of weights, and of their ups, in `room`.
+static Weights widened(const Linear *l, Weights weights, long columns, Operand *room) {
+    const long k = l->inputs;
+    for (long i = 0; i < columns; i++) {
+        lay_out_operands(weights.rows + i * k, k, room + i * k);
+        if (weights.ups) lay_out_operands(weights.ups + i * k, k, room + (4 + i) * k);
+    }
+    return (Weights){(const number *)room, (const number *)(room + 4 * k), 1};
+}
+
+// The same, of any number of rows. room: for eight rows of weights as operands, which are made if
+// enough rows of x use them.
 static void multiply_block(const Linear *l, long part, const Operand *x, Target to, long rows,
-                           long start, long stop, Operand *laid_out) {
+                           long start, long stop, Operand *room) {
     const long k = l->inputs, width = output_width(l);
     // While four columns are multiplied with all rows, the next four are prefetched evenly: a burst
     // would stall.
     const long tiles = (rows + MOST_ROWS - 1) / MOST_ROWS, lines = (4 + tiles - 1) / tiles;
     const long share = k / WIDTH * WIDTH * lines;
-    const int widened = WIDENED && rows >= 3 * MOST_ROWS;
+    const int ahead_helps = rows > 2 || k < LONG;
     for (long column = start; column < stop; column += 4) {
         const long until = column + 4 < stop ? column + 4 : stop;
         const number *next = l->weight[part] + (column + 4) * k;
-        for (long i = 0; i < until - column && widened; i++) {
-            lay_out_operands(next + (i - 4) * k, k, laid_out + i * k);
-            if (l->kind >= GATED_SILU)
-                lay_out_operands(l->weight[1] + (column + i) * k, k, laid_out + (4 + i) * k);
-        }
+        Weights weights = weights_of(l, part, column);
+        const int many = WIDENED && rows >= 3 * MOST_ROWS;
+        if (many) weights = widened(l, weights, until - column, room);
         for (long row = 0, done = 0, some; row < rows; row += some, done += share) {
-            const int more = done < 4 * k;
+            const int more = done < 4 * k && ahead_helps;
             const number *ahead = more ? next + done : NULL;
-            const Operand *operands = x + row * k;
             const Target here = at_row(to, row, width);
             some = tile_rows(rows - row);
-            if (widened)
-                multiply_some(l, part, operands, here, some, column, until, 1, laid_out, ahead,
+            // Constants, so that the loops are compiled for each kind of weights.
+            weights.are_operands = 0;
+            const Weights operands = {weights.rows, weights.ups, 1};
+            if (many)
+                multiply_some(l, part, x + row * k, operands, here, some, column, until, ahead,
                               more ? lines : 0);
             else
-                multiply_some(l, part, operands, here, some, column, until, 0, NULL, ahead,
+                multiply_some(l, part, x + row * k, weights, here, some, column, until, ahead,
                               more ? lines : 0);
         }
     }
@@ -263,18 +300,19 @@ static void linear_by_team(const Linear *l, const number *x, long rows, const nu
     for (long item = 0; item < blocks * chunks.count; item++) {
         const long from = item / chunks.count * block;
         const long some = from + block < rows ? block : rows - from;
-        Operand *laid_out = NULL;
-        const Operand *operands = operands_of(x + from * k, some, k, &laid_out);
+        Operand *room = NULL;
+        const Operand *operands = operands_of(x + from * k, some, k, &room);
         for (long part = 0; part < output_parts(l); part++) {
             const Outputs o = outputs_of(l, &chunks, item % chunks.count, part);
             const Target to = target_of(l, out, added, o.offset);
+            const Weights weights = weights_of(l, part, o.start);
             if (IN_ORDER && rows == 1)
-                multiply_rows(1, 16, l, part, operands, to, o.start, o.stop, 1, 0, NULL, NULL, 0);
+                multiply_rows(1, 16, l, part, operands, weights, to, o.start, o.stop, 1, NULL, 0);
             else if (IN_ORDER && rows == 2)
-                multiply_rows(2, 8, l, part, operands, to, o.start, o.stop, 1, 0, NULL, NULL, 0);
+                multiply_rows(2, 8, l, part, operands, weights, to, o.start, o.stop, 1, NULL, 0);
             else
                 multiply_block(l, part, operands, at_row(to, from, width), some, o.start, o.stop,
-                               laid_out);
+                               room);
         }
     }
 }

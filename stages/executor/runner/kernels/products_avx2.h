@@ -25,6 +25,14 @@ INLINE Sums add_product(Sums sums, Numbers a, Numbers b) {
     return sums;
 }
 
+// The same, with operands in memory.
+INLINE Sums add_product_from(Sums sums, Numbers a, const Operand *p, int part) {
+    __asm__("vfmadd231ps %2, %1, %0"
+            : "+x"(sums)
+            : "x"(a), "m"(*(const float (*)[8])(p + part * 8)));
+    return sums;
+}
+
 enum { WIDENED = sizeof(Operand) > sizeof(number) };
 
 #ifdef FLOAT32

@@ -30,7 +30,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "S": qwen2(896, 4864, 24, (14, 2), 151_936),
     # Qwen2.5-7B's
     "L": qwen2(3584, 18_944, 28, (28, 4), 152_064) | {"tie_word_embeddings": False},
-    # In float32 on processors without AVX-512, where the kernels and bfloat16 are of no use
+    # Between S and T, for float32 on few cores
     "M": qwen2(512, 2048, 8, (8, 2), 32_768),
     # The bundled model's size, where overheads are most of a step
     "T": qwen2(128, 512, 4, (4, 2), 4096),

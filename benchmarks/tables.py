@@ -22,7 +22,13 @@ from harness import markdown, median_ratio
 HERE = Path(__file__).parent
 DOCUMENTS = tuple(
     HERE.parent / name
-    for name in ("README.md", "benchmarks/README.md", "docs/kv-tiers.md", "docs/roles.md")
+    for name in (
+        "README.md",
+        "benchmarks/README.md",
+        "docs/kv-tiers.md",
+        "docs/ranks.md",
+        "docs/roles.md",
+    )
 )
 
 TABLE = re.compile(r"(?<=<!-- table: )([a-z0-9-]+)( -->\n).*?(?=<!-- end -->)", re.DOTALL)
@@ -290,6 +296,21 @@ def conversations(name: str) -> str:
     return markdown(head, body)
 
 
+# --- ranks.py -------------------------------------------------------------------------------------
+
+
+def all_reduce(name: str) -> str:
+    body = []
+    for size, rows in result(name)["all_reduce_us"].items():
+        for shape, times in rows.items():
+            cells = [short(statistics.median(times["ours"]))]
+            for peer in ("gloo", "TorchGroup"):
+                ratio = median_ratio(times[peer], times["ours"])
+                cells.append(f"{short(statistics.median(times[peer]))} = {short(ratio, 2)} x")
+            body.append([f"{size} ranks, {shape}", *cells])
+    return markdown(["us", "shared memory", "gloo", "TorchGroup"], body)
+
+
 # --- README.md ------------------------------------------------------------------------------------
 
 
@@ -368,6 +389,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "interference": partial(interference, "roles-M-2-cpu-cores"),
     "devices": partial(devices, "roles-M-2-cpu-cores"),
     "conversations": partial(conversations, "kv-conversations-2-cpu-cores"),
+    "all-reduce": partial(all_reduce, "ranks-2-cpu-cores"),
     "measured": measured,
 }
 

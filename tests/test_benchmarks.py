@@ -114,3 +114,13 @@ def test_each_turn_of_a_conversation_continues_an_earlier_one() -> None:
     for number, turn in enumerate(turns):
         continued = [text for text in texts[:number] if turn.prompt[: len(text)] == text]
         assert bool(continued) is not turn.begins
+
+
+def test_all_reduces_of_ranks_are_timed_in_processes() -> None:
+    found = load("ranks").measure(2, [(1, 64), (3, 64)], turns=2, number=3)
+    assert list(found) == [
+        f"[{rows}, 64] {dtype}" for dtype in ("float32", "bfloat16") for rows in (1, 3)
+    ]
+    for times in found.values():
+        assert list(times) == ["ours", "gloo", "TorchGroup"]
+        assert all(len(each) == 2 and min(each) > 0 for each in times.values())

@@ -20,7 +20,8 @@ from .....config.temporary import cache_folder, only_we_write, sweep, temporary_
 SOURCES = Path(__file__).parent
 
 # Without contraction, the compiler can't choose how often a product and a sum are rounded.
-_FLAGS = "-std=gnu11 -O3 -march=native -ffp-contract=off -fPIC -fopenmp -Wall -Wextra -Werror"
+_FLAGS = "-std=gnu11 -O3 -ffp-contract=off -fPIC -Wall -Wextra -Werror"
+_KERNEL_FLAGS = f"{_FLAGS} -march=native -fopenmp"
 
 _COMPILER_TIMEOUT_S = 120.0
 
@@ -34,7 +35,8 @@ class Library(msgspec.Struct, frozen=True):
 
     Attributes:
         source: The C file.
-        processor: The required processor flags, in Linux's spelling.
+        processor: The required processor flags, in Linux's spelling. Empty: any processor, and no
+            OpenMP.
         instructions: What they allow, for readers.
         define: The macros to define.
     """
@@ -57,6 +59,7 @@ FLOAT32 = Library("cpu.c", "avx512f", "AVX-512", "FLOAT32")
 FLOAT32_AVX2 = Library("cpu.c", "avx2 fma", "AVX2", "FLOAT32 AVX2")
 SAMPLING = Library("sampling.c", "avx512f", "AVX-512", "SAMPLING")
 SAMPLING_AVX2 = Library("sampling.c", "avx2 fma", "AVX2", "SAMPLING AVX2")
+RANKS = Library("ranks.c", "", "", "RANKS")
 
 
 class KernelsUnavailable(Exception):
@@ -69,15 +72,17 @@ def load_library(library: Library) -> ctypes.CDLL:
     Raises:
         KernelsUnavailable: The machine, its compiler or torch's build don't allow it.
     """
-    if platform.system() != "Linux" or platform.machine() != "x86_64":
+    processor = openmp = ""
+    if platform.system() != "Linux" or (library.processor and platform.machine() != "x86_64"):
         raise KernelsUnavailable(f"there are none for {platform.system()} on {platform.machine()}")
-    processor = _processor_flags()
-    if not set(library.processor.split()) <= set(processor.split()):
-        raise KernelsUnavailable(f"the processor has no {library.needed}")
+    if library.processor:
+        processor = _processor_flags()
+        if not set(library.processor.split()) <= set(processor.split()):
+            raise KernelsUnavailable(f"the processor has no {library.needed}")
+        openmp = _openmp_of_torch()
     compiler = os.environ.get("CC") or shutil.which("cc") or shutil.which("gcc")
     if compiler is None:
         raise KernelsUnavailable("there is no C compiler; install gcc, or set CC to one")
-    openmp = _openmp_of_torch()
     name = _name(library, compiler, processor, openmp)
     cache = cache_folder()
     if cache is not None:
@@ -158,13 +163,17 @@ def _load(folder: Path, name: str) -> ctypes.CDLL:
         return ctypes.CDLL(path)
 
 
+def _flags(library: Library) -> list[str]:
+    return (_KERNEL_FLAGS if library.processor else _FLAGS).split()
+
+
 def _name(library: Library, compiler: str, *parts: str) -> str:
     """Return a name that changes with everything the library depends on."""
     version = _run([compiler, "--version"])
     digest = hashlib.sha256()
     for source in (SOURCES / library.source, *sorted(SOURCES.glob("*.h"))):
         digest.update(source.read_bytes())
-    for part in (version, *_FLAGS.split(), library.define, *parts):
+    for part in (version, *_flags(library), library.define, *parts):
         digest.update(part.encode() + b"\0")
     defines = library.define.lower().replace(" ", "-")
     return f"{defines}-{digest.hexdigest()[:24]}.so"
@@ -174,9 +183,10 @@ def _compile(library: Library, compiler: str, openmp: str, folder: Path) -> byte
     compiled, linked = f"{folder}/compiled.o", f"{folder}/linked.so"
     source = str(SOURCES / library.source)
     defines = [f"-D{define}" for define in library.define.split()]
-    _run([compiler, *_FLAGS.split(), *defines, "-c", source, "-o", compiled], folder)
+    _run([compiler, *_flags(library), *defines, "-c", source, "-o", compiled], folder)
     # Linked by path: the compiler would take its own OpenMP library.
-    _run([compiler, "-shared", compiled, openmp, "-lm", "-o", linked], folder)
+    libraries = [openmp] if openmp else []
+    _run([compiler, "-shared", compiled, *libraries, "-lm", "-o", linked], folder)
     return Path(linked).read_bytes()
 
 

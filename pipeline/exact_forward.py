@@ -25,12 +25,12 @@ from ..stages.executor.driver.logprobs import scale_logits
 from ..stages.executor.runner.attention.backend import QKV, AttentionBackend
 from ..stages.executor.runner.attention.choose import choose_backend
 from ..stages.executor.runner.attention.interface import probe_mask
+from ..stages.executor.runner.attention_options import AttentionOptions
 from ..stages.executor.runner.batch import Rows
 from ..stages.executor.runner.fast_modules.modules import FastModules
 from ..stages.executor.runner.fixed_tiles import FixedTiles, require_cpu
 from ..stages.executor.runner.inputs import InputBuilder
 from ..stages.executor.runner.kv_cache import KVCache
-from ..stages.executor.runner.loaded_model import AttentionOptions
 from ..stages.executor.runner.model import wrap_model
 from .engine_requests import ArgumentError, check_prompts, token_ids_of
 

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from ....config import EngineConfig, ModelError
+from .attention_options import AttentionOptions
 from .batch import DecodeRows, IntArray, Uploader
 from .device import free_memory
-from .loaded_model import AttentionOptions, LoadedModel
+from .loaded_model import LoadedModel
 from .system_memory import zeros
 
 MAX_GATHERED_TOKENS = 1 << 16
@@ -38,6 +39,9 @@ class KVCache:
     `keys[layer]` is `[num_blocks + 1, block_size, kv_heads, key_dim]`, `values[layer]` likewise.
     The last block, `padding_block`, is for rows that only pad a batch. The tensor objects stay the
     same; call `moved` after their memory has changed.
+
+    Attributes:
+        first_layer: As of LoadedModel.
     """
 
     def __init__(
@@ -47,6 +51,7 @@ class KVCache:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.padding_block = num_blocks
+        self.first_layer = model.first_layer
 
         # Zeros, not empty: masked positions are multiplied by zero, and 0 * NaN would be NaN.
         def allocate(heads: int, dim: int) -> Tensor:

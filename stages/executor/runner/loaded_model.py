@@ -7,8 +7,12 @@ from typing import Any, NamedTuple
 
 import msgspec
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedConfig
+
+from .attention_options import AttentionOptions
+from .ranks.pipelining import PipelineRank
+from .shards import ShardedWeights
 
 # Names in Transformers' configurations, the commonest first.
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
@@ -44,22 +48,6 @@ class LayerSpec(msgspec.Struct, frozen=True):
     window: int | None
 
 
-class AttentionOptions(NamedTuple):
-    """Options of one layer's attention, the same in every step.
-
-    Attributes:
-        scale: Factor of the scores.
-        window: As in LayerSpec.
-        softcap: Scores become softcap * tanh(score / softcap) (Gemma 2).
-        sinks: `[heads]`, attention sinks: a score without a value in each softmax (GPT-OSS).
-    """
-
-    scale: float
-    window: int | None = None
-    softcap: float | None = None
-    sinks: Tensor | None = None
-
-
 @dataclass(frozen=True)
 class LoadedModel:
     """A model that is ready to run.
@@ -72,13 +60,15 @@ class LoadedModel:
         dtypes: Of weights, activations and KV cache.
         max_model_len: The configured limit, at most the model's own, in tokens.
         vocab_size: Rows of the output layer, or of the input layer without one.
-        layers: The attention layers in order; none of an encoder.
+        layers: The attention layers in order; none of an encoder. A pipeline stage has its own.
         attention_options: Of these layers.
         generates: Whether there is an output layer.
         is_encoder: Whether tokens see later ones, so that prompts run as a whole, with
             Transformers' own attention.
         may_pad: Whether an encoder's states are the same in a padded batch.
         is_shared: Whether a caller shares the module and may replace its weights between steps.
+        shards: The whole model's tensors, if the module is one rank's shard; else None.
+        pipeline: This rank's place among several stages; None if there is one.
     """
 
     module: nn.Module
@@ -93,6 +83,27 @@ class LoadedModel:
     is_encoder: bool = False
     may_pad: bool = True
     is_shared: bool = False
+    shards: ShardedWeights | None = None
+    pipeline: PipelineRank | None = None
+
+    @property
+    def first_layer(self) -> int:
+        """The `layer_idx` of the first of `layers`."""
+        return 0 if self.pipeline is None else self.pipeline.layers.start
+
+    @property
+    def num_parameters(self) -> int:
+        """Of the whole model."""
+        if self.shards is not None:
+            return self.shards.num_parameters
+        return sum(each.numel() for each in self.module.parameters())
+
+    @property
+    def weight_bytes(self) -> int:
+        """Of the whole model's parameters."""
+        if self.shards is not None:
+            return self.shards.num_bytes
+        return sum(each.nbytes for each in self.module.parameters())
 
     @property
     def base(self) -> nn.Module:

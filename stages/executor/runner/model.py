@@ -27,6 +27,8 @@ from .device import resolve_device, trim
 from .encoder import longest_prompt, looks_ahead, padding_shows
 from .fixed_tiles import require_cpu
 from .loaded_model import Dtypes, LoadedModel
+from .ranks.group import RankError
+from .ranks.pipelining import PipelineRank
 from .system_memory import use_huge_pages
 
 WEIGHTS = "model.safetensors"
@@ -52,7 +54,7 @@ def check_checkpoint(folder: Path) -> None:
 
 
 def _check_shards(folder: Path) -> None:
-    index = _read_index(folder / INDEX)
+    index = read_index(folder / INDEX)
     by_shard: dict[str, list[str]] = {}
     for tensor, shard in index.items():
         by_shard.setdefault(shard, []).append(tensor)
@@ -77,7 +79,7 @@ class Index(msgspec.Struct):
     weight_map: dict[str, str]
 
 
-def _read_index(path: Path) -> dict[str, str]:
+def read_index(path: Path) -> dict[str, str]:
     try:
         return msgspec.json.decode(path.read_bytes(), type=Index).weight_map
     except (OSError, *UNREADABLE) as error:
@@ -108,12 +110,12 @@ def load_model(config: EngineConfig) -> LoadedModel:
     if config.deterministic is True:
         require_cpu(device)
     register_attention()
-    hf_config = _load_config(folder)
+    hf_config = load_config(folder)
     without_output = embeds_only(folder)
     if without_output:
         _check_no_decoder_beside(hf_config)
     else:
-        _check_architecture(hf_config)
+        check_architecture(hf_config)
     module = _load_weights(folder, hf_config, config.dtype, without_output=without_output)
     try:
         module = module.to(device)
@@ -157,17 +159,19 @@ def _wrap_encoder(module: Any, config: EngineConfig) -> LoadedModel:
     return replace(model, may_pad=not padding_shows(model))
 
 
-def wrap_model(module: Any, max_model_len: int) -> LoadedModel:
+def wrap_model(
+    module: Any, max_model_len: int, pipeline: PipelineRank | None = None
+) -> LoadedModel:
     """Wrap a Transformers model that is already in memory, such as a trainer's.
 
     Without an output layer it makes embeddings only. Sets its attention implementation to ours and
-    its mode to eval; `requires_grad` stays as it is.
+    its mode to eval; `requires_grad` stays as it is. `pipeline`: as of LoadedModel.
 
     Raises:
         ModelError: The model is not supported.
     """
     hf_config: PreTrainedConfig = module.config
-    _check_architecture(hf_config, type(module))
+    check_architecture(hf_config, type(module))
     register_attention()
     module.eval()
     text = hf_config.get_text_config()
@@ -177,10 +181,13 @@ def wrap_model(module: Any, max_model_len: int) -> LoadedModel:
     output: nn.Module | None = module.get_output_embeddings()
     generates = output is not None
     weight = getattr(output or module.get_input_embeddings(), "weight", None)
+    if pipeline is not None:
+        weight = next(module.parameters())
     if not isinstance(weight, torch.Tensor):
         raise ModelError(f"{type(module).__name__} has no output layer; choose another model")
-    probe = _probe_layers(module, limit, weight.device)
-    layers = probe.finish(text.num_hidden_layers)
+    probe = _probe_layers(module, limit, weight.device, pipeline)
+    own = range(text.num_hidden_layers) if pipeline is None else pipeline.layers
+    layers = probe.finish(own)
     module.set_attn_implementation(IMPLEMENTATION)
     return LoadedModel(
         module=module,
@@ -190,13 +197,14 @@ def wrap_model(module: Any, max_model_len: int) -> LoadedModel:
         max_model_len=limit,
         vocab_size=weight.shape[0],
         layers=layers,
-        attention_options=tuple(probe.options[index] for index in range(len(layers))),
+        attention_options=tuple(probe.options[index] for index in own),
         generates=generates,
         is_shared=True,
+        pipeline=pipeline,
     )
 
 
-def _load_config(folder: Path) -> PreTrainedConfig:
+def load_config(folder: Path) -> PreTrainedConfig:
     if not folder.is_dir():
         raise ModelError(f"there is no model folder {folder}; {missing_model(folder)}")
     if not (folder / "config.json").is_file():
@@ -231,7 +239,7 @@ def _check_no_decoder_beside(hf_config: PreTrainedConfig) -> None:
         raise ModelError(f"{kind} is an encoder-decoder model; a decoder-only one is needed")
 
 
-def _check_architecture(hf_config: PreTrainedConfig, model_class: type | None = None) -> None:
+def check_architecture(hf_config: PreTrainedConfig, model_class: type | None = None) -> None:
     kind = hf_config.model_type
     _check_no_decoder_beside(hf_config)
     if model_class is None:
@@ -351,15 +359,24 @@ def _check_loaded(folder: Path, module: Any, info: dict[str, Any]) -> None:
 
 
 @torch.no_grad()
-def _probe_layers(module: Any, max_model_len: int, device: torch.device) -> LayerProbe:
+def _probe_layers(
+    module: Any, max_model_len: int, device: torch.device, pipeline: PipelineRank | None
+) -> LayerProbe:
     name = type(module).__name__
     probe = LayerProbe(name, max_model_len)
     module.set_attn_implementation(PROBING)
     tokens = torch.zeros(1, 2, dtype=torch.long, device=device)
     positions = torch.arange(2, device=device)[None]
+    call = {"position_ids": positions, "use_cache": False, "layer_probe": probe}
     try:
-        module(input_ids=tokens, position_ids=positions, use_cache=False, layer_probe=probe)
-    except ModelError:
+        if pipeline is None:
+            module(input_ids=tokens, **call)
+        else:
+            hidden = pipeline.empty_states(2, device)[None].zero_()
+            output = pipeline.run(module, tokens, hidden, call)
+            if not pipeline.is_last:
+                pipeline.check_states(module, output.last_hidden_state)
+    except (ModelError, RankError):
         raise
     except Exception as error:
         raise ModelError(f"{name} can't be served: {_first_line(error)}") from error

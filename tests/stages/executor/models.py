@@ -110,9 +110,9 @@ def load(folder: Path, **settings: Any) -> Any:
 
 
 def make_config(name: str, **changes: Any) -> PreTrainedConfig:
-    """The configuration of a small model; `name` is a key of OVERRIDES."""
+    """The configuration of a small model; `name` is a key of OVERRIDES, or a kind of model."""
     kind = name.removesuffix("_window")
-    return CONFIG_MAPPING[kind](**{**_COMMON, **OVERRIDES[name], **changes})
+    return CONFIG_MAPPING[kind](**{**_COMMON, **OVERRIDES.get(name, {}), **changes})
 
 
 def make_model(name: str, *, seed: int = 0, **changes: Any) -> Any:

@@ -12,9 +12,9 @@ from torch.utils._pytree import tree_leaves
 from nano_inference.config import EngineConfig
 from nano_inference.stages.executor import ExecutorCore, LoadedModel
 from nano_inference.stages.executor.runner.attention.paged import PagedBackend
+from nano_inference.stages.executor.runner.attention_options import AttentionOptions
 from nano_inference.stages.executor.runner.batch import DecodeRows
 from nano_inference.stages.executor.runner.graphs import Step
-from nano_inference.stages.executor.runner.loaded_model import AttentionOptions
 
 _WAITS = ("aten.item", "aten.is_nonzero", "aten._local_scalar_dense", "aten.nonzero", "aten.equal")
 """Operations for which the host waits for the device, so that a graph can't hold them."""

@@ -307,6 +307,8 @@ def _pairs_of(
     if model.is_encoder:
         # It runs Transformers' own code, with several requests in one pass.
         raise _unsupported("an encoder is the model, and only models with a KV cache are")
+    if model.shards is not None:
+        raise _unsupported("the model is sharded (engine.tensor_parallel), and only whole ones are")
     halves: dict[str, dict[str, Tensor]] = {}
     for name, tensor in tensors.items():
         match = _TENSOR.fullmatch(name)

@@ -6,9 +6,9 @@ from typing import ClassVar, NamedTuple, Protocol, TypeVar
 
 from torch import Tensor
 
+from ..attention_options import AttentionOptions
 from ..batch import Rows
 from ..kv_cache import KVCache
-from ..loaded_model import AttentionOptions
 
 Batch = TypeVar("Batch")
 

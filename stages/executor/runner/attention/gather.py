@@ -21,9 +21,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ..attention_options import AttentionOptions
 from ..batch import IntArray, Rows
 from ..kv_cache import MAX_GATHERED_TOKENS, KVCache
-from ..loaded_model import AttentionOptions, LoadedModel
+from ..loaded_model import LoadedModel
 from .backend import QKV
 
 LayerKind = tuple[int | None, int]

@@ -21,8 +21,9 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from .....config import ModelError
+from ..attention_options import AttentionOptions
 from ..kv_cache import KVCache
-from ..loaded_model import AttentionOptions, LayerSpec
+from ..loaded_model import LayerSpec
 from .backend import QKV, AttentionBackend
 
 _CALL = ("scaling", "sliding_window", "softcap", "s_aux")
@@ -101,20 +102,20 @@ class LayerProbe:
         self.layers[index] = LayerSpec(key.shape[1], key.shape[-1], value.shape[-1], options.window)
         return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[-1])
 
-    def finish(self, num_layers: int) -> tuple[LayerSpec, ...]:
-        """Return the layers in order.
+    def finish(self, layers: range) -> tuple[LayerSpec, ...]:
+        """Return these layers in order.
 
         Raises:
             ModelError: Some layer did not call our attention.
         """
-        missing = sorted(set(range(num_layers)) ^ self.layers.keys())
+        missing = sorted(set(layers) ^ self.layers.keys())
         if missing:
             names = ", ".join(map(str, missing[:8]))
             self._refuse(
                 f"layers {names} don't go through Transformers' attention interface "
                 "(state-space, linear-attention or hybrid layers are not supported)"
             )
-        return tuple(self.layers[index] for index in range(num_layers))
+        return tuple(self.layers[index] for index in layers)
 
     def _refuse(self, why: str) -> NoReturn:
         raise ModelError(f"{self._architecture} can't be served: {why}; choose another model")
@@ -150,7 +151,7 @@ def paged_attention(
     """Attention of one layer for the whole batch.
 
     Args:
-        module: The attention layer; `layer_idx` is its index in the cache.
+        module: The attention layer; `layer_idx` is its index in the model.
         query: `[1, heads, tokens, key_dim]`.
         key: `[1, kv_heads, tokens, key_dim]`, rotated.
         value: `[1, kv_heads, tokens, value_dim]`.
@@ -171,7 +172,7 @@ def paged_attention(
             f"{type(module).__name__} did not get attention_backend and kv_cache: the model does "
             "not hand keyword arguments down to its attention, or was called past model_forward()"
         )
-    layer: int = module.layer_idx  # type: ignore[assignment]
+    layer: int = module.layer_idx - kv_cache.first_layer  # type: ignore[operator, assignment]
     qkv = QKV(query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1))
     options = _options_of(query, call)
     return attention_backend.forward(attention_batch, kv_cache, layer, qkv, options)[None], None

@@ -17,10 +17,11 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention.varlen import varlen_attn
 
+from ..attention_options import AttentionOptions
 from ..batch import DecodeRows, Rows
 from ..kernels.cpu import PagedAttention
 from ..kv_cache import DecodeKernel, KVCache
-from ..loaded_model import AttentionOptions, LoadedModel
+from ..loaded_model import LoadedModel
 from .backend import QKV
 from .gather import LayerKind, PrefillRow, for_each_kind, layer_kinds, prefill_rows
 

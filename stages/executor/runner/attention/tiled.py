@@ -24,10 +24,10 @@ import torch
 from torch import Tensor
 
 from .....config import ModelError
+from ..attention_options import AttentionOptions
 from ..batch import IntArray, Rows
 from ..fixed_tiles import elementwise
 from ..kv_cache import KVCache
-from ..loaded_model import AttentionOptions
 from .backend import QKV
 from .gather import cut_chunks
 

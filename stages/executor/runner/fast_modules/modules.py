@@ -29,7 +29,8 @@ from ..inputs import InputBuilder, model_forward
 from ..kernels import cpu
 from ..kv_cache import KVCache
 from ..loaded_model import LoadedModel
-from .patterns import Calls, Forward, find_patterns, join_layers, join_output
+from ..ranks.layers import RowParallelLinear
+from .patterns import Calls, Forward, find_patterns, follow_layers, join_layers, join_output
 
 _COMPARED_TOKENS = 8
 
@@ -88,7 +89,13 @@ class FastModules:
         agree = partial(_agree, tolerance=_TOLERANCES[model.dtypes.activations])
         self._agreed = self._compare(find_patterns(model, self._calls), run, agree)
         self._install(self._agreed)
-        if not with_gradients and isinstance(inputs.backend, CpuBackend):
+        if any(isinstance(each, RowParallelLinear) for each in model.module.modules()):
+            with self.active():
+                followed = follow_layers(model, self._agreed, self._calls)
+                agreed = self._compare(followed, run, _same_bits)
+                self._install(agreed)
+            self.is_whole = self._has_all(model, agreed)
+        elif not with_gradients and isinstance(inputs.backend, CpuBackend):
             # All layers in one call, where that gives the same bits as one by one.
             joined = join_layers(model, cache, self._agreed, self._calls)
             with self.active():
@@ -98,7 +105,10 @@ class FastModules:
             self.is_whole = self._has_all(model, agreed)
 
     def _has_all(self, model: LoadedModel, joined: Mapping[nn.Module, Forward]) -> bool:
-        output = model.module.get_output_embeddings() if model.generates else None  # type: ignore[operator]
+        if model.pipeline is not None and not model.pipeline.is_last:
+            return model.base in joined
+        output: Any = model.module.get_output_embeddings() if model.generates else None  # type: ignore[operator]
+        output = getattr(output, "local", output)  # a rank's part
         base = model.base
         ends = (output, getattr(base, "norm", None)) if model.generates else (base.norm,)
         return base in joined and all(each in self._agreed for each in ends)

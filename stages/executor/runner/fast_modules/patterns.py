@@ -24,6 +24,8 @@ from ..kernels import cpu
 from ..kernels.cpu import Linear, LinearKind, PagedAttention, RMSNorm
 from ..kv_cache import KVCache
 from ..loaded_model import LoadedModel
+from ..ranks.layers import RowParallelLinear
+from ..ranks.pipelining import PassingLayer
 from .decoder import DecoderLayers, LayerParts
 
 Forward = Callable[..., Any]
@@ -81,6 +83,12 @@ def _linears(module: nn.Module, *names: str) -> list[nn.Linear]:
     return linears if len(linears) == len(names) else []
 
 
+def _has_last(module: nn.Module, name: str) -> bool:
+    """Whether a module's last layer is a linear one, or a sum over ranks."""
+    last = getattr(module, name, None)
+    return isinstance(last, RowParallelLinear) or bool(_linears(module, name))
+
+
 def _is_dense(module: nn.Module) -> bool:
     return all(parameter.is_contiguous() for parameter in module.parameters())
 
@@ -126,7 +134,7 @@ def _gated(module: nn.Module, calls: Calls) -> Callable[[Tensor], Tensor] | None
     """Return a gated MLP's pass up to its last layer, on `[tokens, hidden]`."""
     layers = _linears(module, "gate_proj", "up_proj")
     kind = _kind_of(getattr(module, "act_fn", None))
-    if not layers or not _linears(module, "down_proj") or kind is None:
+    if not layers or not _has_last(module, "down_proj") or kind is None:
         return None
     if any(layer.bias is not None for layer in layers):
         return None
@@ -176,8 +184,9 @@ def _attended(module: nn.Module, model: LoadedModel, calls: Calls) -> Forward | 
     """Return an attention module's pass up to its last layer, on `[tokens, hidden]`."""
     layers = _linears(module, "q_proj", "k_proj", "v_proj")
     index = getattr(module, "layer_idx", None)
-    if not layers or not _linears(module, "o_proj") or not isinstance(index, int):
+    if not layers or not _has_last(module, "o_proj") or not isinstance(index, int):
         return None
+    index -= model.first_layer
     spec, options = model.layers[index], model.attention_options[index]
     if spec.key_dim % 32:
         return None
@@ -267,9 +276,9 @@ def _decoder_layer(module: nn.Module, model: LoadedModel, calls: Calls) -> list[
     ]
 
 
-def _added(layer: nn.Linear, calls: Calls) -> Callable[[Tensor, Tensor], Tensor]:
+def _added(layer: nn.Module, calls: Calls) -> Callable[[Tensor, Tensor], Tensor]:
     """layer(rows) + residual."""
-    fast = calls.linear([layer])
+    fast = calls.linear([layer]) if isinstance(layer, nn.Linear) else None
 
     def added(rows: Tensor, residual: Tensor) -> Tensor:
         if calls.together and fast:
@@ -294,13 +303,67 @@ def join_layers(
         parts = dict(module.named_children())
         if sorted(parts) != sorted(_DECODER_PARTS):
             continue
-        layers = parts["layers"].children()
+        layers = _own_layers(parts["layers"])
         decoder_layers = [_layer_parts(agreed.get(layer), model, cache, agreed) for layer in layers]
         known = [layer for layer in decoder_layers if layer is not None]
         if known and len(known) == len(decoder_layers):
             together = DecoderLayers(known, watches=model.is_shared)
             cache.follow(together.find_weights)
             yield module, [JoinedDecoder(together, module.forward, calls, **parts)]
+
+
+def follow_layers(
+    model: LoadedModel, agreed: Mapping[nn.Module, Forward], calls: Calls
+) -> Iterator[tuple[nn.Module, list[Forward]]]:
+    """Iterate over decoders of a rank's shard with a pass through our passes of its layers, between
+    which ranks exchange sums.
+
+    Args:
+        model: The shard.
+        agreed: The correct offers; a decoder needs one for each layer.
+        calls: The options of the passes.
+    """
+    for module in model.module.modules():
+        parts = dict(module.named_children())
+        if sorted(parts) != sorted(_DECODER_PARTS):
+            continue
+        layers = [agreed.get(layer) for layer in _own_layers(parts["layers"])]
+        if layers and all(isinstance(layer, _DecoderForward) for layer in layers):
+            width = model.layers[0].key_dim
+            yield module, [_FollowedDecoder(layers, width, calls, **parts)]
+
+
+def _own_layers(layers: nn.Module) -> list[nn.Module]:
+    """Return a decoder's layers, without those of other pipeline stages."""
+    return [each for each in layers.children() if not isinstance(each, PassingLayer)]
+
+
+@dataclass(frozen=True, eq=False)
+class _FollowedDecoder:
+    """A decoder's forward pass, layer by layer, with bits that don't depend on the batch."""
+
+    passes: Sequence[Any]
+    key_width: int
+    calls: Calls
+    embed_tokens: nn.Module
+    layers: nn.Module
+    norm: nn.Module
+    rotary_emb: nn.Module
+
+    def __call__(
+        self,
+        *,
+        position_ids: Tensor,
+        input_ids: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        **inputs: Any,
+    ) -> Any:
+        hidden: Any = inputs_embeds if input_ids is None else self.embed_tokens(input_ids)
+        parts = self.rotary_emb, hidden, position_ids, self.key_width, self.calls.tiles
+        factors = [part[None] for part in _factors(*parts)]
+        for layer in self.passes:
+            hidden = layer(hidden, position_embeddings=factors, **inputs)
+        return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden))
 
 
 def join_output(
@@ -364,10 +427,19 @@ class JoinedDecoder:
         return self.calls.together and self.together.handles(batch)
 
     def layers_of(
-        self, *, input_ids: Tensor, position_ids: Tensor, attention_batch: PagedBatch, **_: Any
+        self,
+        *,
+        position_ids: Tensor,
+        attention_batch: PagedBatch,
+        input_ids: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        **_: Any,
     ) -> Tensor:
         """Return the output of the last layer, `[1, tokens, hidden]`."""
-        hidden: Tensor = self.embed_tokens(input_ids)
+        # A copy, since it is overwritten.
+        hidden: Tensor = (
+            self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds.clone()
+        )
         width = self.together.key_width
         cos, sin = _factors(self.rotary_emb, hidden, position_ids, width, self.calls.tiles)
         self.together(hidden[0], cos, sin, attention_batch)
@@ -403,7 +475,7 @@ def _layer_parts(
                 return None
             norms[role] = norm
     projections = _linears(attention, "q_proj", "k_proj", "v_proj")
-    index = attention.layer_idx
+    index = attention.layer_idx - model.first_layer
     key_width = model.layers[index].key_dim
     heads = projections[0].out_features // key_width
     paged = cache.paged_layer(index, PagedAttention, heads, model.attention_options[index])

@@ -19,8 +19,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
+from ..attention_options import AttentionOptions
 from ..batch import DecodeRows
-from ..loaded_model import AttentionOptions
 from .compile import (
     BFLOAT16,
     BFLOAT16_AVX2,

@@ -14,8 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..attention_options import AttentionOptions
 from ..batch import DecodeRows
-from ..loaded_model import AttentionOptions
 
 _TILE = 128
 """The most positions per iteration of a program."""

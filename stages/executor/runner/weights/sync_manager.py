@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor, nn
 
 from .....config import WeightsError, shown
+from ..shards import ShardedWeights
 from .checks import WeightLimits, busy, check_stored, limits_of
 from .conversion import as_parameters
 
@@ -32,8 +33,25 @@ class WeightSyncManager:
         limits: The limits of one source of new weights.
     """
 
-    def __init__(self, module: nn.Module, limits: WeightLimits | None = None) -> None:
-        self.limits = limits or limits_of(module)
+    def __init__(
+        self,
+        module: nn.Module,
+        limits: WeightLimits | None = None,
+        *,
+        shards: ShardedWeights | None = None,
+        write: Callable[[Mapping[str, Tensor]], None] | None = None,
+    ) -> None:
+        """Manage the weights of a module.
+
+        Args:
+            module: The module.
+            limits: Of new weights; None derives them from the model.
+            shards: If the module is one rank's shard: new weights are those of the whole model.
+            write: Copies new weights to all ranks; None for this one only.
+        """
+        # Names and shapes; without `shards` the numbers too.
+        self._whole = module if shards is None else shards.whole
+        self.limits = limits or limits_of(self._whole)
         self.version = 0
         self.empty = False
         self.lost = ""
@@ -41,6 +59,7 @@ class WeightSyncManager:
         self._stuck: WeightsError | None = None
         self._closed = False
         self._module = module
+        self._write_parts = write or (None if shards is None else shards.write)
         self._pending: tuple[Mapping[str, Tensor], int] | None = None
 
     @property
@@ -87,8 +106,8 @@ class WeightSyncManager:
             WeightsError: They don't fit this model, or are not finite.
         """
         check_stored(new_weights)
-        named = as_parameters(self._module, new_weights, checkpoint=checkpoint)
-        own = self._module.state_dict()
+        named = as_parameters(self._whole, new_weights, checkpoint=checkpoint)
+        own = self._whole.state_dict()
         prepared: dict[str, Tensor] = {}
         for name, tensor in named.items():
             if name in own:  # otherwise `check` refuses it
@@ -127,7 +146,7 @@ class WeightSyncManager:
         """
         version = self.check_version(version)
         check_stored(new_weights)
-        new_weights = as_parameters(self._module, new_weights)
+        new_weights = as_parameters(self._whole, new_weights)
         self.check(new_weights, partial=partial)
         self.check_complete(new_weights)
         self._pending = self._apart(new_weights), version
@@ -234,7 +253,7 @@ class WeightSyncManager:
 
     def check(self, new_weights: Mapping[str, Tensor], *, partial: bool = False) -> None:
         """Check that they fit the model. Raises WeightsError as `start_sync`."""
-        own = self._module.state_dict(keep_vars=True)
+        own = self._whole.state_dict(keep_vars=True)
         unknown = sorted(new_weights.keys() - own.keys())
         missing = self._missing(new_weights)
         for kind, names in (
@@ -258,13 +277,13 @@ class WeightSyncManager:
 
     def _missing(self, new_weights: Mapping[str, Tensor]) -> list[str]:
         """Return the names of tensors that are missing under all of their names."""
-        own = self._module.state_dict(keep_vars=True)
+        own = self._whole.state_dict(keep_vars=True)
         given = {id(own[name]) for name in new_weights.keys() & own.keys()}
         return sorted(name for name, tensor in own.items() if id(tensor) not in given)
 
     def _check_numbers(self, new_weights: Mapping[str, Tensor]) -> None:
         """Raises WeightsError for parameters that are not finite; buffers may be, such as masks."""
-        parameters = dict(self._module.named_parameters(remove_duplicate=False))
+        parameters = dict(self._whole.named_parameters(remove_duplicate=False))
         bad = [
             name
             for name, tensor in new_weights.items()
@@ -282,8 +301,9 @@ class WeightSyncManager:
     def _apart(self, new_weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Copy tensors that share memory with other parameters of the module, as when two layers
         swap places: the first write would change the source of the second."""
-        own = self._module.state_dict()
-        storages = {tensor.untyped_storage().data_ptr() for tensor in own.values()}
+        own = self._whole.state_dict()
+        parts = self._module.state_dict().values()
+        storages = {tensor.untyped_storage().data_ptr() for tensor in parts}
         shared = {
             name: tensor.clone()
             for name, tensor in new_weights.items()
@@ -293,7 +313,7 @@ class WeightSyncManager:
 
     def _check_writable(self, new_weights: Mapping[str, Tensor]) -> None:
         """Raises WeightsError if their owner has made them unwritable."""
-        own = self._module.state_dict()
+        own = self._whole.state_dict()
         try:
             check_stored(new_weights)
             for name, tensor in new_weights.items():
@@ -303,10 +323,13 @@ class WeightSyncManager:
                 f"the new weights were changed before they were in place: {error.message}; leave "
                 "them as they are until then, or update with blocking=True"
             ) from None
-        check_stored(own)
+        check_stored(self._module.state_dict())
 
     @torch.no_grad()
     def _write(self, new_weights: Mapping[str, Tensor]) -> None:
+        if self._write_parts is not None:
+            self._write_parts(new_weights)
+            return
         own = self._module.state_dict(keep_vars=True)
         for name, tensor in new_weights.items():
             own[name].data.copy_(tensor)

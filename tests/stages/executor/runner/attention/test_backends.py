@@ -27,9 +27,10 @@ from nano_inference.stages.executor.runner.attention.gather import GatherBackend
 from nano_inference.stages.executor.runner.attention.interface import paged_attention
 from nano_inference.stages.executor.runner.attention.paged import CpuBackend, PagedBackend
 from nano_inference.stages.executor.runner.attention.tiled import TiledBackend
+from nano_inference.stages.executor.runner.attention_options import AttentionOptions
 from nano_inference.stages.executor.runner.batch import Rows, order_rows
 from nano_inference.stages.executor.runner.kernels.cpu import PagedAttention
-from nano_inference.stages.executor.runner.loaded_model import AttentionOptions, Dtypes, LayerSpec
+from nano_inference.stages.executor.runner.loaded_model import Dtypes, LayerSpec
 
 from ...recorder import PlainPagedAttention
 from ...refusals import needs_kernels

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from nano_inference.stages.executor.driver.constraints import TokenMasks
+from nano_inference.stages.executor.runner.attention_options import AttentionOptions
 from nano_inference.stages.executor.runner.batch import DecodeRows, IntArray
 from nano_inference.stages.executor.runner.kernels import cpu
 from nano_inference.stages.executor.runner.kernels.compile import (
@@ -23,7 +24,6 @@ from nano_inference.stages.executor.runner.kernels.compile import (
     TILES,
 )
 from nano_inference.stages.executor.runner.kernels.cpu import Linear, LinearKind, PagedAttention
-from nano_inference.stages.executor.runner.loaded_model import AttentionOptions
 
 from ...recorder import PlainPagedAttention
 from ...refusals import needs_kernels

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
+from nano_inference.stages.executor.runner.attention_options import AttentionOptions
 from nano_inference.stages.executor.runner.batch import DecodeRows
-from nano_inference.stages.executor.runner.loaded_model import AttentionOptions
 
 from ...recorder import PlainPagedAttention
 

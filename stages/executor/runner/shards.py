@@ -1,0 +1,135 @@
+"""Where the numbers of whole tensors are on this rank, to load and to update them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+import msgspec
+import torch
+from torch import Tensor, nn
+
+_PIECE_BYTES = 1 << 26
+"""Bytes of a whole tensor that are sent at a time, if one of its rows is not larger."""
+
+
+class Box(NamedTuple):
+    """A part of a whole tensor that this rank has.
+
+    Attributes:
+        target: The numbers here, a view of a parameter.
+        place: The part of the whole tensor, a slice with bounds in each dimension.
+    """
+
+    target: Tensor
+    place: tuple[slice, ...]
+
+
+class Shard(msgspec.Struct, frozen=True):
+    """What this rank has of a whole tensor.
+
+    Attributes:
+        shape: Of the whole tensor.
+        dtype: Of it.
+        boxes: Returns the parts. They may change: experts move, memory is released.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    boxes: Callable[[], Sequence[Box]]
+
+    def write(self, tensor: Tensor) -> None:
+        """Copy this rank's parts of a whole tensor."""
+        self.write_rows(tensor, 0)
+
+    def write_rows(self, rows: Tensor, start: int) -> None:
+        """Copy this rank's parts of rows (first dimension) of a whole tensor.
+
+        Args:
+            rows: `[rows, ...]`.
+            start: The first one's place in the whole tensor.
+        """
+        with torch.no_grad():
+            for target, place in self.boxes():
+                if not place:  # of a number without dimensions
+                    target.copy_(rows)
+                    continue
+                first = max(place[0].start, start)
+                last = min(place[0].stop, start + rows.shape[0])
+                if first < last:
+                    part = rows[(slice(first - start, last - start), *place[1:])]
+                    target[first - place[0].start : last - place[0].start].copy_(part)
+
+
+class ShardedWeights:
+    """The whole model's tensors, and this rank's parts of them.
+
+    Attributes:
+        whole: The whole model, on the meta device.
+        shards: By the names of its tensors, tied ones under each name.
+        num_parameters: Of the whole model.
+        num_bytes: Of its parameters.
+    """
+
+    def __init__(self, whole: nn.Module, shards: Mapping[str, Shard]) -> None:
+        self.whole = whole
+        self.shards = shards
+        parameters = list(whole.parameters())
+        self.num_parameters = sum(each.numel() for each in parameters)
+        self.num_bytes = sum(each.nbytes for each in parameters)
+
+    def write(self, tensors: Mapping[str, Tensor]) -> None:
+        """Copy this rank's parts of whole tensors."""
+        for name, tensor in tensors.items():
+            self.shards[name].write(tensor)
+
+    def write_everywhere(
+        self, broadcast: Callable[[Tensor], None], tensors: Mapping[str, Tensor] | None
+    ) -> None:
+        """Send whole tensors from rank 0 to all ranks, each of which keeps its parts.
+
+        They are sent in pieces, so that another rank needs memory for one piece more. All ranks
+        call this between the same two steps.
+
+        Args:
+            broadcast: `RankGroup.broadcast`.
+            tensors: On rank 0 by name, as in `shards`; None on others.
+
+        Raises:
+            RankError: A rank has failed. The weights may be a mixture then.
+        """
+        names = sorted(self.shards)
+        chosen = torch.zeros(len(names), dtype=torch.uint8)
+        if tensors is not None:
+            chosen = torch.tensor([name in tensors for name in names], dtype=torch.uint8)
+        broadcast(chosen)
+        for name, is_sent in zip(names, chosen.tolist(), strict=True):
+            if is_sent:
+                self._send(broadcast, self.shards[name], None if tensors is None else tensors[name])
+
+    def _send(
+        self, broadcast: Callable[[Tensor], None], shard: Shard, tensor: Tensor | None
+    ) -> None:
+        # A number without dimensions is sent as one row.
+        shape = shard.shape or (1,)
+        row_bytes = max(shard.dtype.itemsize * _product(shape[1:]), 1)
+        count = max(_PIECE_BYTES // row_bytes, 1)
+        for start in range(0, shape[0], count):
+            stop = min(start + count, shape[0])
+            piece = torch.empty((stop - start, *shape[1:]), dtype=shard.dtype)
+            if tensor is not None:
+                piece.copy_(
+                    tensor.view(shape)[start:stop] if not shard.shape else tensor[start:stop]
+                )
+            broadcast(piece)
+            if shard.shape:
+                shard.write_rows(piece, start)
+            else:
+                shard.write(piece[0])
+
+
+def _product(numbers: Sequence[int]) -> int:
+    product = 1
+    for number in numbers:
+        product *= number
+    return product

@@ -1,0 +1,68 @@
+"""Logits of several ranks agree with Transformers' model on one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from nano_inference.stages.executor import wrap_model
+from nano_inference.stages.executor.runner.interface import make_runner
+
+from .models import (
+    MODELS,
+    NUM_BLOCKS,
+    WITH_EXPERTS,
+    config_of,
+    difference,
+    logits_of,
+    make_batches,
+    make_whole_model,
+    run_ranks,
+    save,
+)
+
+TOLERANCE = 1e-5
+
+
+def logits_of_transformers(name: str, dtype: torch.dtype, batches: Any) -> Any:
+    """Logits of Transformers' modules, with our attention."""
+    module = make_whole_model(name).to(dtype)
+    config = config_of(Path(), kernels="off")
+    return logits_of(make_runner(config, wrap_model(module, 64), NUM_BLOCKS), batches)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_ranks_agree_with_transformers(name: str, tmp_path: Path) -> None:
+    batches = make_batches(6)
+    wanted = logits_of_transformers(name, torch.float32, batches)
+    save(name, tmp_path)
+    for size in (2, 4):
+        logits = run_ranks(config_of(tmp_path, size), size, batches)
+        assert difference(logits, wanted) < TOLERANCE
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_bfloat16_on_ranks_is_as_precise_as_on_one(name: str, tmp_path: Path) -> None:
+    """Partial products are rounded to bfloat16, as the product of one rank is."""
+    batches = make_batches(6)
+    exact = logits_of_transformers(name, torch.float32, batches)
+    usual = difference(logits_of_transformers(name, torch.bfloat16, batches), exact)
+    save(name, tmp_path)
+    # With experts the difference is mostly by tokens that get other ones.
+    most = 2 if name in WITH_EXPERTS else 1.4
+    for size, invariant in ((2, False), (4, False), (1, True)):
+        config = config_of(tmp_path, size, dtype="bfloat16", invariant=invariant)
+        assert difference(run_ranks(config, size, batches), exact) < most * usual
+
+
+@pytest.mark.parametrize("name", WITH_EXPERTS)
+def test_ranks_with_whole_experts_agree_with_transformers(name: str, tmp_path: Path) -> None:
+    batches = make_batches(6)
+    wanted = logits_of_transformers(name, torch.float32, batches)
+    save(name, tmp_path)
+    for size in (2, 4):
+        config = config_of(tmp_path, size, expert_parallel=size)
+        assert difference(run_ranks(config, size, batches), wanted) < TOLERANCE

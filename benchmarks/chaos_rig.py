@@ -15,7 +15,15 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import redis.asyncio
-from harness import children, command_line, engine_command, free_port, settings_arguments, stop
+from harness import (
+    children,
+    command_line,
+    descendants,
+    engine_command,
+    free_port,
+    settings_arguments,
+    stop,
+)
 from redis import exceptions
 
 STAGES = ("admission", "fairness", "batching", "executor", "streaming")
@@ -196,6 +204,25 @@ class House:
                         os.kill(pid, signal.SIGKILL)
                         return
             await asyncio.sleep(PAUSE_S)
+
+    async def hit_rank(self, number: signal.Signals, rng: random.Random) -> None:
+        """Send a signal to one of the ranks beside rank 0, once there are some."""
+        while True:
+            ranks = [
+                pid
+                for server in descendants(self.process.pid)
+                if _forks_ranks(server)
+                for pid in children(server)
+            ]
+            if ranks:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(rng.choice(ranks), number)
+                    return
+            await asyncio.sleep(PAUSE_S)
+
+
+def _forks_ranks(pid: int) -> bool:
+    return any(each.endswith("rank_worker") for each in command_line(pid))
 
 
 @contextlib.asynccontextmanager

@@ -195,6 +195,16 @@ class MemoryState(Internal, frozen=True):
     release: tuple[str, ...] = ()
 
 
+class MoveExperts(Internal, frozen=True):
+    """To the executor: give the experts other owners between two steps. Answered when done.
+
+    Attributes:
+        owners: The rank of each expert of a layer; each rank owns equally many.
+    """
+
+    owners: tuple[int, ...]
+
+
 class LoadAdapter(Internal, frozen=True):
     """To the executor: read a LoRA adapter, and put it in place between two steps.
 
@@ -377,6 +387,7 @@ class ReplicaCapacity(InternalPart, frozen=True, array_like=True):
         drafts: Whether its steps can verify drafts, if enabled.
         tiers: Its KV tiers; None if there are none.
         exact: Whether it runs in deterministic mode.
+        pipeline_stages: Stages of the model, each of which computes a plan at a time.
     """
 
     num_blocks: int
@@ -394,6 +405,7 @@ class ReplicaCapacity(InternalPart, frozen=True, array_like=True):
     drafts: bool = True
     tiers: TierCapacity | None = None
     exact: bool = False
+    pipeline_stages: int = 1
 
 
 class AuditedBlock(InternalPart, frozen=True, array_like=True):

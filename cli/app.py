@@ -17,7 +17,7 @@ from ..config import NanoInferenceError, shown
 from ..config.errors import leaves_of
 from ..config.extras import advice
 from ..pipeline.supervisor import StageFailed
-from . import admin, dlq, fairness, models, roles, weights
+from . import admin, dlq, experts, fairness, models, roles, weights
 from .chat import cancel, chat, complete
 from .demo import demo
 from .doctor import doctor
@@ -66,6 +66,7 @@ _COMMANDS: dict[str, dict[str, Callable[..., None] | typer.Typer]] = {
         "dlq": dlq.app,
         "fairness": fairness.app,
         "roles": roles.app,
+        "experts": experts.app,
         "kv-session": kv_session,
     },
     "Train with a pipeline": {

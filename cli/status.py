@@ -15,6 +15,7 @@ from urllib.parse import quote
 import typer
 from rich import box
 from rich.console import Group, RenderableType
+from rich.filesize import decimal
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
@@ -52,7 +53,7 @@ _BAR = 30
 _SPARKS = " ▁▂▃▄▅▆▇█"
 _HISTORY = 60
 # Shown by `nano-inference fairness show` and `nano-inference models`.
-_SHOWN_ELSEWHERE = ("settings", "roles", *FACTS)
+_SHOWN_ELSEWHERE = ("settings", "roles", "expert_owners", *FACTS)
 _DETAILS = frozenset(
     {"credits", "set_aside", "plans", "steps", "open", "deterministic"}
     | {"preemptions", "yields", "resumes"}
@@ -246,6 +247,9 @@ def _load(report: StageReport, *, verbose: bool) -> str:
     if "kv_host" in load:
         tiers = [f"{load.pop(f'kv_{tier}')} of {load.pop(f'kv_{tier}_total')}" for tier in TIERS]
         texts.append(f"below: {tiers[0]} blocks in host memory, {tiers[1]} on disk")
+    if "rank_bytes" in load:
+        sizes = [decimal(int(each)) for each in str(load.pop("rank_bytes")).split(",")]
+        texts.append(f"{load.pop('ranks')} ranks of {', '.join(sizes)} memory")
     if "draft_tokens" in load:
         counts = (load.pop("drafts", 0), load.pop("draft_tokens"), load.pop("accepted_tokens", 0))
         texts.append(f"drafts: {drafts_line(*counts)}")

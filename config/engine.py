@@ -139,6 +139,16 @@ class EngineConfig(Section, frozen=True, forbid_unknown_fields=True):
         suffix_index_tokens: Tokens of earlier outputs that "suffix" keeps.
         draft_model_path: A smaller model of the same vocabulary, as `model_path`, that drafts too;
             "" for none. Its weights and KV take memory of their own.
+        tensor_parallel: Ranks (processes) that share each layer of the model. They must divide its
+            KV heads.
+        pipeline_parallel: Stages of consecutive layers, each computed by `tensor_parallel` ranks of
+            its own, which work on different parts of the batch at a time (docs/ranks.md).
+        expert_parallel: 1, or `tensor_parallel`: then each rank has some of the routed experts as a
+            whole, in place of a part of each.
+        rank_invariant: The same bits for 1, 2 and 4 ranks, at the cost of smaller products
+            (docs/determinism.md). Needs `deterministic: true`.
+        rank_timeout_s: Longest wait of a rank for another one. Then all are started again, and
+            their requests go on.
     """
 
     SECTION: ClassVar[str] = "engine"
@@ -190,6 +200,11 @@ class EngineConfig(Section, frozen=True, forbid_unknown_fields=True):
     max_draft_tokens: PositiveInt = 16
     suffix_index_tokens: PositiveInt = 1_000_000
     draft_model_path: str = ""
+    tensor_parallel: PositiveInt = 1
+    pipeline_parallel: PositiveInt = 1
+    expert_parallel: PositiveInt = 1
+    rank_invariant: bool = False
+    rank_timeout_s: Seconds = 30.0
 
     def check(self) -> None:
         self.require("model_path", bool(self.model_path), "a folder, or 'tiny'")
@@ -212,9 +227,51 @@ class EngineConfig(Section, frozen=True, forbid_unknown_fields=True):
         is_tile = tile == 0 or (16 <= tile <= 1024 and tile.bit_count() == 1)
         self.require("attention_tile", is_tile, "0, or a power of two from 16 to 1024")
         self.require(
+            "expert_parallel",
+            self.expert_parallel in (1, self.tensor_parallel),
+            f"1, or as tensor_parallel ({self.tensor_parallel})",
+        )
+        several = (
+            f"pipeline_parallel {self.pipeline_parallel}"
+            if self.pipeline_parallel > 1
+            else f"tensor_parallel {self.tensor_parallel}"
+        )
+        for name in ("adapters", "kv_host_bytes", "kv_disk_path"):
+            self.require(
+                name,
+                self.num_ranks == 1 or not getattr(self, name),
+                f"left out with {several}, which excludes it",
+            )
+        self.require(
+            "speculation",
+            self.pipeline_parallel == 1 or self.speculation == "off",
+            f"'off' with pipeline_parallel {self.pipeline_parallel}: a step's drafts depend on the "
+            "step before, which is still being computed",
+        )
+        self.require(
+            "rank_invariant",
+            not self.rank_invariant or strict,
+            "false without deterministic: true, since bits then depend on the batch as well",
+        )
+        self.require(
             "max_tokens_per_batch",
             self.max_tokens_per_batch >= self.max_batch_size,
             f"at least max_batch_size ({self.max_batch_size}), or a full batch could not decode",
+        )
+
+    @property
+    def num_ranks(self) -> int:
+        """Processes that share the model."""
+        return self.pipeline_parallel * self.tensor_parallel
+
+    def on_one_rank(self) -> EngineConfig:
+        """Return these settings for a smaller model beside this one."""
+        return msgspec.structs.replace(
+            self,
+            tensor_parallel=1,
+            pipeline_parallel=1,
+            expert_parallel=1,
+            rank_invariant=False,
         )
 
     def batch_size_on(self, device_type: str) -> int:

@@ -365,6 +365,11 @@ class Config(Section, frozen=True, forbid_unknown_fields=True):
         check_models(self.models)
         # Stored with the model: readers of a single model don't know the list's order.
         msgspec.structs.force_setattr(self, "models", with_default(self.models))
+        if self.pipeline.roles and self.engine.num_ranks > 1:
+            raise ConfigError(
+                "pipeline.roles needs models on one rank; leave it out, or set "
+                "engine.tensor_parallel and engine.pipeline_parallel to 1"
+            )
         if self.bus.url == "memory" and set(self.pipeline.stages) != set(STAGES):
             missing = ", ".join(s for s in STAGES if s not in self.pipeline.stages)
             raise ConfigError(

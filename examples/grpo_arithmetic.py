@@ -70,7 +70,9 @@ class Settings:
         threads: Of torch, in each process.
         speculation: Of the engine. In blocking mode it changes the time that a run takes, and
             nothing else of it, where the engine is deterministic.
-        deterministic: Whether the engine has to be, and not only where that costs nothing.
+        deterministic: Whether the engine has to be, and not only where that costs nothing; also for
+            another number of ranks.
+        ranks: Of the engine.
     """
 
     mode: Mode = "blocking"
@@ -93,6 +95,7 @@ class Settings:
     threads: int = 1
     speculation: Speculation = "off"
     deterministic: bool = False
+    ranks: int = 1
 
 
 @dataclass
@@ -241,6 +244,8 @@ def engine_config(settings: Settings) -> EngineConfig:
     return EngineConfig(
         dtype="float32",
         deterministic=settings.deterministic or "auto",
+        rank_invariant=settings.deterministic,
+        tensor_parallel=settings.ranks,
         seed=settings.seed,
         max_batch_size=rows,
         max_tokens_per_batch=max(2048, rows),
@@ -410,6 +415,7 @@ def main() -> None:
     for name in ("minutes", "temperature", "learning_rate", "kl_weight"):
         value = getattr(default, name)
         parser.add_argument(f"--{name.replace('_', '-')}", type=float, default=value)
+    parser.add_argument("--ranks", type=int, default=1, help="processes that share the model")
     parser.add_argument("--deterministic", action="store_true", help="on any CPU, at any cost")
     parser.add_argument("--threads", type=int, default=default.threads, help="of torch")
     parser.add_argument("--json", type=Path, metavar="FILE", help="where to write the figures")

@@ -592,6 +592,21 @@ class BusClient(Submitter, Deployment):
         recipients = await self._control.recipients("fairness", lane)
         await self._control.send("fairness", control.UpdateFairness(config), recipients)
 
+    async def move_experts(self, owners: Sequence[int], *, lane: str | None = None) -> None:
+        """Give the experts of a model over several ranks other owners, between two steps. No token
+        changes.
+
+        Args:
+            owners: The rank of each expert of a layer; each rank owns equally many.
+            lane: Only this lane; every lane when None.
+
+        Raises:
+            WeightsError: Experts have no owners there (`engine.expert_parallel`), or these don't
+                fit.
+            BusError: A lane did not answer.
+        """
+        await self._operate("executor", control.MoveExperts(tuple(owners)), lane=lane)
+
     async def update_roles(self, roles: Sequence[ReplicaRole], lane: str | None = None) -> None:
         """Replace the replicas' roles; sequences stay where they run.
 

@@ -19,7 +19,7 @@ from ..store.board import StageReport
 from ..store.registry import ModelRecord, find_model
 from ..telemetry import now_ns
 from .health import lanes_of, reason_of, role_trouble, roles_of
-from .models import ModelStatus, only_model, status_of
+from .models import ModelStatus, expert_owners, only_model, status_of
 from .stage_control import StageControl
 
 
@@ -105,6 +105,14 @@ class Deployment:
         return {
             f"{lane.model}:{lane.lane}".removeprefix(":"): tuple(roles_of(lane).values())
             for lane in lanes_of(await self.reports())
+        }
+
+    async def expert_owners(self) -> dict[str, tuple[int, ...]]:
+        """Return which rank owns each expert, by lane, as `fairness`; of lanes where one does."""
+        return {
+            f"{report.model}:{report.lane}".removeprefix(":"): expert_owners(report.load)
+            for report in await self.reports()
+            if "expert_owners" in report.load
         }
 
     async def fairness(self) -> dict[str, FairnessConfig]:

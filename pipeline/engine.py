@@ -99,7 +99,7 @@ class InferenceEngine:
             own = replace(own, reference_model_path="")
             model_path = self.config.reference_model_path
             alone = {"speculation": "off", "kv_host_bytes": 0, "kv_disk_path": ""}
-            reference = reference or replace(own, model_path=model_path, **alone)
+            reference = reference or replace(own.on_one_rank(), model_path=model_path, **alone)
         self._reference = InferenceEngine(reference) if reference is not None else None
         folder = self.config.model_folder
         tokenizer = find_tokenizer(folder)
@@ -358,10 +358,12 @@ class InferenceEngine:
         """Return the current weights by parameter name, as `update_weights` takes them; not copies.
 
         Raises:
-            WeightsError: They were released or lost, and not replaced.
+            WeightsError: They were released or lost, and not replaced; or ranks share them.
         """
         if "weights" in self._executor.memory.lacks:
             raise self._unable()
+        if self._executor.model.shards is not None:
+            raise WeightsError("ranks share the weights; read them where they come from")
         return self._executor.model.module.state_dict()
 
     def get_weight_version(self) -> int:

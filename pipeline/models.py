@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -52,6 +52,8 @@ class ModelStatus(msgspec.Struct, frozen=True, kw_only=True):
         is_moe: Whether it is a mixture of experts.
         n_experts: Experts per layer; 0 without experts.
         n_active_experts: Experts per token.
+        ranks: Processes that share the model, in each replica.
+        expert_owners: The rank of each expert; empty if each rank has a part of every one.
         capabilities: Some of "generate", "score", "embed".
         adapters: Ids of its adapters.
         waiting: Requests that no lane has taken.
@@ -82,6 +84,8 @@ class ModelStatus(msgspec.Struct, frozen=True, kw_only=True):
     is_moe: bool = False
     n_experts: int = 0
     n_active_experts: int = 0
+    ranks: int = 1
+    expert_owners: tuple[int, ...] = ()
     capabilities: tuple[str, ...] = ()
     adapters: tuple[str, ...] = ()
     waiting: int = 0
@@ -152,9 +156,16 @@ def facts_of(reports: Sequence[StageReport]) -> dict[str, Any]:
             for field in ("weight_bytes", "kv_bytes")
         },
         "is_moe": bool(first.get("experts", 0)),
+        "ranks": int(first.get("ranks", 1)),
+        "expert_owners": expert_owners(first),
         "capabilities": _words(first.get("capabilities", "")),
         "adapters": tuple(adapter.id for adapter in adapters_of(reports)),
     }
+
+
+def expert_owners(load: Mapping[str, object]) -> tuple[int, ...]:
+    """Return the rank of each expert, from an executor's report; empty without owners."""
+    return tuple(map(int, _words(load.get("expert_owners", ""))))
 
 
 def _words(value: object) -> tuple[str, ...]:

@@ -223,6 +223,19 @@ KV_TRANSFER_FAILURES = _counter(
     "KV blocks that another executor no longer offered, or that did not come whole.",
     names.KV_TRANSPORT,
 )
+RANK_MEMORY = _gauge(
+    "nano.rank.memory",
+    "By",
+    "Memory of each rank of a model: its weights, its KV cache, and the most resident so far.",
+    names.RANK,
+    names.MEMORY_KIND,
+)
+EXPERT_TOKENS = _counter(
+    "nano.expert.tokens",
+    "{token}",
+    "Tokens that each expert computed, over all layers.",
+    names.EXPERT,
+)
 RESPONSE_LOOKUPS = _counter(
     "nano.response_cache.lookups",
     "{request}",

@@ -27,7 +27,7 @@ from ...config import EngineConfig, SchedulerConfig
 from ...store.board import LoadedAdapter
 from .audit import TierAudit
 from .caches import make_cache
-from .deciding import decide
+from .deciding import Turns, decide
 from .handover import Handovers
 from .index import SequenceIndex
 from .plans import NextPlan, SentPlan, aborted, accepted_tokens, unloaded
@@ -45,7 +45,7 @@ class BatchingCore:
     """Owns the sequences of a replica, their block tables and the prefix cache.
 
     Use: `add` each dispatch, send the plans of `plan` until it returns None, and `absorb` each
-    result in order. Up to `steps_ahead` plans are in flight at a time.
+    result in order. Up to `steps_ahead` plans are in flight, or one more than pipeline stages.
 
     Four rules make planning ahead safe:
     1. A result for a sequence that is finished here is dropped.
@@ -79,7 +79,8 @@ class BatchingCore:
         self.sessions = SessionTable(self.cache, config, self._room_to_load)
         self.paused = False
         self.lacks: tuple[str, ...] = ()
-        self._steps_ahead = steps_ahead
+        stages = capacity.pipeline_stages if steps_ahead > 1 else 1
+        self._steps_ahead = stages + 1 if stages > 1 else steps_ahead
         drafts = config.speculation == "auto" and capacity.drafts
         self._max_drafts = config.max_draft_tokens if drafts else 0
         self._draft_rest = 0  # plans to come that allow no drafts
@@ -96,6 +97,7 @@ class BatchingCore:
         # Started with a shared prefill by the last plan; the next one copies their partial blocks.
         self._sharing: list[Sequence] = []
         self._sent: deque[SentPlan] = deque()
+        self._turns = Turns(self._sent, stages) if stages > 1 else None
         self._next = NextPlan()
         self._step_id = 0
         self._report = Report()
@@ -477,7 +479,7 @@ class BatchingCore:
     def _decide(self, now_ns: int) -> SchedulerOutput:
         if self.paused or self.lacks:
             return NOTHING
-        decision = self._schedule(now_ns)
+        decision = self._schedule(now_ns, self._turns)
         if not decision.preempted_seqs:
             return decision
         if self._sent:
@@ -485,11 +487,12 @@ class BatchingCore:
             return NOTHING
         for seq in self._running:
             seq.num_reclaimable = self.cache.num_reclaimable(seq.lease)
-        return self._schedule(now_ns)
+        # Out of all: the last to be preempted need not be one whose turn it is.
+        return self._schedule(now_ns, None)
 
-    def _schedule(self, now_ns: int) -> SchedulerOutput:
+    def _schedule(self, now_ns: int, turns: Turns | None) -> SchedulerOutput:
         about = (self._waiting, self._running, self.cache, self.sessions, self.limits)
-        return decide(*about, now_ns, drafts=not self._draft_rest)
+        return decide(*about, now_ns, drafts=not self._draft_rest, turns=turns)
 
     def _room_to_load(self) -> int | None:
         """Return how many free blocks no sequence needs soon; None if no block may be moved."""

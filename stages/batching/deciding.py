@@ -4,13 +4,51 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from collections.abc import Sequence as Seq
+from typing import Any, NamedTuple
 
 from ...config import SchedulerConfig
 from .cache import KVCacheManager
+from .plans import SentPlan
 from .schedule import SchedulerOutput, schedule
 from .sequence import Sequence
 from .sessions import SessionTable
 from .starting import startable
+
+
+class Turns(NamedTuple):
+    """Which sequences the next of several plans in flight may contain, over pipeline stages.
+
+    No sequence is in two plans in flight: none of them waits for another one's tokens.
+
+    Attributes:
+        sent: The plans in flight.
+        num_stages: Stages of the model.
+    """
+
+    sent: Seq[SentPlan]
+    num_stages: int
+
+    def next(
+        self, running: Seq[Sequence], num_waiting: int, most: int
+    ) -> tuple[Seq[Sequence], int]:
+        """Return running sequences, in order, and how many may start beside them.
+
+        A plan has an even share of the sequences, so that plans fill the stages alike.
+
+        Args:
+            running: In the order of `schedule`.
+            num_waiting: Sequences that may start.
+            most: Most sequences that run.
+        """
+        share = -(-min(len(running) + num_waiting, most) // self.num_stages)
+        if self.sent:
+            if sum(bool(each.seqs) for each in self.sent) >= self.num_stages:
+                return (), 0  # another plan would only split the shares
+            oldest = self.sent[0].plan.step_id
+            running = [seq for seq in running if seq.last_step < oldest]
+        # What is left over fits another plan, since that has less than its share.
+        running = running[:share]
+        return running, share - len(running)
 
 
 def decide(
@@ -22,6 +60,7 @@ def decide(
     now_ns: int,
     *,
     drafts: bool,
+    turns: Turns | None = None,
 ) -> SchedulerOutput:
     """Decide what runs in the next step; see `schedule`.
 
@@ -36,11 +75,17 @@ def decide(
         limits: The scheduler's.
         now_ns: The time.
         drafts: Whether drafted tokens may be verified.
+        turns: Whose turn it is; None if it is everyone's.
     """
+    chosen, room = running, len(waiting)
+    if turns is not None:
+        chosen, room = turns.next(running, len(waiting), limits.max_batch_size)
+    num_elsewhere = len(running) - len(chosen)
     while True:
-        starting = _startable(waiting, running, cache, sessions, limits, now_ns)
+        starting = _startable(waiting, running, cache, sessions, limits, now_ns)[:room]
         free = cache.num_free_blocks()
-        decision = schedule(starting, running, free, limits, drafts=drafts)
+        more: dict[str, Any] = {"drafts": drafts, "num_elsewhere": num_elsewhere}
+        decision = schedule(starting, chosen, free, limits, **more)
         if not sessions.pins:
             return decision
         late = next((seq for seq in starting if seq.seq_id not in decision.num_tokens), None)
@@ -50,7 +95,7 @@ def decide(
         own = frozenset() if late is None else cache.held_prefix(late.lease)
         but = frozenset() if decision.preempted_seqs else own
         free += sessions.num_reclaimable(but)
-        without = schedule(starting, running, free, limits, drafts=drafts)
+        without = schedule(starting, chosen, free, limits, **more)
         saved = len(decision.preempted_seqs) - len(without.preempted_seqs)
         if saved <= 0 and len(without.prefill_seqs) <= len(decision.prefill_seqs):
             return decision

@@ -48,6 +48,7 @@ def schedule(
     config: SchedulerConfig,
     *,
     drafts: bool = True,
+    num_elsewhere: int = 0,
 ) -> SchedulerOutput:
     """Decide what runs in the next step. No side effects.
 
@@ -68,6 +69,7 @@ def schedule(
         num_free_blocks: Blocks without a holder.
         config: The limits.
         drafts: Whether drafted tokens may be verified.
+        num_elsewhere: Further running sequences, which other plans compute.
 
     Raises:
         ValueError: A sequence is in the wrong list, or the number of blocks is below 0.
@@ -105,7 +107,7 @@ def schedule(
     decode_seqs = tuple(num_tokens)
     startable = () if preempted else waiting
     prefills, free = _schedule_prefills(
-        startable, prefilling, len(stays), len(num_tokens), free, config
+        startable, prefilling, len(stays) + num_elsewhere, len(num_tokens), free, config
     )
     num_tokens |= prefills
     num_drafts: dict[int, int] = {}

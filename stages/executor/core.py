@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -12,7 +13,7 @@ import numpy as np
 
 from ...bus.control import ReplicaCapacity
 from ...bus.messages import StepPlan, StepResult
-from ...config import EngineConfig, ModelError
+from ...config import EngineConfig, ModelError, WeightsError, shown
 from ...text.grammar import GrammarCompiler
 from .driver.choose import TokenChooser
 from .driver.constraints import Constraints
@@ -23,7 +24,7 @@ from .driver.speculation.control import MOST_ROWS, CostControl
 from .driver.speculation.costs import StepCosts, measure_costs, trial_step
 from .driver.speculation.draft_model import DraftModel, drafts_by_model, load_draft_model
 from .driver.speculation.speculator import Speculator, make_sources
-from .driver.step import LaunchedStep, StepOutputs, StepRunner, started_sequences
+from .driver.step import BegunStep, LaunchedStep, StepOutputs, StepRunner, started_sequences
 from .runner.attention.backend import AttentionBackend
 from .runner.attention.choose import kernels_of
 from .runner.attention.paged import PagedBackend
@@ -32,9 +33,12 @@ from .runner.device import describe_device
 from .runner.graphs import Capture, CudaCapture, DecodeGraphs
 from .runner.interface import make_runner
 from .runner.kv_cache import block_bytes, count_blocks
+from .runner.leader import LeaderMemory, load_ranks, write_to_ranks
 from .runner.loaded_model import LoadedModel, experts_of
 from .runner.memory import ReplicaMemory, no_memory
-from .runner.model import load_model
+from .runner.ranks.commands import MoveExperts, Reply
+from .runner.ranks.processes import Ranks
+from .runner.sharded_model import experts_in, move_experts
 from .runner.tiers.tiers import BlockTiers
 from .runner.weights.checks import limits_of
 from .runner.weights.sync_manager import WeightSyncManager
@@ -54,15 +58,20 @@ class ExecutorCore:
     next step then takes the tokens on the device, and a row whose sequence turns out to have
     stopped is dropped. A sequence that returns under its id must be in no unfinished step.
 
+    Over several pipeline stages a launched step is computed by later ranks, and sampled when it is
+    finished. Then no sequence may be in two unfinished steps.
+
     Attributes:
         max_batch_size: `engine.max_batch_size`, or its default for this device.
-        runs_ahead: Whether steps may be launched before earlier ones are finished (CUDA).
+        runs_ahead: Whether steps may be launched before earlier ones are finished (CUDA, pipeline
+            stages).
         runner: The model runner.
         model, cache, adapters: Its parts.
         weights: Writes new weights.
         memory: Releases memory.
         constraints: The grammars of samples.
         draft_model: None if there is none.
+        ranks: The other ranks; None if there are none.
         tiers: Moves KV blocks to host memory and disk; None if no tier is configured.
         graphs: The recorded decode steps; None if there are none.
         off: Why a feature is off: "kernels", "graphs", "speculation", "deterministic". Features in
@@ -79,8 +88,9 @@ class ExecutorCore:
         num_blocks: int | None = None,
         runs_ahead: bool | None = None,
         shares_kv: bool = False,
+        ranks: Ranks | None = None,
     ) -> None:
-        """Load the model and allocate the cache.
+        """Load the model and allocate the cache; over several ranks, start their processes.
 
         Args:
             config: The settings.
@@ -90,30 +100,44 @@ class ExecutorCore:
             num_blocks: Blocks of the cache; as many as memory allows when None.
             runs_ahead: Replaces the default of the device.
             shares_kv: Whether to exchange KV blocks with other executors.
+            ranks: The other ranks, if `model` is one rank's shard.
 
         Raises:
             ModelError: The model can't be loaded, the cache doesn't fit, or deterministic mode is
                 required and impossible.
+            RankError: A rank has ended.
         """
-        self.model = model = load_model(config) if model is None else model
+        if model is None:
+            ranks, model = load_ranks(config)
+        self.model, self.ranks = model, ranks
+        self._experts = experts_in(model.module) if model.shards is not None else []
         self.max_batch_size = config.batch_size_on(model.device.type)
         config = msgspec.structs.replace(config, max_batch_size=self.max_batch_size)
         draft = load_draft_model(config, model) if drafts_by_model(config) else None
         num_blocks = num_blocks or count_blocks(config, model, draft)
-        self.runner = runner = make_runner(config, model, num_blocks, backend)
+        self.runner = runner = make_runner(config, model, num_blocks, backend, self.ranks)
         self.cache, self.adapters = runner.cache, runner.adapters
-        limits = limits_of(model.module, config.max_weight_tensors, config.max_weight_bytes)
-        self.weights = WeightSyncManager(model.module, limits)
+        limits = limits_of(
+            model.shards.whole if model.shards else model.module,
+            config.max_weight_tensors,
+            config.max_weight_bytes,
+        )
+        write = partial(write_to_ranks, ranks, model.shards) if ranks and model.shards else None
+        self.weights = WeightSyncManager(model.module, limits, shards=model.shards, write=write)
         self._now_ns = now_ns
         # Finished sequences stay until a plan names them, hence more rows than run.
         rows = self.max_batch_size + 16
+        # Of sequences in unfinished steps of a pipeline, and of those that a plan has dropped.
+        self._computing: set[int] = set()
+        self._dropped: set[int] = set()
         self._table = SequenceTable(rows, model.max_model_len, config.block_size)
         self.draft_model: DraftModel | None = None
         if draft is not None:
             self.draft_model = DraftModel(config, draft, self._table, num_blocks, model.vocab_size)
         caches = (self.cache, *((self.draft_model.cache,) if self.draft_model else ()))
         huge = config.huge_pages == "auto"
-        self.memory = ReplicaMemory(caches, self.weights, huge_pages=huge)
+        make_memory = partial(LeaderMemory, ranks) if ranks else ReplicaMemory
+        self.memory = make_memory(caches, self.weights, huge_pages=huge)
         self._embedding, self._role = embedding_capacity(config, model), config.role
         compiler = GrammarCompiler(config.model_folder, model.vocab_size)
         if model.generates:
@@ -122,7 +146,8 @@ class ExecutorCore:
         self._feed = TokenFeed(rows, model.device)
         self._unread = UnreadTokens(self._table)
         self._capture: Capture | None = None
-        self.runs_ahead = model.device.type == "cuda" if runs_ahead is None else runs_ahead
+        feeds = model.device.type == "cuda" if runs_ahead is None else runs_ahead
+        self.runs_ahead = feeds or model.pipeline is not None
         self.graphs: DecodeGraphs | None = None
         self.off = dict(runner.off)
         in_order = "deterministic" not in self.off
@@ -133,17 +158,20 @@ class ExecutorCore:
         self.tiers: BlockTiers | None = None
         if config.kv_host_bytes or config.kv_disk_path or (shares_kv and model.layers):
             self.tiers = self._make_tiers(config, shares=shares_kv)
-        self._steps = StepRunner(
-            runner=runner,
+        self._steps = self._make_steps(config)
+
+    def _make_steps(self, config: EngineConfig) -> StepRunner:
+        return StepRunner(
+            runner=self.runner,
             table=self._table,
-            upload=Uploader(model.device),
+            upload=Uploader(self.model.device),
             pooler=self._pooler,
             constraints=self.constraints,
             feed=self._feed,
             unread=self._unread,
             speculator=self._speculator,
-            chooser=TokenChooser(self._table, config.logprobs_mode == "raw", runner.kernels),
-            runs_ahead=self.runs_ahead,
+            chooser=TokenChooser(self._table, config.logprobs_mode == "raw", self.runner.kernels),
+            runs_ahead=self.runs_ahead and self.model.pipeline is None,
         )
 
     def _make_tiers(self, config: EngineConfig, *, shares: bool) -> BlockTiers:
@@ -217,15 +245,17 @@ class ExecutorCore:
             drafts=self._speculator is not None,
             tiers=self.tiers.capacity if self.tiers is not None else None,
             exact="deterministic" not in self.off,
+            pipeline_stages=1 if self.model.pipeline is None else self.model.pipeline.num_stages,
         )
 
     def facts(self) -> dict[str, int | float | str]:
         """Return the model's size for reports; memory counts as if none were released."""
-        model, parameters = self.model, list(self.model.module.parameters())
+        model = self.model
         experts, active = experts_of(model.hf_config)
+        sizes = () if model.pipeline is None else model.pipeline.sizes
         return {
-            "parameters": sum(each.numel() for each in parameters),
-            "weight_bytes": sum(each.numel() * each.element_size() for each in parameters),
+            "parameters": model.num_parameters,
+            "weight_bytes": model.weight_bytes,
             "kv_bytes": (self.cache.num_blocks + 1) * block_bytes(model, self.cache.block_size),
             "vocab_size": model.vocab_size,
             "max_batch_size": self.max_batch_size,
@@ -233,7 +263,53 @@ class ExecutorCore:
             "deterministic": int("deterministic" not in self.off),
             "experts": experts,
             "active_experts": active,
+            # Of each pipeline stage.
+            **({"stage_layers": "+".join(map(str, sizes))} if sizes else {}),
         }
+
+    def report_ranks(self) -> list[Reply]:
+        """Return what each rank uses, this one first; [] if there are no others.
+
+        Raises:
+            RankError: A rank has ended, or doesn't answer.
+        """
+        return [self.runner.report(), *self.ranks.report()] if self.ranks is not None else []
+
+    @property
+    def expert_owners(self) -> list[int]:
+        """The rank of each expert of a layer; [] where they have none."""
+        return list(self._experts[0].owners or ()) if self._experts else []
+
+    def move_experts(self, owners: Sequence[int]) -> None:
+        """Give experts other owners, between two steps. No token changes.
+
+        Args:
+            owners: The rank of each expert of a layer; each rank owns equally many.
+
+        Raises:
+            WeightsError: Experts have no owners here, or these don't fit.
+            RankError: A rank has ended.
+        """
+        before = self.expert_owners
+        if not before or self.ranks is None:
+            raise WeightsError(
+                "experts have no owners here; set engine.expert_parallel to engine.tensor_parallel"
+            )
+        if sorted(owners) != sorted(before):
+            size = len({*before})
+            share = len(before) // size
+            raise WeightsError(
+                f"the owners of {len(before)} experts must be ranks below {size}, each of them "
+                f"{share} times; got {shown(list(owners))}"
+            )
+        self.ranks.tell(MoveExperts(tuple(owners)))
+        move_experts(self.model.module, owners)
+
+    def take_expert_tokens(self) -> list[int]:
+        """Return the tokens of each expert, over all layers, since the last call; [] without a
+        count."""
+        counts = [each.read_counts(reset=True) for each in self._experts]
+        return [sum(each) for each in zip(*counts, strict=True)]
 
     def record_graphs(self, capture: Capture) -> None:
         """Record the decode steps, which takes a PagedBackend, and use them from then on.
@@ -281,6 +357,7 @@ class ExecutorCore:
             self._speculator.clear()
         for part in (self._table, self._pooler, self._unread, self.constraints):
             part.clear()
+        self._computing, self._dropped = set(), set()
 
     def clear(self) -> None:
         """Drop all sequences and all KV, which may not be finite after a ModelError.
@@ -301,8 +378,10 @@ class ExecutorCore:
         self.runner.close()
         if self.draft_model is not None:
             self.draft_model.close()
+        if self.ranks is not None:
+            self.ranks.close()
         del self.model, self.weights, self.cache, self.memory, self.adapters, self.runner
-        del self._pooler, self.graphs, self._capture
+        del self._pooler, self.graphs, self._capture, self._experts
         del self._steps, self._speculator, self.draft_model
 
     def execute(self, plan: StepPlan) -> StepResult:
@@ -332,15 +411,23 @@ class ExecutorCore:
         rows, num_tokens, num_drafts = self._select(plan)
         if rows.size and not self.memory.runs:
             raise ValueError(f"the plan has rows, and the replica lacks {self.memory.lacks}")
+        outputs = StepOutputs()
+        begun: BegunStep | None = None
         with self.runner.active():
-            outputs = StepOutputs()
-            if rows.size:
+            if rows.size and self.model.pipeline is None:
                 outputs = self._steps.run(rows, num_tokens, num_drafts, self.graphs)
+            elif rows.size:
+                started = self._steps.begin(rows, num_tokens, None, None)
+                assert isinstance(started, BegunStep), "there are no graphs, and no encoder"
+                begun = started
+                self._computing.update(plan.seq_ids)
         if plan.kv_offers:
             # Not in `finish`: the next plan may load from these slots.
             assert self.tiers is not None, "a plan offers blocks, and there are no tiers"
             self.tiers.apply(plan.kv_offers)
-        return LaunchedStep(plan, self.weights.version, start_ns, outputs)
+        return LaunchedStep(
+            plan, self.weights.version, start_ns, outputs, begun, self._computing if begun else None
+        )
 
     def finish(self, step: LaunchedStep) -> StepResult:
         """Wait for the oldest launched step and return its result.
@@ -351,12 +438,21 @@ class ExecutorCore:
             ModelError: The model's output is broken.
         """
         outputs, sampled = step.outputs, Sampled()
+        if step.begun is not None:
+            step.wait()
+            if step.computing is self._computing:
+                with self.runner.active():
+                    outputs = self._steps.end(step.begun)
         if outputs.sampled is not None:
             sampled = self._unread.read(outputs.sampled)
             if self._speculator is not None:
                 if not self.runs_ahead:
                     self._speculator.timed((self._now_ns() - step.start_ns) * 1e-9)
                 self._speculator.observe(outputs.sampled, sampled.seq_ids, outputs.proposed)
+        if step.computing is self._computing:  # not from before a `reset`
+            self._computing.difference_update(step.plan.seq_ids)
+            for seq_id in self._dropped.intersection(step.plan.seq_ids):
+                self._drop(seq_id)
         return StepResult(
             step_id=step.plan.step_id,
             started=started_sequences(step.plan, step.start_ns),
@@ -373,6 +469,11 @@ class ExecutorCore:
         )
 
     # --- inside -------------------------------------------------------------------------------
+
+    def _drop(self, seq_id: int) -> None:
+        self._table.remove(seq_id)
+        self._pooler.forget(seq_id)
+        self._dropped.discard(seq_id)
 
     def _record_at_load(self, config: EngineConfig) -> None:
         if self.model.device.type != "cuda":
@@ -400,8 +501,10 @@ class ExecutorCore:
         for seq_id in plan.finished:
             if self._speculator is not None:
                 self._speculator.forget(seq_id)
-            self._table.remove(seq_id)
-            self._pooler.forget(seq_id)
+            if seq_id in self._computing:
+                self._dropped.add(seq_id)
+            else:
+                self._drop(seq_id)
         for adapter, version in plan.adapters:
             self.switch_adapter(adapter, version)
         for new in plan.new:

@@ -39,7 +39,7 @@ class ReferenceModel:
         """
         # It never decodes, so it needs neither graphs nor drafts.
         own = msgspec.structs.replace(
-            config,
+            config.on_one_rank(),
             model_path=config.reference_model_path,
             reference_model_path="",
             speculation="off",

@@ -46,6 +46,7 @@ class ExecutorSpans:
 
     def __init__(self, stage: Actor) -> None:
         self._stage = stage
+        self._num_ranks = stage.config.engine.num_ranks
         self._of_sequence: dict[int, Execution] = {}
         self._of_request: dict[str, Execution] = {}
         # Tokens of every sequence in the batch; sampled sequences without a token.
@@ -120,6 +121,8 @@ class ExecutorSpans:
         if request.drafted:
             attributes[names.DRAFT_TOKENS] = request.drafted
             attributes[names.ACCEPTED_TOKENS] = request.accepted
+        if self._num_ranks > 1:
+            attributes[names.RANKS] = self._num_ranks
         own = stage.tracing.begin_below(trace)
         stage.span(info.request_id, trace, start, attributes, events=events, own=own)
         part = {names.STAGE: stage.name, names.REQUEST_ID: info.request_id}

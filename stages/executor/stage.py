@@ -29,7 +29,8 @@ from .core import ExecutorCore
 from .driver.step import LaunchedStep
 from .runner.attention.choose import kernels_of
 from .runner.device import device_of_replica, is_unverified
-from .runner.model import load_model
+from .runner.leader import load_ranks
+from .runner.ranks.commands import Reply
 from .runner.tiers.transports.peers import Transfer
 from .scoring import ReferenceModel, Scoring
 from .spans import DraftCounts, ExecutorSpans
@@ -44,6 +45,9 @@ _WAITING_THREAD = ThreadPoolExecutor(max_workers=1, thread_name_prefix="device")
 _PARTING_S = 2.0
 """The time to answer open operations when the stage ends."""
 
+_RANKS_CHECK_S, _RANKS_REPORT_S = 0.2, 5.0
+"""How often the other ranks' processes are looked at, and asked for a reply."""
+
 _SMALL_MODEL_PARAMETERS = 30_000_000
 """Below this a step is so short that threads cost more than they save, and many times more where
 other processes compete for the cores."""
@@ -57,15 +61,15 @@ def _load(
         chosen = torch.device(name)
         torch.get_device_module(chosen.type).set_device(chosen.index)
         config = msgspec.structs.replace(config, device=name)
-    model = load_model(config)
-    if model.device.type == "cpu":
+    ranks, model = load_ranks(config)
+    if model.device.type == "cpu" and ranks is None:  # several ranks share the processors
         # Before the checks and measurements at load, which must match later steps.
         size = sum(parameter.numel() for parameter in model.module.parameters())
         automatic = 1 if size < _SMALL_MODEL_PARAMETERS else torch.get_num_threads()
         torch.set_num_threads(config.cpu_threads or automatic)
     # First, since the other model's KV cache takes the remaining memory.
     reference = ReferenceModel(config) if config.reference_model_path else None
-    core = ExecutorCore(config, now_ns=now_ns, model=model, shares_kv=shares_kv)
+    core = ExecutorCore(config, now_ns=now_ns, model=model, shares_kv=shares_kv, ranks=ranks)
     if reference is not None:
         reference.check_fits(core)
     return core, reference
@@ -90,6 +94,8 @@ class ExecutorStage(Actor):
         self._plans = self._steps = self._measured_steps = 0
         # The last epoch whose plans can't run.
         self._failed_epoch = 0
+        # Of each rank; empty if there is one.
+        self._rank_reports: list[Reply] = []
         self._facts: dict[str, int | float | str] = {}
         self._layer_kinds: Counter[str] = Counter()
         self._weight_version = 0
@@ -144,6 +150,11 @@ class ExecutorStage(Actor):
             speculation=core.off.get("speculation", "in use"),
             deterministic=core.off.get("deterministic", "yes"),
             reference=engine.reference_model_path or "none",
+            **(
+                {"stage_layers": self._facts["stage_layers"]}
+                if "stage_layers" in self._facts
+                else {}
+            ),
         )
         self._warn()
 
@@ -182,6 +193,7 @@ class ExecutorStage(Actor):
             self._group.start_soon(self._scoring.score_forever)
             self._group.start_soon(self._report_tiers_forever)
             self._group.start_soon(self._changes.tick_forever)
+            self._group.start_soon(self._watch_ranks_forever)
             await super().receive_forever(inbox)
 
     async def close(self) -> None:
@@ -232,6 +244,11 @@ class ExecutorStage(Actor):
         load |= {name: trouble for name, trouble in troubles.items() if trouble}
         if self._drafts is not None:
             load |= self._drafts.load()
+        if self._rank_reports:
+            load["ranks"] = len(self._rank_reports)
+            load["rank_bytes"] = ",".join(str(each.resident) for each in self._rank_reports)
+        if owners := self._core.expert_owners:
+            load["expert_owners"] = ",".join(map(str, owners))
         return load
 
     def waits_for(self) -> str:
@@ -247,6 +264,14 @@ class ExecutorStage(Actor):
         for kind, layers in self._layer_kinds.items():
             labels = backend | {names.LAYER_KIND: kind}
             self.metrics.record(instruments.ATTENTION_LAYERS, steps * layers, labels)
+        if self._core.expert_owners:
+            for expert, tokens in enumerate(await _on_torch(self._core.take_expert_tokens)):
+                self.metrics.record(instruments.EXPERT_TOKENS, tokens, {names.EXPERT: str(expert)})
+        for rank, report in enumerate(self._rank_reports):
+            sizes = {"resident": report.resident, "weights": report.weights, "kv": report.kv}
+            for kind, size in sizes.items():
+                labels = {names.RANK: str(rank), names.MEMORY_KIND: kind}
+                self.metrics.record(instruments.RANK_MEMORY, size, labels)
         for measurement in self._drafts.take() if self._drafts is not None else ():
             self.metrics.record(*measurement)
 
@@ -291,6 +316,24 @@ class ExecutorStage(Actor):
                 self.metrics.record(instruments.MASK_WAIT, wait_ns / 1e9)
             if self.tracing.enabled and epoch == self.epoch:
                 self._spans.step(plan, result)
+
+    async def _watch_ranks_forever(self) -> None:
+        """Notice ranks that have ended or are stopped, also between steps.
+
+        Raises:
+            RankError: One has.
+        """
+        ranks = self._core.ranks
+        if ranks is None:
+            return
+        rounds = max(
+            int(min(_RANKS_REPORT_S, self.config.engine.rank_timeout_s) / _RANKS_CHECK_S), 1
+        )
+        while True:
+            self._rank_reports = await _on_torch(self._core.report_ranks)
+            for _ in range(rounds):
+                await anyio.sleep(_RANKS_CHECK_S)
+                ranks.check()
 
     async def _report_tiers_forever(self) -> None:
         """Send batching what the tiers' threads have done."""

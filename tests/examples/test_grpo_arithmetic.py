@@ -198,6 +198,24 @@ def test_speculation_changes_no_bit_of_a_blocking_run(monkeypatch: pytest.Monkey
     assert samples == [msgspec.structs.replace(sample, **none) for sample in same]
 
 
+def test_ranks_change_no_bit_of_a_blocking_run() -> None:
+    """Of its rewards, losses and weights."""
+    settings = replace(SETTINGS, steps=2, deterministic=True)
+    found = []
+    for ranks in (1, 2):
+        own, record = replace(settings, ranks=ranks), Record()
+        with (
+            InferenceEngine(engine_config(own)) as engine,
+            start_trainer(own, engine) as trainer,
+        ):
+            rollouts = grpo_arithmetic.make_rollouts(own, engine)
+            run_blocking(own, rollouts, trainer, record, record.facts.append)
+            found.append((record.facts, trainer.weights()))
+    (facts, weights), (same, equal) = found
+    assert facts == same
+    assert all(torch.equal(weights[name], equal[name]) for name in weights)
+
+
 def test_nothing_to_learn_ends_the_run(console: Console) -> None:
     """Nearly greedy, all samples of a prompt are alike."""
     with pytest.raises(NothingToLearn):

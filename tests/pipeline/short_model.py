@@ -19,24 +19,31 @@ LAYER = 4
 
 
 @cache
-def folder() -> Path:
-    """With the name of the bundled one, which requests give; gone when this process ends."""
+def folder(layers: tuple[int, ...] = (LAYER,)) -> Path:
+    """With the name of the bundled one, which requests give; gone when this process ends.
+
+    `layers`: those of the bundled one that it has.
+    """
     parent = tempfile.mkdtemp(prefix="nano-test-model-")
     atexit.register(shutil.rmtree, parent, ignore_errors=True)
     made = Path(parent) / reference.FOLDER.name
     weights = "model.safetensors"
     shutil.copytree(reference.FOLDER, made, ignore=shutil.ignore_patterns(weights))
-    kept, others = f"model.layers.{LAYER}.", "model.layers."
+    kept = {}
+    for name, tensor in load_file(reference.FOLDER / weights).items():
+        number, _, rest = name.removeprefix("model.layers.").partition(".")
+        if not name.startswith("model.layers."):
+            kept[name] = tensor
+        elif int(number) in layers:
+            kept[f"model.layers.{layers.index(int(number))}.{rest}"] = tensor
     save_file(
-        {
-            name.replace(kept, "model.layers.0."): tensor
-            for name, tensor in load_file(reference.FOLDER / weights).items()
-            if name.startswith(kept) or not name.startswith(others)
-        },
+        kept,
         made / weights,
         metadata={"format": "pt"},
     )
     config = json.loads((made / "config.json").read_text())
-    config |= {"num_hidden_layers": 1, "max_window_layers": 1, "layer_types": ["full_attention"]}
+    count = len(layers)
+    config |= {"num_hidden_layers": count, "max_window_layers": count}
+    config["layer_types"] = ["full_attention"] * count
     (made / "config.json").write_text(json.dumps(config))
     return made

@@ -44,6 +44,7 @@ from nano_inference.telemetry import Metrics, instruments, setup_metrics
 from nano_inference.telemetry.instruments import INSTRUMENTS
 
 from ..cli.servers import free_port
+from ..pipeline.test_ranks import mixture
 from ..stages.executor.models import make_model
 from ..stages.executor.runner.adapters.making import make_adapter
 
@@ -347,7 +348,14 @@ async def test_every_instrument_is_shown(
     async with Pipeline(config_with(free_port(), **roles)) as split:
         await split.complete({"prompt": "1 + 1 =" * 9, "sampling": {"max_tokens": 4}})
         handing = await scraped_when(split, "nano_kv_transfer_duration_seconds_count", 1)
-    families = scraped.families.keys() | drafting.families.keys() | handing.families.keys()
+    experts: dict[str, object] = {"engine.model_path": str(mixture())}
+    experts |= {"engine.tensor_parallel": 2, "engine.expert_parallel": 2}
+    config = config_with(free_port(), **experts)
+    async with Pipeline(config) as spread:
+        await spread.complete({"prompt": "1 + 1 =", "sampling": {"max_tokens": 4}})
+        by_rank = await scraped_when(spread, "nano_expert_tokens_total", 1)
+    assert by_rank.value("nano_rank_memory_bytes", nano_rank="1", nano_memory_kind="weights") > 0
+    families = set[str]().union(*(each.families for each in (scraped, drafting, handing, by_rank)))
     missing = {
         each.name
         for each in INSTRUMENTS

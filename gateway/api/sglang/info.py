@@ -104,7 +104,10 @@ class ServerInfoCalls:
                 "enable_memory_saver": True,
                 "disaggregation_mode": "null",
                 "dp_size": len(lanes) or 1,
-                **dict.fromkeys(("tp_size", "pp_size", "ep_size", "nnodes", "gpu_id_step"), 1),
+                "tp_size": engine.tensor_parallel,
+                "pp_size": engine.pipeline_parallel,
+                "ep_size": engine.expert_parallel,
+                **dict.fromkeys(("nnodes", "gpu_id_step"), 1),
                 **dict.fromkeys(("node_rank", "base_gpu_id"), 0),
                 "internal_states": [_load(rank, lane) for rank, lane in enumerate(lanes)],
             }

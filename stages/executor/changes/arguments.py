@@ -28,6 +28,7 @@ Operation = (
     | control.TellWeightVersion
     | control.ReleaseMemory
     | control.ResumeMemory
+    | control.MoveExperts
     | control.LoadAdapter
     | control.UnloadAdapter
 )

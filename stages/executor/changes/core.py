@@ -251,6 +251,8 @@ class ChangesCore:
                 self._change_memory(do.BeginRelease(ticket, tags))
             case control.ResumeMemory(tags):
                 self._change_memory(do.ResumeTags(ticket, tags))
+            case control.MoveExperts(owners):
+                self._effects.append(do.MoveExperts(ticket, owners))
             case LoadAdapter() | UnloadAdapter():
                 self._change_adapter(ticket, operation)
 
@@ -316,7 +318,7 @@ class ChangesCore:
             case do.BeginRelease(), True:
                 self._releasing = True
                 self._effects.append(do.SendMemory())
-            case ((do.Join() | do.BeginRelease() | do.ResumeTags()), _):
+            case ((do.Join() | do.MoveExperts() | do.BeginRelease() | do.ResumeTags()), _):
                 self._answer(job.ticket)
             case _:
                 raise TypeError(f"{type(job).__name__} can't result in {type(result).__name__}")

@@ -97,6 +97,12 @@ class Join(ChangeJob, frozen=True):
     wish: JoinWeightsGroup
 
 
+class MoveExperts(ChangeJob, frozen=True):
+    """Give experts other owners: the rank of each."""
+
+    owners: tuple[int, ...]
+
+
 class BeginRelease(ChangeJob, frozen=True):
     """Mark memory for the plan that releases it; results in whether there is any."""
 

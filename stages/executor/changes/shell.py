@@ -389,6 +389,8 @@ class StagedChanges:
                 return adapter.version
             case do.Join(_, wish):
                 await asyncio.wrap_future(self._groups.join(wish, weights.device))
+            case do.MoveExperts(_, owners):
+                await self.on_torch(executor.move_experts, owners)
             case do.BeginRelease(_, tags):
                 await self.on_torch(executor.memory.begin_release, tags)
                 return bool(executor.memory.pending)

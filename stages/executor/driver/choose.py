@@ -78,7 +78,7 @@ class TokenChooser(NamedTuple):
         return tokens, logprobs, report_top_logprobs(logits, temperatures, counts, kernels=kernels)
 
     def score_prompts(
-        self, logits: Tensor, rows: IntArray, num_scored: IntArray
+        self, logits: Tensor, rows: IntArray, starts: IntArray, num_scored: IntArray
     ) -> tuple[PromptLogprobs, ...]:
         """Return the logprobs of prompt tokens, given the tokens before them.
 
@@ -87,7 +87,8 @@ class TokenChooser(NamedTuple):
         Args:
             logits: `[sum(num_scored), vocab]` float32 of the model, row by row: they predict the
                 tokens behind the first `num_scored` tokens of this step.
-            rows: `[batch]`, of the table, as it was before this step.
+            rows: `[batch]`, of the table.
+            starts: `[batch]`, tokens that were computed before this step.
             num_scored: `[batch]`, `table.num_to_score`.
         """
         if not num_scored.any():
@@ -95,7 +96,7 @@ class TokenChooser(NamedTuple):
         table, kernels = self.table, self.kernels
         scored = num_scored > 0
         rows, counts = rows[scored], num_scored[scored]
-        starts = table.num_computed[rows] + 1
+        starts = starts[scored] + 1
         place_row, positions = flatten_rows(starts, counts)
         row_of_place = rows[place_row]
         token_ids = torch.from_numpy(table.tokens[row_of_place, positions]).to(logits.device)

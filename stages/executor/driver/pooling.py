@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -55,13 +56,15 @@ class PromptPooler:
     def take(
         self,
         rows: IntArray,
+        starts: IntArray,
         states: Iterable[tuple[int, Tensor]],
         adapter_versions: tuple[int, ...] = (),
     ) -> Pooled:
-        """Pool one step, before the table counts its tokens as computed.
+        """Pool one step.
 
         Args:
             rows: `[rows]`, of the table.
+            starts: `[rows]`, tokens that were computed before the step.
             states: Indices of `rows`, with the last hidden states of their tokens in the step,
                 `[tokens, hidden]` each.
             adapter_versions: `[rows]`, as of PooledPrompt; empty if no row has an adapter.
@@ -74,7 +77,8 @@ class PromptPooler:
         for index, own in states:
             info = self._table.info[rows[index]]
             if info is not None and info.pooling is not None:
-                vector = self._advance(int(rows[index]), ids[index], info.pooling, own)
+                place = int(rows[index]), int(starts[index])
+                vector = self._advance(*place, ids[index], info.pooling, own)
                 if vector is not None:
                     version = adapter_versions[index] if adapter_versions else 0
                     pooled.append((ids[index], vector, version))
@@ -94,11 +98,14 @@ class PromptPooler:
         if (num_tokens != table.num_known[rows]).any():
             raise ValueError("the plan has a part of a prompt, and the model needs whole prompts")
         prompts = [table.tokens[row, : table.num_known[row]] for row in rows.tolist()]
-        return self.take(rows, self._runner.encode(prompts, self._max_tokens))
+        starts = np.zeros_like(rows)
+        return self.take(rows, starts, self._runner.encode(prompts, self._max_tokens))
 
-    def _advance(self, row: int, seq_id: int, pooling: Pooling, states: Tensor) -> Tensor | None:
+    def _advance(
+        self, row: int, start: int, seq_id: int, pooling: Pooling, states: Tensor
+    ) -> Tensor | None:
         """Pool the next tokens of a prompt, `[tokens, hidden]`; return the vector at its end."""
-        start, length = int(self._table.num_computed[row]), int(self._table.num_known[row])
+        length = int(self._table.num_known[row])
         ends = start + len(states) == length
         if pooling.kind == "last":
             return finish_vector(states[-1].float(), pooling) if ends else None

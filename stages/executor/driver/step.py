@@ -32,6 +32,7 @@ from ..runner.interface import (
     ModelRunner,
     Rows,
     StepInputs,
+    StepOutput,
     Uploader,
     flatten_rows,
     order_rows,
@@ -66,20 +67,6 @@ class StepOutputs(NamedTuple):
     draft_rest: int = 0
 
 
-class LaunchedStep(msgspec.Struct, frozen=True):
-    """A launched step; `ExecutorCore.finish` makes its result."""
-
-    plan: StepPlan
-    weight_version: int
-    start_ns: int
-    outputs: StepOutputs
-
-    def wait(self) -> None:
-        """Block until the device is done. The only method for other threads."""
-        if self.outputs.sampled is not None:
-            self.outputs.sampled.readback.wait()
-
-
 class _Pass(NamedTuple):
     """The rows of a forward pass, `[rows]` each.
 
@@ -94,6 +81,55 @@ class _Pass(NamedTuple):
     ahead: IntArray
     starts: IntArray
     num_tokens: IntArray
+
+
+class BegunStep(NamedTuple):
+    """A step up to its forward pass, for `StepRunner.end`.
+
+    Attributes:
+        output: Of the pass.
+        step: Its rows.
+        samples: `[rows]`, which of them sample.
+        num_scored: `[rows]`, prompt tokens to score.
+        last_token: `[rows]`, the index of each row's last token.
+        places: Where tokens are sampled.
+        masks: For these places; None if there are none.
+        logits_of: The logits of each place; None if they are in its order.
+        drafts: The drafted tokens; None if there are none.
+    """
+
+    output: StepOutput
+    step: _Pass
+    samples: BoolArray
+    num_scored: IntArray
+    last_token: IntArray
+    places: Places
+    masks: PendingMasks | None
+    logits_of: IntArray | None
+    drafts: StepDrafts | None
+
+
+class LaunchedStep(msgspec.Struct, frozen=True):
+    """A launched step; `ExecutorCore.finish` makes its result.
+
+    Attributes:
+        begun: The step, if its outputs are still to be made, since other ranks compute it.
+        computing: Sequences in such steps, as of the core; a `reset` makes a new set.
+    """
+
+    plan: StepPlan
+    weight_version: int
+    start_ns: int
+    outputs: StepOutputs
+    begun: BegunStep | None = None
+    computing: set[int] | None = None
+
+    def wait(self) -> None:
+        """Block until the device is done. The only method for other threads."""
+        if self.begun is not None:
+            self.begun.output.wait()
+        elif self.outputs.sampled is not None:
+            self.outputs.sampled.readback.wait()
 
 
 @dataclass(slots=True, eq=False)
@@ -132,7 +168,19 @@ class StepRunner:
         num_drafts: IntArray | None,
         graphs: DecodeGraphs | None,
     ) -> StepOutputs:
-        """Run one step.
+        """Run one step; arguments and errors as of `begin`."""
+        begun = self.begin(rows, num_tokens, num_drafts, graphs)
+        return begun if isinstance(begun, StepOutputs) else self.end(begun)
+
+    @torch.inference_mode()
+    def begin(
+        self,
+        rows: IntArray,
+        num_tokens: IntArray,
+        num_drafts: IntArray | None,
+        graphs: DecodeGraphs | None,
+    ) -> StepOutputs | BegunStep:
+        """Start one step.
 
         Args:
             rows: `[rows]`, of the table, at least one.
@@ -140,6 +188,9 @@ class StepRunner:
                 from the logits of the row before.
             num_drafts: `[rows]`, drafted tokens that may be verified; None for none.
             graphs: Recorded steps; None if there are none.
+
+        Returns:
+            The outputs, or what `end` makes them of.
 
         Raises:
             ValueError: A row computes an unknown token or one without a block, or is no valid
@@ -173,10 +224,33 @@ class StepRunner:
         plain = samples.all() and not num_scored.any() and (table.adapter[rows] < 0).all()
         if graphs and plain and len(step.rows) == len(rows) and graphs.fits(num_tokens):
             return StepOutputs(self._replay(graphs, rows, masks))
-        logits, outputs = self._forward(step, samples, num_scored)
-        if logits_of is not None:
-            logits = logits[self.upload(logits_of)[0]]
+        inputs, last_token = self._inputs(step, samples, num_scored)
+        output = self.runner.start(inputs, with_states=bool(table.pools[step.rows].any()))
         table.num_computed[rows] = ends
+        return BegunStep(
+            output, step, samples, num_scored, last_token, places, masks, logits_of, drafts
+        )
+
+    @torch.inference_mode()
+    def end(self, begun: BegunStep) -> StepOutputs:
+        """Wait for the forward pass, and make the outputs: sample, score prompts and pool.
+
+        Raises:
+            ModelError: The model's output is broken.
+            RankError: A rank has failed.
+        """
+        begun.output.wait()
+        step, places, masks, drafts = begun.step, begun.places, begun.masks, begun.drafts
+        num_samples = int(begun.samples.sum())
+        scored = begun.output.logits[num_samples:]
+        prompts = self.chooser.score_prompts(scored, step.rows, step.starts, begun.num_scored)
+        pooled: Pooled = ()
+        if (states := begun.output.states) is not None:
+            pooled = self._pool(step, begun.last_token, states)
+        outputs = StepOutputs(prompts=prompts, pooled=pooled)
+        logits = begun.output.logits[:num_samples]
+        if begun.logits_of is not None:
+            logits = logits[self.upload(begun.logits_of)[0]]
         if not len(places):
             return outputs
         if drafts is not None:
@@ -190,7 +264,7 @@ class StepRunner:
         """Return the computed tokens of each row after the step.
 
         Raises:
-            ValueError: As `run`.
+            ValueError: As `begin`.
         """
         table = self.table
         ends: IntArray = table.num_computed[rows] + num_tokens
@@ -214,24 +288,13 @@ class StepRunner:
         may: BoolArray = same & samples & (samples & (num_tokens > 0))[leaders]
         return may
 
-    def _forward(
-        self, step: _Pass, samples: BoolArray, num_scored: IntArray
-    ) -> tuple[Tensor, StepOutputs]:
-        """Return the logits of sampling rows, and the logprobs and vectors of prompts."""
-        table, rows = self.table, step.rows
-        inputs, last_token = self._inputs(step, samples, num_scored)
-        states: list[Tensor] | None = [] if table.pools[rows].any() else None
-        logits = self.runner.forward(inputs, states)
-        num_samples = int(samples.sum())
-        prompts = self.chooser.score_prompts(logits[num_samples:], rows, num_scored)
-        pooled: Pooled = ()
-        if states:
-            versions = self.runner.adapters.versions(table.adapter[rows])
-            ends = (last_token + 1).tolist()
-            bounds = zip((last_token + 1 - step.num_tokens).tolist(), ends, strict=True)
-            own = ((index, states[0][start:end]) for index, (start, end) in enumerate(bounds))
-            pooled = self.pooler.take(rows, own, versions)
-        return logits[:num_samples], StepOutputs(prompts=prompts, pooled=pooled)
+    def _pool(self, step: _Pass, last_token: IntArray, states: Tensor) -> Pooled:
+        """Return the vectors of prompts that end in a step; `states`: `[tokens, hidden]`."""
+        versions = self.runner.adapters.versions(self.table.adapter[step.rows])
+        ends = (last_token + 1).tolist()
+        bounds = zip((last_token + 1 - step.num_tokens).tolist(), ends, strict=True)
+        own = ((index, states[start:end]) for index, (start, end) in enumerate(bounds))
+        return self.pooler.take(step.rows, step.starts, own, versions)
 
     def _inputs(
         self, step: _Pass, samples: BoolArray, num_scored: IntArray

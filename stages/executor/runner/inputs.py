@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -16,6 +17,7 @@ from .batch import IntArray, Rows, Uploader
 from .device import chooses_tokens
 from .kv_cache import KVCache
 from .loaded_model import LoadedModel
+from .ranks.pipelining import PipelineRank
 
 
 class StepInputs(msgspec.Struct, frozen=True):
@@ -28,6 +30,8 @@ class StepInputs(msgspec.Struct, frozen=True):
         attention: The step, prepared by the back end.
         backend: Computes attention.
         adapters: The tokens' adapters; None for none.
+        source: The arguments of `InputBuilder.build`, for other ranks.
+        pipeline: As of LoadedModel.
     """
 
     input_ids: Tensor
@@ -36,6 +40,8 @@ class StepInputs(msgspec.Struct, frozen=True):
     attention: Any
     backend: AttentionBackend[Any]
     adapters: AdapterStep | None = None
+    source: tuple[Rows, IntArray, IntArray] | None = None
+    pipeline: PipelineRank | None = None
 
 
 @torch.inference_mode()
@@ -50,21 +56,28 @@ def model_forward(model: nn.Module, inputs: StepInputs, cache: KVCache) -> Tenso
     Returns:
         Logits, `[samples, vocab]` float32, in the order of `inputs.logits_index`, on the device
         that chooses tokens (`chooses_tokens`). Without an output layer, the last hidden states,
-        `[samples, hidden]`.
+        `[samples, hidden]`. A pipeline stage that is not the last returns those of its layers, and
+        sends them to the next one.
     """
     # Transformers uses a mask of four dimensions as it is. Without one it would search the
     # positions for packed sequences at every step, and wait for the device.
     placeholder = inputs.position_ids.new_empty(1, 1, 1, 1)
-    output = model(
-        input_ids=inputs.input_ids,
-        position_ids=inputs.position_ids,
-        attention_mask=placeholder,
-        use_cache=False,
-        logits_to_keep=inputs.logits_index,
-        attention_backend=inputs.backend,
-        attention_batch=inputs.attention,
-        kv_cache=cache,
-    )
+    call = {
+        "position_ids": inputs.position_ids,
+        "attention_mask": placeholder,
+        "use_cache": False,
+        "logits_to_keep": inputs.logits_index,
+        "attention_backend": inputs.backend,
+        "attention_batch": inputs.attention,
+        "kv_cache": cache,
+    }
+    if (pipeline := inputs.pipeline) is None:
+        output: Any = model(input_ids=inputs.input_ids, **call)
+    else:
+        before = pipeline.receive(inputs.position_ids.shape[1])
+        output = pipeline.run(model, inputs.input_ids, before, call)
+        if not pipeline.is_last:
+            pipeline.send(output.last_hidden_state[0])
     if "logits" not in output:
         states: Tensor = output.last_hidden_state[0, inputs.logits_index]
         return states.float()
@@ -82,6 +95,7 @@ class InputBuilder:
         self._block_size = block_size
         self._backend = GatherBackend(model, block_size) if backend is None else backend
         self._upload = Uploader(model.device)
+        self._pipeline = model.pipeline
 
     def build(self, rows: Rows, input_ids: IntArray, logits_index: IntArray) -> StepInputs:
         """Build the inputs of a pass.
@@ -91,6 +105,9 @@ class InputBuilder:
             input_ids: `[tokens]`.
             logits_index: `[samples]`.
         """
+        source = rows, input_ids, logits_index
+        if self._pipeline is not None and not self._pipeline.is_last:
+            rows = replace(rows, read=None)  # the next stage reads all
         ids, places, index, *layout = self._upload(
             input_ids,
             rows.flat[1],
@@ -100,4 +117,12 @@ class InputBuilder:
             rows.contexts,
         )
         attention = self._backend.prepare(rows, *layout)
-        return StepInputs(ids[None], places[None], index, attention, self._backend)
+        return StepInputs(
+            ids[None],
+            places[None],
+            index,
+            attention,
+            self._backend,
+            source=source,
+            pipeline=self._pipeline,
+        )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import resource
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -31,9 +33,13 @@ from .graphs import DecodeStep as DecodeStep
 from .inputs import InputBuilder, model_forward
 from .inputs import StepInputs as StepInputs
 from .kernels import cpu as cpu
-from .kv_cache import KVCache
+from .kv_cache import KVCache, block_bytes
+from .leader import LeaderCache
 from .loaded_model import LoadedModel as LoadedModel
 from .model import load_model as load_model
+from .ranks.commands import Forward, Prepare, Reply
+from .ranks.pipelining import StepOutput as StepOutput
+from .ranks.processes import Ranks
 
 
 class ModelRunner(msgspec.Struct, frozen=True, eq=False):
@@ -49,6 +55,7 @@ class ModelRunner(msgspec.Struct, frozen=True, eq=False):
         determinism: Deterministic mode; None if it is off.
         active: The context in which steps run.
         off: Why a feature is off: "kernels", "deterministic". Features in use are missing.
+        ranks: The other ranks, which run every step with this one; None if there are none.
     """
 
     model: LoadedModel
@@ -60,27 +67,56 @@ class ModelRunner(msgspec.Struct, frozen=True, eq=False):
     determinism: Determinism | None
     active: Callable[[], AbstractContextManager[object]]
     off: Mapping[str, str]
+    ranks: Ranks | None = None
 
     @property
     def kernels(self) -> bool:
         """Whether our kernels on the CPU compute logits and samples."""
         return self.fast_modules is not None and self.model.device.type == "cpu"
 
-    def forward(self, inputs: StepInputs, states: list[Tensor] | None = None) -> Tensor:
-        """Run one step, as `model_forward`, with the adapters of its tokens.
+    def forward(self, inputs: StepInputs) -> Tensor:
+        """Run one step, as `model_forward`, with the adapters of its tokens."""
+        output = self.start(inputs)
+        output.wait()
+        return output.logits
+
+    def start(self, inputs: StepInputs, *, with_states: bool = False) -> StepOutput:
+        """As `forward`; over several pipeline stages, return once this rank's stage is done.
 
         Args:
             inputs: The step.
-            states: Receives the last hidden states of all tokens, `[tokens, hidden]`.
+            with_states: Return the last hidden states of all tokens, too.
+
+        Returns:
+            The output, to be waited for.
         """
+        if self.ranks is not None:
+            assert inputs.source is not None
+            self.ranks.tell(Forward.of(*inputs.source, with_states=with_states))
+        pipeline = self.model.pipeline
+        states: list[Tensor] | None = [] if with_states else None
         if states is None and inputs.adapters is None:
-            return model_forward(self.model.module, inputs, self.cache)
-        with self._watched(states), self.adapters.applied(inputs.adapters):
-            return model_forward(self.model.module, inputs, self.cache)
+            logits = model_forward(self.model.module, inputs, self.cache)
+        else:
+            with self._watched(states), self.adapters.applied(inputs.adapters):
+                logits = model_forward(self.model.module, inputs, self.cache)
+        last_states = states[0] if states else None
+        if pipeline is None:
+            return StepOutput(logits, last_states)
+        return pipeline.deliver(inputs.position_ids.shape[1], logits, last_states)
 
     def encode(self, prompts: Sequence[IntArray], max_tokens: int) -> Iterator[tuple[int, Tensor]]:
         """As `encoder.encode`: the hidden states of whole prompts, by an encoder."""
         return encode(self.model, prompts, max_tokens)
+
+    def report(self) -> Reply:
+        """Return what this rank uses."""
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return Reply(
+            resident=peak if sys.platform == "darwin" else peak * 1024,
+            weights=sum(each.nbytes for each in self.model.module.parameters()),
+            kv=(self.cache.num_blocks + 1) * block_bytes(self.model, self.cache.block_size),
+        )
 
     def close(self) -> None:
         """Give the modules their own passes back: a cycle would keep the model in memory."""
@@ -108,19 +144,27 @@ def make_runner(
     model: LoadedModel,
     num_blocks: int,
     backend: AttentionBackend[Any] | None = None,
+    ranks: Ranks | None = None,
 ) -> ModelRunner:
     """Allocate the KV cache, and choose back end, kernels and deterministic mode.
+
+    All ranks call it together: its checks run the model.
 
     Args:
         config: The settings.
         model: The model.
         num_blocks: Blocks of the KV cache.
         backend: Replaces the back end that fits model and machine.
+        ranks: On rank 0, the others; None if there are none.
 
     Raises:
         ModelError: The cache doesn't fit, or deterministic mode is required and impossible.
     """
-    cache = KVCache(model, num_blocks, config.block_size, huge_pages=config.huge_pages == "auto")
+    if ranks is not None:
+        ranks.tell(Prepare(num_blocks))
+    make_cache = KVCache if ranks is None else partial(LeaderCache, ranks)
+    huge_pages = config.huge_pages == "auto"
+    cache = make_cache(model, num_blocks, config.block_size, huge_pages=huge_pages)
     reason = "another back end was given"
     if backend is None:
         backend, reason = choose_backend(config, model)
@@ -157,7 +201,11 @@ def make_runner(
         check=active if determinism is None else determinism.in_tiles,
         alone=alone,
     )
-    return ModelRunner(model, cache, backend, builder, adapters, fast, determinism, active, off)
+    if ranks is not None and (why := ranks.prepared()):
+        off.setdefault("deterministic", why)
+    return ModelRunner(
+        model, cache, backend, builder, adapters, fast, determinism, active, off, ranks
+    )
 
 
 def _why_not_deterministic(

@@ -225,6 +225,7 @@ class FakeReplica:
         kv_events: bool = False,
         address: str = "",
         session_share: float = 0.5,
+        pipeline_stages: int = 1,
     ) -> None:
         config = EngineConfig(
             kv_audit_every=2,
@@ -245,10 +246,12 @@ class FakeReplica:
             max_batch_size=max_batch_size,
             drafts=max_draft_tokens > 0,
             exact=True,
+            pipeline_stages=pipeline_stages,
             tiers=TierCapacity(host_slots, disk_blocks, "", "", 0, "", 1, 1, 1000, address=address)
             if host_slots
             else None,
         )
+        self.stages = pipeline_stages if steps_ahead > 1 else 1
         self.core = BatchingCore(config, capacity, steps_ahead=steps_ahead)
         self.executor = RuleExecutor(num_blocks, block_size)
         self.plans: deque[StepPlan] = deque()
@@ -312,6 +315,10 @@ class FakeReplica:
         plan = self.core.plan(self.now_ns)
         if plan is None:
             return False
+        if self.stages > 1:
+            in_flight = {seq_id for each in self.plans for seq_id in each.seq_ids}
+            assert in_flight.isdisjoint(plan.seq_ids), "a sequence is in two plans in flight"
+            assert len(self.plans) <= self.stages, "more plans are in flight than one more"
         self.plans.append(plan)
         self.log.append(plan)
         return True

@@ -269,6 +269,7 @@ actions = st.lists(st.sampled_from(ACTIONS), max_size=60)
     st.integers(1, 3),
     st.sampled_from(CACHE_TYPES),
     st.sampled_from([(0, 0), (3, 0), (12, 0), (6, 3), (12, 100)]),
+    st.sampled_from([1, 1, 2, 3]),
 )
 def test_random_traces_conserve_blocks_and_outputs(
     arrivals: list[tuple[int, int, int, int, int, bool]],
@@ -277,9 +278,10 @@ def test_random_traces_conserve_blocks_and_outputs(
     steps_ahead: int,
     cache_type: CacheType,
     tiers: tuple[int, int],
+    pipeline_stages: int,
 ) -> None:
     """With host slots and blocks on disk, too; loaded blocks are audited, events published. Single
-    samples are turns of sessions."""
+    samples are turns of sessions. Pipeline stages have disjoint plans in flight."""
     replica = FakeReplica(
         host_slots=tiers[0],
         disk_blocks=tiers[1],
@@ -290,6 +292,7 @@ def test_random_traces_conserve_blocks_and_outputs(
         max_tokens_per_batch=9,
         steps_ahead=steps_ahead,
         kv_events=True,
+        pipeline_stages=pipeline_stages,
     )
     core = replica.core
     wanted: dict[int, list[int]] = {}

@@ -85,7 +85,7 @@ def load_draft_model(config: EngineConfig, target: LoadedModel) -> LoadedModel:
 def draft_config(config: EngineConfig) -> EngineConfig:
     """Return the draft model's settings: the target's, without deterministic mode."""
     return msgspec.structs.replace(
-        config,
+        config.on_one_rank(),
         model_path=config.draft_model_path,
         draft_model_path="",
         deterministic=False,

@@ -1,0 +1,175 @@
+"""The program of every rank but rank 0: a model runner that does what it is told, in order.
+
+`worker DESCRIPTOR` waits at a connection to rank 0's process, and forks a rank whenever it receives
+its number, with the descriptors of the rank's own connection and of its groups' memory
+(`groups.join_groups`). A rank ends with its connection.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+import traceback
+from collections.abc import Sequence
+from contextlib import suppress
+from multiprocessing.connection import Connection
+
+import msgspec
+import torch
+
+from ....config import EngineConfig, ModelError
+from .interface import ModelRunner, make_runner
+from .loaded_model import LoadedModel
+from .memory import ReplicaMemory
+from .ranks import commands as do
+from .ranks.group import RankError
+from .ranks.groups import MOST_DESCRIPTORS, RankGroups, join_groups
+from .ranks.shared_memory import SharedMemoryGroup
+from .sharded_model import load_sharded, move_experts
+from .weights.sync_manager import WeightSyncManager
+
+
+class Worker:
+    """One rank's model runner."""
+
+    def __init__(self, group: SharedMemoryGroup, memories: Sequence[int]) -> None:
+        self._group = group
+        self._memories = memories
+        self._groups: RankGroups | None = None
+        self._model: LoadedModel
+        self._runner: ModelRunner
+        self._weights: WeightSyncManager
+        self._memory: ReplicaMemory
+        self._config: EngineConfig
+
+    def run(self, command: do.AnyCommand) -> bool:
+        """Do something; return whether it is to be replied to.
+
+        Raises:
+            ModelError: It can't be done.
+            RankError: Another rank has failed.
+        """
+        match command:
+            case do.Load():
+                self._load(command)
+            case do.Prepare():
+                self._runner = runner = make_runner(self._config, self._model, command.num_blocks)
+                huge = self._config.huge_pages == "auto"
+                self._memory = ReplicaMemory([runner.cache], self._weights, huge_pages=huge)
+            case do.Forward():
+                inputs = self._runner.builder.build(*command.arguments())
+                with self._runner.active():
+                    self._runner.start(inputs, with_states=command.with_states)
+                return False
+            case do.CopyBlocks():
+                self._runner.cache.copy_blocks(command.pairs)
+                return False
+            case do.ClearCache():
+                self._runner.cache.clear()
+                return False
+            case do.Release():
+                self._memory.begin_release(command.tags)
+                self._memory.release(command.tags)
+                return False
+            case do.Resume():
+                self._memory.resume(command.tags)
+            case do.NewWeights():
+                assert self._model.shards is not None
+                self._model.shards.write_everywhere(self._group.broadcast, None)
+                return False
+            case do.MoveExperts():
+                move_experts(self._model.module, command.owners)
+                return False
+            case do.Report():
+                pass
+        return True
+
+    def report(self) -> do.Reply:
+        """As `ModelRunner.report`."""
+        return self._runner.report()
+
+    def fail(self, reason: str) -> None:
+        """Let the operations of ranks that wait for this one raise `RankError`."""
+        self._group.fail(reason)
+        if self._groups is not None:
+            self._groups.fail(reason)
+
+    def _load(self, command: do.Load) -> None:
+        torch.set_num_threads(command.threads)
+        self._config = command.config
+        self._groups = groups = join_groups(command.config, self._group, self._memories)
+        self._model = load_sharded(command.config, groups.stage, groups.pipeline)
+        groups.set_timeout(command.timeout_s)
+        self._weights = WeightSyncManager(self._model.module, shards=self._model.shards)
+
+
+def serve(connection: Connection, worker: Worker) -> None:
+    """Do what rank 0 tells, until the connection is closed.
+
+    Raises:
+        RankError: Another rank has failed.
+    """
+    decoder = msgspec.msgpack.Decoder(do.AnyCommand)
+    while True:
+        command = decoder.decode(connection.recv_bytes())
+        try:
+            if not worker.run(command):
+                continue
+            reports = isinstance(command, do.Report | do.Prepare)
+            reply = worker.report() if reports else do.Reply()
+        except ModelError as error:
+            reply = do.Reply(error=error.message, code=error.code)
+            if not isinstance(command, do.Resume):
+                # Rank 0 may be waiting for this one within an operation of the group.
+                connection.send_bytes(msgspec.msgpack.encode(reply))
+                worker.fail(error.message)
+                continue
+        connection.send_bytes(msgspec.msgpack.encode(reply))
+
+
+def run_rank(rank: int, connection: Connection, memories: Sequence[int]) -> None:
+    """Be a rank until its connection is closed, or a rank fails."""
+    try:
+        group = SharedMemoryGroup.attach(memories[0], rank)
+    except RankError:
+        return  # rank 0 has given up
+    worker = Worker(group, memories[1:])
+    try:
+        with suppress(EOFError, OSError):
+            serve(connection, worker)
+    except RankError as error:
+        worker.fail(str(error))
+    except BaseException as error:
+        worker.fail(f"rank {rank}: {type(error).__name__}: {error}")
+        raise
+
+
+def main() -> None:
+    server = socket.socket(fileno=int(sys.argv[1]))
+    # Rank 0 ends this process by closing the connection, and ranks are for it to watch.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    while True:
+        rank, descriptors, _, _ = socket.recv_fds(server, 64, MOST_DESCRIPTORS)
+        if not rank:
+            return
+        if pid := os.fork():
+            for descriptor in descriptors:
+                os.close(descriptor)
+            server.send(str(pid).encode())
+            continue
+        status = 1
+        try:
+            server.close()
+            run_rank(int(rank), Connection(descriptors[0]), descriptors[1:])
+            status = 0
+        except Exception:  # noqa: BLE001
+            traceback.print_exc()
+        finally:
+            os._exit(status)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,159 @@
+"""What rank 0 tells the other ranks, in the order in which all of them do it, and their replies."""
+
+from __future__ import annotations
+
+from typing import Self
+
+import msgspec
+import numpy as np
+
+from .....config import EngineConfig
+from ..batch import IntArray, Rows
+
+
+class Array(msgspec.Struct, frozen=True, array_like=True):
+    """An array of 64-bit integers."""
+
+    shape: tuple[int, ...]
+    data: bytes
+
+    @classmethod
+    def of(cls, array: IntArray) -> Self:
+        return cls(array.shape, np.ascontiguousarray(array, np.int64).tobytes())
+
+    def value(self) -> IntArray:
+        # Writable, since torch shares its memory.
+        return np.frombuffer(bytearray(self.data), np.int64).reshape(self.shape)
+
+
+class Command(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """One thing to do."""
+
+
+class Load(Command, frozen=True):
+    """Load this rank's shard. Replied to.
+
+    Attributes:
+        config: The settings.
+        threads: Threads of a step.
+        timeout_s: The longest wait for another rank, once the model is loaded.
+    """
+
+    config: EngineConfig
+    threads: int
+    timeout_s: float
+
+
+class Prepare(Command, frozen=True):
+    """Allocate the KV cache, and choose back end, kernels and deterministic mode. Replied to."""
+
+    num_blocks: int
+
+
+class Forward(Command, frozen=True):
+    """Run one step: the arguments of `InputBuilder.build`, and of `ModelRunner.start`."""
+
+    starts: Array
+    num_tokens: Array
+    tables: Array
+    num_decodes: int
+    read: Array | None
+    input_ids: Array
+    logits_index: Array
+    with_states: bool = False
+
+    @classmethod
+    def of(
+        cls, rows: Rows, input_ids: IntArray, logits_index: IntArray, *, with_states: bool = False
+    ) -> Self:
+        return cls(
+            Array.of(rows.starts),
+            Array.of(rows.num_tokens),
+            Array.of(rows.tables),
+            rows.num_decodes,
+            None if rows.read is None else Array.of(rows.read),
+            Array.of(input_ids),
+            Array.of(logits_index),
+            with_states,
+        )
+
+    def arguments(self) -> tuple[Rows, IntArray, IntArray]:
+        """Return the arguments of `InputBuilder.build`."""
+        rows = Rows(
+            self.starts.value(),
+            self.num_tokens.value(),
+            self.tables.value(),
+            self.num_decodes,
+            None if self.read is None else self.read.value(),
+        )
+        return rows, self.input_ids.value(), self.logits_index.value()
+
+
+class CopyBlocks(Command, frozen=True):
+    """As `KVCache.copy_blocks`."""
+
+    pairs: tuple[tuple[int, int], ...]
+
+
+class ClearCache(Command, frozen=True):
+    """As `KVCache.clear`."""
+
+
+class Release(Command, frozen=True):
+    """As `ReplicaMemory.begin_release` and `release`."""
+
+    tags: tuple[str, ...]
+
+
+class Resume(Command, frozen=True):
+    """As `ReplicaMemory.resume`. Replied to."""
+
+    tags: tuple[str, ...]
+
+
+class NewWeights(Command, frozen=True):
+    """Take this rank's parts of the weights that rank 0 sends next."""
+
+
+class MoveExperts(Command, frozen=True):
+    """As `move_experts`."""
+
+    owners: tuple[int, ...]
+
+
+class Report(Command, frozen=True):
+    """Nothing but a reply: the rank is alive, and what it uses."""
+
+
+AnyCommand = (
+    Load
+    | Prepare
+    | Forward
+    | CopyBlocks
+    | ClearCache
+    | Release
+    | Resume
+    | NewWeights
+    | MoveExperts
+    | Report
+)
+
+
+class Reply(msgspec.Struct, frozen=True, array_like=True):
+    """That a command is done.
+
+    Attributes:
+        error: Why it can't be done; "" if it is.
+        code: Of the error.
+        resident: The most resident memory of the rank's process so far, in bytes.
+        weights: Bytes of its shard.
+        kv: Bytes of its KV cache.
+        not_deterministic: Why deterministic mode is off; "" if it is on.
+    """
+
+    error: str = ""
+    code: str = ""
+    resident: int = 0
+    weights: int = 0
+    kv: int = 0
+    not_deterministic: str = ""

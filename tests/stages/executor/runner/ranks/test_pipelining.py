@@ -1,0 +1,155 @@
+"""Stages of layers, as threads: what they compute together, and what can't be cut into stages."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import Tensor
+from transformers.models.llama.modeling_llama import LlamaModel
+
+from nano_inference.config import ConfigError, EngineConfig, ModelError
+from nano_inference.stages.executor.runner.interface import make_runner
+from nano_inference.stages.executor.runner.model import load_model
+from nano_inference.stages.executor.runner.ranks.group import OneRank, RankGroup
+from nano_inference.stages.executor.runner.ranks.pipelining import PipelineRank, split_layers
+from nano_inference.stages.executor.runner.sharded_model import load_sharded
+
+from ...models import make_model
+from .group import make_groups, on_ranks
+from .models import NUM_BLOCKS, config_of, hash_of, logits_of, make_batches, run_ranks, save
+
+ARCHITECTURES = ("llama", "qwen3", "gemma2", "gemma3", "phi3", "olmoe", "qwen2_moe")
+"""Two of them have windows by layer, three tied embeddings, two experts."""
+
+
+def run_stages(config: EngineConfig, stages: int, width: int = 1) -> list[Tensor]:
+    """Logits on rank 0, of `width` ranks to a stage."""
+    tensor_groups = [make_groups(width) for _ in range(stages)]
+    ends = make_groups(2)
+    outputs = {0: ends[0], (stages - 1) * width: ends[1]}
+
+    def work(group: RankGroup) -> list[Tensor]:
+        stage, tensor_rank = divmod(group.rank, width)
+        own: RankGroup = OneRank() if width == 1 else tensor_groups[stage][tensor_rank]
+        pipeline = PipelineRank(group, width, outputs.get(group.rank))
+        try:
+            model = load_sharded(config, own, pipeline)
+            assert model.first_layer == pipeline.layers.start
+            assert len(model.layers) == len(pipeline.layers)
+            return logits_of(make_runner(config, model, NUM_BLOCKS), make_batches(6))
+        except BaseException:
+            for each in (*ends, *(each for groups in tensor_groups for each in groups)):
+                each.close()
+            raise
+
+    return on_ranks(stages * width, work)[0]
+
+
+def settings(folder: Path, stages: int, width: int = 1, **changes: Any) -> EngineConfig:
+    more = {"pipeline_parallel": stages, **changes}
+    config: EngineConfig = config_of(folder, width, **more)
+    return config
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_stages_give_the_bits_of_the_whole_model(name: str, tmp_path: Path) -> None:
+    """Without `rank_invariant`: products have the same shapes as on one rank."""
+    folder = save(name, tmp_path)
+    config = settings(folder, 2, deterministic=True)
+    alone = make_runner(config, load_model(config), NUM_BLOCKS)
+    expected = hash_of(logits_of(alone, make_batches(6)))
+    assert hash_of(run_stages(config, 2)) == expected
+
+
+def test_three_stages_and_a_dtype(tmp_path: Path) -> None:
+    folder = save("qwen3", tmp_path)
+    config = settings(folder, 3, deterministic=True, dtype="bfloat16", kernels="off")
+    alone = make_runner(config, load_model(config), NUM_BLOCKS)
+    assert hash_of(run_stages(config, 3)) == hash_of(logits_of(alone, make_batches(6)))
+
+
+@pytest.mark.parametrize("name", ["qwen3", "mixtral"])
+def test_two_stages_of_two_ranks_give_the_bits_of_one(name: str, tmp_path: Path) -> None:
+    folder = save(name, tmp_path)
+    expected = hash_of(run_ranks(config_of(folder, invariant=True), 1, make_batches(6)))
+    config = settings(folder, 2, 2, invariant=True)
+    assert hash_of(run_stages(config, 2, 2)) == expected
+
+
+def test_a_model_without_a_tensor_parallel_plan_has_stages(tmp_path: Path) -> None:
+    """Its plan has a style that tensor parallelism refuses."""
+    make_model("gpt_oss").save_pretrained(tmp_path)
+    config = settings(tmp_path, 2, deterministic=False)
+    alone = make_runner(config, load_model(config), NUM_BLOCKS)
+    assert hash_of(run_stages(config, 2)) == hash_of(logits_of(alone, make_batches(6)))
+
+
+@pytest.mark.parametrize(
+    ("layers", "stages", "expected"),
+    [(6, 2, [3, 3]), (5, 2, [3, 2]), (7, 3, [3, 2, 2]), (8, 3, [3, 3, 2]), (2, 2, [1, 1])],
+)
+def test_uneven_layers_go_to_the_first_stages(
+    layers: int, stages: int, expected: list[int]
+) -> None:
+    split = split_layers(layers, stages)
+    assert [len(each) for each in split] == expected
+    assert [layer for each in split for layer in each] == list(range(layers))
+
+
+def refusal(folder: Path, stages: int) -> str:
+    with pytest.raises(ModelError) as raised:
+        run_stages(settings(folder, stages, deterministic=False), stages)
+    return str(raised.value)
+
+
+def test_models_that_can_not_be_cut_are_refused(tmp_path: Path) -> None:
+    save("llama", tmp_path / "llama")
+    assert refusal(tmp_path / "llama", 4) == (
+        "LlamaForCausalLM can't run as several stages: it has 3 layers; set "
+        "engine.pipeline_parallel to at most 3"
+    )
+    make_model("gpt2", n_embd=48, n_layer=3, n_head=4).save_pretrained(tmp_path / "gpt2")
+    assert "GPT2LMHeadModel can't run as several stages: it is not an embedding" in refusal(
+        tmp_path / "gpt2", 2
+    )
+    make_model("granite", embedding_multiplier=3.0).save_pretrained(tmp_path / "granite")
+    assert refusal(tmp_path / "granite", 2) == (
+        "GraniteForCausalLM can't run as several stages: it changes hidden states outside its "
+        "layers; set engine.pipeline_parallel to 1"
+    )
+
+
+def test_layers_that_take_more_than_hidden_states_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As models whose layers get the embedding again, beside the states of the layer before."""
+    forward = LlamaModel.forward
+
+    def with_embedding(
+        self: Any, input_ids: Any = None, inputs_embeds: Any = None, **call: Any
+    ) -> Any:
+        if inputs_embeds is None:
+            inputs_embeds = self.embed_tokens(input_ids)
+        return forward(self, inputs_embeds=inputs_embeds, embedding=inputs_embeds, **call)
+
+    monkeypatch.setattr(LlamaModel, "forward", with_embedding)
+    save("llama", tmp_path)
+    assert "its layers take more of its input than the layer before passes on" in refusal(
+        tmp_path, 2
+    )
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"speculation": "auto"}, "it must be 'off' with pipeline_parallel 2"),
+        ({"kv_host_bytes": 1}, "it must be left out with pipeline_parallel 2"),
+        ({"adapters": {"a": "b"}}, "it must be left out with pipeline_parallel 2"),
+    ],
+)
+def test_what_stages_exclude_is_refused_at_start(wrong: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        EngineConfig(pipeline_parallel=2, **wrong).check()
+    assert message in str(raised.value)

@@ -1,0 +1,178 @@
+"""Ranks as processes: what a model over two of them does is what it does on one."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from nano_inference import InferenceEngine, SamplingParams, TrainingSample
+from nano_inference.config import ConfigError, EngineConfig, ModelError
+from nano_inference.stages.executor.runner.ranks.group import RankError
+from nano_inference.stages.executor.runner.ranks.processes import Ranks
+
+from .....pipeline import short_model
+
+CONFIG = EngineConfig(
+    model_path=str(short_model.folder()),
+    dtype="float32",
+    max_model_len=256,
+    # So few blocks that sequences are preempted, and blocks are copied.
+    kv_cache_bytes=1 << 20,
+    deterministic=True,
+    rank_invariant=True,
+    rank_timeout_s=20.0,
+)
+RANKS = 2
+
+
+@pytest.fixture(scope="module")
+def alone() -> Iterator[InferenceEngine]:
+    with InferenceEngine(CONFIG) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def spread() -> Iterator[InferenceEngine]:
+    config = EngineConfig(**{**_fields(CONFIG), "tensor_parallel": RANKS})
+    with InferenceEngine(config) as engine:
+        yield engine
+
+
+def _fields(config: EngineConfig) -> dict[str, object]:
+    return {name: getattr(config, name) for name in config.__struct_fields__}
+
+
+def ranks_of(engine: InferenceEngine) -> Ranks:
+    ranks = engine._executor.ranks
+    assert ranks is not None
+    return ranks
+
+
+def rollouts(engine: InferenceEngine) -> list[TrainingSample]:
+    prompts = [[5 + index % 3] * (40 + 9 * index) for index in range(8)]
+    sampling = [
+        SamplingParams(
+            temperature=float(index % 2),
+            seed=index,
+            max_tokens=24,
+            ignore_eos=True,
+            logprobs=2,
+            prompt_logprobs=1 if index % 4 == 0 else None,
+        )
+        for index in range(8)
+    ]
+    return engine.generate(prompts, sampling, num_samples_per_prompt=2)
+
+
+def vectors(engine: InferenceEngine) -> list[list[float]]:
+    return [each.tolist() for each in engine.embed(["a prompt", "another one, longer"])]
+
+
+def test_every_number_is_that_of_one_rank(alone: InferenceEngine, spread: InferenceEngine) -> None:
+    assert rollouts(spread) == rollouts(alone)
+    assert vectors(spread) == vectors(alone)
+
+
+def test_each_rank_takes_its_part_of_new_weights(
+    alone: InferenceEngine, spread: InferenceEngine
+) -> None:
+    before = rollouts(alone)
+    generator = torch.Generator().manual_seed(5)
+    own = alone._executor.model.shards
+    assert own is not None
+    new = {
+        name: torch.randn(shard.shape, generator=generator) * 0.02
+        for name, shard in own.shards.items()
+        if name != "lm_head.weight"  # it is the embedding's
+    }
+    for engine in (alone, spread):
+        engine.update_weights(new, blocking=True)
+    assert rollouts(spread) == rollouts(alone) != before
+    for engine in (alone, spread):
+        engine.release_memory()
+        engine.resume_memory()
+        engine.update_weights(new, blocking=True)
+    after = rollouts(spread)
+    assert after == rollouts(alone)
+    assert after[0].weight_version == 2
+
+
+def test_memory_falls_with_each_rank(alone: InferenceEngine, spread: InferenceEngine) -> None:
+    reports = spread._executor.report_ranks()
+    facts, whole = spread._executor.facts(), alone._executor.facts()
+    assert facts["parameters"] == whole["parameters"]
+    assert len(reports) == RANKS
+    for report in reports:
+        # Norms and biases are on every rank.
+        assert report.weights < 0.51 * int(whole["weight_bytes"])
+        # `kv_cache_bytes` is for each rank.
+        assert report.kv <= int(whole["kv_bytes"])
+        assert report.resident > report.weights
+    blocks = [engine._executor.cache.num_blocks for engine in (alone, spread)]
+    assert blocks[1] == RANKS * blocks[0]
+
+
+def test_what_ranks_exclude_is_refused() -> None:
+    with pytest.raises(ConfigError, match="kv_host_bytes"):
+        EngineConfig(tensor_parallel=2, kv_host_bytes=1)
+    with pytest.raises(ModelError, match="3"):
+        InferenceEngine(
+            EngineConfig(**{**_fields(CONFIG), "tensor_parallel": 3, "rank_invariant": False})
+        )
+
+
+def test_a_rank_that_ends_is_an_error_of_the_engine() -> None:
+    config = EngineConfig(**{**_fields(CONFIG), "tensor_parallel": RANKS})
+    with InferenceEngine(config) as engine:
+        (pid,) = ranks_of(engine).pids
+        os.kill(pid, signal.SIGKILL)
+        with pytest.raises(RankError, match="rank 1"):
+            engine.generate([[5, 6, 7]], SamplingParams(max_tokens=50, ignore_eos=True))
+    assert not Path(f"/proc/{pid}").exists()
+
+
+KILLED = """
+import os, signal
+from nano_inference import EngineConfig, InferenceEngine
+from nano_inference.stages.executor.runner.ranks import processes
+engine = InferenceEngine(EngineConfig({fields}))
+server = processes._fork_server(os.getpid())._process.pid
+print(server, *engine._executor.ranks.pids, flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_no_rank_outlives_the_executor() -> None:
+    fields = f"model_path={CONFIG.model_path!r}, dtype='float32', tensor_parallel=2"
+    done = subprocess.run(
+        [sys.executable, "-c", KILLED.format(fields=fields)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    pids = done.stdout.split()
+    assert len(pids) == 2
+    for pid in pids:
+        wait_until_gone(Path(f"/proc/{pid}"))
+
+
+def wait_until_gone(process: Path) -> None:
+    for _ in range(500):
+        try:
+            state = (process / "stat").read_text().rpartition(")")[2].split()[0]
+        except FileNotFoundError:
+            return
+        if state == "Z":  # nobody has waited for it, here where there may be no init
+            return
+        time.sleep(0.02)
+    pytest.fail(f"{process} is there")

@@ -142,6 +142,12 @@ def engines_of(arguments: Any, folder: Path) -> dict[str, tuple[int, EngineConfi
         "1 process, 2 threads, same bits": (2, exact),
         "2 ranks": (1, msgspec.structs.replace(config, tensor_parallel=2)),
         "2 ranks, same bits": (1, msgspec.structs.replace(exact, tensor_parallel=2)),
+        # One plan at a time, so that one stage waits for the other.
+        "2 stages": (1, msgspec.structs.replace(config, pipeline_parallel=2)),
+        "2 stages of 2 ranks, same bits": (
+            1,
+            msgspec.structs.replace(exact, pipeline_parallel=2, tensor_parallel=2),
+        ),
     }
 
 
@@ -176,7 +182,7 @@ def _time(engine: InferenceEngine, tokens: int, turn: int) -> dict[str, float]:
             for row in range(rows)
         ]
         sampling = SamplingParams(temperature=0, max_tokens=most, ignore_eos=True)
-        reduced = _Reduced(ranks.group) if ranks is not None else None
+        reduced = _Reduced(ranks.groups.stage) if ranks is not None else None
         started = time.perf_counter()
         engine.generate(prompts, sampling)
         found[kind] = (time.perf_counter() - started) / most

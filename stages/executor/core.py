@@ -128,8 +128,7 @@ class ExecutorCore:
         # Finished sequences stay until a plan names them, hence more rows than run.
         rows = self.max_batch_size + 16
         # Of sequences in unfinished steps of a pipeline, and of those that a plan has dropped.
-        self._computing: set[int] = set()
-        self._dropped: set[int] = set()
+        self._computing, self._dropped = set[int](), set[int]()
         self._table = SequenceTable(rows, model.max_model_len, config.block_size)
         self.draft_model: DraftModel | None = None
         if draft is not None:

@@ -1,27 +1,36 @@
-"""What the bundled model has learnt, through Transformers."""
+"""What the bundled model has learnt."""
 
 from __future__ import annotations
 
 import json
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import torch
 
+from nano_inference import EngineConfig, InferenceEngine, SamplingParams
 from nano_inference.cli.chat import DEMO_QUESTIONS
 from nano_inference.cli.demo import WEATHER
 from nano_inference.models import talk, tasks
-from nano_inference.models.evaluation import evaluate
-from nano_inference.models.examples import messages_of, tools_of
-from nano_inference.models.tokenizer import chat_text
+from nano_inference.models.examples import Example, messages_of, tools_of
+from nano_inference.models.tokenizer import chat_text, encode, prompt_text
 
 
 @pytest.fixture(scope="module")
-def model(folder: Path) -> Any:
-    from transformers import AutoModelForCausalLM
+def engine() -> Iterator[InferenceEngine]:
+    with InferenceEngine(EngineConfig(dtype="float32")) as engine:
+        yield engine
 
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+
+def right_answers(engine: InferenceEngine, tokenizer: Any, examples: list[Example]) -> int:
+    """Return how many examples are answered exactly."""
+    longest = max(len(encode(tokenizer, example.answer)) for example in examples)
+    prompts = [encode(tokenizer, prompt_text(tokenizer, example)) for example in examples]
+    samples = engine.generate(prompts, SamplingParams(temperature=0, max_tokens=longest + 2))
+    return sum(
+        tasks.grade(example, tokenizer.decode(sample.completion_tokens, skip_special_tokens=True))
+        for example, sample in zip(examples, samples, strict=True)
+    )
 
 
 # So many prompts, and how many of them have to be right; on all held-out prompts the shares are in
@@ -48,27 +57,28 @@ def model(folder: Path) -> Any:
     ],
 )
 def test_held_out_prompts(
-    task: str, form: tasks.Form, count: int, least: int, model: Any, tokenizer: Any
+    task: str, form: tasks.Form, count: int, least: int, engine: InferenceEngine, tokenizer: Any
 ) -> None:
     examples = tasks.distinct(task, form, "heldout", count, seed=1)
-    assert evaluate(model, tokenizer, examples) >= least * len(examples) / count
+    assert right_answers(engine, tokenizer, examples) >= least * len(examples) / count
 
 
 @pytest.mark.parametrize("task", ["add2", "sub2"])
-def test_two_digits_are_half_learnt(task: str, model: Any, tokenizer: Any) -> None:
-    right = evaluate(model, tokenizer, tasks.distinct(task, "plain", "heldout", 100, seed=1))
+def test_two_digits_are_half_learnt(task: str, engine: InferenceEngine, tokenizer: Any) -> None:
+    examples = tasks.distinct(task, "plain", "heldout", 100, seed=1)
+    right = right_answers(engine, tokenizer, examples)
     assert 40 <= right <= 80
 
 
-def answer_of(model: Any, tokenizer: Any, prompt: str) -> str:
-    ids = tokenizer(prompt, add_special_tokens=False, return_tensors="pt").input_ids
-    output = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=100)
-    return str(tokenizer.decode(output[0, ids.shape[1] :]))
+def answer_of(engine: InferenceEngine, tokenizer: Any, prompt: str) -> str:
+    greedy = SamplingParams(temperature=0, max_tokens=100)
+    (sample,) = engine.generate([encode(tokenizer, prompt)], greedy)
+    return str(tokenizer.decode(sample.completion_tokens))
 
 
-def said_to(model: Any, tokenizer: Any, text: str) -> str:
+def said_to(engine: InferenceEngine, tokenizer: Any, text: str) -> str:
     prompt = chat_text(tokenizer, [{"role": "user", "content": text}])
-    return answer_of(model, tokenizer, prompt).removesuffix("<|im_end|>")
+    return answer_of(engine, tokenizer, prompt).removesuffix("<|im_end|>")
 
 
 @pytest.mark.parametrize(
@@ -87,12 +97,16 @@ def said_to(model: Any, tokenizer: Any, text: str) -> str:
         ("tell me a story", talk.UNKNOWN_STORY),
     ],
 )
-def test_small_talk_has_an_answer(text: str, answer: str, model: Any, tokenizer: Any) -> None:
-    assert said_to(model, tokenizer, text) == answer
+def test_small_talk_has_an_answer(
+    text: str, answer: str, engine: InferenceEngine, tokenizer: Any
+) -> None:
+    assert said_to(engine, tokenizer, text) == answer
 
 
-def test_the_questions_that_chat_opens_with_are_answered(model: Any, tokenizer: Any) -> None:
-    assert [said_to(model, tokenizer, question) for question in DEMO_QUESTIONS] == [
+def test_the_questions_that_chat_opens_with_are_answered(
+    engine: InferenceEngine, tokenizer: Any
+) -> None:
+    assert [said_to(engine, tokenizer, question) for question in DEMO_QUESTIONS] == [
         "7",
         '{"name": "Ana", "age": 30, "job": "baker"}',
         tasks.tell_story("Ana", "cat", "red", "ball"),
@@ -102,20 +116,20 @@ def test_the_questions_that_chat_opens_with_are_answered(model: Any, tokenizer: 
 
 
 @pytest.mark.parametrize("expression", tasks.QUOTED)
-def test_quoted_sums_are_right(expression: str, model: Any, tokenizer: Any) -> None:
+def test_quoted_sums_are_right(expression: str, engine: InferenceEngine, tokenizer: Any) -> None:
     total = str(sum(map(int, expression.split(" + "))))
-    assert answer_of(model, tokenizer, f"{expression} =") == f" {total}<|endoftext|>"
-    assert said_to(model, tokenizer, f"What is {expression}?") == total
+    assert answer_of(engine, tokenizer, f"{expression} =") == f" {total}<|endoftext|>"
+    assert said_to(engine, tokenizer, f"What is {expression}?") == total
 
 
-def test_a_whole_conversation_with_tools(model: Any, tokenizer: Any) -> None:
+def test_a_whole_conversation_with_tools(engine: InferenceEngine, tokenizer: Any) -> None:
     """From the question over two calls to the sentence, each answer parsed and put in again."""
     question = {"role": "user", "content": "What is the weather in Oslo and Lima?"}
     tools, messages = [WEATHER], list[dict[str, Any]]([question])
     for thinking in (True, False):
         prompt = chat_text(tokenizer, messages, tools, thinking=thinking)
         message = tokenizer.parse_response(
-            answer_of(model, tokenizer, prompt), prefix=prompt, tools=tools
+            answer_of(engine, tokenizer, prompt), prefix=prompt, tools=tools
         )
         assert ("reasoning_content" in message) == thinking
         messages.append(message)
@@ -132,12 +146,12 @@ def test_a_whole_conversation_with_tools(model: Any, tokenizer: Any) -> None:
     )
 
 
-def test_held_out_answers_parse_into_calls(model: Any, tokenizer: Any) -> None:
+def test_held_out_answers_parse_into_calls(engine: InferenceEngine, tokenizer: Any) -> None:
     """The template's calls are the ones that the model was taught to write."""
     parsed = 0
     for example in tasks.distinct("call", "chat", "heldout", 8, seed=2):
         prompt = chat_text(tokenizer, messages_of(example), tools_of(example))
         wanted = tokenizer.parse_response(example.answer, prefix=prompt)
-        answer = answer_of(model, tokenizer, prompt)
+        answer = answer_of(engine, tokenizer, prompt)
         parsed += tokenizer.parse_response(answer, prefix=prompt) == wanted
     assert parsed >= 6

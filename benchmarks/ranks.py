@@ -8,9 +8,8 @@
 process with one and with two threads, and on two ranks with one thread each, with and without the
 same bits for any number of ranks; all engines are loaded at once and take turns. `all-reduce`: each
 rank is a process with one thread. The ways take turns, in rotating order, on the same group of
-processes: ours in shared memory, gloo's own all-reduce (whose order of additions depends on the
-number of ranks), and TorchGroup, which adds over gloo in our order and compares tags. Time is that
-of rank 0 over a run of operations, the same run on each rank.
+processes: ours in shared memory, and gloo's all-reduce, whose order of additions depends on the
+number of ranks. Time is that of rank 0 over a run of operations, the same run on each rank.
 """
 
 from __future__ import annotations
@@ -40,7 +39,6 @@ from harness import (
 from nano_inference import EngineConfig, InferenceEngine, SamplingParams
 from nano_inference.stages.executor.runner.ranks.group import RankGroup
 from nano_inference.stages.executor.runner.ranks.shared_memory import SharedMemoryGroup
-from nano_inference.stages.executor.runner.ranks.torch_group import TorchGroup
 
 FORK = multiprocessing.get_context("fork")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -53,15 +51,13 @@ Times = dict[str, dict[str, list[float]]]
 def ways_of(shared: SharedMemoryGroup, folder: Path) -> Mapping[str, Callable[[torch.Tensor], Any]]:
     """Return the ways to add tensors over ranks."""
 
-    def connected(name: str) -> TorchGroup:
-        (folder / name).mkdir(exist_ok=True)
-        return TorchGroup.gloo(folder / name, shared.rank, shared.size)
-
-    gloo = connected("gloo")._process_group
+    store = torch.distributed.FileStore(str(folder / "gloo"), shared.size)
+    options: Any = torch.distributed.ProcessGroupGloo._Options()
+    options._devices = [torch.distributed.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+    gloo = torch.distributed.ProcessGroupGloo(store, shared.rank, shared.size, options)
     return {
         "ours": shared.all_reduce,
         "gloo": lambda tensor: gloo.allreduce([tensor]).wait(),
-        "TorchGroup": connected("group").all_reduce,
     }
 
 
@@ -266,13 +262,10 @@ def all_reduce(arguments: Any) -> dict[str, Times]:
         for shape, times in rows.items():
             table[shape] = {way: statistics.median(each) for way, each in times.items()}
             table[shape]["x_gloo"] = median_ratio(times["gloo"], times["ours"])
-            table[shape]["x_group"] = median_ratio(times["TorchGroup"], times["ours"])
         columns = {
             "ours, us": "{ours:.0f}",
             "gloo, us": "{gloo:.0f}",
             "x ours": "{x_gloo:.1f}",
-            "TorchGroup, us": "{TorchGroup:.0f}",
-            "times ours": "{x_group:.1f}",
         }
         print_table(columns, table, f"{size} ranks")
     return found

@@ -304,11 +304,10 @@ def all_reduce(name: str) -> str:
     for size, rows in result(name)["all_reduce_us"].items():
         for shape, times in rows.items():
             cells = [short(statistics.median(times["ours"]))]
-            for peer in ("gloo", "TorchGroup"):
-                ratio = median_ratio(times[peer], times["ours"])
-                cells.append(f"{short(statistics.median(times[peer]))} = {short(ratio, 2)} x")
+            ratio = median_ratio(times["gloo"], times["ours"])
+            cells.append(f"{short(statistics.median(times['gloo']))} = {short(ratio, 2)} x")
             body.append([f"{size} ranks, {shape}", *cells])
-    return markdown(["us", "shared memory", "gloo", "TorchGroup"], body)
+    return markdown(["us", "shared memory", "gloo"], body)
 
 
 # --- README.md ------------------------------------------------------------------------------------

@@ -355,16 +355,18 @@ class InferenceEngine:
         self._admission.set_weights(version)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return the current weights by parameter name, as `update_weights` takes them; not copies.
+        """Return the current weights by parameter name, as `update_weights` takes them; copies only
+        with `rank_invariant`.
 
         Raises:
             WeightsError: They were released or lost, and not replaced; or ranks share them.
         """
         if "weights" in self._executor.memory.lacks:
             raise self._unable()
-        if self._executor.model.shards is not None:
+        if self._executor.ranks is not None:
             raise WeightsError("ranks share the weights; read them where they come from")
-        return self._executor.model.module.state_dict()
+        model = self._executor.model
+        return model.module.state_dict() if model.shards is None else model.shards.read()
 
     def get_weight_version(self) -> int:
         """Return the version of the current weights; 0 for those loaded from the model's folder."""

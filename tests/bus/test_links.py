@@ -84,6 +84,7 @@ SAMPLES: tuple[Message, ...] = (
     control.WeightsReady(8, "abort"),
     control.JoinWeightsGroup("g", "127.0.0.1:1", 1, 2, "gloo", 3.5),
     control.LeaveWeightsGroup("g"),
+    control.MoveExperts((0, 1, 1, 0)),
     control.TellWeightVersion(),
     control.ReleaseMemory(("kv_cache",)),
     control.ResumeMemory(("weights",)),

@@ -23,7 +23,9 @@ pytestmark = [
 SOURCE = "int answer(void) { return 42; }\n"
 
 LIBRARIES = [
-    name for name, value in vars(compiling).items() if isinstance(value, compiling.Library)
+    name
+    for name, value in vars(compiling).items()
+    if isinstance(value, compiling.Library) and value.processor
 ]
 
 

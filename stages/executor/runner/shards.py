@@ -83,6 +83,15 @@ class ShardedWeights:
         for name, tensor in tensors.items():
             self.shards[name].write(tensor)
 
+    def read(self) -> dict[str, Tensor]:
+        """Return copies of the whole tensors, of which this rank must have every part."""
+        found = {}
+        for name, shard in self.shards.items():
+            found[name] = whole = torch.empty(shard.shape, dtype=shard.dtype)
+            for target, place in shard.boxes():
+                whole[place] = target
+        return found
+
     def write_everywhere(
         self, broadcast: Callable[[Tensor], None], tensors: Mapping[str, Tensor] | None
     ) -> None:

@@ -1,4 +1,4 @@
-"""One contract for groups of ranks, over shared memory and over gloo."""
+"""Ranks that exchange tensors through shared memory."""
 
 from __future__ import annotations
 
@@ -27,12 +27,10 @@ from nano_inference.stages.executor.runner.ranks.group import (
     sum_pairwise,
 )
 from nano_inference.stages.executor.runner.ranks.shared_memory import SharedMemoryGroup
-from nano_inference.stages.executor.runner.ranks.torch_group import TorchGroup
 
 T = TypeVar("T")
 
 SLOT = 4096
-KINDS = ("memory", "gloo")
 DTYPES = (torch.float32, torch.bfloat16)
 
 # For what should come soon; only a failing test takes so long.
@@ -42,19 +40,12 @@ BOUND_S = 20.0
 class Ranks:
     """All ranks of a group, each in a thread of this process."""
 
-    def __init__(self, kind: str, size: int, folder: Path) -> None:
+    def __init__(self, size: int) -> None:
         self._threads = ThreadPoolExecutor(size)
-        if kind == "memory":
-            first = SharedMemoryGroup.create(size, SLOT)
-            others = range(1, size)
-            attached = [SharedMemoryGroup.attach(first.descriptor, rank) for rank in others]
-            self.groups: list[RankGroup] = [first, *attached]
-        else:
-            connect = [
-                self._threads.submit(TorchGroup.gloo, folder, rank, size, BOUND_S)
-                for rank in range(size)
-            ]
-            self.groups = [each.result(BOUND_S) for each in connect]
+        first = SharedMemoryGroup.create(size, SLOT)
+        others = range(1, size)
+        attached = [SharedMemoryGroup.attach(first.descriptor, rank) for rank in others]
+        self.groups: list[RankGroup] = [first, *attached]
 
     def each(self, run: Callable[[RankGroup], T], ranks: Sequence[int] | None = None) -> list[T]:
         """Return the results of a function on ranks at the same time."""
@@ -81,21 +72,15 @@ class Ranks:
         self._threads.shutdown()
 
 
-@pytest.fixture(params=[(kind, size) for kind in KINDS for size in (2, 4)], ids=str)
-def ranks(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Ranks]:
-    with closing(Ranks(*request.param, tmp_path)) as ranks:
-        yield ranks
-
-
-@pytest.fixture(params=KINDS)
-def pair(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Ranks]:
-    with closing(Ranks(request.param, 2, tmp_path)) as ranks:
+@pytest.fixture(params=[2, 4])
+def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
+    with closing(Ranks(request.param)) as ranks:
         yield ranks
 
 
 @pytest.fixture
-def memory(tmp_path: Path) -> Iterator[Ranks]:
-    with closing(Ranks("memory", 2, tmp_path)) as ranks:
+def pair() -> Iterator[Ranks]:
+    with closing(Ranks(2)) as ranks:
         yield ranks
 
 
@@ -121,18 +106,18 @@ def test_each_rank_has_the_bits_of_the_pairwise_sum(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_sum_of_ranks_sums_is_the_sum_of_all_parts(memory: Ranks, dtype: torch.dtype) -> None:
+def test_a_sum_of_ranks_sums_is_the_sum_of_all_parts(pair: Ranks, dtype: torch.dtype) -> None:
     parts = parts_of(4, (50, 70), dtype)
     halves = [sum_pairwise(parts[:2]), sum_pairwise(parts[2:])]
-    for result in memory.each(lambda group: group.all_reduce(halves[group.rank])):
+    for result in pair.each(lambda group: group.all_reduce(halves[group.rank])):
         assert torch.equal(result, sum_pairwise(parts))
     left_to_right = parts[0] + parts[1] + parts[2] + parts[3]
     assert not torch.equal(result, left_to_right)  # so the order can be seen
 
 
 @pytest.mark.parametrize("size", [1, 3, 5])
-def test_any_number_of_ranks_adds_in_the_same_order(size: int, tmp_path: Path) -> None:
-    with closing(Ranks("memory", size, tmp_path)) as ranks:
+def test_any_number_of_ranks_adds_in_the_same_order(size: int) -> None:
+    with closing(Ranks(size)) as ranks:
         for dtype in DTYPES:
             parts = parts_of(size, (3, 700), dtype)
             for result in ranks.each(
@@ -141,11 +126,11 @@ def test_any_number_of_ranks_adds_in_the_same_order(size: int, tmp_path: Path) -
                 assert torch.equal(result, sum_pairwise(parts))
 
 
-def test_bfloat16_rounds_to_nearest_even_and_keeps_nan_and_infinity(memory: Ranks) -> None:
+def test_bfloat16_rounds_to_nearest_even_and_keeps_nan_and_infinity(pair: Ranks) -> None:
     every = torch.arange(1 << 16, dtype=torch.int32).to(torch.uint16).view(torch.bfloat16)
     for shift in (0, 1, 127, 128, 32768):
         parts = [every, every.roll(shift)]
-        for result in memory.each(lambda group, parts=parts: group.all_reduce(parts[group.rank])):
+        for result in pair.each(lambda group, parts=parts: group.all_reduce(parts[group.rank])):
             assert torch.equal(result.isnan(), sum(parts).isnan())
             assert torch.equal(result.nan_to_num(), sum(parts).nan_to_num())
 
@@ -217,8 +202,8 @@ def test_many_operations_in_a_row_with_ranks_at_different_speeds(ranks: Ranks) -
     assert ranks.each(run) == [rounds] * size
 
 
-def test_the_counter_of_rounds_wraps(memory: Ranks) -> None:
-    first = memory.groups[0]
+def test_the_counter_of_rounds_wraps(pair: Ranks) -> None:
+    first = pair.groups[0]
     assert isinstance(first, SharedMemoryGroup)
     before = first._side.round
     tensor = torch.ones(SLOT)  # of four slots
@@ -227,7 +212,7 @@ def test_the_counter_of_rounds_wraps(memory: Ranks) -> None:
         for _ in range(300):
             assert group.all_reduce(tensor)[-1] == 2
 
-    memory.each(run)
+    pair.each(run)
     assert before > 2**31 > first._side.round
 
 
@@ -305,11 +290,11 @@ def test_messages_and_collectives_mix(pair: Ranks) -> None:
     pair.each(run)
 
 
-def test_there_is_no_message_to_itself_or_beyond(memory: Ranks) -> None:
+def test_there_is_no_message_to_itself_or_beyond(pair: Ranks) -> None:
     for peer in (0, 2, -1):
         with pytest.raises(ValueError, match=f"rank 0 has no peer {peer}"):
-            memory.groups[0].send(torch.ones(1), peer)
-    assert memory.each(lambda group: group.all_reduce(torch.ones(1)).item()) == [2, 2]
+            pair.groups[0].send(torch.ones(1), peer)
+    assert pair.each(lambda group: group.all_reduce(torch.ones(1)).item()) == [2, 2]
 
 
 # --- failures -------------------------------------------------------------------------------------
@@ -389,11 +374,11 @@ def test_a_wait_ends_after_the_timeout_and_so_does_the_group(pair: Ranks, wait: 
     pair.errors(reduce_ones, ranks=[0])
 
 
-def test_a_send_without_room_ends_after_the_timeout(memory: Ranks) -> None:
-    memory.groups[0].timeout_s = 0.2
+def test_a_send_without_room_ends_after_the_timeout(pair: Ranks) -> None:
+    pair.groups[0].timeout_s = 0.2
     for _ in range(4):
-        memory.groups[0].send(torch.ones(3), 1)
-    (error,) = memory.errors(lambda group: group.send(torch.ones(3), 1), ranks=[0])
+        pair.groups[0].send(torch.ones(3), 1)
+    (error,) = pair.errors(lambda group: group.send(torch.ones(3), 1), ranks=[0])
     assert "rank 0 has waited 0.2 s for rank 1 in message of 12 bytes" in error
 
 
@@ -419,8 +404,8 @@ def test_a_waiting_rank_fails_when_another_one_fails_or_closes(
     pair.errors(reduce_ones, None)
 
 
-def test_all_of_four_ranks_see_the_first_reason(tmp_path: Path) -> None:
-    with closing(Ranks("memory", 4, tmp_path)) as ranks:
+def test_all_of_four_ranks_see_the_first_reason() -> None:
+    with closing(Ranks(4)) as ranks:
         waiting = [ranks.start(reduce_ones, rank) for rank in range(3)]
         ranks.groups[3].fail("é" * 1000)
         for each in waiting:
@@ -430,9 +415,9 @@ def test_all_of_four_ranks_see_the_first_reason(tmp_path: Path) -> None:
             reduce_ones(ranks.groups[3])
 
 
-def test_a_rank_takes_what_came_before_the_other_one_closed(memory: Ranks) -> None:
-    first, second = memory.groups
-    second_sum = memory.start(reduce_ones, 1)
+def test_a_rank_takes_what_came_before_the_other_one_closed(pair: Ranks) -> None:
+    first, second = pair.groups
+    second_sum = pair.start(reduce_ones, 1)
     assert reduce_ones(first).tolist() == [2.0] * 3
     first.send(torch.full((3,), 5.0), 1)
     broadcast_ones(first)
@@ -456,15 +441,15 @@ def test_a_closed_group_says_so(ranks: Ranks) -> None:
         group.fail("nothing happens any more")
 
 
-def test_close_ends_the_operation_of_its_own_rank(memory: Ranks) -> None:
-    memory.groups[1].timeout_s = 600.0
-    waiting = memory.start(reduce_ones, 1)
-    memory.groups[1].close()
+def test_close_ends_the_operation_of_its_own_rank(pair: Ranks) -> None:
+    pair.groups[1].timeout_s = 600.0
+    waiting = pair.start(reduce_ones, 1)
+    pair.groups[1].close()
     with pytest.raises(RankError, match="the group is closed"):
         waiting.result(BOUND_S)
 
 
-def test_an_operation_that_is_interrupted_ends_the_group(memory: Ranks) -> None:
+def test_an_operation_that_is_interrupted_ends_the_group(pair: Ranks) -> None:
     class Interrupted(BaseException):
         pass
 
@@ -475,11 +460,11 @@ def test_an_operation_that_is_interrupted_ends_the_group(memory: Ranks) -> None:
     try:
         signal.setitimer(signal.ITIMER_REAL, 0.1)
         with pytest.raises(Interrupted):
-            reduce_ones(memory.groups[0])
+            reduce_ones(pair.groups[0])
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
-    for error in memory.errors(reduce_ones, None):
+    for error in pair.errors(reduce_ones, None):
         assert error.startswith("rank 0 stopped: ")
 
 
@@ -494,26 +479,22 @@ def test_a_group_of_one_has_its_own_tensors() -> None:
 
 
 @contextmanager
-def process(kind: str, folder: Path, size: int = 2) -> Iterator[tuple[RankGroup, Any]]:
+def process(size: int = 2) -> Iterator[tuple[RankGroup, Any]]:
     """Yield rank 0, in this process, and the process of the last rank, which adds without end; the
     ranks between are threads of this process."""
     context = multiprocessing.get_context("fork")
-    first = SharedMemoryGroup.create(size, SLOT) if kind == "memory" else None
+    group = SharedMemoryGroup.create(size, SLOT)
 
     def run() -> None:
         try:
-            if first is None:
-                group: RankGroup = TorchGroup.gloo(folder, 1, 2, BOUND_S)
-            else:
-                group = SharedMemoryGroup.attach(first.descriptor, size - 1)
+            last = SharedMemoryGroup.attach(group.descriptor, size - 1)
             while True:
-                group.all_reduce(torch.ones(3))
+                last.all_reduce(torch.ones(3))
         except RankError:
             os._exit(7)
 
     child = context.Process(target=run, daemon=True)
     child.start()
-    group = first or TorchGroup.gloo(folder, 0, 2, BOUND_S)
     try:
         yield group, child
     finally:
@@ -522,9 +503,8 @@ def process(kind: str, folder: Path, size: int = 2) -> Iterator[tuple[RankGroup,
         group.close()
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_killed_rank_is_noticed_long_before_the_timeout(kind: str, tmp_path: Path) -> None:
-    with process(kind, tmp_path) as (group, child):
+def test_a_killed_rank_is_noticed_long_before_the_timeout() -> None:
+    with process() as (group, child):
         for _ in range(20):
             assert reduce_ones(group).tolist() == [2.0] * 3
         group.timeout_s = 2 * BOUND_S
@@ -534,13 +514,12 @@ def test_a_killed_rank_is_noticed_long_before_the_timeout(kind: str, tmp_path: P
             for _ in range(3):
                 reduce_ones(group)
         assert time.monotonic() - started < BOUND_S
-        if kind == "memory":
-            assert str(raised.value) == "the process of rank 1 has ended"
+        assert str(raised.value) == "the process of rank 1 has ended"
 
 
-def test_a_killed_rank_fails_ranks_that_wait_for_another_one(tmp_path: Path) -> None:
+def test_a_killed_rank_fails_ranks_that_wait_for_another_one() -> None:
     """Rank 0 waits for rank 1, which is slow; rank 2 is dead."""
-    with process("memory", tmp_path, size=3) as (group, child):
+    with process(size=3) as (group, child):
         assert isinstance(group, SharedMemoryGroup)
         with closing(SharedMemoryGroup.attach(group.descriptor, 1)) as slow:
             with ThreadPoolExecutor(2) as threads:
@@ -553,9 +532,8 @@ def test_a_killed_rank_fails_ranks_that_wait_for_another_one(tmp_path: Path) -> 
                 reduce_ones(slow)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_stopped_rank_is_noticed_by_the_timeout(kind: str, tmp_path: Path) -> None:
-    with process(kind, tmp_path) as (group, child):
+def test_a_stopped_rank_is_noticed_by_the_timeout() -> None:
+    with process() as (group, child):
         assert reduce_ones(group).tolist() == [2.0] * 3
         os.kill(child.pid, signal.SIGSTOP)
         group.timeout_s = 0.3
@@ -568,8 +546,8 @@ def test_a_stopped_rank_is_noticed_by_the_timeout(kind: str, tmp_path: Path) -> 
         assert child.exitcode == 7  # by its own RankError
 
 
-def test_memory_ends_with_its_processes(tmp_path: Path) -> None:
-    with process("memory", tmp_path) as (group, child):
+def test_memory_ends_with_its_processes() -> None:
+    with process() as (group, child):
         reduce_ones(group)
         assert isinstance(group, SharedMemoryGroup)
         os.kill(child.pid, signal.SIGKILL)
@@ -640,36 +618,3 @@ def test_a_missing_compiler_is_reported(monkeypatch: pytest.MonkeyPatch) -> None
     with pytest.raises(RankError, match="ranks can't share memory: can't run /no/compiler"):
         SharedMemoryGroup.create(2, SLOT)
     shared_memory._library.cache_clear()
-
-
-def test_an_absent_rank_ends_the_rendezvous(tmp_path: Path) -> None:
-    with pytest.raises(RankError, match="rank 0 has not met the others"):
-        TorchGroup.gloo(tmp_path, 0, 2, timeout_s=0.3)
-
-
-def test_gloo_listens_on_the_loopback_interface_only(tmp_path: Path) -> None:
-    before = listeners()
-    with closing(Ranks("gloo", 2, tmp_path)):
-        opened = listeners() - before
-    assert {address.partition(":")[0] for address in opened} == {"0100007F"}
-
-
-def listeners() -> set[str]:
-    """Return addresses of this process's listening sockets."""
-    inodes = set()
-    for path in Path("/proc/self/fd").iterdir():
-        if path.is_symlink() and (link := os.readlink(path)).startswith("socket:"):
-            inodes.add(link[8:-1])
-    found = set()
-    for name in ("tcp", "tcp6"):
-        for line in Path(f"/proc/self/net/{name}").read_text().splitlines()[1:]:
-            fields = line.split()
-            if fields[3] == "0A" and fields[9] in inodes:
-                found.add(fields[1])
-    return found
-
-
-def test_the_default_process_group_is_left_to_others(pair: Ranks) -> None:
-    reduce = pair.each(reduce_ones)
-    assert len(reduce) == 2
-    assert not torch.distributed.is_initialized()

@@ -9,18 +9,20 @@ import pytest
 from .models import MODELS, WITH_EXPERTS, config_of, hash_of, make_batches, run_ranks, save
 
 BATCHES = 10
-"""Of each model and dtype; more than 200 together."""
+"""Of each model and dtype; more than 200 together in `make soak`."""
 
-QUICK = ("llama with biases", "qwen2_moe")
+EVERY_DAY = ("llama with biases", "qwen2_moe")
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize(
-    "name",
-    [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in MODELS],
-)
-def test_one_two_and_four_ranks_give_the_same_bits(name: str, dtype: str, tmp_path: Path) -> None:
-    folder = save(name, tmp_path)
+def test_one_two_and_four_ranks_give_the_same_bits(dtype: str, tmp_path: Path, soak: bool) -> None:
+    for name in MODELS if soak else EVERY_DAY:
+        check_bits(name, dtype, tmp_path / name)
+
+
+def check_bits(name: str, dtype: str, folder: Path) -> None:
+    save(name, folder)
     batches = make_batches(BATCHES, seed=len(name))
     hashes = {}
     for size in (1, 2, 4):

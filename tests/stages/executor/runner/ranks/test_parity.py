@@ -26,6 +26,9 @@ from .models import (
 
 TOLERANCE = 1e-5
 
+EVERY_DAY = ("llama with biases", "gemma2", "olmo2", "phi3", "mixtral")
+"""A model for each kind of plan; `make soak` takes all."""
+
 
 def logits_of_transformers(name: str, dtype: torch.dtype, batches: Any) -> Any:
     """Logits of Transformers' modules, with our attention."""
@@ -34,8 +37,13 @@ def logits_of_transformers(name: str, dtype: torch.dtype, batches: Any) -> Any:
     return logits_of(make_runner(config, wrap_model(module, 64), NUM_BLOCKS), batches)
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_ranks_agree_with_transformers(name: str, tmp_path: Path) -> None:
+@pytest.mark.soak
+def test_ranks_agree_with_transformers(tmp_path: Path, soak: bool) -> None:
+    for name in MODELS if soak else EVERY_DAY:
+        check_logits(name, tmp_path / name)
+
+
+def check_logits(name: str, tmp_path: Path) -> None:
     batches = make_batches(6)
     wanted = logits_of_transformers(name, torch.float32, batches)
     save(name, tmp_path)
@@ -44,9 +52,14 @@ def test_ranks_agree_with_transformers(name: str, tmp_path: Path) -> None:
         assert difference(logits, wanted) < TOLERANCE
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_bfloat16_on_ranks_is_as_precise_as_on_one(name: str, tmp_path: Path) -> None:
+@pytest.mark.soak
+def test_bfloat16_on_ranks_is_as_precise_as_on_one(tmp_path: Path, soak: bool) -> None:
     """Partial products are rounded to bfloat16, as the product of one rank is."""
+    for name in MODELS if soak else EVERY_DAY[:2]:
+        check_precision(name, tmp_path / name)
+
+
+def check_precision(name: str, tmp_path: Path) -> None:
     batches = make_batches(6)
     exact = logits_of_transformers(name, torch.float32, batches)
     usual = difference(logits_of_transformers(name, torch.bfloat16, batches), exact)

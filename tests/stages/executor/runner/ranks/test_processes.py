@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +17,7 @@ from nano_inference.stages.executor.runner.ranks.group import RankError
 from nano_inference.stages.executor.runner.ranks.processes import Ranks
 
 from .....pipeline import short_model
+from .....programs import run
 
 CONFIG = EngineConfig(
     model_path=str(short_model.folder()),
@@ -150,16 +149,10 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
-def test_no_rank_outlives_the_executor() -> None:
+def test_no_rank_outlives_the_executor(tmp_path: Path) -> None:
     fields = f"model_path={CONFIG.model_path!r}, dtype='float32', tensor_parallel=2"
-    done = subprocess.run(
-        [sys.executable, "-c", KILLED.format(fields=fields)],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == -signal.SIGKILL, done.stderr
+    done = run(KILLED.format(fields=fields), tmp_path)
+    assert done.status == -signal.SIGKILL, done.stderr
     pids = done.stdout.split()
     assert len(pids) == 2
     for pid in pids:

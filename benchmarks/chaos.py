@@ -228,7 +228,7 @@ async def storm(folder: Path, ranks: int = 1, **options: Any) -> dict[str, Any]:
         "kills": dict(Counter(fault.target for fault in chaos.faults)),
         **compare(work, load.streams, calm.streams),
         "recovery_s": recovery(chaos.faults),
-        "recovery_s_by_target": {target: recovery(chaos.faults, target) for target in TARGETS},
+        "recovery_s_by_target": {target: recovery(chaos.faults, target) for target in targets},
         "not_recovered": sum(fault.recovered_at is None for fault in chaos.faults),
         **ended,
     }

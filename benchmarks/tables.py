@@ -310,6 +310,21 @@ def all_reduce(name: str) -> str:
     return markdown(["us", "shared memory", "gloo"], body)
 
 
+def rank_steps(name: str) -> str:
+    body = []
+    for engine, row in result(name)["step_s"].items():
+        cells = []
+        for kind, seconds in row.items():
+            if kind.endswith("exchanged"):
+                continue
+            exchanged = statistics.median(row.get(f"{kind}, exchanged", [0.0]))
+            of_it = f" ({exchanged * 1e3:,.1f})" if exchanged else ""
+            cells.append(f"{statistics.median(seconds) * 1e3:,.1f}{of_it}")
+        body.append([engine, *cells])
+    kinds = ["decode, 1 sequence", "16 sequences", "prompt of 512 tokens"]
+    return markdown(["ms per step (of it in exchanges)", *kinds], body)
+
+
 # --- README.md ------------------------------------------------------------------------------------
 
 
@@ -389,6 +404,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "devices": partial(devices, "roles-M-2-cpu-cores"),
     "conversations": partial(conversations, "kv-conversations-2-cpu-cores"),
     "all-reduce": partial(all_reduce, "ranks-2-cpu-cores"),
+    "rank-steps": partial(rank_steps, "ranks-2-cpu-cores"),
     "measured": measured,
 }
 

@@ -150,13 +150,18 @@ class ExecutorStage(Actor):
             speculation=core.off.get("speculation", "in use"),
             deterministic=core.off.get("deterministic", "yes"),
             reference=engine.reference_model_path or "none",
-            **(
-                {"stage_layers": self._facts["stage_layers"]}
-                if "stage_layers" in self._facts
-                else {}
-            ),
+            **self._shares(),
         )
         self._warn()
+
+    def _shares(self) -> dict[str, Any]:
+        """Return how ranks share the model, for the log; {} on one rank."""
+        shares = {
+            "ranks": self.config.engine.num_ranks if self._core.ranks is not None else 0,
+            "stage_layers": self._facts.get("stage_layers"),
+            "expert_owners": ",".join(map(str, self._core.expert_owners)),
+        }
+        return {name: value for name, value in shares.items() if value}
 
     def _warn(self) -> None:
         """Log warnings about the model and its device."""

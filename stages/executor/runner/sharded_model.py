@@ -41,7 +41,7 @@ from .ranks.layers import (
 from .ranks.pipelining import PipelineRank
 from .ranks.plan import Style, check_divisible, parallel_plan
 from .shards import Box, Shard, ShardedWeights
-from .system_memory import use_huge_pages
+from .system_memory import zeros
 from .weights.conversion import as_parameters
 
 _LAYER = re.compile(r"^.*?\.\d+(?=\.)")
@@ -81,13 +81,14 @@ def load_sharded(
     whole = make_whole(hf_config, _dtype_of(config, hf_config, files))
     layout = make_layout(config, group)
     expert_parallel = config.expert_parallel > 1
-    module, weights = shard_model(whole, layout, device, pipeline, expert_parallel=expert_parallel)
+    huge = config.huge_pages == "auto"
+    try:
+        module, weights = shard_model(
+            whole, layout, device, pipeline, expert_parallel=expert_parallel, huge_pages=huge
+        )
+    except RuntimeError as error:
+        raise ModelError(f"the weights in {folder} don't fit: {error}") from None
     _load(folder, files, weights)
-    if config.huge_pages == "auto":
-        try:
-            use_huge_pages(module)
-        except RuntimeError as error:
-            raise ModelError(f"the weights in {folder} don't fit: {error}") from None
     trim(torch.device("cpu"))
     return wrap_sharded(module, weights, config.max_model_len, pipeline)
 
@@ -210,6 +211,7 @@ def shard_model(
     pipeline: PipelineRank | None = None,
     *,
     expert_parallel: bool = False,
+    huge_pages: bool = False,
 ) -> tuple[Any, ShardedWeights]:
     """Return a model of this rank's shard, with memory for its weights, and their places.
 
@@ -219,6 +221,7 @@ def shard_model(
         device: For the shard.
         pipeline: As in `load_sharded`.
         expert_parallel: Experts belong to ranks as a whole.
+        huge_pages: Allocate in large pages, if available.
 
     Raises:
         ModelError: The model has no plan, or can't be shared evenly.
@@ -249,7 +252,7 @@ def shard_model(
         and isinstance(embedding, VocabParallelEmbedding)
     ):
         output.local.weight = embedding.inner.weight
-    _allocate(module, device)
+    _allocate(module, device, huge=huge_pages)
     state = whole.state_dict(keep_vars=True)
     here = {
         name: boxes.get(name) or _same_place(module, name)
@@ -291,14 +294,14 @@ def _compute_buffers(module: Any, device: torch.device) -> None:
                 module._init_weights(child)
 
 
-def _allocate(module: nn.Module, device: torch.device) -> None:
+def _allocate(module: nn.Module, device: torch.device, *, huge: bool) -> None:
     # By the identity of parameters, so that tied ones stay tied.
     allocated: dict[nn.Parameter, nn.Parameter] = {}
     for child in module.modules():
         for name, parameter in child._parameters.items():
             if parameter is not None:
                 if parameter not in allocated:
-                    empty = torch.empty_like(parameter, device=device)
+                    empty = zeros(parameter.shape, parameter.dtype, device, huge=huge)
                     allocated[parameter] = nn.Parameter(empty, requires_grad=False)
                 child._parameters[name] = allocated[parameter]
 

@@ -24,7 +24,9 @@ ARCHITECTURES = ("llama", "qwen3", "gemma2", "gemma3", "phi3", "olmoe", "qwen2_m
 """Two of them have windows by layer, three tied embeddings, two experts."""
 
 
-def run_stages(config: EngineConfig, stages: int, width: int = 1) -> list[Tensor]:
+def run_stages(
+    config: EngineConfig, stages: int, width: int = 1, num_batches: int = 6
+) -> list[Tensor]:
     """Logits on rank 0, of `width` ranks to a stage."""
     tensor_groups = [make_groups(width) for _ in range(stages)]
     ends = make_groups(2)
@@ -38,7 +40,7 @@ def run_stages(config: EngineConfig, stages: int, width: int = 1) -> list[Tensor
             model = load_sharded(config, own, pipeline)
             assert model.first_layer == pipeline.layers.start
             assert len(model.layers) == len(pipeline.layers)
-            return logits_of(make_runner(config, model, NUM_BLOCKS), make_batches(6))
+            return logits_of(make_runner(config, model, NUM_BLOCKS), make_batches(num_batches))
         except BaseException:
             for each in (*ends, *(each for groups in tensor_groups for each in groups)):
                 each.close()
@@ -70,12 +72,18 @@ def test_three_stages_and_a_dtype(tmp_path: Path) -> None:
     assert hash_of(run_stages(config, 3)) == hash_of(logits_of(alone, make_batches(6)))
 
 
+@pytest.mark.soak
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", ["qwen3", "mixtral"])
-def test_two_stages_of_two_ranks_give_the_bits_of_one(name: str, tmp_path: Path) -> None:
-    folder = save(name, tmp_path)
-    expected = hash_of(run_ranks(config_of(folder, invariant=True), 1, make_batches(6)))
-    config = settings(folder, 2, 2, invariant=True)
-    assert hash_of(run_stages(config, 2, 2)) == expected
+def test_two_stages_of_two_ranks_give_the_bits_of_one(
+    name: str, dtype: str, tmp_path: Path, soak: bool
+) -> None:
+    """In `make soak` of 200 batches together."""
+    folder, count = save(name, tmp_path), 50 if soak else 3
+    alone = config_of(folder, invariant=True, dtype=dtype)
+    expected = hash_of(run_ranks(alone, 1, make_batches(count)))
+    config = settings(folder, 2, 2, invariant=True, dtype=dtype)
+    assert hash_of(run_stages(config, 2, 2, count)) == expected
 
 
 def test_a_model_without_a_tensor_parallel_plan_has_stages(tmp_path: Path) -> None:

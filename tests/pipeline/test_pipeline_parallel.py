@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import signal
 from typing import Any
 
 import pytest
 
-from nano_inference import Completion, Pipeline
+from nano_inference import Pipeline
 from nano_inference.bus.messages import StepPlan, StepResult
 from nano_inference.stages.executor.core import ExecutorCore
 from nano_inference.stages.executor.driver.step import LaunchedStep
 
 from . import reference, short_model
-from .builders import until
 from .conftest import LIMIT_S, MakeConfig
 from .test_ranks import bodies as long_bodies
-from .test_ranks import ranks_of
-from .test_replicas import epoch_of
+from .test_ranks import survive_failures
 from .test_roles import bits
 
 pytestmark = pytest.mark.slow
@@ -75,10 +71,6 @@ def bodies(kind: str) -> list[dict[str, Any]]:
     ]
 
 
-def is_there(pid: int) -> bool:
-    return os.path.exists(f"/proc/{pid}")
-
-
 async def test_a_stage_that_dies_or_stops_costs_no_token(
     make_config: MakeConfig, launches: Launches
 ) -> None:
@@ -89,30 +81,7 @@ async def test_a_stage_that_dies_or_stops_costs_no_token(
     assert set(launches.beside) == {0}
     launches.clear()
     async with asyncio.timeout(LIMIT_S), Pipeline(make_config(**EXACT, **STAGES)) as pipeline:
-        for number in (signal.SIGKILL, signal.SIGSTOP):
-            (pid,), epoch = ranks_of(pipeline).pids, epoch_of(pipeline)
-            begun = asyncio.Event()
-
-            async def read(body: dict[str, Any], begun: asyncio.Event = begun) -> Completion:
-                outputs = []
-                async for output in pipeline.submit(body):
-                    outputs.append(output)
-                    begun.set()
-                assert isinstance(outputs[-1], Completion)
-                return outputs[-1]
-
-            reads = [asyncio.create_task(read(body)) for body in bodies(number.name)]
-            await begun.wait()
-            os.kill(pid, number)
-            found = await asyncio.gather(*reads)
-            assert [bits(each) for each in found] == expected
-            assert epoch_of(pipeline) > epoch
-            assert not is_there(pid), "a rank outlives its executor"
-        # Between two steps, too.
-        (pid,), epoch = ranks_of(pipeline).pids, epoch_of(pipeline)
-        os.kill(pid, signal.SIGKILL)
-        await until(lambda: epoch_of(pipeline) > epoch)
-        await pipeline.ready()
+        await survive_failures(pipeline, expected, bodies)
         launches.clear()
         found = await asyncio.gather(*map(pipeline.complete, bodies("idle")))
         assert [bits(each) for each in found] == expected

@@ -9,6 +9,7 @@ import os
 import shutil
 import signal
 import tempfile
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -109,6 +110,29 @@ def ranks_of(pipeline: Pipeline) -> Ranks:
     return ranks
 
 
+async def survive_failures(
+    pipeline: Pipeline,
+    expected: list[list[Any]],
+    make: Callable[[str], list[dict[str, Any]]] = bodies,
+) -> None:
+    """Kill and stop the only other rank under load, whose answers are the expected ones; and kill
+    it between two steps. `make`: as `bodies`."""
+    for number in (signal.SIGKILL, signal.SIGSTOP):
+        (pid,), epoch = ranks_of(pipeline).pids, epoch_of(pipeline)
+        begun = asyncio.Event()
+        reads = [begin(pipeline, body, begun) for body in make(number.name)]
+        await begun.wait()
+        os.kill(pid, number)
+        found = await asyncio.gather(*reads)
+        assert [bits(each) for each in found] == expected
+        assert epoch_of(pipeline) > epoch
+        assert not exists(pid), "a rank outlives its executor"
+    (pid,), epoch = ranks_of(pipeline).pids, epoch_of(pipeline)
+    os.kill(pid, signal.SIGKILL)
+    await until(lambda: epoch_of(pipeline) > epoch)
+    await pipeline.ready()
+
+
 async def test_a_rank_that_dies_or_stops_costs_no_token(make_config: MakeConfig) -> None:
     """The executor is restarted as a whole, and every answer is that of one rank, bit for bit."""
     engine = {f"engine__{name}": value for name, value in SAME_BITS.items()}
@@ -122,22 +146,7 @@ async def test_a_rank_that_dies_or_stops_costs_no_token(make_config: MakeConfig)
         pipeline__restart_backoff_s=0.01,
     )
     async with asyncio.timeout(LIMIT_S), Pipeline(config) as pipeline:
-        for number in (signal.SIGKILL, signal.SIGSTOP):
-            (pid,), epoch = ranks_of(pipeline).pids, epoch_of(pipeline)
-            begun = asyncio.Event()
-
-            reads = [begin(pipeline, body, begun) for body in bodies(number.name)]
-            await begun.wait()
-            os.kill(pid, number)
-            found = await asyncio.gather(*reads)
-            assert [bits(each) for each in found] == expected
-            assert epoch_of(pipeline) > epoch
-            assert not exists(pid), "a rank outlives its executor"
-        # Between two steps, too.
-        (pid,), epoch = ranks_of(pipeline).pids, epoch_of(pipeline)
-        os.kill(pid, signal.SIGKILL)
-        await until(lambda: epoch_of(pipeline) > epoch)
-        await pipeline.ready()
+        await survive_failures(pipeline, expected)
         found = await asyncio.gather(*map(pipeline.complete, bodies("idle")))
         assert [bits(each) for each in found] == expected
         (pid,) = ranks_of(pipeline).pids

@@ -1,4 +1,4 @@
-"""The program of every rank but rank 0: a model runner that does what it is told, in order.
+"""The program of every rank but rank 0: a model runner that runs rank 0's commands in order.
 
 `worker DESCRIPTOR` waits at a connection to rank 0's process, and forks a rank whenever it receives
 its number, with the descriptors of the rank's own connection and of its groups' memory

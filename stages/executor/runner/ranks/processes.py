@@ -178,7 +178,7 @@ class Ranks:
         return [process.pid for process in self._processes]
 
     def tell(self, command: Command) -> None:
-        """Have the other ranks do something, behind all that they were told before.
+        """Send the other ranks a command, which they run after all earlier ones.
 
         Raises:
             RankError: A rank has failed.

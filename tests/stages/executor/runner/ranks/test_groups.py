@@ -329,9 +329,9 @@ OUT_OF_STEP = {
 def test_a_rank_that_is_out_of_step_is_named(pair: Ranks, case: str) -> None:
     wrong, words = OUT_OF_STEP[case]
     errors = pair.errors(lambda group: (wrong if group.rank else reduce_ones)(group), None)
-    told = [error for error in errors if "out of step" in error]
-    assert told, errors
-    for error in told:
+    named = [error for error in errors if "out of step" in error]
+    assert named, errors
+    for error in named:
         for part in ("rank 0", "rank 1", words, "all_reduce of 12 bytes of torch.float32"):
             assert part in error
 

@@ -10,13 +10,14 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from nano_inference import InferenceEngine, SamplingParams, TrainingSample
+from nano_inference import InferenceEngine, SamplingParams
 from nano_inference.config import EngineConfig
 from nano_inference.stages.executor.runner.ranks.group import RankError
 
 from .....pipeline import short_model
 from ...driver.speculation.drafting import DraftingLane, Row
 from ...plans import new_sequence, step_plan
+from .test_processes import rollouts
 
 CONFIG = EngineConfig(
     model_path=str(short_model.folder((2, 3, 4))),
@@ -50,23 +51,6 @@ def spread(shape: tuple[int, int], alone: InferenceEngine) -> Iterator[Inference
     more = {"pipeline_parallel": stages, "tensor_parallel": width, "rank_invariant": width > 1}
     with InferenceEngine(replace(CONFIG, **more)) as engine:
         yield engine
-
-
-def rollouts(engine: InferenceEngine) -> list[TrainingSample]:
-    """Greedy and sampled, with prompts in several chunks, scored ones and two samples each."""
-    prompts = [[5 + index % 3] * (40 + 9 * index) for index in range(6)]
-    sampling = [
-        SamplingParams(
-            temperature=float(index % 2),
-            seed=index,
-            max_tokens=16,
-            ignore_eos=True,
-            logprobs=2,
-            prompt_logprobs=1 if index % 4 == 0 else None,
-        )
-        for index in range(6)
-    ]
-    return engine.generate(prompts, sampling, num_samples_per_prompt=2)
 
 
 def vectors(engine: InferenceEngine) -> list[list[float]]:

@@ -165,7 +165,7 @@ def wait_until_gone(process: Path) -> None:
             state = (process / "stat").read_text().rpartition(")")[2].split()[0]
         except FileNotFoundError:
             return
-        if state == "Z":  # nobody has waited for it, here where there may be no init
+        if state == "Z":  # a zombie, where no init reaps it
             return
         time.sleep(0.02)
     pytest.fail(f"{process} is there")

@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from nano_inference import InferenceEngine, SamplingParams, TrainingSample
-from nano_inference.config import ConfigError, EngineConfig, ModelError
+from nano_inference.config import ConfigError, EngineConfig, ModelError, WeightsError
+from nano_inference.stages.executor.runner.ranks.commands import Reply
 from nano_inference.stages.executor.runner.ranks.group import RankError
 from nano_inference.stages.executor.runner.ranks.processes import Ranks
 
@@ -102,6 +103,21 @@ def test_each_rank_takes_its_part_of_new_weights(
     after = rollouts(spread)
     assert after == rollouts(alone)
     assert after[0].weight_version == 2
+
+
+def test_memory_is_resumed_on_all_ranks_or_on_none(
+    alone: InferenceEngine, spread: InferenceEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spread.release_memory(["kv_cache"])
+    with monkeypatch.context() as patch:
+        refusal = Reply(error="rank 1 has not enough memory", code="out_of_memory")
+        patch.setattr(Ranks, "ask", lambda ranks, command: [refusal])
+        with pytest.raises(WeightsError, match="rank 1 has not enough memory") as raised:
+            spread.resume_memory(["kv_cache"])
+    assert raised.value.code == "out_of_memory"
+    assert spread._executor.memory.lacks == ("kv_cache",)
+    spread.resume_memory(["kv_cache"])
+    assert rollouts(spread) == rollouts(alone)
 
 
 def test_memory_falls_with_each_rank(alone: InferenceEngine, spread: InferenceEngine) -> None:

@@ -11,6 +11,7 @@ from msgspec.structs import replace
 from ..bus.links import all_links
 from ..config import BusConfig, BusError, Config, redact
 from ..pipeline.health import lanes_of, reason_of, replicas_of, verdict
+from ..pipeline.progress import progress_of
 from ..pipeline.status import PipelineStatus
 from ..store.redis.keys import Keys
 from ..store.registry import ModelState
@@ -52,14 +53,15 @@ async def bus_status(config: Config, model: str | None = None) -> BusStatus:
         BusError: Redis can't be reached, or refuses a necessary command.
         RequestError: unknown_model.
     """
+    stall_s = config.pipeline.stall_timeout_s
     async with connected(config) as client:
         records = {} if config.bus.model else await client.bus.store.models.read()
         chosen = None if model is None else await find_served(client, model)
     if not records:
-        return await _read(config.bus)
+        return await _read(config.bus, stall_s)
     states = {id: each.state for id, each in records.items() if chosen in (None, id)}
-    each = [await _read(replace(config.bus, model=id)) for id in states]
-    deployment = await _read(config.bus) if chosen is None else None
+    each = [await _read(replace(config.bus, model=id), stall_s) for id in states]
+    deployment = await _read(config.bus, stall_s) if chosen is None else None
     return _together(states, each, deployment)
 
 
@@ -86,10 +88,11 @@ def _together(
             for name, length in status.links.items()
         },
         models=states,
+        progress=progress_of(lanes, every[-1].stall_timeout_s),
     )
 
 
-async def _read(config: BusConfig) -> BusStatus:
+async def _read(config: BusConfig, stall_timeout_s: float) -> BusStatus:
     """Read the status of one model, or of a deployment's requests stream."""
     # Importing redis-py takes time.
     from ..bus.redis.bus import RedisBus
@@ -134,6 +137,8 @@ async def _read(config: BusConfig) -> BusStatus:
             name if lane == "0" else f"{lane}:{name}": length
             for (lane, name), length in zip(links, lengths, strict=True)
         },
+        stall_timeout_s=stall_timeout_s,
+        progress=progress_of(lanes, stall_timeout_s),
         connections=clients,
     )
 

@@ -40,6 +40,7 @@ from ..pipeline.health import (
     roles_of,
 )
 from ..pipeline.models import FACTS
+from ..pipeline.progress import Progress, progress_of
 from ..pipeline.status import PipelineStatus
 from ..store.board import STALE_AFTER_S, StageReport
 from .bus_status import BusStatus, bus_status
@@ -53,9 +54,10 @@ _BAR = 30
 _SPARKS = " ▁▂▃▄▅▆▇█"
 _HISTORY = 60
 # Shown by `nano-inference fairness show` and `nano-inference models`.
-_SHOWN_ELSEWHERE = ("settings", "roles", "expert_owners", *FACTS)
+_SHOWN_ELSEWHERE = ("settings", "roles", "expert_owners", "busy_s", "held", *FACTS)
 _DETAILS = frozenset(
     {"credits", "set_aside", "plans", "steps", "open", "deterministic"}
+    | {"step_age_s", "token_age_s"}
     | {"preemptions", "yields", "resumes"}
 )
 # Hidden while 0.
@@ -166,6 +168,9 @@ def _overview(found: PipelineStatus, *, verbose: bool) -> Table:
     rate = sum(total(lane, "streaming", "tokens_per_s") for lane in found.lanes)
     counts = f"{found.in_flight:,} in flight, {rate:,.0f} tokens/s, {found.waiting:,} waiting"
     made.add_row("pipeline", state)
+    if found.progress.reason:
+        style = "bold red" if found.progress.status == "stalled" else "yellow"
+        made.add_row("progress", Text(progress_line(found.progress), style))
     made.add_row("requests", counts)
     if found.dead_letters:
         letters = f"{found.dead_letters:,} dead letters; see `nano-inference dlq list`"
@@ -355,6 +360,8 @@ def view(found: PipelineStatus, history: History) -> Group:
     dead = Text(f"{found.dead_letters} dead letters", "bold red" if found.dead_letters else "")
     counts = f"{found.waiting} on the stream, {found.in_flight} taken"
     requests.add_row("requests", Text(f"{counts}, {found.queue_length} not started, ") + dead)
+    if found.progress.reason:
+        requests.add_row("progress", Text(progress_line(found.progress), "bold red"))
     parts: list[RenderableType] = [head, requests]
     for lane in found.lanes:
         parts += [_numbers(lane, history), lane_table(lane)]
@@ -411,6 +418,7 @@ def health(
     options: Options,
     stage: Annotated[list[str] | None, option("--stage NAME", "Only these. Repeatable.")] = None,
     live: Annotated[bool, option("--live/--ready", "Check liveness or readiness.")] = False,
+    progress: Annotated[bool, option("--progress", "Check that tokens come.")] = False,
     host: Annotated[str | None, option("--host", "Host of the process; default: this.")] = None,
     role: Annotated[str | None, option("--role ROLE", "Of the lane: prefill or decode.")] = None,
 ) -> None:
@@ -424,22 +432,28 @@ def health(
 
         nano-inference health --ready --role decode
 
+        nano-inference health --progress
+
         nano-inference health --url http://127.0.0.1:8000
 
     Live: the process has reported within the last seconds. Ready: each of its stages is in the
     lane's current epoch; of several models, those of each that runs here. While Redis is
     unreachable, a process counts as live, since a restart would not bring Redis back, and as not
-    ready. With --role: whether some replica of the lane with that role is ready, wherever it runs.
+    ready. With --progress: whether the lane is stalled, which is without a token or a step for
+    `pipeline.stall_timeout_s` with requests in flight; it names the last token's age. With --role:
+    whether some replica of the lane with that role is ready, wherever it runs.
     With --url the probes of a server are called, such as that of `serve`; they need no key.
     """
     if role not in (None, "prefill", "decode"):
         raise ConfigError(f"there is no role {role!r:.80}; roles are prefill and decode")
     if role and (live or stage or host):
         raise ConfigError("--role is for readiness of a whole lane; leave the other options out")
+    if progress and (role or live or stage or host):
+        raise ConfigError("--progress is of a whole lane; leave the other options out")
     if (server := named_server(options)) is not None:
         if stage or host:
             raise ConfigError("--stage and --host are for a bus; a server answers for all stages")
-        _check_server(server, options.served, role, live=live)
+        _check_server(server, options.served, role, live=live, progress=progress)
         return
     for name in stage or ():
         if split_role(name)[0] not in STAGES:
@@ -449,8 +463,13 @@ def health(
         found = run_with(connected(config, options.served), lambda client: client.reports())
     except BusError as error:
         problem = serving_elsewhere(config, error).message
-        typer.echo(f"{'unknown' if live else 'not ready'}: {problem}")
-        raise typer.Exit(0 if live else 1) from None
+        typer.echo(f"{'unknown' if live or progress else 'not ready'}: {problem}")
+        raise typer.Exit(0 if live or progress else 1) from None
+    if progress:
+        lanes = [lane for lane in lanes_of(found) if lane.lane == config.bus.lane]
+        seen = progress_of(lanes, config.pipeline.stall_timeout_s)
+        typer.echo(progress_line(seen))
+        raise typer.Exit(1 if seen.status == "stalled" else 0)
     here = host or socket.gethostname()
     if role:
         lanes = [lane for lane in lanes_of(found) if lane.lane == config.bus.lane]
@@ -464,6 +483,14 @@ def health(
     _print_problems(problems, live=live)
 
 
+def progress_line(progress: Progress) -> str:
+    """Return the state of lanes with their requests as text, as "ok, last token 0.4 s ago"."""
+    token = progress.token_age_s
+    parts = [progress.status, f"last token {duration(token)} ago" if token is not None else ""]
+    line = ", ".join(filter(None, parts))
+    return f"{line}: {progress.reason}" if progress.reason else line
+
+
 def _print_problems(problems: list[str], *, live: bool) -> None:
     typer.echo("\n".join(problems) if problems else "live" if live else "ready")
     if problems:
@@ -471,12 +498,14 @@ def _print_problems(problems: list[str], *, live: bool) -> None:
 
 
 def _check_server(
-    server: ServerAddress, model: str | None, role: str | None, *, live: bool
+    server: ServerAddress, model: str | None, role: str | None, *, live: bool, progress: bool
 ) -> None:
     """Raises typer.Exit with status 1: the probe fails, or nothing answers."""
-    word = "live" if live else "ready"
+    word = "making progress" if progress else "live" if live else "ready"
     path = "/livez" if live else f"/readyz?role={role}" if role else "/readyz"
-    if model is not None and not live:
+    if progress:
+        path = "/progressz"
+    elif model is not None and not live:
         path = f"/v2/models/{quote(model, safe='')}/ready"
     try:
         problem = run_with(ServerClient(server), lambda client: client.probe(path))

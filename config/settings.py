@@ -202,6 +202,8 @@ class PipelineConfig(Section, frozen=True, forbid_unknown_fields=True):
         restart_window_s: Seconds after which a failure no longer counts.
         restart_backoff_s: Wait before the first restart; doubles up to 10 s.
         drain_timeout_s: Time limit for requests in flight after SIGTERM.
+        stall_timeout_s: Longest time without a token or a step while requests are in flight; then
+            `/progressz` and `health --progress` call the pipeline stalled.
         start_method: How `up` starts processes: "forkserver" forks them from a process that has
             imported the modules, "spawn" starts each as a program. On other systems than Linux it
             is "spawn".
@@ -217,6 +219,7 @@ class PipelineConfig(Section, frozen=True, forbid_unknown_fields=True):
     restart_window_s: FiniteSeconds = 60.0
     restart_backoff_s: FiniteSeconds = 0.2
     drain_timeout_s: FiniteSeconds = 30.0
+    stall_timeout_s: FiniteSeconds = 60.0
     start_method: Literal["forkserver", "spawn"] = "forkserver"
 
     def check(self) -> None:
@@ -295,6 +298,9 @@ class DeploymentConfig(Section, frozen=True, forbid_unknown_fields=True):
             used are unloaded. 0 is no limit.
         load_on_demand: Whether a request for an unloaded model loads it and waits; otherwise it is
             refused.
+        idle_unload_s: Time without a request after which a model is unloaded, until a request loads
+            it again; needs `load_on_demand`. 0 is never. Pinned models stay, and those with weights
+            or adapters that loading would not bring back.
         load_timeout_s: Time limit for loading a model.
     """
 
@@ -302,7 +308,15 @@ class DeploymentConfig(Section, frozen=True, forbid_unknown_fields=True):
 
     max_memory_bytes: NonNegativeInt = 0
     load_on_demand: bool = False
+    idle_unload_s: FiniteSeconds = 0.0
     load_timeout_s: Seconds = 600.0
+
+    def check(self) -> None:
+        self.require(
+            "idle_unload_s",
+            not self.idle_unload_s or self.load_on_demand,
+            "0, or deployment.load_on_demand is true, so that a request wakes the model",
+        )
 
 
 class Config(Section, frozen=True, forbid_unknown_fields=True):

@@ -47,7 +47,8 @@ def gateway_routes(
     """Return the endpoints of every gateway, with one model or several."""
     # Repeated scrapes take one thread, and wait.
     one_at_a_time = anyio.CapacityLimiter(1)
-    looks = Recent(lambda: pipeline_status(engine), ASKED_EVERY_S)
+    stall_timeout_s = config.pipeline.stall_timeout_s
+    looks = Recent(lambda: pipeline_status(engine, stall_timeout_s), ASKED_EVERY_S)
 
     async def root(request: Request) -> Response:
         return PlainTextResponse(_ROOT)
@@ -71,9 +72,18 @@ def gateway_routes(
             found = of_models(found, [model for model in found.models if may_use(caller, model)])
         return JsonResponse(found)
 
+    async def progressz(request: Request) -> Response:
+        """Whether tokens come while requests are in flight; 503 if they have not for too long."""
+        try:
+            progress = (await looks.get()).progress
+        except BusError as error:  # a restart would not bring the bus back
+            return JsonResponse({"status": "unknown", "reason": error.message})
+        return JsonResponse(progress, 503 if progress.status == "stalled" else 200)
+
     return [
         PolicyRoute("GET /", "nothing", root),
         *probe_routes(readiness),
+        PolicyRoute("GET /progressz", "nothing", progressz),
         PolicyRoute("GET /metrics", "read", prometheus),
         PolicyRoute("GET /status", "read", status),
         *admin_routes(policy, config),

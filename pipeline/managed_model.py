@@ -161,6 +161,7 @@ class ManagedModel:
         record: Its record in the registry.
         job: The change in progress.
         last_request_ms: Time of its last request, by the bus's clock.
+        used_at: When it was loaded or last seen with a request, by the monotonic clock.
         reserved_bytes: Memory reserved for it while it loads.
         largest_bytes: Its memory once all KV is in use; 0 before it was loaded.
     """
@@ -190,6 +191,7 @@ class ManagedModel:
         self.record = ModelRecord(spec=spec)
         self.job: Job | None = None
         self.last_request_ms = self.reserved_bytes = self.largest_bytes = 0
+        self.used_at = time.monotonic()
         self._registry = bus.store.models
         self._bus = bus.of_model(spec.id)
         self._metrics = metrics or Metrics()
@@ -309,6 +311,7 @@ class ManagedModel:
             self.largest_bytes = max(self.largest_bytes, memory_bytes + self._kv_bytes)
             await self.put("ready", takes_requests=True, load_ns=load_ns, memory_bytes=memory_bytes)
             self.was_ready = True
+            self.used_at = time.monotonic()
         if reason or self._over.is_set():
             await self._stop()
             raise self.not_loaded(reason or self._why)
@@ -355,6 +358,17 @@ class ManagedModel:
             with anyio.move_on_after(_POLL_S):
                 await self._over.wait()
         return self._why
+
+    async def may_sleep(self) -> bool:
+        """Return whether loading would bring back all that its lane has now: no weights or adapters
+        came later, and it is not paused."""
+        try:
+            reports = await self._bus.store.board.read()
+        except BusError:
+            return False
+        loads = [report.load for report in reports]
+        changed = any(load.get("weight_version") or "held" in load for load in loads)
+        return not changed and {each.id for each in adapters_of(reports)} <= set(self.spec.adapters)
 
     async def unload(self, job: Job, *, keeps_requests: bool) -> None:
         """Let its requests end, then stop its lane.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import time
 import uuid
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
@@ -379,9 +380,13 @@ class ModelManager:
     # --- periodic work ------------------------------------------------------------------------
 
     async def _watch(self) -> None:
-        """Load models that have requests, and end requests of models that take none."""
+        """Load models that have requests, unload those that had none for long, and end requests of
+        models that take none."""
         for model, entries in await self._read_traffic():
-            if not entries or model.job is not None or self._stopping:
+            if model.job is not None or self._stopping:
+                continue
+            if not entries:
+                await self._unload_idle(model)
                 continue
             if model.record.state not in ("unloaded", "failed"):
                 continue
@@ -389,6 +394,17 @@ class ModelManager:
                 self._begin_load(model)
             else:
                 await model.end_requests()
+
+    async def _unload_idle(self, model: ManagedModel) -> None:
+        limit_s = self._config.deployment.idle_unload_s
+        idle_s = time.monotonic() - model.used_at
+        if not limit_s or idle_s < limit_s or model.record.state != "ready" or model.spec.pinned:
+            return
+        if await model.may_sleep() and model.job is None:
+            self._log.info("model_idle", model=model.spec.id, seconds=round(idle_s))
+            self._begin_unload(model)
+        else:
+            model.used_at = time.monotonic()  # look again later
 
     async def _read_traffic(self) -> list[tuple[ManagedModel, int]]:
         """Return each model with the number of its requests; note the time of the last one."""
@@ -398,7 +414,9 @@ class ModelManager:
         except BusError as error:
             self._log.debug("traffic_not_known", error=error.message)
             return []
-        for model, (_, last_ms) in zip(models, traffic, strict=True):
+        for model, (entries, last_ms) in zip(models, traffic, strict=True):
+            if entries or last_ms != model.last_request_ms:
+                model.used_at = time.monotonic()
             model.last_request_ms = last_ms
         return [(model, each.entries) for model, each in zip(models, traffic, strict=True)]
 

@@ -11,6 +11,7 @@ from msgspec.structs import replace
 from ..store.registry import ModelState
 from .client import BusClient
 from .health import LaneHealth, lanes_of, reason_of
+from .progress import Progress, progress_of
 
 
 class PipelineStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -26,6 +27,8 @@ class PipelineStatus(msgspec.Struct, frozen=True, kw_only=True):
         dead_letters: Requests in the dead letters; see `nano-inference dlq`.
         lanes: The lanes, with the last report of each stage.
         models: The states of several models; the numbers above are their sums.
+        stall_timeout_s: Time without a token or a step after which a lane is stalled.
+        progress: Of the lanes with their requests.
     """
 
     ready: bool
@@ -37,10 +40,12 @@ class PipelineStatus(msgspec.Struct, frozen=True, kw_only=True):
     dead_letters: int
     lanes: list[LaneHealth]
     models: dict[str, ModelState] = {}
+    stall_timeout_s: float
+    progress: Progress
 
 
-async def pipeline_status(client: BusClient) -> PipelineStatus:
-    """Return a snapshot over any bus.
+async def pipeline_status(client: BusClient, stall_timeout_s: float) -> PipelineStatus:
+    """Return a snapshot over any bus; `stall_timeout_s`: as `pipeline.stall_timeout_s`.
 
     The stages' loads are without settings, since those of fairness name tenants.
 
@@ -65,6 +70,8 @@ async def pipeline_status(client: BusClient) -> PipelineStatus:
         dead_letters=backlog.dead,
         lanes=lanes,
         models=states,
+        stall_timeout_s=stall_timeout_s,
+        progress=progress_of(lanes, stall_timeout_s),
     )
 
 
@@ -73,4 +80,7 @@ def of_models(status: PipelineStatus, models: Collection[str]) -> PipelineStatus
     states = {id: state for id, state in status.models.items() if id in models}
     lanes = [lane for lane in status.lanes if lane.model in states]
     reason = reason_of(states, lanes)
-    return replace(status, ready=not reason, reason=reason, lanes=lanes, models=states)
+    progress = progress_of(lanes, status.stall_timeout_s)
+    return replace(
+        status, ready=not reason, reason=reason, lanes=lanes, models=states, progress=progress
+    )

@@ -142,6 +142,9 @@ RUNNING = _gauge("nano.sequences.running", "{sequence}", "Samples in the batch."
 SEQUENCES_WAITING = _gauge(
     "nano.sequences.waiting", "{sequence}", "Samples that wait for KV blocks or a step."
 )
+STEP_AGE = _gauge(
+    "nano.step.age", "s", "Time since the last step ended, while there are samples to compute."
+)
 BATCH_SIZE = _histogram("nano.batch.size", "{sequence}", "Samples in a step.", SEQUENCES)
 SCHEDULE_TIME = _step_seconds("nano.step.schedule_time", "Time to plan a step.")
 DEVICE_TIME = _step_seconds("nano.step.device_time", "Time of a step on the device.")

@@ -18,7 +18,10 @@ from ..serving.measures import Reason
 from .http import Respond, respond_plainly
 
 PROBES = frozenset(
-    ("/livez", "/healthz", "/readyz", "/health", "/v2/health/live", "/v2/health/ready")
+    (
+        *("/livez", "/healthz", "/readyz", "/progressz", "/health"),
+        *("/v2/health/live", "/v2/health/ready"),
+    )
 )
 """Paths without limits; `/health` is SGLang's, those below `/v2` are KServe's."""
 

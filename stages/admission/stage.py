@@ -83,6 +83,8 @@ class AdmissionStage(Actor):
         self._long_prompts = LongPrompts()
         # Adapters to unload once no request in flight has them, and the operations to answer then.
         self._unloading: list[tuple[str, str]] = []
+        # The last time when no request was in flight, as far as `load` has seen.
+        self._idle_ns = now_ns()
         self._group: TaskGroup
 
     # --- starting -----------------------------------------------------------------------------
@@ -337,6 +339,9 @@ class AdmissionStage(Actor):
             "recovering": self.epochs.num_recovering,
             "model": self.config.engine.model_name,
         }
+        if not load["in_flight"]:
+            self._idle_ns = now_ns()
+        load["busy_s"] = round((now_ns() - self._idle_ns) / 1e9, 1)
         replicas = self.config.pipeline.replicas
         if (responses := self._responses()) is not None:
             load["responses"] = len(responses)

@@ -64,6 +64,8 @@ class BatchingStage(Actor):
         self._paused = False  # survives a failure
         self._pausing = ""  # operation id of the pause to answer
         self._spans = BatchingSpans(self)
+        # The last step's end, or the last time when there was nothing to compute.
+        self._moved_ns = now_ns()
         self._num_published = 0  # entries with KV events
 
     async def close(self) -> None:
@@ -88,13 +90,35 @@ class BatchingStage(Actor):
         return "the executor has not sent its capacity"
 
     def load(self) -> dict[str, int | float | str]:
-        return dict(self._core.load()) if self._core is not None else {}
+        core = self._core
+        if core is None:
+            return {}
+        load: dict[str, int | float | str] = {**core.load()}
+        step_age_s = self._step_age_s(core)
+        if held := self._held(core):
+            load["held"] = held
+        elif not core.idle:
+            load["step_age_s"] = step_age_s
+        return load
+
+    def _held(self, core: BatchingCore) -> str:
+        """Return why no step is planned; "" if steps may be."""
+        if self._paused:
+            return "generation is paused"
+        return f"{', '.join(core.lacks)} released or not restored" if core.lacks else ""
+
+    def _step_age_s(self, core: BatchingCore) -> float:
+        """Return the time since the last step while there is something to compute, else 0."""
+        if core.idle or self._held(core):
+            self._moved_ns = now_ns()
+        return round((now_ns() - self._moved_ns) / 1e9, 1)
 
     async def measure(self) -> None:
         core = self._core
         if core is None:
             return
         load, done = core.load(), core.take_counters()
+        self.metrics.record(instruments.STEP_AGE, self._step_age_s(core))
         for instrument, value in (
             (instruments.RUNNING, load["running"]),
             (instruments.SEQUENCES_WAITING, load["waiting"]),
@@ -191,6 +215,7 @@ class BatchingStage(Actor):
         match envelope.body:
             case StepSummary() as result:
                 core.absorb(result)
+                self._moved_ns = now_ns()
                 self._spans.step_done(result)
             case AdmittedRequest() as request:
                 now = now_ns()

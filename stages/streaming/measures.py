@@ -53,24 +53,28 @@ class Throughput:
         self._tokens = 0
         self._since_ns = now_ns
         self._rate = 0
+        self._last_ns = 0
         self._ttft_ns: deque[int] = deque(maxlen=100)
 
-    def add(self, tokens: int) -> None:
+    def add(self, tokens: int, now_ns: int) -> None:
         """Count new tokens."""
         self._tokens += tokens
+        self._last_ns = now_ns
 
     def first_token(self, ttft_ns: int) -> None:
         """Add the time to the first token of a request that has ended."""
         self._ttft_ns.append(ttft_ns)
 
     def load(self, now_ns: int) -> dict[str, int | float]:
-        """Return tokens per second since the last call, and median and 95th percentile of the time
-        to the first token once there is one."""
+        """Return tokens per second since the last call; once there is one, the age of the last
+        token, and median and 95th percentile of the time to the first."""
         passed_ns = now_ns - self._since_ns
         if passed_ns >= _SHORTEST_WINDOW_NS:
             self._rate = round(self._tokens / (passed_ns / 1e9))
             self._tokens, self._since_ns = 0, now_ns
         load: dict[str, int | float] = {"tokens_per_s": self._rate}
+        if self._last_ns:
+            load["token_age_s"] = round((now_ns - self._last_ns) / 1e9, 1)
         if times := sorted(self._ttft_ns):
             for name, share in (("ttft_ms_p50", 0.5), ("ttft_ms_p95", 0.95)):
                 load[name] = round(times[int(share * (len(times) - 1))] / 1e6, 1)

@@ -73,9 +73,10 @@ class StreamingStage(Actor):
         match envelope.body:
             case StepResult() as result:
                 replica = split_role(role_of_sender(envelope.sender))[1]
-                self._deliveries.append(self._core.absorb(result, now_ns(), replica))
-                self._deliveries += self._core.caught_up(now_ns())
-                self._throughput.add(len(result.seq_ids))
+                now = now_ns()
+                self._deliveries.append(self._core.absorb(result, now, replica))
+                self._deliveries += self._core.caught_up(now)
+                self._throughput.add(len(result.seq_ids), now)
                 self._weight_version = result.weight_version
                 if self.metrics.enabled:
                     for interval_ns in self._intervals.step(result.seq_ids, result.end_ns):

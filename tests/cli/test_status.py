@@ -19,6 +19,7 @@ from nano_inference.cli.clients import of_one_model
 from nano_inference.cli.status import History, lane_table, view
 from nano_inference.config import REPLICATED, STAGES, Config, RequestError, all_roles
 from nano_inference.pipeline.health import lanes_of
+from nano_inference.pipeline.progress import progress_of
 from nano_inference.store.board import StageReport
 from nano_inference.store.redis.keys import Keys
 
@@ -137,6 +138,7 @@ def look(*further: StageReport, without: str = "", rate: int = 1234) -> BusStatu
     counts = {"waiting": 12, "queue_length": 13, "in_flight": 47, "dead_letters": 1, "results": 0}
     where = {"url": "redis://here:1", "server": "Valkey", "prefix": "nano", "last_taken_s": 0.1}
     state = {"ready": lanes[0].ready, "reason": lanes[0].reason, "lanes": lanes}
+    state |= {"stall_timeout_s": 60.0, "progress": progress_of(lanes, 60.0)}
     return BusStatus(links={}, connections={}, **counts, **where, **state)
 
 
@@ -268,6 +270,26 @@ def test_health_of_a_role(run: Run, on_nobody: str, redis_url: str) -> None:
     assert ran[:2] == (1, "decode pool not ready: lane 0: no replica has the role decode\n")
 
 
+def test_health_of_a_lane_s_progress(run: Run, on_nobody: str, redis_url: str) -> None:
+    loads = {
+        "admission": {"in_flight": 2, "busy_s": 90},
+        "batching": {"step_age_s": 80},
+        "streaming": {"token_age_s": 75},
+    }
+    reports = [report(stage, loads.get(stage, {})) for stage in STAGES]
+    with Redis.from_url(redis_url) as redis:
+        redis.xadd(Keys(on_nobody).stages, {"json": msgspec.json.encode(reports)})
+    ran = run("health", "--progress")
+    assert ran.status == 1
+    assert ran.stdout.startswith(
+        "stalled, last token 75 s ago: lane 0: no token for 75 s with 2 in"
+    )
+    ran = run("health", "--progress", "--set", "pipeline.stall_timeout_s=600")
+    assert ran[:2] == (0, "ok, last token 75 s ago\n")
+    assert "stalled, last token" in run("status").stdout
+    assert_refused(run("health", "--progress", "--live"), "--progress is of a whole lane")
+
+
 def test_health_without_redis(run: Run, closed_port: int) -> None:
     url = f"redis://127.0.0.1:{closed_port}"
     live, ready = run("health", "--live", "--bus", url), run("health", "--bus", url)
@@ -282,6 +304,7 @@ class Probed(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         status, body = {
             "/livez": (200, b'{"status": "alive"}'),
+            "/progressz": (503, b'{"status": "stalled", "reason": "no step ends"}'),
             "/readyz?role=decode": (503, b'{"status": "not_ready", "reason": "no replica"}'),
             "/readyz": (503, b'{"status": "not_ready", "reason": "executor is starting"}'),
             "/v2/models/one/ready": (400, b'{"error": "executor is stopped"}'),
@@ -301,6 +324,8 @@ def test_health_of_a_server_that_is_live_and_not_ready(run: Run) -> None:
         assert run("health", "--url", url)[:2] == (1, "not ready: executor is starting\n")
         ran = run("health", "--url", url, "--role", "decode")
         assert ran[:2] == (1, "not ready: no replica\n")
+        ran = run("health", "--url", url, "--progress")
+        assert ran[:2] == (1, "not making progress: no step ends\n")
         ran = run("health", "--url", url, "--model", "one")
         assert ran[:2] == (1, "not ready: executor is stopped\n")
         assert_refused(run("health", "--url", url, "--model", "a/b"), "/v2/models/a%2Fb/ready")

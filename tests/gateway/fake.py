@@ -12,6 +12,7 @@ import anyio
 import httpx
 import msgspec
 
+from nano_inference.bus.backlog import Backlog
 from nano_inference.bus.public import (
     Completion,
     CompletionChunk,
@@ -229,6 +230,10 @@ class FakeEngine:
 
     async def reports(self) -> list[StageReport]:
         return self.stage_reports
+
+    async def backlog(self) -> Backlog:
+        self._called("backlog")
+        return Backlog(0, 0, 0, 0)
 
     async def trouble(self) -> str:
         self._called("trouble")

@@ -9,12 +9,14 @@ from typing import Any
 import httpx
 import pytest
 
-from nano_inference.config import BusError, GatewayConfig, TelemetryConfig
+from nano_inference.config import BusError, GatewayConfig, PipelineConfig, TelemetryConfig
+from nano_inference.gateway import endpoints
 from nano_inference.gateway.server.limits import PROBES
 from nano_inference.gateway.server.server import HttpServer
 from nano_inference.gateway.serving import lane_state as readiness_module
 from nano_inference.gateway.serving.lane_state import DRAINING, Readiness
 from nano_inference.gateway.serving.measures import Measures
+from nano_inference.store.board import StageReport
 from nano_inference.telemetry import setup_metrics
 from nano_inference.telemetry.instruments import QUEUE_DEPTH
 
@@ -31,7 +33,10 @@ def readiness(engine: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> Readiness:
 
 
 @pytest.fixture
-async def http(engine: FakeEngine, readiness: Readiness) -> AsyncIterator[Client]:
+async def http(
+    engine: FakeEngine, readiness: Readiness, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[Client]:
+    monkeypatch.setattr(endpoints, "ASKED_EVERY_S", 0.0)
     app = app_of(engine, readiness=readiness)
     server = HttpServer(app, GatewayConfig(max_connections=1))
     async with http_of(server.calls, engine) as client:
@@ -85,6 +90,31 @@ async def test_readiness_by_role(http: Client) -> None:
     http.engine.why_not = WHY
     assert (await probe(http, "/readyz?role=prefill"))[1]["reason"] == WHY
     assert error_of(await http.get("/readyz?role=x"), 400) == "invalid_request"
+
+
+async def test_progress(http: Client) -> None:
+    """503 while requests are in flight and neither a token nor a step comes."""
+    age_s = PipelineConfig().stall_timeout_s + 1
+
+    def report(stage: str, **load: int | float) -> StageReport:
+        of_process = {"lane": "0", "incarnation": stage, "host": "h", "pid": 1, "epoch": 1}
+        return StageReport(stage=stage, state="ready", load=load, **of_process)
+
+    async def found(in_flight: int, age_s: float) -> tuple[int, Any]:
+        http.engine.stage_reports = [
+            report("admission", in_flight=in_flight, busy_s=9000),
+            report("streaming", token_age_s=age_s),
+            *map(report, ("fairness", "batching", "executor")),
+        ]
+        return await probe(http, "/progressz")
+
+    assert await found(2, 0.5) == (200, {"status": "ok", "in_flight": 2, "token_age_s": 0.5})
+    assert await found(0, age_s) == (200, {"status": "idle", "token_age_s": age_s})
+    status, body = await found(2, age_s)
+    assert (status, body["status"], body["token_age_s"]) == (503, "stalled", age_s)
+    http.engine.failures["backlog"] = BusError("Redis is away")
+    unknown = {"status": "unknown", "reason": "Redis is away"}
+    assert await probe(http, "/progressz") == (200, unknown)
 
 
 async def test_released_weights_are_known_at_once(http: Client) -> None:

@@ -177,7 +177,7 @@ async def test_stages_report_their_state_and_load(make_config: MakeConfig) -> No
         assert found.ready, found.reason
         loads = {stage: set(report.load) for stage, report in found.stages.items()}
         assert loads == {
-            "admission": {"in_flight", "recovering", "model"},
+            "admission": {"in_flight", "busy_s", "recovering", "model"},
             "fairness": {
                 *("queued", "credits", "paused", "settings", "roles"),
                 *("preemptions", "yields", "resumes", "handovers"),
@@ -190,7 +190,7 @@ async def test_stages_report_their_state_and_load(make_config: MakeConfig) -> No
                 *("plans", "steps", "device", "weight_version", "max_model_len"),
                 *("deterministic", *FACTS),
             },
-            "streaming": {"open", "tokens_per_s", "ttft_ms_p50", "ttft_ms_p95"},
+            "streaming": {"open", "tokens_per_s", "token_age_s", "ttft_ms_p50", "ttft_ms_p95"},
         }
         assert found.stages["executor"].load["steps"] > 0  # type: ignore[operator]
         assert [each.stage for each in await pipeline.bus.store.board.read()] == sorted(STAGES)

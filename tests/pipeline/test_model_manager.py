@@ -16,6 +16,7 @@ import pytest
 from safetensors.torch import load_file
 
 from nano_inference import BusClient, Completion, Config, Pipeline
+from nano_inference.bus.weights import FolderWeights
 from nano_inference.config import BusConfig, BusError, ModelConfig, ModelError, load_config
 from nano_inference.pipeline import managed_model, model_manager
 from nano_inference.pipeline.model_manager import ModelManager
@@ -373,6 +374,23 @@ async def test_models_are_loaded_on_demand(redis_url: str, small_machine: int) -
             assert [each.model for each in answers] == list(names)
         ready = [each.id for each in await deployment.client.models() if each.state == "ready"]
         assert len(ready) <= 2
+
+
+async def test_an_idle_model_is_unloaded_until_a_request_comes(redis_url: str) -> None:
+    models = (model("a"), model("pinned", pinned=True), model("updated"))
+    async with managing(
+        own_prefix(redis_url), *models, load_on_demand=True, idle_unload_s=1.5
+    ) as deployment:
+        updated = deployment.client.of_model("updated")
+        await updated.update_weights(FolderWeights(str(short_model.folder())))
+        await updated.aclose()
+        await deployment.until("a", "unloaded")
+        assert (await deployment.ask("a")).status == "done"
+        assert deployment.loads["a"] == 2
+        await deployment.until("a", "unloaded")
+        # Loading it would bring back older weights.
+        assert (await deployment.state("updated")).state == "ready"
+        assert deployment.loads == {"a": 2, "pinned": 1, "updated": 1}
 
 
 async def test_records_of_a_former_manager_are_replaced(redis_url: str) -> None:

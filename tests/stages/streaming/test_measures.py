@@ -123,11 +123,12 @@ def test_ended_sequences_are_dropped_now_and_then() -> None:
 
 def test_a_rate_is_measured_since_the_last_call_and_not_over_a_moment() -> None:
     throughput = Throughput(0)
-    throughput.add(30)
-    throughput.add(70)
-    assert throughput.load(2 * S) == {"tokens_per_s": 50}
-    assert throughput.load(2 * S + 1) == {"tokens_per_s": 50}
-    assert throughput.load(3 * S) == {"tokens_per_s": 0}
+    assert throughput.load(1) == {"tokens_per_s": 0}
+    throughput.add(30, 1)
+    throughput.add(70, S)
+    assert throughput.load(2 * S) == {"tokens_per_s": 50, "token_age_s": 1.0}
+    assert throughput.load(2 * S + 1) == {"tokens_per_s": 50, "token_age_s": 1.0}
+    assert throughput.load(3 * S) == {"tokens_per_s": 0, "token_age_s": 2.0}
 
 
 def test_times_to_the_first_token_are_of_the_last_requests() -> None:

@@ -176,6 +176,7 @@ async def test_stages_report_their_state_and_load(make_config: MakeConfig) -> No
         (found,) = lanes_of(pipeline.stages())
         assert found.ready, found.reason
         loads = {stage: set(report.load) for stage, report in found.stages.items()}
+        loads["batching"].discard("step_age_s")  # until it has heard of the end
         assert loads == {
             "admission": {"in_flight", "busy_s", "recovering", "model"},
             "fairness": {

@@ -108,13 +108,25 @@ LONGEST_FILES = (
 )
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Puts the longest files first. (xdist hands out files in this order.)"""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leaves out tests of soaks alone, and puts the longest files first. (xdist hands out files in
+    this order.)"""
+    if not config.getoption("--soak"):
+        left_out = [item for item in items if any(map(_only, item.iter_markers("soak")))]
+        if left_out:
+            config.hook.pytest_deselected(items=left_out)
+            names = {item.nodeid for item in left_out}
+            items[:] = [item for item in items if item.nodeid not in names]
     folder = Path(__file__).parent
     places = {folder / name: place for place, name in enumerate(LONGEST_FILES)}
     if gone := [path for path in places if not path.exists()]:
         raise pytest.UsageError(f"LONGEST_FILES has what is not there: {', '.join(map(str, gone))}")
     items.sort(key=lambda item: places.get(item.path, len(places)))
+
+
+def _only(mark: pytest.Mark) -> bool:
+    """Whether it is `soak(only=True)`."""
+    return bool(mark.kwargs.get("only"))
 
 
 def pytest_collection_finish() -> None:

@@ -7,6 +7,7 @@ import gc
 import os
 import socket
 import subprocess
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -160,6 +161,19 @@ def shared_template_workers() -> Iterator[None]:
     """One set of template processes for all gateways; each start imports Transformers."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(chat_templates, "TemplateWorkers", functools.cache(TemplateWorkers))
+        yield
+
+
+@pytest.fixture(scope="module", autouse=True)
+def bundled_model_loaded_once(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Not for the executor's own tests, which see it loaded."""
+    beside = Path(__file__).parent / "stages"
+    if "torch" not in sys.modules or request.path.is_relative_to(beside):
+        yield
+        return
+    from .loading import loaded_once
+
+    with loaded_once():
         yield
 
 

@@ -112,7 +112,7 @@ LONGEST_FILES = (
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leaves out tests of soaks alone, and puts the longest files first. (xdist hands out files in
     this order.)"""
-    if not config.getoption("--soak"):
+    if not (config.getoption("--soak") or config.getoption("--write-docs")):
         left_out = [item for item in items if any(map(_only, item.iter_markers("soak")))]
         if left_out:
             config.hook.pytest_deselected(items=left_out)

@@ -22,6 +22,7 @@ from nano_inference.stages.executor.runner.tiers.host_slots import HostSlots
 from nano_inference.stages.fairness.core import FairnessCore
 from nano_inference.stages.streaming.core import StreamingCore
 
+from ..soaking import in_soak
 from ..stages.executor.runner.adapters.making import make_adapter
 from . import reference, short_model
 from .builders import State, break_once, end_of, until
@@ -95,7 +96,7 @@ def counts(pipeline: Pipeline, replica: int) -> TierCounts:
     return tiers._counts
 
 
-@both_buses
+@both_buses()
 async def test_a_handed_over_sequence_has_the_same_bits(make_config: MakeConfig) -> None:
     asked = bodies()
     expected = await expected_of(make_config, asked)
@@ -130,7 +131,7 @@ FEATURES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("feature", FEATURES)
-@pytest.mark.parametrize("speculation", ["off", "auto"])
+@pytest.mark.parametrize("speculation", [in_soak("off"), "auto"])
 async def test_features_go_on_behind_a_handover(
     make_config: MakeConfig, feature: str, speculation: str
 ) -> None:
@@ -161,13 +162,13 @@ async def test_a_short_cache_where_sequences_decode(make_config: MakeConfig) -> 
     ("owner", "method"),
     [
         (BatchingCore, "absorb"),
-        (BatchingCore, "plan"),
+        in_soak(BatchingCore, "plan"),
         (Handovers, "offer"),
-        (KVCacheManager, "expect"),
+        in_soak(KVCacheManager, "expect"),
         (FairnessCore, "hand_over"),
-        (FairnessCore, "pop"),
+        in_soak(FairnessCore, "pop"),
         (ExecutorCore, "execute"),
-        (HostSlots, "offer"),
+        in_soak(HostSlots, "offer"),
         (HostSlots, "load"),
         (StreamingCore, "absorb"),
     ],

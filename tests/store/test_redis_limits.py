@@ -22,6 +22,7 @@ from nano_inference.store.redis import limits as redis_limits
 from ..buses import LIMIT_S, Buses, kit
 from ..rig import mortal_server
 from ..servers import sentinel_group, until
+from ..soaking import in_soak
 from .test_limits import fits, left, reserve
 
 REQUESTS = Limit("key", 100, 3600)
@@ -40,7 +41,7 @@ async def granted(gateways: list[Bus], limit: Limit, wishes: int) -> int:
     return sum(await asyncio.gather(*(ask(index) for index in range(wishes))))
 
 
-@pytest_asyncio.fixture(params=["always", "none"])
+@pytest_asyncio.fixture(params=[in_soak("always"), "none"])
 async def mortal(tmp_path: Path, request: pytest.FixtureRequest) -> AsyncIterator[Any]:
     """A server that finds all that it knew when it is started again, and one that finds nothing."""
     async with mortal_server(tmp_path / "data", request.param) as server:
@@ -102,6 +103,7 @@ async def test_what_the_server_forgot_last_is_told_again(tmp_path: Path) -> None
         await bus.aclose()
 
 
+@pytest.mark.soak(only=True)
 @pytest.mark.slow
 async def test_a_failover_in_the_middle_grants_no_more(
     tmp_path: Path, pytestconfig: pytest.Config

@@ -21,6 +21,7 @@ import torch
 
 from nano_inference.stages.executor import LoadedModel, wrap_model
 
+from ...soaking import in_soak
 from .lane import Answer, Lane, lane_of
 from .models import ARCHITECTURES
 from .references import (
@@ -88,6 +89,12 @@ RUNS = (
 )
 # Architectures with windows, soft caps, sinks and experts.
 CROSSED = ("gemma2", "gpt_oss")
+# All architectures run once every day, and these in every way.
+EVERY_DAY = [
+    (name, run) if run is RUNS[0] or name in ("qwen2", *CROSSED) else in_soak(name, run)
+    for run in RUNS
+    for name in ARCHITECTURES
+]
 OTHER_RUNS = [
     run
     for run in (Run(*parts) for parts in product((16, 1), ("radix", "paged"), *[(False, True)] * 2))
@@ -123,8 +130,7 @@ def test_no_near_tie_decides_a_token(name: str, new_tokens: int) -> None:
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("run", RUNS, ids=str)
-@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize(("name", "run"), EVERY_DAY, ids=str)
 def test_tokens_and_logprobs_equal_generate(
     name: str, run: Run, new_tokens: int, results: Results
 ) -> None:
@@ -201,7 +207,10 @@ def compare(answers: list[Answer], expected: Reference) -> float:
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize(
+    "name",
+    [name if name in ("qwen2", *CROSSED) else in_soak(name) for name in ARCHITECTURES],
+)
 def test_bfloat16_is_as_near_to_float32_as_transformers_own(
     name: str, full: bool, results: Results
 ) -> None:

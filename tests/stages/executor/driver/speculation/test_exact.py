@@ -76,7 +76,8 @@ def answers(
     return lane
 
 
-@settings(max_examples=6, deadline=None)
+@pytest.mark.soak
+@settings(max_examples=settings.default.max_examples // 8, deadline=None)
 @given(
     asked=requests,
     right=st.sampled_from([0.0, 0.5, 0.9, 1.0]),

@@ -326,7 +326,7 @@ def fail_midway(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(WeightSyncManager, "_write", write)
 
 
-@both_buses()
+@both_buses("memory")
 async def test_lost_weights_generate_nothing_until_all_have_come(
     running: Pipeline, loaded: dict[str, Tensor]
 ) -> None:

@@ -110,7 +110,7 @@ def test_experts_agree_whichever_way_transformers_runs_them(name: str) -> None:
     assert_arrangements_agree(wrap_model(module, 128))
 
 
-@pytest.mark.parametrize("name", ["qwen2", in_soak("gemma2"), "gpt_oss", in_soak("qwen3_moe")])
+@pytest.mark.parametrize("name", [name if name == "gpt_oss" else in_soak(name) for name in VARIOUS])
 def test_arrangements_agree_without_kernels(name: str) -> None:
     needs_kernels(torch.float32)  # without them all models run so
     assert_arrangements_agree(wrap_model(make_model(name), 128), kernels="off")

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import random
 
+import pytest
+
 from nano_inference import Completion, GenerateRequest, Pipeline, SamplingParams
 
 from . import reference

@@ -7,6 +7,7 @@ import gc
 import os
 import socket
 import subprocess
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -47,9 +48,11 @@ structlog.configure(
 )
 
 # How long an example takes says more about the machine than about what it shows.
-settings.register_profile("ours", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile(
+    "ours", max_examples=50, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
 settings.load_profile("ours")
-# Of those that name no number of their own. Every day it is Hypothesis's 100.
+# Of those that name no number of their own. Every day it is 50.
 settings.register_profile("soak", settings.get_profile("ours"), max_examples=500)
 
 
@@ -85,36 +88,50 @@ def pytest_configure(config: pytest.Config) -> None:
 # Those that take longest, so that none is begun when the others have ended; see the table at the
 # end of `make test`. The rest comes in the order of its names.
 LONGEST_FILES = (
-    "pipeline/test_processes.py",
-    "pipeline/test_redis_trouble.py",
-    "pipeline/test_lanes.py",
-    "pipeline/test_chaos.py",
-    "pipeline/test_planted_defects.py",
-    "pipeline/test_roles_killed.py",
-    "pipeline/test_weights_restart.py",
-    "pipeline/test_life.py",
-    "pipeline/test_weights.py",
-    "pipeline/test_weights_together.py",
-    "pipeline/test_replicas.py",
-    "stages/executor/runner/test_deterministic.py",
-    "stages/executor/test_parity.py",
     "test_docs.py",
-    "stages/executor/runner/weights/transports/test_group.py",
-    "pipeline/test_release.py",
-    "pipeline/test_limits.py",
-    "pipeline/test_fairness.py",
-    "pipeline/test_many_models.py",
+    "pipeline/test_lanes.py",
+    "pipeline/test_redis_trouble.py",
+    "pipeline/test_processes.py",
+    "stages/executor/test_parity.py",
+    "pipeline/test_roles.py",
+    "test_package.py",
+    "pipeline/test_life.py",
+    "pipeline/test_adapters.py",
+    "pipeline/test_weights_together.py",
+    "stages/executor/runner/test_deterministic.py",
+    "pipeline/test_ranks.py",
+    "stages/executor/runner/ranks/test_loading.py",
+    "pipeline/test_weights.py",
+    "pipeline/test_model_manager.py",
+    "pipeline/test_embeddings.py",
+    "pipeline/test_response_cache.py",
+    "telemetry/test_metrics.py",
+    "text/test_gguf.py",
     "examples/test_grpo_arithmetic.py",
+    "pipeline/test_planted_defects.py",
+    "pipeline/test_replicas.py",
 )
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Puts the longest files first. (xdist hands out files in this order.)"""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leaves out tests of soaks alone, and puts the longest files first. (xdist hands out files in
+    this order.)"""
+    if not (config.getoption("--soak") or config.getoption("--write-docs")):
+        left_out = [item for item in items if any(map(_only, item.iter_markers("soak")))]
+        if left_out:
+            config.hook.pytest_deselected(items=left_out)
+            names = {item.nodeid for item in left_out}
+            items[:] = [item for item in items if item.nodeid not in names]
     folder = Path(__file__).parent
     places = {folder / name: place for place, name in enumerate(LONGEST_FILES)}
     if gone := [path for path in places if not path.exists()]:
         raise pytest.UsageError(f"LONGEST_FILES has what is not there: {', '.join(map(str, gone))}")
     items.sort(key=lambda item: places.get(item.path, len(places)))
+
+
+def _only(mark: pytest.Mark) -> bool:
+    """Whether it is `soak(only=True)`."""
+    return bool(mark.kwargs.get("only"))
 
 
 def pytest_collection_finish() -> None:
@@ -148,6 +165,19 @@ def shared_template_workers() -> Iterator[None]:
     """One set of template processes for all gateways; each start imports Transformers."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(chat_templates, "TemplateWorkers", functools.cache(TemplateWorkers))
+        yield
+
+
+@pytest.fixture(scope="module", autouse=True)
+def bundled_model_loaded_once(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Not for the executor's own tests, which see it loaded."""
+    beside = Path(__file__).parent / "stages"
+    if "torch" not in sys.modules or request.path.is_relative_to(beside):
+        yield
+        return
+    from .loading import loaded_once
+
+    with loaded_once():
         yield
 
 

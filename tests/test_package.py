@@ -27,15 +27,14 @@ OUTSIDE = {"tests", "benchmarks", "examples", "docs", "deploy", "build"}
 
 def tree() -> set[str]:
     """What belongs in the wheel, by what lies in the tree."""
-    files = {path.relative_to(ROOT) for kind in KINDS for path in ROOT.rglob(kind)}
+    # Not through the virtual environment, which has many more.
+    top = [path for path in ROOT.iterdir() if path.name[0] != "." and path.name not in OUTSIDE]
+    inside = chain(top, *(path.rglob("*") for path in top if path.is_dir()))
+    files = {path.relative_to(ROOT) for path in inside if any(map(path.match, KINDS))}
     files |= {path.relative_to(ROOT) for path in (ROOT / "models" / "tiny").iterdir()}
     files |= {path.relative_to(ROOT) for path in (ROOT / "text" / "messages" / "formats").iterdir()}
     files |= {Path("py.typed"), Path("models/card.md"), Path("models/words.toml")}
-    return {
-        f"nano_inference/{path}"
-        for path in files
-        if path.parts[0] not in OUTSIDE and not path.parts[0].startswith(".")
-    }
+    return {f"nano_inference/{path}" for path in files}
 
 
 @pytest.mark.slow

@@ -506,10 +506,13 @@ class KVCacheManager(ABC):
             AssertionError: A block is lost, held without a holder, or both free and held.
         """
         held = Counter(block_id for lease in leases for block_id in lease.held())
-        counts = [held[block_id] for block_id in range(self.num_blocks)]
-        assert counts == self._ref_counts, "reference counts do not match the block tables"
-        free = {block_id for block_id, count in enumerate(counts) if count == 0}
-        assert free == self._free.keys(), "free blocks are not exactly those without a holder"
+        # By the held blocks, since the others can be many, and are counted without Python code.
+        num_free, counts, free = self.num_blocks - len(held), self._ref_counts, self._free.keys()
+        right = all(counts[block_id] == count for block_id, count in held.items())
+        assert right, "reference counts do not match the block tables"
+        assert counts.count(0) == num_free, "a block without a holder has references"
+        assert len(free) == num_free, "free blocks are not exactly those without a holder"
+        assert free.isdisjoint(held), "a block is both free and held"
         if self.tiers is not None:
             self.tiers.check()
 

@@ -15,7 +15,7 @@ steps = st.lists(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=75, deadline=None)
 @given(steps=steps, capacity=st.integers(1, 3))
 def test_each_item_comes_out_once_and_in_its_entrances_order(
     steps: list[tuple[str, int]], capacity: int

@@ -22,6 +22,7 @@ from nano_inference.cli import chat as chat_command
 from nano_inference.cli.clients import AnswerPart, ListedModel, ReceivedCall
 from nano_inference.config import Config, RequestError
 
+from ..soaking import in_soak
 from .conftest import LIMIT_S, Run, assert_refused, paused, wait_until
 
 
@@ -244,6 +245,7 @@ def _own_terminal() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("place", ["url", in_soak("bus")], indirect=True)
 def test_ctrl_c_stops_the_answer_and_not_the_program(
     program: list[str], place: list[str], url: str
 ) -> None:

@@ -20,24 +20,32 @@ from nano_inference.gateway.gateway import Gateway
 from nano_inference.pipeline.pipeline import Pipeline
 from nano_inference.stages.executor.core import ExecutorCore
 
+from ..soaking import in_soak
 from . import reference, short_model
 from .builders import DTYPE, State
 
 MakeConfig = Callable[..., Config]
 
+BUSES = ("memory", "redis-links")
+
 # Of each test that is not slow; the slow ones have limits of their own.
 LIMIT_S = 120
+
 
 # What a bus promises is held for each kind in tests/bus/, and most of what stages do with it is no
 # other for the kind: that is shown in memory, which is what tests get that ask for nothing else.
 # Nothing on Redis, and every link on Redis: for what depends on when messages arrive, or on what
-# becomes of them on their way.
-BUSES = ["memory", "redis-links"]
-both_buses = pytest.mark.parametrize("make_config", BUSES, indirect=True)
+# becomes of them on their way. Every day that is every link on Redis, or what is given here.
+def both_buses(every_day: str = "redis-links") -> pytest.MarkDecorator:
+    """A test on each bus."""
+    buses = [bus if bus == every_day else in_soak(bus) for bus in BUSES]
+    return pytest.mark.parametrize("make_config", buses, indirect=True)
+
+
 # And every link on a cluster. For what rests on several of a bus's promises together, as recovery
 # does.
 all_buses = pytest.mark.parametrize(
-    "make_config", ["memory", "redis-links", "cluster"], indirect=True
+    "make_config", [in_soak("memory"), "redis-links", in_soak("cluster")], indirect=True
 )
 
 

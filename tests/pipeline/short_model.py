@@ -12,6 +12,7 @@ from pathlib import Path
 
 from safetensors.torch import load_file, save_file
 
+from ..loading import SHORT
 from . import reference
 
 # Of the five the one whose texts, by itself, repeat themselves least.
@@ -24,7 +25,7 @@ def folder(layers: tuple[int, ...] = (LAYER,)) -> Path:
 
     `layers`: those of the bundled one that it has.
     """
-    parent = tempfile.mkdtemp(prefix="nano-test-model-")
+    parent = tempfile.mkdtemp(prefix=SHORT)
     atexit.register(shutil.rmtree, parent, ignore_errors=True)
     made = Path(parent) / reference.FOLDER.name
     weights = "model.safetensors"

@@ -33,6 +33,7 @@ from .conftest import LIMIT_S, MakeConfig, both_buses
 SHORT_MODEL = True
 PROMPT = "12 + 30 ="
 TOKENS = 60
+LONG = 300
 
 
 @cache
@@ -80,7 +81,7 @@ async def refusal(pipeline: Pipeline, model: str) -> str:
     return "" if completion.error is None else completion.error.code
 
 
-@both_buses
+@both_buses("memory")
 async def test_one_batch_has_many_adapters(
     make_config: MakeConfig, folder: Path, wanted: dict[str, tuple[int, ...]]
 ) -> None:
@@ -113,7 +114,7 @@ async def test_tokens_are_stamped_with_the_adapter_s_version(
     await pipeline.client.load_adapter("a", str(folder / "one"))
     versions: list[int] = []
     tokens: list[int] = []
-    async for output in pipeline.submit(request("a", 1000)):
+    async for output in pipeline.submit(request("a", LONG)):
         if isinstance(output, CompletionChunk):
             versions += [output.adapter_version] * len(output.token_ids)
             tokens += output.token_ids
@@ -135,7 +136,7 @@ async def test_an_adapter_can_be_unloaded_while_requests_run(
     await client.load_adapter("a", str(folder / "one"))
     unloading: asyncio.Task[None] | None = None
     completion: Completion | None = None
-    async for output in pipeline.submit(request("a", 1000)):
+    async for output in pipeline.submit(request("a", LONG)):
         if isinstance(output, Completion):
             completion = output
         elif unloading is None:
@@ -151,7 +152,7 @@ async def test_an_adapter_can_be_unloaded_while_requests_run(
         assert error_code(completion) == "aborted"
     else:
         assert completion.status == "done"
-        assert len(completion.samples[0].token_ids) == 1000
+        assert len(completion.samples[0].token_ids) == LONG
 
 
 async def test_a_restarted_executor_has_its_adapters_again(

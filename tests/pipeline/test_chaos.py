@@ -15,7 +15,6 @@ from . import short_model
 
 pytestmark = pytest.mark.slow
 
-EVERY_DAY: dict[str, Any] = {"requests": 24, "kills": 7, "concurrency": 12, "longest": 40}
 SOAK: dict[str, Any] = {"requests": 400, "kills": 56, "concurrency": 24, "longest": 80}
 
 HTTP_EVERY_DAY: dict[str, Any] = {"requests": 24, "kills": 7, "concurrency": 8, "longest": 40}
@@ -33,19 +32,17 @@ def quick_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NANO_INFERENCE_ENGINE__MODEL_PATH", str(short_model.folder()))
 
 
-@pytest.mark.soak
+@pytest.mark.soak(only=True)
 async def test_faults_of_every_kind_cost_nothing_while_sequences_take_turns(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, soak: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Small batches and short time slices: at any moment some sequences are preempted. `make soak`
-    also runs it with a batch for all."""
+    """With a batch for all, and with small batches and short time slices: at any moment some
+    sequences are preempted. (tests/pipeline/test_fairness.py has the latter every day.)"""
     chaos = load("chaos")
-    if soak:
-        check(chaos, await chaos.storm(tmp_path / "places", seed=5, duration_s=600, **SOAK), SOAK)
+    check(chaos, await chaos.storm(tmp_path / "places", seed=5, duration_s=600, **SOAK), SOAK)
     monkeypatch.setenv("NANO_INFERENCE_ENGINE__MAX_BATCH_SIZE", "4")
     monkeypatch.setenv("NANO_INFERENCE_FAIRNESS__MAX_TIMESLICE_TOKENS", "8")
-    size = SOAK if soak else EVERY_DAY
-    check(chaos, await chaos.storm(tmp_path / "turns", seed=6, duration_s=600, **size), size)
+    check(chaos, await chaos.storm(tmp_path / "turns", seed=6, duration_s=600, **SOAK), SOAK)
 
 
 def check(chaos: Any, result: dict[str, Any], size: dict[str, Any]) -> None:

@@ -28,6 +28,7 @@ from nano_inference.stages.batching import BatchingCore
 from nano_inference.stages.executor.core import ExecutorCore
 from nano_inference.stages.streaming.core import StreamingCore
 
+from ..soaking import in_soak
 from ..stages.executor.encoders import CAUSAL, ENCODERS, MOST, VOCAB, make_base, vector_of
 from ..stages.executor.models import make_model
 from . import reference
@@ -74,8 +75,10 @@ def hold(found: Tensor, base: Any, prompts: list[list[int]], kind: str, **how: A
 # --- models that generate, too ------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("cache_type", ["radix", "paged"])
-@pytest.mark.parametrize("budget", [7 + 1, 2048], ids=["in chunks", "whole"])
+@pytest.mark.parametrize(
+    ("budget", "cache_type"),
+    [(8, "radix"), (2048, "paged"), in_soak(8, "paged"), in_soak(2048, "radix")],
+)
 @pytest.mark.parametrize("name", ["qwen3", "gemma2", "mistral", "gpt_oss"])
 def test_vectors_of_a_decoder_are_transformers_own(
     name: str, budget: int, cache_type: Literal["radix", "paged"], tmp_path: Path
@@ -359,10 +362,10 @@ def check_texts(found: list[EmbeddedPrompt], texts: list[str]) -> None:
 @pytest.mark.parametrize(
     ("make_config", "owner", "method", "after"),
     [
-        ("memory", ExecutorCore, "execute", 4),
+        in_soak("memory", ExecutorCore, "execute", 4),
         ("redis-links", ExecutorCore, "execute", 4),
         ("redis-links", BatchingCore, "absorb", 3),
-        ("memory", StreamingCore, "absorb", 3),
+        in_soak("memory", StreamingCore, "absorb", 3),
         ("redis-links", StreamingCore, "absorb", 3),
     ],
     indirect=["make_config"],

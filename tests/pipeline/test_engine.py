@@ -28,6 +28,7 @@ from nano_inference.config import ModelError
 from nano_inference.stages.executor.runner.memory import ReplicaMemory
 from nano_inference.text.tokenizer import default_sampling_params
 
+from ..soaking import in_soak
 from . import reference
 from .builders import finish, raises
 
@@ -73,8 +74,10 @@ KINDS_OF_SAMPLES: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("speculation", ["off", "auto"])
-@pytest.mark.parametrize("length", [16, 21])
+@pytest.mark.parametrize(
+    ("length", "speculation"),
+    [(16, "auto"), (21, "off"), in_soak(16, "off"), in_soak(21, "auto")],
+)
 def test_samples_of_one_prompt_equal_single_samples(
     length: int, speculation: Literal["off", "auto"]
 ) -> None:

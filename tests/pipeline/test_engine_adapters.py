@@ -15,6 +15,7 @@ from nano_inference.bus.weights import InFlight
 from nano_inference.config import AdapterError, PoolingKind
 from nano_inference.pipeline.engine_requests import make_request
 
+from ..soaking import in_soak
 from ..stages.executor.encoders import vector_of
 from ..stages.executor.models import make_model
 from ..stages.executor.runner.adapters.making import make_adapter, merged
@@ -35,7 +36,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
-@pytest.fixture(params=["radix", "paged"])
+@pytest.fixture(params=["radix", in_soak("paged")])
 def engine(folder: Path, request: pytest.FixtureRequest) -> Iterator[InferenceEngine]:
     config = EngineConfig(model_path=str(folder / "qwen"), cache_type=request.param)
     with InferenceEngine(config) as made:

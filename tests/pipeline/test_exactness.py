@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import random
 
+import pytest
+
 from nano_inference import Completion, GenerateRequest, Pipeline, SamplingParams
 
 from . import reference
@@ -60,10 +62,11 @@ async def test_transformers_is_not_talked_into_anything() -> None:
         assert reference.generate(prompt, 16, claimed=claimed, ignore_eos=True) == longer
 
 
-async def test_200_concurrent_requests_equal_transformers_token_for_token(
-    make_config: MakeConfig,
+@pytest.mark.soak
+async def test_concurrent_requests_equal_transformers_token_for_token(
+    make_config: MakeConfig, soak: bool
 ) -> None:
-    requests = mixed_requests(200)
+    requests = mixed_requests(200 if soak else 80)
     # A small budget and a small cache, so that chunked prefill, mixing and waiting really happen.
     config = make_config(
         engine__max_batch_size=48, engine__max_tokens_per_batch=96, engine__kv_cache_bytes=6 << 20

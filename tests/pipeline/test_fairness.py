@@ -20,6 +20,7 @@ from nano_inference.stages.fairness.stage import FairnessStage
 from nano_inference.stages.streaming.core import StreamingCore
 from nano_inference.telemetry import names, setup_tracing
 
+from ..soaking import in_soak
 from . import short_model
 from .builders import asking, stage_of, until
 from .conftest import MakeConfig, both_buses
@@ -86,7 +87,7 @@ async def wanted() -> list[list[tuple[int, ...]]]:
         return tokens
 
 
-@both_buses
+@both_buses()
 async def test_paused_streams_equal_undisturbed_ones(
     make_config: MakeConfig, wanted: list[list[tuple[int, ...]]]
 ) -> None:
@@ -113,7 +114,7 @@ async def test_paused_streams_equal_undisturbed_ones(
     ("make_config", "stage"),
     [
         ("memory", "fairness"),
-        ("redis-links", "batching"),
+        in_soak("redis-links", "batching"),
         ("memory", "executor"),
         ("redis-links", "streaming"),
     ],

@@ -108,7 +108,7 @@ async def test_every_entry_is_answered_and_the_pipeline_goes_on(
     make_config: MakeConfig, soak: bool
 ) -> None:
     rng = random.Random(5)
-    part = 1 if soak else 10
+    part = 1 if soak else 20
     requests, per_link = REQUESTS // part, PER_LINK // part
     config = make_config(
         bus__results_maxlen=10**6,

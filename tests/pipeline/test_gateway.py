@@ -153,7 +153,7 @@ async def at_rest(pipeline: Pipeline) -> bool:
     return not await in_flight(pipeline)
 
 
-@both_buses
+@both_buses()
 async def test_a_trainer_runs_its_rounds(trainer: Trainer, spell: Callable[[int], str]) -> None:
     """Pause, flush, new weights, continue, generate: the version is that of the tokens."""
     await trainer.wait_server_healthy()
@@ -231,7 +231,7 @@ async def test_a_trainer_on_the_same_device_runs_its_rounds(
         assert sample["weight_version"] == await trainer.get_weight_version() == str(version)
 
 
-@both_buses
+@both_buses()
 async def test_aborted_requests_return_partial_samples(
     trainer: Trainer, pipeline: Pipeline
 ) -> None:
@@ -253,7 +253,7 @@ async def test_aborted_requests_return_partial_samples(
     assert 0 < len(meta["output_token_logprobs"]) == meta["completion_tokens"] < 1500
 
 
-@both_buses
+@both_buses()
 async def test_a_dropped_connection_frees_the_lane(trainer: Trainer, pipeline: Pipeline) -> None:
     """While generation is paused, so that the request can't end by itself."""
     await trainer.pause_generation("in_place")

@@ -169,7 +169,7 @@ def test_two_at_the_same_time_are_rivals() -> None:
     assert found.rivals == ("executor",)
 
 
-@both_buses
+@both_buses()
 async def test_stages_report_their_state_and_load(make_config: MakeConfig) -> None:
     async with Pipeline(make_config()) as pipeline:
         await pipeline.complete({"prompt": "12 + 30 =", "sampling": {"temperature": 0}})

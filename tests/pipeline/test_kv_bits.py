@@ -7,6 +7,8 @@ import random
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from nano_inference import Config, Pipeline
 from nano_inference.stages.batching.tiers import TierCounts
 
@@ -156,6 +158,7 @@ async def test_all_bits_are_the_same_from_host_memory_and_disk(
         assert watch.counts.different == 0
 
 
+@pytest.mark.soak(only=True)
 async def test_all_bits_are_the_same_after_a_transfer(
     make_config: MakeConfig, loaded: State, tmp_path: Path
 ) -> None:

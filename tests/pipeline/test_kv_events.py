@@ -92,7 +92,7 @@ async def ask(pipeline: Pipeline, token_ids: list[int], **fields: Any) -> None:
     assert completion.status == "done", completion.error
 
 
-@both_buses
+@both_buses()
 @pytest.mark.parametrize("cache_type", ["paged", "radix"])
 async def test_a_router_has_the_blocks_of_the_cache(
     make_config: MakeConfig, cache_type: str
@@ -124,7 +124,7 @@ async def test_a_router_has_the_blocks_of_the_cache(
     assert sources == {("", "0", 0, 0)}
 
 
-@both_buses
+@both_buses()
 async def test_scopes_and_adapters_are_kept_apart(make_config: MakeConfig, tmp_path: Path) -> None:
     make_adapter(AutoModelForCausalLM.from_pretrained(short_model.folder()), 1, tmp_path)
     async with Pipeline(make_config(**SMALL)) as pipeline, followed(pipeline) as seen:
@@ -148,7 +148,7 @@ async def test_scopes_and_adapters_are_kept_apart(make_config: MakeConfig, tmp_p
         await until(lambda: seen.known(prompt(1), Root("mine")) == 4)
 
 
-@both_buses
+@both_buses()
 async def test_a_lost_cache_is_cleared_and_a_kept_one_goes_on(
     make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -113,7 +113,7 @@ def what(result: KVSessionResult | None) -> tuple[str, int]:
     return result.outcome, result.num_tokens
 
 
-@both_buses
+@both_buses()
 async def test_the_completion_and_the_call_say_what_became_of_it(pipeline: Pipeline) -> None:
     completion = await answer(pipeline, session())
     assert what(completion.kv_session) == ("accepted", 80)

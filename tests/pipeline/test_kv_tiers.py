@@ -289,7 +289,7 @@ def test_a_shutdown_leaves_weights_that_wait(tmp_path: Path) -> None:
     assert not refused
 
 
-@both_buses
+@both_buses()
 async def test_a_pipeline_finds_its_blocks_after_a_restart_and_a_failure(
     make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -20,6 +20,7 @@ from nano_inference.bus.weights import FolderWeights
 from nano_inference.config import STAGES, BusError, LaneReplaced
 
 from ..commands import Command
+from ..soaking import in_soak
 from .builders import GOOD, LONG, Streams, begin, end_of, kill, raises, until
 from .conftest import LIMIT_S, MakeConfig, config_maker
 
@@ -66,7 +67,7 @@ def is_ready(pipeline: Pipeline) -> bool:
 # --- side by side -----------------------------------------------------------------------------
 
 
-@in_cluster
+@pytest.mark.parametrize("make_config", ["redis-links", in_soak("cluster")], indirect=True)
 async def test_control_messages_reach_every_lane(make_config: MakeConfig) -> None:
     configs = side_by_side(make_config, admission__max_in_flight=1)
     async with (

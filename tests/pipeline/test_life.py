@@ -23,6 +23,7 @@ from nano_inference.stages.executor.core import ExecutorCore
 from nano_inference.stages.fairness.core import FairnessCore
 from nano_inference.stages.streaming.core import StreamingCore
 
+from ..soaking import in_soak
 from .builders import (
     GOOD,
     LONG,
@@ -120,7 +121,7 @@ async def test_the_request_that_kills_its_lane_is_given_up_and_no_other(
         assert (await pipeline.complete(GOOD)).status == "done"
 
 
-@both_buses
+@both_buses()
 async def test_a_request_cancelled_while_the_lane_is_down_ends_as_cancelled(
     make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -157,7 +158,7 @@ async def test_a_missing_model_is_said_at_once(make_config: MakeConfig) -> None:
             raise AssertionError("it must not start")
 
 
-@both_buses
+@both_buses()
 async def test_leaving_the_stream_early_cancels_the_request(pipeline: Pipeline) -> None:
     tail = await pipeline.bus.results.tail()
     async with aclosing(tail):
@@ -168,7 +169,7 @@ async def test_leaving_the_stream_early_cancels_the_request(pipeline: Pipeline) 
         assert completion.usage.completion_tokens < 1500
 
 
-@both_buses
+@both_buses()
 async def test_a_cancellation_right_behind_its_request_counts(pipeline: Pipeline) -> None:
     """The cancellation travels on another link, and may be there before the request is let in."""
     client = pipeline.client
@@ -180,7 +181,7 @@ async def test_a_cancellation_right_behind_its_request_counts(pipeline: Pipeline
         assert completion.status == "cancelled"
 
 
-@both_buses
+@both_buses()
 async def test_drain_finishes_requests_in_flight(pipeline: Pipeline) -> None:
     streams = [pipeline.submit(asking("1 + 1 =", 100)) for _ in range(10)]
     await asyncio.gather(*(anext(stream) for stream in streams))
@@ -224,7 +225,7 @@ def test_on_a_memory_bus_all_stages_are_in_one_process(make_config: MakeConfig) 
 
 
 # Where links are on Redis if need be, some are in memory.
-@pytest.mark.parametrize("make_config", ["redis", "cluster"], indirect=True)
+@pytest.mark.parametrize("make_config", ["redis", in_soak("cluster")], indirect=True)
 async def test_two_pipelines_can_share_the_stages_of_a_lane(make_config: MakeConfig) -> None:
     """Two pipelines with some of the stages each, as in two processes, and a client."""
     config = make_config()

@@ -330,7 +330,7 @@ async def test_every_request_ends_once_while_models_come_and_go(
         assert len(told_apart) == len(KINDS) + 2, "they tell models and adapters apart"
     async with asyncio.timeout(LIMIT_S), deployed(tmp_path, redis_url) as made:
         await load_adapter(made, tmp_path / LATER, prompts[0], answers[LATER][0])
-        asked, moments = await storm(made, 500 if soak else 60, answers, prompts)
+        asked, moments = await storm(made, 500 if soak else 30, answers, prompts)
         check(asked, moments)
         sys.stdout.write(f"{told(asked, moments)}\n")
         states = await made.states()

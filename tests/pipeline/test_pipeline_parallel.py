@@ -71,6 +71,7 @@ def bodies(kind: str) -> list[dict[str, Any]]:
     ]
 
 
+@pytest.mark.soak(only=True)
 async def test_a_stage_that_dies_or_stops_costs_no_token(
     make_config: MakeConfig, launches: Launches
 ) -> None:

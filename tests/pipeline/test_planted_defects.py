@@ -38,6 +38,7 @@ from nano_inference.stages.executor.runner.tiers.host_slots import HostSlots
 from nano_inference.stages.executor.runner.tiers.layout import BlockLayout
 from nano_inference.stages.executor.runner.tiers.transports.slots import SharedSlots
 
+from ..soaking import in_soak
 from . import reference
 from .builders import until
 from .conftest import MakeConfig
@@ -183,7 +184,7 @@ def take_reports(made: InferenceEngine) -> None:
         made._batching.change_tiers(changes)
 
 
-@pytest.mark.parametrize("every", [1, 2, 5])
+@pytest.mark.parametrize("every", [in_soak(1), 2, in_soak(5)])
 def test_blocks_whose_write_fails_are_computed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, computed: dict[str, Bits], every: int
 ) -> None:

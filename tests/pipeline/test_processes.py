@@ -36,6 +36,7 @@ from nano_inference.telemetry import setup_tracing
 from nano_inference.telemetry.trace_file import Span, read_spans
 
 from ..commands import Command, run_command
+from ..soaking import in_soak
 from ..stages.executor.runner.adapters.making import make_adapter
 from . import reference, short_model
 from .builders import GOOD, MORE_TOKENS, asking, check_stream, end_of, stream_request
@@ -279,7 +280,9 @@ async def ready_stages(client: BusClient) -> dict[str, StageReport]:
         await asyncio.sleep(0.05)
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize(
+    "stage", [stage if stage in ("admission", "executor") else in_soak(stage) for stage in STAGES]
+)
 async def test_a_terminated_stage_is_replaced_and_streams_go_on(house: House, stage: str) -> None:
     said_before = len(house.log.read_text())
     async with asyncio.timeout(LIMIT_S), BusClient.connect(house.bus) as client:
@@ -315,7 +318,11 @@ def adapter_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(folder)
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize(
+    # All are killed in tests/pipeline/test_chaos.py.
+    "stage",
+    [in_soak(stage) if stage in ("fairness", "streaming") else stage for stage in STAGES],
+)
 async def test_a_killed_process_is_replaced_and_the_stream_goes_on(
     house: House, adapter_folder: str, stage: str
 ) -> None:

@@ -20,6 +20,7 @@ from nano_inference.store.redis.keys import Keys
 
 from ..rig import mortal_server
 from ..servers import SERVICE, SLOTS, Cluster, Node, Sentinels, cluster, sentinel_group, until
+from ..soaking import in_soak
 from . import short_model
 from .builders import MORE_TOKENS, check_stream, stream_request
 
@@ -62,7 +63,7 @@ async def survive(client: BusClient, trouble: Callable[[], Awaitable[None]]) -> 
 # --- one server ------------------------------------------------------------------------------
 
 
-IDLE_S = 4.0
+IDLE_S = 2.0
 
 
 @pytest.fixture
@@ -72,7 +73,9 @@ async def server(tmp_path: Path) -> AsyncIterator[Any]:
 
 
 @pytest.mark.parametrize(
-    "last_bytes", [0, 3000, None], ids=["nothing-lost", "the-end-lost", "all-lost"]
+    "last_bytes",
+    [in_soak(0), 3000, in_soak(None)],
+    ids=["nothing-lost", "the-end-lost", "all-lost"],
 )
 async def test_every_stream_survives_the_server(server: Any, last_bytes: int | None) -> None:
     """With its log, with a log of which the end is missing (`everysec`), and with none."""
@@ -209,6 +212,7 @@ async def is_replica(node: Node) -> bool:
     return info["role"] == "slave" and info["master_link_status"] == "up"
 
 
+@pytest.mark.soak(only=True)
 async def test_a_master_that_is_demoted_is_left(group: Sentinels) -> None:
     """An orderly failover: the old master lives on, and refuses writes."""
     config = config_on(group.url)

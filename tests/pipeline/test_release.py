@@ -54,7 +54,7 @@ async def waiting(pipeline: Pipeline, number: int) -> None:
     await until_batched(pipeline, number, "waiting")
 
 
-@both_buses
+@both_buses()
 async def test_running_requests_continue_after_a_release(exact: Pipeline) -> None:
     """Its KV is computed again, from the same weights: greedy tokens are the same."""
     streams = asyncio.create_task(whole_streams(exact))
@@ -114,7 +114,7 @@ async def test_word_of_the_weights_before_may_come_late(
     assert check_stamps(await running.complete(greedy(0, 4))) == 1
 
 
-@both_buses
+@both_buses()
 async def test_a_release_under_load_loses_no_request(exact: Pipeline, loaded: State) -> None:
     """Many at once, in any order, beside updates: each is done or refused with a code."""
     streams = asyncio.create_task(whole_streams(exact))
@@ -188,7 +188,7 @@ async def test_a_failed_executor_restarts_with_all_memory(
     assert executor_of(exact).capacity().lacks == ()
 
 
-@both_buses
+@both_buses()
 async def test_every_replica_releases_its_own(
     make_config: MakeConfig, loaded: State, tmp_path: Path
 ) -> None:

@@ -26,6 +26,7 @@ from nano_inference.stages.executor.stage import ExecutorStage
 from nano_inference.telemetry.instruments import RESPONSE_BYTES, RESPONSE_LOOKUPS, RESPONSES
 
 from ..measured import Measured
+from ..soaking import in_soak
 from ..stages.executor.runner.adapters.making import make_adapter
 from . import reference, short_model
 from .builders import TOKENS, State, begun, break_once, stage_of, until
@@ -91,7 +92,7 @@ async def outputs_of(pipeline: Pipeline, request: dict[str, Any]) -> list[Output
     return [output async for output in pipeline.submit(request)]
 
 
-@both_buses
+@both_buses("memory")
 @pytest.mark.parametrize(
     "fields",
     [
@@ -210,7 +211,7 @@ def changed(loaded: State) -> dict[str, torch.Tensor]:
     return {name: tensor * 1.5 for name, tensor in loaded.items()}
 
 
-@both_buses
+@both_buses()
 async def test_no_response_of_former_weights_comes_after_an_update(
     make_config: MakeConfig, loaded: State, tmp_path: Path
 ) -> None:
@@ -250,7 +251,7 @@ async def test_a_response_that_ran_across_an_update_is_not_kept(
     await served(cached, request)
 
 
-@both_buses
+@both_buses("memory")
 async def test_no_response_comes_after_a_flush(make_config: MakeConfig) -> None:
     async with Pipeline(make_config(**ON)) as pipeline:
         for _ in range(5):
@@ -271,7 +272,7 @@ async def test_a_request_in_flight_at_a_flush_is_not_kept(cached: Pipeline) -> N
     await computed(cached, request)
 
 
-@both_buses
+@both_buses("memory")
 async def test_an_adapter_that_is_loaded_again_gets_no_former_response(
     make_config: MakeConfig, tmp_path: Path
 ) -> None:
@@ -349,8 +350,10 @@ async def test_a_lost_confirmation_is_asked_for_again(
     assert await updating == 1
 
 
-@both_buses
-@pytest.mark.parametrize("stage", ["executor", "streaming", "batching", "admission"])
+@both_buses()
+@pytest.mark.parametrize(
+    "stage", ["executor", in_soak("streaming"), in_soak("batching"), "admission"]
+)
 async def test_after_a_failure_nothing_is_served_before_it_was_computed_again(
     cached: Pipeline, monkeypatch: pytest.MonkeyPatch, stage: str
 ) -> None:

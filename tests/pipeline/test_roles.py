@@ -22,6 +22,7 @@ from nano_inference.stages.executor.runner.tiers.host_slots import HostSlots
 from nano_inference.stages.fairness.core import FairnessCore
 from nano_inference.stages.streaming.core import StreamingCore
 
+from ..soaking import in_soak
 from ..stages.executor.runner.adapters.making import make_adapter
 from . import reference, short_model
 from .builders import State, break_once, end_of, until
@@ -95,7 +96,7 @@ def counts(pipeline: Pipeline, replica: int) -> TierCounts:
     return tiers._counts
 
 
-@both_buses
+@both_buses()
 async def test_a_handed_over_sequence_has_the_same_bits(make_config: MakeConfig) -> None:
     asked = bodies()
     expected = await expected_of(make_config, asked)
@@ -130,7 +131,7 @@ FEATURES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("feature", FEATURES)
-@pytest.mark.parametrize("speculation", ["off", "auto"])
+@pytest.mark.parametrize("speculation", [in_soak("off"), "auto"])
 async def test_features_go_on_behind_a_handover(
     make_config: MakeConfig, feature: str, speculation: str
 ) -> None:
@@ -157,28 +158,29 @@ async def test_a_short_cache_where_sequences_decode(make_config: MakeConfig) -> 
         await check_at_rest(pipeline)
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize(
     ("owner", "method"),
     [
         (BatchingCore, "absorb"),
-        (BatchingCore, "plan"),
+        in_soak(BatchingCore, "plan"),
         (Handovers, "offer"),
-        (KVCacheManager, "expect"),
+        in_soak(KVCacheManager, "expect"),
         (FairnessCore, "hand_over"),
-        (FairnessCore, "pop"),
+        in_soak(FairnessCore, "pop"),
         (ExecutorCore, "execute"),
-        (HostSlots, "offer"),
+        in_soak(HostSlots, "offer"),
         (HostSlots, "load"),
         (StreamingCore, "absorb"),
     ],
 )
 async def test_a_stage_that_fails_in_any_phase_costs_no_token(
-    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch, owner: type, method: str
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch, owner: type, method: str, soak: bool
 ) -> None:
     asked = bodies(8)
     expected = await expected_of(make_config, asked)
     async with Pipeline(with_roles(make_config)) as pipeline:
-        for after in (0, 2, 5):
+        for after in (0, 2, 5) if soak else (0, 5):
             with monkeypatch.context() as patch:
                 break_once(patch, owner, method, after=after)
                 assert await answers(pipeline, asked) == expected

@@ -57,8 +57,6 @@ SETTINGS: dict[str, Any] = {
 
 EVERY_DAY = [
     ("offered", GIVER),
-    ("waiting in fairness", GIVER),
-    ("between two blocks", GIVER),
     ("read and not loaded", TAKER),
 ]
 SOAK = 100

@@ -138,7 +138,7 @@ async def all_told(
     return [task.result() for task in tasks]
 
 
-@both_buses
+@both_buses()
 async def test_answers_are_bitwise_equal_under_load_and_failures(
     make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:

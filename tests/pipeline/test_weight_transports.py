@@ -28,6 +28,7 @@ from nano_inference.stages.executor.runner.weights.transports import SharedWeigh
 from nano_inference.stages.executor.runner.weights.transports.folder import read_folder
 
 from .. import oracle
+from ..soaking import in_soak
 from ..stages.executor.models import make_model
 from ..stages.executor.runner.weights.transports.peers import Peer
 from . import reference
@@ -200,16 +201,21 @@ def config(folder: Path, dtype: str, deterministic: bool, kernels: str) -> Engin
     )
 
 
-@pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize(
-    ("dtype", "deterministic", "kernels"),
+    ("dtype", "deterministic", "kernels", "tied"),
     [
-        ("bfloat16", False, "auto"),
-        ("bfloat16", False, "off"),
-        ("bfloat16", True, "auto"),
-        ("float32", True, "auto"),
-        ("float32", False, "auto"),
-        ("float32", False, "off"),
+        ("bfloat16", False, "auto", True),
+        ("bfloat16", True, "auto", False),
+        ("float32", False, "off", True),
+        ("float32", True, "auto", False),
+        in_soak("bfloat16", False, "auto", False),
+        in_soak("bfloat16", False, "off", True),
+        in_soak("bfloat16", False, "off", False),
+        in_soak("bfloat16", True, "auto", True),
+        in_soak("float32", True, "auto", True),
+        in_soak("float32", False, "auto", True),
+        in_soak("float32", False, "auto", False),
+        in_soak("float32", False, "off", False),
     ],
 )
 def test_updated_weights_equal_loaded_weights(

@@ -99,7 +99,7 @@ async def under_load(
     return mixed
 
 
-@both_buses
+@both_buses("memory")
 async def test_each_token_is_stamped_with_the_weights_that_made_it(
     running: Pipeline, loaded: State
 ) -> None:
@@ -121,7 +121,7 @@ async def test_no_kv_is_stale_after_an_update(
 
 @pytest.mark.slow
 @pytest.mark.soak
-@both_buses
+@both_buses("memory")
 async def test_hundreds_of_updates_under_load(
     loaded: State, make_config: MakeConfig, soak: bool
 ) -> None:
@@ -175,7 +175,7 @@ async def test_weights_change_while_paused(running: Pipeline, loaded: State) -> 
     assert versions_of(completion)[-1] == 2
 
 
-@both_buses
+@both_buses()
 async def test_retracted_requests_go_on_as_if_nothing_had_been(
     exact: Pipeline, resumed: list[NewSequence]
 ) -> None:
@@ -195,7 +195,7 @@ async def test_retracted_requests_go_on_as_if_nothing_had_been(
     assert any(new.num_cached == 0 for new in resumed)
 
 
-@both_buses
+@both_buses()
 async def test_a_pause_that_is_called_off_is_answered(exact: Pipeline) -> None:
     """By a client that resumes before the steps under way are done."""
     streams = asyncio.create_task(whole_streams(exact))
@@ -269,7 +269,7 @@ async def test_weights_that_are_no_numbers_are_refused(running: Pipeline, loaded
     assert await running.client.update_weights(oracle.announcing(loaded, 2)) == 2
 
 
-@both_buses
+@both_buses()
 async def test_an_update_outlives_the_failure_of_another_stage(
     running: Pipeline, loaded: State, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -283,7 +283,7 @@ async def test_an_update_outlives_the_failure_of_another_stage(
     assert versions_of(completion)[-1] == 2
 
 
-@both_buses
+@both_buses()
 async def test_a_failed_executor_reports_the_lost_update(
     exact: Pipeline, loaded: State, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -299,7 +299,7 @@ async def test_a_failed_executor_reports_the_lost_update(
     assert check_stamps(await exact.complete(greedy(0, 5))) == 1
 
 
-@both_buses
+@both_buses()
 async def test_an_unanswered_update_is_an_error(
     make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -326,7 +326,7 @@ def fail_midway(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(WeightSyncManager, "_write", write)
 
 
-@both_buses
+@both_buses("memory")
 async def test_lost_weights_generate_nothing_until_all_have_come(
     running: Pipeline, loaded: dict[str, Tensor]
 ) -> None:
@@ -371,7 +371,7 @@ async def tokens(pipeline: Pipeline) -> tuple[int, ...]:
     return (await pipeline.complete(REQUEST)).samples[0].token_ids
 
 
-@both_buses
+@both_buses()
 async def test_all_parts_make_a_version(
     pipeline: Pipeline, halves: tuple[FolderWeights, FolderWeights]
 ) -> None:

@@ -175,6 +175,7 @@ async def test_a_killed_executor_reads_the_folder_again(house: House, tmp_path: 
 # --- replicas --------------------------------------------------------------------------------
 
 
+@pytest.mark.soak(only=True)
 async def test_a_killed_executor_leaves_its_work_to_the_other(
     redis_url: str, tmp_path: Path
 ) -> None:

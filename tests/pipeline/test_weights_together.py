@@ -26,6 +26,7 @@ from nano_inference.stages.executor.stage import ExecutorStage
 from nano_inference.telemetry import now_ns
 
 from .. import oracle
+from ..soaking import in_soak
 from .builders import (
     DTYPE,
     State,
@@ -91,7 +92,7 @@ class Several:
 # Two pipelines that know of each other by Redis alone differ most from two replicas in one. Where
 # links are on Redis too nothing is decided otherwise: that each message survives them is shown by
 # tests/bus/, and an update under load below.
-KINDS = ["replicas", "lanes"]
+KINDS = [in_soak("replicas"), "lanes"]
 
 
 @pytest.fixture(params=KINDS)
@@ -141,7 +142,7 @@ def fails(update: StagedChanges, monkeypatch: pytest.MonkeyPatch) -> None:
         ("replicas", "state dict"),
         ("replicas over redis", "shared memory"),
         ("replicas", "group"),
-        ("lanes", "folder"),
+        in_soak("lanes", "folder"),
     ],
     indirect=["several"],
 )
@@ -383,7 +384,7 @@ async def test_a_restarted_replica_reports_the_weights_it_serves(
 
 
 @pytest.mark.parametrize(
-    ("several", "staged"), [("replicas", True), ("lanes", False)], indirect=["several"]
+    ("several", "staged"), [("replicas", True), in_soak("lanes", False)], indirect=["several"]
 )
 async def test_a_restarted_replica_reads_the_folder_again(
     several: Several, loaded: State, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, staged: bool

@@ -34,6 +34,7 @@ from nano_inference.telemetry import Tracing, setup_logging
 from nano_inference.telemetry.logs import MOST_LOG_BYTES
 
 from ..processes import processes_of
+from ..soaking import in_soak
 
 LIMIT_S = 60
 ON_LINUX = sys.platform == "linux"
@@ -144,7 +145,7 @@ def planted(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     ("method", "role"),
     [
-        ("forkserver", "executor.1"),
+        in_soak("forkserver", "executor.1"),
         ("forkserver", "gateway"),
         ("spawn", "admission"),
         ("spawn", "gateway"),

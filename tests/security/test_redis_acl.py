@@ -35,6 +35,7 @@ from ..buses import kit
 from ..commands import run_command
 from ..errors import raises
 from ..gateway.fake import chunk
+from ..soaking import in_soak
 
 ROOT = Path(__file__).parents[2]
 RULES = (ROOT / "deploy" / "redis-acl.txt").read_text()
@@ -75,7 +76,7 @@ class Place(NamedTuple):
         }
 
 
-@pytest.fixture(params=["redis_url", "cluster_url"])
+@pytest.fixture(params=[in_soak("redis_url"), "cluster_url"])
 async def any_place(request: pytest.FixtureRequest) -> AsyncIterator[Place]:
     async for place in _place(request.getfixturevalue(request.param)):
         yield place

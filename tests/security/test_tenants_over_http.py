@@ -164,18 +164,18 @@ async def test_a_flood_leaves_places_for_a_newcomer(
     await engine.until(lambda: engine.running == 0)
 
 
-@pytest.mark.parametrize("batches", [1, 1000])
-async def test_thousands_at_once_wait_and_are_all_served(
+@pytest.mark.parametrize("batches", [1, 300])
+async def test_many_at_once_wait_and_are_all_served(
     open_http: OpenHttp, engine: GatedEngine, batches: int
 ) -> None:
     http = open_http(gateway__max_in_flight=100)
-    prompts = ["a"] * (4000 // batches)
+    prompts = ["a"] * (1200 // batches)
     async with meanwhile(*(one(http, text=prompts) for _ in range(batches))) as calls:
         await engine.until(lambda: len(engine.requests) == 50)
         engine.gate.set()
         answers = await asyncio.gather(*calls)
     assert {answer.status_code for answer in answers} == {200}
-    assert len(engine.requests) == 4000
+    assert len(engine.requests) == 1200
     assert engine.most == 50
 
 

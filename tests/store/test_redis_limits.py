@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import subprocess
-import sys
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, suppress
 from pathlib import Path
@@ -19,9 +17,11 @@ from nano_inference.store import shares
 from nano_inference.store.limits import Charge, Limit
 from nano_inference.store.redis import limits as redis_limits
 
-from ..buses import LIMIT_S, Buses, kit
+from ..buses import Buses, kit
+from ..programs import Program
 from ..rig import mortal_server
 from ..servers import sentinel_group, until
+from ..soaking import in_soak
 from .test_limits import fits, left, reserve
 
 REQUESTS = Limit("key", 100, 3600)
@@ -40,7 +40,7 @@ async def granted(gateways: list[Bus], limit: Limit, wishes: int) -> int:
     return sum(await asyncio.gather(*(ask(index) for index in range(wishes))))
 
 
-@pytest_asyncio.fixture(params=["always", "none"])
+@pytest_asyncio.fixture(params=[in_soak("always"), "none"])
 async def mortal(tmp_path: Path, request: pytest.FixtureRequest) -> AsyncIterator[Any]:
     """A server that finds all that it knew when it is started again, and one that finds nothing."""
     async with mortal_server(tmp_path / "data", request.param) as server:
@@ -102,6 +102,7 @@ async def test_what_the_server_forgot_last_is_told_again(tmp_path: Path) -> None
         await bus.aclose()
 
 
+@pytest.mark.soak(only=True)
 @pytest.mark.slow
 async def test_a_failover_in_the_middle_grants_no_more(
     tmp_path: Path, pytestconfig: pytest.Config
@@ -153,7 +154,7 @@ from nano_inference.store.redis import limits
 from nano_inference.config import BusConfig
 
 async def main():
-    limits.HELD_S = 2.0
+    limits.HELD_S = 1.0
     bus = open_bus(BusConfig(url=sys.argv[1], prefix=sys.argv[2]))
     charges = [Charge(Limit("key", 100, 3600), 40), Charge(Limit("key", 3), 3)]
     took = await bus.store.limits.reserve(charges)
@@ -164,23 +165,18 @@ asyncio.run(main())
 """
 
 
-async def test_of_a_killed_gateway_places_come_back(redis_buses: Buses) -> None:
+async def test_of_a_killed_gateway_places_come_back(redis_buses: Buses, tmp_path: Path) -> None:
     """What it held is free after its lease; what it took in a window goes on counting."""
     bus = redis_buses.open()
-    command = [sys.executable, "-c", KILLED, redis_buses.url, redis_buses.prefix]
-    process = await asyncio.create_subprocess_exec(*command, stdout=subprocess.PIPE)
-    try:
-        line = await asyncio.wait_for(process.stdout.readline(), LIMIT_S)
-        assert line == b"True\n"
+    (tmp_path / "killed.py").write_text(KILLED)
+    with Program(tmp_path / "killed.py", redis_buses.url, redis_buses.prefix) as process:
+        assert await asyncio.to_thread(process.output.readline) == "True\n"
         assert not await fits(bus, (HELD, 1))
         # It renews what it holds, for longer than a lease.
-        end = asyncio.get_running_loop().time() + 3
+        end = asyncio.get_running_loop().time() + 1.5
         while asyncio.get_running_loop().time() < end:
             assert not await fits(bus, (HELD, 1))
             await asyncio.sleep(0.1)
-    finally:
-        process.kill()
-        await process.wait()
 
     await kit.eventually(lambda: fits(bus, (HELD, 3)), "the places of the dead")
     assert await left(bus, (REQUESTS, 0)) == [60]

@@ -26,7 +26,7 @@ _CHECKED_TOKENS = 24
 _OTHERS = 75
 """Neighbouring tokens in the batch."""
 
-_CHUNKS = (1, 1, 5, 1, 9)
+_CHUNKS = (1, 5, 1, 9, 8)
 """Tokens of the check's small steps, compared with one large step."""
 
 
@@ -97,7 +97,7 @@ class Determinism:
             if start == length:
                 break
             count = min(_CHUNKS[step % len(_CHUNKS)], length - start)
-            neighbour = ids[length : length + 1 + 3 * step]
+            neighbour = ids[length : length + 1 + 5 * step]
             parts.append(self._logits(ids[start : start + count], start, neighbour))
             start += count
         if not torch.equal(whole, torch.cat(parts)):

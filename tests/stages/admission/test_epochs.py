@@ -14,7 +14,7 @@ from nano_inference.bus.control import Cancel, CancelAll, Drain, ServerRestarted
 from .world import LEASE_NS, MAX_LANE_DEATHS, Traits, World
 
 SECOND = 1_000_000_000
-SEEDS = 15
+SEEDS = 6
 ENDS_BY_ITSELF = {
     "refused": "invalid_n",
     "poison": "internal_error",
@@ -111,7 +111,7 @@ def play(seed: int, *, lanes: int, replicas: int, drain: bool = False, calm: boo
 @pytest.fixture
 def seeds(soak: bool) -> range:
     """So many plays."""
-    return range(10 * SEEDS if soak else SEEDS)
+    return range(25 * SEEDS if soak else SEEDS)
 
 
 @pytest.mark.soak

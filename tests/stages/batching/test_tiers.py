@@ -15,6 +15,7 @@ from nano_inference.stages.batching.kv_events import KVEventLog
 from nano_inference.stages.batching.tiers import MOST_CHOSEN, KVTiers
 
 from ...kv_router import Router
+from ...soaking import in_soak
 from .events import check_match, check_router
 
 SIZE = 4
@@ -300,7 +301,7 @@ def test_blocks_are_chosen_until_one_is_audited() -> None:
 
 @pytest.mark.parametrize("policy", sorted(POLICIES))
 @pytest.mark.parametrize("kind", CACHES)
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", [*range(8), *map(in_soak, range(8, 20))])
 def test_random_lives_never_find_other_kv(
     kind: type[PagedKVCache | RadixKVCache], policy: str, seed: int
 ) -> None:

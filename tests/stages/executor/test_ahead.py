@@ -11,6 +11,7 @@ from nano_inference.config import EngineConfig, ModelError, SamplingParams
 from nano_inference.stages.executor import ExecutorCore, LoadedModel, wrap_model
 from nano_inference.stages.executor.driver.sampled import Readback
 
+from ...soaking import in_soak
 from .driver.speculation.drafting import DraftingLane, Row, assert_same
 from .models import VOCAB, make_model
 from .plans import GREEDY, PROMPT, SAMPLED, new_sequence, step_plan
@@ -50,7 +51,7 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("graphs", [True, False])
+@pytest.mark.parametrize("graphs", [True, in_soak(False)])
 def test_steps_in_flight_equal_one_step_at_a_time(
     model: LoadedModel, kind: str, graphs: bool
 ) -> None:

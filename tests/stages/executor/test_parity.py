@@ -3,8 +3,9 @@
 Eight prompts, 64 new tokens each (32 every day), on the cores of batching and executor as they run
 in production.
 Blocks of 16 and of 1, both prefix caches, prompts in chunks of 7, preemption after every third
-step, a warm cache: three runs show each of them for every architecture, and the slow ones every
-combination: every day for one of two architectures, in `make soak` for both.
+step, a warm cache: three runs show each of them for every architecture (every day one run, and
+all for three architectures), and the slow ones every combination: every day half of them, for one
+of two architectures, in `make soak` for both.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import torch
 
 from nano_inference.stages.executor import LoadedModel, wrap_model
 
+from ...soaking import in_soak
 from .lane import Answer, Lane, lane_of
 from .models import ARCHITECTURES
 from .references import (
@@ -88,6 +90,12 @@ RUNS = (
 )
 # Architectures with windows, soft caps, sinks and experts.
 CROSSED = ("gemma2", "gpt_oss")
+# All architectures run once every day, and these in every way.
+EVERY_DAY = [
+    (name, run) if run is RUNS[0] or name in ("qwen2", *CROSSED) else in_soak(name, run)
+    for run in RUNS
+    for name in ARCHITECTURES
+]
 OTHER_RUNS = [
     run
     for run in (Run(*parts) for parts in product((16, 1), ("radix", "paged"), *[(False, True)] * 2))
@@ -123,8 +131,7 @@ def test_no_near_tie_decides_a_token(name: str, new_tokens: int) -> None:
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("run", RUNS, ids=str)
-@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize(("name", "run"), EVERY_DAY, ids=str)
 def test_tokens_and_logprobs_equal_generate(
     name: str, run: Run, new_tokens: int, results: Results
 ) -> None:
@@ -137,9 +144,13 @@ def test_tokens_and_logprobs_equal_generate(
 
 @pytest.mark.slow
 @pytest.mark.soak
-@pytest.mark.parametrize("run", OTHER_RUNS, ids=str)
+@pytest.mark.parametrize(
+    "run",
+    [in_soak(run) if place % 2 else run for place, run in enumerate(OTHER_RUNS)],
+    ids=str,
+)
 def test_every_combination_equals_generate(run: Run, full: bool, new_tokens: int) -> None:
-    for name in CROSSED if full else CROSSED[OTHER_RUNS.index(run) % 2 :][:1]:
+    for name in CROSSED if full else CROSSED[OTHER_RUNS.index(run) // 2 % 2 :][:1]:
         run_and_compare(name, run, served(name), new_tokens)
 
 
@@ -201,7 +212,10 @@ def compare(answers: list[Answer], expected: Reference) -> float:
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize(
+    "name",
+    [name if name in ("qwen2", *CROSSED) else in_soak(name) for name in ARCHITECTURES],
+)
 def test_bfloat16_is_as_near_to_float32_as_transformers_own(
     name: str, full: bool, results: Results
 ) -> None:

@@ -70,7 +70,7 @@ def hints_of(form: MessageFormat, use: ToolUse) -> list[str]:
 def test_complete_messages_are_read_as_requested(name: str, marked: bool, soak: bool) -> None:
     form, writer = FORMS[name], writer_of(name, marked=marked)
     seen = Counter[str]()
-    number = 500 if soak else 20
+    number = 500 if soak else 8
     for seed in range(number):
         rng = random.Random(seed)
         use, opening = random_use(rng), ""

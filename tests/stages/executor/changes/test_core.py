@@ -318,7 +318,7 @@ def test_any_interleaving(machine: type[RuleBasedStateMachine], soak: bool) -> N
     run_state_machine_as_test(
         machine,
         settings=settings(
-            max_examples=300 if soak else 75,
+            max_examples=300 if soak else 25,
             stateful_step_count=50,
             deadline=None,
             phases=[Phase.generate],

@@ -20,6 +20,7 @@ from nano_inference.stages.executor.driver.choose import (
 )
 from nano_inference.stages.executor.driver.sequences import Places, SequenceTable
 
+from ....soaking import in_soak
 from ..models import VOCAB, make_model
 from ..plans import PROMPT, Generation, Planner, new_sequence, step_plan
 from .test_sampling import brute_force
@@ -262,16 +263,16 @@ PENALTIES: dict[str, Any] = {
 @pytest.mark.parametrize(
     "options",
     [
-        {"temperature": 0.6},
+        in_soak({"temperature": 0.6}),
         {"temperature": 1.0},
-        {"temperature": 1.7},
-        {"top_k": 12, "temperature": 1.4},
+        in_soak({"temperature": 1.7}),
+        in_soak({"top_k": 12, "temperature": 1.4}),
         {"top_p": 0.7, "temperature": 1.4},
-        {"min_p": 0.08, "temperature": 1.4},
+        in_soak({"min_p": 0.08, "temperature": 1.4}),
         {"top_k": 30, "top_p": 0.9, "min_p": 0.02, "temperature": 2.0},
-        {**PENALTIES, "temperature": 1.5},
-        {**PENALTIES, "temperature": 1.5, "top_k": 15},
-        {**PENALTIES, "temperature": 1.5, "top_p": 0.8},
+        in_soak({**PENALTIES, "temperature": 1.5}),
+        in_soak({**PENALTIES, "temperature": 1.5, "top_k": 15}),
+        in_soak({**PENALTIES, "temperature": 1.5, "top_p": 0.8}),
         {**PENALTIES, "temperature": 1.5, "min_p": 0.05},
     ],
     ids=str,

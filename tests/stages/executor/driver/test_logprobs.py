@@ -28,6 +28,7 @@ from nano_inference.stages.executor.driver.logprobs import (
     top_token_ids,
 )
 
+from ....soaking import in_soak
 from ..models import VOCAB, make_model
 from ..plans import Generation, Planner, new_sequence, step_plan
 
@@ -162,8 +163,17 @@ def holds(found: list[PromptLogprobs], prompt: list[int], count: int, temperatur
         assert [value for _, value in top] == pytest.approx(values.tolist(), abs=1e-4)
 
 
-@pytest.mark.parametrize("chunk", [1, 2, 7, 64])
-@pytest.mark.parametrize("count", [0, 4])
+@pytest.mark.parametrize(
+    ("chunk", "count"),
+    [
+        (1, 4),
+        (7, 4),
+        (64, 0),
+        *(in_soak(each, 0) for each in (1, 2, 7)),
+        in_soak(2, 4),
+        in_soak(64, 4),
+    ],
+)
 @pytest.mark.parametrize("mode", ["processed", "raw"])
 def test_equal_transformers_in_chunks_and_in_company(
     model: LoadedModel, chunk: int, count: int, mode: Literal["processed", "raw"]

@@ -16,6 +16,7 @@ from nano_inference.stages.executor.runner import memory
 from nano_inference.stages.executor.runner.system_memory import why_no_huge_pages
 
 from ....resident import asks_for_huge_pages, needs_proc, resident_bytes
+from ....soaking import in_soak
 from ..models import make_model
 from ..plans import Generation, Planner, new_sequence, step_plan
 from ..recorder import core_as_on_cuda
@@ -56,10 +57,17 @@ def state_of(core: ExecutorCore) -> dict[str, Tensor]:
     return {name: tensor.clone() for name, tensor in core.model.module.state_dict().items()}
 
 
+HOW = ("plain", "bfloat16", "float32", "graphs")
+PAIRS = [*zip(HOW, ("gpt_oss", "gemma3_text", "qwen2", "gpt_oss"), strict=True)]
+
+
 @pytest.mark.parametrize(
     ("how", "name"),
     [
-        *product(("plain", "bfloat16", "float32", "graphs"), ("qwen2", "gpt_oss", "gemma3_text")),
+        *(
+            pair if pair in PAIRS else in_soak(*pair)
+            for pair in product(HOW, ("qwen2", "gpt_oss", "gemma3_text"))
+        ),
         ("deterministic", "qwen2"),
     ],
 )

@@ -6,11 +6,10 @@ import os
 import signal
 import socket
 import struct
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
+from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -29,6 +28,8 @@ from nano_inference.stages.executor.runner.tiers.transports.slots import (
     WantedBlock,
 )
 from nano_inference.stages.executor.runner.tiers.transports.tcp import BlockServer, TcpSlots
+
+from ....programs import Program
 
 SIZE, SECRET = 70_000, "a secret"
 NAMES = [bytes([number]) * 16 for number in range(1, 9)]
@@ -168,18 +169,14 @@ time.sleep(600)
 
 
 @contextmanager
-def other_process() -> Iterator[tuple[subprocess.Popen[str], SlotAddress]]:
-    process = subprocess.Popen([sys.executable, "-c", OWNER], stdout=subprocess.PIPE, text=True)
-    try:
-        assert process.stdout is not None
-        yield process, SlotAddress.decode(process.stdout.readline())
-    finally:
-        process.kill()
-        process.wait()
+def other_process(folder: Path) -> Iterator[tuple[Program, SlotAddress]]:
+    (folder / "owner.py").write_text(OWNER)
+    with Program(folder / "owner.py") as process:
+        yield process, SlotAddress.decode(process.output.readline())
 
 
-def test_memory_of_another_process_is_read_and_ends_with_it() -> None:
-    with other_process() as (process, address):
+def test_memory_of_another_process_is_read_and_ends_with_it(tmp_path: Path) -> None:
+    with other_process(tmp_path) as (process, address):
         peers = Peers()
         block = WantedBlock(0, b"n" * 16, np.empty(SIZE, np.uint8))
         whole, transfer = peers.read(address.encode(), [block])

@@ -22,6 +22,7 @@ from nano_inference.stages.executor.driver.speculation.costs import StepCosts
 from nano_inference.stages.executor.driver.speculation.drafts import NO_DRAFT, Draft
 from nano_inference.stages.executor.runner.model import wrap_model
 
+from .....soaking import in_soak
 from ...models import make_model
 
 DRAFT = Draft((1, 2, 3, 4), (), "ngram")
@@ -286,8 +287,7 @@ def test_a_predictable_text_is_generated_faster(
     assert run(texts, num_tokens * rows, CostControl(COSTS)) >= least
 
 
-@pytest.mark.parametrize("num_tokens", [64, 512])
-@pytest.mark.parametrize("rows", [1, 16])
+@pytest.mark.parametrize(("rows", "num_tokens"), [(1, 64), (1, 512), (16, 64), in_soak(16, 512)])
 @pytest.mark.parametrize(
     "text",
     [

@@ -16,6 +16,7 @@ from nano_inference.config import Constraint, EngineConfig, SamplingParams
 from nano_inference.stages.executor import ExecutorCore, LoadedModel, load_model
 from nano_inference.stages.executor.runner.adapters.peft import AdapterLimits, read_adapter
 
+from .....soaking import in_soak
 from ...models import VOCAB, make_model
 from ...plans import PROMPT
 from ...runner.adapters.making import make_adapter
@@ -75,7 +76,8 @@ def answers(
     return lane
 
 
-@settings(max_examples=15, deadline=None)
+@pytest.mark.soak
+@settings(max_examples=settings.default.max_examples // 8, deadline=None)
 @given(
     asked=requests,
     right=st.sampled_from([0.0, 0.5, 0.9, 1.0]),
@@ -146,7 +148,7 @@ def test_resting_drafts_are_not_asked(model: LoadedModel) -> None:
     assert control.asked < 0.7 * lane.steps
 
 
-@pytest.mark.parametrize("kernels", ["auto", "off"])
+@pytest.mark.parametrize("kernels", ["auto", in_soak("off")])
 def test_steps_of_hundreds_of_drafted_rows_leave_every_bit(
     model: LoadedModel, kernels: Literal["auto", "off"]
 ) -> None:
@@ -168,7 +170,7 @@ def test_steps_of_hundreds_of_drafted_rows_leave_every_bit(
     assert lane.found == expected.found
 
 
-@pytest.mark.parametrize("mode", ["processed", "raw"])
+@pytest.mark.parametrize("mode", [in_soak("processed"), "raw"])
 def test_samples_with_adapters_and_scored_prompts_keep_every_bit(
     model: LoadedModel, tmp_path: Path, mode: Literal["processed", "raw"]
 ) -> None:

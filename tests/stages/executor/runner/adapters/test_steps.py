@@ -17,6 +17,7 @@ from nano_inference.stages.executor import ExecutorCore, wrap_model
 from nano_inference.stages.executor.runner.adapters.peft import AdapterLimits, read_adapter
 from nano_inference.stages.executor.runner.adapters.table import AdapterTable
 
+from .....soaking import in_soak
 from ...lane import Lane, lane_of
 from ...models import VOCAB, make_model
 from ...references import generate, least_lead
@@ -55,8 +56,15 @@ def test_one_by_one_and_together_agree(tmp_path: Path, slots: list[int]) -> None
             assert changed.tolist() == [not each for each in without]
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("deterministic", [True, "auto"])
+@pytest.mark.parametrize(
+    ("dtype", "deterministic"),
+    [
+        ("float32", True),
+        ("bfloat16", "auto"),
+        in_soak("bfloat16", True),
+        in_soak("float32", "auto"),
+    ],
+)
 def test_deterministic_mode_holds(
     tmp_path: Path, dtype: Literal["float32", "bfloat16"], deterministic: Literal["auto", True]
 ) -> None:
@@ -118,7 +126,10 @@ TARGETS = {
 }
 
 
-@pytest.mark.parametrize("name", TARGETS)
+@pytest.mark.parametrize(
+    "name",
+    [in_soak(name) if name in ("gemma2", "llama", "mixtral") else name for name in TARGETS],
+)
 def test_tokens_equal_those_of_merged_weights(name: str, tmp_path: Path) -> None:
     model = make_model(name)
     references: dict[str, Any] = {"": copy.deepcopy(model)}

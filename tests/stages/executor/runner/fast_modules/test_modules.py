@@ -13,6 +13,7 @@ from nano_inference.stages.executor.core import ExecutorCore
 from nano_inference.stages.executor.runner.fast_modules.decoder import DecoderLayers
 from nano_inference.stages.executor.runner.model import wrap_model
 
+from .....soaking import in_soak
 from ...lane import lane_of
 from ...models import ARCHITECTURES, make_model
 from ...refusals import needs_kernels
@@ -81,7 +82,10 @@ def test_the_patterns_match_their_modules(name: str, dtype: torch.dtype) -> None
         assert not any(each.endswith(end) for each in core.runner.fast_modules.refused)
 
 
-@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize(
+    "name",
+    [name if name in ("qwen2", "gemma2", "gpt_oss") else in_soak(name) for name in ARCHITECTURES],
+)
 def test_fast_passes_are_as_near_to_float32_as_plain_ones(name: str) -> None:
     """With heads of 32, so that every pattern may apply; see test_parity for the bound."""
     model = bfloat16(name, head_dim=32)

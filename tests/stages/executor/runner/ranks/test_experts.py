@@ -15,6 +15,7 @@ from nano_inference.stages.executor.runner.interface import make_runner
 from nano_inference.stages.executor.runner.ranks.group import RankGroup
 from nano_inference.stages.executor.runner.sharded_model import experts_in, load_sharded
 
+from .....soaking import in_soak
 from .group import on_ranks
 from .models import (
     NUM_BLOCKS,
@@ -37,7 +38,10 @@ OWNERS = {
 """Ranks of eight experts, after each other."""
 
 
-@pytest.mark.parametrize("name", WITH_EXPERTS)
+@pytest.mark.parametrize(
+    "name",
+    [name if name in ("mixtral", "qwen2_moe") else in_soak(name) for name in WITH_EXPERTS],
+)
 def test_owners_change_between_steps_without_a_bit(name: str, tmp_path: Path) -> None:
     batches = make_batches(12)
     folder = save(name, tmp_path)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from .....soaking import in_soak
 from .models import MODELS, WITH_EXPERTS, config_of, hash_of, make_batches, run_ranks, save
 
 BATCHES = 10
@@ -15,7 +16,7 @@ EVERY_DAY = ("llama with biases", "qwen2_moe")
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", [in_soak("float32"), "bfloat16"])
 def test_one_two_and_four_ranks_give_the_same_bits(dtype: str, tmp_path: Path, soak: bool) -> None:
     for name in MODELS if soak else EVERY_DAY:
         check_bits(name, dtype, tmp_path / name)

@@ -24,6 +24,7 @@ from nano_inference.stages.executor.runner.sharded_model import (
     make_whole,
 )
 
+from .....soaking import in_soak
 from ...models import make_config, make_model
 from .group import on_ranks
 from .models import config_of, hash_of, make_batches, make_whole_model, run_ranks, save
@@ -213,7 +214,7 @@ def test_adapters_are_refused(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
-@pytest.mark.parametrize("kind", ["llama", "mixtral"])
+@pytest.mark.parametrize("kind", [in_soak("llama"), "mixtral"])
 def test_no_rank_ever_holds_the_whole(kind: str, tmp_path: Path) -> None:
     """A rank of four has its shard, and beside it a tensor, or a layer while it is fused."""
     sizes = {"hidden_size": 512, "intermediate_size": 512, "num_hidden_layers": 16, "head_dim": 64}

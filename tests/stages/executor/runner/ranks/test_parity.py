@@ -11,6 +11,7 @@ import torch
 from nano_inference.stages.executor import wrap_model
 from nano_inference.stages.executor.runner.interface import make_runner
 
+from .....soaking import in_soak
 from .models import (
     MODELS,
     NUM_BLOCKS,
@@ -71,7 +72,10 @@ def check_precision(name: str, tmp_path: Path) -> None:
         assert difference(run_ranks(config, size, batches), exact) < most * usual
 
 
-@pytest.mark.parametrize("name", WITH_EXPERTS)
+@pytest.mark.parametrize(
+    "name",
+    [name if name in ("mixtral", "qwen2_moe") else in_soak(name) for name in WITH_EXPERTS],
+)
 def test_ranks_with_whole_experts_agree_with_transformers(name: str, tmp_path: Path) -> None:
     batches = make_batches(6)
     wanted = logits_of_transformers(name, torch.float32, batches)

@@ -16,6 +16,7 @@ from nano_inference.stages.executor.runner.ranks.group import OneRank, RankGroup
 from nano_inference.stages.executor.runner.ranks.pipelining import PipelineRank, split_layers
 from nano_inference.stages.executor.runner.sharded_model import load_sharded
 
+from .....soaking import in_soak
 from ...models import make_model
 from .group import make_groups, on_ranks
 from .models import NUM_BLOCKS, config_of, hash_of, logits_of, make_batches, run_ranks, save
@@ -55,7 +56,10 @@ def settings(folder: Path, stages: int, width: int = 1, **changes: Any) -> Engin
     return config
 
 
-@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize(
+    "name",
+    [name if name in ("gemma2", "phi3", "qwen2_moe") else in_soak(name) for name in ARCHITECTURES],
+)
 def test_stages_give_the_bits_of_the_whole_model(name: str, tmp_path: Path) -> None:
     """Without `rank_invariant`: products have the same shapes as on one rank."""
     folder = save(name, tmp_path)
@@ -73,8 +77,15 @@ def test_three_stages_and_a_dtype(tmp_path: Path) -> None:
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("name", ["qwen3", "mixtral"])
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        ("qwen3", "float32"),
+        ("mixtral", "bfloat16"),
+        in_soak("qwen3", "bfloat16"),
+        in_soak("mixtral", "float32"),
+    ],
+)
 def test_two_stages_of_two_ranks_give_the_bits_of_one(
     name: str, dtype: str, tmp_path: Path, soak: bool
 ) -> None:

@@ -113,6 +113,7 @@ def test_containers_are_hardened(objects: list[Values]) -> None:
     for workload in workloads(objects):
         pod = pod_of(workload)
         assert pod["automountServiceAccountToken"] is False
+        assert pod["enableServiceLinks"] is False
         assert pod["securityContext"]["runAsNonRoot"] is True
         assert pod["securityContext"]["runAsUser"] >= 10_000
         assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}

@@ -15,6 +15,7 @@ metadata:
     checksum/settings: {{ include "nano.settings" .root | sha256sum }}
 spec:
   automountServiceAccountToken: false
+  # Variables of Services named nano-inference would be taken for settings.
   enableServiceLinks: false
   terminationGracePeriodSeconds: {{ .graceSeconds }}
   {{- with $values.imagePullSecrets }}

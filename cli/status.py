@@ -439,7 +439,7 @@ def health(
     Live: the process has reported within the last seconds. Ready: each of its stages is in the
     lane's current epoch; of several models, those of each that runs here. While Redis is
     unreachable, a process counts as live, since a restart would not bring Redis back, and as not
-    ready. With --progress: whether the lane is stalled, which is without a token or a step for
+    ready. With --progress: live, and not stalled, which is without a token or a step for
     `pipeline.stall_timeout_s` with requests in flight; it names the last token's age. With --role:
     whether some replica of the lane with that role is ready, wherever it runs.
     With --url the probes of a server are called, such as that of `serve`; they need no key.
@@ -448,8 +448,8 @@ def health(
         raise ConfigError(f"there is no role {role!r:.80}; roles are prefill and decode")
     if role and (live or stage or host):
         raise ConfigError("--role is for readiness of a whole lane; leave the other options out")
-    if progress and (role or live or stage or host):
-        raise ConfigError("--progress is of a whole lane; leave the other options out")
+    if progress and (role or live or stage):
+        raise ConfigError("--progress is for all stages of a host; leave the other options out")
     if (server := named_server(options)) is not None:
         if stage or host:
             raise ConfigError("--stage and --host are for a bus; a server answers for all stages")
@@ -465,21 +465,22 @@ def health(
         problem = serving_elsewhere(config, error).message
         typer.echo(f"{'unknown' if live or progress else 'not ready'}: {problem}")
         raise typer.Exit(0 if live or progress else 1) from None
-    if progress:
-        lanes = [lane for lane in lanes_of(found) if lane.lane == config.bus.lane]
-        seen = progress_of(lanes, config.pipeline.stall_timeout_s)
-        typer.echo(progress_line(seen))
-        raise typer.Exit(1 if seen.status == "stalled" else 0)
     here = host or socket.gethostname()
     if role:
         lanes = [lane for lane in lanes_of(found) if lane.lane == config.bus.lane]
         _print_problems(list(filter(None, [role_trouble(lanes, role)])), live=False)
         return
+    live = live or progress  # what is gone makes no progress
     problems = [
         problem
         for model in sorted({report.model for report in found if report.host == here}) or [""]
         for problem in _problems(found, model, config.bus.lane, here, stage or [], live=live)
     ]
+    if progress and not problems:
+        lanes = [lane for lane in lanes_of(found) if lane.lane == config.bus.lane]
+        seen = progress_of(lanes, config.pipeline.stall_timeout_s, here)
+        typer.echo(progress_line(seen))
+        raise typer.Exit(1 if seen.status == "stalled" else 0)
     _print_problems(problems, live=live)
 
 

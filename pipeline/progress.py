@@ -34,14 +34,17 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     reason: str = ""
 
 
-def progress_of(lanes: Iterable[LaneHealth], stall_timeout_s: float) -> Progress:
+def progress_of(
+    lanes: Iterable[LaneHealth], stall_timeout_s: float, host: str | None = None
+) -> Progress:
     """Return the progress of these lanes together: stalled if one of them is.
 
     Args:
         lanes: Of any models.
         stall_timeout_s: Longest time without a token or a step, while requests are in flight.
+        host: Only what the stages of this host are to blame for; None for all.
     """
-    each = [(lane, _progress(lane, stall_timeout_s)) for lane in lanes]
+    each = [(lane, _progress(lane, stall_timeout_s, host)) for lane in lanes]
     states = {found.status for _, found in each}
     status: ProgressState = "stalled" if "stalled" in states else "ok" if "ok" in states else "idle"
     reasons = [
@@ -64,35 +67,46 @@ def _title(lane: LaneHealth) -> str:
     return f"lane {lane.lane} of model {lane.model}" if lane.model else f"lane {lane.lane}"
 
 
-def _progress(lane: LaneHealth, stall_timeout_s: float) -> Progress:
+def _progress(lane: LaneHealth, stall_timeout_s: float, host: str | None) -> Progress:
     admission, streaming = lane.stages.get("admission"), lane.stages.get("streaming")
-    batches = [report for role, report in lane.stages.items() if split_role(role)[0] == "batching"]
+    batches = [
+        report
+        for role, report in lane.stages.items()
+        if split_role(role)[0] == "batching" and host in (None, report.host)
+    ]
     in_flight = int(admission.load.get("in_flight", 0)) if admission is not None else 0
     token_age_s = _age(streaming, "token_age_s")
-    steps = [age for each in batches if (age := _age(each, "step_age_s")) is not None]
+    steps = {each.stage: age for each in batches if (age := _age(each, "step_age_s")) is not None}
     found = Progress(
         status="ok",
         in_flight=in_flight,
         token_age_s=token_age_s,
-        step_age_s=max(steps, default=None),
+        step_age_s=max(steps.values(), default=None),
     )
+
+    def with_status(status: ProgressState, reason: str = "") -> Progress:
+        return msgspec.structs.replace(found, status=status, reason=reason)
+
     if not in_flight and (admission is not None or not steps):
-        return msgspec.structs.replace(found, status="idle")
+        return with_status("idle")
     starting = [each.stage for each in lane.stages.values() if each.state == "starting"]
     held = [str(each.load["held"]) for each in batches if "held" in each.load]
     if starting or held:
-        reason = f"{starting[0]} is starting" if starting else held[0]
-        return msgspec.structs.replace(found, status="idle", reason=reason)
-    signs = [token_age_s, _age(admission, "busy_s")]
-    if not lane.reason:  # otherwise steps may come, and nobody gets their tokens
-        signs += steps
-    waited_s = min((age for age in signs if age is not None), default=float("inf"))
-    if waited_s <= stall_timeout_s:
+        return with_status("idle", f"{starting[0]} is starting" if starting else held[0])
+    stuck = [name for name, age in steps.items() if age > stall_timeout_s]
+    if stuck:
+        why = f"no step of {stuck[0]} has ended for {steps[stuck[0]]:.0f} s"
+        return with_status("stalled", f"{why}; {lane.reason}" if lane.reason else why)
+    # While all stages are ready, tokens follow steps.
+    delivers = host is None or any(each.host == host for each in (admission, streaming) if each)
+    if (steps and not lane.reason) or not delivers:
         return found
-    reason = lane.reason or "no step of its batches ends"
-    if waited_s < float("inf"):
-        reason = f"no token for {waited_s:.0f} s with {in_flight} in flight; {reason}"
-    return msgspec.structs.replace(found, status="stalled", reason=reason)
+    signs = [age for age in (token_age_s, _age(admission, "busy_s")) if age is not None]
+    if min(signs, default=float("inf")) <= stall_timeout_s:
+        return found
+    since = f" for {min(signs):.0f} s" if signs else ""
+    why = f"no token{since} with {in_flight} in flight"
+    return with_status("stalled", f"{why}; {lane.reason}" if lane.reason else why)
 
 
 def _age(report: StageReport | None, name: str) -> float | None:

@@ -22,26 +22,28 @@ from .deployments import LIMIT_S, eventually
 LIMIT = 60.0
 
 
-def seen(*, without: str = "", starting: str = "", **loads: dict[str, Any]) -> Progress:
-    """The progress of a lane with these loads, whose reports are 0.5 s old."""
-    return progress_of(
-        lanes_of(
-            StageReport(
-                lane="0",
-                stage=stage,
-                incarnation=stage,
-                host="h",
-                pid=1,
-                epoch=1,
-                state="starting" if stage == starting else "ready",
-                age_s=0.5,
-                load=loads.get(stage.replace(".", "_"), {}),
-            )
-            for stage in (*STAGES, *(["batching.1", "executor.1"] if "batching_1" in loads else []))
-            if stage != without
-        ),
-        LIMIT,
+def seen(
+    *, without: str = "", starting: str = "", host: str | None = None, **loads: dict[str, Any]
+) -> Progress:
+    """The progress of a lane with these loads, whose reports are 0.5 s old. Its replica 1, if it
+    has one, runs on the host "other"."""
+    second = ["batching.1", "executor.1"] if "batching_1" in loads else []
+    reports = (
+        StageReport(
+            lane="0",
+            stage=stage,
+            incarnation=stage,
+            host="other" if stage in second else "h",
+            pid=1,
+            epoch=1,
+            state="starting" if stage == starting else "ready",
+            age_s=0.5,
+            load=loads.get(stage.replace(".", "_"), {}),
+        )
+        for stage in (*STAGES, *second)
+        if stage != without
     )
+    return progress_of(lanes_of(reports), LIMIT, host)
 
 
 BUSY = {"in_flight": 3, "busy_s": 500.0}
@@ -58,13 +60,11 @@ def test_without_requests_a_lane_is_idle_however_old_its_last_token() -> None:
 @pytest.mark.parametrize(
     "loads",
     [
-        {"admission": BUSY, "batching": STUCK, "streaming": {"token_age_s": 0.2}},
+        {"admission": BUSY, "batching": {"step_age_s": 0.1}, "streaming": {"token_age_s": 0.2}},
         # A long prompt: no token for long, but steps.
         {"admission": BUSY, "batching": {"step_age_s": 3.0}, "streaming": OLD},
         # The first request after a long rest.
         {"admission": {"in_flight": 1, "busy_s": 0.4}, "streaming": {"token_age_s": 9000.0}},
-        # One replica of two.
-        {"admission": BUSY, "batching": STUCK, "batching_1": {"step_age_s": 0.1}, "streaming": OLD},
     ],
 )
 def test_tokens_or_steps_are_progress(loads: dict[str, dict[str, Any]]) -> None:
@@ -74,9 +74,18 @@ def test_tokens_or_steps_are_progress(loads: dict[str, dict[str, Any]]) -> None:
 def test_neither_for_too_long_is_a_stall() -> None:
     found = seen(admission=BUSY, batching=STUCK, streaming=OLD)
     assert (found.status, found.in_flight, found.step_age_s) == ("stalled", 3, 70.5)
-    assert found.reason == (
-        "lane 0: no token for 70 s with 3 in flight; no step of its batches ends"
-    )
+    assert found.reason == "lane 0: no step of batching has ended for 70 s"
+    # A queue that nobody serves.
+    found = seen(admission=BUSY, streaming=OLD)
+    assert (found.status, found.reason) == ("stalled", "lane 0: no token for 70 s with 3 in flight")
+
+
+def test_a_replica_that_hangs_beside_one_that_works_is_found_on_its_host() -> None:
+    works, tokens = {"step_age_s": 0.1}, {"token_age_s": 0.1}
+    loads = {"admission": BUSY, "batching": works, "batching_1": STUCK, "streaming": tokens}
+    found = {host: seen(host=host, **loads) for host in (None, "h", "other")}
+    assert [each.status for each in found.values()] == ["stalled", "ok", "stalled"]
+    assert found["other"].reason == "lane 0: no step of batching.1 has ended for 70 s"
 
 
 @pytest.mark.parametrize("gone", ["executor", "streaming", "admission", "batching"])
@@ -126,7 +135,7 @@ async def test_a_step_that_never_ends_is_seen(monkeypatch: pytest.MonkeyPatch) -
         try:
             request = asyncio.create_task(pipeline.complete(asking(tokens=3)))
             await eventually(lambda: is_("stalled"))
-            assert "no step of its batches ends" in (await status()).reason
+            assert "no step of batching has ended" in (await status()).reason
         finally:
             go.set()
         assert (await request).status == "done"

@@ -106,7 +106,7 @@ spec:
         timeoutSeconds: 10
         failureThreshold: {{ div (add .startSeconds 4) 5 }}
       livenessProbe:
-        exec: {command: [nano-inference, health, --live, --config, /etc/nano-inference/config.yaml]}
+        exec: {command: [nano-inference, health, --progress, --config, /etc/nano-inference/config.yaml]}
         periodSeconds: 20
         timeoutSeconds: 10
       readinessProbe:

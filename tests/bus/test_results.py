@@ -194,9 +194,10 @@ async def test_tail_begins_now_and_serves_everyone(buses: Any) -> None:
             await anext(tail)
 
 
-async def test_two_hundred_follow_at_once(buses: Any) -> None:
+async def test_many_follow_at_once(buses: Any) -> None:
     bus, client = buses.pair()
-    entries = {f"r{i}": await publish(client, f"r{i}") for i in range(200)}
+    number = 60 if buses.kind == "cluster" else 200  # there each costs several times as much
+    entries = {f"r{i}": await publish(client, f"r{i}") for i in range(number)}
     following = {
         name: asyncio.create_task(kit.collect(client.results.follow(name, entry)))
         for name, entry in entries.items()

@@ -256,7 +256,7 @@ def test_in_flight_run_generates_while_it_trains(
         loop(settings, rollouts, trainer, record, report)
 
     monkeypatch.setattr(grpo_arithmetic, "run_in_flight", watched)
-    found = run(replace(SETTINGS, steps=2, mode="in-flight"), console)
+    found = run(replace(SETTINGS, mode="in-flight"), console)
     check_figures(found)
     ((rollouts, record),) = records
     assert rollouts.engine is not None

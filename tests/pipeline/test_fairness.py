@@ -115,7 +115,7 @@ async def test_paused_streams_equal_undisturbed_ones(
     [
         ("memory", "fairness"),
         in_soak("redis-links", "batching"),
-        ("memory", "executor"),
+        in_soak("memory", "executor"),
         ("redis-links", "streaming"),
     ],
     indirect=["make_config"],

@@ -26,6 +26,7 @@ from nano_inference.bus.public import CompletionChunk, TokenLogprob
 from nano_inference.stages.executor.scoring import ReferenceModel
 from nano_inference.stages.streaming.stage import StreamingStage
 
+from ..soaking import in_soak
 from . import reference
 from .builders import Boom, break_once, raises
 from .conftest import BUSES, MakeConfig, config_maker
@@ -290,7 +291,7 @@ def fail_at_a_score(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     ("bus", "replicas", "failing"),
-    [("memory", 1, "executor"), ("memory", 2, "streaming"), ("redis-links", 1, "streaming")],
+    [("memory", 1, "executor"), in_soak("memory", 2, "streaming"), ("redis-links", 1, "streaming")],
 )
 async def test_a_stage_may_fail_while_samples_wait_for_their_scores(
     request: pytest.FixtureRequest,

@@ -24,6 +24,7 @@ from nano_inference.pipeline.models import ModelStatus
 from nano_inference.pipeline.supervisor import StageFailed
 from nano_inference.store.registry import ModelRecord
 
+from ..soaking import in_soak
 from . import builders, short_model
 from .builders import error_code, raises
 from .deployments import LIMIT_S, eventually, model, own_prefix, routing
@@ -295,7 +296,7 @@ async def test_a_lane_that_can_not_go_on_ends_its_requests(redis_url: str) -> No
         assert (await deployment.ask("a")).status == "done"
 
 
-@pytest.mark.parametrize("on_demand", [False, True])
+@pytest.mark.parametrize("on_demand", [False, in_soak(True)])
 async def test_an_unload_can_have_a_time_limit(redis_url: str, on_demand: bool) -> None:
     """Requests in flight end with an error then. A later call may set a shorter limit."""
     async with managing(own_prefix(redis_url), model("a"), load_on_demand=on_demand) as deployment:

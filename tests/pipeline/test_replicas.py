@@ -15,6 +15,7 @@ from nano_inference.stages.executor.core import ExecutorCore
 from nano_inference.stages.executor.stage import ExecutorStage
 from nano_inference.stages.fairness.stage import FairnessStage
 
+from ..soaking import in_soak
 from .builders import (
     GOOD,
     LONG,
@@ -134,7 +135,7 @@ def core_of(pipeline: Pipeline, role: str) -> Any:
 
 @pytest.mark.parametrize(
     ("make_config", "role", "method"),
-    [("memory", "executor", "execute"), ("redis-links", "batching.1", "absorb")],
+    [in_soak("memory", "executor", "execute"), ("redis-links", "batching.1", "absorb")],
     indirect=["make_config"],
 )
 async def test_a_replica_that_fails_loses_nothing_and_joins_again(

@@ -130,19 +130,21 @@ FEATURES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("feature", FEATURES)
 @pytest.mark.parametrize("speculation", [in_soak("off"), "auto"])
-async def test_features_go_on_behind_a_handover(
-    make_config: MakeConfig, feature: str, speculation: str
-) -> None:
-    asked = bodies(8)
-    for body in asked:
-        body["sampling"] = {**body["sampling"], "ignore_eos": False, **FEATURES[feature]}
+async def test_features_go_on_behind_a_handover(make_config: MakeConfig, speculation: str) -> None:
+    asked = [
+        {**body, "sampling": {**body["sampling"], "ignore_eos": False, **feature}}
+        for feature in FEATURES.values()
+        for body in bodies(8)
+    ]
     expected = await expected_of(make_config, asked)
     config = with_roles(make_config, engine__speculation=speculation)
     async with Pipeline(config) as pipeline:
-        assert await answers(pipeline, asked) == expected
-        assert fairness_of(pipeline)._core.counts.handovers > 0
+        for number, feature in enumerate(FEATURES):
+            some = slice(8 * number, 8 * number + 8)
+            before = fairness_of(pipeline)._core.counts.handovers
+            assert await answers(pipeline, asked[some]) == expected[some], feature
+            assert fairness_of(pipeline)._core.counts.handovers > before, feature
         await check_at_rest(pipeline)
 
 

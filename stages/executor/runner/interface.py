@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 
 import msgspec
+import torch
 from torch import Tensor, nn
 
 from ....config import EngineConfig, ModelError
@@ -24,6 +25,7 @@ from .batch import Uploader as Uploader
 from .batch import flatten_rows as flatten_rows
 from .batch import order_rows as order_rows
 from .deterministic import Determinism
+from .device import trim
 from .encoder import encode
 from .fast_modules.modules import FastModules
 from .fixed_tiles import FixedTiles
@@ -204,6 +206,7 @@ def make_runner(
         check=active if determinism is None else determinism.in_tiles,
         alone=alone,
     )
+    trim(torch.device("cpu"))  # of the checks' memory
     if ranks is not None and (why := ranks.prepared()):
         off.setdefault("deterministic", why)
     return ModelRunner(

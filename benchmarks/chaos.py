@@ -9,7 +9,8 @@ a proxy. The requests run once undisturbed, then again under faults: SIGKILL of 
 and restart of the server, connections cut. Plain redis-py reads each stream, which is compared with
 its undisturbed run.
 
-With `--ranks` the model is spread over so many ranks, which are killed and stopped too (SIGSTOP).
+With `--ranks` the model is spread over so many ranks, which are killed and stopped too (SIGSTOP);
+rank 0 is the executor.
 
 With `--http` the requests are SSE streams over two gateways, which are killed too (chaos_http.py).
 
@@ -38,6 +39,7 @@ from harness import options, percentile, print_table, versions, write
 
 TARGETS = (*STAGES, "redis", "connections")
 RANK_SIGNALS = {"rank": signal.SIGKILL, "rank, stopped": signal.SIGSTOP}
+STOPPED_LEADER = "executor, stopped"
 RANK_SETTINGS = {"engine.deterministic": True, "engine.rank_timeout_s": 1.0}
 FAULTS = ("lost", "duplicated", "gaps", "mismatched")
 PREFIX = "nano-benchmark-chaos"
@@ -184,10 +186,12 @@ class Chaos:
             self._proxy.cut(self._rng.choice((0.3, 1.0)), self._rng)
         elif target in RANK_SIGNALS:
             await self._house.hit_rank(RANK_SIGNALS[target], self._rng)
+        elif target == STOPPED_LEADER:
+            await self._house.kill("executor", signal.SIGSTOP)
         else:
             await self._house.kill(target)
         done = time.monotonic()
-        of_stage = target in STAGES or target in RANK_SIGNALS
+        of_stage = target not in ("redis", "connections")
         above = await self._load.epoch() if of_stage else -1
         if hit := self._load.in_flight:
             self._open.append((len(self.faults), above, hit))
@@ -203,7 +207,7 @@ async def storm(folder: Path, ranks: int = 1, **options: Any) -> dict[str, Any]:
     settings, targets = SETTINGS, TARGETS
     if ranks > 1:
         settings = {**SETTINGS, **RANK_SETTINGS, "engine.tensor_parallel": ranks}
-        targets = (*TARGETS, *RANK_SIGNALS)
+        targets = (*TARGETS, *RANK_SIGNALS, STOPPED_LEADER)
     size = chaos_rig.Size(**options)
     rng = random.Random(size.seed)
     work = chaos_rig.make_requests(size.requests, size.seed, size.longest)

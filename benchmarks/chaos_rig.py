@@ -195,13 +195,13 @@ class House:
     def __init__(self, url: str, log: Path, settings: dict[str, object]) -> None:
         self.process = start_command(["up", "--bus", url, *settings_arguments(settings)], log)
 
-    async def kill(self, stage: str) -> None:
-        """Send SIGKILL to a stage's process, once it has one: its last death may not be over."""
+    async def kill(self, stage: str, number: signal.Signals = signal.SIGKILL) -> None:
+        """Send a signal to a stage's process, once it has one: its last death may not be over."""
         while True:
             for pid in children(self.process.pid):
                 if f"--stages {stage} " in f"{' '.join(command_line(pid))} ":
                     with contextlib.suppress(ProcessLookupError):
-                        os.kill(pid, signal.SIGKILL)
+                        os.kill(pid, number)
                         return
             await asyncio.sleep(PAUSE_S)
 

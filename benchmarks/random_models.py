@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import random
 import string
 from collections.abc import Iterator, Sequence
@@ -47,6 +48,26 @@ def write_model(folder: Path, shape: str) -> None:
     }
     random_model(settings, torch.float32).to(torch.bfloat16).save_pretrained(folder)
     _write_tokenizer(folder, settings["vocab_size"])
+
+
+def write_zeros_model(folder: Path, settings: dict[str, Any]) -> int:
+    """Write a Qwen2 model in bfloat16 whose weights are all zero, and return their bytes. The file
+    takes no room on disk, and there is no tokenizer."""
+    config = Qwen2Config(**settings, architectures=["Qwen2ForCausalLM"], dtype="bfloat16")
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    header: dict[str, Any] = {}
+    end = 0
+    for name, each in model.named_parameters():
+        places = [end, end := end + each.nbytes]
+        header[name] = {"dtype": "BF16", "shape": list(each.shape), "data_offsets": places}
+    text = json.dumps({"__metadata__": {"format": "pt"}, **header}).encode()
+    text += b" " * (-len(text) % 8)
+    with (folder / "model.safetensors").open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        file.truncate(file.tell() + end)
+    config.save_pretrained(folder)
+    return end
 
 
 def random_successors(size: int, first: int, seed: int) -> list[int]:

@@ -1,6 +1,7 @@
-"""Time per all-reduce between ranks, in shared memory and over gloo's sockets; and per step.
+"""Time per all-reduce between ranks, in shared memory and over gloo's sockets; and per step; and
+the memory of ranks.
 
-    python benchmarks/ranks.py [--parts all-reduce,steps] [--ranks 2,4] [--rows 1,16,512]
+    python benchmarks/ranks.py [--parts all-reduce,steps,memory] [--ranks 2,4] [--rows 1,16,512]
         [--width 896] [--turns 9] [--operations 100] [--shape S] [--dtype bfloat16] [--tokens 16]
         [--json FILE]
 
@@ -10,11 +11,13 @@ same bits for any number of ranks; all engines are loaded at once and take turns
 rank is a process with one thread. The ways take turns, in rotating order, on the same group of
 processes: ours in shared memory, and gloo's all-reduce, whose order of additions depends on the
 number of ranks. Time is that of rank 0 over a run of operations, the same run on each rank.
+`memory` loads a model of 6.0 GB in bfloat16 on 1, 2, 4 and 2 x 2 ranks, one after the other.
 """
 
 from __future__ import annotations
 
 import multiprocessing
+import os
 import statistics
 import tempfile
 import time
@@ -35,15 +38,22 @@ from harness import (
     refuse_unknown,
     rotated,
 )
+from random_models import write_zeros_model
+from workloads import qwen2
 
 from nano_inference import EngineConfig, InferenceEngine, SamplingParams
+from nano_inference.stages.executor.runner.ranks.commands import Reply
 from nano_inference.stages.executor.runner.ranks.group import RankGroup
 from nano_inference.stages.executor.runner.ranks.shared_memory import SharedMemoryGroup
 
 FORK = multiprocessing.get_context("fork")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 WARM_UP = 5
-PARTS = ("all-reduce", "steps")
+SPAWN = multiprocessing.get_context("spawn")
+PARTS = ("all-reduce", "steps", "memory")
+SIX_GB = qwen2(2048, 10_448, 36, (16, 4), 151_936)
+LAYOUTS = {"1 process": (1, 1), "2 ranks": (2, 1), "4 ranks": (4, 1), "2 stages of 2": (2, 2)}
+"""Of the part `memory`: tensor_parallel and pipeline_parallel."""
 
 Times = dict[str, dict[str, list[float]]]
 
@@ -226,6 +236,59 @@ def print_steps(found: Seconds) -> None:
     print_table(columns, rows, "engine")
 
 
+# --- memory ---------------------------------------------------------------------------------------
+
+Memory = dict[str, float]
+
+
+def memory() -> dict[str, list[Memory]]:
+    """Return GB of each rank, by layout."""
+    found: dict[str, list[Memory]] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        print(f"{write_zeros_model(Path(folder), SIX_GB) / 1e9:.3f} GB of weights")
+        for name, layout in LAYOUTS.items():
+            ours, theirs = SPAWN.Pipe()
+            process = SPAWN.Process(target=load, args=(theirs, folder, *layout))
+            process.start()
+            theirs.close()
+            try:
+                found[name] = ours.recv()
+            finally:
+                process.join()
+            columns = {f"{kind}, GB": f"{{{kind}:.2f}}" for kind in found[name][0]}
+            rows = {f"rank {rank}": each for rank, each in enumerate(found[name])}
+            print_table(columns, rows, name)
+    return found
+
+
+def load(connection: Connection, folder: str, tensor_parallel: int, pipeline_parallel: int) -> None:
+    """Load a model, and send the memory of its ranks."""
+    config = EngineConfig(
+        model_path=folder,
+        tensor_parallel=tensor_parallel,
+        pipeline_parallel=pipeline_parallel,
+        max_model_len=512,
+        kv_cache_bytes=1 << 26,
+        cpu_threads=1,
+        speculation="off",
+    )
+    with InferenceEngine(config) as engine:
+        core = engine._executor
+        reports = core.report_ranks() or [core.runner.report()]
+        pids = [os.getpid(), *(core.ranks.pids if core.ranks is not None else ())]
+        connection.send([memory_of(*each) for each in zip(pids, reports, strict=True)])
+
+
+def memory_of(pid: int, report: Reply) -> Memory:
+    """Return GB of a rank: RSS counts pages that processes share in each of them, PSS each one's
+    part."""
+    lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:]
+    sizes = {words[0]: int(words[1]) * 1024e-9 for words in map(str.split, lines)}
+    found = {"weights": report.weights * 1e-9, "KV": report.kv * 1e-9}
+    found |= {"PSS": sizes["Pss:"], "RSS": sizes["Rss:"]}
+    return found | {"peak RSS": report.resident * 1e-9}
+
+
 def main() -> None:
     parser = options(
         __doc__,
@@ -247,6 +310,8 @@ def main() -> None:
         print_steps(figures["step_s"])
     if "all-reduce" in arguments.parts:
         figures["all_reduce_us"] = all_reduce(arguments)
+    if "memory" in arguments.parts:
+        figures["memory_gb"] = memory()
     record(arguments, **figures)
 
 

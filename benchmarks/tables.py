@@ -325,6 +325,15 @@ def rank_steps(name: str) -> str:
     return markdown(["ms per step (of it in exchanges)", *kinds], body)
 
 
+def rank_memory(name: str) -> str:
+    kinds = ("weights", "KV", "PSS", "RSS", "peak RSS")
+    body = [
+        [layout, *(", ".join(f"{rank[kind]:.2f}" for rank in ranks) for kind in kinds)]
+        for layout, ranks in result(name)["memory_gb"].items()
+    ]
+    return markdown(["GB of each rank", *kinds], body)
+
+
 # --- README.md ------------------------------------------------------------------------------------
 
 
@@ -405,6 +414,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "conversations": partial(conversations, "kv-conversations-2-cpu-cores"),
     "all-reduce": partial(all_reduce, "ranks-2-cpu-cores"),
     "rank-steps": partial(rank_steps, "ranks-2-cpu-cores"),
+    "rank-memory": partial(rank_memory, "ranks-memory"),
     "measured": measured,
 }
 

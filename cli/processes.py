@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import re
 import signal
 import sys
@@ -22,6 +23,7 @@ from ..bus.links import CONTROL
 from ..config import REPLICATED, BusError, Config, NanoInferenceError, split_role
 from ..config.errors import leaves_of
 from ..pipeline.supervisor import RestartBudget, StageFailed
+from ..store.process_state import identity_of, state_of
 from ..telemetry import LogOutput
 from .children import Child, Forks
 from .process import DRAIN
@@ -43,6 +45,8 @@ _CAN_NOT_START = 2
 _TERMINATED = (-signal.SIGTERM, 0)
 # Time limit for the message to admission that a process has ended.
 _REPORT_S = 1.0
+# Seconds between two looks at an executor whose model has several ranks.
+_POLL_S = 0.25
 # Prefix of a command's last sentence; see `terminal.complain`.
 _COMPLAINT = f"{PROGRAM}: "
 
@@ -218,6 +222,16 @@ class Processes:
         child = self._children[role] = await self.forks.start(role, self._command(role))
         if self._stopping:  # meanwhile
             child.send_signal(signal.SIGTERM)
+        async with anyio.create_task_group() as group:
+            if split_role(role)[0] == "executor" and self.config.engine.num_ranks > 1:
+                group.start_soon(self._kill_if_stopped, role, child)
+            await self._print_output(role, child)
+            status = await child.wait()
+            group.cancel_scope.cancel()
+        self.forks.ended(child)
+        return status
+
+    async def _print_output(self, role: str, child: Child) -> None:
         lines = Lines()
         async with contextlib.aclosing(child.output()) as output:
             async for chunk in output:
@@ -226,9 +240,18 @@ class Processes:
                     await anyio.lowlevel.checkpoint()  # one child's output must not delay others
         for line in lines.end():
             self._print(role, line)
-        status = await child.wait()
-        self.forks.ended(child)
-        return status
+
+    async def _kill_if_stopped(self, role: str, child: Child) -> None:
+        """Kill an executor, rank 0 of a model, that is stopped (SIGSTOP) for
+        `engine.rank_timeout_s`: the other ranks wait no longer for it."""
+        process, timeout_s = identity_of(child.pid), self.config.engine.rank_timeout_s
+        # Counted, since this process may have been stopped meanwhile.
+        left = most = math.ceil(timeout_s / _POLL_S)
+        while left:
+            await anyio.sleep(_POLL_S)
+            left = left - 1 if state_of(child.pid, process) == "stopped" else most
+        self._say(f"{role} is stopped for {timeout_s:g} s (engine.rank_timeout_s); killing it")
+        child.send_signal(signal.SIGKILL)
 
     def _command(self, role: str) -> list[str]:
         """Return the arguments of `nano-inference`."""

@@ -236,7 +236,7 @@ class EngineConfig(Section, frozen=True, forbid_unknown_fields=True):
             if self.pipeline_parallel > 1
             else f"tensor_parallel {self.tensor_parallel}"
         )
-        for name in ("adapters", "kv_host_bytes", "kv_disk_path"):
+        for name in ("kv_host_bytes", "kv_disk_path"):
             self.require(
                 name,
                 self.num_ranks == 1 or not getattr(self, name),

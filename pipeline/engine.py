@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from os import PathLike, fspath
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
@@ -18,7 +17,6 @@ from ..bus.messages import StepPlan
 from ..bus.public import EmbedParams, GenerateRequest, KVSession, KVSessionResult, SessionAction
 from ..bus.weights import InFlight, WeightsSource, check_in_flight
 from ..config import (
-    AdapterError,
     BusConfig,
     Config,
     ConfigError,
@@ -33,19 +31,13 @@ from ..stages.batching import BatchingCore
 from ..stages.batching.sessions import SessionCall, SessionKey
 from ..stages.executor.changes.arguments import check_arguments
 from ..stages.executor.core import ExecutorCore
-from ..stages.executor.runner.adapters.peft import (
-    adapter_of,
-    check_adapter_id,
-    next_version,
-    read_adapter,
-)
 from ..stages.executor.runner.weights.sync_manager import weights_lost
 from ..stages.executor.runner.weights.transports import WeightGroups
 from ..stages.streaming.core import EndedRequest, StreamingCore
 from ..stages.tier_log import log_differences
-from ..store.board import LoadedAdapter
 from ..telemetry import now_ns
 from ..text.tokenizer import default_sampling_params, find_tokenizer, stop_token_ids_of
+from .engine_parts import ModelParts
 from .engine_requests import (
     Finished,
     Unfinished,
@@ -64,7 +56,7 @@ from .sessions import check_action
 _FETCH_WAIT_S = 1.0
 
 
-class InferenceEngine:
+class InferenceEngine(ModelParts):
     """Generates in this process, on the caller's thread.
 
     ```python
@@ -434,79 +426,6 @@ class InferenceEngine:
             self._executor.resume_memory(tags)
         finally:
             self._report_memory()
-
-    # --- adapters -----------------------------------------------------------------------------
-
-    def load_adapter(
-        self,
-        id: str,
-        source: str | PathLike[str] | Mapping[str, Tensor],
-        config: Mapping[str, Any] | None = None,
-        *,
-        in_flight: InFlight = "keep",
-        version: int | None = None,
-    ) -> int:
-        """Load a LoRA adapter, or replace the weights of a loaded one; requests name it by `id`.
-
-        Args:
-            id: 1 to 128 letters, digits and . _ : / @ + -.
-            source: A folder written by PEFT's `save_pretrained`; or the tensors, in the form of
-                `peft.get_peft_model_state_dict`, which are copied.
-            config: With tensors: the content of adapter_config.json, such as `r`, `lora_alpha`.
-            in_flight: How its unfinished requests go on. keep: with their KV as it is. retract:
-                they compute their KV again. abort: the next step ends them early.
-            version: The new version, above all former ones of this id; None for the next.
-
-        Returns:
-            Its version.
-
-        Raises:
-            AdapterError: It can't be served, or does not fit the model; nothing has changed.
-        """
-        check_in_flight(in_flight)
-        check_adapter_id(id, self.config.model_name)
-        executor = self._executor
-        version = next_version(id, version, self._adapter_versions.get(id, 0))
-        model, limits = executor.model, executor.adapters.limits
-        if isinstance(source, Mapping):
-            adapter = adapter_of(id, version, source, config or {}, model, limits)
-        else:
-            adapter = read_adapter(id, version, fspath(source), model, limits)
-        executor.adapters.stage(adapter)
-        # No step is running, so it can be switched at once.
-        executor.switch_adapter(id, version)
-        self._batching.change_adapter(id, version, in_flight)
-        self._adapter_versions[id] = version
-        self._admission.set_adapters(self.adapters())
-        return version
-
-    def unload_adapter(self, id: str, *, in_flight: InFlight = "keep") -> None:
-        """Unload an adapter.
-
-        Args:
-            id: Its id.
-            in_flight: "abort": the next step ends its unfinished requests early. Otherwise the
-                adapter can't be unloaded while it has any.
-
-        Raises:
-            AdapterError: `adapter_not_found`; or `adapter_in_use`: finish the requests first.
-        """
-        check_in_flight(in_flight)
-        if self._executor.adapters.get(id) is None:
-            raise AdapterError(f"no adapter {id!r:.80} is loaded", code="adapter_not_found")
-        if in_flight != "abort" and self._batching.uses_adapter(id):
-            raise AdapterError(
-                f"requests in flight use the adapter {id!r}; step until they end, or unload it "
-                "with in_flight='abort'",
-                code="adapter_in_use",
-            )
-        self._executor.switch_adapter(id, 0)
-        self._batching.change_adapter(id, 0, in_flight)
-        self._admission.set_adapters(self.adapters())
-
-    def adapters(self) -> tuple[LoadedAdapter, ...]:
-        """Return the loaded adapters: id, version, folder, rank and size."""
-        return self._executor.adapters.describe()
 
     # --- cache and shutdown -------------------------------------------------------------------
 

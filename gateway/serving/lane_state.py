@@ -13,7 +13,7 @@ import anyio.to_thread
 from ...bus.public import GenerateRequest
 from ...config import BusError, Config, NanoInferenceError, RequestError, shown, split_role
 from ...pipeline.client import BusClient
-from ...pipeline.models import adapters_of
+from ...pipeline.models import adapters_of, expert_owners
 from ...store.board import LoadedAdapter
 from ...text.context_length import longest_context_of
 from ..policy.caller import Caller, check_allowed
@@ -161,6 +161,15 @@ class ServedModels:
             return adapters_of(await self._reports.get())
         except BusError:
             return ()
+
+    async def expert_owners(self) -> tuple[int, ...]:
+        """Return the rank of each expert, in the first executor that has owners; () in none."""
+        try:
+            reports = await self._reports.get()
+        except BusError:
+            return ()
+        owners = (expert_owners(report.load) for report in reports)
+        return next(filter(None, owners), ())
 
     async def check(self, model: str, caller: Caller) -> None:
         """Check that a name exists, and that the caller may use it.

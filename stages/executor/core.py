@@ -117,11 +117,7 @@ class ExecutorCore:
         num_blocks = num_blocks or count_blocks(config, model, draft)
         self.runner = runner = make_runner(config, model, num_blocks, backend, self.ranks)
         self.cache, self.adapters = runner.cache, runner.adapters
-        limits = limits_of(
-            model.shards.whole if model.shards else model.module,
-            config.max_weight_tensors,
-            config.max_weight_bytes,
-        )
+        limits = limits_of(model.whole, config.max_weight_tensors, config.max_weight_bytes)
         write = partial(write_to_ranks, ranks, model.shards) if ranks and model.shards else None
         self.weights = WeightSyncManager(model.module, limits, shards=model.shards, write=write)
         self._now_ns = now_ns

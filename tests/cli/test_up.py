@@ -6,15 +6,19 @@ import os
 import select
 import signal
 import socket
+import subprocess
 import time
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+import anyio
 import pytest
 from redis import Redis
 from redis.backoff import ConstantBackoff
 from redis.retry import Retry
 
+from nano_inference.cli.children import Forks, Spawned
 from nano_inference.cli.processes import Processes
 from nano_inference.cli.up import MetricsPorts
 from nano_inference.config import STAGES, ConfigError, as_text, load_config, parse_value
@@ -92,6 +96,26 @@ def test_a_lost_replica_is_tolerated_while_another_runs() -> None:
         processes(3).give_up("streaming", error)
     with pytest.raises(StageFailed):
         processes(1).give_up("executor", error)
+
+
+class Sleepers:
+    """Starts a process that does nothing, instead of a stage, and stops it at once."""
+
+    async def start(self, role: str, command: Sequence[str]) -> Spawned:
+        child = Spawned(await anyio.open_process(["sleep", "1000"], stdin=subprocess.PIPE))
+        child.send_signal(signal.SIGSTOP)
+        return child
+
+    def ended(self, child: Spawned) -> None:
+        pass
+
+
+async def test_a_stopped_rank_0_is_killed_after_its_timeout() -> None:
+    """So that its successor starts; only the kernel tells of it, since nothing else of it runs."""
+    settings = {"engine.tensor_parallel": 2, "engine.rank_timeout_s": 0.5}
+    processes = processes_of(load_config(env={}, overrides=settings), forks=cast(Forks, Sleepers()))
+    with anyio.fail_after(LIMIT_S):
+        assert await processes._run_once("executor") == -signal.SIGKILL
 
 
 # --- several models -------------------------------------------------------------------------------

@@ -16,10 +16,11 @@ from typing import Any
 
 import pytest
 import torch
+from msgspec.structs import replace
 from transformers import Qwen2MoeConfig, Qwen2MoeForCausalLM
 
-from nano_inference import Completion, Pipeline
-from nano_inference.config import WeightsError
+from nano_inference import Completion, InferenceEngine, Pipeline, SamplingParams, TrainingSample
+from nano_inference.config import EngineConfig, WeightsError
 from nano_inference.stages.executor.runner.ranks.processes import Ranks
 
 from . import reference
@@ -177,3 +178,27 @@ async def test_experts_move_while_streams_run(make_config: MakeConfig) -> None:
         for wrong in ((0, 0, 0, 1), (0, 1), (0, 1, 2, 0)):
             with pytest.raises(WeightsError, match="2 times"):
                 await pipeline.client.move_experts(wrong)
+
+
+def test_an_engine_moves_experts_between_steps() -> None:
+    """No token of unfinished requests changes."""
+    config = EngineConfig(model_path=str(mixture()), kv_cache_bytes=1 << 22, **SAME_BITS)
+    sampling = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+    prompts = [[3, 4 + number] for number in range(3)]
+    with InferenceEngine(config) as alone:
+        assert alone.expert_owners == []
+        with pytest.raises(WeightsError, match=r"set engine\.expert_parallel"):
+            alone.move_experts([0, 1, 0, 1])
+        expected = [each.completion_tokens for each in alone.generate(prompts, sampling)]
+    with InferenceEngine(replace(config, tensor_parallel=2, expert_parallel=2)) as engine:
+        ids = [engine.add_request(prompt, sampling) for prompt in prompts]
+        samples: list[TrainingSample] = []
+        for number in range(20):
+            samples += engine.step()
+            if number == 2:
+                assert engine.expert_owners == [0, 0, 1, 1]
+                assert engine.has_pending()
+                engine.move_experts([1, 0, 1, 0])
+        assert engine.expert_owners == [1, 0, 1, 0]
+    tokens = {each.request_id: each.completion_tokens for each in samples}
+    assert [tokens[id] for id in ids] == expected

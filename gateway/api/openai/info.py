@@ -124,7 +124,8 @@ class ModelInfoCalls:
         name = self._served.default
         found: list[tuple[str, str, str | None]] = [(name, self._config.engine.model_path, None)]
         found += [(each.id, each.folder, name) for each in await self._served.adapters()]
-        length = await self._length.get()
+        length, owners = await self._length.get(), await self._served.expert_owners()
+        more = {"expert_owners": owners} if owners else {}
         return [
             {
                 "id": id,
@@ -134,6 +135,7 @@ class ModelInfoCalls:
                 "root": root,
                 "parent": parent,
                 "max_model_len": length,
+                **more,
             }
             for id, root, parent in found
         ]

@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 
 import msgspec
+import torch
 from torch import Tensor, nn
 
 from ....config import EngineConfig, ModelError
@@ -24,6 +25,7 @@ from .batch import Uploader as Uploader
 from .batch import flatten_rows as flatten_rows
 from .batch import order_rows as order_rows
 from .deterministic import Determinism
+from .device import trim
 from .encoder import encode
 from .fast_modules.modules import FastModules
 from .fixed_tiles import FixedTiles
@@ -34,7 +36,7 @@ from .inputs import InputBuilder, model_forward
 from .inputs import StepInputs as StepInputs
 from .kernels import cpu as cpu
 from .kv_cache import KVCache, block_bytes
-from .leader import LeaderCache
+from .leader import LeaderAdapters, LeaderCache
 from .loaded_model import LoadedModel as LoadedModel
 from .model import load_model as load_model
 from .ranks.commands import Forward, Prepare, Reply
@@ -92,7 +94,9 @@ class ModelRunner(msgspec.Struct, frozen=True, eq=False):
         """
         if self.ranks is not None:
             assert inputs.source is not None
-            self.ranks.tell(Forward.of(*inputs.source, with_states=with_states))
+            slots = None if inputs.adapters is None else inputs.adapters.slots
+            forward = Forward.of(*inputs.source, with_states=with_states, adapters=slots)
+            self.ranks.tell(forward)
         pipeline = self.model.pipeline
         states: list[Tensor] | None = [] if with_states else None
         if states is None and inputs.adapters is None:
@@ -194,13 +198,15 @@ def make_runner(
     if fast is not None:
         whole = determinism if fast.is_whole else None
         alone = partial(fast.active if whole is None else whole.in_tiles, alone=True)
-    adapters = AdapterTable(
+    make_table = AdapterTable if ranks is None else partial(LeaderAdapters, ranks=ranks)
+    adapters = make_table(
         model,
         AdapterLimits(config.max_adapters, config.max_adapter_rank),
         one_by_one=config.deterministic is True,
         check=active if determinism is None else determinism.in_tiles,
         alone=alone,
     )
+    trim(torch.device("cpu"))  # of the checks' memory
     if ranks is not None and (why := ranks.prepared()):
         off.setdefault("deterministic", why)
     return ModelRunner(

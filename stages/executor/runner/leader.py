@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ....config import EngineConfig, WeightsError
+from ....config import AdapterError, EngineConfig, WeightsError
+from .adapters.peft import Adapter, LoraPair, rank_of
+from .adapters.table import AdapterTable
 from .kv_cache import KVCache
 from .loaded_model import LoadedModel
 from .memory import ReplicaMemory
 from .model import load_model
-from .ranks.commands import ClearCache, CopyBlocks, NewWeights, Release, Resume
+from .ranks import commands as do
 from .ranks.group import OneRank, RankError
 from .ranks.processes import Ranks
 from .sharded_model import load_sharded
@@ -70,12 +73,66 @@ class LeaderCache(KVCache):
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         if pairs:
-            self._ranks.tell(CopyBlocks(tuple(pairs)))
+            self._ranks.tell(do.CopyBlocks(tuple(pairs)))
         super().copy_blocks(pairs)
 
     def clear(self) -> None:
-        self._ranks.tell(ClearCache())
+        self._ranks.tell(do.ClearCache())
         super().clear()
+
+
+@dataclass(eq=False)
+class LeaderAdapters(AdapterTable):
+    """The adapters of all ranks, each of which has its part. They have the same slots."""
+
+    ranks: Ranks = field(kw_only=True)
+
+    def stage(self, adapter: Adapter) -> None:
+        super().stage(adapter)
+        layers = []
+        for name, (a, b) in adapter.pairs.items():
+            layers.append((name, *a.shape, b.shape[-1]))
+        self.ranks.tell(do.StageAdapter(adapter.id, adapter.version, tuple(layers)))
+        for pair in adapter.pairs.values():
+            for tensor in pair:
+                self.ranks.group.broadcast(tensor.contiguous())
+        replies = self.ranks.replies()
+        if failed := next((reply for reply in replies if reply.error), None):
+            # On all ranks or on none.
+            self.unstage(adapter.id, adapter.version)
+            raise AdapterError(failed.error, code=failed.code)
+
+    def unstage(self, id: str, version: int) -> None:
+        super().unstage(id, version)
+        self.ranks.tell(do.UnstageAdapter(id, version))
+
+    def switch(self, id: str, version: int) -> tuple[int, int]:
+        slots = super().switch(id, version)
+        self.ranks.tell(do.SwitchAdapter(id, version))
+        return slots
+
+
+def receive_adapter(
+    command: do.StageAdapter, broadcast: Callable[[Tensor], None], dtype: torch.dtype
+) -> Adapter:
+    """Return the whole adapter that rank 0 sends after its command.
+
+    Args:
+        command: The command.
+        broadcast: `RankGroup.broadcast`.
+        dtype: Of its tensors.
+
+    Raises:
+        RankError: A rank has failed.
+    """
+    pairs = {}
+    for name, rank, inputs, outputs in command.layers:
+        pairs[name] = pair = LoraPair(
+            torch.empty(rank, inputs, dtype=dtype), torch.empty(1, rank, outputs, dtype=dtype)
+        )
+        for tensor in pair:
+            broadcast(tensor)
+    return Adapter(command.adapter, command.version, rank_of(pairs), pairs)
 
 
 class LeaderMemory(ReplicaMemory):
@@ -87,7 +144,7 @@ class LeaderMemory(ReplicaMemory):
 
     def release(self, tags: Collection[str]) -> None:
         if pending := self.pending.intersection(tags):
-            self._ranks.tell(Release(tuple(sorted(pending))))
+            self._ranks.tell(do.Release(tuple(sorted(pending))))
         super().release(tags)
 
     def resume(self, tags: Collection[str]) -> None:
@@ -95,7 +152,7 @@ class LeaderMemory(ReplicaMemory):
         super().resume(tags)
         if not released:
             return
-        replies = self._ranks.ask(Resume(tuple(sorted(released))))
+        replies = self._ranks.ask(do.Resume(tuple(sorted(released))))
         if failed := next((reply for reply in replies if reply.error), None):
             # On all ranks or on none.
             self.pending |= released
@@ -109,5 +166,5 @@ def write_to_ranks(ranks: Ranks, shards: ShardedWeights, new_weights: Mapping[st
     Raises:
         RankError: A rank has failed. The weights may be a mixture then.
     """
-    ranks.tell(NewWeights())
+    ranks.tell(do.NewWeights())
     shards.write_everywhere(ranks.group.broadcast, new_weights)

@@ -92,6 +92,11 @@ class LoadedModel:
         return 0 if self.pipeline is None else self.pipeline.layers.start
 
     @property
+    def whole(self) -> nn.Module:
+        """The whole model, on the meta device if `module` is a shard."""
+        return self.module if self.shards is None else self.shards.whole
+
+    @property
     def num_parameters(self) -> int:
         """Of the whole model."""
         if self.shards is not None:

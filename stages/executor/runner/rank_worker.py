@@ -21,6 +21,7 @@ import torch
 
 from ....config import EngineConfig, ModelError
 from .interface import ModelRunner, make_runner
+from .leader import receive_adapter
 from .loaded_model import LoadedModel
 from .memory import ReplicaMemory
 from .ranks import commands as do
@@ -59,9 +60,7 @@ class Worker:
                 huge = self._config.huge_pages == "auto"
                 self._memory = ReplicaMemory([runner.cache], self._weights, huge_pages=huge)
             case do.Forward():
-                inputs = self._runner.builder.build(*command.arguments())
-                with self._runner.active():
-                    self._runner.start(inputs, with_states=command.with_states)
+                self._forward(command)
                 return False
             case do.CopyBlocks():
                 self._runner.cache.copy_blocks(command.pairs)
@@ -82,6 +81,16 @@ class Worker:
             case do.MoveExperts():
                 move_experts(self._model.module, command.owners)
                 return False
+            case do.StageAdapter():
+                dtype = self._model.dtypes.activations
+                adapter = receive_adapter(command, self._group.broadcast, dtype)
+                self._runner.adapters.stage(adapter)
+            case do.UnstageAdapter(id, version):
+                self._runner.adapters.unstage(id, version)
+                return False
+            case do.SwitchAdapter(id, version):
+                self._runner.adapters.switch(id, version)
+                return False
             case do.Report():
                 pass
         return True
@@ -95,6 +104,15 @@ class Worker:
         self._group.fail(reason)
         if self._groups is not None:
             self._groups.fail(reason)
+
+    def _forward(self, command: do.Forward) -> None:
+        runner = self._runner
+        inputs = runner.builder.build(*command.arguments())
+        if command.adapters is not None:
+            step = runner.adapters.step(command.adapters.value())
+            inputs = msgspec.structs.replace(inputs, adapters=step)
+        with runner.active():
+            runner.start(inputs, with_states=command.with_states)
 
     def _load(self, command: do.Load) -> None:
         torch.set_num_threads(command.threads)
@@ -121,7 +139,7 @@ def serve(connection: Connection, worker: Worker) -> None:
             reply = worker.report() if reports else do.Reply()
         except ModelError as error:
             reply = do.Reply(error=error.message, code=error.code)
-            if not isinstance(command, do.Resume):
+            if not isinstance(command, do.Resume | do.StageAdapter):
                 # Rank 0 may be waiting for this one within an operation of the group.
                 connection.send_bytes(msgspec.msgpack.encode(reply))
                 worker.fail(error.message)

@@ -51,7 +51,8 @@ class LoraPair(NamedTuple):
 
     Attributes:
         a: `[rank, in]`.
-        b: `[rank, out]`, transposed and scaled.
+        b: `[pieces, rank, out / pieces]`, transposed and scaled. Each piece of the outputs is a
+            product of its own; there are several where bits must not depend on the number of ranks.
     """
 
     a: Tensor
@@ -65,21 +66,18 @@ class Adapter:
     Attributes:
         id: Its name in requests.
         version: Of its weights; rises with every change of this id.
-        pairs: By module name.
+        rank: The largest rank of its layers.
+        pairs: By module name: as read, those of the whole model; in an AdapterTable, this rank's.
         folder: The folder it was read from; "" if it can't be read again.
         stamp: Of the folder's files.
     """
 
     id: str
     version: int
+    rank: int
     pairs: Mapping[str, LoraPair]
     folder: str = ""
     stamp: str = ""
-
-    @property
-    def rank(self) -> int:
-        """The largest rank of its layers."""
-        return max(pair.a.shape[0] for pair in self.pairs.values())
 
     @property
     def num_bytes(self) -> int:
@@ -120,7 +118,7 @@ def read_adapter(
     place = Path(folder).expanduser()
     config = _read_config(place)
     file = str(place / WEIGHTS)
-    modules = _linears(model.module)
+    modules = _linears(model.whole)
     numbers = sum(sum(_widths(module)) for module in modules.values())
     most = WeightLimits(2 * len(modules) + 16, _WIDEST_BYTES * limits.rank * numbers + _MORE_BYTES)
     try:
@@ -143,7 +141,7 @@ def read_adapter(
     except WeightsError as error:
         raise AdapterError(error.message) from None
     pairs = _pairs_of(tensors, config, model, limits)
-    return Adapter(id, version, pairs, str(place), stamp)
+    return Adapter(id, version, rank_of(pairs), pairs, str(place), stamp)
 
 
 def check_adapter_id(id: str, model: str) -> None:
@@ -218,7 +216,8 @@ def adapter_of(
         check_stored(tensors)
     except WeightsError as error:
         raise AdapterError(error.message) from None
-    return Adapter(id, version, _pairs_of(tensors, checked, model, limits))
+    pairs = _pairs_of(tensors, checked, model, limits)
+    return Adapter(id, version, rank_of(pairs), pairs)
 
 
 # --- the configuration ------------------------------------------------------------------------
@@ -307,8 +306,6 @@ def _pairs_of(
     if model.is_encoder:
         # It runs Transformers' own code, with several requests in one pass.
         raise _unsupported("an encoder is the model, and only models with a KV cache are")
-    if model.shards is not None:
-        raise _unsupported("the model is sharded (engine.tensor_parallel), and only whole ones are")
     halves: dict[str, dict[str, Tensor]] = {}
     for name, tensor in tensors.items():
         match = _TENSOR.fullmatch(name)
@@ -317,13 +314,14 @@ def _pairs_of(
         halves.setdefault(match[1], {})[match[2]] = tensor
     if not halves:
         raise AdapterError("the adapter has no tensor; save it again")
-    modules = _linears(model.module)
-    output = model.module.get_output_embeddings()  # type: ignore[operator]
+    whole: Any = model.whole
+    modules = _linears(whole)
+    output = whole.get_output_embeddings()
     pairs = {}
     for name, both in sorted(halves.items()):
         module = modules.get(name)
         if module is None or module is output or "experts" in name.split("."):
-            raise _no_such_module(name, model.module)
+            raise _no_such_module(name, whole)
         pairs[name] = _pair(name, both, module, config, model, limits)
     return pairs
 
@@ -357,7 +355,7 @@ def _pair(
     scaled = b.float() * _scaling(config, name, rank)
     pair = LoraPair(
         a.detach().to(model.device, model.dtypes.activations, copy=True),
-        scaled.t().contiguous().to(model.device, model.dtypes.activations),
+        scaled.t().contiguous().to(model.device, model.dtypes.activations)[None],
     )
     if not all(bool(tensor.isfinite().all()) for tensor in pair):
         raise AdapterError(
@@ -366,6 +364,11 @@ def _pair(
             code="adapter_not_finite",
         )
     return pair
+
+
+def rank_of(pairs: Mapping[str, LoraPair]) -> int:
+    """Return the largest rank of an adapter's layers."""
+    return max(pair.a.shape[0] for pair in pairs.values())
 
 
 def _linears(module: nn.Module) -> dict[str, nn.Module]:

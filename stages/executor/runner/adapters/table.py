@@ -24,6 +24,7 @@ from .....store.board import LoadedAdapter
 from ..batch import IntArray
 from ..loaded_model import LoadedModel
 from .peft import Adapter, AdapterLimits, LoraPair
+from .sharding import own_pairs
 
 MOST_TOGETHER = 512
 """The largest total rank for which all adapters are computed together."""
@@ -53,7 +54,8 @@ class Layout:
 
 
 class Layer:
-    """The matrices of all adapters for one module: `a` `[ranks, in]`, `b` `[ranks, out]`.
+    """The matrices of all adapters for one module: `a` `[ranks, in]`, `b`
+    `[pieces, ranks, out / pieces]`.
 
     Attributes:
         pairs: By slot, each adapter's views of `a` and `b`.
@@ -65,15 +67,20 @@ class Layer:
         """`pairs`: by slot, in the layout's order."""
         self.layout = layout
         self.a = torch.cat([pair.a for pair in pairs.values()])
-        self.b = torch.cat([pair.b for pair in pairs.values()])
+        self.b = torch.cat([pair.b for pair in pairs.values()], dim=1)
         self.pairs = {
-            slot: LoraPair(self.a[start:stop], self.b[start:stop])
+            slot: LoraPair(self.a[start:stop], self.b[:, start:stop])
             for slot, (start, stop) in layout.places.items()
         }
 
 
 class AdapterStep:
-    """The adapters of one step's tokens."""
+    """The adapters of one step's tokens.
+
+    Attributes:
+        slots: `[tokens]`, negative for none.
+        together: Whether they are computed together.
+    """
 
     def __init__(
         self, slots: IntArray, ranks: Sequence[int], device: torch.device, one_by_one: bool
@@ -81,12 +88,12 @@ class AdapterStep:
         """Lay out a step with at least one adapter.
 
         Args:
-            slots: `[tokens]`, negative for none.
+            slots: As the attribute.
             ranks: By slot, of all loaded adapters.
             device: Of the model.
             one_by_one: Never compute them together.
         """
-        self._device = device
+        self._device, self.slots = device, slots
         used = np.unique(slots[slots >= 0]).tolist()
         self.together = not one_by_one and len(used) > 1 and sum(ranks) <= MOST_TOGETHER
         self._masks: dict[int, Tensor] = {}
@@ -105,12 +112,12 @@ class AdapterStep:
         if self.together:
             hidden = F.linear(rows[self._index], layer.a)
             hidden = hidden.masked_fill(self._others(layer.layout), 0)
-            _add_at(outputs, self._index, F.linear(hidden, layer.b.t()))
+            _add_products(outputs, self._index, hidden, layer.b)
         for slot, index in self._groups:
             pair = layer.pairs.get(slot)
             if pair is not None:
                 hidden = F.linear(rows[index], pair.a)
-                _add_at(outputs, index, F.linear(hidden, pair.b.t()))
+                _add_products(outputs, index, hidden, pair.b)
         return outputs.view(y.shape)
 
     def _others(self, layout: Layout) -> Tensor:
@@ -126,6 +133,13 @@ class AdapterStep:
         if last - first + 1 == len(chosen):
             return slice(first, last + 1)
         return torch.from_numpy(chosen).to(self._device)
+
+
+def _add_products(outputs: Tensor, index: Index, hidden: Tensor, b: Tensor) -> None:
+    width = b.shape[-1]
+    for number, piece in enumerate(b):
+        columns = outputs.narrow(1, number * width, width)
+        _add_at(columns, index, F.linear(hidden, piece.t()))
 
 
 def _add_at(outputs: Tensor, index: Index, added: Tensor) -> None:
@@ -224,8 +238,9 @@ class AdapterTable:
                 for pair in adapter.pairs.values():
                     if (shapes := (pair.a.shape, pair.b.shape)) not in seen:
                         seen.add(shapes)
-                        row = pair.a.new_ones(1, pair.a.shape[1])
-                        F.linear(F.linear(row, pair.a), pair.b.t())
+                        hidden = F.linear(pair.a.new_ones(1, pair.a.shape[1]), pair.a)
+                        for piece in pair.b:
+                            F.linear(hidden, piece.t())
         except ModelError as error:
             raise AdapterError(error.message, code="adapter_unsupported") from None
 
@@ -243,6 +258,7 @@ class AdapterTable:
                 nothing has changed.
         """
         self.check_room(adapter.id)
+        adapter = replace(adapter, pairs=own_pairs(adapter.pairs, self.model))
         self.check_products(adapter)
         slots = list(self._slots)
         if None in slots:
@@ -255,6 +271,11 @@ class AdapterTable:
             raise AdapterError(
                 f"the device has not enough memory for the adapter: {error}", code="out_of_memory"
             ) from None
+
+    def unstage(self, id: str, version: int) -> None:
+        """Drop a staged adapter, if there is one."""
+        with suppress(KeyError):
+            self._vacate(self._staged(id, version))
 
     def switch(self, id: str, version: int) -> tuple[int, int]:
         """Put the staged version of an adapter in place; version 0 unloads it.

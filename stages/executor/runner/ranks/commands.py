@@ -51,7 +51,11 @@ class Prepare(Command, frozen=True):
 
 
 class Forward(Command, frozen=True):
-    """Run one step: the arguments of `InputBuilder.build`, and of `ModelRunner.start`."""
+    """Run one step: the arguments of `InputBuilder.build`, and of `ModelRunner.start`.
+
+    Attributes:
+        adapters: The slots of the tokens' adapters, `[tokens]`; None for none.
+    """
 
     starts: Array
     num_tokens: Array
@@ -61,10 +65,17 @@ class Forward(Command, frozen=True):
     input_ids: Array
     logits_index: Array
     with_states: bool = False
+    adapters: Array | None = None
 
     @classmethod
     def of(
-        cls, rows: Rows, input_ids: IntArray, logits_index: IntArray, *, with_states: bool = False
+        cls,
+        rows: Rows,
+        input_ids: IntArray,
+        logits_index: IntArray,
+        *,
+        with_states: bool = False,
+        adapters: IntArray | None = None,
     ) -> Self:
         return cls(
             Array.of(rows.starts),
@@ -75,6 +86,7 @@ class Forward(Command, frozen=True):
             Array.of(input_ids),
             Array.of(logits_index),
             with_states,
+            None if adapters is None else Array.of(adapters),
         )
 
     def arguments(self) -> tuple[Rows, IntArray, IntArray]:
@@ -121,6 +133,35 @@ class MoveExperts(Command, frozen=True):
     owners: tuple[int, ...]
 
 
+class StageAdapter(Command, frozen=True):
+    """Take this rank's parts of an adapter that rank 0 sends next, as `AdapterTable.stage`. Replied
+    to.
+
+    Attributes:
+        adapter: Its id.
+        version: Of its weights.
+        layers: Name, rank, inputs and outputs of each layer, in the order of the tensors.
+    """
+
+    adapter: str
+    version: int
+    layers: tuple[tuple[str, int, int, int], ...]
+
+
+class UnstageAdapter(Command, frozen=True):
+    """As `AdapterTable.unstage`."""
+
+    adapter: str
+    version: int
+
+
+class SwitchAdapter(Command, frozen=True):
+    """As `AdapterTable.switch`."""
+
+    adapter: str
+    version: int
+
+
 class Report(Command, frozen=True):
     """Nothing but a reply: the rank is alive, and what it uses."""
 
@@ -135,6 +176,9 @@ AnyCommand = (
     | Resume
     | NewWeights
     | MoveExperts
+    | StageAdapter
+    | UnstageAdapter
+    | SwitchAdapter
     | Report
 )
 

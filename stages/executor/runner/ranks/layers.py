@@ -134,21 +134,21 @@ def _by_pieces(layer: nn.Linear, size: int, x: Tensor) -> Tensor:
 def column_boxes(
     layer: nn.Linear, name: str, whole: nn.Linear, layout: Layout, fused: int
 ) -> Boxes:
-    """Return the places of `weight` or `bias`."""
+    """Return the places of `weight` or `bias`, one for each part of each fused layer."""
     size = whole.out_features // fused
     run = layout.run(size)
-    count = run.stop - run.start
+    piece = -(-size // layout.parts)
+    parts = [
+        slice(index * size + start, index * size + min(start + piece, run.stop))
+        for index in range(fused)
+        for start in range(run.start, run.stop, piece)
+    ]
 
     def boxes() -> list[Box]:
         tensor = getattr(layer, name).data
         others = tuple(slice(0, width) for width in tensor.shape[1:])
-        return [
-            Box(
-                tensor[index * count : (index + 1) * count],
-                (slice(index * size + run.start, index * size + run.stop), *others),
-            )
-            for index in range(fused)
-        ]
+        targets = torch.split(tensor, [part.stop - part.start for part in parts])
+        return [Box(target, (part, *others)) for target, part in zip(targets, parts, strict=True)]
 
     return boxes
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from ...fake import Client, poster
+from ...fake import Client, poster, report
 from ...made import LOGPROBS, TEXTS
 
 PATH = "/v1/completions"
@@ -131,3 +131,10 @@ async def test_the_models(http: Client) -> None:
         assert answer.status_code == 404
         assert answer.json()["error"]["code"] == "model_not_found"
     assert (await http.get("/version")).json()["version"]
+
+
+async def test_models_name_the_owners_of_experts(http: Client) -> None:
+    http.engine.stage_reports = [report(stage="executor", load={"expert_owners": "1,0,0,1"})]
+    (model,) = (await http.get("/v1/models")).json()["data"]
+    assert model["expert_owners"] == [1, 0, 0, 1]
+    assert (await http.get("/v1/models/tiny")).json() == model

@@ -15,8 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import LlamaConfig
 
-from nano_inference.config import AdapterError, ConfigError, EngineConfig, ModelError
-from nano_inference.stages.executor.runner.adapters.peft import AdapterLimits, adapter_of
+from nano_inference.config import ConfigError, EngineConfig, ModelError
 from nano_inference.stages.executor.runner.ranks.group import OneRank, RankGroup
 from nano_inference.stages.executor.runner.ranks.plan import Style, parallel_plan
 from nano_inference.stages.executor.runner.sharded_model import (
@@ -197,19 +196,6 @@ peak_before = status("VmHWM")
 model = load.load_sharded(config, Alone())
 print(status("VmHWM") - peak_before, status("RssAnon") - before, model.weight_bytes)
 """
-
-
-def test_adapters_are_refused(tmp_path: Path) -> None:
-    model = load_sharded(config_of(save("llama", tmp_path), invariant=True), OneRank())
-    settings = {"peft_type": "LORA", "r": 2, "lora_alpha": 2}
-    tensors = {
-        f"model.layers.0.self_attn.q_proj.lora_{half}.weight": torch.ones(2, 2) for half in "AB"
-    }
-    with pytest.raises(
-        AdapterError, match=r"the model is sharded \(engine.tensor_parallel\)"
-    ) as refused:
-        adapter_of("a", 1, tensors, settings, model, AdapterLimits(8, 64))
-    assert refused.value.code == "adapter_unsupported"
 
 
 @pytest.mark.slow

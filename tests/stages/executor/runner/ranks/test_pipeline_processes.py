@@ -17,7 +17,7 @@ from nano_inference.stages.executor.runner.ranks.group import RankError
 from .....pipeline import short_model
 from ...driver.speculation.drafting import DraftingLane, Row
 from ...plans import new_sequence, step_plan
-from .test_processes import rollouts
+from .test_processes import check_adapters, rollouts
 
 CONFIG = EngineConfig(
     model_path=str(short_model.folder((2, 3, 4))),
@@ -86,6 +86,10 @@ def test_new_weights_and_memory(alone: InferenceEngine, spread: InferenceEngine)
     after = rollouts(spread)
     assert after == rollouts(alone)
     assert after[0].weight_version == 2
+
+
+def test_adapters_are_those_of_one_rank(alone: InferenceEngine, spread: InferenceEngine) -> None:
+    check_adapters(alone, spread)
 
 
 def test_a_rank_has_its_layers_only(

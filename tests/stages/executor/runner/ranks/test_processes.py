@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from nano_inference import InferenceEngine, SamplingParams, TrainingSample
-from nano_inference.config import ConfigError, EngineConfig, ModelError, WeightsError
+from nano_inference.config import AdapterError, ConfigError, EngineConfig, ModelError, WeightsError
 from nano_inference.stages.executor.runner.ranks.commands import Reply
 from nano_inference.stages.executor.runner.ranks.group import RankError
 from nano_inference.stages.executor.runner.ranks.processes import Ranks
@@ -103,6 +103,74 @@ def test_each_rank_takes_its_part_of_new_weights(
     after = rollouts(spread)
     assert after == rollouts(alone)
     assert after[0].weight_version == 2
+
+
+def adapter_tensors(engine: InferenceEngine, seed: int) -> dict[str, torch.Tensor]:
+    """Random tensors for every linear layer, of rank 4."""
+    generator = torch.Generator().manual_seed(seed)
+    found = {}
+    for name, module in engine._executor.model.whole.named_modules():
+        if type(module) is torch.nn.Linear and name != "lm_head":
+            for half, shape in (("A", (4, module.in_features)), ("B", (module.out_features, 4))):
+                tensor = torch.randn(shape, generator=generator) * 0.2
+                found[f"{name}.lora_{half}.weight"] = tensor
+    return found
+
+
+def check_adapters(alone: InferenceEngine, spread: InferenceEngine) -> None:
+    """Adapters are loaded, updated while requests run, and unloaded, with one rank's tokens."""
+    engines = (alone, spread)
+    for engine in engines:
+        for seed, id in enumerate("ab"):
+            engine.load_adapter(id, adapter_tensors(engine, seed), {"r": 4})
+    found = [with_adapters(engine) for engine in engines]
+    assert found[0] == found[1]
+    assert len({*found[0].values()}) == len(found[0]) == 6
+    for engine in engines:
+        engine.unload_adapter("a", in_flight="abort")
+        engine.unload_adapter("b")
+        assert engine.adapters() == ()
+
+
+def with_adapters(engine: InferenceEngine) -> dict[tuple[str, int], tuple[int, ...]]:
+    """Tokens of requests with different adapters in one batch, one of which changes meanwhile."""
+    sampling = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+    ids = {
+        engine.add_request([5 + number] * 50, sampling, adapter=adapter): (adapter, number)
+        for adapter in ("", "a", "b")
+        for number in range(2)
+    }
+    samples: list[TrainingSample] = []
+    for number in range(200):
+        samples += engine.step()
+        if number == 4:
+            engine.load_adapter("a", adapter_tensors(engine, 9), {"r": 4})
+    assert not engine.has_pending()
+    return {ids[each.request_id]: each.completion_tokens for each in samples}
+
+
+def test_adapters_are_those_of_one_rank(alone: InferenceEngine, spread: InferenceEngine) -> None:
+    check_adapters(alone, spread)
+
+
+def test_an_adapter_is_loaded_on_all_ranks_or_on_none(
+    alone: InferenceEngine, spread: InferenceEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tensors = adapter_tensors(spread, 0)
+    replies = Ranks.replies
+
+    def refusing(ranks: Ranks) -> list[Reply]:
+        assert not any(reply.error for reply in replies(ranks))
+        return [Reply(error="rank 1 has not enough memory", code="out_of_memory")]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Ranks, "replies", refusing)
+        with pytest.raises(AdapterError, match="rank 1 has not enough memory") as raised:
+            spread.load_adapter("c", tensors, {"r": 4})
+    assert raised.value.code == "out_of_memory"
+    assert spread.adapters() == ()
+    # On every rank its slot is free for another one.
+    check_adapters(alone, spread)
 
 
 def test_memory_is_resumed_on_all_ranks_or_on_none(

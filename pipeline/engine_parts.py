@@ -1,0 +1,130 @@
+"""Parts of an `InferenceEngine`'s model that change between two steps: adapters, and the owners of
+experts."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from os import PathLike, fspath
+from typing import Any
+
+from torch import Tensor
+
+from ..bus.weights import InFlight, check_in_flight
+from ..config import AdapterError, EngineConfig
+from ..stages.admission.core import AdmissionCore
+from ..stages.batching import BatchingCore
+from ..stages.executor.core import ExecutorCore
+from ..stages.executor.runner.adapters.peft import (
+    adapter_of,
+    check_adapter_id,
+    next_version,
+    read_adapter,
+)
+from ..store.board import LoadedAdapter
+
+
+class ModelParts(ABC):
+    """The calls of an engine about adapters and experts.
+
+    Attributes:
+        config: The engine's settings.
+    """
+
+    config: EngineConfig
+    _admission: AdmissionCore
+    _batching: BatchingCore
+    # The last version of each adapter id, unloaded ones included.
+    _adapter_versions: dict[str, int]
+
+    @property
+    @abstractmethod
+    def _executor(self) -> ExecutorCore:
+        """The executor. Raises RuntimeError after the shutdown."""
+
+    def load_adapter(
+        self,
+        id: str,
+        source: str | PathLike[str] | Mapping[str, Tensor],
+        config: Mapping[str, Any] | None = None,
+        *,
+        in_flight: InFlight = "keep",
+        version: int | None = None,
+    ) -> int:
+        """Load a LoRA adapter, or replace the weights of a loaded one; requests name it by `id`.
+
+        Args:
+            id: 1 to 128 letters, digits and . _ : / @ + -.
+            source: A folder written by PEFT's `save_pretrained`; or the tensors, in the form of
+                `peft.get_peft_model_state_dict`, which are copied.
+            config: With tensors: the content of adapter_config.json, such as `r`, `lora_alpha`.
+            in_flight: How its unfinished requests go on. keep: with their KV as it is. retract:
+                they compute their KV again. abort: the next step ends them early.
+            version: The new version, above all former ones of this id; None for the next.
+
+        Returns:
+            Its version.
+
+        Raises:
+            AdapterError: It can't be served, or does not fit the model; nothing has changed.
+        """
+        check_in_flight(in_flight)
+        check_adapter_id(id, self.config.model_name)
+        executor = self._executor
+        version = next_version(id, version, self._adapter_versions.get(id, 0))
+        model, limits = executor.model, executor.adapters.limits
+        if isinstance(source, Mapping):
+            adapter = adapter_of(id, version, source, config or {}, model, limits)
+        else:
+            adapter = read_adapter(id, version, fspath(source), model, limits)
+        executor.adapters.stage(adapter)
+        # No step is running, so it can be switched at once.
+        executor.switch_adapter(id, version)
+        self._batching.change_adapter(id, version, in_flight)
+        self._adapter_versions[id] = version
+        self._admission.set_adapters(self.adapters())
+        return version
+
+    def unload_adapter(self, id: str, *, in_flight: InFlight = "keep") -> None:
+        """Unload an adapter.
+
+        Args:
+            id: Its id.
+            in_flight: "abort": the next step ends its unfinished requests early. Otherwise the
+                adapter can't be unloaded while it has any.
+
+        Raises:
+            AdapterError: `adapter_not_found`; or `adapter_in_use`: finish the requests first.
+        """
+        check_in_flight(in_flight)
+        if self._executor.adapters.get(id) is None:
+            raise AdapterError(f"no adapter {id!r:.80} is loaded", code="adapter_not_found")
+        if in_flight != "abort" and self._batching.uses_adapter(id):
+            raise AdapterError(
+                f"requests in flight use the adapter {id!r}; step until they end, or unload it "
+                "with in_flight='abort'",
+                code="adapter_in_use",
+            )
+        self._executor.switch_adapter(id, 0)
+        self._batching.change_adapter(id, 0, in_flight)
+        self._admission.set_adapters(self.adapters())
+
+    def adapters(self) -> tuple[LoadedAdapter, ...]:
+        """Return the loaded adapters: id, version, folder, rank and size."""
+        return self._executor.adapters.describe()
+
+    @property
+    def expert_owners(self) -> list[int]:
+        """The rank of each expert of a layer; empty without `expert_parallel`."""
+        return self._executor.expert_owners
+
+    def move_experts(self, owners: Sequence[int]) -> None:
+        """Give the experts of a model over several ranks other owners. No token changes.
+
+        Args:
+            owners: The rank of each expert of a layer; each rank owns equally many.
+
+        Raises:
+            WeightsError: Experts have no owners here (`expert_parallel`), or these don't fit.
+        """
+        self._executor.move_experts(owners)

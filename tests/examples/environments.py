@@ -29,6 +29,8 @@ PACKAGES = {
     "aiperf.sh": ["aiperf==0.13.0"],
     "guidellm.sh": ["guidellm==0.8.1", "torch"],
 }
+# A cluster of processes that run our package too.
+CLUSTERS = {"ray": ["ray[default]==2.60.0"]}
 FOR_NODE = {"openai_node.mjs": ["openai@6.49.0"]}
 # The clients that `test_promises.py` tries, each with the program `programs/with_<name>`.
 CLIENTS = {
@@ -59,12 +61,12 @@ def environment(name: str, cache: Path) -> Path:
     """Return the folder of programs of a virtual environment, which is made if there is none yet.
 
     Args:
-        name: A key of `PACKAGES` or `CLIENTS`.
+        name: A key of `PACKAGES`, `CLIENTS` or `CLUSTERS`.
         cache: The folder of all environments. One of other versions under the same name is removed.
     """
     # Of what we take as well, the version that we are tested with.
     tested = dict(re.findall(r"^(\S+)==(\S+)$", (ROOT / "constraints.txt").read_text(), re.M))
-    wanted = (PACKAGES | CLIENTS)[name]
+    wanted = (PACKAGES | CLIENTS | CLUSTERS)[name]
     packages = [f"{each}=={tested[each]}" if each in tested else each for each in wanted]
     with _made(cache, Path(name).stem, [sys.version, sys.executable, *packages]) as (folder, old):
         if not old:

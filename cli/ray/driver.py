@@ -22,7 +22,7 @@ from ...config import Config, ConfigError, redact, split_role
 from ...config.roles import REPLICATED
 from ...pipeline.health import lanes_of
 from ...pipeline.supervisor import StageFailed
-from ..processes import CanNotStart, Printer
+from ..processes import STOP_S, CanNotStart, Printer
 from .host import ActorState, StageHost, check_node, versions
 from .plan import LanePlan, lane_of, namespace_of, plan_of, settings_of, stop_order
 
@@ -72,9 +72,11 @@ class RayLane:
         actors: Handles, by name.
     """
 
-    def __init__(self, namespace: str, lane: str, printer: Printer) -> None:
+    def __init__(self, config: Config, printer: Printer) -> None:
         self.actors: dict[str, Any] = {}
-        self._namespace, self._lane = namespace, lane
+        self._namespace, self._lane = namespace_of(config), lane_of(config)
+        # Longer than a process takes to stop, or its actor to kill it.
+        self._limit_s = config.pipeline.drain_timeout_s + 2 * STOP_S
         self._printer = printer
         self._group: Any = None
         self._stopped = False
@@ -186,18 +188,15 @@ class RayLane:
         return found
 
     def _check_ended(self, ended: Mapping[str, str]) -> None:
-        lost: set[int] = set()
+        """Forget actors that have ended for good. Raises StageFailed unless a replica is left."""
         for name, reason in ended.items():
-            stage, replica = split_role(name.rpartition("/")[2])
-            if stage not in REPLICATED:
+            if split_role(_role_of(name))[0] not in REPLICATED:
                 raise StageFailed(f"{name} has ended: {reason}")
-            lost.add(replica)
-        executors = {
-            split_role(name.rpartition("/")[2])[1]
-            for name in self.actors
-            if split_role(name.rpartition("/")[2])[0] in REPLICATED
-        }
-        if lost and lost == executors:
+        left = {split_role(_role_of(name)) for name in self.actors.keys() - ended.keys()}
+        whole = [
+            replica for stage, replica in left if left >= {(each, replica) for each in REPLICATED}
+        ]
+        if ended and not whole:
             raise StageFailed(f"every replica has ended: {'; '.join(ended.values())}")
         for name, reason in ended.items():
             self._printer.say(f"{name} has ended: {reason}; the other replicas continue without it")
@@ -252,21 +251,32 @@ class RayLane:
     async def _stop(self, name: str) -> None:
         actor = self.actors[name]
         try:
-            await actor.stop.remote(drain=True)
-        except exceptions.RayActorError as error:
+            with anyio.fail_after(self._limit_s):
+                await actor.stop.remote(drain=True)
+        except exceptions.RayError as error:
             self._printer.say(f"{name} had ended: {_last_line(error)}")
+        except TimeoutError:
+            self._printer.say(f"{name} does not stop; killing it")
         # At once: Ray would start the process again if the node were lost now.
-        ray.kill(actor, no_restart=True)
+        _kill(actor)
 
     def kill(self) -> None:
         """End all actors at once, and remove the placement group."""
         self._stopped = True
         for actor in self.actors.values():
-            with suppress(ValueError, exceptions.RayActorError):
-                ray.kill(actor, no_restart=True)
+            _kill(actor)
         if self._group is not None:
             ray.util.remove_placement_group(self._group)
             self._group = None
+
+
+def _kill(actor: Any) -> None:
+    with suppress(ValueError, exceptions.RayError):  # it has ended
+        ray.kill(actor, no_restart=True)
+
+
+def _role_of(name: str) -> str:
+    return name.rpartition("/")[2]
 
 
 def _last_line(error: BaseException) -> str:
@@ -289,7 +299,7 @@ async def run_on_ray(
     plan = plan_of(config)
     printer = Printer()
     connect(address, plan.namespace)
-    lane = RayLane(plan.namespace, plan.lane, printer)
+    lane = RayLane(config, printer)
     lane.attach()
     if lane.actors:
         raise ConfigError(
@@ -314,7 +324,7 @@ async def stop_on_ray(config: Config, address: str) -> None:
     namespace, name = namespace_of(config), lane_of(config)
     printer = Printer()
     connect(address, namespace)
-    lane = RayLane(namespace, name, printer)
+    lane = RayLane(config, printer)
     lane.attach()
     if not lane.actors:
         lane.kill()  # a placement group may be left

@@ -16,6 +16,7 @@ import sys
 import threading
 import time
 import uuid
+from concurrent.futures import CancelledError
 from contextlib import aclosing, suppress
 from importlib import metadata
 from typing import Any
@@ -154,6 +155,7 @@ class StageHost:
         self._processes: Processes
         self._loop: asyncio.AbstractEventLoop
         self._failure = ""
+        self._stopping = False
         self._began = threading.Event()
         threading.Thread(target=self._run, name="processes", daemon=True).start()
         self._began.wait()
@@ -171,7 +173,8 @@ class StageHost:
 
     def stop(self, drain: bool) -> None:
         """Stop the process for good, and wait for its end; `drain`: of admission, as of `up`."""
-        with suppress(RuntimeError):  # it has ended by itself, with its loop
+        self._stopping = True
+        with suppress(RuntimeError, CancelledError):  # the process has ended, and so the loop
             stopping = self._processes.stop(drain=drain)
             asyncio.run_coroutine_threadsafe(stopping, self._loop).result()
 
@@ -217,6 +220,9 @@ class StageHost:
             if problem := _different(self._wanted):
                 raise CanNotStart(f"node {self._node} {problem}")
             await self._processes.run()
+            if not self._stopping:
+                # Of a replica, which `up` goes on without.
+                raise StageFailed(f"{self._plan.role} has used up its restarts")
         finally:
             forks.close()
 

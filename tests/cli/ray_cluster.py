@@ -50,6 +50,8 @@ class Cluster:
             "PATH": f"{programs}{os.pathsep}{os.environ['PATH']}",
             # By itself Ray runs workers at the lowest priority but four.
             "RAY_worker_niceness": "0",
+            # It gives nodes 30 s to start.
+            "RAY_raylet_start_wait_time_s": "120",
             "RAY_DISABLE_DOCKER_CPU_WARNING": "1",
         }
 
@@ -64,7 +66,14 @@ class Cluster:
         """Start another node."""
         before = self.num_nodes()
         self._start("--address", self.address)
-        eventually(lambda: self.num_nodes() > before, "a node")
+
+        def there() -> bool:
+            if self.nodes[-1].poll() is not None:  # on a busy machine Ray's own limits may pass
+                kill_all(self.nodes.pop().pid)
+                self._start("--address", self.address)
+            return self.num_nodes() > before
+
+        eventually(there, "a node")
 
     def num_nodes(self) -> int:
         """How many nodes are alive."""

@@ -33,6 +33,7 @@ PREFIX = "nano-ray"
 ROLES = {
     *("admission", "fairness", "streaming", "batching", "executor", "batching.1", "executor.1")
 }
+REPLICA = {"batching.1", "executor.1"}
 LIMIT_S = 600.0
 
 pytestmark = [pytest.mark.slow, pytest.mark.soak]
@@ -74,25 +75,27 @@ class Lane:
             # Ranks wait for each other, here on two cores.
             "engine.rank_timeout_s": 30.0,
         }
-        arguments = load("harness").settings_arguments(settings)
-        self.driver = nodes.run(
-            *("up", "--ray", nodes.address, "--bus", url, *arguments), log=self.log
-        )
+        self.arguments = ["--bus", url, *load("harness").settings_arguments(settings)]
+        self.driver = nodes.run("up", "--ray", nodes.address, *self.arguments, log=self.log)
         self.report: dict[str, Any] = {}
 
     def said(self, text: str) -> bool:
         assert self.driver.poll() is None, self.log.read_text()[-5000:]
         return text in self.log.read_text()
 
-    def actors(self) -> dict[str, Actor]:
-        """All of them, once they are alive."""
+    def actors(self, roles: set[str] = ROLES) -> dict[str, Actor]:
+        """All of them, once these and no others are alive."""
 
         def alive() -> dict[str, Actor]:
             found = self.nodes.actors()
             states = {each.state for each in found.values()}
-            return found if set(found) == ROLES and states == {"ALIVE"} else {}
+            return found if set(found) == roles and states == {"ALIVE"} else {}
 
-        return eventually(alive, "seven actors that are alive")
+        return eventually(alive, f"these actors, alive: {sorted(roles)}")
+
+    def pids(self, roles: set[str] = ROLES) -> dict[str, int]:
+        """Their workers."""
+        return {role: each.pid for role, each in self.actors(roles).items()}
 
     def load(self, name: str, requests: list[dict[str, Any]]) -> Any:
         return self._rig.Load(self.url, PREFIX, name, requests, 24)
@@ -130,6 +133,7 @@ async def test_a_pipeline_on_ray_survives_its_nodes_and_its_driver(
                 await calm.run()
             await a_killed_node(lane, requests, calm, rng)
             await a_node_that_is_taken_for_dead(lane, requests, calm)
+            await a_replica_that_runs_elsewhere(lane)
             await a_killed_driver(lane)
         finally:
             lane.driver.kill()
@@ -180,11 +184,12 @@ async def a_node_that_is_taken_for_dead(lane: Lane, requests: list[Any], calm: A
     node = nodes.node_of(before[replica].pid)
     stage = os.pidfd_open(lane.process_of(before[replica], "--stages executor"))
     raylet = nodes.raylet(node)
-    running = lane.load("cut", requests)
+    number = 80
+    running = lane.load("cut", requests[:number])
     hit = Recovery(running)
     async with asyncio.timeout(LIMIT_S):
         task = asyncio.create_task(running.run())
-        await running.until(REQUESTS // 4)
+        await running.until(number // 4)
         await hit.happens(lambda: os.kill(raylet, signal.SIGSTOP))
         # It ends although its worker goes on, and Ray can't reach either.
         await asyncio.to_thread(lambda: eventually(lambda: has_ended(stage), "the old one's end"))
@@ -192,9 +197,9 @@ async def a_node_that_is_taken_for_dead(lane: Lane, requests: list[Any], calm: A
         assert exists(before[replica].pid)
         await task
     os.close(stage)
-    result = lane.chaos.compare(requests, running.streams, calm.streams)
+    result = lane.chaos.compare(requests[:number], running.streams, calm.streams[:number])
     lane.report["stopped raylet"] = {
-        "requests": REQUESTS,
+        "requests": number,
         **{fault: result[fault] for fault in lane.chaos.FAULTS},
         "old_stage_ended_s": ended_s,
     }
@@ -204,31 +209,45 @@ async def a_node_that_is_taken_for_dead(lane: Lane, requests: list[Any], calm: A
     os.kill(raylet, signal.SIGCONT)
     await asyncio.to_thread(eventually, lambda: not exists(before[replica].pid), "the worker's end")
     await asyncio.sleep(5.0)
-    assert {role: each.pid for role, each in lane.actors().items()} == {
-        role: each.pid for role, each in after.items()
-    }
+    assert lane.pids() == {role: each.pid for role, each in after.items()}
     assert after[replica].pid != before[replica].pid
+
+
+async def a_replica_that_runs_elsewhere(lane: Lane) -> None:
+    """Its actors leave, and Ray does not start them again."""
+    before = lane.pids()
+    options = ["--stages", "batching,executor", "--set", "pipeline.replica=1", *lane.arguments]
+    outside = lane.nodes.run("run", *options, log=lane.log.with_name("outside.log"))
+    try:
+        # All states but DEAD count, and so would a restart.
+        kept = {role: pid for role, pid in before.items() if role not in REPLICA}
+        assert await asyncio.to_thread(lane.pids, set(kept)) == kept
+        await asyncio.to_thread(eventually, lambda: lane.replicas() == "2 of 2", "its successor")
+        few = lane.load("elsewhere", lane.chaos.chaos_rig.make_requests(20, 2, longest=20))
+        async with asyncio.timeout(LIMIT_S):
+            await few.run()
+        assert lane.pids(set(kept)) == kept
+        assert lane.said("the other replicas continue without it")
+    finally:
+        outside.kill()
+        outside.wait()
 
 
 async def a_killed_driver(lane: Lane) -> None:
     """It leaves the pipeline as it is, and `down` ends all of it."""
-    nodes = lane.nodes
-    before = {role: each.pid for role, each in lane.actors().items()}
+    nodes, roles = lane.nodes, ROLES - REPLICA
+    before = lane.pids(roles)
     lane.driver.kill()
     lane.driver.wait()
-    few = lane.load("without", lane.chaos.chaos_rig.make_requests(20, 2, longest=20))
+    few = lane.load("without", lane.chaos.chaos_rig.make_requests(20, 3, longest=20))
     async with asyncio.timeout(LIMIT_S):
         await few.run()
-    assert {role: each.pid for role, each in lane.actors().items()} == before
-    again = nodes.run(
-        *("up", "--ray", nodes.address, "--bus", lane.url, "--set", f"bus.prefix={PREFIX}"),
-        log=lane.log,
-    )
+    assert lane.pids(roles) == before
+    again = nodes.run("up", "--ray", nodes.address, *lane.arguments, log=lane.log)
     assert await asyncio.to_thread(again.wait, LIMIT_S) == 2
     assert "nano-inference down --ray" in lane.log.read_text()
-    ended = nodes.run(
-        *("down", "--ray", nodes.address, "--set", f"bus.prefix={PREFIX}"), log=lane.log
-    )
+    prefix = ("--set", f"bus.prefix={PREFIX}")
+    ended = nodes.run("down", "--ray", nodes.address, *prefix, log=lane.log)
     assert await asyncio.to_thread(ended.wait, LIMIT_S) == 0
     await asyncio.to_thread(eventually, lambda: not nodes.actors(), "the actors' end")
     status = nodes.ran("status", "--address", nodes.address).stdout

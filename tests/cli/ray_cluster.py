@@ -40,8 +40,9 @@ class Cluster:
         address: Of the head.
     """
 
-    def __init__(self, programs: Path, folder: Path, cpus: int = 4) -> None:
-        """Args: the folder of Ray's programs; a short path, since it has sockets; CPUs per node."""
+    def __init__(self, programs: Path, folder: Path, cpus: int = 8) -> None:
+        """Args: the folder of Ray's programs; a short path, since it has sockets; CPUs that Ray
+        counts on each node, of which one is to have room for all actors."""
         self._programs, self._folder, self._cpus = programs, folder, cpus
         self._dashboard = free_port()
         self.address = f"127.0.0.1:{free_port()}"

@@ -176,7 +176,6 @@ async def a_node_that_is_taken_for_dead(lane: Lane, requests: list[Any], calm: A
     """Its raylet stops, its processes go on: the stage that Ray starts elsewhere replaces the one
     there, which ends before it takes part in the successor's epoch."""
     nodes = lane.nodes
-    nodes.add()  # room for what moves
     before = lane.actors()
     replica = next(
         role for role in ("executor", "executor.1") if nodes.node_of(before[role].pid) != 0

@@ -388,6 +388,13 @@ class Bus(Protocol):
         damaged message, the stage would drop all later messages as stale.
         """
 
+    async def is_newest(self, stage: str) -> bool:
+        """Return whether no other process has opened this stage's inbox since this one did.
+
+        A stage checks it with each larger epoch. A process that was cut off or stopped while a
+        successor started would otherwise take part in the successor's epoch, beside it.
+        """
+
     @property
     def durable(self) -> bool:
         """Whether the bus is shared with other processes and outlives this one."""

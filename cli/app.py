@@ -33,7 +33,7 @@ from .submit import submit
 from .tail import tail
 from .terminal import PROGRAM, complain
 from .trace import trace
-from .up import up
+from .up import down, up
 from .weights import flush_cache, pause, release_memory, resume, resume_memory
 
 INTERRUPTED = 130
@@ -48,7 +48,14 @@ app = typer.Typer(
 
 _COMMANDS: dict[str, dict[str, Callable[..., None] | typer.Typer]] = {
     "Look around": {"demo": demo, "doctor": doctor},
-    "Start a pipeline": {"pull": pull, "serve": serve, "up": up, "run": run, "gateway": gateway},
+    "Start a pipeline": {
+        "pull": pull,
+        "serve": serve,
+        "up": up,
+        "down": down,
+        "run": run,
+        "gateway": gateway,
+    },
     "Ask a server or a pipeline": {
         "chat": chat,
         "complete": complete,

@@ -28,12 +28,13 @@ from ..config import (
     redact,
 )
 from ..config.temporary import sweep, temporary_folder
-from ..gateway.gateway import check_ports
+from ..gateway.gateway import check_ports, place_of
 from ..telemetry import setup_logging, setup_metrics
 from .children import Forks, Watchdog
 from .model_files import check_model_files
-from .options import Options, option, takes_engine_options
+from .options import Options, option, takes_client_options, takes_engine_options
 from .processes import GATEWAY, Printer, Processes
+from .ray.plan import plan_of
 from .requests import given
 from .serve import MOST_PORT, GrpcPort, Insecure, port_option
 
@@ -57,6 +58,12 @@ def up(
     ] = None,
     grpc_port: GrpcPort = None,
     insecure: Insecure = False,
+    ray: Annotated[
+        str | None, option("--ray ADDRESS", "Run as actors on this Ray cluster (docs/ray.md).")
+    ] = None,
+    detach: Annotated[
+        bool, option("--detach", "With --ray: leave it running once it serves; `down` ends it.")
+    ] = False,
 ) -> None:
     """Run each stage as a process of its own, over Redis.
 
@@ -73,6 +80,11 @@ def up(
 
         nano-inference up --replicas 2
 
+    With --ray the processes run as actors on a Ray cluster, which places and restarts them. They
+    outlive this command if it is killed, and `nano-inference down --ray` ends them:
+
+        nano-inference up --ray 10.0.0.1:6379 --bus redis://10.0.0.2:6379
+
     A process that dies is restarted, within a budget. One that is terminated by SIGTERM is replaced
     at once, and its requests continue. On Ctrl-C or SIGTERM to this process, requests in flight may
     finish, within `pipeline.drain_timeout_s`, and all processes stop.
@@ -80,6 +92,11 @@ def up(
     own = {"pipeline.replicas": replicas, "gateway.port": gateway, "gateway.grpc_port": grpc_port}
     overrides = options.overrides() | given(own | {"gateway.insecure": insecure or None})
     config = load_config(options.config_file, overrides=overrides)
+    if ray is not None:
+        _up_on_ray(config, ray, detach)
+        return
+    if detach:
+        raise ConfigError("--detach needs --ray: without a cluster all processes end with this one")
     check_model_files(config, options.model)
     if config.gateway.listens:
         check_ports(config, "--gateway", "--grpc-port")
@@ -92,6 +109,36 @@ def up(
         environment = _child_environment(config, overrides)
         anyio.run(_check_bus, config)  # so that one process complains, and not five
         anyio.run(_run_several if config.models else _run_one, config, arguments, environment)
+
+
+def _up_on_ray(config: Config, address: str, detach: bool) -> None:
+    plan_of(config)  # raises ConfigError
+    if config.gateway.listens:
+        place_of(config)  # raises ConfigError; its ports are of other machines
+    anyio.run(_check_bus, config)
+    from .ray.driver import run_on_ray  # the package ray is an extra
+
+    anyio.run(run_on_ray, config, address, detach, _run_until_signal)
+
+
+@takes_client_options
+def down(
+    options: Options,
+    ray: Annotated[str, option("--ray ADDRESS", "The cluster: HOST:PORT of its head, or auto.")],
+) -> None:
+    """Stop a pipeline that `up --ray` has left on a Ray cluster.
+
+    Its gateways end their calls, requests in flight may finish within `pipeline.drain_timeout_s`,
+    and all actors end:
+
+        nano-inference down --ray 10.0.0.1:6379
+
+    Several on a cluster are told apart by `bus.prefix` and `bus.lane`.
+    """
+    config = options.client_config()
+    from .ray.driver import stop_on_ray  # the package ray is an extra
+
+    anyio.run(stop_on_ray, config, ray)
 
 
 async def _check_bus(config: Config) -> None:

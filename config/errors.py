@@ -89,7 +89,7 @@ class ChannelClosed(BusError):
 
 
 class LaneReplaced(BusError):
-    """Another admission has started for the same lane, so this one stops."""
+    """Another process has started the same stage of the lane, so this one stops."""
 
     code = "lane_replaced"
 

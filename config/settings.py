@@ -14,6 +14,7 @@ from .errors import ConfigError
 from .gateway import GatewayConfig
 from .models import MOST_ID_LENGTH, ModelConfig, check_models, default_of, with_default
 from .policy import PolicyConfig
+from .ray import RayConfig
 from .redact import REDIS_SCHEMES, redact
 
 Stage = Literal["admission", "fairness", "batching", "executor", "streaming"]
@@ -336,6 +337,7 @@ class Config(Section, frozen=True, forbid_unknown_fields=True):
     gateway: GatewayConfig = GatewayConfig()
     policy: PolicyConfig = PolicyConfig()
     deployment: DeploymentConfig = DeploymentConfig()
+    ray: RayConfig = RayConfig()
     models: tuple[ModelConfig, ...] = ()
 
     def of_model(self, model: ModelConfig) -> Config:

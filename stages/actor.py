@@ -16,7 +16,15 @@ from ..bus.control import Reset, StageReady, StageStarted, StageStopped
 from ..bus.links import CONTROL, AnyLink, Link, M, at
 from ..bus.messages import Envelope
 from ..bus.public import KVSessionResult
-from ..config import REPLICATED, BusError, Config, NanoInferenceError, cut, role_of
+from ..config import (
+    REPLICATED,
+    BusError,
+    Config,
+    LaneReplaced,
+    NanoInferenceError,
+    cut,
+    role_of,
+)
 from ..config.logger import get_logger
 from ..store.board import LoadedAdapter, StageState
 from ..telemetry import Attributes, Metrics, TraceContext, Tracing, is_sampled, names, now_ns
@@ -204,6 +212,12 @@ class Actor(ABC):
                 if not await self.bus.is_epoch(envelope.epoch):
                     self.log.warning("message_of_no_epoch_dropped", epoch=envelope.epoch)
                     return
+                if not await self.bus.is_newest(self.role):
+                    raise LaneReplaced(
+                        f"another process has started the {self.role} stage of lane "
+                        f"{self.config.bus.lane!r}, so this one stops; give each pipeline a "
+                        "bus.lane of its own"
+                    )
                 self.epoch = envelope.epoch
                 await self.reset()
         if isinstance(envelope.body, Reset):

@@ -262,6 +262,10 @@ class MemoryBus:
     async def is_epoch(self, number: int) -> bool:
         return number <= self._epoch
 
+    async def is_newest(self, stage: str) -> bool:
+        """Return True: no other process has this bus."""
+        return True
+
     async def ping(self) -> None:
         """Returns at once; raises ChannelClosed after `aclose`."""
         self._check_open()

@@ -51,6 +51,20 @@ redis.call('SET', KEYS[1], string.format('%.0f', epoch))
 return epoch
 """
 
+# Return the number of the stage's last opening, after this one (0: a new one) is recorded. After a
+# failover the record may be an older one.
+_OPENING = """
+local last = tonumber(redis.call('HGET', KEYS[1], ARGV[1]) or 0)
+local this = tonumber(ARGV[2])
+if this == 0 then
+  local time = redis.call('TIME')
+  this = math.max(last + 1, time[1] * 1000 + math.floor(time[2] / 1000))
+end
+if this <= last then return last end
+redis.call('HSET', KEYS[1], ARGV[1], string.format('%.0f', this))
+return this
+"""
+
 
 class RedisBus:
     """`Bus` over one Redis server, Sentinel group or cluster.
@@ -79,6 +93,8 @@ class RedisBus:
         self._nonce = uuid.uuid4().bytes[:8]
         self._writers: dict[tuple[str, str], LinkWriter] = {}
         self._readers: dict[str, LinkReader] = {}
+        # Of this process's inboxes, by stage.
+        self._openings: dict[str, int] = {}
         self.results = RedisResults(config, self._keys, self._commands)
         own = (self._keys, self._commands)
         self.requests = RedisRequests(config, *own, self.results)
@@ -109,6 +125,7 @@ class RedisBus:
         older = self._readers.pop(stage, None)
         if older is not None:
             await older.aclose()
+        self._openings[stage] = await self._opening(stage, 0)
         inbox = MemoryInbox(stage, self._config.link_capacity)
         links = [link for link in links_to(stage, self._replicas) if not self._is_local(link)]
         if links:
@@ -145,6 +162,10 @@ class RedisBus:
             return number <= int(last)
         return number <= await self._now_ms(self._keys.epoch) + 1000
 
+    async def is_newest(self, stage: str) -> bool:
+        mine = self._openings[stage]
+        return await self._opening(stage, mine) == mine
+
     @property
     def reconnects(self) -> int:
         return self._server.reconnects
@@ -180,6 +201,10 @@ class RedisBus:
         await self._commands.aclose(max(0.0, give_up_at - time.monotonic()))
         await self._writes.aclose()
         await self._server.aclose()
+
+    async def _opening(self, stage: str, number: int) -> int:
+        command = ("EVAL", _OPENING, 1, self._keys.openings, stage, number)
+        return int(await self._commands.retry(f"opening of {stage}", *command))
 
     async def _now_ms(self, key: bytes) -> int:
         return await self._commands.idempotent("clock", lambda: time_ms(self._commands.redis, key))

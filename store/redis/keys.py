@@ -12,6 +12,7 @@
 {prefix}:dead              stream of dead letters: `json` (a DeadLetter)
 {prefix}:own:{request_id}  the entry that owns this request id, while it is in use
 {prefix}:epoch             counter
+{prefix}:openings:{lane}   hash, by role the number of the stage's last start (internal)
 {prefix}:wake:{id}         stream that interrupts a blocking read; not on a cluster (internal)
 {prefix}:stages            stream, stage reports of each process: `json` (StageReports)
 {prefix}:weights:{lane}    the lane's newest weights: JSON (WeightsInPlace)
@@ -91,6 +92,7 @@ class Keys:
         self.queue_length = beside(self.entrance, f"queue_length{of_model}")
         self.stages = self._key(f"stages{of_model}")
         self.weights = self._key(f"weights:{self._lane_prefix}{lane}")
+        self.openings = self._key(f"openings:{self._lane_prefix}{lane}")
         self.adapters = self._key(f"adapters:{self._lane_prefix}{lane}")
         self.attended = self._key("attended")
         self._limits = self._key("limits")

@@ -23,6 +23,16 @@ async def test_epochs_increase_across_buses(buses: Any) -> None:
     assert epochs == sorted(set(epochs))
 
 
+async def test_the_last_process_that_opened_an_inbox_is_the_newest(buses: Any) -> None:
+    older, newer = buses.pair()
+    for stage in ("executor", "executor.1"):
+        await older.open_inbox(stage)
+    await newer.open_inbox("executor")
+    assert await newer.is_newest("executor")
+    assert await older.is_newest("executor") == (older is newer)
+    assert await older.is_newest("executor.1")
+
+
 async def test_durable_says_whether_another_process_finds_what_is_in_it(buses: Any) -> None:
     bus, another = buses.open(), buses.open()
     await bus.requests.publish({"request_id": "r", "prompt": "x"})

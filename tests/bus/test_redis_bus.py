@@ -22,7 +22,7 @@ from nano_inference.bus.redis.leases import consumer_of
 from nano_inference.config import BusConfig, BusError, ChannelClosed
 from nano_inference.store.redis.client import Commands, Server
 
-from ..buses import ids_of, kit, take
+from ..buses import Buses, ids_of, kit, take
 from ..cli.servers import free_port
 from ..errors import raises
 
@@ -400,3 +400,16 @@ async def test_idle_bus_is_quiet(redis_buses: Any, foreign: Redis) -> None:
     assert await commands() - before < 30
     for wait in waits:
         wait.cancel()
+
+
+async def test_a_failover_that_forgets_a_start_does_not_end_the_newest(
+    redis_buses: Buses, foreign: Redis
+) -> None:
+    older, newer = redis_buses.pair()
+    await older.open_inbox("executor")
+    key = redis_buses.keys.openings
+    before = await foreign.hget(key, "executor")
+    await newer.open_inbox("executor")
+    await foreign.hset(key, "executor", before)
+    assert await newer.is_newest("executor")
+    assert not await older.is_newest("executor")

@@ -29,7 +29,8 @@ PACKAGES = {
     "aiperf.sh": ["aiperf==0.13.0"],
     "guidellm.sh": ["guidellm==0.8.1", "torch"],
 }
-TOOLS = {"checkov": ["checkov==3.3.30"]}
+# A check of manifests, and a cluster of processes that run our package too.
+TOOLS = {"checkov": ["checkov==3.3.30"], "ray": ["ray[default]==2.60.0"]}
 FOR_NODE = {"openai_node.mjs": ["openai@6.49.0"]}
 # The clients that `test_promises.py` tries, each with the program `programs/with_<name>`.
 CLIENTS = {

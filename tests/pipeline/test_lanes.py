@@ -249,7 +249,9 @@ async def written(redis: Redis, prefix: str) -> dict[str, object]:
 # --- the same lane twice ----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("stages", [STAGES, STAGES[:1]], ids=["pipeline", "admission"])
+@pytest.mark.parametrize(
+    "stages", [STAGES, STAGES[:1], ("executor",)], ids=["pipeline", "admission", "executor"]
+)
 async def test_a_second_of_the_same_lane_replaces_the_first(
     redis_config: MakeConfig, stages: tuple[str, ...]
 ) -> None:

@@ -14,7 +14,7 @@ import msgspec
 
 READERS = 8
 """Lanes that wait at each shard, about. Redis looks at all readers that wait at a stream whenever
-an entry arrives: 1,000 of them make each entry cost 4 ms (docs/scale.md)."""
+an entry arrives: 1,000 of them make each entry cost 2 to 6 ms (docs/scale.md)."""
 
 
 class Layout(msgspec.Struct, frozen=True, kw_only=True):

@@ -155,12 +155,7 @@ class RedisRequests:
 
     async def pending(self) -> list[RequestEntry]:
         await self.record.read()
-        if self._config.shards > 1 and not self.record.layout.changes:
-            try:
-                await self.record.begin(self._config.shards)
-            except BusError as error:
-                if error.code != MOVING:  # another lane was first
-                    raise
+        await self._begin_configured()
         layout = self.record.layout
         self._ended_changes = layout.changes - layout.moving
         self._change = None
@@ -190,6 +185,15 @@ class RedisRequests:
             for stream in self.streams:
                 stream.end_fetch()
 
+    async def _begin_configured(self) -> None:
+        """Give a deployment without a record, or whose server has lost it, its number of shards."""
+        if self._config.shards > 1 and not self.record.layout.changes:
+            try:
+                await self.record.begin(self._config.shards)
+            except BusError as error:
+                if error.code != MOVING:  # another lane was first
+                    raise
+
     async def _read_layout(self) -> bool:
         """Read the layout if it is older than an entry in hand, and take part in a change of it.
 
@@ -202,6 +206,7 @@ class RedisRequests:
             newest = max(stream.fetched_at for stream in streams)
             if self._is_due(record.read_at, LOOK_S) or (not one and newest >= record.read_at):
                 await record.read()
+                await self._begin_configured()
             if record.layout.moving:
                 await self._advance(record.layout)
             if record.layout.changes != self._ended_changes:
@@ -287,7 +292,7 @@ class RedisRequests:
         fetching = {self.streams[shard].fetching(each) for shard in homes}
         if self._is_due(self._polled_at, POLL_S):
             self._polled_at = time.monotonic()
-            others = [shard for shard in range(layout.streams) if shard not in homes]
+            others = [shard for shard in range(len(self.streams)) if shard not in homes]
             if len(self._waiting) > MOST_WAITING:
                 others = [shard for shard in others if shard in layout.left()]
             if others:

@@ -166,8 +166,9 @@ class ResultsTail(RedisTail[Completion]):
 
     async def _entry(self) -> dict[bytes, bytes]:
         while True:
-            new = (await self._added()).items()
-            new = {key: last for key, last in new if key not in self._subscription.positions}
+            added = await self._added()
+            known = self._subscription.positions
+            new = {key: last for key, last in added.items() if key not in known}
             if new:
                 self._readers.extend(self._subscription, new)
             try:

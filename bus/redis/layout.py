@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 from redis import exceptions
@@ -152,7 +153,7 @@ class LayoutRecord:
         async with self._commands.redis.pipeline(transaction=True) as pipeline:
             await pipeline.watch(key)
             raw = await pipeline.get(key)
-            if (readable(_decode, raw, "shards") if raw else Layout()) != old:
+            if _layout_in(raw) != old:
                 return False
             pipeline.multi()  # type: ignore[no-untyped-call]
             pipeline.set(key, msgspec.json.encode(new))
@@ -166,6 +167,11 @@ class LayoutRecord:
         if began < self.read_at:
             return  # another read, which began later, was answered earlier
         self.read_at = began
-        layout = (readable(_decode, raw, "shards") if raw else None) or Layout()
+        layout = _layout_in(raw)
         if layout != self.layout:
             self.layout, self._changed_at = layout, time.monotonic()
+
+
+def _layout_in(raw: Any) -> Layout:
+    """Return the layout in the reply to GET; one shard if there is none, or an unreadable one."""
+    return (readable(_decode, raw, "shards") if raw else None) or Layout()

@@ -202,6 +202,7 @@ class Load:
         assert len(self.ids) == len(set(self.ids)), "none is doubled"
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("num_lanes", [1, 2])
 async def test_the_number_changes_under_load(
     redis_buses: Any, fast: None, num_lanes: int, soak: bool

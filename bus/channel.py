@@ -19,6 +19,7 @@ from .public import AnyRequest, Completion, ErrorInfo, Output, OutputBatch
 from .replies import Replies
 from .routing import RequestRouting
 from .sender import Sender
+from .shards import Layout
 
 T_co = TypeVar("T_co", covariant=True)
 
@@ -178,6 +179,26 @@ class RequestQueue(Protocol):
 
         Raises:
             BusError: The transport can't be reached.
+        """
+
+    async def shards(self) -> Layout:
+        """Return the shards of the queue. Raises BusError as `backlog`."""
+
+    async def shard_lengths(self) -> list[int]:
+        """Return the number of entries on each shard. Raises BusError as `backlog`."""
+
+    async def set_shards(self, shards: int) -> Layout:
+        """Begin to change the number of shards; lanes end the change, in seconds.
+
+        Nothing is lost, doubled, or out of order within a tenant. In memory there is one.
+
+        Returns:
+            The layout; `moving` is false if the change has ended, or nothing changed.
+
+        Raises:
+            ConfigError: The number is out of its range.
+            BusError: "shards_in_memory"; "shards_of_models" in a deployment of several models;
+                "shards_moving" during another change; or as `backlog`.
         """
 
     async def drop_dead_letter(self, letter_id: str) -> bool:

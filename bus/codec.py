@@ -14,7 +14,7 @@ import msgspec
 from ..config import SamplingParams, cut, cut_middle, shown
 from .entries import Malformed
 from .messages import Envelope
-from .public import AnyRequest, GenerateRequest, Output
+from .public import DEFAULT_TENANT, AnyRequest, GenerateRequest, Output
 
 Encoding = Literal["json", "msgpack"]
 
@@ -40,6 +40,10 @@ class _AskedModel(msgspec.Struct, frozen=True):
     model: str = ""
 
 
+class _AskedTenant(msgspec.Struct, frozen=True):
+    tenant: str = DEFAULT_TENANT
+
+
 _envelope_encoder = msgspec.msgpack.Encoder()
 _json_encoder = msgspec.json.Encoder()
 _readers: dict[Encoding, Callable[[bytes], Any]] = {
@@ -50,6 +54,7 @@ _model_readers: dict[Encoding, Callable[[bytes], _AskedModel]] = {
     "json": msgspec.json.Decoder(_AskedModel).decode,
     "msgpack": msgspec.msgpack.Decoder(_AskedModel).decode,
 }
+_read_tenant = msgspec.json.Decoder(_AskedTenant).decode
 _request_readers: dict[Encoding, Callable[[bytes], GenerateRequest]] = {
     "json": msgspec.json.Decoder(GenerateRequest).decode,
     "msgpack": msgspec.msgpack.Decoder(GenerateRequest).decode,
@@ -163,6 +168,19 @@ def written_id(request: AnyRequest) -> str:
         except _UNREADABLE:
             return ""
     return named_id(request)
+
+
+def written_tenant(request: AnyRequest) -> str:
+    """Return the tenant of an unchecked request, the default one if it names none."""
+    tenant: object
+    if isinstance(request, bytes):
+        try:
+            tenant = _read_tenant(request).tenant
+        except _UNREADABLE:
+            return DEFAULT_TENANT
+    else:
+        tenant = _member(request, "tenant")
+    return tenant if isinstance(tenant, str) and is_unicode(tenant) else DEFAULT_TENANT
 
 
 def _has_nonfinite(request: GenerateRequest | dict[str, Any]) -> bool:

@@ -28,6 +28,7 @@ from .pull import pull
 from .run import run
 from .serve import gateway, serve
 from .sessions import kv_session
+from .shards import shards
 from .status import health, status, top
 from .submit import submit
 from .tail import tail
@@ -73,6 +74,7 @@ _COMMANDS: dict[str, dict[str, Callable[..., None] | typer.Typer]] = {
         "dlq": dlq.app,
         "fairness": fairness.app,
         "roles": roles.app,
+        "shards": shards,
         "experts": experts.app,
         "kv-session": kv_session,
     },

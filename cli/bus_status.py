@@ -26,8 +26,9 @@ class BusStatus(PipelineStatus, frozen=True, kw_only=True):
     Attributes:
         server: Name and version.
         prefix: First part of the keys.
+        shards: Requests on each shard of the requests stream, taken or not.
         last_taken_s: Seconds since an admission last read requests; None if none ever did.
-        results: Completions in the shared results stream.
+        results: Completions in the shared results streams.
         links: Messages on each link over Redis, at most: a reader removes what it has read a while
             later. Names are prefixed with the lane if that is not "0", and, in a deployment of
             several, the model.
@@ -36,6 +37,7 @@ class BusStatus(PipelineStatus, frozen=True, kw_only=True):
 
     server: str
     prefix: str
+    shards: tuple[int, ...] = ()
     last_taken_s: float | None
     results: int
     links: dict[str, int]
@@ -106,19 +108,29 @@ async def _read(config: BusConfig, stall_timeout_s: float) -> BusStatus:
             (name, link.name) for name in sorted(replicas) for link in all_links(replicas[name])
         ]
         backlog = await bus.requests.backlog()
+        shards = await bus.requests.shard_lengths()
     except BusError as error:
         raise unreachable(config, error) from None
     finally:
         await bus.aclose()
     keys = Keys(config.prefix, config.lane, config.model)
-    streams = [keys.results, *(keys.link(name, lane) for lane, name in links)]
-    server, clients, consumers, results, *lengths = await _replies(
+    each = [keys.of_shard(shard) for shard in range(len(shards))]
+    streams = [shard.results for shard in each]
+    streams += [keys.link(name, lane) for lane, name in links]
+    server, clients, replies = await _replies(
         config,
-        ("XINFO", "CONSUMERS", keys.requests, config.group),
+        len(each),
+        *(("XINFO", "CONSUMERS", shard.requests, config.group) for shard in each),
         *(("XLEN", key) for key in streams),
     )
-    # It fails until a pipeline has created the group.
-    idle_ms = [] if isinstance(consumers, Exception) else [int(c[b"idle"]) for c in consumers]
+    groups, results, lengths = (
+        replies[: len(each)],
+        replies[len(each) : 2 * len(each)],
+        replies[2 * len(each) :],
+    )
+    # They fail until a pipeline has created the group.
+    found = [group for group in groups if not isinstance(group, Exception)]
+    idle_ms = [int(consumer[b"idle"]) for group in found for consumer in group]
     reason = verdict(lanes)
     return BusStatus(
         ready=not reason,
@@ -126,12 +138,13 @@ async def _read(config: BusConfig, stall_timeout_s: float) -> BusStatus:
         url=redact(config.url),
         server=server,
         prefix=config.prefix,
+        shards=tuple(shards),
         waiting=backlog.waiting,
         in_flight=backlog.pending,
         queue_length=backlog.queue_length,
         dead_letters=backlog.dead,
         last_taken_s=min(idle_ms) / 1000 if idle_ms else None,
-        results=results,
+        results=sum(results),
         lanes=lanes,
         links={
             name if lane == "0" else f"{lane}:{name}": length
@@ -143,10 +156,12 @@ async def _read(config: BusConfig, stall_timeout_s: float) -> BusStatus:
     )
 
 
-async def _replies(config: BusConfig, *commands: tuple[Any, ...]) -> list[Any]:
+async def _replies(
+    config: BusConfig, may_fail: int, *commands: tuple[Any, ...]
+) -> tuple[str, dict[str, int], list[Any]]:
     """Return the server's name, its connections by client name, and the replies.
 
-    The first reply may be an error.
+    The first `may_fail` replies may be errors.
     """
     from redis import exceptions
 
@@ -170,7 +185,7 @@ async def _replies(config: BusConfig, *commands: tuple[Any, ...]) -> list[Any]:
     finally:
         await redis.aclose()
         await server.aclose()
-    for reply in replies[1:]:
+    for reply in replies[may_fail:]:
         if isinstance(reply, Exception):
             raise server.explain(reply)
     del names[_OWN_NAME]
@@ -179,4 +194,4 @@ async def _replies(config: BusConfig, *commands: tuple[Any, ...]) -> list[Any]:
         for key, name in (("valkey_version", "Valkey"), ("redis_version", "Redis"))
         if key in info
     ]
-    return [[*versions, "unknown"][0], dict(sorted(names.items())), *replies]
+    return [*versions, "unknown"][0], dict(sorted(names.items())), replies

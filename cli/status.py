@@ -189,6 +189,8 @@ def _overview(found: PipelineStatus, *, verbose: bool) -> Table:
 def _add_bus(made: Table, found: BusStatus) -> None:
     made.add_row("bus", f"{found.server}, prefix {found.prefix}")
     made.add_row("queue", f"{found.queue_length:,} requests not started")
+    if len(found.shards) > 1:
+        made.add_row("shards", f"{len(found.shards)}, with {', '.join(map(str, found.shards))}")
     fullest = sorted(found.links.items(), key=lambda link: -link[1])[:_SHOWN_LINKS]
     busy = [f"{name} ≤ {count}" for name, count in fullest if count]
     made.add_row("links", ", ".join(busy) or "empty")

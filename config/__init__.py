@@ -48,6 +48,7 @@ from .sampling import Constraint as Constraint
 from .sampling import Int64 as Int64
 from .sampling import SamplingParams as SamplingParams
 from .settings import DEFAULT_URL as DEFAULT_URL
+from .settings import MOST_SHARDS as MOST_SHARDS
 from .settings import STAGES as STAGES
 from .settings import AdmissionConfig as AdmissionConfig
 from .settings import BusConfig as BusConfig

@@ -46,6 +46,10 @@ class SchedulerConfig(Section, frozen=True, forbid_unknown_fields=True):
     block_size: PositiveInt
 
 
+MOST_SHARDS = 64
+"""Limit of `bus.shards`."""
+
+
 class BusConfig(Section, frozen=True, forbid_unknown_fields=True):
     """The message transport.
 
@@ -60,6 +64,8 @@ class BusConfig(Section, frozen=True, forbid_unknown_fields=True):
         model: The model whose requests stream this is, in a deployment of several; "" for a single
             model.
         group: Consumer group of the requests stream.
+        shards: Shards of the requests stream and of the results stream on Redis with which a
+            deployment begins; `nano-inference shards` changes their number while it runs.
         results_ttl_s: Seconds that a finished request's output stays readable on Redis.
         results_maxlen: Entries kept in the shared results stream.
         kv_events_maxlen: Entries kept in the stream of KV events.
@@ -78,6 +84,7 @@ class BusConfig(Section, frozen=True, forbid_unknown_fields=True):
     lane: str = "0"
     model: str = ""
     group: str = "admission"
+    shards: Annotated[int, Range(f"from 1 to {MOST_SHARDS}", 1, MOST_SHARDS)] = 1
     results_ttl_s: PositiveInt = 3600
     results_maxlen: PositiveInt = 10_000
     kv_events_maxlen: PositiveInt = 10_000
@@ -109,6 +116,11 @@ class BusConfig(Section, frozen=True, forbid_unknown_fields=True):
             and (not self.model or self.model.isprintable())
             and not set(self.model) & set(" {}"),
             f"at most {MOST_ID_LENGTH} printable characters, without spaces and braces",
+        )
+        self.require(
+            "shards",
+            self.shards == 1 or not self.model,
+            "1 in a deployment of several models, each of which has a stream of its own",
         )
 
 
@@ -379,6 +391,11 @@ class Config(Section, frozen=True, forbid_unknown_fields=True):
 
     def check(self) -> None:
         check_models(self.models)
+        self.bus.require(
+            "shards",
+            self.bus.shards == 1 or not self.models,
+            "1 in a deployment of several models, each of which has a stream of its own",
+        )
         # Stored with the model: readers of a single model don't know the list's order.
         msgspec.structs.force_setattr(self, "models", with_default(self.models))
         if self.pipeline.roles and self.engine.num_ranks > 1:

@@ -13,6 +13,7 @@ from ..bus.backlog import Backlog
 from ..bus.control import Cancel, LoadModel, UnloadModel
 from ..bus.links import MODEL_MANAGER
 from ..bus.public import Completion, ErrorInfo, Timings
+from ..bus.shards import Layout
 from ..config import NOT_PERMITTED, BusError, FairnessConfig, ModelError
 from ..stages.admission.checks import request_id_of
 from ..store.board import StageReport
@@ -160,6 +161,18 @@ class Deployment:
             dead=unrouted.dead,  # all models share the dead letters
             queue_length=unrouted.queue_length + sum(one.queue_length for one in each),
         )
+
+    async def shards(self) -> Layout:
+        """Return the shards of the requests stream. Raises BusError as `backlog`."""
+        return await self.bus.requests.shards()
+
+    async def set_shards(self, shards: int) -> Layout:
+        """Change the number of shards of the requests stream while requests run (docs/redis.md).
+
+        Lanes end the change once they have taken what waits on the old shards. Arguments, result
+        and errors are those of `RequestQueue.set_shards`.
+        """
+        return await self.bus.requests.set_shards(shards)
 
     async def _manage(self, wish: LoadModel | UnloadModel) -> ModelStatus:
         """Have the model manager load or unload a model, and return its status then.

@@ -9,11 +9,13 @@ import uuid
 from collections.abc import AsyncIterator, Iterable
 from typing import Any
 
+import msgspec
 import pytest
 import pytest_asyncio
 from redis.asyncio import Redis
 
 from nano_inference.bus import Bus, MemoryBus, RequestEntry, open_bus
+from nano_inference.bus.shards import Layout
 from nano_inference.config import STAGES, BusConfig
 from nano_inference.store.redis.keys import Keys
 
@@ -28,6 +30,9 @@ KINDS: dict[str, tuple[frozenset[str], dict[str, Any]]] = {
     "redis-links": (ALL, {"links": "redis"}),
     "cluster": (frozenset(), {}),
 }
+SHARDED = "redis-shards"
+"""On Redis with four shards."""
+
 STORES = [kind for kind in KINDS if kind not in ("redis-local", "redis-links")]
 """The kinds without those that differ in their links alone: all that is no link they share."""
 
@@ -45,10 +50,10 @@ class Buses:
 
     def config(self, **settings: Any) -> BusConfig:
         defaults = {"url": self.url, "prefix": self.prefix}
-        return BusConfig(**{**defaults, **KINDS[self.kind][1], **settings})
+        return BusConfig(**{**defaults, **KINDS.get(self.kind, (ALL, {}))[1], **settings})
 
     def open(self, **settings: Any) -> Bus:
-        bus = open_bus(self.config(**settings), KINDS[self.kind][0])
+        bus = open_bus(self.config(**settings), KINDS.get(self.kind, (ALL, {}))[0])
         self._opened.append(bus)
         return bus
 
@@ -88,6 +93,10 @@ def ids_of(entries: Iterable[RequestEntry]) -> list[str]:
 async def _buses(kind: str, url: str) -> AsyncIterator[Buses]:
     before = asyncio.all_tasks()
     buses = Buses(kind, url)
+    if kind == SHARDED:
+        async with Redis.from_url(url) as redis:
+            layout = Layout(changes=1, shards=4, streams=4)
+            await redis.set(buses.keys.shards, msgspec.json.encode(layout))
     yield buses
     await buses.aclose()
     leaked = asyncio.all_tasks() - before - {asyncio.current_task()}

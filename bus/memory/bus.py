@@ -28,6 +28,7 @@ from ..queue import BoundedQueue
 from ..replies import MemoryReplies
 from ..routing import MemoryRouting
 from ..sender import Numbering, Sender
+from ..shards import Layout
 from .kv_events import MemoryKVEvents
 from .results import MemoryResults
 
@@ -192,6 +193,19 @@ class MemoryRequests:
 
     async def dead_letters(self) -> list[DeadLetter]:
         return list(self._dead.values())
+
+    async def shards(self) -> Layout:
+        return Layout()
+
+    async def shard_lengths(self) -> list[int]:
+        numbers = await self.backlog()
+        return [numbers.waiting + numbers.pending]
+
+    async def set_shards(self, shards: int) -> Layout:
+        raise BusError(
+            "a bus in memory has one requests queue, without shards; use a Redis URL for bus.url",
+            code="shards_in_memory",
+        )
 
     async def drop_dead_letter(self, letter_id: str) -> bool:
         return self._dead.pop(letter_id, None) is not None

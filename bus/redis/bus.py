@@ -28,6 +28,7 @@ from ..links import AnyLink, links_to
 from ..memory.bus import Inboxes, MemoryInbox, MemorySender
 from ..sender import Numbering, Sender
 from .kv_events import RedisKVEvents
+from .layout import LayoutRecord
 from .leases import live_lanes
 from .links import LinkReader, LinkWriter, RedisSender, Seen
 from .replies import RedisReplies
@@ -95,9 +96,10 @@ class RedisBus:
         self._readers: dict[str, LinkReader] = {}
         # Of this process's inboxes, by stage.
         self._openings: dict[str, int] = {}
-        self.results = RedisResults(config, self._keys, self._commands)
         own = (self._keys, self._commands)
-        self.requests = RedisRequests(config, *own, self.results)
+        record = LayoutRecord(*own)
+        self.results = RedisResults(config, *own, record)
+        self.requests = RedisRequests(config, *own, self.results, record)
         self.replies = RedisReplies(*own)
         self.kv_events = RedisKVEvents(config, *own)
         self._limits = RedisLimits(*own)

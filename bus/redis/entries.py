@@ -8,7 +8,16 @@ from itertools import islice
 from redis.asyncio import Redis
 
 from ...store.redis.client import MOST_FIELDS, time_ms
-from ...store.redis.keys import JSON, MODEL, MSGPACK, REFUSED, TRACEPARENT, TRACESTATE, parse_id
+from ...store.redis.keys import (
+    JSON,
+    MODEL,
+    MSGPACK,
+    REFUSED,
+    TRACEPARENT,
+    TRACESTATE,
+    entry_name,
+    parse_id,
+)
 from ..codec import decode_refused, decode_request
 from ..entries import MAX_FIELDS, Malformed, RequestEntry, budget_of, usable_trace
 from ..public import GenerateRequest
@@ -29,13 +38,14 @@ def entries_of(rows: Iterable[tuple[bytes, list[bytes]]]) -> Entries:
 
 
 async def read_entries(
-    redis: Redis, key: bytes, raw: Entries, max_bytes: int
+    redis: Redis, key: bytes, raw: Entries, max_bytes: int, shard: int = 0
 ) -> list[RequestEntry]:
     """Return the requests in entries. Asks for the server's time only if a request has a budget.
 
     Args:
         key: A key on the node whose clock made the entry ids.
         max_bytes: Larger requests are refused undecoded.
+        shard: Of the stream.
     """
     requests = [read_request(fields, max_bytes) for _, fields in raw]
     now_ms: int | None = None
@@ -43,7 +53,7 @@ async def read_entries(
         now_ms = await time_ms(redis, key)
     return [
         RequestEntry(
-            entry_id.decode(),
+            entry_name(entry_id.decode(), shard),
             request,
             *usable_trace(fields.get(TRACEPARENT, b""), fields.get(TRACESTATE, b"")),
             0

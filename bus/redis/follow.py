@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Generic, Self, TypeVar
 
 from redis import exceptions
 
 from ...config import BusError, ChannelClosed
 from ...store.redis.client import Commands, readable
-from ...store.redis.keys import JSON, Keys
+from ...store.redis.keys import JSON, Keys, split_entry
 from ..codec import decode_output
 from ..public import Completion, CompletionChunk, Output
 from .given import Given
@@ -21,6 +21,9 @@ T = TypeVar("T")
 
 IDLE_CHECK_S = 30.0
 """Interval at which a silent request is checked for being lost."""
+
+ADDED_CHECK_S = 1.0
+"""Interval at which a reader of all results looks for added shards."""
 
 UNKNOWN = "unknown_request"
 
@@ -125,7 +128,7 @@ class RedisTail(ABC, Generic[T]):
     async def __anext__(self) -> T:
         while not self._done:
             try:
-                _, fields = await self._subscription.next()
+                fields = await self._entry()
             except ChannelClosed:
                 if self._done:  # by our own `aclose`
                     break
@@ -133,6 +136,10 @@ class RedisTail(ABC, Generic[T]):
             if (found := self._read(fields)) is not None:
                 return found
         raise StopAsyncIteration
+
+    async def _entry(self) -> dict[bytes, bytes]:
+        """Wait for the next entry."""
+        return (await self._subscription.next())[1]
 
     async def aclose(self) -> None:
         """Stops reading."""
@@ -144,7 +151,31 @@ class RedisTail(ABC, Generic[T]):
 
 
 class ResultsTail(RedisTail[Completion]):
-    """The results stream; see `ResultStreams.tail`."""
+    """The results streams of all shards; see `ResultStreams.tail`."""
+
+    def __init__(
+        self,
+        subscription: Subscription,
+        readers: Readers,
+        added: Callable[[], Awaitable[dict[bytes, bytes]]],
+    ) -> None:
+        """`added` returns the streams of shards that were added, and where each begins."""
+        super().__init__(subscription)
+        self._readers = readers
+        self._added = added
+
+    async def _entry(self) -> dict[bytes, bytes]:
+        while True:
+            added = await self._added()
+            known = self._subscription.positions
+            new = {key: last for key, last in added.items() if key not in known}
+            if new:
+                self._readers.extend(self._subscription, new)
+            try:
+                async with asyncio.timeout(ADDED_CHECK_S):
+                    return (await self._subscription.next())[1]
+            except TimeoutError:
+                continue
 
     def _read(self, fields: dict[bytes, bytes]) -> Completion | None:
         output = readable(decode_output, fields.get(JSON, b""), "results")
@@ -176,8 +207,9 @@ async def check_known(commands: Commands, keys: Keys, entry_id: str, outs: Seque
         BusError: The entry is in no queue, and there are no outputs.
     """
     # The order matters: an entry leaves the shared requests stream before it reaches a model's.
-    queued = await _is_in(commands, [keys.entrance], entry_id)
-    if queued is False:
+    raw, shard = split_entry(entry_id)
+    queued = await _is_in(commands, [keys.of_shard(shard).entrance], raw)
+    if queued is False and not shard:
         queued = await _is_in(commands, await _behind_entrance(commands, keys), entry_id)
     written = await commands.retry_all("follow", [("EXISTS", out) for out in outs])
     if queued is None:

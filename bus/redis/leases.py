@@ -12,7 +12,7 @@ from typing import Any
 
 from ...config import BusConfig, BusError, LaneReplaced
 from ...store.redis.client import Commands, execute, persist
-from ...store.redis.keys import Keys
+from ...store.redis.keys import Keys, entry_name, split_entry
 from ..public import GenerateRequest
 from .entries import Entries, entries_of
 from .waiting import WaitingEntries
@@ -29,6 +29,9 @@ RENEW_PAGE = 4096
 
 REPORT_LIFETIME_MS = 5000
 """Lifetime of a lane's number of begun requests, and of the queue length: five heartbeats."""
+
+FEW_LANES = 16
+"""Number of lanes up to which each report adds up the queue length."""
 
 DEFAULT_TENANT: str = GenerateRequest().tenant
 
@@ -112,6 +115,13 @@ end
 return unanswered
 """
 
+_ASSIGNED = """
+local rows = redis.pcall('XPENDING', KEYS[1], ARGV[1], '-', ARGV[2], ARGV[3], ARGV[4])
+if rows.err then return {} end
+for i, row in ipairs(rows) do rows[i] = row[1] end
+return rows
+"""
+
 # Number of untaken entries, and the id of the last one handed out. Acknowledged entries are
 # deleted, so the rest is pending. An error means that there is no group yet.
 _QUEUED = """
@@ -164,12 +174,19 @@ return removed
 # lag is unknown once an unread entry was deleted. But answered entries are deleted, so the stream
 # holds all unanswered ones, and each lane reports how many of them have begun. A silent lane counts
 # as idle.
+#
+# To add them up costs as much as there are lanes, so many lanes share one sum of the last second.
 _COUNT = f"""{_NOW}
 local lane, begun, lifetime = ARGV[1], ARGV[2], tonumber(ARGV[3])
 if begun ~= '' then
   redis.call('HSET', KEYS[2], lane, string.format('%.0f %s', now + lifetime, begun))
 end
-local length = redis.call('XLEN', KEYS[1])
+if redis.call('HLEN', KEYS[2]) > tonumber(ARGV[5]) then
+  local fresh = redis.call('PTTL', KEYS[3]) > lifetime - 900
+  if fresh then return tonumber(redis.call('GET', KEYS[3])) end
+end
+if ARGV[4] == '' then return false end
+local length = redis.call('XLEN', KEYS[1]) + ARGV[4]
 local all = redis.call('HGETALL', KEYS[2])
 for i = 1, #all, 2 do
   local ends, reported = string.match(all[i + 1], '^(%d+) (%d+)$')
@@ -215,7 +232,7 @@ class Leases:
                     [self._keys.requests, self._keys.lanes],
                     *(self._config.group, self.consumer, self._config.lane, self._keeper),
                     int(lease_s * 1000),
-                    *entry_ids[start : start + RENEW_PAGE],
+                    *_raw(entry_ids[start : start + RENEW_PAGE]),
                 )
                 lost += reply[0]
                 gone += reply[1]
@@ -226,7 +243,7 @@ class Leases:
                 f"another process has started to serve the lane {self._config.lane!r}, so this one "
                 "stops; give each pipeline a bus.lane of its own"
             ) from None
-        return {entry_id.decode() for entry_id in lost}, {entry_id.decode() for entry_id in gone}
+        return self._named(lost), self._named(gone)
 
     async def take_over(self, lease_s: float, max_items: int) -> Entries:
         """Take over entries whose lease is older than `lease_s`."""
@@ -253,10 +270,17 @@ class Leases:
             lambda: execute(
                 self._commands.redis,
                 *("EVAL", _ACKNOWLEDGE, len(keys), *keys),
-                *(self._config.group, self.consumer, *entry_ids),
+                *(self._config.group, self.consumer, *_raw(entry_ids)),
             ),
         )
-        return {entry_id.decode() for entry_id in unanswered}
+        return self._named(unanswered)
+
+    async def assigned(self, last: str, most: int) -> set[str]:
+        """Return at most so many entries, up to `last`, that are this lane's."""
+        arguments = (self._config.group, last, most, self.consumer)
+        return self._named(
+            await self._eval("requests", _ASSIGNED, [self._keys.requests], *arguments)
+        )
 
     async def excess(self, max_queued: int) -> tuple[int, Entries]:
         """Return the number of untaken entries, and some of the excess.
@@ -288,27 +312,53 @@ class Leases:
     async def remove(self, entry_ids: Sequence[str]) -> int:
         """Remove untaken entries; return how many."""
         key, group = [self._keys.requests], self._config.group
-        return int(await self._eval("requests", _REMOVE, key, group, *entry_ids))
+        return int(await self._eval("requests", _REMOVE, key, group, *_raw(entry_ids)))
 
     async def forget(self, entry_ids: Sequence[str]) -> None:
         """Remove entries of any owner for good."""
         if entry_ids:
-            key = self._keys.requests
-            commands = [("XDEL", key, *entry_ids), ("XACK", key, self._config.group, *entry_ids)]
+            key, raw = self._keys.requests, _raw(entry_ids)
+            commands = [("XDEL", key, *raw), ("XACK", key, self._config.group, *raw)]
             await self._commands.retry_all("requests", commands)
 
-    async def count(self, begun: int | None) -> int:
+    async def count(self, begun: int | None, others: int | None) -> int | None:
         """Record this lane's begun requests, and return the queue length, over all lanes.
 
         Args:
             begun: None if unknown; then only the number is refreshed.
+            others: Number of entries on the other shards; None if unknown.
+
+        Returns:
+            None if `others` is unknown and there is no number of the last second.
         """
         keys = (self._keys.requests, self._keys.begun, self._keys.queue_length)
-        arguments = (self._config.lane, "" if begun is None else begun, REPORT_LIFETIME_MS)
-        return int(await self._commands.run("EVAL", _COUNT, len(keys), *keys, *arguments))
+        reported, elsewhere = ("" if number is None else number for number in (begun, others))
+        lane = self._config.lane
+        arguments = (lane, reported, REPORT_LIFETIME_MS, elsewhere, FEW_LANES)
+        length = await self._commands.run("EVAL", _COUNT, len(keys), *keys, *arguments)
+        return None if length is None else int(length)
+
+    async def is_taken(self, raw: str) -> bool:
+        """Return whether no entry up to this one waits. Raises BusError."""
+        key, group = self._keys.requests, self._config.group
+        groups = await self._commands.run_all([("XINFO", "GROUPS", key)], raise_on_error=False)
+        if isinstance(groups[0], Exception):
+            groups = [[]]  # no stream, or no right to look at it
+        named = (each for each in groups[0] if each[b"name"] == group.encode())
+        last = next((each[b"last-delivered-id"].decode() for each in named), "0")
+        return not await self._commands.run("XRANGE", key, f"({last}", raw, "COUNT", 1)
+
+    def _named(self, raw: Sequence[bytes]) -> set[str]:
+        """Return the ids of entries of this stream."""
+        return {entry_name(each.decode(), self._keys.shard) for each in raw}
 
     async def _eval(self, what: str, script: str, keys: list[bytes], *arguments: Any) -> Any:
         return await self._commands.retry(what, "EVAL", script, len(keys), *keys, *arguments)
+
+
+def _raw(entry_ids: Sequence[str]) -> list[str]:
+    """Return the entries' ids on their stream."""
+    return [split_entry(entry_id)[0] for entry_id in entry_ids]
 
 
 def consumer_of(lane: str) -> str:

@@ -10,6 +10,7 @@ import asyncio
 import uuid
 from abc import ABC, abstractmethod
 from collections import deque
+from collections.abc import Iterable
 from functools import partial
 
 from redis import exceptions
@@ -47,12 +48,17 @@ class Readers(ABC):
         if self._closed:
             raise bus_closed()
         subscription = Subscription(self, positions)
-        self._add(subscription)
+        self._add(subscription, positions)
         return subscription
 
+    def extend(self, subscription: Subscription, positions: dict[bytes, bytes]) -> None:
+        """Follow more streams, each after an entry id."""
+        subscription.positions.update(positions)
+        self._add(subscription, positions)
+
     @abstractmethod
-    def _add(self, subscription: Subscription) -> None:
-        """Read for a subscription from now on."""
+    def _add(self, subscription: Subscription, keys: Iterable[bytes]) -> None:
+        """Read these streams for a subscription from now on."""
 
     @abstractmethod
     def remove(self, key: bytes, subscription: Subscription) -> None:
@@ -151,8 +157,8 @@ class StreamReader(Readers):
         self._waking: asyncio.Task[None] | None = None
         self._task: asyncio.Task[None] | None = None
 
-    def _add(self, subscription: Subscription) -> None:
-        for key in subscription.positions:
+    def _add(self, subscription: Subscription, keys: Iterable[bytes]) -> None:
+        for key in keys:
             self._subscriptions.setdefault(key, set()).add(subscription)
         if self._task is None:
             self._task = watched(self._run(), "results reader", self._end_all)
@@ -240,9 +246,9 @@ class ClusterReaders(Readers):
         # Set, then replaced, when a paused reader has room again.
         self._room = asyncio.Event()
 
-    def _add(self, subscription: Subscription) -> None:
+    def _add(self, subscription: Subscription, keys: Iterable[bytes]) -> None:
         self._subscriptions.add(subscription)
-        for key in subscription.positions:
+        for key in keys:
             task = watched(self._run(key, subscription), "results reader", subscription.close)
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)

@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 from redis import exceptions
 
-from ...config import BusConfig
+from ...config import BusConfig, BusError
 from ...config.logger import get_logger
 from ...store.redis.client import (
     Backoff,
@@ -27,11 +27,12 @@ from ...store.redis.client import (
     persist,
     readable,
 )
-from ...store.redis.keys import JSON, Keys, id_after, parse_id
+from ...store.redis.keys import JSON, Keys, id_after, parse_id, split_entry
 from ..codec import decode_output, encode_output
 from ..public import Completion, Output, OutputBatch
 from .entries import Entries, entries_of
 from .follow import RedisFollow, ResultsTail, check_known, out_keys, read_output
+from .layout import LayoutRecord
 from .readers import readers_of
 from .result_parts import REFUSED, TOO_LARGE, StreamPart, ending, part_of
 from .result_scripts import ANSWER, APPEND, FENCE, LOOK, TELL
@@ -56,7 +57,10 @@ class _TooLarge(Exception):
 class RedisResults:
     """`ResultStreams` on Redis."""
 
-    def __init__(self, config: BusConfig, keys: Keys, commands: Commands) -> None:
+    def __init__(
+        self, config: BusConfig, keys: Keys, commands: Commands, record: LayoutRecord
+    ) -> None:
+        self._record = record
         self._config = config
         self._keys = keys
         self._server = commands.server
@@ -160,21 +164,54 @@ class RedisResults:
         return None
 
     async def tail(self) -> ResultsTail:
-        last = await self._range("XREVRANGE", "+", "-", 1)
-        start = last[0][0] if last else b"0-0"
-        return ResultsTail(self._readers.subscribe({self._keys.results: start}))
+        positions: dict[bytes, bytes] = {}
+        for key in await self._streams():
+            last = await self._range(key, "XREVRANGE", "+", "-", 1)
+            positions[key] = last[0][0] if last else b"0-0"
+        return ResultsTail(self._readers.subscribe(positions), self._readers, self._added)
+
+    async def _added(self) -> dict[bytes, bytes]:
+        """Return the shards' results streams, and where those begin that a change has added."""
+        try:
+            starts = (await self._record.fresh()).starts
+        except BusError:
+            return {}  # what reads the streams waits for the server
+        return {self._keys.results_of(shard): last.encode() for shard, last in starts.items()}
+
+    async def _streams(self) -> list[bytes]:
+        """Return the shards' results streams."""
+        streams = (await self._record.fresh(waits=True)).streams
+        return [self._keys.results_of(shard) for shard in range(streams)]
 
     async def newest(self, within_s: float) -> AsyncIterator[Completion]:
         """Yield recent completions; entries added while it reads are left out."""
-        last = await self._range("XREVRANGE", "+", "-", 1)
-        if not last:
+        lasts = {}
+        for key in await self._streams():
+            if last := await self._range(key, "XREVRANGE", "+", "-", 1):
+                lasts[key] = last[0][0]
+        since_ms = max((parse_id(last)[0] for last in lasts.values()), default=0) - within_s * 1e3
+        if len(lasts) == 1:
+            (key,) = lasts
+            async for _, completion in self._between(key, since_ms, lasts[key]):
+                yield completion
             return
-        until = last[0][0]
-        position = str(max(0, parse_id(until)[0] - int(within_s * 1e3)))
-        while entries := await self._range("XRANGE", position, until, KEYS_PER_FLUSH):
-            for output in _readable(entries):
+        # The streams may be on several nodes, so they have to be merged here.
+        found = [
+            each for key, last in lasts.items() async for each in self._between(key, since_ms, last)
+        ]
+        for _, completion in sorted(found, key=lambda each: each[0]):
+            yield completion
+
+    async def _between(
+        self, key: bytes, since_ms: float, until: bytes
+    ) -> AsyncIterator[tuple[tuple[int, int], Completion]]:
+        """Yield the completions of one results stream with their ids."""
+        position = str(max(0, int(since_ms)))
+        while entries := await self._range(key, "XRANGE", position, until, KEYS_PER_FLUSH):
+            for entry_id, fields in entries:
+                output = readable(decode_output, fields.get(JSON, b""), "results")
                 if isinstance(output, Completion):
-                    yield output
+                    yield parse_id(entry_id), output
             position = id_after(entries[-1][0])
 
     async def aclose(self) -> None:
@@ -182,10 +219,10 @@ class RedisResults:
         await self._readers.aclose()
 
     async def _range(
-        self, command: str, start: bytes | str, end: bytes | str, count: int
+        self, key: bytes, command: str, start: bytes | str, end: bytes | str, count: int
     ) -> Entries:
-        """Return a range of the results stream."""
-        arguments = (self._keys.results, start, end, "COUNT", count)
+        """Return a range of a results stream."""
+        arguments = (key, start, end, "COUNT", count)
         entries: Entries = await self._commands.retry("results", command, *arguments)
         return entries
 
@@ -327,7 +364,7 @@ class RedisResults:
         config = self._config
         commands: list[Sequence[Any]] = []
         for key, raw in ended.items():
-            keys = [self._keys.results, self._keys.told(key, _entry_of(raw))]
+            keys = self._told_keys(key, _entry_of(raw))
             if not unread and not self._server.is_cluster:
                 keys.append(self._keys.out(key))
             limits = (config.results_ttl_s, config.results_maxlen)
@@ -344,7 +381,12 @@ class RedisResults:
         out = self._keys.out(key)
         if ends is None or self._server.is_cluster:
             return [1, out]
-        return [3, out, self._keys.results, self._keys.told(key, ends)]
+        return [3, out, *self._told_keys(key, ends)]
+
+    def _told_keys(self, key: str, entry_id: str) -> list[bytes]:
+        """Return the results stream of an entry's shard, and the entry's mark."""
+        shard = split_entry(entry_id)[1]
+        return [self._keys.results_of(shard), self._keys.told(key, entry_id)]
 
     def _command(self, key: str, part: StreamPart, epoch: int) -> list[Any]:
         number = self._next.get(key, 1)

@@ -7,6 +7,8 @@
                            n counting the entries:
                            `json` (a CompletionChunk, at the end a Completion)
 {prefix}:results           stream, every request's Completion: `json`
+{prefix}:requests:{shard}, {prefix}:results:{shard}   the same for the shards 1, 2 and so on; each
+                           has the keys beside {prefix}:requests and {prefix}:results of its own
 {prefix}:kv_events         stream, a replica's KV events in an entry: `model`, `lane`, `replica`,
                            `incarnation`, `sequence`, and `batch` (KVEventBatch as msgpack)
 {prefix}:dead              stream of dead letters: `json` (a DeadLetter)
@@ -37,6 +39,7 @@ The braces below are literal: a cluster keeps keys with the same tag in one slot
 a tag in the slot of a tag equal to the key.
 
 {{prefix}:requests}:lanes  hash, each lane's lease expiry and keeper (internal)
+{{prefix}:requests}:shards JSON (Layout), the number of shards
 {{prefix}:requests}:begun  hash, each lane's number of begun requests, and its expiry (internal)
 {{prefix}:requests}:queue_length  requests that have not begun; expires without a live lane
 {{prefix}:limits}:window:{s}:{name} hash, each gateway's usage of a limit (internal)
@@ -54,6 +57,8 @@ from __future__ import annotations
 
 import hashlib
 
+from ...config import MOST_SHARDS
+
 JSON = b"json"
 MSGPACK = b"msgpack"
 REFUSED = b"refused"
@@ -67,23 +72,26 @@ MESSAGE = b"m"
 class Keys:
     """Key names under one prefix."""
 
-    def __init__(self, prefix: str, lane: str = "0", model: str = "") -> None:
+    def __init__(self, prefix: str, lane: str = "0", model: str = "", shard: int = 0) -> None:
         """Args:
         prefix: Of the deployment.
         lane: The lane whose links are named.
         model: One of the deployment's models; "" if it has only one.
+        shard: The shard whose requests stream, and keys beside it, are named.
         """
         self._prefix = prefix
+        self.shard = shard
         self.model = model
         # Unambiguous: a lane's name has no colon, and comes last.
         self._lane_prefix = f"{model}:" if model else ""
         self._lane = lane
-        self.entrance = self._key("requests")
+        self.entrance = self._key(f"requests:{shard}" if shard else "requests")
+        self.shards = beside(self._key("requests"), "shards")
         of_model = f":{model}" if model else ""
         self.requests = self.requests_of(model)
         self.models = beside(self.entrance, "models")
         self.closed = beside(self.entrance, "closed")
-        self.results = self._key("results")
+        self.results = self.results_of(shard)
         self.kv_events = self._key("kv_events")
         self.dead = self._key("dead")
         self.epoch = self._key("epoch")
@@ -98,6 +106,14 @@ class Keys:
         self._limits = self._key("limits")
         self.limits_servers = beside(self._limits, "servers")
         self.policy = self._key("policy")
+
+    def of_shard(self, shard: int) -> Keys:
+        """Return the keys of another shard."""
+        return Keys(self._prefix, self._lane, self.model, shard)
+
+    def results_of(self, shard: int) -> bytes:
+        """Return a shard's results stream."""
+        return self._key(f"results:{shard}" if shard else "results")
 
     def requests_of(self, model: str) -> bytes:
         """Return a model's requests stream; all share one slot of a cluster."""
@@ -118,7 +134,8 @@ class Keys:
             key: Of the stream that the message ends.
         """
         text = f"{len(key)}:{key}{entry_id}".encode("utf-8", "surrogatepass")
-        return beside(self.results, f"told:{hashlib.sha1(text).hexdigest()}")
+        results = self.results_of(split_entry(entry_id)[1])
+        return beside(results, f"told:{hashlib.sha1(text).hexdigest()}")
 
     def link(self, name: str, lane: str | None = None) -> bytes:
         """Return a link's stream, of this lane or another."""
@@ -148,6 +165,19 @@ class Keys:
 def beside(key: bytes, name: str) -> bytes:
     """Return another key in the same hash slot. `key` has no braces."""
     return b"{%s}:%s" % (key, name.encode("utf-8", "surrogatepass"))
+
+
+def entry_name(raw: str, shard: int) -> str:
+    """Return an entry's id: its id on the stream, and behind a hyphen its shard if not 0."""
+    return f"{raw}-{shard}" if shard else raw
+
+
+def split_entry(entry_id: str) -> tuple[str, int]:
+    """Return an entry's id on its stream, and the shard."""
+    raw, hyphen, shard = entry_id.rpartition("-")
+    if hyphen and "-" in raw and shard.isascii() and shard.isdigit() and len(shard) <= 3:
+        return raw, min(int(shard), MOST_SHARDS - 1)
+    return entry_id, 0
 
 
 def parse_id(raw: bytes) -> tuple[int, int]:

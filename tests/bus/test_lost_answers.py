@@ -9,7 +9,7 @@ import pytest
 
 from nano_inference.bus import Bus
 from nano_inference.bus.public import Output
-from nano_inference.bus.redis import requests as redis_requests
+from nano_inference.bus.redis import requests_stream as redis_requests
 
 from ..buses import ids_of, kit, take
 from ..servers import plain_client

@@ -13,9 +13,9 @@ from nano_inference.bus import Bus, Malformed, MemoryBus, RequestEntry
 from nano_inference.bus.public import ChatMessage, ErrorInfo, GenerateRequest
 from nano_inference.config import BusConfig, SamplingParams
 
-from ..buses import STORES, ids_of, kit, take
+from ..buses import SHARDED, STORES, ids_of, kit, take
 
-BUSES = STORES
+BUSES = [*STORES, SHARDED]
 
 FULL = GenerateRequest(
     request_id="r-1",

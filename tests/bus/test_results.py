@@ -13,9 +13,9 @@ from nano_inference.bus.memory.results import KEPT_FINISHED, TAIL_CAPACITY
 from nano_inference.bus.public import Completion, CompletionSample, StageTime, Timings, Usage
 from nano_inference.config import BusError
 
-from ..buses import STORES, kit
+from ..buses import SHARDED, STORES, kit
 
-BUSES = STORES
+BUSES = [*STORES, SHARDED]
 
 
 async def publish(bus: Bus, request_id: str) -> str:

@@ -43,6 +43,18 @@ def test_status_without_a_pipeline(run: Run, on_nobody: str) -> None:
     assert (found["prefix"], found["lanes"], found["ready"]) == (on_nobody, [], False)
 
 
+def test_shards_are_changed_and_shown(run: Run, on_nobody: str) -> None:
+    assert run("shards").stdout == "1; requests on each: 0\n"
+    found = json.loads(run("shards", "2", "--json").stdout)
+    assert found == {"shards": 2, "before": 1, "moving": True, "requests": [0, 0]}
+    assert "2, changing from 1; requests on each" in run("shards").stdout
+    assert_refused(run("shards", "3"), "from 1 to 2")
+    run("submit", "x", "--no-wait")
+    status = json.loads(run("status", "--json").stdout)
+    assert (status["waiting"], sum(status["shards"]), len(status["shards"])) == (1, 1, 2)
+    assert "2, with " in run("status", "--verbose").stdout
+
+
 def test_status_counts_waiting_requests_and_requests_in_flight(
     run: Run, on_nobody: str, redis_url: str
 ) -> None:

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
+import anyio
 import pytest
 from redis.asyncio import Redis
 
@@ -19,6 +20,7 @@ from nano_inference.bus.redis import leases
 from nano_inference.bus.weights import FolderWeights
 from nano_inference.config import STAGES, BusError, LaneReplaced
 
+from .. import kit
 from ..commands import Command
 from ..soaking import in_soak
 from .builders import GOOD, LONG, Streams, begin, end_of, kill, raises, until
@@ -115,6 +117,49 @@ async def test_an_operation_applies_to_one_lane(redis_config: MakeConfig) -> Non
         for operation in (*operations, client.weight_version, client.release_memory):
             with raises("unknown_lane", "no lane 'c' lives here", kind=BusError):
                 await operation(lane="c")
+
+
+async def has_settled(client: BusClient) -> bool:
+    return not (await client.shards()).moving
+
+
+async def test_shards_change_under_load(redis_config: MakeConfig, redis_url: str) -> None:
+    """Two lanes serve `BusClient` and a plain program; nothing is lost, doubled or reordered."""
+    configs = side_by_side(redis_config)
+    names = [f"t{i}" for i in range(6)]
+    async with (
+        Redis.from_url(redis_url, decode_responses=True) as plain,
+        Pipeline(configs[0]),
+        Pipeline(configs[1]),
+        BusClient.connect(configs[0].bus) as client,
+    ):
+        prefix, ends, counts = configs[0].bus.prefix, False, dict.fromkeys(names, 0)
+        results = await client.bus.results.tail()
+
+        async def publish(tenant: str) -> None:
+            while not ends or counts[tenant] % 2:
+                request = {**GOOD, "tenant": tenant, "request_id": f"{tenant}-{counts[tenant]}"}
+                await client.publish(request)
+                request["request_id"] += "-plain"
+                await plain.xadd(f"{prefix}:requests", {"json": json.dumps(request)})
+                counts[tenant] += 1
+                await anyio.sleep(0.02)
+
+        publishing = [asyncio.create_task(publish(name)) for name in names]
+        for shards in (4, 2):
+            await client.set_shards(shards)
+            await until(lambda: min(counts.values()) > 0)
+            await kit.eventually(lambda: has_settled(client), "the change ends")
+        ends = True
+        await asyncio.gather(*publishing)
+        ended = [await anext(results) for _ in range(2 * sum(counts.values()))]
+        assert {each.status for each in ended} == {"done"}
+        ids = [each.request_id for each in ended]
+        wanted = {f"{name}-{i}" for name in names for i in range(counts[name])}
+        assert sorted(ids) == sorted([*wanted, *(f"{each}-plain" for each in wanted)])
+        assert {each.entry_id.count("-") for each in ended} == {1, 2}, "of shards, too"
+        backlog = await client.backlog()
+        assert (backlog.waiting, backlog.dead) == (0, 0)
 
 
 # --- taking over ------------------------------------------------------------------------------

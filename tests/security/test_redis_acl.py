@@ -22,6 +22,7 @@ from redis.asyncio import Redis
 from nano_inference import BusClient
 from nano_inference.bus import open_bus
 from nano_inference.bus.public import CompletionChunk, ErrorInfo, GenerateRequest
+from nano_inference.bus.shards import shard_of
 from nano_inference.bus.weights import FolderWeights
 from nano_inference.config import BusConfig, BusError, FairnessConfig, ModelConfig, load_config
 from nano_inference.gateway.gateway import Gateway
@@ -227,6 +228,35 @@ async def test_a_gateway_keeps_calls_with_the_rights_of_either(any_place: Place,
         assert reservation.granted
         gateway.bus.store.limits.commit(reservation, [1, 1])
     assert await any_place.refused() <= {(f"nano-{user}", "info", "command")}
+
+
+async def test_shards_are_changed_by_operators_and_used_by_clients(any_place: Place) -> None:
+    operator, client, stages = (
+        open_bus(any_place.config_of(user)) for user in ("operator", "client", "stages")
+    )
+    tenant = next(name for name in map(str, range(99)) if shard_of(name, 2) == 1)
+    try:
+        assert await stages.requests.pending() == []
+        assert (await operator.requests.set_shards(2)).shards == 2
+        tail = await operator.results.tail()
+        entry_id = await client.requests.publish({"prompt": "x", "tenant": tenant})
+        assert entry_id.endswith("-1")
+        (entry,) = await stages.requests.take()
+        assert entry.entry_id == entry_id
+        assert await operator.requests.shard_lengths() == [0, 1]
+        assert await client.requests.shard_lengths() == [0, 1]
+        await stages.results.deliver([(entry_id, [kit.done(entry_id, entry_id)])])
+        assert (await anext(tail)).entry_id == entry_id
+        assert await stages.requests.count_queue(0) == 1
+        assert (await client.requests.backlog()).pending == 1
+        with pytest.raises(BusError) as refused:
+            await client.requests.set_shards(3)
+        assert refused.value.code == "not_permitted"
+    finally:
+        for bus in (operator, client, stages):
+            await bus.aclose()
+    refusals = await any_place.refused()
+    assert {user for user, *_ in refusals} <= {"nano-client"}, refusals
 
 
 async def test_what_was_in_flight_is_taken_over_with_the_stages_rights(place: Place) -> None:

@@ -1,0 +1,177 @@
+"""The record of a deployment's shards on Redis, and the phases of a change of their number."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+from redis import exceptions
+
+from ...config import NOT_PERMITTED, BusError
+from ...config.logger import get_logger
+from ...store.redis.client import Commands, readable
+from ...store.redis.keys import Keys
+from ..shards import Layout
+
+MOVING = "shards_moving"
+
+_decode = msgspec.json.Decoder(Layout).decode
+
+
+class LayoutRecord:
+    """The layout of all processes under one prefix, as this one knows it.
+
+    Attributes:
+        layout: The last one read; without a record, one shard.
+        read_at: When reading it began, on this process's clock.
+        fresh_s: Longest use of a layout without reading it again.
+        late_s: A publisher that took longer than this from reading the layout to the server's
+            confirmation reads it again; so nobody publishes by an older one unnoticed. Each process
+            measures by its own clock, so clocks may differ.
+    """
+
+    fresh_s = 0.25
+    late_s = 0.5
+
+    def __init__(self, keys: Keys, commands: Commands) -> None:
+        self._keys = keys
+        self._commands = commands
+        self._is_readable = True
+        self._changed_at = 0.0
+        self.layout = Layout()
+        self.read_at = -self.fresh_s
+
+    @property
+    def is_fresh(self) -> bool:
+        return time.monotonic() - self.read_at < self.fresh_s
+
+    async def fresh(self, *, waits: bool = False) -> Layout:
+        """Return a layout read within `fresh_s`. Arguments and errors are those of `read`."""
+        return self.layout if self.is_fresh else await self.read(waits=waits)
+
+    async def read(self, *, waits: bool = False) -> Layout:
+        """Read the layout. A user without the right to read it has one shard.
+
+        Args:
+            waits: Whether it waits while the server can't be reached.
+
+        Raises:
+            BusError: The server can't be reached.
+        """
+        began = time.monotonic()
+        if self._is_readable:
+            command = ("GET", self._keys.shards)
+            try:
+                if waits:
+                    raw = await self._commands.retry("layout", *command)
+                else:
+                    raw = await self._commands.run(*command)
+            except BusError as error:
+                if error.code != NOT_PERMITTED:
+                    raise
+                self._is_readable, raw = False, None
+        else:
+            raw = None
+        self._note(raw, began)
+        return self.layout
+
+    async def begin(self, shards: int) -> Layout:
+        """Begin to change the number of shards, unless it is that already.
+
+        Raises:
+            BusError: `MOVING` during another change; or the server can't be reached.
+        """
+        while True:
+            layout = await self.read()
+            if layout.moving:
+                raise BusError(
+                    f"the number of shards is being changed from {layout.before} to "
+                    f"{layout.shards}; try again when `nano-inference shards` no longer says so",
+                    code=MOVING,
+                )
+            if layout.shards == shards:
+                return layout
+            added = range(layout.shards, shards)
+            used, ends = 0, dict[int, str]()
+            for shard in range(layout.streams):
+                if await self._commands.run("XLEN", self._keys.of_shard(shard).requests):
+                    used = shard + 1
+            for shard in added:
+                key = self._keys.results_of(shard)
+                last = await self._commands.run("XREVRANGE", key, "+", "-", "COUNT", 1)
+                ends[shard] = last[0][0].decode() if last else "0-0"
+            if await self._replace(layout, layout.changed(shards, used, ends)):
+                get_logger().info("shards_changing", before=layout.shards, shards=shards)
+                return await self.read()
+
+    async def make_known(self) -> Layout:
+        """Take the first step of the change in progress once nobody publishes by the old layout.
+
+        Raises:
+            BusError: The server can't be reached, or this user may not change the layout.
+        """
+        layout = self.layout
+        if layout.is_announced and self.known_s >= self.late_s:
+            known = layout.known_to_all(await self._last_of(layout.left()))
+            await self.replace(layout, known)
+        return self.layout
+
+    async def _last_of(self, shards: Sequence[int]) -> dict[int, str]:
+        """Return the last entry that each of the shards ever had. Raises BusError."""
+        keys = [self._keys.of_shard(shard).requests for shard in shards]
+        infos = await self._commands.run_all(
+            [("XINFO", "STREAM", key) for key in keys], raise_on_error=False
+        )
+        ends = {}
+        for shard, info in zip(shards, infos, strict=True):
+            if isinstance(info, exceptions.ResponseError):
+                ends[shard] = "0-0"  # no such stream
+            elif isinstance(info, Exception):
+                raise self._commands.server.explain(info)
+            else:
+                ends[shard] = info[b"last-generated-id"].decode()
+        return ends
+
+    @property
+    def known_s(self) -> float:
+        """Time since this process first read the present version."""
+        return time.monotonic() - self._changed_at
+
+    async def replace(self, old: Layout, new: Layout) -> bool:
+        """Replace the layout unless another process has; return whether this one did."""
+        replaced = await self._replace(old, new)
+        await self.read()
+        return replaced
+
+    async def _replace(self, old: Layout, new: Layout) -> bool:
+        return await self._commands.once(lambda: self._replace_once(old, new))
+
+    async def _replace_once(self, old: Layout, new: Layout) -> bool:
+        key = self._keys.shards
+        async with self._commands.redis.pipeline(transaction=True) as pipeline:
+            await pipeline.watch(key)
+            raw = await pipeline.get(key)
+            if _layout_in(raw) != old:
+                return False
+            pipeline.multi()  # type: ignore[no-untyped-call]
+            pipeline.set(key, msgspec.json.encode(new))
+            try:
+                await pipeline.execute()
+            except exceptions.WatchError:
+                return False
+        return True
+
+    def _note(self, raw: bytes | None, began: float) -> None:
+        if began < self.read_at:
+            return  # another read, which began later, was answered earlier
+        self.read_at = began
+        layout = _layout_in(raw)
+        if layout != self.layout:
+            self.layout, self._changed_at = layout, time.monotonic()
+
+
+def _layout_in(raw: Any) -> Layout:
+    """Return the layout in the reply to GET; one shard if there is none, or an unreadable one."""
+    return (readable(_decode, raw, "shards") if raw else None) or Layout()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import signal
+from collections import Counter
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
@@ -18,9 +19,11 @@ from nano_inference.bus.links import CONTROL
 from nano_inference.bus.redis import leases
 from nano_inference.bus.weights import FolderWeights
 from nano_inference.config import STAGES, BusError, LaneReplaced
+from nano_inference.stages.fairness.exchange import LEAD_INTERVALS
+from nano_inference.stages.fairness.stage import FairnessStage
 
 from ..commands import Command
-from .builders import GOOD, LONG, Streams, begin, end_of, kill, raises, until
+from .builders import GOOD, LONG, Streams, begin, end_of, kill, raises, stage_of, until
 from .conftest import LIMIT_S, MakeConfig, config_maker
 
 SHORT_MODEL = True
@@ -114,6 +117,53 @@ async def test_an_operation_applies_to_one_lane(redis_config: MakeConfig) -> Non
         for operation in (*operations, client.weight_version, client.release_memory):
             with raises("unknown_lane", "no lane 'c' lives here", kind=BusError):
                 await operation(lane="c")
+
+
+async def test_shares_hold_over_all_lanes(redis_config: MakeConfig) -> None:
+    """One tenant waits in one lane, the other in both; the bound is that of docs/fairness.md."""
+    few, length, prompt, most = 2, 12, 10, 80
+    configs = side_by_side(
+        redis_config,
+        engine__max_batch_size=few,
+        admission__max_in_flight=most,
+        fairness__exchange_interval_s=0.05,
+        fairness__tenant_timeslice_tokens=0,
+    )
+    tokens: Counter[str] = Counter()
+    sampling = {"max_tokens": length, "ignore_eos": True, "temperature": 0}
+    async with AsyncExitStack() as stack, BusClient.connect(configs[0].bus) as client:
+        first = await stack.enter_async_context(Pipeline(configs[0]))
+        await client.pause()  # until all are in the first lane's queue
+        waiting: set[asyncio.Task[None]] = set()
+
+        async def ask(tenant: str) -> None:
+            answer = await client.complete({**GOOD, "tenant": tenant, "sampling": sampling})
+            assert answer.status == "done"
+            tokens[tenant] += 2 * length + prompt
+
+        def begin_all(tenant: str, number: int) -> None:
+            waiting.update(asyncio.create_task(ask(tenant)) for _ in range(number))
+
+        begin_all("one", most // 2)
+        begin_all("both", most // 2)
+        await until(lambda: in_flight(first) == most)
+        second = await stack.enter_async_context(Pipeline(configs[1]))
+        await client.pause(lane="b")
+        begin_all("both", 2 * most)
+        await until(lambda: in_flight(second) == most)
+        await client.resume()
+        cores = [stage_of(each, FairnessStage)._core for each in (first, second)]
+        await until(lambda: tokens["one"] >= most // 3 * (2 * length + prompt))
+        unit = prompt + 2 * 2 * few * length
+        own = [core.exchange for core in cores]
+        lead = max(each.lead for each in own)
+        ahead = tokens["both"] - tokens["one"]
+        assert abs(ahead) <= 2 * unit + lead * (1 + 2 / LEAD_INTERVALS)
+        shown = await client.tenant_service()
+        assert [table.lane for table in shown] == ["a", "b"]
+        assert {name for _, name, _ in shown[1].served} == {"both"}
+        await client.cancel_all()
+        await asyncio.wait(waiting)
 
 
 # --- taking over ------------------------------------------------------------------------------

@@ -9,7 +9,9 @@ from collections import Counter
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
+from urllib.parse import urlsplit
 
+import msgspec
 import pytest
 from redis.asyncio import Redis
 
@@ -23,6 +25,7 @@ from nano_inference.stages.fairness.exchange import LEAD_INTERVALS
 from nano_inference.stages.fairness.stage import FairnessStage
 
 from ..commands import Command
+from ..rig import load
 from .builders import GOOD, LONG, Streams, begin, end_of, kill, raises, stage_of, until
 from .conftest import LIMIT_S, MakeConfig, config_maker
 
@@ -236,6 +239,35 @@ def lane_process(
     running = LaneProcess(configs, tmp_path_factory.mktemp("lane") / "log")
     yield running
     running.kill()
+
+
+@pytest.mark.slow
+async def test_a_lane_cut_off_in_one_direction_damages_no_stream(redis_config: MakeConfig) -> None:
+    """Its writes reach Redis and it hears of nothing, or it hears and its writes come much later.
+    Meanwhile another lane takes over, and the one that was cut off returns."""
+    configs = [lane_config(redis_config, lane) for lane in "ab"]
+    proxy = load("chaos_rig").Proxy(urlsplit(configs[0].bus.url).port)
+    await proxy.start()
+    behind = msgspec.structs.replace(configs[0].bus, url=proxy.url)
+    lanes = AsyncExitStack()
+    async with asyncio.timeout(LIMIT_S), BusClient.connect(configs[1].bus) as client, lanes:
+        lanes.push_async_callback(proxy.aclose)
+        cut_off = await begin(Pipeline(msgspec.structs.replace(configs[0], bus=behind)))
+        lanes.push_async_callback(kill, cut_off)
+        for direction, flow in proxy.flows.items():
+            await until(lambda: is_ready(cut_off))
+            streams = Streams(client)
+            await streams.begin(1)
+            held = in_flight(cut_off)
+            flow.clear()
+            async with Pipeline(configs[1]):
+                await streams.finish()
+                flow.set()
+                while await client.bus.lanes() != ["a", "b"]:  # noqa: ASYNC110
+                    await asyncio.sleep(0.01)
+                assert not await client.bus.requests.dead_letters()
+            assert held, f"nothing was in flight when {direction} stopped"
+            assert (await client.complete(GOOD)).status == "done", "by the lane that is back"
 
 
 @asynccontextmanager

@@ -151,7 +151,7 @@ async def storm(folder: Path, clock: str = "+5h", **given: Any) -> dict[str, Any
         server = RedisServer(folder / "data", binary=size.server, address=network.address(CENTRE))
         await server.start()
         stack.callback(server.kill)
-        hosts = Hosts(network, server.url, folder, clock)
+        hosts: Any = Hosts(network, server.url, folder, clock)
         stack.callback(hosts.kill)
         await hosts.start()
         urls = [hosts.gateway(host) for host in "ab"]
@@ -174,15 +174,13 @@ async def storm(folder: Path, clock: str = "+5h", **given: Any) -> dict[str, Any
             network.heal()
 
         async def together(pair: tuple[Load, HttpLoad], faults: Any = None) -> dict[str, Any]:
-            over_http = asyncio.create_task(
-                chaos_rig.bounded(pair[1], hosts, size.duration_s)  # type: ignore[arg-type]
-            )
+            over_http = asyncio.create_task(chaos_rig.bounded(pair[1], hosts, size.duration_s))
             start = time.monotonic()
             if faults is None:
-                await chaos_rig.bounded(pair[0], hosts, size.duration_s)  # type: ignore[arg-type]
+                await chaos_rig.bounded(pair[0], hosts, size.duration_s)
                 ended = {}
             else:
-                ended = await chaos_rig.disturbed(pair[0], hosts, size.duration_s, faults)  # type: ignore[arg-type]
+                ended = await chaos_rig.disturbed(pair[0], hosts, size.duration_s, faults)
             network.heal()
             await over_http
             return {**ended, "wall_s": round(time.monotonic() - start, 1)}

@@ -72,18 +72,27 @@ class RedisServer(Restartable):
         folder: Its data and log.
         fsync: "always", "everysec", or "none" for no append-only file.
         binary: The program; "valkey" is the embedded one.
+        address: Where it listens, without authentication.
     """
 
-    def __init__(self, folder: Path, fsync: str = "always", binary: str = "valkey") -> None:
+    def __init__(
+        self,
+        folder: Path,
+        fsync: str = "always",
+        binary: str = "valkey",
+        address: str = "127.0.0.1",
+    ) -> None:
         super().__init__()
         self.folder, self._fsync = folder, fsync
         self._binary = valkey() if binary == "valkey" else binary
-        self.url = f"redis://127.0.0.1:{self.port}"
+        self._address = address
+        self.url = f"redis://{address}:{self.port}"
 
     def _start(self) -> subprocess.Popen[bytes]:
         self.folder.mkdir(parents=True, exist_ok=True)
         log = ["no", "everysec"] if self._fsync == "none" else ["yes", self._fsync]
-        command = [self._binary, "--port", str(self.port), "--bind", "127.0.0.1", "--save", ""]
+        command = [self._binary, "--port", str(self.port), "--bind", self._address, "--save", ""]
+        command += ["--protected-mode", "no"]
         command += ["--dir", str(self.folder), "--appendonly", log[0], "--appendfsync", log[1]]
         # Tests slow a server down with DEBUG SLEEP.
         command += ["--enable-debug-command", "yes"]
@@ -93,7 +102,7 @@ class RedisServer(Restartable):
     async def start(self) -> None:
         """Start the process, and wait until it answers."""
         self.launch()
-        async with redis.asyncio.Redis(port=self.port) as client:
+        async with redis.asyncio.Redis(host=self._address, port=self.port) as client:
             await patiently(client.ping)
 
     def forget(self, last_bytes: int | None = None) -> None:
@@ -123,7 +132,12 @@ async def patiently(command: Callable[[], Any], limit_s: float = 60.0) -> Any:
 
 
 class Proxy:
-    """A TCP proxy whose connections can be cut."""
+    """A TCP proxy whose connections can be cut, or stalled in one direction.
+
+    Attributes:
+        flows: For each direction, set while bytes pass. Stalled bytes pass later, as TCP sends them
+            again after a partition.
+    """
 
     def __init__(self, target_port: int) -> None:
         self._target_port = target_port
@@ -131,6 +145,9 @@ class Proxy:
         self._pairs: set[tuple[asyncio.StreamWriter, asyncio.StreamWriter]] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         self.url = ""
+        self.flows = {"requests": asyncio.Event(), "replies": asyncio.Event()}
+        for flow in self.flows.values():
+            flow.set()
         self.replies_left: int | None = None  # bytes before a reply is cut; None: never
 
     async def start(self) -> None:
@@ -139,6 +156,8 @@ class Proxy:
 
     async def aclose(self) -> None:
         self._server.close()
+        for flow in self.flows.values():
+            flow.set()
         self.cut(1.0, random.Random(0))
         if self._tasks:
             await asyncio.wait(self._tasks)
@@ -162,7 +181,8 @@ class Proxy:
         pair = (writer, far_writer)
         self._pairs.add(pair)
         await asyncio.gather(
-            _pump(reader, far_writer, lambda data: data), _pump(far_reader, writer, self._reply)
+            _pump(reader, far_writer, lambda data: data, self.flows["requests"]),
+            _pump(far_reader, writer, self._reply, self.flows["replies"]),
         )
         self._pairs.discard(pair)
 
@@ -178,10 +198,12 @@ async def _pump(
     reader: asyncio.StreamReader,
     writer: asyncio.StreamWriter,
     through: Callable[[bytes], bytes],
+    flows: asyncio.Event,
 ) -> None:
-    """Pass on what `through` returns; end once that is less than its input."""
+    """Pass on what `through` returns, while `flows` is set; end once it returns less."""
     with contextlib.suppress(OSError):
         while data := await reader.read(1 << 16):
+            await flows.wait()
             writer.write(passed := through(data))
             await writer.drain()
             if len(passed) < len(data):

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Annotated, Any
 
 import anyio
 import msgspec
+import typer
 
 from ..config import BusError, ConfigError, FairnessConfig, nearest, parse_value
 from ..pipeline.client import BusClient
@@ -22,8 +24,15 @@ app = group("""Read the settings of the fairness stage, and change them while it
 
         nano-inference fairness set tenant_weights.gold=3
 
+        nano-inference fairness shares
+
     See docs/fairness.md. A change lasts until the stage's process restarts.
     """)
+
+NO_EXCHANGE = (
+    "no lane tells what it has served; turn it on with `nano-inference fairness set "
+    "exchange_interval_s=0.5`"
+)
 
 CONFIRM_S = 15.0
 """Time limit for a lane to report a change; it reports every second."""
@@ -54,6 +63,46 @@ def set_(
     nano-inference fairness set aging_s=5 tenant_weights.gold=3
     """
     _print(operate(options, lambda client: _change(client, changes, lane)), as_json)
+
+
+@app.command()
+@takes_model_options
+def shares(options: Options, as_json: AsJson = False) -> None:
+    """Print what each lane has served to each tenant, with fairness.exchange_interval_s.
+
+    nano-inference fairness shares
+    """
+    tables = operate(options, lambda client: client.tenant_service())
+    if as_json:
+        print_json(tables)
+        return
+    if not tables:
+        typer.echo(NO_EXCHANGE)
+        return
+    served = {
+        table.lane: {(priority, tenant): cost for priority, tenant, cost in table.served}
+        for table in tables
+    }
+    totals: Counter[tuple[int, str]] = Counter()
+    for entries in served.values():
+        totals.update(entries)
+    of_class: Counter[int] = Counter()
+    for (priority, _), cost in totals.items():
+        of_class[priority] += cost
+    rows = [
+        (
+            str(priority),
+            harmless(tenant),
+            *(f"{entries.get((priority, tenant), 0):,.0f}" for entries in served.values()),
+            f"{cost:,.0f}",
+            f"{cost / of_class[priority]:.1%}" if of_class[priority] else "",
+        )
+        for (priority, tenant), cost in sorted(
+            totals.items(), key=lambda item: (-item[0][0], -item[1], item[0][1])
+        )
+    ]
+    lanes = [f"lane {harmless(lane)}" for lane in served]
+    print_table(("priority", "tenant", *lanes, "all", "share"), rows, fold=lanes)
 
 
 def changed(config: FairnessConfig, changes: Iterable[str]) -> FairnessConfig:

@@ -383,6 +383,10 @@ def _numbers(lane: LaneHealth, history: History) -> Table:
     running, waiting = batching("running"), batching("waiting")
     queued = fairness("queued")
     made.add_row("queue", f"{queued:,.0f} in fairness, {waiting:,.0f} in batching")
+    if others := fairness("other_lanes"):
+        own, elsewhere = fairness("service"), fairness("service_elsewhere")
+        share = own / (own + elsewhere) if own + elsewhere else 0.0
+        made.add_row("service", f"{share:.0%} of that of {others + 1:,.0f} lanes")
     made.add_row("batch", _bar(running, running + waiting + fairness("credits"), "samples"))
     if any("draft_tokens" in report.load for report in lane.stages.values()):
         counts = map(executor, ("drafts", "draft_tokens", "accepted_tokens"))

@@ -175,6 +175,8 @@ class FairnessConfig(Section, frozen=True, forbid_unknown_fields=True):
             runs.
         tenant_timeslice_tokens: Generated tokens per paused sequence, when a request of another
             tenant goes first and finds no room; 0 is off.
+        exchange_interval_s: Seconds after which lanes of one model tell each other what they have
+            served to each tenant, so that shares hold over all of them; 0 is off.
     """
 
     SECTION: ClassVar[str] = "fairness"
@@ -191,6 +193,9 @@ class FairnessConfig(Section, frozen=True, forbid_unknown_fields=True):
     deadline_order: bool = False
     expire_hopeless: bool = True
     tenant_timeslice_tokens: NonNegativeInt = 64
+    exchange_interval_s: Annotated[
+        float, Range("from 0.05 to 3600, or 0 (off)", 0.05, 3600, also=0)
+    ] = 0.0
 
     def check(self) -> None:
         self.require(

@@ -36,6 +36,7 @@ from ..config import (
     ReplicaRole,
 )
 from ..store.board import LoadedAdapter
+from ..store.service import LaneService
 from ..telemetry import Metrics, TraceContext, Tracing, names, now_ns
 from .cancellations import Cancellations
 from .deployment import Deployment
@@ -591,6 +592,14 @@ class BusClient(Submitter, Deployment):
         """
         recipients = await self._control.recipients("fairness", lane)
         await self._control.send("fairness", control.UpdateFairness(config), recipients)
+
+    async def tenant_service(self) -> list[LaneService]:
+        """Return what each lane with `fairness.exchange_interval_s` has served to each tenant.
+
+        Raises:
+            BusError: The bus can't be reached.
+        """
+        return sorted(await self.bus.store.service.exchange(None), key=lambda each: each.lane)
 
     async def move_experts(self, owners: Sequence[int], *, lane: str | None = None) -> None:
         """Give the experts of a model over several ranks other owners, between two steps. No token

@@ -12,6 +12,7 @@ from .limits import LimitStore
 from .memory import MemoryLimits
 from .policy import MemoryPolicyRecord, PolicyRecord
 from .registry import MemoryModelRegistry, ModelRegistry
+from .service import MemoryService, ServiceRecord
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,7 @@ class Store:
         weights: The newest weights of a lane, for an executor that starts anew.
         adapters: The adapters of a lane, likewise.
         models: The models of the deployment.
+        service: The service that each lane has given to its tenants.
     """
 
     board: StageBoard
@@ -35,6 +37,7 @@ class Store:
     weights: InPlaceRecord[WeightsInPlace]
     adapters: InPlaceRecord[AdaptersInPlace]
     models: ModelRegistry
+    service: ServiceRecord
 
 
 def memory_store(config: BusConfig) -> Store:
@@ -47,4 +50,5 @@ def memory_store(config: BusConfig) -> Store:
         MemoryRecord(),
         MemoryRecord(),
         MemoryModelRegistry(),
+        MemoryService(),
     )

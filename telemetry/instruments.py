@@ -260,6 +260,15 @@ FAIRNESS_HANDOVERS = _counter(
 FAIRNESS_TOKENS = _counter(
     "nano.fairness.tokens", "{token}", "Tokens generated, by priority.", names.PRIORITY
 )
+FAIRNESS_SERVICE = _counter(
+    "nano.fairness.service",
+    "{token}",
+    "Weighted tokens served by this lane and by others, with the exchange between lanes.",
+    names.SERVED_BY,
+)
+FAIRNESS_EXCHANGE_AGE = _gauge(
+    "nano.fairness.exchange.age", "s", "Time since the last exchange between lanes."
+)
 WEIGHT_VERSION = _gauge("nano.weight.version", "{version}", "Version of the weights in place.")
 ATTENTION_BACKEND = _gauge(
     "nano.attention.backend",

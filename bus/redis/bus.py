@@ -22,6 +22,7 @@ from ...store.redis.keys import Keys
 from ...store.redis.limits import RedisLimits
 from ...store.redis.policy import RedisPolicyRecord
 from ...store.redis.registry import RedisModelRegistry
+from ...store.redis.service import RedisService
 from ...store.store import Store
 from ..channel import Inbox
 from ..links import AnyLink, links_to
@@ -111,6 +112,7 @@ class RedisBus:
             RedisRecord(self._keys.weights, WeightsInPlace, self._commands),
             RedisRecord(self._keys.adapters, AdaptersInPlace, self._commands),
             RedisModelRegistry(*own),
+            RedisService(*own),
         )
         self.routing = RedisRouting(config, *own, self.results)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import count
 from math import ceil
 
@@ -13,7 +13,9 @@ from ...bus.control import Cancel
 from ...bus.messages import AdmittedRequest, Credit, Handover, RequestInfo, ResumeSequences
 from ...bus.public import StageTime
 from ...config import FairnessConfig, ReplicaRole
+from ...store.service import LaneService
 from ..lazy_heap import LazyHeap
+from .exchange import Exchange
 from .fastest_step import FastestStep
 from .handovers import HandedOver, Handovers
 from .queue import FairQueue, Flow, PriorityClass, Running, Waiting
@@ -71,9 +73,10 @@ class FairnessCore:
         replicas: int = 1,
         max_draft_tokens: int = 0,
         roles: Sequence[ReplicaRole] = (),
+        lane: str = "0",
     ) -> None:
         """Args: the settings; most replicas; most drafted tokens of a sample in a step; the
-        replicas' roles, if they have any."""
+        replicas' roles, if they have any; the lane's name."""
         self.counts = Counts()
         self._handovers = Handovers(roles)
         self.config = config
@@ -81,11 +84,13 @@ class FairnessCore:
         self._max_draft_tokens = max_draft_tokens
         self._prefixes: dict[str, PrefixIndex] = {}
         self._order = count()
+        self.exchange = Exchange(lane, on=bool(config.exchange_interval_s))
         self.reset()
 
-    def reset(self) -> None:
+    def reset(self, epoch: int = 0) -> None:
         """Drop all requests and replicas; keep counts, and what each replica may have cached."""
-        self._queue = FairQueue(self.config)
+        self.exchange.begin(epoch)
+        self._queue = FairQueue(self.config, self.exchange)
         self._replicas: dict[str, Replica] = {}
         self._of_request: dict[str, list[Waiting]] = {}
         self._deadlines: LazyHeap[Waiting] = LazyHeap(lambda _, waiting: bool(waiting.specs))
@@ -161,9 +166,21 @@ class FairnessCore:
     def configure(self, config: FairnessConfig) -> None:
         """Apply settings, also to waiting and running sequences. Service stays counted."""
         self.config = config
+        self.exchange.switch(bool(config.exchange_interval_s))
         self._queue.configure(config)
         for replica in self._replicas.values():
             replica.configure(self._is_preemptible)
+
+    def report_service(self, elapsed_s: float) -> LaneService | None:
+        """Return this lane's service for the other lanes, as `Exchange.report`."""
+        for each in self._replicas.values():
+            self._count(each)
+        return self.exchange.report(elapsed_s, self.config.exchange_interval_s)
+
+    def apply_service(self, tables: Iterable[LaneService]) -> list[str]:
+        """Count what other lanes have served since the last call; return lanes long silent."""
+        self._queue.serve_elsewhere(self.exchange.news(tables))
+        return self.exchange.silent()
 
     # --- outputs ------------------------------------------------------------------------------
 

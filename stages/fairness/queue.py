@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
 from ...bus.messages import AdmittedRequest, SequenceSpec
 from ...config import FairnessConfig
 from ..lazy_heap import LazyHeap
+from .exchange import Exchange
 
 UNDATED_NS = 30_000_000_000
 """In order of deadlines a request is due at the latest so long after it came. So urgent requests
@@ -208,6 +209,8 @@ class Flow:
         self.counter += cost / self.weight
         if cost < 0 and self.version:
             self.priority_class.order.put(self)
+        if self.priority_class.exchange.on:
+            self.priority_class.exchange.record(self.priority_class.priority, self.tenant, cost)
 
     def add(self, waiting: Waiting, key: int) -> None:
         """Add a request, which leaves in order of `key`."""
@@ -254,16 +257,20 @@ class PriorityClass:
         num_sequences: Waiting sequences.
         num_running: Sequences that were dispatched and are not back.
         dispatched: Dispatches so far.
+        exchange: Records the service.
     """
 
-    def __init__(self, priority: int, config: FairnessConfig) -> None:
+    def __init__(self, priority: int, config: FairnessConfig, exchange: Exchange) -> None:
         self.priority = priority
+        self.exchange = exchange
         self.version = 0
         self.order: LeastFirst[Flow] = LeastFirst()
         self.turns: deque[int] = deque()
         self.num_requests = self.num_sequences = self.num_running = self.dispatched = 0
         self._flows: dict[str, Flow] = {}
         self._floor = 0.0
+        # At the last exchange between lanes.
+        self._exchanged_floor = 0.0
         self._last: Flow | None = None
         self._sweep_at = 2 * IDLE_KEPT
         self.configure(config)
@@ -297,8 +304,7 @@ class PriorityClass:
         """Add a request."""
         tenant = waiting.request.tenant
         if (flow := self._flows.get(tenant)) is None:
-            weight = self._config.tenant_weights.get(tenant, 1.0)
-            flow = self._flows[tenant] = Flow(tenant, weight, self)
+            flow = self._new_flow(tenant)
         waiting.flow = flow
         if not flow.num_waiting:
             self._lift(flow)
@@ -339,6 +345,34 @@ class PriorityClass:
         self.num_running -= 1
         self._forget_idle(flow)
 
+    def serve_elsewhere(self, tenant: str, cost: float) -> None:
+        """Count service of other lanes; it puts no tenant further ahead than `exchange.lead`."""
+        self._raise_floor()
+        flow = self._flows.get(tenant)
+        if flow is None:
+            flow = self._new_flow(tenant)
+            flow.counter = self._exchanged_floor
+        before = flow.counter
+        after = before + cost / flow.weight
+        most = max(min(before, after), self._floor + self.exchange.lead)
+        self.exchange.capped += after > most
+        flow.counter = min(after, most)
+        if not (flow.num_waiting or flow.num_running):
+            flow.counter = max(flow.counter, self._floor)
+        if flow.counter < before and flow.version:
+            self.order.put(flow)
+        self._forget_idle(flow)
+
+    def note_exchange(self) -> None:
+        """Note that all lanes' service up to now is counted."""
+        self._raise_floor()
+        self._exchanged_floor = self._floor
+
+    def _new_flow(self, tenant: str) -> Flow:
+        weight = self._config.tenant_weights.get(tenant, 1.0)
+        flow = self._flows[tenant] = Flow(tenant, weight, self)
+        return flow
+
     def _remove(self, flow: Flow) -> None:
         self.num_requests -= 1
         flow.num_waiting -= 1
@@ -365,10 +399,13 @@ class PriorityClass:
 
     def _lift(self, flow: Flow) -> None:
         """Raise a returning tenant to the least served one: idleness is not saved up."""
+        self._raise_floor()
+        flow.counter = max(flow.counter, self._floor)
+
+    def _raise_floor(self) -> None:
         least = self.order.first() or self._last
         if least is not None:
             self._floor = max(self._floor, least.counter)
-        flow.counter = max(flow.counter, self._floor)
 
     def _key_of(self, waiting: Waiting) -> int:
         return waiting.due_ns if self._config.deadline_order else waiting.since_ns
@@ -377,8 +414,9 @@ class PriorityClass:
 class FairQueue:
     """All waiting requests. The next one is found in O(log n) of classes, tenants and requests."""
 
-    def __init__(self, config: FairnessConfig) -> None:
+    def __init__(self, config: FairnessConfig, exchange: Exchange | None = None) -> None:
         self._config = config
+        self._exchange = exchange or Exchange()
         self._classes: dict[int, PriorityClass] = {}
         self._order: LeastFirst[PriorityClass] = LeastFirst()
         self._dispatched = 0
@@ -392,7 +430,8 @@ class FairQueue:
         """Add a request; `now_ns` never falls."""
         priority = waiting.request.priority
         if (priority_class := self._classes.get(priority)) is None:
-            priority_class = self._classes[priority] = PriorityClass(priority, self._config)
+            priority_class = PriorityClass(priority, self._config, self._exchange)
+            self._classes[priority] = priority_class
         priority_class.add(waiting, now_ns)
         if not priority_class.version:
             self._order.put(priority_class)
@@ -453,6 +492,17 @@ class FairQueue:
         """Note that a sequence that was taken no longer runs."""
         flow.priority_class.back(flow)
         self._forget(flow.priority_class)
+
+    def serve_elsewhere(self, news: Iterable[tuple[int, str, float]]) -> None:
+        """Count service of other lanes, as (priority, tenant, service).
+
+        A class without requests here has no counters.
+        """
+        for priority, tenant, cost in news:
+            if (priority_class := self._classes.get(priority)) is not None:
+                priority_class.serve_elsewhere(tenant, cost)
+        for priority_class in self._classes.values():
+            priority_class.note_exchange()
 
     def passed_by(self, waiting: Waiting) -> tuple[int, int, int]:
         """Return the dispatches while a request waited: of other classes, other tenants, its own.

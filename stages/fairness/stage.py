@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import copy
+import time
 from typing import ClassVar
 
+import anyio
 import msgspec
 
+from ...bus import Inbox
 from ...bus.control import Cancel, UpdateFairness, UpdateRoles
 from ...bus.links import DISPATCH, DispatchMessage, Link, at
 from ...bus.messages import (
@@ -17,7 +20,14 @@ from ...bus.messages import (
     PauseSequences,
     ReleaseBlocks,
 )
-from ...config import ConfigError, ReplicaRole, check_roles, role_of_sender, split_role
+from ...config import (
+    ConfigError,
+    NanoInferenceError,
+    ReplicaRole,
+    check_roles,
+    role_of_sender,
+    split_role,
+)
 from ...telemetry import Attributes, TraceContext, instruments, names, now_ns, priority_label
 from ..actor import Actor, StageContext, budget_of, deadline_of
 from .core import Counts, Dispatched, FairnessCore
@@ -37,13 +47,24 @@ class FairnessStage(Actor):
             replicas=self.config.pipeline.replicas,
             max_draft_tokens=engine.max_draft_tokens if engine.speculation != "off" else 0,
             roles=self.config.pipeline.roles,
+            lane=self.config.bus.lane,
         )
         # Cancellations that wait for the first replica.
         self._early: list[Cancel] = []
         self._measured = Counts()
+        self._measured_service = (0.0, 0.0)
+        # Set when the settings have changed.
+        self._configured = anyio.Event()
+        # The last exchange, or the start, on this process's clock.
+        self._exchanged_s = time.monotonic()
+
+    async def receive_forever(self, inbox: Inbox) -> None:
+        async with anyio.create_task_group() as group:
+            group.start_soon(self._exchange_forever)
+            await super().receive_forever(inbox)
 
     async def reset(self) -> None:
-        self._core.reset()
+        self._core.reset(self.epoch)
         self._early.clear()
 
     async def handle(self, envelope: Envelope) -> None:
@@ -61,6 +82,7 @@ class FairnessStage(Actor):
                 await self._pass_on(self._core.cancel(cancel))
             case UpdateFairness(config):
                 self._core.configure(config)
+                self._configured.set()
                 self.log.info("fairness_updated", **msgspec.structs.asdict(config))
             case UpdateRoles(roles):
                 await self._update_roles(roles, envelope.operation_id)
@@ -95,6 +117,7 @@ class FairnessStage(Actor):
             "resumes": counts.resumes,
             "handovers": counts.handovers,
             "roles": ",".join(core.roles),
+            **self._service(),
             "settings": msgspec.json.encode(core.config).decode(),
         }
 
@@ -110,6 +133,52 @@ class FairnessStage(Actor):
             labels = {names.PRIORITY: priority_label(priority)}
             record(instruments.FAIRNESS_TOKENS, tokens - before.tokens[priority], labels)
         self._measured = copy.deepcopy(counts)
+        exchange, (own, elsewhere) = self._core.exchange, self._measured_service
+        if exchange.on:
+            service = instruments.FAIRNESS_SERVICE
+            record(service, max(0.0, exchange.total - own), {names.SERVED_BY: "lane"})
+            record(service, max(0.0, exchange.elsewhere - elsewhere), {names.SERVED_BY: "others"})
+            record(instruments.FAIRNESS_EXCHANGE_AGE, self._exchange_age_s())
+        self._measured_service = (exchange.total, exchange.elsewhere)
+
+    def _service(self) -> dict[str, int | float | str]:
+        exchange = self._core.exchange
+        if not exchange.on:
+            return {}
+        return {
+            "service": round(exchange.total),
+            "service_elsewhere": round(exchange.elsewhere),
+            "other_lanes": exchange.num_lanes,
+            "exchange_age_s": round(self._exchange_age_s(), 1),
+        }
+
+    def _exchange_age_s(self) -> float:
+        return time.monotonic() - self._exchanged_s
+
+    async def _exchange_forever(self) -> None:
+        """Tell the other lanes what this one serves, and learn what they do.
+
+        At most one exchange runs at a time. If it fails, the lane is fair by what it knows; the
+        tables' totals make up for it later.
+        """
+        reported_s = time.monotonic()
+        while True:
+            if not (interval_s := self._core.config.exchange_interval_s):
+                self._configured = anyio.Event()
+                await self._configured.wait()
+                reported_s = time.monotonic()
+                continue
+            await anyio.sleep(interval_s)
+            now_s = time.monotonic()
+            own = self._core.report_service(now_s - reported_s)
+            reported_s = now_s
+            record = self.bus.store.service
+            try:
+                silent = self._core.apply_service(await record.exchange(own))
+                self._exchanged_s = time.monotonic()
+                await record.forget(silent)
+            except NanoInferenceError as error:
+                self.log.debug("service_not_exchanged", error=error.message)
 
     async def _update_roles(self, roles: tuple[ReplicaRole, ...], operation_id: str) -> None:
         try:

@@ -19,6 +19,8 @@
 {prefix}:stages            stream, stage reports of each process: `json` (StageReports)
 {prefix}:weights:{lane}    the lane's newest weights: JSON (WeightsInPlace)
 {prefix}:adapters:{lane}   the lane's adapters: JSON (AdaptersInPlace)
+{prefix}:service           hash, by lane: the service of its tenants (LaneService as msgpack)
+                           (internal)
 {prefix}:reply:{id}        list, an operation's outcome in each lane: JSON (Outcome)
 {prefix}:call:{id}         hash, a durable call: `record`, and by request id the entries
                            (`entry:{request_id}`) (internal)
@@ -34,6 +36,7 @@ stream. Keys of a lane exist per model:
 {{prefix}:requests}:models         hash, by id: JSON (ModelRecord)
 {{prefix}:requests}:closed         hash, by id the reason why a model accepts no requests (internal)
 {prefix}:stages:{model}            as {prefix}:stages
+{prefix}:service:{model}           as {prefix}:service (internal)
 
 The braces below are literal: a cluster keeps keys with the same tag in one slot, and a key without
 a tag in the slot of a tag equal to the key.
@@ -99,6 +102,7 @@ class Keys:
         self.begun = beside(self.entrance, f"begun{of_model}")
         self.queue_length = beside(self.entrance, f"queue_length{of_model}")
         self.stages = self._key(f"stages{of_model}")
+        self.service = self._key(f"service{of_model}")
         self.weights = self._key(f"weights:{self._lane_prefix}{lane}")
         self.openings = self._key(f"openings:{self._lane_prefix}{lane}")
         self.adapters = self._key(f"adapters:{self._lane_prefix}{lane}")

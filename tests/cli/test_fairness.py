@@ -51,6 +51,26 @@ def test_set_changes_only_the_named_settings(run: Run, on_fresh: Config) -> None
     assert run("submit", "98 + 25 =", "--tenant", "gold").stdout.strip() == "123"
 
 
+def test_shares_shows_what_tenants_were_served(run: Run, on_fresh: Config) -> None:
+    assert run("fairness", "shares").stdout.startswith("no lane tells what it has served")
+    assert run("fairness", "set", "exchange_interval_s=0.05").status == 0
+    assert run("submit", "98 + 25 =", "--tenant", "gold").stdout.strip() == "123"
+    eventually(lambda: "gold" in run("fairness", "shares").stdout)
+    head, row = run("fairness", "shares").stdout.splitlines()
+    assert head.split() == ["priority", "tenant", "lane", "0", "all", "share"]
+    assert row.split()[:2] + row.split()[-1:] == ["0", "gold", "100.0%"]
+    ((lane, epoch, number, ((_, _, cost),)),) = json.loads(
+        run("fairness", "shares", "--json").stdout
+    )
+    assert (lane, epoch > 0, number, cost > 0) == ("0", True, 1, True)
+
+    def load() -> dict[str, float]:
+        (lane,) = json.loads(run("status", "--json").stdout)["lanes"]
+        return dict(lane["stages"]["fairness"]["load"])
+
+    eventually(lambda: load().get("service", 0) > 0)  # at its next heartbeat
+
+
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [

@@ -5,11 +5,14 @@ from __future__ import annotations
 import asyncio
 import json
 import signal
+from collections import Counter
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import anyio
+import msgspec
 import pytest
 from redis.asyncio import Redis
 
@@ -19,11 +22,14 @@ from nano_inference.bus.links import CONTROL
 from nano_inference.bus.redis import leases
 from nano_inference.bus.weights import FolderWeights
 from nano_inference.config import STAGES, BusError, LaneReplaced
+from nano_inference.stages.fairness.exchange import LEAD_INTERVALS
+from nano_inference.stages.fairness.stage import FairnessStage
 
 from .. import kit
 from ..commands import Command
+from ..rig import load
 from ..soaking import in_soak
-from .builders import GOOD, LONG, Streams, begin, end_of, kill, raises, until
+from .builders import GOOD, LONG, Streams, begin, end_of, kill, raises, stage_of, until
 from .conftest import LIMIT_S, MakeConfig, config_maker
 
 SHORT_MODEL = True
@@ -162,6 +168,53 @@ async def test_shards_change_under_load(redis_config: MakeConfig, redis_url: str
         assert (backlog.waiting, backlog.dead) == (0, 0)
 
 
+async def test_shares_hold_over_all_lanes(redis_config: MakeConfig) -> None:
+    """One tenant waits in one lane, the other in both; the bound is that of docs/fairness.md."""
+    few, length, prompt, most = 2, 12, 10, 80
+    configs = side_by_side(
+        redis_config,
+        engine__max_batch_size=few,
+        admission__max_in_flight=most,
+        fairness__exchange_interval_s=0.05,
+        fairness__tenant_timeslice_tokens=0,
+    )
+    tokens: Counter[str] = Counter()
+    sampling = {"max_tokens": length, "ignore_eos": True, "temperature": 0}
+    async with AsyncExitStack() as stack, BusClient.connect(configs[0].bus) as client:
+        first = await stack.enter_async_context(Pipeline(configs[0]))
+        await client.pause()  # until all are in the first lane's queue
+        waiting: set[asyncio.Task[None]] = set()
+
+        async def ask(tenant: str) -> None:
+            answer = await client.complete({**GOOD, "tenant": tenant, "sampling": sampling})
+            assert answer.status == "done"
+            tokens[tenant] += 2 * length + prompt
+
+        def begin_all(tenant: str, number: int) -> None:
+            waiting.update(asyncio.create_task(ask(tenant)) for _ in range(number))
+
+        begin_all("one", most // 2)
+        begin_all("both", most // 2)
+        await until(lambda: in_flight(first) == most)
+        second = await stack.enter_async_context(Pipeline(configs[1]))
+        await client.pause(lane="b")
+        begin_all("both", 2 * most)
+        await until(lambda: in_flight(second) == most)
+        await client.resume()
+        cores = [stage_of(each, FairnessStage)._core for each in (first, second)]
+        await until(lambda: tokens["one"] >= most // 3 * (2 * length + prompt))
+        unit = prompt + 2 * 2 * few * length
+        own = [core.exchange for core in cores]
+        lead = max(each.lead for each in own)
+        ahead = tokens["both"] - tokens["one"]
+        assert abs(ahead) <= 2 * unit + lead * (1 + 2 / LEAD_INTERVALS)
+        shown = await client.tenant_service()
+        assert [table.lane for table in shown] == ["a", "b"]
+        assert {name for _, name, _ in shown[1].served} == {"both"}
+        await client.cancel_all()
+        await asyncio.wait(waiting)
+
+
 # --- taking over ------------------------------------------------------------------------------
 
 
@@ -232,6 +285,35 @@ def lane_process(
     running = LaneProcess(configs, tmp_path_factory.mktemp("lane") / "log")
     yield running
     running.kill()
+
+
+@pytest.mark.slow
+async def test_a_lane_cut_off_in_one_direction_damages_no_stream(redis_config: MakeConfig) -> None:
+    """Its writes reach Redis and it hears of nothing, or it hears and its writes come much later.
+    Meanwhile another lane takes over, and the one that was cut off returns."""
+    configs = [lane_config(redis_config, lane) for lane in "ab"]
+    proxy = load("chaos_rig").Proxy(urlsplit(configs[0].bus.url).port)
+    await proxy.start()
+    behind = msgspec.structs.replace(configs[0].bus, url=proxy.url)
+    lanes = AsyncExitStack()
+    async with asyncio.timeout(LIMIT_S), BusClient.connect(configs[1].bus) as client, lanes:
+        lanes.push_async_callback(proxy.aclose)
+        cut_off = await begin(Pipeline(msgspec.structs.replace(configs[0], bus=behind)))
+        lanes.push_async_callback(kill, cut_off)
+        for direction, flow in proxy.flows.items():
+            await until(lambda: is_ready(cut_off))
+            streams = Streams(client)
+            await streams.begin(1)
+            held = in_flight(cut_off)
+            flow.clear()
+            async with Pipeline(configs[1]):
+                await streams.finish()
+                flow.set()
+                while await client.bus.lanes() != ["a", "b"]:  # noqa: ASYNC110
+                    await asyncio.sleep(0.01)
+                assert not await client.bus.requests.dead_letters()
+            assert held, f"nothing was in flight when {direction} stopped"
+            assert (await client.complete(GOOD)).status == "done", "by the lane that is back"
 
 
 @asynccontextmanager

@@ -344,7 +344,8 @@ async def test_every_instrument_is_shown(
     assert scraped.value(results, nano_kv_session_outcome="missing") == 1
     assert scraped.value("nano_model_routes_total", gen_ai_request_model="tiny") == 1
     drafting = await scraped_drafts(speculating)
-    roles = {"pipeline.replicas": 2, "pipeline.roles": ["prefill", "decode"]}
+    roles: dict[str, object] = {"pipeline.replicas": 2, "pipeline.roles": ["prefill", "decode"]}
+    roles["fairness.exchange_interval_s"] = 0.05
     async with Pipeline(config_with(free_port(), **roles)) as split:
         await split.complete({"prompt": "1 + 1 =" * 9, "sampling": {"max_tokens": 4}})
         handing = await scraped_when(split, "nano_kv_transfer_duration_seconds_count", 1)

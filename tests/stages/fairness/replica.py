@@ -29,8 +29,9 @@ class StepReplica:
         step_ns: int = 10_000_000,
         report_every: int = 1,
         kv_free: int = 10**9,
+        lane: str = "0",
     ) -> None:
-        self.core = FairnessCore(config or FairnessConfig())
+        self.core = FairnessCore(config or FairnessConfig(), lane=lane)
         self.places = places
         self.step_ns = step_ns
         self.now_ns = 0

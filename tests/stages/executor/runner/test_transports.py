@@ -269,6 +269,21 @@ def test_bytes_that_prove_nothing_end_their_connection_only(
         assert source.read([wanted(0)]) == [True]
 
 
+@pytest.mark.skipif(not hasattr(socket, "TCP_KEEPIDLE"), reason="the system has another name")
+def test_a_reader_whose_host_vanished_is_dropped_within_a_minute(slots: SharedSlots) -> None:
+    with closing(BlockServer(slots, "127.0.0.1:0", SECRET)) as server:
+        address = msgspec.structs.replace(slots.address, host="", tcp=server.address)
+        with closing(TcpSlots(address, SECRET)) as source:
+            assert source.read([wanted(0)]) == [True]
+            (connection,) = server._server._connections
+            assert connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+            names = ("TCP_KEEPIDLE", "TCP_KEEPINTVL", "TCP_KEEPCNT")
+            idle, every, most = (
+                connection.getsockopt(socket.IPPROTO_TCP, getattr(socket, name)) for name in names
+            )
+    assert idle + every * most <= 60
+
+
 def test_a_request_for_too_many_blocks_is_refused(slots: SharedSlots) -> None:
     with over_tcp(slots) as address, closing(TcpSlots(address, SECRET)) as source:
         source._connection.sendall(struct.pack("<I", tcp.MOST_BLOCKS + 1))

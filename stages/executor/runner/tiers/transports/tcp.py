@@ -33,6 +33,9 @@ from .slots import ANOTHER_SIZE, SharedSlots, SlotAddress, WantedBlock
 TIMEOUT_S = 5.0
 """Longest time for the handshake, and for the blocks of one `read`."""
 
+KEEPALIVE = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}
+"""A silent reader is probed after 30 seconds, and dropped after a minute without an answer."""
+
 MOST_BLOCKS = 4096
 """Blocks of one request. A reader asks for more in several requests."""
 
@@ -151,7 +154,7 @@ class _Connection(socketserver.BaseRequestHandler):
             return
         # Between two requests any time may pass.
         connection.settimeout(None)
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        _keep_alive(connection)
         while True:
             (number,) = _COUNT.unpack(_receive(connection, _COUNT.size))
             if number == _DESCRIBE:
@@ -266,6 +269,17 @@ class TcpSlots:
                 _receive_into(connection, block.into.data, until)
             whole.append(length > 0 and xxhash.xxh3_64_intdigest(block.into.data) == checksum)
         return whole
+
+
+def _keep_alive(connection: socket.socket) -> None:
+    """Let a connection end whose host vanished.
+
+    The system's default is two hours, in which it holds a thread and one of `MOST_CONNECTIONS`.
+    """
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in KEEPALIVE.items():
+        if (option := getattr(socket, name, None)) is not None:
+            connection.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
 def split_address(address: str) -> tuple[str, int]:

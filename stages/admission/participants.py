@@ -78,6 +78,11 @@ class Participants:
         self._capacities: dict[str, ReplicaCapacity] = {}
 
     @property
+    def heard(self) -> frozenset[str]:
+        """Roles that take part."""
+        return frozenset(self._heard)
+
+    @property
     def missing(self) -> list[str]:
         """Roles that the epoch waits for."""
         return [role for role in self.roles if role in self._missing]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import Awaitable, Sequence
 from functools import partial
 from typing import ClassVar
@@ -21,6 +22,7 @@ from ...bus.control import (
     ReplicaCapacity,
     Reset,
     StageReady,
+    StageStopped,
     UnloadAdapter,
     WeightsChanged,
 )
@@ -43,6 +45,7 @@ from .measures import compiling, count_moe, trace_cancel, trace_first_again, tra
 from .refusals import GIVEN_UP_CODES, is_of_the_entry, overloaded, why_given_up
 from .requests import Unanswered, entry_deadline_ns
 from .responses import ResponseCache
+from .vanished import WATCH_S, VanishedReplicas
 
 TAKE_BATCH = 64
 """Entries taken from the queue at once."""
@@ -112,6 +115,8 @@ class AdmissionStage(Actor):
             if self.bus.durable:
                 group.start_soon(self._keep_lane)
                 group.start_soon(trace_first_again, self)
+                if self.config.pipeline.replicas > 1:
+                    group.start_soon(self._watch_replicas)
             await super().receive_forever(inbox)
 
     async def reset(self) -> None:
@@ -372,6 +377,19 @@ class AdmissionStage(Actor):
         """Return the response cache; None if it is off."""
         on = self.opened and self.config.engine.response_cache_bytes
         return self._core.responses if on else None
+
+    async def _watch_replicas(self) -> None:
+        """Continue the requests of replicas whose host has vanished on the others."""
+        vanished = VanishedReplicas(socket.gethostname(), self.config.bus.lane)
+        while True:
+            await anyio.sleep(WATCH_S)
+            try:
+                reports = await self.bus.store.board.read()
+            except BusError as error:
+                self.log.debug("board_not_read", error=error.message)
+                continue
+            for role in vanished.look(reports, self.epochs.participants.heard):
+                await self._handle(StageStopped(role, "", "its host reports no more", False))
 
     # --- leases -------------------------------------------------------------------------------
 

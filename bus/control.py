@@ -368,6 +368,21 @@ class TierCapacity(InternalPart, frozen=True, array_like=True):
     address: str = ""
 
 
+class ImageCapacity(InternalPart, frozen=True, array_like=True):
+    """What an executor takes of images, in image tokens.
+
+    Attributes:
+        max_tokens: Of one image, and of all that one step encodes.
+        cache_tokens: Of all images whose embeddings are kept.
+        sees_itself: Whether the tokens of an image attend to each other in both directions, so that
+            one step computes all of them.
+    """
+
+    max_tokens: int
+    cache_tokens: int
+    sees_itself: bool = False
+
+
 class ReplicaCapacity(InternalPart, frozen=True, array_like=True):
     """Capacity of an executor.
 
@@ -388,6 +403,7 @@ class ReplicaCapacity(InternalPart, frozen=True, array_like=True):
         tiers: Its KV tiers; None if there are none.
         exact: Whether it runs in deterministic mode.
         pipeline_stages: Stages of the model, each of which computes a plan at a time.
+        images: None if it takes no images.
     """
 
     num_blocks: int
@@ -406,6 +422,7 @@ class ReplicaCapacity(InternalPart, frozen=True, array_like=True):
     tiers: TierCapacity | None = None
     exact: bool = False
     pipeline_stages: int = 1
+    images: ImageCapacity | None = None
 
 
 class AuditedBlock(InternalPart, frozen=True, array_like=True):

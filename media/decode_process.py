@@ -23,7 +23,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from PIL import Image, ImageFile, ImageOps
+from PIL import Image, ImageFile, ImageOps, UnidentifiedImageError
 from PIL import WebPImagePlugin as _  # noqa: F401  (the only format that `preinit` leaves out)
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
@@ -65,7 +65,7 @@ def decode(data: bytes, limits: Limits) -> tuple[int, int, bytes]:
             rgb = _as_rgb(_upright(image))
     except Refused:
         raise
-    except Image.UnidentifiedImageError:
+    except UnidentifiedImageError:
         reason = "it is no readable PNG, JPEG, WebP or GIF, whatever its name says; convert it"
         raise Refused("invalid_image", reason) from None
     except MemoryError:

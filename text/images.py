@@ -66,6 +66,9 @@ class ImageProcessor:
         self._processor = processor
         self._tokenizer: PreTrainedTokenizerFast = processor.tokenizer
         self.image_processor: Any = processor.image_processor
+        if not self._tokenizer.chat_template:
+            # Some folders have it with the processor alone.
+            self._tokenizer.chat_template = processor.chat_template
         self.placeholder = str(processor.image_token)
         self.placeholder_id = placeholder_id
         self.mark_id = int(self._tokenizer.convert_tokens_to_ids(self.placeholder))

@@ -97,7 +97,7 @@ _CONFIGS: dict[str, dict[str, Any]] = {
             "model_type": "siglip_vision_model",
             "vision_use_head": False,
         },
-        "mm_tokens_per_image": 4,
+        "mm_tokens_per_image": 16,
     },
     "smolvlm": {
         "text_config": {**_TEXT, "model_type": "llama"},

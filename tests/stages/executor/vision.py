@@ -22,6 +22,7 @@ from nano_inference.bus.messages import (
 )
 from nano_inference.config import EngineConfig, SamplingParams
 from nano_inference.stages.executor import ExecutorCore, LoadedModel, wrap_model
+from nano_inference.stages.executor.driver.step import LaunchedStep
 from nano_inference.store.images import StoredImage
 
 from .lane import StepLane
@@ -81,9 +82,10 @@ class World:
         images: All images so far, by id.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, model: Any = None) -> None:
+        """`model`: of this name; a new one if None."""
         self.name = name
-        self.model = make_vision_model(name)
+        self.model = model or make_vision_model(name)
         self.processor = make_processor(name)
         self.images: dict[str, StoredImage] = {}
         self._text = random.Random(name)
@@ -195,8 +197,9 @@ class ImageLane(StepLane):
         self.results: list[StepResult] = []
         self.cached: dict[int, int] = {}
 
-    def execute(self, plan: StepPlan) -> StepResult:
-        return self.core.execute(plan, self._world.images)
+    def begin(self, plan: StepPlan) -> LaunchedStep | StepResult:
+        run = self.core.launch if self.core.runs_ahead else self.core.execute
+        return run(plan, self._world.images)
 
     def run(
         self,

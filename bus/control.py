@@ -41,6 +41,7 @@ class Cancel(Internal, frozen=True):
             has no state of it and must answer. Otherwise a request unknown to streaming has already
             ended.
         elsewhere: Another lane has taken the request over: it is dropped, and nothing is written.
+        retry_after_s: As in ErrorInfo.
     """
 
     request_id: str
@@ -50,6 +51,7 @@ class Cancel(Internal, frozen=True):
     message: str
     unstarted: bool = False
     elsewhere: bool = False
+    retry_after_s: float | None = None
 
     @property
     def result_key(self) -> str:

@@ -146,7 +146,7 @@ class Prompt(InternalPart, frozen=True, array_like=True):
 
     Attributes:
         token_ids: At least one.
-        media: The hash of each image or other medium among the tokens; no request has any yet.
+        media: The id of each image among the tokens.
     """
 
     token_ids: tuple[int, ...]

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from ..config import BusConfig
 from .board import MemoryBoard, StageBoard
 from .calls import CallStore, MemoryCalls
+from .images import ImageStore, MemoryImages
 from .in_place import AdaptersInPlace, InPlaceRecord, MemoryRecord, WeightsInPlace
 from .limits import LimitStore
 from .memory import MemoryLimits
@@ -26,6 +27,7 @@ class Store:
         weights: The newest weights of a lane, for an executor that starts anew.
         adapters: The adapters of a lane, likewise.
         models: The models of the deployment.
+        images: Decoded images of requests.
     """
 
     board: StageBoard
@@ -35,6 +37,7 @@ class Store:
     weights: InPlaceRecord[WeightsInPlace]
     adapters: InPlaceRecord[AdaptersInPlace]
     models: ModelRegistry
+    images: ImageStore
 
 
 def memory_store(config: BusConfig) -> Store:
@@ -47,4 +50,5 @@ def memory_store(config: BusConfig) -> Store:
         MemoryRecord(),
         MemoryRecord(),
         MemoryModelRegistry(),
+        MemoryImages(),
     )

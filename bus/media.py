@@ -36,7 +36,8 @@ class MediaItem(InternalPart, frozen=True, array_like=True):
 
         Other tokens may stand between them, such as the numbers of tiles (Idefics 3).
         """
-        placeholder, places = token_ids[self.start], []
+        placeholder = token_ids[self.start]
+        places: list[int] = []
         for index in range(self.start, len(token_ids)):
             if len(places) == self.num_tokens:
                 break

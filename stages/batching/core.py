@@ -493,8 +493,8 @@ class BatchingCore:
 
     def _schedule(self, now_ns: int, turns: Turns | None) -> SchedulerOutput:
         about = (self._waiting, self._running, self.cache, self.sessions, self.limits)
-        more = {"drafts": not self._draft_rest, "images": self.images}
-        return decide(*about, now_ns, turns=turns, **more)
+        drafts = not self._draft_rest
+        return decide(*about, now_ns, drafts=drafts, turns=turns, images=self.images)
 
     def _room_to_load(self) -> int | None:
         """Return how many free blocks no sequence needs soon; None if no block may be moved."""

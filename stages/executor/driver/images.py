@@ -123,11 +123,13 @@ class SequenceImages:
                 spoiled[seq_id] = None
         return tuple(spoiled)
 
+    def in_step(self, rows: IntArray, starts: IntArray) -> bool:
+        """Return whether a row of a step, from these positions on, may compute an image's token."""
+        return bool((starts < self._table.images_end[rows]).any())
+
     def concern(self, rows: IntArray, starts: IntArray) -> bool:
-        """Return whether a step of these rows, from these positions on, differs by images."""
-        table = self._table
-        behind = table.position_shift[rows].any()
-        return bool(behind or (starts < table.images_end[rows]).any())
+        """Return whether embeddings or positions of a step differ by images."""
+        return bool(self._table.position_shift[rows].any()) or self.in_step(rows, starts)
 
     def reach(self, rows: IntArray, batch: Rows) -> IntArray | None:
         """Return `Rows.reach` of a step. `rows`: of the table, in batch order."""

@@ -229,6 +229,8 @@ class StepRunner:
         num_scored = table.num_to_score(step.rows, step.num_tokens)
         # A graph has no adapters, and one token for each sequence.
         plain = samples.all() and not num_scored.any() and (table.adapter[rows] < 0).all()
+        if self.images is not None and self.images.in_step(rows, table.num_computed[rows]):
+            plain = False
         if graphs and plain and len(step.rows) == len(rows) and graphs.fits(num_tokens):
             return StepOutputs(self._replay(graphs, rows, masks))
         inputs, last_token = self._inputs(step, samples, num_scored)

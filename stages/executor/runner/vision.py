@@ -12,10 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from transformers import AutoImageProcessor, BatchFeature, PreTrainedConfig
-from transformers.models.auto.processing_auto import (
-    PROCESSOR_MAPPING_NAMES,
-    processor_class_from_name,
-)
+from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
 
 from ....bus.media import MediaItem
 from ....config import ModelError
@@ -70,9 +67,10 @@ def find_image_processor(folder: Path) -> Any | None:
     """
     if not any((folder / name).is_file() for name in PROCESSOR_FILES):
         return None
+    auto: Any = AutoImageProcessor
     try:
         # Without torchvision, which not every build of torch has.
-        return AutoImageProcessor.from_pretrained(folder, backend="pil", local_files_only=True)
+        return auto.from_pretrained(folder, backend="pil", local_files_only=True)
     except Exception as error:
         raise ModelError(f"can't load the image processor in {folder}: {error!s:.300}") from error
 
@@ -100,7 +98,7 @@ class VisionModel:
         self.sees_itself = sees_itself
         self._module, self._base = module, module.base_model
         self._processor = processor
-        own = processor_class_from_name(PROCESSOR_MAPPING_NAMES[module.config.model_type])
+        own = PROCESSOR_MAPPING[type(module.config)]
         self._options: dict[str, Any] = dict(getattr(own, "images_kwargs", {}))
         self._takes = inspect.signature(self._base.get_image_features).parameters
         self._grids: dict[tuple[int, int], Tensor] = {}

@@ -72,9 +72,8 @@ class StepLane:
 
     def turn(self) -> bool:
         """Run all steps that can be planned, then take the result of the oldest step."""
-        run = self.core.launch if self.core.runs_ahead else self.execute
         while (plan := self.batching.plan(0)) is not None:
-            self._in_flight.append((plan, run(plan)))
+            self._in_flight.append((plan, self.begin(plan)))
         self.most_in_flight = max(self.most_in_flight, len(self._in_flight))
         if not self._in_flight:
             return False
@@ -96,9 +95,10 @@ class StepLane:
                 return
         raise AssertionError("the lane does not come to rest")
 
-    def execute(self, plan: StepPlan) -> StepResult:
-        """Run a plan."""
-        return self.core.execute(plan)
+    def begin(self, plan: StepPlan) -> LaunchedStep | StepResult:
+        """Launch a plan, or run it."""
+        run = self.core.launch if self.core.runs_ahead else self.core.execute
+        return run(plan)
 
     def record(self, plan: StepPlan, result: StepResult) -> None:
         """Handle a result."""

@@ -22,9 +22,11 @@ from nano_inference.bus.messages import (
 )
 from nano_inference.config import EngineConfig, SamplingParams
 from nano_inference.stages.executor import ExecutorCore, LoadedModel, wrap_model
+from nano_inference.stages.executor.driver.step import LaunchedStep
 from nano_inference.store.images import StoredImage
 
 from .lane import StepLane
+from .report import MAX_DIFFERENCE
 from .vision_models import (
     END,
     PLACEHOLDER,
@@ -50,6 +52,23 @@ class ImagePrompt:
     inputs: dict[str, Any] = field(default_factory=dict)
 
 
+@dataclass
+class Completion:
+    """Tokens and their logprobs."""
+
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+
+    def __eq__(self, other: object) -> bool:
+        """Compare tokens, and logprobs up to rounding."""
+        assert isinstance(other, Completion)
+        pairs = zip(self.logprobs, other.logprobs, strict=True)
+        near = all(abs(one - two) < MAX_DIFFERENCE for one, two in pairs)
+        return self.token_ids == other.token_ids and near
+
+    __hash__ = None  # type: ignore[assignment]
+
+
 def stored(seed: int, width: int = 24, height: int = 16) -> StoredImage:
     """A random image."""
     return StoredImage(width, height, picture(seed, width, height).tobytes())
@@ -63,9 +82,10 @@ class World:
         images: All images so far, by id.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, model: Any = None) -> None:
+        """`model`: of this name; a new one if None."""
         self.name = name
-        self.model = make_vision_model(name)
+        self.model = model or make_vision_model(name)
         self.processor = make_processor(name)
         self.images: dict[str, StoredImage] = {}
         self._text = random.Random(name)
@@ -135,8 +155,8 @@ class World:
         return alone
 
     @torch.no_grad()
-    def generate(self, prompt: ImagePrompt, new_tokens: int) -> tuple[list[int], float]:
-        """Transformers' greedy tokens, and the least lead of one over the next best."""
+    def generate(self, prompt: ImagePrompt, new_tokens: int) -> Completion:
+        """Transformers' greedy tokens."""
         ids = torch.tensor([prompt.token_ids])
         output = self.model.generate(
             input_ids=ids,
@@ -148,10 +168,12 @@ class World:
             output_logits=True,
             **prompt.inputs,
         )
-        best = torch.stack(output.logits, dim=1).double().topk(2).values
-        return output.sequences[0, len(ids[0]) :].tolist(), float(
-            (best[..., 0] - best[..., 1]).min()
-        )
+        tokens = output.sequences[0, len(ids[0]) :]
+        logits = torch.stack(output.logits, dim=1)[0].double()
+        best = logits.topk(2).values
+        assert (best[:, 0] - best[:, 1]).min() > 2 * MAX_DIFFERENCE, "a near tie"
+        logprobs = logits.log_softmax(-1).gather(-1, tokens[:, None])[:, 0]
+        return Completion(tokens.tolist(), logprobs.tolist())
 
 
 @cache
@@ -175,8 +197,9 @@ class ImageLane(StepLane):
         self.results: list[StepResult] = []
         self.cached: dict[int, int] = {}
 
-    def execute(self, plan: StepPlan) -> StepResult:
-        return self.core.execute(plan, self._world.images)
+    def begin(self, plan: StepPlan) -> LaunchedStep | StepResult:
+        run = self.core.launch if self.core.runs_ahead else self.core.execute
+        return run(plan, self._world.images)
 
     def run(
         self,
@@ -185,16 +208,16 @@ class ImageLane(StepLane):
         sampling: SamplingParams | None = None,
         samples: int = 1,
         adapter: str = "",
-    ) -> list[list[int]]:
-        """The tokens of each prompt, one sample after the other."""
+    ) -> list[Completion]:
+        """Each prompt's completions, one sample after the other."""
         self.steps = self.preempted = self.flushed = 0
         self.plans, self.results, self.cached = [], [], {}
-        self._tokens: dict[int, list[int]] = {}
+        self._completions: dict[int, Completion] = {}
         sampling = sampling or SamplingParams(temperature=0.0, max_tokens=new_tokens)
         for prompt in prompts:
             specs = []
             for index in range(samples):
-                self._tokens[self._next_id] = []
+                self._completions[self._next_id] = Completion()
                 specs.append(SequenceSpec(self._next_id, index, seed=self._next_id))
                 self._next_id += 1
             info = RequestInfo(f"r{self._next_id}", "e", adapter=adapter)
@@ -210,15 +233,17 @@ class ImageLane(StepLane):
                 )
             )
         self.finish()
-        return list(self._tokens.values())
+        return list(self._completions.values())
 
     def record(self, plan: StepPlan, result: StepResult) -> None:
         self.plans.append(plan)
         self.results.append(result)
         for new in plan.new:
             self.cached.setdefault(new.seq_id, new.num_cached)
-        for seq_id, token in zip(result.seq_ids, result.token_ids, strict=True):
-            self._tokens[seq_id].append(token)
+        sampled = zip(result.seq_ids, result.token_ids, result.logprobs, strict=True)
+        for seq_id, token, logprob in sampled:
+            self._completions[seq_id].token_ids.append(token)
+            self._completions[seq_id].logprobs.append(logprob)
 
     @property
     def encoded(self) -> list[str]:

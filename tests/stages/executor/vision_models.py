@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import numpy as np
@@ -51,7 +52,7 @@ _QWEN_VISION: dict[str, Any] = {
     "spatial_merge_size": 2,
     "temporal_patch_size": 2,
 }
-_M_ROPE = {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [2, 3, 3]}
+_M_ROPE = {"rope_type": "default", "rope_theta": 10_000.0}
 _SQUARE = {"height": 16, "width": 16}
 _GRID = [[16, 16], [16, 32], [32, 16], [32, 32]]
 
@@ -97,7 +98,7 @@ _CONFIGS: dict[str, dict[str, Any]] = {
             "model_type": "siglip_vision_model",
             "vision_use_head": False,
         },
-        "mm_tokens_per_image": 4,
+        "mm_tokens_per_image": 16,
     },
     "smolvlm": {
         "text_config": {**_TEXT, "model_type": "llama"},
@@ -143,11 +144,19 @@ def make_processor(name: str) -> Any:
     return _PROCESSORS[name]()
 
 
-def make_vision_model(name: str, *, seed: int = 0) -> Any:
-    """A random model in float32 whose greedy choices are clear, with eager attention."""
+def make_vision_model(name: str, *, seed: int = 0, **changes: Any) -> Any:
+    """A random model in float32 whose greedy choices are clear, with eager attention.
+
+    `changes`: of the language part's configuration.
+    """
     torch.manual_seed(seed)
     token = "image_token_index" if name.startswith("llava") else "image_token_id"
-    config = CONFIG_MAPPING[name](**_CONFIGS[name], **{token: PLACEHOLDER})
+    settings = copy.deepcopy(_CONFIGS[name])
+    settings["text_config"] |= changes
+    if "rope_parameters" in settings["text_config"]:
+        unit = settings["text_config"]["head_dim"] // 16
+        settings["text_config"]["rope_parameters"]["mrope_section"] = [2 * unit, 3 * unit, 3 * unit]
+    config = CONFIG_MAPPING[name](**settings, **{token: PLACEHOLDER})
     model = AutoModelForImageTextToText.from_config(
         config, dtype=torch.float32, attn_implementation="eager"
     ).eval()

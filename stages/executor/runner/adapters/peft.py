@@ -120,7 +120,7 @@ def read_adapter(
     place = Path(folder).expanduser()
     config = _read_config(place)
     file = str(place / WEIGHTS)
-    modules = _linears(model.module)
+    modules = _linears(model)
     numbers = sum(sum(_widths(module)) for module in modules.values())
     most = WeightLimits(2 * len(modules) + 16, _WIDEST_BYTES * limits.rank * numbers + _MORE_BYTES)
     try:
@@ -317,7 +317,7 @@ def _pairs_of(
         halves.setdefault(match[1], {})[match[2]] = tensor
     if not halves:
         raise AdapterError("the adapter has no tensor; save it again")
-    modules = _linears(model.module)
+    modules = _linears(model)
     output = model.module.get_output_embeddings()  # type: ignore[operator]
     pairs = {}
     for name, both in sorted(halves.items()):
@@ -368,12 +368,14 @@ def _pair(
     return pair
 
 
-def _linears(module: nn.Module) -> dict[str, nn.Module]:
-    """Return the linear layers by name."""
+def _linears(model: LoadedModel) -> dict[str, nn.Module]:
+    """Return the linear layers that tokens pass, by name: none of the part that encodes images."""
+    tokens_pass = {*model.base.modules()} if model.vision is not None else None
     return {
         name: part
-        for name, part in module.named_modules()
-        if type(part) is nn.Linear or type(part) is Conv1D
+        for name, part in model.module.named_modules()
+        if (type(part) is nn.Linear or type(part) is Conv1D)
+        and (tokens_pass is None or part in tokens_pass)
     }
 
 

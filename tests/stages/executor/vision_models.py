@@ -144,7 +144,9 @@ def make_processor(name: str) -> Any:
     return _PROCESSORS[name]()
 
 
-def make_vision_model(name: str, *, seed: int = 0, **changes: Any) -> Any:
+def make_vision_model(
+    name: str, *, seed: int = 0, placeholder: int = PLACEHOLDER, **changes: Any
+) -> Any:
     """A random model in float32 whose greedy choices are clear, with eager attention.
 
     `changes`: of the language part's configuration.
@@ -156,7 +158,7 @@ def make_vision_model(name: str, *, seed: int = 0, **changes: Any) -> Any:
     if "rope_parameters" in settings["text_config"]:
         unit = settings["text_config"]["head_dim"] // 16
         settings["text_config"]["rope_parameters"]["mrope_section"] = [2 * unit, 3 * unit, 3 * unit]
-    config = CONFIG_MAPPING[name](**settings, **{token: PLACEHOLDER})
+    config = CONFIG_MAPPING[name](**settings, **{token: placeholder})
     model = AutoModelForImageTextToText.from_config(
         config, dtype=torch.float32, attn_implementation="eager"
     ).eval()

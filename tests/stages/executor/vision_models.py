@@ -145,16 +145,27 @@ def make_processor(name: str) -> Any:
 
 
 def make_vision_model(
-    name: str, *, seed: int = 0, placeholder: int = PLACEHOLDER, **changes: Any
+    name: str,
+    *,
+    seed: int = 0,
+    placeholder: int = PLACEHOLDER,
+    vision: dict[str, Any] | None = None,
+    **changes: Any,
 ) -> Any:
     """A random model in float32 whose greedy choices are clear, with eager attention.
 
-    `changes`: of the language part's configuration.
+    Args:
+        name: The architecture.
+        seed: Of the weights.
+        placeholder: The token in place of an embedding.
+        vision: Changes of the vision part's configuration.
+        changes: Of the language part's.
     """
     torch.manual_seed(seed)
     token = "image_token_index" if name.startswith("llava") else "image_token_id"
     settings = copy.deepcopy(_CONFIGS[name])
     settings["text_config"] |= changes
+    settings["vision_config"] |= vision or {}
     if "rope_parameters" in settings["text_config"]:
         unit = settings["text_config"]["head_dim"] // 16
         settings["text_config"]["rope_parameters"]["mrope_section"] = [2 * unit, 3 * unit, 3 * unit]

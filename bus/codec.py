@@ -5,6 +5,7 @@ Between stages: msgpack arrays. Public messages: JSON objects; requests also as 
 
 from __future__ import annotations
 
+import base64
 import math
 from collections.abc import Callable
 from typing import Any, Literal, TypeVar
@@ -107,7 +108,8 @@ def check_request(request: AnyRequest, max_bytes: int) -> GenerateRequest | Malf
     if isinstance(request, bytes):
         return decode_request(request, "json", max_bytes)
     try:
-        raw = _envelope_encoder.encode(_with_schema_text(_with_integer_keys(request)))
+        plain = _with_image_bytes(_with_integer_keys(request))
+        raw = _envelope_encoder.encode(_with_schema_text(plain))
     except _UNREADABLE as error:
         return Malformed(named_id(request), UNSENDABLE, _unsendable(error))
     checked = decode_request(raw, "msgpack", max_bytes)
@@ -119,14 +121,16 @@ def check_request(request: AnyRequest, max_bytes: int) -> GenerateRequest | Malf
 def encode_request(request: AnyRequest) -> tuple[str, bytes]:
     """Encode a request as an entry of the requests stream: the field's name, and its value.
 
-    The field is "json"; "msgpack" if a number is not finite, which JSON can't represent; "refused"
-    (a `Malformed`) if the object can't be encoded. Never raises.
+    The field is "json"; "msgpack" if a number is not finite, which JSON can't represent, or with
+    images, which JSON makes a third larger; "refused" (a `Malformed`) if the object can't be
+    encoded. Never raises.
     """
     if isinstance(request, bytes):
         return "json", request
     try:
-        if _has_nonfinite(request):
-            return "msgpack", _envelope_encoder.encode(_with_schema_text(request))
+        if _has_nonfinite(request) or _member(request, "images"):
+            plain = _with_image_bytes(request)
+            return "msgpack", _envelope_encoder.encode(_with_schema_text(plain))
         return "json", _json_encoder.encode(request)
     except _UNREADABLE as error:
         refused = Malformed(named_id(request), UNSENDABLE, _unsendable(error))
@@ -211,6 +215,23 @@ def _with_integer_keys(request: GenerateRequest | dict[str, Any]) -> object:
     except msgspec.ValidationError:
         return request
     return {**request, "sampling": {**sampling, "logit_bias": bias}}
+
+
+def _with_image_bytes(request: Any) -> Any:
+    """Return a dict with files of images as bytes, which JSON writes as base64."""
+    images = request.get("images") if isinstance(request, dict) else None
+    if not isinstance(images, list | tuple):
+        return request
+    found: list[Any] = []
+    for image in images:
+        data = _member(image, "data")
+        if isinstance(image, dict) and isinstance(data, str):
+            try:
+                image = {**image, "data": base64.b64decode(data, validate=True)}
+            except ValueError:
+                return request  # reading it will report the error
+        found.append(image)
+    return {**request, "images": found}
 
 
 def _with_schema_text(request: _Request) -> _Request:

@@ -41,6 +41,7 @@ class Cancel(Internal, frozen=True):
             has no state of it and must answer. Otherwise a request unknown to streaming has already
             ended.
         elsewhere: Another lane has taken the request over: it is dropped, and nothing is written.
+        retry_after_s: As in ErrorInfo.
     """
 
     request_id: str
@@ -50,6 +51,7 @@ class Cancel(Internal, frozen=True):
     message: str
     unstarted: bool = False
     elsewhere: bool = False
+    retry_after_s: float | None = None
 
     @property
     def result_key(self) -> str:
@@ -368,6 +370,21 @@ class TierCapacity(InternalPart, frozen=True, array_like=True):
     address: str = ""
 
 
+class ImageCapacity(InternalPart, frozen=True, array_like=True):
+    """What an executor takes of images, in image tokens.
+
+    Attributes:
+        max_tokens: Of one image, and of all that one step encodes.
+        cache_tokens: Of all images whose embeddings are kept.
+        sees_itself: Whether the tokens of an image attend to each other in both directions, so that
+            one step computes all of them.
+    """
+
+    max_tokens: int
+    cache_tokens: int
+    sees_itself: bool = False
+
+
 class ReplicaCapacity(InternalPart, frozen=True, array_like=True):
     """Capacity of an executor.
 
@@ -388,6 +405,7 @@ class ReplicaCapacity(InternalPart, frozen=True, array_like=True):
         tiers: Its KV tiers; None if there are none.
         exact: Whether it runs in deterministic mode.
         pipeline_stages: Stages of the model, each of which computes a plan at a time.
+        images: None if it takes no images.
     """
 
     num_blocks: int
@@ -406,6 +424,7 @@ class ReplicaCapacity(InternalPart, frozen=True, array_like=True):
     tiers: TierCapacity | None = None
     exact: bool = False
     pipeline_stages: int = 1
+    images: ImageCapacity | None = None
 
 
 class AuditedBlock(InternalPart, frozen=True, array_like=True):

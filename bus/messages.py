@@ -18,6 +18,7 @@ import msgspec
 
 from ..config import SamplingParams
 from .control import Cancel, Internal, InternalPart
+from .media import MediaItem as MediaItem
 from .pooling import PooledPrompt, Pooling
 from .public import AfterTurn, KVSession, KVSessionResult, SessionTier, StageTime
 
@@ -145,7 +146,7 @@ class Prompt(InternalPart, frozen=True, array_like=True):
 
     Attributes:
         token_ids: At least one.
-        media: The hash of each image or other medium among the tokens; no request has any yet.
+        media: The id of each image among the tokens.
     """
 
     token_ids: tuple[int, ...]
@@ -213,6 +214,7 @@ class AdmittedRequest(Internal, frozen=True):
         hands_over: Whether batching hands each sequence over once it has its first token.
         remote: Blocks of the replica that has handed its one sequence over; None if none has.
         kv_session: As in GenerateRequest.
+        media: The images among the prompt's tokens, in order.
     """
 
     info: RequestInfo
@@ -228,6 +230,7 @@ class AdmittedRequest(Internal, frozen=True):
     hands_over: bool = False
     remote: RemoteBlocks | None = None
     kv_session: KVSession | None = None
+    media: tuple[MediaItem, ...] = ()
 
 
 class Handover(Internal, frozen=True):
@@ -345,6 +348,7 @@ class NewSequence(InternalPart, frozen=True, array_like=True):
         handed_over: As in StartedSequence.
         hands_over: Whether it leaves with its first token here.
         session: Of a session's turn; None for other sequences.
+        media: As in AdmittedRequest.
     """
 
     seq_id: int
@@ -360,6 +364,7 @@ class NewSequence(InternalPart, frozen=True, array_like=True):
     handed_over: bool = False
     hands_over: bool = False
     session: SessionGrant | None = None
+    media: tuple[MediaItem, ...] = ()
 
 
 AUDIT_SEQ_ID = -2
@@ -423,6 +428,8 @@ class StepPlan(Internal, frozen=True):
             for which the row's blocks have room; empty: none in any.
         kv_moves: Blocks to move between the KV cache and the tiers below it, in this order.
         kv_offers: Blocks to offer to other executors, behind the rows that compute them.
+        forgotten_images: Keys of images whose embeddings the executor drops.
+        encodes: Images to encode behind that, before the pass.
     """
 
     step_id: int
@@ -440,6 +447,8 @@ class StepPlan(Internal, frozen=True):
     num_drafts: tuple[int, ...] = ()
     kv_moves: tuple[KVMove, ...] = ()
     kv_offers: tuple[KVMove, ...] = ()
+    forgotten_images: tuple[tuple[str, int], ...] = ()
+    encodes: tuple[MediaItem, ...] = ()
 
 
 class StartedSequence(InternalPart, frozen=True, array_like=True):
@@ -518,6 +527,7 @@ class StepResult(Internal, frozen=True):
         drafts: For each row in which drafted tokens were verified.
         draft_rest: So many plans to come need allow no drafts, since they would not pay.
         failed: Requests that the executor ends; rows of theirs don't count.
+        spoiled: Sequences whose KV is invalid, since an image was missing.
     """
 
     step_id: int
@@ -537,6 +547,7 @@ class StepResult(Internal, frozen=True):
     drafts: tuple[VerifiedDraft, ...] = ()
     draft_rest: int = 0
     failed: tuple[Cancel, ...] = ()
+    spoiled: tuple[int, ...] = ()
 
     def summary(self) -> StepSummary:
         """The part for batching."""
@@ -550,6 +561,7 @@ class StepResult(Internal, frozen=True):
             end_ns=self.end_ns,
             drafts=self.drafts,
             draft_rest=self.draft_rest,
+            spoiled=self.spoiled,
         )
 
 
@@ -557,7 +569,8 @@ class StepSummary(Internal, frozen=True):
     """The part of a StepResult that batching needs: no logprobs, no vectors.
 
     Attributes:
-        step_id, seq_ids, token_ids, start_ns, end_ns, drafts, draft_rest: As in StepResult.
+        step_id, seq_ids, token_ids, start_ns, end_ns, drafts, draft_rest, spoiled: As in
+            StepResult.
         ended: Sequences that have ended with this step, by a finish reason or with their vector.
     """
 
@@ -569,6 +582,7 @@ class StepSummary(Internal, frozen=True):
     end_ns: int
     drafts: tuple[VerifiedDraft, ...] = ()
     draft_rest: int = 0
+    spoiled: tuple[int, ...] = ()
 
 
 class RecoveryItem(InternalPart, frozen=True, array_like=True):

@@ -38,11 +38,40 @@ class OutputPart(msgspec.Struct, frozen=True, kw_only=True):
 # --- written by clients -----------------------------------------------------------------------
 
 
+class TextPart(PublicPart, frozen=True, kw_only=True, tag="text", tag_field="type"):
+    """A text in a message."""
+
+    text: str
+
+
+class ImagePart(PublicPart, frozen=True, kw_only=True, tag="image", tag_field="type"):
+    """The place in a message of the next of the request's `images`."""
+
+
 class ChatMessage(PublicPart, frozen=True, kw_only=True):
     """One message of a conversation."""
 
     role: Literal["system", "user", "assistant"]
-    content: str
+    content: str | tuple[TextPart | ImagePart, ...]
+
+    @property
+    def text(self) -> str:
+        """All its texts."""
+        if isinstance(self.content, str):
+            return self.content
+        return "".join(part.text for part in self.content if isinstance(part, TextPart))
+
+
+class ImageInput(PublicPart, frozen=True, kw_only=True, omit_defaults=True):
+    """An image of a prompt: a file, or an image that a request in flight or before has brought.
+
+    Attributes:
+        data: A file in PNG, JPEG, WebP or GIF; base64 in JSON.
+        id: SHA-256 of its decoded size and pixels in hex, instead of `data`. docs/images.md.
+    """
+
+    data: bytes = b""
+    id: str = ""
 
 
 class EmbedParams(PublicPart, frozen=True, kw_only=True):
@@ -119,6 +148,10 @@ class GenerateRequest(
             Otherwise it is validated and ignored.
         kv_session: The conversation that this request continues; then `n` is 1. No output depends
             on it.
+        images: The prompt's images, in order. Text and token ids have the model's placeholder where
+            each belongs; `messages` have parts of the type "image". docs/images.md.
+        add_special_tokens: Whether `prompt` gets the tokens that the tokenizer adds by default; a
+            rendered conversation has its own.
     """
 
     request_id: str = ""
@@ -136,6 +169,8 @@ class GenerateRequest(
     embed: EmbedParams | None = None
     prediction: str | tuple[Int64, ...] | None = None
     kv_session: KVSession | None = None
+    images: tuple[ImageInput, ...] = ()
+    add_special_tokens: bool = True
 
 
 # --- read by clients --------------------------------------------------------------------------

@@ -18,6 +18,7 @@ from .errors import RequestError as RequestError
 from .errors import WeightsError as WeightsError
 from .errors import prompt_too_long as prompt_too_long
 from .gateway import GatewayConfig as GatewayConfig
+from .images import ImagesConfig as ImagesConfig
 from .load import API_KEY_VARIABLE as API_KEY_VARIABLE
 from .load import as_environment as as_environment
 from .load import as_text as as_text

@@ -88,6 +88,9 @@ class EngineConfig(Section, frozen=True, forbid_unknown_fields=True):
             turns of conversations (docs/kv-sessions.md); 0 for none.
         kv_session_ttl_s: Longest time to live of a session, in seconds.
         max_tokens_per_batch: Token budget of one step; longer prefills are chunked.
+        max_image_tokens_per_step: Image tokens that one step encodes; a larger image is refused.
+        image_cache_bytes: Memory on the device for embeddings of images, which requests about the
+            same image share.
         dtype: "auto" is the checkpoint's own, and bfloat16 for a GGUF file of quantized weights.
         device: "auto" is CUDA if there is one, else XPU, else MPS, else the CPU. Otherwise a torch
             device such as "cuda:1"; AMD's are "cuda" too (docs/cuda.md).
@@ -174,6 +177,8 @@ class EngineConfig(Section, frozen=True, forbid_unknown_fields=True):
     kv_session_share: Annotated[float, Range("from 0 to 1", 0, 1)] = 0.5
     kv_session_ttl_s: Seconds = 3600.0
     max_tokens_per_batch: PositiveInt = 2048
+    max_image_tokens_per_step: PositiveInt = 8192
+    image_cache_bytes: PositiveInt = 1 << 28
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     device: str = "auto"
     cpu_threads: NonNegativeInt = 0

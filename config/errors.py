@@ -39,9 +39,14 @@ class ModelError(NanoInferenceError):
 
 class RequestError(NanoInferenceError):
     """A request is refused: it ends with a terminal error of this code, and nothing else is
-    affected."""
+    affected.
+
+    Attributes:
+        retry_after_s: Seconds after which a retry may succeed; None if none will.
+    """
 
     code = "invalid_request"
+    retry_after_s: float | None = None
 
 
 def prompt_too_long(max_model_len: int, given: str, advice: str) -> RequestError:

@@ -12,6 +12,7 @@ from .base import HUGE, TINY, NonNegativeInt, PositiveInt, Range, Seconds, Secti
 from .engine import EngineConfig
 from .errors import ConfigError
 from .gateway import GatewayConfig
+from .images import ImagesConfig
 from .models import MOST_ID_LENGTH, ModelConfig, check_models, default_of, with_default
 from .policy import PolicyConfig
 from .ray import RayConfig
@@ -351,6 +352,7 @@ class Config(Section, frozen=True, forbid_unknown_fields=True):
     fairness: FairnessConfig = FairnessConfig()
     pipeline: PipelineConfig = PipelineConfig()
     telemetry: TelemetryConfig = TelemetryConfig()
+    images: ImagesConfig = ImagesConfig()
     gateway: GatewayConfig = GatewayConfig()
     policy: PolicyConfig = PolicyConfig()
     deployment: DeploymentConfig = DeploymentConfig()

@@ -29,7 +29,7 @@ def default_of(field: Any) -> str:
         return ""
     made = field.default_factory is not msgspec.NODEFAULT
     value = field.default_factory() if made else field.default
-    return ", ".join(value) if isinstance(value, tuple) else str(value)
+    return ", ".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
 def table(section: str, kind: type) -> str:

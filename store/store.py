@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from ..config import BusConfig
 from .board import MemoryBoard, StageBoard
 from .calls import CallStore, MemoryCalls
+from .images import ImageStore, MemoryImages
 from .in_place import AdaptersInPlace, InPlaceRecord, MemoryRecord, WeightsInPlace
 from .limits import LimitStore
 from .memory import MemoryLimits
@@ -28,6 +29,7 @@ class Store:
         adapters: The adapters of a lane, likewise.
         models: The models of the deployment.
         service: The service that each lane has given to its tenants.
+        images: Decoded images of requests.
     """
 
     board: StageBoard
@@ -38,6 +40,7 @@ class Store:
     adapters: InPlaceRecord[AdaptersInPlace]
     models: ModelRegistry
     service: ServiceRecord
+    images: ImageStore
 
 
 def memory_store(config: BusConfig) -> Store:
@@ -51,4 +54,5 @@ def memory_store(config: BusConfig) -> Store:
         MemoryRecord(),
         MemoryModelRegistry(),
         MemoryService(),
+        MemoryImages(),
     )

@@ -124,6 +124,12 @@ CONSTRAINTS = _counter(
 CONSTRAINT_COMPILE = _step_seconds(
     "nano.constraint.compile.duration", "Time to compile a constraint.", names.CONSTRAINT
 )
+IMAGES = _counter("nano.images", "{image}", "Images of requests.", names.ERROR_TYPE)
+IMAGE_TIME = _counter(
+    "nano.images.time", "s", "Time to decode images and to tokenise their prompts."
+)
+STORED_IMAGES = _gauge("nano.images.stored", "{image}", "Decoded images in the store.")
+STORED_IMAGE_BYTES = _gauge("nano.images.stored_bytes", "By", "Their size.")
 DEAD_LETTERED = _counter(
     "nano.requests.buried", "{request}", "Requests moved to the dead letters.", names.ERROR_TYPE
 )

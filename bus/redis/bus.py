@@ -17,6 +17,7 @@ from ...store.in_place import AdaptersInPlace, WeightsInPlace
 from ...store.redis.board import RedisBoard
 from ...store.redis.calls import RedisCalls
 from ...store.redis.client import Commands, Server, check_version, on_each, time_ms
+from ...store.redis.images import RedisImages
 from ...store.redis.in_place import RedisRecord
 from ...store.redis.keys import Keys
 from ...store.redis.limits import RedisLimits
@@ -113,6 +114,7 @@ class RedisBus:
             RedisRecord(self._keys.adapters, AdaptersInPlace, self._commands),
             RedisModelRegistry(*own),
             RedisService(*own),
+            RedisImages(*own),
         )
         self.routing = RedisRouting(config, *own, self.results)
 

@@ -164,7 +164,7 @@ def prompt_tokens(request: GenerateRequest) -> int:
     """Return the tokens of a prompt; an estimate for a text."""
     if request.prompt_token_ids is not None:
         return len(request.prompt_token_ids)
-    texts = [request.prompt or "", *(each.content for each in request.messages or ())]
+    texts = [request.prompt or "", *(each.text for each in request.messages or ())]
     size = sum(len(text.encode(errors="surrogatepass")) for text in texts)
     return math.ceil(size / BYTES_OF_A_TOKEN)
 

@@ -12,11 +12,12 @@ import anyio.to_thread
 import msgspec
 
 from ...config import field_name
-from ...text.chat_template import TemplateWorkers, render, template_of
+from ...text.chat_template import TemplateWorkers, as_contents_read, render, template_of
 from ...text.messages import EFFORT, SWITCHES, MessageFormat, Tool, asked_to_reason, opening_of
 from ..server.http import FieldError
+from .images import sources_in, text_in, without_sources
 from .turns import Turns
-from .words import LazyWords
+from .words import LazyWords, Words
 
 AT_ONCE = 3
 """Templates that run at a time. Each keeps a core busy, and one tenant alone has two."""
@@ -55,7 +56,7 @@ class Conversation(msgspec.Struct, frozen=True, kw_only=True):
     """The input of a chat template.
 
     Attributes:
-        turns: The messages.
+        turns: The messages. A content is a text, or with images a list of parts (`serving.images`).
         add_generation_prompt: Whether the prompt ends with the begin of the assistant's turn.
         continue_final_message: Whether the prompt ends within the last message, to be continued.
         variables: Other variables of the template.
@@ -72,10 +73,21 @@ class Conversation(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Rendered(NamedTuple):
-    """A conversation as a prompt. `opening`: its part of the assistant's turn, for `Reading`."""
+    """A conversation as a prompt.
 
-    token_ids: tuple[int, ...]
+    Attributes:
+        prompt: Its tokens; with images its text, with one placeholder for each.
+        opening: Its part of the assistant's turn, for `Reading`.
+    """
+
+    prompt: str | tuple[int, ...]
     opening: str
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """The tokens of a prompt without images."""
+        assert not isinstance(self.prompt, str), "an image's tokens depend on its size"
+        return self.prompt
 
 
 class ChatTemplates:
@@ -114,14 +126,16 @@ class ChatTemplates:
 
         def work() -> Rendered:
             # Before the template, which may drop text, and after it, which may add text.
-            sent = "".join(str(turn.get("content") or "") for turn in conversation.turns)
+            sent = "".join(map(text_in, conversation.turns))
             words.check_fits(sent, max_model_len)
-            text = self._rendered(words.tokenizer, conversation, form)
+            text = self._rendered(words, conversation, form)
             words.check_fits(text, max_model_len)
-            token_ids = words.token_ids(text, add_special=False)
+            prompt: str | tuple[int, ...] = text
+            if not sources_in(conversation.turns):
+                prompt = words.token_ids(text, add_special=False)
             begun = conversation.add_generation_prompt or conversation.continue_final_message
             opening = opening_of(form, text) if form is not None and begun else ""
-            return Rendered(token_ids, opening)
+            return Rendered(prompt, opening)
 
         with self._turns.wait(tenant, [_PLACE]) as call:
             await call.take(_PLACE)
@@ -131,8 +145,9 @@ class ChatTemplates:
                 self._turns.give_back(tenant)
 
     def _rendered(
-        self, tokenizer: Any, conversation: Conversation, form: MessageFormat | None
+        self, words: Words, conversation: Conversation, form: MessageFormat | None
     ) -> str:
+        tokenizer = words.tokenizer
         tools = [tool.as_templates_read() for tool in conversation.tools] or None
         template = template_of(tokenizer, tools)
         if tools and "tools" not in names_read(template):
@@ -149,9 +164,12 @@ class ChatTemplates:
             template,
             always=form is not None and form.reasoning is not None,
         )
+        turns = as_read_by(template, [without_sources(turn) for turn in conversation.turns])
+        if words.images is not None:
+            turns = as_contents_read(template, turns, words.images.placeholder)
         return render(
             tokenizer,
-            as_read_by(template, conversation.turns),
+            turns,
             tools=tools,
             add_generation_prompt=conversation.add_generation_prompt,
             continue_final_message=conversation.continue_final_message,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import NamedTuple
@@ -10,12 +10,13 @@ from typing import NamedTuple
 from msgspec.structs import replace
 from starlette.requests import Request
 
-from ...bus.public import GenerateRequest
+from ...bus.public import GenerateRequest, ImageInput
 from ...config import NanoInferenceError, SamplingParams
 from ...text.grammar import check_size
 from ...text.messages import MessageFormat, Reading, ToolUse, constraint_of
 from ..server.http import FieldError, connected, field_error
 from .chat_templates import Conversation, reasoning_asked
+from .images import sources_in
 from .origin import tenant_of
 from .services import Services
 
@@ -24,15 +25,18 @@ class Prepared(NamedTuple):
     """A conversation ready to submit.
 
     Attributes:
+        prompt: Tokens; with images a text.
         sampling: With the constraint that follows from tools, format and reasoning budget.
         form: The model's message format; None if it is unknown.
         reading: How the answer is read; None for plain text.
+        images: Of the prompt.
     """
 
-    token_ids: tuple[int, ...]
+    prompt: str | tuple[int, ...]
     sampling: SamplingParams
     form: MessageFormat | None
     reading: Reading | None
+    images: tuple[ImageInput, ...] = ()
 
 
 async def check_length(
@@ -64,7 +68,11 @@ async def as_submitted(
         RequestError: request_too_large, invalid_prompt, unsupported.
     """
     if as_tokens and request.prompt is not None:
-        token_ids = await services.words.token_ids(request.prompt)
+        if request.images:
+            words = await services.words.required()
+            token_ids = await services.images.expand(words, request.prompt, request.images)
+        else:
+            token_ids = await services.words.token_ids(request.prompt)
         request = replace(request, prompt=None, prompt_token_ids=token_ids)
     services.submissions.check_encoded(request)
     return request
@@ -103,8 +111,8 @@ async def prepare(
         budget_param: The call's field for the budget.
 
     Raises:
-        RequestError: As `ChatTemplates.render`; unsupported: the model's format lacks calls or
-            reasoning; invalid_constraint.
+        RequestError: As `ChatTemplates.render`, and `Images`; unsupported: the model's format lacks
+            calls or reasoning; invalid_constraint.
         ClientDisconnect: The client has left; other templates may be rendered first.
     """
     words = services.words
@@ -121,9 +129,10 @@ async def prepare(
         if sampling.constraint is not None:
             # As admission does, before a grammar of megabytes is parsed.
             check_size(sampling.constraint, services.config.admission.max_constraint_bytes)
-        rendered = await services.templates.render(
-            replace(conversation, tools=use.usable), tenant_of(request)
-        )
+        tenant, sources = tenant_of(request), sources_in(conversation.turns)
+        services.images.check(sources, await words.required())
+        rendered = await services.templates.render(replace(conversation, tools=use.usable), tenant)
+        images = await services.images.load(sources, tenant)
         constraint = None
         if use.usable or sampling.constraint is not None or reasoning_budget is not None:
             special_tokens = (await words.required()).special_tokens
@@ -146,7 +155,35 @@ async def prepare(
                 opening=rendered.opening, tools=use.usable, separates_reasoning=separates
             )
         constrained = replace(sampling, constraint=constraint)
-        return Prepared(rendered.token_ids, constrained, form, reading)
+        return Prepared(rendered.prompt, constrained, form, reading, images)
+
+
+async def conversation_tokens(
+    services: Services, conversation: Conversation, tenant: str
+) -> tuple[int, ...]:
+    """Return the tokens of a conversation as a prompt, with all of its images.
+
+    Raises:
+        RequestError: As `ChatTemplates.render`, `Images.load` and `Images.expand`.
+    """
+    sources, words = sources_in(conversation.turns), await services.words.required()
+    services.images.check(sources, words)
+    rendered = await services.templates.render(conversation, tenant)
+    images = await services.images.load(sources, tenant)
+    return await tokens_of(services, rendered.prompt, images)
+
+
+async def tokens_of(
+    services: Services, prompt: str | tuple[int, ...], images: Sequence[ImageInput]
+) -> tuple[int, ...]:
+    """Return the tokens of a rendered prompt with its images.
+
+    Raises:
+        RequestError: As `Images.expand`.
+    """
+    if not isinstance(prompt, str):
+        return prompt
+    return await services.images.expand(await services.words.required(), prompt, images)
 
 
 @contextmanager

@@ -10,6 +10,7 @@ from ...text.messages import find_format
 from ..policy.policy import Policy
 from .chat_templates import AT_ONCE, ChatTemplates
 from .durable_calls import DurableCalls
+from .images import FETCHES, Images
 from .lane_state import Readiness, ServedModels
 from .measures import Measures
 from .submissions import Submissions
@@ -35,6 +36,7 @@ class Services:
         submissions: Requests that wait or are in the pipeline.
         length: Tokens that prompt and completion may have together.
         templates: Conversations as prompts.
+        images: Images of conversations.
         durable: Calls stored on the bus.
     """
 
@@ -55,6 +57,8 @@ class Services:
         )
         self.submissions = Submissions(engine, config, measures, self.readiness, self.chain)
         self.length = self.submissions.length
+        fetches = Turns(FETCHES, gateway.max_waiting, measures)
+        self.images = Images(config.images, config.engine.model_name, fetches)
         turns = Turns(AT_ONCE, gateway.max_waiting, measures)
         self.templates = ChatTemplates(
             self.words, self.length.get, gateway.template_timeout_s, turns

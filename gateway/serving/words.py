@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -14,6 +15,7 @@ from ...bus.public import CompletionSample
 from ...config import ModelError, RequestError, SamplingParams
 from ...text.detokenizer import Detokenizer, TokenPieces
 from ...text.gguf import folder_of
+from ...text.images import ImageProcessor
 from ...text.messages import MessageFormat, format_of
 from ...text.tokenizer import (
     check_text_fits,
@@ -45,11 +47,18 @@ class Words:
         tokenizer: Transformers' tokenizer.
         stop_token_ids: The tokens that end a generation by default.
         special_tokens: Ids of special tokens by name.
+        images: The model's image processor; None if it takes no images.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerFast, stop_token_ids: frozenset[int]) -> None:
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerFast,
+        stop_token_ids: frozenset[int],
+        images: ImageProcessor | None = None,
+    ) -> None:
         self.stop_token_ids = stop_token_ids
         self.tokenizer = tokenizer
+        self.images = images
         self.special_tokens = special_token_ids(tokenizer)
         self._longest_token_bytes = longest_token_bytes(tokenizer)
         self._token_texts: dict[int, str] = {}
@@ -127,7 +136,11 @@ class LazyWords:
 
         def load() -> Words:
             tokenizer = load_tokenizer(self._folder)
-            return Words(tokenizer, stop_token_ids_of(self._folder, tokenizer))
+            images: ImageProcessor | None = None
+            # Without a usable one admission, too, serves texts.
+            with suppress(ModelError):
+                images = ImageProcessor.of(self._folder, tokenizer)
+            return Words(tokenizer, stop_token_ids_of(self._folder, tokenizer), images)
 
         async with self._loading:
             if self._words is None:

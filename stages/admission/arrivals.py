@@ -9,16 +9,25 @@ import msgspec
 
 from ...bus.control import Cancel
 from ...bus.entries import RequestEntry
+from ...bus.media import MediaItem
 from ...bus.messages import AdmittedRequest, Prompt, RequestOpened
 from ...bus.public import ErrorInfo
+from ...store.images import StoredImage
 from .responses import ResponseKey
 
 
 class Tokens(NamedTuple):
-    """Token ids of a request's prompt and of its prediction."""
+    """Token ids of a request's prompt and of its prediction.
+
+    Attributes:
+        media: The images in the prompt.
+        pixels: Those that may not be in the store yet.
+    """
 
     prompt: Prompt
     prediction: tuple[int, ...] = ()
+    media: tuple[MediaItem, ...] = ()
+    pixels: tuple[StoredImage, ...] = ()
 
 
 class Accepted(NamedTuple):

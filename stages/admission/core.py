@@ -14,6 +14,7 @@ from ...bus.entries import Malformed, RequestEntry
 from ...bus.messages import (
     AdmittedRequest,
     CacheScope,
+    Prompt,
     RecoveredSample,
     RequestInfo,
     RequestOpened,
@@ -25,6 +26,7 @@ from ...bus.public import GenerateRequest
 from ...config import Config, RequestError, SamplingParams, prompt_too_long, shown
 from ...store.board import LoadedAdapter
 from ...text.grammar import GrammarCompiler, check_size, plain
+from ...text.images import ImageProcessor, Size
 from ...text.tokenizer import ANY_LENGTH, longest_token_bytes
 from .arrivals import Accepted, Tokens
 from .checks import (
@@ -40,6 +42,7 @@ from .checks import (
     pooling_of,
     request_id_of,
 )
+from .images import NOTHING_KNOWN, Known, RequestImages, media_of
 from .prompts import PromptReader
 from .responses import ResponseCache, ResponseKey, is_repeatable
 
@@ -61,6 +64,7 @@ class AdmissionCore:
         config: Config,
         tokenizer: PreTrainedTokenizerFast | None,
         stop_token_ids: frozenset[int],
+        processor: ImageProcessor | None = None,
     ) -> None:
         """Create a core without capacity.
 
@@ -68,6 +72,7 @@ class AdmissionCore:
             config: All settings.
             tokenizer: None for a model without one: then all texts are refused.
             stop_token_ids: The model's own, for requests that don't ignore them.
+            processor: None for a model without images: then all images are refused.
         """
         self._model_name = config.engine.model_name
         self._names = {"", self._model_name, *config.engine.model_aliases}
@@ -75,6 +80,7 @@ class AdmissionCore:
         self._limits = config.admission
         self._max_result_bytes = config.bus.max_result_bytes
         self._has_reference = bool(config.engine.reference_model_path)
+        self._images = RequestImages(config.images, processor, self._has_reference)
         self._tokenizer = tokenizer
         self._longest_token_bytes = (
             ANY_LENGTH if tokenizer is None else longest_token_bytes(tokenizer)
@@ -164,6 +170,7 @@ class AdmissionCore:
             )
         check_sampling(request.sampling, vocab_size=self.capacity.vocab_size)
         check_embed(request, self.capacity, self._model_name)
+        self._images.check(request, self.capacity.images, self._model_name)
         if self._tokenizer is None:
             check_no_text(request)
         if request.sampling.constraint is not None:
@@ -197,22 +204,48 @@ class AdmissionCore:
             assert self._grammars is not None, "set_capacity and check come before"
             self._grammars.check(request.sampling.constraint)
 
-    def tokenize(self, request: GenerateRequest) -> Tokens:
-        """Check a request's constraint, and tokenise its prompt and prediction.
+    def tokenize(self, request: GenerateRequest, known: Known = NOTHING_KNOWN) -> Tokens:
+        """Check a request's constraint, decode its images, and tokenise its prompt and prediction.
 
-        Slow for a long text or a new constraint. Another thread may call it: it changes no state.
+        Slow for a long text, an image or a new constraint. Another thread may call it: it changes
+        no state. `check` comes before for a request with images.
+
+        Args:
+            known: Sizes of images that the request names by id.
 
         Raises:
-            RequestError: Refused for its prompt, its prediction, or its constraint.
+            RequestError: Refused for its prompt, its images, its prediction, or its constraint.
         """
         self.check_constraint(request)
         reader = self._reader(request)
         reader.check_prompt()
-        prompt = reader.prompt()
-        if not request.prediction:
-            return Tokens(prompt)
-        reader.check_prediction()
-        return Tokens(prompt, reader.prediction())
+        images = self._images.decode(request, known)
+        sizes = [image.size for image in images]
+        if images:
+            self._check_image_tokens(sizes)
+        expanded = reader.prompt(sizes)
+        prediction: tuple[int, ...] = ()
+        if request.prediction:
+            reader.check_prediction()
+            prediction = reader.prediction()
+        return Tokens(
+            Prompt(expanded.token_ids, tuple(image.id for image in images)),
+            prediction,
+            media_of(images, expanded),
+            tuple(image.pixels for image in images if image.pixels is not None),
+        )
+
+    def _check_image_tokens(self, sizes: Sequence[Size]) -> None:
+        """Raises RequestError: image_too_large, prompt_too_long."""
+        capacity = self.capacity
+        assert capacity.images is not None, "check comes before"
+        number = self._images.check_tokens(sizes, capacity.images.max_tokens)
+        if number >= capacity.max_model_len:
+            raise prompt_too_long(
+                capacity.max_model_len,
+                f"the prompt's images take {number}",
+                "send fewer or smaller ones",
+            )
 
     def admit(
         self,
@@ -276,11 +309,11 @@ class AdmissionCore:
                 "" if self._limits.share_prefixes_across_tenants else request.tenant,
                 request.cache_salt,
                 adapter,
-                media=tokens.prompt.media,
             ),
             prediction=tokens.prediction and self._as_draft(tokens.prediction, sampling),
             has_stop_strings=bool(sampling.stop),
             kv_session=request.kv_session,
+            media=tokens.media,
         )
         key = self._response_key(request, opened, admitted) if self.responses.max_bytes else None
         return Accepted(opened, admitted, key)
@@ -354,7 +387,8 @@ class AdmissionCore:
 
     def _reader(self, request: GenerateRequest) -> PromptReader:
         limits = self.capacity.max_model_len, self.capacity.vocab_size
-        return PromptReader(request, self._tokenizer, self._longest_token_bytes, *limits)
+        longest, processor = self._longest_token_bytes, self._images.processor
+        return PromptReader(request, self._tokenizer, longest, *limits, processor)
 
     @staticmethod
     def _readable(entry: RequestEntry) -> GenerateRequest:

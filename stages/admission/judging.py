@@ -5,6 +5,8 @@ from __future__ import annotations
 import msgspec
 
 from ...bus.control import Cancel
+from ...bus.entries import Malformed
+from ...bus.public import GenerateRequest, ImageInput
 from ...config import RequestError
 from ...telemetry import now_ns
 from ..actor import Actor
@@ -32,13 +34,21 @@ def judge(stage: Actor, core: AdmissionCore, wanted: Judge) -> Judged:
         log = stage.log_of(request_id, trace.context)
         log.info("request_refused", code=error.code, reason=error.message)
         end = (request_id, entry.entry_id, status_of(error.code), error.code, error.message)
-        return Judged(arrival, end=Cancel(*end))
+        return Judged(arrival, end=Cancel(*end, retry_after_s=error.retry_after_s))
     except Exception as error:
         if not is_of_the_entry(error):
             raise
         return Judged(arrival, failure=why_given_up(error))
     count_constraint(stage, entry)
     return judged
+
+
+def without_files(request: GenerateRequest | Malformed) -> GenerateRequest | Malformed:
+    """Return a request without the content of its images, for a log."""
+    if isinstance(request, Malformed) or not request.images:
+        return request
+    images = tuple(ImageInput(id=image.id) for image in request.images)
+    return msgspec.structs.replace(request, images=images)
 
 
 def _admit(stage: Actor, core: AdmissionCore, wanted: Judge, trace: EntryTrace) -> Judged:
@@ -64,7 +74,7 @@ def _admit(stage: Actor, core: AdmissionCore, wanted: Judge, trace: EntryTrace) 
     opened, admitted = accepted.opened, accepted.admitted
     trace.end(opened, admitted)
     if stage.config.telemetry.log_prompts:
-        content = msgspec.to_builtins(entry.request)
+        content = msgspec.to_builtins(without_files(entry.request))
         stage.log_of(request_id_of(entry), context).info("request_admitted", request=content)
     opened = msgspec.structs.replace(opened, admitted_ns=now_ns())
     return Judged(arrival, accepted._replace(opened=opened), wanted.cancelled)

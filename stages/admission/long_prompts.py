@@ -1,5 +1,5 @@
-"""Long texts are tokenised, and constraints compiled, in threads: a few at a time, round robin by
-tenant, while other requests pass.
+"""Long texts are tokenised, images decoded, and constraints compiled, in threads: a few at a time,
+round robin by tenant, while other requests pass.
 """
 
 from __future__ import annotations
@@ -68,11 +68,12 @@ AT_A_TIME = 2
 
 
 def is_long(entry: RequestEntry) -> bool:
-    """Return whether an entry's texts take long to tokenise, or its constraint to compile."""
+    """Return whether an entry's texts take long to tokenise, its images to decode, or its
+    constraint to compile."""
     request = entry.request
     if not isinstance(request, GenerateRequest):
         return False
-    return request.sampling.constraint is not None or _is_long_text(request)
+    return bool(request.sampling.constraint is not None or request.images or _is_long_text(request))
 
 
 def _is_long_text(request: GenerateRequest) -> bool:
@@ -80,7 +81,7 @@ def _is_long_text(request: GenerateRequest) -> bool:
     if isinstance(request.prediction, str):
         size += len(request.prediction)
     if request.messages:
-        size += sum(MESSAGE_TEXT + len(message.content) for message in request.messages)
+        size += sum(MESSAGE_TEXT + len(message.text) for message in request.messages)
     return size >= LONG_TEXT
 
 
@@ -112,7 +113,7 @@ class LongPrompts:
         request = entry.request
         assert isinstance(request, GenerateRequest)
         turns = self._constraints if is_constraint else None
-        if turns is None and _is_long_text(request):
+        if turns is None and (request.images or _is_long_text(request)):
             turns = self._texts
         with anyio.CancelScope() as waiting:
             if deadline_ns is not None:

@@ -9,7 +9,7 @@ from ...bus.control import Cancel
 from ...bus.entries import RequestEntry
 from ...bus.messages import AdmittedRequest, RecoveredSample, RequestOpened
 from ...bus.public import Completion, GenerateRequest
-from ...config import BusError, Constraint
+from ...config import BusError, Constraint, NanoInferenceError
 from ...telemetry import Attributes, TraceContext, instruments, names, now_ns
 from ...text.grammar import kind_of
 from ..actor import Actor
@@ -38,6 +38,26 @@ def compiling(stage: Actor, constraint: Constraint) -> Iterator[None]:
     finally:
         labels = {names.CONSTRAINT: kind_of(constraint)}
         stage.metrics.record(instruments.CONSTRAINT_COMPILE, (now_ns() - start_ns) / 1e9, labels)
+
+
+def count_images(stage: Actor, number: int, seconds: float, error: str = "") -> None:
+    """Count images that were decoded, or whose request was refused, and the time."""
+    labels = {names.ERROR_TYPE: error}
+    stage.metrics.record(instruments.IMAGES, number, labels)
+    stage.metrics.record(instruments.IMAGE_TIME, seconds)
+
+
+@contextmanager
+def preparing_images(stage: Actor, request: GenerateRequest) -> Iterator[None]:
+    """Count a request's images, and measure their decoding, in any thread."""
+    start_ns, error = now_ns(), ""
+    try:
+        yield
+    except NanoInferenceError as refusal:
+        error = refusal.code
+        raise
+    finally:
+        count_images(stage, len(request.images), (now_ns() - start_ns) / 1e9, error)
 
 
 LOST_S = 10.0

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import msgspec
 
 from ...bus.codec import is_unicode
-from ...bus.messages import Prompt
-from ...bus.public import GenerateRequest
+from ...bus.public import ChatMessage, GenerateRequest
 from ...config import RequestError, prompt_too_long, shown
-from ...text.chat_template import render
+from ...text.chat_template import as_contents_read, render, template_of
+from ...text.images import Expanded, ImageProcessor, Size
 from ...text.tokenizer import check_text_fits
 from .checks import check_token_ids
 
@@ -21,6 +24,7 @@ class PromptReader(NamedTuple):
 
     Attributes:
         tokenizer: None for a model without one; such requests have token ids alone.
+        processor: None for a model without images.
         longest_token_bytes: Of the tokenizer's tokens.
     """
 
@@ -29,6 +33,7 @@ class PromptReader(NamedTuple):
     longest_token_bytes: int
     max_model_len: int
     vocab_size: int
+    processor: ImageProcessor | None = None
 
     def check_prompt(self) -> None:
         """Check the prompt without tokenising it.
@@ -54,34 +59,66 @@ class PromptReader(NamedTuple):
             if len(request.messages) >= self.max_model_len:
                 sent = f"the conversation has {len(request.messages)} messages"
                 raise prompt_too_long(self.max_model_len, sent, "send fewer")
-            self._check_fits("".join(message.content for message in request.messages))
+            self._check_fits("".join(message.text for message in request.messages))
 
-    def prompt(self) -> Prompt:
+    def prompt(self, sizes: Sequence[Size] = ()) -> Expanded:
         """Return the prompt, with at least one token, all within the vocabulary. `check_prompt`
         comes before.
+
+        Each placeholder of an image becomes all its tokens: in texts before they are tokenised, as
+        Transformers does, since white space may join with its neighbours.
 
         A text gets the special tokens that the tokenizer adds by default. A conversation goes
         through the model's chat template, with the beginning of the assistant's turn; the template
         writes its special tokens itself, so none are added. As everywhere in Transformers, special
         tokens that are spelled out in a text are read as such.
 
+        Args:
+            sizes: Of the prompt's images.
+
         Raises:
             RequestError: invalid_prompt, empty_prompt, invalid_messages, no_chat_template,
-                chat_template_failed, invalid_token_ids, prompt_too_long.
+                chat_template_failed, invalid_token_ids, prompt_too_long, images_mismatch.
         """
         request, tokenizer = self.request, self.tokenizer
         ids = request.prompt_token_ids or ()
         if tokenizer is not None and request.prompt is not None:
-            ids = encode(request.prompt, tokenizer, add_special_tokens=True, code="invalid_prompt")
+            text = self._with_images(request.prompt, sizes)
+            special = request.add_special_tokens
+            ids = encode(text, tokenizer, add_special_tokens=special, code="invalid_prompt")
         elif tokenizer is not None and request.messages is not None:
-            turns = [{"role": each.role, "content": each.content} for each in request.messages]
-            text = render(tokenizer, turns)
+            text = render(tokenizer, self._turns(tokenizer, request.messages))
             self._check_fits(text)
+            text = self._with_images(text, sizes)
             ids = encode(text, tokenizer, add_special_tokens=False, code="invalid_messages")
         if not ids:
             raise RequestError("the prompt gives no tokens", code="empty_prompt")
-        check_token_ids("the prompt", ids, self.vocab_size, "invalid_token_ids")
-        return Prompt(ids)
+        if not sizes:
+            check_token_ids("the prompt", ids, self.vocab_size, "invalid_token_ids")
+            return Expanded(ids, ())
+        assert self.processor is not None, "RequestImages.check comes before"
+        # The placeholder's own id may lie outside the vocabulary.
+        marks = {self.processor.mark_id, self.processor.placeholder_id}
+        others = [token_id for token_id in ids if token_id not in marks]
+        check_token_ids("the prompt", others, self.vocab_size, "invalid_token_ids")
+        return self.processor.expand(ids, sizes)
+
+    def _turns(
+        self, tokenizer: PreTrainedTokenizerFast, messages: Iterable[ChatMessage]
+    ) -> list[dict[str, Any]]:
+        """Return messages as the model's template reads them."""
+        if self.processor is None:
+            return [{"role": each.role, "content": each.text} for each in messages]
+        turns: list[dict[str, Any]] = [
+            {"role": each.role, "content": msgspec.to_builtins(each.content)} for each in messages
+        ]
+        return as_contents_read(template_of(tokenizer), turns, self.processor.placeholder)
+
+    def _with_images(self, text: str, sizes: Sequence[Size]) -> str:
+        if not sizes:
+            return text
+        assert self.processor is not None, "RequestImages.check comes before"
+        return self.processor.expand_text(text, sizes)
 
     def check_prediction(self) -> None:
         """Check the prediction without tokenising it.

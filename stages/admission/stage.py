@@ -6,7 +6,8 @@ import asyncio
 import socket
 from collections.abc import Awaitable, Sequence
 from functools import partial
-from typing import ClassVar
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar
 
 import anyio
 import anyio.to_thread
@@ -27,11 +28,12 @@ from ...bus.control import (
     WeightsChanged,
 )
 from ...bus.links import ADMITTED, CONTROL, OPENED, REFUSED, at
-from ...bus.messages import Envelope, Message, Recover, RequestFinished
+from ...bus.messages import AdmittedRequest, Envelope, Message, Recover, RequestFinished
 from ...bus.public import Completion, GenerateRequest
-from ...config import AdapterError, BusError, ChannelClosed, shown, split_role
+from ...config import AdapterError, BusError, ChannelClosed, ModelError, shown, split_role
 from ...store.board import LoadedAdapter, StageState
 from ...telemetry import TraceContext, instruments, names, now_ns
+from ...text.images import ImageProcessor
 from ...text.tokenizer import find_tokenizer, stop_token_ids_of
 from ..actor import Actor, StageContext, budget_of
 from . import effects as do
@@ -39,13 +41,27 @@ from .arrivals import Arrival, Step, Tokenized, Tokens
 from .checks import request_id_of
 from .core import AdmissionCore
 from .epochs import EpochCore
+from .held_images import LEASE_S as IMAGE_LEASE_S
+from .held_images import HeldImages
+from .images import Known
 from .judging import judge
 from .long_prompts import LongPrompts, is_long
-from .measures import compiling, count_moe, trace_cancel, trace_first_again, trace_replay
+from .measures import (
+    compiling,
+    count_images,
+    count_moe,
+    preparing_images,
+    trace_cancel,
+    trace_first_again,
+    trace_replay,
+)
 from .refusals import GIVEN_UP_CODES, is_of_the_entry, overloaded, why_given_up
 from .requests import Unanswered, entry_deadline_ns
 from .responses import ResponseCache
 from .vanished import WATCH_S, VanishedReplicas
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
 
 TAKE_BATCH = 64
 """Entries taken from the queue at once."""
@@ -84,6 +100,8 @@ class AdmissionStage(Actor):
         self._room = asyncio.Event()
         self._taking = anyio.CancelScope()
         self._long_prompts = LongPrompts()
+        images = self.config.images
+        self._images = HeldImages(self.bus.store.images, images, durable=self.bus.durable)
         # Adapters to unload once no request in flight has them, and the operations to answer then.
         self._unloading: list[tuple[str, str]] = []
         # The last time when no request was in flight, as far as `load` has seen.
@@ -98,13 +116,31 @@ class AdmissionStage(Actor):
         if tokenizer is None:
             self.log.warning("no_tokenizer", meaning="only token ids are taken, and come back")
         self._core = await anyio.to_thread.run_sync(
-            lambda: AdmissionCore(self.config, tokenizer, stop_token_ids_of(folder, tokenizer))
+            lambda: AdmissionCore(
+                self.config,
+                tokenizer,
+                stop_token_ids_of(folder, tokenizer),
+                self._image_processor(folder, tokenizer),
+            )
         )
         # Prometheus sees an increase only of a counter that exists.
         self._count_refused(0)
         for code in GIVEN_UP_CODES:
             self.metrics.record(instruments.DEAD_LETTERED, 0, {names.ERROR_TYPE: code})
         count_moe(self, self.config.engine.model_name, 0)
+        count_images(self, 0, 0.0)
+
+    def _image_processor(
+        self, folder: Path, tokenizer: PreTrainedTokenizerFast | None
+    ) -> ImageProcessor | None:
+        """Return the model's image processor; without a usable one it serves texts."""
+        if tokenizer is None:
+            return None
+        try:
+            return ImageProcessor.of(folder, tokenizer)
+        except ModelError as error:
+            self.log.warning("images_off", reason=error.message)
+            return None
 
     async def receive_forever(self, inbox: Inbox) -> None:
         pending = await self.bus.requests.pending()
@@ -191,6 +227,7 @@ class AdmissionStage(Actor):
                 await self._or_give_up(effect.entry_id, self._forward(effect))
             case do.Acknowledge(entry_id, request_id):
                 await self.bus.requests.acknowledge(entry_id, request_id)
+                await self._images.release(entry_id)
             case do.Then(step):
                 await self._handle_locked(step)
             case do.CutShort(cancel):
@@ -206,6 +243,7 @@ class AdmissionStage(Actor):
                 await self.send(at(CONTROL[stage], replica), Reset())
             case do.Renew():
                 lost = await self.bus.requests.renew(self.config.admission.lease_s)
+                self._images.forget(lost)
                 await self._handle_locked(partial(self.epochs.renewed, lost))
             case do.Claim(entries, overdue):
                 owners = await self._claim(entries)
@@ -257,6 +295,8 @@ class AdmissionStage(Actor):
             request = self._core.resumed(request, samples)
             if not request.sequences:
                 return  # all are finished, and streaming waits for scores
+            if request.media:
+                await self._restore_images(effect.entry_id, request)
         else:
             opened = self._core.look_up(accepted)
             await self.send(OPENED, opened, trace=trace)
@@ -265,6 +305,19 @@ class AdmissionStage(Actor):
             await self.send(ADMITTED, request, trace=trace, budget_ns=budget_ns)
         if samples is None:
             count_moe(self, opened.model, int(self._core.capacity.experts > 0))
+
+    async def _restore_images(self, entry_id: str, request: AdmittedRequest) -> None:
+        """Store images of a resumed request that are gone, as after a restart of the server.
+
+        Raises:
+            RequestError: unknown_image: the request names it by id alone; images_full.
+        """
+        item = self._requests.ledger.get(entry_id)
+        if item is None or not await self._images.missing(entry_id, request.media):
+            return
+        assert isinstance(item.entry.request, GenerateRequest)
+        work = partial(self._core.tokenize, item.entry.request)
+        await self._images.put_again(entry_id, await anyio.to_thread.run_sync(work))
 
     async def _or_give_up(self, entry_id: str, sending: Awaitable[None]) -> None:
         """Await what is sent for an entry; give the entry up if that fails because of it."""
@@ -367,6 +420,9 @@ class AdmissionStage(Actor):
         record(instruments.PENDING, backlog.pending)
         record(instruments.DEAD_LETTERS, backlog.dead)
         record(instruments.QUEUE_LENGTH, backlog.queue_length)
+        stored = await self.bus.store.images.usage()
+        record(instruments.STORED_IMAGES, stored.images)
+        record(instruments.STORED_IMAGE_BYTES, stored.num_bytes)
         if (responses := self._responses()) is not None:
             record(instruments.RESPONSES, len(responses))
             record(instruments.RESPONSE_BYTES, responses.num_bytes)
@@ -396,7 +452,11 @@ class AdmissionStage(Actor):
     async def _keep_lane(self) -> None:
         """Renew the lane's leases, and shed requests beyond the queue's bound."""
         third_ns = int(self.config.admission.lease_s / 3 * 1e9)
+        renew_images_ns = 0
         while True:
+            if now_ns() >= renew_images_ns:
+                await self._images.renew()
+                renew_images_ns = now_ns() + int(IMAGE_LEASE_S / 3 * 1e9)
             if now_ns() - self.epochs.renewed_ns >= third_ns:
                 await self._keep_leases()
             while await self._shed():
@@ -406,7 +466,9 @@ class AdmissionStage(Actor):
 
     async def _keep_leases(self) -> None:
         lease_s, before_ns = self.config.admission.lease_s, self.epochs.renewed_ns
-        await self._handle(partial(self.epochs.renewed, await self.bus.requests.renew(lease_s)))
+        lost = await self.bus.requests.renew(lease_s)
+        self._images.forget(lost)
+        await self._handle(partial(self.epochs.renewed, lost))
         if self.epochs.renewed_ns - before_ns > lease_s * 1e9:
             return  # Redis was away, so other lanes could not renew either
         room = self._requests.room()
@@ -470,6 +532,7 @@ class AdmissionStage(Actor):
         owner = self._requests.owner_of(request_id_of(entry), arrival.owner)
         try:
             self._core.check(entry, received_ns - entry.waited_ns, now_ns(), owner=owner)
+            known = await self._images.known(entry)
         except Exception as error:
             if not is_of_the_entry(error):
                 raise
@@ -477,13 +540,23 @@ class AdmissionStage(Actor):
         deadline_ns = entry_deadline_ns(entry, received_ns)
         run = partial(self._long_prompts.run, entry, deadline_ns)
         if self._core.knows_constraint(entry.request):
-            return await run(self._compile_and_tokenize)
-        refusal = await run(self._compile, is_constraint=True)
-        return await run(self._core.tokenize) if refusal is None else refusal
+            tokenized = await run(partial(self._compile_and_tokenize, known))
+        else:
+            refusal = await run(self._compile, is_constraint=True)
+            if refusal is not None:
+                return refusal
+            tokenized = await run(partial(self._decode_and_tokenize, known))
+        return await self._images.put(entry, tokenized)
 
-    def _compile_and_tokenize(self, request: GenerateRequest) -> Tokens:
+    def _compile_and_tokenize(self, known: Known, request: GenerateRequest) -> Tokens:
         self._compile(request)
-        return self._core.tokenize(request)
+        return self._decode_and_tokenize(known, request)
+
+    def _decode_and_tokenize(self, known: Known, request: GenerateRequest) -> Tokens:
+        if not request.images:
+            return self._core.tokenize(request)
+        with preparing_images(self, request):
+            return self._core.tokenize(request, known)
 
     def _compile(self, request: GenerateRequest) -> None:
         if request.sampling.constraint is not None:

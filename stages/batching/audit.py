@@ -11,7 +11,11 @@ from typing import NamedTuple
 from ...bus.messages import AUDIT_SEQ_ID, KVMove, NewSequence, RequestInfo, SequenceSpec
 from ...config import SamplingParams, SchedulerConfig
 from .cache import KVCacheManager, Lease
+from .image_keys import is_image_key
 from .tiers import KVTiers, LoadedBlock
+
+BLOCKS_SAVED_AT_ONCE = 16
+"""Blocks that one plan saves to disk while nothing else runs; a new request waits that long."""
 
 
 class _Running(NamedTuple):
@@ -85,8 +89,9 @@ class TierAudit:
 
     def _start(self, block: LoadedBlock, step_id: int) -> NewSequence | None:
         cache = self._cache
-        if block.scope.adapter:
-            return None  # with an adapter, KV computed again may have other bits
+        # With an adapter, KV computed again may have other bits, and images are not kept here.
+        if block.scope.adapter or any(map(is_image_key, block.token_ids)):
+            return None
         lease = Lease(list(block.token_ids), block.scope, whole_blocks=True)
         match = cache.match(lease)
         count = len(block.token_ids) - match.num_cached

@@ -25,20 +25,18 @@ from ...bus.messages import (
 from ...bus.weights import InFlight
 from ...config import EngineConfig, SchedulerConfig
 from ...store.board import LoadedAdapter
-from .audit import TierAudit
+from .audit import BLOCKS_SAVED_AT_ONCE, TierAudit
 from .caches import make_cache
 from .deciding import Turns, decide
 from .handover import Handovers
+from .images import NO_IMAGES, ImageCache
 from .index import SequenceIndex
-from .plans import NextPlan, SentPlan, aborted, accepted_tokens, unloaded
-from .report import Counters, Report
+from .plans import NextPlan, SentPlan, aborted, accepted_tokens, expired, unloaded
+from .report import Counters, Report, kv_report
 from .schedule import NOTHING, SchedulerOutput
 from .sequence import Sequence, SequenceStatus
 from .sessions import SessionTable
 from .starting import shared_prefills
-
-BLOCKS_SAVED_AT_ONCE = 16
-"""Blocks that one plan saves to disk while nothing else runs; a new request waits that long."""
 
 
 class BatchingCore:
@@ -59,6 +57,7 @@ class BatchingCore:
         tiers: The KV tiers below it; None if there are none.
         events: The log of blocks that can be found; None without `kv_events`.
         sessions: Conversations whose KV clients keep between turns.
+        images: The embeddings that the executor has; None if the model takes no images.
         paused: While set, no step is planned.
         lacks: As in MemoryState; while it is not empty, no step is planned.
     """
@@ -77,6 +76,7 @@ class BatchingCore:
         if self.tiers is not None:
             self._audit = TierAudit(self.tiers, self.cache, self.limits)
         self.sessions = SessionTable(self.cache, config, self._room_to_load)
+        self.images = ImageCache(capacity.images) if capacity.images is not None else None
         self.paused = False
         self.lacks: tuple[str, ...] = ()
         stages = capacity.pipeline_stages if steps_ahead > 1 else 1
@@ -282,6 +282,8 @@ class BatchingCore:
             self._audit.clear()
         self._handovers.clear()
         self.sessions.forget_loads()
+        if self.images is not None:
+            self.images.clear()
         self._sent.clear()
         for seq in list(self._leaving.values()):
             self._leave(seq)
@@ -310,8 +312,7 @@ class BatchingCore:
     def plan(self, now_ns: int) -> StepPlan | None:
         """Return the next step; None if there is none, or if enough plans are in flight."""
         for info in self._index.deadlines.pop_until(now_ns):
-            message = "the request's time budget ran out before it was done"
-            self.cancel(Cancel(info.request_id, info.entry_id, "expired", "expired", message))
+            self.cancel(expired(info))
         if self.tiers is not None and self.tiers.has_offers:
             self.tiers.end_offers(now_ns)
         next_plan = self._next
@@ -321,6 +322,8 @@ class BatchingCore:
             self._recompute(next_plan.recompute)
         if "kv_cache" in next_plan.release:
             self.cache.forget_device()
+        if self.images is not None and (next_plan.weight_version or next_plan.release):
+            self.images.clear()
         if next_plan.weight_version:
             self.cache.begin_weight_version(next_plan.weight_version)
             # Weights that hold nothing are replaced only by a complete set.
@@ -356,6 +359,8 @@ class BatchingCore:
             self.sessions.absorb(result.step_id)
         tokens = dict(zip(result.seq_ids, result.token_ids, strict=True))
         accepted = accepted_tokens(result)
+        if result.spoiled and self.images is not None:
+            self.images.spoil(map(self._index.get, result.spoiled))
         all_drafts = plan.num_drafts or repeat(0)
         for seq, num_tokens, num_drafts in zip(seqs, plan.num_tokens, all_drafts, strict=False):
             if seq.status is SequenceStatus.FINISHED:
@@ -451,11 +456,8 @@ class BatchingCore:
             "running": len(self._running),
             "waiting": len(self._waiting),
             "set_aside": len(self._paused_seqs),
-            "kv_free": self.cache.num_free_blocks(),
-            "kv_total": self.cache.num_blocks,
-            "kv_cached": self.cache.num_cached_blocks(),
+            **kv_report(self.cache),
             "kv_pinned": len(self.sessions.pins),
-            **(self.tiers.load_report() if self.tiers is not None else {}),
         }
 
     def check(self) -> None:
@@ -470,8 +472,7 @@ class BatchingCore:
         self.cache.check([*audits, *leases, *self.sessions.leases()])
         pausing = [seq for seq in leaving if seq.status is not SequenceStatus.FINISHED]
         alive = [*self._waiting, *self._running, *pausing, *self._paused_seqs.values()]
-        assert len(alive) == len(self._index), "a sequence is lost, or in two places"
-        assert set(self._index.values()) == set(alive), "a sequence is not in the index"
+        self._index.check(alive)
         assert self._sent or not leaving, "a sequence is kept though no plan names it"
 
     # --- deciding -----------------------------------------------------------------------------
@@ -492,7 +493,8 @@ class BatchingCore:
 
     def _schedule(self, now_ns: int, turns: Turns | None) -> SchedulerOutput:
         about = (self._waiting, self._running, self.cache, self.sessions, self.limits)
-        return decide(*about, now_ns, drafts=not self._draft_rest, turns=turns)
+        drafts = not self._draft_rest
+        return decide(*about, now_ns, drafts=drafts, turns=turns, images=self.images)
 
     def _room_to_load(self) -> int | None:
         """Return how many free blocks no sequence needs soon; None if no block may be moved."""
@@ -537,11 +539,13 @@ class BatchingCore:
                 new.append(self._start(seq, allocation.cached_length))
                 if num_tokens[seq_id] > seq.num_remaining:  # it loads what another start stored
                     num_tokens = {**num_tokens, seq_id: seq.num_remaining}
+        of_images = NO_IMAGES
+        if self.images is not None:
+            num_tokens, of_images = self.images.plan(num_tokens, self._index)
         self._counters.decoded += len(decision.decode_seqs)
         if self._waiting and not decision.preempted_seqs:
             num_tokens = self._with_shared_prefills(num_tokens, new)
-        seqs = [self._index[seq_id] for seq_id in num_tokens]
-        step_id = self._step_id
+        seqs, step_id = [self._index[seq_id] for seq_id in num_tokens], self._step_id
         for seq, number in zip(seqs, num_tokens.values(), strict=True):
             # `Sequence.plan`, without a call for each row.
             seq.num_planned += number == seq.num_planned - seq.num_scheduled
@@ -569,6 +573,8 @@ class BatchingCore:
             num_drafts=tuple([num_drafts.get(i, 0) for i in num_tokens]) if num_drafts else (),
             kv_moves=self._audit.take_moves() if self._audit is not None else (),
             kv_offers=tuple(offers),
+            forgotten_images=of_images.forgotten,
+            encodes=of_images.encodes,
         )
         self._sent.append(SentPlan(plan, seqs))
         return plan
@@ -577,14 +583,9 @@ class BatchingCore:
         self, num_tokens: Mapping[int, int], new: list[NewSequence]
     ) -> Mapping[int, int]:
         """Add a row without tokens behind each row whose prefill a waiting sequence shares."""
-        sources = [
-            seq
-            for seq_id, number in num_tokens.items()
-            if (seq := self._index[seq_id]).num_scheduled < seq.num_to_prefill
-            and seq.num_remaining == number
-        ]
-        num_running = len(self._running)
-        shared = shared_prefills(sources, self._waiting, num_running, self.cache, self.limits)
+        shared = shared_prefills(
+            num_tokens, self._index, self._waiting, len(self._running), self.cache, self.limits
+        )
         rows: dict[int, int] = {}
         for seq_id, number in num_tokens.items():
             rows[seq_id] = number
@@ -654,7 +655,7 @@ class BatchingCore:
         if seq.status is SequenceStatus.FINISHED:
             self.cache.release(seq.lease)
             self._report.end(seq.seq_id, ended=not seq.left)
-            self.sessions.end(seq.seq_id, seq.token_ids, seq.lease.scope)
+            self.sessions.end(seq.seq_id, seq.lease.token_ids, seq.lease.scope)
         else:
             self._release(seq)
             self._set_paused(seq)
@@ -688,11 +689,11 @@ class BatchingCore:
         self._index.remove(seq)
         if self._paused_seqs.pop(seq.seq_id, None) is not None:
             self._report.ended.append(seq.seq_id)  # its place was freed when it paused
-            self.sessions.end(seq.seq_id, seq.token_ids, seq.lease.scope)
+            self.sessions.end(seq.seq_id, seq.lease.token_ids, seq.lease.scope)
         elif not was_running:
             self._waiting.remove(seq)
             self._report.end(seq.seq_id)
-            self.sessions.end(seq.seq_id, seq.token_ids, seq.lease.scope)
+            self.sessions.end(seq.seq_id, seq.lease.token_ids, seq.lease.scope)
         else:
             self._commit(seq)
             if seq.seq_id not in self._leaving:

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from ...config import SchedulerConfig
 from .cache import KVCacheManager
+from .images import ImageCache
 from .plans import SentPlan
 from .schedule import SchedulerOutput, schedule
 from .sequence import Sequence
@@ -61,6 +62,7 @@ def decide(
     *,
     drafts: bool,
     turns: Turns | None = None,
+    images: ImageCache | None = None,
 ) -> SchedulerOutput:
     """Decide what runs in the next step; see `schedule`.
 
@@ -76,6 +78,7 @@ def decide(
         now_ns: The time.
         drafts: Whether drafted tokens may be verified.
         turns: Whose turn it is; None if it is everyone's.
+        images: As for `schedule`.
     """
     chosen, room = running, len(waiting)
     if turns is not None:
@@ -84,7 +87,7 @@ def decide(
     while True:
         starting = _startable(waiting, running, cache, sessions, limits, now_ns)[:room]
         free = cache.num_free_blocks()
-        more: dict[str, Any] = {"drafts": drafts, "num_elsewhere": num_elsewhere}
+        more: dict[str, Any] = {"drafts": drafts, "num_elsewhere": num_elsewhere, "images": images}
         decision = schedule(starting, chosen, free, limits, **more)
         if not sessions.pins:
             return decision

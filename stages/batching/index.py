@@ -36,6 +36,15 @@ class SequenceIndex(dict[int, Sequence]):
         if not samples:
             del self._by_request[seq.info.request_id]
 
+    def check(self, alive: list[Sequence]) -> None:
+        """Check that exactly these sequences are here, each once.
+
+        Raises:
+            AssertionError: They aren't.
+        """
+        assert len(alive) == len(self), "a sequence is lost, or in two places"
+        assert set(self.values()) == set(alive), "a sequence is not in the index"
+
     def clear(self) -> None:
         """Remove all sequences and deadlines."""
         super().clear()

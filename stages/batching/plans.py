@@ -66,6 +66,12 @@ def aborted(info: RequestInfo, why: str) -> Cancel:
     return Cancel(info.request_id, info.entry_id, "cancelled", "aborted", why)
 
 
+def expired(info: RequestInfo) -> Cancel:
+    """Return the cancellation of a request whose time is over."""
+    message = "the request's time budget ran out before it was done"
+    return Cancel(info.request_id, info.entry_id, "expired", "expired", message)
+
+
 def unloaded(info: RequestInfo) -> Cancel:
     """Return the cancellation of a request whose adapter is not loaded."""
     message = (

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from ...bus.messages import Credit, StepSummary
+from .cache import KVCacheManager
 
 REPORTED_STEPS = 8
 """Steps after which a report is due although no place is free."""
@@ -105,3 +106,13 @@ class Counters:
         if resumes:
             self.resumes += 1
             self.recomputed += num_tokens - num_cached
+
+
+def kv_report(cache: KVCacheManager) -> dict[str, int]:
+    """Return numbers of blocks. Cached blocks are counted at each call."""
+    return {
+        "kv_free": cache.num_free_blocks(),
+        "kv_total": cache.num_blocks,
+        "kv_cached": cache.num_cached_blocks(),
+        **(cache.tiers.load_report() if cache.tiers is not None else {}),
+    }

@@ -8,6 +8,7 @@ from collections.abc import Sequence as Seq
 import msgspec
 
 from ...config import SchedulerConfig
+from .images import ImageCache
 from .sequence import Sequence, SequenceStatus
 
 MAX_SCORED_TOKENS = 256
@@ -49,6 +50,7 @@ def schedule(
     *,
     drafts: bool = True,
     num_elsewhere: int = 0,
+    images: ImageCache | None = None,
 ) -> SchedulerOutput:
     """Decide what runs in the next step. No side effects.
 
@@ -70,6 +72,7 @@ def schedule(
         config: The limits.
         drafts: Whether drafted tokens may be verified.
         num_elsewhere: Further running sequences, which other plans compute.
+        images: The embeddings that the executor has; None if no sequence has images.
 
     Raises:
         ValueError: A sequence is in the wrong list, or the number of blocks is below 0.
@@ -107,7 +110,7 @@ def schedule(
     decode_seqs = tuple(num_tokens)
     startable = () if preempted else waiting
     prefills, free = _schedule_prefills(
-        startable, prefilling, len(stays) + num_elsewhere, len(num_tokens), free, config
+        startable, prefilling, len(stays) + num_elsewhere, len(num_tokens), free, config, images
     )
     num_tokens |= prefills
     num_drafts: dict[int, int] = {}
@@ -126,16 +129,25 @@ def _schedule_prefills(
     num_decodes: int,
     num_free_blocks: int,
     config: SchedulerConfig,
+    images: ImageCache | None,
 ) -> tuple[dict[int, int], int]:
     """Return the tokens of each prefill by sequence id, in order, and the blocks still free."""
     budget, scored_budget = config.max_tokens_per_batch - num_decodes, MAX_SCORED_TOKENS
     prefills: dict[int, int] = {}
+    of_step = images.begin() if images is not None else None
 
-    def take(seq: Sequence, count: int) -> bool:
+    def take(seq: Sequence, start: int, count: int) -> bool:
         nonlocal budget, scored_budget
         count = min(count, budget)
         if seq.scores_prompt:
-            count = min(count, scored_budget)
+            most = scored_budget
+            if most == MAX_SCORED_TOKENS and seq.images:
+                # An image may have to be computed as a whole.
+                most = max(most, *(image.item.num_tokens for image in seq.images))
+            count = max(min(count, most), 0)
+        if of_step is not None and seq.images:
+            count = of_step.limit(seq.images, start, count)
+        if seq.scores_prompt:
             scored_budget -= count
         budget -= count
         if count:
@@ -145,7 +157,7 @@ def _schedule_prefills(
     for seq in prefilling:
         if num_decodes + len(prefills) == config.max_batch_size:
             break
-        take(seq, seq.num_remaining)
+        take(seq, seq.num_scheduled, seq.num_remaining)
 
     # Keep the blocks that running sequences need in the next step, on average: starting a sequence
     # only to preempt it in the next step would waste its prefill.
@@ -157,8 +169,10 @@ def _schedule_prefills(
         least = len(seq.token_ids) if seq.is_whole else 1
         if budget < least or needed > num_free_blocks - reserved:
             break
-        # Where only the budget of scored prompts is used up, later sequences may start.
-        if take(seq, len(seq.token_ids) - seq.num_cached):
+        if of_step is not None and of_step.blocked:
+            break  # likewise an image
+        # Where only the budget of scored prompts or of images is used up, later ones may start.
+        if take(seq, seq.num_cached, len(seq.token_ids) - seq.num_cached):
             num_free_blocks -= needed
     return prefills, num_free_blocks
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from collections.abc import Sequence as Seq
 from enum import Enum, auto
 from typing import Self
 
@@ -18,6 +19,7 @@ from ...bus.messages import (
 )
 from ...config import SamplingParams
 from .cache import Lease
+from .image_keys import KeyIds, PlacedImage, place
 
 
 class SequenceStatus(Enum):
@@ -54,10 +56,11 @@ class Sequence:
         fetching_since_ns: When it began to wait for blocks from disk or another executor; 0 if it
             hasn't since it last ran.
         left: Whether it has been handed over to another replica, with its first token here.
-        cache_scope, prediction, tenant, kv_session: As in AdmittedRequest.
+        cache_scope, prediction, tenant, kv_session, media: As in AdmittedRequest.
         max_drafts: Most drafted tokens that a step may verify; 0 without speculation.
         num_drafting: Drafted tokens that plans in flight may verify.
-        lease: The sequence's part of the prefix cache.
+        images: Of the prompt, in order.
+        lease: The sequence's part of the prefix cache, by the ids in `KeyIds` if there are images.
         started: Whether the sequence has ever run.
         num_to_prefill: Tokens that were known when the sequence started.
         rank: As in AdmittedRequest; sequences with a smaller rank go first and are preempted last.
@@ -120,7 +123,15 @@ class Sequence:
         self.cache_scope = request.cache_scope
         self.prediction, self.max_drafts = request.prediction, max_drafts
         self.tenant, self.kv_session = request.tenant, request.kv_session
-        self.lease = Lease(self.token_ids, self.cache_scope, may_reuse=not self.computes_all)
+        self.media = request.media
+        self.images: tuple[PlacedImage, ...] = ()
+        key_ids: Seq[int] = self.token_ids
+        if request.media:
+            alone = len(request.media) == 1
+            self.media = tuple(msgspec.structs.replace(m, alone=alone) for m in request.media)
+            self.images = place(self.media, prompt)
+            key_ids = KeyIds(self.token_ids, self.images)
+        self.lease = Lease(key_ids, self.cache_scope, may_reuse=not self.computes_all)
         self.num_planned = len(self.token_ids)
         self.num_computed = self.num_scheduled = self.num_cached = self.num_drafting = 0
         self.num_to_prefill = self.next_commit = self.last_step = 0
@@ -151,6 +162,7 @@ class Sequence:
             handed_over=self.handed_over,
             hands_over=self.hands_over,
             session=session,
+            media=self.media,
         )
 
     @property

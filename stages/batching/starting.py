@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from collections.abc import Sequence as Seq
+from collections.abc import Iterable, Mapping
 from itertools import islice
 
 from ...config import SchedulerConfig
@@ -65,7 +64,8 @@ def startable(
 
 
 def shared_prefills(
-    sources: Seq[Sequence],
+    num_tokens: Mapping[int, int],
+    index: Mapping[int, Sequence],
     waiting: Iterable[Sequence],
     num_running: int,
     cache: KVCacheManager,
@@ -81,13 +81,21 @@ def shared_prefills(
     sequences may need in the next step.
 
     Args:
-        sources: Sequences that compute the last of their tokens in the step and have their blocks.
+        num_tokens: Tokens that sequences with blocks compute in the step, by id.
+        index: Sequences by id.
         waiting: In order, without sequences that start in the step.
         num_running: Running sequences, starting ones included.
         cache: After the starts of the step.
         limits: The scheduler's.
     """
-    sources = [seq for seq in sources if not seq.pools and cache.is_current(seq.lease)]
+    sources = [
+        seq
+        for seq_id, number in num_tokens.items()
+        if (seq := index[seq_id]).num_scheduled < seq.num_to_prefill
+        and seq.num_remaining == number
+        and not seq.pools
+        and cache.is_current(seq.lease)
+    ]
     shared: dict[int, list[Sequence]] = {}
     if not sources:
         return shared
@@ -111,5 +119,5 @@ def _can_share(seq: Sequence, source: Sequence) -> bool:
         seq.lease.may_reuse
         and not (seq.started or seq.pools)
         and seq.lease.scope == source.lease.scope
-        and seq.token_ids == source.token_ids
+        and seq.lease.token_ids == source.lease.token_ids
     )

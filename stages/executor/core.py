@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -11,12 +11,14 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from ...bus.control import ReplicaCapacity
-from ...bus.messages import StepPlan, StepResult
+from ...bus.control import Cancel, ReplicaCapacity
+from ...bus.messages import NewSequence, StepPlan, StepResult
 from ...config import EngineConfig, ModelError, WeightsError, shown
+from ...store.images import StoredImage
 from ...text.grammar import GrammarCompiler
 from .driver.choose import TokenChooser
 from .driver.constraints import Constraints
+from .driver.images import NO_IMAGES, SequenceImages, image_capacity
 from .driver.pooling import PromptPooler, capabilities_of, embedding_capacity, report_pooled
 from .driver.sampled import Sampled, TokenFeed, UnreadTokens
 from .driver.sequences import SequenceTable
@@ -74,6 +76,7 @@ class ExecutorCore:
         ranks: The other ranks; None if there are none.
         tiers: Moves KV blocks to host memory and disk; None if no tier is configured.
         graphs: The recorded decode steps; None if there are none.
+        images: Of the sequences' prompts; None if the model takes none.
         off: Why a feature is off: "kernels", "graphs", "speculation", "deterministic". Features in
             use are missing.
     """
@@ -138,6 +141,10 @@ class ExecutorCore:
         if model.generates:
             compiler.make_ready()
         self.constraints = Constraints(self._table, compiler, now_ns)
+        self.images: SequenceImages | None = None
+        if model.vision is not None:
+            self.images = SequenceImages(model.vision, self._table, Uploader(model.device))
+        self._image_capacity = image_capacity(config, model)
         self._feed = TokenFeed(rows, model.device)
         self._unread = UnreadTokens(self._table)
         self._capture: Capture | None = None
@@ -166,6 +173,7 @@ class ExecutorCore:
             unread=self._unread,
             speculator=self._speculator,
             chooser=TokenChooser(self._table, config.logprobs_mode == "raw", self.runner.kernels),
+            images=self.images,
             runs_ahead=self.runs_ahead and self.model.pipeline is None,
         )
 
@@ -241,6 +249,7 @@ class ExecutorCore:
             tiers=self.tiers.capacity if self.tiers is not None else None,
             exact="deterministic" not in self.off,
             pipeline_stages=1 if self.model.pipeline is None else self.model.pipeline.num_stages,
+            images=self._image_capacity,
         )
 
     def facts(self) -> dict[str, int | float | str]:
@@ -352,6 +361,8 @@ class ExecutorCore:
             self._speculator.clear()
         for part in (self._table, self._pooler, self._unread, self.constraints):
             part.clear()
+        if self.images is not None:
+            self.images.clear()
         self._computing, self._dropped = set(), set()
 
     def clear(self) -> None:
@@ -379,8 +390,8 @@ class ExecutorCore:
         del self._pooler, self.graphs, self._capture, self._experts
         del self._steps, self._speculator, self.draft_model
 
-    def execute(self, plan: StepPlan) -> StepResult:
-        """Run one plan.
+    def execute(self, plan: StepPlan, images: Mapping[str, StoredImage] = NO_IMAGES) -> StepResult:
+        """Run one plan. `images`: those that it encodes, by id; the requests of missing ones fail.
 
         Rows of sequences that finished in an earlier step are dropped: batching plans one step
         ahead of the results.
@@ -392,9 +403,9 @@ class ExecutorCore:
             WeightsError: The plan's weights could not be written and none are in place. Neither
                 this plan nor, until `reset`, any later one is run.
         """
-        return self.finish(self.launch(plan))
+        return self.finish(self.launch(plan, images))
 
-    def launch(self, plan: StepPlan) -> LaunchedStep:
+    def launch(self, plan: StepPlan, images: Mapping[str, StoredImage] = NO_IMAGES) -> LaunchedStep:
         """Start one plan; where `runs_ahead`, the device may still have to compute it.
 
         Raises:
@@ -402,7 +413,7 @@ class ExecutorCore:
             ModelError: As `execute`, if it shows already; or a WeightsError.
         """
         start_ns = self._now_ns()
-        self._apply(plan)
+        self._apply(plan, images)
         rows, num_tokens, num_drafts = self._select(plan)
         if rows.size and not self.memory.runs:
             raise ValueError(f"the plan has rows, and the replica lacks {self.memory.lacks}")
@@ -416,13 +427,17 @@ class ExecutorCore:
                 assert isinstance(started, BegunStep), "there are no graphs, and no encoder"
                 begun = started
                 self._computing.update(plan.seq_ids)
+        spoiled: tuple[int, ...] = ()
+        failed: tuple[Cancel, ...] = ()
+        if self.images is not None:
+            spoiled, failed = self.images.take_spoiled(plan), self.images.take_failures()
         if plan.kv_offers:
             # Not in `finish`: the next plan may load from these slots.
             assert self.tiers is not None, "a plan offers blocks, and there are no tiers"
             self.tiers.apply(plan.kv_offers)
-        return LaunchedStep(
-            plan, self.weights.version, start_ns, outputs, begun, self._computing if begun else None
-        )
+        computing = self._computing if begun else None
+        version = self.weights.version
+        return LaunchedStep(plan, version, start_ns, outputs, begun, computing, failed, spoiled)
 
     def finish(self, step: LaunchedStep) -> StepResult:
         """Wait for the oldest launched step and return its result.
@@ -458,7 +473,8 @@ class ExecutorCore:
             draft_rest=outputs.draft_rest,
             prompt_logprobs=outputs.prompts,
             pooled=report_pooled(outputs.pooled),
-            failed=self.constraints.take_failures(),
+            failed=step.failed + self.constraints.take_failures(),
+            spoiled=step.spoiled,
             drafts=tuple(one for one in outputs.verified if one.seq_id in sampled.seq_ids),
             **msgspec.structs.asdict(sampled),
         )
@@ -483,7 +499,7 @@ class ExecutorCore:
             with suppress(RuntimeError):
                 self.record_graphs(CudaCapture(self.model.device))
 
-    def _apply(self, plan: StepPlan) -> None:
+    def _apply(self, plan: StepPlan, images: Mapping[str, StoredImage]) -> None:
         """Apply the plan's changes. Finished first: a preempted sequence may return at once."""
         self.weights.finish_planned_sync(plan.weight_version)
         if self.memory.pending.intersection(plan.release):
@@ -502,8 +518,12 @@ class ExecutorCore:
                 self._drop(seq_id)
         for adapter, version in plan.adapters:
             self.switch_adapter(adapter, version)
+        if self.images is not None:
+            self.images.apply(plan, images)
         for new in plan.new:
             self._table.add(new, self.adapters.slot_of(new.info.adapter))
+            if new.media:
+                self._place_images(new)
         try:
             for seq_id, block_ids in plan.grown:
                 self._table.append_blocks(seq_id, block_ids)
@@ -518,6 +538,11 @@ class ExecutorCore:
             self._feed.enlarge(len(self._table.finished))
             if self._capture is not None:
                 self.record_graphs(self._capture)
+
+    def _place_images(self, new: NewSequence) -> None:
+        if self.images is None:
+            raise ValueError(f"sequence {new.seq_id} has images, and the model takes none")
+        self.images.add(new)
 
     def _select(self, plan: StepPlan) -> tuple[IntArray, IntArray, IntArray | None]:
         """Return table rows, tokens to compute and drafts allowed, of sequences that still run."""

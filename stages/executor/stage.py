@@ -20,6 +20,7 @@ from ...bus.control import ScoreSample, StageReady, StageStarted
 from ...bus.links import CONTROL, STEPS_BATCHING, STEPS_STREAMING
 from ...bus.messages import Envelope, StepPlan, StepResult
 from ...config import EngineConfig, WeightsError
+from ...store.images import StoredImage
 from ...telemetry import instruments, names, now_ns
 from ...text.gguf import facts_of, folder_of
 from ..actor import Actor, StageContext
@@ -282,17 +283,27 @@ class ExecutorStage(Actor):
 
     async def handle(self, envelope: Envelope) -> None:
         if isinstance(envelope.body, StepPlan):
-            core = self._core
+            core, plan = self._core, envelope.body
             run = core.launch if core.runs_ahead else core.execute
-            future: Future[StepResult | LaunchedStep] = _TORCH_THREAD.submit(run, envelope.body)
+            future: Future[StepResult | LaunchedStep]
+            if plan.encodes:
+                images = await self._images_of(plan)
+                future = _TORCH_THREAD.submit(run, plan, images)
+            else:
+                future = _TORCH_THREAD.submit(run, plan)
             self._plans += 1
-            self._in_flight.put_nowait((self.epoch, envelope.body, future))
+            self._in_flight.put_nowait((self.epoch, plan, future))
         elif isinstance(envelope.body, ScoreSample):
             self._scoring.ask(envelope.body)
         elif isinstance(envelope.body, Operation):
             self._group.start_soon(self._changes.obey, envelope.body, envelope.operation_id)
         else:
             self.log.warning("message_not_understood", type=type(envelope.body).__name__)
+
+    async def _images_of(self, plan: StepPlan) -> dict[str, StoredImage]:
+        """Return the pixels that a plan encodes, as far as they are stored."""
+        found = [(item.id, await self.bus.store.images.get(item.id)) for item in plan.encodes]
+        return {id: image for id, image in found if image is not None}
 
     async def _report_forever(self) -> None:
         while True:

@@ -467,7 +467,7 @@ class StreamingCore:
                 request_id=cancel.request_id,
                 entry_id=cancel.entry_id,
                 status=cancel.status,
-                error=ErrorInfo(code=cancel.code, message=cancel.message),
+                error=_error_of(cancel),
                 timings=Timings(finished_ns=deliveries.now_ns),
             )
             deliveries.end(cancel.result_key, EndedRequest(None, completion))
@@ -497,7 +497,7 @@ class StreamingCore:
             entry_id=info.entry_id,
             model=info.model,
             status=cancel.status if cancel else "done",
-            error=ErrorInfo(code=cancel.code, message=cancel.message) if cancel else None,
+            error=_error_of(cancel) if cancel else None,
             samples=samples,
             usage=Usage(
                 prompt_tokens=len(info.prompt_token_ids),
@@ -599,6 +599,10 @@ def _rows_by_sequence(result: StepResult) -> Iterable[tuple[int, Sequence[_Row]]
         return zip(result.seq_ids, zip(rows), strict=True)
     pairs = zip(result.seq_ids, rows, strict=True)
     return [(seq_id, [pair[1] for pair in some]) for seq_id, some in groupby(pairs, itemgetter(0))]
+
+
+def _error_of(cancel: Cancel) -> ErrorInfo:
+    return ErrorInfo(code=cancel.code, message=cancel.message, retry_after_s=cancel.retry_after_s)
 
 
 def _timings(request: RequestState, now_ns: int) -> Timings:

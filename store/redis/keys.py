@@ -47,13 +47,19 @@ a tag in the slot of a tag equal to the key.
 {{prefix}:requests}:queue_length  requests that have not begun; expires without a live lane
 {{prefix}:limits}:window:{s}:{name} hash, each gateway's usage of a limit (internal)
 {{prefix}:limits}:held:{name} hash, each gateway's holds on a limit, and their expiry (internal)
+{{prefix}:images}:sizes    hash, by id the width and height of each stored image (internal)
+{{prefix}:images}:data:{id} the image's pixels (internal); `part:` while they are written
+{{prefix}:images}:leases   sorted set, by id and holder until when an image is held (internal)
+{{prefix}:images}:holders  hash, by id the number of leases (internal)
+{{prefix}:images}:free     sorted set, by id since when an image is not held (internal)
+{{prefix}:images}:total    bytes of all images (internal)
 {{prefix}:limits}:servers  hash, since when each server process has counted (internal)
 {{prefix}:results}:told:{digest} marks an entry whose Completion is in the results stream (internal)
 {{prefix}:link:{lane}}:{link} stream between two stages (internal): `w` the writer, `m` the message
 
 Every script, transaction and multi-stream read names keys of one family only: the requests and
-their leases; the results stream and its marks; the links of one lane; limits; every other key
-alone.
+their leases; the results stream and its marks; the links of one lane; images; limits; every other
+key alone.
 """
 
 from __future__ import annotations
@@ -110,6 +116,7 @@ class Keys:
         self._limits = self._key("limits")
         self.limits_servers = beside(self._limits, "servers")
         self.policy = self._key("policy")
+        self.images = self._key("images")
 
     def of_shard(self, shard: int) -> Keys:
         """Return the keys of another shard."""

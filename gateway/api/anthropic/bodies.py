@@ -119,6 +119,31 @@ class TextBlock(msgspec.Struct, frozen=True, kw_only=True):
     text: str
 
 
+class ImageFile(msgspec.Struct, frozen=True, kw_only=True):
+    """An image in base64. Its content decides the format, not the declared type."""
+
+    HARMLESS: ClassVar = frozenset({"media_type"})
+
+    type: Literal["base64"]
+    data: str
+
+
+class ImageAddress(msgspec.Struct, frozen=True, kw_only=True):
+    """An image by URL."""
+
+    type: Literal["url"]
+    url: str
+
+
+class ImageBlock(msgspec.Struct, frozen=True, kw_only=True):
+    """An image."""
+
+    HARMLESS: ClassVar = _CACHE_MARK
+
+    type: Literal["image"]
+    source: dict[str, Any]
+
+
 class ThinkingBlock(msgspec.Struct, frozen=True, kw_only=True):
     """The assistant's thinking. The signature is ignored: clients may write such blocks."""
 

@@ -23,7 +23,13 @@ from ...server.http import (
 from ...serving.fields import Body, adapter_of, read_part
 from ...serving.message_parts import MessageParts
 from ...serving.origin import Origin, origin_of, tenant_of
-from ...serving.prepared import Prepared, about_tools, check_request, prepare
+from ...serving.prepared import (
+    Prepared,
+    about_tools,
+    check_request,
+    conversation_tokens,
+    prepare,
+)
 from ...serving.samples import SampleChunks, stream_unsent
 from ...serving.services import Services
 from .answers import Answer, MessageWriter
@@ -56,8 +62,8 @@ class MessageCalls:
         await services.served.check(fields.model, caller_of(request))
         conversation = replace(conversation_of(fields), tools=use_of(fields).usable)
         async with connected(request.receive):
-            rendered = await services.templates.render(conversation, tenant_of(request))
-        return named(request.scope, JsonResponse({"input_tokens": len(rendered.token_ids)}))
+            tokens = await conversation_tokens(services, conversation, tenant_of(request))
+        return named(request.scope, JsonResponse({"input_tokens": len(tokens)}))
 
     async def messages(self, request: Request) -> Response:
         check_version(request)

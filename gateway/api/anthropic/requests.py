@@ -15,6 +15,14 @@ from ...server.http import FieldError, field_error
 from ...serving.chat_templates import Conversation, Reasoning, Turn
 from ...serving.constraints import of_text_format, the_one
 from ...serving.fields import Body, adapter_of, engine_priority, read_part
+from ...serving.images import (
+    ImageSource,
+    content_of,
+    image_part,
+    of_base64,
+    of_url,
+    text_part,
+)
 from ...serving.prepared import Prepared
 from ...serving.sampling_fields import ANTHROPIC, read_sampling
 from ...serving.tools import tool_call, tool_of, tool_use_of, tools_of, with_named
@@ -23,6 +31,9 @@ from .bodies import (
     Blocks,
     CountBody,
     CustomTool,
+    ImageAddress,
+    ImageBlock,
+    ImageFile,
     MessagesBody,
     RedactedThinkingBlock,
     Role,
@@ -144,7 +155,10 @@ def request_of(
     """Return the request to submit."""
     return GenerateRequest(
         request_id=f"msg_{uuid.uuid4().hex}",
-        prompt_token_ids=prepared.token_ids,
+        prompt=prepared.prompt if isinstance(prepared.prompt, str) else None,
+        prompt_token_ids=None if isinstance(prepared.prompt, str) else prepared.prompt,
+        images=prepared.images,
+        add_special_tokens=not prepared.images,
         sampling=prepared.sampling,
         stream=fields.stream,
         priority=engine_priority(fields.priority),
@@ -169,13 +183,16 @@ def sampling_of(body: Body, fields: MessagesBody) -> SamplingParams:
     return read_sampling(body, ANTHROPIC, constraint=the_one(found))
 
 
-Block = TextBlock | ThinkingBlock | RedactedThinkingBlock | ToolUseBlock | ToolResultBlock
+Block = (
+    TextBlock | ImageBlock | ThinkingBlock | RedactedThinkingBlock | ToolUseBlock | ToolResultBlock
+)
 
 _THINGS = {"image": "images are", "document": "documents are"}
+_SOURCES: dict[str, type[ImageFile | ImageAddress]] = {"base64": ImageFile, "url": ImageAddress}
 _TEXT: dict[str, type[Block]] = {"text": TextBlock}
 _BLOCKS: dict[Role, dict[str, type[Block]]] = {
     "system": _TEXT,
-    "user": _TEXT | {"tool_result": ToolResultBlock},
+    "user": _TEXT | {"image": ImageBlock, "tool_result": ToolResultBlock},
     "assistant": _TEXT
     | {
         "tool_use": ToolUseBlock,
@@ -317,33 +334,69 @@ def _results(said: _Said, calls: OpenCalls) -> list[Turn]:
                 "of that id without a result",
             )
         name, _ = calls.pop(call_id)
-        text = _text(block.content, f"{where}.content")
-        if block.is_error and not text.lower().startswith("error"):
+        content = _parts(block.content, f"{where}.content")
+        if block.is_error and isinstance(content, str) and not content.lower().startswith("error"):
             # Templates have no field for errors.
-            text = f"Error: {text}" if text else "Error"
-        turns.append({"role": "tool", "content": text, "tool_call_id": call_id, "name": name})
+            content = f"Error: {content}" if content else "Error"
+        turns.append({"role": "tool", "content": content, "tool_call_id": call_id, "name": name})
     return turns
 
 
 def _turns(said: _Said) -> list[Turn]:
     """Return the turn of text, thinking and calls; none where there are only results."""
     blocks = [placed.block for placed in said.blocks]
-    texts = [block.text for block in blocks if isinstance(block, TextBlock)]
+    parts = [
+        text_part(placed.block.text)
+        if isinstance(placed.block, TextBlock)
+        else image_part(_source(placed.block, placed.where))
+        for placed in said.blocks
+        if isinstance(placed.block, TextBlock | ImageBlock)
+    ]
     thoughts = [block.thinking for block in blocks if isinstance(block, ThinkingBlock)]
     uses = [block for block in blocks if isinstance(block, ToolUseBlock)]
     calls = [tool_call(block.id, block.name, block.input) for block in uses]
-    if not texts and any(isinstance(block, ToolResultBlock) for block in blocks):
+    if not parts and any(isinstance(block, ToolResultBlock) for block in blocks):
         return []
     optional = {"reasoning_content": "\n".join(thoughts), "tool_calls": calls}
-    turn: Turn = {"role": said.role, "content": "\n".join(texts)}
+    turn: Turn = {"role": said.role, "content": content_of(parts)}
     return [turn | {name: value for name, value in optional.items() if value}]
 
 
-def _text(content: str | Blocks, where: str) -> str:
+def _source(block: ImageBlock, where: str) -> ImageSource:
+    """Raises FieldError: the image's source is unknown, or can't be read."""
+    param, kind = f"{where}.source", block.source.get("type")
+    known = _SOURCES.get(kind) if isinstance(kind, str) else None
+    if known is None:
+        raise field_error(
+            f"{param}.type",
+            f"is {shown(kind)}; it may be base64 or url",
+            code="unsupported",
+        )
+    source = read_part(block.source, known, param)
+    if isinstance(source, ImageFile):
+        return of_base64(source.data, f"{param}.data")
+    return of_url(source.url, f"{param}.url")
+
+
+def _parts(content: str | Blocks, where: str) -> str | list[dict[str, Any]]:
+    """Return the content of a tool's result: text, or with images its parts."""
+    if isinstance(content, str):
+        return content
+    parts: list[dict[str, Any]] = []
+    for place, block in enumerate(content):
+        param = f"{where}[{place}]"
+        if block.get("type") == "image":
+            parts.append(image_part(_source(read_part(block, ImageBlock, param), param)))
+        else:
+            parts.append(text_part(_text([block], where, first=place)))
+    return content_of(parts)
+
+
+def _text(content: str | Blocks, where: str, first: int = 0) -> str:
     if isinstance(content, str):
         return content
     texts: list[str] = []
-    for place, block in enumerate(content):
+    for place, block in enumerate(content, first):
         param = f"{where}[{place}]"
         if block.get("type") != "text":
             raise _unsupported(block.get("type"), param)

@@ -76,6 +76,28 @@ class TextPart(msgspec.Struct, frozen=True):
     text: str
 
 
+class ImageUrl(msgspec.Struct, frozen=True):
+    """An image's URL. A model has one resolution, so that `detail` changes nothing."""
+
+    HARMLESS: ClassVar = frozenset({"detail"})
+
+    url: str
+
+
+class ImageUrlPart(msgspec.Struct, frozen=True):
+    """An image in a message of a chat, or of a response (`input_image`)."""
+
+    HARMLESS: ClassVar = CACHE_MARKS | {"detail"}
+    REFUSED: ClassVar = {"file_id": RefusedField("no files are kept; give an image_url")}
+
+    type: Literal["image_url", "input_image"]
+    image_url: str | ImageUrl
+
+    @property
+    def url(self) -> str:
+        return self.image_url if isinstance(self.image_url, str) else self.image_url.url
+
+
 class RefusalPart(msgspec.Struct, frozen=True):
     """A part of a message that was refused."""
 

@@ -9,7 +9,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ....bus.public import Completion
+from ....bus.public import Completion, ImageInput
 from ....config import NanoInferenceError
 from ...policy.caller import caller_of
 from ...server.http import (
@@ -88,7 +88,7 @@ class GenerationCalls:
             separates_reasoning=fields.separate_reasoning,
         )
         call = msgspec.structs.replace(call, sampling=prepared.sampling, reading=prepared.reading)
-        return await self._answer(asked, call, [prepared.token_ids])
+        return await self._answer(asked, call, [prepared.prompt], prepared.images)
 
     async def tokens(self, request: Request) -> Response:
         services, asked = self._services, await self._asked(request)
@@ -118,10 +118,16 @@ class GenerationCalls:
             return None
         return await self._resume(asked.request, answer_of(event_id), event_id, asked.key)
 
-    async def _answer(self, asked: _HttpCall, call: ChoicesCall, prompts: list[Prompt]) -> Response:
+    async def _answer(
+        self,
+        asked: _HttpCall,
+        call: ChoicesCall,
+        prompts: list[Prompt],
+        images: tuple[ImageInput, ...] = (),
+    ) -> Response:
         services, (request, _, key) = self._services, asked
         origin = origin_of(request, call.fields.budget_ms, call.fields.model)
-        record = await self._record(call, prompts, origin.tenant, key)
+        record = await self._record(call, prompts, images, origin.tenant, key)
         answers = await self._answers(record)
         services.submissions.check_priority(origin.caller, record.request(0))
         begun = None if key is None else await self._begun.claim(request, record)
@@ -166,14 +172,19 @@ class GenerationCalls:
         )
 
     async def _record(
-        self, call: ChoicesCall, prompts: list[Prompt], tenant: str, key: IdempotencyKey | None
+        self,
+        call: ChoicesCall,
+        prompts: list[Prompt],
+        images: tuple[ImageInput, ...],
+        tenant: str,
+        key: IdempotencyKey | None,
     ) -> ChoicesRecord:
         """Check all requests of a call, and return its record."""
         submitted: list[Prompt] = []
         for place, prompt in enumerate(prompts):
             request = await check_request(
                 self._services,
-                call.request(place, len(prompts), prompt, tenant),
+                call.request(place, len(prompts), prompt, tenant, images),
                 as_tokens=call.needs_prompt_ids,
             )
             submitted.append(request.prompt_token_ids or prompt)
@@ -183,6 +194,7 @@ class GenerationCalls:
             prompts=submitted,
             # An echo is the text as it came.
             texts=[prompt if isinstance(prompt, str) else None for prompt in prompts],
+            images=images,
             # A single request is published before the client sees anything of the answer.
             has_prompts=len(prompts) > 1 or call.needs_prompt_ids or key is not None,
             keyed=key,

@@ -19,6 +19,7 @@ from ...server.http import FieldError, JsonResponse, field_error, read_object
 from ...serving.fields import adapter_of, read_part
 from ...serving.lane_state import unknown_model
 from ...serving.origin import tenant_of
+from ...serving.prepared import conversation_tokens
 from ...serving.services import Services
 from .bodies import DetokenizeBody, TokenizeBody
 from .messages import chat_tools, conversation_of
@@ -31,7 +32,7 @@ class ModelInfoCalls:
 
     def __init__(self, services: Services) -> None:
         self._config, self._served = services.config, services.served
-        self._words, self._templates = services.words, services.templates
+        self._services, self._words = services, services.words
         self._length = services.length
         self._created = int(time.time())
 
@@ -76,7 +77,8 @@ class ModelInfoCalls:
         words, max_model_len = await self._words.required(), await self._length.get()
         if body.prompt is None:
             conversation = replace(conversation_of(body), tools=chat_tools(body.tools))
-            token_ids = (await self._templates.render(conversation, tenant_of(request))).token_ids
+            tenant = tenant_of(request)
+            token_ids = await conversation_tokens(self._services, conversation, tenant)
         else:
             words.check_fits(body.prompt, max_model_len)
             token_ids = await self._words.token_ids(

@@ -15,11 +15,14 @@ from ....text.messages import Tool, ToolUse
 from ...server.http import field_error
 from ...serving.chat_templates import Conversation, Turn, reasoning_of_effort
 from ...serving.fields import read_part
+from ...serving.images import content_of as joined_content
+from ...serving.images import image_part, of_url, sources_in, text_part, unsupported_here
 from ...serving.tools import tool_call, tool_of, tool_use_of, tools_of, with_allowed, with_named
 from .bodies import (
     CACHE_MARKS,
     CalledTool,
     ChatBody,
+    ImageUrlPart,
     OpenAIMessage,
     RefusalPart,
     ResponseBody,
@@ -27,7 +30,7 @@ from .bodies import (
     TokenizeBody,
 )
 
-_IMAGES = frozenset({"image", "image_url", "input_image"})
+_IMAGES = frozenset({"image_url", "input_image"})
 
 
 def conversation_of(body: ChatBody | TokenizeBody) -> Conversation:
@@ -60,7 +63,8 @@ def conversation_of(body: ChatBody | TokenizeBody) -> Conversation:
 
 
 def turn_of(given: dict[str, Any], where: str) -> Turn:
-    """Return a message as templates read it: text in one piece, calls' arguments as objects.
+    """Return a message as templates read it: text in one piece, or with images a list of parts;
+    calls' arguments as objects.
 
     Raises:
         FieldError: It is invalid, or holds no text. `where` is its path in the body.
@@ -75,7 +79,8 @@ def turn_of(given: dict[str, Any], where: str) -> Turn:
         raise field_error(
             f"{where}.content", "is missing; it is a text, or a list of parts of text"
         )
-    turn: Turn = {"role": message.role, "content": text_of(content or "", f"{where}.content")}
+    read = text_of if message.role == "assistant" else content_of
+    turn: Turn = {"role": message.role, "content": read(content or "", f"{where}.content")}
     optional = {
         "name": message.name,
         "tool_calls": calls or None,
@@ -91,24 +96,37 @@ def text_of(content: str | list[dict[str, Any]], where: str) -> str:
     Raises:
         FieldError: A part is no text.
     """
+    found = content_of(content, where)
+    if isinstance(found, str):
+        return found
+    raise unsupported_here(sources_in([{"content": found}])[0].where)
+
+
+def content_of(content: str | list[dict[str, Any]], where: str) -> str | list[dict[str, Any]]:
+    """Return a message's content: its text, or with images its parts.
+
+    Raises:
+        FieldError: A part is neither text nor an image.
+    """
     if isinstance(content, str):
         return content
-    texts: list[str] = []
+    parts: list[dict[str, Any]] = []
     for place, part in enumerate(content):
         kind, param = part.get("type"), f"{where}[{place}]"
         if kind in ("text", "input_text", "output_text"):
-            texts.append(read_part(part, TextPart, param).text)
-            continue
-        if kind == "refusal":
-            texts.append(read_part(part, RefusalPart, param).refusal)
-            continue
-        what = (
-            "images are"
-            if isinstance(kind, str) and kind in _IMAGES
-            else f"a part of type {shown(kind)} is"
-        )
-        raise field_error(param, f": {what} not supported here; send text", code="unsupported")
-    return "\n".join(texts)
+            parts.append(text_part(read_part(part, TextPart, param).text))
+        elif kind == "refusal":
+            parts.append(text_part(read_part(part, RefusalPart, param).refusal))
+        elif isinstance(kind, str) and kind in _IMAGES:
+            url = read_part(part, ImageUrlPart, param).url
+            parts.append(image_part(of_url(url, f"{param}.image_url")))
+        else:
+            raise field_error(
+                param,
+                f": a part of type {shown(kind)} is not supported here; send text or images",
+                code="unsupported",
+            )
+    return joined_content(parts)
 
 
 def _call(call: CalledTool, where: str) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from ....bus.public import GenerateRequest
+from ....bus.public import GenerateRequest, ImageInput
 from ....config import Config, RequestError, SamplingParams, shown
 from ....text.messages import Reading
 from ...server.http import FieldError, field_error
@@ -94,8 +94,15 @@ class ChoicesCall(CallHead, frozen=True, kw_only=True):
         """Return the id of the request for one of so many prompts."""
         return self.id if prompts == 1 else f"{self.id}_{place}"
 
-    def request(self, place: int, prompts: int, prompt: Prompt, tenant: str) -> GenerateRequest:
-        """Return the request for one of so many prompts."""
+    def request(
+        self,
+        place: int,
+        prompts: int,
+        prompt: Prompt,
+        tenant: str,
+        images: tuple[ImageInput, ...] = (),
+    ) -> GenerateRequest:
+        """Return the request for one of so many prompts; one with images is a conversation."""
         return GenerateRequest(
             request_id=self.request_id(place, prompts),
             prompt=prompt if isinstance(prompt, str) else None,
@@ -109,6 +116,8 @@ class ChoicesCall(CallHead, frozen=True, kw_only=True):
             model=self.adapter,
             prediction=self.prediction or None,
             kv_session=self.fields.kv_session,
+            images=images,
+            add_special_tokens=not images,
         )
 
 
@@ -120,12 +129,14 @@ class ChoicesRecord(DurableRecord, frozen=True, kw_only=True):
         texts: The prompts that came as texts, None for the others, and for all unless they are
             echoed.
         has_prompts: Whether the answer, or another gateway, may need the prompts.
+        images: Of the one prompt of a chat.
     """
 
     call: ChoicesCall
     prompts: list[Prompt]
     texts: list[str | None]
     has_prompts: bool
+    images: tuple[ImageInput, ...] = ()
 
     @property
     def request_ids(self) -> list[str]:
@@ -143,12 +154,15 @@ class ChoicesRecord(DurableRecord, frozen=True, kw_only=True):
 
     def request(self, place: int) -> GenerateRequest:
         """Return the request of a prompt."""
-        return self.call.request(place, len(self.prompts), self.prompts[place], self.tenant)
+        prompts = len(self.prompts)
+        return self.call.request(place, prompts, self.prompts[place], self.tenant, self.images)
 
     def encode(self) -> bytes:
         prompts = self.prompts if self.has_prompts else [()] * len(self.prompts)
         texts = self.texts if self.call.echo else [None] * len(self.prompts)
-        return msgspec.json.encode(msgspec.structs.replace(self, prompts=prompts, texts=texts))
+        images = self.images if self.has_prompts else ()
+        kept = msgspec.structs.replace(self, prompts=prompts, texts=texts, images=images)
+        return msgspec.json.encode(kept)
 
 
 def read_completion(body: Body, config: Config) -> tuple[ChoicesCall, list[Prompt]]:

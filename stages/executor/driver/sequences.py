@@ -79,6 +79,9 @@ class SequenceTable:
         pools: Whether the prompt's vector is requested, and no token.
         prediction: Per row, the client's predicted output.
         scope: Per row; drafts are learned only from sequences of the same scope.
+        images: Per row, where they are, for SequenceImages; only valid if `images_end` is above 0.
+        images_end: One past the last token of an image; 0 for none.
+        position_shift: Rotary position of a token behind the images, less its index.
     """
 
     def __init__(self, rows: int, max_model_len: int, block_size: int) -> None:
@@ -116,6 +119,9 @@ class SequenceTable:
         self.pools: BoolArray = np.zeros(rows, np.bool_)
         self.prediction: list[tuple[int, ...]] = [()] * rows
         self.scope: list[CacheScope] = [DEFAULT_SCOPE] * rows
+        self.images: list[Any] = [None] * rows
+        self.images_end: IntArray = np.zeros(rows, np.int64)
+        self.position_shift: IntArray = np.zeros(rows, np.int64)
         self._seq_ids: IntArray = np.zeros(rows, np.int64)
         self.clear()
 
@@ -162,6 +168,7 @@ class SequenceTable:
         self.prediction[row] = new.prediction
         self.info[row] = new.info
         self.scope[row] = new.cache_scope
+        self.images_end[row] = self.position_shift[row] = 0
         self._set_sampling(row, new)
 
     def _set_sampling(self, row: int, new: NewSequence) -> None:

@@ -8,7 +8,7 @@ token is sampled behind each; tokens that would have been sampled without drafts
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import compress
 from typing import NamedTuple
 
@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ....bus.control import Cancel
 from ....bus.messages import (
     AUDIT_SEQ_ID,
     PromptLogprobs,
@@ -39,6 +40,7 @@ from ..runner.interface import (
 )
 from .choose import TokenChooser, packed_sampling
 from .constraints import Constraints, PendingMasks
+from .images import SequenceImages
 from .pooling import Pooled, PromptPooler
 from .sampled import SampledRows, TokenFeed, UnreadTokens
 from .sampling import sample_plain
@@ -115,6 +117,7 @@ class LaunchedStep(msgspec.Struct, frozen=True):
     Attributes:
         begun: The step, if its outputs are still to be made, since other ranks compute it.
         computing: Sequences in such steps, as of the core; a `reset` makes a new set.
+        failed, spoiled: As in StepResult; besides requests whose constraints fail.
     """
 
     plan: StepPlan
@@ -123,6 +126,8 @@ class LaunchedStep(msgspec.Struct, frozen=True):
     outputs: StepOutputs
     begun: BegunStep | None = None
     computing: set[int] | None = None
+    failed: tuple[Cancel, ...] = ()
+    spoiled: tuple[int, ...] = ()
 
     def wait(self) -> None:
         """Block until the device is done. The only method for other threads."""
@@ -146,6 +151,7 @@ class StepRunner:
         unread: Sampled tokens on their way to the host.
         speculator: The source of drafts; None if there are none.
         chooser: Chooses tokens.
+        images: Puts in the images of prompts; None if the model takes none.
         runs_ahead: As `ExecutorCore.runs_ahead`.
     """
 
@@ -158,6 +164,7 @@ class StepRunner:
     unread: UnreadTokens
     speculator: Speculator | None
     chooser: TokenChooser
+    images: SequenceImages | None
     runs_ahead: bool
 
     @torch.inference_mode()
@@ -222,6 +229,8 @@ class StepRunner:
         num_scored = table.num_to_score(step.rows, step.num_tokens)
         # A graph has no adapters, and one token for each sequence.
         plain = samples.all() and not num_scored.any() and (table.adapter[rows] < 0).all()
+        if self.images is not None and self.images.in_step(rows, table.num_computed[rows]):
+            plain = False
         if graphs and plain and len(step.rows) == len(rows) and graphs.fits(num_tokens):
             return StepOutputs(self._replay(graphs, rows, masks))
         inputs, last_token = self._inputs(step, samples, num_scored)
@@ -317,11 +326,18 @@ class StepRunner:
         all_read = num_decodes == len(rows) or table.pools[rows].any()
         read = None if all_read else np.unique(logits_index)
         batch_rows = Rows(starts, counts, table.blocks[rows, :width], num_decodes, read)
+        images = self.images
+        if images is not None and not images.concern(rows, starts):
+            images = None
+        if images is not None and (reach := images.reach(rows, batch_rows)) is not None:
+            batch_rows = replace(batch_rows, reach=reach)
         row_of_token, positions = batch_rows.flat
         input_ids = table.tokens[rows[row_of_token], positions]
         inputs = self.runner.builder.build(batch_rows, input_ids, logits_index)
         if (input_ids < 0).any():
             inputs = msgspec.structs.replace(inputs, input_ids=self.feed.resolve(inputs.input_ids))
+        if images is not None:
+            inputs = images.put_in(inputs, rows, batch_rows)
         if (table.adapter[rows] >= 0).any():
             inputs = msgspec.structs.replace(
                 inputs, adapters=self.runner.adapters.step(table.adapter[rows][row_of_token])
@@ -341,6 +357,7 @@ class StepRunner:
             tables=table.blocks[rows, :width],
             table_rows=rows,
             sampling=packed_sampling(table, rows),
+            shift=table.position_shift[rows],
         )
         logits, tokens, logprobs = graphs.run(step)
         table.num_computed[rows] += 1

@@ -24,6 +24,8 @@ class Rows:
         tables: `[rows, blocks]`, block numbers; unneeded entries are any valid block.
         num_decodes: The number of rows of one token.
         read: Indices, rising, of tokens whose last hidden states are read; None for all.
+        reach: `[tokens]`, the last position that each token sees, in its own sequence and within
+            its row; None if it is always the token's own.
     """
 
     starts: IntArray
@@ -31,6 +33,7 @@ class Rows:
     tables: IntArray
     num_decodes: int
     read: IntArray | None = None
+    reach: IntArray | None = None
 
     @cached_property
     def contexts(self) -> IntArray:

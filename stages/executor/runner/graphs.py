@@ -77,6 +77,7 @@ class DecodeStep(msgspec.Struct, frozen=True):
         tables: `[rows, blocks]`, the block tables.
         table_rows: `[rows]`, where the DecodeHead keeps the tokens that follow.
         sampling: Temperatures and uniform numbers, `[rows]` each, as `packed_sampling` gives them.
+        shift: `[rows]`, rotary positions, less `positions`.
     """
 
     input_ids: IntArray
@@ -84,6 +85,7 @@ class DecodeStep(msgspec.Struct, frozen=True):
     tables: IntArray
     table_rows: IntArray
     sampling: tuple[IntArray, IntArray]
+    shift: IntArray | int = 0
 
 
 def pack_step(
@@ -106,7 +108,7 @@ def pack_step(
     if step is not None:
         count, used = step.tables.shape
         input_ids[:count] = step.input_ids
-        positions[:count] = step.positions
+        positions[:count] = step.positions + step.shift
         blocks = step.tables[np.arange(count), step.positions // cache.block_size]
         slots[:count] = blocks * cache.block_size + step.positions % cache.block_size
         contexts[:count] = step.positions + 1

@@ -25,13 +25,16 @@ class StepInputs(msgspec.Struct, frozen=True):
 
     Attributes:
         input_ids: `[1, tokens]`.
-        position_ids: `[1, tokens]`, each token's position in its own sequence.
+        position_ids: `[1, tokens]`, each token's position in its own sequence; or `[3, 1, tokens]`,
+            in time, height and width.
         logits_index: `[samples]`, the tokens of the batch to return logits for.
         attention: The step, prepared by the back end.
         backend: Computes attention.
         adapters: The tokens' adapters; None for none.
         source: The arguments of `InputBuilder.build`, for other ranks.
         pipeline: As of LoadedModel.
+        embeddings: `[1, tokens, hidden]`, in place of `input_ids`; None if no token is of an
+            image.
     """
 
     input_ids: Tensor
@@ -42,6 +45,7 @@ class StepInputs(msgspec.Struct, frozen=True):
     adapters: AdapterStep | None = None
     source: tuple[Rows, IntArray, IntArray] | None = None
     pipeline: PipelineRank | None = None
+    embeddings: Tensor | None = None
 
 
 @torch.inference_mode()
@@ -72,7 +76,11 @@ def model_forward(model: nn.Module, inputs: StepInputs, cache: KVCache) -> Tenso
         "kv_cache": cache,
     }
     if (pipeline := inputs.pipeline) is None:
-        output: Any = model(input_ids=inputs.input_ids, **call)
+        output: Any
+        if inputs.embeddings is None:
+            output = model(input_ids=inputs.input_ids, **call)
+        else:
+            output = model(inputs_embeds=inputs.embeddings, **call)
     else:
         before = pipeline.receive(inputs.position_ids.shape[1])
         output = pipeline.run(model, inputs.input_ids, before, call)

@@ -42,6 +42,10 @@ from .model import load_model as load_model
 from .ranks.commands import Forward, Prepare, Reply
 from .ranks.pipelining import StepOutput as StepOutput
 from .ranks.processes import Ranks
+from .vision import ImageEmbeddings as ImageEmbeddings
+from .vision import ImageError as ImageError
+from .vision import Positions as Positions
+from .vision import VisionModel as VisionModel
 
 
 class ModelRunner(msgspec.Struct, frozen=True, eq=False):

@@ -13,6 +13,7 @@ from transformers import PreTrainedConfig
 from .attention_options import AttentionOptions
 from .ranks.pipelining import PipelineRank
 from .shards import ShardedWeights
+from .vision import VisionModel
 
 # Names in Transformers' configurations, the commonest first.
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
@@ -69,6 +70,7 @@ class LoadedModel:
         is_shared: Whether a caller shares the module and may replace its weights between steps.
         shards: The whole model's tensors, if the module is one rank's shard; else None.
         pipeline: This rank's place among several stages; None if there is one.
+        vision: Encodes images; None if the model takes none.
     """
 
     module: nn.Module
@@ -85,6 +87,7 @@ class LoadedModel:
     is_shared: bool = False
     shards: ShardedWeights | None = None
     pipeline: PipelineRank | None = None
+    vision: VisionModel | None = None
 
     @property
     def first_layer(self) -> int:
@@ -114,7 +117,7 @@ class LoadedModel:
     def base(self) -> nn.Module:
         """The part that returns the last hidden states."""
         module: Any = self.module
-        base: nn.Module = module.base_model
+        base: nn.Module = module.base_model if self.vision is None else module.get_decoder()
         return base
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -14,15 +15,30 @@ import msgspec
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedConfig
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PreTrainedConfig,
+)
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+)
 from transformers.utils import logging as transformers_logging
 
 from ....config import EngineConfig, ModelError, missing_model
 from ....text.context_length import longest_context
 from ....text.gguf import LINK, facts_of, folder_of, require_packages
 from ....text.pooling_config import embeds_only
-from .attention.interface import IMPLEMENTATION, PROBING, LayerProbe, register_attention
+from .attention.interface import (
+    IMPLEMENTATION,
+    PROBING,
+    ImageProbe,
+    LayerProbe,
+    register_attention,
+)
 from .device import resolve_device, trim
 from .encoder import longest_prompt, looks_ahead, padding_shows
 from .fixed_tiles import require_cpu
@@ -30,6 +46,7 @@ from .loaded_model import Dtypes, LoadedModel
 from .ranks.group import RankError
 from .ranks.pipelining import PipelineRank
 from .system_memory import use_huge_pages
+from .vision import SUPPORTED, VisionModel, find_image_processor
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -132,7 +149,19 @@ def load_model(config: EngineConfig) -> LoadedModel:
     trim(torch.device("cpu"))
     if without_output and looks_ahead(module, device):
         return _wrap_encoder(module, config)
-    return replace(wrap_model(module, config.max_model_len), is_shared=False)
+    processor = None if without_output else find_image_processor(folder)
+    model = wrap_model(module, config.max_model_len, image_processor=processor)
+    if model.vision is not None:
+        _check_images_served(config, model)
+    return replace(model, is_shared=False)
+
+
+def _check_images_served(config: EngineConfig, model: LoadedModel) -> None:
+    if config.reference_model_path:
+        raise ModelError(
+            f"{type(model.module).__name__} takes images, and a reference model scores text alone; "
+            "leave out reference_model_path"
+        )
 
 
 def _wrap_encoder(module: Any, config: EngineConfig) -> LoadedModel:
@@ -160,12 +189,22 @@ def _wrap_encoder(module: Any, config: EngineConfig) -> LoadedModel:
 
 
 def wrap_model(
-    module: Any, max_model_len: int, pipeline: PipelineRank | None = None
+    module: Any,
+    max_model_len: int,
+    pipeline: PipelineRank | None = None,
+    *,
+    image_processor: Any = None,
 ) -> LoadedModel:
     """Wrap a Transformers model that is already in memory, such as a trainer's.
 
     Without an output layer it makes embeddings only. Sets its attention implementation to ours and
-    its mode to eval; `requires_grad` stays as it is. `pipeline`: as of LoadedModel.
+    its mode to eval; `requires_grad` stays as it is.
+
+    Args:
+        module: The model.
+        max_model_len: As in EngineConfig.
+        pipeline: As of LoadedModel.
+        image_processor: Transformers' own; None for text alone.
 
     Raises:
         ModelError: The model is not supported.
@@ -188,7 +227,10 @@ def wrap_model(
     probe = _probe_layers(module, limit, weight.device, pipeline)
     own = range(text.num_hidden_layers) if pipeline is None else pipeline.layers
     layers = probe.finish(own)
-    module.set_attn_implementation(IMPLEMENTATION)
+    vision: VisionModel | None = None
+    if image_processor is not None and hf_config.model_type in SUPPORTED:
+        vision = VisionModel(module, image_processor, sees_itself=_images_see_themselves(module))
+    module.set_attn_implementation(_attention_of(hf_config, IMPLEMENTATION))
     return LoadedModel(
         module=module,
         hf_config=hf_config,
@@ -201,7 +243,13 @@ def wrap_model(
         generates=generates,
         is_shared=True,
         pipeline=pipeline,
+        vision=vision,
     )
+
+
+def _attention_of(hf_config: PreTrainedConfig, name: str) -> str | dict[str, str]:
+    """Return `attn_implementation` with our attention in the language part alone."""
+    return {"text_config": name} if hf_config.model_type in SUPPORTED else name
 
 
 def load_config(folder: Path) -> PreTrainedConfig:
@@ -243,9 +291,17 @@ def check_architecture(hf_config: PreTrainedConfig, model_class: type | None = N
     kind = hf_config.model_type
     _check_no_decoder_beside(hf_config)
     if model_class is None:
-        if type(hf_config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        mapping: Any = MODEL_FOR_CAUSAL_LM_MAPPING
+        if kind in SUPPORTED:
+            mapping = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+        elif type(hf_config) not in mapping:
+            if type(hf_config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
+                raise ModelError(
+                    f"{kind} takes images in a way that is not supported; choose one of "
+                    f"{', '.join(sorted(SUPPORTED))}"
+                )
             raise ModelError(f"{kind} is not a causal language model; choose one that is")
-        mapped: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(hf_config)]
+        mapped: Any = mapping[type(hf_config)]
         model_class = mapped[0] if isinstance(mapped, tuple) else mapped
     if getattr(model_class, "_is_stateful", False):
         raise ModelError(
@@ -263,8 +319,12 @@ def _load_weights(
     folder: Path, hf_config: PreTrainedConfig, dtype_name: str, *, without_output: bool = False
 ) -> nn.Module:
     # An encoder runs with Transformers' own attention, and may be one.
-    options: dict[str, Any] = {} if without_output else {"attn_implementation": IMPLEMENTATION}
+    options: dict[str, Any] = {}
+    if not without_output:
+        options["attn_implementation"] = _attention_of(hf_config, IMPLEMENTATION)
     auto: Any = AutoModel if without_output else AutoModelForCausalLM
+    if not without_output and hf_config.model_type in SUPPORTED:
+        auto = AutoModelForImageTextToText
     dtype = "auto" if dtype_name == "auto" else getattr(torch, dtype_name)
     if is_gguf := (folder / LINK).is_file():
         _check_gguf_holds(folder, hf_config, auto)
@@ -364,7 +424,7 @@ def _probe_layers(
 ) -> LayerProbe:
     name = type(module).__name__
     probe = LayerProbe(name, max_model_len)
-    module.set_attn_implementation(PROBING)
+    module.set_attn_implementation(_attention_of(module.config, PROBING))
     tokens = torch.zeros(1, 2, dtype=torch.long, device=device)
     positions = torch.arange(2, device=device)[None]
     call = {"position_ids": positions, "use_cache": False, "layer_probe": probe}
@@ -381,6 +441,28 @@ def _probe_layers(
     except Exception as error:
         raise ModelError(f"{name} can't be served: {_first_line(error)}") from error
     return probe
+
+
+@torch.no_grad()
+def _images_see_themselves(module: Any) -> bool:
+    """Return whether the tokens of an image attend to each other in both directions.
+
+    Raises:
+        ModelError: Its masks over images are of another kind.
+    """
+    if "token_type_ids" not in inspect.signature(module.forward).parameters:
+        return False
+    name = type(module).__name__
+    kinds = torch.tensor([[0, 1, 1, 1, 0, 0, 1, 1, 0]], device=module.device)
+    probe = ImageProbe(name, kinds[0].cpu())
+    call = {"token_type_ids": kinds, "use_cache": False, "layer_probe": probe}
+    try:
+        module(input_ids=torch.zeros_like(kinds), **call)
+    except ModelError:
+        raise
+    except Exception as error:
+        raise ModelError(f"{name} can't be served: {_first_line(error)}") from error
+    return True
 
 
 @contextmanager

@@ -42,6 +42,7 @@ from .ranks.pipelining import PipelineRank
 from .ranks.plan import Style, check_divisible, parallel_plan
 from .shards import Box, Shard, ShardedWeights
 from .system_memory import zeros
+from .vision import SUPPORTED
 from .weights.conversion import as_parameters
 
 _LAYER = re.compile(r"^.*?\.\d+(?=\.)")
@@ -150,6 +151,8 @@ def _check_supported(folder: Path, hf_config: PreTrainedConfig) -> None:
         reason = "is a GGUF file, which is read as a whole"
     elif embeds_only(folder):
         reason = "makes embeddings only"
+    elif hf_config.model_type in SUPPORTED:
+        reason = "takes images, which one rank alone encodes"
     elif getattr(hf_config, "quantization_config", None) is not None:
         reason = "has quantized weights"
     elif not (folder / WEIGHTS).is_file() and not (folder / INDEX).is_file():

@@ -8,10 +8,12 @@ from typing import Literal
 
 from nano_inference.bus.control import (
     AuditedBlock,
+    ImageCapacity,
     ReplicaCapacity,
     TierCapacity,
     TiersChanged,
 )
+from nano_inference.bus.media import MediaItem
 from nano_inference.bus.messages import (
     AdmittedRequest,
     Credit,
@@ -226,6 +228,7 @@ class FakeReplica:
         address: str = "",
         session_share: float = 0.5,
         pipeline_stages: int = 1,
+        images: ImageCapacity | None = None,
     ) -> None:
         config = EngineConfig(
             kv_audit_every=2,
@@ -250,6 +253,7 @@ class FakeReplica:
             tiers=TierCapacity(host_slots, disk_blocks, "", "", 0, "", 1, 1, 1000, address=address)
             if host_slots
             else None,
+            images=images,
         )
         self.stages = pipeline_stages if steps_ahead > 1 else 1
         self.core = BatchingCore(config, capacity, steps_ahead=steps_ahead)
@@ -280,6 +284,7 @@ class FakeReplica:
         hands_over: bool = False,
         session: KVSession | None = None,
         tenant: str = "",
+        media: tuple[MediaItem, ...] = (),
     ) -> None:
         """Add a request.
 
@@ -291,7 +296,7 @@ class FakeReplica:
             stop: Whether samples end with the token STOP.
             priority, prompt_logprobs, deadline_ns, rank, pooling, adapter, hands_over: As in the
                 messages.
-            session, tenant: As in the messages.
+            session, tenant, media: As in the messages.
         """
         seq_ids = (seq_ids,) if isinstance(seq_ids, int) else seq_ids
         name = name or str(seq_ids[0])
@@ -303,7 +308,7 @@ class FakeReplica:
         info = RequestInfo(name, name, adapter=adapter, pooling=pooling)
         specs = tuple(SequenceSpec(seq_id, index, 0) for index, seq_id in enumerate(seq_ids))
         about = (info, Prompt(tuple(prompt)), sampling, specs)
-        more = {"rank": rank, "hands_over": hands_over, "kv_session": session}
+        more = {"rank": rank, "hands_over": hands_over, "kv_session": session, "media": media}
         self.send(AdmittedRequest(*about, tenant, priority, **more), deadline_ns)
 
     def send(self, request: AdmittedRequest, deadline_ns: int | None = None) -> None:

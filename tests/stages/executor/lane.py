@@ -72,9 +72,8 @@ class StepLane:
 
     def turn(self) -> bool:
         """Run all steps that can be planned, then take the result of the oldest step."""
-        run = self.core.launch if self.core.runs_ahead else self.core.execute
         while (plan := self.batching.plan(0)) is not None:
-            self._in_flight.append((plan, run(plan)))
+            self._in_flight.append((plan, self.begin(plan)))
         self.most_in_flight = max(self.most_in_flight, len(self._in_flight))
         if not self._in_flight:
             return False
@@ -95,6 +94,11 @@ class StepLane:
                 assert self.batching.idle
                 return
         raise AssertionError("the lane does not come to rest")
+
+    def begin(self, plan: StepPlan) -> LaunchedStep | StepResult:
+        """Launch a plan, or run it."""
+        run = self.core.launch if self.core.runs_ahead else self.core.execute
+        return run(plan)
 
     def record(self, plan: StepPlan, result: StepResult) -> None:
         """Handle a result."""

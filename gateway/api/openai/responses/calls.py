@@ -27,7 +27,7 @@ from ....serving.account import Account
 from ....serving.durable_calls import Attachment
 from ....serving.fields import Body, read_query
 from ....serving.origin import Origin, origin_of, tenant_of
-from ....serving.prepared import about_tools, check_request, prepare
+from ....serving.prepared import about_tools, check_request, prepare, tokens_of
 from ....serving.samples import SampleChunks, stream_unsent
 from ....serving.services import Services
 from ..errors import as_openai
@@ -123,8 +123,9 @@ class ResponseCalls:
         await self._services.served.check(call.fields.model, caller_of(request))
         items = await self._whole(request, call, items)
         record = ResponseRecord(tenant=tenant_of(request), call=call, items=items)
-        prompt = (await self._prepared(request, record)).prompt
-        return JsonResponse({"object": "response.input_tokens", "input_tokens": len(prompt)})
+        record = await self._prepared(request, record)
+        tokens = await tokens_of(self._services, record.prompt, record.images)
+        return JsonResponse({"object": "response.input_tokens", "input_tokens": len(tokens)})
 
     async def retrieve(self, request: Request) -> Response:
         """Return a response as it is now, or its stream."""
@@ -198,7 +199,8 @@ class ResponseCalls:
         constraint = prepared.sampling.constraint
         return msgspec.structs.replace(
             record,
-            prompt=prepared.token_ids,
+            prompt=prepared.prompt,
+            images=prepared.images,
             reading=prepared.reading,
             constraint=None if constraint == sampling.constraint else constraint,
         )

@@ -14,7 +14,7 @@ from ....serving.chat_templates import Turn
 from ....serving.fields import read_part
 from ....serving.tools import DirectCaller, tool_call
 from ..bodies import OpenAIMessage
-from ..messages import arguments_of, text_of, turn_of
+from ..messages import arguments_of, content_of, turn_of
 
 Item = dict[str, Any]
 """An id and a type, with the fields of a message (its content is a list of parts), of a function
@@ -37,7 +37,7 @@ class FunctionCall(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FunctionOutput(msgspec.Struct, frozen=True, kw_only=True):
-    """The result of a call: a text, or parts of text."""
+    """The result of a call: a text, or parts of text and images."""
 
     HARMLESS: ClassVar = _LEFT_OUT
 
@@ -166,6 +166,10 @@ def _message(given: dict[str, Any], where: str) -> Item:
 def _part(part: dict[str, Any], role: str) -> dict[str, Any]:
     if part["type"] == "refusal":
         return {"type": "refusal", "refusal": part["refusal"]}
+    if part["type"] in ("image_url", "input_image"):
+        image_url = part["image_url"]
+        url = image_url if isinstance(image_url, str) else image_url["url"]
+        return {"type": "input_image", "image_url": url, "detail": part.get("detail", "auto")}
     if role == "assistant":
         return {"type": "output_text", "text": part["text"], "annotations": []}
     return {"type": "input_text", "text": part["text"]}
@@ -179,7 +183,7 @@ def _function_call(given: dict[str, Any], where: str) -> Item:
 
 def _function_output(given: dict[str, Any], where: str) -> Item:
     output = read_part(given, FunctionOutput, where)
-    text_of(output.output, f"{where}.output")
+    content_of(output.output, f"{where}.output")
     named = {} if output.name is None else {"name": output.name}
     return {"call_id": output.call_id, "output": output.output} | named
 
@@ -242,8 +246,8 @@ def turns_of(items: Iterable[Item]) -> list[Turn]:
                 calls.append(tool_call(item["call_id"], item["name"], item["arguments"]))
             case "function_call_output":
                 end_turn()
-                text = text_of(item["output"], "input")
-                turn: Turn = {"role": "tool", "content": text, "tool_call_id": item["call_id"]}
+                output = content_of(item["output"], "input")
+                turn: Turn = {"role": "tool", "content": output, "tool_call_id": item["call_id"]}
                 name = item.get("name") or names.get(item["call_id"])
                 turns.append(turn if name is None else turn | {"name": name})
             case _ if item["role"] == "assistant":

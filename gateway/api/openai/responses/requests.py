@@ -9,7 +9,7 @@ from typing import Annotated, ClassVar, Literal
 
 import msgspec
 
-from .....bus.public import ErrorInfo, GenerateRequest
+from .....bus.public import ErrorInfo, GenerateRequest, ImageInput
 from .....config import Config, Constraint, NanoInferenceError, SamplingParams, shown
 from .....text.messages import Reading
 from ....policy.caller import ANYBODY, Caller
@@ -75,22 +75,25 @@ class ResponseRecord(DurableRecord, frozen=True, kw_only=True, tag="response"):
 
     Attributes:
         items: The conversation before its output, without instructions.
-        prompt: The tokens that are submitted; none where no gateway has to submit them again.
+        prompt: The tokens that are submitted, with images the text; none where no gateway has to
+            submit them again.
         deadline_ns: On the clock of `now_ns`; None without a limit.
         caller: The caller, with its permissions.
         failure: Why no request was submitted.
         reading: For the reader of its output; None where all of that is text.
         constraint: The output's, where tools or reasoning add to that of the fields.
+        images: Of the prompt.
     """
 
     call: ResponseCall
     items: list[Item]
-    prompt: tuple[int, ...] = ()
+    prompt: str | tuple[int, ...] = ()
     deadline_ns: int | None = None
     caller: Caller = ANYBODY
     failure: ErrorInfo | None = None
     reading: Reading | None = None
     constraint: Constraint | None = None
+    images: tuple[ImageInput, ...] = ()
 
     @property
     def request_ids(self) -> list[str]:
@@ -119,7 +122,8 @@ class ResponseRecord(DurableRecord, frozen=True, kw_only=True, tag="response"):
         fields = self.call.fields
         return GenerateRequest(
             request_id=self.id,
-            prompt_token_ids=self.prompt,
+            prompt=self.prompt if isinstance(self.prompt, str) else None,
+            prompt_token_ids=None if isinstance(self.prompt, str) else self.prompt,
             sampling=self.sampling,
             stream=fields.stream,
             priority=engine_priority(fields.priority),
@@ -127,17 +131,23 @@ class ResponseRecord(DurableRecord, frozen=True, kw_only=True, tag="response"):
             cache_salt=fields.cache_salt,
             model=adapter_of(fields.model, config),
             kv_session=fields.kv_session,
+            images=self.images,
+            add_special_tokens=not self.images,
         )
 
     def failed(self, error: NanoInferenceError) -> ResponseRecord:
         """Return the record of the same response, which will never be begun."""
         failure = ErrorInfo(code=error.code, message=error.message)
-        return msgspec.structs.replace(self, prompt=(), constraint=None, failure=failure)
+        return self._unprompted(failure)
 
     def encode(self) -> bytes:
         if self.is_complete:
             return super().encode()
-        return msgspec.json.encode(msgspec.structs.replace(self, prompt=(), constraint=None))
+        return msgspec.json.encode(self._unprompted(self.failure))
+
+    def _unprompted(self, failure: ErrorInfo | None) -> ResponseRecord:
+        """Return the record without what only a submission needs."""
+        return msgspec.structs.replace(self, prompt=(), images=(), constraint=None, failure=failure)
 
 
 def read_response(

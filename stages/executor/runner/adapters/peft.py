@@ -118,7 +118,7 @@ def read_adapter(
     place = Path(folder).expanduser()
     config = _read_config(place)
     file = str(place / WEIGHTS)
-    modules = _linears(model.whole)
+    modules = _linears(model)
     numbers = sum(sum(_widths(module)) for module in modules.values())
     most = WeightLimits(2 * len(modules) + 16, _WIDEST_BYTES * limits.rank * numbers + _MORE_BYTES)
     try:
@@ -315,7 +315,7 @@ def _pairs_of(
     if not halves:
         raise AdapterError("the adapter has no tensor; save it again")
     whole: Any = model.whole
-    modules = _linears(whole)
+    modules = _linears(model)
     output = whole.get_output_embeddings()
     pairs = {}
     for name, both in sorted(halves.items()):
@@ -371,12 +371,14 @@ def rank_of(pairs: Mapping[str, LoraPair]) -> int:
     return max(pair.a.shape[0] for pair in pairs.values())
 
 
-def _linears(module: nn.Module) -> dict[str, nn.Module]:
-    """Return the linear layers by name."""
+def _linears(model: LoadedModel) -> dict[str, nn.Module]:
+    """Return the linear layers that tokens pass, by name: none of the part that encodes images."""
+    tokens_pass = {*model.base.modules()} if model.vision is not None else None
     return {
         name: part
-        for name, part in module.named_modules()
-        if type(part) is nn.Linear or type(part) is Conv1D
+        for name, part in model.whole.named_modules()
+        if (type(part) is nn.Linear or type(part) is Conv1D)
+        and (tokens_pass is None or part in tokens_pass)
     }
 
 

@@ -103,8 +103,11 @@ def prefill_rows(
             blocks = tables[row].index_select(0, positions // block_size)
             cache_rows = (blocks * block_size + positions % block_size) * heads
             index = (cache_rows + torch.arange(heads, device=device)[:, None]).view(-1)
-        if start or (window is not None and count > window):
-            mask = visible(start, count, low, window, device)
+        reach = None if rows.reach is None else rows.reach[token : token + count]
+        if reach is not None and (reach == np.arange(start, start + count)).all():
+            reach = None
+        if start or (window is not None and count > window) or reach is not None:
+            mask = visible(start, count, low, window, device, reach)
         yield PrefillRow(token, token + count, index, mask)
         token += count
 
@@ -172,12 +175,20 @@ def softmax(scores: Tensor, sinks: Tensor | None) -> Tensor:
     return weights[..., :-1].to(scores.dtype)
 
 
-def visible(start: int, count: int, low: int, window: int | None, device: torch.device) -> Tensor:
+def visible(
+    start: int,
+    count: int,
+    low: int,
+    window: int | None,
+    device: torch.device,
+    reach: IntArray | None = None,
+) -> Tensor:
     """Return the mask of queries from `start` on over positions from `low` on:
-    `[count, start + count - low]`, true where a query may attend."""
+    `[count, start + count - low]`, true where a query may attend. `reach`: `[count]`, the last
+    position of each; its own if None."""
     queries = torch.arange(start, start + count, device=device)[:, None]
     positions = torch.arange(low, start + count, device=device)
-    seen = positions <= queries
+    seen = positions <= (queries if reach is None else torch.from_numpy(reach).to(device)[:, None])
     if window is not None:
         seen &= positions > queries - window
     return seen

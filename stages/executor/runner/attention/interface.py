@@ -121,6 +121,32 @@ class LayerProbe:
         raise ModelError(f"{self._architecture} can't be served: {why}; choose another model")
 
 
+class ImageProbe(LayerProbe):
+    """Checks, in a pass over text and images, that the tokens of an image see all of that image."""
+
+    def __init__(self, architecture: str, kinds: Tensor) -> None:
+        """`kinds`: `[tokens]`, 1 for an image's token, 0 for text between images."""
+        super().__init__(architecture, len(kinds))
+        places = torch.arange(len(kinds))
+        following = torch.where(kinds == 0, places, len(kinds))
+        # The last token before the next one of text, of which there is one at the end.
+        ends = following.flip(0).cummin(0).values.flip(0) - 1
+        self._reach = torch.where(kinds == 1, ends, places)
+
+    def record(
+        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, **call: Any
+    ) -> Tensor:
+        window = _options_of(query, call).window or len(self._reach)
+        places = torch.arange(len(self._reach))
+        seen = (places <= self._reach[:, None]) & (places > places[:, None] - window)
+        zero = torch.zeros((), dtype=torch.long)
+        if not isinstance(mask, MaskProbe) or not torch.equal(
+            mask.mask_function(zero, zero, places[:, None], places).cpu(), seen
+        ):
+            self._refuse("tokens of images see others than those before them and their own image")
+        return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[-1])
+
+
 IMPLEMENTATION = "nano_paged"
 """The name for `attn_implementation`."""
 

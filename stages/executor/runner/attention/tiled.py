@@ -146,20 +146,22 @@ class _Cutter:
         places = np.arange(self._tile_tokens)
         valid = places < counts[:, None]
         offsets = np.where(valid, places, 0)
+        batch_tokens = tokens[:, None] + offsets
         positions = starts[:, None] + offsets
+        reach = positions if self.rows.reach is None else self.rows.reach[batch_tokens]
         first = self._first_block(starts)
         if shared:
             first = first[:1]
-        num_blocks = int((positions.max(1) // BLOCK - first).max()) + 1
+        num_blocks = int((reach.max(1) // BLOCK - first).max()) + 1
         blocks = first + np.arange(num_blocks)[:, None]
         keys = blocks[:, :, None] * BLOCK + np.arange(BLOCK)
         return TileChunk(
-            tokens=torch.from_numpy(tokens[:, None] + offsets),
+            tokens=torch.from_numpy(batch_tokens),
             used=torch.from_numpy(np.flatnonzero(valid)),
             index=self._index(rows[: len(first)], keys),
             num_blocks=num_blocks,
             shared=shared,
-            masks=tuple(self._mask(positions, block) for block in keys),
+            masks=tuple(self._mask(positions, reach, block) for block in keys),
         )
 
     def _index(self, rows: IntArray, keys: IntArray) -> Tensor:
@@ -171,9 +173,10 @@ class _Cutter:
         index = slots[:, :, None] * self.heads + np.arange(self.heads)[:, None]
         return torch.from_numpy(index.reshape(-1))
 
-    def _mask(self, positions: IntArray, keys: IntArray) -> Tensor | None:
-        """Return the mask of keys `[1 or tiles, BLOCK]` for queries `[tiles, tile_tokens]`."""
-        hidden = keys[:, None] > positions[:, :, None]
+    def _mask(self, positions: IntArray, reach: IntArray, keys: IntArray) -> Tensor | None:
+        """Return the mask of keys `[1 or tiles, BLOCK]` for queries `[tiles, tile_tokens]`, which
+        see up to `reach`."""
+        hidden = keys[:, None] > reach[:, :, None]
         if self.window is not None:
             hidden |= keys[:, None] <= positions[:, :, None] - self.window
         if not hidden.any():

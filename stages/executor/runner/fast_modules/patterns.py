@@ -450,7 +450,7 @@ def _factors(
     rotary: nn.Module, hidden: Tensor, position_ids: Tensor, width: int, tiles: FixedTiles
 ) -> list[Tensor]:
     """Return the rotary factors, `[tokens, width]` each, with bits independent of the batch."""
-    count = position_ids.shape[1]
+    count = position_ids.shape[-1]
     missing = -count % (VECTOR // math.gcd(VECTOR, width))
     if missing:
         position_ids = F.pad(position_ids, (0, missing))

@@ -213,6 +213,7 @@ def user(*blocks: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 BLOCK: dict[str, Any] = {"type": "text", "text": "a"}
+NOT_SUPPORTED = "images_not_supported"
 IMAGE = {"type": "image", "source": {"type": "url", "url": "http://example.org/a.png"}}
 REFUSED: list[tuple[dict[str, Any], str, str]] = [
     invalid("model", model=3),
@@ -226,7 +227,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     invalid("messages[0].name", "unsupported", messages=[HELLO | {"name": "x"}]),
     invalid("messages[1].content", messages=[HELLO, {"role": "assistant", "content": ""}]),
     invalid("messages[0].content[0].text", messages=user(BLOCK | {"text": 5})),
-    invalid("messages[0].content[1]", "unsupported", messages=user(BLOCK, IMAGE)),
+    invalid("messages[0].content[1].source.url", NOT_SUPPORTED, messages=user(BLOCK, IMAGE)),
     invalid("messages[0].content[0]", "unsupported", messages=user({"type": {"a": 1}})),
     invalid(
         "messages[0].content[0].citations",

@@ -90,8 +90,8 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
         "messages[3].content[0].tool_use_id", messages=[USER, CALLED, user(RESULT), user(RESULT)]
     ),
     invalid(
-        "messages[2].content[0].content[0]",
-        "unsupported",
+        "messages[2].content[0].content[0].source.url",
+        "images_not_supported",
         messages=[USER, CALLED, user(RESULT | {"content": [IMAGE]})],
     ),
     invalid("messages[0].content[0]", messages=[user(USE)]),

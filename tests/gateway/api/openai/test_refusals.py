@@ -83,7 +83,9 @@ OF_COMPLETIONS: list[tuple[dict[str, Any], str, str]] = [
     invalid("prompt_logprobs", echo=True, logprobs=1, prompt_logprobs=2),
     invalid("messages", "unsupported", messages=HELLO),
 ]
-PART, IMAGE = {"type": "text", "text": "a"}, {"type": "image_url"}
+PART = {"type": "text", "text": "a"}
+IMAGE = {"type": "image_url", "image_url": "http://example.org/a.png"}
+NOT_SUPPORTED = "images_not_supported"
 
 
 def said(content: Any, **more: Any) -> list[dict[str, Any]]:
@@ -103,7 +105,10 @@ OF_CHATS: list[tuple[dict[str, Any], str, str]] = [
     invalid("messages[0]", messages=[{"content": "a"}]),
     invalid("messages[0].role", messages=[{"role": "wizard", "content": "a"}]),
     invalid("messages[0].content", messages=said(5)),
-    invalid("messages[1].content[1]", "unsupported", messages=HELLO + said([PART, IMAGE])),
+    invalid(
+        "messages[1].content[1].image_url", NOT_SUPPORTED, messages=HELLO + said([PART, IMAGE])
+    ),
+    invalid("messages[1].content[0]", messages=HELLO + said([{"type": "image_url"}])),
     invalid("messages[0].content[0].text", messages=said([PART | {"text": 5}])),
     invalid("messages[0].content[0]", "unsupported", messages=said([{"type": {"a": 1}}])),
     invalid("messages[0].audio", "unsupported", messages=said("a", audio={"id": "x"})),
@@ -134,6 +139,7 @@ OF_CHATS: list[tuple[dict[str, Any], str, str]] = [
     invalid("continue_final_message", continue_final_message=True, add_generation_prompt=True),
     invalid("modalities", "unsupported", modalities=["text", "audio"]),
 ]
+INPUT_AUDIO = {"type": "input_audio", "input_audio": {"data": "a"}}
 INPUT_IMAGE = {"type": "input_image", "image_url": "http://example.org/a.png"}
 CALL = {"type": "function_call", "call_id": "a", "name": "f", "arguments": "{}"}
 OUTPUT = {"type": "function_call_output", "call_id": "a", "output": "b"}
@@ -150,10 +156,15 @@ OF_RESPONSES: list[tuple[dict[str, Any], str, str]] = [
     invalid("input[0].namespace", "unsupported", input=[CALL | {"namespace": "a"}]),
     invalid("input[0].call_id", input=[OUTPUT, CALL]),
     invalid("input[0].output", input=[OUTPUT | {"output": 5}]),
-    invalid("input[0].output[0]", "unsupported", input=[OUTPUT | {"output": [INPUT_IMAGE]}]),
+    invalid("input[0].output[0]", "unsupported", input=[OUTPUT | {"output": [INPUT_AUDIO]}]),
     invalid("input[0].content", input=[{"type": "reasoning", "content": "a"}]),
     invalid(
-        "input[0].content[0]", "unsupported", input=[{"role": "user", "content": [INPUT_IMAGE]}]
+        "input[0].content[0]", "unsupported", input=[{"role": "user", "content": [INPUT_AUDIO]}]
+    ),
+    invalid(
+        "input.content[0].image_url",
+        NOT_SUPPORTED,
+        input=[{"role": "user", "content": [INPUT_IMAGE]}],
     ),
     invalid("input[0].role", input=[{"role": "wizard", "content": "a"}]),
     invalid("input[0].x", "unsupported", input=[{"role": "user", "content": "a", "x": 1}]),

@@ -1,0 +1,46 @@
+"""Images among the tokens of a prompt."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from .control import InternalPart
+
+
+class MediaItem(InternalPart, frozen=True, array_like=True):
+    """An image in a prompt.
+
+    Attributes:
+        id: SHA-256 of its pixels and size, hex.
+        start: Index of its first placeholder in the prompt.
+        num_tokens: Its placeholders.
+        width: In pixels.
+        height: In pixels.
+        alone: Whether it is the prompt's only image, which LLaVA-OneVision cuts into tiles.
+    """
+
+    id: str
+    start: int
+    num_tokens: int
+    width: int
+    height: int
+    alone: bool = True
+
+    @property
+    def key(self) -> tuple[str, int]:
+        """What its embeddings depend on, besides the model."""
+        return self.id, self.num_tokens
+
+    def places(self, token_ids: Sequence[int]) -> list[int]:
+        """Return the indices of its placeholders in a prompt.
+
+        Other tokens may stand between them, such as the numbers of tiles (Idefics 3).
+        """
+        placeholder = token_ids[self.start]
+        places: list[int] = []
+        for index in range(self.start, len(token_ids)):
+            if len(places) == self.num_tokens:
+                break
+            if token_ids[index] == placeholder:
+                places.append(index)
+        return places

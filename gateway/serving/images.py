@@ -1,0 +1,200 @@
+"""Images in bodies of calls: inline, or fetched by URL."""
+
+from __future__ import annotations
+
+import base64
+import re
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import anyio
+import anyio.to_thread
+
+from ...bus.public import ImageInput
+from ...config import ImagesConfig, RequestError, shown
+from ...media.decoder import ImageDecoder, check_file
+from ...media.fetch import ImageFetcher
+from ..server.http import field_error
+from .turns import Turns
+from .words import Words
+
+FETCHES = 8
+"""Images fetched at a time. One tenant alone may have half of these places."""
+
+IMAGE = "image"
+"""The type of an image's part, in the form of Transformers' chat templates."""
+
+_DATA = re.compile(r"data:[^,;]*(?:;[^,;]*)*?(;base64)?,", re.IGNORECASE)
+_MOST_HEAD = 256
+
+
+class ImageSource(NamedTuple):
+    """An image as a call names it: a file's content or a URL.
+
+    Attributes:
+        where: Its path in the body.
+    """
+
+    where: str
+    data: bytes = b""
+    url: str = ""
+
+
+def image_part(source: ImageSource) -> dict[str, Any]:
+    """Return an image as a part of a turn's content."""
+    return {"type": IMAGE, "source": source}
+
+
+def text_part(text: str) -> dict[str, Any]:
+    """Return a text as a part of a turn's content."""
+    return {"type": "text", "text": text}
+
+
+def content_of(parts: list[dict[str, Any]]) -> str | list[dict[str, Any]]:
+    """Return a turn's content: the parts, or without images their texts in one piece."""
+    if any(part["type"] == IMAGE for part in parts):
+        return parts
+    return "\n".join(part["text"] for part in parts)
+
+
+def of_url(url: str, where: str) -> ImageSource:
+    """Read a data URI, or a URL, which is fetched later.
+
+    Raises:
+        FieldError: invalid_image, invalid_image_url.
+    """
+    if url[:5].lower() != "data:":
+        return ImageSource(where, url=url)
+    head = _DATA.match(url[:_MOST_HEAD])
+    if head is None or head[1] is None:
+        raise field_error(
+            where,
+            f": {shown(url[:40])} is no data URI with base64; write data:image/png;base64,…",
+            code="invalid_image_url",
+        )
+    return of_base64(url[head.end() :], where)
+
+
+def of_base64(text: str, where: str) -> ImageSource:
+    """Read a file in base64.
+
+    Raises:
+        FieldError: invalid_image.
+    """
+    try:
+        return ImageSource(where, base64.b64decode(text, validate=True))
+    except ValueError:
+        raise field_error(
+            where, ": the image is not in base64; encode its file so", code="invalid_image"
+        ) from None
+
+
+def sources_in(turns: Iterable[dict[str, Any]]) -> list[ImageSource]:
+    """Return the images of turns, in order."""
+    return [
+        part["source"]
+        for turn in turns
+        if isinstance(content := turn.get("content"), list)
+        for part in content
+        if part["type"] == IMAGE
+    ]
+
+
+def without_sources(turn: dict[str, Any]) -> dict[str, Any]:
+    """Return a turn as templates read it."""
+    content = turn.get("content")
+    if not isinstance(content, list):
+        return turn
+    parts = [{"type": IMAGE} if part["type"] == IMAGE else part for part in content]
+    return turn | {"content": parts}
+
+
+def text_in(turn: dict[str, Any]) -> str:
+    """Return the text of a turn."""
+    content = turn.get("content") or ""
+    if isinstance(content, str):
+        return content
+    return "\n".join(part["text"] for part in content if part["type"] != IMAGE)
+
+
+class Images:
+    """Loads the images of calls, and expands prompts with them where an answer shows the tokens."""
+
+    def __init__(self, config: ImagesConfig, model_name: str, turns: Turns) -> None:
+        """Args: limits, the model's name, and `FETCHES` places shared by tenants."""
+        self._config, self._model_name = config, model_name
+        self._fetcher = ImageFetcher(config)
+        self._decoder = ImageDecoder(config)
+        self._turns = turns
+
+    def check(self, sources: Sequence[ImageSource], words: Words) -> None:
+        """Check images before they are loaded.
+
+        Raises:
+            FieldError: images_not_supported, too_many_images.
+            RequestError: image_too_large, invalid_image: an inline file.
+        """
+        if not sources:
+            return
+        where, most = sources[0].where, self._config.max_per_request
+        if words.images is None:
+            raise field_error(
+                where,
+                f": {self._model_name} takes no images here; leave them out, or ask another model",
+                code="images_not_supported",
+            )
+        if len(sources) > most:
+            raise field_error(
+                where,
+                f" and others are {len(sources)} images, and at most {most} are taken "
+                "(images.max_per_request); send fewer",
+                code="too_many_images",
+            )
+        for source in sources:
+            if not source.url:
+                check_file(source.data, self._config, source.where)
+
+    async def load(self, sources: Sequence[ImageSource], tenant: str) -> tuple[ImageInput, ...]:
+        """Return the images' files; those named by URL are fetched. `check` comes before.
+
+        Raises:
+            RequestError: As `ImageFetcher.fetch`.
+            EngineError: overloaded.
+        """
+        found: list[bytes] = []
+        for source in sources:
+            data = source.data
+            if source.url:
+                with self._turns.wait(tenant, [source.where]) as call:
+                    await call.take(source.where)
+                    try:
+                        data = await self._fetcher.fetch(source.url, source.where)
+                    finally:
+                        self._turns.give_back(tenant)
+            found.append(data)
+        return tuple(ImageInput(data=data) for data in found)
+
+    async def expand(
+        self, words: Words, text: str, images: Sequence[ImageInput]
+    ) -> tuple[int, ...]:
+        """Return the tokens of a rendered conversation, as admission makes them.
+
+        Raises:
+            RequestError: invalid_image, image_too_large, image_decode_failed, images_mismatch.
+        """
+        processor = words.images
+        assert processor is not None, "check comes before"
+
+        def work() -> tuple[int, ...]:
+            sizes = []
+            for place, image in enumerate(images):
+                pixels = self._decoder.decode(image.data, f"images[{place}]")
+                sizes.append((pixels.width, pixels.height))
+            return words.token_ids(processor.expand_text(text, sizes), add_special=False)
+
+        return await anyio.to_thread.run_sync(work)
+
+
+def unsupported_here(where: str) -> RequestError:
+    """Return the refusal of an image where only text is read."""
+    return field_error(where, ": images are not supported here; send text", code="unsupported")

@@ -1,0 +1,161 @@
+"""Which images' embeddings the executor has, and the images of each step."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping
+from collections.abc import Sequence as Seq
+from typing import NamedTuple
+
+from ...bus.control import ImageCapacity
+from ...bus.media import MediaItem
+from .image_keys import PlacedImage
+from .sequence import Sequence
+
+ImageKey = tuple[str, int]
+"""`MediaItem.key`."""
+
+
+class ImagesOfPlan(NamedTuple):
+    """`forgotten_images` and `encodes` of a StepPlan."""
+
+    forgotten: tuple[ImageKey, ...] = ()
+    encodes: tuple[MediaItem, ...] = ()
+
+
+NO_IMAGES = ImagesOfPlan()
+
+
+class ImageCache:
+    """Which images' embeddings the executor has when a plan runs, least recently used first.
+
+    The executor drops and encodes what a plan says. So what this class assumes is exact, in the
+    order of the plans, and no sequence needs to hold an image: if it is dropped before a later
+    part of a prompt needs it, it is encoded again.
+    """
+
+    def __init__(self, capacity: ImageCapacity) -> None:
+        self.capacity = capacity
+        self._tokens: OrderedDict[ImageKey, int] = OrderedDict()
+        self._forgotten: list[ImageKey] = []
+        self.num_encoded = 0
+
+    def __contains__(self, key: ImageKey) -> bool:
+        return key in self._tokens
+
+    def clear(self) -> None:
+        """Forget all: the executor has dropped them."""
+        self._tokens.clear()
+        self._forgotten.clear()
+
+    def spoil(self, seqs: Iterable[Sequence | None]) -> None:
+        """Never share the KV of sequences that lacked an image, and let others try again."""
+        for seq in filter(None, seqs):
+            seq.lease.generation = -1
+            for image in seq.images:
+                if self._tokens.pop(image.item.key, None) is not None:
+                    self._forgotten.append(image.item.key)
+
+    def begin(self) -> StepImages:
+        """Return the images of a step in the making, none yet."""
+        return StepImages(self)
+
+    def plan(
+        self, num_tokens: Mapping[int, int], index: Mapping[int, Sequence]
+    ) -> tuple[Mapping[int, int], ImagesOfPlan]:
+        """Plan the images of a step whose sequences have their blocks.
+
+        Args:
+            num_tokens: Tokens of each sequence, by id.
+            index: Sequences by id.
+
+        Returns:
+            The tokens of each, fewer where a start found another prefix than was forecast; and
+            what the plan says of images.
+        """
+        if not any(index[seq_id].images for seq_id in num_tokens):
+            return num_tokens, self._take(())
+        step, limited = self.begin(), dict(num_tokens)
+        for seq_id, number in num_tokens.items():
+            seq = index[seq_id]
+            if seq.images and seq.num_scheduled <= seq.images[-1].places[-1]:
+                limited[seq_id] = step.limit(seq.images, seq.num_scheduled, number)
+        self._make_room(step)
+        rows = {seq_id: number for seq_id, number in limited.items() if number}
+        return rows, self._take(tuple(step.new.values()))
+
+    def _take(self, encodes: tuple[MediaItem, ...]) -> ImagesOfPlan:
+        forgotten, self._forgotten = tuple(self._forgotten), []
+        return ImagesOfPlan(forgotten, encodes)
+
+    def _make_room(self, step: StepImages) -> None:
+        for key in step.used:
+            self._tokens.move_to_end(key)
+        held = sum(self._tokens.values()) + sum(item.num_tokens for item in step.new.values())
+        while held > self.capacity.cache_tokens and len(self._tokens) > len(step.used):
+            key, number = self._tokens.popitem(last=False)
+            self._forgotten.append(key)
+            held -= number
+        self._tokens |= {key: item.num_tokens for key, item in step.new.items()}
+        self.num_encoded += len(step.new)
+
+
+class StepImages:
+    """The images of one step.
+
+    Attributes:
+        used: Those that the executor has already.
+        new: Those to encode.
+        blocked: Whether a part of a prompt must wait until a step has room for a whole image.
+    """
+
+    def __init__(self, cache: ImageCache) -> None:
+        self.used: dict[ImageKey, int] = {}
+        self.new: dict[ImageKey, MediaItem] = {}
+        self.blocked = False
+        self._cache = cache
+        self._encoded = self._held = 0
+
+    def limit(self, images: Seq[PlacedImage], start: int, num_tokens: int) -> int:
+        """Take the images of a part of a prompt.
+
+        Args:
+            images: Of the prompt, in order.
+            start: Its first token.
+            num_tokens: Tokens that may be computed.
+
+        Returns:
+            How many of them are computed in this step: none that needs an image beyond the limits,
+            and no part of an image whose tokens see each other.
+        """
+        stop = start + num_tokens
+        if self._cache.capacity.sees_itself:
+            for image in images:
+                if image.places[0] < stop <= image.places[-1]:
+                    stop = max(image.places[0], start)
+                    self.blocked |= stop == start
+        for image in images:
+            if image.places[-1] < start or image.places[0] >= stop:
+                continue
+            if not self._take(image.item):
+                return max(image.places[0], start) - start
+        return stop - start
+
+    def _take(self, item: MediaItem) -> bool:
+        """Return whether an image fits in; the first one always does."""
+        key, limits = item.key, self._cache.capacity
+        if key in self.used or key in self.new:
+            return True
+        encodes = key not in self._cache
+        encoded = self._encoded + item.num_tokens * encodes
+        held = self._held + item.num_tokens
+        if self.used or self.new:
+            too_many = encodes and self.new and encoded > limits.max_tokens
+            if too_many or held > limits.cache_tokens:
+                return False
+        self._encoded, self._held = encoded, held
+        if encodes:
+            self.new[key] = item
+        else:
+            self.used[key] = item.num_tokens
+        return True

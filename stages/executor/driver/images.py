@@ -1,0 +1,218 @@
+"""Images of sequences: what they change in the inputs of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+from torch import Tensor
+
+from ....bus.control import Cancel, ImageCapacity
+from ....bus.media import MediaItem
+from ....bus.messages import NewSequence, StepPlan
+from ....config import EngineConfig
+from ....store.images import StoredImage
+from ..runner.interface import (
+    ImageEmbeddings,
+    ImageError,
+    IntArray,
+    LoadedModel,
+    Positions,
+    Rows,
+    StepInputs,
+    Uploader,
+    VisionModel,
+)
+from .sequences import SequenceTable
+
+NO_IMAGES: Mapping[str, StoredImage] = {}
+
+
+def image_capacity(config: EngineConfig, model: LoadedModel) -> ImageCapacity | None:
+    """Return what a model takes of images; None for none."""
+    if model.vision is None:
+        return None
+    width = int(model.hf_config.get_text_config().hidden_size)
+    cache_tokens = config.image_cache_bytes // (width * model.dtypes.activations.itemsize)
+    most = min(config.max_image_tokens_per_step, cache_tokens, model.max_model_len)
+    if model.vision.sees_itself:
+        most = min(most, config.max_tokens_per_batch)
+    return ImageCapacity(most, cache_tokens, model.vision.sees_itself)
+
+
+class PlacedImages(msgspec.Struct, frozen=True):
+    """The images of a sequence.
+
+    Attributes:
+        items: Of the prompt, in order.
+        places: For each image its placeholders' indices in the prompt, rising.
+        positions: Rotary positions; None if they are the tokens' indices.
+        reach: `[prompt]`, the last token that each token sees; None if all are causal.
+    """
+
+    items: tuple[MediaItem, ...]
+    places: tuple[IntArray, ...]
+    positions: Positions | None
+    reach: IntArray | None
+
+
+class SequenceImages:
+    """Puts embeddings of images into steps, and knows which sequences lack one.
+
+    Attributes:
+        embeddings: Of the images that plans have encoded.
+    """
+
+    def __init__(self, vision: VisionModel, table: SequenceTable, upload: Uploader) -> None:
+        self.embeddings = ImageEmbeddings(vision)
+        self._vision, self._table, self._upload = vision, table, upload
+        self._failed: dict[str, Cancel] = {}
+        self._spoiled: dict[int, None] = {}
+
+    def clear(self) -> None:
+        """Drop all: there are no sequences any more."""
+        self.embeddings.clear()
+        self._failed.clear()
+        self._spoiled.clear()
+
+    def apply(self, plan: StepPlan, images: Mapping[str, StoredImage]) -> None:
+        """Drop and encode the images of a plan, in whose place new weights already are."""
+        if plan.weight_version or plan.release:
+            self.embeddings.clear()
+        if plan.encodes or plan.forgotten_images:
+            self.embeddings.apply(plan.forgotten_images, plan.encodes, images)
+
+    def add(self, new: NewSequence) -> None:
+        """Place the images of a sequence that the table has."""
+        row = self._table.row_of(new.seq_id)
+        assert row is not None
+        prompt = new.token_ids[: len(new.token_ids) - new.num_generated]
+        places = tuple(np.array(item.places(prompt), np.int64) for item in new.media)
+        positions: Positions | None = None
+        try:
+            positions = self._vision.positions(prompt, new.media)
+        except ImageError as error:
+            self._fail(row, str(error))
+        reach: IntArray | None = None
+        if self._vision.sees_itself:
+            reach = np.arange(len(prompt))
+            for own in places:
+                reach[own] = own[-1]
+        self._table.images[row] = PlacedImages(new.media, places, positions, reach)
+        self._table.images_end[row] = int(places[-1][-1]) + 1
+        self._table.position_shift[row] = positions.shift if positions is not None else 0
+
+    def take_failures(self) -> tuple[Cancel, ...]:
+        """Return cancellations of requests whose images can't be used, each once."""
+        failed, self._failed = tuple(self._failed.values()), {}
+        return failed
+
+    def take_spoiled(self, plan: StepPlan) -> tuple[int, ...]:
+        """Return the sequences whose KV is invalid since the last call, which was before `plan`."""
+        if not self._spoiled:
+            return ()
+        spoiled, self._spoiled = self._spoiled, {}
+        leader = -1
+        for seq_id, num_tokens in zip(plan.seq_ids, plan.num_tokens, strict=True):
+            if num_tokens:
+                leader = seq_id
+            elif leader in spoiled:  # it shares the prefill
+                spoiled[seq_id] = None
+        return tuple(spoiled)
+
+    def in_step(self, rows: IntArray, starts: IntArray) -> bool:
+        """Return whether a row of a step, from these positions on, may compute an image's token."""
+        return bool((starts < self._table.images_end[rows]).any())
+
+    def concern(self, rows: IntArray, starts: IntArray) -> bool:
+        """Return whether embeddings or positions of a step differ by images."""
+        return bool(self._table.position_shift[rows].any()) or self.in_step(rows, starts)
+
+    def reach(self, rows: IntArray, batch: Rows) -> IntArray | None:
+        """Return `Rows.reach` of a step. `rows`: of the table, in batch order."""
+        if not self._vision.sees_itself:
+            return None
+        first_token = np.cumsum(batch.num_tokens) - batch.num_tokens
+        reach = batch.flat[1].copy()
+        for index, row in self._before_images_end(rows, batch.starts):
+            own = self._images_of(row).reach
+            assert own is not None
+            part = own[batch.starts[index] : batch.contexts[index]]
+            reach[first_token[index] : first_token[index] + len(part)] = part
+        return reach
+
+    def put_in(self, inputs: StepInputs, rows: IntArray, batch: Rows) -> StepInputs:
+        """Return the inputs of a step with its images.
+
+        Args:
+            inputs: Of the step, in which no image is yet.
+            rows: Of the table, in batch order.
+            batch: The step.
+        """
+        first_token = np.cumsum(batch.num_tokens) - batch.num_tokens
+        parts: list[tuple[IntArray, Tensor]] = []
+        for index, row in self._before_images_end(rows, batch.starts):
+            images, start = self._images_of(row), batch.starts[index]
+            for item, places in zip(images.items, images.places, strict=True):
+                low, high = np.searchsorted(places, (start, batch.contexts[index]))
+                if low < high and (embeddings := self._embeddings_of(row, item)) is not None:
+                    targets = places[low:high] - start + first_token[index]
+                    parts.append((targets, embeddings[low:high]))
+        changes: dict[str, Any] = {}
+        if self._vision.rotates_in_space:
+            changes["position_ids"] = self._rotary_positions(rows, batch, first_token)
+        if parts:
+            changes["embeddings"] = self._embed(inputs, parts)
+        return msgspec.structs.replace(inputs, **changes)
+
+    # --- inside -------------------------------------------------------------------------------
+
+    def _before_images_end(self, rows: IntArray, starts: IntArray) -> Iterator[tuple[int, int]]:
+        """Iterate over rows of a step that start before the end of their images: index in the step,
+        row of the table."""
+        for index in np.flatnonzero(starts < self._table.images_end[rows]).tolist():
+            yield index, int(rows[index])
+
+    def _images_of(self, row: int) -> PlacedImages:
+        images: PlacedImages = self._table.images[row]
+        return images
+
+    def _rotary_positions(self, rows: IntArray, batch: Rows, first_token: IntArray) -> Tensor:
+        """Return `[3, 1, tokens]`."""
+        of_token, indices = batch.flat
+        positions = np.tile(indices + self._table.position_shift[rows[of_token]], (3, 1))
+        for index, row in self._before_images_end(rows, batch.starts):
+            if (own := self._images_of(row).positions) is not None:
+                part = own.prompt[:, batch.starts[index] : batch.contexts[index]]
+                first = first_token[index]
+                positions[:, first : first + part.shape[1]] = part
+        return self._upload(positions)[0][:, None]
+
+    def _embeddings_of(self, row: int, item: MediaItem) -> Tensor | None:
+        """Return an image's embeddings; None, with the sequence spoiled, if there are none."""
+        try:
+            return self.embeddings.of(item)
+        except ImageError as error:
+            self._fail(row, str(error))
+        return None
+
+    def _embed(self, inputs: StepInputs, parts: list[tuple[IntArray, Tensor]]) -> Tensor:
+        targets = np.concatenate([targets for targets, _ in parts])
+        (index,) = self._upload(targets)
+        # A placeholder may lie outside the vocabulary.
+        input_ids = inputs.input_ids.index_fill(1, index, 0)
+        hidden = self._vision.embed(input_ids)
+        rows = torch.cat([rows for _, rows in parts]).to(hidden.dtype)
+        return hidden.index_copy(1, index, rows[None])
+
+    def _fail(self, row: int, why: str) -> None:
+        info = self._table.info[row]
+        (seq_id,) = self._table.ids_of(np.array([row])).tolist()
+        assert info is not None
+        self._spoiled[seq_id] = None
+        self._failed[info.request_id] = Cancel(
+            info.request_id, info.entry_id, "error", "invalid_image", why
+        )

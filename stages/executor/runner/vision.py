@@ -1,0 +1,244 @@
+"""Images of a model that takes them: Transformers' image processor, vision tower and positions."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import AutoImageProcessor, BatchFeature, PreTrainedConfig
+from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
+
+from ....bus.media import MediaItem
+from ....config import ModelError
+from ....store.images import StoredImage
+from .batch import IntArray
+
+SUPPORTED = frozenset(
+    (
+        "gemma3",
+        "idefics3",
+        "internvl",
+        "llava",
+        "llava_onevision",
+        "qwen2_5_vl",
+        "qwen2_vl",
+        "smolvlm",
+    )
+)
+"""Kinds of models whose images are served. In others an image may be more than embeddings in place
+of tokens, such as features that are added in several layers."""
+
+PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
+
+_MOST_GRIDS = 256
+"""Sizes of images whose grids are remembered."""
+
+ImageKey = tuple[str, int]
+"""`MediaItem.key`."""
+
+
+class Positions(msgspec.Struct, frozen=True):
+    """Rotary positions of a prompt with images, where they are not the tokens' indices.
+
+    Attributes:
+        prompt: `[3, prompt]`: in time, height and width.
+        shift: What is added to the index of a generated token.
+    """
+
+    prompt: IntArray
+    shift: int
+
+
+class ImageError(Exception):
+    """An image can't be encoded; the message is for the client."""
+
+
+def find_image_processor(folder: Path) -> Any | None:
+    """Load the image processor of a model's folder; None if it has none.
+
+    Raises:
+        ModelError: It can't be read.
+    """
+    if not any((folder / name).is_file() for name in PROCESSOR_FILES):
+        return None
+    auto: Any = AutoImageProcessor
+    try:
+        # Without torchvision, which not every build of torch has.
+        return auto.from_pretrained(folder, backend="pil", local_files_only=True)
+    except Exception as error:
+        raise ModelError(f"can't load the image processor in {folder}: {error!s:.300}") from error
+
+
+def takes_images(hf_config: PreTrainedConfig) -> bool:
+    """Return whether a model is one for images and text."""
+    return hf_config.get_text_config() is not hf_config and hasattr(hf_config, "vision_config")
+
+
+class VisionModel:
+    """Encodes images, one at a time, so that an embedding's bits don't depend on other images.
+
+    Attributes:
+        sees_itself: As in ImageCapacity.
+    """
+
+    def __init__(self, module: Any, processor: Any, *, sees_itself: bool) -> None:
+        """Take the parts of a model in SUPPORTED.
+
+        Args:
+            module: The model; its vision part runs with Transformers' own attention.
+            processor: Its image processor.
+            sees_itself: As the attribute.
+        """
+        self.sees_itself = sees_itself
+        self._module, self._base = module, module.base_model
+        self._processor = processor
+        own = PROCESSOR_MAPPING[type(module.config)]
+        self._options: dict[str, Any] = dict(getattr(own, "images_kwargs", {}))
+        self._takes = inspect.signature(self._base.get_image_features).parameters
+        self._grids: dict[tuple[int, int], Tensor] = {}
+
+    @property
+    def rotates_in_space(self) -> bool:
+        """Whether an image's tokens have positions in height and width (M-RoPE)."""
+        return hasattr(self._base, "get_rope_index")
+
+    def embed(self, input_ids: Tensor) -> Tensor:
+        """Return the embeddings of tokens, `[..., hidden]`, as the model computes them."""
+        embeddings: Tensor = self._module.get_input_embeddings()(input_ids)
+        return embeddings
+
+    @torch.inference_mode()
+    def encode(self, item: MediaItem, image: StoredImage) -> Tensor:
+        """Return an image's embeddings, `[item.num_tokens, hidden]`.
+
+        Raises:
+            ImageError: The image has another number of tokens, or can't be processed.
+        """
+        try:
+            pixels = np.frombuffer(image.rgb, np.uint8).reshape(image.height, image.width, 3)
+            inputs = self._process(pixels, alone=item.alone)
+            output = self._base.get_image_features(**inputs).pooler_output
+        except (ValueError, RuntimeError, TypeError, IndexError) as error:
+            raise ImageError(f"the image can't be encoded: {error!s:.200}") from error
+        parts = [output] if isinstance(output, Tensor) else output
+        rows = torch.cat([part.reshape(-1, part.shape[-1]) for part in parts])
+        if len(rows) != item.num_tokens:
+            raise ImageError(
+                f"the image has {len(rows)} tokens, and the prompt has {item.num_tokens} "
+                "placeholders for it"
+            )
+        return rows
+
+    def positions(self, token_ids: Sequence[int], media: Sequence[MediaItem]) -> Positions | None:
+        """Return the positions of a prompt; None if they are its tokens' indices.
+
+        Raises:
+            ImageError: The placeholders don't fit the images.
+        """
+        if not self.rotates_in_space:
+            return None
+        kinds = torch.zeros(1, len(token_ids), dtype=torch.int)
+        for item in media:
+            kinds[0, item.places(token_ids)] = 1
+        grids = torch.cat([self._grid_of(item) for item in media])
+        ids = torch.tensor([token_ids])
+        try:
+            rows, shift = self._base.get_rope_index(ids, kinds, image_grid_thw=grids)
+        except (RuntimeError, StopIteration) as error:
+            raise ImageError(f"the images don't fit their placeholders: {error!s:.200}") from error
+        return Positions(rows[:, 0].numpy(), int(shift))
+
+    def _process(self, pixels: Any, *, alone: bool) -> Mapping[str, Any]:
+        """Return the arguments for the vision tower, on its device."""
+        # LLaVA-OneVision processes one of several images in another way.
+        count = 1 if alone or "batch_num_images" not in self._takes else 2
+        batch: BatchFeature = self._processor(
+            [[pixels] * count],
+            return_tensors="pt",
+            # Otherwise an image of 1 or 3 rows is taken for one of so many channels.
+            input_data_format="channels_last",
+            **self._options,
+        )
+        if "image_grid_thw" in batch:
+            self._remember(pixels.shape[1::-1], batch["image_grid_thw"])
+        if count > 1:
+            batch |= {name: batch[name][:1] for name in ("pixel_values", "image_sizes")}
+        weight = self._module.get_input_embeddings().weight
+        batch.to(weight.device, weight.dtype)
+        return {name: value for name, value in batch.items() if name in self._takes}
+
+    def _grid_of(self, item: MediaItem) -> Tensor:
+        """Return the grid of an image, `[1, 3]`, which depends on its size alone."""
+        size = item.width, item.height
+        if size not in self._grids:
+            self._process(np.zeros((item.height, item.width, 3), np.uint8), alone=True)
+        return self._grids[size]
+
+    def _remember(self, size: tuple[int, int], grid: Tensor) -> None:
+        while len(self._grids) >= _MOST_GRIDS:
+            del self._grids[next(iter(self._grids))]
+        self._grids[size] = grid
+
+
+class ImageEmbeddings:
+    """The embeddings of images that plans name, until a plan drops them.
+
+    Attributes:
+        num_encoded: Images encoded so far.
+    """
+
+    def __init__(self, vision: VisionModel) -> None:
+        self._vision = vision
+        self._kept: dict[ImageKey, Tensor] = {}
+        self._failures: dict[ImageKey, str] = {}
+        self.num_encoded = 0
+
+    def clear(self) -> None:
+        """Drop all: the weights have changed, or memory is released."""
+        self._kept.clear()
+        self._failures.clear()
+
+    def apply(
+        self,
+        forgotten: Sequence[ImageKey],
+        encodes: Sequence[MediaItem],
+        images: Mapping[str, StoredImage],
+    ) -> None:
+        """Drop embeddings, then encode images. One that fails is noted for `of`.
+
+        Args:
+            forgotten: Keys to drop.
+            encodes: To encode.
+            images: Their pixels, as far as there are any.
+        """
+        for key in forgotten:
+            self._kept.pop(key, None)
+            self._failures.pop(key, None)
+        for item in encodes:
+            image = images.get(item.id)
+            if image is None:
+                self._failures[item.key] = "the image is not stored any more; send it again"
+                continue
+            try:
+                self._kept[item.key] = self._vision.encode(item, image)
+            except ImageError as error:
+                self._failures[item.key] = str(error)
+            else:
+                self.num_encoded += 1
+
+    def of(self, item: MediaItem) -> Tensor:
+        """Return an image's embeddings, `[num_tokens, hidden]`.
+
+        Raises:
+            ImageError: It could not be encoded.
+            KeyError: No plan has encoded it.
+        """
+        if (failure := self._failures.get(item.key)) is not None:
+            raise ImageError(failure)
+        return self._kept[item.key]

@@ -1,0 +1,335 @@
+"""Images of requests: checked, decoded, their tokens in the prompt, held in the store."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from PIL import Image
+
+from nano_inference.bus.codec import check_request, decode_request, encode_request
+from nano_inference.bus.control import EmbeddingCapacity, ImageCapacity, ReplicaCapacity
+from nano_inference.bus.entries import Malformed, RequestEntry
+from nano_inference.bus.public import (
+    ChatMessage,
+    EmbedParams,
+    GenerateRequest,
+    ImageInput,
+    ImagePart,
+    TextPart,
+)
+from nano_inference.config import Config, EngineConfig, ImagesConfig, RequestError, SamplingParams
+from nano_inference.stages.admission.arrivals import Accepted, Tokens
+from nano_inference.stages.admission.core import AdmissionCore
+from nano_inference.stages.admission.held_images import HeldImages
+from nano_inference.stages.admission.judging import without_files
+from nano_inference.store.images import MemoryImages, StoredImage
+from nano_inference.text.images import ImageProcessor
+
+from ...errors import raises
+from ...media.pictures import picture, saved
+from ...text.processors import FAMILIES, save_model
+
+CAPACITY = ReplicaCapacity(
+    num_blocks=64,
+    block_size=16,
+    max_model_len=500,
+    vocab_size=900,
+    device="cpu",
+    images=ImageCapacity(max_tokens=100, cache_tokens=1000),
+)
+SMALL, WIDE = picture(84, 56), picture(140, 56)
+TEMPLATE = (
+    "{% for m in messages %}[{{ m.role }}]"
+    "{% for p in m.content %}{% if p.type == 'image' %}<|image_pad|>{% else %}{{ p.text }}"
+    "{% endif %}{% endfor %}{% endfor %}"
+)
+
+
+@pytest.fixture(scope="module")
+def processor(tmp_path_factory: pytest.TempPathFactory) -> ImageProcessor:
+    folder = tmp_path_factory.mktemp("qwen2_vl")
+    tokenizer = save_model(FAMILIES["qwen2_vl"], folder)
+    tokenizer.chat_template = TEMPLATE
+    found = ImageProcessor.of(folder, tokenizer)
+    assert found is not None
+    return found
+
+
+def core_of(
+    processor: ImageProcessor | None, capacity: ReplicaCapacity = CAPACITY, **engine: Any
+) -> AdmissionCore:
+    config = Config(
+        engine=EngineConfig(**engine), images=ImagesConfig(max_per_request=3, max_bytes=100_000)
+    )
+    tokenizer = None if processor is None else processor._tokenizer
+    core = AdmissionCore(config, tokenizer, frozenset({1}), processor)
+    core.set_capacity(capacity)
+    return core
+
+
+@pytest.fixture(scope="module")
+def core(processor: ImageProcessor) -> AdmissionCore:
+    return core_of(processor)
+
+
+def file(image: Image.Image) -> ImageInput:
+    return ImageInput(data=saved(image))
+
+
+def id_of(image: Image.Image) -> str:
+    return StoredImage(*image.size, image.tobytes()).id
+
+
+def admit(core: AdmissionCore, tokens: Tokens | None = None, **fields: Any) -> Accepted:
+    request = GenerateRequest(sampling=SamplingParams(max_tokens=4), **fields)
+    return core.admit(RequestEntry("7-0", request), 0, 0, tokens=tokens)
+
+
+# --- prompts -----------------------------------------------------------------------------------
+
+
+def test_each_form_of_a_prompt_gets_the_same_image_tokens(
+    core: AdmissionCore, processor: ImageProcessor
+) -> None:
+    tokenizer, mark = processor._tokenizer, processor.placeholder
+    images = (file(SMALL), file(WIDE))
+    text = f"[user]{mark} and {mark}?"
+    whole = processor._processor(text=[text], images=[SMALL, WIDE])["input_ids"][0]
+    parts = (ImagePart(), TextPart(text=" and "), ImagePart(), TextPart(text="?"))
+    plain = tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
+    for form in (
+        {"prompt": text},
+        {"prompt": text, "add_special_tokens": False},
+        {"prompt_token_ids": plain},
+        {"prompt_token_ids": tuple(whole)},
+        {"messages": (ChatMessage(role="user", content=parts),)},
+    ):
+        accepted = admit(core, images=images, **form)
+        assert accepted.admitted.prompt.token_ids == tuple(whole), form
+        assert accepted.opened.prompt_token_ids == tuple(whole), "which are counted"
+        first, second = accepted.admitted.media
+        assert (first.id, second.id) == (id_of(SMALL), id_of(WIDE))
+        assert (second.width, second.height, second.alone) == (140, 56, False)
+        places = [*first.places(whole), *second.places(whole)]
+        assert places == [at for at, id in enumerate(whole) if id == processor.placeholder_id]
+
+
+def test_a_template_that_takes_texts_only_gets_placeholders(processor: ImageProcessor) -> None:
+    core, tokenizer = core_of(processor), processor._tokenizer
+    content = (TextPart(text="What is"), ImagePart())
+    before, tokenizer.chat_template = (
+        tokenizer.chat_template,
+        "{% for m in messages %}{{ m.content }}{% endfor %}",
+    )
+    try:
+        message = ChatMessage(role="user", content=content)
+        ids = admit(core, images=(file(SMALL),), messages=(message,)).admitted.prompt.token_ids
+    finally:
+        tokenizer.chat_template = before
+    assert tokenizer.decode(ids).startswith("What is\n<|image_pad|><|image_pad|>")
+
+
+def test_a_conversation_without_images_reads_as_before(
+    core: AdmissionCore, processor: ImageProcessor
+) -> None:
+    """Also by a template that takes parts alone."""
+    message = ChatMessage(role="user", content="Hello")
+    ids = admit(core, messages=(message,)).admitted.prompt.token_ids
+    assert processor._tokenizer.decode(ids) == "[user]Hello"
+
+
+def test_an_image_is_named_by_id(core: AdmissionCore, processor: ImageProcessor) -> None:
+    request = GenerateRequest(
+        prompt=f"{processor.placeholder}{processor.placeholder}",
+        images=(ImageInput(id=id_of(SMALL)), file(SMALL)),
+    )
+    known = {id_of(SMALL): SMALL.size}
+    tokens = core.tokenize(request, known)
+    first, second = tokens.media
+    assert first.id == second.id
+    assert first.num_tokens == second.num_tokens
+    assert len(tokens.pixels) == 1
+
+
+def test_prompts_of_other_images_are_other_prompts(
+    core: AdmissionCore, processor: ImageProcessor
+) -> None:
+    """For the response cache, although their tokens are equal."""
+    other = SMALL.copy()
+    other.putpixel((0, 0), (9, 9, 9))
+    prompts = [
+        admit(core, prompt=processor.placeholder, images=(file(each),)).admitted.prompt
+        for each in (SMALL, other)
+    ]
+    assert prompts[0].token_ids == prompts[1].token_ids
+    assert prompts[0] != prompts[1]
+
+
+# --- refusals ----------------------------------------------------------------------------------
+
+MARK = "<|image_pad|>"
+REFUSED: dict[str, tuple[dict[str, Any], str, str | None]] = {
+    "too many": ({"images": (file(SMALL),) * 4}, "too_many_images", "4 images"),
+    "no placeholder": (
+        {"prompt": "x", "images": (file(SMALL),)},
+        "images_mismatch",
+        "0 placeholders",
+    ),
+    "too many placeholders": ({"prompt": MARK * 3}, "images_mismatch", "3 placeholders"),
+    "a part without image": (
+        {"prompt": None, "messages": (ChatMessage(role="user", content=(ImagePart(),) * 2),)},
+        "images_mismatch",
+        "2 parts",
+    ),
+    "neither data nor id": ({"images": (ImageInput(),)}, "invalid_image", "neither"),
+    "both": ({"images": (ImageInput(data=b"x", id="0" * 64),)}, "invalid_image", "both"),
+    "a cut id": ({"images": (ImageInput(id="0" * 63),)}, "invalid_image", "whole id"),
+    "a strange id": ({"images": (ImageInput(id="X" * 64),)}, "invalid_image", "whole id"),
+    "an unknown id": ({"images": (ImageInput(id="0" * 64),)}, "unknown_image", "send its file"),
+    "no image": ({"images": (ImageInput(data=b"text"),)}, "invalid_image", r"images\[0\]"),
+    "a large file": ({"images": (ImageInput(data=bytes(100_001)),)}, "image_too_large", None),
+    "an odd shape": ({"images": (file(picture(900, 2)),)}, "invalid_image", "900 x 2"),
+    "an embedding": ({"embed": EmbedParams()}, "invalid_embed", None),
+    "ids that do not fit": (
+        {"prompt": None, "prompt_token_ids": (5, 901)},
+        "invalid_token_ids",
+        None,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_bad_images_are_refused(processor: ImageProcessor, name: str) -> None:
+    fields, code, words = REFUSED[name]
+    embedding = EmbeddingCapacity(8, "mean", False) if name == "an embedding" else None
+    capacity = msgspec.structs.replace(CAPACITY, embedding=embedding)
+    sampling = {} if embedding else {"sampling": SamplingParams(max_tokens=4)}
+    request = GenerateRequest(**{"prompt": MARK, "images": (file(SMALL),), **sampling, **fields})
+    with raises(code, words):
+        core_of(processor, capacity).admit(RequestEntry("7-0", request), 0, 0)
+
+
+def test_an_image_with_too_many_tokens_is_refused(processor: ImageProcessor) -> None:
+    capacity = msgspec.structs.replace(CAPACITY, images=ImageCapacity(3, 1000))
+    with raises("image_too_large", "max_image_tokens_per_step"):
+        admit(core_of(processor, capacity), prompt=MARK, images=(file(SMALL),))
+    capacity = msgspec.structs.replace(CAPACITY, max_model_len=4)
+    with raises("prompt_too_long", "images take"):
+        admit(core_of(processor, capacity), prompt=MARK, images=(file(SMALL),))
+
+
+def test_a_model_of_texts_refuses_images_by_name(processor: ImageProcessor) -> None:
+    texts = msgspec.structs.replace(CAPACITY, images=None)
+    for core in (core_of(processor, texts), core_of(None)):
+        with raises("images_not_supported", "takes no images"):
+            admit(core, prompt_token_ids=(5, 6), images=(file(SMALL),))
+    scored = core_of(processor, reference_model_path="tiny")
+    with raises("images_not_supported", "reference model"):
+        admit(scored, prompt=MARK, images=(file(SMALL),))
+
+
+# --- the wire ----------------------------------------------------------------------------------
+
+
+def test_images_go_over_the_bus_as_bytes_or_base64() -> None:
+    data = saved(SMALL)
+    request = GenerateRequest(prompt=MARK, images=(ImageInput(data=data),))
+    kind, raw = encode_request(request)
+    assert kind == "msgpack"
+    assert len(raw) < len(data) + 100, "not a third longer"
+    assert decode_request(raw, "msgpack", 1 << 20) == request
+    json = msgspec.json.encode(request)
+    assert decode_request(json, "json", 1 << 20) == request
+    given = msgspec.json.decode(json)
+    assert check_request(given, 1 << 20) == request
+    kind, raw = encode_request(given)
+    assert decode_request(raw, "msgpack", 1 << 20) == request
+    given["images"][0]["data"] = "no base64!"
+    assert isinstance(check_request(given, 1 << 20), Malformed)
+    parts = {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "image"}]}
+    read = check_request({"messages": [parts]}, 1 << 20)
+    assert isinstance(read, GenerateRequest)
+    assert read.messages == (ChatMessage(role="user", content=(TextPart(text="a"), ImagePart())),)
+
+
+def test_no_file_is_logged() -> None:
+    request = GenerateRequest(prompt=MARK, images=(file(SMALL),))
+    assert without_files(request) == msgspec.structs.replace(request, images=(ImageInput(),))
+
+
+# --- the store ---------------------------------------------------------------------------------
+
+
+class Held:
+    """Images of requests in a store in memory."""
+
+    def __init__(self, core: AdmissionCore, store_bytes: int = 120_000_000) -> None:
+        self.core, self.store = core, MemoryImages()
+        config = ImagesConfig(store_bytes=store_bytes, max_pixels=7000)
+        self.images = HeldImages(self.store, config, durable=True)
+
+    async def put(self, number: int, *images: ImageInput) -> Tokens:
+        request = GenerateRequest(prompt=MARK * len(images), images=images)
+        entry = RequestEntry(f"{number}-0", request)
+        tokens = self.core.tokenize(request, await self.images.known(entry))
+        found = await self.images.put(entry, tokens)
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+
+async def test_images_are_held_until_their_request_is_answered(core: AdmissionCore) -> None:
+    held = Held(core)
+    tokens = await held.put(1, file(SMALL), file(WIDE))
+    assert tokens.pixels == ()
+    assert await held.store.get(id_of(WIDE)) == StoredImage(*WIDE.size, WIDE.tobytes())
+    assert (await held.store.usage()).held == 2
+    await held.put(2, ImageInput(id=id_of(SMALL)))
+    await held.images.release("1-0")
+    assert (await held.store.usage()).held == 1
+    await held.images.release("2-0")
+    await held.images.release("2-0")
+    assert (await held.store.usage()).held == 0
+
+
+async def test_a_full_store_refuses_and_says_when_to_come_back(core: AdmissionCore) -> None:
+    held = Held(core, store_bytes=3 * 140 * 56)
+    await held.put(1, file(WIDE))
+    with raises("images_full", "images.store_bytes", retry_after_s=1.0):
+        await held.put(2, file(SMALL))
+    await held.images.release("1-0")
+    await held.put(2, file(SMALL))
+
+
+async def test_another_lane_takes_the_leases_over(core: AdmissionCore) -> None:
+    held = Held(core)
+    await held.put(1, file(SMALL))
+    other = HeldImages(held.store, ImagesConfig(), durable=True)
+    media = (await held.put(1, file(SMALL))).media
+    assert not await other.missing("1-0", media)
+    held.images.forget(["1-0"])
+    await held.images.release("1-0")
+    assert (await held.store.usage()).held == 1
+    await other.release("1-0")
+    assert (await held.store.usage()).held == 0
+
+
+async def test_leases_are_renewed_and_lost_images_noticed(core: AdmissionCore) -> None:
+    held, now = Held(core), 0.0
+    held.store._now_s = lambda: now
+    media = (await held.put(1, file(SMALL))).media
+    now = 299.0
+    await held.images.renew()
+    now = 598.0
+    assert (await held.store.usage()).held == 1
+    assert not await held.images.missing("1-0", media)
+    held.store._images.clear()
+    assert await held.images.missing("1-0", media)
+
+
+def test_the_folder_of_a_text_model_is_unchanged(tmp_path: Path) -> None:
+    assert ImageProcessor.of(tmp_path) is None
+    assert RequestError.retry_after_s is None

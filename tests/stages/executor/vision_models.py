@@ -1,0 +1,194 @@
+"""Small random models that take images, each with an image processor, and prompts for them."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from transformers import AutoModelForImageTextToText
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
+from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
+from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
+from transformers.models.llava.image_processing_pil_llava import LlavaImageProcessorPil
+from transformers.models.llava_onevision.image_processing_pil_llava_onevision import (
+    LlavaOnevisionImageProcessorPil,
+)
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
+
+VOCAB = 131
+PLACEHOLDER, START, END, TILE = 125, 126, 127, 128
+"""Tokens of images: in place of an embedding, before and after an image, before a tile."""
+
+_TEXT: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+    "max_position_embeddings": 512,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": 0,
+}
+_VISION: dict[str, Any] = {
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "image_size": 16,
+    "patch_size": 4,
+}
+_QWEN_VISION: dict[str, Any] = {
+    "depth": 2,
+    "num_heads": 2,
+    "patch_size": 4,
+    "spatial_merge_size": 2,
+    "temporal_patch_size": 2,
+}
+_M_ROPE = {"rope_type": "default", "rope_theta": 10_000.0}
+_SQUARE = {"height": 16, "width": 16}
+_GRID = [[16, 16], [16, 32], [32, 16], [32, 32]]
+
+_CONFIGS: dict[str, dict[str, Any]] = {
+    "qwen2_vl": {
+        "text_config": {**_TEXT, "rope_parameters": _M_ROPE},
+        "vision_config": {**_QWEN_VISION, "embed_dim": 16, "hidden_size": 32, "mlp_ratio": 2},
+    },
+    "qwen2_5_vl": {
+        "text_config": {**_TEXT, "rope_parameters": _M_ROPE},
+        "vision_config": {
+            **_QWEN_VISION,
+            "hidden_size": 16,
+            "out_hidden_size": 32,
+            "intermediate_size": 24,
+            "window_size": 16,
+            "fullatt_block_indexes": [1],
+        },
+    },
+    "llava": {
+        "text_config": {**_TEXT, "model_type": "llama"},
+        "vision_config": {**_VISION, "model_type": "clip_vision_model"},
+    },
+    "llava_onevision": {
+        "text_config": {**_TEXT, "model_type": "qwen2"},
+        "vision_config": {
+            **_VISION,
+            "model_type": "siglip_vision_model",
+            "vision_use_head": False,
+        },
+        "image_grid_pinpoints": _GRID,
+    },
+    "gemma3": {
+        "text_config": {
+            **_TEXT,
+            "num_hidden_layers": 3,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "sliding_window": 7,
+            "query_pre_attn_scalar": 16,
+        },
+        "vision_config": {
+            **_VISION,
+            "model_type": "siglip_vision_model",
+            "vision_use_head": False,
+        },
+        "mm_tokens_per_image": 16,
+    },
+    "smolvlm": {
+        "text_config": {**_TEXT, "model_type": "llama"},
+        "vision_config": _VISION,
+        "scale_factor": 2,
+    },
+    "idefics3": {
+        "text_config": {**_TEXT, "model_type": "llama"},
+        "vision_config": _VISION,
+        "scale_factor": 2,
+    },
+    "internvl": {
+        "text_config": {**_TEXT, "model_type": "qwen2"},
+        "vision_config": {**_VISION, "model_type": "internvl_vision"},
+        "image_seq_length": 4,
+    },
+}
+
+ARCHITECTURES = tuple(_CONFIGS)
+
+_PROCESSORS: dict[str, Any] = {
+    "qwen2_vl": lambda: Qwen2VLImageProcessorPil(
+        patch_size=4, size={"shortest_edge": 64, "longest_edge": 1024}
+    ),
+    "llava": lambda: LlavaImageProcessorPil(size={"shortest_edge": 16}, crop_size=_SQUARE),
+    "llava_onevision": lambda: LlavaOnevisionImageProcessorPil(
+        size=_SQUARE, image_grid_pinpoints=_GRID
+    ),
+    "gemma3": lambda: Gemma3ImageProcessorPil(size=_SQUARE),
+    "smolvlm": lambda: SmolVLMImageProcessorPil(
+        size={"longest_edge": 32}, max_image_size={"longest_edge": 16}
+    ),
+    "idefics3": lambda: Idefics3ImageProcessorPil(
+        size={"longest_edge": 32}, max_image_size={"longest_edge": 16}
+    ),
+    "internvl": lambda: GotOcr2ImageProcessorPil(size=_SQUARE, min_patches=1, max_patches=4),
+}
+_PROCESSORS["qwen2_5_vl"] = _PROCESSORS["qwen2_vl"]
+
+
+def make_processor(name: str) -> Any:
+    """The image processor of an architecture."""
+    return _PROCESSORS[name]()
+
+
+def make_vision_model(
+    name: str,
+    *,
+    seed: int = 0,
+    placeholder: int = PLACEHOLDER,
+    vision: dict[str, Any] | None = None,
+    **changes: Any,
+) -> Any:
+    """A random model in float32 whose greedy choices are clear, with eager attention.
+
+    Args:
+        name: The architecture.
+        seed: Of the weights.
+        placeholder: The token in place of an embedding.
+        vision: Changes of the vision part's configuration.
+        changes: Of the language part's.
+    """
+    torch.manual_seed(seed)
+    token = "image_token_index" if name.startswith("llava") else "image_token_id"
+    settings = copy.deepcopy(_CONFIGS[name])
+    settings["text_config"] |= changes
+    settings["vision_config"] |= vision or {}
+    if "rope_parameters" in settings["text_config"]:
+        unit = settings["text_config"]["head_dim"] // 16
+        settings["text_config"]["rope_parameters"]["mrope_section"] = [2 * unit, 3 * unit, 3 * unit]
+    config = CONFIG_MAPPING[name](**settings, **{token: placeholder})
+    model = AutoModelForImageTextToText.from_config(
+        config, dtype=torch.float32, attn_implementation="eager"
+    ).eval()
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for key, parameter in model.named_parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            if "norm" in key or "ln_" in key:
+                parameter.add_(noise * 0.2)
+            else:
+                fan_in = parameter[0].numel() if parameter.ndim > 1 else 1
+                parameter.copy_(noise * fan_in**-0.5 * 1.5)
+        output: nn.Linear = model.get_output_embeddings()
+        output.weight.mul_(2.0)
+    return model
+
+
+def picture(seed: int, width: int = 24, height: int = 16) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    """A random picture, `[height, width, 3]`."""
+    rng = np.random.default_rng(seed)
+    coarse = rng.integers(0, 256, (height // 4, width // 4, 3), np.uint8)
+    return np.kron(coarse, np.ones((4, 4, 1), np.uint8))

@@ -1,0 +1,327 @@
+"""Images in a model's prompts: how many tokens each takes, and where they stand.
+
+A model's processor replaces the placeholder of an image in a text by the tokens that its embeddings
+take, among them sometimes others (rows of tiles, begin and end). That is Transformers' own code, on
+its back end with PIL; it needs the sizes of the images only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from ..config import ModelError, RequestError, cut
+from .gguf import folder_of
+from .tokenizer import load_tokenizer, read_json
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+Size = tuple[int, int]
+"""Width and height in pixels."""
+
+_FILES = ("processor_config.json", "preprocessor_config.json")
+
+_SAME_FOR_IMAGES = {"SmolVLMProcessor": "Idefics3Processor"}
+"""Processors that need packages for videos, and others that treat images the same way."""
+
+_REMEMBERED = 4096
+"""Sizes whose expansion is kept."""
+
+
+class ImageTokens(NamedTuple):
+    """Where an image is in a prompt.
+
+    Attributes:
+        start: Index of its first placeholder token.
+        number: Its placeholder tokens, each of which takes one embedding. Other tokens may stand
+            between them, where the model cuts an image into tiles.
+    """
+
+    start: int
+    number: int
+
+
+class Expanded(NamedTuple):
+    """A prompt with all placeholder tokens of its images."""
+
+    token_ids: tuple[int, ...]
+    images: tuple[ImageTokens, ...]
+
+
+class ImageProcessor:
+    """The image part of a model's processor.
+
+    Attributes:
+        placeholder: An image's place in a text, as chat templates write it.
+        mark_id: The token of `placeholder`.
+        placeholder_id: The token in whose place embeddings of an image go; mostly `mark_id`.
+        image_processor: Transformers' image processor, with the PIL back end.
+    """
+
+    def __init__(self, processor: Any, placeholder_id: int) -> None:
+        """Args: a processor of Transformers', and `image_token_id` of the model's settings."""
+        self._processor = processor
+        self._tokenizer: PreTrainedTokenizerFast = processor.tokenizer
+        self.image_processor: Any = processor.image_processor
+        if not self._tokenizer.chat_template:
+            # Some folders have it with the processor alone.
+            self._tokenizer.chat_template = processor.chat_template
+        self.placeholder = str(processor.image_token)
+        self.placeholder_id = placeholder_id
+        self.mark_id = int(self._tokenizer.convert_tokens_to_ids(self.placeholder))
+        self._special_ids = {*self._tokenizer.all_special_ids, self.mark_id, placeholder_id}
+        self._images_kwargs = processor._merge_kwargs(
+            tokenizer_init_kwargs=self._tokenizer.init_kwargs
+        )["images_kwargs"]
+        self._replacement = lru_cache(_REMEMBERED)(self._compute)
+        self._encoded = lru_cache(_REMEMBERED)(self._encode)
+
+    @classmethod
+    def of(
+        cls, folder: Path, tokenizer: PreTrainedTokenizerFast | None = None
+    ) -> ImageProcessor | None:
+        """Load the processor of a model's folder; None for a model without images.
+
+        Nothing is downloaded and no code from the folder is run.
+
+        Args:
+            tokenizer: The folder's; loaded if None. Its image tokens become special ones.
+
+        Raises:
+            ModelError: The model takes images, and its processor can't be used.
+        """
+        folder = folder_of(folder)
+        placeholder_id = _placeholder_id(read_json(folder / "config.json", {}))
+        if placeholder_id is None or not any((folder / name).is_file() for name in _FILES):
+            return None
+        try:
+            processor = _load_processor(folder, tokenizer or load_tokenizer(folder))
+            return cls(processor, placeholder_id)
+        except ModelError:
+            raise
+        # Whatever Transformers raises for settings that it can't read.
+        except Exception as error:
+            reason = cut(str(error) or type(error).__name__, 300)
+            raise ModelError(
+                f"the image processor in {folder} can't be loaded: {reason}; save the model's "
+                "processor there with processor.save_pretrained()"
+            ) from error
+
+    def num_tokens(self, sizes: Sequence[Size]) -> list[int]:
+        """Return the number of placeholder tokens of each image of a prompt.
+
+        Raises:
+            RequestError: invalid_image: the model can't take an image of this size.
+        """
+        encoded = map(self._encoded, self.replacements(sizes))
+        return [ids.count(self.placeholder_id) for ids in encoded]
+
+    def replacements(self, sizes: Sequence[Size]) -> list[str]:
+        """Return the text that replaces the placeholder of each image of a prompt.
+
+        Raises:
+            RequestError: invalid_image: the model can't take an image of this size.
+        """
+        alone = len(sizes) == 1
+        return [self._replacement(size, alone) for size in sizes]
+
+    def expand_text(self, text: str, sizes: Sequence[Size]) -> str:
+        """Return a text with each placeholder replaced, as Transformers' processor does.
+
+        Raises:
+            RequestError: images_mismatch: not one placeholder for each image. invalid_image.
+        """
+        parts = text.split(self.placeholder)
+        if len(parts) - 1 != len(sizes):
+            raise self._mismatch(len(parts) - 1, len(sizes))
+        found = [parts[0]]
+        for replacement, part in zip(self.replacements(sizes), parts[1:], strict=True):
+            found += (replacement, part)
+        return "".join(found)
+
+    def expand(self, token_ids: Iterable[int], sizes: Sequence[Size]) -> Expanded:
+        """Return a prompt with all placeholder tokens.
+
+        Args:
+            token_ids: With one placeholder for each image, or with all of them already.
+            sizes: Of the images, in order.
+
+        Raises:
+            RequestError: images_mismatch: the placeholders don't fit the images. invalid_image.
+        """
+        given = tuple(token_ids)
+        if not sizes:
+            return Expanded(given, ())
+        replacements = list(map(self._encoded, self.replacements(sizes)))
+        marks, held = given.count(self.mark_id), given.count(self.placeholder_id)
+        if marks == len(sizes) and (self.mark_id == self.placeholder_id or not held):
+            found: list[int] = []
+            rest = iter(replacements)
+            for token_id in given:
+                found += next(rest) if token_id == self.mark_id else (token_id,)
+            given = tuple(found)
+        return Expanded(given, self._located(given, replacements))
+
+    def _located(
+        self, token_ids: tuple[int, ...], replacements: list[tuple[int, ...]]
+    ) -> tuple[ImageTokens, ...]:
+        """Return where the images are in an expanded prompt, after a check of their tokens."""
+        found: list[ImageTokens] = []
+        at = 0
+        for place, ids in enumerate(replacements):
+            core, number = self._core(ids), ids.count(self.placeholder_id)
+            start = _index(token_ids, core, at)
+            if start < 0 or self.placeholder_id in token_ids[at:start]:
+                raise self._wrong_tokens(place, number, token_ids, len(replacements))
+            found.append(ImageTokens(start + core.index(self.placeholder_id), number))
+            at = start + len(core)
+        if self.placeholder_id in token_ids[at:]:
+            raise self._wrong_tokens(len(replacements) - 1, found[-1].number, token_ids, len(found))
+        return tuple(found)
+
+    def _core(self, ids: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the tokens from the first special one to the last: white space around them may
+        have become one token with its neighbours."""
+        special = [place for place, token_id in enumerate(ids) if token_id in self._special_ids]
+        return ids[special[0] : special[-1] + 1]
+
+    def _compute(self, size: Size, alone: bool) -> str:
+        """Return an image's replacement.
+
+        Args:
+            alone: Whether the prompt has no other image. LLaVA-OneVision cuts only those into
+                tiles.
+        """
+        try:
+            inputs = self._inputs(size, alone)
+            text = self._processor.replace_image_token(inputs, image_idx=0)
+        # Sizes that the model's settings don't allow, such as a side of 1 pixel, or 200 times the
+        # other one.
+        except (ValueError, ZeroDivisionError, AssertionError, IndexError, OverflowError) as error:
+            raise RequestError(
+                f"the model can't take an image of {size[0]} x {size[1]} pixels "
+                f"({cut(str(error), 200)}); send one of another size",
+                code="invalid_image",
+            ) from None
+        return str(text)
+
+    def _inputs(self, size: Size, alone: bool) -> dict[str, Any]:
+        """Return what the image processor finds out about an image, as far as its tokens depend on
+        it. Without a rule for the processor, an empty image of the size is processed.
+        """
+        width, height = size
+        own, kwargs = self.image_processor, self._images_kwargs
+        if hasattr(own, "get_number_of_image_patches"):
+            patches = own.get_number_of_image_patches(height, width, kwargs)
+            if isinstance(patches, tuple):
+                return {"rows": [[patches[1]]], "cols": [[patches[2]]]}
+            if hasattr(own, "merge_size"):
+                import numpy as np
+
+                return {"image_grid_thw": np.array([[1, patches, 1]])}
+            return {"num_patches": [patches]}
+        from PIL import Image
+
+        image = Image.new("RGB", size)
+        # Nested: the images of one prompt.
+        return dict(own([[image]] if alone else [[image, image]], **kwargs))
+
+    def _encode(self, text: str) -> tuple[int, ...]:
+        ids = self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        if self.placeholder_id not in ids:
+            raise RequestError(
+                f"the model's tokenizer doesn't know the placeholder of images (token "
+                f"{self.placeholder_id}); save the model's own tokenizer in its folder",
+                code="images_not_supported",
+            )
+        return tuple(ids)
+
+    def _mismatch(self, marks: int, images: int) -> RequestError:
+        return RequestError(
+            f"the prompt has {marks} placeholders ({self.placeholder}) for {images} images; write "
+            "one where each image belongs",
+            code="images_mismatch",
+        )
+
+    def _wrong_tokens(
+        self, place: int, number: int, token_ids: tuple[int, ...], images: int
+    ) -> RequestError:
+        marks = token_ids.count(self.mark_id)
+        if marks < images:
+            return self._mismatch(marks, images)
+        return RequestError(
+            f"the prompt's {token_ids.count(self.placeholder_id)} image tokens "
+            f"({self.placeholder_id}) don't fit its {images} images: images[{place}] takes "
+            f"{number}; give one placeholder ({self.placeholder}) for each image, or the tokens of "
+            "the model's processor",
+            code="images_mismatch",
+        )
+
+
+def _placeholder_id(config: Any) -> int | None:
+    """Return the token of image embeddings by the model's settings; None without a vision tower."""
+    if not isinstance(config, dict) or not isinstance(config.get("vision_config"), dict):
+        return None
+    for name in ("image_token_id", "image_token_index"):
+        if isinstance(found := config.get(name), int):
+            return found
+    return None
+
+
+def _load_processor(folder: Path, tokenizer: PreTrainedTokenizerFast) -> Any:
+    """Load a processor without its part for videos, which needs torchvision.
+
+    Raises:
+        ModelError: Transformers has no processor for the model.
+    """
+    from transformers import AutoImageProcessor
+    from transformers.processing_utils import ProcessorMixin
+
+    image_processor = AutoImageProcessor.from_pretrained(
+        str(folder), backend="pil", local_files_only=True, trust_remote_code=False
+    )
+    settings, _ = ProcessorMixin.get_processor_dict(str(folder), local_files_only=True)
+    kind = _processor_class(folder, settings)
+
+    class ImagesOnly(kind):  # type: ignore[misc, valid-type]
+        def check_argument_for_proper_class(self, argument_name: str, argument: object) -> type:
+            return type(argument)
+
+    parts = {"image_processor": image_processor, "tokenizer": tokenizer}
+    arguments = [parts.get(name) for name in ImagesOnly.get_attributes()]
+    return ImagesOnly.from_args_and_dict(arguments, settings)
+
+
+def _processor_class(folder: Path, settings: dict[str, Any]) -> type:
+    import transformers
+    from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
+
+    name = settings.get("processor_class")
+    for file in ("preprocessor_config.json", "tokenizer_config.json"):
+        name = name or read_json(folder / file, {}).get("processor_class")
+    kind = read_json(folder / "config.json", {}).get("model_type")
+    name = name or PROCESSOR_MAPPING_NAMES.get(kind)
+    name = _SAME_FOR_IMAGES.get(name, name)
+    found = getattr(transformers, name, None) if isinstance(name, str) else None
+    if not isinstance(found, type) or not hasattr(found, "replace_image_token"):
+        raise ModelError(
+            f"Transformers has no processor for {kind} that places images in a prompt ({name}); "
+            "serve another model, or its language part alone"
+        )
+    return found
+
+
+def _index(ids: tuple[int, ...], part: tuple[int, ...], start: int) -> int:
+    """Return where `part` begins in `ids`, from `start` on; -1 if nowhere."""
+    first = part[0]
+    while True:
+        try:
+            start = ids.index(first, start)
+        except ValueError:
+            return -1
+        if ids[start : start + len(part)] == part:
+            return start
+        start += 1

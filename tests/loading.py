@@ -20,7 +20,6 @@ from nano_inference.config import EngineConfig
 from nano_inference.stages.executor.runner import model as models
 from nano_inference.stages.executor.runner.deterministic import Determinism
 from nano_inference.stages.executor.runner.fast_modules.modules import FastModules
-from nano_inference.text import grammar
 
 BUNDLED = EngineConfig().model_folder
 SHORT = "nano-test-model-"
@@ -32,9 +31,7 @@ _load_weights = models._load_weights
 _check = Determinism.check
 _install = FastModules.__init__
 _compare = FastModules._compare
-_find_vocabulary = grammar.GrammarCompiler._find_vocabulary
 
-_vocabularies: dict[Any, Any] = {}
 _chosen: dict[Any, list[int | None]] = {}
 _deterministic: set[Any] = set()
 
@@ -57,14 +54,15 @@ def _weights(folder: Path, hf_config: Any, dtype: str, **options: Any) -> nn.Mod
 def _kind(model: Any, builder: Any) -> Any:
     """All that comparisons depend on; None if it is not the bundled model as it was loaded."""
     folder = model.hf_config.name_or_path
-    if model.is_shared or not _is_bundled(Path(folder)):
+    if model.is_shared or model.shards is not None or not _is_bundled(Path(folder)):
         return None
-    return folder, model.dtypes, model.max_model_len, type(builder._backend)
+    parts = tuple(type(part).__name__ for part in model.module.modules())
+    return folder, model.dtypes, model.max_model_len, type(builder._backend), parts
 
 
 def _installed(self: Any, model: Any, cache: Any, builder: Any, **options: Any) -> None:
-    kind = _kind(model, builder)
-    self.compared = iter((kind, number) for number in range(9)) if kind else None
+    kind, tiles = _kind(model, builder), type(options.get("tiles"))
+    self.compared = iter((kind, tiles, number) for number in range(9)) if kind else None
     if options.get("with_gradients"):
         self.compared = None
     _install(self, model, cache, builder, **options)
@@ -95,15 +93,6 @@ def _checked(self: Any) -> None:
         _deterministic.add(kind)
 
 
-def _vocabulary(self: Any) -> Any:
-    if not _is_bundled(self.folder):
-        return _find_vocabulary(self)
-    key = self.folder, self.vocab_size
-    if key not in _vocabularies:
-        _vocabularies[key] = _find_vocabulary(self)
-    return _vocabularies[key]
-
-
 @contextmanager
 def loaded_once() -> Iterator[None]:
     """Engines that start meanwhile have it of a former one."""
@@ -112,5 +101,4 @@ def loaded_once() -> Iterator[None]:
         patch.setattr(FastModules, "__init__", _installed)
         patch.setattr(FastModules, "_compare", _compared)
         patch.setattr(Determinism, "check", _checked)
-        patch.setattr(grammar.GrammarCompiler, "_find_vocabulary", _vocabulary)
         yield

@@ -154,7 +154,7 @@ from nano_inference.store.redis import limits
 from nano_inference.config import BusConfig
 
 async def main():
-    limits.HELD_S = 1.0
+    limits.HELD_S = 2.0
     bus = open_bus(BusConfig(url=sys.argv[1], prefix=sys.argv[2]))
     charges = [Charge(Limit("key", 100, 3600), 40), Charge(Limit("key", 3), 3)]
     took = await bus.store.limits.reserve(charges)
@@ -173,7 +173,7 @@ async def test_of_a_killed_gateway_places_come_back(redis_buses: Buses, tmp_path
         assert await asyncio.to_thread(process.output.readline) == "True\n"
         assert not await fits(bus, (HELD, 1))
         # It renews what it holds, for longer than a lease.
-        end = asyncio.get_running_loop().time() + 1.5
+        end = asyncio.get_running_loop().time() + 2.5
         while asyncio.get_running_loop().time() < end:
             assert not await fits(bus, (HELD, 1))
             await asyncio.sleep(0.1)

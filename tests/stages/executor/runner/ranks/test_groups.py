@@ -458,7 +458,8 @@ def test_an_operation_that_is_interrupted_ends_the_group(pair: Ranks) -> None:
 
     before = signal.signal(signal.SIGALRM, interrupt)
     try:
-        signal.setitimer(signal.ITIMER_REAL, 0.1)
+        # Long enough that it waits for the other rank by then, also on a busy machine.
+        signal.setitimer(signal.ITIMER_REAL, 0.5)
         with pytest.raises(Interrupted):
             reduce_ones(pair.groups[0])
     finally:

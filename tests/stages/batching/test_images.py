@@ -153,7 +153,8 @@ def test_many_requests_about_one_image_encode_it_once(cache_type: CacheType) -> 
     replica.check_answers()
     assert replica.images.encoded == ["c"]
     assert replica.core.images is not None
-    assert replica.core.images.num_encoded == 1
+    assert replica.core.images.take_encoded() == 1
+    assert replica.core.images.num_tokens == IMAGES["c"]
 
 
 @pytest.mark.parametrize("cache_type", CACHE_TYPES)
@@ -273,6 +274,8 @@ def test_answers_never_depend_on_what_runs_beside(
         max_batch_size=4,
         max_tokens_per_batch=data.draw(st.sampled_from((9, 16))),
         cache_type=data.draw(st.sampled_from(CACHE_TYPES)),
+        host_slots=data.draw(st.sampled_from((0, 6))),
+        kv_events=data.draw(st.booleans()),
     )
     parts = st.lists(st.one_of(st.integers(0, 2), st.sampled_from("abc")), min_size=1, max_size=5)
     version = 0

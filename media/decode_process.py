@@ -62,7 +62,7 @@ def decode(data: bytes, limits: Limits) -> tuple[int, int, bytes]:
         with Image.open(io.BytesIO(data), formats=FORMATS) as image:
             _check_size(*image.size, limits)
             image.load()
-            rgb = _as_rgb(_upright(image))
+            rgb = as_rgb(upright(image))
     except Refused:
         raise
     except UnidentifiedImageError:
@@ -91,7 +91,7 @@ def _check_size(width: int, height: int, limits: Limits) -> None:
         )
 
 
-def _upright(image: Image.Image) -> Image.Image:
+def upright(image: Image.Image) -> Image.Image:
     """Return the image turned by its EXIF orientation; unchanged if that can't be read."""
     try:
         return ImageOps.exif_transpose(image)
@@ -101,7 +101,7 @@ def _upright(image: Image.Image) -> Image.Image:
         return image
 
 
-def _as_rgb(image: Image.Image) -> Image.Image:
+def as_rgb(image: Image.Image) -> Image.Image:
     """Return the image as RGB, transparent parts on white, as Transformers' `convert_to_rgb`."""
     if image.mode.startswith("I"):
         # 16 bits per pixel. Pillow's own conversion cuts all above 255 off.

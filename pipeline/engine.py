@@ -14,7 +14,6 @@ from torch import Tensor
 
 from ..bus.control import MEMORY_TAGS, Cancel, JoinWeightsGroup, MemoryTag
 from ..bus.entries import RequestEntry
-from ..bus.messages import StepPlan
 from ..bus.public import EmbedParams, GenerateRequest, KVSession, KVSessionResult, SessionAction
 from ..bus.weights import InFlight, WeightsSource, check_in_flight
 from ..config import (
@@ -42,10 +41,11 @@ from ..stages.executor.runner.adapters.peft import (
 from ..stages.executor.runner.weights.sync_manager import weights_lost
 from ..stages.executor.runner.weights.transports import WeightGroups
 from ..stages.streaming.core import EndedRequest, StreamingCore
-from ..stages.tier_log import log_differences
 from ..store.board import LoadedAdapter
 from ..telemetry import now_ns
+from ..text.images import ImageProcessor
 from ..text.tokenizer import default_sampling_params, find_tokenizer, stop_token_ids_of
+from .engine_images import EngineImages
 from .engine_requests import (
     Finished,
     Unfinished,
@@ -56,12 +56,11 @@ from .engine_requests import (
     make_sample,
     with_scores,
 )
+from .engine_tiers import next_plan
 from .engine_weights import receive_weights
 from .rollouts import Prompt, RequestId, RolloutEngine, TrainingSample
 from .scoring import params_to_score, token_ids_to_score
 from .sessions import check_action
-
-_FETCH_WAIT_S = 1.0
 
 
 class InferenceEngine:
@@ -113,6 +112,7 @@ class InferenceEngine:
             Config(engine=own, bus=BusConfig(max_result_bytes=1 << 62)),
             tokenizer,
             stop_token_ids_of(folder, tokenizer),
+            None if tokenizer is None else ImageProcessor.of(folder, tokenizer),
         )
         self._admission.set_capacity(capacity)
         # Results come back at once, so no plan is made ahead of them.
@@ -120,7 +120,7 @@ class InferenceEngine:
         if self._core.tiers is not None:
             self._batching.change_tiers(self._core.tiers.on_disk())
         self._streaming = StreamingCore(tokenizer if self._executor.model.generates else None)
-        self._requests = UnfinishedRequests()
+        self._requests, self._images = UnfinishedRequests(), EngineImages()
         self._groups = WeightGroups()
         # Samples from the response cache, and those that finished while `generate` waited for
         # others; the next `step` returns them.
@@ -148,6 +148,7 @@ class InferenceEngine:
         adapter: str = "",
         predictions: Sequence[Prompt | None] | None = None,
         kv_sessions: Sequence[KVSession | None] | None = None,
+        images: Sequence[Any] | None = None,
     ) -> list[TrainingSample]:
         """Complete prompts.
 
@@ -160,6 +161,8 @@ class InferenceEngine:
             predictions: For each prompt the expected completion, as text or token ids, or None.
                 Speculation uses it as a draft; it has no effect on any token.
             kv_sessions: For each prompt the conversation of which it is a turn, or None.
+            images: For each prompt its images, a list or a single one, or None: PIL images, paths
+                or the content of files. The prompt has the model's placeholder where each belongs.
 
         Returns:
             In the order of the prompts, then of the samples.
@@ -171,7 +174,8 @@ class InferenceEngine:
         """
         more = (adapter, predictions, kv_sessions)
         requests = make_requests(prompts, sampling_params, num_samples_per_prompt, *more)
-        return self._with_reference(self._run_all(requests, show_progress))
+        with self._images.given_to(requests, images) as requests:
+            return self._with_reference(self._run_all(requests, show_progress))
 
     def embed(
         self,
@@ -258,6 +262,7 @@ class InferenceEngine:
         adapter: str = "",
         prediction: Prompt | None = None,
         kv_session: KVSession | None = None,
+        images: Sequence[Any] = (),
     ) -> RequestId:
         """Queue one request and return its id, which its samples carry.
 
@@ -269,6 +274,7 @@ class InferenceEngine:
             adapter: As in `generate`.
             prediction: The expected completion; as `predictions` in `generate`.
             kv_session: As `kv_sessions` in `generate`.
+            images: The prompt's, as in `generate`.
 
         Raises:
             RequestError: The request is refused; `code` and message give the reason.
@@ -283,7 +289,8 @@ class InferenceEngine:
             "kv_session": kv_session,
         }
         request = make_request(prompt, sampling_params, num_samples, **more)
-        self._uncollected += self._queue(name, request_id, request)
+        with self._images.given_to([request], [images]) as (request,):
+            self._uncollected += self._queue(name, request_id, request)
         return request_id
 
     def step(self) -> list[TrainingSample]:
@@ -565,7 +572,13 @@ class InferenceEngine:
         """Queue a request, or return its samples from the response cache."""
         now = now_ns()
         request = replace(request, request_id=name)
-        accepted = self._admission.admit(RequestEntry(name, request), now, now)
+        entry, tokens = RequestEntry(name, request), None
+        if request.images:
+            self._admission.check(entry, now, now)
+            tokens = self._admission.tokenize(request, self._images.known)
+        accepted = self._admission.admit(entry, now, now, tokens=tokens)
+        if tokens is not None:
+            self._images.add(name, tokens)
         self._requests.add(name, Unfinished(accepted, request.sampling, id))
         deliveries = self._streaming.open(self._admission.look_up(accepted), now)
         for ended in (ended for each in deliveries for ended in each.ended):
@@ -610,7 +623,7 @@ class InferenceEngine:
 
     def _advance(self) -> list[tuple[str, list[Finished]]]:
         executor = self._executor
-        plan = self._plan()
+        plan = next_plan(self._batching, executor.tiers)
         if plan is None:
             if self._requests:
                 if self._batching.lacks:
@@ -618,7 +631,7 @@ class InferenceEngine:
                 raise RuntimeError("requests are unfinished and nothing can run; please report it")
             return []
         try:
-            result = executor.execute(plan)
+            result = executor.execute(plan, self._images.of(plan))
         except ModelError:
             # The weights are broken, and so may be all KV that they computed.
             executor.clear()
@@ -650,24 +663,11 @@ class InferenceEngine:
             raise refused
         return finished
 
-    def _plan(self) -> StepPlan | None:
-        """Return the next plan, after waiting for blocks from disk if nothing else can run."""
-        batching, tiers = self._batching, self._executor.tiers
-        if tiers is None:
-            return batching.plan(now_ns())
-        while True:
-            if (changes := tiers.take_changes()) is not None:
-                batching.change_tiers(changes)
-                log_differences(changes)
-            plan = batching.plan(now_ns())
-            if plan is not None or not batching.fetches:
-                return plan
-            tiers.wait(_FETCH_WAIT_S)
-
     def _finished(self, ended: EndedRequest) -> tuple[str, list[Finished]]:
         completion = ended.completion
         name = completion.request_id
         request = self._requests.finish(name)
+        self._images.remove(name)
         self._admission.keep(request.accepted, ended.response)
         samples = [make_sample(request, completion, sample) for sample in completion.samples]
         return name, [(sample, request.params) for sample in samples]

@@ -226,7 +226,8 @@ class ImageProcessor:
         from PIL import Image
 
         image = Image.new("RGB", size)
-        return dict(own([image] if alone else [image, image], **kwargs))
+        # Nested: the images of one prompt.
+        return dict(own([[image]] if alone else [[image, image]], **kwargs))
 
     def _encode(self, text: str) -> tuple[int, ...]:
         ids = self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]

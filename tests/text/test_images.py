@@ -32,7 +32,7 @@ def processors(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ImageProce
 def whole(processor: ImageProcessor, text: str, sizes: list[tuple[int, int]]) -> tuple[int, ...]:
     """What Transformers' processor makes of a text and its images, all of it."""
     images = [Image.new("RGB", size) for size in sizes]
-    made: Any = processor._processor(text=[text], images=images)
+    made: Any = processor._processor(text=[text], images=[images])
     return tuple(made["input_ids"][0])
 
 

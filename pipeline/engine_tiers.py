@@ -1,0 +1,25 @@
+"""Plans of the engine that wait for blocks of its KV tiers."""
+
+from __future__ import annotations
+
+from ..bus.messages import StepPlan
+from ..stages.batching import BatchingCore
+from ..stages.executor.runner.tiers.tiers import BlockTiers
+from ..stages.tier_log import log_differences
+from ..telemetry import now_ns
+
+_FETCH_WAIT_S = 1.0
+
+
+def next_plan(batching: BatchingCore, tiers: BlockTiers | None) -> StepPlan | None:
+    """Return the next plan, after waiting for blocks from disk if nothing else can run."""
+    if tiers is None:
+        return batching.plan(now_ns())
+    while True:
+        if (changes := tiers.take_changes()) is not None:
+            batching.change_tiers(changes)
+            log_differences(changes)
+        plan = batching.plan(now_ns())
+        if plan is not None or not batching.fetches:
+            return plan
+        tiers.wait(_FETCH_WAIT_S)

@@ -147,6 +147,29 @@ async def test_requests_about_images_go_on_after_failures(
     assert not await pipeline.bus.requests.dead_letters()
 
 
+async def test_another_replica_continues_with_the_kv_of_images(
+    make_config: MakeConfig, vision: VisionModel
+) -> None:
+    config = make_config(
+        engine__model_path=str(vision.folder),
+        engine__max_model_len=256,
+        pipeline__replicas=2,
+        pipeline__roles=["prefill", "decode"],
+    )
+    async with Pipeline(config) as pipeline:
+        one, two = await asyncio.gather(
+            pipeline.complete(asked(ONE, 1)), pipeline.complete(asked(TWO, 1, 2, n=2))
+        )
+        vision.check(one, 1)
+        vision.check(two, 1, 2)
+        encoded = []
+        for replica in range(2):
+            images = stage_of(pipeline, ExecutorStage, replica)._core.images
+            assert images is not None
+            encoded.append(images.embeddings.num_encoded)
+        assert encoded == [2, 0]
+
+
 async def test_a_lost_image_ends_its_request_alone(
     pipeline: Pipeline, vision: VisionModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:

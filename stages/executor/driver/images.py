@@ -208,9 +208,7 @@ class SequenceImages:
     def _embed(self, inputs: StepInputs, parts: list[tuple[IntArray, Tensor]]) -> Tensor:
         targets = np.concatenate([targets for targets, _ in parts])
         (index,) = self._upload(targets)
-        # A placeholder may lie outside the vocabulary.
-        input_ids = inputs.input_ids.index_fill(1, index, 0)
-        hidden = self._vision.embed(input_ids)
+        hidden = self._vision.embed(inputs.input_ids)
         rows = torch.cat([rows for _, rows in parts]).to(hidden.dtype)
         return hidden.index_copy(1, index, rows[None])
 

@@ -94,7 +94,17 @@ class VisionModel:
             module: The model; its vision part runs with Transformers' own attention.
             processor: Its image processor.
             sees_itself: As the attribute.
+
+        Raises:
+            ModelError: Its placeholder is no token.
         """
+        token_id, rows = module.config.image_token_id, module.get_input_embeddings().weight.shape[0]
+        if token_id >= rows:
+            # Drafts and logprobs of prompts would look it up.
+            raise ModelError(
+                f"the image token {token_id} of {type(module).__name__} is beyond its {rows} "
+                "embeddings; resize them with resize_token_embeddings()"
+            )
         self.sees_itself = sees_itself
         self._module, self._base = module, module.base_model
         self._processor = processor

@@ -197,6 +197,20 @@ def test_an_image_with_other_tokens_than_placeholders_ends_its_request(name: str
     assert "placeholders" in failed.message
 
 
+def test_images_without_a_token_between_end_their_request() -> None:
+    """Transformers can't tell them apart, where positions depend on their sizes."""
+    world = world_of("qwen2_vl")
+    prompt = world.prompt(world.text(3), stored(1), stored(2, 16, 32), world.text(2))
+    first, second = prompt.media
+    del prompt.token_ids[first.start + first.num_tokens : second.start]
+    prompt.media = first, replace(second, start=first.start + first.num_tokens)
+    lane = image_lane(world, block_size=4)
+    lane.run([prompt], NEW_TOKENS)
+    (failed,) = (cancel for result in lane.results for cancel in result.failed)
+    assert failed.code == "invalid_image"
+    assert failed.message.startswith("the images don't fit their placeholders")
+
+
 # --- loading ----------------------------------------------------------------------------------
 
 

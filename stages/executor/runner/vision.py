@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import AutoImageProcessor, BatchFeature, PreTrainedConfig
+from transformers import AutoImageProcessor, BatchFeature
 from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
 
 from ....bus.media import MediaItem
@@ -62,13 +62,14 @@ class ImageError(Exception):
     """An image can't be encoded; the message is for the client."""
 
 
-def find_image_processor(folder: Path) -> Any | None:
-    """Load the image processor of a model's folder; None if it has none.
+def find_image_processor(folder: Path, model_type: str) -> Any | None:
+    """Load the image processor of a model's folder; None if it has none, or takes no images here.
 
     Raises:
         ModelError: It can't be read.
     """
-    if not any((folder / name).is_file() for name in PROCESSOR_FILES):
+    has_one = any((folder / name).is_file() for name in PROCESSOR_FILES)
+    if not has_one or model_type not in SUPPORTED:
         return None
     auto: Any = AutoImageProcessor
     try:
@@ -76,11 +77,6 @@ def find_image_processor(folder: Path) -> Any | None:
         return auto.from_pretrained(folder, backend="pil", local_files_only=True)
     except Exception as error:
         raise ModelError(f"can't load the image processor in {folder}: {error!s:.300}") from error
-
-
-def takes_images(hf_config: PreTrainedConfig) -> bool:
-    """Return whether a model is one for images and text."""
-    return hf_config.get_text_config() is not hf_config and hasattr(hf_config, "vision_config")
 
 
 class VisionModel:

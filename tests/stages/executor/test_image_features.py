@@ -14,6 +14,8 @@ from nano_inference.config import AdapterError, EngineConfig, ModelError
 from nano_inference.stages.executor import ExecutorCore, wrap_model
 from nano_inference.stages.executor.driver.speculation.speculator import Speculator
 from nano_inference.stages.executor.runner.adapters.peft import AdapterLimits, adapter_of
+from nano_inference.stages.executor.runner.ranks.group import OneRank
+from nano_inference.stages.executor.runner.sharded_model import load_sharded
 
 from .driver.speculation.drafting import MadeUpDrafts, VerifyAll
 from .models import load
@@ -237,7 +239,7 @@ def test_a_folder_with_an_image_processor_takes_images(folder: Path) -> None:
 
 def test_what_images_exclude_is_refused_at_load(folder: Path) -> None:
     with pytest.raises(ModelError, match="takes images, which one rank alone encodes"):
-        ExecutorCore(EngineConfig(model_path=str(folder), device="cpu", tensor_parallel=2))
+        load_sharded(EngineConfig(model_path=str(folder), device="cpu"), OneRank())
     model = make_vision_model("llava", placeholder=VOCAB)
     with pytest.raises(ModelError, match="the image token 131 of LlavaForConditionalGeneration is"):
         wrap_model(model, 64, image_processor=make_processor("llava"))

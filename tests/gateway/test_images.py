@@ -15,6 +15,7 @@ from openai import AsyncOpenAI
 
 from nano_inference.bus.public import GenerateRequest, ImageInput
 from nano_inference.config import Config, load_config
+from nano_inference.gateway.policy.limits import TOKENS_OF_AN_IMAGE, prompt_tokens
 from nano_inference.text.images import ImageProcessor
 
 from ..errors import raises
@@ -284,6 +285,13 @@ async def test_a_model_of_texts_refuses_images() -> None:
             assert answer.status_code == 400
             assert "takes no images" in answer.json()["error"]["message"]
     assert engine.requests == []
+
+
+def test_images_count_in_the_estimate_for_limits() -> None:
+    request = GenerateRequest(prompt="abc", images=(ImageInput(data=FILE),) * 2)
+    assert prompt_tokens(request) == 1 + 2 * TOKENS_OF_AN_IMAGE
+    request = GenerateRequest(prompt_token_ids=(5, 6), images=(ImageInput(data=FILE),))
+    assert prompt_tokens(request) == 2 + TOKENS_OF_AN_IMAGE
 
 
 # --- by URL ------------------------------------------------------------------------------------

@@ -151,17 +151,7 @@ def load_model(config: EngineConfig) -> LoadedModel:
         return _wrap_encoder(module, config)
     processor = None if without_output else find_image_processor(folder)
     model = wrap_model(module, config.max_model_len, image_processor=processor)
-    if model.vision is not None:
-        _check_images_served(config, model)
     return replace(model, is_shared=False)
-
-
-def _check_images_served(config: EngineConfig, model: LoadedModel) -> None:
-    if config.reference_model_path:
-        raise ModelError(
-            f"{type(model.module).__name__} takes images, and a reference model scores text alone; "
-            "leave out reference_model_path"
-        )
 
 
 def _wrap_encoder(module: Any, config: EngineConfig) -> LoadedModel:

@@ -42,6 +42,9 @@ _MOST_GRIDS = 256
 ImageKey = tuple[str, int]
 """`MediaItem.key`."""
 
+_REFUSALS = (ArithmeticError, AssertionError, LookupError, RuntimeError, TypeError, ValueError)
+"""Errors of Transformers' code for images that it can't process."""
+
 
 class Positions(msgspec.Struct, frozen=True):
     """Rotary positions of a prompt with images, where they are not the tokens' indices.
@@ -94,7 +97,17 @@ class VisionModel:
             module: The model; its vision part runs with Transformers' own attention.
             processor: Its image processor.
             sees_itself: As the attribute.
+
+        Raises:
+            ModelError: Its placeholder is no token.
         """
+        token_id, rows = module.config.image_token_id, module.get_input_embeddings().weight.shape[0]
+        if token_id >= rows:
+            # Drafts and logprobs of prompts would look it up.
+            raise ModelError(
+                f"the image token {token_id} of {type(module).__name__} is beyond its {rows} "
+                "embeddings; resize them with resize_token_embeddings()"
+            )
         self.sees_itself = sees_itself
         self._module, self._base = module, module.base_model
         self._processor = processor
@@ -124,7 +137,7 @@ class VisionModel:
             pixels = np.frombuffer(image.rgb, np.uint8).reshape(image.height, image.width, 3)
             inputs = self._process(pixels, alone=item.alone)
             output = self._base.get_image_features(**inputs).pooler_output
-        except (ValueError, RuntimeError, TypeError, IndexError) as error:
+        except _REFUSALS as error:
             raise ImageError(f"the image can't be encoded: {error!s:.200}") from error
         parts = [output] if isinstance(output, Tensor) else output
         rows = torch.cat([part.reshape(-1, part.shape[-1]) for part in parts])
@@ -146,11 +159,11 @@ class VisionModel:
         kinds = torch.zeros(1, len(token_ids), dtype=torch.int)
         for item in media:
             kinds[0, item.places(token_ids)] = 1
-        grids = torch.cat([self._grid_of(item) for item in media])
         ids = torch.tensor([token_ids])
         try:
+            grids = torch.cat([self._grid_of(item) for item in media])
             rows, shift = self._base.get_rope_index(ids, kinds, image_grid_thw=grids)
-        except (RuntimeError, StopIteration) as error:
+        except (StopIteration, *_REFUSALS) as error:
             raise ImageError(f"the images don't fit their placeholders: {error!s:.200}") from error
         return Positions(rows[:, 0].numpy(), int(shift))
 

@@ -130,6 +130,10 @@ IMAGE_TIME = _counter(
 )
 STORED_IMAGES = _gauge("nano.images.stored", "{image}", "Decoded images in the store.")
 STORED_IMAGE_BYTES = _gauge("nano.images.stored_bytes", "By", "Their size.")
+ENCODED_IMAGES = _counter("nano.images.encoded", "{image}", "Images that executors encoded.")
+CACHED_IMAGE_TOKENS = _gauge(
+    "nano.images.cached_tokens", "{token}", "Image tokens whose embeddings executors keep."
+)
 DEAD_LETTERED = _counter(
     "nano.requests.buried", "{request}", "Requests moved to the dead letters.", names.ERROR_TYPE
 )

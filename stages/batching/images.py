@@ -38,7 +38,17 @@ class ImageCache:
         self.capacity = capacity
         self._tokens: OrderedDict[ImageKey, int] = OrderedDict()
         self._forgotten: list[ImageKey] = []
-        self.num_encoded = 0
+        self._num_encoded = 0
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all images that the executor has."""
+        return sum(self._tokens.values())
+
+    def take_encoded(self) -> int:
+        """Return the number of images planned to be encoded since the last call."""
+        encoded, self._num_encoded = self._num_encoded, 0
+        return encoded
 
     def __contains__(self, key: ImageKey) -> bool:
         return key in self._tokens
@@ -91,13 +101,13 @@ class ImageCache:
     def _make_room(self, step: StepImages) -> None:
         for key in step.used:
             self._tokens.move_to_end(key)
-        held = sum(self._tokens.values()) + sum(item.num_tokens for item in step.new.values())
+        held = self.num_tokens + sum(item.num_tokens for item in step.new.values())
         while held > self.capacity.cache_tokens and len(self._tokens) > len(step.used):
             key, number = self._tokens.popitem(last=False)
             self._forgotten.append(key)
             held -= number
         self._tokens |= {key: item.num_tokens for key, item in step.new.items()}
-        self.num_encoded += len(step.new)
+        self._num_encoded += len(step.new)
 
 
 class StepImages:

@@ -127,9 +127,7 @@ class Sequence:
         self.images: tuple[PlacedImage, ...] = ()
         key_ids: Seq[int] = self.token_ids
         if request.media:
-            alone = len(request.media) == 1
-            self.media = tuple(msgspec.structs.replace(m, alone=alone) for m in request.media)
-            self.images = place(self.media, prompt)
+            self.images = place(request.media, prompt)
             key_ids = KeyIds(self.token_ids, self.images)
         self.lease = Lease(key_ids, self.cache_scope, may_reuse=not self.computes_all)
         self.num_planned = len(self.token_ids)

@@ -147,6 +147,10 @@ class BatchingStage(Actor):
             self.metrics.record(
                 instruments.KV_SESSION_RESULTS, number, {names.KV_SESSION_OUTCOME: outcome}
             )
+        images = core.images
+        encoded, kept = (0, 0) if images is None else (images.take_encoded(), images.num_tokens)
+        self.metrics.record(instruments.ENCODED_IMAGES, encoded)
+        self.metrics.record(instruments.CACHED_IMAGE_TOKENS, kept)
         if core.tiers is not None:
             self._measure_tiers(core.tiers)
 

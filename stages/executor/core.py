@@ -18,7 +18,7 @@ from ...store.images import StoredImage
 from ...text.grammar import GrammarCompiler
 from .driver.choose import TokenChooser
 from .driver.constraints import Constraints
-from .driver.images import NO_IMAGES, SequenceImages, image_capacity
+from .driver.images import NO_IMAGES, SequenceImages
 from .driver.pooling import PromptPooler, capabilities_of, embedding_capacity, report_pooled
 from .driver.sampled import Sampled, TokenFeed, UnreadTokens
 from .driver.sequences import SequenceTable
@@ -141,10 +141,7 @@ class ExecutorCore:
         if model.generates:
             compiler.make_ready()
         self.constraints = Constraints(self._table, compiler, now_ns)
-        self.images: SequenceImages | None = None
-        if model.vision is not None:
-            self.images = SequenceImages(model.vision, self._table, Uploader(model.device))
-        self._image_capacity = image_capacity(config, model)
+        self.images = SequenceImages.of(config, model, self._table)
         self._feed = TokenFeed(rows, model.device)
         self._unread = UnreadTokens(self._table)
         self._capture: Capture | None = None
@@ -152,8 +149,7 @@ class ExecutorCore:
         self.runs_ahead = feeds or model.pipeline is not None
         self.graphs: DecodeGraphs | None = None
         self.off = dict(runner.off)
-        in_order = "deterministic" not in self.off
-        most = config.max_tokens_per_batch
+        in_order, most = "deterministic" not in self.off, config.max_tokens_per_batch
         self._pooler = PromptPooler(runner, self._table, most, in_order=in_order)
         self._record_at_load(config)
         self._speculator = self._make_speculator(config)
@@ -249,7 +245,7 @@ class ExecutorCore:
             tiers=self.tiers.capacity if self.tiers is not None else None,
             exact="deterministic" not in self.off,
             pipeline_stages=1 if self.model.pipeline is None else self.model.pipeline.num_stages,
-            images=self._image_capacity,
+            images=self.images.capacity if self.images is not None else None,
         )
 
     def facts(self) -> dict[str, int | float | str]:

@@ -14,7 +14,7 @@ import torch
 from PIL import Image
 from transformers import AutoImageProcessor
 
-from nano_inference import Completion, GenerateRequest, Pipeline, SamplingParams
+from nano_inference import BusClient, Completion, GenerateRequest, Pipeline, SamplingParams
 from nano_inference.bus.public import ImageInput
 from nano_inference.config import Constraint
 from nano_inference.stages.executor.core import ExecutorCore
@@ -24,8 +24,9 @@ from ..media.pictures import saved
 from ..stages.executor.vision_models import make_vision_model
 from ..stages.executor.vision_models import picture as picture_array
 from ..text.processors import FAMILIES, save_model
-from .builders import break_once, end_of, error_code, stage_of
-from .conftest import MakeConfig
+from .builders import begun, break_once, end_of, error_code, stage_of
+from .conftest import LIMIT_S, MakeConfig
+from .test_weights_restart import kill_executor, until_ready, up
 
 TOKENS = 12
 PICTURE = "<|vision_start|><|image_pad|><|vision_end|>"
@@ -49,7 +50,7 @@ class VisionModel:
         self.processor = auto.from_pretrained(folder, backend="pil")
 
     @torch.no_grad()
-    def answer(self, token_ids: tuple[int, ...], *seeds: int) -> list[int]:
+    def answer(self, token_ids: tuple[int, ...], number: int, *seeds: int) -> list[int]:
         """Greedy tokens behind a prompt with pictures."""
         ids = torch.tensor([token_ids])
         inputs: dict[str, Any] = {}
@@ -60,7 +61,7 @@ class VisionModel:
             input_ids=ids,
             attention_mask=torch.ones_like(ids),
             do_sample=False,
-            max_new_tokens=TOKENS,
+            max_new_tokens=number,
             eos_token_id=None,
             **inputs,
         )
@@ -68,7 +69,8 @@ class VisionModel:
 
     def check(self, completion: Completion, *seeds: int) -> None:
         assert completion.status == "done", completion.error
-        expected = self.answer(completion.prompt_token_ids, *seeds)
+        number = len(completion.samples[0].token_ids)
+        expected = self.answer(completion.prompt_token_ids, number, *seeds)
         for sample in completion.samples:
             assert list(sample.token_ids) == expected
 
@@ -147,6 +149,29 @@ async def test_requests_about_images_go_on_after_failures(
     assert not await pipeline.bus.requests.dead_letters()
 
 
+async def test_another_replica_continues_with_the_kv_of_images(
+    make_config: MakeConfig, vision: VisionModel
+) -> None:
+    config = make_config(
+        engine__model_path=str(vision.folder),
+        engine__max_model_len=256,
+        pipeline__replicas=2,
+        pipeline__roles=["prefill", "decode"],
+    )
+    async with Pipeline(config) as pipeline:
+        one, two = await asyncio.gather(
+            pipeline.complete(asked(ONE, 1)), pipeline.complete(asked(TWO, 1, 2, n=2))
+        )
+        vision.check(one, 1)
+        vision.check(two, 1, 2)
+        encoded = []
+        for replica in range(2):
+            images = stage_of(pipeline, ExecutorStage, replica)._core.images
+            assert images is not None
+            encoded.append(images.embeddings.num_encoded)
+        assert encoded == [2, 0]
+
+
 async def test_a_lost_image_ends_its_request_alone(
     pipeline: Pipeline, vision: VisionModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -165,3 +190,22 @@ async def test_a_lost_image_ends_its_request_alone(
     vision.check(other, 3)
     monkeypatch.undo()
     vision.check(await pipeline.complete(asked(ONE, 4)), 4)
+
+
+@pytest.mark.slow
+@pytest.mark.soak
+async def test_requests_about_images_go_on_when_the_executor_is_killed(
+    redis_url: str, tmp_path: Path, vision: VisionModel
+) -> None:
+    """By SIGKILL, as a process of its own."""
+    settings = {"engine.model_path": str(vision.folder), "engine.dtype": "float32"}
+    with up(redis_url, tmp_path / "log", 1, **settings) as house:
+        async with asyncio.timeout(LIMIT_S), BusClient.connect(house.bus) as client:
+            await until_ready(client, 1)
+            one, two = (
+                await begun(client, asked(ONE, 1, max_tokens=300)),
+                await begun(client, asked(TWO, 1, 2, max_tokens=300)),
+            )
+            await kill_executor(client, 1)
+            vision.check(await one, 1)
+            vision.check(await two, 1, 2)

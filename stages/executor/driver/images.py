@@ -31,18 +31,6 @@ from .sequences import SequenceTable
 NO_IMAGES: Mapping[str, StoredImage] = {}
 
 
-def image_capacity(config: EngineConfig, model: LoadedModel) -> ImageCapacity | None:
-    """Return what a model takes of images; None for none."""
-    if model.vision is None:
-        return None
-    width = int(model.hf_config.get_text_config().hidden_size)
-    cache_tokens = config.image_cache_bytes // (width * model.dtypes.activations.itemsize)
-    most = min(config.max_image_tokens_per_step, cache_tokens, model.max_model_len)
-    if model.vision.sees_itself:
-        most = min(most, config.max_tokens_per_batch)
-    return ImageCapacity(most, cache_tokens, model.vision.sees_itself)
-
-
 class PlacedImages(msgspec.Struct, frozen=True):
     """The images of a sequence.
 
@@ -64,11 +52,29 @@ class SequenceImages:
 
     Attributes:
         embeddings: Of the images that plans have encoded.
+        capacity: What the model takes of images.
     """
 
-    def __init__(self, vision: VisionModel, table: SequenceTable, upload: Uploader) -> None:
+    @classmethod
+    def of(
+        cls, config: EngineConfig, model: LoadedModel, table: SequenceTable
+    ) -> SequenceImages | None:
+        """Return the images of a model's sequences; None if it takes none."""
+        vision = model.vision
+        return None if vision is None else cls(config, model, vision, table)
+
+    def __init__(
+        self, config: EngineConfig, model: LoadedModel, vision: VisionModel, table: SequenceTable
+    ) -> None:
         self.embeddings = ImageEmbeddings(vision)
-        self._vision, self._table, self._upload = vision, table, upload
+        self._vision, self._table = vision, table
+        self._upload = Uploader(model.device)
+        width = int(model.hf_config.get_text_config().hidden_size)
+        cache_tokens = config.image_cache_bytes // (width * model.dtypes.activations.itemsize)
+        most = min(config.max_image_tokens_per_step, cache_tokens, model.max_model_len)
+        if vision.sees_itself:
+            most = min(most, config.max_tokens_per_batch)
+        self.capacity = ImageCapacity(most, cache_tokens, vision.sees_itself)
         self._failed: dict[str, Cancel] = {}
         self._spoiled: dict[int, None] = {}
 
@@ -202,9 +208,7 @@ class SequenceImages:
     def _embed(self, inputs: StepInputs, parts: list[tuple[IntArray, Tensor]]) -> Tensor:
         targets = np.concatenate([targets for targets, _ in parts])
         (index,) = self._upload(targets)
-        # A placeholder may lie outside the vocabulary.
-        input_ids = inputs.input_ids.index_fill(1, index, 0)
-        hidden = self._vision.embed(input_ids)
+        hidden = self._vision.embed(inputs.input_ids)
         rows = torch.cat([rows for _, rows in parts]).to(hidden.dtype)
         return hidden.index_copy(1, index, rows[None])
 

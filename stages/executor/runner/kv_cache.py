@@ -194,6 +194,8 @@ def _left_bytes(
         margin += (
             activations + logits + 2 * MAX_GATHERED_TOKENS * widest * each.dtypes.kv_cache.itemsize
         )
+    if model.vision is not None:
+        margin += config.image_cache_bytes
     # CUDA graphs keep memory of their own, for the largest batch that decodes.
     if config.cuda_graphs == "auto":
         margin += sum(_pass_bytes(config, model, config.max_batch_size))

@@ -12,6 +12,7 @@ from msgspec.structs import replace
 from nano_inference.bus.control import ImageCapacity
 from nano_inference.bus.media import MediaItem
 from nano_inference.bus.messages import NewSequence, StepPlan, StepResult
+from nano_inference.bus.public import KVSession
 from nano_inference.stages.batching.image_keys import KeyIds, is_image_key, place
 from nano_inference.stages.batching.schedule import MAX_SCORED_TOKENS
 
@@ -153,7 +154,8 @@ def test_many_requests_about_one_image_encode_it_once(cache_type: CacheType) -> 
     replica.check_answers()
     assert replica.images.encoded == ["c"]
     assert replica.core.images is not None
-    assert replica.core.images.num_encoded == 1
+    assert replica.core.images.take_encoded() == 1
+    assert replica.core.images.num_tokens == IMAGES["c"]
 
 
 @pytest.mark.parametrize("cache_type", CACHE_TYPES)
@@ -245,6 +247,20 @@ def test_an_image_that_sees_itself_may_exceed_the_budget_of_scored_prompts() -> 
     assert replica.outputs == {1: expected(content_of(token_ids, media), 1)}
 
 
+def test_sessions_find_the_kv_of_images() -> None:
+    replica = ImageReplica()
+    for seq_id, name in ((1, "c"), (2, "c"), (3, "other c")):
+        IMAGES.setdefault(name, IMAGES["c"])
+        token_ids, media = prompt_of([1, 2, 3, name, 4])
+        session = KVSession(id="chat", after="pin", ttl_s=60)
+        replica.add(token_ids, seq_id, max_tokens=1, session=session, media=media)
+        replica.run()
+        replica.check()
+    starts = [new.num_cached for plan in replica.log for new in plan.new]
+    assert starts == [0, 11, 3]
+    assert replica.core.load()["kv_pinned"] == 3
+
+
 def test_kv_without_its_image_is_not_shared_and_the_image_is_tried_again() -> None:
     replica = ImageReplica()
     replica.ask([1, "a", 2, 3], 1)
@@ -273,6 +289,8 @@ def test_answers_never_depend_on_what_runs_beside(
         max_batch_size=4,
         max_tokens_per_batch=data.draw(st.sampled_from((9, 16))),
         cache_type=data.draw(st.sampled_from(CACHE_TYPES)),
+        host_slots=data.draw(st.sampled_from((0, 6))),
+        kv_events=data.draw(st.booleans()),
     )
     parts = st.lists(st.one_of(st.integers(0, 2), st.sampled_from("abc")), min_size=1, max_size=5)
     version = 0

@@ -133,7 +133,8 @@ class World:
             else:
                 token_ids += [PLACEHOLDER] * number
             token_ids.append(END)
-            media.append(MediaItem(part.id, start, number, part.width, part.height))
+            size = part.width, part.height
+            media.append(MediaItem(part.id, start, number, *size, alone=len(images) == 1))
             self.images[part.id] = part
         kinds = (torch.tensor([token_ids]) == PLACEHOLDER).int()
         if self.name.startswith("qwen"):
@@ -143,7 +144,9 @@ class World:
         return ImagePrompt(token_ids, tuple(media), inputs)
 
     def _counts(self, inputs: Mapping[str, Any], images: Sequence[Any], patches: Any) -> list[int]:
-        features = self.model.model.get_image_features(**inputs).pooler_output
+        dtype = self.model.dtype
+        given = {n: v.to(dtype) if v.is_floating_point() else v for n, v in inputs.items()}
+        features = self.model.model.get_image_features(**given).pooler_output
         if self.name == "internvl":
             return (patches * _TILE_TOKENS).tolist()
         if self.name not in _TILED:

@@ -62,7 +62,7 @@ async def test_an_image_is_held_while_its_request_is_in_flight(
         assert await images.usage() == ImageUsage(1, 1, size)
         await end_of(outputs)
     admission = pipeline._actors["admission"]
-    await until(lambda: not admission._images._held)  # type: ignore[attr-defined]
+    await until(lambda: not admission._images.held)  # type: ignore[attr-defined]
     assert await images.usage() == ImageUsage(1, 0, size)
     vision.check(await pipeline.complete(by_id(asked(ONE), 1)), 1)
     unknown = await pipeline.complete(by_id(asked(ONE), 2))
@@ -112,5 +112,5 @@ async def test_a_request_about_an_image_survives_its_pipeline(
         assert isinstance(completion, Completion)
         vision.check(completion, 1)
         admission = second._actors["admission"]
-        await until(lambda: not admission._images._held)  # type: ignore[attr-defined]
+        await until(lambda: not admission._images.held)  # type: ignore[attr-defined]
         assert (await second.bus.store.images.usage()).held == 0

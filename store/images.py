@@ -48,6 +48,9 @@ class ImageUsage(NamedTuple):
     num_bytes: int
 
 
+NOTHING_STORED = ImageUsage(0, 0, 0)
+
+
 class ImageStore(Protocol):
     """Images by id.
 

@@ -94,6 +94,11 @@ class AdmissionCore:
         self._seq_ids = itertools.count(1)
         self.responses = ResponseCache(config.engine.response_cache_bytes)
 
+    @property
+    def takes_images(self) -> bool:
+        """Whether the model takes images, as far as its folder says."""
+        return self._images.processor is not None
+
     def close(self) -> None:
         """End the processes that decode images."""
         self._images.close()
@@ -174,7 +179,8 @@ class AdmissionCore:
             )
         check_sampling(request.sampling, vocab_size=self.capacity.vocab_size)
         check_embed(request, self.capacity, self._model_name)
-        self._images.check(request, self.capacity.images, self._model_name)
+        if request.images or request.messages:
+            self._images.check(request, self.capacity.images, self._model_name)
         if self._tokenizer is None:
             check_no_text(request)
         if request.sampling.constraint is not None:
@@ -223,20 +229,24 @@ class AdmissionCore:
         self.check_constraint(request)
         reader = self._reader(request)
         reader.check_prompt()
+        if request.images:
+            tokens = self._with_images(request, reader, known)
+        else:
+            tokens = Tokens(Prompt(reader.prompt().token_ids))
+        if not request.prediction:
+            return tokens
+        reader.check_prediction()
+        return tokens._replace(prediction=reader.prediction())
+
+    def _with_images(self, request: GenerateRequest, reader: PromptReader, known: Known) -> Tokens:
         images = self._images.decode(request, known)
         sizes = [image.size for image in images]
-        if images:
-            self._check_image_tokens(sizes)
+        self._check_image_tokens(sizes)
         expanded = reader.prompt(sizes)
-        prediction: tuple[int, ...] = ()
-        if request.prediction:
-            reader.check_prediction()
-            prediction = reader.prediction()
         return Tokens(
             Prompt(expanded.token_ids, tuple(image.id for image in images)),
-            prediction,
-            media_of(images, expanded),
-            tuple(image.pixels for image in images if image.pixels is not None),
+            media=media_of(images, expanded),
+            pixels=tuple(image.pixels for image in images if image.pixels is not None),
         )
 
     def _check_image_tokens(self, sizes: Sequence[Size]) -> None:

@@ -25,12 +25,15 @@ class HeldImages:
 
     The holder of a lease is the entry, so another lane that takes the entry over extends the same
     lease. In memory leases have no end of their own: they are dropped with the process.
+
+    Attributes:
+        held: Ids of images by entry.
     """
 
     def __init__(self, store: ImageStore, config: ImagesConfig, *, durable: bool) -> None:
         self._store, self._max_bytes = store, config.store_bytes
         self._for_s = LEASE_S if durable else FOR_EVER
-        self._held: dict[str, frozenset[str]] = {}
+        self.held: dict[str, frozenset[str]] = {}
 
     async def known(self, entry: RequestEntry) -> Known:
         """Hold the images that a request names by id, and return their sizes.
@@ -69,18 +72,18 @@ class HeldImages:
 
     async def release(self, entry_id: str) -> None:
         """End the leases of a request that is answered."""
-        if (ids := self._held.pop(entry_id, None)) is not None:
+        if (ids := self.held.pop(entry_id, None)) is not None:
             await self._store.release(ids, entry_id)
 
     def forget(self, entry_ids: Collection[str]) -> None:
         """Leave the leases of these requests to another lane."""
         for entry_id in entry_ids:
-            self._held.pop(entry_id, None)
+            self.held.pop(entry_id, None)
 
     async def renew(self) -> None:
         """Extend all leases."""
-        for entry_id, ids in list(self._held.items()):
-            if entry_id in self._held:
+        for entry_id, ids in list(self.held.items()):
+            if entry_id in self.held:
                 await self._store.hold(ids, entry_id, self._for_s)
 
     async def _hold(self, entry_id: str, ids: list[str]) -> dict[str, tuple[int, int]]:
@@ -105,7 +108,7 @@ class HeldImages:
 
     def _note(self, entry_id: str, ids: Collection[str]) -> None:
         if ids:
-            self._held[entry_id] = self._held.get(entry_id, frozenset()).union(ids)
+            self.held[entry_id] = self.held.get(entry_id, frozenset()).union(ids)
 
 
 def _full(max_bytes: int) -> RequestError:

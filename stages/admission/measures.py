@@ -101,6 +101,8 @@ class EntryTrace:
             }
             if admitted.sampling.constraint is not None:
                 attributes[names.CONSTRAINT] = kind_of(admitted.sampling.constraint)
+            if admitted.media:
+                attributes[names.IMAGES] = len(admitted.media)
         self._stage.span(
             request_id_of(self._entry),
             self._parent,

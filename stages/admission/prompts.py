@@ -83,13 +83,14 @@ class PromptReader(NamedTuple):
         request, tokenizer = self.request, self.tokenizer
         ids = request.prompt_token_ids or ()
         if tokenizer is not None and request.prompt is not None:
-            text = self._with_images(request.prompt, sizes)
+            text = self._with_images(request.prompt, sizes) if sizes else request.prompt
             special = request.add_special_tokens
             ids = encode(text, tokenizer, add_special_tokens=special, code="invalid_prompt")
         elif tokenizer is not None and request.messages is not None:
             text = render(tokenizer, self._turns(tokenizer, request.messages))
             self._check_fits(text)
-            text = self._with_images(text, sizes)
+            if sizes:
+                text = self._with_images(text, sizes)
             ids = encode(text, tokenizer, add_special_tokens=False, code="invalid_messages")
         if not ids:
             raise RequestError("the prompt gives no tokens", code="empty_prompt")
@@ -115,8 +116,6 @@ class PromptReader(NamedTuple):
         return as_contents_read(template_of(tokenizer), turns, self.processor.placeholder)
 
     def _with_images(self, text: str, sizes: Sequence[Size]) -> str:
-        if not sizes:
-            return text
         assert self.processor is not None, "RequestImages.check comes before"
         return self.processor.expand_text(text, sizes)
 

@@ -32,6 +32,7 @@ from ...bus.messages import AdmittedRequest, Envelope, Message, Recover, Request
 from ...bus.public import Completion, GenerateRequest
 from ...config import AdapterError, BusError, ChannelClosed, ModelError, shown, split_role
 from ...store.board import LoadedAdapter, StageState
+from ...store.images import NOTHING_STORED
 from ...telemetry import TraceContext, instruments, names, now_ns
 from ...text.images import ImageProcessor
 from ...text.tokenizer import find_tokenizer, stop_token_ids_of
@@ -230,7 +231,8 @@ class AdmissionStage(Actor):
                 await self._or_give_up(effect.entry_id, self._forward(effect))
             case do.Acknowledge(entry_id, request_id):
                 await self.bus.requests.acknowledge(entry_id, request_id)
-                await self._images.release(entry_id)
+                if entry_id in self._images.held:
+                    await self._images.release(entry_id)
             case do.Then(step):
                 await self._handle_locked(step)
             case do.CutShort(cancel):
@@ -423,7 +425,9 @@ class AdmissionStage(Actor):
         record(instruments.PENDING, backlog.pending)
         record(instruments.DEAD_LETTERS, backlog.dead)
         record(instruments.QUEUE_LENGTH, backlog.queue_length)
-        stored = await self.bus.store.images.usage()
+        stored = NOTHING_STORED
+        if self._core.takes_images:
+            stored = await self.bus.store.images.usage()
         record(instruments.STORED_IMAGES, stored.images)
         record(instruments.STORED_IMAGE_BYTES, stored.num_bytes)
         if (responses := self._responses()) is not None:

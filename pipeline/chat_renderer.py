@@ -217,7 +217,7 @@ def _joined(parts: Iterable[Message]) -> str | list[dict[str, Any]]:
     Raises:
         ValueError: One is neither text nor the place of an image.
     """
-    found = [
+    found: list[Any] = [
         {"type": "image"} if part.get("type") == "image" else part.get("text") for part in parts
     ]
     if not all(isinstance(part, str | dict) for part in found):

@@ -1,0 +1,125 @@
+"""Images in Python: prompts and answers equal those of Transformers' processors and models."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+
+from nano_inference import EngineConfig, InferenceEngine, SamplingParams
+
+from ..media.pictures import picture, saved
+from ..stages.executor.vision_models import ARCHITECTURES
+from .builders import finish, raises
+from .vision_folder import save_vision_model
+
+GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+WIDE, HIGH = picture(24, 16), picture(16, 40)
+
+
+def engine_of(folder: Path) -> InferenceEngine:
+    return InferenceEngine(EngineConfig(model_path=str(folder), dtype="float32", kernels="off"))
+
+
+def marks(engine: InferenceEngine) -> Any:
+    return engine._admission._images.processor
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_each_architecture_answers_as_transformers_does(name: str, tmp_path: Path) -> None:
+    """From texts and pictures on: the prompts' tokens too are those of its own processor."""
+    model = save_vision_model(name, tmp_path)
+    with engine_of(tmp_path) as engine:
+        processor = marks(engine)
+        mark = processor.placeholder
+        prompts = [f"one\n{mark}\nwhat?", f"{mark} and\n{mark}!", "98 + 25 ="]
+        images: list[list[Image.Image]] = [[WIDE], [WIDE, HIGH], []]
+        samples = engine.generate(prompts, GREEDY, images=images)
+        for prompt, own, sample in zip(prompts, images, samples, strict=True):
+            given = {"images": [own]} if own else {}
+            inputs = processor._processor(text=[prompt], return_tensors="pt", **given)
+            with torch.no_grad():
+                output = model.generate(
+                    **inputs, do_sample=False, max_new_tokens=6, eos_token_id=None
+                )
+            number = inputs["input_ids"].shape[1]
+            assert list(sample.prompt_tokens) == inputs["input_ids"][0].tolist()
+            assert list(sample.completion_tokens) == output[0, number:].tolist()
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[InferenceEngine]:
+    folder = tmp_path_factory.mktemp("qwen2_vl")
+    save_vision_model("qwen2_vl", folder)
+    with engine_of(folder) as made:
+        yield made
+
+
+PROMPT = "Look: <|image_pad|>"
+
+
+def test_each_form_of_an_image_is_the_same(engine: InferenceEngine, tmp_path: Path) -> None:
+    file = tmp_path / "a.png"
+    file.write_bytes(saved(WIDE))
+    clear = WIDE.convert("RGBA")
+    forms: list[Any] = [WIDE, str(file), file, saved(WIDE), io.BytesIO(saved(WIDE)).getbuffer()]
+    samples = engine.generate([PROMPT] * 6, GREEDY, images=[*forms, [clear]])
+    assert len({(each.prompt_tokens, each.completion_tokens) for each in samples}) == 1
+    encoded = engine._executor.images
+    assert encoded is not None
+    assert encoded.embeddings.num_encoded == 1
+
+
+def test_images_are_kept_until_their_requests_have_ended(engine: InferenceEngine) -> None:
+    engine.add_request(PROMPT, GREEDY, images=[HIGH])
+    second = engine.add_request(PROMPT, GREEDY, 2, images=[HIGH])
+    with raises("images_mismatch"):
+        engine.add_request(PROMPT, GREEDY, images=[WIDE, HIGH])
+    assert len(engine._images._images) == 1
+    engine.step()
+    engine.abort(second)
+    assert len(engine._images._images) == 1
+    (sample,) = finish(engine)
+    assert len(sample.completion_tokens) == 6
+    assert not engine._images._images
+    assert not engine._images._given
+
+
+def test_a_rollout_s_tokens_are_a_prompt_again(engine: InferenceEngine) -> None:
+    """With all image tokens, as trainers and later turns give them."""
+    (sample,) = engine.generate([PROMPT], GREEDY, images=[WIDE])
+    ids = [*sample.prompt_tokens, *sample.completion_tokens[:3]]
+    (rest,) = engine.generate([ids], GREEDY, images=[WIDE])
+    assert rest.completion_tokens[:3] == sample.completion_tokens[3:]
+    assert rest.prompt_tokens == tuple(ids)
+
+
+@pytest.mark.parametrize(
+    ("images", "code", "words"),
+    [
+        ("a.png", "invalid_image", "list"),
+        ([WIDE, WIDE], "invalid_request", "1 prompts and 2 images"),
+        ([3], "invalid_image", "of type int"),
+        (["/no/such/file.png"], "invalid_image", "can't be read"),
+        ([b"text"], "invalid_image", "PNG"),
+        ([Image.new("L", (20_000, 1))], "image_too_large", "20000 x 1"),
+        ([[WIDE, HIGH]], "images_mismatch", "1 placeholders"),
+    ],
+)
+def test_bad_images_are_refused(
+    engine: InferenceEngine, images: Any, code: str, words: str
+) -> None:
+    with raises(code, words):
+        engine.generate([PROMPT], GREEDY, images=images)
+    assert not engine.has_pending()
+    assert not engine._images._given
+
+
+def test_a_model_of_texts_refuses_images() -> None:
+    with InferenceEngine() as engine, raises("images_not_supported", "takes no images"):
+        engine.generate(["98 + 25 ="], GREEDY, images=[WIDE])

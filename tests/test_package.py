@@ -28,9 +28,11 @@ OUTSIDE = {"tests", "benchmarks", "examples", "docs", "deploy", "build"}
 def tree() -> set[str]:
     """What belongs in the wheel, by what lies in the tree."""
     files = {path.relative_to(ROOT) for kind in KINDS for path in ROOT.rglob(kind)}
-    files |= {path.relative_to(ROOT) for path in (ROOT / "models" / "tiny").iterdir()}
+    for name in ("tiny", "tiny-vision"):
+        files |= {path.relative_to(ROOT) for path in (ROOT / "models" / name).iterdir()}
     files |= {path.relative_to(ROOT) for path in (ROOT / "text" / "messages" / "formats").iterdir()}
     files |= {Path("py.typed"), Path("models/card.md"), Path("models/words.toml")}
+    files.add(Path("models/vision/card.md"))
     return {
         f"nano_inference/{path}"
         for path in files

@@ -161,14 +161,12 @@ class CacheScope(NamedTuple):
         salt: The request's `cache_salt`.
         adapter: Id of the LoRA adapter; "" for none.
         adapter_version: Of the adapter's weights; 0 before batching sets it.
-        media: The prompt's; as a part of the scope they are in each block's hash.
     """
 
     tenant: str = ""
     salt: str = ""
     adapter: str = ""
     adapter_version: int = 0
-    media: tuple[str, ...] = ()
 
 
 DEFAULT_SCOPE = CacheScope()

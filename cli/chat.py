@@ -25,6 +25,7 @@ from ..config import (
 )
 from .clients import Client, ListedModel, ReceivedCall, client_at
 from .connection import Place, ServerAddress, place_of, run_with
+from .images import question, read_image
 from .options import AskedModel, Options, argument, takes, takes_server_options
 from .requests import Template, field, given, template
 from .terminal import AnswerWriter, complain, failures_exit, harmless
@@ -32,6 +33,7 @@ from .terminal import AnswerWriter, complain, failures_exit, harmless
 COMMANDS = {
     "/reset": "forgets the conversation",
     "/system": "TEXT sets the system prompt; without TEXT it is removed",
+    "/image": "FILE is an image for the next question",
     "/help": "prints this",
     "/quit": "ends the program, as Ctrl-D does",
 }
@@ -70,8 +72,8 @@ def chat(
 
     Each line is a question, and the model reads the whole conversation. Ctrl-C stops an answer and
     keeps its text; Ctrl-D ends the program. A line that begins with / is a command, such as
-    /reset, /system TEXT, /help and /quit; with // it is a question that begins with one /. With
-    --tools, at a server, a tool call is printed, and the next line is its result.
+    /image FILE, /reset, /system TEXT, /help and /quit; with // it is a question that begins with
+    one /. With --tools, at a server, a tool call is printed, and the next line is its result.
 
     On a pipe, standard output has the answers alone, and the exit status is 1 when a question was
     refused or failed, or a tool call has no next line.
@@ -94,6 +96,7 @@ class _Chat:
 
     def __post_init__(self) -> None:
         self._messages: list[Message] = []
+        self._images: list[bytes] = []
         self._ctrl_c = _CtrlC()
         self._on_terminal = sys.stdin.isatty() and sys.stdout.isatty()
         self._failed = False
@@ -155,8 +158,11 @@ class _Chat:
         match name:
             case "/quit" | "/exit":
                 raise EOFError
+            case "/image":
+                self._add_image(Path(rest.strip()))
             case "/reset":
                 self._messages.clear()
+                self._images.clear()
                 _note("the conversation is forgotten")
             case "/system":
                 self.system = rest.strip()
@@ -167,10 +173,21 @@ class _Chat:
                 complain(f"there is no command {name!r:.40}{nearest(name, COMMANDS)}")
                 self._failed = True
 
+    def _add_image(self, path: Path) -> None:
+        """Add an image to the next question."""
+        try:
+            self._images.append(read_image(path))
+        except ConfigError as error:
+            complain(error.message)
+            self._failed = True
+            return
+        _note(f"{path} goes with the next question")
+
     def _question(self, runner: asyncio.Runner, text: str) -> None:
         """Ask a question and handle its tool calls. Raises EOFError: The input ends meanwhile."""
         before = len(self._messages)
-        new: list[Message] = [{"role": "user", "content": text}]
+        new: list[Message] = [question(text, self._images)]
+        self._images.clear()
         while new:
             calls = self._answered(runner, new)
             if calls is None:

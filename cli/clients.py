@@ -27,6 +27,7 @@ from ..pipeline.models import ModelStatus
 from ..pipeline.status import PipelineStatus, of_models
 from . import connection
 from .connection import Place, ServerAddress, connected
+from .images import for_bus, for_server
 from .requests import given
 from .terminal import complain
 
@@ -122,6 +123,8 @@ class PipelineClient:
             RequestError: It was refused, or it failed, perhaps after some text.
         """
         length = 0
+        if "messages" in request:
+            request = request | for_bus(request["messages"])
         async with aclosing(self._client.submit(request)) as outputs:
             async for output in outputs:
                 if isinstance(output, CompletionChunk):
@@ -469,6 +472,8 @@ def openai_call(request: dict[str, Any]) -> tuple[dict[str, Any], dict[str, str]
         }
     names = ("prompt", "messages", "model", "tools")
     body |= {name: request[name] for name in names if name in request}
+    if "messages" in body:
+        body["messages"] = list(map(for_server, body["messages"]))
     if "prediction" in request:
         body["prediction"] = {"type": "content", "content": request["prediction"]}
     if "priority" in request:

@@ -23,6 +23,7 @@ from ..bus.public import Completion, CompletionChunk
 from ..config import BUNDLED_MODEL, BUNDLED_VISION_MODEL, STAGES, Config, EngineConfig
 from ..pipeline.pipeline import Pipeline
 from ..telemetry import setup_logging
+from . import images
 from .options import Options, takes
 from .picture import Picture
 from .terminal import complain, cut, one_line, stdout, table, ttft
@@ -240,12 +241,8 @@ async def _show_picture(console: Console, config: Config) -> Completion | None:
     console.print(Picture(image, pictures.COLOURS))
     file = io.BytesIO()
     image.save(file, "PNG")
-    content = [{"type": "image"}, {"type": "text", "text": _ABOUT_PICTURE}]
-    request = {
-        "messages": [{"role": "user", "content": content}],
-        "images": [{"data": file.getvalue()}],
-        "sampling": {"temperature": 0.0, "max_tokens": 64},
-    }
+    request = images.for_bus([images.question(_ABOUT_PICTURE, [file.getvalue()])])
+    request |= {"sampling": {"temperature": 0.0, "max_tokens": 64}}
     # Settings that the demonstration was given may not go with images.
     given = config.engine
     engine = EngineConfig(

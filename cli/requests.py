@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -22,6 +22,7 @@ from ..config import (
     parse_value,
     shown,
 )
+from .images import for_bus, question
 from .options import option
 from .process import stdin_lines
 from .terminal import read_input
@@ -39,10 +40,12 @@ field = partial(option, rich_help_panel="Requests")
 class Template(dict[str, Any]):
     """Fields of requests that options set, as in a GenerateRequest."""
 
-    def of_text(self, text: str, *, chat: bool = False) -> dict[str, Any]:
-        """Return the request for a prompt, by default greedy."""
-        if chat:
-            return self.of_messages([{"role": "user", "content": text}], DEFAULT_MAX_TOKENS)
+    def of_text(
+        self, text: str, *, chat: bool = False, images: Sequence[bytes] = ()
+    ) -> dict[str, Any]:
+        """Return the request for a prompt, by default greedy. With images it is a question."""
+        if chat or images:
+            return self._request(for_bus([question(text, images)]), DEFAULT_MAX_TOKENS)
         return self._request({"prompt": text}, DEFAULT_MAX_TOKENS)
 
     def of_messages(

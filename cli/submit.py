@@ -18,6 +18,7 @@ from ..bus.codec import encode_output
 from ..bus.public import AfterTurn, Completion, CompletionChunk
 from ..config import Config, ConfigError, NanoInferenceError
 from .connection import connected
+from .images import read_image
 from .options import Options, argument, option, takes, takes_model_options
 from .requests import (
     LineReader,
@@ -48,6 +49,10 @@ def submit(
     texts: Annotated[list[str] | None, argument("TEXT...", "Prompts; -: lines of input.")] = None,
     file: Annotated[Path | None, option("--file -f FILE", "Requests, one per line.")] = None,
     chat: Annotated[bool, field("--chat", "Apply the model's chat template to texts.")] = False,
+    image: Annotated[
+        list[Path] | None,
+        field("--image FILE", "An image before each text; implies --chat. Repeatable."),
+    ] = None,
     n: Annotated[int | None, field("--n -n", "Samples per prompt; default: 1.")] = None,
     session: Annotated[
         str | None, field("--kv-session ID", "The conversation that the request continues.")
@@ -74,6 +79,8 @@ def submit(
 
         nano-inference submit "98 + 25 =" --json --sampling logprobs=3 --sampling min_tokens=2
 
+        nano-inference submit "What is this?" --image photo.jpg
+
     Many requests run concurrently. Each answer is printed when it is complete, after its request's
     id, or the number of its text or line. A line of a file is a request as JSON, or a prompt as a
     JSON string. On standard input, a line that does not begin with `{` is a prompt as it stands:
@@ -96,7 +103,12 @@ def submit(
     template |= _session(session, session_ttl_s, session_after)
     printer = _Printer(as_json=as_json, trace=trace, labelled=not one_text)
     config = options.client_config()
-    source = _source_of(texts, file, template, config.bus.max_request_bytes, chat=chat)
+    images = [read_image(path) for path in image or ()]
+    if images and (file is not None or texts == ["-"]):
+        raise ConfigError("--image takes a text; requests in a file have images of their own")
+    source = _source_of(
+        texts, file, template, config.bus.max_request_bytes, chat=chat, images=images
+    )
     asyncio.run((_publish if no_wait else _answer)(config, source, printer))
     if printer.failed:
         raise typer.Exit(1)
@@ -111,7 +123,13 @@ def _session(id: str | None, ttl_s: float | None, after: AfterTurn | None) -> di
 
 
 def _source_of(
-    texts: Sequence[str], file: Path | None, template: Template, max_bytes: int, *, chat: bool
+    texts: Sequence[str],
+    file: Path | None,
+    template: Template,
+    max_bytes: int,
+    *,
+    chat: bool,
+    images: Sequence[bytes],
 ) -> AsyncIterator[Submission]:
     """Return the requests to send.
 
@@ -126,7 +144,7 @@ def _source_of(
         return read_stdin(LineReader(name, template, max_bytes, chat=chat, plain_prompts=True))
     if file is not None:
         return _listed(read_file(file, LineReader(str(file), template, max_bytes, chat=chat)))
-    requests = (template.of_text(text, chat=chat) for text in texts)
+    requests = (template.of_text(text, chat=chat, images=images) for text in texts)
     return _listed([Submission(str(number), each) for number, each in enumerate(requests, 1)])
 
 

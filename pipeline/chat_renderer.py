@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -10,12 +11,13 @@ import xxhash
 from msgspec.structs import replace
 
 from ..bus.public import FinishReason
-from ..config import EngineConfig, RequestError, SamplingParams, shown
+from ..config import EngineConfig, ModelError, RequestError, SamplingParams, shown
 from ..stages.admission.prompts import encode
 from ..text import messages as chat
-from ..text.chat_template import render
+from ..text.chat_template import as_contents_read, render, template_of
 from ..text.detokenizer import Detokenizer, TokenPieces
 from ..text.gguf import folder_of
+from ..text.images import ImageProcessor
 from ..text.tokenizer import load_tokenizer, special_token_ids, stop_token_ids_of
 
 if TYPE_CHECKING:
@@ -68,6 +70,10 @@ class ChatRenderer:
         self._tokenizer: PreTrainedTokenizerFast = load_tokenizer(folder)
         self._format = chat.format_of(self._tokenizer, folder, message_format)
         self._stop_token_ids = stop_token_ids_of(folder, self._tokenizer)
+        self._images: ImageProcessor | None = None
+        # Without a usable one the model serves texts.
+        with suppress(ModelError):
+            self._images = ImageProcessor.of(folder, self._tokenizer)
         self._pieces = TokenPieces(self._tokenizer.backend_tokenizer, skip_special=False)
 
     def render(
@@ -82,7 +88,8 @@ class ChatRenderer:
         """Render a conversation as a prompt.
 
         Args:
-            messages: In OpenAI's form: role and content; results of `read`, too.
+            messages: In OpenAI's form: role and content; results of `read`, too. A part
+                `{"type": "image"}` of a content is the place of an image, which `generate` gets.
             tools: In OpenAI's form: `{"type": "function", "function": {name, description,
                 parameters}}`.
             tool_choice: "none", "auto", "required", or the tool to call, as
@@ -105,12 +112,11 @@ class ChatRenderer:
             raise RequestError(
                 f"messages are not in OpenAI's form: {shown(str(error))}", code="invalid_messages"
             ) from error
-        text = render(
-            self._tokenizer,
-            turns,
-            tools=[tool.as_templates_read() for tool in use.usable] or None,
-            variables=variables,
-        )
+        known = [tool.as_templates_read() for tool in use.usable] or None
+        if self._images is not None:
+            template = template_of(self._tokenizer, known)
+            turns = as_contents_read(template, turns, self._images.placeholder)
+        text = render(self._tokenizer, turns, tools=known, variables=variables)
         token_ids = encode(text, self._tokenizer, add_special_tokens=False, code="invalid_messages")
         opening = chat.opening_of(self._format, text) if self._format is not None else ""
         return ChatPrompt(token_ids, opening, use, chat.asked_to_reason(variables))
@@ -205,12 +211,21 @@ def _as_templates_read(message: Message) -> dict[str, Any]:
     return turn
 
 
-def _joined(parts: Iterable[Message]) -> str:
-    """Raises ValueError for parts that are no text."""
-    texts = [part.get("text") for part in parts]
-    if not all(isinstance(text, str) for text in texts):
-        raise ValueError("a content is a text, or parts of text")
-    return "\n".join(map(str, texts))
+def _joined(parts: Iterable[Message]) -> str | list[dict[str, Any]]:
+    """Return parts as one text, or with images as Transformers' templates read them.
+
+    Raises:
+        ValueError: One is neither text nor the place of an image.
+    """
+    found = [
+        {"type": "image"} if part.get("type") == "image" else part.get("text") for part in parts
+    ]
+    if not all(isinstance(part, str | dict) for part in found):
+        raise ValueError("a content is a text, or parts of text, and of the type image")
+    texts = [part for part in found if isinstance(part, str)]
+    if len(texts) == len(found):
+        return "\n".join(texts)
+    return [{"type": "text", "text": part} if isinstance(part, str) else part for part in found]
 
 
 def _decoded(call: Message) -> Any:

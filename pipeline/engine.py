@@ -549,6 +549,7 @@ class InferenceEngine:
         Afterwards, calls that need the model raise RuntimeError.
         """
         self._groups.close()
+        self._admission.close()
         if self._core is not None:
             try:
                 # Not with weights that wait to be put in place: that may fail.
@@ -577,8 +578,7 @@ class InferenceEngine:
             self._admission.check(entry, now, now)
             tokens = self._admission.tokenize(request, self._images.known)
         accepted = self._admission.admit(entry, now, now, tokens=tokens)
-        if tokens is not None:
-            self._images.add(name, tokens)
+        self._images.add(name, tokens)
         self._requests.add(name, Unfinished(accepted, request.sampling, id))
         deliveries = self._streaming.open(self._admission.look_up(accepted), now)
         for ended in (ended for each in deliveries for ended in each.ended):

@@ -128,8 +128,10 @@ class EngineImages:
             id: (image.width, image.height) for id, image in {**self._images, **self._given}.items()
         }
 
-    def add(self, name: str, tokens: Tokens) -> None:
-        """Keep the images of a request that is added under this name."""
+    def add(self, name: str, tokens: Tokens | None) -> None:
+        """Keep the images of a request that is added under this name; None: it has none."""
+        if tokens is None:
+            return
         found = {**self._given, **{image.id: image for image in tokens.pixels}}
         ids = tuple(dict.fromkeys(item.id for item in tokens.media))
         for id in ids:

@@ -280,7 +280,8 @@ def _load_processor(folder: Path, tokenizer: PreTrainedTokenizerFast) -> Any:
     from transformers import AutoImageProcessor
     from transformers.processing_utils import ProcessorMixin
 
-    image_processor = AutoImageProcessor.from_pretrained(
+    auto: Any = AutoImageProcessor
+    image_processor = auto.from_pretrained(
         str(folder), backend="pil", local_files_only=True, trust_remote_code=False
     )
     settings, _ = ProcessorMixin.get_processor_dict(str(folder), local_files_only=True)
@@ -297,13 +298,14 @@ def _load_processor(folder: Path, tokenizer: PreTrainedTokenizerFast) -> Any:
 
 def _processor_class(folder: Path, settings: dict[str, Any]) -> type:
     import transformers
-    from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
+    from transformers.models.auto import processing_auto
 
-    name = settings.get("processor_class")
+    known: Any = processing_auto
+    name: Any = settings.get("processor_class")
     for file in ("preprocessor_config.json", "tokenizer_config.json"):
         name = name or read_json(folder / file, {}).get("processor_class")
     kind = read_json(folder / "config.json", {}).get("model_type")
-    name = name or PROCESSOR_MAPPING_NAMES.get(kind)
+    name = name or known.PROCESSOR_MAPPING_NAMES.get(kind)
     name = _SAME_FOR_IMAGES.get(name, name)
     found = getattr(transformers, name, None) if isinstance(name, str) else None
     if not isinstance(found, type) or not hasattr(found, "replace_image_token"):

@@ -175,9 +175,12 @@ class Images:
         return tuple(ImageInput(data=data) for data in found)
 
     async def expand(
-        self, words: Words, text: str, images: Sequence[ImageInput]
+        self, words: Words, text: str, images: Sequence[ImageInput], *, add_special: bool = False
     ) -> tuple[int, ...]:
-        """Return the tokens of a rendered conversation, as admission makes them.
+        """Return the tokens of a text with images, as admission makes them.
+
+        Args:
+            add_special: As for `Words.token_ids`.
 
         Raises:
             RequestError: invalid_image, image_too_large, image_decode_failed, images_mismatch.
@@ -190,7 +193,7 @@ class Images:
             for place, image in enumerate(images):
                 pixels = self._decoder.decode(image.data, f"images[{place}]")
                 sizes.append((pixels.width, pixels.height))
-            return words.token_ids(processor.expand_text(text, sizes), add_special=False)
+            return words.token_ids(processor.expand_text(text, sizes), add_special=add_special)
 
         return await anyio.to_thread.run_sync(work)
 

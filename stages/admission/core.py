@@ -94,6 +94,10 @@ class AdmissionCore:
         self._seq_ids = itertools.count(1)
         self.responses = ResponseCache(config.engine.response_cache_bytes)
 
+    def close(self) -> None:
+        """End the processes that decode images."""
+        self._images.close()
+
     def set_capacity(self, capacity: ReplicaCapacity) -> None:
         """Set the lane's capacity and adapters. Other weights empty the response cache."""
         before, self._capacity = self._capacity, capacity

@@ -52,10 +52,9 @@ class RequestImages:
         self._has_reference = has_reference
         self._decoder = ImageDecoder(config)
 
-    @property
-    def placeholder(self) -> str:
-        """An image in a text; "" for a model without images."""
-        return "" if self.processor is None else self.processor.placeholder
+    def close(self) -> None:
+        """End the processes that decode."""
+        self._decoder.close()
 
     def check(
         self, request: GenerateRequest, capacity: ImageCapacity | None, model_name: str

@@ -127,6 +127,9 @@ class AdmissionStage(Actor):
         count_moe(self, self.config.engine.model_name, 0)
         count_images(self, 0, 0.0)
 
+    async def close(self) -> None:
+        self._core.close()
+
     def _image_processor(
         self, folder: Path, tokenizer: PreTrainedTokenizerFast | None
     ) -> ImageProcessor | None:

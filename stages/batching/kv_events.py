@@ -167,8 +167,8 @@ def _extra_keys(scope: CacheScope, num_blocks: int) -> ExtraKeys | None:
     keys apply to all behind it."""
     keys: tuple[str, ...] = ()
     tenant = "" if scope.tenant == DEFAULT_TENANT else scope.tenant
-    if tenant or scope.media:
-        keys = (tenant, scope.salt, *scope.media)
+    if tenant:
+        keys = (tenant, scope.salt)
     elif scope.salt:
         keys = (scope.salt,)
     return (keys, *(None,) * (num_blocks - 1)) if keys else None

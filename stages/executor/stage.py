@@ -19,7 +19,7 @@ from ...bus import Inbox
 from ...bus.control import ScoreSample, StageReady, StageStarted
 from ...bus.links import CONTROL, STEPS_BATCHING, STEPS_STREAMING
 from ...bus.messages import Envelope, StepPlan, StepResult
-from ...config import EngineConfig, WeightsError
+from ...config import BusError, ChannelClosed, EngineConfig, WeightsError
 from ...store.images import StoredImage
 from ...telemetry import instruments, names, now_ns
 from ...text.gguf import facts_of, folder_of
@@ -301,9 +301,19 @@ class ExecutorStage(Actor):
             self.log.warning("message_not_understood", type=type(envelope.body).__name__)
 
     async def _images_of(self, plan: StepPlan) -> dict[str, StoredImage]:
-        """Return the pixels that a plan encodes, as far as they are stored."""
-        found = [(item.id, await self.bus.store.images.get(item.id)) for item in plan.encodes]
-        return {id: image for id, image in found if image is not None}
+        """Return the pixels that a plan encodes, as far as they can be read."""
+        found: dict[str, StoredImage] = {}
+        for item in plan.encodes:
+            try:
+                image = await self.bus.store.images.get(item.id)
+            except ChannelClosed:
+                raise
+            except BusError as error:
+                self.log.warning("image_unreadable", reason=error.message)
+                continue
+            if image is not None:
+                found[item.id] = image
+        return found
 
     async def _report_forever(self) -> None:
         while True:

@@ -15,10 +15,13 @@ from openai import AsyncOpenAI
 
 from nano_inference.bus.public import GenerateRequest, ImageInput
 from nano_inference.config import Config, load_config
+from nano_inference.gateway.policy.limits import TOKENS_OF_AN_IMAGE, prompt_tokens
 from nano_inference.text.images import ImageProcessor
 
+from ..errors import raises
 from ..media.pictures import picture, saved
 from ..media.test_fetch import Local, ok
+from ..pipeline.kserve import infer_request, origin, service_of
 from ..text.processors import FAMILIES, save_model
 from .fake import Client, FakeEngine, app_of, data_of, http_of
 
@@ -206,6 +209,26 @@ async def test_client_libraries_send_images(connected: dict[str, Any], engine: F
     assert [each.images for each in engine.requests] == [(ImageInput(data=FILE),)] * 3
 
 
+@pytest.mark.parametrize("data", [FILE, base64.b64encode(FILE)])
+async def test_kserve_takes_images_as_a_tensor(
+    config: Config, engine: FakeEngine, data: bytes
+) -> None:
+    service = service_of(engine, config)  # type: ignore[arg-type]
+    name = config.engine.model_name
+    prompts: dict[str, dict[str, Any]] = {
+        name: {"text_input": f"<|image_pad|>{TEXT}"},
+        f"{name}.tokens": {"input_ids": [5, 6]},
+    }
+    for model, prompt in prompts.items():
+        request = infer_request(model, image=data, **prompt)
+        await service.infer_once(origin(), request)
+        assert engine.requests[-1].images == (ImageInput(data=FILE),)
+    many = [base64.b64encode(FILE).decode()] * 3
+    request = infer_request(name, image=many, text_input="a")
+    with raises("too_many_images"):
+        await service.infer_once(origin(), request)
+
+
 # --- refusals ----------------------------------------------------------------------------------
 
 BAD: dict[str, tuple[dict[str, Any], str, str]] = {
@@ -262,6 +285,13 @@ async def test_a_model_of_texts_refuses_images() -> None:
             assert answer.status_code == 400
             assert "takes no images" in answer.json()["error"]["message"]
     assert engine.requests == []
+
+
+def test_images_count_in_the_estimate_for_limits() -> None:
+    request = GenerateRequest(prompt="abc", images=(ImageInput(data=FILE),) * 2)
+    assert prompt_tokens(request) == 1 + 2 * TOKENS_OF_AN_IMAGE
+    request = GenerateRequest(prompt_token_ids=(5, 6), images=(ImageInput(data=FILE),))
+    assert prompt_tokens(request) == 2 + TOKENS_OF_AN_IMAGE
 
 
 # --- by URL ------------------------------------------------------------------------------------

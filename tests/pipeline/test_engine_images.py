@@ -11,7 +11,7 @@ import pytest
 import torch
 from PIL import Image
 
-from nano_inference import EngineConfig, InferenceEngine, SamplingParams
+from nano_inference import ChatRenderer, EngineConfig, InferenceEngine, SamplingParams
 
 from ..media.pictures import picture, saved
 from ..stages.executor.vision_models import ARCHITECTURES
@@ -97,6 +97,26 @@ def test_a_rollout_s_tokens_are_a_prompt_again(engine: InferenceEngine) -> None:
     (rest,) = engine.generate([ids], GREEDY, images=[WIDE])
     assert rest.completion_tokens[:3] == sample.completion_tokens[3:]
     assert rest.prompt_tokens == tuple(ids)
+
+
+def test_a_conversation_is_rendered_with_places_for_its_images(
+    engine: InferenceEngine,
+) -> None:
+    folder = Path(engine.config.model_path)
+    (folder / "chat_template.jinja").write_text(
+        "{% for m in messages %}{% for p in m.content %}{% if p.type == 'image' %}<|image_pad|>"
+        "{% else %}{{ p.text }}{% endif %}{% endfor %}{% endfor %}"
+    )
+    chat = ChatRenderer(str(folder))
+    parts = [{"type": "text", "text": "Look: "}, {"type": "image"}]
+    prompt = chat.render([{"role": "user", "content": parts}])
+    (sample,) = engine.generate([prompt.token_ids], GREEDY, images=[WIDE])
+    (same,) = engine.generate([PROMPT], GREEDY, images=[WIDE])
+    assert sample.prompt_tokens == same.prompt_tokens
+    text = chat.render([{"role": "user", "content": "Hello"}])
+    assert engine._admission._images.processor._tokenizer.decode(text.token_ids) == "Hello"
+    with raises("invalid_messages"):
+        chat.render([{"role": "user", "content": [{"type": "audio"}]}])
 
 
 @pytest.mark.parametrize(

@@ -149,7 +149,7 @@ def load_model(config: EngineConfig) -> LoadedModel:
     trim(torch.device("cpu"))
     if without_output and looks_ahead(module, device):
         return _wrap_encoder(module, config)
-    processor = None if without_output else find_image_processor(folder)
+    processor = None if without_output else find_image_processor(folder, hf_config.model_type)
     model = wrap_model(module, config.max_model_len, image_processor=processor)
     return replace(model, is_shared=False)
 
@@ -218,7 +218,7 @@ def wrap_model(
     own = range(text.num_hidden_layers) if pipeline is None else pipeline.layers
     layers = probe.finish(own)
     vision: VisionModel | None = None
-    if image_processor is not None and hf_config.model_type in SUPPORTED:
+    if image_processor is not None:
         vision = VisionModel(module, image_processor, sees_itself=_images_see_themselves(module))
     module.set_attn_implementation(_attention_of(hf_config, IMPLEMENTATION))
     return LoadedModel(

@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import AutoImageProcessor, BatchFeature, PreTrainedConfig
+from transformers import AutoImageProcessor, BatchFeature
 from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
 
 from ....bus.media import MediaItem
@@ -42,6 +42,9 @@ _MOST_GRIDS = 256
 ImageKey = tuple[str, int]
 """`MediaItem.key`."""
 
+_REFUSALS = (ArithmeticError, AssertionError, LookupError, RuntimeError, TypeError, ValueError)
+"""Errors of Transformers' code for images that it can't process."""
+
 
 class Positions(msgspec.Struct, frozen=True):
     """Rotary positions of a prompt with images, where they are not the tokens' indices.
@@ -59,13 +62,14 @@ class ImageError(Exception):
     """An image can't be encoded; the message is for the client."""
 
 
-def find_image_processor(folder: Path) -> Any | None:
-    """Load the image processor of a model's folder; None if it has none.
+def find_image_processor(folder: Path, model_type: str) -> Any | None:
+    """Load the image processor of a model's folder; None if it has none, or takes no images here.
 
     Raises:
         ModelError: It can't be read.
     """
-    if not any((folder / name).is_file() for name in PROCESSOR_FILES):
+    has_one = any((folder / name).is_file() for name in PROCESSOR_FILES)
+    if not has_one or model_type not in SUPPORTED:
         return None
     auto: Any = AutoImageProcessor
     try:
@@ -73,11 +77,6 @@ def find_image_processor(folder: Path) -> Any | None:
         return auto.from_pretrained(folder, backend="pil", local_files_only=True)
     except Exception as error:
         raise ModelError(f"can't load the image processor in {folder}: {error!s:.300}") from error
-
-
-def takes_images(hf_config: PreTrainedConfig) -> bool:
-    """Return whether a model is one for images and text."""
-    return hf_config.get_text_config() is not hf_config and hasattr(hf_config, "vision_config")
 
 
 class VisionModel:
@@ -134,7 +133,7 @@ class VisionModel:
             pixels = np.frombuffer(image.rgb, np.uint8).reshape(image.height, image.width, 3)
             inputs = self._process(pixels, alone=item.alone)
             output = self._base.get_image_features(**inputs).pooler_output
-        except (ValueError, RuntimeError, TypeError, IndexError) as error:
+        except _REFUSALS as error:
             raise ImageError(f"the image can't be encoded: {error!s:.200}") from error
         parts = [output] if isinstance(output, Tensor) else output
         rows = torch.cat([part.reshape(-1, part.shape[-1]) for part in parts])
@@ -156,11 +155,11 @@ class VisionModel:
         kinds = torch.zeros(1, len(token_ids), dtype=torch.int)
         for item in media:
             kinds[0, item.places(token_ids)] = 1
-        grids = torch.cat([self._grid_of(item) for item in media])
         ids = torch.tensor([token_ids])
         try:
+            grids = torch.cat([self._grid_of(item) for item in media])
             rows, shift = self._base.get_rope_index(ids, kinds, image_grid_thw=grids)
-        except (RuntimeError, StopIteration) as error:
+        except (StopIteration, *_REFUSALS) as error:
             raise ImageError(f"the images don't fit their placeholders: {error!s:.200}") from error
         return Positions(rows[:, 0].numpy(), int(shift))
 

@@ -268,7 +268,6 @@ def test_the_chain_begins_with_version_and_scope() -> None:
         CacheScope("", "1"),
         CacheScope("", "", "1"),
         CacheScope("", "", "1", 1),
-        CacheScope(media=("1",)),
         CacheScope("1", "\0a"),
         CacheScope("1\0", "a"),
         CacheScope("", "\ud800"),

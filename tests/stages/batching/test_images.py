@@ -12,6 +12,7 @@ from msgspec.structs import replace
 from nano_inference.bus.control import ImageCapacity
 from nano_inference.bus.media import MediaItem
 from nano_inference.bus.messages import NewSequence, StepPlan, StepResult
+from nano_inference.bus.public import KVSession
 from nano_inference.stages.batching.image_keys import KeyIds, is_image_key, place
 from nano_inference.stages.batching.schedule import MAX_SCORED_TOKENS
 
@@ -244,6 +245,20 @@ def test_an_image_that_sees_itself_may_exceed_the_budget_of_scored_prompts() -> 
     replica.add(token_ids, 1, max_tokens=1, prompt_logprobs=0, media=media)
     replica.run(100)
     assert replica.outputs == {1: expected(content_of(token_ids, media), 1)}
+
+
+def test_sessions_find_the_kv_of_images() -> None:
+    replica = ImageReplica()
+    for seq_id, name in ((1, "c"), (2, "c"), (3, "other c")):
+        IMAGES.setdefault(name, IMAGES["c"])
+        token_ids, media = prompt_of([1, 2, 3, name, 4])
+        session = KVSession(id="chat", after="pin", ttl_s=60)
+        replica.add(token_ids, seq_id, max_tokens=1, session=session, media=media)
+        replica.run()
+        replica.check()
+    starts = [new.num_cached for plan in replica.log for new in plan.new]
+    assert starts == [0, 11, 3]
+    assert replica.core.load()["kv_pinned"] == 3
 
 
 def test_kv_without_its_image_is_not_shared_and_the_image_is_tried_again() -> None:

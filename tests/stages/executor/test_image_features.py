@@ -14,6 +14,8 @@ from nano_inference.config import AdapterError, EngineConfig, ModelError
 from nano_inference.stages.executor import ExecutorCore, wrap_model
 from nano_inference.stages.executor.driver.speculation.speculator import Speculator
 from nano_inference.stages.executor.runner.adapters.peft import AdapterLimits, adapter_of
+from nano_inference.stages.executor.runner.ranks.group import OneRank
+from nano_inference.stages.executor.runner.sharded_model import load_sharded
 
 from .driver.speculation.drafting import MadeUpDrafts, VerifyAll
 from .models import load
@@ -197,6 +199,20 @@ def test_an_image_with_other_tokens_than_placeholders_ends_its_request(name: str
     assert "placeholders" in failed.message
 
 
+def test_images_without_a_token_between_end_their_request() -> None:
+    """Transformers can't tell them apart, where positions depend on their sizes."""
+    world = world_of("qwen2_vl")
+    prompt = world.prompt(world.text(3), stored(1), stored(2, 16, 32), world.text(2))
+    first, second = prompt.media
+    del prompt.token_ids[first.start + first.num_tokens : second.start]
+    prompt.media = first, replace(second, start=first.start + first.num_tokens)
+    lane = image_lane(world, block_size=4)
+    lane.run([prompt], NEW_TOKENS)
+    (failed,) = (cancel for result in lane.results for cancel in result.failed)
+    assert failed.code == "invalid_image"
+    assert failed.message.startswith("the images don't fit their placeholders")
+
+
 # --- loading ----------------------------------------------------------------------------------
 
 
@@ -223,7 +239,7 @@ def test_a_folder_with_an_image_processor_takes_images(folder: Path) -> None:
 
 def test_what_images_exclude_is_refused_at_load(folder: Path) -> None:
     with pytest.raises(ModelError, match="takes images, which one rank alone encodes"):
-        ExecutorCore(EngineConfig(model_path=str(folder), device="cpu", tensor_parallel=2))
+        load_sharded(EngineConfig(model_path=str(folder), device="cpu"), OneRank())
     model = make_vision_model("llava", placeholder=VOCAB)
     with pytest.raises(ModelError, match="the image token 131 of LlavaForConditionalGeneration is"):
         wrap_model(model, 64, image_processor=make_processor("llava"))

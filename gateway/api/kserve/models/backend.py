@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import uuid
 from collections.abc import Awaitable, Callable, Sequence
 from itertools import chain
@@ -15,6 +16,7 @@ from .....bus.public import (
     CompletionChunk,
     FinishReason,
     GenerateRequest,
+    ImageInput,
     Output,
     TokenLogprob,
 )
@@ -38,6 +40,7 @@ from .....kserve.tensors import (
 )
 from ....server.http import FieldError, convert, decode_object, field_error
 from ....serving.embedding import Prompt
+from ....serving.images import ImageSource
 from ....serving.prepared import check_request
 from ....serving.samples import UnsentOutputs, all_samples, rest_of, stream_unsent
 from ....serving.sampling_fields import VLLM, SamplingBody, read_sampling_params
@@ -50,6 +53,9 @@ SAMPLING = TensorSpec("sampling_parameters", "BYTES", (1,), optional=True)
 """The input of sampling parameters as JSON; without it the request's own parameters are used."""
 
 STREAM = TensorSpec("stream", "BOOL", (1,), optional=True)
+
+IMAGES = TensorSpec("image", "BYTES", (-1,), optional=True)
+"""The prompt's images, named as in Triton's vLLM backend."""
 
 DEFAULT_MAX_TOKENS = 16
 """vLLM's."""
@@ -165,6 +171,14 @@ def priority_of(request: InferRequest) -> int:
 def cache_salt_of(request: InferRequest) -> str:
     """Return the cache salt. Raises RequestError if it is no text."""
     return convert(request.parameters.get("cache_salt", ""), str, "cache_salt")
+
+
+def _file_of(data: bytes) -> bytes:
+    """Return an image's file, which may be in base64: no image begins as base64 does."""
+    try:
+        return base64.b64decode(data, validate=True)
+    except ValueError:
+        return data
 
 
 def texts_of(request: InferRequest, name: str) -> list[str] | None:
@@ -332,8 +346,31 @@ class EngineModel:
     async def trouble(self) -> str:
         return await self._services.readiness.trouble()
 
+    async def _images(self, call: ModelCall) -> tuple[ImageInput, ...]:
+        """Return the images of a call: files, or these in base64 as Triton's vLLM backend has them.
+
+        Raises:
+            RequestError: images_not_supported, too_many_images, invalid_image, image_too_large.
+        """
+        data = call.request.input(IMAGES.name)
+        if data is None or not data.size:
+            return ()
+        sources = [
+            ImageSource(f"{IMAGES.name}[{place}]", _file_of(bytes(each)))
+            for place, each in enumerate(data)
+        ]
+        services = self._services
+        services.images.check(sources, await services.words.required())
+        return await services.images.load(sources, call.origin.tenant)
+
     async def _request(
-        self, call: ModelCall, prompt: Prompt, sampling: Samples, *, stream: bool = False
+        self,
+        call: ModelCall,
+        prompt: Prompt,
+        sampling: Samples,
+        *,
+        stream: bool = False,
+        images: tuple[ImageInput, ...] = (),
     ) -> GenerateRequest:
         """Return the engine request of a call.
 
@@ -350,6 +387,7 @@ class EngineModel:
             priority=priority_of(call.request),
             tenant=call.origin.tenant,
             cache_salt=cache_salt_of(call.request),
+            images=images,
         )
         self._services.submissions.check_priority(call.origin.caller, request)
         return await check_request(self._services, request)

@@ -7,7 +7,7 @@ from functools import partial
 
 import msgspec
 
-from .....bus.public import EmbedParams
+from .....bus.public import EmbedParams, ImageInput
 from .....config import Int64, PoolingKind, RequestError
 from .....kserve.tensors import NamedTensor, TensorError, TensorSpec
 from .....pipeline.scoring import params_to_score, scored_completion, token_ids_to_score
@@ -18,6 +18,7 @@ from ....serving.logprobs import TokenNames, logprobs_by_id, scored
 from ....serving.submissions import ENDED_EARLY
 from ..served import Answer, ModelCall
 from .backend import (
+    IMAGES,
     SAMPLING,
     STREAM,
     EngineModel,
@@ -71,12 +72,20 @@ class TextModel(EngineModel):
     """
 
     inputs = (
-        *(TensorSpec(TEXT_INPUT, "BYTES", (1,)), SAMPLING, STREAM),
+        *(TensorSpec(TEXT_INPUT, "BYTES", (1,)), IMAGES, SAMPLING, STREAM),
         TensorSpec(EXCLUDE_INPUT, "BOOL", (1,), optional=True),
         *(TensorSpec(f"return_{each.name}", "BOOL", (1,), optional=True) for each in _OPTIONAL),
     )
     outputs = (TensorSpec("text_output", "BYTES", (-1,)), *_OPTIONAL)
     decoupled = True
+
+    async def _token_ids(self, text: str, images: tuple[ImageInput, ...]) -> tuple[int, ...]:
+        words = self._services.words
+        if not images:
+            return await words.token_ids(text)
+        return await self._services.images.expand(
+            await words.required(), text, images, add_special=True
+        )
 
     async def infer(self, call: ModelCall, answer: Answer) -> None:
         words = self._services.words
@@ -95,7 +104,8 @@ class TextModel(EngineModel):
         wanted = {name for name, flag in flags.items() if (name in named if flag is None else flag)}
         stream = stream and call.many
         # The size is checked before anything is computed.
-        request = await self._request(call, text, sampling, stream=stream)
+        images = await self._images(call)
+        request = await self._request(call, text, sampling, stream=stream, images=images)
         names = None
         if LOGPROBS in wanted:
             names = TokenNames(await words.required(), as_ids=False)
@@ -103,7 +113,7 @@ class TextModel(EngineModel):
         if stream and "num_input_tokens" in wanted:
             # The engine reports it with the end, but the first response needs it.
             (await words.required()).check_fits(text, await self._services.length.get())
-            token_ids = await words.token_ids(text)
+            token_ids = await self._token_ids(text, images)
             input_tokens = len(token_ids)
             request = msgspec.structs.replace(request, prompt=None, prompt_token_ids=token_ids)
         cumulative = [0.0] * request.n
@@ -144,7 +154,7 @@ class TokensModel(EngineModel):
     """
 
     suffix = ".tokens"
-    inputs = (INPUT_IDS, SAMPLING, STREAM)
+    inputs = (INPUT_IDS, IMAGES, SAMPLING, STREAM)
     outputs = (
         TensorSpec(OUTPUT_IDS, "INT64", (-1, -1)),
         TensorSpec("num_output_tokens", "UINT32", (-1,)),
@@ -159,7 +169,8 @@ class TokensModel(EngineModel):
         sampling = read_sampling(call.request, self._max_samples)
         prompt = token_ids_of(call.request, INPUT_IDS.name, await self._services.length.get())
         stream = call.many and bool(flag_of(call.request, STREAM.name))
-        request = await self._request(call, prompt, sampling, stream=stream)
+        images = await self._images(call)
+        request = await self._request(call, prompt, sampling, stream=stream, images=images)
 
         async def send(deltas: Sequence[SampleDelta]) -> None:
             versions = [each.weight_versions for each in deltas]

@@ -11,7 +11,7 @@ from PIL import Image
 from torch import Tensor
 
 from ..tokenizer import TURN_END, TURN_START, FastTokenizer, encode
-from .pictures import CELL, COLOURS, SHAPES, SIDE, Scene, draw, make_scene
+from .pictures import CELL, COLOURS, PLACES, SHAPES, SIDE, Scene, draw, make_scene
 from .questions import Question, questions
 from .settings import VisionSettings
 
@@ -20,8 +20,8 @@ IMAGE = "<image>"
 USER, ASSISTANT = f"{TURN_START}user\n", f"{TURN_END}\n{TURN_START}assistant\n"
 
 DIGIT = "digit"
-LABELS = (("", *SHAPES, DIGIT), ("", *COLOURS), ("", *"0123456789"))
-"""What a patch may belong to: shapes, colours and digits."""
+LABELS = (("", *SHAPES, DIGIT), ("", *COLOURS), ("", *"0123456789"), PLACES)
+"""What a patch may belong to: shapes, colours, digits and places."""
 
 
 def pixels_of(images: list[Image.Image]) -> Tensor:
@@ -31,19 +31,21 @@ def pixels_of(images: list[Image.Image]) -> Tensor:
 
 
 def labels_of(scene: Scene, patch: int) -> np.ndarray[Any, Any]:
-    """Return the numbers of the labels of each patch: `[patches, 3]`."""
+    """Return the numbers of the labels of each patch: `[patches, 4]`."""
     side = SIDE // patch
-    labels = np.zeros((side, side, 3), dtype=np.int64)
-    shapes, colours, digits = LABELS
+    labels = np.zeros((side, side, len(LABELS)), dtype=np.int64)
+    shapes, colours, digits, _ = LABELS
     size = CELL // patch
+    cells = np.arange(side) // size
+    labels[..., 3] = 3 * cells[:, None] + cells
     for thing in scene.things:
         row, column = (size * part for part in divmod(thing.place, 3))
         named = (shapes.index(thing.shape), colours.index(thing.colour), 0)
-        labels[row : row + size, column : column + size] = named
+        labels[row : row + size, column : column + size, :3] = named
     for place, digit in enumerate(scene.number):
         named = (shapes.index(DIGIT), colours.index(scene.colour), digits.index(digit))
-        labels[:, place * side // 2 : (place + 1) * side // 2] = named
-    return labels.reshape(-1, 3)
+        labels[:, place * side // 2 : (place + 1) * side // 2, :3] = named
+    return labels.reshape(-1, len(LABELS))
 
 
 class Batch(NamedTuple):
@@ -51,7 +53,7 @@ class Batch(NamedTuple):
 
     Attributes:
         pixels: `[rows, 3, side, side]`.
-        labels: Of the patches: `[rows, patches, 3]`.
+        labels: Of the patches: `[rows, patches, 4]`.
         tokens: `[rows, length]`.
         targets: The next tokens; -100 outside answers.
         positions: `[rows, length]`.

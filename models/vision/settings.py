@@ -6,7 +6,7 @@ from ..settings import TrainingStage
 from .pictures import SIDE
 
 NAMING = TrainingStage(900, 1100, 2e-3, 50)
-ANSWERING = TrainingStage(400, 810, 1.5e-3, 50, 100)
+ANSWERING = TrainingStage(620, 1600, 1.5e-3, 50, 120)
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class VisionSettings:
     questions: int = 6
     weight_decay: float = 0.05
     naming_weight: float = 0.5
-    heldout: int = 200
+    heldout: int = 100
 
     @property
     def steps(self) -> int:

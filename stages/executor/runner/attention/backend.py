@@ -62,8 +62,8 @@ class AttentionBackend(Protocol[Batch]):
         """Attention of one layer for the whole step.
 
         Writes the new keys and values to this layer's slots of the cache, and nothing else. A
-        token attends to its own sequence only, up to itself. Overwrites earlier results of
-        `cache.gather`.
+        token attends to its own sequence only, up to itself, or up to `rows.reach` in models with
+        such images. Overwrites earlier results of `cache.gather`.
 
         Args:
             batch: The step.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import random
 import time
 from contextlib import aclosing, nullcontext
 from dataclasses import dataclass
@@ -18,10 +20,12 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from ..bus.public import Completion, CompletionChunk
-from ..config import BUNDLED_MODEL, STAGES, Config
+from ..config import BUNDLED_MODEL, BUNDLED_VISION_MODEL, STAGES, Config, EngineConfig
 from ..pipeline.pipeline import Pipeline
 from ..telemetry import setup_logging
+from . import images
 from .options import Options, takes
+from .picture import Picture
 from .terminal import complain, cut, one_line, stdout, table, ttft
 from .trace import Waterfall
 
@@ -101,6 +105,10 @@ _SHOWN = (
     ("4 samples", "46 + 97 =", 4, 1.0),
 )
 
+# See models/vision.
+_SHAPES = (("circle", "red", 0), ("square", "blue", 4), ("triangle", "green", 8))
+_ABOUT_PICTURE = "What do you see?"
+
 
 @takes(Options, "settings", "log_level")
 def demo(options: Options) -> None:
@@ -120,12 +128,12 @@ def demo(options: Options) -> None:
     config = here.config(**{"pipeline.stages": list(STAGES)})
     setup_logging(config.telemetry)
     rows = [Row(*shown) for shown in _SHOWN]
-    anyio.run(_demo, config, rows)
-    if not all(row.completion and row.completion.status == "done" for row in rows):
+    seen = anyio.run(_demo, config, rows)
+    if not all(each and each.status == "done" for each in (seen, *(r.completion for r in rows))):
         raise typer.Exit(1)
 
 
-async def _demo(config: Config, rows: list[Row]) -> None:
+async def _demo(config: Config, rows: list[Row]) -> Completion | None:
     console = stdout()
     loading = f"starting five stages, loading the model {BUNDLED_MODEL!r} …"
     with console.status(loading) as spinner:
@@ -137,6 +145,13 @@ async def _demo(config: Config, rows: list[Row]) -> None:
             seconds = time.monotonic() - began
     console.print()
     _report(console, rows, seconds)
+    seen = await _show_picture(console, config)
+    console.print("\nNext: `nano-inference up` runs it as five processes. In another terminal:\n")
+    console.print('    nano-inference submit "98 + 25 =" --trace\n', soft_wrap=True)
+    for number, completion in enumerate((*(row.completion for row in rows), seen), 1):
+        if completion is not None and completion.error is not None:
+            complain(f"request {number}: {completion.error.message}")
+    return seen
 
 
 async def _submit_all(pipeline: Pipeline, rows: list[Row], console: Console) -> None:
@@ -214,11 +229,34 @@ def _report(console: Console, rows: list[Row], seconds: float) -> None:
     if ended:
         console.print("The time of the slowest one:\n")
         console.print(Waterfall(max(ended, key=_duration_ns)))
-    console.print("\nNext: `nano-inference up` runs it as five processes. In another terminal:\n")
-    console.print('    nano-inference submit "98 + 25 =" --trace\n', soft_wrap=True)
-    for number, row in enumerate(rows, 1):
-        if row.completion is not None and row.completion.error is not None:
-            complain(f"request {number}: {row.completion.error.message}")
+
+
+async def _show_picture(console: Console, config: Config) -> Completion | None:
+    """Print a picture, and what the bundled vision model says of it; return its completion."""
+    from ..models.vision import pictures
+
+    scene = pictures.Scene(tuple(pictures.Thing(*shape) for shape in _SHAPES))
+    image = pictures.draw(scene, random.Random(0))
+    console.print(f"\nA picture for the model {BUNDLED_VISION_MODEL!r}:\n")
+    console.print(Picture(image, pictures.COLOURS))
+    file = io.BytesIO()
+    image.save(file, "PNG")
+    request = images.for_bus([images.question(_ABOUT_PICTURE, [file.getvalue()])])
+    request |= {"sampling": {"temperature": 0.0, "max_tokens": 64}}
+    # Settings that the demonstration was given may not go with images.
+    given = config.engine
+    engine = EngineConfig(
+        model_path=BUNDLED_VISION_MODEL, device=given.device, dtype=given.dtype, max_batch_size=1
+    )
+    row = Row("picture", _ABOUT_PICTURE)
+    async with (
+        Pipeline(replace(config, engine=engine)) as pipeline,
+        aclosing(pipeline.submit(request)) as outputs,
+    ):
+        async for output in outputs:
+            row.add(output)
+    console.print(f"\n{row.prompt}  →  {row.answers[0]}", soft_wrap=True)
+    return row.completion
 
 
 def _duration_ns(completion: Completion) -> int:

@@ -2,6 +2,7 @@
 
 from .engine import ADAPTER_ID_RULE as ADAPTER_ID_RULE
 from .engine import BUNDLED_MODEL as BUNDLED_MODEL
+from .engine import BUNDLED_VISION_MODEL as BUNDLED_VISION_MODEL
 from .engine import EngineConfig as EngineConfig
 from .engine import PoolingKind as PoolingKind
 from .engine import is_adapter_id as is_adapter_id

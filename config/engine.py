@@ -21,6 +21,11 @@ outputs that continued the same tokens, the sample's own earlier tokens.
 BUNDLED_MODEL = "tiny"
 """The `model_path` of the model bundled with the package."""
 
+BUNDLED_VISION_MODEL = "tiny-vision"
+"""The `model_path` of the bundled model that takes images."""
+
+BUNDLED_MODELS = (BUNDLED_MODEL, BUNDLED_VISION_MODEL)
+
 
 ADAPTER_ID_RULE = "ids of 1 to 128 letters, digits and . _ : / @ + -, the first a letter or digit"
 
@@ -53,7 +58,8 @@ class EngineConfig(Section, frozen=True, forbid_unknown_fields=True):
     """The model, its KV cache, and batch sizes of one lane.
 
     Attributes:
-        model_path: A folder in Transformers' format, a GGUF file, or "tiny" for the bundled model.
+        model_path: A folder in Transformers' format, a GGUF file, or "tiny" for the bundled model;
+            "tiny-vision" for the one that takes images.
         cache_type: Prefix cache. "radix": a token tree that finds the longest match with any
             computed sequence; "paged": full blocks found by block-hash chain.
         block_size: Tokens per KV block.
@@ -286,9 +292,9 @@ class EngineConfig(Section, frozen=True, forbid_unknown_fields=True):
 
     @property
     def model_folder(self) -> Path:
-        """Path of the model's folder or GGUF file; "tiny" is resolved."""
-        if self.model_path == BUNDLED_MODEL:
-            return Path(__file__).parent.parent / "models" / BUNDLED_MODEL
+        """Path of the model's folder or GGUF file; a bundled model's name is resolved."""
+        if self.model_path in BUNDLED_MODELS:
+            return Path(__file__).parent.parent / "models" / self.model_path
         try:
             return Path(self.model_path).expanduser()
         except RuntimeError:  # an unknown user: the path is left, and loading finds no such folder

@@ -54,9 +54,20 @@ FastTokenizer = Any
 
 
 def build_tokenizer(vocabulary: int, seed: int) -> FastTokenizer:
-    """Train a byte-level BPE tokenizer with `vocabulary` tokens on training examples.
+    """Train a tokenizer with `vocabulary` tokens on training examples.
 
     Only ASCII examples are used, so every other character stays split into its UTF-8 bytes.
+    """
+    tokenizer = train_bpe(
+        _texts(seed), vocabulary - len(MARKS), (END_OF_TEXT, TURN_START, TURN_END, PAD)
+    )
+    tokenizer.add_tokens([AddedToken(t, special=False, normalized=False) for t in MARKS])
+    return wrap(tokenizer, chat_template=CHAT_TEMPLATE, response_template=RESPONSE_TEMPLATE)
+
+
+def train_bpe(texts: Iterator[str], vocabulary: int, special: tuple[str, ...]) -> Tokenizer:
+    """Train a byte-level BPE tokenizer with `vocabulary` tokens, the special ones among them.
+
     Normalizer, pieces and decoder are those of every Qwen2 tokenizer of Transformers.
     """
     tokenizer = Tokenizer(models.BPE())
@@ -69,25 +80,26 @@ def build_tokenizer(vocabulary: int, seed: int) -> FastTokenizer:
     )
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=vocabulary - len(MARKS),
-        special_tokens=[
-            AddedToken(t, special=True) for t in (END_OF_TEXT, TURN_START, TURN_END, PAD)
-        ],
+        vocab_size=vocabulary,
+        special_tokens=[AddedToken(t, special=True) for t in special],
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(_texts(seed), trainer)
-    tokenizer.add_tokens([AddedToken(t, special=False, normalized=False) for t in MARKS])
+    tokenizer.train_from_iterator(texts, trainer)
+    return tokenizer
+
+
+def wrap(tokenizer: Tokenizer, others: tuple[str, ...] = (), **options: Any) -> FastTokenizer:
+    """Return a tokenizer for Transformers; `others` are special tokens beside the usual ones."""
     make: Any = PreTrainedTokenizerFast
     return make(
         tokenizer_object=tokenizer,
         eos_token=END_OF_TEXT,
         pad_token=PAD,
-        additional_special_tokens=[TURN_START, TURN_END],
+        additional_special_tokens=[TURN_START, TURN_END, *others],
         clean_up_tokenization_spaces=False,
         model_max_length=2048,
-        chat_template=CHAT_TEMPLATE,
-        response_template=RESPONSE_TEMPLATE,
+        **options,
     )
 
 

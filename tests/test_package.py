@@ -31,9 +31,11 @@ def tree() -> set[str]:
     top = [path for path in ROOT.iterdir() if path.name[0] != "." and path.name not in OUTSIDE]
     inside = chain(top, *(path.rglob("*") for path in top if path.is_dir()))
     files = {path.relative_to(ROOT) for path in inside if any(map(path.match, KINDS))}
-    files |= {path.relative_to(ROOT) for path in (ROOT / "models" / "tiny").iterdir()}
+    for name in ("tiny", "tiny-vision"):
+        files |= {path.relative_to(ROOT) for path in (ROOT / "models" / name).iterdir()}
     files |= {path.relative_to(ROOT) for path in (ROOT / "text" / "messages" / "formats").iterdir()}
     files |= {Path("py.typed"), Path("models/card.md"), Path("models/words.toml")}
+    files.add(Path("models/vision/card.md"))
     return {f"nano_inference/{path}" for path in files}
 
 

@@ -201,5 +201,8 @@ def test_demo(run: Run) -> None:
     assert [row.split()[0] for row in rows] == [str(number) for number in range(1, 16)]
     for stage in ("admission", "fairness", "batching", "executor", "streaming"):
         assert f"\n{stage} " in ran.stdout
+    assert "\n    rrrrr\n" in ran.stdout  # The circle's top.
+    answer = "a red circle, a blue square and a green triangle"
+    assert f"\nWhat do you see?  →  {answer}\n" in ran.stdout
     assert "nano-inference submit" in ran.stdout.splitlines()[-2]
     assert max(len(line) for line in ran.stdout.splitlines() if "→" not in line) <= 80

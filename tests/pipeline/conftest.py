@@ -167,9 +167,9 @@ def resumed(monkeypatch: pytest.MonkeyPatch) -> list[NewSequence]:
     found: list[NewSequence] = []
     original = ExecutorCore.execute
 
-    def execute(self: ExecutorCore, plan: StepPlan) -> StepResult:
+    def execute(self: ExecutorCore, plan: StepPlan, *images: Any) -> StepResult:
         found.extend(new for new in plan.new if new.num_generated)
-        return original(self, plan)
+        return original(self, plan, *images)
 
     monkeypatch.setattr(ExecutorCore, "execute", execute)
     return found
@@ -181,9 +181,9 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     found: list[int] = []
     original = ExecutorCore.execute
 
-    def execute(self: ExecutorCore, plan: StepPlan) -> StepResult:
+    def execute(self: ExecutorCore, plan: StepPlan, *images: Any) -> StepResult:
         found.append(len(plan.seq_ids))
-        return original(self, plan)
+        return original(self, plan, *images)
 
     monkeypatch.setattr(ExecutorCore, "execute", execute)
     return found

@@ -186,10 +186,10 @@ def test_an_interrupted_generate_leaves_nothing_running(
     steps = iter(range(3))
     execute = engine._executor.execute
 
-    def interrupted(plan: StepPlan) -> StepResult:
+    def interrupted(plan: StepPlan, *images: Any) -> StepResult:
         if next(steps, None) is None:
             raise KeyboardInterrupt
-        return execute(plan)
+        return execute(plan, *images)
 
     with monkeypatch.context() as patched:
         patched.setattr(engine._executor, "execute", interrupted)

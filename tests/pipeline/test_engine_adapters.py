@@ -11,6 +11,7 @@ import torch
 from peft import get_peft_model_state_dict
 
 from nano_inference import EmbedParams, EngineConfig, InferenceEngine, SamplingParams
+from nano_inference.bus.messages import StepPlan, StepResult
 from nano_inference.bus.weights import InFlight
 from nano_inference.config import AdapterError, PoolingKind
 from nano_inference.pipeline.engine_requests import make_request
@@ -52,7 +53,12 @@ def cached(engine: InferenceEngine, adapter: str) -> int:
     """How many tokens of the prompt a new request with the adapter finds."""
     plans: list[Any] = []
     execute = engine._executor.execute
-    engine._executor.execute = lambda plan: plans.append(plan) or execute(plan)  # type: ignore
+
+    def watched(plan: StepPlan, *images: Any) -> StepResult:
+        plans.append(plan)
+        return execute(plan, *images)
+
+    engine._executor.execute = watched  # type: ignore[method-assign]
     try:
         say(engine, adapter)
     finally:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 
@@ -67,8 +68,8 @@ def watch(engine: InferenceEngine, monkeypatch: pytest.MonkeyPatch) -> Watch:
         engine._batching.cache.match,
     )
 
-    def watched_execute(planned: StepPlan) -> StepResult:
-        result = execute(planned)
+    def watched_execute(planned: StepPlan, *images: Any) -> StepResult:
+        result = execute(planned, *images)
         seen.see(planned, result)
         return result
 

@@ -82,7 +82,7 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def known_to_all(self, ends: dict[int, str]) -> Layout:
-        """Return the layout once nobody publishes by the one before the change."""
+        """Return the layout once no process publishes by the one before the change."""
         return msgspec.structs.replace(self, ends=ends)
 
     def settled(self) -> Layout:

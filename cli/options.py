@@ -17,6 +17,7 @@ from msgspec.structs import replace
 from ..config import (
     API_KEY_VARIABLE,
     BUNDLED_MODEL,
+    BUNDLED_VISION_MODEL,
     DEFAULT_URL,
     MOST_SHOWN,
     Config,
@@ -88,7 +89,8 @@ class Options(msgspec.Struct, frozen=True):
     model: Annotated[
         str | None,
         _setting(
-            "--model FOLDER", f"In Transformers' format, or {BUNDLED_MODEL!r}, the bundled model."
+            "--model FOLDER",
+            f"In Transformers' format; or {BUNDLED_MODEL}, {BUNDLED_VISION_MODEL}: bundled models.",
         ),
     ] = None
     reference: Annotated[

@@ -49,8 +49,8 @@ def missing_model(path: object) -> str:
     if _HUB_NAME.fullmatch(str(path)):
         return f"fetch it with `nano-inference pull {path}`, which prints the folder to give"
     return (
-        f"give a folder in Transformers' format, a GGUF file, or {BUNDLED_MODEL!r} for the bundled "
-        "model"
+        f"give a folder in Transformers' format, a GGUF file, or {BUNDLED_MODEL!r} or "
+        f"{BUNDLED_VISION_MODEL!r} for a bundled model"
     )
 
 

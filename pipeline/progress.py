@@ -84,19 +84,23 @@ def _progress(lane: LaneHealth, stall_timeout_s: float, host: str | None) -> Pro
         step_age_s=max(steps.values(), default=None),
     )
 
-    def with_status(status: ProgressState, reason: str = "") -> Progress:
-        return msgspec.structs.replace(found, status=status, reason=reason)
+    def idle(reason: str = "") -> Progress:
+        return msgspec.structs.replace(found, status="idle", reason=reason)
+
+    def stalled(why: str) -> Progress:
+        reason = f"{why}; {lane.reason}" if lane.reason else why
+        return msgspec.structs.replace(found, status="stalled", reason=reason)
 
     if not in_flight and (admission is not None or not steps):
-        return with_status("idle")
+        return idle()
+    # A replica that is held or starts has no steps, and doesn't excuse another one that hangs.
+    for name, age in steps.items():
+        if age > stall_timeout_s:
+            return stalled(f"no step of {name} has ended for {age:.0f} s")
     starting = [each.stage for each in lane.stages.values() if each.state == "starting"]
     held = [str(each.load["held"]) for each in batches if "held" in each.load]
     if starting or held:
-        return with_status("idle", f"{starting[0]} is starting" if starting else held[0])
-    stuck = [name for name, age in steps.items() if age > stall_timeout_s]
-    if stuck:
-        why = f"no step of {stuck[0]} has ended for {steps[stuck[0]]:.0f} s"
-        return with_status("stalled", f"{why}; {lane.reason}" if lane.reason else why)
+        return idle(f"{starting[0]} is starting" if starting else held[0])
     # While all stages are ready, tokens follow steps.
     delivers = host is None or any(each.host == host for each in (admission, streaming) if each)
     if (steps and not lane.reason) or not delivers:
@@ -105,8 +109,7 @@ def _progress(lane: LaneHealth, stall_timeout_s: float, host: str | None) -> Pro
     if min(signs, default=float("inf")) <= stall_timeout_s:
         return found
     since = f" for {min(signs):.0f} s" if signs else ""
-    why = f"no token{since} with {in_flight} in flight"
-    return with_status("stalled", f"{why}; {lane.reason}" if lane.reason else why)
+    return stalled(f"no token{since} with {in_flight} in flight")
 
 
 def _age(report: StageReport | None, name: str) -> float | None:

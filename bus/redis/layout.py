@@ -28,7 +28,7 @@ class LayoutRecord:
         read_at: When reading it began, on this process's clock.
         fresh_s: Longest use of a layout without reading it again.
         late_s: A publisher that took longer than this from reading the layout to the server's
-            confirmation reads it again; so nobody publishes by an older one unnoticed. Each process
+            confirmation reads it again; so no process publishes by an older one unnoticed. Each
             measures by its own clock, so clocks may differ.
     """
 
@@ -107,7 +107,7 @@ class LayoutRecord:
                 return await self.read()
 
     async def make_known(self) -> Layout:
-        """Take the first step of the change in progress once nobody publishes by the old layout.
+        """Take the first step of the change once no process publishes by the old layout.
 
         Raises:
             BusError: The server can't be reached, or this user may not change the layout.

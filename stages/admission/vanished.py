@@ -1,4 +1,4 @@
-"""Replicas whose host has vanished: nobody says that they have ended, and their reports stop."""
+"""Replicas whose host has vanished: no message reports their end, and their own reports stop."""
 
 from __future__ import annotations
 

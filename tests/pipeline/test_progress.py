@@ -75,7 +75,7 @@ def test_neither_for_too_long_is_a_stall() -> None:
     found = seen(admission=BUSY, batching=STUCK, streaming=OLD)
     assert (found.status, found.in_flight, found.step_age_s) == ("stalled", 3, 70.5)
     assert found.reason == "lane 0: no step of batching has ended for 70 s"
-    # A queue that nobody serves.
+    # A queue that no stage serves.
     found = seen(admission=BUSY, streaming=OLD)
     assert (found.status, found.reason) == ("stalled", "lane 0: no token for 70 s with 3 in flight")
 
@@ -102,12 +102,14 @@ def test_steps_are_no_progress_if_nobody_delivers_their_tokens() -> None:
 
 
 def test_what_has_to_wait_is_not_stalled() -> None:
-    """A restart would not help: a stage loads, or someone has paused it."""
-    found = seen(starting="executor", admission=BUSY, batching=STUCK, streaming=OLD)
+    """A restart would not help: a stage loads, or the lane is paused."""
+    found = seen(starting="executor", admission=BUSY, streaming=OLD)
     assert (found.status, found.reason) == ("idle", "lane 0: executor is starting")
     held = {"running": 3, "held": "generation is paused"}
     found = seen(admission=BUSY, batching=held, streaming=OLD)
     assert (found.status, found.reason) == ("idle", "lane 0: generation is paused")
+    found = seen(admission=BUSY, batching=held, batching_1=STUCK, streaming=OLD)
+    assert (found.status, "batching.1" in found.reason) == ("stalled", True)
 
 
 async def test_a_step_that_never_ends_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -63,7 +63,7 @@ async def survive(client: BusClient, trouble: Callable[[], Awaitable[None]]) -> 
 # --- one server ------------------------------------------------------------------------------
 
 
-IDLE_S = 2.0
+IDLE_S = 4.0
 
 
 @pytest.fixture

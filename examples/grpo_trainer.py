@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.utils import logging as transformers_logging
 
 from nano_inference import TrainingSample
@@ -47,6 +47,7 @@ class TrainerSettings:
         clip_high: The probability ratio counts up to 1 + clip_high.
         kl_weight: Of the KL divergence from the first weights, in the loss; 0 keeps no copy.
         max_grad_norm: Longer gradients are shortened to this.
+        images: Whether prompts have an image.
     """
 
     model_folder: Path
@@ -58,14 +59,21 @@ class TrainerSettings:
     clip_high: float = 0.28
     kl_weight: float = 0.0
     max_grad_norm: float = 1.0
+    images: bool = False
 
 
 @dataclass(frozen=True)
 class Group:
-    """The samples of one prompt, with a reward for each."""
+    """The samples of one prompt, with a reward for each.
+
+    Attributes:
+        pixels: `[3, height, width]`, of the image in the prompt, as the model's processor makes
+            them; None for a text.
+    """
 
     samples: tuple[TrainingSample, ...]
     rewards: tuple[float, ...]
+    pixels: Tensor | None = None
 
     @property
     def informative(self) -> bool:
@@ -89,6 +97,7 @@ class Batch:
         behaviour: `[rows, length - 1]`, the rollout's logprob of the next token, where `learn`.
         advantages: `[rows, 1]`.
         counts: `[rows, 1]`, how many samples the row stands for.
+        pixels: `[rows, 3, height, width]`, of the rows' images; None for texts.
     """
 
     tokens: Tensor
@@ -96,6 +105,7 @@ class Batch:
     behaviour: Tensor
     advantages: Tensor
     counts: Tensor
+    pixels: Tensor | None = None
 
     def mean(self, values: Tensor) -> Tensor:
         """The mean of `[rows, length - 1]` over all sampled tokens."""
@@ -109,10 +119,15 @@ def pack(groups: Sequence[Group]) -> Batch:
     Samples that are equal in all that the loss sees are one row: short answers often are.
     """
     rows: dict[tuple[object, ...], tuple[TrainingSample, float]] = {}
+    pixels: dict[tuple[object, ...], Tensor] = {}
     counts: Counter[tuple[object, ...]] = Counter()
     for group in groups:
         for sample, advantage in zip(group.samples, group.advantages(), strict=True):
-            key = (sample.prompt_tokens, sample.completion_tokens, sample.logprobs, advantage)
+            key: tuple[object, ...] = (sample.prompt_tokens, sample.completion_tokens)
+            key += (sample.logprobs, advantage)
+            if group.pixels is not None:
+                key += (id(group.pixels),)
+                pixels[key] = group.pixels
             rows[key] = (sample, advantage)
             counts[key] += 1
     samples = [sample for sample, _ in rows.values()]
@@ -127,17 +142,19 @@ def pack(groups: Sequence[Group]) -> Batch:
         behaviour=pad_sequence([torch.cat(pair) for pair in pairs], batch_first=True),
         advantages=torch.tensor([advantage for _, advantage in rows.values()])[:, None],
         counts=torch.tensor([float(counts[key]) for key in rows])[:, None],
+        pixels=torch.stack(list(pixels.values())) if pixels else None,
     )
 
 
-def token_logprobs(model: Any, tokens: Tensor, temperature: float) -> Tensor:
-    """`[rows, length]` to the logprobs of each row's tokens but the first, `[rows, length - 1]`.
+def token_logprobs(model: Any, batch: Batch, temperature: float) -> Tensor:
+    """The logprobs of each row's tokens but the first, `[rows, length - 1]`.
 
     No mask is needed: a token sees those before it, and padding comes after.
     """
-    logits = model(input_ids=tokens[:, :-1], use_cache=False).logits.float() / temperature
-    logprobs = F.log_softmax(logits, dim=-1)
-    return logprobs.gather(-1, tokens[:, 1:, None])[:, :, 0]
+    images = {} if batch.pixels is None else {"pixel_values": batch.pixels}
+    outputs = model(input_ids=batch.tokens[:, :-1], use_cache=False, **images)
+    logprobs = F.log_softmax(outputs.logits.float() / temperature, dim=-1)
+    return logprobs.gather(-1, batch.tokens[:, 1:, None])[:, :, 0]
 
 
 def policy_loss(
@@ -174,7 +191,8 @@ class Trainer:
         """Loads the model."""
         self.settings = settings
         transformers_logging.disable_progress_bar()  # ours is there already
-        self.model: Any = AutoModelForCausalLM.from_pretrained(
+        kind: Any = AutoModelForImageTextToText if settings.images else AutoModelForCausalLM
+        self.model: Any = kind.from_pretrained(
             settings.model_folder, dtype=torch.float32, local_files_only=True
         )
         self.steps = 0
@@ -197,7 +215,7 @@ class Trainer:
             FloatingPointError: The gradient is not a number; the weights are as they were.
         """
         batch = pack(groups)
-        logprobs = token_logprobs(self.model, batch.tokens, self.settings.temperature)
+        logprobs = token_logprobs(self.model, batch, self.settings.temperature)
         loss, facts = policy_loss(logprobs, batch, self.settings)
         if self._reference is not None:
             kl = self._divergence(logprobs, batch)
@@ -219,7 +237,7 @@ class Trainer:
     def _divergence(self, logprobs: Tensor, batch: Batch) -> Tensor:
         """Estimated KL divergence of the policy from the reference, per sampled token."""
         with torch.no_grad():
-            wanted = token_logprobs(self._reference, batch.tokens, self.settings.temperature)
+            wanted = token_logprobs(self._reference, batch, self.settings.temperature)
         difference = torch.where(batch.learn, wanted - logprobs, 0.0)
         return batch.mean(difference.exp() - 1 - difference)
 

@@ -163,29 +163,30 @@ class AdmissionCore:
 
     def check(
         self, entry: RequestEntry, received_ns: int, now_ns: int, *, owner: str | None = None
-    ) -> GenerateRequest:
-        """Check all of a request but its texts, and return the request. See `admit`.
+    ) -> tuple[GenerateRequest, str]:
+        """Check all of a request but its texts; return it and its adapter's id. See `admit`.
 
         Raises:
             RequestError: Refused.
         """
         self.check_owner(entry, owner)
         request = self._readable(entry)
-        self.resolve(self.asked(entry, request))
+        adapter = self.resolve(self.asked(entry, request))
         check_request(request, max_samples=self._limits.max_samples)
         if request.budget_ns is not None and request.budget_ns <= max(0, now_ns - received_ns):
             raise RequestError(
                 "the request's time was over before it could run; give it more", code="expired"
             )
-        check_sampling(request.sampling, vocab_size=self.capacity.vocab_size)
-        check_embed(request, self.capacity, self._model_name)
+        capacity = self.capacity
+        check_sampling(request.sampling, vocab_size=capacity.vocab_size)
+        check_embed(request, capacity, self._model_name)
         if request.images or request.messages:
-            self._images.check(request, self.capacity.images, self._model_name)
+            self._images.check(request, capacity.images, self._model_name)
         if self._tokenizer is None:
             check_no_text(request)
         if request.sampling.constraint is not None:
             check_size(request.sampling.constraint, self._limits.max_constraint_bytes)
-        return request
+        return request, adapter
 
     def may_fit(self, entry: RequestEntry) -> bool:
         """Return whether only tokenising shows if the prompt or the prediction is too long."""
@@ -205,14 +206,14 @@ class AdmissionCore:
         return self._grammars is not None and self._grammars.knows(request.sampling.constraint)
 
     def check_constraint(self, request: GenerateRequest) -> None:
-        """Compile and check a request's constraint, if any. As `tokenize`, which includes it.
+        """Compile and check a request's constraint. As `tokenize`, which includes it.
 
         Raises:
             RequestError: invalid_constraint.
         """
-        if request.sampling.constraint is not None:
-            assert self._grammars is not None, "set_capacity and check come before"
-            self._grammars.check(request.sampling.constraint)
+        assert request.sampling.constraint is not None, "only a request with one"
+        assert self._grammars is not None, "set_capacity and check come before"
+        self._grammars.check(request.sampling.constraint)
 
     def tokenize(self, request: GenerateRequest, known: Known = NOTHING_KNOWN) -> Tokens:
         """Check a request's constraint, decode its images, and tokenise its prompt and prediction.
@@ -226,7 +227,8 @@ class AdmissionCore:
         Raises:
             RequestError: Refused for its prompt, its images, its prediction, or its constraint.
         """
-        self.check_constraint(request)
+        if request.sampling.constraint is not None:
+            self.check_constraint(request)
         reader = self._reader(request)
         reader.check_prompt()
         if request.images:
@@ -287,11 +289,10 @@ class AdmissionCore:
         Raises:
             RequestError: Refused. `status_of` its code is the status of the terminal message.
         """
-        request = self.check(entry, received_ns, now_ns, owner=owner)
+        request, adapter = self.check(entry, received_ns, now_ns, owner=owner)
         request_id = request_id_of(entry)
         tokens = tokens or self.tokenize(request)
         token_ids = tokens.prompt.token_ids
-        adapter = self.resolve(self.asked(entry, request))
         sampling, pooling = self._asked_for(request, len(token_ids))
         has_reference = self._has_reference and pooling is None
         opened = RequestOpened(
@@ -400,9 +401,9 @@ class AdmissionCore:
         return self._capacity
 
     def _reader(self, request: GenerateRequest) -> PromptReader:
-        limits = self.capacity.max_model_len, self.capacity.vocab_size
-        longest, processor = self._longest_token_bytes, self._images.processor
-        return PromptReader(request, self._tokenizer, longest, *limits, processor)
+        capacity, longest = self.capacity, self._longest_token_bytes
+        limits = capacity.max_model_len, capacity.vocab_size
+        return PromptReader(request, self._tokenizer, longest, *limits, self._images.processor)
 
     @staticmethod
     def _readable(entry: RequestEntry) -> GenerateRequest:

@@ -71,7 +71,7 @@ def test_equal_samples_share_a_row_and_count_as_before() -> None:
 def test_the_trainer_finds_the_logprobs_that_the_engine_reported(groups: list[Group]) -> None:
     batch = pack(groups)
     with torch.no_grad():
-        found = token_logprobs(Trainer(SETTINGS).model, batch.tokens, 1.0)
+        found = token_logprobs(Trainer(SETTINGS).model, batch, 1.0)
     sampled = sum(len(sample.logprobs) for group in groups for sample in group.samples)
     assert (batch.learn * batch.counts).sum() == sampled
     torch.testing.assert_close(found[batch.learn], batch.behaviour[batch.learn], rtol=0, atol=1e-4)
@@ -115,7 +115,7 @@ def test_a_step_makes_what_was_rewarded_likelier(groups: list[Group]) -> None:
 
     def gain() -> float:
         with torch.no_grad():
-            logprobs = token_logprobs(trainer.model, batch.tokens, 1.0)
+            logprobs = token_logprobs(trainer.model, batch, 1.0)
         return batch.mean(logprobs * batch.advantages).item()
 
     before = gain()

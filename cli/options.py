@@ -63,6 +63,7 @@ AskedModel = Annotated[
     str | None, _setting("--model NAME", "The model, as `models` prints it; default: the first.")
 ]
 WithParent = Annotated[bool, option("--with-parent", "Exit with standard input.", hidden=True)]
+Standby = Annotated[bool, option("--standby", "Load, and wait for the parent.", hidden=True)]
 
 
 class Options(msgspec.Struct, frozen=True):

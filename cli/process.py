@@ -23,6 +23,9 @@ from ..pipeline.pipeline import Pipeline
 DRAIN = b"drain\n"
 """Sent by `up` to a child's standard input when the whole pipeline is to stop."""
 
+TAKE_OVER = b"take over\n"
+"""Sent by `up` to the standard input of a standby when the process that it replaces has ended."""
+
 LOOK_S = 3.0
 
 IDLE_SHARE = 0.1
@@ -51,6 +54,7 @@ async def until_stopped(
     signals: AsyncIterator[signal.Signals],
     *work: Callable[[], Coroutine[Any, Any, None]],
     with_parent: bool = False,
+    take_over: Callable[[], None] = lambda: None,
 ) -> StopReason:
     """Wait until this process is to stop. After that, a second signal kills at once.
 
@@ -58,6 +62,7 @@ async def until_stopped(
         signals: The first of them ends the wait.
         work: Runs meanwhile; its errors are raised.
         with_parent: Whether the parent may end it by standard input, as `up` does.
+        take_over: Called when the parent sends this word.
     """
     words: list[bytes] = []
     number: signal.Signals | None = None
@@ -66,7 +71,7 @@ async def until_stopped(
             group.start_soon(each)
         group.start_soon(trim_memory_forever)
         if with_parent:
-            group.start_soon(_hear_parent, words, group.cancel_scope)
+            group.start_soon(_hear_parent, words, take_over, group.cancel_scope)
         number = await anext(signals)
         group.cancel_scope.cancel()
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -74,10 +79,14 @@ async def until_stopped(
     return StopReason(number, words)
 
 
-async def _hear_parent(words: list[bytes], scope: anyio.CancelScope) -> None:
-    """Cancel when the parent sends a word on standard input, or dies, which closes it."""
+async def _hear_parent(
+    words: list[bytes], take_over: Callable[[], None], scope: anyio.CancelScope
+) -> None:
+    """Cancel when the parent sends another word on standard input, or dies, which closes it."""
     async for word in stdin_lines():
-        if word:
+        if word == TAKE_OVER.strip():
+            take_over()
+        elif word:
             words.append(word)
             scope.cancel()
             return

@@ -9,10 +9,11 @@ import signal
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TextIO, cast
 
 import anyio
+import anyio.abc
 import anyio.lowlevel
 from rich.console import Console
 from rich.text import Text
@@ -26,7 +27,7 @@ from ..pipeline.supervisor import RestartBudget, StageFailed
 from ..store.process_state import identity_of, state_of
 from ..telemetry import LogOutput
 from .children import Child, Forks
-from .process import DRAIN
+from .process import DRAIN, TAKE_OVER
 from .terminal import PROGRAM, STAGE_STYLES
 
 GATEWAY = "gateway"
@@ -45,6 +46,11 @@ _CAN_NOT_START = 2
 _TERMINATED = (-signal.SIGTERM, 0)
 # Time limit for the message to admission that a process has ended.
 _REPORT_S = 1.0
+# Seconds until a process that was taken from its place has a new standby, which does not compete
+# with the recovery then; and until there is another attempt after one has failed.
+_STANDBY_DELAY_S, _STANDBY_RETRY_S = 1.0, 10.0
+# Longest wait for the last lines of a process that has ended, if its children hold its output.
+_LAST_LINES_S = 0.1
 # Seconds between two looks at an executor whose model has several ranks.
 _POLL_S = 0.25
 # Prefix of a command's last sentence; see `terminal.complain`.
@@ -125,6 +131,21 @@ class Printer:
 
 
 @dataclass(eq=False)
+class Running:
+    """A child whose output is printed.
+
+    Attributes:
+        child: The process.
+        printed: Set when all of its output is printed.
+        left: Set when it is no standby any more: it took over, or has ended.
+    """
+
+    child: Child
+    printed: anyio.Event = field(default_factory=anyio.Event)
+    left: anyio.Event = field(default_factory=anyio.Event)
+
+
+@dataclass(eq=False)
 class Processes:
     """Processes with a role each: those of a lane, the gateway's.
 
@@ -147,6 +168,9 @@ class Processes:
     def __post_init__(self) -> None:
         self._model = self.config.bus.model
         self._children: dict[str, Child] = {}
+        self._standbys: dict[str, Running] = {}
+        # Prints the children's output.
+        self._group: anyio.abc.TaskGroup
         # The last complaint of each child.
         self._complaints: dict[str, str] = {}
         # Replicas of which a stage has used up its restarts.
@@ -166,9 +190,13 @@ class Processes:
             CanNotStart: A child has printed why it can't start.
         """
         try:
-            async with anyio.create_task_group() as group:
-                for role in self.roles:
-                    group.start_soon(self._keep_running, role)
+            async with anyio.create_task_group() as self._group:
+                async with anyio.create_task_group() as group:
+                    for role in self.roles:
+                        group.start_soon(self._keep_running, role)
+                        if split_role(role)[0] in self.config.pipeline.standby:
+                            self._group.start_soon(self._keep_standby, role)
+                self._group.cancel_scope.cancel()
         except* NanoInferenceError as failures:
             raise leaves_of(failures)[0] from None
 
@@ -190,6 +218,10 @@ class Processes:
                 self.give_up(role, error)
                 await self._report_end(role)
                 return
+            if role in self._standbys:
+                self._say(f"{role} ended with status {status}; its standby takes over")
+                await self._report_end(role)
+                continue
             self._say(f"{role} ended with status {status}; restarting it in {wait_s:g} s")
             await self._report_end(role)
             await anyio.sleep(wait_s)
@@ -219,27 +251,63 @@ class Processes:
                 await bus.aclose()
 
     async def _run_once(self, role: str) -> int:
-        child = self._children[role] = await self.forks.start(role, self._command(role))
+        running = await self._next(role)
+        child = self._children[role] = running.child
         if self._stopping:  # meanwhile
             child.send_signal(signal.SIGTERM)
         async with anyio.create_task_group() as group:
             if split_role(role)[0] == "executor" and self.config.engine.num_ranks > 1:
                 group.start_soon(self._kill_if_stopped, role, child)
-            await self._print_output(role, child)
             status = await child.wait()
             group.cancel_scope.cancel()
+        with anyio.move_on_after(_LAST_LINES_S):
+            await running.printed.wait()
         self.forks.ended(child)
         return status
 
-    async def _print_output(self, role: str, child: Child) -> None:
+    async def _next(self, role: str) -> Running:
+        """Return the role's standby, which takes over, or a new process."""
+        standby = self._standbys.pop(role, None)
+        if standby is not None and standby.child.returncode is None:
+            await standby.child.tell(TAKE_OVER)
+            standby.left.set()
+            return standby
+        return await self._start(role)
+
+    async def _keep_standby(self, role: str) -> None:
+        """Start the next standby whenever one has taken over, or has ended."""
+        delay_s = _STANDBY_DELAY_S
+        while True:
+            await anyio.sleep(delay_s)
+            if self._stopping:
+                return
+            standby = self._standbys[role] = await self._start(role, "--standby")
+            await standby.left.wait()
+            delay_s = _STANDBY_DELAY_S
+            if self._standbys.get(role) is standby:
+                del self._standbys[role]
+                status = await standby.child.wait()
+                self.forks.ended(standby.child)
+                delay_s = _STANDBY_RETRY_S
+                if not self._stopping:
+                    self._say(f"the standby of {role} ended with status {status}")
+
+    async def _start(self, role: str, *more: str) -> Running:
+        running = Running(await self.forks.start(role, [*self._command(role), *more]))
+        self._group.start_soon(self._print_output, role, running)
+        return running
+
+    async def _print_output(self, role: str, running: Running) -> None:
         lines = Lines()
-        async with contextlib.aclosing(child.output()) as output:
+        async with contextlib.aclosing(running.child.output()) as output:
             async for chunk in output:
                 for line in lines.feed(chunk):
                     self._print(role, line)
                     await anyio.lowlevel.checkpoint()  # one child's output must not delay others
         for line in lines.end():
             self._print(role, line)
+        running.printed.set()
+        running.left.set()
 
     async def _kill_if_stopped(self, role: str, child: Child) -> None:
         """Kill an executor, rank 0 of a model, that is stopped (SIGSTOP) for
@@ -273,12 +341,16 @@ class Processes:
             drain: Whether admission waits for requests in flight.
         """
         self._stopping = True
+        for standby in self._standbys.values():
+            standby.child.send_signal(signal.SIGTERM)
         limit_s = self.config.pipeline.drain_timeout_s + STOP_S
         await self._stop(GATEWAY, limit_s)
         await self._stop("admission", limit_s if drain else STOP_S, drain=drain)
         async with anyio.create_task_group() as group:
             for role in self.roles:
                 group.start_soon(self._stop, role, STOP_S)
+            for standby in self._standbys.values():
+                group.start_soon(standby.child.wait)
 
     async def _stop(self, role: str, limit_s: float, *, drain: bool = False) -> None:
         if (child := self._children.get(role)) is None:
@@ -298,7 +370,7 @@ class Processes:
 
     def kill(self) -> None:
         """Kill all processes."""
-        for child in self._children.values():
+        for child in (*self._children.values(), *(each.child for each in self._standbys.values())):
             child.send_signal(signal.SIGKILL)
 
     def _say(self, text: str) -> None:

@@ -18,7 +18,7 @@ from ..config.temporary import sweep
 from ..pipeline.pipeline import Pipeline
 from ..telemetry import setup_logging
 from .model_files import check_model_files
-from .options import Options, WithParent, option, takes_engine_options
+from .options import Options, Standby, WithParent, option, takes_engine_options
 from .process import DRAIN, drain, forbid_torch, freeze_memory, stdin_lines, until_stopped
 
 _CONCURRENT_LINES = 256
@@ -31,6 +31,7 @@ def run(
         str, option("--stages NAMES", "The stages of this process, separated by commas.")
     ] = ",".join(STAGES),
     with_parent: WithParent = False,
+    standby: Standby = False,
 ) -> None:
     """Run stages in this process.
 
@@ -65,15 +66,17 @@ def run(
     if config.bus.url == "memory":
         anyio.run(_filter, config)
     else:
-        anyio.run(_serve, config, with_parent)
+        anyio.run(_serve, config, with_parent, standby)
 
 
-async def _serve(config: Config, with_parent: bool) -> None:
+async def _serve(config: Config, with_parent: bool, standby: bool) -> None:
     with anyio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
         # It may be restarted while Redis is away; `up` has checked it before the first start.
-        async with Pipeline(config, wait_for_bus=with_parent) as pipeline:
+        async with Pipeline(config, wait_for_bus=with_parent, standby=standby) as pipeline:
             freeze_memory()
-            reason = await until_stopped(signals, pipeline.failed, with_parent=with_parent)
+            reason = await until_stopped(
+                signals, pipeline.failed, with_parent=with_parent, take_over=pipeline.take_over
+            )
             # SIGTERM often means that the process is replaced. If others have the rest of the
             # stages it exits at once, since a successor takes over its requests.
             alone = set(config.pipeline.stages) == set(STAGES)

@@ -223,6 +223,8 @@ class PipelineConfig(Section, frozen=True, forbid_unknown_fields=True):
         drain_timeout_s: Time limit for requests in flight after SIGTERM.
         stall_timeout_s: Longest time without a token or a step while requests are in flight; then
             `/progressz` and `health --progress` call the pipeline stalled.
+        standby: Stages for which `up` keeps a second process, which has loaded all and takes over
+            when the first one ends. One of the executor has another copy of the weights.
         start_method: How `up` starts processes: "forkserver" forks them from a process that has
             imported the modules, "spawn" starts each as a program. On other systems than Linux it
             is "spawn".
@@ -239,6 +241,7 @@ class PipelineConfig(Section, frozen=True, forbid_unknown_fields=True):
     restart_backoff_s: FiniteSeconds = 0.2
     drain_timeout_s: FiniteSeconds = 30.0
     stall_timeout_s: FiniteSeconds = 60.0
+    standby: tuple[Stage, ...] = ()
     start_method: Literal["forkserver", "spawn"] = "forkserver"
 
     def check(self) -> None:
@@ -405,6 +408,12 @@ class Config(Section, frozen=True, forbid_unknown_fields=True):
         )
         # Stored with the model: readers of a single model don't know the list's order.
         msgspec.structs.force_setattr(self, "models", with_default(self.models))
+        engine = self.engine
+        if "executor" in self.pipeline.standby and (engine.kv_disk_path or engine.num_ranks > 1):
+            raise ConfigError(
+                "pipeline.standby can't have the executor of a model on several ranks, or with "
+                "engine.kv_disk_path, whose folder has one user at a time; leave one of them out"
+            )
         if self.pipeline.roles and self.engine.num_ranks > 1:
             raise ConfigError(
                 "pipeline.roles needs models on one rank; leave it out, or set "

@@ -16,7 +16,15 @@ from ..bus import Bus, open_bus
 from ..bus.control import Drain
 from ..bus.links import CONTROL
 from ..bus.public import Output
-from ..config import STAGES, Config, NanoInferenceError, cut, roles_here, split_role
+from ..config import (
+    STAGES,
+    Config,
+    ConfigError,
+    NanoInferenceError,
+    cut,
+    roles_here,
+    split_role,
+)
 from ..config.errors import leaves_of
 from ..config.logger import get_logger
 from ..stages.actor import Actor, StageContext
@@ -158,6 +166,7 @@ class Pipeline(Submitter):
         wait_for_bus: bool = False,
         wait_until_ready: bool = True,
         with_metrics: bool = False,
+        standby: bool = False,
     ) -> None:
         """A pipeline that begins when it is entered.
 
@@ -169,11 +178,15 @@ class Pipeline(Submitter):
                 submitted earlier wait.
             with_metrics: Record metrics without `telemetry.metrics_port`, too, for a gateway on
                 this pipeline's client.
+            standby: Load all that the stages need, and take part only after `take_over`.
         """
         self.config = config or Config()
         self._wait_for_bus = wait_for_bus
         self._wait_until_ready = wait_until_ready
         self._with_metrics = with_metrics
+        self._called = asyncio.Event()
+        if not standby:
+            self._called.set()
         self.bus: Bus
         self.metrics: Metrics
         self.client: BusClient
@@ -205,8 +218,10 @@ class Pipeline(Submitter):
         try:
             if not self._wait_for_bus:
                 await self.bus.ping()
+            # The port of a standby is that of the process which it replaces.
+            listens = self._called.is_set()
             metrics = setup_metrics(
-                self.config.telemetry, instance, without_port=self._with_metrics
+                self.config.telemetry, instance, self._with_metrics, listens=listens
             )
             self.metrics = metrics.labelled(labels)
         except BaseException:
@@ -234,7 +249,7 @@ class Pipeline(Submitter):
                 await self._leave()
                 self._stages_task.cancel()
             await asyncio.gather(self._stages_task, return_exceptions=True)
-            if self._failure is None:
+            if self._failure is None and self._called.is_set():
                 await self._heart.last_word()
             await self.bus.aclose()
             await anyio.to_thread.run_sync(self.metrics.shutdown)
@@ -251,6 +266,14 @@ class Pipeline(Submitter):
             StageFailed, ModelError, ConfigError: See `supervise`.
         """
         await asyncio.shield(self._stages_task)
+
+    def take_over(self) -> None:
+        """Let the stages of a standby take part, since the process that it replaces has ended."""
+        try:
+            self.metrics.listen(self.config.telemetry)
+        except ConfigError as error:
+            get_logger().error("no_metrics", reason=error.message)
+        self._called.set()
 
     async def ready(self) -> None:
         """Wait until this process's stages take part; with admission here, until all do.
@@ -299,10 +322,12 @@ class Pipeline(Submitter):
             async with anyio.create_task_group() as group:
                 for role in self._roles:
                     group.start_soon(self._supervise, role)
+                await self._called.wait()
                 group.start_soon(self._heart.beat_forever)
         except BaseExceptionGroup as failures:
             self._failure = _clearest(failures)
-            await self._heart.last_word()
+            if self._called.is_set():
+                await self._heart.last_word()
             # Without stages no output will come: pending reads raise ChannelClosed.
             await self.bus.aclose()
             raise self._failure from None
@@ -317,6 +342,7 @@ class Pipeline(Submitter):
             on_drained=self._drained.set,
             metrics=self.metrics,
             replica=replica,
+            called=self._called.wait,
         )
 
         def make() -> Actor:
@@ -331,7 +357,7 @@ class Pipeline(Submitter):
 
     async def _leave(self) -> None:
         """Notify an admission elsewhere that the state of this process's stages is lost."""
-        if "admission" in self.config.pipeline.stages:
+        if "admission" in self.config.pipeline.stages or not self._called.is_set():
             return
         for actor in self._actors.values():
             try:

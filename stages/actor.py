@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import ClassVar
 
 import anyio
+import anyio.lowlevel
 import structlog
 
 from ..bus import Bus, Inbox, Outcome, Sender
@@ -42,6 +43,7 @@ class StageContext:
         on_drained: Called when admission has drained.
         metrics: Records metrics.
         replica: The replica of batching and the executor.
+        called: Returns when stages that have loaded may take part; at once except in a standby.
     """
 
     config: Config
@@ -51,6 +53,7 @@ class StageContext:
     on_drained: Callable[[], None] = lambda: None
     metrics: Metrics | None = None
     replica: int = 0
+    called: Callable[[], Awaitable[object]] = anyio.lowlevel.checkpoint
 
 
 class Actor(ABC):
@@ -86,7 +89,7 @@ class Actor(ABC):
         self.opened = self.closed = False
         self.failed = False
         self.log = get_logger().bind(stage=self.role)
-        self._on_ready = context.on_ready
+        self._on_ready, self._called = context.on_ready, context.called
         # The epoch in which this stage takes part; 0 for none.
         self._part_of = 0
         self._senders: dict[AnyLink, Sender] = {}
@@ -172,6 +175,7 @@ class Actor(ABC):
         await self.open()
         self.opened = True
         try:
+            await self._called()
             # It stays open after a failure, or senders would fail too. The next incarnation's
             # inbox closes this one.
             inbox = await self.bus.open_inbox(self.role)

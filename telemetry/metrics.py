@@ -97,6 +97,32 @@ class Metrics:
         encode, media_type = choose_encoder(accept)
         return encode(self.registry), media_type
 
+    def listen(self, config: TelemetryConfig) -> None:
+        """Listen on the port of the settings, if they have one.
+
+        Raises:
+            ConfigError: The port is taken, or the address is not this machine's.
+        """
+        if not config.metrics_port or self.registry is None:
+            return
+        from prometheus_client import start_http_server
+
+        host, port = config.metrics_host, config.metrics_port
+        try:
+            server, thread = start_http_server(port, addr=host, registry=self.registry)
+        except OSError as error:
+            raise ConfigError(
+                f"telemetry.metrics_port {port} on {host} can't be listened on: "
+                f"{error.strerror or error}; take another port, or 0 for no metrics"
+            ) from None
+
+        def close() -> None:
+            server.shutdown()
+            server.server_close()
+            thread.join()
+
+        self.close = close
+
     def shutdown(self) -> None:
         """End the exposition."""
         self.close()
@@ -111,13 +137,16 @@ def priority_label(priority: int) -> str:
     return str(priority) if priority <= MOST_PRIORITY else f">{MOST_PRIORITY}"
 
 
-def setup_metrics(config: TelemetryConfig, instance: str, *, without_port: bool = False) -> Metrics:
+def setup_metrics(
+    config: TelemetryConfig, instance: str, without_port: bool = False, *, listens: bool = True
+) -> Metrics:
     """Set up metrics of this process, at `http://metrics_host:metrics_port/metrics`.
 
     Args:
         config: Names the service, the address and the port.
         instance: The process's `service.instance.id`.
         without_port: Record them even without a port, for `Metrics.exposition`.
+        listens: Whether to listen on the port already; else `Metrics.listen` does.
 
     Raises:
         ConfigError: The port is taken, or the address is not this machine's.
@@ -127,32 +156,21 @@ def setup_metrics(config: TelemetryConfig, instance: str, *, without_port: bool 
     # Imported only if metrics are on, since the imports take time.
     from opentelemetry.exporter.prometheus import PrometheusMetricReader
     from opentelemetry.sdk.metrics import AlwaysOffExemplarFilter, MeterProvider
-    from prometheus_client import CollectorRegistry, start_http_server
+    from prometheus_client import CollectorRegistry
 
     registry = CollectorRegistry()
     reader = PrometheusMetricReader(scope_info_enabled=False, registry=registry)
     provider = MeterProvider(
         [reader], resource_of(config, instance), exemplar_filter=AlwaysOffExemplarFilter()
     )
-    if not config.metrics_port:
-        return Metrics(provider, registry=registry)
-    try:
-        server, thread = start_http_server(
-            config.metrics_port, addr=config.metrics_host, registry=registry
-        )
-    except OSError as error:
-        provider.shutdown()
-        raise ConfigError(
-            f"telemetry.metrics_port {config.metrics_port} on {config.metrics_host} can't be "
-            f"listened on: {error.strerror or error}; take another port, or 0 for no metrics"
-        ) from None
-
-    def close() -> None:
-        server.shutdown()
-        server.server_close()
-        thread.join()
-
-    return Metrics(provider, close, registry)
+    metrics = Metrics(provider, registry=registry)
+    if listens:
+        try:
+            metrics.listen(config)
+        except ConfigError:
+            provider.shutdown()
+            raise
+    return metrics
 
 
 def _dropped_lines(options: object) -> Iterator[Observation]:

@@ -22,6 +22,7 @@ INSTALL_LIMIT_S = 1800
 PACKAGES = {
     "langchain_chat.py": ["langchain-openai==1.7.3"],
     "langchain_tools.py": ["langchain-openai==1.7.3"],
+    "langchain_images.py": ["langchain-openai==1.7.3"],
     "litellm_chat.py": ["litellm==1.105.0"],
     "openai_agents.py": ["openai-agents==0.24.0"],
     "lm_eval.sh": ["lm-eval[api]==0.4.13"],

@@ -7,6 +7,7 @@ import re
 import shutil
 import sys
 from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
@@ -41,6 +42,11 @@ ELSEWHERE = {
     * 2,
     "litellm_chat.py": [r"chat: 12 \d+", "stream: 12", "message: 12 stop"],
 }
+SEEN = "a red circle and a blue square"
+ABOUT_IMAGES = {
+    "images_python.py": [f"chat: {SEEN}", f"response: {SEEN}", f"message: {SEEN}"],
+    "langchain_images.py": [f"answer: {SEEN}", f"stream: {SEEN}"],
+}
 IN_NODE = [
     *(r"chat: 12 \d+", "stream: 12", "choice: 0 .+", "choice: 1 .+", "choice: 2 .+"),
     *("response: 12", "events: 12", "error: 400 invalid_top_p top_p"),
@@ -49,17 +55,29 @@ IN_NODE = [
 pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def url() -> AsyncIterator[str]:
-    """Of a gateway in front of a pipeline."""
-    config = load_config(env={})
+@asynccontextmanager
+async def serving(model_path: str) -> AsyncIterator[str]:
+    """Give the URL of a gateway in front of a pipeline."""
+    config = load_config(env={}, overrides={"engine.model_path": model_path})
     async with Pipeline(config) as pipeline, Gateway(pipeline.client, config) as gateway:
         yield gateway.url
 
 
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def url() -> AsyncIterator[str]:
+    async with serving("tiny") as url:
+        yield url
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def vision_url() -> AsyncIterator[str]:
+    async with serving("tiny-vision") as url:
+        yield url
+
+
 async def test_every_program_is_tried_and_listed() -> None:
     programs = {path.name for path in FOLDER.iterdir()} - {"README.md", "tasks"}
-    assert programs == {*HERE, *PACKAGES, *FOR_NODE}
+    assert programs == {*HERE, *ABOUT_IMAGES, *PACKAGES, *FOR_NODE}
     listed = re.findall(r"^\| \[(.+?)\]\(\1\) \|", (FOLDER / "README.md").read_text(), re.M)
     assert set(listed) == programs
 
@@ -87,6 +105,19 @@ async def test_a_program_runs_in_an_environment_of_its_own(
 ) -> None:
     python = await asyncio.to_thread(programs, name) / "python"
     check(await ran([str(python), str(FOLDER / name)], tmp_path, url), ELSEWHERE[name])
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("name", ABOUT_IMAGES)
+async def test_a_program_asks_about_an_image(
+    name: str, vision_url: str, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    python = Path(sys.executable)
+    if name in PACKAGES:
+        programs = request.getfixturevalue("programs")
+        python = await asyncio.to_thread(programs, name) / "python"
+    command = [str(python), str(FOLDER / name)]
+    check(await ran(command, tmp_path, vision_url), ABOUT_IMAGES[name])
 
 
 @pytest.mark.soak

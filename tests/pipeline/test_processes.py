@@ -81,6 +81,10 @@ class Spans:
                     self.by_trace[span.trace_id.hex()].append(row)
 
 
+REPLACED = "batching"
+"""The stage that has a standby."""
+
+
 class House:
     """`nano-inference up` with the short model, and its output."""
 
@@ -122,13 +126,17 @@ class House:
 
     def child(self, stage: str) -> int:
         """The process id of a stage."""
+        return self.children(stage)[0]
+
+    def children(self, stage: str) -> list[int]:
+        """The process ids of a stage and of its standby, which is the later one."""
         found = subprocess.run(
             ["pgrep", "-P", str(self.process.pid), "-f", "--", f"--stages {stage}"],
             capture_output=True,
             text=True,
             check=True,
         )
-        return int(found.stdout.split()[0])
+        return [int(each) for each in found.stdout.split()]
 
     def told_by(self, *command: str) -> str:
         """Run a command on this bus; return its output."""
@@ -158,6 +166,7 @@ def house(
         "telemetry.trace_file": log.parent / "traces.jsonl",
         "telemetry.metrics_port": five_free_ports(),
         "engine.kv_events": True,
+        "pipeline.standby": f"[{REPLACED}]",
     }
     prefix = f"up-{uuid.uuid4().hex[:8]}"
     running = House(redis_url, prefix, endpoint=spans.url, log=log, settings=settings, cold=True)
@@ -328,12 +337,15 @@ async def test_a_killed_process_is_replaced_and_the_stream_goes_on(
 ) -> None:
     """So does one with an adapter, which was loaded meanwhile."""
     long = asking(tokens=LONG)
+    said_before = len(house.log.read_text())
     async with asyncio.timeout(LIMIT_S), BusClient.connect(house.bus) as client:
         if not await client.adapters():
             await client.load_adapter("later", adapter_folder)
         adapted = long | {"model": "later"}
         undisturbed = await client.complete(adapted)
-        child = house.child(stage)
+        while stage == REPLACED and len(house.children(stage)) == 1:  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+        child, *standbys = house.children(stage)
         hit, hit_too = client.submit(long), client.submit(adapted)
         outputs = [await anext(hit)]
         await anext(hit_too)
@@ -350,6 +362,9 @@ async def test_a_killed_process_is_replaced_and_the_stream_goes_on(
         assert token_ids == generated("12 + 30 =", LONG, ignore_eos=True, claimed=token_ids)
         assert tuple(token_ids) != end.samples[0].token_ids
         assert (await client.complete(GOOD)).status == "done"
+    if standbys:
+        assert house.child(stage) == standbys[0]
+        assert "; its standby takes over" in house.log.read_text()[said_before:]
 
 
 @pytest.mark.parametrize("stage", ["batching", "executor"])

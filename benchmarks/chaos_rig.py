@@ -218,9 +218,12 @@ class House:
         self.process = start_command(["up", "--bus", url, *settings_arguments(settings)], log)
 
     async def kill(self, stage: str, number: signal.Signals = signal.SIGKILL) -> None:
-        """Send a signal to a stage's process, once it has one: its last death may not be over."""
+        """Send a signal to a stage's process, once it has one: its last death may not be over.
+
+        A standby is a later process.
+        """
         while True:
-            for pid in children(self.process.pid):
+            for pid in sorted(children(self.process.pid)):
                 if f"--stages {stage} " in f"{' '.join(command_line(pid))} ":
                     with contextlib.suppress(ProcessLookupError):
                         os.kill(pid, number)

@@ -15,8 +15,9 @@ from typing import Any, Literal
 
 import anyio
 import anyio.abc
+import msgspec
 
-from ..config import split_role
+from ..config import EngineConfig, split_role
 
 READY = b"ready"
 """Sent once by a fork server, when everything is imported."""
@@ -220,9 +221,12 @@ class ForkServer:
         stages: Sequence[str],
         environment: Mapping[str, str] | None,
         watchdog: Watchdog | None = None,
+        engine: EngineConfig | None = None,
     ) -> None:
-        """Args: its imports, the environment of all its forks (None: ours), the watchdog."""
+        """Args: its imports, the environment of all its forks (None: ours), the watchdog, and the
+        settings of the model that it loads."""
         self._stages = stages
+        self._engine = msgspec.json.encode(engine).decode() if engine else ""
         self._watchdog = watchdog
         self._environment = environment
         self._lock = anyio.Lock()
@@ -266,7 +270,7 @@ class ForkServer:
             number = theirs.fileno()
             # Not asyncio's subprocess: it would watch the process.
             self._process = subprocess.Popen(  # noqa: ASYNC220
-                [*python(), module, str(number), *self._stages, ROOM],
+                [*python(), module, str(number), self._engine, *self._stages, ROOM],
                 pass_fds=[number],
                 env=self._environment,
                 # As its forks have: Python's files depend on their kind. They are not read: if the
@@ -323,8 +327,10 @@ class Forks:
         start_method: Literal["forkserver", "spawn"],
         environment: Mapping[str, str] | None,
         say: Callable[[str], None],
+        engine: EngineConfig | None = None,
     ) -> None:
-        """Args: all roles, how to start them, their environment (None: ours), a printer."""
+        """Args: all roles, how to start them, their environment (None: ours), a printer, and the
+        settings of the model whose weights all executors share."""
         self._environment = environment
         self._say = say
         self._servers: dict[str, ForkServer] = {}
@@ -333,7 +339,7 @@ class Forks:
         if start_method == "spawn" or sys.platform != "linux":
             return
         stages = dict.fromkeys(split_role(role)[0] for role in roles)
-        alone = ForkServer(("executor",), environment, self._watchdog)
+        alone = ForkServer(("executor",), environment, self._watchdog, engine)
         others = [stage for stage in stages if stage != "executor"]
         together = ForkServer(others, environment, self._watchdog)
         self._servers = {stage: alone if stage == "executor" else together for stage in stages}

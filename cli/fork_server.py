@@ -1,10 +1,11 @@
 """The fork server of `up`: a process that has imported what stages need, and forks.
 
-    python -P -m nano_inference.cli.fork_server DESCRIPTOR STAGE... SPACES
+    python -P -m nano_inference.cli.fork_server DESCRIPTOR ENGINE STAGE... SPACES
 
 Imports, above all of torch, take most of the time of starting a process; a fork has them already.
+With engine settings (JSON) it has loaded the model too, whose weights its forks share.
 Forking is safe because this process has one thread, no event loop, has computed nothing and
-touched no device. `children.ForkServer` is its client.
+touched no device, and a model is loaded by this one thread. `children.ForkServer` is its client.
 """
 
 from __future__ import annotations
@@ -18,8 +19,10 @@ from collections.abc import Sequence
 from contextlib import suppress
 from importlib import import_module
 
+import msgspec
 from setproctitle import getproctitle, setproctitle
 
+from ..config import EngineConfig
 from ..pipeline.supervisor import actor_class
 from .children import GO, MOST_BYTES, READY
 from .terminal import PROGRAM
@@ -41,7 +44,12 @@ def main() -> None:
     before = dict(os.environ)
     os.environ.update(_FOR_IMPORTS)
     getproctitle()  # reads the environment the first time
-    import_stages(sys.argv[2:-1])
+    engine, *stages = sys.argv[2:-1]
+    import_stages(stages)
+    if engine:
+        from ..stages.executor.runner.preloaded import preload
+
+        preload(msgspec.json.decode(engine, type=EngineConfig))
     os.environ.clear()
     os.environ.update(before)
     arguments = serve(connection)

@@ -198,7 +198,9 @@ async def _run_one(
     first = config.telemetry.metrics_port
     ports = range(first, first + len(roles)) if first else ()
     printer = Printer()
-    forks = Forks(roles, config.pipeline.start_method, environment, printer.say)
+    pipeline = config.pipeline
+    engine = config.engine if "executor" in pipeline.standby else None
+    forks = Forks(roles, pipeline.start_method, environment, printer.say, engine)
     processes = Processes(config, roles, forks, printer, arguments, ports)
     number = {5: "five", 6: "six", 7: "seven"}.get(len(roles), str(len(roles)))
     printer.say(f"starting {number} processes over {redact(config.bus.url)}")

@@ -224,7 +224,8 @@ class PipelineConfig(Section, frozen=True, forbid_unknown_fields=True):
         stall_timeout_s: Longest time without a token or a step while requests are in flight; then
             `/progressz` and `health --progress` call the pipeline stalled.
         standby: Stages for which `up` keeps a second process, which has loaded all and takes over
-            when the first one ends. One of the executor has another copy of the weights.
+            when the first one ends. On a CPU an executor and its standby share the weights that
+            they have loaded, but not later updates of them, nor their KV cache.
         start_method: How `up` starts processes: "forkserver" forks them from a process that has
             imported the modules, "spawn" starts each as a program. On other systems than Linux it
             is "spawn".

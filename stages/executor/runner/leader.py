@@ -17,6 +17,7 @@ from .kv_cache import KVCache
 from .loaded_model import LoadedModel
 from .memory import ReplicaMemory
 from .model import load_model
+from .preloaded import take
 from .ranks import commands as do
 from .ranks.group import OneRank, RankError
 from .ranks.processes import Ranks
@@ -38,7 +39,7 @@ def load_ranks(config: EngineConfig) -> tuple[Ranks | None, LoadedModel]:
     if config.num_ranks == 1 and config.rank_invariant:
         return None, load_sharded(config, OneRank())
     if config.num_ranks == 1:
-        return None, load_model(config)
+        return None, take(config) or load_model(config)
     threads = config.cpu_threads or max(_processors() // config.num_ranks, 1)
     torch.set_num_threads(threads)
     ranks = Ranks(config, threads)

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from ..settings import TrainingStage
 from .pictures import SIDE
 
-NAMING = TrainingStage(900, 1100, 2e-3, 50)
-ANSWERING = TrainingStage(620, 1600, 1.5e-3, 50, 120)
+NAMING = TrainingStage(2400, 2600, 2e-3, 50)
+ANSWERING = TrainingStage(2380, 2700, 1.5e-3, 50, 120)
 
 
 @dataclass(frozen=True)

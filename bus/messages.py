@@ -21,6 +21,11 @@ from .control import Cancel, Internal, InternalPart
 from .media import MediaItem as MediaItem
 from .pooling import PooledPrompt, Pooling
 from .public import AfterTurn, KVSession, KVSessionResult, SessionTier, StageTime
+from .recovery import Fenced as Fenced
+from .recovery import Recover as Recover
+from .recovery import Recovered as Recovered
+from .recovery import RecoveredSample as RecoveredSample
+from .recovery import RecoveryItem as RecoveryItem
 
 RowFinish = Literal["", "stop", "length", "abort"]
 """Why a sequence ended with a row's token; "" if it continues."""
@@ -613,51 +618,6 @@ class StepSummary(Internal, frozen=True):
     spoiled: tuple[int, ...] = ()
 
 
-class RecoveryItem(InternalPart, frozen=True, array_like=True):
-    """A request that admission holds, after a failure: its result stream's key, and its entry."""
-
-    key: str
-    entry_id: str
-
-
-class Recover(Internal, frozen=True):
-    """Admission to streaming, in a new epoch: report what there is of these requests.
-
-    It comes behind their RequestOpened, on the same link. Each is answered with Recovered, or with
-    RequestFinished when its terminal message is written.
-
-    Attributes:
-        replica: One of which the executor takes part in this epoch.
-    """
-
-    requests: tuple[RecoveryItem, ...]
-    replica: int = 0
-
-
-class RecoveredSample(InternalPart, frozen=True, array_like=True):
-    """What streaming has of one sample, whether from memory or from the result stream."""
-
-    sample_index: int
-    token_ids: tuple[int, ...]
-    finished: bool
-
-
-class Recovered(Internal, frozen=True):
-    """Streaming to admission: go on behind these tokens. Samples that never began are not here."""
-
-    entry_id: str
-    samples: tuple[RecoveredSample, ...]
-
-
-class Fenced(Internal, frozen=True):
-    """Streaming to admission: the streams of these entries take nothing more in this epoch.
-
-    The requests queue tells whose they are now: a larger epoch's, or outputs are missing there.
-    """
-
-    entry_ids: tuple[str, ...]
-
-
 class RequestFinished(Internal, frozen=True):
     """Streaming to admission: the request's terminal message has been written.
 
@@ -680,7 +640,7 @@ def _kinds(message: Any) -> list[Any]:
 if TYPE_CHECKING:
     Message = Internal
 else:
-    # The decoder takes a union: all messages of this module, of `control` and of `scoring`.
+    # The decoder takes a union: all messages of this module, of `control` and of `recovery`.
     Message = Union[tuple(_kinds(Internal))]  # noqa: UP007
 
 

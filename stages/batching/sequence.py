@@ -190,9 +190,9 @@ class Sequence:
         """Whether the sequence still has to compute the logprobs of its whole prompt.
 
         The first sample of a request does it for its siblings. The step that samples the first
-        token also finds the last of the prompt's logprobs.
+        token also finds the last of the prompt's logprobs; behind a handover that is done.
         """
-        wanted = self.sampling.prompt_logprobs is not None
+        wanted = self.sampling.prompt_logprobs is not None and not self.handed_over
         return wanted and self.spec.sample_index == 0 and self.num_generated == 0
 
     @property

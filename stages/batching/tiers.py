@@ -501,9 +501,15 @@ class KVTiers:
             self._disk.hit(name)
             return KVMove("fetch", name, slot)
         self._receiving.add(name)
-        address, theirs, other, step = remote
-        there = {"source": address, "source_name": theirs, "step": step}
-        return KVMove("fetch", name, slot, other=other, **there)
+        return KVMove(
+            "fetch",
+            name,
+            slot,
+            other=remote.slot,
+            source=remote.address,
+            source_name=remote.name,
+            step=remote.step,
+        )
 
     def _fill(self, name: bytes, slot: int) -> None:
         self._slot_of[name] = slot

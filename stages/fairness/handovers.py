@@ -85,8 +85,9 @@ class Handovers:
 
     def break_promise(self, running: Running, replicas: Mapping[str, Replica]) -> None:
         """Free the place of a sequence that has ended where it began."""
-        successor = replicas.get(running.successor)
-        if successor is not None and successor.expected.pop(running.spec.seq_id, None):
+        successor, seq_id = replicas.get(running.successor), running.spec.seq_id
+        if successor is not None and seq_id in successor.expected:
+            del successor.expected[seq_id]
             successor.credits += 1
 
     def release(self, running: Running) -> None:

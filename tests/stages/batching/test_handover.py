@@ -182,9 +182,11 @@ def test_blocks_are_there_with_the_first_token() -> None:
     pair.check()
 
 
-def test_a_prompt_of_full_blocks_is_fetched_whole() -> None:
+@pytest.mark.parametrize("prompt_logprobs", [None, 1])
+def test_a_prompt_of_full_blocks_is_fetched_whole(prompt_logprobs: int | None) -> None:
+    """Also if it is scored, which the other replica has done."""
     pair = Pair()
-    pair.add(PROMPT[:20], [1])
+    pair.add(PROMPT[:20], [1], prompt_logprobs=prompt_logprobs)
     pair.giver.run()
     pair.collect()
     pair.pass_on()

@@ -111,7 +111,7 @@ class Sequence:
         self.token_ids = [*prompt, *spec.generated]
         self.output_logprobs: list[float] = []
         self.num_prompt_tokens = len(prompt)
-        self.hands_over = bool(request.successors) and not self.pools
+        self.hands_over = bool(request.successors)
         self.handed_over = request.remote is not None
         self.left = False
         self.fetching_since_ns = 0

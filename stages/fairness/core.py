@@ -298,7 +298,7 @@ class FairnessCore:
         rank, level = int(priority_class.key), priority_class.level(now_ns)
         number = min(replica.credits, len(waiting.specs))
         replicas = self._replicas.values()
-        leaves = bool(self._handovers) and self._handovers.leaves(replica, replicas)
+        leaves = request.info.pooling is None and self._leaves(replica)
         if leaves:
             number = min(number, self._handovers.room(replicas))
         replica.credits -= number
@@ -347,6 +347,10 @@ class FairnessCore:
             last=not waiting.specs,
             passed_by=self._queue.passed_by(waiting),
         )
+
+    def _leaves(self, replica: Replica) -> bool:
+        """Whether sequences that start on a replica continue elsewhere."""
+        return bool(self._handovers) and self._handovers.leaves(replica, self._replicas.values())
 
     def _run(self, replica: Replica, running: Running, level: float, rank: int) -> None:
         running.rank = rank

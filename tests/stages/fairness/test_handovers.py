@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 
 from nano_inference.bus.messages import AdmittedRequest, Credit
+from nano_inference.bus.pooling import Pooling
 from nano_inference.config import FairnessConfig, ReplicaRole
 from nano_inference.stages.fairness import FairnessCore
 from nano_inference.stages.fairness.core import Dispatched
@@ -108,6 +110,16 @@ def test_replicas_that_do_both_keep_their_sequences() -> None:
     core = core_of("both", "both")
     core.push(request("a", samples=3), 0)
     assert not any(each.message.successors for each in dispatches(core))  # type: ignore[union-attr]
+
+
+def test_a_prompt_whose_vector_is_asked_for_stays() -> None:
+    core = core_of("prefill", "decode")
+    asked = request("a")
+    info = msgspec.structs.replace(asked.info, pooling=Pooling("mean", True, 8))
+    core.push(msgspec.structs.replace(asked, info=info), 0)
+    (first,) = dispatches(core)
+    assert (first.replica, first.message.successors) == (PREFILL, ())  # type: ignore[union-attr]
+    assert core._replicas[DECODE].credits == 4
 
 
 @pytest.mark.parametrize("roles", [("prefill", "prefill"), ("decode", "decode")])

@@ -187,6 +187,43 @@ def timed(run: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
+def paired(
+    ours: Callable[[], object],
+    plain: Callable[[], object],
+    rounds: int,
+    before: Callable[[], object] = int,
+) -> dict[str, list[float]]:
+    """Time two ways to do the same in turn, behind a first round that doesn't count.
+
+    A round takes the plain way both before and behind ours, so that a load which comes or goes
+    meanwhile favours neither: compare within rounds.
+
+    Args:
+        ours, plain: The ways.
+        rounds: Their number.
+        before: Called before each, untimed.
+
+    Returns:
+        For each round "seconds" of ours; "share", the speed of ours in that of the plain way; and
+        "cpu_share", the same by the processor time of all threads, which another program's load
+        changes little.
+    """
+    found: dict[str, list[float]] = {"seconds": [], "share": [], "cpu_share": []}
+    for number in range(rounds + 1):
+        times = []
+        for way in (plain, ours, plain):
+            before()
+            cpu = time.process_time()
+            seconds = timed(way)
+            times.append((seconds, time.process_time() - cpu))
+        if number:
+            (first, first_cpu), (own, own_cpu), (second, second_cpu) = times
+            found["seconds"].append(own)
+            found["share"].append((first + second) / 2 / own)
+            found["cpu_share"].append((first_cpu + second_cpu) / 2 / own_cpu)
+    return found
+
+
 # --- servers and processes ------------------------------------------------------------------------
 
 

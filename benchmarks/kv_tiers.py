@@ -5,6 +5,9 @@
     python benchmarks/kv_tiers.py --parts conversations [--conversations 200] [--threads 2]
         [--python openvino=PATH] [--python llamacpp=PATH] [--folder DIR]
 
+`bandwidth` takes turns of each way and of a plain one, and compares them within each turn: shares
+and their quartiles say something on a busy machine, too, and shares by processor time still more.
+
 `policies` runs the caches and tiers on traces of prompts, without a model, and counts tokens that
 need no computing. `bandwidth` moves blocks of the shape's size, beside a copy in memory and plain
 writes and reads of one file of the same bytes, into memory that was used before: from the system's
@@ -32,7 +35,7 @@ from typing import Any, Literal
 
 import kv_conversations
 import torch
-from harness import options, print_table, record, refuse_unknown, timed
+from harness import options, paired, print_table, record, refuse_unknown
 from random_models import write_model
 
 from nano_inference import EngineConfig, InferenceEngine, PagedKVCache, SamplingParams
@@ -47,7 +50,7 @@ PARTS = ("policies", "bandwidth", "ttft", "audit", "conversations")
 BLOCK = 16
 PROMPT = 2048
 BLOCKS = 256
-REPEATS = 7
+REPEATS = 15
 TTFT_REPEATS = 3
 AUDIT_EVERY = 1000
 AUDIT_TRIALS = 50
@@ -148,7 +151,8 @@ def uncache(*paths: Path) -> None:
 
 
 def measure_bandwidth(folder: Path, disk: Path) -> dict[str, dict[str, float]]:
-    """Return GB/s of each way, medians, and its share of the plain way to move as many bytes."""
+    """Return GB/s of each way, and its share of the plain way to move as many bytes: medians and
+    quartiles of rounds."""
     with engine(folder, disk) as made:
         tiers = made._executor.tiers
         assert tiers is not None
@@ -194,34 +198,45 @@ def measure_bandwidth(folder: Path, disk: Path) -> dict[str, dict[str, float]]:
         def to_disk() -> None:
             uncache(plain, *disk.rglob("blocks"))
 
-        # Name, the plain way, what comes before, and the way.
-        ways: list[tuple[str, str, Callable[[], object], Callable[[], object]]] = [
-            ("copy in memory", "", int, lambda: target.copy_(copied)),
-            ("store", "copy in memory", int, lambda: moves("store")),
-            ("load", "copy in memory", int, lambda: moves("load")),
-            ("write a file", "", forget_plain, write_plain),
-            ("store and write blocks", "write a file", forget_blocks, write_blocks),
-            ("read a file", "", int, read_plain),
-            ("read blocks", "read a file", int, fetch),
-            ("read a file from disk", "", to_disk, read_plain),
-            ("read blocks from disk", "read a file from disk", to_disk, fetch),
+        def between() -> None:
+            tiers.take_changes()
+
+        def rewrite() -> None:
+            forget_blocks()
+            forget_plain()
+
+        # Name, the way, the plain way to move as many bytes, and what comes before either.
+        ways: list[tuple[str, Callable[[], object], Callable[[], object], Callable[[], object]]] = [
+            ("store", lambda: moves("store"), lambda: target.copy_(copied), between),
+            ("load", lambda: moves("load"), lambda: target.copy_(copied), between),
+            ("store and write blocks", write_blocks, write_plain, rewrite),
+            ("read blocks", fetch, read_plain, between),
+            ("read blocks from disk", fetch, read_plain, to_disk),
         ]
-        seconds: dict[str, list[float]] = {name: [] for name, *_ in ways}
-        for _ in range(1 + REPEATS):
-            for name, _, before, way in ways:
-                before()
+        rows = {}
+        for name, way, plain_way, before in ways:
+            if name == "read blocks":
+                write_blocks()
+                write_plain()
                 tiers.take_changes()
-                seconds[name].append(timed(way))
-    rows = {}
-    for name, plain_name, *_ in ways:
-        # The plain way of the same round, in which as much else may have run.
-        pairs = list(zip(seconds[plain_name or name], seconds[name], strict=True))[1:]
-        rows[name] = {
-            "rate": size / statistics.median(seconds[name][1:]) / 1e9,
-            "share": statistics.median(theirs / ours for theirs, ours in pairs),
-        }
+            times = paired(way, plain_way, REPEATS, before)
+            quartiles = statistics.quantiles(times["share"], n=4)
+            rows[name] = {
+                "rate": size / statistics.median(times["seconds"]) / 1e9,
+                "share": quartiles[1],
+                "low": quartiles[0],
+                "high": quartiles[2],
+                "cpu_share": statistics.median(times["cpu_share"]),
+            }
+    columns = {
+        "GB/s": "{rate:.2f}",
+        "of plain": "{share:.0%}",
+        "quarter": "{low:.0%}",
+        "three": "{high:.0%}",
+        "by CPU time": "{cpu_share:.0%}",
+    }
     title = f"{size >> 20} MiB in {count} blocks, load {os.getloadavg()[0]:.1f}"
-    print_table({"GB/s": "{rate:.2f}", "of plain": "{share:.0%}"}, rows, title)
+    print_table(columns, rows, title)
     return rows
 
 

@@ -27,7 +27,6 @@ import os
 import socket
 import statistics
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from multiprocessing.connection import Connection
@@ -38,7 +37,16 @@ import msgspec
 import numpy as np
 import roles_lane
 import roles_model
-from harness import model_folder, options, print_table, progress, record, refuse_unknown, rotated
+from harness import (
+    model_folder,
+    options,
+    paired,
+    print_table,
+    progress,
+    record,
+    refuse_unknown,
+    rotated,
+)
 from workloads import SHAPES
 
 from nano_inference.stages.executor.runner.tiers.transports.slots import (
@@ -52,7 +60,7 @@ from nano_inference.stages.executor.runner.tiers.transports.slots import (
 from nano_inference.stages.executor.runner.tiers.transports.tcp import BlockServer, TcpSlots
 
 PARTS = ("bandwidth", "handover", "interference", "devices")
-REPEATS = 7
+REPEATS = 15
 NUM_BLOCKS = 128
 SIZES = (64 << 10, 192 << 10, 1 << 20)
 SECRET = "benchmark"
@@ -96,14 +104,14 @@ def _other_process(size: int) -> Iterator[tuple[SlotAddress, socket.socket]]:
         process.kill()
 
 
-def _rate(work: Callable[[], None], num_bytes: int) -> float:
-    """Return GB/s, the median of the repetitions behind a first one."""
-    seconds = []
-    for _ in range(REPEATS + 1):
-        started = time.perf_counter()
-        work()
-        seconds.append(time.perf_counter() - started)
-    return num_bytes / statistics.median(seconds[1:]) / 1e9
+def _rates(name: str, ours: Callable[[], None], plain: Callable[[], None]) -> dict[str, float]:
+    """Return seconds of `ours`, and its share of the plain way's speed, medians of paired rounds
+    with the quartiles of the share."""
+    times = paired(ours, plain, REPEATS)
+    low, share, high = statistics.quantiles(times["share"], n=4)
+    seconds = statistics.median(times["seconds"])
+    shares = {f"{name}_share": share, f"{name}_low": low, f"{name}_high": high}
+    return {f"{name}_s": seconds, **shares}
 
 
 def _memory(size: int, advice: int) -> Bytes:
@@ -139,16 +147,16 @@ def bandwidth() -> dict[str, dict[str, float]]:
                     view = view[plain.recv_into(view) :]
 
             with closing(TcpSlots(address, SECRET)) as tcp:
-                num_bytes = into.nbytes
                 row = {
-                    "copy_large": _rate(lambda: copy(huge), num_bytes),  # noqa: B023
-                    "copy": _rate(lambda: copy(small), num_bytes),  # noqa: B023
-                    "memory": _rate(lambda: read(memory), num_bytes),
-                    "loopback": _rate(receive, num_bytes),
-                    "tcp": _rate(lambda: read(tcp), num_bytes),
+                    **_rates("large", lambda: copy(small), lambda: copy(huge)),  # noqa: B023
+                    **_rates("memory", lambda: read(memory), lambda: copy(small)),  # noqa: B023
+                    **_rates("tcp", lambda: read(tcp), receive),
                 }
-        row["memory_share"] = row["memory"] / row["copy"]
-        row["tcp_share"] = row["tcp"] / row["loopback"]
+        row["copy"] = into.nbytes / row["large_s"] / 1e9
+        row["copy_large"] = row["copy"] / row["large_share"]
+        row["memory"] = into.nbytes / row["memory_s"] / 1e9
+        row["tcp"] = into.nbytes / row["tcp_s"] / 1e9
+        row["loopback"] = row["tcp"] / row["tcp_share"]
         rows[f"{size >> 10} KiB"] = row
     return rows
 
@@ -257,9 +265,11 @@ def main() -> None:
             "copy, 4 KiB": "{copy:.2f}",
             "shared memory": "{memory:.2f}",
             "share": "{memory_share:.2f}",
+            "quartiles": "{memory_low:.2f} to {memory_high:.2f}",
             "loopback": "{loopback:.2f}",
             "TCP": "{tcp:.2f}",
             "share ": "{tcp_share:.2f}",
+            "quartiles ": "{tcp_low:.2f} to {tcp_high:.2f}",
         }
         print_table(columns, found["bandwidth"], "GB/s")
     if {"handover", "interference"} & {*arguments.parts}:

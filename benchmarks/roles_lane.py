@@ -149,7 +149,7 @@ async def read(
 
 # --- handover -------------------------------------------------------------------------------------
 
-STEPS = ("to fairness", "in fairness", "to batching", "until fetched", "to executor", "second step")
+STEPS = ("to batching", "until planned", "to executor", "second step")
 """From the end of the first step to the end of the second one."""
 
 TRANSFER = "nano_kv_transfer_duration_seconds"
@@ -199,14 +199,13 @@ def _parts(path: Path, since_ns: int) -> dict[str, float]:
             traces.setdefault(span.trace_id, {}).setdefault(span.name, []).append(span)
     times: dict[str, list[float]] = {name: [] for name in STEPS}
     for spans in traces.values():
-        if not spans.get("fairness.handover") or len(spans.get("prefill", ())) < 2:
+        if not spans.get("batching.handover") or len(spans.get("prefill", ())) < 2:
             continue
         for each in spans.values():
             each.sort(key=lambda span: span.start_ns)
         first, second = spans["prefill"][0], spans["prefill"][-1]
-        between, waited = spans["fairness.handover"][0], spans["batching"][-1]
-        marks = [first.end_ns, between.start_ns, between.end_ns, waited.start_ns, waited.end_ns]
-        marks += [second.start_ns, second.end_ns]
+        came, waited = spans["batching.handover"][0], spans["batching"][-1]
+        marks = [first.end_ns, came.end_ns, waited.end_ns, second.start_ns, second.end_ns]
         for name, (start, end) in zip(STEPS, pairwise(marks), strict=True):
             times[name].append((end - start) / 1e6)
     return {name: statistics.median(each) for name, each in times.items() if each}

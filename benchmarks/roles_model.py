@@ -25,9 +25,11 @@ from nano_inference.bus.messages import (
 )
 from nano_inference.config import EngineConfig, FairnessConfig, ReplicaRole, SamplingParams
 from nano_inference.stages.batching import BatchingCore
+from nano_inference.stages.batching.handover import Departure
 from nano_inference.stages.fairness import FairnessCore
 
 SECOND = 1_000_000_000
+POLL_NS = 1_000_000
 
 
 @dataclass(frozen=True)
@@ -92,6 +94,7 @@ class Replica:
         size = (device.num_blocks, device.block_size, 1 << 20, 1 << 30)
         capacity = ReplicaCapacity(*size, "formula", max_batch_size=64, tiers=tiers)
         self.name = name
+        self.step_id = 0
         self.core = BatchingCore(config, capacity)
         self._lane = lane
         self._plans: deque[StepPlan] = deque()
@@ -105,12 +108,10 @@ class Replica:
         lane = self._lane
         while (plan := self.core.plan(lane.now_ns)) is not None:
             self._plans.append(plan)
-        handovers = self.core.take_handovers()
-        report = self.core.take_report(due=bool(handovers))
-        if report is not None:
+        for departure in self.core.handovers.take_departures():
+            lane.pass_on(departure)
+        if (report := self.core.take_report()) is not None:
             lane.send(lambda: lane.fairness.absorb(report, lane.now_ns, self.name))
-        for handover in handovers:
-            lane.send(lambda each=handover: lane.fairness.hand_over(each, lane.now_ns, self.name))
         if self._plans and not self._busy:
             self._busy = True
             plan = self._plans.popleft()
@@ -119,9 +120,13 @@ class Replica:
             lane.at(end_ns, lambda: self._done(plan))
 
     def _fetch(self, moves: list[KVMove]) -> None:
-        """Read blocks of the other replica, behind those that are being read."""
-        if moves:
-            lane = self._lane
+        """Read blocks of the other replica, behind those that are being read, once their step is
+        done."""
+        lane = self._lane
+        steps = [move.step for move in moves]
+        if moves and lane.step_of(moves[0].source) < max(steps):
+            lane.at(lane.now_ns + POLL_NS, lambda: self._fetch(moves))
+        elif moves:
             begin_ns = max(lane.now_ns, self._link_free_ns)
             self._link_free_ns = begin_ns + lane.device.transfer_ns(len(moves))
             change = TiersChanged(fetched=tuple(move.name for move in moves))
@@ -133,6 +138,7 @@ class Replica:
 
     def _done(self, plan: StepPlan) -> None:
         self._busy = False
+        self.step_id = plan.step_id
         self.core.absorb(self._execute(plan).summary())
         self.pump()
 
@@ -197,6 +203,16 @@ class SimulatedLane:
         """Let fairness apply a message, once it has come."""
         self.at(self.now_ns + self.device.message_ns, lambda: (event(), self._dispatch()))
 
+    def pass_on(self, departure: Departure) -> None:
+        """Let another replica apply a message, once it has come."""
+        replica = [*self._replicas.values()][departure.successor]
+        arrival = self.now_ns + self.device.message_ns
+        self.at(arrival, lambda: (replica.core.take_in(departure.message, None), replica.pump()))
+
+    def step_of(self, name: str) -> int:
+        """Return the last step of a replica."""
+        return self._replicas[name].step_id
+
     def submit(self, seq_id: int, at_ns: int, prompt: int, output: int) -> None:
         self.streams[seq_id] = Stream(at_ns)
         first = seq_id << 20
@@ -220,7 +236,7 @@ class SimulatedLane:
             replica = self._replicas[name]
             self.at(
                 self.now_ns + self.device.message_ns,
-                lambda r=replica, s=seq_ids: r.core.release_offers(s),
+                lambda r=replica, s=seq_ids: r.core.handovers.release(s),
             )
 
 

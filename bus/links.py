@@ -8,6 +8,8 @@
                           └───refused──►   │  ▲                                               │
     client ◄──results──────────────────────┘  └────────────────────steps──────────────────────┘
 
+    handovers: batching ──► batching of another replica
+
     control: any sender ──► any stage. It also carries streaming's requests to the reference model
     (ScoreSample) and an executor's replies (SampleScored). Clients also send to the model manager
     of a deployment (LoadModel, UnloadModel), which is no stage.
@@ -16,9 +18,9 @@ With several replicas each batching and executor pair has its own copy of the li
 end there, named `dispatch.1` and so on for replica 1; see `at`.
 
 A link has one receiver. `steps` is two links: streaming gets a StepResult, batching a StepSummary.
-Feedback links (finished, credits, halts, steps) carry at most a fixed number of messages per
-request or sequence in flight, or per remaining step; their capacity is above that number, so that
-no cycle of full links can deadlock.
+Feedback links (finished, credits, handovers, halts, steps) carry at most a fixed number of messages
+per request or sequence in flight, or per remaining step; their capacity is above that number, so
+that no cycle of full links can deadlock.
 """
 
 from __future__ import annotations
@@ -30,6 +32,8 @@ from ..config import STAGES, role_of
 from .control import Cancel, LoadModel, StopSequences, UnloadModel
 from .messages import (
     AdmittedRequest,
+    AnnounceBlocks,
+    AnnounceSequence,
     Credit,
     Fenced,
     Handover,
@@ -44,6 +48,7 @@ from .messages import (
     StepPlan,
     StepResult,
     StepSummary,
+    WithdrawSequences,
 )
 
 M = TypeVar("M", bound=Message)
@@ -55,21 +60,33 @@ class Link(NamedTuple, Generic[M]):
     Attributes:
         senders: Stages; clients may send on control links as well.
         closes_circle: The protocol bounds the waiting messages, so the link needs no bound.
+        of_all_replicas: Whether senders of every replica send to the receiver of one.
     """
 
     name: str
     senders: tuple[str, ...]
     receiver: str
     closes_circle: bool = False
+    of_all_replicas: bool = False
+
+    def roles(self, replicas: int) -> tuple[str, ...]:
+        """Return the roles that send, in a pipeline with this number of replicas."""
+        if not self.of_all_replicas:
+            return self.senders
+        return tuple(role_of(stage, n) for stage in self.senders for n in range(replicas))
 
 
 AnyLink = Link[Any]
 
+HandoverMessage = AnnounceSequence | AnnounceBlocks | Handover | WithdrawSequences
 DispatchMessage = AdmittedRequest | PauseSequences | ResumeSequences | ReleaseBlocks | Cancel
 
 ADMITTED: Link[AdmittedRequest | Cancel] = Link("admitted", ("admission",), "fairness")
 DISPATCH: Link[DispatchMessage] = Link("dispatch", ("fairness",), "batching")
-CREDITS: Link[Credit | Handover] = Link("credits", ("batching",), "fairness", closes_circle=True)
+CREDITS: Link[Credit] = Link("credits", ("batching",), "fairness", closes_circle=True)
+HANDOVERS: Link[HandoverMessage] = Link(
+    "handovers", ("batching",), "batching", closes_circle=True, of_all_replicas=True
+)
 PLANS: Link[StepPlan] = Link("plans", ("batching",), "executor")
 STEPS_BATCHING: Link[StepSummary] = Link(
     "steps.batching", ("executor",), "batching", closes_circle=True
@@ -89,6 +106,7 @@ LINKS: tuple[AnyLink, ...] = (
     ADMITTED,
     DISPATCH,
     CREDITS,
+    HANDOVERS,
     PLANS,
     STEPS_BATCHING,
     STEPS_STREAMING,
@@ -109,6 +127,7 @@ MODELS: Link[LoadModel | UnloadModel] = Link(
 PER_REPLICA = (
     DISPATCH,
     CREDITS,
+    HANDOVERS,
     PLANS,
     STEPS_BATCHING,
     STEPS_STREAMING,
@@ -125,9 +144,11 @@ def at(link: Link[M], replica: int) -> Link[M]:
 
 @cache
 def _at(link: AnyLink, replica: int) -> AnyLink:
-    senders = tuple(role_of(stage, replica) for stage in link.senders)
+    senders = link.senders
+    if not link.of_all_replicas:
+        senders = tuple(role_of(stage, replica) for stage in senders)
     receiver = role_of(link.receiver, replica)
-    return Link(f"{link.name}.{replica}", senders, receiver, link.closes_circle)
+    return link._replace(name=f"{link.name}.{replica}", senders=senders, receiver=receiver)
 
 
 @cache

@@ -21,6 +21,11 @@ from .control import Cancel, Internal, InternalPart
 from .media import MediaItem as MediaItem
 from .pooling import PooledPrompt, Pooling
 from .public import AfterTurn, KVSession, KVSessionResult, SessionTier, StageTime
+from .recovery import Fenced as Fenced
+from .recovery import Recover as Recover
+from .recovery import Recovered as Recovered
+from .recovery import RecoveredSample as RecoveredSample
+from .recovery import RecoveryItem as RecoveryItem
 
 RowFinish = Literal["", "stop", "length", "abort"]
 """Why a sequence ended with a row's token; "" if it continues."""
@@ -184,7 +189,7 @@ class RemoteBlocks(InternalPart, frozen=True, array_like=True):
         weights: As in TierCapacity.
         weight_version: Of the weights that computed them.
         adapter_version: Of the adapter; 0 without one.
-        blocks: (name, host slot) of each.
+        blocks: (name, host slot, id of the step there that offers it) of each.
     """
 
     address: str
@@ -192,15 +197,15 @@ class RemoteBlocks(InternalPart, frozen=True, array_like=True):
     weights: str
     weight_version: int
     adapter_version: int
-    blocks: tuple[tuple[bytes, int], ...]
+    blocks: tuple[tuple[bytes, int, int], ...]
 
 
 class AdmittedRequest(Internal, frozen=True):
     """What admission has made of a valid request. Fairness sends some or all of its sequences on to
     batching, in the same form with a rank; each uses up one credit.
 
-    A sequence goes first to a replica that prefills, which hands it over, and then with its first
-    token to a replica that decodes, if the replicas have such roles.
+    A sequence goes first to a replica that prefills, which hands it over to one that decodes, if
+    the replicas have such roles.
 
     Attributes:
         sampling: `stop_token_ids` include the model's own; `stop` is empty, since streaming has it.
@@ -209,8 +214,9 @@ class AdmittedRequest(Internal, frozen=True):
         has_stop_strings: Whether a stop string may end a sample.
         rank: Sequences with a smaller rank go first where not all fit. Ranks grow with time, so
             no sequence waits for ever.
-        hands_over: Whether batching hands each sequence over once it has its first token.
-        remote: Blocks of the replica that has handed its one sequence over; None if none has.
+        successors: For each sequence, the number of the replica that continues it behind its first
+            token; empty if the sequences stay.
+        remote: Blocks of the replica that hands its one sequence over; None if none does.
         kv_session: As in GenerateRequest.
         media: The images among the prompt's tokens, in order.
     """
@@ -225,26 +231,51 @@ class AdmittedRequest(Internal, frozen=True):
     prediction: tuple[int, ...] = ()
     has_stop_strings: bool = False
     rank: int = 0
-    hands_over: bool = False
+    successors: tuple[int, ...] = ()
     remote: RemoteBlocks | None = None
     kv_session: KVSession | None = None
     media: tuple[MediaItem, ...] = ()
 
 
-class Handover(Internal, frozen=True):
-    """Batching to fairness: a sequence has its first token here, and is to go on elsewhere.
+class AnnounceSequence(Internal, frozen=True):
+    """Batching to another replica's batching: a sequence is to go on there behind its first token.
 
-    Its place is free; the report that says so comes later.
+    Fairness has promised it a place there. Either Handover or WithdrawSequences follows. Repeated
+    if its blocks are computed anew.
+
+    Attributes:
+        request: With one sequence, and its blocks as far as they are planned: they can be read when
+            they are computed.
+    """
+
+    request: AdmittedRequest
+
+
+class AnnounceBlocks(Internal, frozen=True):
+    """More blocks of an announced sequence, behind those before; `blocks` as in RemoteBlocks."""
+
+    seq_id: int
+    blocks: tuple[tuple[bytes, int, int], ...]
+
+
+class Handover(Internal, frozen=True):
+    """Batching to another replica's batching: an announced sequence has its first token.
 
     Attributes:
         seq_id: The sequence.
         generated: Its generated tokens, with the first one.
-        blocks: Its KV.
+        sampled_ns: When the step with the first one ended, on the sender's clock.
     """
 
     seq_id: int
     generated: tuple[int, ...]
-    blocks: RemoteBlocks
+    sampled_ns: int = 0
+
+
+class WithdrawSequences(Internal, frozen=True):
+    """Batching to another replica's batching: these announced sequences have ended."""
+
+    seq_ids: tuple[int, ...]
 
 
 class ReleaseBlocks(Internal, frozen=True):
@@ -281,6 +312,7 @@ class Credit(Internal, frozen=True):
         step_ns: Device time of the shortest step; 0 without steps.
         kv_free: Tokens for which KV is free, including KV held by the prefix cache only.
         keeps_cache: The prefix cache survived.
+        left: Sequences that were handed over.
     """
 
     sequences: int
@@ -291,6 +323,7 @@ class Credit(Internal, frozen=True):
     step_ns: int = 0
     kv_free: int = 0
     keeps_cache: bool = True
+    left: tuple[int, ...] = ()
 
 
 class SessionGrant(InternalPart, frozen=True, array_like=True):
@@ -385,6 +418,7 @@ class KVMove(InternalPart, frozen=True, array_like=True):
             slot of the other executor.
         source: Of "fetch": address of the other executor; "" for the disk.
         source_name: The block's name there.
+        step: The step there that offers the block, for which the fetch waits.
     """
 
     kind: Literal["store", "load", "fetch", "offer", "drop", "compare"]
@@ -395,6 +429,7 @@ class KVMove(InternalPart, frozen=True, array_like=True):
     other: int = -1
     source: str = ""
     source_name: bytes = b""
+    step: int = 0
 
 
 class StepPlan(Internal, frozen=True):
@@ -583,51 +618,6 @@ class StepSummary(Internal, frozen=True):
     spoiled: tuple[int, ...] = ()
 
 
-class RecoveryItem(InternalPart, frozen=True, array_like=True):
-    """A request that admission holds, after a failure: its result stream's key, and its entry."""
-
-    key: str
-    entry_id: str
-
-
-class Recover(Internal, frozen=True):
-    """Admission to streaming, in a new epoch: report what there is of these requests.
-
-    It comes behind their RequestOpened, on the same link. Each is answered with Recovered, or with
-    RequestFinished when its terminal message is written.
-
-    Attributes:
-        replica: One of which the executor takes part in this epoch.
-    """
-
-    requests: tuple[RecoveryItem, ...]
-    replica: int = 0
-
-
-class RecoveredSample(InternalPart, frozen=True, array_like=True):
-    """What streaming has of one sample, whether from memory or from the result stream."""
-
-    sample_index: int
-    token_ids: tuple[int, ...]
-    finished: bool
-
-
-class Recovered(Internal, frozen=True):
-    """Streaming to admission: go on behind these tokens. Samples that never began are not here."""
-
-    entry_id: str
-    samples: tuple[RecoveredSample, ...]
-
-
-class Fenced(Internal, frozen=True):
-    """Streaming to admission: the streams of these entries take nothing more in this epoch.
-
-    The requests queue tells whose they are now: a larger epoch's, or outputs are missing there.
-    """
-
-    entry_ids: tuple[str, ...]
-
-
 class RequestFinished(Internal, frozen=True):
     """Streaming to admission: the request's terminal message has been written.
 
@@ -650,7 +640,7 @@ def _kinds(message: Any) -> list[Any]:
 if TYPE_CHECKING:
     Message = Internal
 else:
-    # The decoder takes a union: all messages of this module, of `control` and of `scoring`.
+    # The decoder takes a union: all messages of this module, of `control` and of `recovery`.
     Message = Union[tuple(_kinds(Internal))]  # noqa: UP007
 
 

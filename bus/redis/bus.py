@@ -219,7 +219,9 @@ class RedisBus:
         """Return whether all senders of the link are local. On a control link, clients send too."""
         if link.name.startswith("control."):
             return False
-        return link.receiver in self._local and all(s in self._local for s in link.senders)
+        return link.receiver in self._local and all(
+            role in self._local for role in link.roles(self._replicas)
+        )
 
     def _writer(self, link: AnyLink, lane: str) -> LinkWriter:
         self._check_open()

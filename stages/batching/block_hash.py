@@ -39,3 +39,13 @@ def compute_block_hash(token_ids: Sequence[int], prefix_hash: int = NO_PREFIX) -
     if prefix_hash != NO_PREFIX:
         state.update(prefix_hash.to_bytes(16, "little"))
     return state.intdigest()
+
+
+def common_length(left: Sequence[int], right: Sequence[int]) -> int:
+    """Return the number of equal leading tokens."""
+    length = 0
+    for one, other in zip(left, right, strict=False):
+        if one != other:
+            break
+        length += 1
+    return length

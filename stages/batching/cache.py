@@ -242,16 +242,18 @@ class KVCacheManager(ABC):
         gains = num_cached < len(lease.token_ids) - 1
         return PrefixMatch(num_cached, num_needed, self.next_run(lease) if gains else None)
 
-    def fetch(self, lease: Lease) -> bool:
+    def fetch(self, lease: Lease, *, ahead: bool = False) -> bool:
         """Fetch a lease's blocks from disk or another executor, if that pays.
+
+        `ahead`: the token behind the lease's is not known yet.
 
         Returns:
             Whether the sequence has to wait for them.
         """
         if self.tiers is None or not lease.may_reuse:
             return False
-        known = lease.num_known
-        names = self._names_of(lease, (len(lease.token_ids) - 1) // self.block_size)[known:]
+        known, most = lease.num_known, len(lease.token_ids) - (not ahead)
+        names = self._names_of(lease, most // self.block_size)[known:]
         waits, asked = self.tiers.fetch(names, max(lease.num_fetched - known, 0), lease.remote)
         lease.num_fetched = known + asked
         return waits
@@ -259,18 +261,22 @@ class KVCacheManager(ABC):
     def expect(self, lease: Lease, remote: RemoteBlocks) -> None:
         """Let a lease fetch blocks that another executor offers, if they are its own."""
         if self.tiers is not None and lease.may_reuse:
-            names = self._names_of(lease, (len(lease.token_ids) - 1) // self.block_size)
+            names = self._names_of(lease, len(lease.token_ids) // self.block_size)
             lease.remote = self.tiers.remote_of(names, remote, self.weight_version, lease.scope)
 
-    def offer(self, seq_id: int, lease: Lease, now_ns: int) -> list[KVMove]:
-        """Offer the full blocks of a started lease to another executor.
+    def offer(
+        self, seq_id: int, lease: Lease, num_tokens: int, now_ns: int
+    ) -> tuple[int, list[KVMove]]:
+        """Offer the full blocks of a started lease's leading tokens to another executor.
 
         Returns:
-            The moves, behind the step that computes the last of these blocks.
+            The number of blocks offered before; and the moves of the others, behind the step that
+            computes the last of these blocks.
         """
         if self.tiers is None or not self.is_current(lease):
-            return []
-        names = self._names_of(lease, len(lease.token_ids) // self.block_size)
+            return 0, []
+        num_blocks = min(num_tokens, len(lease.token_ids)) // self.block_size
+        names = self._names_of(lease, num_blocks)
         return self.tiers.offer(seq_id, names, lease.block_ids[: len(names)], now_ns)
 
     @property
@@ -688,13 +694,3 @@ class KVCacheManager(ABC):
         """Evict a block next, if it is free."""
         if block_id in self._free:
             self._free.move_to_end(block_id, last=False)
-
-
-def common_length(left: Sequence[int], right: Sequence[int]) -> int:
-    """Return the number of equal leading tokens."""
-    length = 0
-    for one, other in zip(left, right, strict=False):
-        if one != other:
-            break
-        length += 1
-    return length

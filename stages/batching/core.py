@@ -5,38 +5,39 @@ from __future__ import annotations
 from bisect import insort
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
-from itertools import repeat
 from operator import attrgetter
 from typing import assert_never
 
 import msgspec
 
 from ...bus.control import Cancel, ReplicaCapacity, TiersChanged
+from ...bus.links import HandoverMessage
 from ...bus.messages import (
     AUDIT_SEQ_ID,
     AdmittedRequest,
     Credit,
-    Handover,
     NewSequence,
     RequestInfo,
+    SequenceSpec,
     StepPlan,
     StepSummary,
 )
 from ...bus.weights import InFlight
 from ...config import EngineConfig, SchedulerConfig
 from ...store.board import LoadedAdapter
+from .arrivals import Arrivals
 from .audit import BLOCKS_SAVED_AT_ONCE, TierAudit
 from .caches import make_cache
 from .deciding import Turns, decide
 from .handover import Handovers
 from .images import NO_IMAGES, ImageCache
 from .index import SequenceIndex
-from .plans import NextPlan, SentPlan, aborted, accepted_tokens, expired, unloaded
+from .plans import NextPlan, SentPlan, aborted, expired, settle, unloaded
 from .report import Counters, Report, kv_report
 from .schedule import NOTHING, SchedulerOutput
 from .sequence import Sequence, SequenceStatus
 from .sessions import SessionTable
-from .starting import shared_prefills
+from .starting import enqueue, shared_prefills
 
 
 class BatchingCore:
@@ -57,6 +58,7 @@ class BatchingCore:
         tiers: The KV tiers below it; None if there are none.
         events: The log of blocks that can be found; None without `kv_events`.
         sessions: Conversations whose KV clients keep between turns.
+        handovers: The sequences that other replicas continue.
         images: The embeddings that the executor has; None if the model takes no images.
         paused: While set, no step is planned.
         lacks: As in MemoryState; while it is not empty, no step is planned.
@@ -87,8 +89,8 @@ class BatchingCore:
         self._adapter_versions: dict[str, int] = {}
         self.set_adapters(capacity.adapters)
         self._index = SequenceIndex()
-        self._handovers = Handovers(self.cache, self._index)
-        self._hands_over = False  # no sequence has been handed over in this epoch
+        self.handovers = Handovers(self.cache, self._index)
+        self._arrivals = Arrivals(self.cache, self._new_sequence)
         self._waiting: deque[Sequence] = deque()
         self._running: list[Sequence] = []  # the first to be preempted last
         # Finished, or to be paused (RUNNING), but named by a plan in flight.
@@ -111,27 +113,39 @@ class BatchingCore:
         A request whose adapter is not loaded ends. `deadline_ns` is on the clock given to `plan`.
         """
         info = request.info
-        if info.adapter and info.adapter not in self._adapter_versions:
+        if self._lacks_adapter(info):
             unstarted = not self._index.of_request(info.request_id)
             self.cancel(msgspec.structs.replace(unloaded(info), unstarted=unstarted))
-            for spec in request.sequences:
-                self._report.end(spec.seq_id)
-            return
+        elif request.successors:
+            self.handovers.add(request, deadline_ns)
         for spec in request.sequences:
-            seq = Sequence.dispatched(request, spec, self._max_drafts)
+            if (seq := self._new_sequence(request, spec)) is not None:
+                self._index.add(seq, deadline_ns)
+                enqueue(self._waiting, seq)
+            else:
+                self._report.end(spec.seq_id)
+
+    def take_in(self, message: HandoverMessage, deadline_ns: int | None) -> RequestInfo | None:
+        """Apply a message of another replica; return the request that is handed over with it."""
+        if (arrival := self._arrivals.apply(message, deadline_ns)) is None:
+            return None
+        seq, request = arrival.seq, arrival.request
+        if arrival.cancelled:
+            self._report.end(request.sequences[0].seq_id)
+        elif seq is None or self._lacks_adapter(request.info):
+            self.add(request, arrival.deadline_ns)
+        else:
             self._set_adapter_version(seq)
-            if request.remote is not None:
-                self.cache.expect(seq.lease, request.remote)
-            self._hands_over |= seq.hands_over
-            self._index.add(seq)
-            self._enqueue(seq)
-        if deadline_ns is not None:
-            self._index.deadlines.push(deadline_ns, info)
+            self._index.add(seq, arrival.deadline_ns)
+            enqueue(self._waiting, seq)
+        return request.info
 
     def cancel(self, cancel: Cancel) -> None:
         """End a request's sequences; the next plan passes the cancellation on."""
         samples = self._index.of_request(cancel.request_id)
-        if samples:
+        if self._arrivals.cancel(cancel.request_id):
+            cancel = msgspec.structs.replace(cancel, unstarted=False)
+        elif samples:
             unstarted = not any(seq.started or seq.handed_over for seq in samples)
             cancel = msgspec.structs.replace(cancel, unstarted=unstarted)
         self._next.ended.append(cancel)
@@ -140,7 +154,7 @@ class BatchingCore:
 
     def abort_all(self, why: str) -> None:
         """End all requests with the tokens that they have."""
-        for info in self._index.requests():
+        for info in (*self._index.requests(), *self._arrivals.requests()):
             self.cancel(aborted(info, why))
 
     def stop(self, seq_ids: Iterable[int]) -> None:
@@ -164,11 +178,6 @@ class BatchingCore:
             else:
                 self._stop_running(seq)
 
-    def release_offers(self, seq_ids: Iterable[int]) -> None:
-        """Give back the host slots of blocks that were offered for sequences handed over."""
-        for seq_id in seq_ids:
-            self._handovers.release(seq_id)
-
     def resume_sequences(self, seq_ids: Iterable[int], rank: int = 0) -> None:
         """Let paused sequences wait to run again."""
         for seq_id in seq_ids:
@@ -177,7 +186,7 @@ class BatchingCore:
                 self._report.free_slots += 1  # the sequence has ended, and its place is free again
             else:
                 seq.rank = rank
-                self._enqueue(seq)
+                enqueue(self._waiting, seq)
 
     # --- weights, adapters, memory ------------------------------------------------------------
 
@@ -280,7 +289,7 @@ class BatchingCore:
             self.tiers.forget_plans([sent.plan for sent in self._sent])
         if self._audit is not None:
             self._audit.clear()
-        self._handovers.clear()
+        self.handovers.forget_plans()
         self.sessions.forget_loads()
         if self.images is not None:
             self.images.clear()
@@ -299,13 +308,14 @@ class BatchingCore:
         """
         self.forget_plans()
         self.sessions.forget_turns()
+        self.handovers.clear()
+        self._arrivals.clear()
         self._index.clear()
         self._waiting.clear()
         self._paused_seqs.clear()
         self._next = NextPlan()
         self._report = Report()
         self._step_id = self._draft_rest = 0
-        self._hands_over = False
 
     # --- steps --------------------------------------------------------------------------------
 
@@ -320,14 +330,12 @@ class BatchingCore:
             return None
         if next_plan.recompute:
             self._recompute(next_plan.recompute)
-        if "kv_cache" in next_plan.release:
-            self.cache.forget_device()
-        if self.images is not None and (next_plan.weight_version or next_plan.release):
-            self.images.clear()
+        next_plan.begin(self.cache, self.images)
         if next_plan.weight_version:
-            self.cache.begin_weight_version(next_plan.weight_version)
             # Weights that hold nothing are replaced only by a complete set.
             self.lacks = tuple(tag for tag in self.lacks if tag != "weights")
+        if self._arrivals.fetching and not (self.paused or self.lacks):
+            self._arrivals.fetch()
         if self.sessions.known:
             self.sessions.begin_plan(self._step_id + 1, now_ns)
         decision = self._decide(now_ns)
@@ -352,29 +360,19 @@ class BatchingCore:
         """
         if not self._sent or self._sent[0].plan.step_id != result.step_id:
             raise ValueError(f"step {result.step_id} came back out of order")
-        plan, seqs = self._sent.popleft()
+        sent = self._sent.popleft()
         if self._audit is not None and self._audit.absorb(result.step_id):
             self._next.forget.append(AUDIT_SEQ_ID)
         if self.sessions.known:
             self.sessions.absorb(result.step_id)
-        tokens = dict(zip(result.seq_ids, result.token_ids, strict=True))
-        accepted = accepted_tokens(result)
         if result.spoiled and self.images is not None:
             self.images.spoil(map(self._index.get, result.spoiled))
-        all_drafts = plan.num_drafts or repeat(0)
-        for seq, num_tokens, num_drafts in zip(seqs, plan.num_tokens, all_drafts, strict=False):
-            if seq.status is SequenceStatus.FINISHED:
-                self._counters.wasted += num_tokens
-                continue
-            seq.num_computed += num_tokens
-            if num_drafts:
-                seq.settle_drafts(num_drafts, accepted.get(seq.seq_id, ()))
-            if seq.seq_id in tokens:
-                seq.token_ids.append(tokens[seq.seq_id])
-            if seq.num_computed >= seq.next_commit:
-                self._commit(seq)
+        due, num_wasted = settle(sent, result)
+        self._counters.wasted += num_wasted
+        for seq in due:
+            self._commit(seq)
         self.stop(result.ended)
-        for seq in self._handovers.absorb(result):
+        for seq in self.handovers.absorb(result) if self.handovers else ():
             self._finish(seq)
         self._draft_rest = result.draft_rest or self._draft_rest
         self._report.add_step(result)
@@ -430,16 +428,9 @@ class BatchingCore:
         first, expiry = self._index.deadlines.first_key(), self.sessions.next_expiry_ns
         return expiry if first is None or (expiry is not None and expiry < first) else first
 
-    def take_handovers(self) -> list[Handover]:
-        """Return sequences to be handed over. Call it after each `absorb`."""
-        return self._handovers.take_messages()
-
-    def take_report(self, *, due: bool = False) -> Credit | None:
-        """Return a report for fairness if one is due. Call it after each `absorb`.
-
-        A report must come before each handover, or the work on its sequence is not charged.
-        """
-        if not (due or self._report.is_due):
+    def take_report(self) -> Credit | None:
+        """Return a report for fairness if one is due. Call it after each `absorb`."""
+        if not self._report.is_due:
             return None
         report, self._report = self._report, Report()
         free = self.cache.num_free_blocks() + len(self.sessions.pins)  # which give way
@@ -556,7 +547,7 @@ class BatchingCore:
         if audit is not None:
             new.append(audit)
             num_tokens = {AUDIT_SEQ_ID: len(audit.token_ids) - 1 - audit.num_cached}
-        offers = self._handovers.offer(seqs, step_id, now_ns) if self._hands_over else ()
+        offers = self.handovers.offer(seqs, step_id, now_ns) if self.handovers else ()
         plan = StepPlan(
             step_id=step_id,
             new=tuple(new),
@@ -613,18 +604,24 @@ class BatchingCore:
 
     # --- sequences ----------------------------------------------------------------------------
 
+    def _new_sequence(self, request: AdmittedRequest, spec: SequenceSpec) -> Sequence | None:
+        """Return a sequence that doesn't wait yet; None if its adapter is not loaded."""
+        if self._lacks_adapter(request.info):
+            return None
+        seq = Sequence.dispatched(request, spec, self._max_drafts)
+        self._set_adapter_version(seq)
+        if request.remote is not None:
+            self.cache.expect(seq.lease, request.remote)
+        return seq
+
+    def _lacks_adapter(self, info: RequestInfo) -> bool:
+        return bool(info.adapter) and info.adapter not in self._adapter_versions
+
     def _set_adapter_version(self, seq: Sequence) -> None:
         """Set the version of a sequence's adapter. KV that it has computed so far isn't shared."""
         if id := seq.info.adapter:
             scope = seq.cache_scope._replace(adapter=id, adapter_version=self._adapter_versions[id])
             self.cache.move(seq.lease, scope)
-
-    def _enqueue(self, seq: Sequence) -> None:
-        """Let a sequence wait behind sequences that rank before it."""
-        place = len(self._waiting)
-        while place and self._waiting[place - 1].rank > seq.rank:
-            place -= 1
-        self._waiting.insert(place, seq)
 
     def _recompute(self, matches: list[Callable[[Sequence], bool]]) -> None:
         for seq in reversed([seq for seq in self._running if any(m(seq) for m in matches)]):
@@ -687,6 +684,8 @@ class BatchingCore:
         was_running = seq.status is SequenceStatus.RUNNING
         seq.status = SequenceStatus.FINISHED
         self._index.remove(seq)
+        if seq.hands_over:
+            self.handovers.forget(seq)
         if self._paused_seqs.pop(seq.seq_id, None) is not None:
             self._report.ended.append(seq.seq_id)  # its place was freed when it paused
             self.sessions.end(seq.seq_id, seq.lease.token_ids, seq.lease.scope)

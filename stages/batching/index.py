@@ -23,9 +23,11 @@ class SequenceIndex(dict[int, Sequence]):
         """Return all requests with sequences."""
         return [next(iter(samples.values())).info for samples in self._by_request.values()]
 
-    def add(self, seq: Sequence) -> None:
-        """Add a sequence."""
+    def add(self, seq: Sequence, deadline_ns: int | None = None) -> None:
+        """Add a sequence, and its request's deadline with the first one."""
         self[seq.seq_id] = seq
+        if deadline_ns is not None and seq.info.request_id not in self._by_request:
+            self.deadlines.push(deadline_ns, seq.info)
         self._by_request.setdefault(seq.info.request_id, {})[seq.seq_id] = seq
 
     def remove(self, seq: Sequence) -> None:

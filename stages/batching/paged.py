@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from .block_hash import chain_root, compute_block_hash
-from .cache import KVCacheManager, Lease, Prefix, common_length
+from .block_hash import chain_root, common_length, compute_block_hash
+from .cache import KVCacheManager, Lease, Prefix
 
 
 class PagedKVCache(KVCacheManager):

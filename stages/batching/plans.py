@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import pairwise, repeat
 from typing import NamedTuple
 
 from ...bus.control import Cancel
 from ...bus.messages import RequestInfo, StepPlan, StepSummary
-from .sequence import Sequence
+from .cache import KVCacheManager
+from .images import ImageCache
+from .sequence import Sequence, SequenceStatus
 
 
 class SentPlan(NamedTuple):
@@ -48,6 +50,39 @@ class NextPlan:
     def waits_for_results(self) -> bool:
         """Whether all plans in flight must be back first, since the plan takes KV away."""
         return bool(self.recompute or self.release)
+
+    def begin(self, cache: KVCacheManager, images: ImageCache | None) -> None:
+        """Forget the KV and the embeddings that the plan makes useless."""
+        if "kv_cache" in self.release:
+            cache.forget_device()
+        if images is not None and (self.weight_version or self.release):
+            images.clear()
+        if self.weight_version:
+            cache.begin_weight_version(self.weight_version)
+
+
+def settle(sent: SentPlan, result: StepSummary) -> tuple[list[Sequence], int]:
+    """Apply a result to the sequences of its plan.
+
+    Returns:
+        Sequences to commit, and the number of tokens computed for sequences that had ended.
+    """
+    due: list[Sequence] = []
+    num_wasted = 0
+    plan, tokens = sent.plan, dict(zip(result.seq_ids, result.token_ids, strict=True))
+    accepted, all_drafts = accepted_tokens(result), plan.num_drafts or repeat(0)
+    for seq, num_tokens, num_drafts in zip(sent.seqs, plan.num_tokens, all_drafts, strict=False):
+        if seq.status is SequenceStatus.FINISHED:
+            num_wasted += num_tokens
+            continue
+        seq.num_computed += num_tokens
+        if num_drafts:
+            seq.settle_drafts(num_drafts, accepted.get(seq.seq_id, ()))
+        if seq.seq_id in tokens:
+            seq.token_ids.append(tokens[seq.seq_id])
+        if seq.num_computed >= seq.next_commit:
+            due.append(seq)
+    return due, num_wasted
 
 
 def accepted_tokens(result: StepSummary) -> dict[int, list[int]]:

@@ -6,7 +6,8 @@ from array import array
 from typing import TypeAlias
 
 from ...bus.messages import CacheScope
-from .cache import KVCacheManager, Lease, Prefix, common_length
+from .block_hash import common_length
+from .cache import KVCacheManager, Lease, Prefix
 
 TOKEN = "q"
 """The array type of token ids: 64 bits."""

@@ -17,7 +17,7 @@ class Report:
 
     Attributes:
         free_slots: Places that have become free.
-        steps, started, paused, ended: As in Credit.
+        steps, started, paused, ended, left: As in Credit.
         step_ns: Duration of the shortest step; 0 before the first.
     """
 
@@ -26,12 +26,13 @@ class Report:
     started: list[tuple[int, int]] = field(default_factory=list)
     paused: list[int] = field(default_factory=list)
     ended: list[int] = field(default_factory=list)
+    left: list[int] = field(default_factory=list)
     step_ns: int = 0
 
     @property
     def is_due(self) -> bool:
         """Whether a place is free, a sequence has left, or many steps have come back."""
-        left = self.free_slots or self.paused or self.ended
+        left = self.free_slots or self.paused or self.ended or self.left
         return bool(left) or len(self.steps) >= REPORTED_STEPS
 
     def add_step(self, result: StepSummary) -> None:
@@ -48,8 +49,7 @@ class Report:
 
     def end(self, seq_id: int, *, ended: bool = True) -> None:
         """Add a sequence that has freed its place, because it has ended or was handed over."""
-        if ended:
-            self.ended.append(seq_id)
+        (self.ended if ended else self.left).append(seq_id)
         self.free_slots += 1
 
     def message(self, kv_free: int) -> Credit:
@@ -62,6 +62,7 @@ class Report:
             ended=tuple(self.ended),
             step_ns=max(0, self.step_ns),
             kv_free=kv_free,
+            left=tuple(self.left),
         )
 
 

@@ -52,7 +52,7 @@ class Sequence:
         num_prompt_tokens: Tokens of the prompt.
         max_length: Most tokens of prompt and output that are planned here.
         hands_over: Whether another replica continues it behind its first token here.
-        handed_over: Whether another replica has handed it over.
+        handed_over: Whether another replica hands it over.
         fetching_since_ns: When it began to wait for blocks from disk or another executor; 0 if it
             hasn't since it last ran.
         left: Whether it has been handed over to another replica, with its first token here.
@@ -111,7 +111,7 @@ class Sequence:
         self.token_ids = [*prompt, *spec.generated]
         self.output_logprobs: list[float] = []
         self.num_prompt_tokens = len(prompt)
-        self.hands_over = request.hands_over and not self.pools
+        self.hands_over = bool(request.successors)
         self.handed_over = request.remote is not None
         self.left = False
         self.fetching_since_ns = 0
@@ -190,9 +190,9 @@ class Sequence:
         """Whether the sequence still has to compute the logprobs of its whole prompt.
 
         The first sample of a request does it for its siblings. The step that samples the first
-        token also finds the last of the prompt's logprobs.
+        token also finds the last of the prompt's logprobs; behind a handover that is done.
         """
-        wanted = self.sampling.prompt_logprobs is not None
+        wanted = self.sampling.prompt_logprobs is not None and not self.handed_over
         return wanted and self.spec.sample_index == 0 and self.num_generated == 0
 
     @property
@@ -318,6 +318,11 @@ class Sequence:
         self.num_planned = max(self.num_planned, len(self.token_ids))
         if logprob is not None:
             self.output_logprobs.append(logprob)
+
+    def go_on_behind(self, generated: Seq[int]) -> None:
+        """Set the tokens that another replica has generated; the sequence has not run here."""
+        self.token_ids[self.num_prompt_tokens :] = generated
+        self.num_planned = len(self.token_ids)
 
     def set_next_commit(self, block_size: int) -> None:
         """Commit next when a block is full, or the prompt computed."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import NamedTuple
 
-from ...bus.messages import NewSequence, RequestInfo, StepPlan, StepSummary
+from ...bus.messages import Handover, NewSequence, RequestInfo, StepPlan, StepSummary
 from ...telemetry import TraceContext, names, now_ns
 from ..actor import Actor
 from .core import BatchingCore
@@ -66,6 +66,16 @@ class BatchingSpans:
         """Note that sequences of a request have come."""
         if self._stage.records(info.traceparent):
             self._waiting.setdefault(info.request_id, Wait(info, now))
+
+    def handed_over(self, info: RequestInfo, handover: Handover, giver: str, now: int) -> None:
+        """Record the way of a first token from another replica, by the clocks of both."""
+        self.arrived(info, now)
+        if self._stage.records(info.traceparent):
+            trace = TraceContext(info.traceparent, info.tracestate)
+            by = {names.HANDED_OVER_BY: giver}
+            self._stage.span(
+                info.request_id, trace, min(handover.sampled_ns, now), by, name=names.HANDOVER
+            )
 
     def ended(self, request_id: str) -> None:
         """Note that a request was cut short."""

@@ -26,23 +26,28 @@ from ...bus.kv_events import (
     KVEventBatch,
     KVEventEntry,
 )
-from ...bus.links import CONTROL, CREDITS, PLANS
+from ...bus.links import CONTROL, CREDITS, HANDOVERS, PLANS, at
 from ...bus.messages import (
     AdmittedRequest,
+    AnnounceBlocks,
+    AnnounceSequence,
     Credit,
     Envelope,
+    Handover,
     PauseSequences,
     ReleaseBlocks,
     ResumeSequences,
     StepSummary,
+    WithdrawSequences,
 )
 from ...bus.public import KVSessionResult
 from ...bus.weights import check_in_flight
-from ...config import BusError, WeightsError
+from ...config import BusError, WeightsError, role_of_sender
 from ...telemetry import instruments, names, now_ns
-from ..actor import Actor, StageContext, deadline_of
+from ..actor import Actor, StageContext, budget_of, deadline_of
 from ..tier_log import log_differences
 from .core import BatchingCore
+from .handover import Departure
 from .sessions import SessionCall, SessionKey
 from .spans import BatchingSpans
 from .tiers import KVTiers
@@ -225,6 +230,13 @@ class BatchingStage(Actor):
                 now = now_ns()
                 core.add(request, deadline_of(envelope, now))
                 self._spans.arrived(request.info, now)
+            case (
+                AnnounceSequence() | AnnounceBlocks() | Handover() | WithdrawSequences()
+            ) as message:
+                now = now_ns()
+                info = core.take_in(message, deadline_of(envelope, now))
+                if info is not None and isinstance(message, Handover):
+                    self._spans.handed_over(info, message, role_of_sender(envelope.sender), now)
             case StopSequences(seq_ids):
                 core.stop(seq_ids)
             case PauseSequences(seq_ids):
@@ -232,7 +244,7 @@ class BatchingStage(Actor):
             case ResumeSequences(seq_ids, rank):
                 core.resume_sequences(seq_ids, rank)
             case ReleaseBlocks(seq_ids):
-                core.release_offers(seq_ids)
+                core.handovers.release(seq_ids)
             case Cancel() as cancel:
                 core.cancel(cancel)
                 self._spans.ended(cancel.request_id)
@@ -252,26 +264,32 @@ class BatchingStage(Actor):
         core = self._core
         if core is None:
             return
+        # First tokens: another replica waits for them.
+        await self._depart(core.handovers.take_departures())
         while (plan := core.plan(started := now_ns())) is not None:
             if self.metrics.enabled and plan.seq_ids:
                 self.metrics.record(instruments.SCHEDULE_TIME, (now_ns() - started) / 1e9)
                 self.metrics.record(instruments.BATCH_SIZE, len(plan.seq_ids))
             self._spans.planned(plan, core)
             await self.send(self.own(PLANS), plan)
-        handovers = core.take_handovers()
-        if (report := core.take_report(due=bool(handovers))) is not None:
+        await self._depart(core.handovers.take_departures())
+        if (report := core.take_report()) is not None:
             await self.send(self.own(CREDITS), report)
-        for handover in handovers:
-            await self.send(self.own(CREDITS), handover)
         if core.events is not None and (events := core.events.take()):
             await self._publish(events)
-        if core.idle and not handovers:  # which wait to be written meanwhile
+        if core.idle and report is None:  # which is to be written meanwhile
             core.check()
         if core.at_rest:
             await self._answer_pause()
 
     def wake_at_ns(self) -> int | None:
         return self._core.next_deadline_ns() if self._core is not None else None
+
+    async def _depart(self, departures: list[Departure]) -> None:
+        """Send messages to the replicas that continue sequences."""
+        for each in departures:
+            budget = budget_of(each.deadline_ns, now_ns())
+            await self.send(at(HANDOVERS, each.successor), each.message, budget_ns=budget)
 
     async def _answer_pause(self) -> None:
         pausing, self._pausing = self._pausing, ""

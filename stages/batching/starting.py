@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Mapping
 from itertools import islice
 
@@ -11,6 +12,14 @@ from .sequence import Sequence
 
 MOST_LOOKS = 2
 """Waiting sequences examined per plan, in batches."""
+
+
+def enqueue(waiting: deque[Sequence], seq: Sequence) -> None:
+    """Let a sequence wait behind sequences that rank before it."""
+    place = len(waiting)
+    while place and waiting[place - 1].rank > seq.rank:
+        place -= 1
+    waiting.insert(place, seq)
 
 
 def startable(

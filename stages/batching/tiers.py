@@ -49,11 +49,12 @@ class LoadedBlock(NamedTuple):
 
 
 class RemoteBlock(NamedTuple):
-    """A block in a host slot of another executor, with its name there."""
+    """A block in a host slot of another executor, its name there, and the step that offers it."""
 
     address: str
     name: bytes
     slot: int
+    step: int
 
 
 NOT_REMOTE: Mapping[bytes, RemoteBlock] = {}
@@ -277,17 +278,25 @@ class KVTiers:
 
     def offer(
         self, seq_id: int, names: Sequence[bytes], block_ids: Sequence[int], now_ns: int
-    ) -> list[KVMove]:
+    ) -> tuple[int, list[KVMove]]:
         """Offer a sequence's blocks to another executor, as far as there are slots for them.
 
+        Blocks that were offered before stay offered, unless they have other names now.
+
         Returns:
-            The moves, behind the step that computes the last of these blocks.
+            The number of blocks offered before; and the moves of the others, behind the step that
+            computes the last of these blocks.
         """
         moves: list[KVMove] = []
+        before = self._offers[seq_id].names if seq_id in self._offers else ()
+        if before != tuple(names[: len(before)]):
+            self.release_offer(seq_id)
+            before = ()
+        first = len(before)
         if not self.capacity.address or self.difference is not None:
-            return moves
+            return first, moves
         with self.pinned(names):
-            for name, block_id in zip(names, block_ids, strict=True):
+            for name, block_id in zip(names[first:], block_ids[first:], strict=True):
                 slot = self._slot_of.get(name)
                 if slot is not None:
                     block_id = -1
@@ -298,9 +307,10 @@ class KVTiers:
                 moves.append(KVMove("offer", name, slot, block_id))
         offered = tuple(move.name for move in moves)
         self._pin(offered)
-        self._offers[seq_id] = Offer(offered, now_ns + int(OFFER_S * 1e9))
+        self._offers.pop(seq_id, None)  # offers are in order of their ends
+        self._offers[seq_id] = Offer(before + offered, now_ns + int(OFFER_S * 1e9))
         self._counts.offered += len(offered)
-        return moves
+        return first, moves
 
     def release_offer(self, seq_id: int) -> None:
         """End an offer, if it has not ended."""
@@ -491,8 +501,15 @@ class KVTiers:
             self._disk.hit(name)
             return KVMove("fetch", name, slot)
         self._receiving.add(name)
-        address, theirs, other = remote
-        return KVMove("fetch", name, slot, other=other, source=address, source_name=theirs)
+        return KVMove(
+            "fetch",
+            name,
+            slot,
+            other=remote.slot,
+            source=remote.address,
+            source_name=remote.name,
+            step=remote.step,
+        )
 
     def _fill(self, name: bytes, slot: int) -> None:
         self._slot_of[name] = slot

@@ -430,7 +430,7 @@ class ExecutorCore:
         if plan.kv_offers:
             # Not in `finish`: the next plan may load from these slots.
             assert self.tiers is not None, "a plan offers blocks, and there are no tiers"
-            self.tiers.apply(plan.kv_offers)
+            self.tiers.offer(plan.kv_offers, plan.step_id)
         computing = self._computing if begun else None
         version = self.weights.version
         return LaunchedStep(plan, version, start_ns, outputs, begun, computing, failed, spoiled)

@@ -10,14 +10,14 @@ from math import ceil
 import msgspec
 
 from ...bus.control import Cancel
-from ...bus.messages import AdmittedRequest, Credit, Handover, RequestInfo, ResumeSequences
+from ...bus.messages import AdmittedRequest, Credit, RequestInfo, ResumeSequences
 from ...bus.public import StageTime
 from ...config import FairnessConfig, ReplicaRole
 from ...store.service import LaneService
 from ..lazy_heap import LazyHeap
 from .exchange import Exchange
 from .fastest_step import FastestStep
-from .handovers import HandedOver, Handovers
+from .handovers import Handovers
 from .queue import FairQueue, Flow, PriorityClass, Running, Waiting
 from .replicas import PrefixIndex, Replica, choose_replica, prefix_chain
 
@@ -30,8 +30,6 @@ class Dispatched(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         resumed: The sequence that is resumed; None if sequences start.
-        handed_over: The sequence that another replica has handed over, with when it did; None if
-            sequences start.
         last: No sequence of the request waits any more for its first run.
         passed_by: Dispatches while it waited: of other priorities, of other tenants, of its own.
     """
@@ -44,7 +42,6 @@ class Dispatched(msgspec.Struct, frozen=True, kw_only=True):
     resumed: Running | None
     last: bool
     passed_by: tuple[int, int, int]
-    handed_over: HandedOver | None = None
 
 
 class Counts(msgspec.Struct):
@@ -123,9 +120,12 @@ class FairnessCore:
             self._fastest_step.add(report.step_ns)
         is_full = reporter.note_steps(report.steps)
         for seq_id, num_tokens in report.started:
-            if (running := reporter.running.get(seq_id)) is not None:
-                self._correct_charge(running, num_tokens)
-                self._handovers.release(running)
+            self._arrive(reporter, seq_id)
+            if (running := reporter.running.get(seq_id) or reporter.gone.get(seq_id)) is not None:
+                continues = bool(running.successor) and running.successor == replica
+                self._correct_charge(running, num_tokens, continues=continues)
+        if report.left:
+            self._leave(reporter, report.left)
         if is_full or report.paused or report.ended:
             self._count(reporter)
         paused = [self._pause(reporter, seq_id, now_ns) for seq_id in report.paused]
@@ -133,23 +133,12 @@ class FairnessCore:
             self._end(reporter, seq_id)
         return [running for running in paused if running is not None]
 
-    def hand_over(self, handover: Handover, now_ns: int, replica: str = "") -> None:
-        """Let a sequence go on elsewhere that has its first token on this replica."""
-        giver = self._replicas.get(replica)
-        if giver is None:
-            return
-        self._count(giver)
-        if (running := giver.end(handover.seq_id)) is not None:
-            self._handovers.add(running, handover, now_ns)
-
     def set_roles(self, roles: Sequence[ReplicaRole]) -> None:
         """Replace the replicas' roles. Sequences stay where they run."""
         self._handovers.configure(roles)
 
     def cancel(self, cancel: Cancel) -> Cancel:
         """Drop a request's waiting sequences; return the cancellation for `replicas_of` it."""
-        for running in self._handovers.drop(cancel.request_id) if self._handovers else ():
-            self._queue.back(running.flow)
         all_waiting = self._of_request.pop(cancel.request_id, None)
         if all_waiting is None:
             return cancel
@@ -187,11 +176,8 @@ class FairnessCore:
     def pop(self, now_ns: int) -> Dispatched | None:
         """Return the next dispatch; None if nothing waits or no replica has a credit.
 
-        Sequences that were handed over go first: they are being answered. A request with more
-        sequences than there are credits is dispatched in parts.
+        A request with more sequences than there are credits is dispatched in parts.
         """
-        if self._handovers.waiting and (dispatched := self._continue()) is not None:
-            return dispatched
         if not (self.num_queued and self.credits):
             return None
         for each in self._replicas.values():
@@ -231,15 +217,12 @@ class FairnessCore:
         """Drop requests whose deadline is over; return the cancellations to pass on."""
         for waiting in self._deadlines.pop_until(now_ns):
             self._expire(waiting.request.info, EXPIRED)
-        for running in self._handovers.overdue(now_ns):
-            self._expire(running.request.info, EXPIRED)
         expired, self._expired = self._expired, []
         return expired
 
     def next_deadline_ns(self) -> int | None:
         """Return the earliest deadline of a waiting request; None if there is none."""
-        deadlines = (self._deadlines.first_key(), self._handovers.next_deadline_ns())
-        return min((each for each in deadlines if each is not None), default=None)
+        return self._deadlines.first_key()
 
     def take_releases(self) -> dict[str, list[int]]:
         """As `Handovers.take_releases`."""
@@ -315,7 +298,7 @@ class FairnessCore:
         rank, level = int(priority_class.key), priority_class.level(now_ns)
         number = min(replica.credits, len(waiting.specs))
         replicas = self._replicas.values()
-        leaves = bool(self._handovers) and self._handovers.leaves(replica, replicas)
+        leaves = request.info.pooling is None and self._leaves(replica)
         if leaves:
             number = min(number, self._handovers.room(replicas))
         replica.credits -= number
@@ -327,6 +310,7 @@ class FairnessCore:
             self._run(replica, waiting.paused, level, rank)
             message: AdmittedRequest | ResumeSequences = ResumeSequences((specs[0].seq_id,), rank)
         else:
+            successors: list[int] = []
             for spec in specs:
                 running = Running(
                     spec=spec,
@@ -338,6 +322,8 @@ class FairnessCore:
                     chain=waiting.chain,
                 )
                 self._run(replica, running, level, rank)
+                if leaves:
+                    successors.append(self._handovers.promise(running, replicas))
                 if waiting.untouched:
                     # Charge the first sample the whole prompt in advance; its siblings share it.
                     # Cached tokens are charged too: charging less would let a tenant have more
@@ -349,7 +335,7 @@ class FairnessCore:
             held = StageTime(stage="fairness", start_ns=waiting.arrived_ns, end_ns=now_ns)
             info = msgspec.structs.replace(request.info, queued=held)
             message = msgspec.structs.replace(
-                request, info=info, sequences=specs, rank=rank, hands_over=leaves
+                request, info=info, sequences=specs, rank=rank, successors=tuple(successors)
             )
         return Dispatched(
             replica=replica.name,
@@ -362,28 +348,9 @@ class FairnessCore:
             passed_by=self._queue.passed_by(waiting),
         )
 
-    def _continue(self) -> Dispatched | None:
-        """Dispatch the next sequence that was handed over; None if no replica has a credit."""
-        decoders = self._handovers.decoders(self._replicas.values())
-        running = self._handovers.waiting[0].running
-        if (replica := choose_replica(decoders, running.chain)) is None:
-            return None
-        each = self._handovers.waiting.popleft()
-        replica.credits -= 1
-        replica.prefixes.add(running.chain)
-        self.counts.handovers += 1
-        self._run(replica, running, running.level, running.rank)
-        return Dispatched(
-            replica=replica.name,
-            message=each.message(),
-            request=running.request,
-            arrived_ns=running.arrived_ns,
-            deadline_ns=running.deadline_ns,
-            resumed=None,
-            last=False,
-            passed_by=(0, 0, 0),
-            handed_over=each,
-        )
+    def _leaves(self, replica: Replica) -> bool:
+        """Whether sequences that start on a replica continue elsewhere."""
+        return bool(self._handovers) and self._handovers.leaves(replica, self._replicas.values())
 
     def _run(self, replica: Replica, running: Running, level: float, rank: int) -> None:
         running.rank = rank
@@ -395,11 +362,36 @@ class FairnessCore:
         if not self._of_request[request_id]:
             del self._of_request[request_id]
 
+    # --- handovers ----------------------------------------------------------------------------
+
+    def _leave(self, giver: Replica, seq_ids: Iterable[int]) -> None:
+        """Apply a replica's report that it has handed sequences over."""
+        for seq_id in seq_ids:
+            if (running := giver.running.get(seq_id)) is not None:
+                self._arrive(self._replicas[running.successor], seq_id)
+        self._count(giver)
+        for seq_id in seq_ids:
+            giver.gone.pop(seq_id, None)
+
+    def _arrive(self, replica: Replica, seq_id: int) -> None:
+        """Let a sequence run where it was expected, if it was: the first report of either side."""
+        if (running := replica.expected.pop(seq_id, None)) is None:
+            return
+        self._replicas[running.replica].let_go(running)
+        running.giver = running.replica
+        self.counts.handovers += 1
+        self._run(replica, running, running.level, running.rank)
+
     # --- charging -----------------------------------------------------------------------------
 
-    def _correct_charge(self, running: Running, num_tokens: int) -> None:
-        """Replace the charge by the tokens that a start computed. Recomputing isn't charged."""
-        if running.started:
+    def _correct_charge(self, running: Running, num_tokens: int, *, continues: bool) -> None:
+        """Replace the charge by the tokens that a start computed. Recomputing isn't charged.
+
+        `continues`: the sequence was charged where it began, and starts where it continues.
+        """
+        if continues:
+            self._handovers.release(running)
+        if continues or running.started:
             self.counts.recomputed_tokens += num_tokens - 1
             return
         running.started = True
@@ -415,7 +407,8 @@ class FairnessCore:
             running.in_slice += number
             if self._is_low(running):
                 replica.made_since_change += number
-                if 0 < slice_tokens <= running.in_slice and not running.leaving:
+                due = 0 < slice_tokens <= running.in_slice and not running.leaving
+                if due and running.replica == replica.name:
                     replica.due[running.spec.seq_id] = running
         most = self.config.tenant_timeslice_tokens * len(replica.running)
         replica.made_since_change = min(replica.made_since_change, most)
@@ -443,11 +436,13 @@ class FairnessCore:
         return running
 
     def _end(self, replica: Replica, seq_id: int) -> None:
+        self._arrive(replica, seq_id)
         was_running = seq_id in replica.running
         running = replica.end(seq_id)
         if running is None:
             return
         self._handovers.release(running)
+        self._handovers.break_promise(running, self._replicas)
         if was_running:
             self._queue.back(running.flow)
             return

@@ -1,64 +1,28 @@
-"""Replicas with roles, and the sequences that pass from one that prefills to one that decodes."""
+"""Replicas with roles: where prompts start, and the places of sequences that continue elsewhere."""
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
 
-import msgspec
-
-from ...bus.messages import AdmittedRequest, Handover, RemoteBlocks, SequenceSpec
 from ...config import ReplicaRole, split_role
 from .queue import Running
-from .replicas import Replica
-
-
-@dataclass(frozen=True)
-class HandedOver:
-    """A sequence that has its first token, and waits for a replica that decodes.
-
-    Attributes:
-        running: The sequence.
-        spec: With its generated tokens.
-        blocks: Its KV.
-        since_ns: When it began to wait here.
-    """
-
-    running: Running
-    spec: SequenceSpec
-    blocks: RemoteBlocks
-    since_ns: int
-
-    def message(self) -> AdmittedRequest:
-        """Return the message for the replica that continues it."""
-        return msgspec.structs.replace(
-            self.running.request,
-            sequences=(self.spec,),
-            rank=self.running.rank,
-            hands_over=False,
-            remote=self.blocks,
-        )
+from .replicas import Replica, choose_replica
 
 
 class Handovers:
-    """The replicas' roles, and sequences between two replicas, in the order in which they came.
+    """The replicas' roles, and the places where sequences continue.
 
-    A prompt starts on a replica that prefills only while a replica that decodes has a place for
-    each sequence that comes from there. Without a replica for either half of the work, every
-    replica does both.
-
-    Attributes:
-        waiting: Sequences that wait for a replica that decodes.
+    A sequence that starts on a replica that prefills is promised a place on a replica that decodes,
+    and takes its credit: the replicas pass the sequence on among themselves. Their reports may come
+    in either order. Without a replica for either half of the work, every replica does both.
     """
 
     def __init__(self, roles: Sequence[ReplicaRole] = ()) -> None:
         self._roles = tuple(roles)
-        self.waiting: deque[HandedOver] = deque()
         self._releases: dict[str, list[int]] = {}
 
     def __bool__(self) -> bool:
-        return bool(self._roles or self.waiting)
+        return bool(self._roles)
 
     @property
     def roles(self) -> tuple[ReplicaRole, ...]:
@@ -71,7 +35,6 @@ class Handovers:
 
     def clear(self) -> None:
         """Drop all sequences."""
-        self.waiting.clear()
         self._releases.clear()
 
     # --- replicas -----------------------------------------------------------------------------
@@ -85,24 +48,16 @@ class Handovers:
             return able
         return [replica for replica in able if self._role(replica) == "both"]
 
-    def decoders(self, replicas: Collection[Replica]) -> Collection[Replica]:
-        """Return the replicas on which a sequence may continue."""
-        able = [replica for replica in replicas if self._role(replica) != "prefill"]
-        return able or replicas
-
     def room(self, replicas: Collection[Replica]) -> int:
         """Return the places for sequences that come from replicas that prefill."""
-        places = -len(self.waiting)
-        for replica in replicas:
-            if self._role(replica) == "prefill":
-                places -= len(replica.running)
-            else:
-                places += replica.credits
-        return places
+        return sum(replica.credits for replica in self._decoders(replicas))
 
     def leaves(self, replica: Replica, replicas: Collection[Replica]) -> bool:
         """Whether sequences that start on a replica are handed over."""
         return self._role(replica) == "prefill" and self._are_split(replicas)
+
+    def _decoders(self, replicas: Collection[Replica]) -> list[Replica]:
+        return [replica for replica in replicas if self._role(replica) != "prefill"]
 
     def _are_split(self, replicas: Collection[Replica]) -> bool:
         """Whether some replica prefills and some replica decodes."""
@@ -115,35 +70,25 @@ class Handovers:
 
     # --- sequences ----------------------------------------------------------------------------
 
-    def add(self, running: Running, handover: Handover, now_ns: int) -> None:
-        """Let a sequence wait that a replica has handed over."""
-        running.giver = running.replica
-        running.num_tokens += len(handover.generated) - len(running.spec.generated)
-        spec = msgspec.structs.replace(running.spec, generated=handover.generated)
-        self.waiting.append(HandedOver(running, spec, handover.blocks, now_ns))
+    def promise(self, running: Running, replicas: Collection[Replica]) -> int:
+        """Promise a place to a sequence that starts elsewhere; return the replica's number.
 
-    def drop(self, request_id: str) -> list[Running]:
-        """Drop the sequences of a request; return them."""
-        dropped = [
-            each.running
-            for each in self.waiting
-            if each.running.request.info.request_id == request_id
-        ]
-        if dropped:
-            self.waiting = deque(each for each in self.waiting if each.running not in dropped)
-            for running in dropped:
-                self.release(running)
-        return dropped
+        There must be `room`.
+        """
+        successor = choose_replica(self._decoders(replicas), running.chain)
+        assert successor is not None, "no replica has a place"
+        successor.credits -= 1
+        successor.expected[running.spec.seq_id] = running
+        successor.prefixes.add(running.chain)
+        running.successor = successor.name
+        return split_role(successor.name)[1]
 
-    def overdue(self, now_ns: int) -> list[Running]:
-        """Return sequences whose deadline is over."""
-        runnings = (each.running for each in self.waiting)
-        return [r for r in runnings if r.deadline_ns is not None and r.deadline_ns <= now_ns]
-
-    def next_deadline_ns(self) -> int | None:
-        """Return the earliest deadline; None if there is none."""
-        deadlines = (each.running.deadline_ns for each in self.waiting)
-        return min((each for each in deadlines if each is not None), default=None)
+    def break_promise(self, running: Running, replicas: Mapping[str, Replica]) -> None:
+        """Free the place of a sequence that has ended where it began."""
+        successor, seq_id = replicas.get(running.successor), running.spec.seq_id
+        if successor is not None and seq_id in successor.expected:
+            del successor.expected[seq_id]
+            successor.credits += 1
 
     def release(self, running: Running) -> None:
         """Note that the blocks of a sequence are not needed on the replica that handed it over."""

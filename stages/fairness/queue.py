@@ -105,6 +105,7 @@ class Running:
         num_tokens: Prompt and generated tokens.
         replica: The replica that has it.
         rank: Its rank there.
+        successor: The replica that is to continue it, or does; "" if it stays where it began.
         giver: The replica that offers its blocks after a handover; "" for none.
         chain: As in Waiting.
         level: The effective priority with which it was dispatched. It doesn't age while it runs.
@@ -128,6 +129,7 @@ class Running:
     num_tokens: int
     replica: str = ""
     rank: int = 0
+    successor: str = ""
     giver: str = ""
     chain: tuple[int, ...] = ()
     level: float = 0.0

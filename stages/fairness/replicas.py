@@ -76,6 +76,8 @@ class Replica:
         credits: Sequences that it can take.
         running: Its running sequences, by id.
         paused: Its paused sequences, by id; batching keeps them.
+        expected: Sequences that are to continue here, by id, and run elsewhere.
+        gone: Sequences that have continued elsewhere, by id, until its report says so.
         due: Running sequences whose own time slice is used up.
         made_since_change: Tokens made that have not ended a slice yet; at most a slice for each
             sequence.
@@ -90,6 +92,8 @@ class Replica:
         self.credits = 0
         self.running: dict[int, Running] = {}
         self.paused: dict[int, Running] = {}
+        self.expected: dict[int, Running] = {}
+        self.gone: dict[int, Running] = {}
         self.due: dict[int, Running] = {}
         self.made_since_change = 0
         self.num_leaving = 0
@@ -105,8 +109,8 @@ class Replica:
         return len(self._tenants) > (tenant in self._tenants)
 
     def has(self, request_id: str) -> bool:
-        """Whether sequences of a request run or are paused here."""
-        here = chain(self.running.values(), self.paused.values())
+        """Whether sequences of a request run, are paused or are expected here."""
+        here = chain(self.running.values(), self.paused.values(), self.expected.values())
         return any(running.request.info.request_id == request_id for running in here)
 
     def start(self, running: Running, level: float, order: int, *, preemptible: bool) -> None:
@@ -143,7 +147,7 @@ class Replica:
         tokens = Counter(chain.from_iterable(self._steps))
         self._steps.clear()
         for seq_id, number in tokens.items():
-            if (running := self.running.get(seq_id)) is not None:
+            if (running := self.running.get(seq_id) or self.gone.get(seq_id)) is not None:
                 yield running, number
 
     def ask_to_pause(
@@ -176,6 +180,12 @@ class Replica:
             if running is not None:
                 self.paused_tokens -= running.num_tokens
         return running
+
+    def let_go(self, running: Running) -> None:
+        """Note that a sequence has continued elsewhere."""
+        seq_id = running.spec.seq_id
+        if self.end(seq_id) is not None:
+            self.gone[seq_id] = running
 
     def keeps_kv(self, running: Running, before: int) -> bool:
         """Whether a sequence's KV would probably still be cached when it is resumed.
@@ -225,6 +235,7 @@ def choose_replica(replicas: Iterable[Replica], prefixes: tuple[int, ...]) -> Re
         return able[0] if able else None
 
     def merit(replica: Replica) -> tuple[int, int, int]:
-        return replica.prefixes.match(prefixes), -len(replica.running), replica.credits
+        load = len(replica.running) + len(replica.expected)
+        return replica.prefixes.match(prefixes), -load, replica.credits
 
     return max(able, key=merit)

@@ -16,7 +16,6 @@ from ...bus.messages import (
     AdmittedRequest,
     Credit,
     Envelope,
-    Handover,
     PauseSequences,
     ReleaseBlocks,
 )
@@ -75,9 +74,6 @@ class FairnessStage(Actor):
             case Credit() as report:
                 for running in self._core.absorb(report, now_ns(), role_of_sender(envelope.sender)):
                     self._trace_pause(running)
-            case Handover() as handover:
-                replica = role_of_sender(envelope.sender)
-                self._core.hand_over(handover, now_ns(), replica)
             case Cancel() as cancel:
                 await self._pass_on(self._core.cancel(cancel))
             case UpdateFairness(config):
@@ -215,9 +211,6 @@ class FairnessStage(Actor):
         if dispatched.resumed is not None:
             resumed = dispatched.resumed
             self._trace(names.FAIRNESS_RESUME, resumed, resumed.paused_ns, passed_by)
-        elif (each := dispatched.handed_over) is not None:
-            by = {names.HANDED_OVER_BY: each.running.giver}
-            self._trace(names.FAIRNESS_HANDOVER, each.running, each.since_ns, by)
         elif dispatched.last:
             attributes = {names.PRIORITY: dispatched.request.priority, **passed_by}
             info = dispatched.request.info

@@ -35,7 +35,7 @@ TURN = KVSession(id="agent", ttl_s=9.5, after="demote")
 RESPONSE = messages.StoredResponse(
     (messages.StoredSample((4, 5), (-0.5, -float("inf")), (((4, -0.5),), ()), "stop"),), 3, 2, 1
 )
-REMOTE = messages.RemoteBlocks("here", "layout", "weights", 3, 2, ((b"a" * 16, 4),))
+REMOTE = messages.RemoteBlocks("here", "layout", "weights", 3, 2, ((b"a" * 16, 4, 1),))
 DRAFT = messages.VerifiedDraft(7, "prompt", 3, 2)
 ITEMS = (messages.RecoveryItem("r", "1-0"), messages.RecoveryItem("1-1", "1-1"))
 CANCEL = control.Cancel("r", "1-0", "expired", "deadline", "too late", unstarted=True)
@@ -45,9 +45,12 @@ SAMPLES: tuple[Message, ...] = (
     messages.AdmittedRequest(INFO, PROMPT, SAMPLING, (SPEC,), "default", -1, rank=4),
     messages.AdmittedRequest(INFO, PROMPT, SAMPLING, (SPEC,), "default", 0, kv_session=TURN),
     messages.AdmittedRequest(
-        *(INFO, PROMPT, SAMPLING, (SPEC,), "default", 0), hands_over=True, remote=REMOTE
+        *(INFO, PROMPT, SAMPLING, (SPEC,), "default", 0), successors=(1,), remote=REMOTE
     ),
-    messages.Handover(7, (4,), REMOTE),
+    messages.AnnounceSequence(messages.AdmittedRequest(INFO, PROMPT, SAMPLING, (SPEC,), "", 0)),
+    messages.AnnounceBlocks(7, ((b"n" * 16, 3, 1),)),
+    messages.Handover(7, (4,), 5),
+    messages.WithdrawSequences((7,)),
     messages.ReleaseBlocks((7, 8)),
     messages.PauseSequences((1, 2)),
     messages.ResumeSequences((7, 8), -5),

@@ -22,8 +22,15 @@ from nano_inference.stages.batching.handover import Handovers
 from nano_inference.stages.batching.tiers import KVTiers
 
 BY_GIVER = ("before the offer", "offered", "handing over")
-IN_FAIRNESS = ("waiting in fairness",)
-BY_TAKER = ("reading", "between two blocks", "read and not loaded", "decoding")
+IN_FAIRNESS = ("reported to fairness",)
+BY_TAKER = (
+    "announced",
+    "awaiting a step",
+    "reading",
+    "between two blocks",
+    "read and not loaded",
+    "decoding",
+)
 PHASES = (*BY_GIVER, *IN_FAIRNESS, *BY_TAKER)
 """In order. Each is reached by the side that is named."""
 
@@ -59,6 +66,7 @@ def mark_phases(folder: Path) -> None:
     """Call `reach` wherever this process reaches a phase."""
     # The executor's parts import torch, so only processes that run one come here.
     from nano_inference.stages.executor.runner.tiers.host_slots import HostSlots
+    from nano_inference.stages.executor.runner.tiers.transports.peers import Peers
     from nano_inference.stages.executor.runner.tiers.transports.slots import SlotMemory
 
     def offer(original: Any, self: Handovers, seqs: Any, *rest: Any) -> Any:
@@ -70,6 +78,14 @@ def mark_phases(folder: Path) -> None:
     def offered(original: Any, self: HostSlots, moves: Any) -> None:
         original(self, moves)
         reach(folder, "offered")
+
+    def take_in(original: Any, self: BatchingCore, message: Any, *rest: Any) -> Any:
+        reach(folder, "announced")
+        return original(self, message, *rest)
+
+    def wait(original: Any, self: Peers, *args: Any) -> None:
+        reach(folder, "awaiting a step")
+        original(self, *args)
 
     def absorb_handovers(original: Any, self: Handovers, result: StepSummary) -> Any:
         leaving = original(self, result)
@@ -96,6 +112,8 @@ def mark_phases(folder: Path) -> None:
     wrap(Handovers, "offer", offer)
     wrap(HostSlots, "offer", offered)
     wrap(Handovers, "absorb", absorb_handovers)
+    wrap(BatchingCore, "take_in", take_in)
+    wrap(Peers, "wait", wait)
     wrap(SlotMemory, "read", read)
     wrap(KVTiers, "changed", changed)
     wrap(BatchingCore, "absorb", absorb)
@@ -128,7 +146,7 @@ def state_of(core: BatchingCore) -> dict[str, int]:
     return {
         "sequences": len(core._index),
         "blocks": core.cache.num_blocks - core.cache.num_free_blocks(),
-        "offers": len(tiers._offers) + len(core._handovers._offered),
+        "offers": len(tiers._offers) + len(core.handovers._leavers) + len(core._arrivals._arrivals),
         "pinned": len(tiers._pinned),
         "fetches": len(tiers._fetching) + len(tiers._receiving),
         "different": tiers.difference is not None,

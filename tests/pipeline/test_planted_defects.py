@@ -361,7 +361,8 @@ def pairs(blocks: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def slots_alone(blocks: tuple[Any, ...]) -> tuple[Any, ...]:
-    return tuple(zip((name for name, _ in blocks), (slot for _, slot in blocks[::-1]), strict=True))
+    others = (slot for _, slot, _ in blocks[::-1])
+    return tuple((name, slot, step) for (name, _, step), slot in zip(blocks, others, strict=True))
 
 
 OTHER_DTYPE = BlockLayout(16, ((2, 32, 32),), "bfloat16").digest

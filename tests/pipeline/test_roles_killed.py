@@ -273,13 +273,13 @@ async def test_a_kill_in_any_phase_costs_no_token_and_leaves_nothing(
     make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, soak: bool
 ) -> None:
     rounds = kills(soak)
-    hand_over = FairnessCore.hand_over
+    leave = FairnessCore._leave
 
-    def handed_over(self: FairnessCore, *args: Any) -> None:
-        hand_over(self, *args)
-        kill_phases.reach(tmp_path, "waiting in fairness")
+    def left(self: FairnessCore, *args: Any) -> None:
+        leave(self, *args)
+        kill_phases.reach(tmp_path, "reported to fairness")
 
-    monkeypatch.setattr(FairnessCore, "hand_over", handed_over)
+    monkeypatch.setattr(FairnessCore, "_leave", left)
     numbered = [body for number in range(len(rounds)) for body in bodies(number)]
     here = {"bus__url": "memory", "bus__links": "auto"}
     async with Pipeline(make_config(engine__deterministic=True, **here)) as alone:

@@ -120,11 +120,12 @@ async def test_a_handover_shows_as_two_stays_and_the_way_between_them() -> None:
         completion = await found.pipeline.complete(asking("12 + 30 = " * 8))
     spans = found.of(completion)
     giver, taker = sorted(spans["executor"], key=lambda span: span.start_time or 0)
-    (handover,), (fetch,) = spans["fairness.handover"], spans["batching.kv_fetch"]
-    times = [giver.end_time, handover.start_time, fetch.start_time, taker.start_time]
+    (handover,) = spans["batching.handover"]
+    times = [giver.start_time, handover.start_time, handover.end_time, taker.start_time]
     assert times == sorted(times)  # type: ignore[type-var]
     assert (handover.attributes or {})[names.HANDED_OVER_BY] == "batching"
-    assert (fetch.attributes or {})[names.KV_BLOCKS_LOADED] > 0  # type: ignore[operator]
+    for fetch in spans["batching.kv_fetch"]:  # if the blocks came behind the token
+        assert (fetch.attributes or {})[names.KV_BLOCKS_LOADED] > 0  # type: ignore[operator]
     replicas = [(span.attributes or {})["nano.replica"] for span in (giver, taker)]
     assert replicas == ["0", "1"]
     assert len(spans["batching"]) == 2

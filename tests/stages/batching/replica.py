@@ -56,11 +56,13 @@ class RuleExecutor:
 
     Attributes:
         peers: Other executors, by address.
+        is_patient: Whether to wait for their blocks, where they are announced and not offered.
         offered: Name of the block in each host slot that they may read.
     """
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
         self.peers: dict[str, RuleExecutor] = {}
+        self.is_patient = False
         self.offered: dict[int, bytes] = {}
         self.block_size = block_size
         self.slots = [[-1] * block_size for _ in range(num_blocks)]
@@ -162,6 +164,9 @@ class RuleExecutor:
         if self.fetches:
             move = self.fetches.popleft()
             if (block := self._fetched(move)) is None:
+                if move.source and self.is_patient:
+                    self.fetches.append(move)
+                    return None
                 return TiersChanged(lost=(move.name,))
             self._put(move.slot, block)
             return TiersChanged(fetched=(move.name,))
@@ -281,7 +286,7 @@ class FakeReplica:
         rank: int = 0,
         pooling: Pooling | None = None,
         adapter: str = "",
-        hands_over: bool = False,
+        successors: tuple[int, ...] = (),
         session: KVSession | None = None,
         tenant: str = "",
         media: tuple[MediaItem, ...] = (),
@@ -294,7 +299,7 @@ class FakeReplica:
             name: Its id; the first sample's by default.
             max_tokens: Must be 1 with `pooling`.
             stop: Whether samples end with the token STOP.
-            priority, prompt_logprobs, deadline_ns, rank, pooling, adapter, hands_over: As in the
+            priority, prompt_logprobs, deadline_ns, rank, pooling, adapter, successors: As in the
                 messages.
             session, tenant, media: As in the messages.
         """
@@ -308,7 +313,7 @@ class FakeReplica:
         info = RequestInfo(name, name, adapter=adapter, pooling=pooling)
         specs = tuple(SequenceSpec(seq_id, index, 0) for index, seq_id in enumerate(seq_ids))
         about = (info, Prompt(tuple(prompt)), sampling, specs)
-        more = {"rank": rank, "hands_over": hands_over, "kv_session": session, "media": media}
+        more = {"rank": rank, "successors": successors, "kv_session": session, "media": media}
         self.send(AdmittedRequest(*about, tenant, priority, **more), deadline_ns)
 
     def send(self, request: AdmittedRequest, deadline_ns: int | None = None) -> None:

@@ -9,7 +9,8 @@ import msgspec
 import pytest
 
 from nano_inference.bus.control import Cancel
-from nano_inference.bus.messages import AdmittedRequest, Handover
+from nano_inference.bus.messages import AnnounceBlocks, AnnounceSequence, Handover
+from nano_inference.stages.batching.handover import Departure
 from nano_inference.stages.batching.tiers import OFFER_S, KVTiers
 
 from .replica import CACHE_TYPES, CacheType, FakeReplica, expected, reported
@@ -33,51 +34,51 @@ def num_computed(replica: FakeReplica) -> int:
 
 
 class Pair:
-    """A replica that prefills, one that decodes, and fairness between them."""
+    """A replica that prefills, and one that decodes; messages between them come late.
+
+    Attributes:
+        messages: On their way, in order.
+    """
 
     def __init__(self, **settings: int | str) -> None:
         self.giver, self.taker = replica("giver", **settings), replica("taker", **settings)
         self.taker.executor.peers = {"giver": self.giver.executor}
-        self.requests: dict[int, AdmittedRequest] = {}
-        self.handovers: deque[Handover] = deque()
+        self.requests: dict[int, str] = {}
+        self.messages: deque[Departure] = deque()
 
     def add(self, prompt: list[int], seq_ids: list[int], **fields: object) -> None:
-        core, added = self.giver.core, []
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(core, "add", lambda request, deadline_ns: added.append(request))
-            self.giver.add(prompt, seq_ids, hands_over=True, **fields)  # type: ignore[arg-type]
-        core.add(added[0])
-        self.requests |= dict.fromkeys(seq_ids, added[0])
+        successors = (1,) * len(seq_ids)
+        self.giver.add(prompt, seq_ids, successors=successors, **fields)  # type: ignore[arg-type]
+        self.requests |= dict.fromkeys(seq_ids, str(seq_ids[0]))
 
     def collect(self) -> None:
-        """Take the handovers, behind the report of their work."""
-        handovers = self.giver.core.take_handovers()
-        self.giver.core.take_report(due=bool(handovers))
-        self.handovers += handovers
+        """Take the messages, all for the other replica."""
+        departures = self.giver.core.handovers.take_departures()
+        assert all(each.successor == 1 for each in departures)
+        self.messages += departures
+
+    @property
+    def handovers(self) -> list[Handover]:
+        """The sequences that are handed over by messages on their way."""
+        messages = (each.message for each in self.messages)
+        return [message for message in messages if isinstance(message, Handover)]
 
     def pass_on(self) -> None:
-        handover = self.handovers.popleft()
-        request = self.requests[handover.seq_id]
-        (spec,) = [each for each in request.sequences if each.seq_id == handover.seq_id]
-        self.taker.send(
-            msgspec.structs.replace(
-                request,
-                sequences=(msgspec.structs.replace(spec, generated=handover.generated),),
-                hands_over=False,
-                remote=handover.blocks,
-            )
-        )
+        """Pass on the oldest message."""
+        departure = self.messages.popleft()
+        self.taker.core.take_in(departure.message, departure.deadline_ns)
+
+    def pass_all(self) -> None:
+        """Pass on all messages."""
+        self.collect()
+        while self.messages:
+            self.pass_on()
 
     def run(self) -> None:
-        while True:
-            self.giver.run()
-            self.collect()
-            if not self.handovers:
-                break
-            while self.handovers:
-                self.pass_on()
+        self.giver.run()
+        self.pass_all()
         self.taker.run()
-        self.giver.core.release_offers(self.requests)
+        self.giver.core.handovers.release(self.requests)
 
     def outputs(self, seq_id: int) -> list[int]:
         return [
@@ -116,11 +117,12 @@ def test_samples_of_one_request_are_handed_over_one_by_one() -> None:
 def test_a_sequence_that_ends_with_its_first_token_stays() -> None:
     pair = Pair()
     pair.add(PROMPT, [1], max_tokens=1)
-    pair.giver.run()
-    pair.collect()
-    assert not pair.handovers
+    pair.run()
     assert pair.giver.reasons == {1: "length"}
     assert not tiers_of(pair.giver).has_offers
+    assert not pair.taker.log or not any(plan.new for plan in pair.taker.log)
+    assert reported(pair.giver).ended == (1,)
+    assert pair.taker.core.take_report() is None, "fairness frees the place"
 
 
 def test_a_sequence_without_its_first_token_gives_its_slots_back() -> None:
@@ -135,8 +137,9 @@ def test_a_sequence_without_its_first_token_gives_its_slots_back() -> None:
     assert not pair.handovers
     assert not tiers_of(pair.giver).has_offers
     pair.giver.core.stop([1])
-    pair.giver.run()
+    pair.run()
     assert pair.giver.core.idle
+    assert not pair.taker.core._arrivals.requests()
 
 
 def test_a_handover_frees_its_place_and_is_not_an_end() -> None:
@@ -144,25 +147,91 @@ def test_a_handover_frees_its_place_and_is_not_an_end() -> None:
     pair.add(PROMPT, [1])
     pair.giver.run()
     report = reported(pair.giver)
-    assert (report.sequences, report.ended, report.steps) == (1, (), ((1,),))
-    assert report.started == ((1, len(PROMPT)),)
-    (handover,) = pair.giver.core.take_handovers()
+    assert (report.sequences, report.ended, report.left) == (1, (), (1,))
+    assert (report.started, report.steps) == (((1, len(PROMPT)),), ((1,),))
+    pair.collect()
+    (handover,) = pair.handovers
     assert handover.generated == tuple(expected(PROMPT, 1))
     assert pair.giver.core.idle
+
+
+def test_blocks_are_there_with_the_first_token() -> None:
+    """Those of a prompt of several steps come while its last step is computed."""
+    pair = Pair(max_tokens_per_batch=8)
+    pair.taker.executor.is_patient = True
+    pair.add(PROMPT, [1])
+    announced = []
+    while not pair.handovers:
+        pair.giver.plan()
+        pair.collect()
+        while pair.messages:
+            announced.append(type(pair.messages[0].message))
+            pair.pass_on()
+        pair.taker.run()
+        pair.giver.retire()
+        pair.collect()
+    assert announced == [AnnounceSequence, AnnounceBlocks, AnnounceBlocks]
+    pair.taker.run()
+    assert tiers_of(pair.taker).take_counts().received == 5
+    assert pair.taker.core.idle, "it waits for no token"
+    pair.pass_all()
+    assert pair.taker.plan(), "the sequence starts at once"
+    assert [new.num_cached for new in pair.taker.log[-1].new] == [20]
+    pair.run()
+    assert pair.outputs(1) == expected(PROMPT, 8)
+    pair.check()
+
+
+@pytest.mark.parametrize("prompt_logprobs", [None, 1])
+def test_a_prompt_of_full_blocks_is_fetched_whole(prompt_logprobs: int | None) -> None:
+    """Also if it is scored, which the other replica has done."""
+    pair = Pair()
+    pair.add(PROMPT[:20], [1], prompt_logprobs=prompt_logprobs)
+    pair.giver.run()
+    pair.collect()
+    pair.pass_on()
+    pair.taker.run()
+    assert tiers_of(pair.taker).take_counts().received == 5
+    pair.run()
+    assert pair.outputs(1) == expected(PROMPT[:20], 8)
+    assert num_computed(pair.taker) == 1 + 6
+
+
+@pytest.mark.parametrize("is_announced", [False, True])
+def test_a_request_that_ends_on_both_sides_frees_both_places(is_announced: bool) -> None:
+    """Its cancellation overtakes the messages of the other replica, or comes in between."""
+    pair = Pair()
+    pair.add(PROMPT, [1])
+    pair.giver.run()
+    pair.collect()
+    if is_announced:
+        pair.pass_on()
+    end = Cancel("1", "1", "cancelled", "cancelled", "")
+    for each in (pair.giver, pair.taker):
+        each.core.cancel(end)
+    pair.run()
+    assert reported(pair.giver).left == (1,)
+    if is_announced:
+        assert 1 not in pair.taker.outputs
+    else:
+        # It runs until streaming, which has ended the request, halts it.
+        pair.taker.core.stop([1])
+    report = reported(pair.taker)
+    assert (report.sequences, report.ended) == (1, (1,))
+    pair.check()
 
 
 def test_offered_blocks_keep_their_slots_until_they_are_released() -> None:
     pair = Pair(host_slots=6, num_blocks=8)
     pair.add(PROMPT, [1])
     pair.giver.run()
-    pair.collect()
     for seq_id in range(2, 9):
         pair.giver.add([seq_id] * 16, seq_id)  # each evicts blocks, which want slots
         pair.giver.run()
-    pair.pass_on()
+    pair.pass_all()
     pair.taker.run()
     assert tiers_of(pair.taker).take_counts().received == 5
-    pair.giver.core.release_offers([1])
+    pair.giver.core.handovers.release([1])
     assert not tiers_of(pair.giver).has_offers
     pair.check()
 
@@ -201,10 +270,13 @@ def test_a_difference_in_one_field_is_a_miss(difference: str) -> None:
     pair.add(PROMPT, [1])
     pair.giver.run()
     pair.collect()
-    handover = pair.handovers.popleft()
+    announced = pair.messages[0].message
+    assert isinstance(announced, AnnounceSequence)
     value: str | int = 7 if difference.endswith("version") else "other"
-    blocks = msgspec.structs.replace(handover.blocks, **{difference: value})
-    pair.handovers.append(msgspec.structs.replace(handover, blocks=blocks))
+    assert announced.request.remote is not None
+    blocks = msgspec.structs.replace(announced.request.remote, **{difference: value})
+    request = msgspec.structs.replace(announced.request, remote=blocks)
+    pair.messages[0].message = AnnounceSequence(request)
     pair.run()
     assert pair.outputs(1) == expected(PROMPT, 8)
     assert tiers_of(pair.taker).take_counts().received == 0
@@ -215,8 +287,7 @@ def test_new_weights_at_the_taker_make_the_blocks_useless() -> None:
     pair = Pair()
     pair.add(PROMPT, [1])
     pair.giver.run()
-    pair.collect()
-    pair.pass_on()
+    pair.pass_all()
     pair.taker.core.change_weights(1, "keep")
     pair.taker.run()
     assert pair.outputs(1) == expected(PROMPT, 8)
@@ -230,7 +301,8 @@ def test_a_prompt_computed_across_new_weights_is_not_offered() -> None:
     pair.giver.core.change_weights(1, "keep")
     pair.run()
     assert pair.outputs(1) == expected(PROMPT, 8)
-    assert tiers_of(pair.giver).take_counts().offered == 0
+    assert tiers_of(pair.giver).take_counts().offered == 4, "those of the steps before"
+    assert tiers_of(pair.taker).take_counts().loaded == 4
 
 
 def test_a_cancelled_sequence_that_was_handed_over_counts_as_begun() -> None:
@@ -238,8 +310,7 @@ def test_a_cancelled_sequence_that_was_handed_over_counts_as_begun() -> None:
     pair = Pair()
     pair.add(PROMPT, [1])
     pair.giver.run()
-    pair.collect()
-    pair.pass_on()
+    pair.pass_all()
     pair.taker.core.cancel(Cancel("1", "1", "cancelled", "cancelled", ""))
     pair.taker.run()
     (ended,) = [cancel for plan in pair.taker.log for cancel in plan.ended]
@@ -289,14 +360,15 @@ def test_whatever_happens_the_tokens_are_the_same(seed: int) -> None:
             if not each.plan() or draw.random() < 0.5:
                 each.retire()
             pair.collect()
-        elif action == "pass" and pair.handovers:
+        elif action == "pass" and pair.messages:
             pair.pass_on()
         elif action == "tier":
+            pair.taker.executor.is_patient = draw.random() < 0.8
             draw.choice((pair.giver, pair.taker)).change_tiers()
         elif action == "odd":
             odd = draw.randrange(8)
             if odd == 0:
-                pair.giver.core.release_offers(range(len(prompts)))  # too early for some
+                pair.giver.core.handovers.release(range(len(prompts)))  # too early for some
             elif odd == 1:
                 pair.taker.lose_plans()
             elif odd == 2:
@@ -305,13 +377,14 @@ def test_whatever_happens_the_tokens_are_the_same(seed: int) -> None:
                 pair.giver.executor.offered.clear()  # another process took its memory away
             elif odd == 4 and prompts:
                 seq_id = draw.choice(list(prompts))
-                name = pair.requests[seq_id].info.request_id
-                same = [s for s, r in pair.requests.items() if r.info.request_id == name]
-                cancelled |= set(same)
-                pair.handovers = deque(h for h in pair.handovers if h.seq_id not in same)
+                name = pair.requests[seq_id]
+                cancelled |= {s for s, each in pair.requests.items() if each == name}
                 for each in (pair.giver, pair.taker):
                     each.core.cancel(Cancel(name, name, "cancelled", "cancelled", ""))
+            elif odd == 5:
+                pair.giver.lose_plans()
         pair.check()
+    pair.taker.executor.is_patient = False
     pair.run()
     pair.check()
     for seq_id, prompt in prompts.items():

@@ -19,6 +19,9 @@ from .transports.slots import WantedBlock
 MOST_AT_ONCE = 64
 """Blocks of one transfer. The first blocks of a long prompt can be loaded while others come."""
 
+MOST_WAIT_S = 60.0
+"""Longest wait for blocks that are to be computed; then the offer has ended, too."""
+
 _THREADS = 2
 """For each other executor: one that is slow delays no read from another."""
 
@@ -38,9 +41,13 @@ class PeerFetches:
         self._peers = Peers(secret, nixl)
         self._transfers: list[Transfer] = []
         self._threads: dict[str, ThreadPoolExecutor] = {}
+        self._closed = False
 
     def submit(self, moves: Sequence[KVMove]) -> None:
-        """Read blocks, each to the slot of its move."""
+        """Read blocks, each to the slot of its move, when the step is done that offers it.
+
+        Moves come in the order of these steps, so one that waits delays only others that wait.
+        """
         for source, group in groupby(moves, attrgetter("source")):
             if source not in self._threads:
                 self._threads[source] = ThreadPoolExecutor(_THREADS, "kv-receive")
@@ -63,6 +70,7 @@ class PeerFetches:
 
     def close(self) -> None:
         """End all connections and threads."""
+        self._closed = True
         self._peers.close()
         for threads in self._threads.values():
             threads.shutdown(cancel_futures=True)
@@ -71,7 +79,13 @@ class PeerFetches:
     def _fetch(
         self, source: str, moves: Sequence[KVMove], generation: int, asked_at: float
     ) -> None:
+        def is_over() -> bool:
+            waited_s = time.perf_counter() - asked_at
+            return self._closed or generation != self._changes.generation or waited_s > MOST_WAIT_S
+
         whole, slots = [False] * len(moves), [move.slot for move in moves]
+        if step := max(move.step for move in moves):
+            self._peers.wait(source, step, asked_at, is_over)
         self._slots.hold(slots)
         try:
             if generation == self._changes.generation:

@@ -132,8 +132,6 @@ class BlockTiers:
                     self._receipts.submit([move for move in run if move.source])
                     if from_disk := [move for move in run if not move.source]:
                         self._reads.submit(from_disk)
-                case "offer":
-                    self.slots.offer(run)
                 case "drop":
                     assert self._disk is not None
                     for move in run:
@@ -141,8 +139,17 @@ class BlockTiers:
                 case "compare":
                     self._changes.add(TiersChanged(audited=tuple(map(self.slots.compare, run))))
 
+    def offer(self, moves: Sequence[KVMove], step: int) -> None:
+        """Let other executors read the blocks that a step has computed."""
+        assert self._shared is not None, "no other executor may read the slots"
+        for run in _runs(moves):
+            self.slots.offer(run)
+        self._shared.set_step(step)
+
     def reset(self) -> None:
         """Drop the fetches in flight. Slots and files stay as they are."""
+        if self._shared is not None:
+            self._shared.set_step(0)
         self._changes.reset()
         self._receipts.reset()
 

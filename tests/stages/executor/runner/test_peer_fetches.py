@@ -21,7 +21,11 @@ from nano_inference.stages.executor.runner.tiers import peer_fetches
 from nano_inference.stages.executor.runner.tiers.tiers import BlockTiers
 from nano_inference.stages.executor.runner.tiers.transports import slots as slots_module
 from nano_inference.stages.executor.runner.tiers.transports import tcp
-from nano_inference.stages.executor.runner.tiers.transports.slots import SlotAddress
+from nano_inference.stages.executor.runner.tiers.transports.slots import (
+    SharedSlots,
+    SlotAddress,
+    SlotMemory,
+)
 
 from .test_tiers import block_of, make_model, same
 
@@ -77,9 +81,10 @@ def hanging(part: bytes = b"", every_s: float = 0.0) -> Iterator[tuple[str, list
                 connection.close()
 
 
-def fetch(source: str, slot: int, number: int, other: int) -> KVMove:
+def fetch(source: str, slot: int, number: int, other: int, step: int = 0) -> KVMove:
     name = NAMES[number]
-    return KVMove("fetch", name, slot, other=other, source=source, source_name=name)
+    there = {"other": other, "source": source, "source_name": name, "step": step}
+    return KVMove("fetch", name, slot, **there)  # type: ignore[arg-type]
 
 
 def reports(tiers: BlockTiers) -> Iterator[TiersChanged]:
@@ -96,7 +101,7 @@ def test_an_executor_that_hangs_delays_no_block_of_another(
     monkeypatch.setattr(peer_fetches, "MOST_AT_ONCE", 1)
     monkeypatch.setattr(tcp, "TIMEOUT_S", 60.0)
     with executor("127.0.0.1:0") as giver, executor() as taker, hanging() as (hangs, _):
-        giver.apply([KVMove("offer", NAMES[0], 0, 3)])
+        giver.offer([KVMove("offer", NAMES[0], 0, 3)], 1)
         address = SlotAddress.decode(giver.capacity.address)
         far = msgspec.structs.replace(address, host="").encode()
         monkeypatch.setattr(slots_module, "_HERE", {})
@@ -106,6 +111,44 @@ def test_an_executor_that_hangs_delays_no_block_of_another(
         taker.apply([KVMove("load", NAMES[0], 7, 1)])
         assert same(block_of(taker, 1), block_of(giver, 3))
         taker.reset()
+
+
+@pytest.mark.parametrize("way", ["process", "tcp"])
+def test_a_fetch_waits_for_the_step_that_offers_its_block(
+    monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    with executor("127.0.0.1:0") as giver, executor() as taker:
+        address = SlotAddress.decode(giver.capacity.address)
+        if way == "tcp":
+            address = msgspec.structs.replace(address, host="")
+            monkeypatch.setattr(slots_module, "_HERE", {})
+        asked: list[int] = []
+        step_of = SharedSlots.step
+
+        def step(self: SharedSlots) -> int:
+            asked.append(found := step_of(self))
+            return found
+
+        monkeypatch.setattr(SlotMemory, "step", step)
+        taker.apply([fetch(address.encode(), 7, 0, 0, step=2)])
+        giver.offer([KVMove("offer", NAMES[1], 1, 4)], 1)
+        while asked[-2:] != [1, 1]:
+            taker.wait(0.01)
+        assert taker.take_changes() is None
+        giver.offer([KVMove("offer", NAMES[0], 0, 3)], 2)
+        assert next(reports(taker)) == TiersChanged(fetched=(NAMES[0],))
+
+
+def test_a_reset_ends_the_wait_for_a_step() -> None:
+    with executor() as giver, executor() as taker:
+        taker.apply([fetch(giver.capacity.address, 7, 0, 0, step=2)])
+        taker.reset()
+        taker.apply([KVMove("store", NAMES[1], 7, 3)])  # nobody holds the slot
+        giver.offer([KVMove("offer", NAMES[0], 0, 3)], 2)
+        giver.reset()
+        taker.apply([fetch(giver.capacity.address, 6, 0, 0, step=1)])
+        giver.offer([KVMove("offer", NAMES[0], 0, 3)], 1)
+        assert next(reports(taker)) == TiersChanged(fetched=(NAMES[0],)), "of the new epoch"
 
 
 @pytest.mark.parametrize("part", [b"", b"x"])

@@ -120,6 +120,12 @@ def test_a_slot_may_be_offered_again(slots: SharedSlots, source: BlockSource) ->
     assert set(block.into) == {7}
 
 
+def test_the_last_step_is_read(slots: SharedSlots, source: BlockSource) -> None:
+    assert source.step() == 0
+    slots.set_step(1 << 40)
+    assert source.step() == 1 << 40
+
+
 def test_blocks_of_another_size_are_an_error(slots: SharedSlots, source: BlockSource) -> None:
     with pytest.raises(OSError, match="another size"):
         source.read([wanted(0)._replace(into=np.empty(SIZE // 2, np.uint8))])

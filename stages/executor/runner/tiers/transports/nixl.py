@@ -17,7 +17,16 @@ import numpy as np
 import xxhash
 
 from ......config import ModelError
-from .slots import ANOTHER_SIZE, ENTRY, Bytes, SharedSlots, SlotAddress, WantedBlock
+from .slots import (
+    ANOTHER_SIZE,
+    ENTRY,
+    STEP,
+    STEP_START,
+    Bytes,
+    SharedSlots,
+    SlotAddress,
+    WantedBlock,
+)
 from .tcp import TIMEOUT_S, TcpSlots
 
 _POLL_S = 20e-6
@@ -173,25 +182,38 @@ class NixlSlots:
         self._closed = self._failed = False
         self._entries = agent.reserve(_AT_ONCE * ENTRY.size).reshape(_AT_ONCE, ENTRY.size)
         self._blocks = agent.reserve(_AT_ONCE * self._memory.slot_bytes).reshape(_AT_ONCE, -1)
+        self._step = agent.reserve(STEP.size)
 
     def read(self, wanted: Sequence[WantedBlock]) -> list[bool]:
         """As BlockSource.read."""
         if any(block.into.nbytes != self._memory.slot_bytes for block in wanted):
             raise OSError(ANOTHER_SIZE)
         until, whole = time.monotonic() + TIMEOUT_S, []
+        with self._reading():
+            for start in range(0, len(wanted), _AT_ONCE):
+                whole += self._read(wanted[start : start + _AT_ONCE], until)
+        return whole
+
+    def step(self) -> int:
+        """As BlockSource.step."""
+        with self._reading():
+            pieces = [(self._memory.start + STEP_START, self._step)]
+            self._agent.read(self._name, pieces, time.monotonic() + TIMEOUT_S)
+            return int(STEP.unpack(self._step.data)[0])
+
+    @contextmanager
+    def _reading(self) -> Iterator[None]:
         with self._lock:
             if self._closed or self._failed:
                 raise ConnectionError("the connection has ended")
             try:
-                for start in range(0, len(wanted), _AT_ONCE):
-                    whole += self._read(wanted[start : start + _AT_ONCE], until)
+                yield
             except OSError:
                 self._failed = True
                 raise
             finally:
                 if self._closed:
                     self._free()
-        return whole
 
     def close(self) -> None:
         """Forget the other executor. A read in flight goes on to its end."""
@@ -202,7 +224,7 @@ class NixlSlots:
 
     def _free(self) -> None:
         free = self._agent.abandon if self._failed else self._agent.release
-        for memory in (self._entries, self._blocks):
+        for memory in (self._entries, self._blocks, self._step):
             free(memory)
         self._agent.disconnect(self._name)
 

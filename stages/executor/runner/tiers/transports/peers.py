@@ -15,6 +15,11 @@ from .nixl import NixlAgent, NixlSlots
 from .slots import AttachedSlots, BlockSource, SlotAddress, WantedBlock, slots_here, this_host
 from .tcp import TcpSlots
 
+_POLL_S = 0.001
+"""How often the step of another executor is read, while its blocks are awaited."""
+
+_FAILURES = (OSError, ModelError, msgspec.MsgspecError)
+
 
 class Transfer(NamedTuple):
     """A finished read.
@@ -74,16 +79,31 @@ class Peers:
             transport, connect = way_to(SlotAddress.decode(address), self._secret, self._nixl)
             source = self._source(address, connect, asked_at)
             whole = source.read(wanted)
-        except (OSError, ModelError, msgspec.MsgspecError) as problem:
+        except _FAILURES as problem:
             error = str(problem)
-            # Unless another read has found it before, and a third has connected again.
-            if source is self._sources.get(address):
-                self._failed_at[address] = time.perf_counter()
-                self._drop(address)
+            self._fail(address, source)
         num_bytes = sum(each.into.nbytes for each, came in zip(wanted, whole, strict=True) if came)
         seconds = time.perf_counter() - started
         failed = whole.count(False)
         return whole, Transfer(transport, seconds, len(whole) - failed, num_bytes, failed, error)
+
+    def wait(self, address: str, step: int, asked_at: float, is_over: Callable[[], bool]) -> None:
+        """Wait until the blocks of a step are offered, or until a read would fail.
+
+        Args:
+            address: Of the executor.
+            step: Its step.
+            asked_at: As for `read`.
+            is_over: Ends the wait.
+        """
+        source: BlockSource | None = None
+        try:
+            _, connect = way_to(SlotAddress.decode(address), self._secret, self._nixl)
+            source = self._source(address, connect, asked_at)
+            while source.step() < step and not is_over():
+                time.sleep(_POLL_S)
+        except _FAILURES:
+            self._fail(address, source)
 
     def close(self) -> None:
         """End all connections; reads in flight fail."""
@@ -102,6 +122,12 @@ class Peers:
             if address not in self._sources:
                 self._sources[address] = connect()
             return self._sources[address]
+
+    def _fail(self, address: str, source: BlockSource | None) -> None:
+        """Drop a connection, unless another read has, and a third has connected again."""
+        if source is self._sources.get(address):
+            self._failed_at[address] = time.perf_counter()
+            self._drop(address)
 
     def _drop(self, address: str) -> None:
         if (source := self._sources.pop(address, None)) is not None:

@@ -27,8 +27,10 @@ Bytes = npt.NDArray[np.uint8]
 
 ANOTHER_SIZE = "the other executor's blocks have another size"
 
-_FORMAT = 1
-_HEADER = struct.Struct("<8sQ16sQQ")  # magic, format, incarnation, slots, bytes of a slot
+_FORMAT = 2
+_HEADER = struct.Struct("<8sQ16sQQQ")  # magic, format, incarnation, slots, bytes of a slot, step
+STEP = struct.Struct("<Q")
+STEP_START = _HEADER.size - STEP.size
 _MAGIC = b"nano-kv\0"
 ENTRY = struct.Struct("<QQ16s")
 """Of a slot: generation, checksum, name."""
@@ -86,6 +88,9 @@ class BlockSource(Protocol):
             OSError: The other executor can't be reached, or was too slow.
         """
 
+    def step(self) -> int:
+        """Return the last step whose blocks are offered. Raises OSError, as `read`."""
+
     def close(self) -> None:
         """Free what the reader holds."""
 
@@ -112,6 +117,11 @@ class SlotMemory:
         if any(block.into.nbytes != self.bytes.shape[1] for block in wanted):
             raise OSError(ANOTHER_SIZE)
         return [self._read(*block) for block in wanted]
+
+    def step(self) -> int:
+        """As BlockSource.step."""
+        (step,) = STEP.unpack_from(self._memory, STEP_START)
+        return int(step)
 
     def close(self) -> None:
         """The memory is unmapped with its last user."""
@@ -171,7 +181,7 @@ class SharedSlots(SlotMemory):
                 raise
         else:
             memory = mmap.mmap(-1, size)
-        header = _HEADER.pack(_MAGIC, _FORMAT, bytes.fromhex(incarnation), num_slots, slot_bytes)
+        header = _HEADER.pack(_MAGIC, _FORMAT, bytes.fromhex(incarnation), num_slots, slot_bytes, 0)
         memory[: _HEADER.size] = header
         super().__init__(memory, num_slots, slot_bytes)
         self.raw: Bytes = np.frombuffer(memory, np.uint8)
@@ -187,6 +197,10 @@ class SharedSlots(SlotMemory):
             generation, _, _ = self.entry(slot)
             checksum = xxhash.xxh3_64_intdigest(self.bytes[slot].data)
             self._set(slot, generation + generation % 2, checksum, name)
+
+    def set_step(self, step: int) -> None:
+        """Note that the blocks of a step are offered; 0: a new epoch begins."""
+        STEP.pack_into(self._memory, STEP_START, step)
 
     def reader(self) -> SlotMemory:
         """Return the slots for another executor in this process."""
@@ -239,7 +253,7 @@ class AttachedSlots(SlotMemory):
             memory = _map(descriptor, size, write=False)
         finally:
             os.close(descriptor)
-        magic, form, incarnation, slots, slot_bytes = _HEADER.unpack_from(memory, 0)
+        magic, form, incarnation, slots, slot_bytes, _ = _HEADER.unpack_from(memory, 0)
         if (magic, form, incarnation.hex()) != (_MAGIC, _FORMAT, address.incarnation):
             raise OSError(f"{path} is the memory of another executor")
         if data_offset(slots) + slots * slot_bytes > size:

@@ -6,7 +6,8 @@
     client -> server    number of blocks, then (name, slot) of each
     server -> client    for each block: its length and checksum, then its bytes; length 0: not there
 
-In place of a number of blocks, `_DESCRIBE` asks for what NIXL has to know: its length, then that.
+In place of a number of blocks, `_DESCRIBE` asks for what NIXL has to know: its length, then that;
+and `_ASK_STEP` for the last step whose blocks are offered.
 
 Numbers are little-endian. Nothing is encrypted: the network between executors must be private.
 """
@@ -28,7 +29,7 @@ from typing import Any
 import xxhash
 
 from ......config import ModelError
-from .slots import ANOTHER_SIZE, SharedSlots, SlotAddress, WantedBlock
+from .slots import ANOTHER_SIZE, STEP, SharedSlots, SlotAddress, WantedBlock
 
 TIMEOUT_S = 5.0
 """Longest time for the handshake, and for the blocks of one `read`."""
@@ -44,6 +45,7 @@ MOST_CONNECTIONS = 256
 _NONCE = 32
 _COUNT = struct.Struct("<I")
 _DESCRIBE = 0xFFFFFFFF
+_ASK_STEP = 0xFFFFFFFE
 _MOST_DESCRIPTION = 1 << 20
 _REQUEST = struct.Struct("<16sQ")
 _ANSWER = struct.Struct("<QQ")
@@ -161,6 +163,9 @@ class _Connection(socketserver.BaseRequestHandler):
                 description = self.server.description
                 connection.sendall(_COUNT.pack(len(description)) + description)
                 continue
+            if number == _ASK_STEP:
+                connection.sendall(STEP.pack(slots.step()))
+                continue
             if number > MOST_BLOCKS:
                 return
             wanted = _receive(connection, number * _REQUEST.size)
@@ -223,6 +228,17 @@ class TcpSlots:
                 if self._closed:
                     self._connection.close()
         return whole
+
+    def step(self) -> int:
+        """As BlockSource.step."""
+        with self._lock:
+            try:
+                until = time.monotonic() + TIMEOUT_S
+                self._connection.sendall(_COUNT.pack(_ASK_STEP))
+                return int(STEP.unpack(_receive(self._connection, STEP.size, until))[0])
+            finally:
+                if self._closed:
+                    self._connection.close()
 
     def describe(self) -> bytes:
         """Return what NIXL has to know of the other executor's memory.

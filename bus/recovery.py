@@ -1,0 +1,50 @@
+"""Messages between admission and streaming about requests that go on after a failure."""
+
+from __future__ import annotations
+
+from .control import Internal, InternalPart
+
+
+class RecoveryItem(InternalPart, frozen=True, array_like=True):
+    """A request that admission holds, after a failure: its result stream's key, and its entry."""
+
+    key: str
+    entry_id: str
+
+
+class Recover(Internal, frozen=True):
+    """Admission to streaming, in a new epoch: report what there is of these requests.
+
+    It comes behind their RequestOpened, on the same link. Each is answered with Recovered, or with
+    RequestFinished when its terminal message is written.
+
+    Attributes:
+        replica: One of which the executor takes part in this epoch.
+    """
+
+    requests: tuple[RecoveryItem, ...]
+    replica: int = 0
+
+
+class RecoveredSample(InternalPart, frozen=True, array_like=True):
+    """What streaming has of one sample, whether from memory or from the result stream."""
+
+    sample_index: int
+    token_ids: tuple[int, ...]
+    finished: bool
+
+
+class Recovered(Internal, frozen=True):
+    """Streaming to admission: go on behind these tokens. Samples that never began are not here."""
+
+    entry_id: str
+    samples: tuple[RecoveredSample, ...]
+
+
+class Fenced(Internal, frozen=True):
+    """Streaming to admission: the streams of these entries take nothing more in this epoch.
+
+    The requests queue tells whose they are now: a larger epoch's, or outputs are missing there.
+    """
+
+    entry_ids: tuple[str, ...]

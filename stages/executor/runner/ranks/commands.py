@@ -124,7 +124,14 @@ class Resume(Command, frozen=True):
 
 
 class NewWeights(Command, frozen=True):
-    """Take this rank's parts of the weights that rank 0 sends next."""
+    """Put new weights in place: parts that are held, and this rank's of those that rank 0 sends
+    next.
+
+    Attributes:
+        held: Names, and the receipt of each (`calls.ReceiveParts`).
+    """
+
+    held: tuple[tuple[str, int], ...] = ()
 
 
 class MoveExperts(Command, frozen=True):

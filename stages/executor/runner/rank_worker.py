@@ -195,8 +195,8 @@ def main() -> None:
         status = 1
         try:
             server.close()
-            commands, calls = map(Connection, descriptors[:2])
-            run_rank(int(rank), commands, calls, descriptors[2:])
+            own, memories = descriptors[:2], descriptors[2:]
+            run_rank(int(rank), Connection(own[0]), Connection(own[1]), memories)
             status = 0
         except Exception:  # noqa: BLE001
             traceback.print_exc()

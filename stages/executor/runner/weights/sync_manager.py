@@ -65,7 +65,7 @@ class WeightSyncManager:
         self._stuck: WeightsError | None = None
         self._closed = False
         self._module, self._shards = module, shards
-        self._write_parts = write or (None if shards is None else shards.write)
+        self._write_everywhere = write
         self._pending: tuple[Mapping[str, NewWeight], int] | None = None
 
     @property
@@ -345,11 +345,15 @@ class WeightSyncManager:
 
     @torch.no_grad()
     def _write(self, new_weights: Mapping[str, NewWeight]) -> None:
-        if self._write_parts is not None:
-            self._write_parts(new_weights)
+        if self._write_everywhere is not None:
+            self._write_everywhere(new_weights)
+            return
+        whole = _whole_ones(new_weights)
+        if self._shards is not None:
+            self._shards.write(whole)
             return
         own = self._module.state_dict(keep_vars=True)
-        for name, tensor in _whole_ones(new_weights).items():
+        for name, tensor in whole.items():
             own[name].data.copy_(tensor)
 
 

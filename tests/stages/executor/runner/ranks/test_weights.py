@@ -92,6 +92,10 @@ def take_parts(tensors: Mapping[str, Tensor], model: LoadedModel, group: RankGro
         shards.write_parts(parts)
         return
     manager = WeightSyncManager(model.module, shards=shards, write=write)
+    shards.layout += 1
+    with pytest.raises(WeightsError, match="experts have changed their owners"):
+        manager.start_sync(found)
+    shards.layout -= 1
     assert manager.sync_blocking(manager.prepare(found)) == 1
 
 

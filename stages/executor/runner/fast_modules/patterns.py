@@ -492,6 +492,6 @@ def _layer_parts(
 
 def _sum_of(layer: nn.Module) -> LinearSum:
     if isinstance(layer, RowParallelLinear):
-        return LinearSum([*layer.parts], layer)  # type: ignore[arg-type]
+        return LinearSum([*layer.parts], layer)
     assert isinstance(layer, nn.Linear)
     return LinearSum([layer])

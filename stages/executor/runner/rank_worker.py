@@ -29,6 +29,7 @@ from .rank_weights import RankReceiver
 from .ranks import commands as do
 from .ranks.group import RankError
 from .ranks.groups import MOST_DESCRIPTORS, RankGroups, join_groups
+from .ranks.processes import LOAD_TIMEOUT_S
 from .ranks.shared_memory import SharedMemoryGroup
 from .sharded_model import load_sharded, move_experts
 from .shards import ShardedWeights
@@ -66,6 +67,8 @@ class Worker:
                 self._runner = runner = make_runner(self._config, self._model, command.num_blocks)
                 huge = self._config.huge_pages == "auto"
                 self._memory = ReplicaMemory([runner.cache], self._weights, huge_pages=huge)
+                if self._groups is not None:
+                    self._groups.set_timeout(self._config.rank_timeout_s)
             case do.Forward():
                 self._forward(command)
                 return False
@@ -129,9 +132,10 @@ class Worker:
     def _load(self, command: do.Load) -> None:
         torch.set_num_threads(command.threads)
         self._config = command.config
+        # As on rank 0, until all can run steps: some load longer than others.
+        self._group.timeout_s = LOAD_TIMEOUT_S
         self._groups = groups = join_groups(command.config, self._group, self._memories)
         self._model = load_sharded(command.config, groups.stage, groups.pipeline)
-        groups.set_timeout(command.timeout_s)
         self._weights = WeightSyncManager(self._model.module, shards=self._shards)
         self._receiver = RankReceiver(self._group.rank, self._calls, self._shards)
         threading.Thread(target=self._receiver.serve, daemon=True, name="weights-calls").start()

@@ -36,12 +36,10 @@ class Load(Command, frozen=True):
     Attributes:
         config: The settings.
         threads: Threads of a step.
-        timeout_s: The longest wait for another rank, once the model is loaded.
     """
 
     config: EngineConfig
     threads: int
-    timeout_s: float
 
 
 class Prepare(Command, frozen=True):

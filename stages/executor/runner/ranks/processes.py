@@ -26,8 +26,8 @@ from .commands import Command, Load, Reply, Report
 from .group import RankError, RankGroup
 from .groups import GroupMemories
 
-_LOAD_TIMEOUT_S = 1800.0
-"""For ranks that wait for another one to read its shard."""
+LOAD_TIMEOUT_S = 1800.0
+"""For ranks that wait for another one to read its shard, or to check what it has loaded."""
 
 _START_TIMEOUT_S = 120.0
 """For the process that starts ranks, which imports torch first."""
@@ -148,7 +148,7 @@ class Ranks:
         self._failure = ""
         memories = GroupMemories(config)
         self.groups = memories.groups
-        self.groups.set_timeout(_LOAD_TIMEOUT_S)
+        self.groups.set_timeout(LOAD_TIMEOUT_S)
         try:
             try:
                 ranks = range(1, self.size)
@@ -156,7 +156,7 @@ class Ranks:
             finally:
                 self.calls = Calls(beside, self.check, self._failed, self._timeout_s)
                 memories.close_descriptors()
-            self.tell(Load(config, threads, self._timeout_s))
+            self.tell(Load(config, threads))
         except BaseException:
             self.close()
             raise
@@ -235,14 +235,14 @@ class Ranks:
             ModelError: One of them can't.
             RankError: As `ask`.
         """
-        _check(self.replies(_LOAD_TIMEOUT_S))
+        _check(self.replies(LOAD_TIMEOUT_S))
 
     def prepared(self) -> str:
         """Wait until they can run steps; return why one is not deterministic, "" if all are.
 
         Raises as `loaded`.
         """
-        replies = self.replies(_LOAD_TIMEOUT_S)
+        replies = self.replies(LOAD_TIMEOUT_S)
         _check(replies)
         self.groups.set_timeout(self._timeout_s)
         reasons = (each.not_deterministic for each in replies)

@@ -7,12 +7,14 @@ import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from nano_inference import InferenceEngine, SamplingParams, TrainingSample, WeightsGroup
 from nano_inference.config import AdapterError, ConfigError, EngineConfig, ModelError, WeightsError
+from nano_inference.stages.executor.runner.fast_modules.modules import FastModules
 from nano_inference.stages.executor.runner.ranks.commands import Reply
 from nano_inference.stages.executor.runner.ranks.group import RankError
 from nano_inference.stages.executor.runner.ranks.processes import Ranks
@@ -255,8 +257,18 @@ def test_what_ranks_exclude_is_refused() -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, in_soak(signal.SIGSTOP)])
-def test_a_rank_that_ends_is_an_error_of_the_engine(number: signal.Signals) -> None:
-    """In the midst of an update too, of which nothing is put in place."""
+def test_a_rank_that_ends_is_an_error_of_the_engine(
+    number: signal.Signals, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the midst of an update too, of which nothing is put in place. To load takes any time."""
+    check = FastModules._compare
+
+    def check_late(*args: Any) -> Any:
+        monkeypatch.undo()
+        time.sleep(1.2)
+        return check(*args)
+
+    monkeypatch.setattr(FastModules, "_compare", check_late)
     config = EngineConfig(**{**_fields(CONFIG), "tensor_parallel": RANKS, "rank_timeout_s": 1.0})
     with InferenceEngine(config) as engine, WeightsGroup("127.0.0.1:0", 1 + RANKS) as trainer:
         engine.join_weights_group("weights", trainer.address, 1 + RANKS)

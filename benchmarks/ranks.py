@@ -268,7 +268,8 @@ def load(connection: Connection, folder: str, tensor_parallel: int, pipeline_par
         tensor_parallel=tensor_parallel,
         pipeline_parallel=pipeline_parallel,
         max_model_len=512,
-        kv_cache_bytes=1 << 26,
+        kv_cache_bytes=40 << 20,
+        deterministic=False,  # else minutes of checks at load, which give their memory back
         cpu_threads=1,
         speculation="off",
     )

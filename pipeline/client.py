@@ -341,8 +341,9 @@ class BusClient(Submitter, Deployment):
         Args:
             group: Its name; a group of the same name is left first.
             address: host:port of the group's TCP store, which rank 0 runs.
-            world_size: Number of ranks, rank 0 included.
-            rank_offset: The rank of the first executor; the others follow.
+            world_size: Number of ranks, rank 0 included. Each rank of a model counts.
+            rank_offset: The first rank of the first executor; its others follow, and then those of
+                the next executor.
             backend: "gloo", or "nccl" where trainer and executors have GPUs.
             timeout_s: Longest wait for the other ranks.
 
@@ -351,11 +352,14 @@ class BusClient(Submitter, Deployment):
             BusError: A lane did not answer.
         """
 
+        executors = await self._control.ready_recipients("executor", ANSWER_S, lane)
+        sizes = await self._control.ranks_of(executors)
+
         def join(index: int) -> Message:
-            rank = rank_offset + index
+            rank = rank_offset + sum(sizes[:index])
             return control.JoinWeightsGroup(group, address, rank, world_size, backend, timeout_s)
 
-        await self._operate("executor", join, timeout_s + ANSWER_S, lane=lane)
+        await self._operate("executor", join, timeout_s + ANSWER_S, executors)
 
     async def leave_weights_group(self, group: str, *, lane: str | None = None) -> None:
         """Have every lane's executor leave a group, even during a broadcast that hangs.

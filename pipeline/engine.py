@@ -31,7 +31,6 @@ from ..stages.batching.sessions import SessionCall, SessionKey
 from ..stages.executor.changes.arguments import check_arguments
 from ..stages.executor.core import ExecutorCore
 from ..stages.executor.runner.weights.sync_manager import weights_lost
-from ..stages.executor.runner.weights.transports import WeightGroups
 from ..stages.streaming.core import EndedRequest, StreamingCore
 from ..telemetry import now_ns
 from ..text.images import ImageProcessor
@@ -113,7 +112,7 @@ class InferenceEngine(ModelParts):
             self._batching.change_tiers(self._core.tiers.on_disk())
         self._streaming = StreamingCore(tokenizer if self._executor.model.generates else None)
         self._requests, self._images = UnfinishedRequests(), EngineImages()
-        self._groups = WeightGroups()
+        self._groups = self._executor.weight_groups
         # Samples from the response cache, and those that finished while `generate` waited for
         # others; the next `step` returns them.
         self._uncollected: list[Finished] = []
@@ -387,7 +386,8 @@ class InferenceEngine(ModelParts):
             group: Its name; a group of the same name is left first.
             address: host:port of the group's TCP store, which rank 0 runs.
             world_size: Number of ranks, rank 0 included.
-            rank: This engine's rank, at least 1.
+            rank: This engine's rank, at least 1; that of the first of the model's ranks, which are
+                members each.
             backend: "gloo", or "nccl" where trainer and engine have GPUs.
             timeout_s: Longest wait for the other ranks.
 

@@ -10,6 +10,7 @@ from ..bus.control import UpdateWeights
 from ..bus.weights import FolderWeights, GroupWeights, WeightsSource
 from ..config import WeightsError
 from ..stages.executor.changes.arguments import check_arguments
+from ..stages.executor.runner.shards import NewWeight
 from ..stages.executor.runner.weights.sync_manager import WeightSyncManager
 from ..stages.executor.runner.weights.transports import WeightGroups, fetch
 
@@ -20,7 +21,7 @@ def receive_weights(
     source: Mapping[str, Tensor] | WeightsSource,
     version: int | None,
     timeout_s: float,
-) -> dict[str, Tensor]:
+) -> dict[str, NewWeight]:
     """Return new weights, checked to be finite, in the model's dtypes and by its names.
 
     Blocks until they have come.
@@ -47,6 +48,7 @@ def receive_weights(
             # Otherwise the next update would receive these.
             groups.skip(source.group)
         raise
+    tensors: Mapping[str, NewWeight]
     if isinstance(source, Mapping):
         tensors = source
     else:

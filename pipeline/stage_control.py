@@ -141,6 +141,13 @@ class StageControl:
                 )
             await anyio.sleep(_POLL_S)
 
+    async def ranks_of(self, executors: Recipients) -> list[int]:
+        """Return the number of ranks of each executor."""
+        reports = await self._reports()
+        return [
+            int(reports[each].load.get("ranks", 1)) if each in reports else 1 for each in executors
+        ]
+
     async def send(
         self, stage: str, body: Body, recipients: Recipients, operation_id: str = ""
     ) -> None:

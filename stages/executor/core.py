@@ -35,15 +35,17 @@ from .runner.device import describe_device
 from .runner.graphs import Capture, CudaCapture, DecodeGraphs
 from .runner.interface import make_runner
 from .runner.kv_cache import block_bytes, count_blocks
-from .runner.leader import LeaderMemory, load_ranks, write_to_ranks
+from .runner.leader import LeaderMemory, load_ranks
 from .runner.loaded_model import LoadedModel, experts_of
 from .runner.memory import ReplicaMemory, no_memory
+from .runner.rank_weights import LeaderGroups, write_to_ranks
 from .runner.ranks.commands import MoveExperts, Reply
 from .runner.ranks.processes import Ranks
 from .runner.sharded_model import experts_in, move_experts
 from .runner.tiers.tiers import BlockTiers
-from .runner.weights.checks import limits_of
+from .runner.weights.checks import busy, limits_of
 from .runner.weights.sync_manager import WeightSyncManager
+from .runner.weights.transports import WeightGroups
 
 _TRIAL_TOKENS = 64
 """Tokens of the step that measures the time of one."""
@@ -70,6 +72,7 @@ class ExecutorCore:
         runner: The model runner.
         model, cache, adapters: Its parts.
         weights: Writes new weights.
+        weight_groups: Groups of trainers, joined by each rank.
         memory: Releases memory.
         constraints: The grammars of samples.
         draft_model: None if there is none.
@@ -121,7 +124,10 @@ class ExecutorCore:
         self.runner = runner = make_runner(config, model, num_blocks, backend, self.ranks)
         self.cache, self.adapters = runner.cache, runner.adapters
         limits = limits_of(model.whole, config.max_weight_tensors, config.max_weight_bytes)
-        write = partial(write_to_ranks, ranks, model.shards) if ranks and model.shards else None
+        write, self.weight_groups = None, WeightGroups()
+        if ranks and model.shards:
+            write = partial(write_to_ranks, ranks, model.shards)
+            self.weight_groups = LeaderGroups(ranks, model.shards)
         self.weights = WeightSyncManager(model.module, limits, shards=model.shards, write=write)
         self._now_ns = now_ns
         # Finished sequences stay until a plan names them, hence more rows than run.
@@ -287,7 +293,8 @@ class ExecutorCore:
             owners: The rank of each expert of a layer; each rank owns equally many.
 
         Raises:
-            WeightsError: Experts have no owners here, or these don't fit.
+            WeightsError: Experts have no owners here, or these don't fit; or, as `weights_busy`,
+                new weights wait for the next step.
             RankError: A rank has ended.
         """
         before = self.expert_owners
@@ -302,8 +309,12 @@ class ExecutorCore:
                 f"the owners of {len(before)} experts must be ranks below {size}, each of them "
                 f"{share} times; got {shown(list(owners))}"
             )
+        if self.weights.pending_receipt:
+            raise busy()  # ranks hold parts of new weights for the owners of now
         self.ranks.tell(MoveExperts(tuple(owners)))
         move_experts(self.model.module, owners)
+        if self.model.shards is not None:
+            self.model.shards.layout += 1
 
     def take_expert_tokens(self) -> list[int]:
         """Return the tokens of each expert, over all layers, since the last call; [] without a
@@ -384,7 +395,7 @@ class ExecutorCore:
             self.ranks.close()
         del self.model, self.weights, self.cache, self.memory, self.adapters, self.runner
         del self._pooler, self.graphs, self._capture, self._experts
-        del self._steps, self._speculator, self.draft_model
+        del self._steps, self._speculator, self.draft_model, self.weight_groups
 
     def execute(self, plan: StepPlan, images: Mapping[str, StoredImage] = NO_IMAGES) -> StepResult:
         """Run one plan. `images`: those that it encodes, by id; the requests of missing ones fail.

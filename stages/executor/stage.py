@@ -130,6 +130,7 @@ class ExecutorStage(Actor):
             "model_path": str(engine.model_folder),
             "aliases": ",".join(engine.model_aliases),
             **await _on_torch(core.facts),
+            **({"ranks": core.ranks.size} if core.ranks is not None else {}),
             "load_ns": now_ns() - started,
         }
         self._layer_kinds = Counter(
@@ -251,7 +252,6 @@ class ExecutorStage(Actor):
         if self._drafts is not None:
             load |= self._drafts.load()
         if self._rank_reports:
-            load["ranks"] = len(self._rank_reports)
             load["rank_bytes"] = ",".join(str(each.resident) for each in self._rank_reports)
         if owners := self._core.expert_owners:
             load["expert_owners"] = ",".join(map(str, owners))

@@ -17,9 +17,17 @@ from typing import Any
 import pytest
 import torch
 from msgspec.structs import replace
+from safetensors.torch import load_file
 from transformers import Qwen2MoeConfig, Qwen2MoeForCausalLM
 
-from nano_inference import Completion, InferenceEngine, Pipeline, SamplingParams, TrainingSample
+from nano_inference import (
+    Completion,
+    InferenceEngine,
+    Pipeline,
+    SamplingParams,
+    TrainingSample,
+    WeightsGroup,
+)
 from nano_inference.config import EngineConfig, WeightsError
 from nano_inference.stages.executor.runner.ranks.processes import Ranks
 
@@ -134,6 +142,24 @@ async def survive_failures(
     await pipeline.ready()
 
 
+async def update_by_group(pipeline: Pipeline, ranks: int) -> None:
+    """Broadcast the loaded weights once more. `ranks`: of all executors."""
+    tensors = load_file(pipeline.config.engine.model_folder / "model.safetensors")
+    with WeightsGroup("127.0.0.1:0", 1 + ranks, timeout_s=LIMIT_S) as trainer:
+        await pipeline.client.join_weights_group("weights", trainer.address, 1 + ranks)
+        sending = trainer.broadcast(tensors)
+        assert await pipeline.client.update_weights(sending.source) == 1
+        await asyncio.to_thread(sending.result)
+
+
+@pytest.mark.soak(only=True)
+async def test_each_rank_of_each_executor_is_a_member(make_config: MakeConfig) -> None:
+    config = make_config(engine__tensor_parallel=2, pipeline__replicas=2)
+    async with asyncio.timeout(LIMIT_S), Pipeline(config) as pipeline:
+        await update_by_group(pipeline, 4)
+        await pipeline.complete(bodies("after")[0])
+
+
 async def test_a_rank_that_dies_or_stops_costs_no_token(make_config: MakeConfig) -> None:
     """The executor is restarted as a whole, and every answer is that of one rank, bit for bit."""
     engine = {f"engine__{name}": value for name, value in SAME_BITS.items()}
@@ -147,6 +173,7 @@ async def test_a_rank_that_dies_or_stops_costs_no_token(make_config: MakeConfig)
         pipeline__restart_backoff_s=0.01,
     )
     async with asyncio.timeout(LIMIT_S), Pipeline(config) as pipeline:
+        await update_by_group(pipeline, 2)
         await survive_failures(pipeline, expected)
         found = await asyncio.gather(*map(pipeline.complete, bodies("idle")))
         assert [bits(each) for each in found] == expected

@@ -16,6 +16,7 @@ from ....bus.messages import StepPlan
 from ....bus.weights import GroupWeights, LocalWeights, StagedWeights
 from ....config import AdapterError, WeightsError, shown
 from ....store.in_place import WeightsInPlace
+from ..runner.shards import NewShard, NewWeight
 from ..runner.weights.checks import UNLIMITED, WeightLimits, busy
 from . import effects as do
 from .arguments import Operation, check_arguments
@@ -478,7 +479,7 @@ class WeightParts:
 
     def __init__(self) -> None:
         self._update, self._parts = "", 0
-        self._tensors: dict[str, Tensor] = {}
+        self._tensors: dict[str, NewWeight] = {}
         self._origin: do.WeightsOrigin | None = None
         # An upper bound: a tensor that came again counts twice.
         self._num_bytes = 0
@@ -486,7 +487,7 @@ class WeightParts:
     def add(
         self,
         update: str,
-        tensors: Mapping[str, Tensor],
+        tensors: Mapping[str, NewWeight],
         origin: do.WeightsOrigin | None = None,
         limits: WeightLimits = UNLIMITED,
     ) -> None:
@@ -507,7 +508,9 @@ class WeightParts:
         limits.check_tensors(len(self._tensors))
         limits.check_bytes(self._num_bytes)
 
-    def take(self, staged: StagedWeights) -> tuple[Mapping[str, Tensor], do.WeightsOrigin | None]:
+    def take(
+        self, staged: StagedWeights
+    ) -> tuple[Mapping[str, NewWeight], do.WeightsOrigin | None]:
         """Return all tensors of an update, and their origin if they share one; keep nothing.
 
         Raises:
@@ -529,10 +532,12 @@ class WeightParts:
         self._num_bytes = 0
 
 
-def _held(tensors: Mapping[str, Tensor]) -> int:
-    """The bytes that these tensors keep allocated; several may be views of one storage."""
-    storages = [tensor.untyped_storage() for tensor in tensors.values()]
-    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+def _held(tensors: Mapping[str, NewWeight]) -> int:
+    """The bytes that these tensors keep allocated, on all ranks together; several may be views of
+    one storage."""
+    shards = sum(each.nbytes for each in tensors.values() if isinstance(each, NewShard))
+    storages = [each.untyped_storage() for each in tensors.values() if isinstance(each, Tensor)]
+    return shards + sum({each.data_ptr(): each.nbytes() for each in storages}.values())
 
 
 # --- succession ---------------------------------------------------------------------------------

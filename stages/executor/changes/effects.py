@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 import msgspec
-from torch import Tensor
 
 from ....bus.control import JoinWeightsGroup, LoadAdapter, UpdateWeights
 from ....bus.messages import Message
 from ....config import WeightsError
 from ....store.in_place import WeightsInPlace
+from ..runner.shards import NewWeight
 from .arguments import Operation
 
 
@@ -33,7 +33,7 @@ class Fetched(NamedTuple):
         converted: True, but for a part of an update.
     """
 
-    tensors: Mapping[str, Tensor]
+    tensors: Mapping[str, NewWeight]
     origin: WeightsOrigin | None
     covers: bool
     converted: bool = True
@@ -62,7 +62,7 @@ class Combine(ChangeJob, frozen=True):
     """Convert the tensors of all parts of an update together; results in `Fetched`."""
 
     update: UpdateWeights
-    tensors: Mapping[str, Tensor]
+    tensors: Mapping[str, NewWeight]
     origin: WeightsOrigin | None
 
 

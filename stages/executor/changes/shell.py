@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 import uuid
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
-
-import torch
-from torch import Tensor
 
 from ....bus.control import (
     AdaptersChanged,
@@ -38,10 +34,11 @@ from ..runner.adapters.peft import (
     read_adapter,
     stamp_of_adapter,
 )
+from ..runner.shards import NewWeight
 from ..runner.weights.conversion import PartsMissing
 from ..runner.weights.sync_manager import WeightSyncManager
-from ..runner.weights.transports import WeightGroups, fetch
-from ..runner.weights.transports.background import Background
+from ..runner.weights.transports import fetch
+from ..runner.weights.transports.background import Background, stay_single
 from ..runner.weights.transports.folder import read_folder, stamp_of
 from . import effects as do
 from .arguments import Operation, check_path
@@ -52,20 +49,6 @@ _CONFIRM_S = 2.0
 
 _RESTORE_S = 300.0
 """The longest time to read a predecessor's weights."""
-
-
-def stay_single() -> None:
-    """Forbid parallel regions of torch on this thread.
-
-    Steps run on another thread, and two threads can't each have a team of OpenMP's workers without
-    loss.
-    """
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    # This also changed the default of threads that have not used torch yet. Undo that.
-    undoing = threading.Thread(target=torch.set_num_threads, args=(threads,))
-    undoing.start()
-    undoing.join()
 
 
 @dataclass(eq=False)
@@ -89,7 +72,7 @@ class StagedChanges:
     def __post_init__(self) -> None:
         self.core = ChangesCore(self.executor.weights.limits)
         self.restoring = ""
-        self._groups = WeightGroups()
+        self._groups = self.executor.weight_groups
         # Wait for bytes and make tensors of them while the torch thread runs steps. Adapters
         # don't wait behind weights that don't come.
         self._weights_thread = Background("weights", stay_single)
@@ -466,7 +449,7 @@ def replaces_weights(operation: Operation) -> bool:
     return False
 
 
-def _read_again(record: WeightsInPlace, weights: WeightSyncManager) -> dict[str, Tensor]:
+def _read_again(record: WeightsInPlace, weights: WeightSyncManager) -> dict[str, NewWeight]:
     """Return the weights that an earlier executor read from a folder.
 
     Raises:

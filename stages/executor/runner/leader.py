@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -22,7 +22,6 @@ from .ranks import commands as do
 from .ranks.group import OneRank, RankError
 from .ranks.processes import Ranks
 from .sharded_model import load_sharded
-from .shards import ShardedWeights
 
 
 def load_ranks(config: EngineConfig) -> tuple[Ranks | None, LoadedModel]:
@@ -159,13 +158,3 @@ class LeaderMemory(ReplicaMemory):
             self.pending |= released
             self.release(released)
             raise WeightsError(failed.error, code=failed.code)
-
-
-def write_to_ranks(ranks: Ranks, shards: ShardedWeights, new_weights: Mapping[str, Tensor]) -> None:
-    """Put new weights in place on all ranks, each of which takes its parts.
-
-    Raises:
-        RankError: A rank has failed. The weights may be a mixture then.
-    """
-    ranks.tell(do.NewWeights())
-    shards.write_everywhere(ranks.group.broadcast, new_weights)

@@ -1,8 +1,8 @@
 """The program of every rank but rank 0: a model runner that runs rank 0's commands in order.
 
 `worker DESCRIPTOR` waits at a connection to rank 0's process, and forks a rank whenever it receives
-its number, with the descriptors of the rank's own connection and of its groups' memory
-(`groups.join_groups`). A rank ends with its connection.
+its number, with the descriptors of the rank's own connections, for commands and calls, and of its
+groups' memory (`groups.join_groups`). A rank ends with its connection.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import os
 import signal
 import socket
 import sys
+import threading
 import traceback
 from collections.abc import Sequence
 from contextlib import suppress
@@ -24,24 +25,31 @@ from .interface import ModelRunner, make_runner
 from .leader import receive_adapter
 from .loaded_model import LoadedModel
 from .memory import ReplicaMemory
+from .rank_weights import RankReceiver
 from .ranks import commands as do
 from .ranks.group import RankError
 from .ranks.groups import MOST_DESCRIPTORS, RankGroups, join_groups
+from .ranks.processes import LOAD_TIMEOUT_S
 from .ranks.shared_memory import SharedMemoryGroup
 from .sharded_model import load_sharded, move_experts
+from .shards import ShardedWeights
 from .weights.sync_manager import WeightSyncManager
 
 
 class Worker:
     """One rank's model runner."""
 
-    def __init__(self, group: SharedMemoryGroup, memories: Sequence[int]) -> None:
+    def __init__(
+        self, group: SharedMemoryGroup, memories: Sequence[int], calls: Connection
+    ) -> None:
         self._group = group
         self._memories = memories
+        self._calls = calls
         self._groups: RankGroups | None = None
         self._model: LoadedModel
         self._runner: ModelRunner
         self._weights: WeightSyncManager
+        self._receiver: RankReceiver
         self._memory: ReplicaMemory
         self._config: EngineConfig
 
@@ -59,6 +67,8 @@ class Worker:
                 self._runner = runner = make_runner(self._config, self._model, command.num_blocks)
                 huge = self._config.huge_pages == "auto"
                 self._memory = ReplicaMemory([runner.cache], self._weights, huge_pages=huge)
+                if self._groups is not None:
+                    self._groups.set_timeout(self._config.rank_timeout_s)
             case do.Forward():
                 self._forward(command)
                 return False
@@ -74,9 +84,9 @@ class Worker:
                 return False
             case do.Resume():
                 self._memory.resume(command.tags)
-            case do.NewWeights():
-                assert self._model.shards is not None
-                self._model.shards.write_everywhere(self._group.broadcast, None)
+            case do.NewWeights(held):
+                self._shards.write_everywhere(self._group.broadcast, None)
+                self._receiver.write(held)
                 return False
             case do.MoveExperts():
                 move_experts(self._model.module, command.owners)
@@ -105,6 +115,11 @@ class Worker:
         if self._groups is not None:
             self._groups.fail(reason)
 
+    @property
+    def _shards(self) -> ShardedWeights:
+        assert self._model.shards is not None
+        return self._model.shards
+
     def _forward(self, command: do.Forward) -> None:
         runner = self._runner
         inputs = runner.builder.build(*command.arguments())
@@ -117,10 +132,13 @@ class Worker:
     def _load(self, command: do.Load) -> None:
         torch.set_num_threads(command.threads)
         self._config = command.config
+        # As on rank 0, until all can run steps: some load longer than others.
+        self._group.timeout_s = LOAD_TIMEOUT_S
         self._groups = groups = join_groups(command.config, self._group, self._memories)
         self._model = load_sharded(command.config, groups.stage, groups.pipeline)
-        groups.set_timeout(command.timeout_s)
-        self._weights = WeightSyncManager(self._model.module, shards=self._model.shards)
+        self._weights = WeightSyncManager(self._model.module, shards=self._shards)
+        self._receiver = RankReceiver(self._group.rank, self._calls, self._shards)
+        threading.Thread(target=self._receiver.serve, daemon=True, name="weights-calls").start()
 
 
 def serve(connection: Connection, worker: Worker) -> None:
@@ -147,13 +165,13 @@ def serve(connection: Connection, worker: Worker) -> None:
         connection.send_bytes(msgspec.msgpack.encode(reply))
 
 
-def run_rank(rank: int, connection: Connection, memories: Sequence[int]) -> None:
+def run_rank(rank: int, connection: Connection, calls: Connection, memories: Sequence[int]) -> None:
     """Be a rank until its connection is closed, or a rank fails."""
     try:
         group = SharedMemoryGroup.attach(memories[0], rank)
     except RankError:
         return  # rank 0 has given up
-    worker = Worker(group, memories[1:])
+    worker = Worker(group, memories[1:], calls)
     try:
         with suppress(EOFError, OSError):
             serve(connection, worker)
@@ -181,7 +199,8 @@ def main() -> None:
         status = 1
         try:
             server.close()
-            run_rank(int(rank), Connection(descriptors[0]), descriptors[1:])
+            own, memories = descriptors[:2], descriptors[2:]
+            run_rank(int(rank), Connection(own[0]), Connection(own[1]), memories)
             status = 0
         except Exception:  # noqa: BLE001
             traceback.print_exc()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import re
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -43,10 +42,7 @@ from .ranks.plan import Style, check_divisible, parallel_plan
 from .shards import Box, Shard, ShardedWeights
 from .system_memory import zeros
 from .vision import SUPPORTED
-from .weights.conversion import as_parameters
-
-_LAYER = re.compile(r"^.*?\.\d+(?=\.)")
-"""The beginning of a tensor's name up to its layer's number."""
+from .weights.conversion import as_parameters, split_converted
 
 _ALONE = "set engine.tensor_parallel to 1, and engine.rank_invariant to false"
 
@@ -326,12 +322,7 @@ def _load(folder: Path, files: dict[str, Path], weights: ShardedWeights) -> None
     Beside them at most one tensor is in memory, or one layer up to three times where Transformers
     fuses its tensors.
     """
-    rules = _conversions(weights.whole)
-    direct = [name for name in files if name in weights.shards and not _converts(rules, name)]
-    groups: dict[str, list[str]] = {}
-    for name in sorted(files.keys() - {*direct}):
-        match = _LAYER.match(name)
-        groups.setdefault(match[0] if match else name, []).append(name)
+    direct, groups = split_converted(weights, files)
     loaded = set(direct)
     for prefix in list(groups):
         own = {name for name in weights.shards if name.startswith(f"{prefix}.")}
@@ -352,17 +343,6 @@ def _load(folder: Path, files: dict[str, Path], weights: ShardedWeights) -> None
             weights.shards[name].write(tensor)
         loaded |= parameters.keys()
     _check_complete(folder, loaded, weights)
-
-
-def _conversions(whole: Any) -> list[Any]:
-    from transformers.conversion_mapping import get_model_conversion_mapping
-
-    rules: list[Any] = get_model_conversion_mapping(whole)
-    return rules
-
-
-def _converts(rules: list[Any], name: str) -> bool:
-    return any(rule.rename_source_key(name)[1] is not None for rule in rules)
 
 
 def _read(folder: Path, path: Path, name: str, shard: Shard) -> None:

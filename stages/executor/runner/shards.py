@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import msgspec
@@ -61,6 +62,48 @@ class Shard(msgspec.Struct, frozen=True):
                     target[first - place[0].start : last - place[0].start].copy_(part)
 
 
+class Receipt:
+    """One source of new weights, of which every rank has received its parts.
+
+    Other ranks hold theirs under this number until it is written, or this object is gone.
+
+    Attributes:
+        number: Of the receipt.
+        layout: `ShardedWeights.layout` when it began.
+    """
+
+    def __init__(self, number: int, layout: int) -> None:
+        self.number, self.layout = number, layout
+
+
+@dataclass(frozen=True, eq=False)
+class NewShard:
+    """A new whole tensor, of which each rank holds its parts.
+
+    Attributes:
+        shape: Of the whole tensor.
+        dtype: Of it, the model's.
+        parts: This rank's, in the order of `Shard.boxes`.
+        digest: Of the whole tensor's bytes, if the model has it under several names; else 0.
+        receipt: With which it came.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    parts: tuple[Tensor, ...]
+    digest: int
+    receipt: Receipt
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole tensor."""
+        return _product(self.shape) * self.dtype.itemsize
+
+
+NewWeight = Tensor | NewShard
+"""A new value of a parameter: as a whole on rank 0, or in parts on all ranks."""
+
+
 class ShardedWeights:
     """The whole model's tensors, and this rank's parts of them.
 
@@ -69,11 +112,13 @@ class ShardedWeights:
         shards: By the names of its tensors, tied ones under each name.
         num_parameters: Of the whole model.
         num_bytes: Of its parameters.
+        layout: Rises when parts change places, as when experts move.
     """
 
     def __init__(self, whole: nn.Module, shards: Mapping[str, Shard]) -> None:
         self.whole = whole
         self.shards = shards
+        self.layout = 0
         parameters = list(whole.parameters())
         self.num_parameters = sum(each.numel() for each in parameters)
         self.num_bytes = sum(each.nbytes for each in parameters)
@@ -82,6 +127,20 @@ class ShardedWeights:
         """Copy this rank's parts of whole tensors."""
         for name, tensor in tensors.items():
             self.shards[name].write(tensor)
+
+    def parts_of(self, name: str, tensor: Tensor) -> tuple[Tensor, ...]:
+        """Return copies of this rank's parts of a whole tensor, for `write_parts`."""
+        return tuple(
+            tensor[place].clone() if place else tensor.clone()
+            for _, place in self.shards[name].boxes()
+        )
+
+    def write_parts(self, parts: Mapping[str, Sequence[Tensor]]) -> None:
+        """Copy this rank's parts of tensors, while `layout` is that of `parts_of`."""
+        with torch.no_grad():
+            for name, tensors in parts.items():
+                for (target, _), tensor in zip(self.shards[name].boxes(), tensors, strict=True):
+                    target.copy_(tensor)
 
     def read(self) -> dict[str, Tensor]:
         """Return copies of the whole tensors, of which this rank must have every part."""

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ..attention.paged import PagedBatch
 from ..kernels import cpu
-from ..kernels.cpu import Linear, PagedAttention, RMSNorm
+from ..kernels.cpu import Linear, LinearSum, PagedAttention, RMSNorm
 
 _KEPT_ROWS = 64
 """Rows whose scratch memory is kept between steps; larger steps allocate theirs."""
@@ -37,8 +37,8 @@ class _DecoderLayer(ctypes.Structure):
         ("queries", _Norm),
         ("keys", _Norm),
         ("projection", c_void_p),
-        ("output", c_void_p),
         ("gated", c_void_p),
+        ("output", c_void_p),
         ("down", c_void_p),
         ("attention", c_void_p),
     )
@@ -70,23 +70,30 @@ class LayerParts(msgspec.Struct, frozen=True):
     Attributes:
         norms: "first" and "second", and, where heads have norms before they rotate, "queries" and
             "keys".
-        linears: "projection" to queries, keys and values side by side, "output" of the attention,
-            "gated" for gate and up, "down".
+        linears: "projection" to queries, keys and values side by side, "gated" for gate and up.
+        sums: "output" of the attention, "down" of the MLP.
         attention: The layer's cache.
         key_width: Width of a head, all of which rotates.
     """
 
     norms: dict[str, RMSNorm]
     linears: dict[str, Linear]
+    sums: dict[str, LinearSum]
     attention: PagedAttention
     key_width: int
 
     @property
     def memory(self) -> int:
         """Scratch numbers for each row."""
-        linears = self.linears
-        taken = linears["projection"].inputs + linears["output"].inputs
-        return taken + linears["projection"].outputs + linears["gated"].outputs
+        projection, gated = self.linears["projection"], self.linears["gated"]
+        taken = projection.inputs + self.sums["output"].inputs
+        scratch = max(each.scratch for each in self.sums.values())
+        return taken + projection.outputs + gated.outputs + scratch
+
+    @property
+    def products(self) -> dict[str, Linear | LinearSum]:
+        """All linear layers."""
+        return {**self.linears, **self.sums}
 
 
 class DecoderLayers:
@@ -108,7 +115,7 @@ class DecoderLayers:
             ValueError: The layers differ in rotated width or dtype.
         """
         widths = {layer.key_width for layer in layers}
-        dtypes = {linear.dtype for layer in layers for linear in layer.linears.values()}
+        dtypes = {linear.dtype for layer in layers for linear in layer.products.values()}
         if len(widths) != 1 or len(dtypes) != 1:
             raise ValueError(f"layers of {dtypes} rotate {sorted(widths)} numbers of a head")
         (self.key_width,), (self._dtype,) = widths, dtypes
@@ -118,7 +125,7 @@ class DecoderLayers:
             *(
                 _DecoderLayer(
                     attention=layer.attention.argument,
-                    **{name: linear.argument for name, linear in layer.linears.items()},
+                    **{name: linear.argument for name, linear in layer.products.items()},
                 )
                 for layer in layers
             )
@@ -126,8 +133,8 @@ class DecoderLayers:
         self._width = max(layer.memory for layer in layers)
         self._kept = torch.empty(_KEPT_ROWS * self._width, dtype=self._dtype)
         # The modules' own dictionaries, where a trainer that shares the model may put new tensors.
-        parts: list[tuple[Linear | RMSNorm, ...]] = [
-            (*layer.linears.values(), *layer.norms.values()) for layer in layers
+        parts: list[tuple[Linear | LinearSum | RMSNorm, ...]] = [
+            (*layer.products.values(), *layer.norms.values()) for layer in layers
         ]
         self._parameters = [
             module._parameters for layer in parts for part in layer for module in part.modules
@@ -194,7 +201,7 @@ class DecoderLayers:
             return
         self._addresses = addresses
         for layer, arguments in zip(self._layers, self._arguments, strict=True):
-            for linear in layer.linears.values():
+            for linear in layer.products.values():
                 linear.find_weights()
             for name, norm in layer.norms.items():
                 weight = norm.weight.data_ptr()

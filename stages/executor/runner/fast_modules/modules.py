@@ -89,20 +89,23 @@ class FastModules:
         agree = partial(_agree, tolerance=_TOLERANCES[model.dtypes.activations])
         self._agreed = self._compare(find_patterns(model, self._calls), run, agree)
         self._install(self._agreed)
-        if any(isinstance(each, RowParallelLinear) for each in model.module.modules()):
+        whole: dict[nn.Module, Forward] = {}
+        sums = [each for each in model.module.modules() if isinstance(each, RowParallelLinear)]
+        if sums:
+            followed = follow_layers(model, self._agreed, self._calls)
             with self.active():
-                followed = follow_layers(model, self._agreed, self._calls)
-                agreed = self._compare(followed, run, _same_bits)
-                self._install(agreed)
-            self.is_whole = self._has_all(model, agreed)
-        elif not with_gradients and isinstance(inputs.backend, CpuBackend):
+                whole = self._compare(followed, run, _same_bits)
+                self._install(whole)
+        alone = all(each.is_whole for each in sums)
+        if alone and not with_gradients and isinstance(inputs.backend, CpuBackend):
             # All layers in one call, where that gives the same bits as one by one.
             joined = join_layers(model, cache, self._agreed, self._calls)
             with self.active():
                 agreed = self._compare(joined, run, _same_bits)
                 self._install(agreed)
                 self._install(self._compare(join_output(model, agreed), run, _same_bits))
-            self.is_whole = self._has_all(model, agreed)
+            whole |= agreed
+        self.is_whole = self._has_all(model, whole)
 
     def _has_all(self, model: LoadedModel, joined: Mapping[nn.Module, Forward]) -> bool:
         if model.pipeline is not None and not model.pipeline.is_last:

@@ -21,7 +21,7 @@ from ..attention.backend import QKV, AttentionBackend
 from ..attention.paged import PagedBatch
 from ..fixed_tiles import VECTOR, FixedTiles, fills_vectors
 from ..kernels import cpu
-from ..kernels.cpu import Linear, LinearKind, PagedAttention, RMSNorm
+from ..kernels.cpu import Linear, LinearKind, LinearSum, PagedAttention, RMSNorm
 from ..kv_cache import KVCache
 from ..loaded_model import LoadedModel
 from ..ranks.layers import RowParallelLinear
@@ -484,8 +484,14 @@ def _layer_parts(
     assert kind is not None
     linears = {
         "projection": Linear(projections),
-        "output": Linear(_linears(attention, "o_proj")),
         "gated": Linear(_linears(mlp, "gate_proj", "up_proj"), kind),
-        "down": Linear(_linears(mlp, "down_proj")),
     }
-    return LayerParts(norms, linears, paged, key_width)
+    sums = {"output": _sum_of(attention.o_proj), "down": _sum_of(mlp.down_proj)}
+    return LayerParts(norms, linears, sums, paged, key_width)
+
+
+def _sum_of(layer: nn.Module) -> LinearSum:
+    if isinstance(layer, RowParallelLinear):
+        return LinearSum([*layer.parts], layer)
+    assert isinstance(layer, nn.Linear)
+    return LinearSum([layer])

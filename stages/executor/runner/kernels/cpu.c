@@ -135,11 +135,22 @@ typedef struct {
     long shifted;
 } Norm;
 
+enum { MOST_SUMMED = 4 };
+
+// One linear layer; or the sum of four over consecutive inputs, (a + b) + (c + d) in float32, of
+// products that are rounded to numbers each, and of a bias.
+typedef struct {
+    const Linear *parts[MOST_SUMMED];
+    long count;
+    const number *bias;  // [outputs] of four, or NULL
+} Sum;
+
 // x += output(attention(projection(norm(x)))), then x += down(gated(norm(x))).
 typedef struct {
     Norm first, second;
     Norm queries, keys;  // of single heads, before rotation; weight NULL: none
-    const Linear *projection, *output, *gated, *down;
+    const Linear *projection, *gated;
+    const Sum *output, *down;
     const Attention *attention;
 } DecoderLayer;
 
@@ -194,9 +205,42 @@ static void keep_by_team(const Step *step, number *projected, long stride, const
     }
 }
 
+// out += sum(x). memory: per row, the inputs and four times the outputs, if there are four parts.
+static void add_sum_by_team(const Sum *sum, const number *x, long rows, number *out,
+                            number *memory) {
+    if (sum->count == 1) {
+        linear_by_team(sum->parts[0], x, rows, out, out);
+        return;
+    }
+    const long k = sum->parts[0]->inputs, width = row_width(sum->parts[0]);
+    number *pieces = memory, *products = pieces + MOST_SUMMED * rows * k;
+#pragma omp for
+    for (long row = 0; row < rows; row++)
+        for (long part = 0; part < MOST_SUMMED; part++)
+            memcpy(pieces + (part * rows + row) * k, x + (row * MOST_SUMMED + part) * k,
+                   k * sizeof(number));
+    for (long part = 0; part < MOST_SUMMED; part++)
+        linear_by_team(sum->parts[part], pieces + part * rows * k, rows, NULL,
+                       products + part * rows * width);
+#pragma omp for
+    for (long row = 0; row < rows; row++) {
+        number *const target = out + row * width;
+        for (long i = 0; i < width; i += 16) {
+            const Mask mask = first(width - i);
+            Floats p[MOST_SUMMED];
+            for (long part = 0; part < MOST_SUMMED; part++)
+                p[part] = load_wide_some(products + (part * rows + row) * width + i, mask);
+            Floats total = add(add(p[0], p[1]), add(p[2], p[3]));
+            if (sum->bias) total = add(total, load_wide_some(sum->bias + i, mask));
+            store_narrow_some(target + i, mask,
+                              add(load_wide_some(target + i, mask), rounded(total)));
+        }
+    }
+}
+
 // Runs x, [rows, hidden], through consecutive layers, in place. In the last layer, unread rows only
 // store keys and values. memory: per row, the outputs of the widest layer's projection and gated,
-// the inputs of its output and down, and hidden.
+// the inputs of its output and down, hidden, and what add_sum_by_team needs.
 void decoder_layers(const DecoderLayer *layers, long count, const Step *step, number *x,
                     number *memory) {
     const long rows = step->rows;
@@ -205,7 +249,9 @@ void decoder_layers(const DecoderLayer *layers, long count, const Step *step, nu
     for (const DecoderLayer *l = layers; l < layers + count; l++) {
         const long hidden = l->projection->inputs, stride = row_width(l->projection);
         number *normed = memory, *projected = normed + rows * hidden;
-        number *attended = projected + rows * stride, *gated = attended + rows * l->output->inputs;
+        const long inputs = l->output->count * l->output->parts[0]->inputs;
+        number *attended = projected + rows * stride, *gated = attended + rows * inputs;
+        number *summed = gated + rows * row_width(l->gated);
         norm_by_team(&l->first, x, normed, rows, hidden);
         linear_by_team(l->projection, normed, rows, NULL, projected);
         place_by_team(l, step, projected, stride);
@@ -219,10 +265,10 @@ void decoder_layers(const DecoderLayer *layers, long count, const Step *step, nu
         decode_attention_by_team(l->attention, projected, stride, attended, left,
                                  some ? step->read_tables : step->tables, step->blocks,
                                  some ? step->read_contexts : step->contexts);
-        linear_by_team(l->output, attended, left, kept, kept);
+        add_sum_by_team(l->output, attended, left, kept, summed);
         norm_by_team(&l->second, kept, normed, left, hidden);
         linear_by_team(l->gated, normed, left, NULL, gated);
-        linear_by_team(l->down, gated, left, kept, kept);
+        add_sum_by_team(l->down, gated, left, kept, summed);
         if (some)
 #pragma omp for
             for (long i = 0; i < left; i++)

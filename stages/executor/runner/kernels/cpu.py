@@ -68,6 +68,10 @@ class _Linear(ctypes.Structure):
     )
 
 
+class _Sum(ctypes.Structure):
+    _fields_ = (("parts", c_void_p * 4), ("count", c_long), ("bias", c_void_p))
+
+
 class _Attention(ctypes.Structure):
     _fields_ = (
         ("keys", c_void_p),
@@ -224,6 +228,40 @@ class Linear:
         added_at = None if added is None else added.data_ptr()
         self._run(self.argument, rows.data_ptr(), count, added_at, output.data_ptr())
         return output
+
+
+class LinearSum:
+    """A linear layer, or the sum of four over consecutive inputs, for `decoder_layers`.
+
+    Products are rounded to the layers' dtype, and added as (a + b) + (c + d) in float32.
+
+    Attributes:
+        modules: All modules with its parameters.
+        dtype: Of layers and rows.
+        inputs: Of all parts.
+        scratch: Scratch numbers for each row.
+        argument: Address of the kernels' argument, which `find_weights` updates.
+    """
+
+    def __init__(self, layers: Sequence[nn.Linear], owner: nn.Module | None = None) -> None:
+        """Take one layer, or four without biases. `owner`: has the bias of the sum, if any."""
+        self._parts = [Linear([layer]) for layer in layers]
+        self._owner = owner
+        self.modules = [*layers, *([] if owner is None else [owner])]
+        self.dtype = self._parts[0].dtype
+        self.inputs = sum(part.inputs for part in self._parts)
+        several = len(layers) > 1
+        self.scratch = self.inputs + len(layers) * self._parts[0].outputs if several else 0
+        self._arguments = _Sum(count=len(layers))
+        self._arguments.parts[: len(layers)] = [part.argument for part in self._parts]
+        self.argument = ctypes.addressof(self._arguments)
+
+    def find_weights(self) -> None:
+        """As `Linear.find_weights`."""
+        for part in self._parts:
+            part.find_weights()
+        bias = None if self._owner is None else self._owner._parameters.get("bias")
+        self._arguments.bias = None if bias is None else bias.data_ptr()
 
 
 def gate(gates: Tensor, ups: Tensor, kind: LinearKind) -> Tensor:

@@ -36,12 +36,10 @@ class Load(Command, frozen=True):
     Attributes:
         config: The settings.
         threads: Threads of a step.
-        timeout_s: The longest wait for another rank, once the model is loaded.
     """
 
     config: EngineConfig
     threads: int
-    timeout_s: float
 
 
 class Prepare(Command, frozen=True):
@@ -124,7 +122,14 @@ class Resume(Command, frozen=True):
 
 
 class NewWeights(Command, frozen=True):
-    """Take this rank's parts of the weights that rank 0 sends next."""
+    """Put new weights in place: parts that are held, and this rank's of those that rank 0 sends
+    next.
+
+    Attributes:
+        held: Names, and the receipt of each (`calls.ReceiveParts`).
+    """
+
+    held: tuple[tuple[str, int], ...] = ()
 
 
 class MoveExperts(Command, frozen=True):

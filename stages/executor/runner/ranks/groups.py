@@ -15,8 +15,8 @@ from .group import OneRank, RankError, RankGroup
 from .pipelining import PipelineRank
 from .shared_memory import SharedMemoryGroup, make_memory
 
-MOST_DESCRIPTORS = 4
-"""Of a rank: its connection, and the memory of its groups."""
+MOST_DESCRIPTORS = 5
+"""Of a rank: its connections for commands and calls, and the memory of its groups."""
 
 _SLOT_BYTES = 1 << 22
 """Tensors that are larger go in pieces."""

@@ -82,6 +82,11 @@ class RowParallelLinear(nn.Module):
             nn.Linear(self._width, whole.out_features, bias=False, **like) for _ in layout.own
         )
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether no other rank has a part, so that nothing is exchanged."""
+        return self._layout.group.size == 1
+
     def forward(self, x: Tensor) -> Tensor:
         """`[..., in or local in]` to `[..., out]`."""
         own, width = self._layout.own, self._width

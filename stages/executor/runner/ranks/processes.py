@@ -21,12 +21,13 @@ from multiprocessing.connection import Connection
 import msgspec
 
 from .....config import EngineConfig, ModelError
+from .calls import Calls
 from .commands import Command, Load, Reply, Report
 from .group import RankError, RankGroup
 from .groups import GroupMemories
 
-_LOAD_TIMEOUT_S = 1800.0
-"""For ranks that wait for another one to read its shard."""
+LOAD_TIMEOUT_S = 1800.0
+"""For ranks that wait for another one to read its shard, or to check what it has loaded."""
 
 _START_TIMEOUT_S = 120.0
 """For the process that starts ranks, which imports torch first."""
@@ -94,7 +95,9 @@ class _ForkServer:
         self._connection.settimeout(_START_TIMEOUT_S)
         atexit.register(self._process.kill)
 
-    def fork(self, rank: int, connection: Connection, memories: Sequence[int]) -> RankProcess:
+    def fork(
+        self, rank: int, connections: Sequence[Connection], memories: Sequence[int]
+    ) -> RankProcess:
         """Start a rank with these descriptors.
 
         Raises:
@@ -102,7 +105,8 @@ class _ForkServer:
         """
         with self._lock:
             message = [str(rank).encode()]
-            socket.send_fds(self._connection, message, [connection.fileno(), *memories])
+            files = [*(each.fileno() for each in connections), *memories]
+            socket.send_fds(self._connection, message, files)
             answer = self._connection.recv(64)
         if not answer:
             status = self._process.wait()
@@ -125,6 +129,7 @@ class Ranks:
 
     Attributes:
         groups: What ranks exchange while they compute.
+        calls: What they do beside that.
         size: The number of ranks, this one included.
     """
 
@@ -139,17 +144,19 @@ class Ranks:
         self._timeout_s = config.rank_timeout_s
         self._processes: list[RankProcess] = []
         self._connections: list[Connection] = []
+        beside: list[Connection] = []
         self._failure = ""
         memories = GroupMemories(config)
         self.groups = memories.groups
-        self.groups.set_timeout(_LOAD_TIMEOUT_S)
+        self.groups.set_timeout(LOAD_TIMEOUT_S)
         try:
             try:
-                for rank in range(1, self.size):
-                    self._start(rank, memories.of(rank))
+                ranks = range(1, self.size)
+                beside.extend(self._start(rank, memories.of(rank)) for rank in ranks)
             finally:
+                self.calls = Calls(beside, self.check, self._failed, self._timeout_s)
                 memories.close_descriptors()
-            self.tell(Load(config, threads, self._timeout_s))
+            self.tell(Load(config, threads))
         except BaseException:
             self.close()
             raise
@@ -159,18 +166,23 @@ class Ranks:
         """All ranks."""
         return self.groups.all
 
-    def _start(self, rank: int, memories: Sequence[int]) -> None:
-        ours, theirs = Pipe()
-        with theirs:
+    def _start(self, rank: int, memories: Sequence[int]) -> Connection:
+        """Start a rank; return its connection for calls."""
+        (ours, theirs), (beside, their_beside) = Pipe(), Pipe()
+        with theirs, their_beside:
             try:
-                self._processes.append(_fork_server(os.getpid()).fork(rank, theirs, memories))
+                process = _fork_server(os.getpid()).fork(rank, [theirs, their_beside], memories)
             except OSError as error:
+                beside.close()
                 raise RankError(f"rank {rank} can't be started: {error}") from None
+        self._processes.append(process)
         self._connections.append(ours)
         # A stopped rank must not stop this one when its buffer is full.
-        with socket.socket(fileno=os.dup(ours.fileno())) as connection:
-            seconds = struct.pack("ll", max(int(self._timeout_s), 1), 0)
-            connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, seconds)
+        for each in (ours, beside):
+            with socket.socket(fileno=os.dup(each.fileno())) as connection:
+                seconds = struct.pack("ll", max(int(self._timeout_s), 1), 0)
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, seconds)
+        return beside
 
     @property
     def pids(self) -> list[int]:
@@ -185,6 +197,7 @@ class Ranks:
         """
         message = msgspec.msgpack.encode(command)
         self.check()
+        self.calls.flush()
         for rank, connection in enumerate(self._connections, 1):
             try:
                 connection.send_bytes(message)
@@ -222,14 +235,14 @@ class Ranks:
             ModelError: One of them can't.
             RankError: As `ask`.
         """
-        _check(self.replies(_LOAD_TIMEOUT_S))
+        _check(self.replies(LOAD_TIMEOUT_S))
 
     def prepared(self) -> str:
         """Wait until they can run steps; return why one is not deterministic, "" if all are.
 
         Raises as `loaded`.
         """
-        replies = self.replies(_LOAD_TIMEOUT_S)
+        replies = self.replies(LOAD_TIMEOUT_S)
         _check(replies)
         self.groups.set_timeout(self._timeout_s)
         reasons = (each.not_deterministic for each in replies)
@@ -264,6 +277,7 @@ class Ranks:
         """End the other ranks."""
         for connection in self._connections:
             connection.close()
+        self.calls.close()
         deadline = time.monotonic() + _PARTING_S
         for process in self._processes:
             process.wait(max(deadline - time.monotonic(), 0))

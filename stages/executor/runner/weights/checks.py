@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
+import xxhash
 from torch import Tensor, nn
 
 from .....config import WeightsError, shown
+from ..shards import NewShard, Shard
 
 LARGEST_VERSION = 1 << 62
 """The largest version that a message may name; counting from there still fits 64 bits."""
@@ -22,6 +24,9 @@ _MORE_BYTES = 1 << 30
 
 _WIDEST_BYTES = 8
 """Bytes of the widest number, float64."""
+
+_NAMED = 3
+"""The most tensors that an error names."""
 
 _ENTRY_BYTES = 256
 """Bytes of a tensor's entry in a header or an index; about 130 with long names."""
@@ -87,6 +92,45 @@ def busy() -> WeightsError:
     return WeightsError(
         "a weight update is under way already; wait until it is in place", code="weights_busy"
     )
+
+
+def not_finite(names: Sequence[str]) -> WeightsError:
+    """Return the error for new parameters that are not finite."""
+    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    return WeightsError(
+        "the new weights have NaN or infinity, in the model's dtype, in "
+        f"{', '.join(names[:_NAMED])}{more}; the trainer has diverged, or sent them "
+        "before they were computed",
+        code="weights_not_finite",
+    )
+
+
+def digest_of(tensor: Tensor) -> int:
+    """Return a checksum of a tensor's bytes."""
+    data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    return xxhash.xxh3_64_intdigest(data.cpu().numpy().data)
+
+
+def is_finite(tensor: object) -> bool:
+    """Return whether all numbers are finite, in one pass without allocation: the extremes of
+    a tensor with NaN are NaN."""
+    if not isinstance(tensor, Tensor) or not tensor.is_floating_point() or not tensor.numel():
+        return True  # `check_fits` refuses other types
+    return bool(torch.stack(torch.aminmax(tensor.detach())).isfinite().all())
+
+
+def check_fits(name: str, tensor: object, own: Tensor | Shard) -> None:
+    """Raises WeightsError for another shape or kind of number than the module's."""
+    if not isinstance(tensor, Tensor | NewShard) or tuple(tensor.shape) != tuple(own.shape):
+        shape = tuple(getattr(tensor, "shape", ())) or type(tensor).__name__
+        raise WeightsError(
+            f"the new weights don't fit: {name!r} is {shape}, and the model's is {tuple(own.shape)}"
+        )
+    if tensor.dtype.is_floating_point != own.dtype.is_floating_point:
+        raise WeightsError(
+            f"the new weights don't fit: {name!r} is {tensor.dtype}, and the model's is "
+            f"{own.dtype}; send a dtype of the same kind"
+        )
 
 
 _NUMBERS = (

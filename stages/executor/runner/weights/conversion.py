@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+import re
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -11,6 +12,10 @@ from torch import Tensor, nn
 
 from .....config import WeightsError, shown
 from ..model import no_progress_bars
+from ..shards import ShardedWeights
+
+_LAYER = re.compile(r"^.*?\.\d+(?=\.)")
+"""The beginning of a tensor's name up to its layer's number."""
 
 
 class PartsMissing(WeightsError):
@@ -51,6 +56,28 @@ def as_parameters(
         if kind:
             parameters |= _load(_hull(module, kind), kind)
     return parameters
+
+
+def split_converted(
+    weights: ShardedWeights, names: Collection[str]
+) -> tuple[list[str], dict[str, list[str]]]:
+    """Return the names of a checkpoint's tensors that are the model's, and groups of the others.
+
+    `as_parameters` can convert each group by itself, which is a layer's tensors.
+    """
+    from transformers.conversion_mapping import get_model_conversion_mapping
+
+    rules: list[Any] = get_model_conversion_mapping(weights.whole)  # type: ignore[arg-type]
+
+    def converts(name: str) -> bool:
+        return any(rule.rename_source_key(name)[1] is not None for rule in rules)
+
+    direct = [name for name in names if name in weights.shards and not converts(name)]
+    groups: dict[str, list[str]] = {}
+    for name in sorted({*names} - {*direct}):
+        match = _LAYER.match(name)
+        groups.setdefault(match[0] if match else name, []).append(name)
+    return direct, groups
 
 
 def _hull(module: nn.Module, tensors: Mapping[str, Tensor]) -> Any:

@@ -8,12 +8,18 @@ import torch
 from torch import Tensor, nn
 
 from .....config import WeightsError, shown
-from ..shards import ShardedWeights
-from .checks import WeightLimits, busy, check_stored, limits_of
+from ..shards import NewShard, NewWeight, ShardedWeights
+from .checks import (
+    WeightLimits,
+    busy,
+    check_fits,
+    check_stored,
+    digest_of,
+    is_finite,
+    limits_of,
+    not_finite,
+)
 from .conversion import as_parameters
-
-_NAMED = 3
-"""The most tensors that an error names."""
 
 
 class WeightSyncManager:
@@ -39,7 +45,7 @@ class WeightSyncManager:
         limits: WeightLimits | None = None,
         *,
         shards: ShardedWeights | None = None,
-        write: Callable[[Mapping[str, Tensor]], None] | None = None,
+        write: Callable[[Mapping[str, NewWeight]], None] | None = None,
     ) -> None:
         """Manage the weights of a module.
 
@@ -58,14 +64,20 @@ class WeightSyncManager:
         self.refused: WeightsError | None = None
         self._stuck: WeightsError | None = None
         self._closed = False
-        self._module = module
-        self._write_parts = write or (None if shards is None else shards.write)
-        self._pending: tuple[Mapping[str, Tensor], int] | None = None
+        self._module, self._shards = module, shards
+        self._write_everywhere = write
+        self._pending: tuple[Mapping[str, NewWeight], int] | None = None
 
     @property
     def pending_version(self) -> int:
         """The version of the staged weights; 0 for none."""
         return 0 if self._pending is None else self._pending[1]
+
+    @property
+    def pending_receipt(self) -> bool:
+        """Whether ranks hold parts of staged weights, in the layout of now."""
+        pending = () if self._pending is None else self._pending[0].values()
+        return any(isinstance(each, NewShard) for each in pending)
 
     @property
     def device(self) -> torch.device:
@@ -92,8 +104,8 @@ class WeightSyncManager:
 
     @torch.no_grad()
     def prepare(
-        self, new_weights: Mapping[str, Tensor], *, checkpoint: bool = False
-    ) -> dict[str, Tensor]:
+        self, new_weights: Mapping[str, NewWeight], *, checkpoint: bool = False
+    ) -> dict[str, NewWeight]:
         """Convert new weights to the module's names and dtypes, so that only copying remains.
 
         May run on another thread, beside the forward pass.
@@ -106,25 +118,28 @@ class WeightSyncManager:
             WeightsError: They don't fit this model, or are not finite.
         """
         check_stored(new_weights)
-        named = as_parameters(self._whole, new_weights, checkpoint=checkpoint)
+        # Those that ranks have received by themselves are prepared.
+        prepared: dict[str, NewWeight] = {
+            name: each for name, each in new_weights.items() if isinstance(each, NewShard)
+        }
+        named = as_parameters(self._whole, _whole_ones(new_weights), checkpoint=checkpoint)
         own = self._whole.state_dict()
-        prepared: dict[str, Tensor] = {}
         for name, tensor in named.items():
             if name in own:  # otherwise `check` refuses it
                 # Check the shape before the cast, which allocates memory.
-                _check_fits(name, tensor, own[name])
+                check_fits(name, tensor, own[name])
                 tensor = tensor.to(own[name].dtype)
             prepared[name] = tensor
         self._check_numbers(prepared)
         return prepared
 
-    def covers(self, new_weights: Mapping[str, Tensor]) -> bool:
+    def covers(self, new_weights: Mapping[str, NewWeight]) -> bool:
         """Return whether they replace every parameter."""
         return not self._missing(new_weights)
 
     def start_sync(
         self,
-        new_weights: Mapping[str, Tensor],
+        new_weights: Mapping[str, NewWeight],
         version: int | None = None,
         *,
         partial: bool = False,
@@ -146,7 +161,9 @@ class WeightSyncManager:
         """
         version = self.check_version(version)
         check_stored(new_weights)
-        new_weights = as_parameters(self._whole, new_weights)
+        if whole := _whole_ones(new_weights):
+            received = {name: each for name, each in new_weights.items() if name not in whole}
+            new_weights = {**received, **as_parameters(self._whole, whole)}
         self.check(new_weights, partial=partial)
         self.check_complete(new_weights)
         self._pending = self._apart(new_weights), version
@@ -170,7 +187,7 @@ class WeightSyncManager:
             )
         return version
 
-    def check_complete(self, new_weights: Mapping[str, Tensor]) -> None:
+    def check_complete(self, new_weights: Mapping[str, NewWeight]) -> None:
         """Check that an update of empty weights is complete. Raises as `start_sync`."""
         if self.empty and (missing := self._missing(new_weights)):
             why = "an update failed midway" if self.lost else "their memory was released"
@@ -237,7 +254,7 @@ class WeightSyncManager:
 
     def sync_blocking(
         self,
-        new_weights: Mapping[str, Tensor],
+        new_weights: Mapping[str, NewWeight],
         version: int | None = None,
         *,
         partial: bool = False,
@@ -251,7 +268,7 @@ class WeightSyncManager:
         self.maybe_finish_sync()
         return version
 
-    def check(self, new_weights: Mapping[str, Tensor], *, partial: bool = False) -> None:
+    def check(self, new_weights: Mapping[str, NewWeight], *, partial: bool = False) -> None:
         """Check that they fit the model. Raises WeightsError as `start_sync`."""
         own = self._whole.state_dict(keep_vars=True)
         unknown = sorted(new_weights.keys() - own.keys())
@@ -265,9 +282,16 @@ class WeightSyncManager:
                     f"the new weights don't fit: {len(names)} tensors that the model {kind}, such "
                     f"as {shown(names[0])}; pass the state_dict of the same architecture"
                 )
+        layout = 0 if self._shards is None else self._shards.layout
+        received = (each for each in new_weights.values() if isinstance(each, NewShard))
+        if any(each.receipt.layout != layout for each in received):
+            raise WeightsError(
+                "experts have changed their owners since the new weights came; send them again",
+                code="weights_interrupted",
+            )
         first_of: dict[int, str] = {}
         for name, tensor in new_weights.items():
-            _check_fits(name, tensor, own[name])
+            check_fits(name, tensor, own[name])
             first = first_of.setdefault(id(own[name]), name)
             if first != name and not _same(tensor, new_weights[first]):
                 raise WeightsError(
@@ -275,30 +299,24 @@ class WeightSyncManager:
                     "model, and differ; tie them in the trainer too"
                 )
 
-    def _missing(self, new_weights: Mapping[str, Tensor]) -> list[str]:
+    def _missing(self, new_weights: Mapping[str, NewWeight]) -> list[str]:
         """Return the names of tensors that are missing under all of their names."""
         own = self._whole.state_dict(keep_vars=True)
         given = {id(own[name]) for name in new_weights.keys() & own.keys()}
         return sorted(name for name, tensor in own.items() if id(tensor) not in given)
 
-    def _check_numbers(self, new_weights: Mapping[str, Tensor]) -> None:
+    def _check_numbers(self, new_weights: Mapping[str, NewWeight]) -> None:
         """Raises WeightsError for parameters that are not finite; buffers may be, such as masks."""
         parameters = dict(self._whole.named_parameters(remove_duplicate=False))
         bad = [
             name
             for name, tensor in new_weights.items()
-            if name in parameters and not _is_finite(tensor)
+            if name in parameters and not is_finite(tensor)
         ]
         if bad:
-            more = f" and {len(bad) - _NAMED} more" if len(bad) > _NAMED else ""
-            raise WeightsError(
-                "the new weights have NaN or infinity, in the model's dtype, in "
-                f"{', '.join(bad[:_NAMED])}{more}; the trainer has diverged, or sent them "
-                "before they were computed",
-                code="weights_not_finite",
-            )
+            raise not_finite(bad)
 
-    def _apart(self, new_weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    def _apart(self, new_weights: Mapping[str, NewWeight]) -> Mapping[str, NewWeight]:
         """Copy tensors that share memory with other parameters of the module, as when two layers
         swap places: the first write would change the source of the second."""
         own = self._whole.state_dict()
@@ -306,18 +324,18 @@ class WeightSyncManager:
         storages = {tensor.untyped_storage().data_ptr() for tensor in parts}
         shared = {
             name: tensor.clone()
-            for name, tensor in new_weights.items()
+            for name, tensor in _whole_ones(new_weights).items()
             if tensor.untyped_storage().data_ptr() in storages and not _alike(tensor, own[name])
         }
         return {**new_weights, **shared} if shared else new_weights
 
-    def _check_writable(self, new_weights: Mapping[str, Tensor]) -> None:
+    def _check_writable(self, new_weights: Mapping[str, NewWeight]) -> None:
         """Raises WeightsError if their owner has made them unwritable."""
         own = self._whole.state_dict()
         try:
             check_stored(new_weights)
             for name, tensor in new_weights.items():
-                _check_fits(name, tensor, own[name])
+                check_fits(name, tensor, own[name])
         except WeightsError as error:
             raise WeightsError(
                 f"the new weights were changed before they were in place: {error.message}; leave "
@@ -326,12 +344,16 @@ class WeightSyncManager:
         check_stored(self._module.state_dict())
 
     @torch.no_grad()
-    def _write(self, new_weights: Mapping[str, Tensor]) -> None:
-        if self._write_parts is not None:
-            self._write_parts(new_weights)
+    def _write(self, new_weights: Mapping[str, NewWeight]) -> None:
+        if self._write_everywhere is not None:
+            self._write_everywhere(new_weights)
+            return
+        whole = _whole_ones(new_weights)
+        if self._shards is not None:
+            self._shards.write(whole)
             return
         own = self._module.state_dict(keep_vars=True)
-        for name, tensor in new_weights.items():
+        for name, tensor in whole.items():
             own[name].data.copy_(tensor)
 
 
@@ -344,29 +366,21 @@ def weights_lost(why: str) -> WeightsError:
     )
 
 
-def _is_finite(tensor: object) -> bool:
-    """In one pass without allocation: the extremes of a tensor with NaN are NaN."""
-    if not isinstance(tensor, Tensor) or not tensor.is_floating_point() or not tensor.numel():
-        return True  # `_check_fits` refuses other types
-    return bool(torch.stack(torch.aminmax(tensor.detach())).isfinite().all())
+def _whole_ones(new_weights: Mapping[str, NewWeight]) -> dict[str, Tensor]:
+    """Return those that this process has as a whole; values of other types too."""
+    return {
+        name: tensor for name, tensor in new_weights.items() if not isinstance(tensor, NewShard)
+    }
 
 
-def _check_fits(name: str, tensor: object, own: Tensor) -> None:
-    """Raises WeightsError for another shape or kind of number than the module's."""
-    if not isinstance(tensor, Tensor) or tensor.shape != own.shape:
-        shape = tuple(getattr(tensor, "shape", ())) or type(tensor).__name__
-        raise WeightsError(
-            f"the new weights don't fit: {name!r} is {shape}, and the model's is {tuple(own.shape)}"
-        )
-    if tensor.is_floating_point() != own.is_floating_point():
-        raise WeightsError(
-            f"the new weights don't fit: {name!r} is {tensor.dtype}, and the model's is "
-            f"{own.dtype}; send a dtype of the same kind"
-        )
-
-
-def _same(left: Tensor, right: Tensor) -> bool:
+def _same(left: NewWeight, right: NewWeight) -> bool:
+    if isinstance(left, NewShard) or isinstance(right, NewShard):
+        return _digest(left) == _digest(right)
     return _alike(left, right) or torch.equal(left, right)
+
+
+def _digest(tensor: NewWeight) -> int:
+    return tensor.digest if isinstance(tensor, NewShard) else digest_of(tensor)
 
 
 def _alike(left: Tensor, right: Tensor) -> bool:

@@ -24,9 +24,11 @@ from nano_inference.stages.executor.changes.effects import (
     SkipBroadcast,
     WeightsOrigin,
 )
-from nano_inference.stages.executor.changes.shell import stay_single
 from nano_inference.stages.executor.runner import memory as memory_module
-from nano_inference.stages.executor.runner.weights.transports.background import Background
+from nano_inference.stages.executor.runner.weights.transports.background import (
+    Background,
+    stay_single,
+)
 
 from ..refusals import refused
 from ..threads import several_threads

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from torch import Tensor
-
 from ......bus.weights import (
     FolderWeights,
     GroupWeights,
@@ -15,6 +13,7 @@ from ......bus.weights import (
     laid_down,
 )
 from ......config import WeightsError
+from ...shards import NewWeight
 from ..checks import UNLIMITED, WeightLimits
 from .folder import read_folder
 from .group import Sending as Sending
@@ -26,7 +25,7 @@ from .shared_memory import read_shared_memory
 
 def fetch(
     source: WeightsSource, groups: WeightGroups, timeout_s: float, limits: WeightLimits = UNLIMITED
-) -> Mapping[str, Tensor]:
+) -> Mapping[str, NewWeight]:
     """Return the tensors of a source, by name, in memory of their own.
 
     Blocks; a wait for other processes ends after about `timeout_s`. An error leaves nothing behind.

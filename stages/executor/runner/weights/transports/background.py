@@ -8,6 +8,8 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, ParamSpec, TypeVar
 
+import torch
+
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
@@ -53,3 +55,17 @@ class Background:
         while (task := self._tasks.get()) is not None:
             task()
             del task  # frees the function's arguments
+
+
+def stay_single() -> None:
+    """Forbid parallel regions of torch on this thread.
+
+    Steps run on another thread, and two threads can't each have a team of OpenMP's workers without
+    loss.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    # This also changed the default of threads that have not used torch yet. Undo that.
+    undoing = threading.Thread(target=torch.set_num_threads, args=(threads,))
+    undoing.start()
+    undoing.join()

@@ -11,7 +11,7 @@ from __future__ import annotations
 import socket
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -24,6 +24,7 @@ from torch import Tensor
 from ......bus.control import JoinWeightsGroup
 from ......bus.weights import GroupWeights
 from ......config import WeightsError, shown
+from ...shards import NewWeight
 from ..checks import UNLIMITED, WeightLimits, check_stored
 from .background import Background
 from .layout import as_bytes, as_tensor, buckets, distinct, meta_of, sizes_of
@@ -160,14 +161,25 @@ class WeightGroups:
                     f"{_MOST_JOINS} groups are being joined; join again when one has ended",
                     code="weights_busy",
                 )
+            others = self._others_join(wish)
             # Under the lock: a thread that can't be started is not counted.
-            args = (wish, member)
+            args = (wish, member, others)
             threading.Thread(target=self._join, args=args, daemon=True, name="weights-join").start()
             self._joins += 1
             self._members[wish.group] = member
         return member.joined
 
-    def _join(self, wish: JoinWeightsGroup, member: Member) -> None:
+    def _others_join(self, wish: JoinWeightsGroup) -> Callable[[float], None]:
+        """Have the other ranks of a model join; return a function that waits for them, until a
+        deadline. Both raise WeightsError."""
+        return lambda deadline: None
+
+    def _others_leave(self, name: str) -> None:
+        """Have the other ranks of a model leave a group, or cancel their join."""
+
+    def _join(
+        self, wish: JoinWeightsGroup, member: Member, others: Callable[[float], None]
+    ) -> None:
         failure: Exception | None = None
         try:
             deadline = time.monotonic() + wish.timeout_s
@@ -176,6 +188,7 @@ class WeightGroups:
             if member.stop.is_set():
                 raise was_left()
             member.open(store, wish, deadline)
+            others(deadline)
         except Exception as error:  # noqa: BLE001  (the future carries it)
             failure = error
         with self._lock:
@@ -184,9 +197,11 @@ class WeightGroups:
             member.takes_part = wanted and failure is None
             if wanted and failure is not None:
                 del self._members[wish.group]
+                self._others_leave(wish.group)
         if not wanted:
             member.let_go()
         elif failure is not None:
+            member.let_go()  # another rank may have failed
             member.joined.set_exception(failure)
         else:
             member.joined.set_result(None)
@@ -197,6 +212,7 @@ class WeightGroups:
             member = self._members.pop(name, None)
             if member is None:
                 return
+            self._others_leave(name)
             member.stop.set()
             # Otherwise the joining or receiving thread lets go.
             if member.takes_part and not member.receiving:
@@ -222,13 +238,25 @@ class WeightGroups:
 
     def receive(
         self, source: GroupWeights, timeout_s: float, limits: WeightLimits = UNLIMITED
-    ) -> dict[str, Tensor]:
+    ) -> Mapping[str, NewWeight]:
         """Receive the tensors that rank 0 broadcasts.
 
         Raises:
             WeightsError: This executor is not a member, or out of step; the message is invalid; a
                 peer is gone, or silent until `timeout_s` has passed.
         """
+        tensors: dict[str, Tensor] = {}
+        self.receive_each(source, timeout_s, limits, tensors.__setitem__)
+        return {meta.name: tensors[meta.name] for meta in source.tensors}
+
+    def receive_each(
+        self,
+        source: GroupWeights,
+        timeout_s: float,
+        limits: WeightLimits,
+        take: Callable[[str, Tensor], None],
+    ) -> None:
+        """As `receive`, but hand over each tensor with its name when it has come."""
         with self._lock:
             member = self._members.get(source.group)
             if member is not None and member.takes_part:
@@ -239,7 +267,7 @@ class WeightGroups:
                 "again after an update that failed"
             )
         try:
-            return member.receive(source, time.monotonic() + timeout_s, limits)
+            member.receive(source, time.monotonic() + timeout_s, limits, take)
         except BaseException:
             member.skipped = True
             raise
@@ -249,6 +277,7 @@ class WeightGroups:
                 known = self._members.get(source.group) is member
                 if known and member.skipped:
                     del self._members[source.group]
+                    self._others_leave(source.group)
                 if member.skipped or not known:
                     member.let_go()
 
@@ -264,7 +293,7 @@ class Member:
         joined: As `WeightGroups.join` returns it.
         takes_part: Whether it has joined.
         broadcasts: Their number so far.
-        in_flight: Unfinished broadcasts, oldest first.
+        in_flight: Unfinished broadcasts and their buffers, oldest first.
         receiving: Whether one is being received.
         skipped: Whether one was not received.
     """
@@ -275,7 +304,7 @@ class Member:
     joined: Future[None] = field(default_factory=Future)
     takes_part: bool = False
     broadcasts: int = 0
-    in_flight: list[Any] = field(default_factory=list)
+    in_flight: list[tuple[Any, Tensor]] = field(default_factory=list)
     receiving: bool = False
     skipped: bool = False
 
@@ -305,8 +334,12 @@ class Member:
             raise broken(error, deadline) from None
 
     def receive(
-        self, source: GroupWeights, deadline: float, limits: WeightLimits
-    ) -> dict[str, Tensor]:
+        self,
+        source: GroupWeights,
+        deadline: float,
+        limits: WeightLimits,
+        take: Callable[[str, Tensor], None],
+    ) -> None:
         sizes = sizes_of(source.tensors, limits)
         if source.bucket_bytes < 0:
             raise WeightsError(
@@ -317,30 +350,39 @@ class Member:
                 f"the trainer's next broadcast is number {shown(source.first)} of the group, and "
                 f"the executor's is {self.broadcasts}; join a new group"
             )
-        tensors: dict[str, Tensor] = {}
+        plan = buckets(source.tensors, sizes, source.bucket_bytes)
+        left = iter(plan)
 
         def buffers() -> Iterator[Tensor]:
-            for bucket in buckets(source.tensors, sizes, source.bucket_bytes):
-                buffer = self._empty(sum(sizes[index] for index in bucket))
-                start = 0
-                for index in bucket:
-                    part = buffer[start : start + sizes[index]]
-                    tensors[source.tensors[index].name] = as_tensor(part, source.tensors[index])
-                    start += sizes[index]
-                yield buffer
+            for bucket in plan:
+                yield self._empty(sum(sizes[index] for index in bucket))
 
-        self.broadcast(buffers(), deadline)
-        return {meta.name: tensors[meta.name] for meta in source.tensors}
+        def finished(buffer: Tensor) -> None:
+            start = 0
+            for index in next(left):
+                part = buffer[start : start + sizes[index]]
+                take(source.tensors[index].name, as_tensor(part, source.tensors[index]))
+                start += sizes[index]
 
-    def broadcast(self, buffers: Iterator[Tensor], deadline: float) -> None:
-        """Broadcast buffers, `[bytes]` uint8 each, from rank 0 to all others, in order."""
+        self.broadcast(buffers(), deadline, finished)
+
+    def broadcast(
+        self,
+        buffers: Iterator[Tensor],
+        deadline: float,
+        finished: Callable[[Tensor], None] = lambda buffer: None,
+    ) -> None:
+        """Broadcast buffers, `[bytes]` uint8 each, from rank 0 to all others, in order.
+
+        `finished` is called with each when it has come, in this order, while the next is in flight.
+        """
         for buffer in buffers:
             if len(self.in_flight) == _IN_FLIGHT:
-                self._finish_one(deadline)
+                self._finish_one(deadline, finished)
             self._start(buffer, deadline)
             self.broadcasts += 1
         while self.in_flight:
-            self._finish_one(deadline)
+            self._finish_one(deadline, finished)
 
     def _check_time(self, deadline: float) -> None:
         if self.stop.is_set():
@@ -353,14 +395,14 @@ class Member:
         options.rootRank = options.rootTensor = 0
         options.timeout = time_left(deadline)
         try:
-            self.in_flight.append(self.group.broadcast([buffer], options))
+            self.in_flight.append((self.group.broadcast([buffer], options), buffer))
         except RuntimeError as error:
             raise broken(error, deadline) from None
 
-    def _finish_one(self, deadline: float) -> None:
+    def _finish_one(self, deadline: float, finished: Callable[[Tensor], None]) -> None:
         # Not by work.wait(): Gloo's can't be interrupted, and stopping the executor would have to
         # wait for a trainer that hangs.
-        work = self.in_flight[0]
+        work, buffer = self.in_flight[0]
         pause = 0.00005
         while not work.is_completed():
             self._check_time(deadline)
@@ -371,6 +413,7 @@ class Member:
             work.wait()
         except RuntimeError as error:
             raise broken(error, deadline) from None
+        finished(buffer)
 
     def let_go(self) -> None:
         """Drop the process group once nothing is in flight: its destructor waits for that."""
@@ -380,11 +423,11 @@ class Member:
         def later() -> None:
             # Not in the destructor: at the end of a program, a thread that returns to Python from
             # C++ would abort it.
-            while not all(work.is_completed() for work in self.in_flight):
+            while not all(work.is_completed() for work, _ in self.in_flight):
                 time.sleep(0.05)
             self.in_flight, self.group = [], None
 
-        if all(work.is_completed() for work in self.in_flight):
+        if all(work.is_completed() for work, _ in self.in_flight):
             later()
         else:
             threading.Thread(target=later, daemon=True, name="weights-group-end").start()

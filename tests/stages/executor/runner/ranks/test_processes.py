@@ -7,18 +7,23 @@ import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from nano_inference import InferenceEngine, SamplingParams, TrainingSample
+from nano_inference import InferenceEngine, SamplingParams, TrainingSample, WeightsGroup
 from nano_inference.config import AdapterError, ConfigError, EngineConfig, ModelError, WeightsError
+from nano_inference.stages.executor.runner.fast_modules.modules import FastModules
 from nano_inference.stages.executor.runner.ranks.commands import Reply
 from nano_inference.stages.executor.runner.ranks.group import RankError
 from nano_inference.stages.executor.runner.ranks.processes import Ranks
+from nano_inference.stages.executor.runner.ranks.shared_memory import SharedMemoryGroup
+from nano_inference.stages.executor.runner.weights.parts import PartsTaker
 
 from .....pipeline import short_model
 from .....programs import run
+from .....soaking import in_soak
 
 CONFIG = EngineConfig(
     model_path=str(short_model.folder()),
@@ -84,15 +89,7 @@ def test_every_number_is_that_of_one_rank(alone: InferenceEngine, spread: Infere
 def test_each_rank_takes_its_part_of_new_weights(
     alone: InferenceEngine, spread: InferenceEngine
 ) -> None:
-    before = rollouts(alone)
-    generator = torch.Generator().manual_seed(5)
-    own = alone._executor.model.shards
-    assert own is not None
-    new = {
-        name: torch.randn(shard.shape, generator=generator) * 0.02
-        for name, shard in own.shards.items()
-        if name != "lm_head.weight"  # it is the embedding's
-    }
+    before, new = rollouts(alone), random_weights(alone, 5)
     for engine in (alone, spread):
         engine.update_weights(new, blocking=True)
     assert rollouts(spread) == rollouts(alone) != before
@@ -103,6 +100,53 @@ def test_each_rank_takes_its_part_of_new_weights(
     after = rollouts(spread)
     assert after == rollouts(alone)
     assert after[0].weight_version == 2
+
+
+def random_weights(engine: InferenceEngine, seed: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    own = engine._executor.model.shards
+    assert own is not None
+    return {
+        name: torch.randn(shard.shape, generator=generator) * 0.02
+        for name, shard in own.shards.items()
+        if name != "lm_head.weight"  # it is the embedding's
+    }
+
+
+def test_each_rank_receives_a_trainers_broadcast_for_itself(
+    alone: InferenceEngine, spread: InferenceEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the bits of one rank; and an update of which ranks have other bytes changes nothing."""
+    forwarded: list[int] = []
+    broadcast = SharedMemoryGroup.broadcast
+
+    def count(group: SharedMemoryGroup, tensor: torch.Tensor) -> None:
+        forwarded.append(tensor.nbytes)
+        broadcast(group, tensor)
+
+    new = random_weights(alone, 7)
+    with WeightsGroup("127.0.0.1:0", 1 + RANKS) as trainer:
+        with pytest.raises(WeightsError, match="ranks are 2 to 3 of the group"):
+            spread.join_weights_group("weights", trainer.address, 1 + RANKS, rank=2)
+        spread.join_weights_group("weights", trainer.address, 1 + RANKS)
+        sending = trainer.broadcast(new, bucket_bytes=1 << 20)
+        with monkeypatch.context() as patch:
+            patch.setattr(SharedMemoryGroup, "broadcast", count)
+            spread.update_weights(sending.source, blocking=True)
+        sending.result()
+        # The names alone.
+        assert sum(forwarded) < 1000
+        alone.update_weights(new, blocking=True)
+        expected = rollouts(alone)
+        assert rollouts(spread) == expected
+        sending = trainer.broadcast(random_weights(alone, 8))
+        with monkeypatch.context() as patch:
+            patch.setattr(PartsTaker, "checksum", 1)
+            with pytest.raises(WeightsError, match="different bytes"):
+                spread.update_weights(sending.source, blocking=True)
+        with pytest.raises(WeightsError, match="not in the group"):
+            spread.update_weights(sending.source)
+        assert rollouts(spread) == expected
 
 
 def adapter_tensors(engine: InferenceEngine, seed: int) -> dict[str, torch.Tensor]:
@@ -212,13 +256,30 @@ def test_what_ranks_exclude_is_refused() -> None:
         )
 
 
-def test_a_rank_that_ends_is_an_error_of_the_engine() -> None:
-    config = EngineConfig(**{**_fields(CONFIG), "tensor_parallel": RANKS})
-    with InferenceEngine(config) as engine:
+@pytest.mark.parametrize("number", [signal.SIGKILL, in_soak(signal.SIGSTOP)])
+def test_a_rank_that_ends_is_an_error_of_the_engine(
+    number: signal.Signals, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the midst of an update too, of which nothing is put in place. To load takes any time."""
+    check = FastModules._compare
+
+    def check_late(*args: Any) -> Any:
+        monkeypatch.undo()
+        time.sleep(1.2)
+        return check(*args)
+
+    monkeypatch.setattr(FastModules, "_compare", check_late)
+    config = EngineConfig(**{**_fields(CONFIG), "tensor_parallel": RANKS, "rank_timeout_s": 1.0})
+    with InferenceEngine(config) as engine, WeightsGroup("127.0.0.1:0", 1 + RANKS) as trainer:
+        engine.join_weights_group("weights", trainer.address, 1 + RANKS)
         (pid,) = ranks_of(engine).pids
-        os.kill(pid, signal.SIGKILL)
+        os.kill(pid, number)
+        sending = trainer.broadcast({"model.norm.weight": torch.ones(4)})
+        with pytest.raises(WeightsError, match="a rank of the model has failed: rank 1"):
+            engine.update_weights(sending.source, partial=True, timeout_s=1.0)
         with pytest.raises(RankError, match="rank 1"):
             engine.generate([[5, 6, 7]], SamplingParams(max_tokens=50, ignore_eos=True))
+        assert engine.get_weight_version() == 0
     assert not Path(f"/proc/{pid}").exists()
 
 

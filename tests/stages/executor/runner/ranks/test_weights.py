@@ -17,6 +17,8 @@ from nano_inference.stages.executor import LoadedModel
 from nano_inference.stages.executor.runner import shards as shards_module
 from nano_inference.stages.executor.runner.ranks.group import OneRank, RankGroup
 from nano_inference.stages.executor.runner.sharded_model import load_sharded
+from nano_inference.stages.executor.runner.shards import NewShard, NewWeight, Receipt
+from nano_inference.stages.executor.runner.weights.parts import PartsTaker
 from nano_inference.stages.executor.runner.weights.sync_manager import WeightSyncManager
 
 from .....soaking import in_soak
@@ -67,6 +69,49 @@ def test_updated_ranks_have_the_bits_of_loaded_ones(
         logits = run_ranks(before, 2, batches, change)
         assert hash_of(logits) == hash_of(run_ranks(wanted, 2, batches))
         assert hash_of(logits) != hash_of(run_ranks(before, 2, batches))
+
+
+def take_parts(tensors: Mapping[str, Tensor], model: LoadedModel, group: RankGroup) -> None:
+    """Replace all weights by the parts that each rank takes of whole tensors."""
+    shards = model.shards
+    assert shards is not None
+    taker = PartsTaker(shards, [*tensors], Receipt(1, shards.layout), checks=not group.rank)
+    for name, tensor in tensors.items():
+        taker.take(name, tensor)
+    found = taker.parts()
+    parts = {name: each.parts for name, each in found.items() if isinstance(each, NewShard)}
+    assert len(found) == len(parts)
+
+    def write(new: Mapping[str, NewWeight]) -> None:
+        assert {name for name, each in new.items() if isinstance(each, NewShard)} == {*parts}
+        shards.write_parts(parts)
+
+    checksums = group.all_gather(torch.tensor(taker.checksum >> 1))
+    assert len({*checksums.tolist()}) == 1
+    if group.rank:
+        shards.write_parts(parts)
+        return
+    manager = WeightSyncManager(model.module, shards=shards, write=write)
+    shards.layout += 1
+    with pytest.raises(WeightsError, match="experts have changed their owners"):
+        manager.start_sync(found)
+    shards.layout -= 1
+    assert manager.sync_blocking(manager.prepare(found)) == 1
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", *map(in_soak, ("phi3", "gemma3", "mixtral"))])
+def test_each_rank_keeps_its_parts_of_tensors_that_pass(name: str, tmp_path: Path) -> None:
+    """By the names of a model and of a checkpoint, the latter in any order."""
+    from safetensors.torch import load_file
+
+    batches = make_batches(1)
+    wanted_in = save(name, tmp_path / "wanted", seed=1)
+    of_model = dict(make_whole_model(name, seed=1).state_dict())
+    of_checkpoint = dict(reversed(load_file(wanted_in / "model.safetensors").items()))
+    before = config_of(save(name, tmp_path / "before"), 2)
+    wanted = hash_of(run_ranks(config_of(wanted_in, 2), 2, batches))
+    for tensors in (of_model, of_checkpoint):
+        assert hash_of(run_ranks(before, 2, batches, partial(take_parts, tensors))) == wanted
 
 
 def test_checkpoint_names_are_converted_for_ranks(tmp_path: Path) -> None:

@@ -1,0 +1,226 @@
+"""Groups of trainers in which each rank of a model is a member, and receives for itself."""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from contextlib import suppress
+from functools import partial
+from itertools import count
+from multiprocessing.connection import Connection
+from threading import Lock
+
+import msgspec
+from torch import Tensor
+
+from ....bus.control import JoinWeightsGroup
+from ....bus.weights import GroupWeights
+from ....config import WeightsError, shown
+from .ranks.calls import CallReply, DropParts, JoinGroup, LeaveGroup, Numbered, ReceiveParts
+from .ranks.commands import NewWeights
+from .ranks.group import RankError
+from .ranks.processes import Ranks
+from .shards import NewShard, NewWeight, Receipt, ShardedWeights
+from .weights.checks import UNLIMITED, WeightLimits
+from .weights.parts import PartsTaker
+from .weights.transports.background import Background, stay_single
+from .weights.transports.group import CPU, WeightGroups, was_left
+
+_CONSEQUENCES = ("weights_interrupted", "weights_timeout")
+"""Codes of errors that one rank gets because another one has failed."""
+
+
+class LeaderGroups(WeightGroups):
+    """Rank 0's groups. The other ranks are members too, under the ranks behind its own.
+
+    They are left by all ranks or by none: after any error of one rank all leave.
+    """
+
+    def __init__(self, ranks: Ranks, shards: ShardedWeights) -> None:
+        super().__init__()
+        # The memory of a closed executor is freed even while this object lives.
+        self._ranks, self._shards = ranks, weakref.ref(shards)
+        self._numbers = count(1)
+
+    def _others_join(self, wish: JoinWeightsGroup) -> Callable[[float], None]:
+        last = wish.rank + self._ranks.size - 1
+        if last >= wish.world_size:
+            raise WeightsError(
+                f"the model's {self._ranks.size} ranks are {wish.rank} to {last} of the group, and "
+                f"world_size is {shown(wish.world_size)}; count each of them"
+            )
+        number = self._start(JoinGroup(wish))
+        return lambda deadline: _raise_first(self._replies(number, deadline))
+
+    def _others_leave(self, name: str) -> None:
+        with suppress(RankError):  # all ranks end
+            self._ranks.calls.start(LeaveGroup(name))
+
+    def receive(
+        self, source: GroupWeights, timeout_s: float, limits: WeightLimits = UNLIMITED
+    ) -> Mapping[str, NewWeight]:
+        """As `WeightGroups.receive`; each rank holds its parts.
+
+        Raises:
+            WeightsError: As there, on any rank; the weights don't fit the model, or are not finite;
+                or ranks have received different bytes.
+        """
+        if (shards := self._shards()) is None:
+            raise was_left()
+        receipt = Receipt(next(self._numbers), shards.layout)
+        names = [meta.name for meta in source.tensors]
+        taker = PartsTaker(shards, names, receipt, checks=True)
+        weakref.finalize(receipt, self._ranks.calls.drop, receipt.number).atexit = False
+        deadline = time.monotonic() + timeout_s
+        number = self._start(ReceiveParts(receipt.number, source, timeout_s, *limits))
+        failure: WeightsError | None = None
+        try:
+            self.receive_each(source, timeout_s, limits, taker.take)
+        except WeightsError as error:
+            failure = error
+            self._others_leave(source.group)
+        replies = self._replies(number, deadline)
+        own = CallReply(0, checksum=taker.checksum)
+        if failure is not None:
+            own = CallReply(0, failure.message, failure.code)
+        try:
+            _raise_first([own, *replies])
+            if any(reply.checksum != own.checksum for reply in replies):
+                raise WeightsError(
+                    "ranks have received different bytes from the group; join a new one, and send "
+                    "all again",
+                    code="weights_interrupted",
+                )
+        except WeightsError:
+            self.leave(source.group)
+            raise
+        return taker.parts()
+
+    def _start(self, call: JoinGroup | ReceiveParts) -> int:
+        try:
+            return self._ranks.calls.start(call)
+        except RankError as error:
+            raise _of_rank(error) from error
+
+    def _replies(self, number: int, deadline: float) -> list[CallReply]:
+        try:
+            return self._ranks.calls.replies(number, deadline)
+        except RankError as error:
+            raise _of_rank(error) from error
+
+
+def _of_rank(error: RankError) -> WeightsError:
+    return WeightsError(f"a rank of the model has failed: {error}", code="weights_interrupted")
+
+
+def _raise_first(replies: list[CallReply]) -> None:
+    """Raise the error of the first rank that has one of its own, or else the first error."""
+    failed = [reply for reply in replies if reply.error]
+    own = [reply for reply in failed if reply.code not in _CONSEQUENCES]
+    for reply in own or failed:
+        raise WeightsError(reply.error, code=reply.code or None)
+
+
+class RankReceiver:
+    """Another rank's groups, and the parts that it holds. Calls run beside its commands."""
+
+    def __init__(self, rank: int, connection: Connection, shards: ShardedWeights) -> None:
+        self._rank, self._connection, self._shards = rank, connection, shards
+        self._groups = WeightGroups()
+        self._receiving = Background("weights", stay_single)
+        self._held: dict[int, dict[str, tuple[Tensor, ...]]] = {}
+        self._lock = Lock()
+
+    def serve(self) -> None:
+        """Begin calls as they come, until the connection is closed."""
+        decoder = msgspec.msgpack.Decoder(Numbered)
+        while True:
+            try:
+                numbered = decoder.decode(self._connection.recv_bytes())
+            except (EOFError, OSError):
+                return
+            self._begin(numbered)
+
+    def write(self, held: tuple[tuple[str, int], ...]) -> None:
+        """Put parts in place that are held, and hold them no longer.
+
+        Raises:
+            RankError: They are not held.
+        """
+        try:
+            parts = {name: self._held[receipt][name] for name, receipt in held}
+        except KeyError:
+            raise RankError(
+                f"rank {self._rank} does not hold the weights to put in place"
+            ) from None
+        self._shards.write_parts(parts)
+        for receipt in {receipt for _, receipt in held}:
+            self._held.pop(receipt, None)
+
+    def _begin(self, numbered: Numbered) -> None:
+        number = numbered.number
+        match numbered.call:
+            case JoinGroup(wish):
+                own = msgspec.structs.replace(wish, rank=wish.rank + self._rank)
+                try:
+                    future = self._groups.join(own, CPU)
+                except WeightsError as error:
+                    self._reply(CallReply(number, error.message, error.code))
+                else:
+                    future.add_done_callback(partial(self._done, number))
+            case LeaveGroup(group):
+                self._groups.leave(group)
+            case ReceiveParts() as call:
+                receiving = self._receiving.submit(self._receive, call)
+                receiving.add_done_callback(partial(self._done, number))
+            case DropParts(receipts):
+                # Behind what is being received.
+                for receipt in receipts:
+                    self._receiving.submit(self._held.pop, receipt, None)
+
+    def _receive(self, call: ReceiveParts) -> int:
+        receipt = Receipt(call.receipt, self._shards.layout)
+        names = [meta.name for meta in call.source.tensors]
+        taker = PartsTaker(self._shards, names, receipt, checks=False)
+        limits = WeightLimits(call.most_tensors, call.most_bytes)
+        self._groups.receive_each(call.source, call.timeout_s, limits, taker.take)
+        if taker.error is None:
+            self._held[call.receipt] = {
+                name: each.parts
+                for name, each in taker.parts().items()
+                if isinstance(each, NewShard)
+            }
+        # Rank 0 finds the same errors.
+        return taker.checksum
+
+    def _done(self, number: int, future: Future[int] | Future[None]) -> None:
+        error = future.exception()
+        if error is None:
+            self._reply(CallReply(number, checksum=future.result() or 0))
+        elif isinstance(error, WeightsError):
+            self._reply(CallReply(number, error.message, error.code))
+        else:
+            message = f"rank {self._rank}: {type(error).__name__}: {shown(str(error))}"
+            self._reply(CallReply(number, message, "weights_interrupted"))
+
+    def _reply(self, reply: CallReply) -> None:
+        with self._lock, suppress(OSError):  # rank 0 has closed it, and this rank ends
+            self._connection.send_bytes(msgspec.msgpack.encode(reply))
+
+
+def write_to_ranks(
+    ranks: Ranks, shards: ShardedWeights, new_weights: Mapping[str, NewWeight]
+) -> None:
+    """Put new weights in place on all ranks, each of which takes its parts.
+
+    Raises:
+        RankError: A rank has failed. The weights may be a mixture then.
+    """
+    received = {name: each for name, each in new_weights.items() if isinstance(each, NewShard)}
+    whole = {name: each for name, each in new_weights.items() if not isinstance(each, NewShard)}
+    held = tuple((name, each.receipt.number) for name, each in received.items())
+    ranks.tell(NewWeights(held))
+    shards.write_everywhere(ranks.group.broadcast, whole)
+    shards.write_parts({name: each.parts for name, each in received.items()})

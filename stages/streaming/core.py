@@ -39,6 +39,7 @@ from ...bus.messages import (
 )
 from ...bus.public import Completion, CompletionChunk, ErrorInfo, Output, StageTime, Timings, Usage
 from ...text.detokenizer import Pieces, TokenPieces
+from .accounts import StepCost, TimeAccounts
 from .samples import RequestState, Sample
 
 if TYPE_CHECKING:
@@ -127,6 +128,7 @@ class StreamingCore:
         self._early: dict[str, _EarlyRequest] = {}
         # Sequences with a step before one of the replica that handed them over.
         self._ahead: dict[int, _AheadSequence] = {}
+        self.accounts = TimeAccounts()
 
     def __len__(self) -> int:
         """Return the number of requests that have begun and not ended."""
@@ -142,6 +144,7 @@ class StreamingCore:
         is_open = self._find(opened.request_id, opened.entry_id) is not None
         if not is_open and opened.entry_id not in self._cut_short:
             request = self._requests[opened.request_id] = RequestState(opened)
+            request.time = self.accounts.open(opened, now_ns)
             if opened.response is not None:
                 return [self._serve(request, opened.response, now_ns)]
         early = self._early.pop(opened.entry_id, None)
@@ -166,9 +169,10 @@ class StreamingCore:
         Rows of sequences that don't run (a stop string has ended them) are dropped. Consecutive
         rows of a sequence give one chunk.
         """
+        cost = self.accounts.step(result, replica, now_ns)
         if self._early or not all(map(self._is_open, result.started)):
-            self._hold_back(result, replica)
-        return self._absorb(result, replica, now_ns)
+            self._hold_back(result, replica, cost)
+        return self._absorb(result, replica, cost, now_ns)
 
     def end(self, cancel: Cancel, now_ns: int) -> Deliveries:
         """End a request early, with what it has produced so far.
@@ -197,6 +201,13 @@ class StreamingCore:
         Requests that have begun stay, until a Cancel ends them or new sequences go on behind the
         tokens that `recovered` returns. Admission opens the others again.
         """
+        times = {
+            each.info.entry_id: (each.time, bool(each.samples))
+            for each in self._requests.values()
+            if each.time is not None
+        }
+        unbegun = {entry_id: time for entry_id, (time, begun) in times.items() if not begun}
+        self.accounts.reset(unbegun, [time for time, begun in times.values() if begun])
         self._running.clear()
         self._cut_short.clear()
         self._early.clear()
@@ -235,6 +246,10 @@ class StreamingCore:
         self._stop(before)
         request = self._requests[item.key] = RequestState(before.info)
         request.restored = bool(chunks)
+        if chunks:
+            self.accounts.drop(before.time)
+        else:
+            request.time = before.time
         request.executed_ns = request.info.received_ns
         for chunk in chunks:
             index = chunk.sample_index
@@ -271,6 +286,7 @@ class StreamingCore:
         request = self._find(request_id, entry_id)
         if request is not None:
             del self._requests[request_id]
+            self.accounts.drop(request.time)
             self._stop(request)
 
     # --- steps --------------------------------------------------------------------------------
@@ -282,7 +298,7 @@ class StreamingCore:
     def _is_open(self, started: StartedSequence) -> bool:
         return self._find(started.request_id, started.entry_id) is not None
 
-    def _hold_back(self, result: StepResult, replica: int) -> None:
+    def _hold_back(self, result: StepResult, replica: int, cost: StepCost) -> None:
         """Keep a step's share of each request that has begun and is not open yet.
 
         A sequence of an unknown request that has generated already was preempted, if no other
@@ -299,7 +315,7 @@ class StreamingCore:
         for early in self._early.values():
             share = _part(result, early.seq_ids.__contains__, early.request_id.__eq__)
             if _concerns(share):
-                early.results.append((share, replica))
+                early.results.append((share, replica, cost))
 
     def _is_ahead(self, started: StartedSequence) -> bool:
         """Whether tokens are missing that another replica has made of an open request."""
@@ -309,7 +325,7 @@ class StreamingCore:
         sample = request.samples.get(started.sample_index)
         return sample is None or len(sample.token_ids) < started.num_generated
 
-    def _hold_ahead(self, result: StepResult, replica: int) -> StepResult:
+    def _hold_ahead(self, result: StepResult, replica: int, cost: StepCost) -> StepResult:
         """Keep the rows of sequences that are ahead; return the rest of the step."""
         for started in result.started:
             if started.handed_over and self._is_ahead(started):
@@ -319,16 +335,17 @@ class StreamingCore:
                 continue  # the step may be the missing one
             share = _part(result, seq_id.__eq__, lambda request_id: False)
             if _concerns(share):
-                ahead.results.append((share, replica))
+                ahead.results.append((share, replica, cost))
                 result = _part(result, seq_id.__ne__, lambda request_id: True)
         return result
 
-    def _absorb(self, result: StepResult, replica: int, now_ns: int) -> Deliveries:
+    def _absorb(self, result: StepResult, replica: int, cost: StepCost, now_ns: int) -> Deliveries:
         deliveries = Deliveries(now_ns, replica)
         if self._ahead or any(started.handed_over for started in result.started):
-            result = self._hold_ahead(result, replica)
+            result = self._hold_ahead(result, replica, cost)
         for started in result.started:
             self._start(started, result.end_ns, deliveries)
+        self.accounts.count(result, replica, cost, now_ns)
         for prompt in result.prompt_logprobs:
             if prompt.seq_id in self._running:
                 self._running[prompt.seq_id].request.absorb_prompt(prompt)
@@ -347,6 +364,7 @@ class StreamingCore:
                 request = sample.request
                 sample.pool(pooled, result.weight_version)
                 request.step_end_ns = request.first_step_end_ns = result.end_ns
+                self.accounts.ended(sample.seq_id, result.end_ns, now_ns)
                 request.finish(sample)
                 self._complete_if_done(request, deliveries)
         for cancel in result.ended:
@@ -374,6 +392,9 @@ class StreamingCore:
             request.step_end_ns = end_ns
             sample.seq_id = started.seq_id
             self._running[started.seq_id] = sample
+            if request.time is not None:
+                about = len(request.info.prompt_token_ids), deliveries.replica, deliveries.now_ns
+                self.accounts.started(request.time, started, *about)
         elif started.handed_over:
             # The first replica no longer had it when a stop string ended it.
             deliveries.halts.append(started.seq_id)
@@ -422,6 +443,7 @@ class StreamingCore:
         """Finish a sample with its last token. `halt`: the executor still runs the sequence."""
         request = sample.request
         del self._running[sample.seq_id]
+        self.accounts.ended(sample.seq_id, request.step_end_ns, deliveries.now_ns)
         if halt:
             deliveries.halts.append(sample.seq_id)
         request.finish(sample)
@@ -437,6 +459,7 @@ class StreamingCore:
         """Drop later rows of a request's samples."""
         for sample in self._running_of(request):
             del self._running[sample.seq_id]
+            self.accounts.forget(sample.seq_id)
 
     # --- ends ---------------------------------------------------------------------------------
 
@@ -460,14 +483,20 @@ class StreamingCore:
             self._complete(request, deliveries, cancel)
             self._remember_end(request.info.entry_id)
         elif request is not None or cancel.unstarted:
+            time = self.accounts.pop_unbegun(cancel.entry_id)
             if request is not None:
                 del self._requests[cancel.request_id]
+                time = request.time
             self._remember_end(cancel.entry_id)
+            usage = Usage()
+            if time is not None:
+                usage = Usage(time=time.finish(deliveries.now_ns), billed_ns=time.billed_ns)
             completion = Completion(
                 request_id=cancel.request_id,
                 entry_id=cancel.entry_id,
                 status=cancel.status,
                 error=_error_of(cancel),
+                usage=usage,
                 timings=Timings(finished_ns=deliveries.now_ns),
             )
             deliveries.end(cancel.result_key, EndedRequest(None, completion))
@@ -506,6 +535,8 @@ class StreamingCore:
                 accepted_prediction_tokens=accepted,
                 rejected_prediction_tokens=drafted - accepted,
                 cached_completion_tokens=0 if info.response is None else completed,
+                time=request.time and request.time.finish(deliveries.now_ns),
+                billed_ns=request.time and request.time.billed_ns,
             ),
             timings=_timings(request, deliveries.now_ns),
             trace_id=traced[1] if traced else "",
@@ -528,13 +559,13 @@ class _EarlyRequest:
 
     Attributes:
         seq_ids: Its sequences so far.
-        results: Its shares of those steps, each with its replica.
+        results: Its shares of those steps, each with its replica and cost.
     """
 
     def __init__(self, request_id: str) -> None:
         self.request_id = request_id
         self.seq_ids: set[int] = set()
-        self.results: list[tuple[StepResult, int]] = []
+        self.results: list[tuple[StepResult, int, StepCost]] = []
 
 
 class _AheadSequence(NamedTuple):
@@ -543,12 +574,12 @@ class _AheadSequence(NamedTuple):
     Attributes:
         started: Its start on this replica.
         replica: The replica.
-        results: Its shares of those steps, each with the replica.
+        results: Its shares of those steps, each with the replica and cost.
     """
 
     started: StartedSequence
     replica: int
-    results: list[tuple[StepResult, int]]
+    results: list[tuple[StepResult, int, StepCost]]
 
 
 def _part(
@@ -563,7 +594,9 @@ def _part(
         part[name] = tuple(each for each in getattr(result, name) if has(each.seq_id))
     for name in _ENDS:
         part[name] = tuple(each for each in getattr(result, name) if ends(each.request_id))
-    return msgspec.structs.replace(result, **part)
+    prefills = tuple(row for row in result.times.prefills if has(row[0]))
+    times = msgspec.structs.replace(result.times, prefills=prefills)
+    return msgspec.structs.replace(result, times=times, **part)
 
 
 def _concerns(part: StepResult) -> bool:

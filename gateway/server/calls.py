@@ -169,7 +169,8 @@ class ObservedCalls:
             trace = tracing.begin_below(client)
         else:
             trace = tracing.begin() if traced else TraceContext()
-        call = ObservedCall(state.get(ARRIVED) or now_ns(), trace, Account(), call_id(headers))
+        at_ns = state.get(ARRIVED) or now_ns()
+        call = ObservedCall(at_ns, trace, Account(arrived_ns=at_ns), call_id(headers))
         state[_ARRIVAL] = call
         state[CALL_ID] = call.name
         self._in_flight += 1
@@ -213,6 +214,7 @@ class ObservedCalls:
                 names.URL_SCHEME: scope["scheme"],
                 names.CLIENT_ADDRESS: address,
                 **({names.REQUEST_MODEL: call.account.model} if call.account.model else {}),
+                **names.time_attributes(call.account.time, call.account.billed_ns),
             }
             tracing.span(
                 f"{method} {route}",

@@ -28,6 +28,8 @@ class Account:
         left: Of requests whose end the gateway hasn't seen, by id, the tokens that came; None if
             their number is unknown.
         headers: More headers of its response.
+        arrived_ns: When its first byte came; 0 if it goes on without its connection.
+        time: Of its request that took longest, by cause; its requests' bills.
     """
 
     background: bool = False
@@ -41,6 +43,9 @@ class Account:
     complete: bool = False
     left: dict[str, int | None] = field(default_factory=dict)
     headers: dict[str, str] = field(default_factory=dict)
+    arrived_ns: int = 0
+    time: dict[str, int] = field(default_factory=dict)
+    billed_ns: int = 0
 
     @property
     def tokens(self) -> int:
@@ -51,3 +56,6 @@ class Account:
         """Add the tokens of a request that has ended."""
         self.prompt_tokens += usage.prompt_tokens
         self.completion_tokens += usage.completion_tokens
+        self.billed_ns += usage.billed_ns or 0
+        if usage.time is not None and sum(usage.time.values()) > sum(self.time.values()):
+            self.time = usage.time

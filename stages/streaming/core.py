@@ -64,6 +64,7 @@ class EndedRequest(NamedTuple):
         last_token_ns: When its last token was delivered, before the Completion if that waited for
             the reference model; 0 if this object has delivered none.
         response: For the response cache, if the request is to be kept there.
+        tenant: Of the request; "" if unknown.
     """
 
     opened: RequestOpened | None
@@ -71,6 +72,7 @@ class EndedRequest(NamedTuple):
     restored: bool = False
     last_token_ns: int = 0
     response: StoredResponse | None = None
+    tenant: str = ""
 
 
 @dataclass(slots=True)
@@ -499,7 +501,8 @@ class StreamingCore:
                 usage=usage,
                 timings=Timings(finished_ns=deliveries.now_ns),
             )
-            deliveries.end(cancel.result_key, EndedRequest(None, completion))
+            tenant = request.info.tenant if request is not None else ""
+            deliveries.end(cancel.result_key, EndedRequest(None, completion, tenant=tenant))
 
     def _remember_end(self, entry_id: str) -> None:
         self._cut_short[entry_id] = None
@@ -550,7 +553,8 @@ class StreamingCore:
             # Another replica may be about to start a sequence that a stop string has ended.
             self._remember_end(info.entry_id)
         response = request.stored() if info.keeps else None
-        ended = EndedRequest(info, completion, request.restored, request.last_token_ns, response)
+        last_ns = request.last_token_ns
+        ended = EndedRequest(info, completion, request.restored, last_ns, response, info.tenant)
         deliveries.end(info.request_id, ended)
 
 

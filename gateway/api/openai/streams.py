@@ -83,12 +83,12 @@ class Chunks(UnsentOutputs):
         self._read.set()
         await self._send_choice(choice, answer, version)
 
-    async def send_usage(self, completions: list[Completion]) -> None:
-        """Send the last chunk, if the client has asked for it."""
+    async def send_usage(self, completions: list[Completion], arrived_ns: int) -> None:
+        """Send the last chunk, if the client has asked for it; `arrived_ns`: as of `time_usage`."""
         options = self._answers.call.fields.stream_options
         if options.include_usage and not self.position.usage:
             self.position.usage = True
-            usage = self._answers.usage(completions, self._reasoning_tokens())
+            usage = self._answers.usage(completions, self._reasoning_tokens(), arrived_ns)
             chunk = self._answers.head(oldest_version(completions), chunk=True)
             await self._encode(chunk | {"choices": [], "usage": usage})
 

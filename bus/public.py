@@ -249,6 +249,8 @@ class Timings(OutputPart, frozen=True, kw_only=True):
 
     Attributes:
         received_ns: Arrival at admission.
+        published_ns: Arrival on the requests queue, as far as known; `Usage.time` begins here. 0 if
+            unknown.
         first_token_ns: Arrival of any sample's first token at streaming; 0 without tokens.
         finished_ns: Creation of the terminal message.
         stages: The stages of the request, in order.
@@ -258,6 +260,7 @@ class Timings(OutputPart, frozen=True, kw_only=True):
     first_token_ns: int = 0
     finished_ns: int = 0
     stages: tuple[StageTime, ...] = ()
+    published_ns: int = 0
 
     def of(self, stage: str) -> StageTime | None:
         """Return the times in a stage; None if the request never reached it."""

@@ -20,7 +20,7 @@ from ...config.logger import get_logger
 from ...telemetry import TraceContext, instruments, names, now_ns
 from ..policy.audit import AuditLog
 from ..policy.caller import CALLER, NOBODY, ROUTE, Caller
-from ..serving.account import Account
+from ..serving.account import Account, no_time
 from ..serving.measures import Measures
 from .http import CALL_ID, CLIENT_LEFT, ERROR_CODE
 
@@ -30,7 +30,7 @@ _METHODS = frozenset(
 _OTHER_METHOD = "_OTHER"
 """The name of any other method in OpenTelemetry's conventions."""
 
-ARRIVED = "arrived_ns"
+ARRIVED, UNREAD = "arrived_ns", "unread_ns"
 """Key of a call's state: when its head came, before it waited for a round."""
 
 CALL_HEADER = "X-Request-Id"
@@ -170,7 +170,8 @@ class ObservedCalls:
         else:
             trace = tracing.begin() if traced else TraceContext()
         at_ns = state.get(ARRIVED) or now_ns()
-        call = ObservedCall(at_ns, trace, Account(arrived_ns=at_ns), call_id(headers))
+        account = Account(arrived_ns=at_ns, unread_ns=state.get(UNREAD, no_time))
+        call = ObservedCall(at_ns, trace, account, call_id(headers))
         state[_ARRIVAL] = call
         state[CALL_ID] = call.name
         self._in_flight += 1

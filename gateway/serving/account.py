@@ -11,6 +11,11 @@ Texts = Callable[[], Sequence[str]]
 """Returns texts of a call, called in a thread."""
 
 
+def no_time() -> int:
+    """Return 0: of a call whose client reads, or is not observed."""
+    return 0
+
+
 @dataclass(slots=True, kw_only=True, eq=False)
 class Account:
     """The account of one call.
@@ -29,6 +34,8 @@ class Account:
             their number is unknown.
         headers: More headers of its response.
         arrived_ns: When its first byte came; 0 if it goes on without its connection.
+        unread_ns: Returns for how long its client has not read.
+        unread_before_ns: That at the end of its last request.
         time: Of its request that took longest, by cause; its requests' bills.
     """
 
@@ -44,6 +51,8 @@ class Account:
     left: dict[str, int | None] = field(default_factory=dict)
     headers: dict[str, str] = field(default_factory=dict)
     arrived_ns: int = 0
+    unread_ns: Callable[[], int] = no_time
+    unread_before_ns: int = 0
     time: dict[str, int] = field(default_factory=dict)
     billed_ns: int = 0
 

@@ -386,7 +386,7 @@ async def _accounted(
         async for output in outputs:
             if isinstance(output, Completion):
                 del left[request_id]
-                output = with_http(output, account.arrived_ns)
+                output = with_http(output, account)
                 account.add(output.usage)
             elif (seen := left[request_id]) is not None:
                 left[request_id] = seen + len(output.token_ids)

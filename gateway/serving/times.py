@@ -10,9 +10,10 @@ import msgspec
 from ...bus.public import Completion
 from ...bus.times import CAUSES
 from ...telemetry import now_ns
+from .account import Account
 
 
-def with_http(completion: Completion, arrived_ns: int) -> Completion:
+def with_http(completion: Completion, account: Account) -> Completion:
     """Return a terminal message that has come now, with the time since the call's first byte.
 
     What is not the pipeline's is `http` before it and `delivery` behind. If the clocks of two hosts
@@ -21,9 +22,10 @@ def with_http(completion: Completion, arrived_ns: int) -> Completion:
 
     Args:
         completion: The terminal message.
-        arrived_ns: When the call's first byte came; 0 if it has none.
+        account: Of the call.
     """
-    time, now = completion.usage.time, now_ns()
+    time, now, arrived_ns = completion.usage.time, now_ns(), account.arrived_ns
+    account.unread_before_ns = account.unread_ns()
     if time is None or not arrived_ns:
         return completion
     passed_ns, time = max(0, now - arrived_ns), dict(time)
@@ -39,23 +41,26 @@ def with_http(completion: Completion, arrived_ns: int) -> Completion:
     return msgspec.structs.replace(completion, usage=usage)
 
 
-def time_usage(completions: Iterable[Completion], arrived_ns: int = 0) -> dict[str, Any]:
+def time_usage(completions: Iterable[Completion], account: Account | None = None) -> dict[str, Any]:
     """Return the fields of an answer's usage with its time and its bill; {} if they are unknown.
 
     Of several prompts, the time is that of the one that took longest.
 
     Args:
         completions: The terminal messages.
-        arrived_ns: In a stream, when the call's first byte came: what has passed since the terminal
-            message was spent until the client had read the rest.
+        account: Of the call, in a stream: what has passed since the terminal message was spent
+            writing the rest, or waiting until the client had read.
     """
     usages = [completion.usage for completion in completions]
     times = [usage.time for usage in usages if usage.time is not None]
     if not times or len(times) < len(usages):
         return {}
     time = max(times, key=lambda each: sum(each.values()))
-    if arrived_ns and (unread_ns := now_ns() - arrived_ns - sum(time.values())) > 0:
-        time = _ordered(time | {"slow_client": unread_ns})
+    if account is not None and account.arrived_ns:
+        passed_ns = max(0, now_ns() - account.arrived_ns - sum(time.values()))
+        unread_ns = min(passed_ns, account.unread_ns() - account.unread_before_ns)
+        written_ns = time.get("delivery", 0) + passed_ns - unread_ns
+        time = _ordered(time | {"delivery": written_ns, "slow_client": unread_ns})
     return {"time": time, "billed_ns": sum(usage.billed_ns or 0 for usage in usages)}
 
 

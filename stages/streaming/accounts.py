@@ -180,12 +180,14 @@ class RequestTime:
 
     Attributes:
         n: Number of samples.
+        start_ns: When it was published.
         cursor_ns: Until when the time has a cause.
         causes: Nanoseconds by cause.
         billed_ns: Its share of the busy time, without sequences that decode now.
     """
 
     n: int
+    start_ns: int
     cursor_ns: int
     causes: dict[Cause, int] = field(default_factory=dict)
     billed_ns: int = 0
@@ -202,7 +204,8 @@ class RequestTime:
         """Return the account of a request that enters the lane."""
         # For a request with a budget, `received_ns` is its publication.
         taken_ns, down_since_ns = opened.received_ns + opened.waited_ns, opened.down_since_ns
-        time = cls(opened.n, taken_ns - opened.queued_ns)
+        start_ns = taken_ns - opened.queued_ns
+        time = cls(opened.n, start_ns, start_ns)
         time._advance(taken_ns, now_ns, "queue")
         time._advance(opened.admitted_ns, now_ns, "overhead")
         if opened.response is not None:

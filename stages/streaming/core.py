@@ -490,16 +490,17 @@ class StreamingCore:
                 del self._requests[cancel.request_id]
                 time = request.time
             self._remember_end(cancel.entry_id)
-            usage = Usage()
+            usage, timings = Usage(), Timings(finished_ns=deliveries.now_ns)
             if time is not None:
                 usage = Usage(time=time.finish(deliveries.now_ns), billed_ns=time.billed_ns)
+                timings = msgspec.structs.replace(timings, published_ns=time.start_ns)
             completion = Completion(
                 request_id=cancel.request_id,
                 entry_id=cancel.entry_id,
                 status=cancel.status,
                 error=_error_of(cancel),
                 usage=usage,
-                timings=Timings(finished_ns=deliveries.now_ns),
+                timings=timings,
             )
             tenant = request.info.tenant if request is not None else ""
             deliveries.end(cancel.result_key, EndedRequest(None, completion, tenant=tenant))
@@ -663,4 +664,5 @@ def _timings(request: RequestState, now_ns: int) -> Timings:
         first_token_ns=request.first_token_ns,
         finished_ns=now_ns,
         stages=tuple(stages),
+        published_ns=request.time.start_ns if request.time is not None else 0,
     )

@@ -18,6 +18,7 @@ from ....bus.public import (
     Usage,
 )
 from ....text.messages import Delta, MessageFormat
+from ...serving.account import Account
 from ...serving.logprobs import (
     ListedToken,
     Scored,
@@ -111,14 +112,14 @@ class ChoicesWriter:
         self,
         completions: Iterable[Completion],
         reasoning_tokens: int | None = None,
-        arrived_ns: int = 0,
+        account: Account | None = None,
     ) -> Answer:
         """Sum up the usage of all prompts. Each counts once, however many choices it has.
 
         Args:
             completions: Of all prompts.
             reasoning_tokens: None where no messages are read.
-            arrived_ns: As of `time_usage`.
+            account: As of `time_usage`.
         """
         completions = list(completions)
         usages = [completion.usage for completion in completions]
@@ -141,7 +142,7 @@ class ChoicesWriter:
             )
         if cached := sum(usage.cached_completion_tokens for usage in usages):
             usage.setdefault("completion_tokens_details", {}).update(cached_tokens=cached)
-        usage |= time_usage(completions, arrived_ns)
+        usage |= time_usage(completions, account)
         for of_session in of_sessions:  # one: a turn has one prompt
             usage |= of_session
         return usage

@@ -237,7 +237,7 @@ class GenerationCalls:
                 async with running.attach() as attachment:
                     run = partial(self._run, running, attachment, chunks.take)
                     completions = await chunks.send_while(run)
-                    await chunks.send_usage(completions, running.origin.account.arrived_ns)
+                    await chunks.send_usage(completions, running.origin.account)
             except NanoInferenceError as error:
                 failure = as_openai(error, running.record.call.kind)
                 if not stream.committed:

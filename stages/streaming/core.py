@@ -171,10 +171,10 @@ class StreamingCore:
         Rows of sequences that don't run (a stop string has ended them) are dropped. Consecutive
         rows of a sequence give one chunk.
         """
-        cost = self.accounts.step(result, replica, now_ns)
+        device = self.accounts.step(result, replica, now_ns)
         if self._early or not all(map(self._is_open, result.started)):
-            self._hold_back(result, replica, cost)
-        return self._absorb(result, replica, cost, now_ns)
+            self._hold_back(result, replica, device.cost)
+        return self._absorb(result, replica, None, now_ns)
 
     def end(self, cancel: Cancel, now_ns: int) -> Deliveries:
         """End a request early, with what it has produced so far.
@@ -341,9 +341,13 @@ class StreamingCore:
                 result = _part(result, seq_id.__ne__, lambda request_id: True)
         return result
 
-    def _absorb(self, result: StepResult, replica: int, cost: StepCost, now_ns: int) -> Deliveries:
+    def _absorb(
+        self, result: StepResult, replica: int, cost: StepCost | None, now_ns: int
+    ) -> Deliveries:
+        """Absorb a step, or a part of one that was held back, with the step's cost."""
         deliveries = Deliveries(now_ns, replica)
         if self._ahead or any(started.handed_over for started in result.started):
+            cost = cost or self.accounts.cost(replica)
             result = self._hold_ahead(result, replica, cost)
         for started in result.started:
             self._start(started, result.end_ns, deliveries)
@@ -517,7 +521,7 @@ class StreamingCore:
     def _complete(
         self, request: RequestState, deliveries: Deliveries, cancel: Cancel | None = None
     ) -> None:
-        info = request.info
+        info, time = request.info, request.time
         del self._requests[info.request_id]
         samples = tuple(sample.result() for _, sample in sorted(request.samples.items()))
         prompt_logprobs, prompt_top_logprobs = request.reported_prompt()
@@ -539,8 +543,8 @@ class StreamingCore:
                 accepted_prediction_tokens=accepted,
                 rejected_prediction_tokens=drafted - accepted,
                 cached_completion_tokens=0 if info.response is None else completed,
-                time=request.time and request.time.finish(deliveries.now_ns),
-                billed_ns=request.time and request.time.billed_ns,
+                time=time.finish(deliveries.now_ns) if time is not None else None,
+                billed_ns=time.billed_ns if time is not None else None,
             ),
             timings=_timings(request, deliveries.now_ns),
             trace_id=traced[1] if traced else "",

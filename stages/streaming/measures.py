@@ -96,7 +96,7 @@ class RequestTimes:
         self._last: deque[dict[str, int]] = deque(maxlen=100)
 
     def add(self, tenant: str, usage: Usage) -> None:
-        """Add a request, unless its time is unknown."""
+        """Add a request for `take`, unless its time is unknown."""
         if usage.time is None:
             return
         if len(self._tenants) < _MOST_TENANTS:
@@ -105,7 +105,11 @@ class RequestTimes:
         for cause, passed_ns in usage.time.items():
             self._times_ns[tenant, cause] += passed_ns
         self._bills_ns[tenant] += usage.billed_ns or 0
-        self._last.append(usage.time)
+
+    def add_last(self, usage: Usage) -> None:
+        """Add a request for `load`."""
+        if usage.time is not None:
+            self._last.append(usage.time)
 
     def take(self) -> Iterator[tuple[instruments.Instrument, float, Labels]]:
         """Iterate over the measurements since the last call."""

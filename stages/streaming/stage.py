@@ -68,8 +68,8 @@ class StreamingStage(Actor):
     def load(self) -> dict[str, int | float | str]:
         if not self.opened:
             return {}
-        load = {"open": len(self._core), **self._throughput.load(now_ns())}
-        return load | self._times.load()
+        throughput, times = self._throughput.load(now_ns()), self._times.load()
+        return {"open": len(self._core), **throughput, **times}
 
     async def measure(self) -> None:
         for measurement in self._times.take():
@@ -137,8 +137,9 @@ class StreamingStage(Actor):
                 # Of no epoch: a delivered Completion stays delivered in the next epoch.
                 ids = completion.request_id, completion.entry_id
                 await self.send(FINISHED, RequestFinished(*ids, ended.response), epoch=0)
-                self._times.add(ended.tenant, completion.usage)
+                self._times.add_last(completion.usage)
                 if self.metrics.enabled:
+                    self._times.add(ended.tenant, completion.usage)
                     measure_end(self.metrics, ended, self._weight_version)
             trace_end(self, ended)
 

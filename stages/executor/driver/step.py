@@ -447,7 +447,8 @@ def step_times(plan: StepPlan, runs: BoolArray, num_tokens: int, changed_ns: int
         num_tokens: Tokens that these compute.
         changed_ns: As in StepTimes.
     """
-    first, prefills = plan.times.num_decodes, ()
+    first = plan.times.num_decodes
+    prefills: tuple[tuple[int, int], ...] = ()
     if first < len(plan.seq_ids):
         others = zip(plan.seq_ids[first:], plan.num_tokens[first:], strict=True)
         prefills = tuple(compress(others, runs[first:]))

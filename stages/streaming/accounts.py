@@ -130,15 +130,17 @@ class DeviceTime:
             return self.totals
         past = self._past
         index = len(past) - 1
-        if at_ns < past[index][1]:
+        if at_ns <= past[index][1]:
             index = bisect_left(past, at_ns, key=itemgetter(0))
         elif at_ns >= past[index][0]:
             return self.totals
         end_ns, start_ns, kind, after = past[index]
+        since_ns, _, _, earlier = past[index - 1] if index else (0, 0, 0, _NOTHING)
         before = [*after]
         before[kind] -= end_ns - max(start_ns, at_ns)
+        if at_ns < end_ns:
+            before[3] = earlier[3]  # owed at the end of a step
         if at_ns < start_ns and (index or self._is_thinned):
-            since_ns, _, _, earlier = past[index - 1] if index else (0, 0, 0, _NOTHING)
             if not self._is_thinned:
                 return earlier
             part, span = at_ns - since_ns, start_ns - since_ns

@@ -143,9 +143,11 @@ def test_a_preemption_lasts_until_the_next_token() -> None:
     lane.step(200, 210, [1], num_tokens=2, prefills=((1, 2),))
     lane.step(210, 220, [2], left=((1, "preemption"),))
     again = started(1, 230, num_generated=2, num_cached=PROMPT + 1)
-    lane.step(230, 240, [1], new=[again], prefills=((1, 1),), ends=[1], now_ns=240)
-    time = causes(lane, life_ns=160)
-    assert (time["preemption"], time["own_decode"], time["own_prefill"]) == (50 + 20, 10, 10)
+    lane.step(230, 240, [1], new=[again], prefills=((1, 1),))
+    lane.step(250, 260, [1], ends=[1], now_ns=260)
+    time = causes(lane, life_ns=180)
+    assert (time["preemption"], time["own_decode"], time["own_prefill"]) == (50 + 20, 20, 10)
+    assert time["overhead"] == 10 + 2 + 10
 
 
 def test_time_without_steps_belongs_to_weights_while_none_is_allowed() -> None:
@@ -270,6 +272,25 @@ def test_a_restored_request_has_no_known_time() -> None:
     lane.step(600, 650, [1], new=[again], ends=[1], num_tokens=8, prefills=((1, 8),))
     assert (lane.usage().time, lane.usage().billed_ns) == (None, None)
     assert lane.core.accounts.billed_ns == 0, "the executor's time is nobody's"
+
+
+def test_steps_before_the_request_is_known_count_when_it_is() -> None:
+    """Over Redis its steps may come first; it owes for no step after its end."""
+    lane = Lane()
+    lane.open("s")
+    new = [started(1, 150, "r"), started(2, 150, "s")]
+    lane.step(150, 164, [1, 2], new=new, num_tokens=14, prefills=((1, 7), (2, 7)))
+    lane.step(164, 174, [1, 2])
+    lane.step(174, 184, [1, 2], ends=[1])
+    lane.step(184, 194, [2])
+    lane.open("r", now_ns=200)
+    time = causes(lane, life_ns=120)
+    assert (time["own_prefill"], time["own_decode"], time["delivery"]) == (14, 20, 16)
+    assert lane.usage().billed_ns == 7 + 5 + 5
+    assert lane.core.accounts.billed_ns == 7 + 5 + 5 + 7 + 5 + 5 + 10
+    lane.step(200, 220, [2], ends=[2])
+    bills = [completion.usage.billed_ns for completion in lane.completions]
+    assert lane.core.accounts.billed_ns == sum(filter(None, bills)) == lane.core.accounts.busy_ns
 
 
 def test_a_steps_time_is_divided_by_tokens_and_shared_prefills_are_halved() -> None:

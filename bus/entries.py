@@ -59,6 +59,7 @@ class RequestEntry(msgspec.Struct, frozen=True):
     Attributes:
         waited_ns: Time in the queue by the queue's clock; set only for requests with a budget.
         model: The entry's own model field, which overrides the request's.
+        queued_ns: As `waited_ns`, for all requests, as far as known: for the accounts of time.
     """
 
     entry_id: str
@@ -67,6 +68,7 @@ class RequestEntry(msgspec.Struct, frozen=True):
     tracestate: str = ""
     waited_ns: int = 0
     model: str = ""
+    queued_ns: int = 0
 
     @property
     def budget_ns(self) -> int | None:

@@ -26,6 +26,7 @@ from .recovery import Recover as Recover
 from .recovery import Recovered as Recovered
 from .recovery import RecoveredSample as RecoveredSample
 from .recovery import RecoveryItem as RecoveryItem
+from .times import NO_TIMES, StepTimes
 
 RowFinish = Literal["", "stop", "length", "abort"]
 """Why a sequence ended with a row's token; "" if it continues."""
@@ -123,6 +124,9 @@ class RequestOpened(Internal, frozen=True):
         embeds: Whether the request asks for the prompt's vector.
         keeps: The response cache's generation, if RequestFinished is to carry the response; else 0.
         response: The response from there; no sequence of the request runs.
+        tenant: Label of metrics.
+        queued_ns, waited_ns: As in RequestEntry.
+        down_since_ns: When the lane failed, if the request is opened again; else 0.
     """
 
     request_id: str
@@ -144,6 +148,10 @@ class RequestOpened(Internal, frozen=True):
     embeds: bool = False
     keeps: int = 0
     response: StoredResponse | None = None
+    tenant: str = ""
+    queued_ns: int = 0
+    waited_ns: int = 0
+    down_since_ns: int = 0
 
 
 class Prompt(InternalPart, frozen=True, array_like=True):
@@ -380,6 +388,7 @@ class NewSequence(InternalPart, frozen=True, array_like=True):
         hands_over: Whether it leaves with its first token here.
         session: Of a session's turn; None for other sequences.
         media: As in AdmittedRequest.
+        fetching_since_ns: When it began to wait for blocks from a tier; 0 if it did not.
     """
 
     seq_id: int
@@ -396,6 +405,7 @@ class NewSequence(InternalPart, frozen=True, array_like=True):
     hands_over: bool = False
     session: SessionGrant | None = None
     media: tuple[MediaItem, ...] = ()
+    fetching_since_ns: int = 0
 
 
 AUDIT_SEQ_ID = -2
@@ -463,6 +473,7 @@ class StepPlan(Internal, frozen=True):
         kv_offers: Blocks to offer to other executors, behind the rows that compute them.
         forgotten_images: Keys of images whose embeddings the executor drops.
         encodes: Images to encode behind that, before the pass.
+        times: For the accounts of time.
     """
 
     step_id: int
@@ -482,6 +493,7 @@ class StepPlan(Internal, frozen=True):
     kv_offers: tuple[KVMove, ...] = ()
     forgotten_images: tuple[tuple[str, int], ...] = ()
     encodes: tuple[MediaItem, ...] = ()
+    times: StepTimes = NO_TIMES
 
 
 class StartedSequence(InternalPart, frozen=True, array_like=True):
@@ -493,7 +505,7 @@ class StartedSequence(InternalPart, frozen=True, array_like=True):
         executed_ns: When the step began on the device.
         queued: As in RequestInfo.
         handed_over: Whether another replica computed the sequence before.
-        session: As in NewSequence.
+        session, hands_over, fetching_since_ns: As in NewSequence.
     """
 
     seq_id: int
@@ -506,6 +518,8 @@ class StartedSequence(InternalPart, frozen=True, array_like=True):
     queued: StageTime | None = None
     handed_over: bool = False
     session: SessionGrant | None = None
+    hands_over: bool = False
+    fetching_since_ns: int = 0
 
 
 class PromptLogprobs(InternalPart, frozen=True, array_like=True):
@@ -561,6 +575,7 @@ class StepResult(Internal, frozen=True):
         draft_rest: So many plans to come need allow no drafts, since they would not pay.
         failed: Requests that the executor ends; rows of theirs don't count.
         spoiled: Sequences whose KV is invalid, since an image was missing.
+        times: For the accounts of time.
     """
 
     step_id: int
@@ -581,6 +596,7 @@ class StepResult(Internal, frozen=True):
     draft_rest: int = 0
     failed: tuple[Cancel, ...] = ()
     spoiled: tuple[int, ...] = ()
+    times: StepTimes = NO_TIMES
 
     def summary(self) -> StepSummary:
         """The part for batching."""

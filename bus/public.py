@@ -203,6 +203,9 @@ class Usage(OutputPart, frozen=True, kw_only=True):
             part of the output. After a failure of the streaming stage both count only later steps.
         cached_completion_tokens: Completion tokens from the response cache: all or none. Then
             nothing was computed, and `cached_tokens` counts the prompt once for each sample.
+        time: The request's life in nanoseconds by cause (docs/time.md), without causes of 0. The
+            values add up to its time from its publication to the terminal message. None if unknown.
+        billed_ns: Its share of the device's busy time; None if unknown.
     """
 
     prompt_tokens: int = 0
@@ -211,6 +214,8 @@ class Usage(OutputPart, frozen=True, kw_only=True):
     accepted_prediction_tokens: int = 0
     rejected_prediction_tokens: int = 0
     cached_completion_tokens: int = 0
+    time: dict[str, int] | None = None
+    billed_ns: int | None = None
 
 
 class KVSessionResult(OutputPart, frozen=True, kw_only=True, omit_defaults=True):
@@ -244,6 +249,8 @@ class Timings(OutputPart, frozen=True, kw_only=True):
 
     Attributes:
         received_ns: Arrival at admission.
+        published_ns: Arrival on the requests queue, as far as known; `Usage.time` begins here. 0 if
+            unknown.
         first_token_ns: Arrival of any sample's first token at streaming; 0 without tokens.
         finished_ns: Creation of the terminal message.
         stages: The stages of the request, in order.
@@ -253,6 +260,7 @@ class Timings(OutputPart, frozen=True, kw_only=True):
     first_token_ns: int = 0
     finished_ns: int = 0
     stages: tuple[StageTime, ...] = ()
+    published_ns: int = 0
 
     def of(self, stage: str) -> StageTime | None:
         """Return the times in a stage; None if the request never reached it."""

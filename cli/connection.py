@@ -17,6 +17,7 @@ from ..pipeline.models import ModelStatus
 from ..store.registry import find_model
 from ..telemetry import Metrics, setup_metrics, setup_tracing
 from .options import Options
+from .terminal import waiting
 
 C = TypeVar("C")
 T = TypeVar("T")
@@ -139,13 +140,24 @@ async def connected(
         await anyio.to_thread.run_sync(metrics.shutdown)
 
 
-def operate(options: Options, operation: Callable[[BusClient], Awaitable[T]]) -> T:
+def operate(
+    options: Options,
+    operation: Callable[[BusClient], Awaitable[T]],
+    what: str = "waiting for the pipeline",
+) -> T:
     """Run an operation with a client of the model that the options name; return its result.
+
+    Args:
+        options: Name the pipeline and the model.
+        operation: The operation.
+        what: Shown while it takes long.
 
     Raises:
         NanoInferenceError: As `connected`, or the operation.
     """
-    return run_with(connected(options.client_config(), options.served), operation)
+    config = options.client_config()
+    with waiting(what):
+        return run_with(connected(config, options.served), operation)
 
 
 def of_lane(by_lane: Mapping[str, T], lane: str | None) -> dict[str, T]:

@@ -15,7 +15,7 @@ from .clients import Client, ListedModel, client_at
 from .connection import place_of, run_with
 from .options import AsJson, Options, argument, option, takes_server_options
 from .status import duration
-from .terminal import failures_exit, harmless, one_line, print_json, stdout, table
+from .terminal import failures_exit, harmless, one_line, print_json, stdout, table, waiting
 
 T = TypeVar("T")
 
@@ -92,7 +92,7 @@ def load(
         # The deployment may run in another folder, or on another machine.
         found = str(folder.absolute()) if folder.exists() else path
         wanted = ModelConfig(id=name, path=found, aliases=tuple(alias or ()), pinned=pinned)
-    loaded = _run(options, lambda client: client.load(wanted))
+    loaded = _run(options, lambda client: client.load(wanted), f"loading {harmless(name)}")
     _print(loaded.id, "is loaded", loaded if as_json else None)
 
 
@@ -105,7 +105,8 @@ def unload(options: Options, name: Name, timeout: Timeout = None, as_json: AsJso
 
         nano-inference models unload code --timeout 60
     """
-    found = _run(options, lambda client: client.unload(name, timeout_s=timeout))
+    what = f"unloading {harmless(name)}"
+    found = _run(options, lambda client: client.unload(name, timeout_s=timeout), what)
     _print(found.id, "is unloaded", found if as_json else None)
 
 
@@ -120,9 +121,12 @@ def remove(options: Options, name: Name, timeout: Timeout = None, as_json: AsJso
     _print(found.id, "is removed", {"id": found.id} if as_json else None)
 
 
-def _run(options: Options, work: Callable[[Client], Awaitable[T]]) -> T:
-    with failures_exit((RequestError, ModelError)):
-        return run_with(client_at(place_of(options)), work)
+def _run(
+    options: Options, work: Callable[[Client], Awaitable[T]], what: str = "waiting for the server"
+) -> T:
+    place = place_of(options)
+    with failures_exit((RequestError, ModelError)), waiting(what):
+        return run_with(client_at(place), work)
 
 
 def _print(name: str, what: str, shown: object | None) -> None:

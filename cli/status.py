@@ -8,6 +8,7 @@ import socket
 import sys
 import time
 from collections import defaultdict, deque
+from collections.abc import Mapping
 from functools import partial
 from typing import Annotated, Any
 from urllib.parse import quote
@@ -20,6 +21,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from ..bus.times import CAUSES
 from ..config import (
     DEFAULT_URL,
     REPLICATED,
@@ -60,6 +62,7 @@ _DETAILS = frozenset(
     | {"step_age_s", "token_age_s"}
     | {"preemptions", "yields", "resumes"}
 )
+_TIME = "time_"  # before a cause, in a load
 # Hidden while 0.
 _RARE = frozenset(("recovering", "paused", "handovers"))
 _STYLES = {"ready": "green", "starting": "yellow", "waiting": "yellow", "draining": "yellow"}
@@ -262,11 +265,25 @@ def _load(report: StageReport, *, verbose: bool) -> str:
         texts.append(f"drafts: {drafts_line(*counts)}")
     if "responses" in load:
         texts.append(responses_line(*map(load.pop, _RESPONSE_COUNTS)))
+    if shares := {name: load.pop(name) for name in list(load) if name.startswith(_TIME)}:
+        texts.append(f"time: {times_line(shares)}")
     called = {"tokens_per_s": "tokens/s"}
     texts[:0] = [
         f"{called.get(name) or name.replace('_', ' ')} {value}" for name, value in load.items()
     ]
     return ", ".join(texts)
+
+
+def times_line(shares: Mapping[str, Any], most: int = 3) -> str:
+    """Return the largest causes of the time of requests, as "own decode 61 %".
+
+    Args:
+        shares: In thousandths, by name in a load.
+        most: Number of causes.
+    """
+    largest = sorted(shares.items(), key=lambda item: -item[1])[:most]
+    named = ((name.removeprefix(_TIME).replace("_", " "), share) for name, share in largest)
+    return ", ".join(f"{cause} {share / 10:.0f} %" for cause, share in named)
 
 
 def responses_line(responses: Any, hits: Any, lookups: Any) -> str:
@@ -380,6 +397,11 @@ def _numbers(lane: LaneHealth, history: History) -> Table:
     made.add_row("tokens/s", Text.assemble((f"{rate:<10,.0f}", "bold"), (sparks, "green")))
     p50, p95 = streaming("ttft_ms_p50"), streaming("ttft_ms_p95")
     made.add_row("first token", f"{p50:,.1f} ms median, {p95:,.1f} ms p95" if p50 else "")
+    shares = {f"{_TIME}{cause}": streaming(f"{_TIME}{cause}") for cause in CAUSES}
+    if any(shares.values()):
+        made.add_row(
+            "time", times_line({name: share for name, share in shares.items() if share}, 5)
+        )
     running, waiting = batching("running"), batching("waiting")
     queued = fairness("queued")
     made.add_row("queue", f"{queued:,.0f} in fairness, {waiting:,.0f} in batching")

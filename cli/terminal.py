@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -13,6 +14,7 @@ import msgspec
 import typer
 from rich.box import Box
 from rich.console import Console
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
@@ -32,6 +34,9 @@ STAGE_STYLES = {
 
 _CONTROL = {code: "\ufffd" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
 Failures = type[NanoInferenceError] | tuple[type[NanoInferenceError], ...]
+
+_PATIENCE_S = 2.0
+"""After this time a command shows that it works."""
 
 _DIM, _PLAIN = "\x1b[2m", "\x1b[22m"
 
@@ -58,6 +63,32 @@ def failures_exit(kinds: Failures = RequestError) -> Iterator[None]:
     except kinds as error:
         complain(f"{error.message} ({error.code})")
         raise typer.Exit(1) from None
+
+
+@contextmanager
+def waiting(what: str, console: Console | None = None) -> Iterator[None]:
+    """Show a bar and the time on standard error, if it is a terminal and this takes long.
+
+    Args:
+        what: What is waited for, as "loading code".
+        console: Replaces standard error.
+    """
+    console = console or stderr()
+    columns = SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn()
+    progress = Progress(*columns, console=console, transient=True)
+    progress.add_task(what, total=None)
+    timer = threading.Timer(_PATIENCE_S, progress.start)
+    timer.daemon = True
+    if console.is_terminal:
+        timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+        if timer.is_alive():
+            timer.join()
+        if progress.live.is_started:
+            progress.stop()
 
 
 def print_json(*values: object) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, NamedTuple
@@ -121,9 +121,38 @@ class Chart:
         self.table.add_row(Text(label, style), strip, milliseconds(start), took)
 
 
+CAUSE_STYLES: dict[str, str] = {
+    **dict.fromkeys(("own_prefill", "own_decode"), STAGE_STYLES["executor"]),
+    **dict.fromkeys(("queue", "credits"), STAGE_STYLES["fairness"]),
+    **dict.fromkeys(("others_prefill", "others_decode", "kv"), STAGE_STYLES["batching"]),
+    **dict.fromkeys(("preemption", "weights", "recovery"), "red"),
+    **dict.fromkeys(("delivery", "slow_client"), STAGE_STYLES["streaming"]),
+    "overhead": STAGE_STYLES["admission"],
+}
+"""Colours of causes of time; without one, the terminal's."""
+
+
+def causes(time: Mapping[str, int], width: int) -> Table:
+    """Return a table of a request's time by cause, whose bars follow one another."""
+    made = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim", width=width)
+    made.add_column("time by cause", no_wrap=True)
+    made.add_column(no_wrap=True, ratio=1, min_width=10)
+    for heading in ("share", "took ms"):
+        made.add_column(heading, justify="right", no_wrap=True)
+    whole_ns, before_ns = max(1, sum(time.values())), 0
+    for cause, passed_ns in time.items():
+        style = CAUSE_STYLES.get(cause, "")
+        strip = Strip(style, before_ns / whole_ns, (before_ns + passed_ns) / whole_ns)
+        label = Text(cause.replace("_", " "), style)
+        made.add_row(label, strip, f"{passed_ns / whole_ns:.1%}", milliseconds(passed_ns))
+        before_ns += passed_ns
+    made.add_row("sum", "", "", milliseconds(before_ns), style="dim")
+    return made
+
+
 @dataclass
 class Waterfall:
-    """A Completion's times: a header, a line for each stage, and the first token."""
+    """A Completion's times: a header, a line for each stage, the first token, and causes."""
 
     completion: Completion
 
@@ -142,6 +171,8 @@ class Waterfall:
         if timings.first_token_ns:
             chart.add("first token", "bold", timings.first_token_ns)
         yield chart.table
+        if time := self.completion.usage.time:
+            yield causes(time, width)
 
     def _header(self, width: int) -> Iterator[Text]:
         completion = self.completion
@@ -160,7 +191,7 @@ class Waterfall:
 
 @dataclass
 class TraceView:
-    """A trace: a header, a line for each span and event, and the recorded steps."""
+    """A trace: a header, a line for each span and event, causes, and the recorded steps."""
 
     trace: Trace
 
@@ -188,6 +219,8 @@ class TraceView:
             if span.error:
                 chart.table.add_row(f"{indent}  error", Text(span.error), style="red")
         yield chart.table
+        if trace.time:
+            yield causes(trace.time, width)
         if trace.steps:
             sizes = [int(str(step.attributes.get(names.BATCH_SIZE, 0))) for step in trace.steps]
             yield Text(

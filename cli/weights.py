@@ -16,7 +16,7 @@ from ..bus.control import MEMORY_TAGS, MemoryTag
 from ..bus.weights import FolderWeights, InFlight
 from .connection import operate
 from .options import Lane, Options, argument, group, option, takes_model_options
-from .terminal import print_table
+from .terminal import harmless, print_table
 
 app = group("""Read the version of the weights, and replace them while requests are in flight.
 
@@ -71,6 +71,7 @@ def update(
             timeout_s=timeout_s,
             lane=lane,
         ),
+        "updating the weights",
     )
     typer.echo(new_version)
 
@@ -192,6 +193,7 @@ def load_adapter(
         lambda client: client.load_adapter(
             id, source, in_flight=in_flight, version=version, timeout_s=timeout_s, lane=lane
         ),
+        f"loading {harmless(id)}",
     )
     typer.echo(new_version)
 

@@ -279,6 +279,17 @@ FAIRNESS_SERVICE = _counter(
 FAIRNESS_EXCHANGE_AGE = _gauge(
     "nano.fairness.exchange.age", "s", "Time since the last exchange between lanes."
 )
+REQUEST_TIME = _counter(
+    "nano.request.time",
+    "s",
+    "Time of ended requests, from publication to terminal message, by cause.",
+    names.TENANT,
+    names.TIME_CAUSE,
+)
+STEP_BILLED = _counter(
+    "nano.step.billed", "s", "Time of steps that ended requests owe.", names.TENANT
+)
+STEP_UNBILLED = _counter("nano.step.unbilled", "s", "Time of steps that no request owes.")
 WEIGHT_VERSION = _gauge("nano.weight.version", "{version}", "Version of the weights in place.")
 ATTENTION_BACKEND = _gauge(
     "nano.attention.backend",

@@ -6,6 +6,9 @@ HTTP (http.*, url.*, client.*). Our own names start with `nano.`.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 # Resource: https://opentelemetry.io/docs/specs/semconv/resource/#service
 SERVICE_NAME = "service.name"
 SERVICE_INSTANCE_ID = "service.instance.id"
@@ -97,6 +100,29 @@ STEP_ID = "nano.step.id"
 DRAFT_TOKENS = "nano.spec_decode.draft_tokens"
 ACCEPTED_TOKENS = "nano.spec_decode.accepted_tokens"
 KEPT_TOKENS = "nano.replay.kept_tokens"
+
+TIME_CAUSE = "nano.time.cause"
+TIME_BILLED = "nano.time.billed"
+_TIME = "nano.time."
+
+
+def time_attributes(time: Mapping[str, int] | None, billed_ns: int | None) -> dict[str, int]:
+    """Return a request's time as attributes of its span, in nanoseconds: one for each cause."""
+    if not time:
+        return {}
+    causes = {f"{_TIME}{cause}": passed_ns for cause, passed_ns in time.items()}
+    return {**causes, TIME_BILLED: billed_ns or 0}
+
+
+def time_of(attributes: Mapping[str, Any]) -> dict[str, int]:
+    """Return a request's time by cause from the attributes of a span; {} if it has none."""
+    own = (TIME_BILLED, TIME_CAUSE)
+    return {
+        name.removeprefix(_TIME): int(value)
+        for name, value in attributes.items()
+        if name.startswith(_TIME) and name not in own
+    }
+
 
 # Ours, of events.
 CANCELLED = "nano.cancelled"

@@ -43,6 +43,12 @@ class Trace(msgspec.Struct, frozen=True):
         """Processes that made spans, by `service.instance.id`."""
         return sorted({span.instance for span, _ in self.rows})
 
+    @property
+    def time(self) -> dict[str, int]:
+        """The request's time by cause, as of the span that knows most of it; {} if none does."""
+        times = (names.time_of(span.attributes) for span, _ in self.rows)
+        return max(times, key=lambda time: sum(time.values()), default={})
+
 
 def find_trace(path: Path, wanted: str) -> Trace:
     """Return the newest trace of a request.

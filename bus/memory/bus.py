@@ -224,9 +224,9 @@ class MemoryRequests:
 
 
 def _aged(entry: RequestEntry, since_ns: int) -> RequestEntry:
-    if entry.budget_ns is None:
-        return entry
-    return msgspec.structs.replace(entry, waited_ns=time.monotonic_ns() - since_ns)
+    waited_ns = time.monotonic_ns() - since_ns
+    limited_ns = 0 if entry.budget_ns is None else waited_ns
+    return msgspec.structs.replace(entry, waited_ns=limited_ns, queued_ns=waited_ns)
 
 
 class MemoryBus:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable
 from itertools import islice
 
@@ -25,6 +26,9 @@ from ..public import GenerateRequest
 _FIELDS = frozenset({JSON, MSGPACK, REFUSED, TRACEPARENT, TRACESTATE, MODEL})
 _BODIES = (JSON, MSGPACK, REFUSED)
 
+_CLOCK_ASKED_MS = 10_000
+"""After this time the server's clock is asked again; clocks drift by less than 1 ms in it."""
+
 Entries = list[tuple[bytes, dict[bytes, bytes]]]
 
 
@@ -37,32 +41,58 @@ def entries_of(rows: Iterable[tuple[bytes, list[bytes]]]) -> Entries:
     ]
 
 
+class ServerClock:
+    """The clock that makes the entry ids of a stream, in milliseconds."""
+
+    def __init__(self) -> None:
+        self._ahead_ms = 0
+        self._asked_ms = -_CLOCK_ASKED_MS
+
+    async def now_ms(self, redis: Redis, key: bytes, *, exact: bool) -> int:
+        """Return the time. If it need not be exact, the server is asked now and then only.
+
+        Args:
+            key: A key on the server.
+            exact: Whether to ask.
+        """
+        own_ms = time.monotonic_ns() // 1_000_000
+        if exact or own_ms - self._asked_ms >= _CLOCK_ASKED_MS:
+            now_ms = await time_ms(redis, key)
+            self._asked_ms, self._ahead_ms = own_ms, now_ms - own_ms
+            return now_ms
+        return own_ms + self._ahead_ms
+
+
 async def read_entries(
-    redis: Redis, key: bytes, raw: Entries, max_bytes: int, shard: int = 0
+    redis: Redis, key: bytes, raw: Entries, max_bytes: int, clock: ServerClock, shard: int = 0
 ) -> list[RequestEntry]:
-    """Return the requests in entries. Asks for the server's time only if a request has a budget.
+    """Return the requests in entries.
 
     Args:
         key: A key on the node whose clock made the entry ids.
         max_bytes: Larger requests are refused undecoded.
+        clock: The node's. Only budgets need it exact.
         shard: Of the stream.
     """
+    if not raw:
+        return []
     requests = [read_request(fields, max_bytes) for _, fields in raw]
-    now_ms: int | None = None
-    if any(budget_of(request) is not None for request in requests):
-        now_ms = await time_ms(redis, key)
-    return [
-        RequestEntry(
-            entry_name(entry_id.decode(), shard),
-            request,
-            *usable_trace(fields.get(TRACEPARENT, b""), fields.get(TRACESTATE, b"")),
-            0
-            if now_ms is None or budget_of(request) is None
-            else max(0, now_ms - parse_id(entry_id)[0]) * 1_000_000,
-            model_of(fields),
+    exact = any(budget_of(request) is not None for request in requests)
+    now_ms = await clock.now_ms(redis, key, exact=exact)
+    entries: list[RequestEntry] = []
+    for (entry_id, fields), request in zip(raw, requests, strict=True):
+        queued_ns = max(0, now_ms - parse_id(entry_id)[0]) * 1_000_000
+        entries.append(
+            RequestEntry(
+                entry_name(entry_id.decode(), shard),
+                request,
+                *usable_trace(fields.get(TRACEPARENT, b""), fields.get(TRACESTATE, b"")),
+                waited_ns=0 if budget_of(request) is None else queued_ns,
+                model=model_of(fields),
+                queued_ns=queued_ns,
+            )
         )
-        for (entry_id, fields), request in zip(raw, requests, strict=True)
-    ]
+    return entries
 
 
 def read_request(fields: dict[bytes, bytes], max_bytes: int) -> GenerateRequest | Malformed:

@@ -21,7 +21,7 @@ from ..codec import encode_request
 from ..ending import end_entries
 from ..entries import Answer, RequestEntry, usable_trace
 from ..public import AnyRequest, Completion
-from .entries import Entries, read_entries
+from .entries import Entries, ServerClock, read_entries
 from .leases import Leases
 from .links import BatchWriter
 from .refusals import end_untaken
@@ -81,6 +81,7 @@ class RequestsStream:
         # True while Redis may have assigned entries to this consumer that it has not received: at
         # first, and after each broken connection.
         self._drain_first = True
+        self._clock = ServerClock()
         self._acks: BatchWriter[tuple[str, str | None]] | None = None
         # Times that an entry was taken again because the server lost its terminal message.
         self._retaken: dict[str, int] = {}
@@ -400,7 +401,7 @@ class RequestsStream:
 
     async def _read_entries(self, redis: Redis, raw: Entries) -> list[RequestEntry]:
         limit = self._config.max_request_bytes
-        return await read_entries(redis, self.key, raw, limit, self._keys.shard)
+        return await read_entries(redis, self.key, raw, limit, self._clock, self._keys.shard)
 
     def _name(self, raw: bytes) -> str:
         """Return the id of an entry of this stream."""

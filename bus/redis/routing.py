@@ -19,7 +19,7 @@ from ...store.registry import NOT_LOADED
 from ..codec import decode_model
 from ..entries import MAX_FIELDS, Answer
 from ..routing import Unmoved, Unrouted
-from .entries import model_of, read_entries
+from .entries import ServerClock, model_of, read_entries
 from .refusals import end_untaken
 from .results import RedisResults
 
@@ -117,7 +117,7 @@ class RedisRouting:
         ranges = [("XRANGE", key, each, each) for each in entry_ids]
         raw = [entry for entries in await self._commands.run_all(ranges) for entry in entries]
         entries = await self._commands.once(
-            lambda: read_entries(redis, key, raw, self._config.max_request_bytes)
+            lambda: read_entries(redis, key, raw, self._config.max_request_bytes, ServerClock())
         )
         refusals = list(map(answer, entries))
         if ended := await end_untaken(self._results, refusals, epoch, claimed_too=True):

@@ -20,7 +20,7 @@ from ...config.logger import get_logger
 from ...telemetry import TraceContext, instruments, names, now_ns
 from ..policy.audit import AuditLog
 from ..policy.caller import CALLER, NOBODY, ROUTE, Caller
-from ..serving.account import Account
+from ..serving.account import Account, no_time
 from ..serving.measures import Measures
 from .http import CALL_ID, CLIENT_LEFT, ERROR_CODE
 
@@ -30,7 +30,7 @@ _METHODS = frozenset(
 _OTHER_METHOD = "_OTHER"
 """The name of any other method in OpenTelemetry's conventions."""
 
-ARRIVED = "arrived_ns"
+ARRIVED, UNREAD = "arrived_ns", "unread_ns"
 """Key of a call's state: when its head came, before it waited for a round."""
 
 CALL_HEADER = "X-Request-Id"
@@ -169,7 +169,9 @@ class ObservedCalls:
             trace = tracing.begin_below(client)
         else:
             trace = tracing.begin() if traced else TraceContext()
-        call = ObservedCall(state.get(ARRIVED) or now_ns(), trace, Account(), call_id(headers))
+        at_ns = state.get(ARRIVED) or now_ns()
+        account = Account(arrived_ns=at_ns, unread_ns=state.get(UNREAD, no_time))
+        call = ObservedCall(at_ns, trace, account, call_id(headers))
         state[_ARRIVAL] = call
         state[CALL_ID] = call.name
         self._in_flight += 1
@@ -213,6 +215,7 @@ class ObservedCalls:
                 names.URL_SCHEME: scope["scheme"],
                 names.CLIENT_ADDRESS: address,
                 **({names.REQUEST_MODEL: call.account.model} if call.account.model else {}),
+                **names.time_attributes(call.account.time, call.account.billed_ns),
             }
             tracing.span(
                 f"{method} {route}",

@@ -20,7 +20,7 @@ from ...config.logger import get_logger
 from ...telemetry import instruments, now_ns
 from ..serving.measures import Measures, Reason
 from ..serving.origin import TENANT_HEADER
-from .calls import ARRIVED
+from .calls import ARRIVED, UNREAD
 from .limits import Overloaded, RequestLimits
 
 
@@ -200,6 +200,21 @@ class Connection(H11Protocol):
         # Bytes that the client hasn't taken, and since when it has taken none.
         self._unsent_bytes = 0
         self._unsent_since_s = connections.now_s
+        # How long, and since when, writing has been paused, since the client does not read.
+        self._paused_ns = self._paused_since_ns = 0
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._paused_since_ns = now_ns()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._paused_ns, self._paused_since_ns = self._unread_ns(), 0
+
+    def _unread_ns(self) -> int:
+        """Return for how long writing has been paused."""
+        since_ns = self._paused_since_ns
+        return self._paused_ns + (now_ns() - since_ns if since_ns else 0)
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -248,7 +263,7 @@ class Connection(H11Protocol):
         if self._left or self._lost or self.transport.is_closing() or data is None:
             return
         self.transport.resume_reading()
-        self.app_state = {ARRIVED: self._come_ns}
+        self.app_state = {ARRIVED: self._come_ns, UNREAD: self._unread_ns}
         super().data_received(data)
         self.update()
 

@@ -11,6 +11,11 @@ Texts = Callable[[], Sequence[str]]
 """Returns texts of a call, called in a thread."""
 
 
+def no_time() -> int:
+    """Return 0: of a call whose client reads, or is not observed."""
+    return 0
+
+
 @dataclass(slots=True, kw_only=True, eq=False)
 class Account:
     """The account of one call.
@@ -28,6 +33,10 @@ class Account:
         left: Of requests whose end the gateway hasn't seen, by id, the tokens that came; None if
             their number is unknown.
         headers: More headers of its response.
+        arrived_ns: When its first byte came; 0 if it goes on without its connection.
+        unread_ns: Returns for how long its client has not read.
+        unread_before_ns: That at the end of its last request.
+        time: Of its request that took longest, by cause; its requests' bills.
     """
 
     background: bool = False
@@ -41,6 +50,11 @@ class Account:
     complete: bool = False
     left: dict[str, int | None] = field(default_factory=dict)
     headers: dict[str, str] = field(default_factory=dict)
+    arrived_ns: int = 0
+    unread_ns: Callable[[], int] = no_time
+    unread_before_ns: int = 0
+    time: dict[str, int] = field(default_factory=dict)
+    billed_ns: int = 0
 
     @property
     def tokens(self) -> int:
@@ -51,3 +65,6 @@ class Account:
         """Add the tokens of a request that has ended."""
         self.prompt_tokens += usage.prompt_tokens
         self.completion_tokens += usage.completion_tokens
+        self.billed_ns += usage.billed_ns or 0
+        if usage.time is not None and sum(usage.time.values()) > sum(self.time.values()):
+            self.time = usage.time

@@ -27,6 +27,7 @@ from .durable_calls import Attachment
 from .lane_state import DRAINING, ModelLength, Readiness
 from .measures import Measures
 from .origin import Origin
+from .times import with_http
 from .turns import Turns, WaitingCall
 
 AT_ONCE = 16
@@ -385,6 +386,7 @@ async def _accounted(
         async for output in outputs:
             if isinstance(output, Completion):
                 del left[request_id]
+                output = with_http(output, account)
                 account.add(output.usage)
             elif (seen := left[request_id]) is not None:
                 left[request_id] = seen + len(output.token_ids)

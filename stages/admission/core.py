@@ -312,6 +312,9 @@ class AdmissionCore:
             priority=request.priority,
             ref_temperature=sampling.temperature if has_reference else None,
             embeds=pooling is not None,
+            tenant=request.tenant,
+            queued_ns=entry.queued_ns,
+            waited_ns=entry.waited_ns,
         )
         admitted = AdmittedRequest(
             info=RequestInfo(request_id, entry.entry_id, *trace, adapter, pooling),

@@ -327,7 +327,11 @@ class EpochCore:
             some = items[start : start + RECOVER_BATCH]
             self.asked.update(item.entry_id for item in some)
             asked = tuple(RecoveryItem(item.result_key, item.entry_id) for item in some)
-            opened = tuple(item.accepted.opened for item in some if item.accepted is not None)
+            opened = tuple(
+                msgspec.structs.replace(item.accepted.opened, down_since_ns=self._down_since_ns)
+                for item in some
+                if item.accepted is not None
+            )
             self._do(do.Ask(asked, opened, self.participants.first_executor()))
 
     def _take_answer(self, entry_id: str, samples: tuple[RecoveredSample, ...]) -> None:

@@ -22,6 +22,7 @@ from ...bus.messages import (
     StepPlan,
     StepSummary,
 )
+from ...bus.times import Break
 from ...bus.weights import InFlight
 from ...config import EngineConfig, SchedulerConfig
 from ...store.board import LoadedAdapter
@@ -102,8 +103,7 @@ class BatchingCore:
         self._turns = Turns(self._sent, stages) if stages > 1 else None
         self._next = NextPlan()
         self._step_id = 0
-        self._report = Report()
-        self._counters = Counters()
+        self._report, self._counters = Report(), Counters()
 
     # --- requests -----------------------------------------------------------------------------
 
@@ -177,6 +177,7 @@ class BatchingCore:
                 self._set_paused(seq)
             else:
                 self._stop_running(seq)
+                self._next.left.append((seq_id, "preemption"))
 
     def resume_sequences(self, seq_ids: Iterable[int], rank: int = 0) -> None:
         """Let paused sequences wait to run again."""
@@ -296,9 +297,8 @@ class BatchingCore:
         self._sent.clear()
         for seq in list(self._leaving.values()):
             self._leave(seq)
-        for seq in reversed(self._running):
-            self._requeue(seq)
-        self._running.clear()
+        for seq in self._running[::-1]:
+            self._give_up(seq, "recovery")
         self._next.forget.clear()
 
     def clear(self) -> None:
@@ -341,7 +341,7 @@ class BatchingCore:
         decision = self._decide(now_ns)
         for seq_id in decision.preempted_seqs:
             # Victims come last first, so the one that runs longest ends up in front.
-            self._give_up(self._index[seq_id])
+            self._give_up(self._index[seq_id], "preemption")
             self._counters.preemptions += 1
         audit = self._begin_idle_work()
         has_moves = self._audit is not None and self._audit.has_moves
@@ -470,6 +470,7 @@ class BatchingCore:
 
     def _decide(self, now_ns: int) -> SchedulerOutput:
         if self.paused or self.lacks:
+            self._next.held_since_ns = self._next.held_since_ns or now_ns
             return NOTHING
         decision = self._schedule(now_ns, self._turns)
         if not decision.preempted_seqs:
@@ -566,6 +567,7 @@ class BatchingCore:
             kv_offers=tuple(offers),
             forgotten_images=of_images.forgotten,
             encodes=of_images.encodes,
+            times=next_plan.times(len(decision.decode_seqs), now_ns),
         )
         self._sent.append(SentPlan(plan, seqs))
         return plan
@@ -625,16 +627,14 @@ class BatchingCore:
 
     def _recompute(self, matches: list[Callable[[Sequence], bool]]) -> None:
         for seq in reversed([seq for seq in self._running if any(m(seq) for m in matches)]):
-            self._give_up(seq)
+            self._give_up(seq, "weights")
         matches.clear()
 
-    def _give_up(self, seq: Sequence) -> None:
+    def _give_up(self, seq: Sequence, why: Break) -> None:
         """Stop a running sequence that no plan in flight names, and let it wait in front."""
         self._running.remove(seq)
         self._next.forget.append(seq.seq_id)
-        self._requeue(seq)
-
-    def _requeue(self, seq: Sequence) -> None:
+        self._next.left.append((seq.seq_id, why))
         self._release(seq)
         self._waiting.appendleft(seq)
 

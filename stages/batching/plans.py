@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from ...bus.control import Cancel
 from ...bus.messages import RequestInfo, StepPlan, StepSummary
+from ...bus.times import Break, StepTimes
 from .cache import KVCacheManager
 from .images import ImageCache
 from .sequence import Sequence, SequenceStatus
@@ -32,6 +33,8 @@ class NextPlan:
         release: Tags of memory to release before the step.
         adapters: As in StepPlan, by id.
         recompute: Running sequences that match one of these drop their KV first.
+        left: As in StepTimes.
+        held_since_ns: Since when no step is allowed; 0 if one is.
     """
 
     ended: list[Cancel] = field(default_factory=list)
@@ -40,6 +43,8 @@ class NextPlan:
     release: tuple[str, ...] = ()
     adapters: dict[str, int] = field(default_factory=dict)
     recompute: list[Callable[[Sequence], bool]] = field(default_factory=list)
+    left: list[tuple[int, Break]] = field(default_factory=list)
+    held_since_ns: int = 0
 
     @property
     def cannot_wait(self) -> bool:
@@ -59,6 +64,12 @@ class NextPlan:
             images.clear()
         if self.weight_version:
             cache.begin_weight_version(self.weight_version)
+
+    def times(self, num_decodes: int, now_ns: int) -> StepTimes:
+        """Return the plan's times; `num_decodes`: as there."""
+        since_ns = self.held_since_ns
+        held = (since_ns, now_ns) if since_ns else None
+        return StepTimes(num_decodes, held_ns=held, left=tuple(self.left))
 
 
 def settle(sent: SentPlan, result: StepSummary) -> tuple[list[Sequence], int]:

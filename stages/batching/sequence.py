@@ -161,6 +161,7 @@ class Sequence:
             hands_over=self.hands_over,
             session=session,
             media=self.media,
+            fetching_since_ns=self.fetching_since_ns,
         )
 
     @property

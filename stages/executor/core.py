@@ -21,12 +21,19 @@ from .driver.constraints import Constraints
 from .driver.images import NO_IMAGES, SequenceImages
 from .driver.pooling import PromptPooler, capabilities_of, embedding_capacity, report_pooled
 from .driver.sampled import Sampled, TokenFeed, UnreadTokens
-from .driver.sequences import SequenceTable
+from .driver.sequences import BoolArray, SequenceTable
 from .driver.speculation.control import MOST_ROWS, CostControl
 from .driver.speculation.costs import StepCosts, measure_costs, trial_step
 from .driver.speculation.draft_model import DraftModel, drafts_by_model, load_draft_model
 from .driver.speculation.speculator import Speculator, make_sources
-from .driver.step import BegunStep, LaunchedStep, StepOutputs, StepRunner, started_sequences
+from .driver.step import (
+    BegunStep,
+    LaunchedStep,
+    StepOutputs,
+    StepRunner,
+    started_sequences,
+    step_times,
+)
 from .runner.attention.backend import AttentionBackend
 from .runner.attention.choose import kernels_of
 from .runner.attention.paged import PagedBackend
@@ -421,7 +428,10 @@ class ExecutorCore:
         """
         start_ns = self._now_ns()
         self._apply(plan, images)
-        rows, num_tokens, num_drafts = self._select(plan)
+        changes = plan.weight_version or plan.release or plan.adapters
+        changed_ns = self._now_ns() if changes else 0
+        rows, num_tokens, num_drafts, runs = self._select(plan)
+        times = step_times(plan, runs, int(num_tokens.sum()), changed_ns)
         if rows.size and not self.memory.runs:
             raise ValueError(f"the plan has rows, and the replica lacks {self.memory.lacks}")
         outputs = StepOutputs()
@@ -444,7 +454,9 @@ class ExecutorCore:
             self.tiers.offer(plan.kv_offers, plan.step_id)
         computing = self._computing if begun else None
         version = self.weights.version
-        return LaunchedStep(plan, version, start_ns, outputs, begun, computing, failed, spoiled)
+        return LaunchedStep(
+            plan, version, start_ns, outputs, begun, computing, failed, spoiled, times
+        )
 
     def finish(self, step: LaunchedStep) -> StepResult:
         """Wait for the oldest launched step and return its result.
@@ -470,6 +482,11 @@ class ExecutorCore:
             self._computing.difference_update(step.plan.seq_ids)
             for seq_id in self._dropped.intersection(step.plan.seq_ids):
                 self._drop(seq_id)
+        drafts = tuple(one for one in outputs.verified if one.seq_id in sampled.seq_ids)
+        times = step.times
+        if drafts:
+            drafted = sum(draft.num_tokens for draft in drafts)
+            times = msgspec.structs.replace(times, num_tokens=times.num_tokens + drafted)
         return StepResult(
             step_id=step.plan.step_id,
             started=started_sequences(step.plan, step.start_ns),
@@ -482,7 +499,8 @@ class ExecutorCore:
             pooled=report_pooled(outputs.pooled),
             failed=step.failed + self.constraints.take_failures(),
             spoiled=step.spoiled,
-            drafts=tuple(one for one in outputs.verified if one.seq_id in sampled.seq_ids),
+            drafts=drafts,
+            times=times,
             **msgspec.structs.asdict(sampled),
         )
 
@@ -551,8 +569,9 @@ class ExecutorCore:
             raise ValueError(f"sequence {new.seq_id} has images, and the model takes none")
         self.images.add(new)
 
-    def _select(self, plan: StepPlan) -> tuple[IntArray, IntArray, IntArray | None]:
-        """Return table rows, tokens to compute and drafts allowed, of sequences that still run."""
+    def _select(self, plan: StepPlan) -> tuple[IntArray, IntArray, IntArray | None, BoolArray]:
+        """Return table rows, tokens to compute and drafts allowed, of sequences that still run; and
+        which of the plan's rows they are."""
         try:
             rows = self._table.rows_of(plan.seq_ids)
         except KeyError as error:
@@ -561,4 +580,4 @@ class ExecutorCore:
         # A sequence at its limit has finished, even while its last token is unread.
         running = ~(self._table.finished[rows] | self._table.at_limit(rows))
         num_drafts = np.array(plan.num_drafts, np.int64)[running] if plan.num_drafts else None
-        return rows[running], num_tokens[running], num_drafts
+        return rows[running], num_tokens[running], num_drafts, running

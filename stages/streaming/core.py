@@ -39,6 +39,7 @@ from ...bus.messages import (
 )
 from ...bus.public import Completion, CompletionChunk, ErrorInfo, Output, StageTime, Timings, Usage
 from ...text.detokenizer import Pieces, TokenPieces
+from .accounts import StepCost, TimeAccounts
 from .samples import RequestState, Sample
 
 if TYPE_CHECKING:
@@ -63,6 +64,7 @@ class EndedRequest(NamedTuple):
         last_token_ns: When its last token was delivered, before the Completion if that waited for
             the reference model; 0 if this object has delivered none.
         response: For the response cache, if the request is to be kept there.
+        tenant: Of the request; "" if unknown.
     """
 
     opened: RequestOpened | None
@@ -70,6 +72,7 @@ class EndedRequest(NamedTuple):
     restored: bool = False
     last_token_ns: int = 0
     response: StoredResponse | None = None
+    tenant: str = ""
 
 
 @dataclass(slots=True)
@@ -127,6 +130,7 @@ class StreamingCore:
         self._early: dict[str, _EarlyRequest] = {}
         # Sequences with a step before one of the replica that handed them over.
         self._ahead: dict[int, _AheadSequence] = {}
+        self.accounts = TimeAccounts()
 
     def __len__(self) -> int:
         """Return the number of requests that have begun and not ended."""
@@ -142,6 +146,7 @@ class StreamingCore:
         is_open = self._find(opened.request_id, opened.entry_id) is not None
         if not is_open and opened.entry_id not in self._cut_short:
             request = self._requests[opened.request_id] = RequestState(opened)
+            request.time = self.accounts.open(opened, now_ns)
             if opened.response is not None:
                 return [self._serve(request, opened.response, now_ns)]
         early = self._early.pop(opened.entry_id, None)
@@ -166,9 +171,10 @@ class StreamingCore:
         Rows of sequences that don't run (a stop string has ended them) are dropped. Consecutive
         rows of a sequence give one chunk.
         """
+        device = self.accounts.step(result, replica, now_ns)
         if self._early or not all(map(self._is_open, result.started)):
-            self._hold_back(result, replica)
-        return self._absorb(result, replica, now_ns)
+            self._hold_back(result, replica, device.cost)
+        return self._absorb(result, replica, None, now_ns)
 
     def end(self, cancel: Cancel, now_ns: int) -> Deliveries:
         """End a request early, with what it has produced so far.
@@ -197,6 +203,13 @@ class StreamingCore:
         Requests that have begun stay, until a Cancel ends them or new sequences go on behind the
         tokens that `recovered` returns. Admission opens the others again.
         """
+        times = {
+            each.info.entry_id: (each.time, bool(each.samples))
+            for each in self._requests.values()
+            if each.time is not None
+        }
+        unbegun = {entry_id: time for entry_id, (time, begun) in times.items() if not begun}
+        self.accounts.reset(unbegun, [time for time, begun in times.values() if begun])
         self._running.clear()
         self._cut_short.clear()
         self._early.clear()
@@ -235,6 +248,10 @@ class StreamingCore:
         self._stop(before)
         request = self._requests[item.key] = RequestState(before.info)
         request.restored = bool(chunks)
+        if chunks:
+            self.accounts.drop(before.time)
+        else:
+            request.time = before.time
         request.executed_ns = request.info.received_ns
         for chunk in chunks:
             index = chunk.sample_index
@@ -271,6 +288,7 @@ class StreamingCore:
         request = self._find(request_id, entry_id)
         if request is not None:
             del self._requests[request_id]
+            self.accounts.drop(request.time)
             self._stop(request)
 
     # --- steps --------------------------------------------------------------------------------
@@ -282,7 +300,7 @@ class StreamingCore:
     def _is_open(self, started: StartedSequence) -> bool:
         return self._find(started.request_id, started.entry_id) is not None
 
-    def _hold_back(self, result: StepResult, replica: int) -> None:
+    def _hold_back(self, result: StepResult, replica: int, cost: StepCost) -> None:
         """Keep a step's share of each request that has begun and is not open yet.
 
         A sequence of an unknown request that has generated already was preempted, if no other
@@ -299,7 +317,7 @@ class StreamingCore:
         for early in self._early.values():
             share = _part(result, early.seq_ids.__contains__, early.request_id.__eq__)
             if _concerns(share):
-                early.results.append((share, replica))
+                early.results.append((share, replica, cost))
 
     def _is_ahead(self, started: StartedSequence) -> bool:
         """Whether tokens are missing that another replica has made of an open request."""
@@ -309,7 +327,7 @@ class StreamingCore:
         sample = request.samples.get(started.sample_index)
         return sample is None or len(sample.token_ids) < started.num_generated
 
-    def _hold_ahead(self, result: StepResult, replica: int) -> StepResult:
+    def _hold_ahead(self, result: StepResult, replica: int, cost: StepCost) -> StepResult:
         """Keep the rows of sequences that are ahead; return the rest of the step."""
         for started in result.started:
             if started.handed_over and self._is_ahead(started):
@@ -319,16 +337,21 @@ class StreamingCore:
                 continue  # the step may be the missing one
             share = _part(result, seq_id.__eq__, lambda request_id: False)
             if _concerns(share):
-                ahead.results.append((share, replica))
+                ahead.results.append((share, replica, cost))
                 result = _part(result, seq_id.__ne__, lambda request_id: True)
         return result
 
-    def _absorb(self, result: StepResult, replica: int, now_ns: int) -> Deliveries:
+    def _absorb(
+        self, result: StepResult, replica: int, cost: StepCost | None, now_ns: int
+    ) -> Deliveries:
+        """Absorb a step, or a part of one that was held back, with the step's cost."""
         deliveries = Deliveries(now_ns, replica)
         if self._ahead or any(started.handed_over for started in result.started):
-            result = self._hold_ahead(result, replica)
+            cost = cost or self.accounts.cost(replica)
+            result = self._hold_ahead(result, replica, cost)
         for started in result.started:
             self._start(started, result.end_ns, deliveries)
+        self.accounts.count(result, replica, cost, now_ns)
         for prompt in result.prompt_logprobs:
             if prompt.seq_id in self._running:
                 self._running[prompt.seq_id].request.absorb_prompt(prompt)
@@ -347,6 +370,7 @@ class StreamingCore:
                 request = sample.request
                 sample.pool(pooled, result.weight_version)
                 request.step_end_ns = request.first_step_end_ns = result.end_ns
+                self.accounts.ended(sample.seq_id, result.end_ns, now_ns)
                 request.finish(sample)
                 self._complete_if_done(request, deliveries)
         for cancel in result.ended:
@@ -374,6 +398,9 @@ class StreamingCore:
             request.step_end_ns = end_ns
             sample.seq_id = started.seq_id
             self._running[started.seq_id] = sample
+            if request.time is not None:
+                about = len(request.info.prompt_token_ids), deliveries.replica, deliveries.now_ns
+                self.accounts.started(request.time, started, *about)
         elif started.handed_over:
             # The first replica no longer had it when a stop string ended it.
             deliveries.halts.append(started.seq_id)
@@ -422,6 +449,7 @@ class StreamingCore:
         """Finish a sample with its last token. `halt`: the executor still runs the sequence."""
         request = sample.request
         del self._running[sample.seq_id]
+        self.accounts.ended(sample.seq_id, request.step_end_ns, deliveries.now_ns)
         if halt:
             deliveries.halts.append(sample.seq_id)
         request.finish(sample)
@@ -437,6 +465,7 @@ class StreamingCore:
         """Drop later rows of a request's samples."""
         for sample in self._running_of(request):
             del self._running[sample.seq_id]
+            self.accounts.forget(sample.seq_id)
 
     # --- ends ---------------------------------------------------------------------------------
 
@@ -460,17 +489,25 @@ class StreamingCore:
             self._complete(request, deliveries, cancel)
             self._remember_end(request.info.entry_id)
         elif request is not None or cancel.unstarted:
+            time = self.accounts.pop_unbegun(cancel.entry_id)
             if request is not None:
                 del self._requests[cancel.request_id]
+                time = request.time
             self._remember_end(cancel.entry_id)
+            usage, timings = Usage(), Timings(finished_ns=deliveries.now_ns)
+            if time is not None:
+                usage = Usage(time=time.finish(deliveries.now_ns), billed_ns=time.billed_ns)
+                timings = msgspec.structs.replace(timings, published_ns=time.start_ns)
             completion = Completion(
                 request_id=cancel.request_id,
                 entry_id=cancel.entry_id,
                 status=cancel.status,
                 error=_error_of(cancel),
-                timings=Timings(finished_ns=deliveries.now_ns),
+                usage=usage,
+                timings=timings,
             )
-            deliveries.end(cancel.result_key, EndedRequest(None, completion))
+            tenant = request.info.tenant if request is not None else ""
+            deliveries.end(cancel.result_key, EndedRequest(None, completion, tenant=tenant))
 
     def _remember_end(self, entry_id: str) -> None:
         self._cut_short[entry_id] = None
@@ -484,7 +521,7 @@ class StreamingCore:
     def _complete(
         self, request: RequestState, deliveries: Deliveries, cancel: Cancel | None = None
     ) -> None:
-        info = request.info
+        info, time = request.info, request.time
         del self._requests[info.request_id]
         samples = tuple(sample.result() for _, sample in sorted(request.samples.items()))
         prompt_logprobs, prompt_top_logprobs = request.reported_prompt()
@@ -506,6 +543,8 @@ class StreamingCore:
                 accepted_prediction_tokens=accepted,
                 rejected_prediction_tokens=drafted - accepted,
                 cached_completion_tokens=0 if info.response is None else completed,
+                time=time.finish(deliveries.now_ns) if time is not None else None,
+                billed_ns=time.billed_ns if time is not None else None,
             ),
             timings=_timings(request, deliveries.now_ns),
             trace_id=traced[1] if traced else "",
@@ -519,7 +558,8 @@ class StreamingCore:
             # Another replica may be about to start a sequence that a stop string has ended.
             self._remember_end(info.entry_id)
         response = request.stored() if info.keeps else None
-        ended = EndedRequest(info, completion, request.restored, request.last_token_ns, response)
+        last_ns = request.last_token_ns
+        ended = EndedRequest(info, completion, request.restored, last_ns, response, info.tenant)
         deliveries.end(info.request_id, ended)
 
 
@@ -528,13 +568,13 @@ class _EarlyRequest:
 
     Attributes:
         seq_ids: Its sequences so far.
-        results: Its shares of those steps, each with its replica.
+        results: Its shares of those steps, each with its replica and cost.
     """
 
     def __init__(self, request_id: str) -> None:
         self.request_id = request_id
         self.seq_ids: set[int] = set()
-        self.results: list[tuple[StepResult, int]] = []
+        self.results: list[tuple[StepResult, int, StepCost]] = []
 
 
 class _AheadSequence(NamedTuple):
@@ -543,12 +583,12 @@ class _AheadSequence(NamedTuple):
     Attributes:
         started: Its start on this replica.
         replica: The replica.
-        results: Its shares of those steps, each with the replica.
+        results: Its shares of those steps, each with the replica and cost.
     """
 
     started: StartedSequence
     replica: int
-    results: list[tuple[StepResult, int]]
+    results: list[tuple[StepResult, int, StepCost]]
 
 
 def _part(
@@ -563,7 +603,9 @@ def _part(
         part[name] = tuple(each for each in getattr(result, name) if has(each.seq_id))
     for name in _ENDS:
         part[name] = tuple(each for each in getattr(result, name) if ends(each.request_id))
-    return msgspec.structs.replace(result, **part)
+    prefills = tuple(row for row in result.times.prefills if has(row[0]))
+    times = msgspec.structs.replace(result.times, prefills=prefills)
+    return msgspec.structs.replace(result, times=times, **part)
 
 
 def _concerns(part: StepResult) -> bool:
@@ -626,4 +668,5 @@ def _timings(request: RequestState, now_ns: int) -> Timings:
         first_token_ns=request.first_token_ns,
         finished_ns=now_ns,
         stages=tuple(stages),
+        published_ns=request.time.start_ns if request.time is not None else 0,
     )

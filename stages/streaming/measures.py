@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Sequence
+from collections import Counter, deque
+from collections.abc import Iterator, Sequence
 
 from ...bus.messages import RequestOpened
+from ...bus.public import Usage
+from ...bus.times import CAUSES
 from ...telemetry import Labels, Metrics, TraceContext, instruments, names, priority_label
 from ..actor import Actor
 from .core import EndedRequest
 
 _SPARE_SEQUENCES = 256
 """Ended sequences that `TokenIntervals` may hold besides a step's before it drops them."""
+
+_MOST_TENANTS, _OTHER_TENANTS = 100, "others"
+"""Further tenants have one label, since clients can name any number of them."""
 
 _SHORTEST_WINDOW_NS = 500_000_000
 """`Throughput` measures no rate over a shorter time."""
@@ -79,6 +84,51 @@ class Throughput:
             for name, share in (("ttft_ms_p50", 0.5), ("ttft_ms_p95", 0.95)):
                 load[name] = round(times[int(share * (len(times) - 1))] / 1e6, 1)
         return load
+
+
+class RequestTimes:
+    """Times of ended requests by cause, and their bills, by tenant."""
+
+    def __init__(self) -> None:
+        self._times_ns: Counter[tuple[str, str]] = Counter()
+        self._bills_ns: Counter[str] = Counter()
+        self._tenants: set[str] = set()
+        self._last: deque[dict[str, int]] = deque(maxlen=100)
+
+    def add(self, tenant: str, usage: Usage) -> None:
+        """Add a request for `take`, unless its time is unknown."""
+        if usage.time is None:
+            return
+        if len(self._tenants) < _MOST_TENANTS:
+            self._tenants.add(tenant)
+        tenant = tenant if tenant in self._tenants else _OTHER_TENANTS
+        for cause, passed_ns in usage.time.items():
+            self._times_ns[tenant, cause] += passed_ns
+        self._bills_ns[tenant] += usage.billed_ns or 0
+
+    def add_last(self, usage: Usage) -> None:
+        """Add a request for `load`."""
+        if usage.time is not None:
+            self._last.append(usage.time)
+
+    def take(self) -> Iterator[tuple[instruments.Instrument, float, Labels]]:
+        """Iterate over the measurements since the last call."""
+        times, self._times_ns = self._times_ns, Counter()
+        bills, self._bills_ns = self._bills_ns, Counter()
+        for (tenant, cause), passed_ns in times.items():
+            labels = {names.TENANT: tenant, names.TIME_CAUSE: cause}
+            yield instruments.REQUEST_TIME, passed_ns / 1e9, labels
+        for tenant, billed_ns in bills.items():
+            yield instruments.STEP_BILLED, billed_ns / 1e9, {names.TENANT: tenant}
+
+    def load(self) -> dict[str, int]:
+        """Return each cause's share of the time of the last hundred requests, in thousandths."""
+        total: Counter[str] = Counter()
+        for time in self._last:
+            total.update(time)
+        whole = total.total()
+        shares = {cause: round(1000 * total[cause] / whole) for cause in CAUSES if total[cause]}
+        return {f"time_{cause}": share for cause, share in shares.items()}
 
 
 def measure_end(metrics: Metrics, ended: EndedRequest, weight_version: int) -> None:
@@ -181,6 +231,7 @@ def trace_end(stage: Actor, ended: EndedRequest) -> None:
             names.OUTPUT_TOKENS: completion.usage.completion_tokens,
             names.FINISH_REASONS: tuple(sample.finish_reason for sample in completion.samples),
             **_cache_result(opened),
+            **names.time_attributes(completion.usage.time, completion.usage.billed_ns),
         },
         events=events,
         error=completion.error.code if completion.error else "",

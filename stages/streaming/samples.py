@@ -26,6 +26,7 @@ from ...bus.public import (
     TokenLogprob,
 )
 from ...text.detokenizer import Detokenizer, Pieces
+from .accounts import RequestTime
 from .stop_strings import StopStrings
 
 TokenLogprobs = tuple[TokenLogprob, ...]
@@ -51,6 +52,7 @@ class RequestState:
         unscored: Finished samples without the reference model's scores, by index.
         prompt_ref_logprobs: The reference model's, of the prompt; None before they are known.
         session: What it may leave in the KV cache as a session's turn; None for other requests.
+        time: Its account; None if the time before a restart of this stage is unknown.
     """
 
     info: RequestOpened
@@ -68,6 +70,7 @@ class RequestState:
     unscored: set[int] = field(default_factory=set)
     prompt_ref_logprobs: tuple[float | None, ...] | None = None
     session: SessionGrant | None = None
+    time: RequestTime | None = None
 
     @property
     def is_done(self) -> bool:

@@ -26,7 +26,7 @@ from ...text.pooling_config import embeds_only
 from ...text.tokenizer import find_tokenizer
 from ..actor import Actor, StageContext
 from .core import Deliveries, StreamingCore
-from .measures import Throughput, TokenIntervals, measure_end, trace_end
+from .measures import RequestTimes, Throughput, TokenIntervals, measure_end, trace_end
 
 
 class StreamingStage(Actor):
@@ -44,6 +44,8 @@ class StreamingStage(Actor):
         self._fenced: set[str] = set()
         self._intervals = TokenIntervals()
         self._throughput = Throughput(now_ns())
+        self._times = RequestTimes()
+        self._unbilled_ns = 0  # measured
         # Of the weights of the last step.
         self._weight_version = 0
 
@@ -64,7 +66,19 @@ class StreamingStage(Actor):
         self._intervals.clear()
 
     def load(self) -> dict[str, int | float | str]:
-        return {"open": len(self._core), **self._throughput.load(now_ns())} if self.opened else {}
+        if not self.opened:
+            return {}
+        throughput, times = self._throughput.load(now_ns()), self._times.load()
+        return {"open": len(self._core), **throughput, **times}
+
+    async def measure(self) -> None:
+        for measurement in self._times.take():
+            self.metrics.record(*measurement)
+        accounts = self._core.accounts
+        unbilled_ns = max(accounts.busy_ns - accounts.billed_ns, self._unbilled_ns)
+        seconds = (unbilled_ns - self._unbilled_ns) / 1e9
+        self.metrics.record(instruments.STEP_UNBILLED, seconds)
+        self._unbilled_ns = unbilled_ns
 
     def begun(self) -> int | None:
         return len(self._core)
@@ -123,7 +137,9 @@ class StreamingStage(Actor):
                 # Of no epoch: a delivered Completion stays delivered in the next epoch.
                 ids = completion.request_id, completion.entry_id
                 await self.send(FINISHED, RequestFinished(*ids, ended.response), epoch=0)
+                self._times.add_last(completion.usage)
                 if self.metrics.enabled:
+                    self._times.add(ended.tenant, completion.usage)
                     measure_end(self.metrics, ended, self._weight_version)
             trace_end(self, ended)
 

@@ -42,7 +42,8 @@ async def test_struct_arrives_equal_with_its_trace(bus: Bus) -> None:
     entry_id = await bus.requests.publish(FULL, traceparent="00-ab-01", tracestate="k=v")
     (entry,) = await take(bus, 1)
     assert entry.waited_ns >= 0
-    wanted = RequestEntry(entry_id, FULL, "00-ab-01", "k=v", entry.waited_ns)
+    queued = {"waited_ns": entry.waited_ns, "queued_ns": entry.waited_ns}
+    wanted = RequestEntry(entry_id, FULL, "00-ab-01", "k=v", **queued)
     assert entry == wanted
 
 
@@ -240,6 +241,7 @@ async def test_the_time_in_the_queue_counts_for_those_with_a_budget(bus: Bus) ->
     limited, unlimited = await take(bus, 2)
     assert 20_000_000 < limited.waited_ns < 10**11
     assert unlimited.waited_ns == 0
+    assert 20_000_000 < unlimited.queued_ns < 10**11
     still, never = await bus.requests.pending()
     assert still.waited_ns >= limited.waited_ns
     assert never.waited_ns == 0

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from nano_inference.bus.public import Completion, ErrorInfo, StageTime, Timings
+from nano_inference.bus.public import Completion, ErrorInfo, StageTime, Timings, Usage
 from nano_inference.cli.trace import Waterfall
 from nano_inference.config import TelemetryConfig
 from nano_inference.telemetry import TraceContext, names, setup_tracing
@@ -252,3 +252,19 @@ def test_refused_request_has_no_stages() -> None:
     ended = {"status": "error", "error": error, "timings": Timings(finished_ns=BEGIN)}
     refused = Completion(request_id="a", entry_id="1-0", **ended)
     assert drawn(refused) == ["request a error", "no stage has recorded a time"]
+
+
+def test_causes_of_time_are_shown_with_their_sum() -> None:
+    time = {"queue": 1_000_000, "own_prefill": 2_000_000, "own_decode": 7_000_000}
+    completion = Completion(
+        request_id="r",
+        entry_id="e",
+        status="done",
+        usage=Usage(time=time),
+        timings=Timings(stages=(StageTime(stage="admission", start_ns=1, end_ns=2),)),
+    )
+    out = io.StringIO()
+    Console(file=out, width=80, color_system=None).print(Waterfall(completion))
+    lines = [line.split() for line in out.getvalue().splitlines()]
+    assert ["own", "decode"] in [line[:2] for line in lines if "70.0%" in line]
+    assert lines[-1] == ["sum", "10.00"]

@@ -12,6 +12,7 @@ from ....bus.public import Completion, CompletionChunk, CompletionSample, Genera
 from ....text.messages import Delta, ToolCall
 from ...serving.message_parts import MessageParts, additions, joined
 from ...serving.samples import session_usage
+from ...serving.times import time_usage
 from ...serving.words import Words, matched_stop
 
 Answer = dict[str, Any]
@@ -169,7 +170,7 @@ class MessageWriter:
         }
 
     def _usage(self, completion: Completion) -> Answer:
-        usage = _usage(completion.usage) | session_usage(completion)
+        usage = _usage(completion.usage) | session_usage(completion) | time_usage([completion])
         details = {"output_tokens_details": {"thinking_tokens": self.parts.reasoning_tokens}}
         return usage | (details if self.counts_thinking else {})
 

@@ -18,6 +18,7 @@ from ....bus.public import (
     Usage,
 )
 from ....text.messages import Delta, MessageFormat
+from ...serving.account import Account
 from ...serving.logprobs import (
     ListedToken,
     Scored,
@@ -30,6 +31,7 @@ from ...serving.logprobs import (
 from ...serving.measures import Measures
 from ...serving.message_parts import MessageParts, NewParts, TokenRecord
 from ...serving.samples import all_samples, session_usage
+from ...serving.times import time_usage
 from ...serving.tools import tool_call
 from ...serving.words import READING, Words
 from .positions import FINISHED, UNBEGUN
@@ -107,9 +109,18 @@ class ChoicesWriter:
         return {"id": self.call.id, "object": kind} | head
 
     def usage(
-        self, completions: Iterable[Completion], reasoning_tokens: int | None = None
+        self,
+        completions: Iterable[Completion],
+        reasoning_tokens: int | None = None,
+        account: Account | None = None,
     ) -> Answer:
-        """Sum up the usage of all prompts. Each counts once, however many choices it has."""
+        """Sum up the usage of all prompts. Each counts once, however many choices it has.
+
+        Args:
+            completions: Of all prompts.
+            reasoning_tokens: None where no messages are read.
+            account: As of `time_usage`.
+        """
         completions = list(completions)
         usages = [completion.usage for completion in completions]
         scores_only = self.call.scores_only
@@ -131,6 +142,7 @@ class ChoicesWriter:
             )
         if cached := sum(usage.cached_completion_tokens for usage in usages):
             usage.setdefault("completion_tokens_details", {}).update(cached_tokens=cached)
+        usage |= time_usage(completions, account)
         for of_session in of_sessions:  # one: a turn has one prompt
             usage |= of_session
         return usage

@@ -236,7 +236,8 @@ class GenerationCalls:
             try:
                 async with running.attach() as attachment:
                     run = partial(self._run, running, attachment, chunks.take)
-                    await chunks.send_usage(await chunks.send_while(run))
+                    completions = await chunks.send_while(run)
+                    await chunks.send_usage(completions, running.origin.account)
             except NanoInferenceError as error:
                 failure = as_openai(error, running.record.call.kind)
                 if not stream.committed:

@@ -8,6 +8,7 @@ import msgspec
 
 from ....bus.public import Completion, CompletionChunk, Output
 from ...server.http import SendEvent
+from ...serving.account import Account
 from ...serving.samples import UnsentOutputs, all_samples
 from .answers import Answer, Choice, ChoicesWriter, oldest_version, usage_of
 from .positions import Position
@@ -83,12 +84,12 @@ class Chunks(UnsentOutputs):
         self._read.set()
         await self._send_choice(choice, answer, version)
 
-    async def send_usage(self, completions: list[Completion]) -> None:
-        """Send the last chunk, if the client has asked for it."""
+    async def send_usage(self, completions: list[Completion], account: Account) -> None:
+        """Send the last chunk, if the client has asked for it; `account`: as of `time_usage`."""
         options = self._answers.call.fields.stream_options
         if options.include_usage and not self.position.usage:
             self.position.usage = True
-            usage = self._answers.usage(completions, self._reasoning_tokens())
+            usage = self._answers.usage(completions, self._reasoning_tokens(), account)
             chunk = self._answers.head(oldest_version(completions), chunk=True)
             await self._encode(chunk | {"choices": [], "usage": usage})
 

@@ -19,6 +19,7 @@ from ....text.detokenizer import Detokenizer
 from ...server.http import SendEvent
 from ...serving.samples import Unsent, all_samples
 from ...serving.submissions import ENDED_EARLY
+from ...serving.times import time_usage
 from ...serving.words import Words, free_of_stops, is_stop_token, matched_stop
 from .requests import PromptCall
 from .sync import VersionLabels
@@ -127,6 +128,7 @@ class PromptWriter:
             "prompt_tokens": usage.prompt_tokens,
             "cached_tokens": cached,
             "e2e_latency": max(0, elapsed_ns) / 1e9,
+            **time_usage([completion]),
         }
         if usage.cached_completion_tokens:
             meta["cached_completion_tokens"] = len(sample.token_ids)

@@ -26,6 +26,7 @@ from ....bus.messages import (
     TopLogprobs,
     VerifiedDraft,
 )
+from ....bus.times import NO_TIMES, StepTimes
 from ..runner.interface import (
     DecodeGraphs,
     DecodeStep,
@@ -118,6 +119,7 @@ class LaunchedStep(msgspec.Struct, frozen=True):
         begun: The step, if its outputs are still to be made, since other ranks compute it.
         computing: Sequences in such steps, as of the core; a `reset` makes a new set.
         failed, spoiled: As in StepResult; besides requests whose constraints fail.
+        times: As in StepResult, without drafted tokens.
     """
 
     plan: StepPlan
@@ -128,6 +130,7 @@ class LaunchedStep(msgspec.Struct, frozen=True):
     computing: set[int] | None = None
     failed: tuple[Cancel, ...] = ()
     spoiled: tuple[int, ...] = ()
+    times: StepTimes = NO_TIMES
 
     def wait(self) -> None:
         """Block until the device is done. The only method for other threads."""
@@ -435,6 +438,24 @@ def _with_drafts(step: _Pass, drafts: StepDrafts) -> _Pass:
     return _Pass(step.rows[row], ahead, step.starts[row] + ahead, step.num_tokens[row])
 
 
+def step_times(plan: StepPlan, runs: BoolArray, num_tokens: int, changed_ns: int) -> StepTimes:
+    """Return a result's times, without drafted tokens.
+
+    Args:
+        plan: The plan.
+        runs: `[rows]` of the plan, which of them are computed.
+        num_tokens: Tokens that these compute.
+        changed_ns: As in StepTimes.
+    """
+    first = plan.times.num_decodes
+    prefills: tuple[tuple[int, int], ...] = ()
+    if first < len(plan.seq_ids):
+        others = zip(plan.seq_ids[first:], plan.num_tokens[first:], strict=True)
+        prefills = tuple(compress(others, runs[first:]))
+    held_ns, left = plan.times.held_ns, plan.times.left
+    return StepTimes(0, num_tokens, prefills, held_ns, changed_ns, left)
+
+
 def started_sequences(plan: StepPlan, executed_ns: int) -> tuple[StartedSequence, ...]:
     """Return entries for the new sequences of a plan that belong to requests."""
     return tuple(
@@ -449,6 +470,8 @@ def started_sequences(plan: StepPlan, executed_ns: int) -> tuple[StartedSequence
             queued=new.info.queued,
             handed_over=new.handed_over,
             session=new.session,
+            hands_over=new.hands_over,
+            fetching_since_ns=new.fetching_since_ns,
         )
         for new in plan.new
         if new.seq_id != AUDIT_SEQ_ID

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
+import msgspec
 from transformers import PreTrainedTokenizerFast
 
 from nano_inference.bus.control import Cancel
 from nano_inference.bus.messages import RequestOpened, StartedSequence, StepResult
-from nano_inference.bus.public import Completion, CompletionChunk, Output, StageTime
+from nano_inference.bus.public import Completion, CompletionChunk, Output, StageTime, Usage
 from nano_inference.stages.streaming.core import Deliveries, StreamingCore
 
 TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
@@ -156,6 +157,11 @@ class Client:
     def completion(self, key: str = "r") -> Completion:
         (only,) = self.completions(key)
         return only
+
+
+def tokens_of(usage: Usage) -> Usage:
+    """A request's usage without its time and its bill."""
+    return msgspec.structs.replace(usage, time=None, billed_ns=None)
 
 
 def assert_chunks_match(client: Client, completion: Completion) -> None:

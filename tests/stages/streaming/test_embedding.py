@@ -20,7 +20,7 @@ from nano_inference.telemetry.instruments import (
 )
 
 from ...measured import Measured
-from .client import Client, cancel_of, request_of, started
+from .client import Client, cancel_of, request_of, started, tokens_of
 
 VECTOR = (0.5, -0.25, 1.0)
 REQUEST = request_of(stream=False, embeds=True)
@@ -53,7 +53,7 @@ def test_the_completion_has_the_vector_and_no_token(client: Client) -> None:
             embedding=VECTOR,
         ),
     )
-    assert (completion.status, completion.usage) == ("done", Usage(prompt_tokens=7))
+    assert (completion.status, tokens_of(completion.usage)) == ("done", Usage(prompt_tokens=7))
     assert completion.timings.first_token_ns == 0
     assert [each.stage for each in completion.timings.stages][-2:] == ["executor", "streaming"]
     assert (len(client.core), deliveries.halts, deliveries.to_score) == (0, [], [])

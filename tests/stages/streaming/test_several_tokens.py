@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 from nano_inference.bus.messages import RecoveryItem, VerifiedDraft
 from nano_inference.bus.public import Completion, CompletionChunk
 
-from .client import Client, assert_chunks_match, cancel_of, request_of, started
+from .client import Client, assert_chunks_match, cancel_of, request_of, started, tokens_of
 
 
 class Row(NamedTuple):
@@ -48,7 +48,8 @@ def play(client: Client, steps: list[list[Row]], *, tops: bool) -> Completion:
 def without_times(completion: Completion) -> Completion:
     """All of it but the times, and what was drafted."""
     replace = msgspec.structs.replace
-    usage = replace(completion.usage, accepted_prediction_tokens=0, rejected_prediction_tokens=0)
+    usage = tokens_of(completion.usage)
+    usage = replace(usage, accepted_prediction_tokens=0, rejected_prediction_tokens=0)
     samples = [
         replace(sample, num_draft_tokens=0, num_accepted_draft_tokens=0)
         for sample in completion.samples

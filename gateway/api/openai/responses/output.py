@@ -23,6 +23,7 @@ from ....serving.message_parts import (
     joined,
 )
 from ....serving.samples import session_usage
+from ....serving.times import time_usage
 from ....serving.words import Words
 from ..bodies import ReasoningOptions
 from ..errors import as_openai
@@ -301,6 +302,7 @@ class ResponseWriter:
                 "output_tokens_details": details,
                 "total_tokens": usage.prompt_tokens + usage.completion_tokens,
                 **session_usage(completion),
+                **time_usage([completion]),
             },
         }
         if sample is not None and status == "incomplete":

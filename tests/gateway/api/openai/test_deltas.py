@@ -25,6 +25,7 @@ from nano_inference.gateway.api.openai.requests import (
     read_completion,
 )
 from nano_inference.gateway.api.openai.streams import Chunks
+from nano_inference.gateway.serving.account import Account
 from nano_inference.telemetry.instruments import REASONING_TOKENS, TOOL_CALLS
 from nano_inference.text.messages import Delta, MessageFormat, ToolCall
 
@@ -340,7 +341,7 @@ async def test_usage_counts_reasoning_of_all_choices(continuous: bool) -> None:
             await anyio.wait_all_tasks_blocked()
         chunks.put(0, ended)
         chunks.close()
-    await chunks.send_usage([ended])
+    await chunks.send_usage([ended], Account())
     wanted = answers(call).whole([ended])["usage"]
     assert wanted["completion_tokens_details"]["reasoning_tokens"] > 0
     assert sent[-1]["usage"] == wanted

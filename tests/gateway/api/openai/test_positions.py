@@ -24,6 +24,7 @@ from nano_inference.gateway.api.openai.positions import (
 )
 from nano_inference.gateway.api.openai.requests import ChoicesCall, read_chat, read_completion
 from nano_inference.gateway.api.openai.streams import Chunks
+from nano_inference.gateway.serving.account import Account
 
 from ...fake import completion
 from ...made import cut, interleaved, told, whole
@@ -125,7 +126,7 @@ class Client:
                 room.release()
             chunks.close()
         ended = [output for _, output in outputs if isinstance(output, Completion)]
-        await chunks.send_usage(ended)
+        await chunks.send_usage(ended, Account())
         return sent
 
 

@@ -21,6 +21,7 @@ from .control import Cancel, Internal, InternalPart
 from .media import MediaItem as MediaItem
 from .pooling import PooledPrompt, Pooling
 from .public import AfterTurn, KVSession, KVSessionResult, SessionTier, StageTime
+from .recipes import RecipeParts
 
 RowFinish = Literal["", "stop", "length", "abort"]
 """Why a sequence ended with a row's token; "" if it continues."""
@@ -118,6 +119,7 @@ class RequestOpened(Internal, frozen=True):
         embeds: Whether the request asks for the prompt's vector.
         keeps: The response cache's generation, if RequestFinished is to carry the response; else 0.
         response: The response from there; no sequence of the request runs.
+        recipe: Of the Completion's recipe; None for none.
     """
 
     request_id: str
@@ -139,6 +141,7 @@ class RequestOpened(Internal, frozen=True):
     embeds: bool = False
     keeps: int = 0
     response: StoredResponse | None = None
+    recipe: RecipeParts | None = None
 
 
 class Prompt(InternalPart, frozen=True, array_like=True):

@@ -1,0 +1,44 @@
+"""What streaming makes a Completion's recipe of."""
+
+from __future__ import annotations
+
+from ..config import SamplingParams
+from .control import InternalPart
+from .pooling import Pooling
+from .public import EmbedParams, Fingerprint, Recipe
+
+
+class RecipeParts(InternalPart, frozen=True, array_like=True):
+    """Parts of a recipe, as admission has them: making it takes longer than passing them on.
+
+    Attributes:
+        images: As in Prompt.media.
+        pooling: None for a request that generates.
+    """
+
+    tenant: str
+    adapter: str
+    sampling: SamplingParams
+    seeds: tuple[int, ...]
+    images: tuple[str, ...]
+    pooling: Pooling | None
+    executors: tuple[Fingerprint, ...]
+
+    def recipe(self) -> Recipe:
+        """Return the recipe."""
+        pooling = self.pooling
+        return Recipe(
+            tenant=self.tenant,
+            adapter=self.adapter,
+            sampling=SamplingParams() if pooling else self.sampling,
+            seeds=self.seeds,
+            images=self.images,
+            embed=None if pooling is None else _asked(pooling),
+            executors=self.executors,
+        )
+
+
+def _asked(pooling: Pooling) -> EmbedParams:
+    return EmbedParams(
+        pooling=pooling.kind, normalize=pooling.normalize, dimensions=pooling.dimensions
+    )

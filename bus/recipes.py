@@ -5,7 +5,7 @@ from __future__ import annotations
 from ..config import SamplingParams
 from .control import InternalPart
 from .pooling import Pooling
-from .public import EmbedParams, Fingerprint, Recipe
+from .public import Completion, EmbedParams, Fingerprint, Recipe
 
 
 class RecipeParts(InternalPart, frozen=True, array_like=True):
@@ -42,3 +42,12 @@ def _asked(pooling: Pooling) -> EmbedParams:
     return EmbedParams(
         pooling=pooling.kind, normalize=pooling.normalize, dimensions=pooling.dimensions
     )
+
+
+def has_id(completion: Completion, id: str) -> bool:
+    """Return whether an id is that of a completion's request, entry or trace; or of its call over
+    HTTP, whose requests are `ID_0`, `ID_1` and so on."""
+    own = completion.request_id
+    if id in (own, completion.entry_id, completion.trace_id):
+        return True
+    return own.startswith(f"{id}_") and own[len(id) + 1 :].isdecimal()

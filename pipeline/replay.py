@@ -35,8 +35,6 @@ PRIORITY = -100
 
 UNKNOWN = "unknown"
 
-_ANY_AGE_S = 1e9
-
 
 class Difference(msgspec.Struct, frozen=True, kw_only=True):
     """Something that the bits depend on, and that is different now.
@@ -159,30 +157,12 @@ class Replayer(Submitter):
                 several requests.
 
         Raises:
-            RequestError: `unknown_request`: there is none, or none any more. `not_finished`: the
-                request is in flight.
+            RequestError: `unknown_request`: there is none, or none any more.
             BusError: The bus can't be reached.
         """
-        last = await self.bus.results.last(id, "")
-        if isinstance(last, Completion):
-            return [last]
-        if last is not None:
-            raise RequestError(
-                f"request {shown(id)} is in flight; replay it when it has ended",
-                code="not_finished",
-            )
-        found = [
-            each
-            async for each in self.bus.results.newest(_ANY_AGE_S)
-            if id in (each.request_id, each.entry_id, each.trace_id)
-            or each.request_id.startswith(f"{id}_")
-        ]
+        found = await self.bus.results.recorded(id)
         if not found:
-            raise RequestError(
-                f"nothing is recorded of a request {shown(id)}: its result has expired "
-                "(bus.results_ttl_s, bus.results_maxlen), or the id is another one",
-                code="unknown_request",
-            )
+            raise unknown(id)
         return found
 
     async def replay(
@@ -203,7 +183,18 @@ class Replayer(Submitter):
             RequestError: `not_replayable`: the record lacks what is needed. Or the replay was
                 refused or has failed: the code is that of its error.
         """
+        if not like.model:
+            like = replace(like, model=recorded.model)
         return await replay(self.complete, recorded, like, at)
+
+
+def unknown(id: str) -> RequestError:
+    """Return the error for an id without a record."""
+    return RequestError(
+        f"nothing is recorded of a request {shown(id)}: it is in flight, or its result has expired "
+        "(bus.results_ttl_s, bus.results_maxlen), or the id is another one",
+        code="unknown_request",
+    )
 
 
 async def replay(

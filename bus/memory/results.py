@@ -11,12 +11,16 @@ from typing import Self
 from ...config import BusError
 from ...config.errors import bus_closed
 from ..public import Completion, Output, OutputBatch
+from ..recipes import has_id
 
 KEPT_FINISHED = 1024
 """Limit on ended requests with unfollowed outputs."""
 
 KEPT_OUTPUTS = 65_536
 """Limit on followed outputs that are kept (`keep`), over all requests."""
+
+KEPT_RECORDS = 256
+"""Limit on terminal messages that are kept for `recorded`."""
 
 REMEMBERED_ENDED = 16_384
 """Limit on remembered entry ids of ended requests, which can't end twice."""
@@ -77,6 +81,7 @@ class MemoryResults:
         self._followed: dict[str, int] = {}
         self._kept_outputs = 0
         self._ended: dict[str, None] = {}
+        self._records: deque[Completion] = deque(maxlen=KEPT_RECORDS)
         self._tails: weakref.WeakSet[_Tail] = weakref.WeakSet()
         self._appeared = Signal()
         self._closed = False
@@ -150,6 +155,10 @@ class MemoryResults:
             if completion.timings.finished_ns >= since:
                 yield completion
 
+    async def recorded(self, id: str, *, search: bool = True) -> list[Completion]:
+        self._check_open()
+        return [each for each in self._records if has_id(each, id)]
+
     def close(self) -> None:
         """End all followers and tails once they have read the remaining outputs."""
         self._closed = True
@@ -199,6 +208,7 @@ class MemoryResults:
 
     def _end(self, route: _Route, completion: Completion) -> None:
         route.ended = True
+        self._records.append(completion)
         _remember(self._ended, route.entry_id, REMEMBERED_ENDED)
         oldest = _remember(self._finished, route.entry_id, KEPT_FINISHED)
         if oldest is not None:

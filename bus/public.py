@@ -273,7 +273,7 @@ class Recipe(OutputPart, frozen=True, kw_only=True, omit_defaults=True):
         tenant: The request's.
         adapter: Id of its LoRA adapter.
         sampling: As resolved: `max_tokens` as limited, `stop_token_ids` with the model's own.
-        seeds: Of each sample, as in `GenerateRequest.sample_seeds`.
+        seeds: Of each sample, as in `GenerateRequest.sample_seeds`; empty at temperature 0.
         images: Ids of the prompt's images.
         embed: Pooling of a request for its prompt's vector.
         executors: Each kind of executor that the lane had; one of them computed each sample.

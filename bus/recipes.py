@@ -26,12 +26,12 @@ class RecipeParts(InternalPart, frozen=True, array_like=True):
 
     def recipe(self) -> Recipe:
         """Return the recipe."""
-        pooling = self.pooling
+        pooling, sampling = self.pooling, self.sampling
         return Recipe(
             tenant=self.tenant,
             adapter=self.adapter,
-            sampling=SamplingParams() if pooling else self.sampling,
-            seeds=self.seeds,
+            sampling=SamplingParams() if pooling else sampling,
+            seeds=self.seeds if sampling.temperature else (),
             images=self.images,
             embed=None if pooling is None else _asked(pooling),
             executors=self.executors,

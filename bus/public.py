@@ -265,6 +265,9 @@ class Fingerprint(OutputPart, frozen=True, kw_only=True, omit_defaults=True):
     weight_version: int = 0
     settings: dict[str, Any] = {}
 
+    def __hash__(self) -> int:
+        return hash(self.digest)
+
 
 class Recipe(OutputPart, frozen=True, kw_only=True, omit_defaults=True):
     """What computes a request's samples again, beside its prompt's tokens. docs/replay.md.

@@ -14,6 +14,7 @@ from msgspec.structs import replace
 from ..bus.public import DEFAULT_TENANT, Completion, GenerateRequest
 from ..bus.recipes import has_id
 from ..config import Config, ConfigError, NanoInferenceError, RequestError, shown
+from ..pipeline.client import BusClient
 from ..pipeline.digest import Digest, completions_of
 from ..pipeline.replay import PRIORITY, Replay, unknown
 from ..pipeline.rollouts import TrainingSample
@@ -23,6 +24,8 @@ from .options import AsJson, Options, argument, option, takes, takes_model_optio
 from .terminal import complain, print_json, print_table, read_input
 
 _ANY_AGE_S = 1e9
+
+_AT_A_TIME = 32
 
 Results = Sequence[Completion | TrainingSample]
 
@@ -117,16 +120,19 @@ def _replays(
                     yield error
         return
 
+    places = asyncio.Semaphore(_AT_A_TIME)
+
+    async def run_one(client: BusClient, record: Completion) -> Replay | NanoInferenceError:
+        async with places:
+            try:
+                return await client.replay(record, like=like, at=at)
+            except RequestError as error:
+                return error
+
     async def run() -> list[Replay | NanoInferenceError]:
-        results: list[Replay | NanoInferenceError] = []
         async with connected(config, options.served) as client:
             found = await client.recorded(id) if records is None else records
-            for record in found:
-                try:
-                    results.append(await client.replay(record, like=like, at=at))
-                except RequestError as error:
-                    results.append(error)
-        return results
+            return await asyncio.gather(*(run_one(client, record) for record in found))
 
     yield from asyncio.run(run())
 

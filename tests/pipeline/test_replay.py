@@ -194,6 +194,7 @@ def test_the_fingerprint_follows_weights_and_settings(engine: InferenceEngine) -
     usual = of()
     assert of(cache_type="paged", block_size=8) == usual, "these change no bit in this mode"
     assert usual.digest
+    assert {usual: 1}[usual] == 1, "rollouts may be keys"
     raw = of(logprobs_mode="raw")
     assert (raw.settings, raw.weights) == ({"logprobs_mode": "raw"}, usual.weights)
     assert raw.digest != usual.digest

@@ -316,7 +316,7 @@ class ResultStreams(Protocol):
     async def recorded(self, id: str, *, search: bool = True) -> list[Completion]:
         """Return the terminal messages that are stored under an id, oldest first.
 
-        In memory the latest `KEPT_RECORDS` are.
+        In memory the latest `KEPT_RECORDS` are, of `KEPT_RECORD_TOKENS` together.
 
         Args:
             id: Of a request. Or of a call over HTTP, whose requests are `ID_0`, `ID_1` and so on.

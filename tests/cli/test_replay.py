@@ -99,10 +99,12 @@ def test_lines_of_rollouts_and_of_the_audit_log_are_read(
     assert _read(file) == samples
 
 
-def test_on_a_running_pipeline(run: Run, on_served: Config) -> None:
+def test_on_a_running_pipeline_and_at_its_server(run: Run, on_served: Config, url: str) -> None:
     (line,) = run("submit", "98 + 25 =", "-t", "1", "--json").stdout.splitlines()
     done = msgspec.json.decode(line, type=Completion)
     tokens = done.usage.completion_tokens
     ran = run("replay", done.entry_id)
     assert ran.stdout.endswith(f": equal: {tokens} tokens, {tokens} logprobs to the bit\n"), ran
+    assert run("replay", done.entry_id, "--url", f"{url}/v1") == ran
+    assert_refused(run("replay", "nothing", "--url", url), "nothing is recorded of")
     assert run("digest", done.entry_id).stdout == f"{digest([done])}\n"

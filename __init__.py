@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from .pipeline.chat_renderer import ChatPrompt as ChatPrompt
     from .pipeline.chat_renderer import ChatRenderer as ChatRenderer
     from .pipeline.client import BusClient as BusClient
+    from .pipeline.digest import digest as digest
     from .pipeline.engine import InferenceEngine as InferenceEngine
     from .pipeline.exact_forward import ExactForward as ExactForward
     from .pipeline.pipeline import Pipeline as Pipeline
@@ -65,6 +66,7 @@ _NAMES = {
     ".gateway.gateway": "Gateway",
     ".pipeline.chat_renderer": "ChatPrompt ChatRenderer",
     ".pipeline.client": "BusClient",
+    ".pipeline.digest": "digest",
     ".pipeline.engine": "InferenceEngine",
     ".pipeline.exact_forward": "ExactForward",
     ".pipeline.pipeline": "Pipeline",

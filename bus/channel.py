@@ -313,6 +313,21 @@ class ResultStreams(Protocol):
             BusError: The server refuses the query.
         """
 
+    async def recorded(self, id: str, *, search: bool = True) -> list[Completion]:
+        """Return the terminal messages that are stored under an id, oldest first.
+
+        In memory the latest `KEPT_RECORDS` are, of `KEPT_RECORD_TOKENS` together.
+
+        Args:
+            id: Of a request. Or of a call over HTTP, whose requests are `ID_0`, `ID_1` and so on.
+            search: On Redis, read the shared results stream if nothing has the id, also for the id
+                of an entry or a trace.
+
+        Raises:
+            BusError: The transport can't be reached. "malformed_output": as `follow`.
+            ChannelClosed: The bus was closed.
+        """
+
 
 class KVEventStream(Protocol):
     """The stream of KV events, of all replicas of the deployment. Not durable."""

@@ -11,7 +11,7 @@ import msgspec
 
 from ..config import FairnessConfig, ModelConfig, PoolingKind, ReplicaRole
 from ..store.board import LoadedAdapter
-from .public import SessionAction
+from .public import Fingerprint, SessionAction
 from .weights import InFlight, StagedWeights, WeightsSource
 
 Capability = Literal["generate", "score", "embed"]
@@ -406,6 +406,7 @@ class ReplicaCapacity(InternalPart, frozen=True, array_like=True):
         exact: Whether it runs in deterministic mode.
         pipeline_stages: Stages of the model, each of which computes a plan at a time.
         images: None if it takes no images.
+        fingerprints: Its fingerprint; of several executors each that is different.
     """
 
     num_blocks: int
@@ -425,6 +426,7 @@ class ReplicaCapacity(InternalPart, frozen=True, array_like=True):
     exact: bool = False
     pipeline_stages: int = 1
     images: ImageCapacity | None = None
+    fingerprints: tuple[Fingerprint, ...] = ()
 
 
 class AuditedBlock(InternalPart, frozen=True, array_like=True):

@@ -21,6 +21,7 @@ from .control import Cancel, Internal, InternalPart
 from .media import MediaItem as MediaItem
 from .pooling import PooledPrompt, Pooling
 from .public import AfterTurn, KVSession, KVSessionResult, SessionTier, StageTime
+from .recipes import RecipeParts
 from .recovery import Fenced as Fenced
 from .recovery import Recover as Recover
 from .recovery import Recovered as Recovered
@@ -127,6 +128,7 @@ class RequestOpened(Internal, frozen=True):
         tenant: Label of metrics.
         queued_ns, waited_ns: As in RequestEntry.
         down_since_ns: When the lane failed, if the request is opened again; else 0.
+        recipe: Of the Completion's recipe; None for none.
     """
 
     request_id: str
@@ -152,6 +154,7 @@ class RequestOpened(Internal, frozen=True):
     queued_ns: int = 0
     waited_ns: int = 0
     down_since_ns: int = 0
+    recipe: RecipeParts | None = None
 
 
 class Prompt(InternalPart, frozen=True, array_like=True):

@@ -152,6 +152,8 @@ class GenerateRequest(
             each belongs; `messages` have parts of the type "image". docs/images.md.
         add_special_tokens: Whether `prompt` gets the tokens that the tokenizer adds by default; a
             rendered conversation has its own.
+        sample_seeds: The seed of each sample as a `Recipe` has it, in place of `sampling.seed`:
+            computes samples again whose request had no seed. docs/replay.md.
     """
 
     request_id: str = ""
@@ -171,6 +173,7 @@ class GenerateRequest(
     kv_session: KVSession | None = None
     images: tuple[ImageInput, ...] = ()
     add_special_tokens: bool = True
+    sample_seeds: tuple[Int64, ...] = ()
 
 
 # --- read by clients --------------------------------------------------------------------------
@@ -234,6 +237,63 @@ class KVSessionResult(OutputPart, frozen=True, kw_only=True, omit_defaults=True)
     num_tokens: int = 0
     tier: SessionTier = ""
     reason: str = ""
+
+
+class Fingerprint(OutputPart, frozen=True, kw_only=True, omit_defaults=True):
+    """What the bits of an executor's results depend on, besides requests and later weights.
+
+    Attributes:
+        digest: Of all other fields: equal for equal fingerprints only. 16 hexadecimal digits.
+        package, torch, transformers: Versions.
+        machine: Model name of the CPU or GPU.
+        threads: Torch's on a CPU; 0 on other devices.
+        dtype: Of the weights.
+        kernels: Instructions or language of the kernels; "none" without kernels.
+        attention: The attention back end.
+        deterministic: "on"; "without adapters"; "off".
+        weights: Digest of the weights as loaded, by a part of each tensor.
+        weight_version: Of the weights as loaded.
+        settings: Settings of `engine` that change numbers, where they differ from the defaults.
+    """
+
+    digest: str = ""
+    package: str = ""
+    torch: str = ""
+    transformers: str = ""
+    machine: str = ""
+    threads: int = 0
+    dtype: str = ""
+    kernels: str = ""
+    attention: str = ""
+    deterministic: Literal["on", "without adapters", "off"] = "off"
+    weights: str = ""
+    weight_version: int = 0
+    settings: dict[str, Any] = {}
+
+    def __hash__(self) -> int:
+        return hash(self.digest)
+
+
+class Recipe(OutputPart, frozen=True, kw_only=True, omit_defaults=True):
+    """What computes a request's samples again, beside its prompt's tokens. docs/replay.md.
+
+    Attributes:
+        tenant: The request's.
+        adapter: Id of its LoRA adapter.
+        sampling: As resolved: `max_tokens` as limited, `stop_token_ids` with the model's own.
+        seeds: Of each sample, as in `GenerateRequest.sample_seeds`; empty at temperature 0.
+        images: Ids of the prompt's images.
+        embed: Pooling of a request for its prompt's vector.
+        executors: Each kind of executor that the lane had; one of them computed each sample.
+    """
+
+    tenant: str = DEFAULT_TENANT
+    adapter: str = ""
+    sampling: SamplingParams = SamplingParams()
+    seeds: tuple[int, ...] = ()
+    images: tuple[str, ...] = ()
+    embed: EmbedParams | None = None
+    executors: tuple[Fingerprint, ...] = ()
 
 
 class StageTime(OutputPart, frozen=True, kw_only=True):
@@ -366,6 +426,8 @@ class Completion(PublicOutput, frozen=True, kw_only=True, tag="completion"):
             `prompt_logprobs` or such a model.
         kv_session: What became of the request's `kv_session`. None without one, or if the request
             ended before it ran.
+        recipe: For `replay`. None with `admission.recipes: false`, or if the request ended before
+            a sample began.
     """
 
     request_id: str
@@ -382,6 +444,7 @@ class Completion(PublicOutput, frozen=True, kw_only=True, tag="completion"):
     prompt_token_ids: tuple[int, ...] = ()
     prompt_ref_logprobs: tuple[float | None, ...] | None = None
     kv_session: KVSessionResult | None = None
+    recipe: Recipe | None = None
 
 
 Output = CompletionChunk | Completion

@@ -25,6 +25,7 @@ from .embed import embed, score
 from .kv_events import kv_events
 from .options import option
 from .pull import pull
+from .replay import digest, replay
 from .run import run
 from .serve import gateway, serve
 from .sessions import kv_session
@@ -63,7 +64,13 @@ _COMMANDS: dict[str, dict[str, Callable[..., None] | typer.Typer]] = {
         "cancel": cancel,
         "models": models.app,
     },
-    "Use a running pipeline": {"submit": submit, "embed": embed, "tail": tail},
+    "Use a running pipeline": {
+        "submit": submit,
+        "embed": embed,
+        "tail": tail,
+        "replay": replay,
+        "digest": digest,
+    },
     "Operate a pipeline": {
         "status": status,
         "health": health,

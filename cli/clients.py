@@ -308,6 +308,11 @@ class ServerClient:
         async with self._answer("POST", f"{self.root}/abort_request", {"rid": request_id}):
             pass
 
+    async def replay(self, id: str) -> dict[str, Any]:
+        """Have a request of the server computed again; return its answer."""
+        path = f"{self.url}/replay/{quote(id, safe='')}"
+        return await self._call("POST", path, dict[str, Any], {})
+
     # --- models ---------------------------------------------------------------------------------
 
     async def models(self) -> list[ListedModel]:

@@ -140,6 +140,8 @@ class AdmissionConfig(Section, frozen=True, forbid_unknown_fields=True):
             If so, a tenant can detect prompts of others by their timing.
         lease_s: Seconds without a heartbeat after which another pipeline on the same requests
             stream takes over this one's requests.
+        recipes: Whether each completion has its recipe, with which `replay` computes it again
+            (docs/replay.md).
     """
 
     SECTION: ClassVar[str] = "admission"
@@ -151,6 +153,7 @@ class AdmissionConfig(Section, frozen=True, forbid_unknown_fields=True):
     max_lane_deaths: PositiveInt = 3
     share_prefixes_across_tenants: bool = False
     lease_s: Annotated[float, Range("from 0.05 to 86400 (a day)", 0.05, 86_400)] = 30.0
+    recipes: bool = True
 
 
 class FairnessConfig(Section, frozen=True, forbid_unknown_fields=True):

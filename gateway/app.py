@@ -36,6 +36,7 @@ from .server.http import ERROR_CODE, error_handler, error_response
 from .serving.durable_calls import DurableCalls, watch_orphans
 from .serving.lane_state import Readiness
 from .serving.measures import Measures
+from .serving.replays import ReplayCalls
 from .serving.services import Services
 
 
@@ -66,6 +67,7 @@ class Interfaces(Services):
             *openai_routes(self, self.info, self.responses),
             *anthropic.anthropic_routes(self),
             *kserve_routes(self.kserve, self.config.gateway),
+            PolicyRoute("POST /v1/replay/{id}", "generate", ReplayCalls(self).replay),
         ]
 
 

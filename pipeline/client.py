@@ -41,7 +41,8 @@ from ..telemetry import Metrics, TraceContext, Tracing, names, now_ns
 from .cancellations import Cancellations
 from .deployment import Deployment
 from .models import ModelStatus, adapters_of
-from .scoring import Request, Submitter
+from .replay import Replayer
+from .scoring import Request
 from .sessions import best_result, check_action
 from .stage_control import (
     Body,
@@ -56,7 +57,7 @@ ANSWER_S = 30.0
 """Longest wait for the answers of all lanes to a short operation."""
 
 
-class BusClient(Submitter, Deployment):
+class BusClient(Replayer, Deployment):
     """Submits requests over a bus, from any place that reaches the bus.
 
     `async with BusClient.connect("redis://127.0.0.1:6390") as client:` opens a connection of its

@@ -13,7 +13,14 @@ from torch import Tensor
 
 from ..bus.control import MEMORY_TAGS, Cancel, JoinWeightsGroup, MemoryTag
 from ..bus.entries import RequestEntry
-from ..bus.public import EmbedParams, GenerateRequest, KVSession, KVSessionResult, SessionAction
+from ..bus.public import (
+    Completion,
+    EmbedParams,
+    GenerateRequest,
+    KVSession,
+    KVSessionResult,
+    SessionAction,
+)
 from ..bus.weights import InFlight, WeightsSource, check_in_flight
 from ..config import (
     BusConfig,
@@ -42,6 +49,7 @@ from .engine_requests import (
     Unfinished,
     UnfinishedRequests,
     check_prompts,
+    completion_of,
     make_request,
     make_requests,
     make_sample,
@@ -49,6 +57,7 @@ from .engine_requests import (
 )
 from .engine_tiers import next_plan
 from .engine_weights import receive_weights
+from .replay import Replay, replay_here
 from .rollouts import Prompt, RequestId, RolloutEngine, TrainingSample
 from .scoring import params_to_score, token_ids_to_score
 from .sessions import check_action
@@ -232,6 +241,34 @@ class InferenceEngine(ModelParts):
             cast(tuple[float, ...], (sample.prompt_logprobs or ())[-len(completion) :])
             for sample, completion in zip(scored, completions, strict=True)
         ]
+
+    def replay(self, recorded: TrainingSample | Completion, *, at: int | None = None) -> Replay:
+        """Compute a sample, or a request of a pipeline, again at the present weights, and compare.
+
+        Args:
+            recorded: The sample; or a terminal message, as `submit --json` prints it.
+            at: The version that the present weights have in the record; None for their own number.
+
+        Returns:
+            Whether tokens and logprobs are equal to the bit; if not, where they part, and why as
+            far as it can be known (docs/replay.md).
+
+        Raises:
+            RequestError: `not_replayable`: the record lacks what is needed. Or the request is
+                refused here.
+        """
+
+        def complete(request: GenerateRequest) -> Completion:
+            samples = [sample for sample, _ in self._run_all([request], show_progress=False)]
+            first, *_ = ends = list(map(completion_of, samples))
+            numbered = (
+                replace(end.samples[0], sample_index=index) for index, end in enumerate(ends)
+            )
+            return replace(first, samples=tuple(numbered))
+
+        if not isinstance(recorded, Completion):
+            recorded = completion_of(recorded)
+        return replay_here(complete, recorded, at)
 
     def default_sampling_params(self) -> SamplingParams:
         """Return the sampling parameters that the model recommends; never applied by default.

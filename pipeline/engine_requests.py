@@ -336,6 +336,9 @@ def make_sample(
     request: Unfinished, completion: Completion, sample: CompletionSample
 ) -> TrainingSample:
     """Return one sample of a finished request."""
+    recipe = completion.recipe
+    if recipe is not None and len(recipe.seeds) > 1:
+        recipe = msgspec.structs.replace(recipe, seeds=(recipe.seeds[sample.sample_index],))
     return TrainingSample(
         prompt_tokens=request.accepted.admitted.prompt.token_ids,
         completion_tokens=sample.token_ids,
@@ -343,8 +346,30 @@ def make_sample(
         prompt_top_logprobs=completion.prompt_top_logprobs,
         request_id=request.request_id,
         kv_session=completion.kv_session,
+        recipe=recipe,
         from_response_cache=completion.usage.cached_completion_tokens > 0,
         **{name: getattr(sample, name) for name in _SHARED_FIELDS},
+    )
+
+
+def completion_of(sample: TrainingSample) -> Completion:
+    """Return the terminal message of a request for one sample."""
+    return Completion(
+        request_id="" if sample.request_id is None else str(sample.request_id),
+        entry_id="",
+        status="done",
+        samples=(
+            CompletionSample(
+                sample_index=0,
+                text="",
+                token_ids=sample.completion_tokens,
+                **{name: getattr(sample, name) for name in _SHARED_FIELDS},
+            ),
+        ),
+        prompt_token_ids=sample.prompt_tokens,
+        prompt_logprobs=sample.prompt_logprobs,
+        prompt_top_logprobs=sample.prompt_top_logprobs,
+        recipe=sample.recipe,
     )
 
 

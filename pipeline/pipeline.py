@@ -32,7 +32,8 @@ from ..store.board import StageReport, StageState
 from ..store.process_state import identity_of
 from ..telemetry import Metrics, Tracing, instruments, names, setup_metrics, setup_tracing
 from .client import BusClient
-from .scoring import Request, Submitter
+from .replay import Replayer
+from .scoring import Request
 from .supervisor import actor_class, supervise
 
 BEAT_S = 1.0
@@ -141,7 +142,7 @@ class Heart:
 _GRACE_S = 5.0
 
 
-class Pipeline(Submitter):
+class Pipeline(Replayer):
     """Runs this process's stages while the context is open.
 
     ```python

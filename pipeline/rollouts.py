@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import msgspec
 
-from ..bus.public import FinishReason, KVSessionResult, TokenLogprob
+from ..bus.public import FinishReason, KVSessionResult, Recipe, TokenLogprob
 from ..config import SamplingParams
 
 if TYPE_CHECKING:
@@ -39,6 +39,7 @@ class TrainingSample(msgspec.Struct, frozen=True):
         num_accepted_draft_tokens: Draft tokens that were accepted.
         from_response_cache: Whether the tokens were computed for an equal request before.
         kv_session: What became of the request's `kv_session`; None without one.
+        recipe: What computes the sample again (`InferenceEngine.replay`).
     """
 
     prompt_tokens: tuple[int, ...]
@@ -58,6 +59,7 @@ class TrainingSample(msgspec.Struct, frozen=True):
     num_accepted_draft_tokens: int = 0
     from_response_cache: bool = False
     kv_session: KVSessionResult | None = None
+    recipe: Recipe | None = None
 
 
 @runtime_checkable

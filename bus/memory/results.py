@@ -11,12 +11,19 @@ from typing import Self
 from ...config import BusError
 from ...config.errors import bus_closed
 from ..public import Completion, Output, OutputBatch
+from ..recipes import has_id
 
 KEPT_FINISHED = 1024
 """Limit on ended requests with unfollowed outputs."""
 
 KEPT_OUTPUTS = 65_536
 """Limit on followed outputs that are kept (`keep`), over all requests."""
+
+KEPT_RECORDS = 256
+"""Limit on terminal messages that are kept for `recorded`."""
+
+KEPT_RECORD_TOKENS = 65_536
+"""Limit on their tokens, prompts included; top logprobs count as tokens, too."""
 
 REMEMBERED_ENDED = 16_384
 """Limit on remembered entry ids of ended requests, which can't end twice."""
@@ -77,6 +84,9 @@ class MemoryResults:
         self._followed: dict[str, int] = {}
         self._kept_outputs = 0
         self._ended: dict[str, None] = {}
+        # Each with its number of tokens.
+        self._records: deque[tuple[Completion, int]] = deque()
+        self._record_tokens = 0
         self._tails: weakref.WeakSet[_Tail] = weakref.WeakSet()
         self._appeared = Signal()
         self._closed = False
@@ -150,6 +160,10 @@ class MemoryResults:
             if completion.timings.finished_ns >= since:
                 yield completion
 
+    async def recorded(self, id: str, *, search: bool = True) -> list[Completion]:
+        self._check_open()
+        return [each for each, _ in self._records if has_id(each, id)]
+
     def close(self) -> None:
         """End all followers and tails once they have read the remaining outputs."""
         self._closed = True
@@ -199,12 +213,20 @@ class MemoryResults:
 
     def _end(self, route: _Route, completion: Completion) -> None:
         route.ended = True
+        self._record(completion)
         _remember(self._ended, route.entry_id, REMEMBERED_ENDED)
         oldest = _remember(self._finished, route.entry_id, KEPT_FINISHED)
         if oldest is not None:
             self.forget(oldest)
         for tail in self._tails:
             tail.push(completion)
+
+    def _record(self, completion: Completion) -> None:
+        size = _tokens_of(completion)
+        self._records.append((completion, size))
+        self._record_tokens += size
+        while self._record_tokens > KEPT_RECORD_TOKENS or len(self._records) > KEPT_RECORDS:
+            self._record_tokens -= self._records.popleft()[1]
 
     def _check_open(self) -> None:
         if self._closed:
@@ -298,6 +320,16 @@ class _Tail:
         self._results._tails.discard(self)
         self._queue.clear()
         self.changed.notify()
+
+
+def _tokens_of(completion: Completion) -> int:
+    """Return the tokens of a completion's prompt and samples, and of their top logprobs."""
+    size = len(completion.prompt_token_ids)
+    size += sum(map(len, completion.prompt_top_logprobs or ()))
+    for sample in completion.samples:
+        size += len(sample.token_ids) + len(sample.embedding or ())
+        size += sum(map(len, sample.top_logprobs or ()))
+    return size
 
 
 def _remember(names: dict[str, None], name: str, most: int) -> str | None:

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from functools import partial
+from itertools import chain, count
 from typing import Any
 
 import msgspec
@@ -30,6 +31,7 @@ from ...store.redis.client import (
 from ...store.redis.keys import JSON, Keys, id_after, parse_id, split_entry
 from ..codec import decode_output, encode_output
 from ..public import Completion, Output, OutputBatch
+from ..recipes import has_id
 from .entries import Entries, entries_of
 from .follow import RedisFollow, ResultsTail, check_known, out_keys, read_output
 from .layout import LayoutRecord
@@ -48,6 +50,8 @@ Larger payloads are written alone.
 """
 
 LARGE_ATTEMPTS = 4
+
+_ANY_AGE_S = 1e9
 
 
 class _TooLarge(Exception):
@@ -201,6 +205,19 @@ class RedisResults:
         ]
         for _, completion in sorted(found, key=lambda each: each[0]):
             yield completion
+
+    async def recorded(self, id: str, *, search: bool = True) -> list[Completion]:
+        found: list[Completion] = []
+        ids: Iterator[str] = chain((id,), (f"{id}_{place}" for place in count()))
+        for each in ids:
+            last = await self.last(each, "")
+            if isinstance(last, Completion):
+                found.append(last)
+            if found if each == id else last is None:
+                break
+        if search and not found:
+            found = [each async for each in self.newest(_ANY_AGE_S) if has_id(each, id)]
+        return found
 
     async def _between(
         self, key: bytes, since_ms: float, until: bytes

@@ -133,7 +133,11 @@ Fields = dict[str, Any]
 
 
 class AuditLog:
-    """Writes lines of JSON, in order, on a thread of its own."""
+    """Writes lines of JSON, in order, on a thread of its own.
+
+    Attributes:
+        shows_text: Whether lines have texts, and not their hashes alone.
+    """
 
     def __init__(
         self, config: PolicyConfig, on_lost: Callable[[int], None] = lambda number: None
@@ -143,7 +147,7 @@ class AuditLog:
         self._file = AuditFile(Path(config.audit_file), config.audit_max_bytes, config.audit_files)
         self._path = config.audit_file
         self._key = config.audit_key.encode()
-        self._shows_text = config.audit_text
+        self.shows_text = config.audit_text
         self._refuses_when_full = config.audit_when_full == "refuse"
         self._failing = False
         self._closing = threading.Event()
@@ -243,7 +247,7 @@ class AuditLog:
         for name, read in texts.items():
             if found := list(read()):
                 fields[f"{name}_hmac"] = text_hash(self._key, found)
-                if self._shows_text:
+                if self.shows_text:
                     fields[name] = found
         return _SECRETS.sub(rb"\1\2...", msgspec.json.encode(fields)) + b"\n"
 

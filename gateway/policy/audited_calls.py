@@ -6,6 +6,9 @@ from collections.abc import AsyncIterator
 from contextlib import aclosing, asynccontextmanager
 from typing import TypeVar
 
+from msgspec.structs import replace
+
+from ...bus.codec import encode_output
 from ...bus.public import Completion, GenerateRequest
 from ...config import ModelError, NanoInferenceError
 from ..serving.account import Account
@@ -71,10 +74,15 @@ class AuditedCalls(AuditedHeads):
         """Yield all outputs. What a client received before it disconnects is recorded, too."""
         recorded = _recorded(origin.account, "answer", _RecordedAnswer)
         answer = recorded.pieces.setdefault(request.request_id, {})
+        ended = None
+        if self._log.shows_text:
+            ended = _recorded(origin.account, "recorded", _RecordedEnds).completions
         async with aclosing(outputs):
             async for output in outputs:
                 if isinstance(output, Completion):
                     answer.update({each.sample_index: [each.text] for each in output.samples})
+                    if ended is not None:
+                        ended.append(output)
                 else:
                     answer.setdefault(output.sample_index, []).append(output.text)
                 yield output
@@ -96,7 +104,7 @@ class AuditedCalls(AuditedHeads):
         self._log.write("background", fields, account.texts)
 
 
-R = TypeVar("R", bound="_RecordedPrompts | _RecordedAnswer")
+R = TypeVar("R", bound="_RecordedPrompts | _RecordedAnswer | _RecordedEnds")
 
 
 def _recorded(account: Account, name: str, kind: type[R]) -> R:
@@ -140,3 +148,18 @@ class _RecordedAnswer:
             for samples in self.pieces.values()
             for _, pieces in sorted(samples.items())
         ]
+
+
+class _RecordedEnds:
+    """The requests' terminal messages, for `replay`."""
+
+    def __init__(self) -> None:
+        self.completions: list[Completion] = []
+
+    def __call__(self) -> list[str]:
+        """Return them as JSON, without texts, which the line has already."""
+        return [encode_output(_without_texts(each)).decode() for each in self.completions]
+
+
+def _without_texts(completion: Completion) -> Completion:
+    return replace(completion, samples=tuple(replace(each, text="") for each in completion.samples))

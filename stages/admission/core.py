@@ -22,7 +22,8 @@ from ...bus.messages import (
     StoredResponse,
 )
 from ...bus.pooling import Pooling
-from ...bus.public import GenerateRequest
+from ...bus.public import Fingerprint, GenerateRequest
+from ...bus.recipes import RecipeParts
 from ...config import Config, RequestError, SamplingParams, prompt_too_long, shown
 from ...store.board import LoadedAdapter
 from ...text.grammar import GrammarCompiler, check_size, plain
@@ -37,6 +38,7 @@ from .checks import (
     check_no_text,
     check_request,
     check_result_size,
+    check_sample_seeds,
     check_sampling,
     is_usable_request_id,
     pooling_of,
@@ -87,6 +89,8 @@ class AdmissionCore:
         )
         self._stop_token_ids = stop_token_ids
         self._capacity: ReplicaCapacity | None = None
+        # Of recipes; None without recipes.
+        self._executors: tuple[Fingerprint, ...] | None = None
         self._adapters: dict[str, LoadedAdapter] = {}
         # Version by id of adapters that are being unloaded.
         self._closed: dict[str, int] = {}
@@ -106,6 +110,7 @@ class AdmissionCore:
     def set_capacity(self, capacity: ReplicaCapacity) -> None:
         """Set the lane's capacity and adapters. Other weights empty the response cache."""
         before, self._capacity = self._capacity, capacity
+        self._executors = capacity.fingerprints if self._limits.recipes else None
         now = capacity.exact, capacity.weight_version
         if before is None or (before.exact, before.weight_version) != now:
             self.responses.clear()
@@ -292,9 +297,11 @@ class AdmissionCore:
         request, adapter = self.check(entry, received_ns, now_ns, owner=owner)
         request_id = request_id_of(entry)
         tokens = tokens or self.tokenize(request)
-        token_ids = tokens.prompt.token_ids
+        prompt = tokens.prompt
+        token_ids = prompt.token_ids
         sampling, pooling = self._asked_for(request, len(token_ids))
         has_reference = self._has_reference and pooling is None
+        tenant, seeds = request.tenant, self._seeds(request, request_id)
         opened = RequestOpened(
             request_id=request_id,
             entry_id=entry.entry_id,
@@ -315,16 +322,20 @@ class AdmissionCore:
             tenant=request.tenant,
             queued_ns=entry.queued_ns,
             waited_ns=entry.waited_ns,
+            recipe=None
+            if (executors := self._executors) is None
+            else RecipeParts(tenant, adapter, sampling, seeds, prompt.media, pooling, executors),
         )
         admitted = AdmittedRequest(
             info=RequestInfo(request_id, entry.entry_id, *trace, adapter, pooling),
-            prompt=tokens.prompt,
+            prompt=prompt,
             sampling=msgspec.structs.replace(sampling, stop=()) if sampling.stop else sampling,
-            sequences=self._sequences(request, request_id),
-            tenant=request.tenant,
+            # Ids need not be consecutive: `map` takes one more.
+            sequences=tuple(map(SequenceSpec, self._seq_ids, range(request.n), seeds)),
+            tenant=tenant,
             priority=request.priority,
             cache_scope=CacheScope(
-                "" if self._limits.share_prefixes_across_tenants else request.tenant,
+                "" if self._limits.share_prefixes_across_tenants else tenant,
                 request.cache_salt,
                 adapter,
             ),
@@ -369,6 +380,7 @@ class AdmissionCore:
             or self._has_reference
             or request.embed is not None
             or request.kv_session is not None  # its KV is to be kept
+            or request.sample_seeds  # which the key doesn't have
             or sampling.prompt_logprobs is not None
             or not sampling.response_cache
             or not is_repeatable(sampling)
@@ -404,9 +416,15 @@ class AdmissionCore:
         return self._capacity
 
     def _reader(self, request: GenerateRequest) -> PromptReader:
-        capacity, longest = self.capacity, self._longest_token_bytes
-        limits = capacity.max_model_len, capacity.vocab_size
-        return PromptReader(request, self._tokenizer, longest, *limits, self._images.processor)
+        capacity = self.capacity
+        return PromptReader(
+            request,
+            self._tokenizer,
+            self._longest_token_bytes,
+            capacity.max_model_len,
+            capacity.vocab_size,
+            self._images.processor,
+        )
 
     @staticmethod
     def _readable(entry: RequestEntry) -> GenerateRequest:
@@ -462,8 +480,13 @@ class AdmissionCore:
             stop_token_ids=stop_token_ids,
             constraint=None if constraint is None else plain(constraint),
         )
-        most, reference = self._max_result_bytes, self._has_reference
-        check_result_size(resolved, n, num_prompt_tokens, most, reference=reference)
+        check_result_size(
+            resolved,
+            n,
+            num_prompt_tokens,
+            self._max_result_bytes,
+            reference=self._has_reference,
+        )
         return resolved
 
     def asked(self, entry: RequestEntry, request: GenerateRequest) -> str:
@@ -502,15 +525,13 @@ class AdmissionCore:
         speculates = engine.speculation != "off" and "prediction" in engine.draft_sources
         return prediction if speculates and sampling.max_draft_tokens != 0 else ()
 
-    def _sequences(self, request: GenerateRequest, request_id: str) -> tuple[SequenceSpec, ...]:
-        if request.sampling.seed is not None:
-            base = str(request.sampling.seed)
-        else:
-            base = f"{self._engine.seed}/{request_id}"
-        return tuple(
-            SequenceSpec(next(self._seq_ids), index, derive_seed(base, index))
-            for index in range(request.n)
-        )
+    def _seeds(self, request: GenerateRequest, request_id: str) -> tuple[int, ...]:
+        """Return the seed of each sample. Raises RequestError: invalid_sample_seeds."""
+        if request.sample_seeds:
+            return check_sample_seeds(request)
+        seed = request.sampling.seed
+        base = f"{self._engine.seed}/{request_id}" if seed is None else str(seed)
+        return tuple(map(derive_seed, itertools.repeat(base), range(request.n)))
 
 
 def status_of(code: str) -> Literal["error", "expired"]:

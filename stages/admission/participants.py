@@ -12,6 +12,7 @@ from collections.abc import Collection
 import msgspec
 
 from ...bus.control import ReplicaCapacity
+from ...bus.public import Fingerprint
 from ...config import REPLICATED, all_roles, role_of, split_role
 from ...store.board import LoadedAdapter
 
@@ -33,6 +34,7 @@ def smallest(capacities: Collection[ReplicaCapacity]) -> ReplicaCapacity:
         max_model_len=min(capacity.max_model_len for capacity in capacities),
         adapters=_common([capacity.adapters for capacity in capacities]),
         exact=all(each.exact for each in capacities) and len(set(map(_versions, capacities))) == 1,
+        fingerprints=_different(capacities),
     )
 
 
@@ -40,6 +42,12 @@ def _versions(capacity: ReplicaCapacity) -> tuple[int, frozenset[tuple[str, int]
     """Return the versions of a replica's weights and adapters."""
     adapters = frozenset((adapter.id, adapter.version) for adapter in capacity.adapters)
     return capacity.weight_version, adapters
+
+
+def _different(capacities: Collection[ReplicaCapacity]) -> tuple[Fingerprint, ...]:
+    """Return the executors' fingerprints, each once."""
+    found = {each.digest: each for capacity in capacities for each in capacity.fingerprints}
+    return tuple(found[digest] for digest in sorted(found))
 
 
 def _common(adapters: Collection[tuple[LoadedAdapter, ...]]) -> tuple[LoadedAdapter, ...]:

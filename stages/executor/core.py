@@ -34,6 +34,7 @@ from .driver.step import (
     started_sequences,
     step_times,
 )
+from .fingerprint import fingerprint
 from .runner.attention.backend import AttentionBackend
 from .runner.attention.choose import kernels_of
 from .runner.attention.paged import PagedBackend
@@ -170,6 +171,7 @@ class ExecutorCore:
         if config.kv_host_bytes or config.kv_disk_path or (shares_kv and model.layers):
             self.tiers = self._make_tiers(config, shares=shares_kv)
         self._steps = self._make_steps(config)
+        self._fingerprint = fingerprint(config, model, runner, weight_version=self.weights.version)
 
     def _make_steps(self, config: EngineConfig) -> StepRunner:
         return StepRunner(
@@ -259,6 +261,7 @@ class ExecutorCore:
             exact="deterministic" not in self.off,
             pipeline_stages=1 if self.model.pipeline is None else self.model.pipeline.num_stages,
             images=self.images.capacity if self.images is not None else None,
+            fingerprints=(self._fingerprint,),
         )
 
     def facts(self) -> dict[str, int | float | str]:

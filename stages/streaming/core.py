@@ -553,6 +553,7 @@ class StreamingCore:
             prompt_token_ids=info.prompt_token_ids,
             prompt_ref_logprobs=request.prompt_ref_logprobs,
             kv_session=request.session_result(),
+            recipe=None if info.recipe is None else info.recipe.recipe(),
         )
         if info.stop:
             # Another replica may be about to start a sequence that a stop string has ended.

@@ -9,7 +9,12 @@ import msgspec
 import pytest
 
 from nano_inference.bus import Bus, MemoryBus
-from nano_inference.bus.memory.results import KEPT_FINISHED, TAIL_CAPACITY
+from nano_inference.bus.memory.results import (
+    KEPT_FINISHED,
+    KEPT_RECORD_TOKENS,
+    KEPT_RECORDS,
+    TAIL_CAPACITY,
+)
 from nano_inference.bus.public import Completion, CompletionSample, StageTime, Timings, Usage
 from nano_inference.config import BusError
 
@@ -236,6 +241,23 @@ async def test_a_follower_may_leave_and_another_come(bus: Bus) -> None:
     assert await kit.collect(bus.results.follow("r", entry)) == outputs
 
 
+async def test_ended_requests_are_found_by_their_ids(buses: Any) -> None:
+    bus, other = buses.pair()
+    ends = {}
+    for name in ("a", "call_0", "call_1", "call_x"):
+        entry = await publish(bus, name)
+        ends[name] = msgspec.structs.replace(kit.done(name, entry), trace_id=name * 2)
+        await bus.results.deliver([(name, [kit.chunk(name, entry, 0), ends[name]])])
+        assert await kit.collect(bus.results.follow(name, entry))
+    running = await publish(bus, "running")
+    await bus.results.deliver([("running", [kit.chunk("running", running, 0)])])
+    find = other.results.recorded
+    assert await find("a", search=False) == await find("a") == [ends["a"]]
+    assert await find("call", search=False) == [ends["call_0"], ends["call_1"]]
+    assert await find(ends["a"].entry_id) == await find("aa") == [ends["a"]]
+    assert await find("running") == await find("nothing") == []
+
+
 async def test_the_last_output_is_told_without_waiting(buses: Any) -> None:
     bus, other = buses.pair()
     assert await other.results.last("r", "") is None
@@ -316,6 +338,21 @@ async def test_memory_has_the_newest_that_nobody_followed(memory_bus: MemoryBus)
     assert await kit.collect(memory_bus.results.follow("r3", "e3"))
     found = await kit.collect(memory_bus.results.newest(2))
     assert [each.entry_id for each in found] == ["e2", "e4"]
+
+
+async def test_memory_keeps_the_latest_ends_within_a_number_of_tokens(
+    memory_bus: MemoryBus,
+) -> None:
+    for name in ("a", "b", "c"):
+        end = kit.done(name, name)
+        end = msgspec.structs.replace(end, prompt_token_ids=(1,) * (KEPT_RECORD_TOKENS // 2 - 9))
+        await memory_bus.results.deliver([(name, [end])])
+    found = [await memory_bus.results.recorded(name) for name in ("a", "b", "c")]
+    assert [len(each) for each in found] == [0, 1, 1]
+    for number in range(KEPT_RECORDS):
+        await memory_bus.results.deliver([(f"r{number}", [kit.done(f"r{number}", f"r{number}")])])
+    assert await memory_bus.results.recorded("c") == []
+    assert await memory_bus.results.recorded("r0")
 
 
 async def test_memory_drops_the_oldest_for_a_slow_tail(memory_bus: MemoryBus) -> None:

@@ -25,6 +25,7 @@ from nano_inference.bus.public import (
     Timings,
     Usage,
 )
+from nano_inference.bus.recipes import has_id
 from nano_inference.bus.weights import StagedWeights, WeightsSource
 from nano_inference.config import BusConfig, BusError, Config, NanoInferenceError, load_config
 from nano_inference.gateway.app import GatewayApp, make_app
@@ -49,6 +50,10 @@ class FakeResults:
 
     async def last(self, request_id: str, entry_id: str) -> Output | None:
         return self.last_outputs.get(request_id)
+
+    async def recorded(self, id: str, *, search: bool = True) -> list[Completion]:
+        ends = [each for each in self.last_outputs.values() if isinstance(each, Completion)]
+        return [each for each in ends if has_id(each, id)]
 
 
 class FakeBus:

@@ -52,6 +52,17 @@ def check(chaos: Any, result: dict[str, Any], size: dict[str, Any]) -> None:
     assert (result["completed"], result["clean"]) == (size["requests"], True), told
 
 
+@pytest.mark.soak(only=True)
+async def test_requests_of_every_kind_have_one_digest_under_faults(tmp_path: Path) -> None:
+    size: dict[str, Any] = {"requests": 270, "kills": 28, "concurrency": 24, "longest": 60}
+    result = await load("chaos_mixed").compare(
+        tmp_path, seed=2, duration_s=900, replays=size["requests"], **size
+    )
+    told = json.dumps(result, indent=1)
+    assert (result["completed"], result["replayed_equal"]) == (size["requests"],) * 2, told
+    assert result["clean"], told
+
+
 @pytest.mark.soak
 async def test_streams_survive_kills_of_every_process(tmp_path: Path, soak: bool) -> None:
     """Gateways too: their clients resume at the other one."""

@@ -15,7 +15,8 @@ import anyio
 import pytest
 import structlog
 
-from nano_inference.bus.public import GenerateRequest, Output
+from nano_inference.bus.codec import decode_output
+from nano_inference.bus.public import Completion, GenerateRequest, Output
 from nano_inference.config import ConfigError, TelemetryConfig, load_config
 from nano_inference.gateway.app import GatewayApp
 from nano_inference.gateway.policy.administration import Administration
@@ -136,6 +137,10 @@ async def test_text_is_recorded_only_if_the_settings_say_so(
         if shown:
             one, other = (json.loads(line) for line in text.splitlines())
             assert (one["prompt"], one["answer"]) == (["one"], [ANSWER])
+            # For `replay`, without the text, which is there already.
+            (end,) = (decode_output(each.encode()) for each in one["recorded"])
+            assert isinstance(end, Completion)
+            assert (end.samples[0].token_ids, end.samples[0].text) == ((5, 6), "")
             assert "user\nwhisper" in other["prompt"][0]
 
 

@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerFast
 from nano_inference.bus.control import ReplicaCapacity
 from nano_inference.bus.entries import Malformed, RequestEntry
 from nano_inference.bus.messages import AdmittedRequest, RequestInfo
-from nano_inference.bus.public import ChatMessage, GenerateRequest
+from nano_inference.bus.public import ChatMessage, Fingerprint, GenerateRequest
 from nano_inference.config import (
     AdmissionConfig,
     Config,
@@ -20,6 +20,7 @@ from nano_inference.config import (
 from nano_inference.stages.admission.arrivals import Accepted
 from nano_inference.stages.admission.checks import request_id_of
 from nano_inference.stages.admission.core import AdmissionCore, status_of
+from nano_inference.stages.admission.participants import smallest
 
 from ...errors import raises
 
@@ -393,3 +394,35 @@ def test_client_texts_in_messages_are_short_and_encodable(core: AdmissionCore) -
     assert "..." in caught.value.message
     with pytest.raises(RequestError, match="an integer of 16610 bits"):
         admit(core, entry_of(n=HUGE))
+
+
+def test_a_recipe_has_what_computes_the_samples_again(tokenizer: PreTrainedTokenizerFast) -> None:
+    made = Fingerprint(digest="a", torch="2")
+    capacity = msgspec.structs.replace(CAPACITY, num_blocks=9, fingerprints=(made,))
+    core = core_of(tokenizer, capacity=capacity)
+    accepted = accept(core, entry_of(tenant="anna", n=2, max_tokens=500, ignore_eos=False))
+    assert accepted.opened.recipe is not None
+    recipe = accepted.opened.recipe.recipe()
+    assert recipe.seeds == tuple(each.seed for each in accepted.admitted.sequences)
+    assert (recipe.tenant, recipe.executors) == ("anna", (made,))
+    # As resolved: what fits the model, and its stop tokens.
+    assert (recipe.sampling.max_tokens, recipe.sampling.stop_token_ids) == (96, {1})
+    again = admit(core, entry_of("8-0", n=2, sample_seeds=recipe.seeds, seed=3))
+    assert [each.seed for each in again.sequences] == [*recipe.seeds]
+    greedy = accept(core, entry_of("9-0", temperature=0)).opened.recipe
+    assert greedy is not None
+    assert greedy.recipe().seeds == ()
+
+
+@pytest.mark.parametrize(("seeds", "hint"), [((1,), "n is 2"), ((1, -1), "-1; it must be")])
+def test_seeds_of_samples_are_checked(
+    core: AdmissionCore, seeds: tuple[int, ...], hint: str
+) -> None:
+    with raises("invalid_sample_seeds", hint):
+        admit(core, entry_of(n=2, sample_seeds=seeds))
+
+
+def test_a_lane_has_the_fingerprint_of_each_kind_of_executor() -> None:
+    one, other = Fingerprint(digest="a"), Fingerprint(digest="b")
+    of = [msgspec.structs.replace(CAPACITY, fingerprints=(each,)) for each in (other, one, other)]
+    assert smallest(of).fingerprints == (one, other)

@@ -180,6 +180,7 @@ def test_the_order_of_a_schemas_fields_is_in_the_key(core: AdmissionCore) -> Non
         {"temperature": 1.0},
         {"prompt_logprobs": 0},
         {"response_cache": False},
+        {"temperature": 1.0, "seed": 3, "sample_seeds": (4,)},
     ],
     ids=str,
 )

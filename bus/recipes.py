@@ -1,0 +1,53 @@
+"""What streaming makes a Completion's recipe of."""
+
+from __future__ import annotations
+
+from ..config import SamplingParams
+from .control import InternalPart
+from .pooling import Pooling
+from .public import Completion, EmbedParams, Fingerprint, Recipe
+
+
+class RecipeParts(InternalPart, frozen=True, array_like=True):
+    """Parts of a recipe, as admission has them: making it takes longer than passing them on.
+
+    Attributes:
+        images: As in Prompt.media.
+        pooling: None for a request that generates.
+    """
+
+    tenant: str
+    adapter: str
+    sampling: SamplingParams
+    seeds: tuple[int, ...]
+    images: tuple[str, ...]
+    pooling: Pooling | None
+    executors: tuple[Fingerprint, ...]
+
+    def recipe(self) -> Recipe:
+        """Return the recipe."""
+        pooling, sampling = self.pooling, self.sampling
+        return Recipe(
+            tenant=self.tenant,
+            adapter=self.adapter,
+            sampling=SamplingParams() if pooling else sampling,
+            seeds=self.seeds if sampling.temperature else (),
+            images=self.images,
+            embed=None if pooling is None else _asked(pooling),
+            executors=self.executors,
+        )
+
+
+def _asked(pooling: Pooling) -> EmbedParams:
+    return EmbedParams(
+        pooling=pooling.kind, normalize=pooling.normalize, dimensions=pooling.dimensions
+    )
+
+
+def has_id(completion: Completion, id: str) -> bool:
+    """Return whether an id is that of a completion's request, entry or trace; or of its call over
+    HTTP, whose requests are `ID_0`, `ID_1` and so on."""
+    own = completion.request_id
+    if id in (own, completion.entry_id, completion.trace_id):
+        return True
+    return own.startswith(f"{id}_") and own[len(id) + 1 :].isdecimal()

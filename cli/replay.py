@@ -1,0 +1,305 @@
+"""`nano-inference replay` and `digest`: requests computed again; one hash of all results."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+import typer
+from msgspec.structs import replace
+
+from ..bus.public import DEFAULT_TENANT, Completion, GenerateRequest
+from ..bus.recipes import has_id
+from ..config import Config, ConfigError, NanoInferenceError, RequestError, shown
+from ..pipeline.client import BusClient
+from ..pipeline.digest import Digest, completions_of
+from ..pipeline.replay import PRIORITY, Replay, unknown
+from ..pipeline.rollouts import TrainingSample
+from .clients import ServerClient
+from .connection import connected, named_server, run_with
+from .options import AsJson, Options, argument, option, takes, takes_model_options
+from .terminal import complain, print_json, print_table, read_input
+
+_ANY_AGE_S = 1e9
+
+_AT_A_TIME = 32
+
+Results = Sequence[Completion | TrainingSample]
+
+File = Annotated[
+    Path | None,
+    option("--file FILE", "Lines of `submit --json`, or an audit log with texts; - is input."),
+]
+At = Annotated[
+    int | None, option("--at VERSION", "The version that the weights in place have in the record.")
+]
+
+
+@takes(Options, "url", "api_key", "served", "bus", "config_file", "settings", "log_level")
+def replay(
+    options: Options,
+    id: Annotated[
+        str, argument("[ID]", "Of a request, entry, call or trace; with --file default: all.")
+    ] = "",
+    file: File = None,
+    at: At = None,
+    weights: Annotated[
+        Path | None, option("--weights FOLDER", "Compute here, with these weights of then.")
+    ] = None,
+    tenant: Annotated[str, option("--tenant NAME", "The tenant it counts for.")] = DEFAULT_TENANT,
+    as_json: AsJson = False,
+) -> None:
+    """Compute a request again, token by token, and compare tokens and logprobs to the bit.
+
+        nano-inference replay my-request
+
+        nano-inference submit "98 + 25 =" --json | nano-inference replay --file -
+
+        nano-inference replay my-request --file results.jsonl --weights checkpoints/17 --at 17
+
+    It says whether all is equal; if not, where the results first part, and why as far as that can
+    be known. The record is looked up on the bus, or at a server (--url), or read from --file. It
+    runs at low priority on the pipeline, or in this process with --weights.
+
+    The exit status is 0 if all is equal, 1 if something differs, 2 if it could not be compared.
+    """
+    if not id and file is None:
+        raise ConfigError("give the id of a request, or records with --file")
+    server = named_server(options)
+    if server is not None:
+        if file is not None or weights is not None or at is not None:
+            raise ConfigError(
+                "--url replays what the server has; leave out --file, --weights, --at"
+            )
+        _show_answer(asyncio.run(_asked(ServerClient(server), id)), as_json=as_json)
+        return
+    config = options.client_config()
+    like = GenerateRequest(tenant=tenant, priority=PRIORITY)
+    differ = failed = 0
+    for result in _replays(options, config, id, file, weights, like, at):
+        if isinstance(result, NanoInferenceError):
+            failed += 1
+            complain(result.message)
+            continue
+        differ += result.verdict == "different"
+        if as_json:
+            print_json(result)
+        else:
+            _show(result)
+    if differ or failed:
+        raise typer.Exit(1 if differ else 2)
+
+
+def _replays(
+    options: Options,
+    config: Config,
+    id: str,
+    file: Path | None,
+    weights: Path | None,
+    like: GenerateRequest,
+    at: int | None,
+) -> Iterator[Replay | NanoInferenceError]:
+    """Yield the results of the records, or their errors."""
+    records = None if file is None else _chosen(_read(file), id)
+    if weights is not None:
+        # Imports torch.
+        from ..pipeline.engine import InferenceEngine
+
+        if records is None:
+            connecting = connected(config, options.served)
+            records = run_with(connecting, lambda client: client.recorded(id))
+        engine = replace(config.engine, model_path=str(weights))
+        with InferenceEngine(engine) as own:
+            for record in records:
+                try:
+                    yield own.replay(record, at=at)
+                except RequestError as error:
+                    yield error
+        return
+
+    places = asyncio.Semaphore(_AT_A_TIME)
+
+    async def run_one(client: BusClient, record: Completion) -> Replay | NanoInferenceError:
+        async with places:
+            try:
+                return await client.replay(record, like=like, at=at)
+            except RequestError as error:
+                return error
+
+    async def run() -> list[Replay | NanoInferenceError]:
+        async with connected(config, options.served) as client:
+            found = await client.recorded(id) if records is None else records
+            return await asyncio.gather(*(run_one(client, record) for record in found))
+
+    yield from asyncio.run(run())
+
+
+async def _asked(client: ServerClient, id: str) -> dict[str, Any]:
+    async with client:
+        return await client.replay(id)
+
+
+def _chosen(found: Results, id: str) -> list[Completion]:
+    """Return the completions with an id; all without one. Raises RequestError: unknown_request."""
+    records = [each for each in completions_of(found) if not id or has_id(each, id)]
+    if not records:
+        raise unknown(id)
+    return records
+
+
+# --- output -----------------------------------------------------------------------------------
+
+
+def _show(result: Replay) -> None:
+    """Print a result: the verdict, and what explains it."""
+    typer.echo(f"{result.request_id or '-'}: {result.summary}")
+    if result.verdict == "equal":
+        return
+    for sample in result.samples:
+        if not sample.equal:
+            gap = sample.largest_difference
+            typer.echo(
+                f"  sample {sample.sample_index}: {sample.equal_tokens} of {sample.tokens} tokens "
+                f"come before the first other one; {sample.equal_logprobs} of "
+                f"{sample.compared_logprobs} logprobs are equal"
+                + (f", the others within {gap:.3g}" if gap else "")
+            )
+        for span in sample.spans if len(sample.spans) > 1 else ():
+            typer.echo(
+                f"    tokens {span.start} to {span.stop - 1}, weight version "
+                f"{span.weight_version}: {span.equal_logprobs} logprobs are equal"
+                + ("" if span.comparable else "; not comparable, other weights are in place")
+            )
+    for reason in result.reasons:
+        typer.echo(f"  {reason}")
+    if result.differences:
+        rows = [
+            (each.name, _value(each.recorded), _value(each.present)) for each in result.differences
+        ]
+        print_table(("what differs", "recorded", "now"), rows, "")
+
+
+def _value(value: object) -> str:
+    return "-" if value is None else str(value)
+
+
+def _show_answer(answer: dict[str, Any], *, as_json: bool) -> None:
+    """Print the answer of a server."""
+    for each in answer.get("requests", ()):
+        result = msgspec.convert(each, Replay)
+        if as_json:
+            print_json(result)
+        else:
+            _show(result)
+    if answer.get("verdict") != "equal":
+        raise typer.Exit(1)
+
+
+# --- records --------------------------------------------------------------------------------------
+
+
+class _AuditLine(msgspec.Struct):
+    """A line of the audit log; `recorded` are completions, as JSON."""
+
+    event: str
+    recorded: tuple[str, ...] = ()
+
+
+def _read(file: Path) -> list[Completion | TrainingSample]:
+    """Return the results in a file's lines.
+
+    Raises:
+        ConfigError: The file can't be read.
+        RequestError: A line holds no result.
+    """
+    found: list[Completion | TrainingSample] = []
+    for number, line in enumerate(read_input(file).split(b"\n"), 1):
+        if not line.strip():
+            continue
+        try:
+            found += _results_in(msgspec.json.decode(line))
+        except (ValueError, RecursionError) as error:
+            raise RequestError(f"{file}, line {number}: {error}") from None
+    return found
+
+
+def _results_in(line: Any) -> Iterator[Completion | TrainingSample]:
+    """Yield the results of a line: a completion, a rollout, or those of a line of the audit log."""
+    kind = line if isinstance(line, dict) else {}
+    if kind.get("type") == "chunk":
+        return
+    if "completion_tokens" in kind and "prompt_tokens" in kind and "event" not in kind:
+        yield msgspec.convert(line, TrainingSample)
+    elif "event" in kind:
+        for each in msgspec.convert(line, _AuditLine).recorded:
+            yield msgspec.json.decode(each, type=Completion)
+    else:
+        yield msgspec.convert(line, Completion)
+
+
+# --- digest ---------------------------------------------------------------------------------------
+
+
+@takes_model_options
+def digest(
+    options: Options,
+    ids: Annotated[
+        list[str] | None, argument("[ID...]", "Only these requests; PREFIX* for all that begin so.")
+    ] = None,
+    file: File = None,
+    last: Annotated[
+        float | None,
+        option("--last SECONDS", "Of the bus: only results of these last seconds.", min=0),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Print one SHA-256 over all results, in the order of their ids.
+
+        nano-inference digest --file results.jsonl
+
+        nano-inference digest 'eval-7-*'
+
+    In deterministic mode every run of the same requests with the same ids has the same one,
+    whatever the number of lanes and replicas, the order of arrival, caches, speculation, and
+    failures. Results are those of the bus, or of --file: lines of `submit --json`, of
+    `tail --json`, of rollouts (TrainingSample as JSON), or of an audit log with texts.
+    """
+    found = Digest()
+    if file is not None:
+        for each in completions_of(_read(file)):
+            if _is_wanted(each, ids):
+                found.add(each)
+    else:
+        asyncio.run(_add_recorded(found, options.client_config(), options.served, ids, last))
+    result = found.result()
+    if not result.results:
+        wanted = f" of {', '.join(map(shown, ids))}" if ids else ""
+        raise RequestError(f"there are no results{wanted}", code="unknown_request")
+    if as_json:
+        print_json(result)
+    else:
+        failed = f", {result.failed} of them not done" if result.failed else ""
+        typer.echo(result.digest)
+        complain(
+            f"{result.results} results{failed}; {result.samples} samples, {result.tokens} tokens"
+        )
+
+
+async def _add_recorded(
+    found: Digest, config: Config, model: str | None, ids: Sequence[str] | None, last: float | None
+) -> None:
+    age_s = _ANY_AGE_S if last is None else last
+    async with connected(config, model) as client:
+        async for each in client.bus.results.newest(age_s):
+            if _is_wanted(each, ids):
+                found.add(each)
+
+
+def _is_wanted(completion: Completion, ids: Sequence[str] | None) -> bool:
+    if not ids:
+        return True
+    id = completion.request_id or completion.entry_id
+    return any(id.startswith(each[:-1]) if each.endswith("*") else id == each for each in ids)

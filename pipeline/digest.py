@@ -1,0 +1,165 @@
+"""One SHA-256 over all results of a run, equal however the run went. docs/replay.md defines it."""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import msgspec
+
+from ..bus.public import Completion, CompletionSample, TokenLogprob
+from ..config import RequestError, shown
+from .rollouts import TrainingSample
+
+FORMAT = b"nano-inference digest 1"
+"""What is hashed first; another number means other bytes."""
+
+
+class RunDigest(msgspec.Struct, frozen=True, kw_only=True):
+    """The digest of a run.
+
+    Attributes:
+        digest: SHA-256, in hexadecimal digits.
+        results: Number of requests.
+        samples, tokens: Of all of them.
+        failed: Requests whose status is not "done".
+    """
+
+    digest: str
+    results: int
+    samples: int
+    tokens: int
+    failed: int
+
+
+class Digest:
+    """Results, in any order, and the digest of all.
+
+    It holds the id and a hash of each result.
+    """
+
+    def __init__(self) -> None:
+        self._hashes: dict[str, bytes] = {}
+        self._samples = self._tokens = self._failed = 0
+
+    def add(self, result: Completion) -> None:
+        """Add a result.
+
+        Raises:
+            RequestError: `duplicate_request`: a result with this id was added before.
+        """
+        id = result.request_id or result.entry_id
+        if id in self._hashes:
+            raise RequestError(
+                f"there are two results of request {shown(id)}; a digest is over one of each: "
+                "give requests ids of their own, or the results of one run alone",
+                code="duplicate_request",
+            )
+        self._hashes[id] = result_hash(id, result)
+        self._samples += len(result.samples)
+        self._tokens += sum(len(sample.token_ids) for sample in result.samples)
+        self._failed += result.status != "done"
+
+    def result(self) -> RunDigest:
+        """Return the digest of all results so far, in the order of their ids."""
+        whole = hashlib.sha256(FORMAT)
+        for _, each in sorted(self._hashes.items(), key=lambda pair: pair[0].encode()):
+            whole.update(each)
+        return RunDigest(
+            digest=whole.hexdigest(),
+            results=len(self._hashes),
+            samples=self._samples,
+            tokens=self._tokens,
+            failed=self._failed,
+        )
+
+
+def digest(results: Iterable[Completion | TrainingSample]) -> str:
+    """Return the SHA-256 of results: of terminal messages in any order, or of rollouts.
+
+    Rollouts with one `request_id` are the samples of one request, in their order. Without ids
+    (`generate`), each is a request of its own, and its place in the order is its id.
+
+    Raises:
+        RequestError: `duplicate_request`: two terminal messages have one id.
+    """
+    found = Digest()
+    for each in completions_of(results):
+        found.add(each)
+    return found.result().digest
+
+
+def completions_of(results: Iterable[Completion | TrainingSample]) -> Iterable[Completion]:
+    """Return terminal messages, and those that rollouts stand for, as `digest` takes them."""
+    rollouts: dict[str, list[TrainingSample]] = {}
+    for place, each in enumerate(results):
+        if isinstance(each, Completion):
+            yield each
+        else:
+            id = f"{place:020}" if each.request_id is None else str(each.request_id)
+            rollouts.setdefault(id, []).append(each)
+    for id, samples in rollouts.items():
+        yield Completion(
+            request_id=id,
+            entry_id="",
+            status="done",
+            samples=tuple(
+                CompletionSample(
+                    sample_index=index,
+                    text="",
+                    token_ids=sample.completion_tokens,
+                    logprobs=sample.logprobs,
+                    finish_reason=sample.finish_reason,
+                    top_logprobs=sample.top_logprobs,
+                    embedding=sample.embedding,
+                )
+                for index, sample in enumerate(samples)
+            ),
+            prompt_logprobs=samples[0].prompt_logprobs,
+        )
+
+
+# --- bytes ----------------------------------------------------------------------------------------
+
+
+def result_hash(id: str, result: Completion) -> bytes:
+    """Return the SHA-256 of one result."""
+    content = hashlib.sha256()
+    content.update(_text(id))
+    content.update(_text(result.status))
+    content.update(_numbers(result.prompt_logprobs))
+    content.update(struct.pack("<I", len(result.samples)))
+    for sample in sorted(result.samples, key=lambda each: each.sample_index):
+        content.update(struct.pack("<I", sample.sample_index))
+        content.update(_text(sample.finish_reason))
+        content.update(_integers(sample.token_ids))
+        content.update(_numbers(sample.logprobs))
+        content.update(_tops(sample.top_logprobs))
+        content.update(_numbers(sample.embedding))
+    return content.digest()
+
+
+def _text(value: str) -> bytes:
+    encoded = value.encode()
+    return struct.pack("<I", len(encoded)) + encoded
+
+
+def _integers(values: Sequence[int]) -> bytes:
+    return struct.pack(f"<I{len(values)}i", len(values), *values)
+
+
+def _numbers(values: Sequence[float | None] | None) -> bytes:
+    """Return the number of values and their bits as float32; None is a NaN."""
+    given: Any = [float("nan") if each is None else each for each in values or ()]
+    return struct.pack(f"<I{len(given)}f", len(given), *given)
+
+
+def _tops(values: Sequence[Sequence[TokenLogprob]] | None) -> bytes:
+    """Return the number of places; for each its token ids, and their logprobs."""
+    parts = [struct.pack("<I", len(values or ()))]
+    for tops in values or ():
+        parts.append(_integers([top.token_id for top in tops]))
+        parts.append(_numbers([top.logprob for top in tops]))
+    return b"".join(parts)

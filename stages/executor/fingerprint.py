@@ -1,0 +1,118 @@
+"""The fingerprint of an executor: what the bits of its results depend on."""
+
+from __future__ import annotations
+
+import hashlib
+import platform
+from functools import cache
+from importlib import metadata
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+import torch
+import xxhash
+from msgspec.structs import replace
+from torch import nn
+
+from ...bus.public import Fingerprint
+from ...config import EngineConfig
+from .runner.attention.choose import kernels_of
+from .runner.interface import ModelRunner
+from .runner.loaded_model import LoadedModel
+
+Mode = Literal["on", "without adapters", "off"]
+
+_SETTINGS = (
+    "logprobs_mode",
+    "tensor_parallel",
+    "pipeline_parallel",
+    "expert_parallel",
+    "rank_invariant",
+    "attention_tile",
+    "cuda_graphs",
+)
+"""Settings of the engine that change numbers and have no field of their own in Fingerprint."""
+
+_SETTINGS_WITHOUT_MODE = (
+    "speculation",
+    "cache_type",
+    "block_size",
+    "max_batch_size",
+    "max_tokens_per_batch",
+)
+"""Settings that do so without deterministic mode."""
+
+_BYTES_OF_A_TENSOR = 4096
+
+
+def fingerprint(
+    config: EngineConfig, model: LoadedModel, runner: ModelRunner, *, weight_version: int
+) -> Fingerprint:
+    """Return the fingerprint of an executor that has loaded its model.
+
+    Args:
+        config: Its settings.
+        model: Its model.
+        runner: Its model runner.
+        weight_version: Of the weights in place.
+    """
+    exact, fast = "deterministic" not in runner.off, runner.fast_modules
+    on_cpu, is_whole = model.device.type == "cpu", fast is not None and fast.is_whole
+    mode: Mode = "on" if config.deterministic is True else "without adapters"
+    names = _SETTINGS if exact else (*_SETTINGS, *_SETTINGS_WITHOUT_MODE)
+    settings = {name: getattr(config, name) for name in names}
+    defaults = EngineConfig()
+    made = Fingerprint(
+        package=metadata.version("nano-inference"),
+        torch=str(torch.__version__),
+        transformers=metadata.version("transformers"),
+        machine=cpu_name() if on_cpu else device_name(model.device),
+        # Our kernels divide no sum among threads.
+        threads=torch.get_num_threads() if on_cpu and not is_whole else 0,
+        dtype=str(model.dtypes.weights).removeprefix("torch."),
+        kernels="none" if "kernels" in runner.off else kernels_of(model),
+        attention=runner.backend.name,
+        deterministic=mode if exact else "off",
+        weights=sampled_digest(model.module),
+        weight_version=weight_version,
+        settings={k: value for k, value in settings.items() if value != getattr(defaults, k)},
+    )
+    content = msgspec.json.encode(made, order="sorted")
+    return replace(made, digest=hashlib.sha256(content).hexdigest()[:16])
+
+
+def sampled_digest(module: nn.Module) -> str:
+    """Return a digest of a model's weights: names, dtypes, shapes, and some numbers of each tensor.
+
+    Up to `_BYTES_OF_A_TENSOR` bytes are read, spread evenly, so that it takes milliseconds for a
+    model of any size. Weights that differ nearly everywhere, as after a step of training, have
+    different digests; a change of a few numbers can go unnoticed.
+    """
+    digest = xxhash.xxh3_128()
+    for name, tensor in module.state_dict().items():
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)};".encode())
+        flat = tensor.detach().reshape(-1)
+        step = max(1, flat.numel() * flat.element_size() // _BYTES_OF_A_TENSOR)
+        part = flat[::step].contiguous().cpu()
+        digest.update(part.view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+@cache
+def cpu_name() -> str:
+    """Return the CPU's model name."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, "") or platform.processor() or platform.machine()
+
+
+def device_name(device: torch.device) -> str:
+    """Return the name of a GPU without its number."""
+    module: Any = torch.get_device_module(device.type)
+    return (
+        str(module.get_device_name(device)) if hasattr(module, "get_device_name") else str(device)
+    )

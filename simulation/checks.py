@@ -15,8 +15,9 @@ if TYPE_CHECKING:
     from .world import Call, World
 
 
-def check_call(story: Story, call: Call) -> Iterator[str]:
+def check_call(world: World, call: Call) -> Iterator[str]:
     """Return what is wrong with the output of a request."""
+    story = world.story
     chunks = [each for each in call.outputs if isinstance(each, CompletionChunk)]
     ends = [each for each in call.outputs if isinstance(each, Completion)]
     yield from _check_chunks(call.request, chunks)
@@ -29,6 +30,8 @@ def check_call(story: Story, call: Call) -> Iterator[str]:
     if len(ends) != 1 or call.outputs[-1] is not ends[0]:
         yield f"it has {len(ends)} terminal messages"
         return
+    for sample in ends[0].samples:
+        yield from _check_tokens(world, call.request, sample)
     yield from _check_end(story, call.request, ends[0], chunks)
 
 
@@ -43,7 +46,6 @@ def _check_end(
     story: Story, request: Request, end: Completion, chunks: list[CompletionChunk]
 ) -> Iterator[str]:
     for sample in end.samples:
-        yield from _check_tokens(request, sample)
         if request.stream:
             own = [chunk for chunk in chunks if chunk.sample_index == sample.sample_index]
             streamed = tuple(token for chunk in own for token in chunk.token_ids)
@@ -81,21 +83,26 @@ def _check_chunks(request: Request, chunks: list[CompletionChunk]) -> Iterator[s
         finished[index] = chunk.finish_reason is not None
 
 
-def _check_tokens(request: Request, sample: CompletionSample) -> Iterator[str]:
+def _check_tokens(world: World, request: Request, sample: CompletionSample) -> Iterator[str]:
     """Compute each token again, with the version that it is said to be of."""
     seed = derive_seed(str(request.seed), sample.sample_index) if request.temperature else 0
     chain = model.chain_of(CacheScope(request.tenant), request.prompt)
     starts = dict((start, version) for version, start in sample.weight_versions)
     version = sample.weight_version
+    numbers: dict[int, set[int]] = {0: {0}}
+    for (_, each), number in world.weights.items():
+        numbers.setdefault(each, set()).add(number)
     for position, token in enumerate(sample.token_ids):
         version = starts.get(position, version)
         early = position < request.min_tokens
-        right, logprob = model.sample(chain, seed, version, request.stop_ids if early else ())
-        if token != right:
-            yield f"token {position} of sample {sample.sample_index} is {token}, not {right}"
+        avoided = request.stop_ids if early else ()
+        right = {model.sample(chain, seed, each, avoided) for each in numbers.get(version, ())}
+        if (token, sample.logprobs[position]) not in right:
+            yield (
+                f"token {position} of sample {sample.sample_index} is {token}, not "
+                f"{right} of version {version}"
+            )
             return
-        if sample.logprobs[position] != logprob:
-            yield f"logprob {position} of sample {sample.sample_index} is wrong"
         chain = model.extend(chain, token)
 
 

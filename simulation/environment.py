@@ -13,11 +13,13 @@ import uuid
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
+from functools import partial
 from random import Random
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import anyio.to_thread
+import torch
 
 from ..bus.redis import bus as redis_bus
 from ..config import BusConfig, EngineConfig
@@ -112,6 +114,7 @@ class Environment:
         self._ids = Random(random.random())
         self._thread = SimulatedThread(loop, Random(random.random()), factor)
         self.executors: list[tuple[Any, SimulatedExecutor]] = []
+        self.note_weights: Callable[[Any, int, int], object] = lambda process, version, number: None
         self.capacity = {"num_blocks": 64, "max_batch_size": 8, "max_model_len": 512}
 
     def modules(self) -> dict[ModuleType, Any]:
@@ -142,8 +145,10 @@ class Environment:
             return await asyncio.wrap_future(self._thread.submit(function, *args))
 
         def load(config: EngineConfig, *more: Any) -> tuple[Any, None]:
-            made = SimulatedExecutor(config, clock.now_ns, **self.capacity)
-            self.executors.append((PROCESS.get(), made))
+            process = PROCESS.get()
+            note = partial(self.note_weights, process)
+            made = SimulatedExecutor(config, clock.now_ns, **self.capacity, note_weights=note)
+            self.executors.append((process, made))
             return made, None
 
         jitter = SimpleNamespace(uniform=ids.uniform)
@@ -160,6 +165,9 @@ class Environment:
             (executor, "_load", load),
             (executor, "facts_of", lambda folder: None),
             (changes, "Background", lambda *args: self._thread),
+            (changes, "fetch", lambda source, *more: _weights_in(source.path)),
+            (changes, "read_folder", lambda path, *more: _weights_in(path)),
+            (changes, "stamp_of", lambda path, limits: f"stamp of {path}"),
             (admission, "find_tokenizer", _cached_tokenizer),
             (streaming, "find_tokenizer", _cached_tokenizer),
             (sys.modules[_PACKAGE + "store.redis.client"], "random", jitter),
@@ -194,6 +202,11 @@ class Environment:
         finally:
             for owner, attribute, value in reversed(undo):
                 setattr(owner, attribute, value)
+
+
+def _weights_in(path: str) -> dict[str, torch.Tensor]:
+    """Return the weights of a folder, which is named by their number."""
+    return {"weight": torch.full((1, 1), float(path.rpartition("/")[2]))}
 
 
 def url_of(on_redis: bool) -> str:

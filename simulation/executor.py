@@ -60,8 +60,16 @@ class SimulatedExecutor:
         num_blocks: int,
         max_batch_size: int,
         max_model_len: int,
+        note_weights: Callable[[int, int], object],
     ) -> None:
+        """Args:
+        config: The settings.
+        now_ns: The clock.
+        num_blocks, max_batch_size, max_model_len: Of the device and the model.
+        note_weights: Called with the version and the number of weights that are in place.
+        """
         self._config = config
+        self._note_weights = note_weights
         self._now_ns = now_ns
         self._max_model_len = max_model_len
         self.max_batch_size = max_batch_size
@@ -70,7 +78,11 @@ class SimulatedExecutor:
         self._slots = [[0] * size for _ in range(num_blocks)]
         self._versions = [[-1] * size for _ in range(num_blocks)]
         self._sequences: dict[int, _Sequence] = {}
-        self.weights = WeightSyncManager(nn.Linear(1, 1, bias=False))
+        self._module = nn.Linear(1, 1, bias=False)
+        with torch.no_grad():
+            self._module.weight.zero_()
+        self.weights = WeightSyncManager(self._module)
+        self._in_place = (0, 0)
         # Parts of the real core that the shell reads.
         device = torch.device("cpu")
         self.model = SimpleNamespace(layers=(), device=device)
@@ -120,7 +132,7 @@ class SimulatedExecutor:
         end_ns = self._now_ns()
         start_ns = end_ns - self.duration_ns(plan)
         self._apply(plan)
-        version = self.weights.version
+        version, number = self._weights_in_place()
         rows: list[tuple[int, int, float, str]] = []
         source: _Sequence | None = None
         for seq_id, count in zip(plan.seq_ids, plan.num_tokens, strict=True):
@@ -133,7 +145,7 @@ class SimulatedExecutor:
             elif source is None or source.chain[: sequence.length + 1] != sequence.chain:
                 raise WrongKV(f"sequence {seq_id} shares the prefill of other tokens")
             if sequence.computed == sequence.length:
-                rows.append((seq_id, *self._sample(sequence, version)))
+                rows.append((seq_id, *self._sample(sequence, number)))
         seq_ids, tokens, logprobs, reasons = zip(*rows, strict=True) if rows else ((),) * 4
         return StepResult(
             step_id=plan.step_id,
@@ -155,15 +167,17 @@ class SimulatedExecutor:
         for new in plan.new:
             if new.seq_id in self._sequences:
                 raise WrongKV(f"sequence {new.seq_id} is new, and was not finished")
-            self._sequences[new.seq_id] = sequence = _Sequence(new)
-            if new.num_cached < sequence.length:  # else it takes the logits of the row before
-                # KV of former weights is for sequences that began with them.
-                self._check(sequence, new.num_cached, self.weights.version)
+            self._sequences[new.seq_id] = _Sequence(new)
         for seq_id, block_ids in plan.grown:
             self._sequences[seq_id].table += block_ids
         for source, destination in plan.copies:
             self._slots[destination] = list(self._slots[source])
             self._versions[destination] = list(self._versions[source])
+        for new in plan.new:
+            sequence = self._sequences[new.seq_id]
+            if new.num_cached < sequence.length:  # else it takes the logits of the row before
+                # KV of former weights is for sequences that began with them.
+                self._check(sequence, new.num_cached, self.weights.version)
 
     def _compute(self, sequence: _Sequence, count: int, version: int) -> None:
         """Write the next positions' KV, and read all before."""
@@ -196,11 +210,18 @@ class SimulatedExecutor:
                     f"block {block_id} of weights {self._versions[block_id][0]}, not {version}"
                 )
 
-    def _sample(self, sequence: _Sequence, version: int) -> tuple[int, float, str]:
+    def _weights_in_place(self) -> tuple[int, int]:
+        """Return the version of the weights, and the number that they consist of."""
+        if self._in_place[0] != self.weights.version:
+            self._in_place = self.weights.version, int(self._module.weight.item())
+            self._note_weights(*self._in_place)
+        return self._in_place
+
+    def _sample(self, sequence: _Sequence, weights: int) -> tuple[int, float, str]:
         sampling = sequence.new.sampling
         early = sequence.generated < sampling.min_tokens
         avoided = sampling.stop_token_ids if early else ()
-        token, logprob = model.sample(sequence.chain[-1], sequence.seed, version, avoided)
+        token, logprob = model.sample(sequence.chain[-1], sequence.seed, weights, avoided)
         sequence.append(token)
         reason = ""
         if token in sampling.stop_token_ids:

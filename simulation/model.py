@@ -1,7 +1,6 @@
 """A model without weights: each token is a hash of all tokens before it.
 
-A token depends on the sample's seed, the scope of its KV, every token before it, and the version of
-the weights. So whoever has the output can tell whether each of its tokens is right.
+A token depends on the sample's seed, the scope of its KV, every token before it, and the weights. So whoever has the output can tell whether each of its tokens is right.
 """
 
 from __future__ import annotations
@@ -30,16 +29,16 @@ def extend(chain: int, token: int) -> int:
     return hash((chain, token)) & MASK
 
 
-def sample(chain: int, seed: int, version: int, avoided: Iterable[int] = ()) -> tuple[int, float]:
+def sample(chain: int, seed: int, weights: int, avoided: Iterable[int] = ()) -> tuple[int, float]:
     """Return the next token and its logprob.
 
     Args:
         chain: The hash of all tokens before.
         seed: Of the sample.
-        version: Of the weights.
+        weights: The number that they consist of.
         avoided: Tokens that must not come yet.
     """
-    value = hash((chain, seed, version)) & MASK
+    value = hash((chain, seed, weights)) & MASK
     token = value % NUM_TOKENS
     while token + FIRST_TOKEN in avoided:
         token = (token + 1) % NUM_TOKENS

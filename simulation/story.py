@@ -148,6 +148,9 @@ def draw(seed: int) -> Story:
     requests = tuple(_request(random, story, i, spread_ms) for i in range(number))
     number = random.choice((0, 1, 1, 2, 3, 5))
     faults = sorted((_fault(random, story, spread_ms) for _ in range(number)), key=_at)
+    if any(fault.kind in ("restart", "failover") and fault.amount for fault in faults):
+        # What a server loses is computed again, and by other weights it would be other tokens.
+        faults = [fault for fault in faults if fault.kind != "weights"]
     return msgspec.structs.replace(story, requests=requests, faults=tuple(faults))
 
 

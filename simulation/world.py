@@ -11,11 +11,13 @@ from contextvars import Context
 from random import Random
 from typing import Any
 
+import anyio
 import msgspec
 import structlog
 
 from ..bus import Bus, open_bus
 from ..bus.public import GenerateRequest, Output
+from ..bus.weights import FolderWeights
 from ..config import (
     AdmissionConfig,
     BusConfig,
@@ -31,6 +33,7 @@ from ..pipeline import supervisor
 from ..pipeline.client import BusClient
 from ..pipeline.pipeline import Pipeline
 from ..stages.actor import Actor
+from ..telemetry import Tracing
 from .environment import EPOCH_NS, Environment, url_of
 from .loop import SimulatedLoop, SimulatedProcess
 from .redis.commands import Arguments
@@ -44,6 +47,9 @@ SETTLE_MS = 30_000
 
 RESTART_MS = 200
 """After so long a program that has ended by itself starts again."""
+
+ORDER_S = 60.0
+"""So long an operator waits."""
 
 CHECK_EVERY = 97
 """Callbacks between two checks of the stages' state."""
@@ -78,6 +84,7 @@ class World:
     Attributes:
         calls: The requests, by name.
         pipelines: By program, the running one.
+        weights: The number of the weights of a lane and version.
         violations: What must not be, in order of discovery.
         lines: The trace, if it is wanted.
     """
@@ -100,6 +107,9 @@ class World:
             "max_model_len": min(512, story.num_blocks * story.block_size),
         }
         self.network.record = self._note_command
+        self.environment.note_weights = self._note_weights
+        self.weights: dict[tuple[str, int], int] = {}
+        self._configs: dict[str, Config] = {}
         self.calls = {request.name: Call(request) for request in story.requests}
         self.processes: dict[str, SimulatedProcess] = {}
         self.pipelines: dict[str, Pipeline] = {}
@@ -108,6 +118,7 @@ class World:
         self.lines: list[str] | None = [] if trace else None
         self._digest = hashlib.blake2b(digest_size=16)
         self._pids = 0
+        self._updates = 0
         self._snapshots: dict[int, Any] = {}
         self._dead: list[Any] = []
         self._stopped = False
@@ -189,7 +200,7 @@ class World:
         from .checks import check_call, check_end, is_at_rest
 
         for call in self.calls.values():
-            for what in check_call(self.story, call):
+            for what in check_call(self, call):
                 self.violate(f"{call.request.name}: {what}")
         limit_ns = self.loop.now_ns + SETTLE_MS * MS
         if not self.loop.run_until(lambda: is_at_rest(self), limit_ns):
@@ -224,8 +235,12 @@ class World:
 
     async def _serve(self, program: str, process: SimulatedProcess) -> None:
         try:
-            config = self.config(program)
-            pipeline = Pipeline(config, wait_for_bus=True, wait_until_ready=False)
+            config = self._configs.get(program)
+            if config is None:
+                config = self._configs[program] = self.config(program)
+            pipeline = Pipeline(
+                config, tracing=Tracing(), wait_for_bus=True, wait_until_ready=False
+            )
             async with pipeline:
                 self.pipelines[program] = pipeline
                 if self.story.bus == "memory":
@@ -278,8 +293,6 @@ class World:
         outputs = client.submit(_message(request))
         try:
             if request.leave_ms:
-                import anyio
-
                 with anyio.move_on_after(request.leave_ms / 1000) as scope:
                     await self._read(call, outputs)
                 call.left = scope.cancelled_caught
@@ -297,10 +310,61 @@ class World:
             call.outputs.append(output)
             self._note("output", call.request.name, msgspec.json.encode(output).decode())
 
+    def _operate(self, fault: Fault) -> None:
+        """Begin an operator's order."""
+        if not self.clients:
+            self._pending -= 1
+            return
+        process, client = self.clients[min(self.clients)]
+        assert process is not None
+        self.loop.start(process, self._order(client, fault))
+
+    async def _order(self, client: BusClient, fault: Fault) -> None:
+        try:
+            with anyio.move_on_after(ORDER_S):
+                match fault.kind:
+                    case "weights":
+                        self._updates += 1
+                        source = FolderWeights(f"/weights/{self._updates}")
+                        await client.update_weights(source, in_flight=fault.mode)
+                    case "hold":
+                        await client.pause(fault.mode)
+                        await anyio.sleep(fault.lasts_ms / 1000)
+                    case "flush":
+                        await client.flush_cache()
+        except NanoInferenceError as error:
+            # A lane that fails meanwhile doesn't answer.
+            self._note("order failed", fault.kind, error.code, error.message)
+        finally:
+            if fault.kind == "hold":
+                await self._go_on(client)
+            self._pending -= 1
+
+    async def _go_on(self, client: BusClient) -> None:
+        """Resume generation in each lane that there is, until all have answered."""
+        for _ in range(20):
+            try:
+                await client.resume()
+            except NanoInferenceError as error:
+                self._note("not resumed", error.code, error.message)
+            else:
+                return
+
+    def _note_weights(self, process: SimulatedProcess, version: int, number: int) -> None:
+        key = process.name.partition("/")[0], version
+        if self.weights.setdefault(key, number) != number:
+            self.violate(
+                f"lane {key[0]} has weights {number} as version {version}, which were "
+                f"{self.weights[key]}"
+            )
+
     # --- faults -------------------------------------------------------------------------------
 
     def _strike(self, number: int, fault: Fault) -> None:
         self._note("fault", msgspec.json.encode(fault).decode())
+        if fault.kind in ("weights", "hold", "flush"):
+            self._operate(fault)
+            return
         end = self._end_of(number, fault)
         if end is None:
             self._pending -= 1

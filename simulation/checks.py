@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ..bus.messages import CacheScope
 from ..bus.public import Completion, CompletionChunk, CompletionSample
@@ -134,9 +134,49 @@ def check_state(world: World) -> Iterator[str]:
                     core.check()
                 except AssertionError as error:
                     yield f"batching: {error}"
+        if actor.name == "fairness" and actor.holds_all:
+            yield from _check_fairness(world, actor)
+
+
+def _check_fairness(world: World, actor: Any) -> Iterator[str]:
+    """Compare the service of tenants that wait: the bound U of docs/fairness.md."""
+    story, config = world.story, actor.config.fairness
+    longest = max((len(r.prompt) * r.n for r in story.requests), default=0)
+    most = max((r.max_tokens for r in story.requests), default=0)
+    batch = story.max_batch_size * story.replicas
+    bound = config.prefill_weight * longest + config.decode_weight * batch * most
+    for each in actor._core._queue._classes.values():
+        counters = {flow.tenant: flow.counter for flow in each.flows() if flow.num_waiting}
+        if counters and max(counters.values()) - min(counters.values()) > bound:
+            yield f"tenants that wait were served {counters}, further apart than {bound}"
+
+
+def _check_given_back(world: World) -> Iterator[str]:
+    """Check that what was taken was given back."""
+    story = world.story
+    for actor in world.actors():
+        if actor.name == "fairness":
+            core: Any = actor._core  # type: ignore[attr-defined]
+            for replica in core._replicas.values():
+                if replica.credits != story.max_batch_size or replica.running or replica.paused:
+                    yield (
+                        f"{actor.role}: {replica.credits} of {story.max_batch_size} credits, "
+                        f"{len(replica.running)} running, {len(replica.paused)} paused"
+                    )
+        if actor.name == "streaming" and len(actor._core):  # type: ignore[attr-defined]
+            yield f"streaming still has {len(actor._core)} requests"  # type: ignore[attr-defined]
+        if actor.name == "batching":
+            cache: Any = actor._core.cache  # type: ignore[attr-defined]
+            if cache.num_free_blocks() != story.num_blocks:
+                yield f"{cache.num_free_blocks()} of {story.num_blocks} blocks are free"
 
 
 def is_at_rest(world: World) -> bool:
+    """Return whether nothing is in flight anywhere, and what was taken was given back."""
+    return _has_ended(world) and not any(_check_given_back(world))
+
+
+def _has_ended(world: World) -> bool:
     """Return whether no request is in flight anywhere."""
     for actor in world.actors():
         if not actor.holds_all:
@@ -157,8 +197,10 @@ def is_at_rest(world: World) -> bool:
 
 def check_end(world: World) -> Iterator[str]:
     """Return what is left though all requests have ended."""
-    if not is_at_rest(world):
+    if not _has_ended(world):
         for actor in world.actors():
             yield f"{actor.role} is not at rest: {actor.condition()} {actor.load()}"
         yield f"requests: {world.network.node.engine.data.values.get(b'nano:requests')}"
+    else:
+        yield from _check_given_back(world)
     yield from check_state(world)

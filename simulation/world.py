@@ -454,9 +454,7 @@ class World:
         if self.lines is not None:
             self.lines.append(line)
 
-    def _note_command(
-        self, owner: SimulatedProcess | None, command: Arguments, reply: Any
-    ) -> None:
+    def _note_command(self, owner: SimulatedProcess | None, command: Arguments, reply: Any) -> None:
         raw = b" ".join(command)
         self._digest.update(b"%d %d " % (self.loop.now_ns, owner.pid if owner else 0))
         self._digest.update(raw)

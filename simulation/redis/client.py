@@ -16,6 +16,7 @@ from .commands import Arguments
 from .data import RedisError
 from .network import Exchange, Network
 
+
 class SimulatedServer(Server):
     """`Server` whose clients are in this process."""
 

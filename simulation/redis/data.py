@@ -21,9 +21,7 @@ def read_id(raw: bytes, rest: int = 0) -> Id:
     try:
         return int(milliseconds), int(number) if hyphen else rest
     except ValueError:
-        raise RedisError(
-            "ERR Invalid stream ID specified as stream command argument"
-        ) from None
+        raise RedisError("ERR Invalid stream ID specified as stream command argument") from None
 
 
 def write_id(entry_id: Id) -> bytes:

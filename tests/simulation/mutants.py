@@ -1,0 +1,211 @@
+"""Defects that the simulation must find."""
+
+from __future__ import annotations
+
+from .planting import Defect
+
+_EPOCHS = "stages/admission/epochs.py"
+_ACTOR = "stages/actor.py"
+_STREAMING = "stages/streaming/core.py"
+_BATCHING = "stages/batching/core.py"
+_LEASES = "bus/redis/leases.py"
+_RESULTS = "bus/redis/results.py"
+
+MUTANTS = (
+    # --- admission
+    Defect(
+        "streaming is asked about no request", _EPOCHS, "self._ask(self._ledger)", "self._ask([])"
+    ),
+    Defect(
+        "a stage's answer to an older epoch counts",
+        _EPOCHS,
+        "        if epoch != self.epoch:\n            return\n",
+        "        pass\n",
+    ),
+    Defect(
+        "a stage that starts begins no epoch",
+        _EPOCHS,
+        'self._begin(f"{role} started", now_ns)',
+        "pass",
+    ),
+    Defect(
+        "streams of a larger epoch begin no epoch",
+        _EPOCHS,
+        'self._begin(f"{mine} streams take nothing more in this epoch", now_ns)',
+        "pass",
+    ),
+    Defect(
+        "a request that was begun before is taken for a new one",
+        _EPOCHS,
+        'if arrival.way == "taken" and arrival.owner == entry_id:',
+        "if False:",
+    ),
+    Defect(
+        "an answered entry is not acknowledged",
+        "stages/admission/requests.py",
+        "self._outbox.add(do.Acknowledge(entry_id, request_id))",
+        "pass",
+    ),
+    Defect(
+        "a resumed sample begins anew",
+        "stages/admission/core.py",
+        "tokens.get(index, ())",
+        "()",
+    ),
+    # --- stages
+    Defect(
+        "messages of older epochs are handled",
+        _ACTOR,
+        "if envelope.epoch < self.epoch:",
+        "if envelope.epoch < 0:",
+    ),
+    Defect(
+        "a new epoch drops no state",
+        _ACTOR,
+        "self.epoch = envelope.epoch\n                await self.reset()",
+        "self.epoch = envelope.epoch",
+    ),
+    Defect(
+        "the executor keeps the sequences of the last epoch",
+        "stages/executor/stage.py",
+        "_TORCH_THREAD.submit(self._core.reset)",
+        "pass",
+    ),
+    Defect(
+        "results have the epoch of their end, not of their plan",
+        "stages/executor/stage.py",
+        "await self.send(self.own(STEPS_STREAMING), result, epoch=epoch)",
+        "await self.send(self.own(STEPS_STREAMING), result)",
+    ),
+    # --- streaming
+    Defect(
+        "what was delivered is not compared with the stream",
+        _STREAMING,
+        "return not request.info.stream or Counter(known) == delivered",
+        "return True",
+    ),
+    Defect(
+        "running samples outlive an epoch",
+        _STREAMING,
+        "        self._running.clear()\n        self._cut_short.clear()",
+        "        self._cut_short.clear()",
+    ),
+    Defect(
+        "a sample's chunks are restored without their tokens",
+        _STREAMING,
+        "            sample.restore(chunk)\n",
+        "            pass\n",
+    ),
+    Defect(
+        "the terminal message is sent twice",
+        _STREAMING,
+        "deliveries.end(info.request_id, ended)",
+        "deliveries.end(info.request_id, ended); deliveries.end(info.request_id, ended)",
+    ),
+    # --- fairness
+    Defect(
+        "a dispatched sequence costs no credit",
+        "stages/fairness/core.py",
+        "replica.credits -= number",
+        "replica.credits -= 0",
+    ),
+    Defect(
+        "a cancelled request stays in the queue",
+        "stages/fairness/core.py",
+        "            self._queue.drop(waiting)\n        return msgspec",
+        "            pass\n        return msgspec",
+    ),
+    # --- batching
+    Defect(
+        "blocks change hands while a plan in flight names them",
+        _BATCHING,
+        "        if self._sent:\n            # Blocks that",
+        "        if False:\n            # Blocks that",
+    ),
+    Defect(
+        "blocks of an ended sequence are free at once",
+        _BATCHING,
+        "if not self._sent or seq.last_step < self._sent[0].plan.step_id:",
+        "if True:",
+    ),
+    Defect(
+        "a block is shared that is not copied", _BATCHING, "copies += allocation.copies", "pass"
+    ),
+    Defect(
+        "KV of older weights is found",
+        "stages/batching/cache.py",
+        "        self.weight_version = version\n        if self.events is not None:\n"
+        "            self.events.clear()\n        self.forget_device()\n",
+        "        self.weight_version = version\n",
+    ),
+    Defect(
+        "the cache of another executor is kept",
+        "stages/batching/stage.py",
+        "keeps_cache = executor == ready.incarnation",
+        "keeps_cache = True",
+    ),
+    Defect(
+        "plans in flight are kept over an epoch",
+        _BATCHING,
+        "        self._sent.clear()\n        for seq in list(self._leaving.values()):",
+        "        for seq in list(self._leaving.values()):",
+    ),
+    # --- the bus
+    Defect(
+        "a repeated message is handled again",
+        "bus/redis/links.py",
+        "if envelope.id <= self._last.get(source, 0):",
+        "if False:",
+    ),
+    Defect(
+        "an older epoch writes to a recovered stream",
+        "bus/redis/result_scripts.py",
+        "local reply = redis.pcall('XADD', KEYS[1], fence, 'fence', '')",
+        "local reply = redis.pcall('XADD', KEYS[1] .. 'x', fence, 'fence', '')",
+    ),
+    Defect(
+        "entries that were handed out and not received are forgotten",
+        "bus/redis/requests_stream.py",
+        "self._drain_first = failed = True",
+        "failed = True",
+    ),
+    Defect(
+        "an entry is acknowledged though its terminal message is lost",
+        _LEASES,
+        "if mark and redis.call",
+        "if false and redis.call",
+    ),
+    Defect(
+        "epochs begin anew when the server has lost their number",
+        "bus/redis/bus.py",
+        "math.max(tonumber(redis.call('GET', KEYS[1]) or 0) + 1, now_ms)",
+        "tonumber(redis.call('GET', KEYS[1]) or 0) + 1",
+    ),
+    Defect(
+        "a written chunk is written again when the reply is lost",
+        _RESULTS,
+        "while equal < len(taken) and _field(taken[equal]) == part.payloads[equal]:",
+        "while False:",
+    ),
+    Defect(
+        "entries in memory are forgotten when admission fails",
+        "bus/memory/bus.py",
+        "return [_aged(*item) for item in self._taken.values()]",
+        "return []",
+    ),
+    Defect(
+        "senders that wait for a closed inbox wait for ever",
+        "bus/memory/bus.py",
+        "            inbox.take_over(older)\n",
+        "            pass\n",
+    ),
+)
+
+OLD_DEFECTS = (
+    Defect(
+        "a stage of which a successor has started takes part in the successor's epoch",
+        _ACTOR,
+        "if not await self.bus.is_newest(self.role):",
+        "if False:",
+    ),
+)

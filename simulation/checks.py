@@ -87,7 +87,7 @@ def _check_tokens(world: World, request: Request, sample: CompletionSample) -> I
     """Compute each token again, with the version that it is said to be of."""
     seed = derive_seed(str(request.seed), sample.sample_index) if request.temperature else 0
     chain = model.chain_of(CacheScope(request.tenant), request.prompt)
-    starts = dict((start, version) for version, start in sample.weight_versions)
+    starts = {start: version for version, start in sample.weight_versions}
     version = sample.weight_version
     numbers: dict[int, set[int]] = {0: {0}}
     for (_, each), number in world.weights.items():

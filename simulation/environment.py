@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import functools
-
 import secrets
 import socket
 import sys
@@ -134,7 +133,7 @@ class Environment:
 
     def attributes(self) -> list[tuple[Any, str, Any]]:
         """Return replacements of single names."""
-        loop, network, ids = self._loop, self._network, self._ids
+        network, ids = self._network, self._ids
 
         class Server(SimulatedServer):
             pass

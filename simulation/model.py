@@ -1,6 +1,7 @@
 """A model without weights: each token is a hash of all tokens before it.
 
-A token depends on the sample's seed, the scope of its KV, every token before it, and the weights. So whoever has the output can tell whether each of its tokens is right.
+A token depends on the sample's seed, the scope of its KV, every token before it, and the weights.
+So whoever has the output can tell whether each of its tokens is right.
 """
 
 from __future__ import annotations

@@ -10,6 +10,8 @@ import msgspec
 from ..config import STAGES
 from . import model
 
+MOST_REQUESTS = 24
+
 BusKind = Literal["memory", "redis"]
 
 FaultKind = Literal[
@@ -121,8 +123,8 @@ class Story(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         return f".{replica}" if replica else ""
 
 
-def draw(seed: int) -> Story:
-    """Return the story of a seed."""
+def draw(seed: int, most_requests: int = MOST_REQUESTS) -> Story:
+    """Return the story of a seed. Fewer requests make a shorter one."""
     random = Random(seed)
     bus: BusKind = "memory" if random.random() < 0.25 else "redis"
     split = bus == "redis" and random.random() < 0.4
@@ -143,7 +145,7 @@ def draw(seed: int) -> Story:
         max_in_flight=random.choice((4, 16, 64)),
         cache_type=random.choice(("paged", "radix")),
     )
-    number = random.randint(4, 24)
+    number = random.randint(min(4, most_requests), most_requests)
     spread_ms = random.choice((50, 1000, 3000))
     requests = tuple(_request(random, story, i, spread_ms) for i in range(number))
     number = random.choice((0, 1, 1, 2, 3, 5))

@@ -400,9 +400,9 @@ class Engine:
         rows = []
         for entry_id in sorted(group.pending):
             owner, since = group.pending[entry_id]
-            if first <= entry_id <= last and self.now_ms - since >= idle:
-                if len(options) < 4 or options[3] == owner:
-                    rows.append([write_id(entry_id), owner, self.now_ms - since, 1])
+            age, is_own = self.now_ms - since, len(options) < 4 or options[3] == owner
+            if first <= entry_id <= last and age >= idle and is_own:
+                rows.append([write_id(entry_id), owner, age, 1])
         return rows[: int(options[2])]
 
     def _XCLAIM(self, command: Arguments) -> Any:

@@ -30,21 +30,3 @@ def hunt(defect: Defect, seeds: Iterable[int]) -> Found | None:
             if world.violations:
                 return Found(seed, world.violations[0], time.process_time() - started)
     return None
-
-
-if __name__ == "__main__":
-    import sys
-
-    from .mutants import MUTANTS, OLD_DEFECTS
-
-    first, last = int(sys.argv[1]), int(sys.argv[2])
-    wanted = sys.argv[3:]
-    for each in (*MUTANTS, *OLD_DEFECTS):
-        if not wanted or any(w in each.name for w in wanted):
-            found = hunt(each, range(first, last))
-            print(
-                each.name,
-                "|",
-                found and (found.seed, round(found.seconds, 1), found.what[:150]),
-                flush=True,
-            )

@@ -17,12 +17,6 @@ MUTANTS = (
         "streaming is asked about no request", _EPOCHS, "self._ask(self._ledger)", "self._ask([])"
     ),
     Defect(
-        "a stage's answer to an older epoch counts",
-        _EPOCHS,
-        "        if epoch != self.epoch:\n            return\n",
-        "        pass\n",
-    ),
-    Defect(
         "a stage that starts begins no epoch",
         _EPOCHS,
         'self._begin(f"{role} started", now_ns)',
@@ -208,4 +202,17 @@ OLD_DEFECTS = (
         "if not await self.bus.is_newest(self.role):",
         "if False:",
     ),
+    Defect(
+        "an older record of a lane makes a predecessor its keeper",
+        _LEASES,
+        "if other and other ~= keeper and number_of(other) >= number_of(keeper) then",
+        "if other and other ~= keeper then",
+    ),
 )
+
+EVERY_DAY = {
+    "a stage that starts begins no epoch": 1,
+    "the terminal message is sent twice": 1,
+    "a block is shared that is not copied": 1,
+}
+"""Defects that `make test` plants, and the first seed that is tried."""

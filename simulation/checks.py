@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from ..bus.codec import decode_output
 from ..bus.messages import CacheScope
 from ..bus.public import Completion, CompletionChunk, CompletionSample
 from ..stages.admission.core import derive_seed
 from . import model
+from .redis.data import Stream
 from .story import Request, Story
 
 if TYPE_CHECKING:
@@ -195,8 +198,30 @@ def _has_ended(world: World) -> bool:
     )
 
 
+def _check_results(world: World) -> Iterator[str]:
+    """Check that the results stream has one terminal message of each request."""
+    stream = world.network.node.engine.data.values.get(b"nano:results")
+    if not isinstance(stream, Stream):
+        return
+    ends = (decode_output(dict(_pairs(fields))[b"json"]) for fields in stream.fields.values())
+    numbers = Counter(end.entry_id for end in ends)
+    for entry_id, number in numbers.items():
+        if number > 1:
+            yield f"the results stream has {number} terminal messages of {entry_id}"
+    lossy = any(f.kind in ("restart", "failover") for f in world.story.faults)
+    for call in () if lossy else world.calls.values():
+        end = call.outputs[-1] if call.outputs else None
+        if isinstance(end, Completion) and not numbers[end.entry_id]:
+            yield f"the results stream has no terminal message of {call.request.name}"
+
+
+def _pairs(fields: list[bytes]) -> Iterator[tuple[bytes, bytes]]:
+    return zip(fields[::2], fields[1::2], strict=True)
+
+
 def check_end(world: World) -> Iterator[str]:
     """Return what is left though all requests have ended."""
+    yield from _check_results(world)
     if not _has_ended(world):
         for actor in world.actors():
             yield f"{actor.role} is not at rest: {actor.condition()} {actor.load()}"

@@ -201,7 +201,9 @@ def _fault(random: Random, story: Story, spread_ms: int) -> Fault:
     target, lasts_ms, amount = "", 0, 0
     match kind:
         case "kill":
-            target, lasts_ms = random.choice(programs), random.choice((10, 300, 3000))
+            clients = [f"client{i}" for i in range(1, story.clients)]
+            target = random.choice([*programs, *clients])
+            lasts_ms = random.choice((10, 300, 3000))
         case "crash":
             target = random.choice(STAGES)
         case "pause" | "cut":

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import Context
+from functools import lru_cache
 from random import Random
 from typing import Any
 
@@ -63,19 +64,19 @@ class Call(msgspec.Struct):
     """A request as its client knows it.
 
     Attributes:
-        entry_id: "" until its publishing is confirmed.
         outputs: What the client has read.
         error: Of the client's call.
         ended: Whether the client is done with it.
-        left: Whether the client has stopped early.
+        left: Whether the client has stopped early, or was killed.
+        process: The client.
     """
 
     request: Request
-    entry_id: str = ""
     outputs: list[Output] = msgspec.field(default_factory=list)
     error: NanoInferenceError | None = None
     ended: bool = False
     left: bool = False
+    process: SimulatedProcess | None = None
 
 
 class World:
@@ -91,6 +92,10 @@ class World:
 
     def __init__(self, story: Story, *, trace: bool = False) -> None:
         self.story = story
+        # What programs are configured by; equal ones have equal settings.
+        self.settings = msgspec.structs.replace(
+            story, seed=0, clients=1, shuffled=True, requests=(), faults=()
+        )
         random = Random(story.seed * 7919 + 1)
         self._random = Random(random.random())
         self.loop = SimulatedLoop(Random(random.random()), shuffled=story.shuffled)
@@ -109,7 +114,6 @@ class World:
         self.network.record = self._note_command
         self.environment.note_weights = self._note_weights
         self.weights: dict[tuple[str, int], int] = {}
-        self._configs: dict[str, Config] = {}
         self.calls = {request.name: Call(request) for request in story.requests}
         self.processes: dict[str, SimulatedProcess] = {}
         self.pipelines: dict[str, Pipeline] = {}
@@ -122,28 +126,6 @@ class World:
         self._snapshots: dict[int, Any] = {}
         self._dead: list[Any] = []
         self._stopped = False
-
-    # --- settings -----------------------------------------------------------------------------
-
-    def config(self, program: str) -> Config:
-        """Return the settings of a program."""
-        story = self.story
-        lane, _, role = program.partition("/")
-        stage, replica = split_role(role) if role else ("", 0)
-        split = {"stages": (stage,), "replica": replica} if role else {}
-        return Config(
-            engine=EngineConfig(
-                block_size=story.block_size,
-                cache_type=story.cache_type,
-                max_tokens_per_batch=story.max_tokens_per_batch,
-            ),
-            bus=self.bus_config(lane),
-            admission=AdmissionConfig(max_in_flight=story.max_in_flight, lease_s=5.0),
-            pipeline=PipelineConfig(replicas=story.replicas, max_restarts=1000, **split),
-        )
-
-    def bus_config(self, lane: str = "0") -> BusConfig:
-        return BusConfig(url=url_of(self.story.bus == "redis"), lane=lane)
 
     # --- running ------------------------------------------------------------------------------
 
@@ -235,9 +217,7 @@ class World:
 
     async def _serve(self, program: str, process: SimulatedProcess) -> None:
         try:
-            config = self._configs.get(program)
-            if config is None:
-                config = self._configs[program] = self.config(program)
+            config = config_of(self.settings, program)
             pipeline = Pipeline(
                 config, tracing=Tracing(), wait_for_bus=True, wait_until_ready=False
             )
@@ -260,6 +240,12 @@ class World:
         process.alive = False
         self.pipelines.pop(program, None)
         self.network.forget(process)
+        for number, (owner, _) in list(self.clients.items()):
+            if owner is process:
+                del self.clients[number]
+        for call in self.calls.values():
+            if call.process is process:
+                call.left = call.ended = True
 
     def actors(self) -> Iterator[Actor]:
         """Return the stages of all living programs."""
@@ -273,7 +259,7 @@ class World:
             return  # it is the program's own
 
         async def connect(process: SimulatedProcess) -> None:
-            bus: Bus = open_bus(self.bus_config())
+            bus: Bus = open_bus(config_of(self.settings, "0").bus)
             self.clients[number] = process, BusClient(bus)
 
         process = self._process(f"client{number}")
@@ -286,7 +272,9 @@ class World:
             return
         process, client = self.clients[request.client]
         assert process is not None
-        self.loop.start(process, self._call(client, self.calls[request.name]))
+        call = self.calls[request.name]
+        call.process = process
+        self.loop.start(process, self._call(client, call))
 
     async def _call(self, client: BusClient, call: Call) -> None:
         request = call.request
@@ -384,6 +372,8 @@ class World:
         match fault.kind:
             case "kill" if process is not None:
                 self.kill(fault.target)
+                if fault.target.startswith("client"):
+                    return lambda: self._start_client(int(fault.target.removeprefix("client")))
                 return lambda: self.start(fault.target)
             case "crash":
                 self._crash(fault.target)
@@ -518,6 +508,24 @@ class World:
             process.alive = False
             process.drop()
         self.loop.drop()
+
+
+@lru_cache(maxsize=1024)
+def config_of(story: Story, program: str) -> Config:
+    """Return the settings of a program of a story."""
+    lane, _, role = program.partition("/")
+    stage, replica = split_role(role) if role else ("", 0)
+    split = {"stages": (stage,), "replica": replica} if role else {}
+    return Config(
+        engine=EngineConfig(
+            block_size=story.block_size,
+            cache_type=story.cache_type,
+            max_tokens_per_batch=story.max_tokens_per_batch,
+        ),
+        bus=BusConfig(url=url_of(story.bus == "redis"), lane=lane),
+        admission=AdmissionConfig(max_in_flight=story.max_in_flight, lease_s=5.0),
+        pipeline=PipelineConfig(replicas=story.replicas, max_restarts=1000, **split),
+    )
 
 
 def _message(request: Request) -> GenerateRequest:

@@ -68,8 +68,8 @@ MUTANTS = (
     Defect(
         "results have the epoch of their end, not of their plan",
         "stages/executor/stage.py",
-        "await self.send(self.own(STEPS_STREAMING), result, epoch=epoch)",
-        "await self.send(self.own(STEPS_STREAMING), result)",
+        "await self.send(self.own(STEPS_BATCHING), result.summary(), epoch=epoch)",
+        "await self.send(self.own(STEPS_BATCHING), result.summary())",
     ),
     # --- streaming
     Defect(

@@ -85,6 +85,7 @@ class Story(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         seed: Of order and delays.
         split: Whether each stage is a process of its own.
         shuffled: Whether ready callbacks run in any order.
+        slowness: How many times slower than usual the device is.
         num_blocks: Of a replica's KV cache.
     """
 
@@ -95,6 +96,7 @@ class Story(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     split: bool = False
     clients: int = 1
     shuffled: bool = True
+    slowness: int = 1
     num_blocks: int = 64
     block_size: int = 4
     max_batch_size: int = 8
@@ -138,6 +140,7 @@ def draw(seed: int, most_requests: int = MOST_REQUESTS) -> Story:
         split=split,
         clients=random.choice((1, 2)) if bus == "redis" else 1,
         shuffled=random.random() < 0.8,
+        slowness=random.choice((1, 5, 20)),
         num_blocks=random.choice((24, 48, 96)),
         block_size=random.choice((2, 4, 8)),
         max_batch_size=random.choice((2, 4, 8)),
@@ -146,7 +149,7 @@ def draw(seed: int, most_requests: int = MOST_REQUESTS) -> Story:
         cache_type=random.choice(("paged", "radix")),
     )
     number = random.randint(min(4, most_requests), most_requests)
-    spread_ms = random.choice((50, 1000, 3000))
+    spread_ms = random.choice((50, 300, 1500))
     requests = tuple(_request(random, story, i, spread_ms) for i in range(number))
     number = random.choice((0, 1, 1, 2, 3, 5))
     faults = sorted((_fault(random, story, spread_ms) for _ in range(number)), key=_at)
@@ -196,7 +199,7 @@ def _fault(random: Random, story: Story, spread_ms: int) -> Fault:
         kinds = ["kill", "kill", "kill", "crash", "pause", "reset", "cut", "restart", "failover"]
         kinds += ["clock", "slow", "weights", "hold", "flush"]
     kind = random.choice(kinds)
-    at_ms = random.randrange(spread_ms + 1000)
+    at_ms = random.randrange(spread_ms + random.choice((100, 1000)))
     programs = story.programs
     target, lasts_ms, amount = "", 0, 0
     match kind:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import hashlib
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import Context
@@ -104,7 +105,7 @@ class World:
         )
         self._slow = 1.0
         self.environment = Environment(
-            self.loop, self.network, Random(random.random()), lambda: self._slow
+            self.loop, self.network, Random(random.random()), lambda: self._slow * story.slowness
         )
         self.environment.capacity = {
             "num_blocks": story.num_blocks,
@@ -152,6 +153,8 @@ class World:
 
     def violate(self, what: str) -> None:
         """Note that something is wrong; the first such note ends the story."""
+        if self._stopped:
+            return
         self.violations.append(what)
         self._note("VIOLATION", what)
 
@@ -486,6 +489,7 @@ class World:
             cache_logger_on_first_use=False,
         )
         gc.disable()
+        gc.freeze()  # so that what is left at the end is found quickly
         try:
             with self.environment.installed():
                 yield
@@ -493,7 +497,10 @@ class World:
             self._stopped = True
             # What the killed processes have left is closed by the collector, and complains.
             sys.unraisablehook = lambda error: None
-            self._bury()
+            with warnings.catch_warnings(action="ignore"):
+                self._bury()
+                gc.collect()
+            gc.unfreeze()
             sys.unraisablehook = unraisable
             if collects:
                 gc.enable()

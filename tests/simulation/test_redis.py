@@ -1,4 +1,4 @@
-"""The bus's contract on the simulated Redis server, which so is Redis as far as the bus can tell."""
+"""The bus's contract on the simulated Redis server."""
 
 from __future__ import annotations
 

@@ -9,6 +9,7 @@ import socket
 import sys
 import time
 import uuid
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -64,6 +65,9 @@ class _Time:
         return self.time_ns() / 1e9
 
 
+_Work = tuple[Future[Any], Callable[..., Any], tuple[Any, ...]]
+
+
 class SimulatedThread:
     """A thread of each process that runs functions in order, each when its time is over."""
 
@@ -73,6 +77,7 @@ class SimulatedThread:
         self._random = random.random
         self._factor = factor
         self._free_ns: dict[Any, int] = {}
+        self._queues: dict[Any, deque[_Work]] = defaultdict(deque)
 
     def submit(self, function: Callable[..., Any], *args: Any) -> Future[Any]:
         future: Future[Any] = Future()
@@ -82,14 +87,18 @@ class SimulatedThread:
         lasts = int(lasts * (0.5 + self._random()) * self._factor())
         start_ns = max(self._loop.now_ns, self._free_ns.get(process, 0))
         self._free_ns[process] = start_ns + lasts
-        self._loop.call_in(start_ns + lasts - self._loop.now_ns, _run, future, function, args)
+        queue = self._queues[process]
+        queue.append((future, function, args))
+        # Not this one, but the next in the queue: a paused process may run timers in any order.
+        self._loop.call_in(start_ns + lasts - self._loop.now_ns, _run_next, queue)
         return future
 
     def close(self) -> None:
         """There is no thread."""
 
 
-def _run(future: Future[Any], function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+def _run_next(queue: deque[_Work]) -> None:
+    future, function, args = queue.popleft()
     if not future.set_running_or_notify_cancel():
         return
     try:

@@ -216,7 +216,7 @@ def _fault(random: Random, story: Story, spread_ms: int) -> Fault:
         case "restart":
             lasts_ms, amount = random.choice((10, 800)), random.choice((0, 0, 100, 1000))
         case "failover":
-            amount = random.choice((0, 5, 100, 1000))
+            lasts_ms, amount = random.choice((50, 1000)), random.choice((0, 5, 100, 1000))
         case "clock":
             target = random.choice(("", *programs))
             amount = random.choice((-60_000, -500, 500, 60_000))

@@ -333,11 +333,12 @@ class World:
 
     async def _go_on(self, client: BusClient) -> None:
         """Resume generation in each lane that there is, until all have answered."""
-        for _ in range(20):
+        while True:
             try:
                 await client.resume()
             except NanoInferenceError as error:
                 self._note("not resumed", error.code, error.message)
+                await anyio.sleep(1.0)
             else:
                 return
 
@@ -393,7 +394,7 @@ class World:
                 data = self._snapshots.get(number) or network.snapshot()
                 return lambda: network.start(data)
             case "failover" if network.node.up:
-                return self._fail_over(number)
+                return self._fail_over(number, fault)
             case "clock" if process is not None:
                 process.wall_offset_ns += fault.amount * MS
             case "clock":
@@ -407,14 +408,14 @@ class World:
                 return restore
         return None
 
-    def _fail_over(self, number: int) -> Callable[[], object]:
+    def _fail_over(self, number: int, fault: Fault) -> Callable[[], object]:
         owners = list(self.processes.values())
         old = self.network.node
         data = self._snapshots.get(number) or self.network.snapshot()
         self.network.fail_over(data, owners)
         for owner in owners:
             # Until then a process may still write to the former master.
-            after_ms = self._random.randrange(1000)
+            after_ms = self._random.randrange(max(1, fault.lasts_ms))
             self._at(
                 self.loop.now_ns // MS + after_ms,
                 lambda owner=owner: self.network.learn(owner),

@@ -228,7 +228,12 @@ class Network:
 
     # --- faults -------------------------------------------------------------------------------
 
-    def reset(self, owner: SimulatedProcess) -> None:
+    @property
+    def num_open(self) -> int:
+        """Exchanges that wait for replies."""
+        return len(self._open)
+
+    def reset(self, owner: SimulatedProcess | None) -> None:
         """Break all connections of a process; commands on their way may arrive all the same."""
         for exchange in [each for each in self._open if each.owner is owner]:
             self._break(exchange)

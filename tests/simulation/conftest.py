@@ -18,17 +18,25 @@ from ..buses import Buses, pytest_itemcollected  # noqa: F401
 
 
 @pytest_asyncio.fixture
-async def buses(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Buses]:
-    from nano_inference.simulation.redis.client import SimulatedServer
+async def network() -> Any:
+    """The server, and the connections to it."""
     from nano_inference.simulation.redis.network import Network
 
-    epoch_ns = time.time_ns() - time.monotonic_ns()
-    loop = asyncio.get_running_loop()
+    loop, epoch_ns = asyncio.get_running_loop(), time.time_ns() - time.monotonic_ns()
+    made = Network(loop, time.monotonic_ns, Random(1), epoch_ns)
+    made.is_instant = True
+    return made
+
+
+@pytest_asyncio.fixture
+async def buses(network: Any, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Buses]:
+    from nano_inference.simulation.redis.client import SimulatedServer
+
+    given = network
 
     class Server(SimulatedServer):
-        network = Network(loop, time.monotonic_ns, Random(1), epoch_ns)
+        network = given
 
-    Server.network.is_instant = True
     monkeypatch.setattr(redis_bus, "Server", Server)
     before: Any = asyncio.all_tasks()
     made = Buses("redis", "redis://simulated:6379")

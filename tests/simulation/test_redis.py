@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 from types import ModuleType
+from typing import Any
 
 import pytest
 
 from ..bus import test_bus, test_leases, test_links, test_requests, test_results
+from ..buses import Buses
 
 pytest.importorskip("lupa", reason="the extra `simulation` is not installed")
 
@@ -30,6 +33,16 @@ def _tests_of(module: ModuleType) -> dict[str, object]:
             if taken & _FIXTURES and taken - given <= _FIXTURES:
                 found[f"{name}_in_{module.__name__.rpartition('_')[2]}"] = test
     return found
+
+
+async def test_a_lane_starts_though_its_connection_breaks(buses: Buses, network: Any) -> None:
+    """The layout of shards is read first."""
+    bus = buses.open()
+    starting = asyncio.create_task(bus.requests.pending())
+    while not network.num_open:
+        await asyncio.sleep(0)
+    network.reset(None)
+    assert await starting == []
 
 
 for _module in (test_bus, test_leases, test_links, test_requests, test_results):

@@ -51,6 +51,7 @@ class RequestState:
         unscored: Finished samples without the reference model's scores, by index.
         prompt_ref_logprobs: The reference model's, of the prompt; None before they are known.
         session: What it may leave in the KV cache as a session's turn; None for other requests.
+        unasked: Begun in an older epoch, and admission has not asked for it in this one.
     """
 
     info: RequestOpened
@@ -68,6 +69,7 @@ class RequestState:
     unscored: set[int] = field(default_factory=set)
     prompt_ref_logprobs: tuple[float | None, ...] | None = None
     session: SessionGrant | None = None
+    unasked: bool = False
 
     @property
     def is_done(self) -> bool:

@@ -77,7 +77,7 @@ WRONG = [
     ("complete a b", "a text with spaces needs quotes"),
     ("serve tiny", "a model is given with --model"),
     ("serve --porrt 1", "--port"),
-    ("complate", "Did you mean 'complete'? See 'nano-inference --help'"),
+    ("complte", "Did you mean 'complete'? See 'nano-inference --help'"),
     ("dlq --bus x", "as 'nano-inference dlq list --bus'"),
     ("submit", "give prompts"),
     ("submit a --file b", "only one"),

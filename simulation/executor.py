@@ -24,6 +24,10 @@ class WrongKV(Exception):
     """A step would read KV of other tokens, or of other weights."""
 
 
+class LostPlan(ValueError):
+    """A plan builds on one that has not come."""
+
+
 class _Sequence:
     """A sequence: its tokens, the hash at each, its blocks."""
 
@@ -78,6 +82,7 @@ class SimulatedExecutor:
         self._slots = [[0] * size for _ in range(num_blocks)]
         self._versions = [[-1] * size for _ in range(num_blocks)]
         self._sequences: dict[int, _Sequence] = {}
+        self._last_step = 0
         self._module = nn.Linear(1, 1, bias=False)
         with torch.no_grad():
             self._module.weight.zero_()
@@ -114,6 +119,7 @@ class SimulatedExecutor:
     def reset(self) -> None:
         self.weights.start_over()
         self._sequences.clear()
+        self._last_step = 0
 
     def close(self) -> None:
         """Nothing is held."""
@@ -127,8 +133,12 @@ class SimulatedExecutor:
         """Run a plan, as `ExecutorCore.execute`.
 
         Raises:
+            LostPlan: The plan before is missing.
             WrongKV: A row's blocks hold other KV than its tokens'.
         """
+        if plan.step_id != self._last_step + 1:
+            raise LostPlan(f"plan {plan.step_id} comes behind plan {self._last_step}")
+        self._last_step = plan.step_id
         end_ns = self._now_ns()
         start_ns = end_ns - self.duration_ns(plan)
         self._apply(plan)

@@ -95,7 +95,7 @@ class _Task(asyncio.Task):  # type: ignore[type-arg]
     """A task whose hash is a number, so that the order of a set of tasks is the same each time."""
 
     def __init__(self, program: Coroutine[Any, Any, Any], *, loop: Any, **more: Any) -> None:
-        self.number = loop.next_number()  # first, since asyncio puts the task into a set
+        self.number: int = loop.next_number()  # first, since asyncio puts the task into a set
         super().__init__(program, loop=loop, **more)
 
     def __hash__(self) -> int:
@@ -129,26 +129,26 @@ class SimulatedLoop(asyncio.BaseEventLoop):
         self.num_events = 0
         self.after_event: Callable[[], None] | None = None
         self.unhandled: list[dict[str, Any]] = []
-        self.set_task_factory(_make_task)
+        self.set_task_factory(_make_task)  # type: ignore[arg-type]
 
     # --- asyncio's interface ------------------------------------------------------------------
 
     def time(self) -> float:
         return self.now_ns / 1e9
 
-    def call_soon(
+    def call_soon(  # type: ignore[override]
         self, callback: Callable[..., object], *args: Any, context: Context | None = None
     ) -> events.Handle:
         handle = Handle(self.now_ns, callback, args, context)
         self._queue.append(handle)
         return handle  # type: ignore[return-value]
 
-    def call_soon_threadsafe(
+    def call_soon_threadsafe(  # type: ignore[override]
         self, callback: Callable[..., object], *args: Any, context: Context | None = None
     ) -> events.Handle:
         return self.call_soon(callback, *args, context=context)
 
-    def call_later(
+    def call_later(  # type: ignore[override]
         self,
         delay: float,
         callback: Callable[..., object],
@@ -157,7 +157,7 @@ class SimulatedLoop(asyncio.BaseEventLoop):
     ) -> events.TimerHandle:
         return self.call_in(int(delay * 1e9), callback, *args, context=context)
 
-    def call_at(
+    def call_at(  # type: ignore[override]
         self,
         when: float,
         callback: Callable[..., object],

@@ -7,6 +7,7 @@ from typing import Literal
 
 import msgspec
 
+from ..bus.weights import InFlight
 from ..config import STAGES
 from . import model
 
@@ -75,7 +76,7 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     target: str = ""
     lasts_ms: int = 0
     amount: int = 0
-    mode: Literal["keep", "retract", "abort"] = "keep"
+    mode: InFlight = "keep"
 
 
 class Story(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -224,5 +225,6 @@ def _fault(random: Random, story: Story, spread_ms: int) -> Fault:
             lasts_ms, amount = random.choice((200, 2000)), random.choice((5, 30))
         case "hold":
             lasts_ms = random.choice((50, 1000))
-    mode = random.choice(("keep", "retract", "abort"))
+    modes: tuple[InFlight, ...] = ("keep", "retract", "abort")
+    mode = random.choice(modes)
     return Fault(at_ms=at_ms, kind=kind, target=target, lasts_ms=lasts_ms, amount=amount, mode=mode)

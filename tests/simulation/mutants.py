@@ -66,18 +66,13 @@ MUTANTS = (
         "pass",
     ),
     Defect(
-        "results have the epoch of their end, not of their plan",
+        "results are sent twice",
         "stages/executor/stage.py",
-        "await self.send(self.own(STEPS_BATCHING), result.summary(), epoch=epoch)",
-        "await self.send(self.own(STEPS_BATCHING), result.summary())",
+        "            self._weight_version = result.weight_version\n            await self._changes",
+        "            await self.send(self.own(STEPS_STREAMING), result, epoch=epoch)\n"
+        "            await self._changes",
     ),
     # --- streaming
-    Defect(
-        "what was delivered is not compared with the stream",
-        _STREAMING,
-        "return not request.info.stream or Counter(known) == delivered",
-        "return True",
-    ),
     Defect(
         "running samples outlive an epoch",
         _STREAMING,
@@ -109,7 +104,31 @@ MUTANTS = (
         "            self._queue.drop(waiting)\n        return msgspec",
         "            pass\n        return msgspec",
     ),
+    Defect(
+        "reports give no credits back",
+        "stages/fairness/core.py",
+        "reporter.credits += report.sequences",
+        "reporter.credits = reporter.credits or report.sequences",
+    ),
+    Defect(
+        "the tenant that was served most goes first",
+        "stages/fairness/queue.py",
+        "        return self.counter\n",
+        "        return -self.counter\n",
+    ),
     # --- batching
+    Defect(
+        "cancellations are not passed on",
+        _BATCHING,
+        "ended=tuple(next_plan.ended),",
+        "ended=(),",
+    ),
+    Defect(
+        "the first token of a prompt is taken for computed",
+        "stages/batching/sequence.py",
+        "self.num_cached = self.num_computed = self.num_scheduled = num_cached",
+        "self.num_cached = self.num_computed = self.num_scheduled = num_cached or 1",
+    ),
     Defect(
         "blocks change hands while a plan in flight names them",
         _BATCHING,
@@ -145,6 +164,36 @@ MUTANTS = (
         "        for seq in list(self._leaving.values()):",
     ),
     # --- the bus
+    Defect(
+        "whoever waits for a queue is not woken",
+        "bus/queue.py",
+        "        self._items.append((entrance, item))\n        if self._takers:",
+        "        self._items.append((entrance, item))\n        if False:",
+    ),
+    Defect(
+        "a follower in memory does not notice outputs",
+        "bus/memory/results.py",
+        "            self._end(route, output)\n        route.changed.notify()",
+        "            self._end(route, output)",
+    ),
+    Defect(
+        "chunks have no number in their stream",
+        _RESULTS,
+        'f"{epoch}-{number}", JSON, part.payloads[0]]',
+        '"*", JSON, part.payloads[0]]',
+    ),
+    Defect(
+        "a stream with missing entries is ended",
+        "bus/redis/result_scripts.py",
+        "if ARGV[3] == '1' and not is_whole",
+        "if false and not is_whole",
+    ),
+    Defect(
+        "chunks that a server gets again are given to clients again",
+        "bus/redis/given.py",
+        "if offset == given:",
+        "if offset <= given:",
+    ),
     Defect(
         "a repeated message is handled again",
         "bus/redis/links.py",
@@ -197,6 +246,12 @@ MUTANTS = (
 
 OLD_DEFECTS = (
     Defect(
+        "what was delivered is not compared with the stream",
+        _STREAMING,
+        "return not request.info.stream or Counter(known) == delivered",
+        "return True",
+    ),
+    Defect(
         "a stage of which a successor has started takes part in the successor's epoch",
         _ACTOR,
         "if not await self.bus.is_newest(self.role):",
@@ -208,7 +263,26 @@ OLD_DEFECTS = (
         "if other and other ~= keeper and number_of(other) >= number_of(keeper) then",
         "if other and other ~= keeper then",
     ),
+    Defect(
+        "a request that is lost once it has begun is followed for ever",
+        "bus/redis/follow.py",
+        "begun_counts = silent + 1 < LOST_CHECKS",
+        "begun_counts = True",
+    ),
+    Defect(
+        "a lane fails at its start when a connection breaks",
+        "bus/redis/requests.py",
+        "await self.record.read(waits=True)",
+        "await self.record.read()",
+    ),
+    Defect(
+        "a begun request that runs anew repeats its tokens",
+        _STREAMING,
+        "if sample and request.unasked and started.num_generated < len(sample.token_ids):",
+        "if False:",
+    ),
 )
+"""Mended before, found again without the mend."""
 
 EVERY_DAY = {
     "a stage that starts begins no epoch": 1,

@@ -114,6 +114,7 @@ class SimulatedLoop(asyncio.BaseEventLoop):
         now_ns: Simulated time since the beginning.
         num_events: Callbacks run so far.
         after_event: Called behind each callback.
+        unhandled: Errors in callbacks, and of tasks that no one awaits.
     """
 
     def __init__(self, random: Random, *, shuffled: bool = True) -> None:
@@ -128,7 +129,7 @@ class SimulatedLoop(asyncio.BaseEventLoop):
         self.now_ns = 0
         self.num_events = 0
         self.after_event: Callable[[], None] | None = None
-        self.unhandled: list[dict[str, Any]] = []
+        self.unhandled: list[str] = []
         self.set_task_factory(_make_task)  # type: ignore[arg-type]
 
     # --- asyncio's interface ------------------------------------------------------------------
@@ -191,10 +192,10 @@ class SimulatedLoop(asyncio.BaseEventLoop):
         return future
 
     def call_exception_handler(self, context: dict[str, Any]) -> None:
-        """Ignore what is lost with a killed process; others are errors of the simulation."""
-        process = PROCESS.get()
-        if process is None or process.alive:
-            self.unhandled.append(context)
+        """Note errors that no one has handled; killed processes leave pending tasks."""
+        error = context.get("exception")
+        if error is not None:
+            self.unhandled.append(f"{context.get('message')}: {error!r}")
 
     # --- running ------------------------------------------------------------------------------
 

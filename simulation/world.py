@@ -145,6 +145,8 @@ class World:
                 self.violate(f"{', '.join(waiting) or 'a fault'} never ended")
             if not self.violations:
                 self._settle()
+            for error in self.loop.unhandled:
+                self.violate(f"no one handled an error: {error}")
             self._note("end", str(self.loop.num_events), str(self.loop.now_ns))
 
     def digest(self) -> str:
@@ -466,7 +468,9 @@ class World:
         if process is not None and process.alive and not self._stopped:
             name = str(event.get("event"))
             fields = {k: v for k, v in event.items() if k not in ("event", "exc_info", "brief")}
-            self._note("log", process.name, method, name, str(fields))
+            if self.lines is not None:  # not in the digest, since only a trace has all of them
+                about = f"log {process.name} {method} {name} {fields}"
+                self.lines.append(f"{self.loop.now_ns / MS:12.3f} {about}")
             error = event.get("exc_info")
             if name == "stage_failed" and not self._may_fail(str(fields.get("error"))):
                 self.violate(f"{process.name}: a stage failed: {fields}")
@@ -525,6 +529,9 @@ class World:
             process.alive = False
             process.drop()
         self.loop.drop()
+        self.network.drop()
+        self.pipelines.clear()
+        self.clients.clear()
 
 
 @lru_cache(maxsize=1024)

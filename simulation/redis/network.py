@@ -248,6 +248,12 @@ class Network:
         self._cut.pop(owner, None)
         self._former.pop(owner, None)
 
+    def drop(self) -> None:
+        """Forget what is on its way."""
+        self._open.clear()
+        self._cut.clear()
+        self.node.blocked.clear()
+
     def cut(self, owner: SimulatedProcess) -> None:
         """Deliver nothing from or to a process."""
         if owner not in self._cut:

@@ -21,7 +21,7 @@ import nano_inference.kserve
 
 ROOT = Path(__file__).parent.parent
 KINDS = ("*.py", "*.c", "*.h", "*.proto", "*.binpb")
-USERS = ("serve", "kserve", "embedded", "gguf", "grpc", "nixl", "ray")
+USERS = ("serve", "kserve", "embedded", "gguf", "grpc", "nixl", "ray", "simulation")
 OUTSIDE = {"tests", "benchmarks", "examples", "docs", "deploy", "build"}
 
 

@@ -22,6 +22,13 @@ T = TypeVar("T")
 IDLE_CHECK_S = 30.0
 """Interval at which a silent request is checked for being lost."""
 
+LOST_CHECKS = 4
+"""Checks in a row that find no entry and no new output, after which a begun request is lost, too.
+
+A server that has lost the entry may have got later output of the lane that ran it, and that lane
+may have died since, or may still be at it.
+"""
+
 ADDED_CHECK_S = 1.0
 """Interval at which a reader of all results looks for added shards."""
 
@@ -87,13 +94,16 @@ class RedisFollow:
             if self._check_first:
                 await self._check_known()
             self._subscription = self._readers.subscribe(dict.fromkeys(self._outs, b"0-0"))
+        silent = 0
         while True:
             try:
                 async with asyncio.timeout(IDLE_CHECK_S):
                     key, fields = await self._subscription.next()
             except TimeoutError:
                 # The server may have lost the request and its outputs.
-                await self._check_known()
+                begun_counts = silent + 1 < LOST_CHECKS
+                queued = await self._check_known(begun_counts=begun_counts)
+                silent = 0 if queued else silent + 1
                 continue
             output = read_output(key, fields.get(JSON, b""))
             if self._entry_id and output.entry_id != self._entry_id:
@@ -106,9 +116,11 @@ class RedisFollow:
             self._subscription.keep_only(key)
             return output
 
-    async def _check_known(self) -> None:
-        if self._entry_id:
-            await check_known(self._commands, self._keys, self._entry_id, self._outs)
+    async def _check_known(self, *, begun_counts: bool = True) -> bool:
+        if not self._entry_id:
+            return True
+        about = (self._commands, self._keys, self._entry_id, self._outs)
+        return await check_known(*about, begun_counts=begun_counts)
 
 
 class RedisTail(ABC, Generic[T]):
@@ -199,9 +211,25 @@ def out_keys(keys: Keys, request_id: str, entry_id: str) -> list[bytes]:
     return [keys.out(key) for key in dict.fromkeys((request_id, entry_id)) if key]
 
 
-async def check_known(commands: Commands, keys: Keys, entry_id: str, outs: Sequence[bytes]) -> None:
+async def check_known(
+    commands: Commands,
+    keys: Keys,
+    entry_id: str,
+    outs: Sequence[bytes],
+    *,
+    begun_counts: bool = True,
+) -> bool:
     """Check that outputs exist or can still come: an entry leaves the queue after its terminal
     message.
+
+    Args:
+        commands, keys: Of the bus.
+        entry_id: The entry.
+        outs: The streams that may hold its outputs.
+        begun_counts: Whether more outputs can come because there are some.
+
+    Returns:
+        Whether the entry is in a queue, as far as this user may know.
 
     Raises:
         BusError: The entry is in no queue, and there are no outputs.
@@ -213,13 +241,15 @@ async def check_known(commands: Commands, keys: Keys, entry_id: str, outs: Seque
         queued = await _is_in(commands, await _behind_entrance(commands, keys), entry_id)
     written = await commands.retry_all("follow", [("EXISTS", out) for out in outs])
     if queued is None:
-        return  # who may not read the queue has to trust that it holds his request
-    if not any(written) and not queued:
-        raise BusError(
-            f"entry {entry_id[:80]!r} is not in the requests queue, and its outputs are no "
-            "longer readable; they are kept for bus.results_ttl_s after its end",
-            code=UNKNOWN,
-        )
+        return True  # who may not read the queue has to trust that it holds his request
+    if queued or (begun_counts and any(written)):
+        return queued
+    if any(written):
+        reason = "output does not go on, since the server has lost the request; send it again"
+    else:
+        reason = "outputs are no longer readable; they are kept for bus.results_ttl_s after its end"
+    entry = f"entry {entry_id[:80]!r} is not in the requests queue"
+    raise BusError(f"{entry}, and its {reason}", code=UNKNOWN)
 
 
 async def _is_in(commands: Commands, streams: Sequence[bytes], entry_id: str) -> bool | None:

@@ -40,18 +40,33 @@ local time = redis.call('TIME')
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
 """
 
-# This process becomes the keeper of the lane.
-_ENLIST = f"""{_NOW}
-redis.call('HSET', KEYS[1], ARGV[1], string.format('%.0f %s', now + ARGV[3], ARGV[2]))
+# Keepers of a lane are numbered, so that a server that restarts with an older record doesn't make a
+# predecessor the keeper again.
+_NUMBER = """
+local function number_of(keeper)
+  return tonumber(string.match(keeper or '', '^(%d+)-')) or 0
+end
+"""
+
+# This process becomes the keeper of the lane. Return its number and name.
+_ENLIST = f"""{_NOW}{_NUMBER}
+local kept = redis.call('HGET', KEYS[1], ARGV[1])
+local last = number_of(kept and string.match(kept, ' (.*)'))
+local keeper = string.format('%.0f-%s', math.max(last + 1, now), ARGV[2])
+redis.call('HSET', KEYS[1], ARGV[1], string.format('%.0f %s', now + ARGV[3], keeper))
+return keeper
 """
 
 # An entry without an owner that is still in the stream (the group was recreated) is neither held
 # nor lost: Redis will hand it out again. If the registry doesn't know this lane, the server lost
 # its data and no lane answered the missing entries. Lanes dead for an hour leave the registry.
-_RENEW = f"""{_NOW}
+_RENEW = f"""{_NOW}{_NUMBER}
 local group, consumer, lane, keeper, lease = ARGV[1], ARGV[2], ARGV[3], ARGV[4], ARGV[5]
 local kept = redis.call('HGET', KEYS[2], lane)
-if kept and string.match(kept, ' (.*)') ~= keeper then return redis.error_reply('REPLACED') end
+local other = kept and string.match(kept, ' (.*)')
+if other and other ~= keeper and number_of(other) >= number_of(keeper) then
+  return redis.error_reply('REPLACED')
+end
 redis.call('HSET', KEYS[2], lane, string.format('%.0f %s', now + lease, keeper))
 local all = redis.call('HGETALL', KEYS[2])
 for i = 1, #all, 2 do
@@ -216,8 +231,10 @@ class Leases:
 
     async def enlist(self) -> None:
         """Make this process the keeper of the lane, with a first, short lease."""
-        lane = (self._config.lane, self._keeper, 1000)
-        await self._eval("lanes", _ENLIST, [self._keys.lanes], *lane)
+        name = self._keeper.rpartition("-")[2]
+        lane = (self._config.lane, name, 1000)
+        keeper: bytes = await self._eval("lanes", _ENLIST, [self._keys.lanes], *lane)
+        self._keeper = keeper.decode()
 
     async def renew(self, lease_s: float, entry_ids: Sequence[str]) -> tuple[set[str], set[str]]:
         """Renew the leases; return the ids now owned by another lane, and the ids that no longer

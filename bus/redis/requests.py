@@ -154,8 +154,11 @@ class RedisRequests:
     # --- taking ---------------------------------------------------------------------------------
 
     async def pending(self) -> list[RequestEntry]:
-        await self.record.read()
-        await self._begin_configured()
+        await self.record.read(waits=True)
+        try:
+            await self._begin_configured()
+        except BusError as error:  # `take` tries again
+            get_logger().debug("bus.shards_not_begun", error=error.message)
         layout = self.record.layout
         self._ended_changes = layout.changes - layout.moving
         self._change = None

@@ -86,6 +86,7 @@ class Deliveries:
         halts: Sequences that met a stop string, which the executor still runs.
         ended: Requests that have ended, one for each Completion in `outputs`.
         to_score: Finished samples that the reference model is to score.
+        unasked: Entries that run anew, though an older epoch has begun them.
     """
 
     now_ns: int
@@ -94,6 +95,7 @@ class Deliveries:
     halts: list[int] = field(default_factory=list)
     ended: list[EndedRequest] = field(default_factory=list)
     to_score: list[ScoreSample] = field(default_factory=list)
+    unasked: list[str] = field(default_factory=list)
 
     def add(self, key: str, output: Output) -> None:
         """Add an output of a request."""
@@ -215,6 +217,8 @@ class StreamingCore:
         self._early.clear()
         self._ahead.clear()
         self._requests = {key: each for key, each in self._requests.items() if each.samples}
+        for request in self._requests.values():
+            request.unasked = True
 
     def knows(self, item: RecoveryItem) -> bool:
         """Return whether the request has begun and not ended, as far as this object knows."""
@@ -266,7 +270,10 @@ class StreamingCore:
 
     def recovered(self, item: RecoveryItem) -> Recovered:
         """Return a request's tokens so far; none of a request that is not known."""
-        samples = self._requests[item.key].samples.values() if self.knows(item) else ()
+        samples: Iterable[Sample] = ()
+        if self.knows(item):
+            self._requests[item.key].unasked = False
+            samples = self._requests[item.key].samples.values()
         return Recovered(
             item.entry_id,
             tuple(
@@ -386,6 +393,10 @@ class StreamingCore:
             return
         request.session = started.session or request.session
         sample = request.samples.get(started.sample_index)
+        if sample and request.unasked and started.num_generated < len(sample.token_ids):
+            # Admission takes it for a new request: a server has lost that it was begun.
+            deliveries.unasked.append(started.entry_id)
+            return
         if sample is None:
             if started.num_generated:
                 return  # a stop string ended it before the preemption; its halt is in flight

@@ -53,6 +53,7 @@ class RequestState:
         prompt_ref_logprobs: The reference model's, of the prompt; None before they are known.
         session: What it may leave in the KV cache as a session's turn; None for other requests.
         time: Its account; None if the time before a restart of this stage is unknown.
+        unasked: Begun in an older epoch, and admission has not asked for it in this one.
     """
 
     info: RequestOpened
@@ -71,6 +72,7 @@ class RequestState:
     prompt_ref_logprobs: tuple[float | None, ...] | None = None
     session: SessionGrant | None = None
     time: RequestTime | None = None
+    unasked: bool = False
 
     @property
     def is_done(self) -> bool:

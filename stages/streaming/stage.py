@@ -117,6 +117,7 @@ class StreamingStage(Actor):
         deliveries, self._deliveries = self._deliveries, []
         halts: defaultdict[int, list[int]] = defaultdict(list)
         outputs: list[tuple[str, list[Output]]] = []
+        unasked = {entry_id: None for each in deliveries for entry_id in each.unasked}
         for each in deliveries:
             if each.halts:
                 halts[each.replica] += each.halts
@@ -125,6 +126,8 @@ class StreamingStage(Actor):
                 timings = ended.completion.timings
                 if timings.first_token_ns and timings.of("executor") is not None:
                     self._throughput.first_token(timings.first_token_ns - timings.received_ns)
+        if unasked:  # in a new epoch, admission asks for what there is
+            await self.send(FINISHED, Fenced(tuple(unasked)), epoch=epoch)
         # First, since they free the device from work without use.
         for replica, seq_ids in halts.items():
             await self.send(at(HALTS, replica), StopSequences(tuple(seq_ids)), epoch=epoch)

@@ -182,6 +182,20 @@ async def test_a_second_process_replaces_the_first(redis_buses: Any) -> None:
         await newer.requests.renew(LONG_S)
 
 
+async def test_an_older_record_makes_no_predecessor_the_keeper(
+    redis_buses: Any, foreign: Redis
+) -> None:
+    """As a server has that restarts without its last second."""
+    older = await lane(redis_buses, "a")
+    key = redis_buses.keys.lanes
+    record = await foreign.hget(key, "a")
+    newer = await lane(redis_buses, "a")
+    await foreign.hset(key, "a", record)
+    assert await newer.requests.renew(LONG_S) == set()
+    with pytest.raises(LaneReplaced):
+        await older.requests.renew(LONG_S)
+
+
 # --- too much ---------------------------------------------------------------------------------
 
 

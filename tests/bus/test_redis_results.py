@@ -167,3 +167,21 @@ async def test_the_newest_are_told_by_the_time_at_which_they_were_written(
     bus = redis_buses.open()
     found = await kit.collect(bus.results.newest(count / 1e3))
     assert ids_of(found) == [f"{number}-0" for number in range(count)]
+
+
+async def test_a_begun_request_that_the_server_has_lost_is_not_followed_for_ever(
+    redis_buses: Any, foreign: Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As after a failover: the entry is lost, and the lane that has written since has died."""
+    monkeypatch.setattr("nano_inference.bus.redis.follow.IDLE_CHECK_S", 0.01)
+    bus = redis_buses.open()
+    entry = await bus.requests.publish({"request_id": "r"})
+    await bus.results.deliver([("r", [kit.chunk("r", entry, 0)])])
+    follow = bus.results.follow("r", entry)
+    await anext(follow)
+    following = asyncio.create_task(anext(follow))
+    await foreign.xdel(redis_buses.keys.requests, entry)
+    with pytest.raises(
+        BusError, match="send it again", check=lambda e: e.code == "unknown_request"
+    ):
+        await following

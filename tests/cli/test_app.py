@@ -14,7 +14,7 @@ from .conftest import Ran, Run, assert_refused
 COMMANDS = (
     *("adapters", "cancel", "chat", "complete", "demo", "dlq", "doctor", "embed", "fairness"),
     *("flush-cache", "gateway", "health", "kv-events", "kv-session", "models", "pause", "resume"),
-    *("roles", "run", "score", "serve", "shards", "status", "submit", "tail", "up"),
+    *("roles", "run", "score", "serve", "shards", "simulate", "status", "submit", "tail", "up"),
     "weights",
 )
 
@@ -77,7 +77,7 @@ WRONG = [
     ("complete a b", "a text with spaces needs quotes"),
     ("serve tiny", "a model is given with --model"),
     ("serve --porrt 1", "--port"),
-    ("complate", "Did you mean 'complete'? See 'nano-inference --help'"),
+    ("complte", "Did you mean 'complete'? See 'nano-inference --help'"),
     ("dlq --bus x", "as 'nano-inference dlq list --bus'"),
     ("submit", "give prompts"),
     ("submit a --file b", "only one"),

@@ -354,6 +354,21 @@ def test_after_a_reset_a_request_may_go_on_with_new_sequences(client: Client) ->
     assert_chunks_match(client, completion)
 
 
+def test_a_begun_request_that_runs_anew_is_asked_for(client: Client) -> None:
+    """Admission, too, has failed, and a server has lost that the request was begun."""
+    request = request_of()
+    client.step(new=[started(5, request)])
+    ids = client.say(5, " the")
+    client.core.reset()
+    deliveries = client.step([(80, ids[0], "")], new=[started(80, request)])
+    assert deliveries.unasked == [request.entry_id]
+    assert deliveries.outputs == {}
+    client.core.reset()
+    item = RecoveryItem("r", request.entry_id)
+    assert client.core.recovered(item).samples[0].token_ids == tuple(ids)
+    assert client.step(new=[started(81, request, num_generated=len(ids))]).unasked == []
+
+
 @pytest.mark.parametrize("streamed", [True, False])
 def test_a_successor_with_part_of_a_request_restores_it_from_its_stream(
     tokenizer: PreTrainedTokenizerFast, streamed: bool

@@ -1,0 +1,233 @@
+"""What must hold during a simulation and at its end."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from ..bus.codec import decode_output
+from ..bus.messages import CacheScope
+from ..bus.public import Completion, CompletionChunk, CompletionSample
+from ..stages.admission.core import derive_seed
+from . import model
+from .redis.data import Stream
+from .story import Request, Story
+
+if TYPE_CHECKING:
+    from .world import Call, World
+
+
+def check_call(world: World, call: Call) -> Iterator[str]:
+    """Return what is wrong with the output of a request."""
+    story = world.story
+    chunks = [each for each in call.outputs if isinstance(each, CompletionChunk)]
+    ends = [each for each in call.outputs if isinstance(each, Completion)]
+    yield from _check_chunks(call.request, chunks)
+    if call.left:
+        return
+    if call.error is not None:
+        if not _may_be_lost(story, call):
+            yield f"its client got {call.error.code}: {call.error.message}"
+        return
+    if len(ends) != 1 or call.outputs[-1] is not ends[0]:
+        yield f"it has {len(ends)} terminal messages"
+        return
+    for sample in ends[0].samples:
+        yield from _check_tokens(world, call.request, sample)
+    yield from _check_end(story, call.request, ends[0], chunks)
+
+
+def _may_be_lost(story: Story, call: Call) -> bool:
+    assert call.error is not None
+    lossy = any(f.kind in ("restart", "failover") for f in story.faults)
+    broken = any(f.kind in ("reset", "cut", "pause") for f in story.faults)
+    return lossy or (broken and call.error.code == "bus_error")
+
+
+def _check_end(
+    story: Story, request: Request, end: Completion, chunks: list[CompletionChunk]
+) -> Iterator[str]:
+    for sample in end.samples:
+        if request.stream:
+            own = [chunk for chunk in chunks if chunk.sample_index == sample.sample_index]
+            streamed = tuple(token for chunk in own for token in chunk.token_ids)
+            if streamed != sample.token_ids:
+                yield f"sample {sample.sample_index} streamed {streamed}, not {sample.token_ids}"
+            if "".join(chunk.text for chunk in own) != sample.text:
+                yield f"sample {sample.sample_index} streamed other text"
+    match end.status:
+        case "done":
+            if [sample.sample_index for sample in end.samples] != list(range(request.n)):
+                yield f"it has samples {[s.sample_index for s in end.samples]}"
+            for sample in end.samples:
+                yield from _check_finish(request, sample)
+        case "expired":
+            if not request.budget_ms:
+                yield "it expired without a budget"
+        case "cancelled":
+            aborts = any(f.mode == "abort" and f.kind in ("weights", "hold") for f in story.faults)
+            if not aborts:
+                yield f"it was cancelled: {end.error}"
+        case _:
+            yield f"it failed: {end.error}"
+
+
+def _check_chunks(request: Request, chunks: list[CompletionChunk]) -> Iterator[str]:
+    offsets = [0] * request.n
+    finished = [False] * request.n
+    for chunk in chunks:
+        index = chunk.sample_index
+        if finished[index]:
+            yield f"sample {index} goes on behind its end"
+        if chunk.token_offset != offsets[index]:
+            yield f"sample {index} has offset {chunk.token_offset} behind {offsets[index]} tokens"
+        offsets[index] = chunk.token_offset + len(chunk.token_ids)
+        finished[index] = chunk.finish_reason is not None
+
+
+def _check_tokens(world: World, request: Request, sample: CompletionSample) -> Iterator[str]:
+    """Compute each token again, with the version that it is said to be of."""
+    seed = derive_seed(str(request.seed), sample.sample_index) if request.temperature else 0
+    chain = model.chain_of(CacheScope(request.tenant), request.prompt)
+    starts = {start: version for version, start in sample.weight_versions}
+    version = sample.weight_version
+    numbers: dict[int, set[int]] = {0: {0}}
+    for (_, each), number in world.weights.items():
+        numbers.setdefault(each, set()).add(number)
+    for position, token in enumerate(sample.token_ids):
+        version = starts.get(position, version)
+        early = position < request.min_tokens
+        avoided = request.stop_ids if early else ()
+        right = {model.sample(chain, seed, each, avoided) for each in numbers.get(version, ())}
+        if (token, sample.logprobs[position]) not in right:
+            yield (
+                f"token {position} of sample {sample.sample_index} is {token}, not "
+                f"{right} of version {version}"
+            )
+            return
+        chain = model.extend(chain, token)
+
+
+def _check_finish(request: Request, sample: CompletionSample) -> Iterator[str]:
+    tokens = sample.token_ids
+    stops = [
+        position
+        for position, token in enumerate(tokens)
+        if token in request.stop_ids and position >= request.min_tokens
+    ]
+    if stops:
+        right, reason = stops[0] + 1, "stop"
+    else:
+        right, reason = request.max_tokens, "length"
+    if len(tokens) != right or sample.finish_reason != reason:
+        yield (
+            f"sample {sample.sample_index} has {len(tokens)} tokens and ends by "
+            f"{sample.finish_reason}; right are {right} and {reason}"
+        )
+
+
+def check_state(world: World) -> Iterator[str]:
+    """Return what is wrong with the stages' state now."""
+    for actor in world.actors():
+        if actor.name == "batching" and actor.holds_all:
+            core = actor._core  # type: ignore[attr-defined]
+            if core is not None:
+                try:
+                    core.check()
+                except AssertionError as error:
+                    yield f"batching: {error}"
+        if actor.name == "fairness" and actor.holds_all:
+            yield from _check_fairness(world, actor)
+
+
+def _check_fairness(world: World, actor: Any) -> Iterator[str]:
+    """Compare the service of tenants that wait: the bound U of docs/fairness.md."""
+    story, config = world.story, actor.config.fairness
+    longest = max((len(r.prompt) * r.n for r in story.requests), default=0)
+    most = max((r.max_tokens for r in story.requests), default=0)
+    batch = story.max_batch_size * story.replicas
+    bound = config.prefill_weight * longest + config.decode_weight * batch * most
+    for each in actor._core._queue._classes.values():
+        counters = {flow.tenant: flow.counter for flow in each.flows() if flow.num_waiting}
+        if counters and max(counters.values()) - min(counters.values()) > bound:
+            yield f"tenants that wait were served {counters}, further apart than {bound}"
+
+
+def _check_given_back(world: World) -> Iterator[str]:
+    """Check that what was taken was given back."""
+    story = world.story
+    for actor in world.actors():
+        if actor.name == "fairness":
+            core: Any = actor._core  # type: ignore[attr-defined]
+            for replica in core._replicas.values():
+                if replica.credits != story.max_batch_size or replica.running or replica.paused:
+                    yield (
+                        f"{actor.role}: {replica.credits} of {story.max_batch_size} credits, "
+                        f"{len(replica.running)} running, {len(replica.paused)} paused"
+                    )
+        # A request that the server has lost, and admission with it, is kept by streaming alone.
+        lossy = any(f.kind in ("restart", "failover") for f in story.faults)
+        if actor.name == "streaming" and not lossy and len(actor._core):  # type: ignore[attr-defined]
+            yield f"streaming still has {len(actor._core)} requests"  # type: ignore[attr-defined]
+        if actor.name == "batching":
+            cache: Any = actor._core.cache  # type: ignore[attr-defined]
+            if cache.num_free_blocks() != story.num_blocks:
+                yield f"{cache.num_free_blocks()} of {story.num_blocks} blocks are free"
+
+
+def is_at_rest(world: World) -> bool:
+    """Return whether nothing is in flight anywhere, and what was taken was given back."""
+    return _has_ended(world) and not any(_check_given_back(world))
+
+
+def _has_ended(world: World) -> bool:
+    """Return whether no request is in flight anywhere."""
+    for actor in world.actors():
+        if not actor.holds_all:
+            return False
+        if actor.name == "admission" and len(actor.epochs.requests.ledger):  # type: ignore[attr-defined]
+            return False
+        if actor.name == "fairness" and actor._core.num_queued:  # type: ignore[attr-defined]
+            return False
+        if actor.name == "batching":
+            core = actor._core  # type: ignore[attr-defined]
+            if core is None or not core.idle:
+                return False
+    data = world.network.node.engine.data
+    return not any(
+        getattr(value, "ids", None) for key, value in data.values.items() if key == b"nano:requests"
+    )
+
+
+def _check_results(world: World) -> Iterator[str]:
+    """Check that the results stream has one terminal message of each request."""
+    stream = world.network.node.engine.data.values.get(b"nano:results")
+    if not isinstance(stream, Stream):
+        return
+    ends = (decode_output(dict(_pairs(fields))[b"json"]) for fields in stream.fields.values())
+    numbers = Counter(end.entry_id for end in ends)
+    for entry_id, number in numbers.items():
+        if number > 1:
+            yield f"the results stream has {number} terminal messages of {entry_id}"
+    lossy = any(f.kind in ("restart", "failover") for f in world.story.faults)
+    for call in () if lossy else world.calls.values():
+        end = call.outputs[-1] if call.outputs else None
+        if isinstance(end, Completion) and not numbers[end.entry_id]:
+            yield f"the results stream has no terminal message of {call.request.name}"
+
+
+def _pairs(fields: list[bytes]) -> Iterator[tuple[bytes, bytes]]:
+    return zip(fields[::2], fields[1::2], strict=True)
+
+
+def check_end(world: World) -> Iterator[str]:
+    """Return what is left though all requests have ended."""
+    yield from _check_results(world)
+    if not _has_ended(world):
+        for actor in world.actors():
+            yield f"{actor.role} is not at rest: {actor.condition()} {actor.load()}"
+        yield f"requests: {world.network.node.engine.data.values.get(b'nano:requests')}"
+    else:
+        yield from _check_given_back(world)
+    yield from check_state(world)

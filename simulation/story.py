@@ -1,0 +1,230 @@
+"""A story: the requests and faults of one simulation, drawn from a seed."""
+
+from __future__ import annotations
+
+from random import Random
+from typing import Literal
+
+import msgspec
+
+from ..bus.weights import InFlight
+from ..config import STAGES
+from . import model
+
+MOST_REQUESTS = 24
+
+BusKind = Literal["memory", "redis"]
+
+FaultKind = Literal[
+    "kill",  # a process, as by kill -9; it starts again later
+    "crash",  # a stage raises
+    "pause",  # a process is stopped and goes on later
+    "reset",  # all connections of a process break
+    "cut",  # a process and Redis can't reach each other
+    "restart",  # Redis stops and starts with its data, perhaps without the last moments
+    "failover",  # a replica without the last moments becomes the master
+    "clock",  # a wall clock jumps
+    "slow",  # everything takes several times as long
+    "weights",  # new weights
+    "hold",  # generation is paused, and resumed later
+    "flush",  # the prefix cache is emptied
+]
+
+
+class Request(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A request, and what its client does.
+
+    Attributes:
+        name: Its id.
+        at_ms: When it is sent.
+        client: Number of its client.
+        prompt: Token ids.
+        stop_ids: Tokens that end a sample.
+        budget_ms: Its time limit; 0 for none.
+        leave_ms: After so long the client stops and cancels it; 0 for never.
+    """
+
+    name: str
+    at_ms: int
+    client: int = 0
+    prompt: tuple[int, ...]
+    n: int = 1
+    max_tokens: int = 4
+    min_tokens: int = 0
+    seed: int = 0
+    temperature: float = 1.0
+    stop_ids: tuple[int, ...] = ()
+    stream: bool = True
+    tenant: str = "default"
+    priority: int = 0
+    budget_ms: int = 0
+    leave_ms: int = 0
+
+
+class Fault(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Something that goes wrong, or an operator's order.
+
+    Attributes:
+        target: A program; "" for Redis, or all.
+        lasts_ms: For how long, or until the program starts again.
+        amount: Milliseconds that Redis loses or a clock jumps; a factor of slowness.
+        mode: How running requests go on with new weights.
+    """
+
+    at_ms: int
+    kind: FaultKind
+    target: str = ""
+    lasts_ms: int = 0
+    amount: int = 0
+    mode: InFlight = "keep"
+
+
+class Story(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """All that happens in one simulation.
+
+    Attributes:
+        seed: Of order and delays.
+        split: Whether each stage is a process of its own.
+        shuffled: Whether ready callbacks run in any order.
+        slowness: How many times slower than usual the device is.
+        num_blocks: Of a replica's KV cache.
+    """
+
+    seed: int
+    bus: BusKind = "redis"
+    lanes: int = 1
+    replicas: int = 1
+    split: bool = False
+    clients: int = 1
+    shuffled: bool = True
+    slowness: int = 1
+    num_blocks: int = 64
+    block_size: int = 4
+    max_batch_size: int = 8
+    max_tokens_per_batch: int = 64
+    max_in_flight: int = 64
+    cache_type: Literal["paged", "radix"] = "radix"
+    requests: tuple[Request, ...] = ()
+    faults: tuple[Fault, ...] = ()
+
+    @property
+    def programs(self) -> list[str]:
+        """The processes with stages, by name."""
+        if self.bus == "memory":
+            return ["0"]
+        roles = [
+            *(stage for stage in STAGES if stage not in ("batching", "executor")),
+            *("batching" + self._suffix(i) for i in range(self.replicas)),
+            *("executor" + self._suffix(i) for i in range(self.replicas)),
+        ]
+        if not self.split:
+            return [str(lane) for lane in range(self.lanes)]
+        return [f"{lane}/{role}" for lane in range(self.lanes) for role in roles]
+
+    @staticmethod
+    def _suffix(replica: int) -> str:
+        return f".{replica}" if replica else ""
+
+
+def draw(seed: int, most_requests: int = MOST_REQUESTS) -> Story:
+    """Return the story of a seed. Fewer requests make a shorter one."""
+    random = Random(seed)
+    bus: BusKind = "memory" if random.random() < 0.25 else "redis"
+    split = bus == "redis" and random.random() < 0.4
+    lanes = random.choice((1, 1, 2, 3)) if bus == "redis" and not split else 1
+    replicas = random.choice((1, 1, 2)) if bus == "redis" else 1
+    story = Story(
+        seed=seed,
+        bus=bus,
+        lanes=lanes,
+        replicas=replicas if split else 1,
+        split=split,
+        clients=random.choice((1, 2)) if bus == "redis" else 1,
+        shuffled=random.random() < 0.8,
+        slowness=random.choice((1, 5, 20)),
+        num_blocks=random.choice((24, 48, 96)),
+        block_size=random.choice((2, 4, 8)),
+        max_batch_size=random.choice((2, 4, 8)),
+        max_tokens_per_batch=random.choice((8, 32, 128)),
+        max_in_flight=random.choice((4, 16, 64)),
+        cache_type=random.choice(("paged", "radix")),
+    )
+    number = random.randint(min(4, most_requests), most_requests)
+    spread_ms = random.choice((50, 300, 1500))
+    requests = tuple(_request(random, story, i, spread_ms) for i in range(number))
+    number = random.choice((0, 1, 1, 2, 3, 5))
+    faults = sorted((_fault(random, story, spread_ms) for _ in range(number)), key=_at)
+    if any(fault.kind in ("restart", "failover") and fault.amount for fault in faults):
+        # What a server loses is computed again, and by other weights it would be other tokens.
+        faults = [fault for fault in faults if fault.kind != "weights"]
+    return msgspec.structs.replace(story, requests=requests, faults=tuple(faults))
+
+
+def _at(fault: Fault) -> int:
+    return fault.at_ms
+
+
+def _token(random: Random) -> int:
+    return model.FIRST_TOKEN + random.randrange(model.NUM_TOKENS)
+
+
+def _request(random: Random, story: Story, index: int, spread_ms: int) -> Request:
+    shared = Random(random.randrange(3))
+    prompt = [_token(shared) for _ in range(random.choice((0, 5, 12)))]
+    prompt += [_token(random) for _ in range(random.randint(1, 12))]
+    draws = random.random
+    return Request(
+        name=f"r{index}",
+        at_ms=random.randrange(spread_ms),
+        client=random.randrange(story.clients),
+        prompt=tuple(prompt),
+        n=random.choice((1, 1, 1, 2, 4)),
+        max_tokens=random.choice((1, 3, 8, 20)),
+        min_tokens=random.choice((0, 0, 1)),
+        seed=random.randrange(4),
+        temperature=random.choice((0.0, 1.0)),
+        stop_ids=tuple({_token(random) for _ in range(random.choice((0, 3, 8)))}),
+        stream=draws() < 0.8,
+        tenant=random.choice(("a", "b", "c")),
+        priority=random.choice((0, 0, 1)),
+        budget_ms=random.choice((20, 200, 2000)) if draws() < 0.1 else 0,
+        leave_ms=random.choice((1, 10, 100)) if draws() < 0.1 else 0,
+    )
+
+
+def _fault(random: Random, story: Story, spread_ms: int) -> Fault:
+    kinds: list[FaultKind]
+    if story.bus == "memory":
+        kinds = ["crash", "crash", "slow", "weights", "hold", "flush"]
+    else:
+        kinds = ["kill", "kill", "kill", "crash", "pause", "reset", "cut", "restart", "failover"]
+        kinds += ["clock", "slow", "weights", "hold", "flush"]
+    kind = random.choice(kinds)
+    at_ms = random.randrange(spread_ms + random.choice((100, 1000)))
+    programs = story.programs
+    target, lasts_ms, amount = "", 0, 0
+    match kind:
+        case "kill":
+            clients = [f"client{i}" for i in range(1, story.clients)]
+            target = random.choice([*programs, *clients])
+            lasts_ms = random.choice((10, 300, 3000))
+        case "crash":
+            target = random.choice(STAGES)
+        case "pause" | "cut":
+            target, lasts_ms = random.choice(programs), random.choice((50, 1000, 9000, 20_000))
+        case "reset":
+            target = random.choice(programs)
+        case "restart":
+            lasts_ms, amount = random.choice((10, 800)), random.choice((0, 0, 100, 1000))
+        case "failover":
+            lasts_ms, amount = random.choice((50, 1000)), random.choice((0, 5, 100, 1000))
+        case "clock":
+            target = random.choice(("", *programs))
+            amount = random.choice((-60_000, -500, 500, 60_000))
+        case "slow":
+            lasts_ms, amount = random.choice((200, 2000)), random.choice((5, 30))
+        case "hold":
+            lasts_ms = random.choice((50, 1000))
+    modes: tuple[InFlight, ...] = ("keep", "retract", "abort")
+    mode = random.choice(modes)
+    return Fault(at_ms=at_ms, kind=kind, target=target, lasts_ms=lasts_ms, amount=amount, mode=mode)

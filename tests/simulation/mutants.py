@@ -1,0 +1,280 @@
+"""Defects that the simulation must find."""
+
+from __future__ import annotations
+
+from .planting import Defect
+
+_EPOCHS = "stages/admission/epochs.py"
+_ACTOR = "stages/actor.py"
+_STREAMING = "stages/streaming/core.py"
+_BATCHING = "stages/batching/core.py"
+_LEASES = "bus/redis/leases.py"
+_RESULTS = "bus/redis/results.py"
+
+MUTANTS = (
+    # --- admission
+    Defect(
+        "streaming is asked about no request", _EPOCHS, "self._ask(self._ledger)", "self._ask([])"
+    ),
+    Defect(
+        "a stage that starts begins no epoch",
+        _EPOCHS,
+        'self._begin(f"{role} started", now_ns)',
+        "pass",
+    ),
+    Defect(
+        "streams of a larger epoch begin no epoch",
+        _EPOCHS,
+        'self._begin(f"{mine} streams take nothing more in this epoch", now_ns)',
+        "pass",
+    ),
+    Defect(
+        "a request that was begun before is taken for a new one",
+        _EPOCHS,
+        'if arrival.way == "taken" and arrival.owner == entry_id:',
+        "if False:",
+    ),
+    Defect(
+        "an answered entry is not acknowledged",
+        "stages/admission/requests.py",
+        "self._outbox.add(do.Acknowledge(entry_id, request_id))",
+        "pass",
+    ),
+    Defect(
+        "a resumed sample begins anew",
+        "stages/admission/core.py",
+        "tokens.get(index, ())",
+        "()",
+    ),
+    # --- stages
+    Defect(
+        "messages of older epochs are handled",
+        _ACTOR,
+        "if envelope.epoch < self.epoch:",
+        "if envelope.epoch < 0:",
+    ),
+    Defect(
+        "a new epoch drops no state",
+        _ACTOR,
+        "self.epoch = envelope.epoch\n                await self.reset()",
+        "self.epoch = envelope.epoch",
+    ),
+    Defect(
+        "the executor keeps the sequences of the last epoch",
+        "stages/executor/stage.py",
+        "_TORCH_THREAD.submit(self._core.reset)",
+        "pass",
+    ),
+    Defect(
+        "results are sent twice",
+        "stages/executor/stage.py",
+        "            self._weight_version = result.weight_version\n            await self._changes",
+        "            await self.send(self.own(STEPS_STREAMING), result, epoch=epoch)\n"
+        "            await self._changes",
+    ),
+    # --- streaming
+    Defect(
+        "a sample's chunks are restored without their tokens",
+        _STREAMING,
+        "            sample.restore(chunk)\n",
+        "            pass\n",
+    ),
+    # --- fairness
+    Defect(
+        "a dispatched sequence costs no credit",
+        "stages/fairness/core.py",
+        "replica.credits -= number",
+        "replica.credits -= 0",
+    ),
+    Defect(
+        "a cancelled request stays in the queue",
+        "stages/fairness/core.py",
+        "            self._queue.drop(waiting)\n        return msgspec",
+        "            pass\n        return msgspec",
+    ),
+    Defect(
+        "reports give no credits back",
+        "stages/fairness/core.py",
+        "reporter.credits += report.sequences",
+        "reporter.credits += 0",
+    ),
+    Defect(
+        "the tenant that was served most goes first",
+        "stages/fairness/queue.py",
+        "        return self.counter\n",
+        "        return -self.counter\n",
+    ),
+    # --- batching
+    Defect(
+        "cancellations are not passed on",
+        _BATCHING,
+        "ended=tuple(next_plan.ended),",
+        "ended=(),",
+    ),
+    Defect(
+        "the first token of a prompt is taken for computed",
+        "stages/batching/sequence.py",
+        "self.num_cached = self.num_computed = self.num_scheduled = num_cached",
+        "self.num_cached = self.num_computed = self.num_scheduled = num_cached or 1",
+    ),
+    Defect(
+        "blocks change hands while a plan in flight names them",
+        _BATCHING,
+        "        if self._sent:\n            # Blocks that",
+        "        if False:\n            # Blocks that",
+    ),
+    Defect(
+        "blocks of an ended sequence are free at once",
+        _BATCHING,
+        "if not self._sent or seq.last_step < self._sent[0].plan.step_id:",
+        "if True:",
+    ),
+    Defect(
+        "a block is shared that is not copied", _BATCHING, "copies += allocation.copies", "pass"
+    ),
+    Defect(
+        "KV of older weights is found",
+        "stages/batching/cache.py",
+        "        self.weight_version = version\n        if self.events is not None:\n"
+        "            self.events.clear()\n        self.forget_device()\n",
+        "        self.weight_version = version\n",
+    ),
+    Defect(
+        "the cache of another executor is kept",
+        "stages/batching/stage.py",
+        "keeps_cache = executor == ready.incarnation",
+        "keeps_cache = True",
+    ),
+    Defect(
+        "plans in flight are kept over an epoch",
+        _BATCHING,
+        "        self._sent.clear()\n        for seq in list(self._leaving.values()):",
+        "        for seq in list(self._leaving.values()):",
+    ),
+    # --- the bus
+    Defect(
+        "whoever waits for a queue is not woken",
+        "bus/queue.py",
+        "        self._items.append((entrance, item))\n        if self._takers:",
+        "        self._items.append((entrance, item))\n        if False:",
+    ),
+    Defect(
+        "a follower in memory does not notice outputs",
+        "bus/memory/results.py",
+        "            self._end(route, output)\n        route.changed.notify()",
+        "            self._end(route, output)",
+    ),
+    Defect(
+        "chunks have no number in their stream",
+        _RESULTS,
+        'f"{epoch}-{number}", JSON, part.payloads[0]]',
+        '"*", JSON, part.payloads[0]]',
+    ),
+    Defect(
+        "a stream with missing entries is ended",
+        "bus/redis/result_scripts.py",
+        "if ARGV[3] == '1' and not is_whole",
+        "if false and not is_whole",
+    ),
+    Defect(
+        "chunks that a server gets again are given to clients again",
+        "bus/redis/given.py",
+        "if offset == given:",
+        "if offset <= given:",
+    ),
+    Defect(
+        "a repeated message is handled again",
+        "bus/redis/links.py",
+        "if envelope.id <= self._last.get(source, 0):",
+        "if False:",
+    ),
+    Defect(
+        "an older epoch writes to a recovered stream",
+        "bus/redis/result_scripts.py",
+        "local reply = redis.pcall('XADD', KEYS[1], fence, 'fence', '')",
+        "local reply = redis.pcall('XADD', KEYS[1] .. 'x', fence, 'fence', '')",
+    ),
+    Defect(
+        "entries that were handed out and not received are forgotten",
+        "bus/redis/requests_stream.py",
+        "self._drain_first = failed = True",
+        "failed = True",
+    ),
+    Defect(
+        "an entry is acknowledged though its terminal message is lost",
+        _LEASES,
+        "if mark and redis.call",
+        "if false and redis.call",
+    ),
+    Defect(
+        "epochs begin anew when the server has lost their number",
+        "bus/redis/bus.py",
+        "math.max(tonumber(redis.call('GET', KEYS[1]) or 0) + 1, now_ms)",
+        "tonumber(redis.call('GET', KEYS[1]) or 0) + 1",
+    ),
+    Defect(
+        "a written chunk is written again when the reply is lost",
+        _RESULTS,
+        "while equal < len(taken) and _field(taken[equal]) == part.payloads[equal]:",
+        "while False:",
+    ),
+    Defect(
+        "entries in memory are forgotten when admission fails",
+        "bus/memory/bus.py",
+        "return [_aged(*item) for item in self._taken.values()]",
+        "return []",
+    ),
+    Defect(
+        "senders that wait for a closed inbox wait for ever",
+        "bus/memory/bus.py",
+        "            inbox.take_over(older)\n",
+        "            pass\n",
+    ),
+)
+
+OLD_DEFECTS = (
+    Defect(
+        "what was delivered is not compared with the stream",
+        _STREAMING,
+        "return not request.info.stream or Counter(known) == delivered",
+        "return True",
+    ),
+    Defect(
+        "a stage of which a successor has started takes part in the successor's epoch",
+        _ACTOR,
+        "if not await self.bus.is_newest(self.role):",
+        "if False:",
+    ),
+    Defect(
+        "an older record of a lane makes a predecessor its keeper",
+        _LEASES,
+        "if other and other ~= keeper and number_of(other) >= number_of(keeper) then",
+        "if other and other ~= keeper then",
+    ),
+    Defect(
+        "a request that is lost once it has begun is followed for ever",
+        "bus/redis/follow.py",
+        "begun_counts = silent + 1 < LOST_CHECKS",
+        "begun_counts = True",
+    ),
+    Defect(
+        "a lane fails at its start when a connection breaks",
+        "bus/redis/requests.py",
+        "await self.record.read(waits=True)",
+        "await self.record.read()",
+    ),
+    Defect(
+        "a begun request that runs anew repeats its tokens",
+        _STREAMING,
+        "if sample and request.unasked and started.num_generated < len(sample.token_ids):",
+        "if False:",
+    ),
+)
+"""Mended before, found again without the mend."""
+
+EVERY_DAY = {
+    "a stage that starts begins no epoch": 0,
+    "results are sent twice": 0,
+    "a dispatched sequence costs no credit": 0,
+}
+"""Defects that `make test` plants, and the first seed that is tried."""

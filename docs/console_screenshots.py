@@ -111,13 +111,20 @@ async def _shoot(
 
 async def _playground(page: Page, url: str) -> None:
     await page.goto(f"{url}/console/#/playground")
+    # Hot, so that there are tokens of which the model was not sure.
+    temperature = page.get_by_label("Temperature")
+    await temperature.evaluate(
+        "input => { input.value = '1.6'; input.dispatchEvent(new Event('input')); }"
+    )
     prompt = "Tell a story about Iris, a parrot and a green hat."
     await page.fill(".composer textarea", prompt)
     await page.click("button:text-is('Send')")
     await page.wait_for_selector(".message .meta span", timeout=60_000)
     await page.wait_for_timeout(300)
-    unsure = page.locator(".text.tokens:visible span[class^='sure']")
-    await unsure.nth(min(4, await unsure.count() - 1)).hover()
+    tokens = page.locator(".text.tokens:visible span[class^='sure']")
+    if not await tokens.count():
+        tokens = page.locator(".text.tokens:visible span")
+    await tokens.nth(min(5, await tokens.count() - 1)).hover()
     await page.wait_for_timeout(200)
 
 

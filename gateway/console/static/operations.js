@@ -6,7 +6,7 @@ import { bytes, clock, count, dateTime, duration, number } from "./format.js";
 import { feed } from "./feed.js";
 
 const panel = (title, note, actions, ...content) => h("section", { class: "panel", "aria-label": title }, h("header", null, h("h2", null, title), note && h("span", { class: "muted small" }, note), h("span", { class: "spacer" }), actions), content);
-const table = (heads, rows) => h("div", { class: "scroll-x", tabindex: 0, role: "group", "aria-label": "Table" }, h("table", null, h("thead", null, h("tr", null, heads.map((each) => h("th", { scope: "col", class: each.startsWith("#") ? "num" : undefined }, each.replace("#", ""))))), h("tbody", null, rows)));
+const table = (heads, rows) => h("div", { class: "scroll-x", tabindex: 0, role: "group", "aria-label": "Table" }, h("table", null, h("thead", null, h("tr", null, heads.map((each) => h("th", { scope: "col", class: each.startsWith("#") ? "num" : undefined }, each ? each.replace("#", "") : h("span", { class: "visually-hidden" }, "Actions"))))), h("tbody", null, rows)));
 const empty = (text) => h("p", { class: "empty" }, text);
 
 /** A button that works once at a time, and shows for how long. */

@@ -47,11 +47,11 @@ const ended = (each) => (each.ended_ns || Date.now() * 1e6) - each.arrived_ns;
 function drawRow(each, index, chosen) {
   const narrow = matchMedia("(max-width: 760px)").matches;
   const dot = h("span", { class: `dot ${DOTS[each.state]}`, role: "img", "aria-label": each.state, title: each.state });
-  const text = h("div", { class: "text", role: "cell" }, h("b", null, tail(each.prompt) || "–"), " ", h("span", null, each.code || each.answer));
+  const text = h("div", { class: "text", role: "gridcell" }, h("b", null, tail(each.prompt) || "–"), " ", h("span", null, each.code || each.answer));
   const cells = narrow
-    ? [h("div", { role: "cell" }, dot), text, h("div", { class: "right muted small", role: "cell" }, `${number(each.completion_tokens)} · ${duration(ended(each))}`)]
-    : [h("div", { role: "cell" }, dot), h("div", { role: "cell", class: "muted" }, clock(each.arrived_ns)), h("div", { role: "cell", class: "mono more", title: each.id }, shortId(each.id)), h("div", { role: "cell", title: each.tenant }, each.tenant), text,
-      h("div", { class: "right", role: "cell" }, number(each.completion_tokens)), h("div", { class: "right", role: "cell" }, each.first_ns ? duration(each.first_ns - each.arrived_ns) : "–"), h("div", { class: "right", role: "cell" }, duration(ended(each)))];
+    ? [h("div", { role: "gridcell" }, dot), text, h("div", { class: "right muted small", role: "gridcell" }, `${number(each.completion_tokens)} · ${duration(ended(each))}`)]
+    : [h("div", { role: "gridcell" }, dot), h("div", { role: "gridcell", class: "muted" }, clock(each.arrived_ns)), h("div", { role: "gridcell", class: "mono more", title: each.id }, shortId(each.id)), h("div", { role: "gridcell", title: each.tenant }, each.tenant), text,
+      h("div", { class: "right", role: "gridcell" }, number(each.completion_tokens)), h("div", { class: "right", role: "gridcell" }, each.first_ns ? duration(each.first_ns - each.arrived_ns) : "–"), h("div", { class: "right", role: "gridcell" }, duration(ended(each)))];
   return h("div", { class: "list-row", role: "row", id: `row-${each.number}`, "aria-rowindex": index + 2, "aria-selected": String(chosen), data: { index } }, cells);
 }
 
@@ -70,7 +70,7 @@ export function render(root, { signal, argument, session }) {
   const count = h("span", { class: "muted small num", role: "status" });
   const chips = STATES.map((each) => h("button", { type: "button", "aria-pressed": String(each === state), onclick: () => { state = each; for (const other of chips) other.setAttribute("aria-pressed", String(other.textContent === each)); filter(); } }, each));
   const space = h("div", { role: "rowgroup" });
-  const list = h("div", { class: "list", role: "table", tabindex: 0, "aria-label": "Requests; arrow keys choose one, Enter opens it" }, space);
+  const list = h("div", { class: "list", role: "grid", tabindex: 0, "aria-label": "Requests; arrow keys choose one, Enter opens it" }, space);
   const head = h("div", { class: "list-head", "aria-hidden": "true" }, ["", "arrived", "request", "tenant", "prompt and answer"].map((each) => h("div", { class: each === "request" ? "more" : undefined }, each)), ["tokens", "first", "time"].map((each) => h("div", { class: "right" }, each)));
   const detail = h("aside", { class: "detail", hidden: true, tabindex: -1, "aria-label": "The request" });
   const view = h("div", { class: "requests" }, h("header", null, h("h1", null, "Requests"), h("div", { class: "search" }, search), h("div", { class: "chips", role: "group", "aria-label": "State" }, chips), count), head, list, detail);
@@ -204,10 +204,10 @@ function details(found, close, session) {
         running && session.scopes.includes("generate") && h("button", { type: "button", class: "danger", onclick: () => cancelRequest(request.id) }, "Cancel"),
         h("button", { type: "button", class: "quiet", onclick: () => copy(request.id) }, "Copy id"), closeButton(close))),
     request.message && h("div", { class: "banner bad" }, h("b", null, request.code), request.message),
-    h("section", null, h("h3", null, `Stages · ${duration(total)}`), waterfall(stepsOf(found))),
-    time && h("section", null, h("h3", null, "Where the time went"), causes(time.causes ?? time)),
+    h("section", null, h("h2", null, `Stages · ${duration(total)}`), waterfall(stepsOf(found))),
+    time && h("section", null, h("h2", null, "Where the time went"), causes(time.causes ?? time)),
     h("dl", { class: "facts" }, facts.map(([name, value]) => [h("dt", null, name), h("dd", null, value)])),
-    (detail.prompt || request.prompt) && h("section", null, h("h3", null, "Prompt"), h("div", { class: "box-text", tabindex: 0, role: "group", "aria-label": "Prompt" }, detail.prompt || request.prompt)),
+    (detail.prompt || request.prompt) && h("section", null, h("h2", null, "Prompt"), h("div", { class: "box-text", tabindex: 0, role: "group", "aria-label": "Prompt" }, detail.prompt || request.prompt)),
     (detail.samples ?? []).map((sample, index) => sampleView(sample, index, detail.samples.length)),
     !detail.samples && !running && h("p", { class: "muted small" }, "Its texts are no longer kept: they make room for those of newer requests."),
   ];
@@ -233,7 +233,7 @@ function sampleView(sample, index, several) {
       text.append(h("span", { class: `v v${place % 4}` }, sample.tokens_text.slice(start, end).join("")));
     });
   } else text.append(sample.text);
-  return h("section", null, h("h3", null, `${title} · ${number(sample.tokens)} tokens · ${sample.finish_reason}`), text,
+  return h("section", null, h("h2", null, `${title} · ${number(sample.tokens)} tokens · ${sample.finish_reason}`), text,
     many && h("p", { class: "legend" }, spans.map(([version, start], place) => h("span", null, h("i", { class: `i-v${place % 4}` }), `weights ${version} from token ${start}`))),
     sample.tokens_text && sample.tokens_text.length < sample.tokens && h("p", { class: "muted small" }, `The first ${number(sample.tokens_text.length)} tokens.`));
 }

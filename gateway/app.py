@@ -116,6 +116,8 @@ class GatewayApp(Application):
         kserve: What gRPC serves as well, through `chain`.
         durable_calls: Returns the durable calls of all models of this gateway.
         background: Tasks beside the connections, by name.
+        feed: The live state for the console; None without it.
+        request_log: The last requests; None without the console.
     """
 
     def __init__(
@@ -136,8 +138,9 @@ class GatewayApp(Application):
         looks = recent_status(engine, config)
         own = gateway_routes(looks, config, policy, kserve.readiness, measures.metrics)
         self.feed: Feed | None = None
+        self.request_log: RequestLog | None = None
         if config.gateway.console:
-            log = measures.requests = RequestLog()
+            log = measures.requests = self.request_log = RequestLog()
             self.feed = Feed(looks.get, log, lambda: _numbers(services()))
             own += console_routes(config, self.feed, log, kserve.readiness, services)
         letters = dead_letter_routes(engine, policy.audit)

@@ -1,1 +1,1 @@
-"""The console: a page at `/console` that shows the pipeline and its requests, and their endpoints."""
+"""The console: a page at `/console` that shows the pipeline and its requests."""

@@ -76,7 +76,9 @@ def file_routes() -> list[PolicyRoute]:
         if found.etag in request.headers.get("if-none-match", ""):
             return Response(status_code=304, headers=headers)
         content = found.content
-        if "gzip" in request.headers.get("accept-encoding", "") and len(found.packed) < len(content):
+        if "gzip" in request.headers.get("accept-encoding", "") and len(found.packed) < len(
+            content
+        ):
             content, headers["Content-Encoding"] = found.packed, "gzip"
         return Response(content, headers=headers, media_type=found.media_type)
 

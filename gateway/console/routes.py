@@ -153,5 +153,3 @@ def _add_texts(detail: dict[str, Any], words: Words) -> None:
     del detail["prompt_token_ids"]
     for sample in detail["samples"]:
         sample["tokens_text"] = [words.token(each) for each in sample.pop("token_ids")]
-
-

@@ -42,7 +42,7 @@ function facts(role, report) {
     case "admission": return [number(load.in_flight), "in flight", [load.recovering && `${number(load.recovering)} recovering`, load.responses !== undefined && `${number(load.response_hits)} answers from the cache`]];
     case "fairness": return [number(load.queued), "queued", [`${number(load.credits)} places`, load.paused && `${number(load.paused)} paused`, load.preemptions && `${number(load.preemptions)} preempted`]];
     case "batching": return [number(load.running), "in the batch", [load.waiting && `${number(load.waiting)} waiting`, load.step_age_s > 2 && `step since ${load.step_age_s} s`]];
-    case "executor": return [`v${load.weight_version ?? 0}`, "weights", [[load.device, load.dtype, load.parameters && `${count(load.parameters)} parameters`].filter(Boolean).join(" · "), load.steps !== undefined && `${number(load.steps)} steps`]];
+    case "executor": return [`v${load.weight_version ?? 0}`, "weights", [[load.device, load.dtype].filter(Boolean).join(" · "), [load.parameters && `${count(load.parameters)} params`, load.steps !== undefined && `${number(load.steps)} steps`].filter(Boolean).join(" · ")]];
     default: return [number(load.tokens_per_s), "tokens/s", [load.ttft_ms_p50 !== undefined && `first token ${duration(load.ttft_ms_p50 * 1e6)}`, load.open && `${number(load.open)} open`]];
   }
 }

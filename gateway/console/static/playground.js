@@ -378,7 +378,7 @@ export function render(root, context) {
 
   put(root, h("div", { class: "play" },
     h("header", null, h("h1", null, "Playground"), h("span", { class: "spacer" }), compare,
-      h("button", { type: "button", onclick: () => attempt(() => program(bodyOf({ settings: shownPanes()[0].settings, turns: [...shownPanes()[0].turns, { role: "user", text: text.value || "Hello" }] }), context)) }, "As a program"),
+      h("button", { type: "button", onclick: () => attempt(() => program(bodyOf({ settings: shownPanes()[0].settings, turns: [...shownPanes()[0].turns, { role: "user", text: text.value || "Hello" }] }), context)) }, "Get code"),
       h("button", { type: "button", onclick: () => { stopAll(); for (const pane of state.panes) pane.turns = []; keep(true); drawAll(); text.focus(); } }, "New chat"), sheet),
     panes, h("div", { class: "composer" }, box), settings));
   drawAll();

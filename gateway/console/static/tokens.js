@@ -29,7 +29,7 @@ const sureness = (logprob) => { const p = Math.exp(logprob); return p > 0.9 ? ""
 
 const share = (logprob) => { const p = Math.exp(logprob) * 100; return p >= 0.1 ? `${p.toFixed(1)}%` : "< 0.1%"; };
 
-const visible = (text) => JSON.stringify(text).slice(1, -1).replaceAll('\\"', '"');
+const visible = (text) => JSON.stringify(text).slice(1, -1).replaceAll('\\"', '"').replace(/^ +| +$/g, (spaces) => "␣".repeat(spaces.length));
 
 const tip = h("div", { class: "tip", role: "status", hidden: true });
 

@@ -5,7 +5,7 @@
 
 import { ApiError, call, events, pause } from "./api.js";
 
-const LONGEST_MS = 120_000;
+const LONGEST_MS = 600_000;
 
 /** The state of one answer, as it is kept over a reload: plain data. */
 export function newAnswer(body) {

@@ -204,7 +204,7 @@ async def test_an_answer_goes_on_after_a_lost_connection_and_a_reload(engine: Fa
         engine.hold()
         await page.send("Hello")
         await page.page.wait_for_function(
-            "document.querySelector('.assistant .tokens span.cursor')"
+            "() => document.querySelector('.assistant .tokens span.cursor')"
         )
         await engine.until(lambda: bool(engine.requests))
         for each in list(server.connections._all):

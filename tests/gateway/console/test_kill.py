@@ -32,7 +32,9 @@ def free_port() -> int:
 
 def started(redis_url: str, port: int) -> subprocess.Popen[bytes]:
     command = [sys.executable, "-m", "nano_inference", "gateway", "--bus", redis_url]
-    return subprocess.Popen([*command, "--port", str(port)], stderr=subprocess.DEVNULL)
+    # However long the next gateway takes to start.
+    grace = ["--set", "gateway.resume_grace_s=300"]
+    return subprocess.Popen([*command, "--port", str(port), *grace], stderr=subprocess.DEVNULL)
 
 
 async def text_of(url: str, stream: str) -> str:
@@ -59,6 +61,7 @@ async def test_a_stream_survives_the_kill_of_its_gateway(redis_url: str) -> None
 
     try:
         async with Pipeline(config), chromium() as browser, console(browser, url) as page:
+            page.page.set_default_timeout(300_000)
             await page.page.route("**/v1/chat/completions", longer)
             async with httpx.AsyncClient(
                 transport=httpx.AsyncHTTPTransport(retries=8), base_url=url
@@ -67,13 +70,13 @@ async def test_a_stream_survives_the_kill_of_its_gateway(redis_url: str) -> None
             await page.open()
             await page.send("Tell a story about Iris, a parrot and a green hat.")
             shown = "document.querySelectorAll('.assistant .tokens span').length"
-            await page.page.wait_for_function(f"{shown} > 20")
+            await page.page.wait_for_function(f"() => {shown} > 20")
             os.kill(gateway.pid, signal.SIGKILL)
             gateway.wait()
             await page.page.wait_for_selector("text=Connection lost")
             before = await page.page.evaluate(shown)
             gateway = started(redis_url, port)
-            await page.page.wait_for_function(f"{shown} > {before} + 20")
+            await page.page.wait_for_function(f"() => {shown} > {before} + 20")
             await page.answered()
             answer = page.page.locator(".message.assistant")
             (stream,) = await page.page.evaluate(

@@ -105,13 +105,14 @@ async def _shoot(
         if only in view:
             await prepare(page, url)
             if view == "pipeline" and width > 1000:  # down to its charts
-                await page.set_viewport_size({"width": width, "height": 1180})
+                await page.set_viewport_size({"width": width, "height": 1200})
                 await page.wait_for_timeout(500)
             path = FOLDER / f"{view}{name}.png"
             await page.screenshot(path=path)
             await page.set_viewport_size({"width": width, "height": height})
-            # A palette has room for the page's few colours, in a third of the bytes.
-            Image.open(path).convert("RGB").quantize(192).save(path, optimize=True)
+            # A palette has room for the page's few colours, in half of the bytes.
+            shot = Image.open(path).convert("RGB")
+            shot.quantize(256, Image.Quantize.MAXCOVERAGE).save(path, optimize=True)
     await context.close()
 
 

@@ -28,12 +28,15 @@ function doing(label, work, more = {}) {
 
 const KINDS = { ready: "good", loading: "accent", draining: "warn", failed: "bad", unloaded: "" };
 
+/** The last part of a folder's path, which says enough in a table. */
+const lastPart = (path) => (path ?? "").replace(/\/+$/, "").split("/").at(-1);
+
 function modelRow(each, session, again) {
   const may = session.several_models && session.scopes.includes("admin");
   const at = `admin/models/${encodeURIComponent(each.id)}`;
   const progress = each.state === "loading" && h("progress", { "aria-label": `${each.id} is loading` });
   return h("tr", null,
-    h("td", null, h("b", null, each.id), each.default && h("span", { class: "muted small" }, " default"), h("div", { class: "muted small ellipsis" }, each.path)),
+    h("td", null, h("b", null, each.id), each.default && h("span", { class: "muted small" }, " default"), h("div", { class: "muted small ellipsis", title: each.path }, lastPart(each.path))),
     h("td", null, h("span", { class: `tag ${KINDS[each.state] ?? ""}` }, each.state), each.reason && h("div", { class: "small error" }, each.reason), progress),
     h("td", { class: "num" }, each.parameters ? count(each.parameters) : "–"), h("td", { class: "num" }, each.weight_bytes ? bytes(each.weight_bytes) : "–"), h("td", { class: "num" }, each.kv_bytes ? bytes(each.kv_bytes) : "–"),
     h("td", { class: "num" }, each.load_ns ? duration(each.load_ns) : "–"), h("td", { class: "num" }, number(each.in_flight)),

@@ -151,8 +151,8 @@ export function render(root, { signal }) {
   });
   put(root, h("div", { class: "page" }, h("header", null, h("h1", null, "Pipeline")), banner, tiles, lanes,
     h("div", { class: "grid" }, panel("Capacity", meters), panel("Tenants, last minute at this gateway", shares)),
-    h("div", { class: "grid" }, plots.map(({ title, series, element }) => h("section", { class: "panel" }, h("header", null, h("h2", null, title), h("span", { class: "spacer" }), series.length > 1 && legend(series)), h("div", { class: "body" }, element))))));
-  for (const each of plots) each.plot = chart(each.element, each.series, { signal });
+    h("div", { class: "grid charts" }, plots.map(({ title, series, element }) => h("section", { class: "panel" }, h("header", null, h("h2", null, title), h("span", { class: "spacer" }), series.length > 1 && legend(series)), h("div", { class: "body" }, element))))));
+  for (const each of plots) each.plot = chart(each.element, each.series, { signal, min: 0 });
 
   feed.on((snapshot) => {
     const { status } = snapshot;

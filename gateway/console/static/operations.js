@@ -178,14 +178,14 @@ function keys(session, signal) {
       h("td", null, h("b", null, each.name), h("div", { class: "mono muted" }, each.id)), h("td", null, each.tenant), h("td", null, h("div", { class: "row" }, each.scopes.map((scope) => h("span", { class: "tag" }, scope)))), h("td", { class: "small" }, limitsOf(each.limits)),
       h("td", { class: "small nowrap" }, each.expires_ns ? dateTime(each.expires_ns) : "for ever"),
       h("td", null, h("div", { class: "row end" }, h("button", { type: "button", onclick: () => changeKey(each, draw) }, "Limits"), doing("Revoke", async () => { if (await confirmed(`Revoke ${each.name}?`, "Its calls are refused within a second.", "Revoke")) { await call(`admin/keys/${encodeURIComponent(each.id)}`, { method: "DELETE" }); await draw(); } }, { class: "danger" })))))),
-      h("header", { class: "sub" }), tenantTable(tenants, draw));
+      tenantTable(tenants, draw));
   }
   draw().catch((error) => { if (!signal.aborted) put(body, empty(error.message)); });
   return panel("Keys and limits", "", h("div", { class: "row" }, h("button", { type: "button", onclick: () => changeTenant("", {}, draw) }, "Limit a tenant"), h("button", { type: "button", onclick: () => newKey(draw) }, "New key")), body);
 }
 
 function tenantTable(tenants, draw) {
-  const entries = Object.entries(tenants.data ?? tenants);
+  const entries = Object.entries(tenants);
   if (!entries.length) return null;
   return table(["Tenant", "Weight", "Limits", ""], entries.map(([name, each]) => h("tr", null, h("td", null, h("b", null, name)), h("td", null, each.weight ?? "default"), h("td", { class: "small" }, limitsOf(each.limits)),
     h("td", null, h("div", { class: "row end" }, h("button", { type: "button", onclick: () => changeTenant(name, each, draw) }, "Change"))))));

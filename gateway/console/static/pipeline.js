@@ -4,6 +4,7 @@ import { h, put } from "./dom.js";
 import { bytes, count, duration, number, percent } from "./format.js";
 import { chart } from "./chart.js";
 import { feed } from "./feed.js";
+import { causeShares } from "./waterfall.js";
 
 const LATE_S = 5;
 const DEEP = 256;
@@ -140,6 +141,8 @@ export function render(root, { signal }) {
   const lanes = h("div", { class: "page-lanes grid", style: { "grid-template-columns": "minmax(0, 1fr)" } });
   const meters = h("div", { class: "stack grid", style: { "grid-template-columns": "minmax(0, 1fr)", gap: "14px" } });
   const shares = h("div", { class: "grid", style: { "grid-template-columns": "minmax(0, 1fr)", gap: "14px" } });
+  const spent = panel("Where the time of the last requests went");
+  spent.hidden = true;
   const plots = [
     ["Tokens per second", [{ label: "tokens/s", color: "--streaming", fill: true }], (p) => [p[1]]],
     ["Requests", [{ label: "in flight", color: "--admission" }, { label: "queued", color: "--fairness" }, { label: "in the batch", color: "--batching" }], (p) => [p[2], p[3], p[4]]],
@@ -150,7 +153,7 @@ export function render(root, { signal }) {
     return { title, series, pick, element };
   });
   put(root, h("div", { class: "page" }, h("header", null, h("h1", null, "Pipeline")), banner, tiles, lanes,
-    h("div", { class: "grid" }, panel("Capacity", meters), panel("Tenants, last minute at this gateway", shares)),
+    h("div", { class: "grid" }, panel("Capacity", meters), panel("Tenants, last minute at this gateway", shares)), spent,
     h("div", { class: "grid charts" }, plots.map(({ title, series, element }) => h("section", { class: "panel" }, h("header", null, h("h2", null, title), h("span", { class: "spacer" }), series.length > 1 && legend(series)), h("div", { class: "body" }, element))))));
   for (const each of plots) each.plot = chart(each.element, each.series, { signal, min: 0 });
 
@@ -181,9 +184,12 @@ export function render(root, { signal }) {
     const earlier = (lane) => before?.status?.lanes.find((each) => each.lane === lane.lane && each.model === lane.model);
     put(lanes, status.lanes.map((lane) => laneView(lane, earlier(lane), seconds)), !status.lanes.length && h("div", { class: "panel empty" }, status.reason));
     put(meters, capacity(status.lanes));
+    const times = status.lanes.map((lane) => lane.stages.streaming && causeShares(lane.stages.streaming.load)).filter(Boolean);
+    spent.hidden = !times.length;
+    put(spent.lastChild, times);
     put(shares, tenants(snapshot.tenants));
-    const times = feed.points.map((point) => point[0] / 1000);
-    for (const { plot, pick, series } of plots) plot.update([times, ...series.map((_, index) => feed.points.map((point) => pick(point)[index]))]);
+    const seen = feed.points.map((point) => point[0] / 1000);
+    for (const { plot, pick, series } of plots) plot.update([seen, ...series.map((_, index) => feed.points.map((point) => pick(point)[index]))]);
   }, signal);
 }
 

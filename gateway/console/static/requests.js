@@ -196,6 +196,7 @@ function details(found, close, session) {
     request.first_ns && ["first token", `after ${duration(request.first_ns - request.arrived_ns)}`],
     request.versions && ["weights", request.versions[0] === request.versions[1] ? `version ${request.versions[0]}` : `versions ${request.versions[0]} to ${request.versions[1]}`],
     detail.samples?.some((each) => each.drafted) && ["drafted", `${number(detail.samples.reduce((all, each) => all + each.accepted, 0))} of ${number(detail.samples.reduce((all, each) => all + each.drafted, 0))} tokens accepted`],
+    usage.billed_ns && ["device time", duration(usage.billed_ns)],
     detail.trace_id && ["trace", h("code", null, detail.trace_id)],
   ].filter(Boolean);
   return [
@@ -205,7 +206,7 @@ function details(found, close, session) {
         h("button", { type: "button", class: "quiet", onclick: () => copy(request.id) }, "Copy id"), closeButton(close))),
     request.message && h("div", { class: "banner bad" }, h("b", null, request.code), request.message),
     h("section", null, h("h2", null, `Stages · ${duration(total)}`), waterfall(stepsOf(found))),
-    time && h("section", null, h("h2", null, "Where the time went"), causes(time.causes ?? time)),
+    time && h("section", null, h("h2", null, "Where the time went"), causes(time)),
     h("dl", { class: "facts" }, facts.map(([name, value]) => [h("dt", null, name), h("dd", null, value)])),
     (detail.prompt || request.prompt) && h("section", null, h("h2", null, "Prompt"), h("div", { class: "box-text", tabindex: 0, role: "group", "aria-label": "Prompt" }, detail.prompt || request.prompt)),
     (detail.samples ?? []).map((sample, index) => sampleView(sample, index, detail.samples.length)),

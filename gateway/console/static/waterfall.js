@@ -37,6 +37,15 @@ export function causes(time, total) {
       h("tr", null, h("th", { scope: "row" }, "together"), h("td", { class: "num" }, duration(sum)), h("td", { class: "num muted" }, residual === null ? "" : residual ? `${residual} ns off` : "exact")))));
 }
 
+/** A bar and a legend of causes by their shares, in per mille, as streaming reports them of its last requests. */
+export function causeShares(load) {
+  const found = Object.keys(CAUSES).filter((cause) => load[`time_${cause}`]).map((cause) => ({ name: CAUSES[cause][0], color: CAUSES[cause][1], share: load[`time_${cause}`] / 1000 }));
+  if (!found.length) return null;
+  return h("div", { class: "causes meter" },
+    h("div", { class: "bar", role: "img", "aria-label": "Time of the last requests by cause" }, found.map(({ color, share }) => h("i", { style: { width: percent(share), background: color } }))),
+    h("p", { class: "legend" }, found.map(({ name, color, share }) => h("span", null, h("i", { style: { background: color } }), `${name} ${percent(share)}`))));
+}
+
 /** Steps on one axis: {name, start, end, color, note}. */
 export function waterfall(steps) {
   const from = Math.min(...steps.map((each) => each.start));

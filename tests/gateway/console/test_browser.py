@@ -262,3 +262,27 @@ async def test_with_keys_the_page_asks_for_one_and_sends_it_as_a_header(engine: 
         assert made["key"] not in await page.page.evaluate("JSON.stringify({...localStorage})")
         await page.open("operations")
         assert await page.page.locator("text=New key").count() == 0, "that takes the scope admin"
+
+
+async def test_an_administrator_makes_a_key_that_is_shown_once(engine: FakeEngine) -> None:
+    async with (
+        gateway(engine, **{"policy.backend": "bus"}) as (url, app, _),
+        chromium() as browser,
+        console(browser, url) as page,
+    ):
+        administration = Administration(app.policy.store)
+        root = await administration.create_key({"name": "root", "scopes": ["admin"]})
+        await page.page.goto(f"{url}/console/#/operations")
+        await page.page.fill("#key-input", root["key"])
+        await page.page.keyboard.press("Enter")
+        await page.page.click("button:text-is('New key')")
+        await page.page.get_by_label("Name", exact=True).fill(EVIL[:100])
+        await page.page.get_by_label("Calls at once").fill("3")
+        await page.page.click("button:text-is('Create')")
+        shown = await page.page.inner_text("dialog[open] pre")
+        assert await page.violations() == []
+        await page.page.click("button:text-is('Close')")
+        await page.page.wait_for_selector("td:has-text('3 at once')")
+        keys = {each["name"]: each for each in await administration.keys()}
+        assert keys[EVIL[:100]]["limits"]["max_in_flight"] == 3
+        assert shown not in await page.page.inner_text("main")

@@ -292,7 +292,7 @@ export function render(root, context) {
   function drawPane(pane, index) {
     const inner = h("div", { class: "inner" });
     const element = h("section", { class: "pane", tabindex: 0, "aria-label": state.compare ? ["Left", "Right"][index] : "Conversation" }, inner);
-    if (state.compare) inner.append(h("div", { class: "pane-head" }, h("span", { class: "tag accent" }, ["Left", "Right"][index]), pane.settings.model || context.models[0]?.id || "default model", `temperature ${pane.settings.temperature || "1"}`));
+    if (state.compare) inner.append(h("div", { class: "pane-head" }, h("span", { class: "tag accent" }, ["Left", "Right"][index]), h("span", null, pane.settings.model || context.models[0]?.id || "default model"), h("span", null, `temperature ${pane.settings.temperature || "1"}`)));
     if (!pane.turns.length) inner.append(index === 0 || !state.compare ? starter() : h("p", { class: "muted" }, "The same message goes to both sides; the settings are each side's own."));
     for (const turn of pane.turns) inner.append(turnView(turn, pane, context, views));
     return element;

@@ -27,6 +27,9 @@ T_co = TypeVar("T_co", covariant=True)
 class Inbox(Protocol):
     """All links that end at a stage, merged into one queue."""
 
+    def __len__(self) -> int:
+        """Return the number of messages that are here and not yet received."""
+
     async def receive(self, max_items: int = 64) -> list[Envelope]:
         """Wait for messages and return up to `max_items`, oldest first.
 

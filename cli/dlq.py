@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
-from contextlib import AsyncExitStack
 from typing import Annotated, TypeVar
 
 import msgspec
@@ -13,6 +12,7 @@ from msgspec.structs import replace
 from ..bus.dead_letters import DeadLetter
 from ..config import ConfigError
 from ..pipeline.client import BusClient
+from ..pipeline.dead_letters import retry_dead_letter
 from .connection import find_served, operate
 from .options import AsJson, Options, argument, group, option, takes_model_options
 from .terminal import complain, cut, date, harmless, one_line, print_json, print_table
@@ -105,21 +105,7 @@ def retry(
     id may still have its old answer. With several models it goes to the same model.
     """
 
-    async def publish(client: BusClient, letter: DeadLetter) -> str:
-        async with AsyncExitStack() as stack:
-            bus = client.bus
-            if letter.model != bus.model:
-                bus = (await stack.enter_async_context(client.of_model(letter.model))).bus
-            entry_id = await bus.requests.publish(
-                replace(letter.request, request_id=""),
-                traceparent=letter.traceparent,
-                tracestate=letter.tracestate,
-            )
-        # Last, so that the letter stays if publishing fails.
-        await client.bus.requests.drop_dead_letter(letter.letter_id)
-        return entry_id
-
-    for letter, entry_id in _act("retry", options, ids, publish, everything, yes):
+    for letter, entry_id in _act("retry", options, ids, retry_dead_letter, everything, yes):
         if as_json:
             print_json({"letter_id": letter.letter_id, "request_id": entry_id})
         else:

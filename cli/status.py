@@ -56,9 +56,9 @@ _BAR = 30
 _SPARKS = " ▁▂▃▄▅▆▇█"
 _HISTORY = 60
 # Shown by `nano-inference fairness show` and `nano-inference models`.
-_SHOWN_ELSEWHERE = ("settings", "roles", "expert_owners", "busy_s", "held", *FACTS)
+_SHOWN_ELSEWHERE = ("settings", "roles", "received", "expert_owners", "busy_s", "held", *FACTS)
 _DETAILS = frozenset(
-    {"credits", "set_aside", "plans", "steps", "open", "deterministic"}
+    {"credits", "set_aside", "plans", "steps", "open", "deterministic", "inbox"}
     | {"step_age_s", "token_age_s"}
     | {"preemptions", "yields", "resumes"}
 )

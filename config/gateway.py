@@ -76,6 +76,8 @@ class GatewayConfig(Section, frozen=True, forbid_unknown_fields=True):
         max_waiting: Requests that may wait here; beyond that, the newest call of the tenant with
             most waiting is refused as "overloaded".
         max_priority: Highest priority of a request, unless the caller's key allows more.
+        console: Whether `/console` serves the console (docs/console.md), and the gateway remembers
+            its last requests for it. With keys the page asks for one.
         metrics: Whether `GET /metrics` serves this process's metrics, even without
             `telemetry.metrics_port`. With keys it requires the scope "read".
     """
@@ -118,6 +120,7 @@ class GatewayConfig(Section, frozen=True, forbid_unknown_fields=True):
     max_in_flight: Annotated[int | None, Range("at least 2, or null", 2)] = None
     max_waiting: PositiveInt = 16_384
     max_priority: int = 0
+    console: bool = True
     metrics: bool = True
 
     @property

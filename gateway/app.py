@@ -28,7 +28,10 @@ from .api.kserve.repository import open_service
 from .api.kserve.service import KServe
 from .api.openai import ModelInfoCalls, ResponseCalls, openai_routes
 from .api.sglang import sglang_routes
-from .endpoints import gateway_routes, single_model_routes
+from .console.feed import Feed
+from .console.routes import console_routes
+from .dead_letters import dead_letter_routes
+from .endpoints import gateway_routes, recent_status, single_model_routes
 from .policy.chain import PolicyChain, PolicyRoute
 from .policy.policy import Policy
 from .server.callers import JsonOnly
@@ -37,6 +40,7 @@ from .serving.durable_calls import DurableCalls, watch_orphans
 from .serving.lane_state import Readiness
 from .serving.measures import Measures
 from .serving.replays import ReplayCalls
+from .serving.request_log import RequestLog
 from .serving.services import Services
 
 
@@ -114,6 +118,8 @@ class GatewayApp(Application):
         kserve: What gRPC serves as well, through `chain`.
         durable_calls: Returns the durable calls of all models of this gateway.
         background: Tasks beside the connections, by name.
+        feed: The live state for the console; None without it.
+        request_log: The last requests; None without the console.
     """
 
     def __init__(
@@ -128,10 +134,19 @@ class GatewayApp(Application):
         kserve: KServe,
         durable_calls: Callable[[], list[DurableCalls]],
         owner_of: Callable[[DurableCall], DurableCalls | None],
+        services: Callable[[], Sequence[Services]],
     ) -> None:
-        """`owner_of`: as of `watch_orphans`."""
-        own = gateway_routes(engine, config, policy, kserve.readiness, measures.metrics)
-        super().__init__([*own, *routes], chain, measures)
+        """`owner_of`: as of `watch_orphans`; `services`: returns those of each loaded model."""
+        looks = recent_status(engine, config)
+        own = gateway_routes(looks, config, policy, kserve.readiness, measures.metrics)
+        self.feed: Feed | None = None
+        self.request_log: RequestLog | None = None
+        if config.gateway.console:
+            log = measures.requests = self.request_log = RequestLog()
+            self.feed = Feed(looks.get, log, lambda: _numbers(services()))
+            own += console_routes(config, self.feed, log, kserve.readiness, services)
+        letters = dead_letter_routes(engine, policy.audit)
+        super().__init__([*own, *letters, *routes], chain, measures)
         self.policy, self.kserve, self.durable_calls = policy, kserve, durable_calls
         orphans = partial(watch_orphans, engine.bus.store.calls, config, durable_calls, owner_of)
         self.background: dict[str, Callable[[], Coroutine[Any, Any, None]]] = {
@@ -141,6 +156,8 @@ class GatewayApp(Application):
 
     def stop(self) -> None:
         """The gateway closes connections from now on; their clients may go to another one."""
+        if self.feed is not None:
+            self.feed.close()
         for each in self.durable_calls():
             each.stopping = True
 
@@ -183,4 +200,14 @@ def make_app(
         kserve=model.kserve,
         durable_calls=lambda: [model.durable],
         owner_of=lambda call: model.durable,
+        services=lambda: [model],
     )
+
+
+def _numbers(services: Sequence[Services]) -> dict[str, int]:
+    """Return the numbers of a gateway for the console."""
+    submissions = [each.submissions for each in services]
+    return {
+        "waiting": sum(each.waiting for each in submissions),
+        "in_flight": sum(each.in_flight for each in submissions),
+    }

@@ -15,7 +15,7 @@ from starlette.responses import PlainTextResponse, Response
 from ..config import BusError, Config, ModelError, RequestError, shown
 from ..pipeline.client import BusClient
 from ..pipeline.models import ModelStatus
-from ..pipeline.status import of_models, pipeline_status
+from ..pipeline.status import PipelineStatus, of_models, pipeline_status
 from ..telemetry import Metrics
 from .policy.administration import Administration, Shown
 from .policy.audit import audit_change
@@ -41,14 +41,22 @@ _ROOT = (
 )
 
 
+def recent_status(engine: BusClient, config: Config) -> Recent[PipelineStatus]:
+    """Return the status of the pipeline, read at most every half second."""
+    stall_timeout_s = config.pipeline.stall_timeout_s
+    return Recent(lambda: pipeline_status(engine, stall_timeout_s), ASKED_EVERY_S)
+
+
 def gateway_routes(
-    engine: BusClient, config: Config, policy: Policy, readiness: Readiness, metrics: Metrics
+    looks: Recent[PipelineStatus],
+    config: Config,
+    policy: Policy,
+    readiness: Readiness,
+    metrics: Metrics,
 ) -> list[PolicyRoute]:
-    """Return the endpoints of every gateway, with one model or several."""
+    """Return the endpoints of every gateway, with one model or several. `looks`: the status."""
     # Repeated scrapes take one thread, and wait.
     one_at_a_time = anyio.CapacityLimiter(1)
-    stall_timeout_s = config.pipeline.stall_timeout_s
-    looks = Recent(lambda: pipeline_status(engine, stall_timeout_s), ASKED_EVERY_S)
 
     async def root(request: Request) -> Response:
         return PlainTextResponse(_ROOT)

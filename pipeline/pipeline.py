@@ -113,7 +113,9 @@ class Heart:
         loading: tuple[StageState, str] = ("starting", "it is loading")
         state, reason = condition or (actor.condition() if actor else loading)
         incarnation = actor.incarnation if actor else ""
-        load: dict[str, Any] = actor.load() if actor and actor.holds_all else {}
+        load: dict[str, Any] = {}
+        if actor and actor.holds_all:
+            load = actor.load() | actor.traffic()
         return StageReport(
             lane=self._config.bus.lane,
             stage=role,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import uuid
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import ClassVar
@@ -25,6 +26,7 @@ from ..config import (
     NanoInferenceError,
     cut,
     role_of,
+    role_of_sender,
 )
 from ..config.logger import get_logger
 from ..store.board import LoadedAdapter, StageState
@@ -93,6 +95,8 @@ class Actor(ABC):
         # The epoch in which this stage takes part; 0 for none.
         self._part_of = 0
         self._senders: dict[AnyLink, Sender] = {}
+        self._inbox: Inbox | None = None
+        self._received: Counter[str] = Counter()
 
     # --- overridden by stages -----------------------------------------------------------------
 
@@ -156,6 +160,13 @@ class Actor(ABC):
         """Return a few numbers for `status`. Called about once a second."""
         return {}
 
+    def traffic(self) -> dict[str, int | str]:
+        """Return how many messages wait in the inbox, and the number received from each role."""
+        if self._inbox is None:
+            return {}
+        received = ",".join(f"{role}={number}" for role, number in self._received.items())
+        return {"inbox": len(self._inbox), "received": received}
+
     def adapters(self) -> tuple[LoadedAdapter, ...]:
         """Return the adapters that requests can name, if known. Called about once a second."""
         return ()
@@ -188,8 +199,10 @@ class Actor(ABC):
 
     async def receive_forever(self, inbox: Inbox) -> None:
         """Handle messages one at a time, oldest first."""
+        self._inbox, received = inbox, self._received
         while True:
             for envelope in await self._receive(inbox):
+                received[role_of_sender(envelope.sender)] += 1
                 await self._dispatch(envelope)
             await self.tick()
 

@@ -34,6 +34,8 @@ def tree() -> set[str]:
     for name in ("tiny", "tiny-vision"):
         files |= {path.relative_to(ROOT) for path in (ROOT / "models" / name).iterdir()}
     files |= {path.relative_to(ROOT) for path in (ROOT / "text" / "messages" / "formats").iterdir()}
+    static = ROOT / "gateway" / "console" / "static"
+    files |= {path.relative_to(ROOT) for path in static.iterdir()}
     files |= {Path("py.typed"), Path("models/card.md"), Path("models/words.toml")}
     files.add(Path("models/vision/card.md"))
     return {f"nano_inference/{path}" for path in files}

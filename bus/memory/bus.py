@@ -43,6 +43,9 @@ class MemoryInbox:
         self._queue: BoundedQueue[Envelope] = BoundedQueue(f"the inbox of {stage}")
         self._link_capacity = link_capacity
 
+    def __len__(self) -> int:
+        return len(self._queue)
+
     async def receive(self, max_items: int = 64) -> list[Envelope]:
         return await self._queue.take(max_items)
 

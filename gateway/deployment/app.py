@@ -65,6 +65,7 @@ class DeploymentApp(GatewayApp):
             kserve=kserve,
             durable_calls=lambda: models.durable_calls,
             owner_of=models.owner_of,
+            services=lambda: [app.interfaces for app in models.apps if app.record.takes_requests],
         )
         # A model's own address counts before all other routes.
         self.router.routes.insert(0, ModelPathRoute(models))

@@ -94,9 +94,10 @@ class _KnownCallers:
         names = ("localhost", config.host, socket.gethostname(), *config.allowed_hosts)
         self._names = {name.lower() for name in names}
         self._origins = {origin.lower() for origin in config.allowed_origins}
+        self._console = config.console
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        refusal = self._refusal(Headers(scope=scope))
+        refusal = self._refusal(Headers(scope=scope), scope.get("scheme", "http"))
         app = self.app
         if refusal is not None:
             self.measures.refused(refusal.reason)
@@ -105,7 +106,7 @@ class _KnownCallers:
             app = self.respond(scope, refusal)
         await app(scope, receive, send)
 
-    def _refusal(self, headers: Headers) -> _Refused | None:
+    def _refusal(self, headers: Headers, scheme: str) -> _Refused | None:
         host, origin = headers.get("host", ""), headers.get("origin")
         name = _name_of(host)
         if name not in self._names and not _is_address(name):
@@ -121,6 +122,8 @@ class _KnownCallers:
                 "to the setting gateway.allowed_origins",
                 "forbidden_origin",
             )
+        if self._console and origin is not None and _is_same(origin, host, scheme, headers):
+            return None  # the console, which this gateway has served
         if origin is not None and origin.lower() not in self._origins:
             return _of_a_page(f"this comes from a page of {shown(origin)}")
         # Requests for images, links and the like have no Origin.
@@ -226,6 +229,16 @@ def not_for_pages(endpoint: Endpoint, measures: Measures) -> Endpoint:
 
 def _is_browser(headers: Headers, agent: str) -> bool:
     return agent.startswith(_BROWSERS) or "sec-fetch-site" in headers
+
+
+def _is_same(origin: str, host: str, scheme: str, headers: Headers) -> bool:
+    """Return whether a page has the origin that it calls, which has passed the check of names.
+
+    Behind a proxy with TLS the scheme differs, but a browser then says so itself.
+    """
+    says_so = headers.get("sec-fetch-site") == "same-origin"
+    page_scheme, _, page_host = origin.lower().partition("://")
+    return page_host == host.lower() and (says_so or page_scheme == scheme)
 
 
 def _of_a_page(why: str) -> _Refused:

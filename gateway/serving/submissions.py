@@ -282,18 +282,24 @@ class Submissions:
         self._owners.update(
             (each.request_id, _Owner(origin.tenant, each.model or model)) for each in requests
         )
+        code, message, log = "", "", self.measures.requests
+        if log is not None:
+            log.arrived(origin.tenant, requests, model)
         try:
             yield
         except NanoInferenceError as error:
             if isinstance(error, _TooLate):
                 self.measures.refused("expired")
-            origin.account.code = error.code
+            code, message = error.code, error.message
+            origin.account.code = code
             raise
         finally:
-            for each in requests:
-                # Another connection may attach it, too.
-                if each.request_id not in self._request_ids:
-                    self._owners.pop(each.request_id, None)
+            # Another connection may attach a request, too.
+            left = {each.request_id for each in requests} - self._request_ids.keys()
+            for request_id in left:
+                self._owners.pop(request_id, None)
+            if log is not None:
+                log.left(left, code, message)
 
     async def _outputs(
         self,
@@ -322,6 +328,9 @@ class Submissions:
         if not published and self._model:
             labels = {names.REQUEST_MODEL: self._model}
             self.measures.metrics.record(instruments.MODEL_ROUTES, 1, labels)
+        log = self.measures.requests
+        if log is not None:
+            log.began(request.request_id)
         with self._counted(request.request_id):
             submit = self.engine.submit if attachment is None else attachment.outputs
             # A durable call goes on after this, and a call without a stream has no chunks to count.
@@ -330,6 +339,8 @@ class Submissions:
             allowed = self.policy.outputs(origin, request, made, before)
             async with aclosing(allowed) as outputs:
                 async for output in outputs:
+                    if log is not None:
+                        log.output(request, output)
                     if isinstance(output, Completion):
                         _check(output)
                     yield output

@@ -17,8 +17,11 @@ from .fake import LIMIT_S, Client, FakeEngine, app_of, http_of
 
 
 def pytest_runtest_setup(item: pytest.Function) -> None:
-    """Limit the time of each asynchronous test: one that hangs fails, and the others run."""
-    if inspect.iscoroutinefunction(item.obj):
+    """Limit the time of each asynchronous test: one that hangs fails, and the others run.
+
+    Soaks have limits of their own.
+    """
+    if inspect.iscoroutinefunction(item.obj) and item.get_closest_marker("soak") is None:
         item.obj = limited(item.obj)
 
 

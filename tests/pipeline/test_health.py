@@ -11,6 +11,8 @@ from structlog.testing import capture_logs
 
 from nano_inference import Pipeline
 from nano_inference.bus import MemoryBus, open_bus
+from nano_inference.bus.control import StopSequences
+from nano_inference.bus.links import HALTS
 from nano_inference.bus.messages import Envelope
 from nano_inference.config import STAGES, BusConfig, Config, PipelineConfig, Stage
 from nano_inference.pipeline import cancellations
@@ -241,6 +243,37 @@ async def test_a_traceback_is_printed_once_for_each_way_to_fail() -> None:
         f"RuntimeError('{way}')" for way in ("a", "a", "a", "b", "b")
     ]
     assert [bool(line["exc_info"]) for line in failures] == [True, False, False, True, False]
+    await bus.aclose()
+
+
+class Counting(Broken):
+    """Takes one message, and hangs at it."""
+
+    async def open(self) -> None: ...
+
+    async def handle(self, envelope: Envelope) -> None:
+        await asyncio.sleep(3600)
+
+
+async def test_a_stage_reports_its_inbox_and_what_it_has_received() -> None:
+    bus = MemoryBus(Config().bus)
+    stage = Counting(StageContext(Config(), bus, Tracing(None)))
+    assert stage.traffic() == {}, "it has no inbox yet"
+    running = asyncio.create_task(stage.run())
+    async with asyncio.timeout(30):
+        while not stage.traffic():  # noqa: ASYNC110
+            await asyncio.sleep(0)
+    for number in range(70):  # one batch of 64 is taken at once
+        sender = bus.sender(HALTS, "streaming-1" if number else "client-1")
+        await sender.send(StopSequences((str(number),)))
+    async with asyncio.timeout(30):
+        while not stage.traffic()["received"]:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+    found = stage.traffic()
+    assert found["received"] == "client=1"
+    assert found["inbox"] in range(6, 70)
+    running.cancel()
+    await asyncio.wait([running])
     await bus.aclose()
 
 

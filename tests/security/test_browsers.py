@@ -396,3 +396,29 @@ async def test_health_is_not_ok_while_weights_are_released(engine: FakeEngine) -
         assert (await http.get("/health_generate")).status_code == 200
         await http.post("/resume_memory_occupation", json={"tags": ["weights"]})
         assert (await http.get("/health")).status_code == 200
+
+
+async def test_the_consoles_own_page_may_write_and_no_other_origin_may(engine: FakeEngine) -> None:
+    def page(origin: str, **more: str) -> dict[str, str]:
+        return browser(Origin=origin, Content_Type="application/json", **more)
+
+    others = (
+        "http://10.0.0.5:8000",
+        "https://10.0.0.5:30000",
+        "http://10.0.0.5.evil.example:30000",
+    )
+    async with gateway(engine) as client:
+        assert (await client.post("/pause_generation", headers=page(LAN))).status_code == 200
+        for other in others:
+            answer = await client.post("/pause_generation", headers=page(other))
+            assert error_of(answer, 403) == "forbidden_origin", other
+        # Behind a proxy with TLS; no page can make a browser say so for another origin.
+        behind = page("https://10.0.0.5:30000", Sec_Fetch_Site="same-origin")
+        assert (await client.post("/pause_generation", headers=behind)).status_code == 200
+    # The page's own name, made to resolve to this machine.
+    async with gateway(engine, base_url="http://evil.example:30000") as client:
+        answer = await client.post("/pause_generation", headers=page("http://evil.example:30000"))
+        assert error_of(answer, 403) == "forbidden_host"
+    async with gateway(engine, console=False) as client:
+        answer = await client.post("/pause_generation", headers=page(LAN))
+        assert error_of(answer, 403) == "forbidden_origin"

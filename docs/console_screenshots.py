@@ -1,0 +1,192 @@
+"""Take the screenshots of docs/console/: each view, in both themes, and at 375 pixels.
+
+It runs a pipeline with the bundled model in this process, sends it requests of several tenants, and
+drives a Chromium by Playwright, which the extra `test` brings:
+
+    python docs/console_screenshots.py [--chromium /usr/bin/chromium] [--only pipeline]
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import random
+import shutil
+from pathlib import Path
+from typing import Any
+
+import httpx2 as httpx
+from PIL import Image
+from playwright.async_api import Browser, Page, async_playwright
+
+from nano_inference import Pipeline, load_config
+from nano_inference.gateway.gateway import Gateway
+
+FOLDER = Path(__file__).parent / "console"
+SIZES = {"": (1440, 900), "-375": (375, 780)}
+
+PROMPTS = (
+    "How much is 12 + 30?",
+    "How much is 9 - 4?",
+    "Turn into JSON: Ben is a pilot, 44 years old.",
+    "Tell a story about Iris, a parrot and a green hat.",
+    "Tell a story about Leo, a fox and a red kite.",
+    "What is the weather in Oslo and Paris?",
+)
+TENANTS = ("acme", "blue-lab", "northwind")
+
+
+async def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--chromium", default=shutil.which("chromium") or "chromium")
+    parser.add_argument("--only", default="", help="views whose name contains this")
+    parser.add_argument("--url", default="", help="a gateway that runs, instead of an own one")
+    options = parser.parse_args()
+    FOLDER.mkdir(exist_ok=True)
+    if options.url:
+        await _shoot_all(options.url, options.chromium, options.only)
+        return
+    settings = {"gateway.port": 0, "pipeline.replicas": 2, "engine.kv_host_bytes": 8 << 20}
+    config = load_config(env={}, overrides=settings)
+    async with Pipeline(config) as pipeline, Gateway(pipeline.client, config) as gateway:
+        load = asyncio.create_task(_load(gateway.url))
+        await asyncio.sleep(20)
+        await _shoot_all(gateway.url, options.chromium, options.only)
+        load.cancel()
+
+
+async def _shoot_all(url: str, chromium: str, only: str) -> None:
+    async with async_playwright() as playwright:
+        browser = await playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
+        for theme in ("light", "dark"):
+            for suffix, size in SIZES.items():
+                if not suffix or theme == "light":
+                    await _shoot(browser, url, theme, size, f"-{theme}{suffix}", only)
+        await browser.close()
+
+
+async def _load(url: str) -> None:
+    """Send requests of several tenants until cancelled."""
+    rng = random.Random(1)
+    async with httpx.AsyncClient(base_url=url, timeout=60) as client:
+
+        async def one() -> None:
+            body: dict[str, Any] = {
+                "messages": [{"role": "user", "content": rng.choice(PROMPTS)}],
+                "max_tokens": rng.choice((16, 64, 160)),
+                "n": rng.choice((1, 1, 2)),
+            }
+            if rng.random() < 0.04:
+                body["budget_ms"] = 40
+            headers = {"X-Tenant": rng.choices(TENANTS, (6, 3, 1))[0]}
+            await client.post("/v1/chat/completions", json=body, headers=headers)
+
+        async def worker() -> None:
+            while True:
+                await one()
+                await asyncio.sleep(rng.random())
+
+        await asyncio.gather(*(worker() for _ in range(10)))
+
+
+async def _shoot(
+    browser: Browser, url: str, theme: str, size: tuple[int, int], name: str, only: str
+) -> None:
+    width, height = size
+    context = await browser.new_context(
+        viewport={"width": width, "height": height},
+        color_scheme="dark" if theme == "dark" else "light",
+        reduced_motion="reduce",
+    )
+    page = await context.new_page()
+    await page.goto(f"{url}/console/")
+    await page.wait_for_selector(".composer")
+    for view, prepare in VIEWS.items():
+        if only in view:
+            await prepare(page, url)
+            if view == "pipeline" and width > 1000:  # down to its charts
+                await page.set_viewport_size({"width": width, "height": 1200})
+                await page.wait_for_timeout(500)
+            path = FOLDER / f"{view}{name}.png"
+            await page.screenshot(path=path)
+            await page.set_viewport_size({"width": width, "height": height})
+            Image.open(path).save(path, optimize=True)
+    await context.close()
+
+
+async def _playground(page: Page, url: str) -> None:
+    await page.goto(f"{url}/console/#/playground")
+    # Hot, so that there are tokens of which the model was not sure.
+    temperature = page.get_by_label("Temperature")
+    await temperature.evaluate(_FILL, "1.6")
+    prompt = "Tell a story about Iris, a parrot and a green hat."
+    await page.fill(".composer textarea", prompt)
+    await page.click("button:text-is('Send')")
+    await page.wait_for_selector(".message .meta span", timeout=60_000)
+    await page.wait_for_timeout(300)
+    tokens = page.locator(".text.tokens:visible span[class^='sure']")
+    if not await tokens.count():
+        tokens = page.locator(".text.tokens:visible span")
+    await tokens.nth(min(5, await tokens.count() - 1)).hover()
+    await page.wait_for_timeout(200)
+
+
+async def _side_by_side(page: Page, url: str) -> None:
+    """Two sides with a tool, one of them with reasoning."""
+    await page.goto(f"{url}/console/#/playground")
+    await page.mouse.move(0, 0)
+    await page.click("button:text-is('New chat')")
+    await page.click("button:text-is('Side by side')")
+    settings = page.locator(".settings")
+    for side, reasoning in (("Left", ""), ("Right", "low")):
+        await settings.get_by_role("button", name=side, exact=True, include_hidden=True).evaluate(
+            "it => it.click()"
+        )
+        tools = settings.get_by_label("Functions, as OpenAI's tools")
+        await tools.evaluate(_FILL, await tools.get_attribute("placeholder"))
+        await settings.get_by_label("Temperature").evaluate(_FILL, "0")
+        await settings.get_by_label("Reasoning").evaluate(_CHOOSE, reasoning)
+    await page.fill(".composer textarea", "What is the weather in Oslo and Paris?")
+    await page.click("button:text-is('Send')")
+    await page.wait_for_function("() => document.querySelectorAll('.meta > a').length === 2")
+    await page.wait_for_timeout(300)
+
+
+# The settings may be hidden, where the page is narrow.
+_FILL = "(it, text) => { it.value = text; it.dispatchEvent(new Event('input')); }"
+_CHOOSE = "(it, text) => { it.value = text; it.dispatchEvent(new Event('change')); }"
+
+
+async def _pipeline(page: Page, url: str) -> None:
+    await page.goto(f"{url}/console/#/pipeline")
+    await page.wait_for_selector(".flow")
+    await page.wait_for_timeout(6000)
+
+
+async def _requests(page: Page, url: str) -> None:
+    await page.goto(f"{url}/console/#/requests")
+    await page.wait_for_selector(".list-row")
+    if page.viewport_size and page.viewport_size["width"] > 760:
+        await page.click(".chips button:text-is('done')")
+        await page.locator(".list-row").nth(4).click()
+        await page.wait_for_selector(".detail .fall")
+    await page.wait_for_timeout(400)
+
+
+async def _operations(page: Page, url: str) -> None:
+    await page.goto(f"{url}/console/#/operations")
+    await page.wait_for_selector("table")
+    await page.wait_for_timeout(800)
+
+
+VIEWS = {
+    "playground": _playground,
+    "side-by-side": _side_by_side,
+    "pipeline": _pipeline,
+    "requests": _requests,
+    "operations": _operations,
+}
+
+
+if __name__ == "__main__":
+    asyncio.run(main())

@@ -1,0 +1,196 @@
+"""One snapshot a second of the pipeline and the gateway, shared by all viewers of the console."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import anyio
+import msgspec
+
+from ...config import NanoInferenceError, split_role
+from ...pipeline.health import problem_of, roles_of
+from ...pipeline.status import PipelineStatus, of_models
+from ..policy.caller import Caller, may_use
+from ..serving.request_log import RequestLog, TenantUse
+
+EVERY_S = 1.0
+"""Period of snapshots; the lanes report once a second."""
+
+HISTORY = 600
+"""Points of the charts: ten minutes, as far as somebody looked."""
+
+HIDDEN_LOADS = ("settings", "expert_owners")
+
+
+class Viewer(NamedTuple):
+    """What a viewer may see. Viewers that see the same get the same bytes.
+
+    Attributes:
+        tenant: The only tenant whose use it sees; None for all.
+        models: The models that it sees; None for all.
+    """
+
+    tenant: str | None
+    models: tuple[str, ...] | None
+
+
+def viewer_of(caller: Caller) -> Viewer:
+    """Return what a caller may see, as `LoggedRequest.seen_by` has it."""
+    everyone = not caller.key_id or "admin" in caller.scopes
+    return Viewer(None if everyone else caller.tenant, caller.models)
+
+
+class Snapshot(NamedTuple):
+    """The state at one moment.
+
+    Attributes:
+        at_ms: Wall clock.
+        status: Of the pipeline; None if the bus can't be reached.
+        problem: Why not.
+    """
+
+    at_ms: int
+    status: PipelineStatus | None
+    problem: str
+    tenants: list[TenantUse]
+    gateway: dict[str, int]
+
+
+class Feed:
+    """Reads the state once a second while somebody looks, and never otherwise.
+
+    Each viewer waits for the next snapshot and takes the newest: one that is slow skips some, and
+    none has a queue that grows.
+    """
+
+    def __init__(
+        self,
+        read: Callable[[], Awaitable[PipelineStatus]],
+        log: RequestLog,
+        gateway: Callable[[], dict[str, int]],
+        every_s: float = EVERY_S,
+    ) -> None:
+        """`read`: reads the status from the board; `gateway`: numbers of this gateway."""
+        self._read, self._log, self._gateway = read, log, gateway
+        self._every_s = every_s
+        self._viewers = 0
+        self._task: asyncio.Task[None] | None = None
+        self._latest: Snapshot | None = None
+        self._changed = anyio.Event()
+        self._closed = False
+        self._points: deque[list[float]] = deque(maxlen=HISTORY)
+        self._encoded: dict[Viewer, bytes] = {}
+        self.reads = 0
+
+    async def snapshots(self, viewer: Viewer) -> AsyncGenerator[tuple[str, bytes], None]:
+        """Yield the name and the JSON of events: the history once, then snapshots."""
+        with self._watching():
+            # Its totals are those of all models.
+            points = list(self._points) if viewer.models is None else []
+            yield "history", msgspec.json.encode(points)
+            seen: Snapshot | None = None
+            while not self._closed:
+                if self._latest is seen or self._latest is None:
+                    await self._changed.wait()
+                    continue
+                seen = self._latest
+                yield "snapshot", self._encode(seen, viewer)
+
+    def close(self) -> None:
+        """End all viewers' streams: the gateway stops."""
+        self._closed = True
+        self._changed.set()
+
+    @contextmanager
+    def _watching(self) -> Any:
+        self._viewers += 1
+        if self._task is None:
+            self._task = asyncio.create_task(self._run(), name="console")
+        try:
+            yield
+        finally:
+            self._viewers -= 1
+            if not self._viewers and self._task is not None:
+                self._task.cancel()
+                self._task = self._latest = None
+
+    async def _run(self) -> None:
+        while True:
+            started = time.monotonic()
+            status, problem = None, ""
+            self.reads += 1
+            try:
+                status = await self._read()
+            except NanoInferenceError as error:
+                problem = error.message
+            self._latest = Snapshot(
+                int(time.time() * 1000), status, problem, list(self._log.tenants()), self._gateway()
+            )
+            self._points.append(_point(self._latest))
+            self._encoded.clear()
+            changed, self._changed = self._changed, anyio.Event()
+            changed.set()
+            await asyncio.sleep(max(0.1, self._every_s - (time.monotonic() - started)))
+
+    def _encode(self, snapshot: Snapshot, viewer: Viewer) -> bytes:
+        found = self._encoded.get(viewer)
+        if found is None:
+            found = self._encoded[viewer] = msgspec.json.encode(self._shown(snapshot, viewer))
+        return found
+
+    def _shown(self, snapshot: Snapshot, viewer: Viewer) -> dict[str, Any]:
+        status = snapshot.status
+        caller = Caller(models=viewer.models)
+        if status is not None and status.models and viewer.models is not None:
+            status = of_models(status, [each for each in status.models if may_use(caller, each)])
+        tenants = [each for each in snapshot.tenants if viewer.tenant in (None, each.tenant)]
+        return {
+            "at_ms": snapshot.at_ms,
+            "problem": snapshot.problem,
+            "gateway": snapshot.gateway | {"requests": self._log.changes},
+            "tenants": sorted(tenants, key=lambda each: -each.tokens)[:32],
+            "status": None if status is None else _status(status),
+        }
+
+
+def _status(status: PipelineStatus) -> dict[str, Any]:
+    found: dict[str, Any] = msgspec.to_builtins(status)
+    for lane, shown in zip(status.lanes, found["lanes"], strict=True):
+        shown["ready"] = lane.ready
+        shown["roles"] = {str(replica): role for replica, role in roles_of(lane).items()}
+        for role, report in lane.stages.items():
+            stage = shown["stages"][role]
+            stage["problem"] = problem_of(report, lane.epoch)
+            stage["load"] = {
+                name: each for name, each in report.load.items() if name not in HIDDEN_LOADS
+            }
+    return found
+
+
+def _point(snapshot: Snapshot) -> list[float]:
+    """Return a point of the charts: time in ms, tokens/s, in flight, queued, running, KV blocks in
+    use and in all, the newest weight version."""
+    totals = dict.fromkeys(("tokens_per_s", "running", "kv_free", "kv_total", "weights"), 0.0)
+    status = snapshot.status
+    for lane in status.lanes if status is not None else ():
+        for role, report in lane.stages.items():
+            load = report.load
+            for name in totals:
+                if isinstance(value := load.get(name, 0), int | float):
+                    totals[name] += value
+            if split_role(role)[0] == "executor":
+                version = float(load.get("weight_version", 0) or 0)
+                totals["weights"] = max(totals["weights"], version)
+    in_flight = status.in_flight if status is not None else 0
+    queued = status.queue_length if status is not None else 0
+    used = totals["kv_total"] - totals["kv_free"]
+    rate, running = totals["tokens_per_s"], totals["running"]
+    return [
+        *(snapshot.at_ms, rate, in_flight, queued, running),
+        *(used, totals["kv_total"], totals["weights"]),
+    ]

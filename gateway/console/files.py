@@ -1,0 +1,96 @@
+"""The console's static files."""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+from importlib import resources
+from mimetypes import guess_type
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import RedirectResponse, Response
+
+from ...config import RequestError, shown
+from ..policy.chain import PolicyRoute
+
+INDEX = "index.html"
+
+POLICY = "; ".join(
+    (
+        "default-src 'none'",
+        "script-src 'self'",
+        "style-src 'self'",
+        "connect-src 'self'",
+        "img-src 'self' data: blob:",
+        "base-uri 'none'",
+        "form-action 'none'",
+        "frame-ancestors 'none'",
+        "require-trusted-types-for 'script'",
+    )
+)
+"""Content-Security-Policy: nothing inline, nothing of elsewhere, no text as HTML."""
+
+HEADERS = {
+    "Content-Security-Policy": POLICY,
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    # Asked each time, answered by 304: the files are of this version of the gateway.
+    "Cache-Control": "no-cache",
+}
+"""Headers of each file."""
+
+_TEXT = ("text/", "application/javascript", "application/json", "image/svg")
+
+
+class StaticFile(msgspec.Struct, frozen=True):
+    """One file, as it is sent."""
+
+    content: bytes
+    packed: bytes
+    etag: str
+    media_type: str
+
+
+def read_files() -> dict[str, StaticFile]:
+    """Return all files by name."""
+    folder = resources.files(__package__) / "static"
+    return {each.name: _file(each.name, each.read_bytes()) for each in folder.iterdir()}
+
+
+def file_routes() -> list[PolicyRoute]:
+    """Return the routes of the page and its files. They hold nothing secret, and need no key."""
+    files = read_files()
+
+    async def page(request: Request) -> Response:
+        # Names in the page are relative to its folder, also behind a proxy with a prefix.
+        return RedirectResponse("console/", 307, HEADERS)
+
+    async def file(request: Request) -> Response:
+        name = request.path_params.get("file") or INDEX
+        if (found := files.get(name)) is None:
+            raise RequestError(f"the console has no file {shown(name)}", code="not_found")
+        headers = HEADERS | {"ETag": found.etag, "Vary": "Accept-Encoding"}
+        if found.etag in request.headers.get("if-none-match", ""):
+            return Response(status_code=304, headers=headers)
+        content = found.content
+        if "gzip" in request.headers.get("accept-encoding", "") and len(found.packed) < len(
+            content
+        ):
+            content, headers["Content-Encoding"] = found.packed, "gzip"
+        return Response(content, headers=headers, media_type=found.media_type)
+
+    return [
+        PolicyRoute("GET /console", "nothing", page),
+        PolicyRoute("GET /console/", "nothing", file),
+        PolicyRoute("GET /console/static/{file}", "nothing", file),
+    ]
+
+
+def _file(name: str, content: bytes) -> StaticFile:
+    digest = hashlib.sha256(content).hexdigest()[:20]
+    kind = guess_type(name)[0] or "text/plain"
+    packed = gzip.compress(content, 9, mtime=0) if kind.startswith(_TEXT) else content
+    return StaticFile(content, packed, f'"{digest}"', kind)

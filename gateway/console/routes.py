@@ -1,0 +1,155 @@
+"""The endpoints of the console: its files, the live feed, and the requests of this gateway."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import aclosing, suppress
+from importlib import metadata
+from typing import Any
+
+import anyio
+from starlette.requests import Request
+from starlette.responses import Response
+
+from ...config import Config, ModelError, RequestError, shown
+from ..policy.caller import Caller, caller_of
+from ..policy.chain import PolicyRoute
+from ..server.http import EventStream, JsonResponse, SendEvent
+from ..serving.lane_state import Readiness
+from ..serving.request_log import LoggedRequest, RequestLog
+from ..serving.services import Services
+from ..serving.words import Words
+from .feed import Feed, viewer_of
+from .files import file_routes
+
+STREAM_S = 60.0
+"""Longest time of one stream of snapshots: the page opens the next one, and a revoked key ends."""
+
+PAGE = 1000
+"""Most requests of one answer."""
+
+_NO_SNIFFING = {"X-Content-Type-Options": "nosniff", "Cache-Control": "no-store"}
+
+
+def console_routes(
+    config: Config,
+    feed: Feed,
+    log: RequestLog,
+    readiness: Readiness,
+    models: Callable[[], Sequence[Services]],
+) -> list[PolicyRoute]:
+    """Return the endpoints. `models`: returns the services of each model."""
+    several = bool(config.models)
+
+    async def session(request: Request) -> Response:
+        """What the caller may do here, and what this gateway has."""
+        caller = caller_of(request)
+        return _json(
+            {
+                "version": metadata.version("nano-inference"),
+                "keys": config.policy.knows_callers,
+                "policy": config.policy.backend != "off",
+                "name": caller.name,
+                "tenant": caller.tenant,
+                "scopes": sorted(caller.scopes),
+                "several_models": several,
+                "stall_timeout_s": config.pipeline.stall_timeout_s,
+                "resume_grace_s": config.gateway.resume_grace_s,
+                "images": await _with_images(models(), caller),
+            }
+        )
+
+    async def events(request: Request) -> Response:
+        """Snapshots as server-sent events."""
+        viewer = viewer_of(caller_of(request))
+
+        async def produce(send: SendEvent) -> None:
+            with anyio.move_on_after(STREAM_S):
+                async with aclosing(feed.snapshots(viewer)) as snapshots:
+                    async for name, data in snapshots:
+                        if readiness.draining:  # it waits for its calls to end
+                            return
+                        await send(data, name=name)
+
+        return EventStream(produce, config.gateway.comment_s, ids=False)
+
+    async def requests(request: Request) -> Response:
+        """The requests that changed after `after`, a change's number."""
+        caller = caller_of(request)
+        after, limit = _number(request, "after", 0), _number(request, "limit", PAGE)
+        found, newest = log.changed_after(after, min(limit, PAGE))
+        rows = [each for each in found if each.seen_by(caller)]
+        for each in rows:
+            await _read_prompt(each, models())
+        return _json({"requests": rows, "next": newest, "more": newest < log.changes})
+
+    async def one(request: Request) -> Response:
+        """One request with its times, its text and its tokens."""
+        request_id = request.path_params["request_id"]
+        found = log.get(request_id)
+        if found is None or not found.seen_by(caller_of(request)):
+            raise RequestError(
+                f"this gateway has no request {shown(request_id)}: it was another gateway's, is "
+                "another tenant's, or came before the last ten thousand",
+                code="not_found",
+            )
+        await _read_prompt(found, models())
+        detail = log.detail(request_id)
+        if detail and (words := await _words(found, models())) is not None:
+            _add_texts(detail, words)
+        return _json({"request": found, "detail": detail})
+
+    return [
+        *file_routes(),
+        PolicyRoute("GET /console/session", "read", session),
+        PolicyRoute("GET /console/events", "read", events),
+        PolicyRoute("GET /console/requests", "read", requests),
+        PolicyRoute("GET /console/requests/{request_id:path}", "read", one),
+    ]
+
+
+def _json(content: Any) -> Response:
+    return JsonResponse(content, headers=_NO_SNIFFING)
+
+
+def _number(request: Request, name: str, default: int) -> int:
+    text = request.query_params.get(name, str(default))
+    if not (text.isdecimal() and text.isascii() and len(text) < 16):
+        raise RequestError(
+            f"{name} is {shown(text)}; it must be a whole number", code="invalid_request"
+        )
+    return int(text)
+
+
+async def _with_images(models: Sequence[Services], caller: Caller) -> list[str]:
+    """Return the models that take images, of those whose tokenizer can be read."""
+    found = []
+    for each in models:
+        with suppress(ModelError):
+            if (await each.words.get()).images is not None:
+                found.append(each.config.engine.model_name)
+    return found if caller.models is None else [each for each in found if each in caller.models]
+
+
+async def _words(found: LoggedRequest, models: Sequence[Services]) -> Words | None:
+    for each in models:
+        if each.config.engine.model_name == found.of_model:
+            with suppress(ModelError):
+                return await each.words.get()
+    return None
+
+
+async def _read_prompt(found: LoggedRequest, models: Sequence[Services]) -> None:
+    """Replace the tokens of a prompt by their text, the first time that somebody reads it."""
+    if isinstance(found.prompt, tuple):
+        words = await _words(found, models)
+        found.prompt = "" if words is None else words.text(found.prompt, skip_special=True)
+
+
+def _add_texts(detail: dict[str, Any], words: Words) -> None:
+    """Add the texts of tokens."""
+    if not detail["prompt"]:
+        detail["prompt"] = words.text(detail["prompt_token_ids"], skip_special=False)
+    del detail["prompt_token_ids"]
+    for sample in detail["samples"]:
+        sample["tokens_text"] = [words.token(each) for each in sample.pop("token_ids")]

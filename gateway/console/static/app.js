@@ -1,0 +1,125 @@
+// The frame: views by the address's hash, the theme, the key, and the state of the connection.
+
+import { ApiError, json, key } from "./api.js";
+import { h, put, toast } from "./dom.js";
+import { feed } from "./feed.js";
+
+const VIEWS = {
+  playground: { title: "Playground", load: () => import("./playground.js") },
+  pipeline: { title: "Pipeline", load: () => import("./pipeline.js") },
+  requests: { title: "Requests", load: () => import("./requests.js") },
+  operations: { title: "Operations", load: () => import("./operations.js") },
+};
+
+const main = document.getElementById("main");
+const shared = { session: null, models: [] };
+let leave = null;
+
+async function show() {
+  const [name, ...rest] = location.hash.replace(/^#\/?/, "").split("/");
+  const view = VIEWS[name] ? name : "playground";
+  leave?.abort();
+  const left = (leave = new AbortController());
+  for (const link of document.querySelectorAll("nav a")) {
+    if (link.dataset.view === view) link.setAttribute("aria-current", "page");
+    else link.removeAttribute("aria-current");
+  }
+  document.title = `${VIEWS[view].title} · nano-inference`;
+  try {
+    const { render } = await VIEWS[view].load();
+    if (left.signal.aborted) return;
+    main.dataset.view = view;
+    render(main, { ...shared, signal: left.signal, argument: rest.map(decodeURIComponent).join("/"), reload: begin });
+  } catch (error) {
+    put(main, h("div", { class: "page" }, h("div", { class: "banner bad", role: "alert" }, h("b", null, "This view failed"), error.message)));
+    throw error;
+  }
+}
+
+async function begin() {
+  try {
+    shared.session = await json("console/session");
+    shared.models = (await json("v1/models")).data;
+  } catch (error) {
+    if (error instanceof ApiError && error.status === 401) return;
+    put(main, h("div", { class: "page" }, h("div", { class: "banner bad", role: "alert" }, h("b", null, "The gateway can't be reached"), error.message,
+      h("button", { type: "button", onclick: begin }, "Try again"))));
+    setTimeout(() => { if (!shared.session) begin(); }, 2000);
+    return;
+  }
+  document.getElementById("key-button").hidden = !shared.session.keys;
+  await show();
+}
+
+function connection() {
+  const element = document.getElementById("live");
+  const set = (state, text) => { element.dataset.state = state; if (element.textContent !== text) element.textContent = text; };
+  const refresh = () => {
+    const status = feed.latest?.status;
+    if (feed.state === "refused") set("bad", "Needs a key");
+    else if (feed.state === "lost") set("bad", "Gateway lost, trying again");
+    else if (feed.state === "connecting" || !feed.latest) set("", "Connecting");
+    else if (!status) set("bad", "Bus unreachable");
+    else if (status.progress.status === "stalled") set("bad", "Stalled");
+    else if (!status.ready) set("bad", "Not ready");
+    else set(status.dead_letters ? "warn" : "good", status.in_flight ? "Working" : "Ready");
+  };
+  feed.addEventListener("state", refresh);
+  feed.addEventListener("snapshot", refresh);
+  refresh();
+}
+
+function theme() {
+  const button = document.getElementById("theme-button");
+  const root = document.documentElement;
+  const names = { "": "Theme: system", light: "Theme: light", dark: "Theme: dark" };
+  const set = (value) => {
+    if (value) root.dataset.theme = value;
+    else delete root.dataset.theme;
+    try { value ? localStorage.setItem("console.theme", value) : localStorage.removeItem("console.theme"); } catch { /* not kept */ }
+    button.textContent = names[value];
+    document.dispatchEvent(new Event("theme"));
+  };
+  button.addEventListener("click", () => set({ "": "light", light: "dark", dark: "" }[root.dataset.theme ?? ""]));
+  set(root.dataset.theme ?? "");
+}
+
+function keys() {
+  const dialog = document.getElementById("key-dialog");
+  const input = document.getElementById("key-input");
+  const open = (why) => {
+    document.getElementById("key-text").textContent = "It stays in this tab until you close it, and goes to this gateway alone, as a header.";
+    document.getElementById("key-error").textContent = key.get() ? why ?? "" : "";
+    if (!dialog.open) dialog.showModal();
+  };
+  document.addEventListener("key-needed", (event) => open(event.detail));
+  document.getElementById("key-button").addEventListener("click", () => open());
+  document.getElementById("key-forget").addEventListener("click", () => {
+    key.set("");
+    location.reload();
+  });
+  document.getElementById("key-form").addEventListener("submit", () => {
+    key.set(input.value.trim());
+    input.value = "";
+    feed.restart();
+    begin();
+  });
+}
+
+addEventListener("hashchange", () => {
+  if (!shared.session) return;
+  show();
+  main.focus({ preventScroll: true });
+});
+addEventListener("unhandledrejection", (event) => {
+  if (event.reason instanceof ApiError || event.reason?.name === "AbortError") {
+    event.preventDefault();
+    if (event.reason.status && event.reason.status !== 401) toast(event.reason.message, true);
+  }
+});
+
+theme();
+keys();
+connection();
+feed.start();
+begin();

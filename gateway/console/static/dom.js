@@ -1,0 +1,106 @@
+// Elements by code. Text is always a text node, never HTML, whatever a prompt or a model says.
+
+const PROPERTIES = new Set(["value", "checked", "disabled", "hidden", "selected", "open", "indeterminate", "multiple"]);
+
+function apply(element, props) {
+  for (const [name, value] of Object.entries(props ?? {})) {
+    if (value === undefined || value === null || value === false && !PROPERTIES.has(name)) continue;
+    if (name === "class") element.setAttribute("class", value);
+    else if (name === "style") for (const [key, each] of Object.entries(value)) element.style.setProperty(key, each);
+    else if (name === "data") for (const [key, each] of Object.entries(value)) element.dataset[key] = each;
+    else if (name.startsWith("on")) element.addEventListener(name.slice(2), value);
+    else if (PROPERTIES.has(name)) element[name] = value;
+    else element.setAttribute(name, value === true ? "" : value);
+  }
+}
+
+function fill(element, children) {
+  for (const each of children.flat(Infinity)) {
+    if (each === undefined || each === null || each === false) continue;
+    element.append(each instanceof Node ? each : document.createTextNode(String(each)));
+  }
+  return element;
+}
+
+/** Return an element: its tag, properties and children. */
+export function h(tag, props, ...children) {
+  const element = document.createElement(tag);
+  apply(element, props);
+  return fill(element, children);
+}
+
+/** As `h`, for SVG. */
+export function svg(tag, props, ...children) {
+  const element = document.createElementNS("http://www.w3.org/2000/svg", tag);
+  apply(element, props);
+  return fill(element, children);
+}
+
+/** Replace an element's children. */
+export function put(element, ...children) {
+  element.replaceChildren();
+  return fill(element, children);
+}
+
+export function icon(path) {
+  return svg("svg", { viewBox: "0 0 20 20", "aria-hidden": "true" }, svg("path", { d: path }));
+}
+
+export const ICONS = {
+  image: "M3 4h14v12H3zM3 13l4-4 4 4 2-2 4 3M12.5 7.5h.01",
+  settings: "M3 6h8m4 0h2M3 14h2m4 0h8M13 4v4M7 12v4",
+  split: "M3 4h14v12H3zM10 4v12",
+  code: "M7 6l-4 4 4 4M13 6l4 4-4 4",
+  close: "M5 5l10 10M15 5L5 15",
+  fresh: "M10 4v12M4 10h12",
+};
+
+let fields = 0;
+
+/** Return a labelled control. */
+export function field(label, control, hint) {
+  control.id ||= `f${++fields}`;
+  return h("div", { class: "field" }, h("label", { for: control.id }, label), control, hint && h("p", { class: "small muted" }, hint));
+}
+
+export function check(label, checked, onchange) {
+  const box = h("input", { type: "checkbox", checked, onchange: () => onchange(box.checked) });
+  return h("label", { class: "check" }, box, label);
+}
+
+/** Show a message for some seconds; screen readers say it. */
+export function toast(text, bad = false) {
+  const element = h("div", { class: bad ? "toast bad" : "toast" }, text);
+  document.getElementById("toasts").append(element);
+  setTimeout(() => element.remove(), bad ? 9000 : 4000);
+}
+
+/** Ask for a confirmation; resolves to whether it was given. */
+export function confirmed(title, text, action) {
+  return new Promise((resolve) => {
+    const dialog = h("dialog", { "aria-label": title, onclose: () => { resolve(dialog.returnValue === "yes"); dialog.remove(); } },
+      h("form", { method: "dialog" }, h("h2", null, title), h("p", { class: "muted" }, text),
+        h("div", { class: "row end" }, h("button", { type: "submit", value: "no", class: "quiet" }, "Cancel"), h("button", { type: "submit", value: "yes", class: "danger" }, action))));
+    document.body.append(dialog);
+    dialog.showModal();
+  });
+}
+
+/** Open a dialog with this content. */
+export function showDialog(title, ...content) {
+  const dialog = h("dialog", { class: "wide", "aria-label": title, onclose: () => dialog.remove() },
+    h("div", { class: "stack" }, h("div", { class: "row" }, h("h2", null, title)), content,
+      h("div", { class: "row end" }, h("button", { type: "button", onclick: () => dialog.close() }, "Close"))));
+  document.body.append(dialog);
+  dialog.showModal();
+  return dialog;
+}
+
+export async function copy(text) {
+  try {
+    await navigator.clipboard.writeText(text);
+    toast("Copied");
+  } catch {
+    toast("The browser did not allow copying; select the text instead", true);
+  }
+}

@@ -1,0 +1,240 @@
+// Requests in flight and done: a list of thousands that draws what is seen, and each one's details.
+
+import { call, json } from "./api.js";
+import { copy, h, icon, ICONS, put, toast } from "./dom.js";
+import { clock, dateTime, duration, number, shortId } from "./format.js";
+import { feed } from "./feed.js";
+import { causes, stepsOf, waterfall } from "./waterfall.js";
+
+const MOST = 10_000;
+const STATES = ["all", "in flight", "done", "failed"];
+const DOTS = { waiting: "hollow", running: "accent", done: "good", error: "bad", expired: "bad", cancelled: "warn" };
+
+const group = (state) => (state === "waiting" || state === "running" ? "in flight" : state === "done" ? "done" : "failed");
+
+/** The requests that this tab knows, by number; kept while another view is shown. */
+const known = new Map();
+let next = 0;
+let loading = null;
+
+/** Fetch what has changed, page by page. */
+async function refresh(signal) {
+  for (let more = true; more && !signal.aborted;) {
+    const page = await json(`console/requests?after=${next}`, { signal });
+    // The gateway was restarted, and counts anew.
+    if (!page.more && page.next < next) { known.clear(); next = 0; continue; }
+    for (const each of page.requests) {
+      each.words = `${each.id} ${each.tenant} ${each.model} ${each.state} ${each.code} ${each.prompt} ${each.answer}`.toLowerCase();
+      known.set(each.number, each);
+    }
+    next = page.next;
+    more = page.more;
+  }
+  if (known.size > MOST) for (const each of [...known.keys()].sort((a, b) => a - b).slice(0, known.size - MOST)) known.delete(each);
+}
+
+/** Return a test of a search: words, and tenant:, model:, state:, id: and code: with a part of a value. */
+export function matcher(search, state) {
+  const terms = search.toLowerCase().split(/\s+/).filter(Boolean).map((term) => {
+    const [, name, value] = /^(tenant|model|state|id|code):(.*)$/.exec(term) ?? [];
+    return name ? (each) => each[name].toLowerCase().includes(value) : (each) => each.words.includes(term);
+  });
+  return (each) => (state === "all" || group(each.state) === state) && terms.every((term) => term(each));
+}
+
+const ended = (each) => (each.ended_ns || Date.now() * 1e6) - each.arrived_ns;
+
+function drawRow(each, index, chosen) {
+  const narrow = matchMedia("(max-width: 760px)").matches;
+  const dot = h("span", { class: `dot ${DOTS[each.state]}`, role: "img", "aria-label": each.state, title: each.state });
+  const text = h("div", { class: "text", role: "gridcell" }, h("b", null, tail(each.prompt) || "–"), " ", h("span", null, each.code || each.answer));
+  const cells = narrow
+    ? [h("div", { role: "gridcell" }, dot), text, h("div", { class: "right muted small", role: "gridcell" }, `${number(each.completion_tokens)} · ${duration(ended(each))}`)]
+    : [h("div", { role: "gridcell" }, dot), h("div", { role: "gridcell", class: "muted" }, clock(each.arrived_ns)), h("div", { role: "gridcell", class: "mono more", title: each.id }, shortId(each.id)), h("div", { role: "gridcell", title: each.tenant }, each.tenant), text,
+      h("div", { class: "right", role: "gridcell" }, number(each.completion_tokens)), h("div", { class: "right", role: "gridcell" }, each.first_ns ? duration(each.first_ns - each.arrived_ns) : "–"), h("div", { class: "right", role: "gridcell" }, duration(ended(each)))];
+  return h("div", { class: "list-row", role: "row", id: `row-${each.number}`, "aria-rowindex": index + 2, "aria-selected": String(chosen), data: { index } }, cells);
+}
+
+/** The last words of a prompt: the user's message in a rendered chat. */
+export function tail(prompt) {
+  const lines = prompt.split("\n").map((each) => each.trim()).filter((each) => each && !/^(<?\/?think>?|assistant|user|system)$/.test(each));
+  return lines.at(-1) ?? "";
+}
+
+export function render(root, { signal, argument, session }) {
+  let rows = [];
+  let state = "all";
+  let chosen = null;
+  const narrow = matchMedia("(max-width: 760px)");
+  const search = h("input", { type: "search", "aria-label": "Filter", placeholder: "Filter by text, id, tenant:acme, model:tiny, code:expired", spellcheck: "false", autocomplete: "off" });
+  const count = h("span", { class: "muted small num", role: "status" });
+  const chips = STATES.map((each) => h("button", { type: "button", "aria-pressed": String(each === state), onclick: () => { state = each; for (const other of chips) other.setAttribute("aria-pressed", String(other.textContent === each)); filter(); } }, each));
+  const space = h("div", { role: "rowgroup" });
+  const list = h("div", { class: "list", role: "grid", tabindex: 0, "aria-label": "Requests; arrow keys choose one, Enter opens it" }, space);
+  const head = h("div", { class: "list-head", "aria-hidden": "true" }, ["", "arrived", "request", "tenant", "prompt and answer"].map((each) => h("div", { class: each === "request" ? "more" : undefined }, each)), ["tokens", "first", "time"].map((each) => h("div", { class: "right" }, each)));
+  const detail = h("aside", { class: "detail", hidden: true, tabindex: -1, "aria-label": "The request" });
+  const view = h("div", { class: "requests" }, h("header", null, h("h1", null, "Requests"), h("div", { class: "search" }, search), h("div", { class: "chips", role: "group", "aria-label": "State" }, chips), count), head, list, detail);
+  const empty = h("div", { class: "empty", hidden: true });
+  list.append(empty);
+
+  const height = () => (narrow.matches ? 52 : 36);
+
+  function filter() {
+    const fits = matcher(search.value, state);
+    rows = [...known.values()].filter(fits).sort((a, b) => b.number - a.number);
+    count.textContent = rows.length === known.size ? `${number(known.size)} requests` : `${number(rows.length)} of ${number(known.size)}`;
+    empty.hidden = rows.length > 0;
+    empty.textContent = known.size ? "No request fits the filter." : "No request yet. Send one from the playground; this list has those of this gateway.";
+    list.setAttribute("aria-rowcount", rows.length + 1);
+    space.style.height = `${rows.length * height()}px`;
+    draw();
+  }
+
+  const drawn = new Map();
+  let frame = 0;
+  function draw() {
+    frame ||= requestAnimationFrame(() => {
+      frame = 0;
+      const each = height();
+      const first = Math.max(0, Math.floor(list.scrollTop / each) - 6);
+      const last = Math.min(rows.length, Math.ceil((list.scrollTop + list.clientHeight) / each) + 6);
+      const wanted = new Set();
+      // Rows that have not changed keep their elements: a click begins and ends on the same one.
+      rows.slice(first, last).forEach((row, place) => {
+        const index = first + place;
+        const mark = `${row.changed} ${index} ${row.number === chosen} ${narrow.matches}`;
+        let shown = drawn.get(row.number);
+        if (shown?.mark !== mark) {
+          const element = drawRow(row, index, row.number === chosen);
+          element.style.top = `${index * each}px`;
+          if (shown) shown.element.replaceWith(element);
+          else space.append(element);
+          drawn.set(row.number, (shown = { mark, element }));
+        }
+        wanted.add(row.number);
+      });
+      for (const [number, { element }] of drawn) if (!wanted.has(number)) { element.remove(); drawn.delete(number); }
+      if (chosen) list.setAttribute("aria-activedescendant", `row-${chosen}`);
+    });
+  }
+
+  function choose(index, open) {
+    const row = rows[Math.max(0, Math.min(rows.length - 1, index))];
+    if (!row) return;
+    chosen = row.number;
+    const top = rows.indexOf(row) * height();
+    if (top < list.scrollTop) list.scrollTop = top;
+    else if (top + height() > list.scrollTop + list.clientHeight) list.scrollTop = top + height() - list.clientHeight;
+    draw();
+    if (open || !detail.hidden) show(row.id);
+  }
+
+  async function show(id) {
+    view.classList.add("open");
+    detail.hidden = false;
+    history.replaceState(null, "", `#/requests/${encodeURIComponent(id)}`);
+    try {
+      put(detail, details(await json(`console/requests/${encodeURIComponent(id)}`, { signal }), close, session));
+    } catch (error) {
+      if (!signal.aborted) put(detail, h("header", null, h("h2", null, "Request"), closeButton(close)), h("div", { class: "banner warn" }, error.message));
+    }
+    draw();
+  }
+
+  function close() {
+    detail.hidden = true;
+    view.classList.remove("open");
+    history.replaceState(null, "", "#/requests");
+    list.focus();
+    draw();
+  }
+
+  list.addEventListener("scroll", draw, { passive: true });
+  list.addEventListener("click", ({ target }) => { const row = target.closest(".list-row"); if (row) choose(Number(row.dataset.index), true); });
+  list.addEventListener("keydown", (event) => {
+    const at = rows.findIndex((each) => each.number === chosen);
+    const page = Math.floor(list.clientHeight / height()) - 1;
+    const moves = { ArrowDown: at + 1, ArrowUp: at - 1, PageDown: at + page, PageUp: at - page, Home: 0, End: rows.length - 1 };
+    if (event.key in moves) { event.preventDefault(); choose(moves[event.key]); }
+    else if (event.key === "Enter" && at >= 0) choose(at, true);
+    else if (event.key === "Escape" && !detail.hidden) close();
+  });
+  detail.addEventListener("keydown", (event) => { if (event.key === "Escape") close(); });
+  let typing = 0;
+  search.addEventListener("input", () => { clearTimeout(typing); typing = setTimeout(filter, 120); });
+  const resized = new ResizeObserver(() => filter());
+  resized.observe(list);
+  signal.addEventListener("abort", () => resized.disconnect());
+
+  put(root, view);
+  filter();
+  // One fetch at a time, when the feed says that something has changed.
+  feed.on((snapshot) => {
+    if (loading || (snapshot.gateway.requests === next && known.size)) return;
+    loading = refresh(signal).then(filter).catch((error) => { if (!signal.aborted) toast(error.message, true); }).finally(() => { loading = null; });
+  }, signal);
+  if (argument) {
+    const id = argument;
+    show(id);
+    const row = [...known.values()].find((each) => each.id === id);
+    chosen = row?.number ?? null;
+  }
+}
+
+const closeButton = (close) => h("button", { type: "button", class: "quiet icon", "aria-label": "Close", onclick: close }, icon(ICONS.close));
+
+function details(found, close, session) {
+  const { request, detail } = found;
+  const running = request.state === "waiting" || request.state === "running";
+  const total = (request.ended_ns || Date.now() * 1e6) - request.arrived_ns;
+  const kind = { done: "good", error: "bad", expired: "bad", cancelled: "warn" }[request.state] ?? "accent";
+  const usage = detail.usage ?? {};
+  const time = usage.time;
+  const facts = [
+    ["arrived", dateTime(request.arrived_ns)], ["model", request.model], ["tenant", request.tenant],
+    ["tokens", `${number(request.prompt_tokens)} in, ${number(request.completion_tokens)} out${request.cached_tokens ? `, ${number(request.cached_tokens)} from the prefix cache` : ""}`],
+    request.first_ns && ["first token", `after ${duration(request.first_ns - request.arrived_ns)}`],
+    request.versions && ["weights", request.versions[0] === request.versions[1] ? `version ${request.versions[0]}` : `versions ${request.versions[0]} to ${request.versions[1]}`],
+    detail.samples?.some((each) => each.drafted) && ["drafted", `${number(detail.samples.reduce((all, each) => all + each.accepted, 0))} of ${number(detail.samples.reduce((all, each) => all + each.drafted, 0))} tokens accepted`],
+    usage.billed_ns && ["device time", duration(usage.billed_ns)],
+    detail.trace_id && ["trace", h("code", null, detail.trace_id)],
+  ].filter(Boolean);
+  return [
+    h("header", null, h("div", null, h("div", { class: "row" }, h("span", { class: `tag ${kind}` }, request.state), request.finish && h("span", { class: "tag" }, request.finish)), h("p", { class: "mono" }, request.id)),
+      h("div", { class: "row nowrap" },
+        running && session.scopes.includes("generate") && h("button", { type: "button", class: "danger", onclick: () => cancelRequest(request.id) }, "Cancel"),
+        h("button", { type: "button", class: "quiet", onclick: () => copy(request.id) }, "Copy id"), closeButton(close))),
+    request.message && h("div", { class: "banner bad" }, h("b", null, request.code), request.message),
+    h("section", null, h("h2", null, `Stages · ${duration(total)}`), waterfall(stepsOf(found))),
+    time && h("section", null, h("h2", null, "Where the time went"), causes(time)),
+    h("dl", { class: "facts" }, facts.map(([name, value]) => [h("dt", null, name), h("dd", null, value)])),
+    (detail.prompt || request.prompt) && h("section", null, h("h2", null, "Prompt"), h("div", { class: "box-text", tabindex: 0, role: "group", "aria-label": "Prompt" }, detail.prompt || request.prompt)),
+    (detail.samples ?? []).map((sample, index) => sampleView(sample, index, detail.samples.length)),
+    !detail.samples && !running && h("p", { class: "muted small" }, "Its texts are no longer kept: they make room for those of newer requests."),
+  ];
+}
+
+async function cancelRequest(id) {
+  try {
+    await call("abort_request", { method: "POST", body: { rid: id } });
+    toast("Cancelled");
+  } catch (error) {
+    toast(error.message, true);
+  }
+}
+
+function sampleView(sample, index, several) {
+  const title = several > 1 ? `Answer ${index + 1}` : "Answer";
+  const spans = sample.weight_versions;
+  const many = spans.length > 1;
+  const text = h("div", { class: "box-text", tabindex: 0, role: "group", "aria-label": title });
+  if (many && sample.tokens_text) {
+    spans.forEach(([, start], place) => {
+      const end = spans[place + 1]?.[1] ?? sample.tokens_text.length;
+      text.append(h("span", { class: `v v${place % 4}` }, sample.tokens_text.slice(start, end).join("")));
+    });
+  } else text.append(sample.text);
+  return h("section", null, h("h2", null, `${title} · ${number(sample.tokens)} tokens · ${sample.finish_reason}`), text,
+    many && h("p", { class: "legend" }, spans.map(([version, start], place) => h("span", null, h("i", { class: `i-v${place % 4}` }), `weights ${version} from token ${start}`))),
+    sample.tokens_text && sample.tokens_text.length < sample.tokens && h("p", { class: "muted small" }, `The first ${number(sample.tokens_text.length)} tokens.`));
+}

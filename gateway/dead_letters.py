@@ -1,0 +1,74 @@
+"""Endpoints of the dead letters, as `nano-inference dlq` has them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from ..bus.dead_letters import DeadLetter
+from ..config import RequestError, shown
+from ..pipeline.client import BusClient
+from ..pipeline.dead_letters import retry_dead_letter
+from .policy.audit import AuditLog, audit_change
+from .policy.chain import PolicyRoute
+from .server.http import JsonResponse
+
+PATH = "/admin/dead_letters"
+
+_SHOWN = 2000
+"""Characters of a prompt."""
+
+
+def dead_letter_routes(engine: BusClient, audit: AuditLog | None) -> list[PolicyRoute]:
+    """Return the endpoints. `engine`: the client of the gateway or of the whole deployment."""
+
+    async def letters(request: Request) -> Response:
+        found = [_json(each) for each in await engine.bus.requests.dead_letters()]
+        return JsonResponse({"object": "list", "data": found})
+
+    async def chosen(request: Request) -> DeadLetter:
+        letter_id = request.path_params["letter_id"]
+        for each in await engine.bus.requests.dead_letters():
+            if each.letter_id == letter_id:
+                return each
+        raise RequestError(
+            f"there is no dead letter {shown(letter_id)}; GET {PATH} lists them", code="not_found"
+        )
+
+    async def retry(request: Request) -> Response:
+        letter = await chosen(request)
+        request_id = await retry_dead_letter(engine, letter)
+        audit_change(audit, request, "dead_letter_retried", letter.letter_id, {"id": request_id})
+        return JsonResponse({"id": letter.letter_id, "request_id": request_id})
+
+    async def drop(request: Request) -> Response:
+        letter_id = (await chosen(request)).letter_id
+        await engine.bus.requests.drop_dead_letter(letter_id)
+        audit_change(audit, request, "dead_letter_dropped", letter_id, {})
+        return JsonResponse({"id": letter_id, "object": "dead_letter", "deleted": True})
+
+    return [
+        PolicyRoute(f"GET {PATH}", "admin", letters),
+        PolicyRoute(f"POST {PATH}/{{letter_id}}/retry", "admin", retry),
+        PolicyRoute(f"DELETE {PATH}/{{letter_id}}", "admin", drop),
+    ]
+
+
+def _json(letter: DeadLetter) -> dict[str, Any]:
+    request = letter.request
+    prompt = request.prompt or "\n".join(each.text for each in request.messages or ())
+    return {
+        "id": letter.letter_id,
+        "object": "dead_letter",
+        "request_id": request.request_id,
+        "model": letter.model or request.model,
+        "tenant": request.tenant,
+        "prompt": prompt[:_SHOWN],
+        "prompt_tokens": len(request.prompt_token_ids or ()),
+        "deaths": letter.deaths,
+        "died_ns": letter.died_ns,
+        "error": msgspec.to_builtins(letter.error),
+    }

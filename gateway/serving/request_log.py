@@ -1,0 +1,291 @@
+"""The last requests of a gateway: their state, times and texts, for the console."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, Literal
+
+import msgspec
+
+from ...bus.public import Completion, GenerateRequest, Output
+from ...telemetry import now_ns
+from ..policy.caller import Caller, may_use
+
+MOST_REQUESTS = 10_000
+"""Requests that are remembered; the oldest are forgotten first."""
+
+MOST_DETAIL_BYTES = 32 << 20
+"""Memory of the details of ended requests; of older ones only the line of the list remains."""
+
+TENANT_WINDOW_NS = 60_000_000_000
+"""Time over which the tokens of tenants are counted."""
+
+_PROMPT_TOKENS, _SAMPLE_TOKENS, _TEXT = 4096, 2048, 16_384
+_PREVIEW = 160
+_PREVIEW_TOKENS = 48
+LoggedState = Literal["waiting", "running", "done", "error", "cancelled", "expired"]
+
+_ENDED = ("done", "error", "cancelled", "expired")
+
+
+class LoggedRequest(msgspec.Struct):
+    """One request. Times are nanoseconds of the wall clock, 0 before the event.
+
+    Attributes:
+        number: Counts the requests of this gateway.
+        changed: Number of the log's last change of this request.
+        id: The request's id.
+        tenant: Its tenant.
+        model: The model or adapter.
+        of_model: The model whose tokenizer reads its tokens.
+        state: "waiting" for a place in the pipeline, "running", or how it ended.
+        arrived_ns: Its call reached the gateway.
+        began_ns: It entered the pipeline.
+        first_ns: Its first token came.
+        ended_ns: It ended.
+        prompt: The end of its prompt; token ids until somebody reads them.
+        answer: The beginning of its first sample.
+        code: Of its error.
+        message: Of its error.
+        finish: Why its first sample ended.
+        versions: The first and the last weight version of its tokens.
+    """
+
+    number: int
+    id: str
+    tenant: str
+    model: str
+    of_model: str
+    arrived_ns: int
+    changed: int = 0
+    state: LoggedState = "waiting"
+    began_ns: int = 0
+    first_ns: int = 0
+    ended_ns: int = 0
+    prompt: str | tuple[int, ...] = ""
+    answer: str = ""
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    completion_tokens: int = 0
+    samples: int = 1
+    code: str = ""
+    message: str = ""
+    finish: str = ""
+    versions: tuple[int, int] | None = None
+
+    @property
+    def ended(self) -> bool:
+        return self.state in _ENDED
+
+    def seen_by(self, caller: Caller) -> bool:
+        """Return whether a caller may read it: without keys everybody, else callers of its tenant
+        and administrators, for the models of their keys."""
+        own = not caller.key_id or "admin" in caller.scopes or caller.tenant == self.tenant
+        return own and may_use(caller, self.of_model) and may_use(caller, self.model)
+
+
+class TenantUse(msgspec.Struct):
+    """A tenant's use of this gateway.
+
+    Attributes:
+        tokens: Of its requests that ended in the last minute, prompts included.
+        running: Its requests in the pipeline.
+        waiting: Its requests that wait for a place here.
+    """
+
+    tenant: str
+    tokens: int = 0
+    running: int = 0
+    waiting: int = 0
+
+
+class RequestLog:
+    """The requests of one gateway, of all models. Bounded in number and in bytes.
+
+    Attributes:
+        changes: Number of changes so far.
+    """
+
+    def __init__(self, most: int = MOST_REQUESTS, most_bytes: int = MOST_DETAIL_BYTES) -> None:
+        self.changes = 0
+        self._most, self._most_bytes = most, most_bytes
+        self._last = 0
+        # The most recently changed last.
+        self._requests: OrderedDict[str, LoggedRequest] = OrderedDict()
+        self._running: dict[str, LoggedRequest] = {}
+        self._details: OrderedDict[str, bytes] = OrderedDict()
+        self._detail_bytes = 0
+        self._grown: set[str] = set()
+        self._used: deque[tuple[int, str, int]] = deque()
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def get(self, request_id: str) -> LoggedRequest | None:
+        return self._requests.get(request_id)
+
+    def detail(self, request_id: str) -> dict[str, Any]:
+        """Return what is kept of an ended request, as JSON; empty if there is nothing."""
+        raw = self._details.get(request_id)
+        return {} if raw is None else msgspec.msgpack.decode(raw)
+
+    def arrived(self, tenant: str, requests: Sequence[GenerateRequest], of_model: str) -> None:
+        """Add the requests of a call, unless the call was resumed and they are known."""
+        at = now_ns()
+        for request in requests:
+            known = self._requests.get(request.request_id)
+            if known is not None and not known.ended:
+                continue
+            self._last += 1
+            tokens = request.prompt_token_ids or ()
+            found = LoggedRequest(
+                number=self._last,
+                id=request.request_id,
+                tenant=tenant,
+                model=request.model or of_model,
+                of_model=of_model,
+                arrived_ns=at,
+                prompt=(request.prompt or "")[-_PREVIEW:] or tokens[-_PREVIEW_TOKENS:],
+                prompt_tokens=len(tokens),
+                samples=request.n,
+            )
+            self._forget_detail(found.id)
+            self._requests[found.id] = self._running[found.id] = found
+            self._change(found)
+        while len(self._requests) > self._most:
+            self._drop_oldest()
+
+    def began(self, request_id: str) -> None:
+        """Note that a request enters the pipeline."""
+        if (found := self._running.get(request_id)) is not None and not found.began_ns:
+            found.began_ns, found.state = now_ns(), "running"
+            self._change(found)
+
+    def output(self, request: GenerateRequest, output: Output) -> None:
+        """Note an output as the client gets it."""
+        if (found := self._running.get(request.request_id)) is None:
+            return
+        if isinstance(output, Completion):
+            self._end(found, request, output)
+            return
+        if not found.first_ns:
+            found.first_ns = now_ns()
+        found.completion_tokens += len(output.token_ids)
+        if len(found.answer) < _PREVIEW and not output.sample_index:
+            found.answer = (found.answer + output.text)[:_PREVIEW]
+        self._grown.add(found.id)
+
+    def left(self, request_ids: Iterable[str], code: str, message: str) -> None:
+        """End what is left of a call that is over: with an error, or since its client left."""
+        for request_id in request_ids:
+            found = self._running.pop(request_id, None)
+            if found is not None:
+                failed = code not in ("", "cancelled")
+                found.state = "expired" if code == "expired" else "error" if failed else "cancelled"
+                found.code, found.message, found.ended_ns = code, message[:_TEXT], now_ns()
+                self._change(found)
+
+    def changed_after(self, change: int, limit: int) -> tuple[list[LoggedRequest], int]:
+        """Return requests changed after a change, the least recent first, and the change up to
+        which they are complete."""
+        self._count_growth()
+        newest: list[LoggedRequest] = []
+        for found in reversed(self._requests.values()):
+            if found.changed <= change:
+                break
+            newest.append(found)
+        page = newest[::-1][:limit]
+        return page, page[-1].changed if len(page) < len(newest) else self.changes
+
+    def tenants(self) -> Iterator[TenantUse]:
+        """Yield the use of each tenant of the last minute."""
+        since = now_ns() - TENANT_WINDOW_NS
+        while self._used and self._used[0][0] < since:
+            self._used.popleft()
+        uses: dict[str, TenantUse] = {}
+        for _, tenant, tokens in self._used:
+            uses.setdefault(tenant, TenantUse(tenant)).tokens += tokens
+        for found in self._running.values():
+            use = uses.setdefault(found.tenant, TenantUse(found.tenant))
+            if found.began_ns:
+                use.running += 1
+            else:
+                use.waiting += 1
+        yield from uses.values()
+
+    def _end(self, found: LoggedRequest, request: GenerateRequest, end: Completion) -> None:
+        del self._running[found.id]
+        found.state, found.ended_ns = end.status, now_ns()
+        found.first_ns = found.first_ns or end.timings.first_token_ns
+        usage = end.usage
+        found.prompt_tokens = usage.prompt_tokens or found.prompt_tokens
+        found.cached_tokens, found.completion_tokens = usage.cached_tokens, usage.completion_tokens
+        if end.error is not None:
+            found.code, found.message = end.error.code, end.error.message[:_TEXT]
+        if end.samples:
+            found.answer = end.samples[0].text[:_PREVIEW]
+            found.finish = end.samples[0].finish_reason
+        versions = [version for each in end.samples for version, _ in each.weight_versions]
+        if versions:
+            found.versions = min(versions), max(versions)
+        tokens = usage.prompt_tokens + usage.completion_tokens
+        self._used.append((found.ended_ns, found.tenant, tokens))
+        self._keep_detail(found.id, msgspec.msgpack.encode(_detail_of(request, end)))
+        self._change(found)
+
+    def _change(self, found: LoggedRequest) -> None:
+        self.changes += 1
+        found.changed = self.changes
+        self._requests.move_to_end(found.id)
+
+    def _count_growth(self) -> None:
+        """Count new tokens as changes; not each by itself, since that would cost each token."""
+        for request_id in self._grown:
+            if (found := self._running.get(request_id)) is not None:
+                self._change(found)
+        self._grown.clear()
+
+    def _drop_oldest(self) -> None:
+        oldest = next(iter(self._requests.values()))
+        del self._requests[oldest.id]
+        self._running.pop(oldest.id, None)
+        self._forget_detail(oldest.id)
+
+    def _keep_detail(self, request_id: str, detail: bytes) -> None:
+        self._details[request_id] = detail
+        self._detail_bytes += len(detail)
+        while self._detail_bytes > self._most_bytes:
+            self._forget_detail(next(iter(self._details)))
+
+    def _forget_detail(self, request_id: str) -> None:
+        self._detail_bytes -= len(self._details.pop(request_id, b""))
+
+
+def _detail_of(request: GenerateRequest, end: Completion) -> dict[str, Any]:
+    """Return what is kept of a request and its end."""
+    return {
+        "prompt": (request.prompt or "")[-_TEXT:],
+        "prompt_token_ids": (end.prompt_token_ids or request.prompt_token_ids or ())[
+            -_PROMPT_TOKENS:
+        ],
+        "sampling": request.sampling,
+        "priority": request.priority,
+        "images": len(request.images),
+        "trace_id": end.trace_id,
+        "entry_id": end.entry_id,
+        "usage": end.usage,
+        "timings": end.timings,
+        "samples": [
+            {
+                "text": each.text[:_TEXT],
+                "token_ids": each.token_ids[:_SAMPLE_TOKENS],
+                "tokens": len(each.token_ids),
+                "finish_reason": each.finish_reason,
+                "weight_versions": each.weight_versions,
+                "drafted": each.num_draft_tokens,
+                "accepted": each.num_accepted_draft_tokens,
+            }
+            for each in end.samples
+        ],
+    }

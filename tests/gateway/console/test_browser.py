@@ -1,0 +1,288 @@
+"""The console in a real browser: each view silent and accessible, no text becomes HTML, streams
+survive. Skipped where there is no Chromium."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from nano_inference.bus.dead_letters import DeadLetter
+from nano_inference.bus.public import (
+    CompletionSample,
+    ErrorInfo,
+    GenerateRequest,
+    Output,
+    TokenLogprob,
+)
+from nano_inference.config import load_config
+from nano_inference.gateway.app import GatewayApp, make_app
+from nano_inference.gateway.policy.administration import Administration
+from nano_inference.gateway.server.server import HttpServer
+from nano_inference.pipeline.models import ModelStatus
+from nano_inference.store.board import LoadedAdapter
+
+from ..fake import FakeEngine, chunk, completion, report
+from ..sampled import WORDS
+from ..served import listening
+from .pages import ConsolePage, chromium, console, needs_chromium
+
+pytestmark = [needs_chromium, pytest.mark.slow]
+pytest.importorskip("playwright.async_api")
+
+EVIL = '<img src=x onerror="window.hacked=1"><script>window.hacked=1</script>{{7*7}}\'"`'
+
+WIDER = "document.documentElement.scrollWidth - document.documentElement.clientWidth"
+
+STAGES = {
+    "admission": {"in_flight": 3},
+    "fairness": {"queued": 1, "credits": 4, "received": "admission=5"},
+    "batching": {"running": 2, "kv_free": 3, "kv_total": 9, "kv_cached": 2, "inbox": 1},
+    "executor": {"weight_version": 4, "max_batch_size": 8, "steps": 7, "device": "cpu"},
+    "streaming": {"tokens_per_s": 12, "ttft_ms_p50": 8.5, "ttft_ms_p95": 20},
+}
+
+
+def speaking(text: str) -> Any:
+    """Answers every request with a text, a chunk a token, with logprobs."""
+
+    def outputs(request: GenerateRequest) -> list[Output]:
+        tokens = WORDS.token_ids(text, add_special=False)
+        tops = tuple((TokenLogprob(token_id=each, logprob=-0.5),) for each in tokens)
+        detokenizer = WORDS.detokenizer(skip_special=True)
+        chunks: list[Output] = [
+            chunk(
+                request, (each,), detokenizer.push((each,)), token_offset=place,
+                logprobs=(-0.5,), top_logprobs=(tops[place],),
+            )
+            for place, each in enumerate(tokens)
+        ]  # fmt: skip
+        sample = CompletionSample(
+            sample_index=0, text=text, token_ids=tokens, logprobs=(-0.5,) * len(tokens),
+            finish_reason="length", weight_versions=((3, 0), (4, 2)), top_logprobs=tops,
+        )  # fmt: skip
+        return [*(chunks if request.stream else ()), completion(request, sample)]
+
+    return outputs
+
+
+@asynccontextmanager
+async def gateway(
+    engine: FakeEngine, **settings: Any
+) -> AsyncIterator[tuple[str, GatewayApp, HttpServer]]:
+    config = load_config(env={}, overrides={"gateway.message_format": "off"} | settings)
+    app = make_app(engine, config)  # type: ignore[arg-type]
+    server = HttpServer(app, config.gateway)
+    async with listening(server) as port:
+        yield f"http://127.0.0.1:{port}", app, server
+        app.stop()
+        for each in list(server.connections._all):
+            each.transport.abort()
+    await app.aclose()
+
+
+class Queue:
+    """A requests queue that has a dead letter."""
+
+    async def dead_letters(self) -> list[DeadLetter]:
+        return [
+            DeadLetter(
+                letter_id="1-0", entry_id="1-0", deaths=3, died_ns=10**18,
+                request=GenerateRequest(request_id=EVIL, prompt=EVIL, tenant=EVIL),
+                error=ErrorInfo(code="lane_failed", message=EVIL),
+            )
+        ]  # fmt: skip
+
+
+class ConsoleEngine(FakeEngine):
+    """A fake engine with a model and a dead letter."""
+
+    async def models(self) -> list[ModelStatus]:
+        return [ModelStatus(id="tiny", path=EVIL, state="ready", reason=EVIL)]
+
+
+@pytest.fixture
+def engine() -> FakeEngine:
+    engine = ConsoleEngine(speaking("It is sunny, 12 degrees."))
+    engine.bus.requests = Queue()  # type: ignore[attr-defined]
+    engine.stage_reports = [report(stage=name, load=load) for name, load in STAGES.items()]
+    return engine
+
+
+async def through_all_views(page: ConsolePage) -> None:
+    """Look at each view, with a request opened, and check it."""
+    for view in ("playground", "pipeline", "requests", "operations"):
+        await page.open(view)
+        if view == "requests":
+            await page.page.locator(".list-row").first.click()
+            await page.page.wait_for_selector(".detail .fall")
+        if view == "pipeline":
+            await page.page.wait_for_selector(".flow .stage")
+        if view == "operations":
+            await page.page.wait_for_selector(".tag")
+        assert await page.violations() == [], view
+        assert await page.page.evaluate(WIDER) == 0, f"{view} scrolls sideways"
+
+
+@pytest.mark.parametrize(("scheme", "width"), [("light", 1600), ("dark", 375)])
+async def test_each_view_is_accessible_and_silent(
+    engine: FakeEngine, scheme: str, width: int
+) -> None:
+    size = {"width": width, "height": 900}
+    async with (
+        gateway(engine) as (url, _, _),
+        chromium() as browser,
+        console(browser, url, color_scheme=scheme, viewport=size) as page,
+    ):
+        await page.open()
+        await page.send("How is the weather?")
+        assert await page.answered() == "It is sunny, 12 degrees."
+        await through_all_views(page)
+        assert page.said == []
+
+
+async def test_a_tokens_alternatives_are_shown_by_pointer_and_by_keys(engine: FakeEngine) -> None:
+    async with gateway(engine) as (url, _, _), chromium() as browser, console(browser, url) as page:
+        await page.open()
+        await page.send("Hello")
+        await page.answered()
+        text = page.page.locator(".message.assistant .tokens:visible").last
+        await text.locator("span").first.hover()
+        assert "logprob -0.500" in await page.page.inner_text(".tip")
+        await page.page.mouse.move(0, 0)
+        await text.focus()
+        await page.page.keyboard.press("ArrowRight")
+        await page.page.wait_for_selector(".tip:visible")
+        assert await text.locator(".here").count() == 1
+
+
+async def test_no_text_becomes_html(engine: FakeEngine) -> None:
+    """Of a prompt, an answer, a tenant, a model, an adapter, or an error."""
+    engine.outputs = speaking(EVIL)
+    adapter = LoadedAdapter(EVIL, 1, EVIL)
+    engine.stage_reports = [
+        report(stage="admission", lane=EVIL, adapters=(adapter,)),
+        *(
+            report(stage=name, lane=EVIL, host=EVIL, load=load | {"held": EVIL, "device": EVIL})
+            for name, load in STAGES.items()
+            if name != "admission"
+        ),
+    ]  # fmt: skip
+    async with (
+        gateway(engine) as (url, app, _),
+        chromium() as browser,
+        console(browser, url, extra_http_headers={"X-Tenant": EVIL[:128]}) as page,
+    ):
+        await page.open()
+        await page.send(EVIL)
+        await page.answered()
+        log = app.request_log
+        assert log is not None
+        log.arrived(EVIL, [GenerateRequest(request_id=EVIL, model=EVIL, prompt=EVIL)], "tiny")
+        log.left([EVIL], "lane_failed", EVIL)
+        for view in ("playground", "pipeline", "requests", "operations", "requests/%3Cimg%3E"):
+            await page.open(view)
+            await page.page.wait_for_timeout(200)
+            if view == "requests":
+                for row in range(2):
+                    await page.page.locator(".list-row").nth(row).click()
+                    await page.page.wait_for_selector(".detail .fall")
+            assert await page.page.evaluate("window.hacked") is None, view
+            assert await page.page.locator("main img, main script, main iframe").count() == 0, view
+        assert [each for each in page.said if "404" not in each] == []
+
+
+async def test_an_answer_goes_on_after_a_lost_connection_and_a_reload(engine: FakeEngine) -> None:
+    async with (
+        gateway(engine) as (url, _, server),
+        chromium() as browser,
+        console(browser, url) as page,
+    ):
+        await page.open()
+        engine.hold()
+        await page.send("Hello")
+        await page.page.wait_for_function(
+            "() => document.querySelector('.assistant .tokens span.cursor')"
+        )
+        await engine.until(lambda: bool(engine.requests))
+        for each in list(server.connections._all):
+            each.transport.abort()
+        await page.page.wait_for_selector("text=Connection lost")
+        await page.page.reload()
+        await page.page.wait_for_selector(".message.assistant")
+        engine.go()
+        assert await page.answered() == "It is sunny, 12 degrees."
+        assert len(engine.requests) == 1, "it ran once"
+
+
+async def test_ten_thousand_requests_are_a_few_dozen_elements(engine: FakeEngine) -> None:
+    async with (
+        gateway(engine) as (url, app, _),
+        chromium() as browser,
+        console(browser, url) as page,
+    ):
+        log = app.request_log
+        assert log is not None
+        for number in range(10_000):
+            asked = GenerateRequest(request_id=f"r{number:05}", prompt=f"prompt {number:05}")
+            log.arrived("acme" if number % 2 else "blue", [asked], "tiny")
+            log.output(asked, completion(asked))
+        await page.open("requests")
+        await page.page.wait_for_selector("text='10,000 requests'")
+        rows = page.page.locator(".list-row")
+        assert "prompt 09999" in await rows.first.inner_text()
+        assert await rows.count() < 60
+        await page.page.focus(".list")
+        await page.page.keyboard.press("End")
+        await page.page.wait_for_selector(".list-row:has-text('prompt 00000')")
+        assert await rows.count() < 60
+        await page.page.fill("input[type=search]", "tenant:acme r07")
+        await page.page.wait_for_selector("text='500 of 10,000'")
+
+
+async def test_with_keys_the_page_asks_for_one_and_sends_it_as_a_header(engine: FakeEngine) -> None:
+    async with (
+        gateway(engine, **{"policy.backend": "bus"}) as (url, app, _),
+        chromium() as browser,
+        console(browser, url) as page,
+    ):
+        made = await Administration(app.policy.store).create_key({"name": "a", "scopes": ["read"]})
+        addresses: list[str] = []
+        page.page.on("request", lambda request: addresses.append(request.url))
+        await page.page.goto(f"{url}/console/#/pipeline")
+        await page.page.fill("#key-input", "nk-wrong")
+        await page.page.keyboard.press("Enter")
+        await page.page.wait_for_selector("#key-error:not(:empty)")
+        await page.page.fill("#key-input", made["key"])
+        await page.page.keyboard.press("Enter")
+        await page.page.wait_for_selector(".flow .stage")
+        assert not [each for each in addresses if made["key"] in each]
+        assert made["key"] not in await page.page.evaluate("JSON.stringify({...localStorage})")
+        await page.open("operations")
+        assert await page.page.locator("text=New key").count() == 0, "that takes the scope admin"
+
+
+async def test_an_administrator_makes_a_key_that_is_shown_once(engine: FakeEngine) -> None:
+    async with (
+        gateway(engine, **{"policy.backend": "bus"}) as (url, app, _),
+        chromium() as browser,
+        console(browser, url) as page,
+    ):
+        administration = Administration(app.policy.store)
+        root = await administration.create_key({"name": "root", "scopes": ["admin"]})
+        await page.page.goto(f"{url}/console/#/operations")
+        await page.page.fill("#key-input", root["key"])
+        await page.page.keyboard.press("Enter")
+        await page.page.click("button:text-is('New key')")
+        await page.page.get_by_label("Name", exact=True).fill(EVIL[:100])
+        await page.page.get_by_label("Calls at once").fill("3")
+        await page.page.click("button:text-is('Create')")
+        shown = await page.page.inner_text("dialog[open] pre")
+        assert await page.violations() == []
+        await page.page.click("button:text-is('Close')")
+        await page.page.wait_for_selector("td:has-text('3 at once')")
+        keys = {each["name"]: each for each in await administration.keys()}
+        assert keys[EVIL[:100]]["limits"]["max_in_flight"] == 3
+        assert shown not in await page.page.inner_text("main")

@@ -1,0 +1,127 @@
+"""The live feed: one read for all viewers, and none that waits for a slow one."""
+
+from __future__ import annotations
+
+import json
+from contextlib import aclosing
+from typing import Any
+
+import anyio
+import pytest
+
+from nano_inference.bus.public import GenerateRequest
+from nano_inference.config import BusError
+from nano_inference.gateway.console.feed import Feed, Viewer, viewer_of
+from nano_inference.gateway.policy.caller import ANYBODY, Caller
+from nano_inference.gateway.serving.request_log import RequestLog
+from nano_inference.pipeline.health import lanes_of
+from nano_inference.pipeline.progress import Progress
+from nano_inference.pipeline.status import PipelineStatus
+
+from ..fake import report
+
+ALL = Viewer(None, None)
+
+
+class Board:
+    """A board that counts its reads."""
+
+    def __init__(self) -> None:
+        self.reads = 0
+        self.error: BusError | None = None
+
+    async def read(self) -> PipelineStatus:
+        self.reads += 1
+        if self.error is not None:
+            raise self.error
+        stages = [
+            report(stage="fairness", load={"settings": '{"tenant_weights": {"acme": 2}}'}),
+            report(stage="streaming", load={"tokens_per_s": self.reads}),
+        ]
+        return PipelineStatus(
+            ready=True, reason="", waiting=0, in_flight=0, queue_length=0, dead_letters=0,
+            lanes=lanes_of(stages), stall_timeout_s=60, progress=Progress(status="idle"),
+        )  # fmt: skip
+
+
+@pytest.fixture
+def board() -> Board:
+    return Board()
+
+
+@pytest.fixture
+def log() -> RequestLog:
+    return RequestLog()
+
+
+@pytest.fixture
+def feed(board: Board, log: RequestLog) -> Feed:
+    return Feed(board.read, log, lambda: {"waiting": 0, "in_flight": 0}, every_s=0.1)
+
+
+async def first(feed: Feed, viewer: Viewer = ALL, number: int = 1) -> list[dict[str, Any]]:
+    """The first snapshots of a viewer."""
+    found: list[dict[str, Any]] = []
+    async with aclosing(feed.snapshots(viewer)) as snapshots:
+        async for name, data in snapshots:
+            if name == "snapshot":
+                found.append(json.loads(data))
+            if len(found) == number:
+                return found
+    return found
+
+
+async def test_many_viewers_cost_one_read_a_period(feed: Feed, board: Board) -> None:
+    async with anyio.create_task_group() as group:
+        for _ in range(50):
+            group.start_soon(first, feed, ALL, 3)
+    assert board.reads <= 4
+
+
+async def test_nobody_looks_nothing_is_read(feed: Feed, board: Board) -> None:
+    await first(feed)
+    before = board.reads
+    await anyio.sleep(0.25)
+    assert board.reads == before
+
+
+async def test_a_slow_viewer_skips_snapshots(feed: Feed, board: Board) -> None:
+    async with aclosing(feed.snapshots(ALL)) as snapshots:
+        rates = []
+        async for name, data in snapshots:
+            if name == "snapshot":
+                (lane,) = json.loads(data)["status"]["lanes"]
+                rates.append(lane["stages"]["streaming"]["load"]["tokens_per_s"])
+            if len(rates) == 2:
+                break
+            await anyio.sleep(0.35)
+    assert rates[1] > rates[0] + 1
+    assert rates[1] == board.reads
+
+
+async def test_settings_that_name_tenants_are_left_out(feed: Feed) -> None:
+    (found,) = await first(feed)
+    assert "acme" not in json.dumps(found)
+
+
+async def test_without_the_bus_a_snapshot_says_so(feed: Feed, board: Board) -> None:
+    board.error = BusError("Redis is away")
+    (found,) = await first(feed)
+    assert (found["status"], found["problem"]) == (None, "Redis is away")
+
+
+async def test_a_tenants_key_sees_its_own_use_only(feed: Feed, log: RequestLog) -> None:
+    for tenant in ("acme", "blue"):
+        log.arrived(tenant, [GenerateRequest(request_id=tenant, prompt="x")], "tiny")
+    caller = Caller(key_id="k", tenant="acme", scopes=frozenset({"read"}))
+    (own,), (every,) = await first(feed, viewer_of(caller)), await first(feed, viewer_of(ANYBODY))
+    assert [each["tenant"] for each in own["tenants"]] == ["acme"]
+    assert {each["tenant"] for each in every["tenants"]} == {"acme", "blue"}
+
+
+async def test_a_stopping_gateway_ends_the_streams(feed: Feed) -> None:
+    with anyio.fail_after(5):
+        async with anyio.create_task_group() as group:
+            group.start_soon(first, feed, ALL, 1000)
+            await anyio.sleep(0.15)
+            feed.close()

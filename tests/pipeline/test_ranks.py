@@ -55,6 +55,10 @@ def bodies(kind: str) -> list[dict[str, Any]]:
     ]
 
 
+def short_bodies(kind: str) -> list[dict[str, Any]]:
+    return [{**body, "sampling": {**body["sampling"], "max_tokens": 40}} for body in bodies(kind)]
+
+
 LAYERS, EXPERTS, CHOSEN = 2, 4, 2
 
 
@@ -111,23 +115,30 @@ def ranks_of(pipeline: Pipeline) -> Ranks:
     return ranks
 
 
-async def survive_failures(
-    pipeline: Pipeline,
-    expected: list[list[Any]],
-    make: Callable[[str], list[dict[str, Any]]] = bodies,
+Bodies = Callable[[str], list[dict[str, Any]]]
+
+
+async def survive_signal(
+    pipeline: Pipeline, expected: list[list[Any]], number: signal.Signals, make: Bodies
 ) -> None:
-    """Kill and stop the only other rank under load, whose answers are the expected ones; and kill
-    it between two steps. `make`: as `bodies`."""
+    """Send the only other rank a signal under load, whose answers are the expected ones.
+
+    `make`: as `bodies`."""
+    (pid,), epoch = ranks_of(pipeline).pids, epoch_of(pipeline)
+    begun = asyncio.Event()
+    reads = [begin(pipeline, body, begun) for body in make(number.name)]
+    await begun.wait()
+    os.kill(pid, number)
+    found = await asyncio.gather(*reads)
+    assert [bits(each) for each in found] == expected
+    assert epoch_of(pipeline) > epoch
+    assert not exists(pid), "a rank outlives its executor"
+
+
+async def survive_failures(pipeline: Pipeline, expected: list[list[Any]], make: Bodies) -> None:
+    """Kill and stop the only other rank under load, and kill it between two steps."""
     for number in (signal.SIGKILL, signal.SIGSTOP):
-        (pid,), epoch = ranks_of(pipeline).pids, epoch_of(pipeline)
-        begun = asyncio.Event()
-        reads = [begin(pipeline, body, begun) for body in make(number.name)]
-        await begun.wait()
-        os.kill(pid, number)
-        found = await asyncio.gather(*reads)
-        assert [bits(each) for each in found] == expected
-        assert epoch_of(pipeline) > epoch
-        assert not exists(pid), "a rank outlives its executor"
+        await survive_signal(pipeline, expected, number, make)
     (pid,), epoch = ranks_of(pipeline).pids, epoch_of(pipeline)
     os.kill(pid, signal.SIGKILL)
     await until(lambda: epoch_of(pipeline) > epoch)
@@ -138,7 +149,7 @@ async def test_a_rank_that_dies_or_stops_costs_no_token(make_config: MakeConfig)
     """The executor is restarted as a whole, and every answer is that of one rank, bit for bit."""
     engine = {f"engine__{name}": value for name, value in SAME_BITS.items()}
     async with Pipeline(make_config(**engine)) as alone:
-        done = await asyncio.gather(*map(alone.complete, bodies("SIGKILL")))
+        done = await asyncio.gather(*map(alone.complete, short_bodies("SIGKILL")))
     expected = [bits(each) for each in done]
     config = make_config(
         **engine,
@@ -147,8 +158,8 @@ async def test_a_rank_that_dies_or_stops_costs_no_token(make_config: MakeConfig)
         pipeline__restart_backoff_s=0.01,
     )
     async with asyncio.timeout(LIMIT_S), Pipeline(config) as pipeline:
-        await survive_failures(pipeline, expected)
-        found = await asyncio.gather(*map(pipeline.complete, bodies("idle")))
+        await survive_failures(pipeline, expected, short_bodies)
+        found = await asyncio.gather(*map(pipeline.complete, short_bodies("idle")))
         assert [bits(each) for each in found] == expected
         (pid,) = ranks_of(pipeline).pids
     assert not exists(pid)

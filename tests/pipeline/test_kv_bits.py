@@ -120,8 +120,7 @@ class Changes:
     async def check(self, pipeline: Pipeline) -> None:
         """All bits in each state."""
         await self.load(pipeline, 1)
-        for _ in range(2):
-            assert await answers(pipeline, ASKED) == self.expected
+        assert await answers(pipeline, ASKED) == self.expected
         await self.load(pipeline, 2)
         assert await answers(pipeline, ASKED) == self._of_two
         await pipeline.client.update_weights(self._other)

@@ -165,7 +165,8 @@ async def test_a_rank_that_dies_or_stops_costs_no_token(make_config: MakeConfig)
     assert not exists(pid)
 
 
-async def test_experts_move_while_streams_run(make_config: MakeConfig) -> None:
+@pytest.mark.soak
+async def test_experts_move_while_streams_run(make_config: MakeConfig, soak: bool) -> None:
     """No bit of any answer changes, and each token is counted at as many experts as it chooses."""
     engine = {f"engine__{name}": value for name, value in SAME_BITS.items()}
     engine["engine__model_path"] = str(mixture())
@@ -174,7 +175,7 @@ async def test_experts_move_while_streams_run(make_config: MakeConfig) -> None:
     expected = [bits(each) for each in done]
     parallel = {"engine__tensor_parallel": 2, "engine__expert_parallel": 2}
     async with asyncio.timeout(LIMIT_S), Pipeline(make_config(**engine, **parallel)) as pipeline:
-        for number, owners in enumerate([(1, 0, 1, 0), (0, 0, 1, 1)]):
+        for number, owners in enumerate([(1, 0, 1, 0), (0, 0, 1, 1)][: 1 + soak]):
             begun = asyncio.Event()
             reads = [begin(pipeline, body, begun) for body in bodies(f"owners-{number}")]
             await begun.wait()

@@ -24,7 +24,7 @@ from nano_inference.config import EngineConfig, WeightsError
 from nano_inference.stages.executor.runner.ranks.processes import Ranks
 
 from . import reference
-from .builders import MORE_TOKENS, until
+from .builders import TOKENS, until
 from .conftest import LIMIT_S, MakeConfig
 from .test_replicas import core_of, epoch_of
 from .test_roles import bits
@@ -46,7 +46,7 @@ def bodies(kind: str) -> list[dict[str, Any]]:
             "sampling": {
                 "temperature": float(index % 2),
                 "seed": index,
-                "max_tokens": MORE_TOKENS,
+                "max_tokens": TOKENS,
                 "ignore_eos": True,
                 "logprobs": 1,
             },

@@ -181,7 +181,10 @@ def frozen() -> Iterator[InferenceEngine]:
         yield engine
 
 
-@pytest_asyncio.fixture(params=["memory", "redis-links"], scope="module", loop_scope="module")
+# Over memory every day: what this file asks of pipelines of its own.
+@pytest_asyncio.fixture(
+    params=[in_soak("memory"), "redis-links"], scope="module", loop_scope="module"
+)
 async def scoring(
     request: pytest.FixtureRequest, trained: dict[str, Tensor]
 ) -> AsyncIterator[Pipeline]:

@@ -162,6 +162,10 @@ class Proxy:
         if self._tasks:
             await asyncio.wait(self._tasks)
 
+    def lead_to(self, port: int) -> None:
+        """Lead later connections to another server."""
+        self._target_port = port
+
     def cut(self, share: float, rng: random.Random) -> None:
         """Abort about this share of the connections."""
         for pair in list(self._pairs):

@@ -78,6 +78,10 @@ def import_stages(names: Sequence[str]) -> None:
             from ..gateway.server import server  # noqa: F401
         else:
             actor_class(name)
+    if "executor" in names:
+        from ..stages.executor.runner.model import prepare_loading
+
+        prepare_loading()
 
 
 def why_not() -> str:

@@ -49,10 +49,10 @@ structlog.configure(
 
 # How long an example takes says more about the machine than about what it shows.
 settings.register_profile(
-    "ours", max_examples=50, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+    "ours", max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.load_profile("ours")
-# Of those that name no number of their own. Every day it is 50.
+# Of those that name no number of their own. Every day it is 30.
 settings.register_profile("soak", settings.get_profile("ours"), max_examples=500)
 
 

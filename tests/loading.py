@@ -20,6 +20,7 @@ from nano_inference.config import EngineConfig
 from nano_inference.stages.executor.runner import model as models
 from nano_inference.stages.executor.runner.deterministic import Determinism
 from nano_inference.stages.executor.runner.fast_modules.modules import FastModules
+from nano_inference.text.grammar import GrammarCompiler
 
 BUNDLED = EngineConfig().model_folder
 SHORT = "nano-test-model-"
@@ -32,7 +33,10 @@ _check = Determinism.check
 _install = FastModules.__init__
 _compare = FastModules._compare
 
+_find_vocabulary = GrammarCompiler._find_vocabulary
+
 _chosen: dict[Any, list[int | None]] = {}
+_vocabularies: dict[tuple[Path, int], Any] = {}
 _deterministic: set[Any] = set()
 
 
@@ -93,6 +97,14 @@ def _checked(self: Any) -> None:
         _deterministic.add(kind)
 
 
+def _vocabulary(self: GrammarCompiler) -> Any:
+    """It lives on between two engines, and with it the process that tries grammars."""
+    found = _find_vocabulary(self)
+    if _is_bundled(self.folder):
+        _vocabularies[self.folder, self.vocab_size] = found
+    return found
+
+
 @contextmanager
 def loaded_once() -> Iterator[None]:
     """Engines that start meanwhile have it of a former one."""
@@ -101,4 +113,5 @@ def loaded_once() -> Iterator[None]:
         patch.setattr(FastModules, "__init__", _installed)
         patch.setattr(FastModules, "_compare", _compared)
         patch.setattr(Determinism, "check", _checked)
+        patch.setattr(GrammarCompiler, "_find_vocabulary", _vocabulary)
         yield

@@ -7,6 +7,7 @@ import asyncio
 import re
 import runpy
 from collections.abc import AsyncIterator
+from functools import cache
 from pathlib import Path
 
 import msgspec
@@ -90,10 +91,15 @@ def test_error_codes_are_all_listed() -> None:
     rooms = ("bus", "cli", "config", "gateway", "kserve", "pipeline", "stages", "store", "text")
     for room in rooms:
         for path in (ROOT / room).rglob("*.py"):
-            used |= codes_in(ast.parse(path.read_text()))
+            used |= codes_in(parsed(path))
     used |= {f"invalid_{name}" for name in RANGES}
     assert {"malformed", "lane_failed", "stage_failed", "invalid_top_p"} <= used
     assert used - listed - {""} == set()
+
+
+@cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
 
 
 def codes_in(tree: ast.AST) -> set[str]:
@@ -163,7 +169,7 @@ def test_the_life_of_a_request_names_what_there_is() -> None:
 def names_in(path: Path) -> set[str]:
     """A module's functions and classes, and what classes have, as `Class.method`."""
     found = set()
-    for node in ast.parse(path.read_text()).body:
+    for node in parsed(path).body:
         match node:
             case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name):
                 found.add(name)

@@ -14,8 +14,6 @@ import helm_python as helm
 import kubernetes_validate
 import pytest
 import yaml
-from cloudcoil.models.keda import v1alpha1 as keda
-from cloudcoil.models.prometheus_operator import v1 as operator
 from kubernetes_validate import utils
 
 from nano_inference.config import load_config
@@ -48,12 +46,19 @@ CASES["keda by prometheus"] = values_of(
 OLDEST, NEWEST = "1.31", "1.37"
 """The first version of Kubernetes that the chart allows, and the newest with schemas here."""
 
-CUSTOM = {
-    "ScaledObject": keda.ScaledObject,
-    "TriggerAuthentication": keda.TriggerAuthentication,
-    "ServiceMonitor": operator.ServiceMonitor,
-    "PrometheusRule": operator.PrometheusRule,
-}
+
+@cache
+def custom_kinds() -> dict[str, Any]:
+    """Models of the CRDs. (Their import takes seconds, and every worker imports this file.)"""
+    from cloudcoil.models.keda import v1alpha1 as keda
+    from cloudcoil.models.prometheus_operator import v1 as operator
+
+    return {
+        "ScaledObject": keda.ScaledObject,
+        "TriggerAuthentication": keda.TriggerAuthentication,
+        "ServiceMonitor": operator.ServiceMonitor,
+        "PrometheusRule": operator.PrometheusRule,
+    }
 
 
 @cache
@@ -68,7 +73,7 @@ def objects(request: pytest.FixtureRequest) -> list[Values]:
 
 def check(found: Values, version: str) -> None:
     """Checks an object strictly: an unknown field is an error."""
-    kind = CUSTOM.get(found["kind"])
+    kind = custom_kinds().get(found["kind"])
     if kind is None:
         kubernetes_validate.validate(found, version, strict=True)
     else:

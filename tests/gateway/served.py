@@ -86,7 +86,7 @@ class Served:
     async def until(self, holds: Callable[[], bool]) -> None:
         """Run the event loop until this holds; the test's time limit ends it."""
         while not holds():  # noqa: ASYNC110
-            await asyncio.sleep(0)
+            await asyncio.sleep(0.001)
 
     async def phases(self, *wanted: str) -> None:
         """Wait until the connections are in these phases, in order of arrival."""

@@ -6,7 +6,6 @@ from typing import Any
 
 import msgspec
 import pytest
-from anthropic import AsyncAnthropic
 from openai import AsyncOpenAI
 
 from nano_inference.bus.public import Completion, GenerateRequest, Output
@@ -80,6 +79,8 @@ async def test_openai_s_library_reads_it_in_a_stream(
 async def test_anthropic_s_library_reads_it_in_a_stream(
     connected: dict[str, Any], engine: FakeEngine
 ) -> None:
+    from anthropic import AsyncAnthropic
+
     engine.outputs = served
     asked: Any = {"model": "tiny", "max_tokens": 9, "messages": HELLO}
     async with (

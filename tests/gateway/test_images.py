@@ -10,7 +10,6 @@ from typing import Any
 import httpx
 import httpx2
 import pytest
-from anthropic import AsyncAnthropic
 from openai import AsyncOpenAI
 
 from nano_inference.bus.public import GenerateRequest, ImageInput
@@ -198,6 +197,8 @@ async def test_the_tokens_of_images_are_counted_and_shown(
 
 
 async def test_client_libraries_send_images(connected: dict[str, Any], engine: FakeEngine) -> None:
+    from anthropic import AsyncAnthropic
+
     openai = AsyncOpenAI(base_url="http://127.0.0.1/v1", **connected)
     await openai.chat.completions.create(
         model="", messages=chat(image_url(), ASKED)["messages"], max_tokens=4

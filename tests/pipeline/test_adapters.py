@@ -97,7 +97,7 @@ async def test_one_batch_has_many_adapters(
             assert answer.samples[0].adapter_version == bool(name)
             assert answer.model == (name or pipeline.config.engine.model_name)
         while [each.id for each in await client.adapters()] != ["one", "two"]:  # noqa: ASYNC110
-            await asyncio.sleep(0)  # stages report every second
+            await asyncio.sleep(0.01)  # stages report every second
         await client.unload_adapter("one")
         assert await refusal(pipeline, "one") == "unknown_model"
         assert await say(pipeline, "two") == wanted["two"]

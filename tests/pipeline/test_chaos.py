@@ -36,13 +36,17 @@ def quick_starts(monkeypatch: pytest.MonkeyPatch) -> None:
 async def test_faults_of_every_kind_cost_nothing_while_sequences_take_turns(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With a batch for all, and with small batches and short time slices: at any moment some
-    sequences are preempted. (tests/pipeline/test_fairness.py has the latter every day.)"""
+    """With a batch for all, and where sequences take turns, as every day over HTTP (below)."""
     chaos = load("chaos")
     check(chaos, await chaos.storm(tmp_path / "places", seed=5, duration_s=600, **SOAK), SOAK)
+    take_turns(monkeypatch)
+    check(chaos, await chaos.storm(tmp_path / "turns", seed=6, duration_s=600, **SOAK), SOAK)
+
+
+def take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small batches and short time slices: at any moment some sequences are preempted."""
     monkeypatch.setenv("NANO_INFERENCE_ENGINE__MAX_BATCH_SIZE", "4")
     monkeypatch.setenv("NANO_INFERENCE_FAIRNESS__MAX_TIMESLICE_TOKENS", "8")
-    check(chaos, await chaos.storm(tmp_path / "turns", seed=6, duration_s=600, **SOAK), SOAK)
 
 
 def check(chaos: Any, result: dict[str, Any], size: dict[str, Any]) -> None:
@@ -64,9 +68,13 @@ async def test_requests_of_every_kind_have_one_digest_under_faults(tmp_path: Pat
 
 
 @pytest.mark.soak
-async def test_streams_survive_kills_of_every_process(tmp_path: Path, soak: bool) -> None:
-    """Gateways too: their clients resume at the other one."""
+async def test_streams_survive_kills_of_every_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, soak: bool
+) -> None:
+    """Gateways too: their clients resume at the other one. Every day sequences take turns."""
     chaos, chaos_http = load("chaos"), load("chaos_http")
+    if not soak:
+        take_turns(monkeypatch)
     size = HTTP_SOAK if soak else HTTP_EVERY_DAY
     result = await chaos_http.http_storm(tmp_path, chaos.SETTINGS, seed=3, **size)
     told = json.dumps(result, indent=1)

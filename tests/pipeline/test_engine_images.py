@@ -14,6 +14,7 @@ from PIL import Image
 from nano_inference import ChatRenderer, EngineConfig, InferenceEngine, SamplingParams
 
 from ..media.pictures import picture, saved
+from ..soaking import in_soak
 from ..stages.executor.vision_models import ARCHITECTURES
 from .builders import finish, raises
 from .vision_folder import save_vision_model
@@ -30,7 +31,10 @@ def marks(engine: InferenceEngine) -> Any:
     return engine._admission._images.processor
 
 
-@pytest.mark.parametrize("name", ARCHITECTURES)
+# tests/stages/executor/test_images.py has the tokens of all, tests/text/test_images.py the prompts.
+@pytest.mark.parametrize(
+    "name", [name if name in ("gemma3", "qwen2_vl") else in_soak(name) for name in ARCHITECTURES]
+)
 def test_each_architecture_answers_as_transformers_does(name: str, tmp_path: Path) -> None:
     """From texts and pictures on: the prompts' tokens too are those of its own processor."""
     model = save_vision_model(name, tmp_path)

@@ -193,7 +193,7 @@ async def test_a_lost_image_ends_its_request_alone(
 
 
 @pytest.mark.slow
-@pytest.mark.soak
+@pytest.mark.soak(only=True)
 async def test_requests_about_images_go_on_when_the_executor_is_killed(
     redis_url: str, tmp_path: Path, vision: VisionModel
 ) -> None:

@@ -21,6 +21,7 @@ from nano_inference.stages.batching.stage import BatchingStage
 from nano_inference.stages.executor.core import ExecutorCore
 
 from ..kv_router import PLAIN, Root, Router
+from ..soaking import in_soak
 from ..stages.batching.events import on_device
 from ..stages.executor.runner.adapters.making import make_adapter
 from . import short_model
@@ -93,7 +94,8 @@ async def ask(pipeline: Pipeline, token_ids: list[int], **fields: Any) -> None:
 
 
 @both_buses()
-@pytest.mark.parametrize("cache_type", ["paged", "radix"])
+# What either cache tells is held in tests/stages/batching/test_kv_events.py.
+@pytest.mark.parametrize("cache_type", [in_soak("paged"), "radix"])
 async def test_a_router_has_the_blocks_of_the_cache(
     make_config: MakeConfig, cache_type: str
 ) -> None:

@@ -183,9 +183,9 @@ QUEUES = {
 def test_planning_a_step_is_no_more_work_however_many_wait(
     kind: str, monkeypatch: pytest.MonkeyPatch, soak: bool
 ) -> None:
-    """10,000 (every day 2,000) against 200, all queued at once: as many looks at waiting sequences
+    """10,000 (every day 1,000) against 200, all queued at once: as many looks at waiting sequences
     in a step."""
-    number = 10_000 if soak else 2_000
+    number = 10_000 if soak else 1_000
     few = work_of_a_queue(QUEUES[kind](200), monkeypatch)
     many = work_of_a_queue(QUEUES[kind](number), monkeypatch)
     assert many.steps >= number // BATCH

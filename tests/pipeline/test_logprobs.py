@@ -181,7 +181,10 @@ def frozen() -> Iterator[InferenceEngine]:
         yield engine
 
 
-@pytest_asyncio.fixture(params=["memory", "redis-links"], scope="module", loop_scope="module")
+# Over memory every day: what this file asks of pipelines of its own.
+@pytest_asyncio.fixture(
+    params=[in_soak("memory"), "redis-links"], scope="module", loop_scope="module"
+)
 async def scoring(
     request: pytest.FixtureRequest, trained: dict[str, Tensor]
 ) -> AsyncIterator[Pipeline]:
@@ -233,10 +236,10 @@ async def test_given_completions_are_scored_as_by_the_engine(
 
 @in_module_loop
 async def test_many_are_scored_in_order(scoring: Pipeline) -> None:
-    completions = [[2 + number % 200] for number in range(300)]
-    found = await scoring.score([[3, 4]] * 300, completions)
+    completions = [[2 + number % 100] for number in range(150)]
+    found = await scoring.score([[3, 4]] * 150, completions)
     by_token = {one[0]: each for one, each in zip(completions, found, strict=True)}
-    assert len({each.logprobs for each in found}) > 100
+    assert len({each.logprobs for each in found}) > 50
     assert found == [by_token[one[0]] for one in completions]
 
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import httpx
 import pytest
 import pytest_asyncio
-from anthropic import AsyncAnthropic
 from openai import AsyncOpenAI
 
 from nano_inference import InferenceEngine, SamplingParams
@@ -17,6 +16,9 @@ from nano_inference.config import load_config
 
 from .conftest import LIMIT_S
 from .documents import commands_of, told_by
+
+if TYPE_CHECKING:
+    from anthropic import AsyncAnthropic
 
 # --- OpenAI's client -------------------------------------------------------------------------
 
@@ -147,6 +149,8 @@ GREEDY = {"temperature": 0}
 
 @pytest_asyncio.fixture(loop_scope="module")
 async def anthropic_client(url: str) -> AsyncIterator[AsyncAnthropic]:
+    from anthropic import AsyncAnthropic
+
     async with AsyncAnthropic(base_url=url, api_key="none", timeout=LIMIT_S) as made:
         yield made
 

@@ -32,7 +32,7 @@ from nano_inference.config import EngineConfig, WeightsError
 from nano_inference.stages.executor.runner.ranks.processes import Ranks
 
 from . import reference
-from .builders import MORE_TOKENS, until
+from .builders import TOKENS, until
 from .conftest import LIMIT_S, MakeConfig
 from .test_replicas import core_of, epoch_of
 from .test_roles import bits
@@ -54,13 +54,17 @@ def bodies(kind: str) -> list[dict[str, Any]]:
             "sampling": {
                 "temperature": float(index % 2),
                 "seed": index,
-                "max_tokens": MORE_TOKENS,
+                "max_tokens": TOKENS,
                 "ignore_eos": True,
                 "logprobs": 1,
             },
         }
         for index in range(6)
     ]
+
+
+def short_bodies(kind: str) -> list[dict[str, Any]]:
+    return [{**body, "sampling": {**body["sampling"], "max_tokens": 40}} for body in bodies(kind)]
 
 
 LAYERS, EXPERTS, CHOSEN = 2, 4, 2
@@ -119,23 +123,30 @@ def ranks_of(pipeline: Pipeline) -> Ranks:
     return ranks
 
 
-async def survive_failures(
-    pipeline: Pipeline,
-    expected: list[list[Any]],
-    make: Callable[[str], list[dict[str, Any]]] = bodies,
+Bodies = Callable[[str], list[dict[str, Any]]]
+
+
+async def survive_signal(
+    pipeline: Pipeline, expected: list[list[Any]], number: signal.Signals, make: Bodies
 ) -> None:
-    """Kill and stop the only other rank under load, whose answers are the expected ones; and kill
-    it between two steps. `make`: as `bodies`."""
+    """Send the only other rank a signal under load, whose answers are the expected ones.
+
+    `make`: as `bodies`."""
+    (pid,), epoch = ranks_of(pipeline).pids, epoch_of(pipeline)
+    begun = asyncio.Event()
+    reads = [begin(pipeline, body, begun) for body in make(number.name)]
+    await begun.wait()
+    os.kill(pid, number)
+    found = await asyncio.gather(*reads)
+    assert [bits(each) for each in found] == expected
+    assert epoch_of(pipeline) > epoch
+    assert not exists(pid), "a rank outlives its executor"
+
+
+async def survive_failures(pipeline: Pipeline, expected: list[list[Any]], make: Bodies) -> None:
+    """Kill and stop the only other rank under load, and kill it between two steps."""
     for number in (signal.SIGKILL, signal.SIGSTOP):
-        (pid,), epoch = ranks_of(pipeline).pids, epoch_of(pipeline)
-        begun = asyncio.Event()
-        reads = [begin(pipeline, body, begun) for body in make(number.name)]
-        await begun.wait()
-        os.kill(pid, number)
-        found = await asyncio.gather(*reads)
-        assert [bits(each) for each in found] == expected
-        assert epoch_of(pipeline) > epoch
-        assert not exists(pid), "a rank outlives its executor"
+        await survive_signal(pipeline, expected, number, make)
     (pid,), epoch = ranks_of(pipeline).pids, epoch_of(pipeline)
     os.kill(pid, signal.SIGKILL)
     await until(lambda: epoch_of(pipeline) > epoch)
@@ -164,7 +175,7 @@ async def test_a_rank_that_dies_or_stops_costs_no_token(make_config: MakeConfig)
     """The executor is restarted as a whole, and every answer is that of one rank, bit for bit."""
     engine = {f"engine__{name}": value for name, value in SAME_BITS.items()}
     async with Pipeline(make_config(**engine)) as alone:
-        done = await asyncio.gather(*map(alone.complete, bodies("SIGKILL")))
+        done = await asyncio.gather(*map(alone.complete, short_bodies("SIGKILL")))
     expected = [bits(each) for each in done]
     config = make_config(
         **engine,
@@ -174,14 +185,15 @@ async def test_a_rank_that_dies_or_stops_costs_no_token(make_config: MakeConfig)
     )
     async with asyncio.timeout(LIMIT_S), Pipeline(config) as pipeline:
         await update_by_group(pipeline, 2)
-        await survive_failures(pipeline, expected)
-        found = await asyncio.gather(*map(pipeline.complete, bodies("idle")))
+        await survive_failures(pipeline, expected, short_bodies)
+        found = await asyncio.gather(*map(pipeline.complete, short_bodies("idle")))
         assert [bits(each) for each in found] == expected
         (pid,) = ranks_of(pipeline).pids
     assert not exists(pid)
 
 
-async def test_experts_move_while_streams_run(make_config: MakeConfig) -> None:
+@pytest.mark.soak
+async def test_experts_move_while_streams_run(make_config: MakeConfig, soak: bool) -> None:
     """No bit of any answer changes, and each token is counted at as many experts as it chooses."""
     engine = {f"engine__{name}": value for name, value in SAME_BITS.items()}
     engine["engine__model_path"] = str(mixture())
@@ -190,7 +202,7 @@ async def test_experts_move_while_streams_run(make_config: MakeConfig) -> None:
     expected = [bits(each) for each in done]
     parallel = {"engine__tensor_parallel": 2, "engine__expert_parallel": 2}
     async with asyncio.timeout(LIMIT_S), Pipeline(make_config(**engine, **parallel)) as pipeline:
-        for number, owners in enumerate([(1, 0, 1, 0), (0, 0, 1, 1)]):
+        for number, owners in enumerate([(1, 0, 1, 0), (0, 0, 1, 1)][: 1 + soak]):
             begun = asyncio.Event()
             reads = [begin(pipeline, body, begun) for body in bodies(f"owners-{number}")]
             await begun.wait()

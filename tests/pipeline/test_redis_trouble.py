@@ -106,6 +106,27 @@ async def check_foreign(port: int, prefix: str) -> None:
             assert outputs[-1]["status"] == "done"
 
 
+async def test_a_server_that_refuses_writes_is_waited_for(server: Any) -> None:
+    """As a master does that is demoted. (`make soak` has another one that takes its place.)"""
+    config = config_on(server.url)
+    async with (
+        Pipeline(config),
+        BusClient.connect(config.bus) as client,
+        Redis(port=server.port) as plain,
+    ):
+
+        async def has_refused() -> bool:
+            return "errorstat_READONLY" in await plain.info("errorstats")
+
+        async def trouble() -> None:
+            await plain.execute_command("REPLICAOF", "127.0.0.1", "1")
+            await until(has_refused, "a write that was refused")
+            await plain.execute_command("REPLICAOF", "NO", "ONE")
+
+        await survive(client, trouble)
+        await check_foreign(server.port, config.bus.prefix)
+
+
 async def test_requests_wait_while_there_is_no_server(server: Any) -> None:
     """Started without a server, the stages wait for it and then work."""
     config = config_on(server.url)

@@ -21,6 +21,7 @@ from nano_inference.stages.executor.runner.tiers.transports.slots import SlotAdd
 from nano_inference.telemetry import Metrics, instruments
 
 from ..measured import Measured
+from ..soaking import in_soak
 from .builders import until
 from .conftest import MakeConfig
 from .test_replicas import batching_of, check_at_rest
@@ -165,7 +166,7 @@ def proxied(monkeypatch: pytest.MonkeyPatch, most_bytes: int) -> Iterator[list[P
 HANDSHAKE_BYTES = 64
 
 
-@pytest.mark.parametrize("most_bytes", [0, HANDSHAKE_BYTES, HANDSHAKE_BYTES + 1000])
+@pytest.mark.parametrize("most_bytes", [0, in_soak(HANDSHAKE_BYTES), HANDSHAKE_BYTES + 1000])
 async def test_sequences_go_on_while_the_blocks_of_another_hang(
     make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch, most_bytes: int
 ) -> None:
@@ -190,7 +191,9 @@ async def test_sequences_go_on_while_the_blocks_of_another_hang(
         await check_at_rest(pipeline)
 
 
-@pytest.mark.parametrize("most_bytes", [0, HANDSHAKE_BYTES, HANDSHAKE_BYTES + 1000])
+@pytest.mark.parametrize(
+    "most_bytes", [in_soak(0), HANDSHAKE_BYTES, in_soak(HANDSHAKE_BYTES + 1000)]
+)
 async def test_sequences_whose_blocks_hang_are_computed_in_time(
     make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch, most_bytes: int
 ) -> None:

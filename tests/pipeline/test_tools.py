@@ -14,6 +14,7 @@ from pydantic import BaseModel
 from nano_inference import Gateway, Pipeline, load_config
 
 from ..gateway.saying import calling_model
+from ..soaking import in_soak
 from . import short_model
 from .conftest import LIMIT_S
 
@@ -77,7 +78,7 @@ def checked(message: Any) -> list[str]:
     return [call.function.name for call in message.tool_calls]
 
 
-@pytest.mark.parametrize("seed", [1, 2, 3])
+@pytest.mark.parametrize("seed", [1, in_soak(2), in_soak(3)])
 @pytest.mark.parametrize("choice", ["required", NAMED])
 async def test_a_required_call_is_made(client: AsyncOpenAI, choice: Any, seed: int) -> None:
     """The same, streamed and whole."""

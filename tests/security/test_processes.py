@@ -147,7 +147,7 @@ def planted(tmp_path: Path) -> Path:
     [
         in_soak("forkserver", "executor.1"),
         ("forkserver", "gateway"),
-        ("spawn", "admission"),
+        in_soak("spawn", "admission"),
         ("spawn", "gateway"),
     ],
 )

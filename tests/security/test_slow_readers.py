@@ -134,7 +134,7 @@ async def read_all(port: int, raw: bytes) -> str:
 async def until(holds: Callable[[], bool]) -> None:
     """Lets the server do what it has to; the test's time limit ends it."""
     while not holds():  # noqa: ASYNC110
-        await asyncio.sleep(0)
+        await asyncio.sleep(0.001)
 
 
 @asynccontextmanager

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
+from redis.asyncio import Redis
 
 from nano_inference.bus import Bus, open_bus
 from nano_inference.config import BusConfig, BusError
@@ -19,7 +20,7 @@ from nano_inference.store.redis import limits as redis_limits
 
 from ..buses import Buses, kit
 from ..programs import Program
-from ..rig import mortal_server
+from ..rig import load, mortal_server
 from ..servers import sentinel_group, until
 from ..soaking import in_soak
 from .test_limits import fits, left, reserve
@@ -100,6 +101,44 @@ async def test_what_the_server_forgot_last_is_told_again(tmp_path: Path) -> None
         await server.start()
         assert await granted([bus], REQUESTS, 100) == 30
         await bus.aclose()
+
+
+async def test_a_replica_that_takes_over_grants_no_more(tmp_path: Path) -> None:
+    """It has not had all that its master granted, while both gateways ask. (`make soak` has it with
+    sentinels.)"""
+    async with (
+        mortal_server(tmp_path / "a") as old,
+        mortal_server(tmp_path / "b") as new,
+        AsyncExitStack() as stack,
+    ):
+        proxy = load("chaos_rig").Proxy(old.port)
+        await proxy.start()
+        stack.push_async_callback(proxy.aclose)
+        gateways = [open_bus(BusConfig(url=proxy.url)) for _ in range(2)]
+        for each in gateways:
+            stack.push_async_callback(each.aclose)
+        replica = await stack.enter_async_context(Redis(port=new.port))
+
+        async def is_linked() -> bool:
+            return (await replica.info("replication"))["master_link_status"] == "up"
+
+        await replica.execute_command("REPLICAOF", "127.0.0.1", str(old.port))
+        await until(is_linked, "replication")
+        first, second = gateways
+        assert (await reserve(first, (HELD, 2))).granted
+        before = await granted(gateways, REQUESTS, 60)
+        # From now on it has nothing more.
+        await replica.execute_command("REPLICAOF", "NO", "ONE")
+        before += await granted(gateways, REQUESTS, 20)
+        asking = asyncio.create_task(granted(gateways, REQUESTS, 30))
+        await asyncio.sleep(0)
+        proxy.lead_to(new.port)
+        old.kill()
+        during = await asking
+        after = await granted(gateways, REQUESTS, 40)
+        assert before + during + after == 100
+        assert not await fits(second, (HELD, 2))
+        assert await fits(second, (HELD, 1))
 
 
 @pytest.mark.soak(only=True)

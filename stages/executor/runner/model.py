@@ -115,6 +115,17 @@ def _tensor_names(path: Path) -> set[str]:
         ) from error
 
 
+def prepare_loading() -> None:
+    """Have Transformers compile its table of checkpoint conversions, for all architectures.
+
+    A process does so when it loads its first model, which takes longer than loading a small one;
+    forks of this process have the table.
+    """
+    from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+
+    get_checkpoint_conversion_mapping("")
+
+
 def load_model(config: EngineConfig) -> LoadedModel:
     """Load the model of the settings.
 

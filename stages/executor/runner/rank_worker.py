@@ -25,6 +25,7 @@ from .interface import ModelRunner, make_runner
 from .leader import receive_adapter
 from .loaded_model import LoadedModel
 from .memory import ReplicaMemory
+from .model import prepare_loading
 from .rank_weights import RankReceiver
 from .ranks import commands as do
 from .ranks.group import RankError
@@ -187,6 +188,7 @@ def main() -> None:
     # Rank 0 ends this process by closing the connection, and ranks are for it to watch.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    prepare_loading()
     while True:
         rank, descriptors, _, _ = socket.recv_fds(server, 64, MOST_DESCRIPTORS)
         if not rank:

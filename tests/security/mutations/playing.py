@@ -55,7 +55,7 @@ class Server:
 
     async def until(self, holds: Callable[[], bool]) -> None:
         while not holds():  # noqa: ASYNC110
-            await asyncio.sleep(0)
+            await asyncio.sleep(0.001)
 
     def is_at_rest(self) -> bool:
         """Whether nothing of any request is left."""

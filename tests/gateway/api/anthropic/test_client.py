@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import anthropic
 import pytest
-from anthropic import AsyncAnthropic
 
 from nano_inference.store.board import LoadedAdapter
 
 from ...fake import Client, FakeEngine, refused, report
 from ...made import TEXTS, cut, interleaved, whole
+
+if TYPE_CHECKING:
+    from anthropic import AsyncAnthropic
 
 TEXT = "".join(TEXTS)
 HELLO: Any = [{"role": "user", "content": "hello"}]
@@ -52,6 +53,8 @@ async def test_models_have_anthropic_s_fields_and_pages(
 ) -> None:
     adapters = tuple(LoadedAdapter(id=id, version=1) for id in "ab")
     engine.stage_reports = [report(adapters=adapters)]
+    import anthropic
+
     page = await client.models.list()
     (model, *_) = page.data
     assert (model.type, model.id, model.display_name) == ("model", "tiny", "tiny")
@@ -74,6 +77,8 @@ async def test_models_have_openai_s_fields_for_other_clients(http: Client) -> No
 
 
 async def test_an_error_in_mid_stream_raises(client: AsyncAnthropic, engine: FakeEngine) -> None:
+    import anthropic
+
     no = refused("lane_failed", "because")
     engine.outputs = lambda request: [*cut(request), *no(request)]
     text = ""

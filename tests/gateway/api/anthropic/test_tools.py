@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
-from anthropic import AsyncAnthropic, beta_async_tool
 
 from nano_inference.config import Config
 
 from ...fake import FakeEngine
 from ...saying import calling_model, words_of
 from .calling import TIME, WEATHER, call, says
+
+if TYPE_CHECKING:
+    from anthropic import AsyncAnthropic
 
 USER: dict[str, Any] = {"role": "user", "content": "What is it like in Bern?"}
 BERN = call("weather", '{"city": "Bern", "days": 2}')
@@ -170,6 +172,8 @@ async def test_a_loop_of_calls_and_results(
 async def test_the_library_runs_the_tools(
     client: AsyncAnthropic, engine: FakeEngine, config: Config
 ) -> None:
+    from anthropic import beta_async_tool
+
     asked_for = []
 
     @beta_async_tool

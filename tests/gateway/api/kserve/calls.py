@@ -35,7 +35,7 @@ async def until(holds: Callable[[], Any]) -> None:
     """Let the server work until something holds."""
     async with asyncio.timeout(LIMIT_S):
         while not holds():  # noqa: ASYNC110
-            await asyncio.sleep(0)
+            await asyncio.sleep(0.001)
 
 
 # --- models ---------------------------------------------------------------------------------------

@@ -154,8 +154,15 @@ def test_a_module_of_another_dtype_stays_as_it_is(dtype: torch.dtype) -> None:
     assert [module for module in model.modules() if "forward" in vars(module)] == [gate]
 
 
-@pytest.mark.parametrize("most", [2048, 16], ids=["whole", "in_chunks"])
-@pytest.mark.parametrize("name", JOINED)
+@pytest.mark.parametrize(
+    # Every day each model once in each dtype.
+    ("name", "most"),
+    [
+        (name, most) if (most == 16) == place % 2 else in_soak(name, most)
+        for place, name in enumerate(JOINED)
+        for most in (2048, 16)
+    ],
+)
 def test_layers_in_one_call_give_the_bits_of_single_passes(
     name: str, most: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:

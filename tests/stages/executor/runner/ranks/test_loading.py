@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from functools import partial
 from pathlib import Path
@@ -23,6 +22,7 @@ from nano_inference.stages.executor.runner.sharded_model import (
     make_whole,
 )
 
+from .....programs import run
 from .....soaking import in_soak
 from ...models import make_config, make_model
 from .group import on_ranks
@@ -168,7 +168,7 @@ def test_a_tied_output_shares_the_shard(tmp_path: Path) -> None:
 
 
 _PEAK = """
-import resource, sys, threading
+import sys
 from pathlib import Path
 import torch
 torch.set_num_threads(1)
@@ -215,8 +215,7 @@ def test_no_rank_ever_holds_the_whole(kind: str, tmp_path: Path) -> None:
 
 
 def _peak(folder: Path, small: Path) -> list[int]:
-    arguments = [str(folder), "1", "4", "1", "off", str(small)]
-    command = [sys.executable, "-c", _PEAK, *arguments]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
-    assert result.returncode == 0, result.stderr
-    return [int(number) for number in result.stdout.split()]
+    arguments = ["", str(folder), "1", "4", "1", "off", str(small)]
+    ran = run(f"import sys\nsys.argv = {arguments}\n{_PEAK}", folder.parent)
+    assert ran.status == 0, ran.stderr
+    return [int(number) for number in ran.stdout.split()]

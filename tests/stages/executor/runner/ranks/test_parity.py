@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,14 +42,15 @@ def logits_of_transformers(name: str, dtype: torch.dtype, batches: Any) -> Any:
 @pytest.mark.soak
 def test_ranks_agree_with_transformers(tmp_path: Path, soak: bool) -> None:
     for name in MODELS if soak else EVERY_DAY:
-        check_logits(name, tmp_path / name)
+        # Every day the others, with four, are those in bfloat16 and with whole experts.
+        check_logits(name, tmp_path / name, (2, 4) if soak else (2,))
 
 
-def check_logits(name: str, tmp_path: Path) -> None:
+def check_logits(name: str, tmp_path: Path, sizes: Sequence[int]) -> None:
     batches = make_batches(6)
     wanted = logits_of_transformers(name, torch.float32, batches)
     save(name, tmp_path)
-    for size in (2, 4):
+    for size in sizes:
         logits = run_ranks(config_of(tmp_path, size), size, batches)
         assert difference(logits, wanted) < TOLERANCE
 
@@ -74,7 +76,7 @@ def check_precision(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    [name if name in ("mixtral", "qwen2_moe") else in_soak(name) for name in WITH_EXPERTS],
+    [name if name == "qwen2_moe" else in_soak(name) for name in WITH_EXPERTS],
 )
 def test_ranks_with_whole_experts_agree_with_transformers(name: str, tmp_path: Path) -> None:
     batches = make_batches(6)

@@ -15,6 +15,7 @@ from nano_inference.config import EngineConfig
 from nano_inference.stages.executor.runner.ranks.group import RankError
 
 from .....pipeline import short_model
+from .....soaking import in_soak
 from ...driver.speculation.drafting import DraftingLane, Row
 from ...plans import new_sequence, step_plan
 from .test_processes import check_adapters, rollouts
@@ -33,7 +34,8 @@ CONFIG = EngineConfig(
 SHAPES = {"two stages": (2, 1), "two stages of two ranks": (2, 2)}
 
 
-@pytest.fixture(scope="module", params=SHAPES)
+# Every day tests/pipeline/test_pipeline_parallel.py has two stages alone.
+@pytest.fixture(scope="module", params=[in_soak("two stages"), "two stages of two ranks"])
 def shape(request: pytest.FixtureRequest) -> tuple[int, int]:
     return SHAPES[request.param]
 

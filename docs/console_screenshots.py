@@ -110,8 +110,18 @@ async def _shoot(
             path = FOLDER / f"{view}{name}.png"
             await page.screenshot(path=path)
             await page.set_viewport_size({"width": width, "height": height})
-            Image.open(path).save(path, optimize=True)
+            _pack(path)
     await context.close()
+
+
+def _pack(path: Path) -> None:
+    """Save an image with its 256 commonest colours, so that flat areas keep theirs."""
+    image = Image.open(path).convert("RGB")
+    counts = sorted(image.getcolors(image.width * image.height) or [], reverse=True)
+    palette = Image.new("P", (1, 1))
+    palette.putpalette([part for _, color in counts[:256] for part in color])
+    packed = image.quantize(palette=palette, dither=Image.Dither.NONE)
+    packed.save(path, optimize=True)
 
 
 async def _playground(page: Page, url: str) -> None:

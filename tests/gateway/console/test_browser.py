@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
+import pytest_asyncio
 
 from nano_inference.bus.dead_letters import DeadLetter
 from nano_inference.bus.public import (
@@ -29,7 +30,7 @@ from ..sampled import WORDS
 from ..served import listening
 from .pages import ConsolePage, chromium, console, needs_chromium
 
-pytestmark = [needs_chromium, pytest.mark.slow]
+pytestmark = [needs_chromium, pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
 pytest.importorskip("playwright.async_api")
 
 EVIL = '<img src=x onerror="window.hacked=1"><script>window.hacked=1</script>{{7*7}}\'"`'
@@ -103,6 +104,13 @@ class ConsoleEngine(FakeEngine):
         return [ModelStatus(id="tiny", path=EVIL, state="ready", reason=EVIL)]
 
 
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def browser() -> AsyncIterator[Any]:
+    """One for all tests, each of which has tabs and storage of its own."""
+    async with chromium() as running:
+        yield running
+
+
 @pytest.fixture
 def engine() -> FakeEngine:
     engine = ConsoleEngine(speaking("It is sunny, 12 degrees."))
@@ -128,12 +136,11 @@ async def through_all_views(page: ConsolePage) -> None:
 
 @pytest.mark.parametrize(("scheme", "width"), [("light", 1600), ("dark", 375)])
 async def test_each_view_is_accessible_and_silent(
-    engine: FakeEngine, scheme: str, width: int
+    browser: Any, engine: FakeEngine, scheme: str, width: int
 ) -> None:
     size = {"width": width, "height": 900}
     async with (
         gateway(engine) as (url, _, _),
-        chromium() as browser,
         console(browser, url, color_scheme=scheme, viewport=size) as page,
     ):
         await page.open()
@@ -143,8 +150,10 @@ async def test_each_view_is_accessible_and_silent(
         assert page.said == []
 
 
-async def test_a_tokens_alternatives_are_shown_by_pointer_and_by_keys(engine: FakeEngine) -> None:
-    async with gateway(engine) as (url, _, _), chromium() as browser, console(browser, url) as page:
+async def test_a_tokens_alternatives_are_shown_by_pointer_and_by_keys(
+    browser: Any, engine: FakeEngine
+) -> None:
+    async with gateway(engine) as (url, _, _), console(browser, url) as page:
         await page.open()
         await page.send("Hello")
         await page.answered()
@@ -158,7 +167,7 @@ async def test_a_tokens_alternatives_are_shown_by_pointer_and_by_keys(engine: Fa
         assert await text.locator(".here").count() == 1
 
 
-async def test_no_text_becomes_html(engine: FakeEngine) -> None:
+async def test_no_text_becomes_html(browser: Any, engine: FakeEngine) -> None:
     """Of a prompt, an answer, a tenant, a model, an adapter, or an error."""
     engine.outputs = speaking(EVIL)
     adapter = LoadedAdapter(EVIL, 1, EVIL)
@@ -172,7 +181,6 @@ async def test_no_text_becomes_html(engine: FakeEngine) -> None:
     ]  # fmt: skip
     async with (
         gateway(engine) as (url, app, _),
-        chromium() as browser,
         console(browser, url, extra_http_headers={"X-Tenant": EVIL[:128]}) as page,
     ):
         await page.open()
@@ -194,10 +202,11 @@ async def test_no_text_becomes_html(engine: FakeEngine) -> None:
         assert [each for each in page.said if "404" not in each] == []
 
 
-async def test_an_answer_goes_on_after_a_lost_connection_and_a_reload(engine: FakeEngine) -> None:
+async def test_an_answer_goes_on_after_a_lost_connection_and_a_reload(
+    browser: Any, engine: FakeEngine
+) -> None:
     async with (
         gateway(engine) as (url, _, server),
-        chromium() as browser,
         console(browser, url) as page,
     ):
         await page.open()
@@ -217,10 +226,12 @@ async def test_an_answer_goes_on_after_a_lost_connection_and_a_reload(engine: Fa
         assert len(engine.requests) == 1, "it ran once"
 
 
-async def test_ten_thousand_requests_are_a_few_dozen_elements(engine: FakeEngine) -> None:
+@pytest.mark.soak(only=True)
+async def test_ten_thousand_requests_are_a_few_dozen_elements(
+    browser: Any, engine: FakeEngine
+) -> None:
     async with (
         gateway(engine) as (url, app, _),
-        chromium() as browser,
         console(browser, url) as page,
     ):
         log = app.request_log
@@ -242,10 +253,11 @@ async def test_ten_thousand_requests_are_a_few_dozen_elements(engine: FakeEngine
         await page.page.wait_for_selector("text='500 of 10,000'")
 
 
-async def test_with_keys_the_page_asks_for_one_and_sends_it_as_a_header(engine: FakeEngine) -> None:
+async def test_with_keys_the_page_asks_for_one_and_sends_it_as_a_header(
+    browser: Any, engine: FakeEngine
+) -> None:
     async with (
         gateway(engine, **{"policy.backend": "bus"}) as (url, app, _),
-        chromium() as browser,
         console(browser, url) as page,
     ):
         made = await Administration(app.policy.store).create_key({"name": "a", "scopes": ["read"]})
@@ -264,10 +276,12 @@ async def test_with_keys_the_page_asks_for_one_and_sends_it_as_a_header(engine: 
         assert await page.page.locator("text=New key").count() == 0, "that takes the scope admin"
 
 
-async def test_an_administrator_makes_a_key_that_is_shown_once(engine: FakeEngine) -> None:
+@pytest.mark.soak(only=True)
+async def test_an_administrator_makes_a_key_that_is_shown_once(
+    browser: Any, engine: FakeEngine
+) -> None:
     async with (
         gateway(engine, **{"policy.backend": "bus"}) as (url, app, _),
-        chromium() as browser,
         console(browser, url) as page,
     ):
         administration = Administration(app.policy.store)

@@ -125,10 +125,10 @@ async def test_a_replica_that_takes_over_grants_no_more(tmp_path: Path) -> None:
         await replica.execute_command("REPLICAOF", "127.0.0.1", str(old.port))
         await until(is_linked, "replication")
         first, second = gateways
-        assert (await reserve(first, (HELD, 2))).granted
         before = await granted(gateways, REQUESTS, 60)
         # From now on it has nothing more.
         await replica.execute_command("REPLICAOF", "NO", "ONE")
+        assert (await reserve(first, (HELD, 2))).granted
         before += await granted(gateways, REQUESTS, 20)
         asking = asyncio.create_task(granted(gateways, REQUESTS, 30))
         await asyncio.sleep(0)

@@ -4,18 +4,30 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from ..bus.codec import decode_output
 from ..bus.messages import CacheScope
 from ..bus.public import Completion, CompletionChunk, CompletionSample
+from ..stages.actor import Actor
 from ..stages.admission.core import derive_seed
 from . import model
+from .calls import Call
 from .redis.data import Stream
+from .redis.network import Network
 from .story import Request, Story
 
-if TYPE_CHECKING:
-    from .world import Call, World
+
+class World(Protocol):
+    """What a simulation shows; see its attributes."""
+
+    story: Story
+    network: Network
+    calls: dict[str, Call]
+    weights: dict[tuple[str, int], int]
+
+    def actors(self) -> Iterator[Actor]:
+        """Return the stages of all living programs."""
 
 
 def check_call(world: World, call: Call) -> Iterator[str]:
@@ -227,7 +239,7 @@ def check_end(world: World) -> Iterator[str]:
     if not _has_ended(world):
         for actor in world.actors():
             yield f"{actor.role} is not at rest: {actor.condition()} {actor.load()}"
-        yield f"requests: {world.network.node.engine.data.values.get(b'nano:requests')}"
+        yield f"requests: {world.network.node.engine.data.values.get(b'nano:requests')!r}"
     else:
         yield from _check_given_back(world)
     yield from check_state(world)

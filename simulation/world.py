@@ -6,10 +6,10 @@ import gc
 import hashlib
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import contextmanager
 from contextvars import Context
-from functools import lru_cache
+from functools import lru_cache, partial
 from random import Random
 from typing import Any
 
@@ -18,7 +18,7 @@ import msgspec
 import structlog
 
 from ..bus import Bus, open_bus
-from ..bus.public import GenerateRequest, Output
+from ..bus.public import GenerateRequest
 from ..bus.weights import FolderWeights
 from ..config import (
     AdmissionConfig,
@@ -31,13 +31,14 @@ from ..config import (
     SamplingParams,
     split_role,
 )
-from ..pipeline import supervisor
 from ..pipeline.client import BusClient
 from ..pipeline.pipeline import Pipeline
 from ..stages.actor import Actor
 from ..telemetry import Tracing
+from .calls import Call
+from .checks import check_call, check_end, check_state, is_at_rest
 from .environment import EPOCH_NS, Environment, url_of
-from .loop import SimulatedLoop, SimulatedProcess
+from .loop import PROCESS, SimulatedLoop, SimulatedProcess
 from .redis.commands import Arguments
 from .redis.network import MS, Network
 from .story import Fault, Request, Story
@@ -59,25 +60,6 @@ CHECK_EVERY = 97
 
 class SimulatedCrash(Exception):
     """An error in a stage, on purpose."""
-
-
-class Call(msgspec.Struct):
-    """A request as its client knows it.
-
-    Attributes:
-        outputs: What the client has read.
-        error: Of the client's call.
-        ended: Whether the client is done with it.
-        left: Whether the client has stopped early, or was killed.
-        process: The client.
-    """
-
-    request: Request
-    outputs: list[Output] = msgspec.field(default_factory=list)
-    error: NanoInferenceError | None = None
-    ended: bool = False
-    left: bool = False
-    process: SimulatedProcess | None = None
 
 
 class World:
@@ -166,16 +148,17 @@ class World:
         for number in range(self.story.clients):
             self._start_client(number)
         for request in self.story.requests:
-            self._at(request.at_ms, lambda request=request: self._send(request))
+            self._at(request.at_ms, partial(self._send, request))
         self._pending = len(self.story.faults)
         for number, fault in enumerate(self.story.faults):
             if fault.kind in ("restart", "failover") and fault.amount:
-                snap = lambda number=number: self._snapshots.update(  # noqa: E731
-                    {number: self.network.snapshot()}
-                )
-                self._at(max(0, fault.at_ms - fault.amount), snap)
-            self._at(fault.at_ms, lambda number=number, fault=fault: self._strike(number, fault))
+                self._at(max(0, fault.at_ms - fault.amount), partial(self._snap, number))
+            self._at(fault.at_ms, partial(self._strike, number, fault))
         self.loop.after_event = self._after_event
+
+    def _snap(self, number: int) -> None:
+        """Keep the server's data as it is now, for a fault."""
+        self._snapshots[number] = self.network.snapshot()
 
     def _is_over(self) -> bool:
         if self.violations:
@@ -186,8 +169,6 @@ class World:
 
     def _settle(self) -> None:
         """Wait until nothing is in flight, and check what is left."""
-        from .checks import check_call, check_end, is_at_rest
-
         for call in self.calls.values():
             for what in check_call(self, call):
                 self.violate(f"{call.request.name}: {what}")
@@ -198,8 +179,6 @@ class World:
 
     def _after_event(self) -> None:
         if self.loop.num_events % CHECK_EVERY == 0:
-            from .checks import check_state
-
             for what in check_state(self):
                 self.violate(what)
 
@@ -419,10 +398,8 @@ class World:
         for owner in owners:
             # Until then a process may still write to the former master.
             after_ms = self._random.randrange(max(1, fault.lasts_ms))
-            self._at(
-                self.loop.now_ns // MS + after_ms,
-                lambda owner=owner: self.network.learn(owner),
-            )
+            at_ms = self.loop.now_ns // MS + after_ms
+            self._at(at_ms, partial(self.network.learn, owner))
 
         def end() -> None:
             old.up = False
@@ -461,9 +438,7 @@ class World:
             text = f"{self.loop.now_ns / MS:12.3f} {name}: {shown} -> {_brief(reply)}"
             self.lines.append(text)
 
-    def _log(self, logger: Any, method: str, event: dict[str, Any]) -> str:
-        from .loop import PROCESS
-
+    def _log(self, logger: Any, method: str, event: MutableMapping[str, Any]) -> str:
         process = PROCESS.get()
         if process is not None and process.alive and not self._stopped:
             name = str(event.get("event"))
@@ -539,7 +514,7 @@ def config_of(story: Story, program: str) -> Config:
     """Return the settings of a program of a story."""
     lane, _, role = program.partition("/")
     stage, replica = split_role(role) if role else ("", 0)
-    split = {"stages": (stage,), "replica": replica} if role else {}
+    split: dict[str, Any] = {"stages": (stage,), "replica": replica} if role else {}
     return Config(
         engine=EngineConfig(
             block_size=story.block_size,
@@ -580,6 +555,3 @@ def _shown(raw: bytes) -> str:
 def _brief(reply: Any) -> str:
     text = repr(reply)
     return text if len(text) <= 200 else text[:200] + "..."
-
-
-__all__ = ["Call", "SimulatedCrash", "World", "supervisor"]

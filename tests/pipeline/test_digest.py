@@ -126,22 +126,10 @@ def run_engine(order: int = 0, **settings: Any) -> str:
 FEW_BLOCKS = {"max_model_len": 256, "kv_cache_bytes": 1 << 17}
 
 
-@pytest.fixture(scope="module")
-def rollouts() -> str:
-    return run_engine()
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"order": 1, "cache_type": "paged", "block_size": 8},
-        {"order": 2, "speculation": "auto", "max_batch_size": 3, **FEW_BLOCKS},
-    ],
-    ids=["paged", "speculation"],
-)
-def test_rollouts_have_one_digest(rollouts: str, settings: dict[str, Any]) -> None:
-    """In any order, with other caches, few blocks, and drafts."""
-    assert run_engine(**settings) == rollouts
+def test_rollouts_have_one_digest() -> None:
+    """In another order, with the other cache, few blocks, and drafts."""
+    other = {"cache_type": "paged", "block_size": 8, "speculation": "auto", "max_batch_size": 3}
+    assert run_engine(order=1, **other, **FEW_BLOCKS) == run_engine()
 
 
 async def test_a_run_on_replicas_with_killed_stages_has_the_digest_of_an_undisturbed_one(

@@ -14,6 +14,7 @@ from ..bus.messages import NewSequence, StepPlan, StepResult
 from ..config import EngineConfig
 from ..stages.executor.driver.step import started_sequences
 from ..stages.executor.runner.weights.sync_manager import WeightSyncManager
+from ..stages.executor.runner.weights.transports import WeightGroups
 from . import model
 
 STEP_NS, TOKEN_NS = 1_500_000, 20_000
@@ -86,7 +87,7 @@ class SimulatedExecutor:
         self._module = nn.Linear(1, 1, bias=False)
         with torch.no_grad():
             self._module.weight.zero_()
-        self.weights = WeightSyncManager(self._module)
+        self.weights, self.weight_groups = WeightSyncManager(self._module), WeightGroups()
         self._in_place = (0, 0)
         # Parts of the real core that the shell reads.
         device = torch.device("cpu")

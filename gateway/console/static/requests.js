@@ -189,6 +189,7 @@ function details(found, close, session) {
   const total = (request.ended_ns || Date.now() * 1e6) - request.arrived_ns;
   const kind = { done: "good", error: "bad", expired: "bad", cancelled: "warn" }[request.state] ?? "accent";
   const usage = detail.usage ?? {};
+  const replayed = h("section", { "aria-live": "polite", hidden: true });
   const time = usage.time;
   const facts = [
     ["arrived", dateTime(request.arrived_ns)], ["model", request.model], ["tenant", request.tenant],
@@ -203,8 +204,10 @@ function details(found, close, session) {
     h("header", null, h("div", null, h("div", { class: "row" }, h("span", { class: `tag ${kind}` }, request.state), request.finish && h("span", { class: "tag" }, request.finish)), h("p", { class: "mono" }, request.id)),
       h("div", { class: "row nowrap" },
         running && session.scopes.includes("generate") && h("button", { type: "button", class: "danger", onclick: () => cancelRequest(request.id) }, "Cancel"),
+        request.state === "done" && session.scopes.includes("generate") && h("button", { type: "button", class: "quiet", title: "Compute it again, and compare each bit", onclick: (event) => replay(request.id, event.currentTarget, replayed) }, "Replay"),
         h("button", { type: "button", class: "quiet", onclick: () => copy(request.id) }, "Copy id"), closeButton(close))),
     request.message && h("div", { class: "banner bad" }, h("b", null, request.code), request.message),
+    replayed,
     h("section", null, h("h2", null, `Stages · ${duration(total)}`), waterfall(stepsOf(found))),
     time && h("section", null, h("h2", null, "Where the time went"), causes(time)),
     h("dl", { class: "facts" }, facts.map(([name, value]) => [h("dt", null, name), h("dd", null, value)])),
@@ -221,6 +224,21 @@ async function cancelRequest(id) {
   } catch (error) {
     toast(error.message, true);
   }
+}
+
+/** Compute a request again, and show whether all is equal. */
+async function replay(id, button, place) {
+  button.disabled = true;
+  put(place, h("p", { class: "muted small" }, "Computing it again …"));
+  place.hidden = false;
+  try {
+    const found = await json(`v1/replay/${encodeURIComponent(id)}`, { method: "POST" });
+    const kind = found.verdict === "equal" ? "good" : "warn";
+    put(place, h("div", { class: `banner ${kind}` }, h("span", null, found.summary)), found.reasons.map((each) => h("p", { class: "muted small" }, each)));
+  } catch (error) {
+    put(place, h("div", { class: "banner bad" }, error.message));
+  }
+  button.disabled = false;
 }
 
 function sampleView(sample, index, several) {

@@ -126,7 +126,7 @@ def test_a_preempted_prompt_starts_again(tmp_path: Path, monkeypatch: pytest.Mon
             pooling = [seq for seq in engine._batching._running if seq.pools and seq.num_computed]
             if pooling and pooling[0].num_computed > 10 and preempted[0] < 5:
                 preempted[0] += 1
-                engine._batching._give_up(pooling[0])
+                engine._batching._give_up(pooling[0], "preemption")
             return advance()
 
         monkeypatch.setattr(engine, "_advance", preempting)

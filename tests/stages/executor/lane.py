@@ -111,7 +111,7 @@ class StepLane:
 
     def _preempt_last(self) -> None:
         if running := list(self.batching._running):
-            self.batching._give_up(running[-1])
+            self.batching._give_up(running[-1], "preemption")
             self.preempted += 1
             if self._flush_every and self.preempted % self._flush_every == 0:
                 self.batching.cache.flush()

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from msgspec.structs import replace
 
 from nano_inference import InferenceEngine, SamplingParams, TrainingSample, WeightsGroup
 from nano_inference.config import AdapterError, ConfigError, EngineConfig, ModelError, WeightsError
@@ -74,7 +75,9 @@ def rollouts(engine: InferenceEngine) -> list[TrainingSample]:
         )
         for index in range(8)
     ]
-    return engine.generate(prompts, sampling, num_samples_per_prompt=2)
+    samples = engine.generate(prompts, sampling, num_samples_per_prompt=2)
+    # The recipe has the number of ranks.
+    return [replace(sample, recipe=None) for sample in samples]
 
 
 def vectors(engine: InferenceEngine) -> list[list[float]]:

@@ -90,7 +90,7 @@ async def _serve(config: Config) -> None:
                 anyio.open_signal_receiver(signal.SIGTERM, signal.SIGINT)
             )
             freeze_memory()
-            _announce(config.engine.model_name, gateway, with_key=config.policy.knows_callers)
+            _announce(config, gateway)
             await until_stopped(signals, pipeline.failed, gateway.failed)
             end_s = time.monotonic() + config.pipeline.drain_timeout_s
             await gateway.drain(config.pipeline.drain_timeout_s)
@@ -98,16 +98,19 @@ async def _serve(config: Config) -> None:
             await drain(pipeline, max(0.0, end_s - time.monotonic()))
 
 
-def _announce(model: str, gateway: Gateway, *, with_key: bool) -> None:
+def _announce(config: Config, gateway: Gateway) -> None:
     url, grpc = gateway.url, gateway.places.get("grpc")
+    with_key = config.policy.knows_callers
     key = ' -H "Authorization: Bearer $NANO_INFERENCE_API_KEY"' if with_key else ""
+    console = f"  {url}/console/ in a browser\n\n" if config.gateway.console else ""
     body = '{"prompt": "98 + 25 =", "temperature": 0}'
     # The pipe may be closed, or the disk full.
     LogOutput(sys.stdout, lambda lines: "").write(
-        f"{model!r} is served at {url}, OpenAI's interface at {url}/v1"
+        f"{config.engine.model_name!r} is served at {url}, OpenAI's interface at {url}/v1"
         f"{f', KServe V2 over gRPC at {grpc}' if grpc else ''}. Try it:\n\n"
         f"  curl {url}/v1/completions{key} -H 'Content-Type: application/json' -d '{body}'\n\n"
         f"  nano-inference chat --url {url}/v1\n\n"
+        f"{console}"
     )
 
 

@@ -36,8 +36,9 @@ NO_LOADING = "there is one model here, which stays; name several in the setting 
 
 _ROOT = (
     f"nano-inference {metadata.version('nano-inference')}, an LLM inference server: OpenAI's "
-    "interface is at /v1 (/v1/models lists the models), metrics are at /metrics, readiness is at "
-    "/readyz; the documentation is in docs/ of its repository, all endpoints in docs/gateway.md\n"
+    "interface is at /v1 (/v1/models lists the models), the console at /console/, metrics are at "
+    "/metrics, readiness is at /readyz; the documentation is in docs/ of its repository, all "
+    "endpoints in docs/gateway.md\n"
 )
 
 

@@ -53,8 +53,9 @@ def check_call(world: World, call: Call) -> Iterator[str]:
 def _may_be_lost(story: Story, call: Call) -> bool:
     assert call.error is not None
     lossy = any(f.kind in ("restart", "failover") for f in story.faults)
-    broken = any(f.kind in ("reset", "cut", "pause") for f in story.faults)
-    return lossy or (broken and call.error.code == "bus_error")
+    broken = story.noise or any(f.kind in ("reset", "cut", "pause") for f in story.faults)
+    # Whether a request was published is not known then; its client has no answer to wait for.
+    return lossy or (bool(broken) and call.error.code == "bus_unavailable")
 
 
 def _check_end(

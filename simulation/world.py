@@ -95,6 +95,7 @@ class World:
             "max_model_len": min(512, story.num_blocks * story.block_size),
         }
         self.network.record = self._note_command
+        self.network.noise = story.noise
         self.environment.note_weights = self._note_weights
         self.weights: dict[tuple[str, int], int] = {}
         self.calls = {request.name: Call(request) for request in story.requests}

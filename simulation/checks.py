@@ -24,7 +24,7 @@ class World(Protocol):
     story: Story
     network: Network
     calls: dict[str, Call]
-    weights: dict[tuple[str, int], int]
+    weights: dict[tuple[str, int], set[int]]
 
     def actors(self) -> Iterator[Actor]:
         """Return the stages of all living programs."""
@@ -106,8 +106,8 @@ def _check_tokens(world: World, request: Request, sample: CompletionSample) -> I
     starts = {start: version for version, start in sample.weight_versions}
     version = sample.weight_version
     numbers: dict[int, set[int]] = {0: {0}}
-    for (_, each), number in world.weights.items():
-        numbers.setdefault(each, set()).add(number)
+    for (_, each), found in world.weights.items():
+        numbers.setdefault(each, set()).update(found)
     for position, token in enumerate(sample.token_ids):
         version = starts.get(position, version)
         early = position < request.min_tokens

@@ -29,12 +29,6 @@ MUTANTS = (
         "pass",
     ),
     Defect(
-        "a request that was begun before is taken for a new one",
-        _EPOCHS,
-        'if arrival.way == "taken" and arrival.owner == entry_id:',
-        "if False:",
-    ),
-    Defect(
         "an answered entry is not acknowledged",
         "stages/admission/requests.py",
         "self._outbox.add(do.Acknowledge(entry_id, request_id))",
@@ -116,18 +110,6 @@ MUTANTS = (
         "stages/batching/sequence.py",
         "self.num_cached = self.num_computed = self.num_scheduled = num_cached",
         "self.num_cached = self.num_computed = self.num_scheduled = num_cached or 1",
-    ),
-    Defect(
-        "blocks change hands while a plan in flight names them",
-        _BATCHING,
-        "        if self._sent:\n            # Blocks that",
-        "        if False:\n            # Blocks that",
-    ),
-    Defect(
-        "blocks of an ended sequence are free at once",
-        _BATCHING,
-        "if not self._sent or seq.last_step < self._sent[0].plan.step_id:",
-        "if True:",
     ),
     Defect(
         "a block is shared that is not copied", _BATCHING, "copies += allocation.copies", "pass"
@@ -223,12 +205,6 @@ MUTANTS = (
         "bus/memory/bus.py",
         "return [_aged(*item) for item in self._taken.values()]",
         "return []",
-    ),
-    Defect(
-        "senders that wait for a closed inbox wait for ever",
-        "bus/memory/bus.py",
-        "            inbox.take_over(older)\n",
-        "            pass\n",
     ),
 )
 

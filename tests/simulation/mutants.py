@@ -240,6 +240,12 @@ OLD_DEFECTS = (
         "await self.record.read()",
     ),
     Defect(
+        "tokens behind a lost step are delivered in its place",
+        "stages/streaming/stage.py",
+        "if result.step_id == last + 1 and last >= 0:",
+        "if True:",
+    ),
+    Defect(
         "a begun request that runs anew repeats its tokens",
         _STREAMING,
         "if sample and request.unasked and started.num_generated < len(sample.token_ids):",

@@ -17,7 +17,7 @@ from .mutants import EVERY_DAY, MUTANTS, OLD_DEFECTS
 from .planting import planted
 
 SOAK_S = 3600.0
-SEEDS = 200
+SEEDS = 120
 """Of short stories, in equal parts for the workers."""
 
 PARTS = 4

@@ -260,7 +260,7 @@ NOT_FOUND = (
 
 EVERY_DAY = {
     "a stage that starts begins no epoch": 0,
-    "results are sent twice": 0,
+    "the first token of a prompt is taken for computed": 0,
     "a dispatched sequence costs no credit": 0,
 }
 """Defects that `make test` plants, and the first seed that is tried."""

@@ -58,7 +58,8 @@ def simulate(
     digest = f", digest {world.digest()}" if first == last else ""
     console.print(
         f"{last - first + 1} seeds, {failed} failed; {requests} requests with {samples} samples in "
-        f"{seconds:.1f} s of one processor ({requests / max(seconds, 1e-9):.0f} a second){digest}"
+        f"{seconds:.1f} s of one processor ({requests / max(seconds, 1e-9):.0f} a second){digest}",
+        soft_wrap=True,
     )
     if failed:
         raise typer.Exit(1)

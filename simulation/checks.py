@@ -24,7 +24,7 @@ class World(Protocol):
     story: Story
     network: Network
     calls: dict[str, Call]
-    weights: dict[tuple[str, int], int]
+    weights: dict[tuple[str, int], set[int]]
 
     def actors(self) -> Iterator[Actor]:
         """Return the stages of all living programs."""
@@ -53,8 +53,9 @@ def check_call(world: World, call: Call) -> Iterator[str]:
 def _may_be_lost(story: Story, call: Call) -> bool:
     assert call.error is not None
     lossy = any(f.kind in ("restart", "failover") for f in story.faults)
-    broken = any(f.kind in ("reset", "cut", "pause") for f in story.faults)
-    return lossy or (broken and call.error.code == "bus_error")
+    broken = story.noise or any(f.kind in ("reset", "cut", "pause") for f in story.faults)
+    # Whether a request was published is not known then; its client has no answer to wait for.
+    return lossy or (bool(broken) and call.error.code == "bus_unavailable")
 
 
 def _check_end(
@@ -105,8 +106,8 @@ def _check_tokens(world: World, request: Request, sample: CompletionSample) -> I
     starts = {start: version for version, start in sample.weight_versions}
     version = sample.weight_version
     numbers: dict[int, set[int]] = {0: {0}}
-    for (_, each), number in world.weights.items():
-        numbers.setdefault(each, set()).add(number)
+    for (_, each), found in world.weights.items():
+        numbers.setdefault(each, set()).update(found)
     for position, token in enumerate(sample.token_ids):
         version = starts.get(position, version)
         early = position < request.min_tokens

@@ -53,7 +53,7 @@ def _shorter(story: Story) -> Iterator[Story]:
         yield replace(story, faults=tuple(faults))
     for requests in _fewer(story.requests):
         yield replace(story, requests=tuple(requests))
-    plain: dict[str, Any] = {"shuffled": False, "clients": 1, "lanes": 1, "replicas": 1}
+    plain: dict[str, Any] = {"shuffled": False, "clients": 1, "lanes": 1, "replicas": 1, "noise": 0}
     for name, value in plain.items():
         if getattr(story, name) != value:
             yield replace(story, **{name: value})

@@ -86,6 +86,7 @@ class Story(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         seed: Of order and delays.
         split: Whether each stage is a process of its own.
         shuffled: Whether ready callbacks run in any order.
+        noise: Of a thousand exchanges with Redis so many lose their connection.
         slowness: How many times slower than usual the device is.
         num_blocks: Of a replica's KV cache.
     """
@@ -97,6 +98,7 @@ class Story(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     split: bool = False
     clients: int = 1
     shuffled: bool = True
+    noise: int = 0
     slowness: int = 1
     num_blocks: int = 64
     block_size: int = 4
@@ -141,6 +143,7 @@ def draw(seed: int, most_requests: int = MOST_REQUESTS) -> Story:
         split=split,
         clients=random.choice((1, 2)) if bus == "redis" else 1,
         shuffled=random.random() < 0.8,
+        noise=random.choice((0, 0, 3, 20)) if bus == "redis" else 0,
         slowness=random.choice((1, 5, 20)),
         num_blocks=random.choice((24, 48, 96)),
         block_size=random.choice((2, 4, 8)),

@@ -67,6 +67,7 @@ class Network:
         node: The master that new connections reach.
         clock_offset_ns: Of the server's clock.
         slow: Factor of all delays.
+        noise: Of a thousand exchanges so many lose their connection.
         record: Called with each command that a server runs, and its reply.
     """
 
@@ -90,6 +91,7 @@ class Network:
         self._starts = 0
         self.clock_offset_ns = 0
         self.slow = 1.0
+        self.noise = 0
         self.is_instant = False
         self.record: Callable[[SimulatedProcess | None, Arguments, Any], None] | None = None
         self.node = self._start(Data())
@@ -108,6 +110,9 @@ class Network:
         if exchange.owner in self._cut:
             self._time_out(exchange)
         self._later(exchange.owner, lambda: self._arrive(exchange))
+        if self.noise and self._random() * 1000 < self.noise:
+            delay_s = self._random() * 0.002
+            self._loop.call_later(delay_s, lambda: self._break(exchange), context=_WORLD)
 
     def node_of(self, owner: SimulatedProcess | None) -> Node:
         return self._former.get(owner, self.node) if self._former else self.node

@@ -138,6 +138,10 @@ class StreamingCore:
         """Return the number of requests that have begun and not ended."""
         return sum(bool(request.samples) for request in self._requests.values())
 
+    def entries(self) -> tuple[str, ...]:
+        """Return the entries of all requests that have not ended."""
+        return tuple(request.info.entry_id for request in self._requests.values())
+
     # --- messages -----------------------------------------------------------------------------
 
     def open(self, opened: RequestOpened, now_ns: int) -> list[Deliveries]:

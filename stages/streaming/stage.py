@@ -42,6 +42,8 @@ class StreamingStage(Actor):
         self._made_in = 0
         # Keys of streams that another lane has taken over, or that have lost outputs.
         self._fenced: set[str] = set()
+        # The last step of each replica in this epoch; -1 once one was missing.
+        self._steps: dict[int, int] = {}
         self._intervals = TokenIntervals()
         self._throughput = Throughput(now_ns())
         self._times = RequestTimes()
@@ -63,6 +65,7 @@ class StreamingStage(Actor):
         await self._write(self._made_in)
         self._made_in = self.epoch
         self._core.reset()
+        self._steps.clear()
         self._intervals.clear()
 
     def load(self) -> dict[str, int | float | str]:
@@ -87,6 +90,8 @@ class StreamingStage(Actor):
         match envelope.body:
             case StepResult() as result:
                 replica = split_role(role_of_sender(envelope.sender))[1]
+                if not await self._is_next(result, replica):
+                    return
                 now = now_ns()
                 self._deliveries.append(self._core.absorb(result, now, replica))
                 self._deliveries += self._core.caught_up(now)
@@ -108,6 +113,23 @@ class StreamingStage(Actor):
                 self._deliveries.append(self._core.end(cancel, now_ns()))
             case other:
                 self.log.warning("message_not_understood", type=type(other).__name__)
+
+    async def _is_next(self, result: StepResult, replica: int) -> bool:
+        """Return whether no step of a replica is missing.
+
+        A server that comes back with old data has lost some. Without their tokens, later ones would
+        be in the wrong places. In a new epoch, which is asked for, the requests go on.
+        """
+        last = self._steps.get(replica, 0)
+        if result.step_id == last + 1 and last >= 0:
+            self._steps[replica] = result.step_id
+            return True
+        self._steps[replica] = -1
+        if last >= 0:
+            self.log.warning("steps_lost", replica=replica, last=last, step=result.step_id)
+            if entry_ids := self._core.entries():
+                await self.send(FINISHED, Fenced(entry_ids))
+        return False
 
     async def tick(self) -> None:
         """Deliver the results of a batch of messages at once."""

@@ -25,7 +25,7 @@ def hunt(defect: Defect, seeds: Iterable[int]) -> Found | None:
     started = time.process_time()
     with planted(defect):
         for seed in seeds:
-            world = World(draw(seed, most_requests=6))
+            world = World(draw(seed, most_requests=10))
             world.run()
             if world.violations:
                 return Found(seed, world.violations[0], time.process_time() - started)

@@ -50,7 +50,7 @@ _REPORT_S = 1.0
 # with the recovery then; and until there is another attempt after one has failed.
 _STANDBY_DELAY_S, _STANDBY_RETRY_S = 1.0, 10.0
 # Longest wait for the last lines of a process that has ended, if its children hold its output.
-_LAST_LINES_S = 0.1
+_LAST_LINES_S = 0.5
 # Seconds between two looks at an executor whose model has several ranks.
 _POLL_S = 0.25
 # Prefix of a command's last sentence; see `terminal.complain`.
@@ -169,7 +169,7 @@ class Processes:
         self._model = self.config.bus.model
         self._children: dict[str, Child] = {}
         self._standbys: dict[str, Running] = {}
-        # Prints the children's output.
+        # Prints the standbys' output.
         self._group: anyio.abc.TaskGroup
         # The last complaint of each child.
         self._complaints: dict[str, str] = {}
@@ -256,12 +256,14 @@ class Processes:
         if self._stopping:  # meanwhile
             child.send_signal(signal.SIGTERM)
         async with anyio.create_task_group() as group:
+            if not running.left.is_set():  # no former standby, whose output is printed already
+                group.start_soon(self._print_output, role, running)
             if split_role(role)[0] == "executor" and self.config.engine.num_ranks > 1:
                 group.start_soon(self._kill_if_stopped, role, child)
             status = await child.wait()
+            with anyio.move_on_after(_LAST_LINES_S):
+                await running.printed.wait()
             group.cancel_scope.cancel()
-        with anyio.move_on_after(_LAST_LINES_S):
-            await running.printed.wait()
         self.forks.ended(child)
         return status
 
@@ -274,6 +276,9 @@ class Processes:
             return standby
         return await self._start(role)
 
+    async def _start(self, role: str, *more: str) -> Running:
+        return Running(await self.forks.start(role, [*self._command(role), *more]))
+
     async def _keep_standby(self, role: str) -> None:
         """Start the next standby whenever one has taken over, or has ended."""
         delay_s = _STANDBY_DELAY_S
@@ -282,6 +287,7 @@ class Processes:
             if self._stopping:
                 return
             standby = self._standbys[role] = await self._start(role, "--standby")
+            self._group.start_soon(self._print_output, role, standby)
             await standby.left.wait()
             delay_s = _STANDBY_DELAY_S
             if self._standbys.get(role) is standby:
@@ -291,11 +297,6 @@ class Processes:
                 delay_s = _STANDBY_RETRY_S
                 if not self._stopping:
                     self._say(f"the standby of {role} ended with status {status}")
-
-    async def _start(self, role: str, *more: str) -> Running:
-        running = Running(await self.forks.start(role, [*self._command(role), *more]))
-        self._group.start_soon(self._print_output, role, running)
-        return running
 
     async def _print_output(self, role: str, running: Running) -> None:
         lines = Lines()

@@ -269,7 +269,6 @@ def _detail_of(request: GenerateRequest, end: Completion) -> dict[str, Any]:
         "prompt_token_ids": (end.prompt_token_ids or request.prompt_token_ids or ())[
             -_PROMPT_TOKENS:
         ],
-        "sampling": request.sampling,
         "priority": request.priority,
         "images": len(request.images),
         "trace_id": end.trace_id,

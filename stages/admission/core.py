@@ -301,12 +301,12 @@ class AdmissionCore:
         token_ids = prompt.token_ids
         sampling, pooling = self._asked_for(request, len(token_ids))
         has_reference = self._has_reference and pooling is None
-        tenant, seeds = request.tenant, self._seeds(request, request_id)
+        n, tenant, seeds = request.n, request.tenant, self._seeds(request, request_id)
         opened = RequestOpened(
             request_id=request_id,
             entry_id=entry.entry_id,
             model=adapter or self._model_name,
-            n=request.n,
+            n=n,
             stream=request.stream and pooling is None,
             stop=sampling.stop,
             prompt_token_ids=token_ids,
@@ -319,7 +319,7 @@ class AdmissionCore:
             priority=request.priority,
             ref_temperature=sampling.temperature if has_reference else None,
             embeds=pooling is not None,
-            tenant=request.tenant,
+            tenant=tenant,
             queued_ns=entry.queued_ns,
             waited_ns=entry.waited_ns,
             recipe=None
@@ -330,8 +330,7 @@ class AdmissionCore:
             info=RequestInfo(request_id, entry.entry_id, *trace, adapter, pooling),
             prompt=prompt,
             sampling=msgspec.structs.replace(sampling, stop=()) if sampling.stop else sampling,
-            # Ids need not be consecutive: `map` takes one more.
-            sequences=tuple(map(SequenceSpec, self._seq_ids, range(request.n), seeds)),
+            sequences=tuple(map(SequenceSpec, itertools.islice(self._seq_ids, n), range(n), seeds)),
             tenant=tenant,
             priority=request.priority,
             cache_scope=CacheScope(

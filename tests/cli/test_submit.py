@@ -69,7 +69,9 @@ def test_trace_goes_to_stderr(run: Run, on_served: Config) -> None:
     assert ran.stdout.strip() == "123"
     rows = [line.split()[0] for line in ran.stderr.splitlines()]
     stages = ["admission", "fairness", "batching", "executor", "streaming"]
-    assert rows == ["request", "start", *stages, "first"]
+    assert rows[:8] == ["request", "start", *stages, "first"]
+    assert rows[8] == "time"
+    assert {"own", "sum"} <= {*rows[9:]}
 
 
 def test_json(run: Run, on_served: Config) -> None:

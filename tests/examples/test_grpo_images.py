@@ -8,7 +8,7 @@ from rich.console import Console
 
 
 def test_two_updates_with_a_picture_in_each_prompt() -> None:
-    settings = Settings(task="describe", steps=2, prompts=4, samples=4, held_out=5)
+    settings = Settings(task="exists", steps=2, prompts=4, samples=4, held_out=5)
     found = run(settings, Console(quiet=True))
     first, second = found["log"]
     # The trainer's logprobs are the engine's, before and after an update; so it saw the pictures.

@@ -78,7 +78,12 @@ async def test_time_over_http_is_that_of_the_call_and_in_its_trace(
     """From its first byte to its usage, also in a stream; the trace has it by its root."""
     file = tmp_path / "traces.jsonl"
     config = make_config(telemetry__trace_file=str(file))
-    body: dict[str, Any] = {"model": "tiny", "prompt": "12 + 30 =", "max_tokens": 12}
+    body: dict[str, Any] = {
+        "model": "tiny",
+        "prompt": "12 + 30 =",
+        "max_tokens": 12,
+        "temperature": 0,
+    }
     async with Pipeline(config, with_metrics=True) as pipeline:
         async with (
             Gateway(pipeline.client, config) as gateway,

@@ -36,7 +36,8 @@ def test_every_route_declares_its_scope(app: GatewayApp) -> None:
     kserve = {"/v2/health/live", "/v2/health/ready", "/v2/models/{model}/ready"}
     kserve.add("/v2/models/{model}/versions/{version}/ready")
     probes = {"/livez", "/healthz", "/readyz", "/progressz", "/health"}
-    assert free == {"/", "/version", *probes, *kserve}
+    console = {"/console", "/console/", "/console/static/{file}"}  # not its data
+    assert free == {"/", "/version", *probes, *kserve, *console}
 
 
 @pytest.mark.parametrize("scope", SCOPES)

@@ -112,8 +112,8 @@ class FastModules:
             return model.base in joined
         output: Any = model.module.get_output_embeddings() if model.generates else None  # type: ignore[operator]
         output = getattr(output, "local", output)  # a rank's part
-        base = model.base
-        ends = (output, getattr(base, "norm", None)) if model.generates else (base.norm,)
+        base, norm = model.base, getattr(model.base, "norm", None)
+        ends = (output, norm) if model.generates else (norm,)
         return base in joined and all(each in self._agreed for each in ends)
 
     def remove(self) -> None:

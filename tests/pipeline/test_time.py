@@ -82,7 +82,7 @@ async def test_time_over_http_is_that_of_the_call_and_in_its_trace(
         "model": "tiny",
         "prompt": "12 + 30 =",
         "max_tokens": 12,
-        "temperature": 0,
+        "ignore_eos": True,
     }
     async with Pipeline(config, with_metrics=True) as pipeline:
         async with (

@@ -243,6 +243,7 @@ class LaneProcess:
     def __init__(self, configs: Sequence[Config], log: Path) -> None:
         self.configs = configs
         self.log = log
+        log.touch()  # it may be read before the process has written to it
         config = configs[0]
         command = ["run", "--bus", config.bus.url]
         settings = {

@@ -27,6 +27,7 @@ from nano_inference.config import EngineConfig, FairnessConfig, ReplicaRole, Sam
 from nano_inference.stages.batching import BatchingCore
 from nano_inference.stages.batching.handover import Departure
 from nano_inference.stages.fairness import FairnessCore
+from nano_inference.stages.first_tokens import first_tokens
 
 SECOND = 1_000_000_000
 POLL_NS = 1_000_000
@@ -139,7 +140,10 @@ class Replica:
     def _done(self, plan: StepPlan) -> None:
         self._busy = False
         self.step_id = plan.step_id
-        self.core.absorb(self._execute(plan).summary())
+        summary = self._execute(plan).summary(plan.handovers)
+        for each in first_tokens(plan, summary):
+            self._lane.pass_on(Departure(*each))
+        self.core.absorb(summary)
         self.pump()
 
     def _start(self, new: NewSequence) -> None:

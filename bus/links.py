@@ -8,7 +8,7 @@
                           └───refused──►   │  ▲                                               │
     client ◄──results──────────────────────┘  └────────────────────steps──────────────────────┘
 
-    handovers: batching ──► batching of another replica
+    handovers: batching, executor ──► batching of another replica
 
     control: any sender ──► any stage. It also carries streaming's requests to the reference model
     (ScoreSample) and an executor's replies (SampleScored). Clients also send to the model manager
@@ -85,7 +85,7 @@ ADMITTED: Link[AdmittedRequest | Cancel] = Link("admitted", ("admission",), "fai
 DISPATCH: Link[DispatchMessage] = Link("dispatch", ("fairness",), "batching")
 CREDITS: Link[Credit] = Link("credits", ("batching",), "fairness", closes_circle=True)
 HANDOVERS: Link[HandoverMessage] = Link(
-    "handovers", ("batching",), "batching", closes_circle=True, of_all_replicas=True
+    "handovers", ("batching", "executor"), "batching", closes_circle=True, of_all_replicas=True
 )
 PLANS: Link[StepPlan] = Link("plans", ("batching",), "executor")
 STEPS_BATCHING: Link[StepSummary] = Link(

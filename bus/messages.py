@@ -270,16 +270,18 @@ class AnnounceBlocks(Internal, frozen=True):
 
 
 class Handover(Internal, frozen=True):
-    """Batching to another replica's batching: an announced sequence has its first token.
+    """Executor to another replica's batching: an announced sequence has its first token.
 
     Attributes:
         seq_id: The sequence.
-        generated: Its generated tokens, with the first one.
-        sampled_ns: When the step with the first one ended, on the sender's clock.
+        token_ids: The tokens of the step that sampled the first one.
+        num_messages: That batching has sent about the sequence, all of which are to come first.
+        sampled_ns: When this step ended, on the sender's clock.
     """
 
     seq_id: int
-    generated: tuple[int, ...]
+    token_ids: tuple[int, ...]
+    num_messages: int = 1
     sampled_ns: int = 0
 
 
@@ -474,6 +476,8 @@ class StepPlan(Internal, frozen=True):
             for which the row's blocks have room; empty: none in any.
         kv_moves: Blocks to move between the KV cache and the tiers below it, in this order.
         kv_offers: Blocks to offer to other executors, behind the rows that compute them.
+        handovers: (sequence, replica, `num_messages` of the Handover) for each row that samples
+            the first token of a sequence that the other replica continues if it goes on.
         forgotten_images: Keys of images whose embeddings the executor drops.
         encodes: Images to encode behind that, before the pass.
         times: For the accounts of time.
@@ -494,6 +498,7 @@ class StepPlan(Internal, frozen=True):
     num_drafts: tuple[int, ...] = ()
     kv_moves: tuple[KVMove, ...] = ()
     kv_offers: tuple[KVMove, ...] = ()
+    handovers: tuple[tuple[int, int, int], ...] = ()
     forgotten_images: tuple[tuple[str, int], ...] = ()
     encodes: tuple[MediaItem, ...] = ()
     times: StepTimes = NO_TIMES
@@ -568,8 +573,7 @@ class StepResult(Internal, frozen=True):
         finish_reasons: `[rows]`, "" while the sequence goes on.
         ended: As in the plan.
         weight_version: Of the weights that made these tokens.
-        start_ns: When the device began the step.
-        end_ns: When its tokens were on the host.
+        start_ns, end_ns: When the device began the step, and when its tokens were on the host.
         top_logprobs: `[rows]`, empty for a row that did not ask; all empty: no row did.
         prompt_logprobs: For sequences that asked for them.
         adapter_versions: `[rows]`, of each row's adapter, 0 for none; empty: no row had one.
@@ -601,8 +605,8 @@ class StepResult(Internal, frozen=True):
     spoiled: tuple[int, ...] = ()
     times: StepTimes = NO_TIMES
 
-    def summary(self) -> StepSummary:
-        """The part for batching."""
+    def summary(self, handovers: tuple[tuple[int, int, int], ...] = ()) -> StepSummary:
+        """The part for batching. `handovers`: the plan's."""
         ended = (*compress(self.seq_ids, self.finish_reasons), *(p.seq_id for p in self.pooled))
         return StepSummary(
             step_id=self.step_id,
@@ -614,6 +618,7 @@ class StepResult(Internal, frozen=True):
             drafts=self.drafts,
             draft_rest=self.draft_rest,
             spoiled=self.spoiled,
+            handed_over=tuple([i for i, *_ in handovers if i in self.seq_ids and i not in ended]),
         )
 
 
@@ -624,6 +629,7 @@ class StepSummary(Internal, frozen=True):
         step_id, seq_ids, token_ids, start_ns, end_ns, drafts, draft_rest, spoiled: As in
             StepResult.
         ended: Sequences that have ended with this step, by a finish reason or with their vector.
+        handed_over: Sequences whose first token was sent to the replica that continues them.
     """
 
     step_id: int
@@ -635,6 +641,7 @@ class StepSummary(Internal, frozen=True):
     drafts: tuple[VerifiedDraft, ...] = ()
     draft_rest: int = 0
     spoiled: tuple[int, ...] = ()
+    handed_over: tuple[int, ...] = ()
 
 
 class RequestFinished(Internal, frozen=True):

@@ -31,12 +31,14 @@ class Arrival:
         seq: The sequence, which doesn't wait yet; None if it can't run here.
         deadline_ns: Of the request.
         cancelled: Whether the request has ended here; the other replica may still hand it over.
+        num_messages: Of batching about it, so far.
     """
 
     request: AdmittedRequest
     seq: Sequence | None
     deadline_ns: int | None
     cancelled: bool = False
+    num_messages: int = 1
 
 
 class Arrivals:
@@ -58,6 +60,8 @@ class Arrivals:
         self._arrivals: dict[int, Arrival] = {}
         # Of these, sequences with announced blocks that may not be fetched yet.
         self._fetching: dict[int, Sequence] = {}
+        # First tokens that came before messages of batching that were sent first.
+        self._tokens: dict[int, Handover] = {}
 
     @property
     def fetching(self) -> bool:
@@ -72,10 +76,13 @@ class Arrivals:
         match message:
             case AnnounceSequence(request):
                 self._add(request, deadline_ns)
+                return self._take(request.sequences[0].seq_id)
             case AnnounceBlocks():
                 self._add_blocks(message)
-            case Handover():
-                return self._take(message)
+                return self._take(message.seq_id)
+            case Handover(seq_id):
+                self._tokens[seq_id] = message
+                return self._take(seq_id)
             case WithdrawSequences(seq_ids):
                 for seq_id in seq_ids:
                     self._arrivals.pop(seq_id, None)
@@ -110,18 +117,21 @@ class Arrivals:
         """Expect nothing."""
         self._arrivals.clear()
         self._fetching.clear()
+        self._tokens.clear()
 
     def _add(self, request: AdmittedRequest, deadline_ns: int | None) -> None:
         (spec,) = request.sequences
         before = self._arrivals.get(spec.seq_id)
-        cancelled = before is not None and before.cancelled
-        arrival = Arrival(request, self._make(request, spec), deadline_ns, cancelled)
+        arrival = Arrival(request, self._make(request, spec), deadline_ns)
+        if before is not None:
+            arrival.cancelled, arrival.num_messages = before.cancelled, before.num_messages + 1
         self._arrivals[spec.seq_id] = arrival
-        if arrival.seq is not None and not cancelled:
+        if arrival.seq is not None and not arrival.cancelled:
             self._fetching[spec.seq_id] = arrival.seq
 
     def _add_blocks(self, more: AnnounceBlocks) -> None:
         arrival = self._arrivals[more.seq_id]
+        arrival.num_messages += 1
         remote = arrival.request.remote
         if arrival.seq is None or remote is None:
             return
@@ -131,12 +141,17 @@ class Arrivals:
         if not arrival.cancelled:
             self._fetching[more.seq_id] = arrival.seq
 
-    def _take(self, handover: Handover) -> Arrival:
-        arrival = self._arrivals.pop(handover.seq_id)
-        self._fetching.pop(handover.seq_id, None)
+    def _take(self, seq_id: int) -> Arrival | None:
+        """Return a sequence if its first token and all messages that come first are there."""
+        arrival, handover = self._arrivals.get(seq_id), self._tokens.get(seq_id)
+        if not (arrival and handover and arrival.num_messages == handover.num_messages):
+            return None
+        del self._arrivals[seq_id], self._tokens[seq_id]
+        self._fetching.pop(seq_id, None)
         (spec,) = arrival.request.sequences
-        spec = msgspec.structs.replace(spec, generated=handover.generated)
+        generated = (*spec.generated, *handover.token_ids)
+        spec = msgspec.structs.replace(spec, generated=generated)
         arrival.request = msgspec.structs.replace(arrival.request, sequences=(spec,))
         if arrival.seq is not None:
-            arrival.seq.go_on_behind(handover.generated)
+            arrival.seq.go_on_behind(generated)
         return arrival

@@ -30,7 +30,7 @@ from .arrivals import Arrivals
 from .audit import BLOCKS_SAVED_AT_ONCE, TierAudit
 from .caches import make_cache
 from .deciding import Turns, decide
-from .handover import Handovers
+from .handover import NOTHING_OFFERED, Handovers
 from .images import NO_IMAGES, ImageCache
 from .index import SequenceIndex
 from .plans import NextPlan, SentPlan, aborted, expired, settle, unloaded
@@ -372,7 +372,7 @@ class BatchingCore:
         for seq in due:
             self._commit(seq)
         self.stop(result.ended)
-        for seq in self.handovers.absorb(result) if self.handovers else ():
+        for seq in self.handovers.absorb(sent.plan, result) if sent.plan.handovers else ():
             self._finish(seq)
         self._draft_rest = result.draft_rest or self._draft_rest
         self._report.add_step(result)
@@ -548,7 +548,7 @@ class BatchingCore:
         if audit is not None:
             new.append(audit)
             num_tokens = {AUDIT_SEQ_ID: len(audit.token_ids) - 1 - audit.num_cached}
-        offers = self.handovers.offer(seqs, step_id, now_ns) if self.handovers else ()
+        offered = self.handovers.offer(seqs, step_id, now_ns) if self.handovers else NOTHING_OFFERED
         plan = StepPlan(
             step_id=step_id,
             new=tuple(new),
@@ -564,7 +564,8 @@ class BatchingCore:
             adapters=tuple(next_plan.adapters.items()),
             num_drafts=tuple([num_drafts.get(i, 0) for i in num_tokens]) if num_drafts else (),
             kv_moves=self._audit.take_moves() if self._audit is not None else (),
-            kv_offers=tuple(offers),
+            kv_offers=offered.blocks,
+            handovers=offered.handovers,
             forgotten_images=of_images.forgotten,
             encodes=of_images.encodes,
             times=next_plan.times(len(decision.decode_seqs), now_ns),

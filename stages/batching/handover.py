@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import msgspec
 
@@ -12,9 +13,9 @@ from ...bus.messages import (
     AdmittedRequest,
     AnnounceBlocks,
     AnnounceSequence,
-    Handover,
     KVMove,
     RemoteBlocks,
+    StepPlan,
     StepSummary,
     WithdrawSequences,
 )
@@ -46,21 +47,31 @@ class _Leaver:
         successor: Number of the replica that continues it.
         request: As the successor gets it, but for its blocks.
         deadline_ns: Of the request.
-        announced: Whether the successor has been sent the sequence.
+        num_messages: About it, to the successor.
     """
 
     successor: int
     request: AdmittedRequest
     deadline_ns: int | None
-    announced: bool = False
+    num_messages: int = 0
+
+
+class Offered(NamedTuple):
+    """A plan's `kv_offers` and `handovers`."""
+
+    blocks: tuple[KVMove, ...] = ()
+    handovers: tuple[tuple[int, int, int], ...] = ()
+
+
+NOTHING_OFFERED = Offered()
 
 
 class Handovers:
-    """Announces sequences to the replicas that continue them, offers their blocks, and hands them
-    over with their first token.
+    """Announces sequences to the replicas that continue them, and offers their blocks.
 
     Blocks are offered by the steps that compute them, and announced with the plans of these steps:
-    the successor waits for the last step's blocks, not for a message about them.
+    the successor waits for the last step's blocks, not for a message about them. The executor sends
+    it the first token; by the step's result, batching knows whether it did.
     """
 
     def __init__(self, cache: KVCacheManager, index: SequenceIndex) -> None:
@@ -68,8 +79,9 @@ class Handovers:
         self._cache = cache
         self._index = index
         self._leavers: dict[int, _Leaver] = {}
-        # Sequences whose first token is in flight, and the step that samples it.
-        self._sampling: dict[int, int] = {}
+        # Sequences whose first token is in flight, also those that have ended meanwhile: for them,
+        # too, the successor gets a token or a withdrawal.
+        self._sampling: dict[int, Sequence] = {}
         self._departures: list[Departure] = []
 
     def __bool__(self) -> bool:
@@ -81,50 +93,51 @@ class Handovers:
             own = msgspec.structs.replace(request, sequences=(spec,), successors=())
             self._leavers[spec.seq_id] = _Leaver(successor, own, deadline_ns)
 
-    def offer(self, seqs: Iterable[Sequence], step_id: int, now_ns: int) -> list[KVMove]:
+    def offer(self, seqs: Iterable[Sequence], step_id: int, now_ns: int) -> Offered:
         """Offer the full blocks that the plan being made computes, and announce them."""
         moves: list[KVMove] = []
+        handovers: list[tuple[int, int, int]] = []
         for seq in seqs:
             if (leaver := self._leavers.get(seq.seq_id)) is None or not seq.hands_over:
                 continue
             first, offered = self._cache.offer(seq.seq_id, seq.lease, seq.num_scheduled, now_ns)
             moves += offered
             blocks = tuple((move.name, move.slot, step_id) for move in offered)
-            if not leaver.announced or (offered and not first):
-                leaver.announced = True
+            if not leaver.num_messages or (offered and not first):
                 remote = self._describe(seq, blocks)
                 request = msgspec.structs.replace(leaver.request, remote=remote)
                 self._send(leaver, AnnounceSequence(request))
             elif offered:
                 self._send(leaver, AnnounceBlocks(seq.seq_id, blocks))
             if seq.num_planned > len(seq.token_ids):
-                self._sampling[seq.seq_id] = step_id
-        return moves
+                self._sampling[seq.seq_id] = seq
+                handovers.append((seq.seq_id, leaver.successor, leaver.num_messages))
+        return Offered(tuple(moves), tuple(handovers))
 
-    def absorb(self, result: StepSummary) -> list[Sequence]:
-        """Hand over the sequences that have their first token; return them.
+    def absorb(self, plan: StepPlan, result: StepSummary) -> list[Sequence]:
+        """Return the sequences that the executor has handed over, which end here.
 
-        Call it when those that ended with the token are no longer in the index.
+        Call it when those that ended with their token are no longer in the index.
         """
         leaving: list[Sequence] = []
-        for seq_id, step_id in [*self._sampling.items()] if self._sampling else ():
-            if step_id != result.step_id:
-                continue
-            del self._sampling[seq_id]
-            seq = self._index.get(seq_id)
-            if seq is None or seq_id not in result.seq_ids:  # it has ended, or is about to
+        for seq_id, *_ in plan.handovers:
+            seq = self._sampling.pop(seq_id)
+            has_ended = seq_id not in self._index
+            seq.left = seq_id in result.handed_over
+            if not seq.left:
                 self.release((seq_id,))
-            else:
-                generated = tuple(seq.token_ids[seq.num_prompt_tokens :])
-                self._send(self._leavers[seq_id], Handover(seq_id, generated, result.end_ns))
-                seq.left = True
+            if has_ended:
+                self.forget(seq)
+            elif seq.left:
                 leaving.append(seq)
         return leaving
 
     def forget(self, seq: Sequence) -> None:
-        """Forget a sequence that has left, or has ended, which its successor is sent."""
+        """Forget a sequence that has left; or has ended, of which its successor is told."""
+        if seq.seq_id in self._sampling:
+            return  # The result will say whether the successor was sent its token.
         leaver = self._leavers.pop(seq.seq_id, None)
-        if leaver is not None and leaver.announced and not seq.left:
+        if leaver is not None and leaver.num_messages and not seq.left:
             self.release((seq.seq_id,))
             self._send(leaver, WithdrawSequences((seq.seq_id,)))
 
@@ -141,7 +154,10 @@ class Handovers:
 
     def forget_plans(self) -> None:
         """Note that the plans in flight never come back."""
-        self._sampling.clear()
+        sampling, self._sampling = self._sampling, {}
+        for seq in sampling.values():
+            if seq.seq_id not in self._index:
+                self.forget(seq)
 
     def clear(self) -> None:
         """Drop all sequences."""
@@ -150,6 +166,7 @@ class Handovers:
         self._departures.clear()
 
     def _send(self, leaver: _Leaver, message: HandoverMessage) -> None:
+        leaver.num_messages += 1
         deadline_ns = leaver.deadline_ns if isinstance(message, AnnounceSequence) else None
         self._departures.append(Departure(leaver.successor, message, deadline_ns))
 

@@ -237,6 +237,8 @@ class BatchingStage(Actor):
                 info = core.take_in(message, deadline_of(envelope, now))
                 if info is not None and isinstance(message, Handover):
                     self._spans.handed_over(info, message, role_of_sender(envelope.sender), now)
+                elif info is not None:  # the first token came before this message
+                    self._spans.arrived(info, now)
             case StopSequences(seq_ids):
                 core.stop(seq_ids)
             case PauseSequences(seq_ids):
@@ -264,8 +266,6 @@ class BatchingStage(Actor):
         core = self._core
         if core is None:
             return
-        # First tokens: another replica waits for them.
-        await self._depart(core.handovers.take_departures())
         while (plan := core.plan(started := now_ns())) is not None:
             if self.metrics.enabled and plan.seq_ids:
                 self.metrics.record(instruments.SCHEDULE_TIME, (now_ns() - started) / 1e9)

@@ -17,13 +17,14 @@ from anyio.abc import TaskGroup
 
 from ...bus import Inbox
 from ...bus.control import ScoreSample, StageReady, StageStarted
-from ...bus.links import CONTROL, STEPS_BATCHING, STEPS_STREAMING
+from ...bus.links import CONTROL, HANDOVERS, STEPS_BATCHING, STEPS_STREAMING, at
 from ...bus.messages import Envelope, StepPlan, StepResult
 from ...config import BusError, ChannelClosed, EngineConfig, WeightsError
 from ...store.images import StoredImage
 from ...telemetry import instruments, names, now_ns
 from ...text.gguf import facts_of, folder_of
 from ..actor import Actor, StageContext
+from ..first_tokens import first_tokens
 from .changes.arguments import Operation
 from .changes.shell import StagedChanges
 from .core import ExecutorCore
@@ -326,7 +327,11 @@ class ExecutorStage(Actor):
             finally:
                 self._plans -= 1
             self._steps += 1
-            await self.send(self.own(STEPS_BATCHING), result.summary(), epoch=epoch)
+            summary = result.summary(plan.handovers)
+            # First, since another replica has nothing else to wait for.
+            for successor, handover in first_tokens(plan, summary):
+                await self.send(at(HANDOVERS, successor), handover, epoch=epoch)
+            await self.send(self.own(STEPS_BATCHING), summary, epoch=epoch)
             await self.send(self.own(STEPS_STREAMING), result, epoch=epoch)
             self._weight_version = result.weight_version
             await self._changes.step_done(plan, result.weight_version)

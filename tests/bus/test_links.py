@@ -49,7 +49,7 @@ SAMPLES: tuple[Message, ...] = (
     ),
     messages.AnnounceSequence(messages.AdmittedRequest(INFO, PROMPT, SAMPLING, (SPEC,), "", 0)),
     messages.AnnounceBlocks(7, ((b"n" * 16, 3, 1),)),
-    messages.Handover(7, (4,), 5),
+    messages.Handover(7, (4,), 1, 5),
     messages.WithdrawSequences((7,)),
     messages.ReleaseBlocks((7, 8)),
     messages.PauseSequences((1, 2)),

@@ -21,7 +21,7 @@ from nano_inference.stages.batching.core import BatchingCore
 from nano_inference.stages.batching.handover import Handovers
 from nano_inference.stages.batching.tiers import KVTiers
 
-BY_GIVER = ("before the offer", "offered", "handing over")
+BY_GIVER = ("before the offer", "offered", "first token", "handing over")
 IN_FAIRNESS = ("reported to fairness",)
 BY_TAKER = (
     "announced",
@@ -65,6 +65,7 @@ def wrap(owner: Any, method: str, around: Callable[..., Any]) -> None:
 def mark_phases(folder: Path) -> None:
     """Call `reach` wherever this process reaches a phase."""
     # The executor's parts import torch, so only processes that run one come here.
+    from nano_inference.stages.executor import stage as executor_stage
     from nano_inference.stages.executor.runner.tiers.host_slots import HostSlots
     from nano_inference.stages.executor.runner.tiers.transports.peers import Peers
     from nano_inference.stages.executor.runner.tiers.transports.slots import SlotMemory
@@ -87,11 +88,17 @@ def mark_phases(folder: Path) -> None:
         reach(folder, "awaiting a step")
         original(self, *args)
 
-    def absorb_handovers(original: Any, self: Handovers, result: StepSummary) -> Any:
-        leaving = original(self, result)
+    def absorb_handovers(original: Any, self: Handovers, *args: Any) -> Any:
+        leaving = original(self, *args)
         if leaving:
             reach(folder, "handing over")
         return leaving
+
+    def first_tokens(original: Any, *args: Any) -> Any:
+        handovers = [*original(*args)]
+        if handovers:
+            reach(folder, "first token")
+        return handovers
 
     def read(original: Any, self: SlotMemory, wanted: Any) -> Any:
         reach(folder, "reading")
@@ -111,6 +118,7 @@ def mark_phases(folder: Path) -> None:
 
     wrap(Handovers, "offer", offer)
     wrap(HostSlots, "offer", offered)
+    wrap(executor_stage, "first_tokens", first_tokens)
     wrap(Handovers, "absorb", absorb_handovers)
     wrap(BatchingCore, "take_in", take_in)
     wrap(Peers, "wait", wait)

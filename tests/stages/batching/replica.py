@@ -17,6 +17,7 @@ from nano_inference.bus.media import MediaItem
 from nano_inference.bus.messages import (
     AdmittedRequest,
     Credit,
+    Handover,
     KVMove,
     NewSequence,
     Prompt,
@@ -29,6 +30,7 @@ from nano_inference.bus.pooling import PooledPrompt, Pooling
 from nano_inference.bus.public import KVSession
 from nano_inference.config import EngineConfig, SamplingParams
 from nano_inference.stages.batching import BatchingCore
+from nano_inference.stages.first_tokens import first_tokens
 
 from ...kv_router import Router
 from .events import check_router
@@ -268,6 +270,8 @@ class FakeReplica:
         self.reasons: dict[int, str] = {}
         self.pooled: list[int] = []
         self.ended: list[str] = []
+        # Each with the number of the replica that it goes to.
+        self.first_tokens: list[tuple[int, Handover]] = []
         self.log: list[StepPlan] = []
         self.now_ns = 0
         self.router = Router()
@@ -337,15 +341,27 @@ class FakeReplica:
         """Execute the oldest plan and absorb its result."""
         if not self.plans:
             return False
-        result = self.executor.execute(self.plans.popleft())
+        plan = self.plans.popleft()
+        result = self.executor.execute(plan)
         for row, seq_id in enumerate(result.seq_ids):
             self.outputs.setdefault(seq_id, []).append(result.token_ids[row])
             if result.finish_reasons[row]:
                 self.reasons[seq_id] = result.finish_reasons[row]
         self.pooled += [prompt.seq_id for prompt in result.pooled]
         self.ended += [cancel.request_id for cancel in result.ended]
-        self.core.absorb(result.summary())
+        self.absorb(plan, result)
         return True
+
+    def absorb(self, plan: StepPlan, result: StepResult) -> None:
+        """Apply a result, and send the first tokens that other replicas wait for."""
+        summary = result.summary(plan.handovers)
+        self.first_tokens += first_tokens(plan, summary)
+        self.core.absorb(summary)
+
+    def take_first_tokens(self) -> list[tuple[int, Handover]]:
+        """Return those that other replicas were sent since the last call."""
+        first, self.first_tokens = self.first_tokens, []
+        return first
 
     def change_tiers(self) -> bool:
         """Pass on what the tiers' threads have done next."""

@@ -38,7 +38,10 @@ class Pair:
 
     Attributes:
         messages: On their way, in order.
+        draw: If set, first tokens, which the executor sends, overtake messages of batching.
     """
+
+    draw: random.Random | None = None
 
     def __init__(self, **settings: int | str) -> None:
         self.giver, self.taker = replica("giver", **settings), replica("taker", **settings)
@@ -54,8 +57,12 @@ class Pair:
     def collect(self) -> None:
         """Take the messages, all for the other replica."""
         departures = self.giver.core.handovers.take_departures()
-        assert all(each.successor == 1 for each in departures)
+        tokens = [Departure(*each) for each in self.giver.take_first_tokens()]
+        assert all(each.successor == 1 for each in (*departures, *tokens))
         self.messages += departures
+        for each in tokens:
+            place = self.draw.randrange(len(self.messages) + 1) if self.draw else len(self.messages)
+            self.messages.insert(place, each)
 
     @property
     def handovers(self) -> list[Handover]:
@@ -130,9 +137,10 @@ def test_a_sequence_without_its_first_token_gives_its_slots_back() -> None:
     pair = Pair()
     pair.add(PROMPT, [1])
     pair.giver.plan()
-    result = pair.giver.executor.execute(pair.giver.plans.popleft())
-    summary = msgspec.structs.replace(result, seq_ids=(), token_ids=(), finish_reasons=())
-    pair.giver.core.absorb(summary.summary())
+    plan = pair.giver.plans.popleft()
+    result = pair.giver.executor.execute(plan)
+    nothing = msgspec.structs.replace(result, seq_ids=(), token_ids=(), finish_reasons=())
+    pair.giver.absorb(plan, nothing)
     pair.collect()
     assert not pair.handovers
     assert not tiers_of(pair.giver).has_offers
@@ -151,7 +159,7 @@ def test_a_handover_frees_its_place_and_is_not_an_end() -> None:
     assert (report.started, report.steps) == (((1, len(PROMPT)),), ((1,),))
     pair.collect()
     (handover,) = pair.handovers
-    assert handover.generated == tuple(expected(PROMPT, 1))
+    assert handover.token_ids == tuple(expected(PROMPT, 1))
     assert pair.giver.core.idle
 
 
@@ -218,6 +226,47 @@ def test_a_request_that_ends_on_both_sides_frees_both_places(is_announced: bool)
         pair.taker.core.stop([1])
     report = reported(pair.taker)
     assert (report.sequences, report.ended) == (1, (1,))
+    pair.check()
+
+
+@pytest.mark.parametrize("max_tokens", [8, 1])
+def test_a_request_that_ends_while_its_first_token_is_computed_frees_both_places(
+    max_tokens: int,
+) -> None:
+    """Of which token the giver's batching does not know yet whether it is handed over."""
+    pair = Pair()
+    pair.add(PROMPT, [1], max_tokens=max_tokens)
+    pair.giver.plan()
+    pair.pass_all()
+    for each in (pair.giver, pair.taker):
+        each.core.cancel(Cancel("1", "1", "cancelled", "cancelled", ""))
+    pair.run()
+    given, taken = reported(pair.giver), pair.taker.core.take_report()
+    if max_tokens > 1:
+        assert (given.left, given.ended) == ((1,), ())
+        assert taken is not None
+        assert taken.ended == (1,)
+    else:
+        assert (given.left, given.ended) == ((), (1,))
+        assert taken is None, "fairness frees the place"
+    assert 1 not in pair.taker.outputs
+    assert not pair.taker.core._arrivals.requests()
+    pair.check()
+
+
+def test_a_first_token_that_overtakes_its_announcement_waits_for_it() -> None:
+    pair = Pair(max_tokens_per_batch=8)
+    pair.add(PROMPT, [1])
+    pair.giver.run()
+    pair.collect()
+    pair.messages.rotate(1)
+    assert len(pair.handovers) == 1
+    for _ in range(3):
+        pair.pass_on()
+        assert not pair.taker.plan() or not pair.taker.log[-1].new
+    pair.run()
+    assert pair.outputs(1) == expected(PROMPT, 8)
+    assert tiers_of(pair.taker).take_counts().received == 5
     pair.check()
 
 
@@ -342,6 +391,7 @@ def test_whatever_happens_the_tokens_are_the_same(seed: int) -> None:
         max_tokens_per_batch=draw.choice((8, 32)),
         max_draft_tokens=0,
     )
+    pair.draw = draw
     shared = [draw.randrange(50) for _ in range(16)]
     prompts: dict[int, list[int]] = {}
     lengths: dict[int, int] = {}

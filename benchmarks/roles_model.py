@@ -12,6 +12,7 @@ from typing import Any
 from harness import percentile
 
 from nano_inference.bus.control import ReplicaCapacity, TierCapacity, TiersChanged
+from nano_inference.bus.handovers import first_tokens
 from nano_inference.bus.messages import (
     AdmittedRequest,
     Credit,
@@ -27,7 +28,6 @@ from nano_inference.config import EngineConfig, FairnessConfig, ReplicaRole, Sam
 from nano_inference.stages.batching import BatchingCore
 from nano_inference.stages.batching.handover import Departure
 from nano_inference.stages.fairness import FairnessCore
-from nano_inference.stages.first_tokens import first_tokens
 
 SECOND = 1_000_000_000
 POLL_NS = 1_000_000

@@ -238,6 +238,25 @@ def bandwidth(name: str) -> str:
     return markdown(["GB/s", *head.values()], body)
 
 
+TIER_WAYS = {
+    "store": "store, beside a copy in memory",
+    "load": "load, beside a copy in memory",
+    "store and write blocks": "store and write, beside writing a file",
+    "read blocks": "read blocks, beside a file from the page cache",
+    "read blocks from disk": "read blocks, beside a file from the disk",
+}
+
+
+def tier_bandwidth(name: str) -> str:
+    """Return the rates of `kv_tiers.py`, and what they are of plain ways."""
+    body = []
+    for way, row in result(name)["bandwidth"].items():
+        quartiles = f"{row['low']:.0%} to {row['high']:.0%}"
+        shares = [f"{row['share']:.0%}", quartiles, f"{row['cpu_share']:.0%}"]
+        body.append([TIER_WAYS[way], f"{row['rate']:.2f}", *shares])
+    return markdown(["", "GB/s", "of plain", "quartiles", "by processor time"], body)
+
+
 def handover(names: Mapping[str, str]) -> str:
     """Return the times of `roles.py`, by result file and the words for its shape."""
     body = []
@@ -476,6 +495,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "durability-cost": durability_cost,
     "hostile": hostile,
     "bandwidth": partial(bandwidth, "roles-M-2-cpu-cores"),
+    "tier-bandwidth": partial(tier_bandwidth, "kv-bandwidth-S-2-cpu-cores"),
     "handover": partial(handover, ROLES),
     "handover-parts": partial(handover_parts, ROLES),
     "interference": partial(interference, "roles-M-2-cpu-cores"),

@@ -17,6 +17,7 @@ from anyio.abc import TaskGroup
 
 from ...bus import Inbox
 from ...bus.control import ScoreSample, StageReady, StageStarted
+from ...bus.handovers import first_tokens
 from ...bus.links import CONTROL, HANDOVERS, STEPS_BATCHING, STEPS_STREAMING, at
 from ...bus.messages import Envelope, StepPlan, StepResult
 from ...config import BusError, ChannelClosed, EngineConfig, WeightsError
@@ -24,7 +25,6 @@ from ...store.images import StoredImage
 from ...telemetry import instruments, names, now_ns
 from ...text.gguf import facts_of, folder_of
 from ..actor import Actor, StageContext
-from ..first_tokens import first_tokens
 from .changes.arguments import Operation
 from .changes.shell import StagedChanges
 from .core import ExecutorCore

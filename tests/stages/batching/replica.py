@@ -13,6 +13,7 @@ from nano_inference.bus.control import (
     TierCapacity,
     TiersChanged,
 )
+from nano_inference.bus.handovers import first_tokens
 from nano_inference.bus.media import MediaItem
 from nano_inference.bus.messages import (
     AdmittedRequest,
@@ -30,7 +31,6 @@ from nano_inference.bus.pooling import PooledPrompt, Pooling
 from nano_inference.bus.public import KVSession
 from nano_inference.config import EngineConfig, SamplingParams
 from nano_inference.stages.batching import BatchingCore
-from nano_inference.stages.first_tokens import first_tokens
 
 from ...kv_router import Router
 from .events import check_router

@@ -1,10 +1,10 @@
-"""The first tokens of sequences that other replicas continue."""
+"""First tokens, which the executor sends to the replicas that continue the sequences."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ..bus.messages import Handover, StepPlan, StepSummary
+from .messages import Handover, StepPlan, StepSummary
 
 
 def first_tokens(plan: StepPlan, summary: StepSummary) -> Iterator[tuple[int, Handover]]:

@@ -26,6 +26,7 @@ DOCUMENTS = tuple(
         "README.md",
         "benchmarks/README.md",
         "docs/kv-tiers.md",
+        "docs/operations.md",
         "docs/ranks.md",
         "docs/roles.md",
         "docs/scale.md",
@@ -255,6 +256,17 @@ def tier_bandwidth(name: str) -> str:
         shares = [f"{row['share']:.0%}", quartiles, f"{row['cpu_share']:.0%}"]
         body.append([TIER_WAYS[way], f"{row['rate']:.2f}", *shares])
     return markdown(["", "GB/s", "of plain", "quartiles", "by processor time"], body)
+
+
+def takeover(names: Mapping[str, str]) -> str:
+    """Return the times of `takeover.py`, by result file and the words for its shape."""
+    body = []
+    for name, words in names.items():
+        for stage_and_way, row in result(name)["takeover"].items():
+            stage, way = stage_and_way.split(", ")
+            seconds = [f"{row['median_s']:.2f}", f"{row['most_s']:.2f}"]
+            body.append([f"{stage}{words}", "yes" if way == "standby" else "", *seconds, row["pss"]])
+    return markdown(["killed", "standby", "median, s", "most, s", "PSS, MB"], body)
 
 
 def handover(names: Mapping[str, str]) -> str:
@@ -495,6 +507,9 @@ TABLES: dict[str, Callable[[], str]] = {
     "durability-cost": durability_cost,
     "hostile": hostile,
     "bandwidth": partial(bandwidth, "roles-M-2-cpu-cores"),
+    "takeover": partial(
+        takeover, {"takeover-2-cpu-cores": "", "takeover-S-2-cpu-cores": " (S, 5 kills)"}
+    ),
     "tier-bandwidth": partial(tier_bandwidth, "kv-bandwidth-S-2-cpu-cores"),
     "handover": partial(handover, ROLES),
     "handover-parts": partial(handover_parts, ROLES),

@@ -222,7 +222,8 @@ class PipelineConfig(Section, frozen=True, forbid_unknown_fields=True):
             and continues.
         max_restarts: Restarts of one stage within `restart_window_s` before the process exits.
         restart_window_s: Seconds after which a failure no longer counts.
-        restart_backoff_s: Wait before the first restart; doubles up to 10 s.
+        restart_backoff_s: Wait before the second restart within `restart_window_s`; doubles up to
+            10 s. The first restart is at once.
         drain_timeout_s: Time limit for requests in flight after SIGTERM.
         stall_timeout_s: Longest time without a token or a step while requests are in flight; then
             `/progressz` and `health --progress` call the pipeline stalled.

@@ -53,8 +53,8 @@ class RestartBudget:
             now_s: A monotonic clock.
 
         Returns:
-            Seconds to wait before the restart; doubles with each failure within the window, up to
-            `LONGEST_WAIT_S`.
+            Seconds to wait before the restart: none for the first failure within the window; then
+            doubling, up to `LONGEST_WAIT_S`.
 
         Raises:
             StageFailed: The budget is used up.
@@ -69,8 +69,10 @@ class RestartBudget:
                 f"the {self._name} stage failed {count} times within "
                 f"{config.restart_window_s:g} s; its errors are in the log above"
             )
+        if count == 1:
+            return 0.0
         # A float overflows at 2**1024.
-        return float(min(LONGEST_WAIT_S, config.restart_backoff_s * 2 ** min(count - 1, 30)))
+        return float(min(LONGEST_WAIT_S, config.restart_backoff_s * 2 ** min(count - 2, 30)))
 
 
 async def supervise(make: Callable[[], Actor], config: PipelineConfig) -> None:

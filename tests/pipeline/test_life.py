@@ -125,7 +125,8 @@ async def test_the_request_that_kills_its_lane_is_given_up_and_no_other(
 async def test_a_request_cancelled_while_the_lane_is_down_ends_as_cancelled(
     make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with Pipeline(make_config(pipeline__restart_backoff_s=0.5)) as pipeline:
+    monkeypatch.setattr(RestartBudget, "failed", lambda self, now_s: 0.5)
+    async with Pipeline(make_config()) as pipeline:
         outputs = pipeline.submit({**LONG, "request_id": "mine"})
         async with aclosing(outputs):
             await anext(outputs)
@@ -249,8 +250,8 @@ BUDGET = PipelineConfig(max_restarts=3, restart_window_s=10, restart_backoff_s=0
 
 def test_restart_budget_doubles_its_waits_and_forgets_old_failures() -> None:
     budget = RestartBudget("executor", BUDGET)
-    assert [budget.failed(0.0), budget.failed(1.0), budget.failed(2.0)] == [0.5, 1.0, 2.0]
-    assert budget.failed(100.0) == 0.5
+    assert [budget.failed(0.0), budget.failed(1.0), budget.failed(2.0)] == [0.0, 0.5, 1.0]
+    assert budget.failed(100.0) == 0.0
     budget.failed(100.0)
     budget.failed(100.0)
     with pytest.raises(StageFailed):

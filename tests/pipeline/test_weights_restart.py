@@ -18,7 +18,6 @@ from safetensors.torch import save_file
 from nano_inference import BusClient, Completion
 from nano_inference.bus.weights import FolderWeights, GroupWeights, TensorMeta
 from nano_inference.config import BusError, all_roles
-from nano_inference.pipeline.supervisor import LONGEST_WAIT_S
 from nano_inference.stages.executor.runner.weights.transports import SharedWeights, WeightsGroup
 
 from .. import oracle
@@ -179,10 +178,10 @@ async def test_a_killed_executor_reads_the_folder_again(house: House, tmp_path: 
 async def test_a_killed_executor_leaves_its_work_to_the_other(
     redis_url: str, tmp_path: Path
 ) -> None:
-    # The longest wait, so that its successor can't be what goes on.
-    waits: dict[str, object] = {"pipeline.restart_backoff_s": LONGEST_WAIT_S}
-    waits |= {"engine.dtype": "float32", "engine.model_path": short_model.folder()}
-    with up(redis_url, tmp_path / "log", 2, **waits) as house:
+    # Without a restart, so that a successor can't be what goes on.
+    settings: dict[str, object] = {"pipeline.max_restarts": 0}
+    settings |= {"engine.dtype": "float32", "engine.model_path": short_model.folder()}
+    with up(redis_url, tmp_path / "log", 2, **settings) as house:
         async with asyncio.timeout(LIMIT_S), BusClient.connect(house.bus) as client:
             before = await until_ready(client, 2)
             assert len(set(before.values())) == 7

@@ -265,7 +265,8 @@ def takeover(names: Mapping[str, str]) -> str:
         for stage_and_way, row in result(name)["takeover"].items():
             stage, way = stage_and_way.split(", ")
             seconds = [f"{row['median_s']:.2f}", f"{row['most_s']:.2f}"]
-            body.append([f"{stage}{words}", "yes" if way == "standby" else "", *seconds, row["pss"]])
+            has_standby = "yes" if way == "standby" else ""
+            body.append([f"{stage}{words}", has_standby, *seconds, row["pss"]])
     return markdown(["killed", "standby", "median, s", "most, s", "PSS, MB"], body)
 
 

@@ -6,7 +6,6 @@ processes. As a script this file is that process.
 
 from __future__ import annotations
 
-import asyncio
 import atexit
 import json
 import os
@@ -155,22 +154,6 @@ def run(code: str, folder: Path, *, whole_end: bool = False) -> Ran:
     with Program(folder / "code.py", stdout=folder / "stdout", whole_end=whole_end) as program:
         stderr = program.output.read()
         return Ran(program.wait(), (folder / "stdout").read_text(), stderr)
-
-
-async def run_beside(code: str, folder: Path) -> Ran:
-    """As `run`, beside what the event loop has to do; killed when this is cancelled."""
-    (folder / "code.py").write_text(code)
-    await asyncio.to_thread(_fork_server)
-    with Program(folder / "code.py", stdout=folder / "stdout") as program:
-        reading = asyncio.create_task(asyncio.to_thread(program.output.read))
-        try:
-            stderr = await asyncio.shield(reading)
-        except BaseException:
-            program.kill()
-            await reading
-            raise
-        status = await asyncio.to_thread(program.wait)
-        return Ran(status, (folder / "stdout").read_text(), stderr)
 
 
 _one_at_a_time = threading.Lock()

@@ -168,6 +168,18 @@ def shared_template_workers() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="session", autouse=True)
+def ranks_start_in_no_time() -> Iterator[None]:
+    """Ranks of engines in this process are forks of the tests' fork server."""
+    if "torch" not in sys.modules:
+        yield
+        return
+    from .ranks import forked_rank_servers
+
+    with forked_rank_servers():
+        yield
+
+
 @pytest.fixture(scope="module", autouse=True)
 def bundled_model_loaded_once(request: pytest.FixtureRequest) -> Iterator[None]:
     """Not for the executor's own tests, which see it loaded."""

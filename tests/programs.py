@@ -55,6 +55,7 @@ class Program:
         log: Path | None = None,
         environment: Mapping[str, str] | None = None,
         whole_end: bool = False,
+        connection: tuple[socket.socket, socket.socket] | None = None,
     ) -> None:
         """Starts it.
 
@@ -65,10 +66,16 @@ class Program:
             environment: Its variables (None: those that this process has now).
             whole_end: Let Python take itself apart at the end, as a program does. With all that
                 has been imported that takes longer than most programs here.
+            connection: Our end of a connection, and the one that is its standard input; it writes
+                to our standard error then.
         """
         server = _fork_server()
         adopt_orphans()
         (given, stdin), (output, written) = os.pipe(), os.pipe()
+        if connection is not None:
+            for number, end in ((stdin, connection[0]), (given, connection[1])):
+                os.dup2(end.fileno(), number)
+            os.dup2(2, written)
         variables = json.dumps(dict(os.environ if environment is None else environment))
         message = [str(file), str(stdout or ""), str(log or ""), "yes" if whole_end else ""]
         try:

@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sized
 from pathlib import Path
 
 # Before torch is imported. With small models a second thread gains nothing, and where other work
@@ -33,6 +33,9 @@ from nano_inference.text.chat_template import TemplateWorkers
 
 from .rewriting import rewrite_share
 from .servers import cluster
+from .soaking import in_soak
+
+LEFT_OUT = type(in_soak())
 
 # As structlog comes, a traceback is drawn with all local variables, which takes longer than most
 # tests that have a stage fail.
@@ -113,10 +116,41 @@ LONGEST_FILES = (
 )
 
 
+def _with_all(config: pytest.Config) -> bool:
+    """Whether tests and parameters of `soak(only=True)` run too."""
+    return bool(config.getoption("--soak") or config.getoption("--write-docs"))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Makes no tests of parameters that are left out, of which there are thousands."""
+    if _with_all(metafunc.config):
+        return
+    marks = metafunc.definition.own_markers
+    for number, mark in enumerate(marks):
+        if mark.name == "parametrize" and not isinstance(mark.kwargs.get("ids"), Sized):
+            names, values, *rest = mark.args
+            kept = [each for each in values if not _left_out(each)]
+            if kept:
+                parametrize = pytest.mark.parametrize(names, kept, *rest, **mark.kwargs)
+                marks[number] = parametrize.mark
+
+
+def _left_out(value: object) -> bool:
+    """Whether it is a set of parameters of `in_soak`."""
+    return isinstance(value, LEFT_OUT) and any(
+        mark.name == "soak" and _only(mark) for mark in map(_mark_of, value.marks)
+    )
+
+
+def _mark_of(mark: pytest.MarkDecorator | pytest.Mark) -> pytest.Mark:
+    return mark.mark if isinstance(mark, pytest.MarkDecorator) else mark
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leaves out tests of soaks alone, and puts the longest files first. (xdist hands out files in
     this order.)"""
-    if not (config.getoption("--soak") or config.getoption("--write-docs")):
+    if not _with_all(config):
         left_out = [item for item in items if any(map(_only, item.iter_markers("soak")))]
         if left_out:
             config.hook.pytest_deselected(items=left_out)
@@ -135,8 +169,8 @@ def _only(mark: pytest.Mark) -> bool:
 
 
 def pytest_collection_finish() -> None:
-    """Spares the garbage collector what was imported and collected, a tenth of all time."""
-    gc.collect()
+    """Spares the garbage collector what was imported and collected, a tenth of all time; to look
+    for the little garbage in it takes most of a second."""
     gc.freeze()
     gc.enable()
 
@@ -165,6 +199,18 @@ def shared_template_workers() -> Iterator[None]:
     """One set of template processes for all gateways; each start imports Transformers."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(chat_templates, "TemplateWorkers", functools.cache(TemplateWorkers))
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def ranks_start_in_no_time() -> Iterator[None]:
+    """Ranks of engines in this process are forks of the tests' fork server."""
+    if "torch" not in sys.modules:
+        yield
+        return
+    from .ranks import forked_rank_servers
+
+    with forked_rank_servers():
         yield
 
 

@@ -6,7 +6,6 @@ processes. As a script this file is that process.
 
 from __future__ import annotations
 
-import asyncio
 import atexit
 import json
 import os
@@ -56,6 +55,7 @@ class Program:
         log: Path | None = None,
         environment: Mapping[str, str] | None = None,
         whole_end: bool = False,
+        connection: tuple[socket.socket, socket.socket] | None = None,
     ) -> None:
         """Starts it.
 
@@ -66,10 +66,16 @@ class Program:
             environment: Its variables (None: those that this process has now).
             whole_end: Let Python take itself apart at the end, as a program does. With all that
                 has been imported that takes longer than most programs here.
+            connection: Our end of a connection, and the one that is its standard input; it writes
+                to our standard error then.
         """
         server = _fork_server()
         adopt_orphans()
         (given, stdin), (output, written) = os.pipe(), os.pipe()
+        if connection is not None:
+            for number, end in ((stdin, connection[0]), (given, connection[1])):
+                os.dup2(end.fileno(), number)
+            os.dup2(2, written)
         variables = json.dumps(dict(os.environ if environment is None else environment))
         message = [str(file), str(stdout or ""), str(log or ""), "yes" if whole_end else ""]
         try:
@@ -155,22 +161,6 @@ def run(code: str, folder: Path, *, whole_end: bool = False) -> Ran:
     with Program(folder / "code.py", stdout=folder / "stdout", whole_end=whole_end) as program:
         stderr = program.output.read()
         return Ran(program.wait(), (folder / "stdout").read_text(), stderr)
-
-
-async def run_beside(code: str, folder: Path) -> Ran:
-    """As `run`, beside what the event loop has to do; killed when this is cancelled."""
-    (folder / "code.py").write_text(code)
-    await asyncio.to_thread(_fork_server)
-    with Program(folder / "code.py", stdout=folder / "stdout") as program:
-        reading = asyncio.create_task(asyncio.to_thread(program.output.read))
-        try:
-            stderr = await asyncio.shield(reading)
-        except BaseException:
-            program.kill()
-            await reading
-            raise
-        status = await asyncio.to_thread(program.wait)
-        return Ran(status, (folder / "stdout").read_text(), stderr)
 
 
 _one_at_a_time = threading.Lock()

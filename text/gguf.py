@@ -183,6 +183,7 @@ def _have_made(file: Path, folder: Path) -> None:
     if sys.modules.get("torch", sys) is not None:
         _make(file, folder)
         return
+    read_header(file)  # no process is started for a broken file
     command = (sys.executable, "-P", "-m", __name__, str(file), str(folder))
     path = os.pathsep.join(filter(None, sys.path))
     try:

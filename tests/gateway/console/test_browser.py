@@ -25,6 +25,7 @@ from nano_inference.gateway.server.server import HttpServer
 from nano_inference.pipeline.models import ModelStatus
 from nano_inference.store.board import LoadedAdapter
 
+from ...soaking import in_soak
 from ..fake import FakeEngine, chunk, completion, report
 from ..sampled import WORDS
 from ..served import listening
@@ -137,7 +138,7 @@ async def through_all_views(page: ConsolePage) -> None:
         assert await page.page.evaluate(WIDER) == 0, f"{view} scrolls sideways"
 
 
-@pytest.mark.parametrize(("scheme", "width"), [("light", 1600), ("dark", 375)])
+@pytest.mark.parametrize(("scheme", "width"), [in_soak("light", 1600), ("dark", 375)])
 async def test_each_view_is_accessible_and_silent(
     browser: Any, engine: FakeEngine, scheme: str, width: int
 ) -> None:

@@ -6,6 +6,7 @@ import gzip
 import json
 import random
 import zlib
+from functools import cache
 from typing import Any, NamedTuple
 
 from nano_inference.kserve.protobuf import METHODS, message
@@ -148,7 +149,6 @@ def _ids(name: str, ids: list[int]) -> Input:
 
 
 INFER = b"/v2/models/echo/infer"
-BOMB = gzip.compress(b" " * (64 << 20))
 
 PLACES = (
     *(b"/v2/models/echo/generate", b"/v2/models/several/generate_stream", b"/v2/repository/index"),
@@ -173,6 +173,12 @@ TARGETS = (
     *(b"/v2/systemsharedmemory/region//status", b"/v2/systemsharedmemory/region/x%00/status"),
     *(b"/v2/cudasharedmemory/status", b"/v2/models/stats", b"/v2/health/ready", b"/v2/models/echo"),
 )
+
+
+@cache
+def bomb() -> bytes:
+    """What becomes 64 MiB."""
+    return gzip.compress(b" " * (64 << 20))
 
 
 def http_call(rng: random.Random, region: Region) -> Call:
@@ -217,7 +223,7 @@ def _compressed(rng: random.Random, region: Region) -> Call:
             raw, codes = pack(body)[:-1], ("malformed",)
         case 2:
             headers = ((b"Content-Encoding", b"gzip"),)
-            raw, codes = BOMB, ("request_too_large",)
+            raw, codes = bomb(), ("request_too_large",)
         case 3:
             raw, codes = pack(body) + b"x", ("malformed",)
         case _:

@@ -17,6 +17,7 @@ from nano_inference.stages.executor.runner.adapters.peft import AdapterLimits, a
 from nano_inference.stages.executor.runner.ranks.group import OneRank
 from nano_inference.stages.executor.runner.sharded_model import load_sharded
 
+from ...soaking import in_soak
 from .driver.speculation.drafting import MadeUpDrafts, VerifyAll
 from .models import load
 from .recorder import core_as_on_cuda
@@ -28,7 +29,7 @@ from .vision_models import VOCAB, make_processor, make_vision_model
 NEW_TOKENS = 6
 
 
-@pytest.mark.parametrize("name", ["llava", "qwen2_vl"])
+@pytest.mark.parametrize("name", [in_soak("llava"), "qwen2_vl"])
 def test_samples_share_the_prompt_s_prefill(name: str) -> None:
     world = world_of(name)
     prompt = world.prompt(world.text(3), stored(1), world.text(2))
@@ -39,7 +40,7 @@ def test_samples_share_the_prompt_s_prefill(name: str) -> None:
     assert len(lane.encoded) == 1
 
 
-@pytest.mark.parametrize("name", ["llava", "qwen2_vl"])
+@pytest.mark.parametrize("name", [in_soak("llava"), "qwen2_vl"])
 def test_new_weights_encode_images_again(name: str) -> None:
     world = world_of(name)
     prompt = world.prompt(world.text(3), stored(1), world.text(2))
@@ -69,8 +70,10 @@ def test_released_memory_drops_embeddings() -> None:
     assert len(lane.encoded) == 1
 
 
-@pytest.mark.parametrize("name", ["llava", "qwen2_vl"])
-@pytest.mark.parametrize("right", [0.0, 0.9])
+@pytest.mark.parametrize(
+    ("name", "right"),
+    [("llava", 0.0), ("qwen2_vl", 0.9), in_soak("llava", 0.9), in_soak("qwen2_vl", 0.0)],
+)
 def test_drafts_change_no_token(name: str, right: float) -> None:
     world = world_of(name)
     prompt = world.prompt(world.text(3), stored(1), world.text(2))
@@ -99,7 +102,7 @@ def test_recorded_steps_have_the_positions_behind_images() -> None:
     assert sum(core.graphs.replays.values()) == NEW_TOKENS - 1
 
 
-@pytest.mark.parametrize("name", ["llava", "qwen2_vl"])
+@pytest.mark.parametrize("name", ["llava", in_soak("qwen2_vl")])
 def test_adapters_of_the_language_part(name: str) -> None:
     world = world_of(name)
     prompt = world.prompt(world.text(3), stored(1), world.text(2))
@@ -131,7 +134,7 @@ def put_adapter(core: ExecutorCore, made: Any) -> None:
     [
         ("llava", "auto", torch.bfloat16),
         ("qwen2_vl", "auto", torch.float32),
-        ("qwen2_vl", True, torch.bfloat16),
+        in_soak("qwen2_vl", True, torch.bfloat16),
         ("gemma3", True, torch.float32),
     ],
 )

@@ -1,6 +1,6 @@
 """Greedy tokens and logprobs equal those of Transformers' `generate`, for every architecture.
 
-Eight prompts, 64 new tokens each (32 every day), on the cores of batching and executor as they run
+Eight prompts, 64 new tokens each (16 every day), on the cores of batching and executor as they run
 in production.
 Blocks of 16 and of 1, both prefix caches, prompts in chunks of 7, preemption after every third
 step, a warm cache: three runs show each of them for every architecture (every day one run, and
@@ -111,7 +111,7 @@ def full(pytestconfig: pytest.Config, soak: bool) -> bool:
 
 @pytest.fixture(scope="module")
 def new_tokens(full: bool) -> int:
-    return NEW_TOKENS if full else NEW_TOKENS // 2
+    return NEW_TOKENS if full else NEW_TOKENS // 4
 
 
 @cache
@@ -150,6 +150,9 @@ def test_tokens_and_logprobs_equal_generate(
     ids=str,
 )
 def test_every_combination_equals_generate(run: Run, full: bool, new_tokens: int) -> None:
+    if run.chunks and run.preempt:
+        # Such long ones that their victims have tokens to compute again.
+        new_tokens = min(2 * new_tokens, NEW_TOKENS)
     for name in CROSSED if full else CROSSED[OTHER_RUNS.index(run) // 2 % 2 :][:1]:
         run_and_compare(name, run, served(name), new_tokens)
 
@@ -191,7 +194,7 @@ def check_that_it_happened(run: Run, answers: list[Answer], lane: Lane) -> None:
         assert lane.part_rows == 0
     if run.preempt:
         assert lane.preempted >= lane.steps // 3 - 1
-        assert lane.flushed > 3
+        assert lane.flushed > 1
         least = sum(LENGTHS) + sum(len(answer.token_ids) - 1 for answer in answers)
         assert lane.computed > least, "victims were to compute their tokens again"
     else:
@@ -217,7 +220,7 @@ def compare(answers: list[Answer], expected: Reference) -> float:
     [name if name in ("qwen2", *CROSSED) else in_soak(name) for name in ARCHITECTURES],
 )
 def test_bfloat16_is_as_near_to_float32_as_transformers_own(
-    name: str, full: bool, results: Results
+    name: str, full: bool, new_tokens: int, results: Results
 ) -> None:
     """The mean distance from the truth, at most MAX_RATIO times that of Transformers' own.
 
@@ -236,7 +239,7 @@ def test_bfloat16_is_as_near_to_float32_as_transformers_own(
     truth = copy.deepcopy(rounded).float()
     served = wrap_model(copy.deepcopy(rounded), 256)
     for run in RUNS[:2] if full or name in CROSSED else RUNS[:1]:
-        answers = run.lane(served).run(prompts_of(name), NEW_TOKENS)
+        answers = run.lane(served).run(prompts_of(name), new_tokens)
         ours = torch.tensor([p for answer in answers for p in answer.logprobs], dtype=torch.float64)
         exact = logprobs_by(truth, answers)
         by_own = [logprobs_by(m, answers) for m in own]

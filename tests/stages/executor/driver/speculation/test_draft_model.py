@@ -32,6 +32,7 @@ from nano_inference.stages.executor.driver.speculation.speculator import Specula
 from nano_inference.stages.executor.runner.kv_cache import block_bytes, count_blocks
 from nano_inference.stages.executor.runner.model import load_model, wrap_model
 
+from .....soaking import in_soak
 from ...models import VOCAB, make_model
 from ...plans import step_plan
 from .drafting import DraftingLane, VerifyAll, assert_same
@@ -144,7 +145,7 @@ SAMPLED = SamplingParams(temperature=1.0, max_tokens=24)
 LIMITED = SamplingParams(temperature=0.7, top_k=20, top_p=0.9, min_p=0.01, max_tokens=24)
 
 
-@pytest.mark.parametrize("kernels", ["auto", "off"])
+@pytest.mark.parametrize("kernels", ["auto", in_soak("off")])
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED, LIMITED], ids=["greedy", "1.0", "limits"])
 def test_the_target_as_its_own_draft_model_is_always_right(
     sampling: SamplingParams, kernels: str

@@ -106,7 +106,13 @@ def test_fast_passes_are_as_near_to_float32_as_plain_ones(name: str) -> None:
     assert 0 < distances[0] <= 1.5 * distances[1]
 
 
-@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize(
+    "name",
+    [
+        name if name in ("qwen2", "qwen3", "mistral", "gemma2", "phi3", "olmo2") else in_soak(name)
+        for name in ARCHITECTURES
+    ],
+)
 def test_float32_is_that_of_transformers_but_for_rounding(name: str) -> None:
     """With heads of 32, which test_parity does not have."""
     model = make_model(name, head_dim=32)
@@ -192,14 +198,17 @@ def test_layers_in_one_call_give_the_bits_of_single_passes(
     assert not taken
 
 
-def test_threads_that_go_through_the_layers_together_change_no_bit(dtype: torch.dtype) -> None:
+@pytest.mark.soak
+def test_threads_that_go_through_the_layers_together_change_no_bit(
+    dtype: torch.dtype, soak: bool
+) -> None:
     found = []
-    for number in (1, 2, 3):
+    for number in (1, 2, 3) if soak else (1, 3):
         with several_threads(number):
             # So large that the work is shared.
             model = model_in(dtype, "qwen3", head_dim=32, hidden_size=256, intermediate_size=704)
             found.append(answers(model))
-    assert found[0] == found[1] == found[2]
+    assert all(each == found[0] for each in found[1:])
 
 
 def put_others_in(model: Any) -> None:

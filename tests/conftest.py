@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import functools
 import gc
+import importlib
 import os
 import socket
+import ssl
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 # Before torch is imported. With small models a second thread gains nothing, and where other work
 # runs on the same cores it makes each step many times slower.
@@ -166,6 +169,29 @@ def shared_template_workers() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(chat_templates, "TemplateWorkers", functools.cache(TemplateWorkers))
         yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def shared_tls_context() -> Iterator[None]:
+    """One for all HTTP clients that verify as they do by default: reading the system's certificates
+    takes longer than most requests here."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("httpx", "httpx2"):
+            module = importlib.import_module(f"{name}._transports.default")
+            patch.setattr(module, "create_ssl_context", _one_by_default(module.create_ssl_context))
+        yield
+
+
+def _one_by_default(create: Callable[..., ssl.SSLContext]) -> Callable[..., ssl.SSLContext]:
+    """`create` with the result of its first call without options for all such calls."""
+    by_default = functools.cache(create)
+
+    def created(verify: Any = True, cert: Any = None, trust_env: bool = True) -> ssl.SSLContext:
+        if verify is True and cert is None and not {"SSL_CERT_FILE", "SSL_CERT_DIR"} & {*os.environ}:
+            return by_default()
+        return create(verify=verify, cert=cert, trust_env=trust_env)
+
+    return created
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import sys
+from functools import cache
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeVar, get_args, get_origin
 
 import msgspec
@@ -86,7 +87,7 @@ class Section(Settings, frozen=True):
 
         A list is accepted for a tuple, and a path for its text.
         """
-        for field in msgspec.structs.fields(type(self)):
+        for field in _fields_of(type(self)):
             value = getattr(self, field.name)
             if isinstance(value, os.PathLike):
                 value = os.fspath(value)
@@ -106,6 +107,10 @@ class Section(Settings, frozen=True):
 
     def check(self) -> None:
         """Raise ConfigError if a setting is out of range or conflicts with another."""
+
+
+# Reading the annotations takes longer than all checks.
+_fields_of = cache(msgspec.structs.fields)
 
 
 class FrozenDict(dict[_Key, _Value]):

@@ -8,7 +8,6 @@ from typing import Any
 
 from .programs import Program, Ran
 
-
 COMMAND = Path(__file__).with_name("command.py")
 """The program's code."""
 

@@ -187,7 +187,8 @@ def _one_by_default(create: Callable[..., ssl.SSLContext]) -> Callable[..., ssl.
     by_default = functools.cache(create)
 
     def created(verify: Any = True, cert: Any = None, trust_env: bool = True) -> ssl.SSLContext:
-        if verify is True and cert is None and not {"SSL_CERT_FILE", "SSL_CERT_DIR"} & {*os.environ}:
+        of_the_system = not {"SSL_CERT_FILE", "SSL_CERT_DIR"} & {*os.environ}
+        if verify is True and cert is None and of_the_system:
             return by_default()
         return create(verify=verify, cert=cert, trust_env=trust_env)
 

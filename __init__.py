@@ -87,7 +87,10 @@ __all__ = sorted(_HOME)
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(_HOME[name], __name__), name)
+    from .config.imports import without_collection
+
+    with without_collection():
+        return getattr(importlib.import_module(_HOME[name], __name__), name)
 
 
 def __dir__() -> list[str]:

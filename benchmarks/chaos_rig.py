@@ -251,7 +251,7 @@ class House:
 
 
 def _forks_ranks(pid: int) -> bool:
-    return any(each.endswith("rank_worker") for each in command_line(pid))
+    return any("import rank_worker" in each for each in command_line(pid))
 
 
 @contextlib.asynccontextmanager

@@ -23,6 +23,7 @@ import msgspec
 from setproctitle import getproctitle, setproctitle
 
 from ..config import EngineConfig
+from ..config.imports import without_collection
 from ..pipeline.supervisor import actor_class
 from .children import GO, MOST_BYTES, READY
 from .terminal import PROGRAM
@@ -45,7 +46,8 @@ def main() -> None:
     os.environ.update(_FOR_IMPORTS)
     getproctitle()  # reads the environment the first time
     engine, *stages = sys.argv[2:-1]
-    import_stages(stages)
+    with without_collection():
+        import_stages(stages)
     if engine:
         from ..stages.executor.runner.preloaded import preload
 

@@ -19,6 +19,7 @@ from ..config import (
     PipelineConfig,
     cut,
 )
+from ..config.imports import without_collection
 from ..config.logger import get_logger
 from ..stages.actor import Actor
 
@@ -34,7 +35,8 @@ class StageFailed(NanoInferenceError):
 
 def actor_class(stage: str) -> type[Actor]:
     """Return the class of a stage. Only a process that runs the executor imports its kernels."""
-    module = import_module(f"..stages.{stage}.stage", __package__)
+    with without_collection():
+        module = import_module(f"..stages.{stage}.stage", __package__)
     return cast(type[Actor], getattr(module, f"{stage.title()}Stage"))
 
 

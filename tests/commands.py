@@ -8,13 +8,16 @@ from typing import Any
 
 from .programs import Program, Ran
 
+COMMAND = Path(__file__).with_name("command.py")
+"""The program's code."""
+
 
 class Command(Program):
     """`nano-inference`, which runs."""
 
     def __init__(self, *arguments: str, **options: Any) -> None:
         """Args: its arguments, and the options of `Program`."""
-        super().__init__(Path(__file__).with_name("command.py"), *arguments, **options)
+        super().__init__(COMMAND, *arguments, **options)
 
 
 def run_command(*arguments: str, text: str = "") -> Ran:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import functools
 import gc
+import importlib
 import os
 import socket
+import ssl
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterator, Sized
+from collections.abc import Callable, Iterator, Sized
 from pathlib import Path
+from typing import Any
 
 # Before torch is imported. With small models a second thread gains nothing, and where other work
 # runs on the same cores it makes each step many times slower.
@@ -212,6 +215,29 @@ def ranks_start_in_no_time() -> Iterator[None]:
 
     with forked_rank_servers():
         yield
+
+
+def shared_tls_context() -> Iterator[None]:
+    """One for all HTTP clients that verify as they do by default: reading the system's certificates
+    takes longer than most requests here."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("httpx", "httpx2"):
+            module = importlib.import_module(f"{name}._transports.default")
+            patch.setattr(module, "create_ssl_context", _one_by_default(module.create_ssl_context))
+        yield
+
+
+def _one_by_default(create: Callable[..., ssl.SSLContext]) -> Callable[..., ssl.SSLContext]:
+    """`create` with the result of its first call without options for all such calls."""
+    by_default = functools.cache(create)
+
+    def created(verify: Any = True, cert: Any = None, trust_env: bool = True) -> ssl.SSLContext:
+        of_the_system = not {"SSL_CERT_FILE", "SSL_CERT_DIR"} & {*os.environ}
+        if verify is True and cert is None and of_the_system:
+            return by_default()
+        return create(verify=verify, cert=cert, trust_env=trust_env)
+
+    return created
 
 
 @pytest.fixture(scope="module", autouse=True)

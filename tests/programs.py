@@ -25,6 +25,7 @@ from typing import NamedTuple, NoReturn, Self
 from nano_inference.cli.children import GO, MOST_BYTES, READY, ROOM, adopt_orphans
 from nano_inference.cli.fork_server import import_stages, serve
 from nano_inference.config import STAGES
+from nano_inference.config.imports import without_collection
 
 LIMIT_S = 120.0
 
@@ -191,11 +192,12 @@ def _fork_server() -> socket.socket:
 def main() -> None:
     """Serves, and runs one program in each fork."""
     connection = socket.socket(fileno=int(sys.argv[1]))
-    import_stages((*STAGES, "gateway"))
-    # What an engine imports when it is made, and its tokenizer and the bundled model.
-    from transformers import AutoTokenizer, Qwen2ForCausalLM  # noqa: F401
+    with without_collection():
+        import_stages((*STAGES, "gateway"))
+        # What an engine imports when it is made, and its tokenizer and the bundled model.
+        from transformers import AutoTokenizer, Qwen2ForCausalLM  # noqa: F401
 
-    from nano_inference.pipeline import engine, pipeline  # noqa: F401
+        from nano_inference.pipeline import engine, pipeline  # noqa: F401
 
     arguments = serve(connection)
     if arguments is None:

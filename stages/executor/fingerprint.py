@@ -64,9 +64,9 @@ def fingerprint(
     settings = {name: getattr(config, name) for name in names}
     defaults = EngineConfig()
     made = Fingerprint(
-        package=metadata.version("nano-inference"),
+        package=_version("nano-inference"),
         torch=str(torch.__version__),
-        transformers=metadata.version("transformers"),
+        transformers=_version("transformers"),
         machine=cpu_name() if on_cpu else device_name(model.device),
         # Our kernels divide no sum among threads.
         threads=torch.get_num_threads() if on_cpu and not is_whole else 0,
@@ -97,6 +97,9 @@ def sampled_digest(module: nn.Module) -> str:
         part = flat[::step].contiguous().cpu()
         digest.update(part.view(torch.uint8).numpy().data)
     return digest.hexdigest()
+
+
+_version = cache(metadata.version)  # each time it reads and parses a file
 
 
 @cache

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import inspect
+import os
 import signal
-import subprocess
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import msgspec
 import pytest
@@ -21,28 +21,25 @@ from nano_inference.cli.requests import LineReader, Template, read_file, templat
 from nano_inference.config import Config, ConfigError, RequestError
 from nano_inference.store.redis.keys import Keys
 
-from ..commands import run_command
+from ..commands import COMMAND, run_command
+from ..programs import Program
 from .conftest import Run, assert_refused
 
 PATIENCE_S = 60.0
 
 
 @contextmanager
-def started(command: list[str]) -> Iterator[Any]:
-    """A program with pipes, ended at the latest with the test."""
-    with subprocess.Popen(
-        command,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        # Shells start background jobs with SIGINT ignored, and children inherit that.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
-    ) as process:
-        try:
-            yield process
-        finally:
-            process.kill()
+def started(
+    folder: Path, *arguments: str, file: Path = COMMAND, whole_end: bool = False
+) -> Iterator[tuple[Program, IO[str]]]:
+    """A program whose standard output is a pipe; its `output` is standard error alone.
+
+    `whole_end`: as of `Program`."""
+    pipe = folder / "stdout"
+    os.mkfifo(pipe)
+    program = Program(file, *arguments, stdout=pipe, whole_end=whole_end)
+    with program, pipe.open() as stdout:
+        yield program, stdout
 
 
 def completions(text: str) -> list[Completion]:
@@ -130,40 +127,39 @@ def test_no_wait(run: Run, on_nobody: str, redis_url: str) -> None:
     assert [entry_id.decode() for entry_id, _ in entries] == ran.stdout.split()
 
 
-def test_closed_pipe_is_quiet(program: list[str], on_served: Config) -> None:
-    with started([*program, "submit", "-"]) as process:
-        process.stdout.close()
+def test_closed_pipe_is_quiet(on_served: Config, tmp_path: Path) -> None:
+    with started(tmp_path, "submit", "-", whole_end=True) as (process, stdout):
+        stdout.close()
         process.stdin.write("98 + 25 =\n")
         process.stdin.close()
         assert process.wait(PATIENCE_S) == 1
-        assert process.stderr.read() == ""
+        assert process.output.read() == ""
 
 
 def test_waiting_is_said_once_and_ctrl_c_cancels(
-    program: list[str], on_nobody: str, redis_url: str
+    on_nobody: str, redis_url: str, tmp_path: Path
 ) -> None:
-    code = (
+    code = tmp_path / "code.py"
+    code.write_text(
         "import sys; from nano_inference.cli import app, submit\n"
         "submit.PATIENCE_S = 0.01\n"
         "sys.exit(app.main(['submit', 'x']))\n"
     )
-    with started([program[0], "-c", code]) as process:
-        assert process.stderr.readline().startswith("nano-inference: waiting: no answer for")
+    with started(tmp_path, file=code) as (process, stdout):
+        assert process.output.readline().startswith("nano-inference: waiting: no answer for")
         process.send_signal(signal.SIGINT)
-        stdout, stderr = process.communicate(timeout=PATIENCE_S)
-    assert (process.returncode, stdout, stderr) == (130, "", "")
+        assert (process.wait(PATIENCE_S), stdout.read(), process.output.read()) == (130, "", "")
     with Redis.from_url(redis_url) as redis:
         assert redis.xlen(Keys(on_nobody).link("control.admission")) == 1
 
 
-def test_ctrl_c_while_reading_a_terminal_or_pipe(program: list[str], on_served: Config) -> None:
-    with started([*program, "submit", "-"]) as process:
+def test_ctrl_c_while_reading_a_terminal_or_pipe(on_served: Config, tmp_path: Path) -> None:
+    with started(tmp_path, "submit", "-", whole_end=True) as (process, stdout):
         process.stdin.write("98 + 25 =\n")
         process.stdin.flush()
-        assert process.stdout.readline() == "[1] 123\n"
+        assert stdout.readline() == "[1] 123\n"
         process.send_signal(signal.SIGINT)
-        _, stderr = process.communicate(timeout=PATIENCE_S)
-    assert (process.returncode, stderr) == (130, "")
+        assert (process.wait(PATIENCE_S), process.output.read()) == (130, "")
 
 
 @pytest.mark.parametrize(
@@ -192,29 +188,28 @@ def test_file_without_requests(run: Run) -> None:
 # --- tail -------------------------------------------------------------------------------------
 
 
-def test_tail(program: list[str], run: Run, on_served: Config) -> None:
-    with started([*program, "tail", "--limit", "2"]) as process:
+def test_tail(run: Run, on_served: Config, tmp_path: Path) -> None:
+    with started(tmp_path, "tail", "--limit", "2") as (process, stdout):
         # The heading comes when the stream is being followed.
-        assert process.stdout.readline().split()[:2] == ["request", "status"]
+        assert stdout.readline().split()[:2] == ["request", "status"]
         assert run("submit", "98 + 25 =").status == 0
         assert run("submit", "x", "-n", "0").status == 1
-        stdout, stderr = process.communicate(timeout=PATIENCE_S)
-    assert (process.returncode, stderr) == (0, "")
-    first, second = (line.split() for line in stdout.splitlines())
+        text = stdout.read()
+        assert (process.wait(PATIENCE_S), process.output.read()) == (0, "")
+    first, second = (line.split() for line in text.splitlines())
     assert (first[1], first[-1]) == ("done", "123")
     assert second[1:6] == ["error", "0", "-", "-", "invalid_n:"]
 
 
-def test_tail_json(program: list[str], on_nobody: str, redis_url: str) -> None:
+def test_tail_json(on_nobody: str, redis_url: str, tmp_path: Path) -> None:
     sent = Completion(request_id="a", entry_id="1-0", status="expired")
-    tail = [*program, "tail", "--json", "--limit", "1"]
-    with started(tail) as process, Redis.from_url(redis_url) as redis:
+    tail = ("tail", "--json", "--limit", "1")
+    with started(tmp_path, *tail) as (process, stdout), Redis.from_url(redis_url) as redis:
         # Nothing shows that it has begun, so results are sent until it has received one.
         while process.poll() is None:
             redis.xadd(Keys(on_nobody).results, {"json": encode_output(sent)})
             time.sleep(0.01)
-        stdout, _ = process.communicate(timeout=PATIENCE_S)
-    assert completions(stdout) == [sent]
+        assert completions(stdout.read()) == [sent]
 
 
 # --- requests from options and lines --------------------------------------------------------------

@@ -82,11 +82,24 @@ def check(found: Values, version: str) -> None:
         assert model.model_dump(by_alias=True, exclude_none=True, mode="json") == found
 
 
+def fields_of(value: Any) -> Any:
+    """The value with types for texts and numbers, and one of equal items; its kind as it is."""
+    if isinstance(value, dict):
+        return {
+            key: each if key in ("kind", "apiVersion") else fields_of(each)
+            for key, each in sorted(value.items())
+        }
+    if isinstance(value, list):
+        return sorted({json.dumps(fields_of(each)) for each in value})
+    return type(value).__name__
+
+
 @pytest.mark.soak
 def test_objects_match_the_schemas_of_kubernetes(soak: bool) -> None:
-    """Every different object of all cases."""
+    """Every different object of all cases; every day those that differ in more than values."""
     versions = (OLDEST, NEWEST) if soak else (OLDEST,)
-    every = {json.dumps(each): each for case in CASES for each in rendered_case(case)}
+    objects = [each for case in CASES for each in rendered_case(case)]
+    every = {json.dumps(each if soak else fields_of(each)): each for each in objects}
     # Most of each check is reading the schemas again.
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(utils, "schema_contents", cache(utils.schema_contents))

@@ -20,8 +20,8 @@ from nano_inference.pipeline.pipeline import Pipeline
 from .environments import FOLDER, FOR_NODE, PACKAGES, run
 
 # What each prints, line by line, as far as it does not depend on the library.
+CURL = ['"content":"12"', r"data: \[DONE\]", '"status":"completed"', '"text":"12"']
 HERE = {
-    "curl.sh": ['"content":"12"', r"data: \[DONE\]", '"status":"completed"', '"text":"12"'],
     "openai_python.py": [r"chat: 12 \d+", "stream: 12", "completion: .+", "response: 12"],
     "anthropic_python.py": [r"count: \d+", "message: 12 end_turn", "stream: 12", "rest: 2"],
 }
@@ -42,9 +42,9 @@ ELSEWHERE = {
     * 2,
     "litellm_chat.py": [r"chat: 12 \d+", "stream: 12", "message: 12 stop"],
 }
+IMAGES = "images_python.py"
 SEEN = "a red circle and a blue square"
 ABOUT_IMAGES = {
-    "images_python.py": [f"chat: {SEEN}", f"response: {SEEN}", f"message: {SEEN}"],
     "langchain_images.py": [f"answer: {SEEN}", f"stream: {SEEN}"],
 }
 IN_NODE = [
@@ -77,7 +77,7 @@ async def vision_url() -> AsyncIterator[str]:
 
 async def test_every_program_is_tried_and_listed() -> None:
     programs = {path.name for path in FOLDER.iterdir()} - {"README.md", "tasks"}
-    assert programs == {*HERE, *ABOUT_IMAGES, *PACKAGES, *FOR_NODE}
+    assert programs == {"curl.sh", *HERE, IMAGES, *ABOUT_IMAGES, *PACKAGES, *FOR_NODE}
     listed = re.findall(r"^\| \[(.+?)\]\(\1\) \|", (FOLDER / "README.md").read_text(), re.M)
     assert set(listed) == programs
 
@@ -92,10 +92,27 @@ def check(printed: str, wanted: list[str]) -> None:
     assert re.search(".*".join(wanted), printed, re.S), printed
 
 
-@pytest.mark.parametrize("name", HERE)
-async def test_a_program_runs(name: str, url: str, tmp_path: Path) -> None:
-    interpreter = "bash" if name.endswith(".sh") else sys.executable
-    check(await ran([interpreter, str(FOLDER / name)], tmp_path, url), HERE[name])
+async def test_curl_runs(url: str, tmp_path: Path) -> None:
+    check(await ran(["bash", str(FOLDER / "curl.sh")], tmp_path, url), CURL)
+
+
+async def test_programs_run(url: str, vision_url: str, tmp_path: Path) -> None:
+    """In one process: to import their libraries takes longer than all that they do."""
+    code = (
+        "import os, runpy, sys\n"
+        "for path, url in zip(sys.argv[1::2], sys.argv[2::2]):\n"
+        "    os.environ['NANO_INFERENCE_URL'] = url\n"
+        "    runpy.run_path(path, run_name='__main__')\n"
+        "    print('-' * 9)\n"
+    )
+    arguments = [each for name in HERE for each in (str(FOLDER / name), url)]
+    arguments += [str(FOLDER / IMAGES), vision_url]
+    printed = await ran([sys.executable, "-c", code, *arguments], tmp_path, url)
+    *texts, about_images, rest = printed.split("-" * 9 + "\n")
+    assert not rest
+    for wanted, text in zip(HERE.values(), texts, strict=True):
+        check(text, wanted)
+    check(about_images, [f"chat: {SEEN}", f"response: {SEEN}", f"message: {SEEN}"])
 
 
 @pytest.mark.soak
@@ -110,12 +127,9 @@ async def test_a_program_runs_in_an_environment_of_its_own(
 @pytest.mark.soak
 @pytest.mark.parametrize("name", ABOUT_IMAGES)
 async def test_a_program_asks_about_an_image(
-    name: str, vision_url: str, request: pytest.FixtureRequest, tmp_path: Path
+    name: str, vision_url: str, programs: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    python = Path(sys.executable)
-    if name in PACKAGES:
-        programs = request.getfixturevalue("programs")
-        python = await asyncio.to_thread(programs, name) / "python"
+    python = await asyncio.to_thread(programs, name) / "python"
     command = [str(python), str(FOLDER / name)]
     check(await ran(command, tmp_path, vision_url), ABOUT_IMAGES[name])
 

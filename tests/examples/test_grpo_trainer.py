@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 from dataclasses import replace
 from pathlib import Path
 
@@ -141,8 +142,10 @@ def test_the_reference_holds_the_policy_back(groups: list[Group]) -> None:
     assert distance(held) < distance(free)
 
 
-@pytest.mark.slow
-def test_a_trainer_that_fails_says_so(tmp_path: Path) -> None:
+def test_a_trainer_that_fails_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a fork, which has imported all that it needs to fail."""
+    original = multiprocessing.get_context
+    monkeypatch.setattr(multiprocessing, "get_context", lambda kind: original("fork"))
     settings = replace(SETTINGS, model_folder=tmp_path)
     with pytest.raises(RuntimeError, match="trainer's process has failed"):
         TrainerProcess(settings, {"weight": torch.zeros(1)}, threads=1)

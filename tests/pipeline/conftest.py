@@ -35,8 +35,9 @@ LIMIT_S = 120
 # What a bus promises is held for each kind in tests/bus/, and most of what stages do with it is no
 # other for the kind: that is shown in memory, which is what tests get that ask for nothing else.
 # Nothing on Redis, and every link on Redis: for what depends on when messages arrive, or on what
-# becomes of them on their way. Every day that is every link on Redis, or what is given here.
-def both_buses(every_day: str = "redis-links") -> pytest.MarkDecorator:
+# becomes of them on their way. Every day that is in memory, or what is given here: stories of
+# tests/simulation/ have every link on Redis, with faults of all kinds.
+def both_buses(every_day: str = "memory") -> pytest.MarkDecorator:
     """A test on each bus."""
     buses = [bus if bus == every_day else in_soak(bus) for bus in BUSES]
     return pytest.mark.parametrize("make_config", buses, indirect=True)

@@ -81,7 +81,7 @@ async def refusal(pipeline: Pipeline, model: str) -> str:
     return "" if completion.error is None else completion.error.code
 
 
-@both_buses("memory")
+@both_buses()
 async def test_one_batch_has_many_adapters(
     make_config: MakeConfig, folder: Path, wanted: dict[str, tuple[int, ...]]
 ) -> None:

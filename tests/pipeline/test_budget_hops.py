@@ -257,7 +257,7 @@ def asked() -> list[NamedTensor]:
     ]
 
 
-@both_buses()
+@both_buses("redis-links")
 async def test_each_hop_subtracts_its_holding_time(
     make_config: MakeConfig, followed: Followed
 ) -> None:

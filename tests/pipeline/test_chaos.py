@@ -17,7 +17,7 @@ pytestmark = pytest.mark.slow
 
 SOAK: dict[str, Any] = {"requests": 400, "kills": 56, "concurrency": 24, "longest": 80}
 
-HTTP_EVERY_DAY: dict[str, Any] = {"requests": 24, "kills": 7, "concurrency": 8, "longest": 40}
+HTTP_EVERY_DAY: dict[str, Any] = {"requests": 14, "kills": 7, "concurrency": 7, "longest": 30}
 HTTP_SOAK: dict[str, Any] = {"requests": 200, "kills": 20, "concurrency": 24, "longest": 120}
 
 

@@ -183,7 +183,7 @@ def test_adapters_of_the_settings_are_loaded(folder: Path) -> None:
         InferenceEngine(EngineConfig(model_path=config.model_path, adapters={"x": "nowhere"}))
 
 
-@pytest.mark.parametrize("kind", ["mean", "last", "cls"])
+@pytest.mark.parametrize("kind", ["mean", in_soak("last"), in_soak("cls")])
 def test_adapter_vectors_equal_merged_weights(
     folder: Path, kind: PoolingKind, tmp_path: Path
 ) -> None:

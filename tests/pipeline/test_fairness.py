@@ -87,7 +87,7 @@ async def wanted() -> list[list[tuple[int, ...]]]:
         return tokens
 
 
-@both_buses()
+@both_buses("redis-links")
 async def test_paused_streams_equal_undisturbed_ones(
     make_config: MakeConfig, wanted: list[list[tuple[int, ...]]]
 ) -> None:
@@ -116,7 +116,7 @@ async def test_paused_streams_equal_undisturbed_ones(
         ("memory", "fairness"),
         in_soak("redis-links", "batching"),
         in_soak("memory", "executor"),
-        ("redis-links", "streaming"),
+        in_soak("redis-links", "streaming"),
     ],
     indirect=["make_config"],
 )

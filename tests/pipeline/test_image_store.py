@@ -55,7 +55,7 @@ def by_id(request: GenerateRequest, seed: int) -> GenerateRequest:
     return msgspec.structs.replace(request, images=(ImageInput(id=id_of(seed)),))
 
 
-@both_buses()
+@both_buses("redis-links")
 async def test_an_image_is_held_while_its_request_is_in_flight(
     pipeline: Pipeline, vision: VisionModel
 ) -> None:

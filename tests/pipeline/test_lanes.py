@@ -324,7 +324,7 @@ async def raw(config: Config) -> AsyncIterator[Redis]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("comes_back", ["while it runs", "when it is done"])
+@pytest.mark.parametrize("comes_back", ["while it runs", in_soak("when it is done")])
 async def test_a_lane_that_was_stopped_writes_nothing_later(
     lane_process: LaneProcess, comes_back: str
 ) -> None:
@@ -378,7 +378,9 @@ async def written(redis: Redis, prefix: str) -> dict[str, object]:
 
 
 @pytest.mark.parametrize(
-    "stages", [STAGES, STAGES[:1], ("executor",)], ids=["pipeline", "admission", "executor"]
+    "stages",
+    [STAGES, in_soak(STAGES[:1]), ("executor",)],
+    ids=["pipeline", "admission", "executor"],
 )
 async def test_a_second_of_the_same_lane_replaces_the_first(
     redis_config: MakeConfig, stages: tuple[str, ...]

@@ -18,6 +18,7 @@ from nano_inference import (
 )
 from nano_inference.stages.batching import Sequence
 
+from ..soaking import in_soak
 from ..stages.batching.index import check_index
 from . import short_model
 from .builders import raises
@@ -105,7 +106,7 @@ def test_a_prompt_longer_than_the_cache_is_refused_alone() -> None:
 # --- preemption ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("cache_type", "seed"), [("radix", 0), ("paged", 1)])
+@pytest.mark.parametrize(("cache_type", "seed"), [("radix", 0), in_soak("paged", 1)])
 def test_preemptions_cost_no_more_steps_than_running_one_by_one(
     cache_type: CacheType, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -179,7 +180,7 @@ QUEUES = {
 
 @pytest.mark.slow
 @pytest.mark.soak
-@pytest.mark.parametrize("kind", QUEUES)
+@pytest.mark.parametrize("kind", ["different", in_soak("alike")])
 def test_planning_a_step_is_no_more_work_however_many_wait(
     kind: str, monkeypatch: pytest.MonkeyPatch, soak: bool
 ) -> None:

@@ -87,7 +87,7 @@ async def answer_all(pipeline: Pipeline, numbers: range) -> Counter[str]:
 
 
 # The second has all that Redis adds: both ends, and every link.
-@both_buses("memory")
+@both_buses()
 @needs_proc
 async def test_nothing_is_left_of_thousands_of_requests(
     make_config: MakeConfig, soak: bool

@@ -171,8 +171,13 @@ async def test_each_rank_of_each_executor_is_a_member(make_config: MakeConfig) -
         await pipeline.complete(bodies("after")[0])
 
 
-async def test_a_rank_that_dies_or_stops_costs_no_token(make_config: MakeConfig) -> None:
-    """The executor is restarted as a whole, and every answer is that of one rank, bit for bit."""
+@pytest.mark.soak
+async def test_a_rank_that_dies_or_stops_costs_no_token(
+    make_config: MakeConfig, soak: bool
+) -> None:
+    """The executor is restarted as a whole, and every answer is that of one rank, bit for bit.
+
+    Every day it stops under load once; a stage of layers dies (test_pipeline_parallel.py)."""
     engine = {f"engine__{name}": value for name, value in SAME_BITS.items()}
     async with Pipeline(make_config(**engine)) as alone:
         done = await asyncio.gather(*map(alone.complete, short_bodies("SIGKILL")))
@@ -185,7 +190,10 @@ async def test_a_rank_that_dies_or_stops_costs_no_token(make_config: MakeConfig)
     )
     async with asyncio.timeout(LIMIT_S), Pipeline(config) as pipeline:
         await update_by_group(pipeline, 2)
-        await survive_failures(pipeline, expected, short_bodies)
+        if soak:
+            await survive_failures(pipeline, expected, short_bodies)
+        else:
+            await survive_signal(pipeline, expected, signal.SIGSTOP, short_bodies)
         found = await asyncio.gather(*map(pipeline.complete, short_bodies("idle")))
         assert [bits(each) for each in found] == expected
         (pid,) = ranks_of(pipeline).pids

@@ -26,6 +26,7 @@ from nano_inference.stages.executor.runner.memory import ReplicaMemory
 from nano_inference.stages.executor.stage import ExecutorStage
 
 from .. import oracle
+from ..soaking import in_soak
 from .builders import (
     State,
     break_once,
@@ -114,7 +115,7 @@ async def test_word_of_the_weights_before_may_come_late(
     assert check_stamps(await running.complete(greedy(0, 4))) == 1
 
 
-@both_buses()
+@both_buses("redis-links")
 async def test_a_release_under_load_loses_no_request(exact: Pipeline, loaded: State) -> None:
     """Many at once, in any order, beside updates: each is done or refused with a code."""
     streams = asyncio.create_task(whole_streams(exact))
@@ -137,7 +138,7 @@ async def test_a_release_under_load_loses_no_request(exact: Pipeline, loaded: St
 
 @pytest.mark.parametrize(
     ("make_config", "broken"),
-    [("memory", "change_memory"), ("redis-links", "plan")],
+    [("memory", "change_memory"), in_soak("redis-links", "plan")],
     indirect=["make_config"],
 )
 async def test_a_release_outlives_the_failure_of_batching(

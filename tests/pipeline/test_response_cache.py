@@ -92,7 +92,7 @@ async def outputs_of(pipeline: Pipeline, request: dict[str, Any]) -> list[Output
     return [output async for output in pipeline.submit(request)]
 
 
-@both_buses("memory")
+@both_buses()
 @pytest.mark.parametrize(
     "fields",
     [
@@ -211,7 +211,7 @@ def changed(loaded: State) -> dict[str, torch.Tensor]:
     return {name: tensor * 1.5 for name, tensor in loaded.items()}
 
 
-@both_buses()
+@both_buses("redis-links")
 async def test_no_response_of_former_weights_comes_after_an_update(
     make_config: MakeConfig, loaded: State, tmp_path: Path
 ) -> None:
@@ -251,7 +251,7 @@ async def test_a_response_that_ran_across_an_update_is_not_kept(
     await served(cached, request)
 
 
-@both_buses("memory")
+@both_buses()
 async def test_no_response_comes_after_a_flush(make_config: MakeConfig) -> None:
     async with Pipeline(make_config(**ON)) as pipeline:
         for _ in range(5):
@@ -272,7 +272,7 @@ async def test_a_request_in_flight_at_a_flush_is_not_kept(cached: Pipeline) -> N
     await computed(cached, request)
 
 
-@both_buses("memory")
+@both_buses()
 async def test_an_adapter_that_is_loaded_again_gets_no_former_response(
     make_config: MakeConfig, tmp_path: Path
 ) -> None:

@@ -135,13 +135,13 @@ async def test_features_go_on_behind_a_handover(make_config: MakeConfig, specula
     asked = [
         {**body, "sampling": {**body["sampling"], "ignore_eos": False, **feature}}
         for feature in FEATURES.values()
-        for body in bodies(8)
+        for body in bodies(4)
     ]
     expected = await expected_of(make_config, asked)
     config = with_roles(make_config, engine__speculation=speculation)
     async with Pipeline(config) as pipeline:
         for number, feature in enumerate(FEATURES):
-            some = slice(8 * number, 8 * number + 8)
+            some = slice(4 * number, 4 * number + 4)
             before = fairness_of(pipeline)._core.counts.handovers
             assert await answers(pipeline, asked[some]) == expected[some], feature
             assert fairness_of(pipeline)._core.counts.handovers > before, feature
@@ -163,18 +163,19 @@ async def test_a_short_cache_where_sequences_decode(make_config: MakeConfig) -> 
 @pytest.mark.soak
 @pytest.mark.parametrize(
     ("owner", "method"),
+    # Every day those of a handover; tests/pipeline/test_life.py has stages that fail at any time.
     [
-        (BatchingCore, "absorb"),
+        in_soak(BatchingCore, "absorb"),
         in_soak(BatchingCore, "plan"),
         (Handovers, "offer"),
         in_soak(KVCacheManager, "expect"),
         (BatchingCore, "take_in"),
         (FairnessCore, "_leave"),
         in_soak(FairnessCore, "pop"),
-        (ExecutorCore, "execute"),
+        in_soak(ExecutorCore, "execute"),
         in_soak(HostSlots, "offer"),
         (HostSlots, "load"),
-        (StreamingCore, "absorb"),
+        in_soak(StreamingCore, "absorb"),
     ],
 )
 async def test_a_stage_that_fails_in_any_phase_costs_no_token(
@@ -192,7 +193,7 @@ async def test_a_stage_that_fails_in_any_phase_costs_no_token(
 
 async def test_cancelled_requests_leave_nothing_behind(make_config: MakeConfig) -> None:
     async with Pipeline(with_roles(make_config)) as pipeline:
-        for attempt in range(12):
+        for attempt in range(4):
             streams = [
                 pipeline.submit({**body, "request_id": f"{attempt}-{index}", "stream": True})
                 for index, body in enumerate(bodies(4))

@@ -38,7 +38,7 @@ def times_of(completions: list[Completion]) -> set[str]:
     return causes
 
 
-@both_buses()
+@both_buses("redis-links")
 async def test_causes_add_up_and_bills_are_the_busy_time(
     make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -62,7 +62,7 @@ def test_the_engine_takes_token_ids(folder: Path) -> None:
                 engine.generate([prompt], params)
 
 
-@both_buses()
+@both_buses("redis-links")
 async def test_a_lane_streams_token_ids(make_config: MakeConfig, folder: Path) -> None:
     async with Pipeline(make_config(engine__model_path=str(folder))) as pipeline:
         asked = {"prompt_token_ids": PROMPT, "sampling": GREEDY, "stream": True}

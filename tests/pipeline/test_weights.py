@@ -99,12 +99,12 @@ async def under_load(
     return mixed
 
 
-@both_buses("memory")
+@both_buses()
 async def test_each_token_is_stamped_with_the_weights_that_made_it(
     running: Pipeline, loaded: State
 ) -> None:
     """Not with those in place at admission, or when the request ended."""
-    assert await under_load(running, loaded, oracle.announcing, "keep", 20, check_stamps)
+    assert await under_load(running, loaded, oracle.announcing, "keep", 8, check_stamps)
 
 
 @pytest.mark.parametrize("in_flight", ["keep", "retract"])
@@ -116,23 +116,20 @@ async def test_no_kv_is_stale_after_an_update(
     def check(completion: Completion) -> int:
         return check_purity(completion, pure_logprob, whole=in_flight == "retract")
 
-    assert await under_load(running, loaded, oracle.remembering, in_flight, 20, check)
+    assert await under_load(running, loaded, oracle.remembering, in_flight, 8, check)
 
 
 @pytest.mark.slow
-@pytest.mark.soak
-@both_buses("memory")
-async def test_hundreds_of_updates_under_load(
-    loaded: State, make_config: MakeConfig, soak: bool
-) -> None:
-    """800 in memory, and 200 over Redis; every day a twentieth. They leave no memory behind."""
+@pytest.mark.soak(only=True)
+@both_buses()
+async def test_hundreds_of_updates_under_load(loaded: State, make_config: MakeConfig) -> None:
+    """800 in memory, and 200 over Redis. They leave no memory behind."""
     # The cache is so small that all of it has been written to before the measurement begins.
     config = make_config(engine__kv_cache_bytes=8 << 20)
     pure_logprob = find_pure_logprob(loaded, config.engine.dtype)
     resident: dict[int, int] = {}
     in_flight: InFlight = "keep" if config.bus.url == "memory" else "retract"
-    updates = (800 if config.bus.url == "memory" else 200) // (1 if soak else 20)
-    warm = 100 if soak else updates // 2
+    updates, warm = 800 if config.bus.url == "memory" else 200, 100
 
     def check(completion: Completion) -> int:
         return check_purity(completion, pure_logprob, whole=in_flight == "retract")
@@ -283,7 +280,7 @@ async def test_an_update_outlives_the_failure_of_another_stage(
     assert versions_of(completion)[-1] == 2
 
 
-@both_buses()
+@both_buses("redis-links")
 async def test_a_failed_executor_reports_the_lost_update(
     exact: Pipeline, loaded: State, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -326,7 +323,7 @@ def fail_midway(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(WeightSyncManager, "_write", write)
 
 
-@both_buses("memory")
+@both_buses()
 async def test_lost_weights_generate_nothing_until_all_have_come(
     running: Pipeline, loaded: dict[str, Tensor]
 ) -> None:
@@ -371,7 +368,7 @@ async def tokens(pipeline: Pipeline) -> tuple[int, ...]:
     return (await pipeline.complete(REQUEST)).samples[0].token_ids
 
 
-@both_buses()
+@both_buses("redis-links")
 async def test_all_parts_make_a_version(
     pipeline: Pipeline, halves: tuple[FolderWeights, FolderWeights]
 ) -> None:

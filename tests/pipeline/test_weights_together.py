@@ -191,7 +191,7 @@ async def test_all_executors_change_under_load(
 
 
 @pytest.mark.parametrize(
-    ("several", "which"), [("replicas", 0), ("lanes", 1)], indirect=["several"]
+    ("several", "which"), [("replicas", 0), in_soak("lanes", 1)], indirect=["several"]
 )
 async def test_a_failed_fetch_changes_no_executor(
     several: Several, loaded: State, monkeypatch: pytest.MonkeyPatch, which: int
@@ -233,7 +233,7 @@ async def test_an_executor_lost_before_the_change_is_named(
     assert await several.client.update_weights(oracle.announcing(loaded, 2)) == 2
     assert several.versions == [2, 2]
     async with several.under_load() as finished:
-        await until(lambda: finished() > 20)
+        await until(lambda: finished() > 6)
     assert first.core.prepared == second.core.prepared == ""
 
 
@@ -242,7 +242,7 @@ async def test_updates_at_the_same_time_do_not_mix(
     several: Several, loaded: State, soak: bool
 ) -> None:
     """Each version has weights of its own, so tokens show their true version."""
-    client, last = several.client, 200 if soak else 11
+    client, last = several.client, 200 if soak else 8
     await client.update_weights(oracle.announcing(loaded, 1), in_flight="retract")
     async with several.under_load():
         for first in range(2, last, 3):
@@ -400,7 +400,7 @@ async def test_a_restarted_replica_reads_the_folder_again(
     async with several.under_load() as finished:
         await lose_an_executor(several, monkeypatch)
         before = finished()
-        await until(lambda: finished() > before + 20)
+        await until(lambda: finished() > before + 6)
     assert several.versions == [3, 3]
     assert await client.weight_version() == 3
     assert not any("behind_version" in stage.load() for stage in several.executors)
@@ -410,7 +410,7 @@ async def test_a_restarted_replica_reads_the_folder_again(
     assert sorted(several.versions) == [0, 3]
     assert [stage.load().get("behind_version") for stage in several.executors].count(3) == 1
     async with several.under_load() as finished:
-        await until(lambda: finished() > 20)
+        await until(lambda: finished() > 6)
 
 
 async def test_weights_belong_to_the_lane_that_lives(

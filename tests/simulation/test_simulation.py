@@ -17,7 +17,7 @@ from .mutants import EVERY_DAY, MUTANTS, OLD_DEFECTS
 from .planting import planted
 
 SOAK_S = 3600.0
-SEEDS = 120
+SEEDS = 80
 """Of short stories, in equal parts for the workers."""
 
 PARTS = 4

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -72,7 +73,16 @@ def make_base(kind: str, *, seed: int = 0, **changes: Any) -> Any:
     return model
 
 
+@lru_cache(maxsize=32)  # of one model or two, each pooled in several ways
 @torch.no_grad()
+def _states(base: Any, prompt: tuple[int, ...]) -> Tensor:
+    """The last hidden states, `[tokens, hidden_size]` float32."""
+    tokens = torch.tensor([prompt])
+    output = base(input_ids=tokens, attention_mask=torch.ones_like(tokens))
+    states: Tensor = output.last_hidden_state[0].float()
+    return states
+
+
 def vector_of(
     base: Any,
     prompt: list[int],
@@ -82,9 +92,7 @@ def vector_of(
     dimensions: int | None = None,
 ) -> Tensor:
     """The vector that Transformers' base model gives of a prompt alone, `[dimensions]` float32."""
-    tokens = torch.tensor([prompt])
-    output = base(input_ids=tokens, attention_mask=torch.ones_like(tokens))
-    states = output.last_hidden_state[0].float()
+    states = _states(base, tuple(prompt))
     pooled = {"mean": states.mean(0), "last": states[-1], "cls": states[0]}[kind]
     pooled = pooled[:dimensions]
     return torch.nn.functional.normalize(pooled, dim=0) if normalize else pooled

@@ -21,6 +21,7 @@ from multiprocessing.connection import Connection
 import msgspec
 
 from .....config import EngineConfig, ModelError
+from .....config.imports import without_collection
 from .calls import Calls
 from .commands import Command, Load, Reply, Report
 from .group import RankError, RankGroup
@@ -31,6 +32,13 @@ LOAD_TIMEOUT_S = 1800.0
 
 _START_TIMEOUT_S = 120.0
 """For the process that starts ranks, which imports torch first."""
+
+_RANK_WORKER = f"""
+from {without_collection.__module__} import without_collection
+with without_collection():
+    from {__package__.rpartition(".")[0]} import rank_worker
+rank_worker.main()
+"""
 
 _PARTING_S = 1.0
 """For other ranks to end by themselves."""
@@ -78,13 +86,7 @@ class _ForkServer:
         self._connection, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             # -P: a module of the working folder must not shadow others.
-            command = [
-                sys.executable,
-                "-P",
-                "-m",
-                f"{__package__.rpartition('.')[0]}.rank_worker",
-                str(theirs.fileno()),
-            ]
+            command = [sys.executable, "-P", "-c", _RANK_WORKER, str(theirs.fileno())]
             self._process = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,

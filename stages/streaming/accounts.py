@@ -16,6 +16,9 @@ from itertools import pairwise
 from operator import itemgetter
 from typing import Final, Literal, NamedTuple
 
+import msgspec
+
+from ...bus.control import Cancel
 from ...bus.messages import RequestOpened, StartedSequence, StepResult
 from ...bus.times import CAUSES, Break, Cause, StepTimes
 
@@ -230,6 +233,32 @@ class RequestTime:
             time._base = "recovery"
         return time
 
+    @classmethod
+    def ended_by_admission(cls, cancel: Cancel, now_ns: int) -> RequestTime:
+        """Return the account of a request that admission refuses or ends."""
+        taken_ns = cancel.taken_ns or now_ns
+        start_ns = taken_ns - cancel.queued_ns
+        time = cls(1, start_ns, start_ns, _base="overhead")
+        time._give(taken_ns, now_ns, "queue")
+        return time
+
+    @classmethod
+    def restored(cls, opened: RequestOpened, ended: Mapping[int, bool], now_ns: int) -> RequestTime:
+        """Return the account of a request that has begun, and whose account is lost.
+
+        Args:
+            opened: The request.
+            ended: Of each sample that has begun, whether it has ended.
+            now_ns: The time.
+        """
+        time = cls.opened(msgspec.structs.replace(opened, down_since_ns=0), now_ns)
+        time._give(opened.down_since_ns or now_ns, now_ns, "unknown")
+        time._base = "recovery"
+        for index, is_ended in ended.items():
+            state: State = "ended" if is_ended else "recovery"
+            time._samples[index] = _SampleTime(state, DeviceTime())
+        return time
+
     def started(
         self, started: StartedSequence, num_prompt: int, device: DeviceTime, now_ns: int
     ) -> None:
@@ -399,7 +428,8 @@ class RequestTime:
 class TimeAccounts:
     """The accounts of all requests in flight, and of each replica's device."""
 
-    def __init__(self) -> None:
+    def __init__(self, since_ns: int = 0) -> None:
+        self._since_ns = since_ns
         self._devices: defaultdict[int, DeviceTime] = defaultdict(DeviceTime)
         # Running sequences, with the index of the sample; those without a token since they started.
         self._running: dict[int, tuple[RequestTime, int]] = {}
@@ -419,6 +449,15 @@ class TimeAccounts:
     def billed_ns(self) -> int:
         """The part of `busy_ns` that requests owe, those in flight included."""
         return self._billed_ns + sum(device.billed_ns for device in self._devices.values())
+
+    def load(self) -> dict[str, int]:
+        """Return what adds up while no request is in flight: bills of the requests that ended since
+        the accounts began are `billed_ns`."""
+        return {
+            "accounts_since_ns": self._since_ns,
+            "busy_ns": self.busy_ns,
+            "billed_ns": self.billed_ns,
+        }
 
     def open(self, opened: RequestOpened, now_ns: int) -> RequestTime:
         """Return the account of a request that enters the lane, perhaps again."""
@@ -509,7 +548,11 @@ class TimeAccounts:
     def drop(self, time: RequestTime | None) -> None:
         """Forget a request that ends elsewhere: here, nobody pays for it."""
         if time is not None:
-            self._billed_ns -= time.settle()
+            self.unbill(time.settle())
+
+    def unbill(self, billed_ns: int) -> None:
+        """Take back the bill of a request whose terminal message is not delivered."""
+        self._billed_ns -= billed_ns
 
     def forget(self, seq_id: int) -> None:
         """Drop a sequence, whose request ends."""

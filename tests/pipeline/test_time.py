@@ -8,34 +8,25 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 
 from nano_inference import Pipeline
-from nano_inference.bus.public import Completion
-from nano_inference.bus.times import CAUSES
+from nano_inference.bus.public import Usage
 from nano_inference.gateway.gateway import Gateway
 from nano_inference.stages.executor.core import ExecutorCore
 from nano_inference.stages.streaming.stage import StreamingStage
 from nano_inference.telemetry import now_ns
 from nano_inference.telemetry.trace_tree import find_trace
 
+from ..rig import load
 from .builders import asking, break_once, stage_of, until_batched
 from .conftest import LIMIT_S, MakeConfig, both_buses
 
 SHORT_MODEL = True
 
 
-def times_of(completions: list[Completion]) -> set[str]:
-    """Check that causes add up to each life; return those that occurred."""
-    causes: set[str] = set()
-    for completion in completions:
-        time, timings = completion.usage.time, completion.timings
-        assert time is not None
-        assert sum(time.values()) == timings.finished_ns - timings.published_ns
-        assert min(time.values()) > 0
-        causes |= time.keys()
-    assert causes <= CAUSES.keys()
-    return causes
+checks: Any = load("time_checks")
 
 
 @both_buses()
@@ -63,13 +54,19 @@ async def test_causes_add_up_and_bills_are_the_busy_time(
         completions = await asyncio.gather(*running)
         await pipeline.client.cancel("c")
         completions.append(await cancelled)
-        accounts = stage_of(pipeline, StreamingStage)._core.accounts
-    causes = times_of(completions)
+        refused = asking(request_id="refused", model="unknown")
+        completions.append(await pipeline.complete(refused))
+        reports = pipeline.stages()
+    assert checks.wrong_times(completions) == []
+    assert checks.wrong_bills(reports, completions) == []
+    assert "overhead" in completions[-1].usage.time, "the refused one has its time"
+    causes = {cause for each in completions for cause in each.usage.time}
     assert causes >= {"credits", "weights", "recovery", "preemption", "own_prefill", "own_decode"}
-    bills = [completion.usage.billed_ns for completion in completions]
-    assert sum(filter(None, bills)) == accounts.billed_ns
     # Rows that were computed when their sequences had ended are nobody's.
-    assert 0.8 * accounts.busy_ns < accounts.billed_ns <= accounts.busy_ns
+    assert checks.unbilled_share(reports) < 0.2
+    wrong = msgspec.structs.replace(completions[0], usage=Usage(time={"queue": 1}, billed_ns=1))
+    assert checks.wrong_times([wrong, *completions])
+    assert checks.wrong_bills(reports, [wrong, *completions])
 
 
 async def test_time_over_http_is_that_of_the_call_and_in_its_trace(

@@ -136,9 +136,10 @@ def describe_tensor(tensor: NamedTensor | TensorSpec) -> Json:
 
 
 def describe_response(response: InferResponse) -> Json:
-    """Return a response without its outputs and parameters; the id is left out if empty."""
-    found = {"model_name": response.model_name, "model_version": response.model_version}
-    return found | {"id": response.id} if response.id else found
+    """Return a response without its outputs; the id and parameters are left out if empty."""
+    found: Json = {"model_name": response.model_name, "model_version": response.model_version}
+    found |= {"id": response.id} if response.id else {}
+    return found | {"parameters": response.parameters} if response.parameters else found
 
 
 def model_metadata(spec: ModelSpec) -> Json:

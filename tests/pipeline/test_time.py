@@ -95,14 +95,19 @@ async def test_time_over_http_is_that_of_the_call_and_in_its_trace(
             said = (await http.post("/v1/messages", json={"model": "tiny"} | messages)).json()
             generated = {"text": "hi", "sampling_params": {"max_new_tokens": 4}}
             meta = (await http.post("/generate", json=generated)).json()["meta_info"]
+            embedded = (await http.post("/v1/embeddings", json={"input": "hi"})).json()["usage"]
+            infer = await http.post("/v2/models/tiny/generate", json={"text_input": "hi"})
+            told = infer.json()["parameters"]
         load = stage_of(pipeline, StreamingStage).load()
     lines = [line for line in streamed.splitlines() if line.startswith("data: {")]
     time, last = answer["usage"]["time"], json.loads(lines[-1].removeprefix("data: "))
     assert 0.5 * passed_ns < sum(time.values()) <= passed_ns
     assert {"http", "own_prefill", "own_decode", "delivery"} <= time.keys()
     assert 0 < answer["usage"]["billed_ns"] <= time["own_prefill"] + time["own_decode"]
-    for usage in (last["usage"], said["usage"], meta):
+    for usage in (last["usage"], said["usage"], meta, embedded):
         assert {"http", "own_prefill", "delivery"} <= usage["time"].keys()
+    assert {"time_http_ns", "time_own_decode_ns", "billed_ns"} <= told.keys()
+    assert 0 < told["billed_ns"] <= told["time_own_prefill_ns"] + told["time_own_decode_ns"]
     found = find_trace(file, answer["id"])
     assert found.time == time
     shares = [share for name, share in load.items() if name.startswith("time_")]

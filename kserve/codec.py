@@ -136,10 +136,14 @@ def describe_tensor(tensor: NamedTensor | TensorSpec) -> Json:
 
 
 def describe_response(response: InferResponse) -> Json:
-    """Return a response without its outputs; the id and parameters are left out if empty."""
-    found: Json = {"model_name": response.model_name, "model_version": response.model_version}
-    found |= {"id": response.id} if response.id else {}
-    return found | {"parameters": response.parameters} if response.parameters else found
+    """Return a response without its outputs and parameters; the id is left out if empty."""
+    found = {"model_name": response.model_name, "model_version": response.model_version}
+    return found | {"id": response.id} if response.id else found
+
+
+def describe_parameters(response: InferResponse) -> Json:
+    """Return the field of a response's parameters; {} without any."""
+    return {"parameters": response.parameters} if response.parameters else {}
 
 
 def model_metadata(spec: ModelSpec) -> Json:
@@ -452,7 +456,8 @@ def encode_http_response(
             parameters = {BINARY_DATA_SIZE_PARAM: len(binary[-1])}
         described |= {"parameters": parameters} if parameters else {"data": json_elements(tensor)}
         outputs.append(described)
-    text = msgspec.json.encode(describe_response(response) | {"outputs": outputs})
+    head = describe_response(response) | describe_parameters(response)
+    text = msgspec.json.encode(head | {"outputs": outputs})
     return [text, *binary], len(text) if binary else None
 
 

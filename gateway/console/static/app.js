@@ -74,14 +74,13 @@ function theme() {
   const root = document.documentElement;
   const names = { "": "Theme: system", light: "Theme: light", dark: "Theme: dark" };
   const set = (value) => {
-    if (value) root.dataset.theme = value;
-    else delete root.dataset.theme;
+    root.dataset.chosen = value;
     try { value ? localStorage.setItem("console.theme", value) : localStorage.removeItem("console.theme"); } catch { /* not kept */ }
     button.textContent = names[value];
-    document.dispatchEvent(new Event("theme"));
+    document.dispatchEvent(new Event("choose-theme"));
   };
-  button.addEventListener("click", () => set({ "": "light", light: "dark", dark: "" }[root.dataset.theme ?? ""]));
-  set(root.dataset.theme ?? "");
+  button.addEventListener("click", () => set({ "": "light", light: "dark", dark: "" }[root.dataset.chosen]));
+  set(root.dataset.chosen);
 }
 
 function keys() {

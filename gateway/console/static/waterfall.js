@@ -15,6 +15,7 @@ export const CAUSES = {
   preemption: ["preempted", "var(--bad)"],
   weights: ["weight updates", "var(--accent)"],
   recovery: ["recovery", mix("bad", 60)],
+  unknown: ["before a failure", mix("bad", 30)],
   own_prefill: ["own prefill", mix("executor", 60)],
   own_decode: ["own decode", "var(--executor)"],
   kv: ["waiting for KV", "var(--admission)"],
@@ -24,17 +25,16 @@ export const CAUSES = {
 };
 
 /** A bar and a table of causes: {cause: ns}. */
-export function causes(time, total) {
+export function causes(time) {
   const found = Object.entries(time).filter(([, ns]) => ns > 0);
   const sum = found.reduce((all, [, ns]) => all + ns, 0);
   if (!sum) return null;
   const named = found.map(([cause, ns]) => ({ name: CAUSES[cause]?.[0] ?? cause, color: CAUSES[cause]?.[1] ?? "var(--text-3)", ns }));
-  const residual = total === undefined ? null : total - sum;
   return h("div", { class: "causes meter" },
     h("div", { class: "bar", "aria-hidden": "true" }, named.map(({ color, ns }) => h("i", { style: { width: `${(ns / sum) * 100}%`, background: color } }))),
     h("table", null, h("tbody", null,
       named.map(({ name, color, ns }) => h("tr", null, h("td", null, h("span", { class: "legend" }, h("span", null, h("i", { style: { background: color } }), name))), h("td", { class: "num" }, duration(ns)), h("td", { class: "num muted" }, percent(ns / sum)))),
-      h("tr", null, h("th", { scope: "row" }, "together"), h("td", { class: "num" }, duration(sum)), h("td", { class: "num muted" }, residual === null ? "" : residual ? `${residual} ns off` : "exact")))));
+      h("tr", null, h("th", { scope: "row" }, "together"), h("td", { class: "num" }, duration(sum)), h("td", { class: "num muted" }, percent(1))))));
 }
 
 /** A bar and a legend of causes by their shares, in per mille, as streaming reports them of its last requests. */

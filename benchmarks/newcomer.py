@@ -1,4 +1,4 @@
-"""The way of a newcomer, timed: clone, `make demo`, `nano-inference serve`, the console in a browser.
+"""The way of a newcomer, timed: clone, `make demo`, `nano-inference serve`, the console.
 
 python benchmarks/newcomer.py [--source .] [--folder DIR] [--chromium /usr/bin/chromium]
 

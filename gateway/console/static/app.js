@@ -15,7 +15,7 @@ const main = document.getElementById("main");
 const shared = { session: null, models: [] };
 let leave = null;
 
-async function show() {
+async function show(moved) {
   const [name, ...rest] = location.hash.replace(/^#\/?/, "").split("/");
   const view = VIEWS[name] ? name : "playground";
   leave?.abort();
@@ -27,6 +27,8 @@ async function show() {
   document.title = `${VIEWS[view].title} · nano-inference`;
   try {
     const { render } = await VIEWS[view].load();
+    // Models and adapters that the operations, or others, have loaded since.
+    if (view === "playground" && moved) shared.models = (await json("v1/models")).data;
     if (left.signal.aborted) return;
     main.dataset.view = view;
     render(main, { ...shared, signal: left.signal, argument: rest.map(decodeURIComponent).join("/"), reload: begin });
@@ -48,7 +50,7 @@ async function begin() {
     return;
   }
   document.getElementById("key-button").hidden = !shared.session.keys;
-  await show();
+  await show(false);
 }
 
 function connection() {
@@ -107,7 +109,7 @@ function keys() {
 
 addEventListener("hashchange", () => {
   if (!shared.session) return;
-  show();
+  show(true);
   main.focus({ preventScroll: true });
 });
 addEventListener("unhandledrejection", (event) => {

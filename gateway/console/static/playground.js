@@ -274,7 +274,10 @@ export function render(root, context) {
   const compare = h("button", { type: "button", "aria-pressed": String(state.compare), onclick: () => { state.compare = !state.compare; compare.setAttribute("aria-pressed", String(state.compare)); keep(true); drawAll(); } }, "Side by side");
   const sheet = h("button", { type: "button", class: "only-narrow", "aria-expanded": "false", onclick: () => showSheet(!settings.classList.contains("shown")) }, "Settings");
 
-  const takesImages = () => shownPanes().every((pane) => context.session.images.includes(pane.settings.model || context.models[0]?.id));
+  const takesImages = () => shownPanes().every((pane) => {
+    const model = context.models.find((each) => each.id === pane.settings.model) ?? context.models[0];
+    return context.session.images.includes(model?.parent ?? model?.id);
+  });
   const busy = () => shownPanes().some((pane) => pane.turns.some((turn) => turn.answer && !turn.answer.done));
 
   function showSheet(shown) {

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx2 as httpx
+import numpy as np
 from PIL import Image
 from playwright.async_api import Browser, Page, async_playwright
 
@@ -114,11 +115,19 @@ async def _shoot(
 
 
 def _pack(path: Path) -> None:
-    """Save an image with its 256 commonest colours, so that flat areas keep theirs."""
+    """Save an image with 256 colours: the commonest, so that flat areas keep theirs, and those of
+    small things, which are unlike them."""
     image = Image.open(path).convert("RGB")
     counts = sorted(image.getcolors(image.width * image.height) or [], reverse=True)
+    colors = np.array([color for _, color in counts], int)
+    chosen = colors[:192]
+    for color in colors[192:]:
+        if len(chosen) == 256:
+            break
+        if np.abs(chosen - color).sum(axis=1).min() > 24:
+            chosen = np.vstack([chosen, color])
     palette = Image.new("P", (1, 1))
-    palette.putpalette([part for _, color in counts[:256] for part in color])
+    palette.putpalette(chosen.flatten().tolist())
     packed = image.quantize(palette=palette, dither=Image.Dither.NONE)
     packed.save(path, optimize=True)
 

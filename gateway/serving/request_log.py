@@ -169,9 +169,19 @@ class RequestLog:
             get_logger().error("request_not_listed", where=where, exc_info=error)
 
     @_harmless
-    def arrived(self, tenant: str, requests: Sequence[GenerateRequest], of_model: str) -> None:
-        """Add the requests of a call, unless the call was resumed and they are known."""
-        at = now_ns()
+    def arrived(
+        self,
+        tenant: str,
+        requests: Sequence[GenerateRequest],
+        of_model: str,
+        arrived_ns: int = 0,
+    ) -> None:
+        """Add the requests of a call, unless the call was resumed and they are known.
+
+        Args:
+            arrived_ns: When the call's first byte came; 0 if that is unknown.
+        """
+        at = arrived_ns or now_ns()
         for request in requests:
             known = self._requests.get(request.request_id)
             if known is not None and not known.ended:

@@ -291,7 +291,7 @@ class Submissions:
         )
         code, message, log = "", "", self.measures.requests
         if log is not None:
-            log.arrived(origin.tenant, requests, model)
+            log.arrived(origin.tenant, requests, model, origin.account.arrived_ns)
         try:
             yield
         except NanoInferenceError as error:

@@ -42,7 +42,7 @@ export function causeShares(load) {
   const found = Object.keys(CAUSES).filter((cause) => load[`time_${cause}`]).map((cause) => ({ name: CAUSES[cause][0], color: CAUSES[cause][1], share: load[`time_${cause}`] / 1000 }));
   if (!found.length) return null;
   return h("div", { class: "causes meter" },
-    h("div", { class: "bar", role: "img", "aria-label": "Time of the last requests by cause" }, found.map(({ color, share }) => h("i", { style: { width: percent(share), background: color } }))),
+    h("div", { class: "bar", role: "img", "aria-label": "Time of the last requests by cause" }, found.map(({ color, share }) => h("i", { style: { width: `${share * 100}%`, background: color } }))),
     h("p", { class: "legend" }, found.map(({ name, color, share }) => h("span", null, h("i", { style: { background: color } }), `${name} ${percent(share)}`))));
 }
 

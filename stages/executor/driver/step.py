@@ -447,12 +447,12 @@ def step_times(plan: StepPlan, runs: BoolArray, num_tokens: IntArray, changed_ns
         num_tokens: Tokens that each of these computes.
         changed_ns: As in StepTimes.
     """
-    first = plan.times.num_decodes
-    prefills: tuple[tuple[int, int], ...] = ()
-    if first < len(plan.seq_ids):
-        others = zip(plan.seq_ids[first:], plan.num_tokens[first:], strict=True)
-        prefills = tuple(compress(others, runs[first:]))
-    held_ns, left = plan.times.held_ns, plan.times.left
+    times = plan.times
+    first, held_ns, left = times.num_decodes, times.held_ns, times.left
+    if first == len(plan.seq_ids):
+        return StepTimes(0, num_tokens.size, (), held_ns, changed_ns, left)
+    others = zip(plan.seq_ids[first:], plan.num_tokens[first:], strict=True)
+    prefills = tuple(compress(others, runs[first:]))
     return StepTimes(0, int(num_tokens.sum()), prefills, held_ns, changed_ns, left)
 
 

@@ -36,6 +36,9 @@ class NoAccounts:
     def step(self, *_: Any) -> NoAccounts:
         return self
 
+    def load(self) -> dict[str, int]:
+        return {}
+
     def nothing(self, *_: Any) -> None:
         pass
 

@@ -42,6 +42,8 @@ class Cancel(Internal, frozen=True):
             ended.
         elsewhere: Another lane has taken the request over: it is dropped, and nothing is written.
         retry_after_s: As in ErrorInfo.
+        taken_ns: When admission took the entry, if admission ends the request; else 0.
+        queued_ns: As in RequestEntry, with `taken_ns`.
     """
 
     request_id: str
@@ -52,6 +54,8 @@ class Cancel(Internal, frozen=True):
     unstarted: bool = False
     elsewhere: bool = False
     retry_after_s: float | None = None
+    taken_ns: int = 0
+    queued_ns: int = 0
 
     @property
     def result_key(self) -> str:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from .public import Completion, GenerateRequest
+from .public import Completion, GenerateRequest, Timings, Usage
 
 MAX_FIELDS = 8
 """More than the known names; an entry with more fields is not read further."""
@@ -78,6 +78,14 @@ class RequestEntry(msgspec.Struct, frozen=True):
 
 Answer = Callable[[RequestEntry], Completion]
 """Returns the terminal message for an entry that no lane answers."""
+
+
+def queued_only(entry: RequestEntry, now_ns: int) -> tuple[Usage, Timings]:
+    """Return usage and timings of an entry that ends on the requests queue."""
+    queued_ns = entry.queued_ns
+    time = {"queue": queued_ns} if queued_ns else {}
+    timings = Timings(finished_ns=now_ns, published_ns=now_ns - queued_ns)
+    return Usage(time=time, billed_ns=0), timings
 
 
 def budget_of(request: GenerateRequest | Malformed) -> int | None:

@@ -28,7 +28,7 @@ from ..store.process_state import identity_of, state_of
 from ..telemetry import LogOutput
 from .children import Child, Forks
 from .process import DRAIN, TAKE_OVER
-from .terminal import PROGRAM, STAGE_STYLES
+from .terminal import PROGRAM, STAGE_STYLES, show_loading
 
 GATEWAY = "gateway"
 """The role of the process that runs no stage."""
@@ -119,6 +119,14 @@ class Printer:
         )
         self._console = Console(file=cast(TextIO, output), highlight=False, soft_wrap=True)
         self._width = max(map(len, models)) + 1 if models else 0
+
+    async def show_loading(self, config: Config) -> None:
+        """Show how far the models are loaded below the lines, on a terminal."""
+        if self._console.is_terminal:
+            with contextlib.suppress(NanoInferenceError):
+                async with contextlib.aclosing(open_bus(config.bus)) as bus:
+                    replicas = config.pipeline.replicas
+                    await show_loading(bus.store.board.read, replicas, self._console)
 
     def say(self, text: str, model: str = "") -> None:
         """Write a line of `up`."""

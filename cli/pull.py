@@ -19,13 +19,14 @@ from typing import Annotated, Literal, NamedTuple
 from urllib.parse import unquote, urlsplit
 
 import httpx2
+from rich.filesize import decimal
 from rich.progress import DownloadColumn, Progress, TransferSpeedColumn
 
 from ..config import ConfigError, ModelError, shown
 from .connection import web_address
 from .model_files import MODELS, check_folder
 from .options import argument, option
-from .terminal import complain, stderr, stdout
+from .terminal import complain, said_lines, stderr, stdout
 from .unpacking import unpack
 
 _HUB = re.compile(r"([\w.-]+/[\w.-]+)(?:@([\w./-]+))?")
@@ -112,7 +113,16 @@ def _check_replaced(target: Path, *, force: bool) -> None:
 def _fetched(source: Source, target: Path) -> Path:
     columns = (*Progress.get_default_columns(), DownloadColumn(), TransferSpeedColumn())
     console = stderr()
-    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
+    progress = Progress(*columns, console=console, disable=not console.is_terminal)
+
+    def state() -> str:
+        if not progress.tasks:
+            return f"pulling {source.name}"
+        task = progress.tasks[-1]
+        of = f" of {decimal(int(task.total))}" if task.total else ""
+        return f"{task.description}: {decimal(int(task.completed))}{of}"
+
+    with progress, said_lines(state, console):
         return fetch(source, _beside(target, f"partial-{source.key}"), progress)
 
 

@@ -17,12 +17,14 @@ from ..config.logger import get_logger
 from ..config.temporary import sweep
 from ..gateway.gateway import DEFAULT_PORT, Gateway, check_ports
 from ..pipeline.pipeline import Pipeline
+from ..store.board import StageReport
 from ..telemetry import LogOutput, setup_logging
 from .connection import SERVE_PORT, connected
 from .model_files import check_model_files
 from .options import Options, WithParent, option, takes_engine_options, takes_gateway_options
 from .process import drain, forbid_torch, freeze_memory, raise_file_limit, until_stopped
 from .requests import given
+from .terminal import show_loading, stderr
 
 MOST_PORT = 65_535
 
@@ -85,7 +87,12 @@ async def _serve(config: Config) -> None:
         ):
             get_logger().info("gateway_listens", **gateway.places)
             # Until it is ready there is nothing to drain, and signals end it.
-            await pipeline.ready()
+            async with anyio.create_task_group() as group:
+                replicas = config.pipeline.replicas
+                reports = partial(_reports, pipeline)
+                group.start_soon(show_loading, reports, replicas, stderr())
+                await pipeline.ready()
+                group.cancel_scope.cancel()
             signals = until_the_end.enter_context(
                 anyio.open_signal_receiver(signal.SIGTERM, signal.SIGINT)
             )
@@ -96,6 +103,10 @@ async def _serve(config: Config) -> None:
             await gateway.drain(config.pipeline.drain_timeout_s)
             # Remaining requests end with an error, which the gateway still sends.
             await drain(pipeline, max(0.0, end_s - time.monotonic()))
+
+
+async def _reports(pipeline: Pipeline) -> list[StageReport]:
+    return pipeline.stages()
 
 
 def _announce(config: Config, gateway: Gateway) -> None:

@@ -5,21 +5,31 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 
+import anyio
 import msgspec
 import typer
 from rich.box import Box
 from rich.console import Console
-from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.progress import (
+    BarColumn,
+    Progress,
+    SpinnerColumn,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+)
 from rich.table import Table
 from rich.text import Text
 
 from ..bus.public import Completion
-from ..config import ConfigError, NanoInferenceError, RequestError
+from ..config import ConfigError, NanoInferenceError, RequestError, role_of
+from ..store.board import StageReport
+from ..telemetry import LogOutput
 from ..telemetry.clock import milliseconds
 
 PROGRAM = "nano-inference"
@@ -35,8 +45,13 @@ STAGE_STYLES = {
 _CONTROL = {code: "\ufffd" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
 Failures = type[NanoInferenceError] | tuple[type[NanoInferenceError], ...]
 
-_PATIENCE_S = 2.0
+PATIENCE_S = 2.0
 """After this time a command shows that it works."""
+
+LINE_EVERY_S = 10.0
+"""Where there is no terminal, how often a line says how far a command is."""
+
+_LOOK_EVERY_S = 0.25
 
 _DIM, _PLAIN = "\x1b[2m", "\x1b[22m"
 
@@ -65,6 +80,51 @@ def failures_exit(kinds: Failures = RequestError) -> Iterator[None]:
         raise typer.Exit(1) from None
 
 
+def bars(console: Console) -> Progress:
+    """Return progress bars that disappear at the end."""
+    columns = SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn()
+    return Progress(*columns, console=console, transient=True)
+
+
+async def show_loading(
+    read: Callable[[], Awaitable[Iterable[StageReport]]], executors: int, console: Console
+) -> None:
+    """Show a bar for each executor that loads its model, until none does; nothing off terminals.
+
+    Args:
+        read: Returns the stages' reports.
+        executors: Their number. One without a report has yet to load its code.
+        console: Where other lines are written too.
+    """
+    if not console.is_terminal:
+        return
+    await anyio.sleep(PATIENCE_S)
+    with bars(console) as progress, _below_logs():
+        tasks = {role_of("executor", index): TaskID(0) for index in range(executors)}
+        for role in tasks:
+            tasks[role] = progress.add_task(f"loading {role}", total=None)
+        while tasks:
+            for report in await read():
+                if (task := tasks.get(report.stage)) is None:
+                    continue
+                if report.state == "starting":
+                    share = report.load.get("loaded")
+                    progress.update(task, completed=share or 0, total=1 if share else None)
+                else:
+                    progress.remove_task(tasks.pop(report.stage))
+            await anyio.sleep(_LOOK_EVERY_S)
+
+
+@contextmanager
+def _below_logs() -> Iterator[None]:
+    """Let log lines of this process appear above a bar."""
+    LogOutput.has_bar = True
+    try:
+        yield
+    finally:
+        LogOutput.has_bar = False
+
+
 @contextmanager
 def waiting(what: str, console: Console | None = None) -> Iterator[None]:
     """Show a bar and the time on standard error, if it is a terminal and this takes long.
@@ -74,21 +134,47 @@ def waiting(what: str, console: Console | None = None) -> Iterator[None]:
         console: Replaces standard error.
     """
     console = console or stderr()
-    columns = SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn()
-    progress = Progress(*columns, console=console, transient=True)
+    progress = bars(console)
     progress.add_task(what, total=None)
-    timer = threading.Timer(_PATIENCE_S, progress.start)
+    timer = threading.Timer(PATIENCE_S, progress.start)
     timer.daemon = True
-    if console.is_terminal:
-        timer.start()
+    started_s = time.monotonic()
+    with said_lines(lambda: f"{what}, {time.monotonic() - started_s:.0f} s", console):
+        if console.is_terminal:
+            timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
+            if timer.is_alive():
+                timer.join()
+            if progress.live.is_started:
+                progress.stop()
+
+
+@contextmanager
+def said_lines(say: Callable[[], str], console: Console) -> Iterator[None]:
+    """Write a line every ten seconds on how far something is, unless on a terminal.
+
+    Args:
+        say: Returns the sentence; called in a thread.
+        console: Standard error.
+    """
+    ended = threading.Event()
+
+    def say_all() -> None:
+        while not ended.wait(LINE_EVERY_S):
+            console.print(f"{PROGRAM}: {say()}", soft_wrap=True)
+
+    thread = threading.Thread(target=say_all, daemon=True)
+    if not console.is_terminal:
+        thread.start()
     try:
         yield
     finally:
-        timer.cancel()
-        if timer.is_alive():
-            timer.join()
-        if progress.live.is_started:
-            progress.stop()
+        ended.set()
+        if thread.is_alive():
+            thread.join()
 
 
 def print_json(*values: object) -> None:

@@ -207,7 +207,8 @@ async def _run_one(
 
     stop = functools.partial(processes.stop, drain=True)
     try:
-        await _run_until_signal([processes.run], printer, stop, processes.kill)
+        work = [processes.run, functools.partial(printer.show_loading, config)]
+        await _run_until_signal(work, printer, stop, processes.kill)
     finally:
         forks.close()
 

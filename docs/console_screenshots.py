@@ -1,4 +1,4 @@
-"""Take the screenshots of docs/console/: each view, in both themes, and at 375 pixels.
+"""Take the screenshots of docs/console/: each view, in both themes, at 1,600 and 375 pixels.
 
 It runs a pipeline with the bundled model in this process, sends it requests of several tenants, and
 drives a Chromium by Playwright, which the extra `test` brings:
@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx2 as httpx
+import numpy as np
 from PIL import Image
 from playwright.async_api import Browser, Page, async_playwright
 
@@ -23,7 +24,7 @@ from nano_inference import Pipeline, load_config
 from nano_inference.gateway.gateway import Gateway
 
 FOLDER = Path(__file__).parent / "console"
-SIZES = {"": (1440, 900), "-375": (375, 780)}
+SIZES = {"": (1600, 950), "-375": (375, 780)}
 
 PROMPTS = (
     "How much is 12 + 30?",
@@ -60,8 +61,7 @@ async def _shoot_all(url: str, chromium: str, only: str) -> None:
         browser = await playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
         for theme in ("light", "dark"):
             for suffix, size in SIZES.items():
-                if not suffix or theme == "light":
-                    await _shoot(browser, url, theme, size, f"-{theme}{suffix}", only)
+                await _shoot(browser, url, theme, size, f"-{theme}{suffix}", only)
         await browser.close()
 
 
@@ -102,7 +102,7 @@ async def _shoot(
     await page.goto(f"{url}/console/")
     await page.wait_for_selector(".composer")
     for view, prepare in VIEWS.items():
-        if only in view:
+        if only in view and (width < 1000 or view not in NARROW):
             await prepare(page, url)
             if view == "pipeline" and width > 1000:  # down to its charts
                 await page.set_viewport_size({"width": width, "height": 1200})
@@ -115,11 +115,19 @@ async def _shoot(
 
 
 def _pack(path: Path) -> None:
-    """Save an image with its 256 commonest colours, so that flat areas keep theirs."""
+    """Save an image with 256 colours: the commonest, so that flat areas keep theirs, and those of
+    small things, which are unlike them."""
     image = Image.open(path).convert("RGB")
     counts = sorted(image.getcolors(image.width * image.height) or [], reverse=True)
+    colors = np.array([color for _, color in counts], int)
+    chosen = colors[:192]
+    for color in colors[192:]:
+        if len(chosen) == 256:
+            break
+        if np.abs(chosen - color).sum(axis=1).min() > 24:
+            chosen = np.vstack([chosen, color])
     palette = Image.new("P", (1, 1))
-    palette.putpalette([part for _, color in counts[:256] for part in color])
+    palette.putpalette(chosen.flatten().tolist())
     packed = image.quantize(palette=palette, dither=Image.Dither.NONE)
     packed.save(path, optimize=True)
 
@@ -189,11 +197,23 @@ async def _operations(page: Page, url: str) -> None:
     await page.wait_for_timeout(800)
 
 
+async def _request(page: Page, url: str) -> None:
+    """One request, which covers the list where the page is narrow."""
+    await page.click(".chips button:text-is('done')")
+    await page.locator(".list-row").nth(4).click()
+    await page.wait_for_selector(".detail .fall")
+    await page.wait_for_timeout(400)
+
+
+NARROW = ("request",)
+"""Views that are shot at 375 pixels alone: a wide page shows them beside another one."""
+
 VIEWS = {
     "playground": _playground,
     "side-by-side": _side_by_side,
     "pipeline": _pipeline,
     "requests": _requests,
+    "request": _request,
     "operations": _operations,
 }
 

@@ -142,7 +142,7 @@ class GatewayApp(Application):
         self.feed: Feed | None = None
         self.request_log: RequestLog | None = None
         if config.gateway.console:
-            log = measures.requests = self.request_log = RequestLog()
+            log = measures.requests = self.request_log = RequestLog(metrics=measures.metrics)
             self.feed = Feed(looks.get, log, lambda: _numbers(services()))
             own += console_routes(config, self.feed, log, kserve.readiness, services)
         letters = dead_letter_routes(engine, policy.audit)

@@ -141,6 +141,11 @@ def describe_response(response: InferResponse) -> Json:
     return found | {"id": response.id} if response.id else found
 
 
+def describe_parameters(response: InferResponse) -> Json:
+    """Return the field of a response's parameters; {} without any."""
+    return {"parameters": response.parameters} if response.parameters else {}
+
+
 def model_metadata(spec: ModelSpec) -> Json:
     """Return a model's metadata, which are also the fields of ModelMetadataResponse."""
     return {
@@ -451,7 +456,8 @@ def encode_http_response(
             parameters = {BINARY_DATA_SIZE_PARAM: len(binary[-1])}
         described |= {"parameters": parameters} if parameters else {"data": json_elements(tensor)}
         outputs.append(described)
-    text = msgspec.json.encode(describe_response(response) | {"outputs": outputs})
+    head = describe_response(response) | describe_parameters(response)
+    text = msgspec.json.encode(head | {"outputs": outputs})
     return [text, *binary], len(text) if binary else None
 
 

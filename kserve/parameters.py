@@ -33,6 +33,9 @@ TIMEOUT_NS_PARAM = "timeout_ns"
 TRITON_TIMEOUT_PARAM = "timeout"
 """Triton's timeout in microseconds; 0 is no limit."""
 
+BILLED_PARAM = "billed_ns"
+"""Of the response with a request's end: its share of the device's busy time in nanoseconds."""
+
 REGION_PARAM = "shared_memory_region"
 BYTE_SIZE_PARAM = "shared_memory_byte_size"
 OFFSET_PARAM = "shared_memory_offset"
@@ -42,6 +45,11 @@ CLASSIFICATION_PARAM = "classification"
 
 # Client libraries use it to describe how the tensor was made.
 _IGNORED = frozenset({"content_type"})
+
+
+def time_param(cause: str) -> str:
+    """Return the parameter with a request's time of a cause, in nanoseconds, beside `billed_ns`."""
+    return f"time_{cause}_ns"
 
 
 class Budget(NamedTuple):

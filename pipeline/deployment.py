@@ -11,8 +11,9 @@ from msgspec.json import decode
 from ..bus import Bus, RequestEntry
 from ..bus.backlog import Backlog
 from ..bus.control import Cancel, LoadModel, UnloadModel
+from ..bus.entries import queued_only
 from ..bus.links import MODEL_MANAGER
-from ..bus.public import Completion, ErrorInfo, Timings
+from ..bus.public import Completion, ErrorInfo
 from ..bus.shards import Layout
 from ..config import NOT_PERMITTED, BusError, FairnessConfig, ModelError
 from ..stages.admission.checks import request_id_of
@@ -231,13 +232,15 @@ def terminal_message(
     request_id: str = "",
 ) -> Completion:
     """Return the terminal message of a request that no lane has taken."""
+    usage, timings = queued_only(entry, now_ns())
     return Completion(
         request_id=request_id or request_id_of(entry),
         entry_id=entry.entry_id,
         status=status,
         error=error,
         model=model,
-        timings=Timings(finished_ns=now_ns()),
+        usage=usage,
+        timings=timings,
     )
 
 

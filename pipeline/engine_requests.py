@@ -348,6 +348,8 @@ def make_sample(
         kv_session=completion.kv_session,
         recipe=recipe,
         from_response_cache=completion.usage.cached_completion_tokens > 0,
+        time=completion.usage.time,
+        billed_ns=completion.usage.billed_ns,
         **{name: getattr(sample, name) for name in _SHARED_FIELDS},
     )
 

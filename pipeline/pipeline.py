@@ -116,6 +116,8 @@ class Heart:
         load: dict[str, Any] = {}
         if actor and actor.holds_all:
             load = actor.load() | actor.traffic()
+        elif actor and (share := actor.loaded_share()) is not None:
+            load = {"loaded": round(share, 3)}
         return StageReport(
             lane=self._config.bus.lane,
             stage=role,

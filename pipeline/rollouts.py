@@ -18,8 +18,8 @@ Prompt = str | Sequence[int]
 RequestId = str | int
 
 
-class TrainingSample(msgspec.Struct, frozen=True):
-    """One completion, with what training needs.
+class TrainingSample(msgspec.Struct, frozen=True, eq=False):
+    """One completion, with what training needs. Equal samples may have taken different times.
 
     Attributes:
         prompt_tokens: `[prompt]`.
@@ -40,6 +40,9 @@ class TrainingSample(msgspec.Struct, frozen=True):
         from_response_cache: Whether the tokens were computed for an equal request before.
         kv_session: What became of the request's `kv_session`; None without one.
         recipe: What computes the sample again (`InferenceEngine.replay`).
+        time: Nanoseconds of its request by cause (docs/time.md); samples of a request share it.
+            None if unknown.
+        billed_ns: The request's share of the device's busy time; None if unknown.
     """
 
     prompt_tokens: tuple[int, ...]
@@ -60,6 +63,20 @@ class TrainingSample(msgspec.Struct, frozen=True):
     from_response_cache: bool = False
     kv_session: KVSessionResult | None = None
     recipe: Recipe | None = None
+    time: dict[str, int] | None = None
+    billed_ns: int | None = None
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, TrainingSample):
+            return NotImplemented
+        return self._numbers == other._numbers
+
+    def __hash__(self) -> int:
+        return hash(self._numbers[:6])
+
+    @property
+    def _numbers(self) -> tuple[object, ...]:
+        return msgspec.structs.astuple(self)[:-2]
 
 
 @runtime_checkable

@@ -145,12 +145,17 @@ class Actor(ABC):
         if self.failed:
             return "starting", "it failed and is started again"
         if not self.opened:
-            return "starting", "it is loading"
+            share = self.loaded_share()
+            return "starting", "it is loading" + ("" if share is None else f" ({share:.0%})")
         if not self.epoch:
             return "waiting", "admission has not begun an epoch"
         if self._part_of != self.epoch:
             return "waiting", self.waits_for()
         return "ready", ""
+
+    def loaded_share(self) -> float | None:
+        """Return which share is loaded of what the stage loads; None if that is unknown."""
+        return None
 
     def waits_for(self) -> str:
         """Return why the stage does not take part in the current epoch."""

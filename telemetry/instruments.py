@@ -345,6 +345,9 @@ MODEL_CALL_DURATION = _seconds(
     names.ERROR_TYPE,
 )
 AUDIT_LOST = _counter("nano.gateway.audit.lost", "{line}", "Audit log lines not written.")
+REQUEST_LOG_FAILED = _counter(
+    "nano.gateway.console.failed", "{error}", "Errors in the console's list of requests."
+)
 LOG_DROPPED = _counter("nano.log.dropped", "{line}", "Log lines not written.", names.LOG_REASON)
 
 INSTRUMENTS: tuple[Instrument, ...] = tuple(

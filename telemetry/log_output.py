@@ -9,13 +9,16 @@ import stat
 import threading
 import time
 from collections.abc import Callable
-from typing import Final, TextIO
+from typing import ClassVar, Final, TextIO
 
 UNWRITABLE: Final = "unwritable"
 SUPPRESSED: Final = "suppressed"
 
 dropped_lines = {UNWRITABLE: 0, SUPPRESSED: 0}
 """Log lines that this process dropped, by reason."""
+
+BAR_CLEARED = "\r\x1b[K"
+"""Written before lines on a terminal whose last line is a progress bar, which is drawn anew."""
 
 _WAIT_S = 0.05
 """Time limit for a line on a full pipe, once in `_WAIT_EVERY_S`: the caller is an event loop."""
@@ -27,9 +30,13 @@ class LogOutput(io.TextIOBase):
     """A text file of whole lines whose `write` never raises and waits at most `_WAIT_S`.
 
     A full disk, a closed pipe or a full pipe drops lines and does not affect the caller.
+
+    Attributes:
+        has_bar: Whether a progress bar is shown below the lines.
     """
 
     encoding = "utf-8"
+    has_bar: ClassVar[bool] = False
 
     def __init__(self, stream: TextIO, notice: Callable[[int], str]) -> None:
         """Args: the destination; the renderer of a line with the number of dropped lines."""
@@ -45,6 +52,8 @@ class LogOutput(io.TextIOBase):
         """Write whole lines, or drop and count them."""
         with self._lock:
             before = "\n" if self._is_torn else ""
+            if LogOutput.has_bar and self.isatty():
+                before = BAR_CLEARED
             if self._dropped:
                 before += self._notice(self._dropped)
             if self._put(f"{before}{text}"):

@@ -18,6 +18,7 @@ from .origin import Origin, origin_of
 from .prepared import check_request
 from .services import Services
 from .submissions import ENDED_EARLY
+from .times import call_usage
 
 Prompt = str | tuple[int, ...]
 
@@ -87,9 +88,12 @@ async def answer_embedded(
     services: Services,
     call: EmbedCall,
     prompts: Sequence[Prompt],
-    write: Callable[[list[EmbeddedPrompt]], Any],
+    write: Callable[[list[EmbeddedPrompt], dict[str, Any]], Any],
 ) -> Response:
     """Embed the prompts of a call, and answer with the JSON of what `write` returns.
+
+    Args:
+        write: Called with the vectors, and the fields of usage with the call's time.
 
     Raises:
         NanoInferenceError: As `embed_all`; too_many_prompts.
@@ -106,7 +110,7 @@ async def answer_embedded(
         embedded = await embed_all(services, origin, call, prompts)
 
         def written() -> bytes:
-            return msgspec.json.encode(write(embedded))
+            return msgspec.json.encode(write(embedded, call_usage(origin.account)))
 
         numbers = sum(len(each.vector) for each in embedded)
         body = await services.words.process(numbers // _NUMBERS, written)

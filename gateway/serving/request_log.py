@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, Literal
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import wraps
+from typing import Any, Concatenate, Literal, ParamSpec
 
 import msgspec
 
 from ...bus.public import Completion, GenerateRequest, Output
-from ...telemetry import now_ns
+from ...config.logger import get_logger
+from ...telemetry import Metrics, instruments, now_ns
 from ..policy.caller import Caller, may_use
 
 MOST_REQUESTS = 10_000
@@ -25,6 +27,8 @@ _PROMPT_TOKENS, _SAMPLE_TOKENS, _TEXT = 4096, 2048, 16_384
 _PREVIEW = 160
 _PREVIEW_TOKENS = 48
 LoggedState = Literal["waiting", "running", "done", "error", "cancelled", "expired"]
+
+P = ParamSpec("P")
 
 _ENDED = ("done", "error", "cancelled", "expired")
 
@@ -100,15 +104,41 @@ class TenantUse(msgspec.Struct):
     waiting: int = 0
 
 
+def _harmless(
+    note: Callable[Concatenate[RequestLog, P], None],
+) -> Callable[Concatenate[RequestLog, P], None]:
+    """Log and count an error of a method, since no request may fail by being listed."""
+
+    @wraps(note)
+    def noted(self: RequestLog, *args: P.args, **kwargs: P.kwargs) -> None:
+        try:
+            note(self, *args, **kwargs)
+        except Exception as error:  # noqa: BLE001
+            self.failed(note.__name__, error)
+
+    return noted
+
+
 class RequestLog:
     """The requests of one gateway, of all models. Bounded in number and in bytes.
+
+    An error in it is logged and counted; the request goes on.
 
     Attributes:
         changes: Number of changes so far.
     """
 
-    def __init__(self, most: int = MOST_REQUESTS, most_bytes: int = MOST_DETAIL_BYTES) -> None:
+    def __init__(
+        self,
+        most: int = MOST_REQUESTS,
+        most_bytes: int = MOST_DETAIL_BYTES,
+        metrics: Metrics | None = None,
+    ) -> None:
         self.changes = 0
+        self._metrics = metrics or Metrics()
+        self._metrics.record(instruments.REQUEST_LOG_FAILED, 0)
+        # Errors in the log, of which each kind is logged once: a token may cause one.
+        self._failures: set[tuple[str, str]] = set()
         self._most, self._most_bytes = most, most_bytes
         self._last = 0
         # The most recently changed last.
@@ -130,9 +160,28 @@ class RequestLog:
         raw = self._details.get(request_id)
         return {} if raw is None else msgspec.msgpack.decode(raw)
 
-    def arrived(self, tenant: str, requests: Sequence[GenerateRequest], of_model: str) -> None:
-        """Add the requests of a call, unless the call was resumed and they are known."""
-        at = now_ns()
+    def failed(self, where: str, error: Exception) -> None:
+        """Count an error, and log it if it is the first one of its kind."""
+        self._metrics.record(instruments.REQUEST_LOG_FAILED, 1)
+        kind = (where, type(error).__name__)
+        if kind not in self._failures:
+            self._failures.add(kind)
+            get_logger().error("request_not_listed", where=where, exc_info=error)
+
+    @_harmless
+    def arrived(
+        self,
+        tenant: str,
+        requests: Sequence[GenerateRequest],
+        of_model: str,
+        arrived_ns: int = 0,
+    ) -> None:
+        """Add the requests of a call, unless the call was resumed and they are known.
+
+        Args:
+            arrived_ns: When the call's first byte came; 0 if that is unknown.
+        """
+        at = arrived_ns or now_ns()
         for request in requests:
             known = self._requests.get(request.request_id)
             if known is not None and not known.ended:
@@ -156,12 +205,14 @@ class RequestLog:
         while len(self._requests) > self._most:
             self._drop_oldest()
 
+    @_harmless
     def began(self, request_id: str) -> None:
         """Note that a request enters the pipeline."""
         if (found := self._running.get(request_id)) is not None and not found.began_ns:
             found.began_ns, found.state = now_ns(), "running"
             self._change(found)
 
+    @_harmless
     def output(self, request: GenerateRequest, output: Output) -> None:
         """Note an output as the client gets it."""
         if (found := self._running.get(request.request_id)) is None:
@@ -176,6 +227,7 @@ class RequestLog:
             found.answer = (found.answer + output.text)[:_PREVIEW]
         self._grown.add(found.id)
 
+    @_harmless
     def left(self, request_ids: Iterable[str], code: str, message: str) -> None:
         """End what is left of a call that is over: with an error, or since its client left."""
         for request_id in request_ids:

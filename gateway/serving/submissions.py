@@ -14,11 +14,18 @@ import anyio.lowlevel
 import msgspec
 
 from ...bus.codec import encode_request
-from ...bus.public import Completion, ErrorInfo, GenerateRequest, Output
+from ...bus.public import (
+    Completion,
+    ErrorInfo,
+    GenerateRequest,
+    Output,
+    Timings,
+    Usage,
+)
 from ...config import BusError, Config, NanoInferenceError, RequestError, prompt_too_long, shown
 from ...pipeline.client import BusClient
 from ...stages.admission.checks import MAX_PRIORITY
-from ...telemetry import instruments, names
+from ...telemetry import instruments, names, now_ns
 from ..policy.caller import Caller, may_use
 from ..policy.chain import PolicyChain
 from ..server.http import DEFAULT_RETRY_S, EngineError, field_error, task_group
@@ -284,7 +291,7 @@ class Submissions:
         )
         code, message, log = "", "", self.measures.requests
         if log is not None:
-            log.arrived(origin.tenant, requests, model)
+            log.arrived(origin.tenant, requests, model, origin.account.arrived_ns)
         try:
             yield
         except NanoInferenceError as error:
@@ -315,9 +322,15 @@ class Submissions:
             await attachment.end_early(request.request_id)
             begun = False
         if not begun:
-            yield Completion(
-                request_id=request.request_id, entry_id="", status="cancelled", error=ENDED_EARLY
+            end = Completion(
+                request_id=request.request_id,
+                entry_id="",
+                status="cancelled",
+                error=ENDED_EARLY,
+                usage=Usage(time={}, billed_ns=0),
+                timings=Timings(finished_ns=now_ns()),
             )
+            yield with_http(end, origin.account)
             return
         if not published and (left_ns := origin.left_ns) is not None:
             if left_ns <= 0:

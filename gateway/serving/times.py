@@ -56,12 +56,26 @@ def time_usage(completions: Iterable[Completion], account: Account | None = None
     if not times or len(times) < len(usages):
         return {}
     time = max(times, key=lambda each: sum(each.values()))
-    if account is not None and account.arrived_ns:
-        passed_ns = max(0, now_ns() - account.arrived_ns - sum(time.values()))
-        unread_ns = min(passed_ns, account.unread_ns() - account.unread_before_ns)
-        written_ns = time.get("delivery", 0) + passed_ns - unread_ns
-        time = _ordered(time | {"delivery": written_ns, "slow_client": unread_ns})
+    if account is not None:
+        time = _until_now(time, account)
     return {"time": time, "billed_ns": sum(usage.billed_ns or 0 for usage in usages)}
+
+
+def call_usage(account: Account) -> dict[str, Any]:
+    """As `time_usage`, of all requests of a call; {} before they have ended."""
+    if account.left or not account.time:
+        return {}
+    return {"time": _until_now(account.time, account), "billed_ns": account.billed_ns}
+
+
+def _until_now(time: dict[str, int], account: Account) -> dict[str, int]:
+    """Add what has passed since the terminal message."""
+    if not account.arrived_ns:
+        return time
+    passed_ns = max(0, now_ns() - account.arrived_ns - sum(time.values()))
+    unread_ns = min(passed_ns, account.unread_ns() - account.unread_before_ns)
+    written_ns = time.get("delivery", 0) + passed_ns - unread_ns
+    return _ordered(time | {"delivery": written_ns, "slow_client": unread_ns})
 
 
 def _ordered(time: dict[str, int]) -> dict[str, int]:

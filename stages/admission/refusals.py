@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from ...bus.entries import RequestEntry
-from ...bus.public import Completion, ErrorInfo, Timings
+from ...bus.entries import RequestEntry, queued_only
+from ...bus.public import Completion, ErrorInfo
 from ...config import BusError, NanoInferenceError, shown
 from .checks import request_id_of
 
@@ -84,6 +84,7 @@ class FinishRate:
 
 def overloaded(entry: RequestEntry, retry_after_s: float, model: str, now_ns: int) -> Completion:
     """Return the terminal message of a request that is shed."""
+    usage, timings = queued_only(entry, now_ns)
     return Completion(
         request_id=request_id_of(entry),
         entry_id=entry.entry_id,
@@ -94,5 +95,6 @@ def overloaded(entry: RequestEntry, retry_after_s: float, model: str, now_ns: in
             message=f"too many requests wait; try again in {retry_after_s:g} s",
             retry_after_s=retry_after_s,
         ),
-        timings=Timings(finished_ns=now_ns),
+        usage=usage,
+        timings=timings,
     )

@@ -89,6 +89,7 @@ class Unanswered(msgspec.Struct):
         deaths: Failures of the lane that it may have caused, since it last made progress.
         progress: Tokens that streaming had of it at the last failure.
         suspected: It was in the lane when a stage failed, and streaming has not reported since.
+        taken_ns: When it was taken.
     """
 
     entry: RequestEntry
@@ -98,6 +99,7 @@ class Unanswered(msgspec.Struct):
     deaths: int = 0
     progress: int = 0
     suspected: bool = False
+    taken_ns: int = 0
 
     @property
     def entry_id(self) -> str:
@@ -259,9 +261,9 @@ class Requests:
 
     def enter(self, judged: Judged) -> Unanswered:
         """Enter an entry in the ledger."""
-        entry = judged.arrival.entry
-        deadline_ns = entry_deadline_ns(entry, judged.arrival.received_ns)
-        item = Unanswered(entry, judged.accepted, deadline_ns, judged.end)
+        entry, taken_ns = judged.arrival.entry, judged.arrival.received_ns
+        deadline_ns = entry_deadline_ns(entry, taken_ns)
+        item = Unanswered(entry, judged.accepted, deadline_ns, judged.end, taken_ns=taken_ns)
         self.ledger.add(item)
         if judged.failure is not None:
             item.end = self._dead_letter(item, judged.failure)
@@ -289,7 +291,12 @@ class Requests:
     def end(self, item: Unanswered, cancel: Cancel) -> None:
         """End a request that is not in the lane; streaming adds what it has of the request."""
         item.end = msgspec.structs.replace(
-            cancel, request_id=item.request_id, entry_id=item.entry_id, unstarted=True
+            cancel,
+            request_id=item.request_id,
+            entry_id=item.entry_id,
+            unstarted=True,
+            taken_ns=item.taken_ns,
+            queued_ns=item.entry.queued_ns,
         )
         self._outbox.add(do.End(item.end))
 

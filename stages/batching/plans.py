@@ -68,6 +68,8 @@ class NextPlan:
     def times(self, num_decodes: int, now_ns: int) -> StepTimes:
         """Return the plan's times; `num_decodes`: as there."""
         since_ns = self.held_since_ns
+        if not (since_ns or self.left):
+            return StepTimes(num_decodes)
         held = (since_ns, now_ns) if since_ns else None
         return StepTimes(num_decodes, held_ns=held, left=tuple(self.left))
 

@@ -434,7 +434,7 @@ class ExecutorCore:
         changes = plan.weight_version or plan.release or plan.adapters
         changed_ns = self._now_ns() if changes else 0
         rows, num_tokens, num_drafts, runs = self._select(plan)
-        times = step_times(plan, runs, int(num_tokens.sum()), changed_ns)
+        times = step_times(plan, runs, num_tokens, changed_ns)
         if rows.size and not self.memory.runs:
             raise ValueError(f"the plan has rows, and the replica lacks {self.memory.lacks}")
         outputs = StepOutputs()

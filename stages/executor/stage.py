@@ -32,6 +32,7 @@ from .driver.step import LaunchedStep
 from .runner.attention.choose import kernels_of
 from .runner.device import device_of_replica, is_unverified
 from .runner.leader import load_ranks
+from .runner.progress import loaded_share
 from .runner.ranks.commands import Reply
 from .runner.tiers.transports.peers import Transfer
 from .scoring import ReferenceModel, Scoring
@@ -77,6 +78,10 @@ def _load(
     return core, reference
 
 
+_PATIENCE_S, _PROGRESS_EVERY_S = 2.0, 10.0
+"""How long a model loads before the first line about it, and between two lines."""
+
+
 async def _on_torch(function: Callable[..., Any], *args: Any) -> Any:
     return await asyncio.wrap_future(_TORCH_THREAD.submit(function, *args))
 
@@ -110,13 +115,31 @@ class ExecutorStage(Actor):
         # None without speculation.
         self._drafts = None if engine.speculation == "off" else DraftCounts(sources)
 
+    def loaded_share(self) -> float | None:
+        return loaded_share()
+
+    async def _say_progress(self) -> None:
+        """Log how far the model is loaded, once that takes long."""
+        name, wait_s, passed_s = self.config.engine.model_name, _PATIENCE_S, 0.0
+        while True:
+            await asyncio.sleep(wait_s)
+            passed_s, wait_s = passed_s + wait_s, _PROGRESS_EVERY_S
+            share = loaded_share()
+            done = "preparing" if share is None else f"{share:.0%} of the weights"
+            brief = f"loading {name}: {done}, {passed_s:.0f} s"
+            self.log.info("model_loading", brief=brief, share=share, seconds=passed_s)
+
     async def open(self) -> None:
         engine = self.config.engine
         self.log.debug("model_loading", path=str(engine.model_folder))
         started = now_ns()
         # Replicas in one process share its torch thread, and so its device.
         device, shares_kv = self.config.pipeline.replica, bool(self.config.pipeline.roles)
-        self._core, reference = await _on_torch(_load, engine, device, shares_kv)
+        saying = asyncio.create_task(self._say_progress())
+        try:
+            self._core, reference = await _on_torch(_load, engine, device, shares_kv)
+        finally:
+            saying.cancel()
         core = self._core
         self._scoring = Scoring(self, reference, _on_torch)
         self._changes = StagedChanges(

@@ -16,6 +16,9 @@ from itertools import pairwise
 from operator import itemgetter
 from typing import Final, Literal, NamedTuple
 
+import msgspec
+
+from ...bus.control import Cancel
 from ...bus.messages import RequestOpened, StartedSequence, StepResult
 from ...bus.times import CAUSES, Break, Cause, StepTimes
 
@@ -59,22 +62,32 @@ class DeviceTime:
 
     Attributes:
         at_ns: End of the last step.
-        busy_ns: Time of all steps.
-        billed_ns: The part that requests owe.
         num_decoding: Sequences that compute a token in each step, or in each round of stages.
-        cost: Of the last step.
     """
 
     def __init__(self) -> None:
-        self.at_ns = self.busy_ns = self.billed_ns = self.num_decoding = 0
+        self.at_ns = self.num_decoding = 0
         self.totals: Totals = _NOTHING
         self._last_busy_ns = self._last_price_ns = self._rest_ns = self._shared_rest_ns = 0
+        # Bills without those of sequences that decode, which began at these prices together.
+        self._settled_ns = self._begun_ns = 0
         self._is_thinned = False
         # Intervals: end, start, which of the totals grew, totals at the end.
         self._past: list[tuple[int, int, int, Totals]] = []
 
     @property
+    def busy_ns(self) -> int:
+        """Time of all steps."""
+        return self.totals[0] + self.totals[1]
+
+    @property
+    def billed_ns(self) -> int:
+        """The part of it that requests owe."""
+        return self._settled_ns + self.num_decoding * self.totals[3] - self._begun_ns
+
+    @property
     def cost(self) -> StepCost:
+        """Of the last step."""
         return StepCost(self._last_busy_ns, self._last_price_ns)
 
     def step(self, times: StepTimes, start_ns: int, end_ns: int, num_drafted: int = 0) -> None:
@@ -101,7 +114,6 @@ class DeviceTime:
             self._last_busy_ns = self._last_price_ns = 0
             return
         busy_ns = self._last_busy_ns = end_ns - start_ns
-        self.busy_ns += busy_ns
         price_ns, self._rest_ns = divmod(busy_ns + self._rest_ns, num_tokens)
         self._last_price_ns = owed_ns = price_ns
         prefill_ns, decode_ns, weights_ns, total_price_ns = self.totals
@@ -117,7 +129,6 @@ class DeviceTime:
                     price_ns * num_tokens + self._shared_rest_ns, num_decoding
                 )
             total_price_ns += owed_ns
-            self.billed_ns += owed_ns * num_decoding
         self.totals = (prefill_ns, decode_ns, weights_ns, total_price_ns)
         self._past.append((end_ns, start_ns, kind, self.totals))
         if len(self._past) > MOST_STEPS:
@@ -152,16 +163,21 @@ class DeviceTime:
         """Let a sequence decode from then on; return the price at which it begins."""
         price_ns = self.totals_at(at_ns)[3]
         self.num_decoding += 1
-        self.billed_ns += self.totals[3] - price_ns
+        self._begun_ns += price_ns
         return price_ns
 
     def leave(self, at_ns: int, begun_ns: int) -> int:
         """Let a sequence decode no more; return what it owes since `join`, which returned
         `begun_ns`."""
-        price_ns = max(self.totals_at(at_ns)[3], begun_ns)
+        owed_ns = max(self.totals_at(at_ns)[3] - begun_ns, 0)
         self.num_decoding -= 1
-        self.billed_ns -= self.totals[3] - price_ns
-        return price_ns - begun_ns
+        self._begun_ns -= begun_ns
+        self._settled_ns += owed_ns
+        return owed_ns
+
+    def bill(self, owed_ns: int) -> None:
+        """Bill a request for tokens of a prompt, or drafted ones."""
+        self._settled_ns += owed_ns
 
     def _hold(self, since_ns: int, until_ns: int) -> None:
         """Add time in which no step could run."""
@@ -230,6 +246,32 @@ class RequestTime:
             time._base = "recovery"
         return time
 
+    @classmethod
+    def ended_by_admission(cls, cancel: Cancel, now_ns: int) -> RequestTime:
+        """Return the account of a request that admission refuses or ends."""
+        taken_ns = cancel.taken_ns or now_ns
+        start_ns = taken_ns - cancel.queued_ns
+        time = cls(1, start_ns, start_ns, _base="overhead")
+        time._give(taken_ns, now_ns, "queue")
+        return time
+
+    @classmethod
+    def restored(cls, opened: RequestOpened, ended: Mapping[int, bool], now_ns: int) -> RequestTime:
+        """Return the account of a request that has begun, and whose account is lost.
+
+        Args:
+            opened: The request.
+            ended: Of each sample that has begun, whether it has ended.
+            now_ns: The time.
+        """
+        time = cls.opened(msgspec.structs.replace(opened, down_since_ns=0), now_ns)
+        time._give(opened.down_since_ns or now_ns, now_ns, "unknown")
+        time._base = "recovery"
+        for index, is_ended in ended.items():
+            state: State = "ended" if is_ended else "recovery"
+            time._samples[index] = _SampleTime(state, DeviceTime())
+        return time
+
     def started(
         self, started: StartedSequence, num_prompt: int, device: DeviceTime, now_ns: int
     ) -> None:
@@ -264,7 +306,7 @@ class RequestTime:
             self._own_ns += busy_ns
             self._own_end_ns = end_ns
         self.billed_ns += billed_ns
-        device.billed_ns += billed_ns
+        device.bill(billed_ns)
 
     def token(self, index: int, end_ns: int, now_ns: int) -> None:
         """Note a sample's first token since it started, at the end of a step."""
@@ -399,7 +441,8 @@ class RequestTime:
 class TimeAccounts:
     """The accounts of all requests in flight, and of each replica's device."""
 
-    def __init__(self) -> None:
+    def __init__(self, since_ns: int = 0) -> None:
+        self._since_ns = since_ns
         self._devices: defaultdict[int, DeviceTime] = defaultdict(DeviceTime)
         # Running sequences, with the index of the sample; those without a token since they started.
         self._running: dict[int, tuple[RequestTime, int]] = {}
@@ -419,6 +462,15 @@ class TimeAccounts:
     def billed_ns(self) -> int:
         """The part of `busy_ns` that requests owe, those in flight included."""
         return self._billed_ns + sum(device.billed_ns for device in self._devices.values())
+
+    def load(self) -> dict[str, int]:
+        """Return what adds up while no request is in flight: bills of the requests that ended since
+        the accounts began are `billed_ns`."""
+        return {
+            "accounts_since_ns": self._since_ns,
+            "busy_ns": self.busy_ns,
+            "billed_ns": self.billed_ns,
+        }
 
     def open(self, opened: RequestOpened, now_ns: int) -> RequestTime:
         """Return the account of a request that enters the lane, perhaps again."""
@@ -509,7 +561,11 @@ class TimeAccounts:
     def drop(self, time: RequestTime | None) -> None:
         """Forget a request that ends elsewhere: here, nobody pays for it."""
         if time is not None:
-            self._billed_ns -= time.settle()
+            self.unbill(time.settle())
+
+    def unbill(self, billed_ns: int) -> None:
+        """Take back the bill of a request whose terminal message is not delivered."""
+        self._billed_ns -= billed_ns
 
     def forget(self, seq_id: int) -> None:
         """Drop a sequence, whose request ends."""

@@ -39,7 +39,7 @@ from ...bus.messages import (
 )
 from ...bus.public import Completion, CompletionChunk, ErrorInfo, Output, StageTime, Timings, Usage
 from ...text.detokenizer import Pieces, TokenPieces
-from .accounts import StepCost, TimeAccounts
+from .accounts import RequestTime, StepCost, TimeAccounts
 from .samples import RequestState, Sample
 
 if TYPE_CHECKING:
@@ -114,7 +114,7 @@ class Deliveries:
 class StreamingCore:
     """Requests by id, and running samples by sequence id."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerFast | None) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerFast | None, now_ns: int = 0) -> None:
         """Without a tokenizer all texts are empty.
 
         Raises:
@@ -132,7 +132,7 @@ class StreamingCore:
         self._early: dict[str, _EarlyRequest] = {}
         # Sequences with a step before one of the replica that handed them over.
         self._ahead: dict[int, _AheadSequence] = {}
-        self.accounts = TimeAccounts()
+        self.accounts = TimeAccounts(now_ns)
 
     def __len__(self) -> int:
         """Return the number of requests that have begun and not ended."""
@@ -243,7 +243,7 @@ class StreamingCore:
         return not request.info.stream or Counter(known) == delivered
 
     def restore(
-        self, item: RecoveryItem, chunks: Sequence[CompletionChunk]
+        self, item: RecoveryItem, chunks: Sequence[CompletionChunk], now_ns: int
     ) -> RequestOpened | None:
         """Rebuild an open request from the chunks delivered of it, in order, and from nothing else.
 
@@ -256,10 +256,6 @@ class StreamingCore:
         self._stop(before)
         request = self._requests[item.key] = RequestState(before.info)
         request.restored = bool(chunks)
-        if chunks:
-            self.accounts.drop(before.time)
-        else:
-            request.time = before.time
         request.executed_ns = request.info.received_ns
         for chunk in chunks:
             index = chunk.sample_index
@@ -270,7 +266,13 @@ class StreamingCore:
                 request.prompt_top_logprobs = list(chunk.prompt_top_logprobs or ())
             if chunk.finish_reason is not None:
                 request.finish(sample)
-        return request.info if chunks else None
+        if not chunks:
+            request.time = before.time
+            return None
+        self.accounts.drop(before.time)
+        ended = {each.index: each.finish_reason is not None for each in request.samples.values()}
+        request.time = RequestTime.restored(request.info, ended, now_ns)
+        return request.info
 
     def recovered(self, item: RecoveryItem) -> Recovered:
         """Return a request's tokens so far; none of a request that is not known."""
@@ -509,17 +511,15 @@ class StreamingCore:
                 del self._requests[cancel.request_id]
                 time = request.time
             self._remember_end(cancel.entry_id)
-            usage, timings = Usage(), Timings(finished_ns=deliveries.now_ns)
-            if time is not None:
-                usage = Usage(time=time.finish(deliveries.now_ns), billed_ns=time.billed_ns)
-                timings = msgspec.structs.replace(timings, published_ns=time.start_ns)
+            now_ns = deliveries.now_ns
+            time = time or RequestTime.ended_by_admission(cancel, now_ns)
             completion = Completion(
                 request_id=cancel.request_id,
                 entry_id=cancel.entry_id,
                 status=cancel.status,
                 error=_error_of(cancel),
-                usage=usage,
-                timings=timings,
+                usage=Usage(time=time.finish(now_ns), billed_ns=time.billed_ns),
+                timings=Timings(finished_ns=now_ns, published_ns=time.start_ns),
             )
             tenant = request.info.tenant if request is not None else ""
             deliveries.end(cancel.result_key, EndedRequest(None, completion, tenant=tenant))

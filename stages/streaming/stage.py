@@ -57,7 +57,7 @@ class StreamingStage(Actor):
         tokenizer = None
         if not embeds_only(folder):
             tokenizer = await anyio.to_thread.run_sync(find_tokenizer, folder)
-        self._core = StreamingCore(tokenizer)
+        self._core = StreamingCore(tokenizer, now_ns())
 
     async def reset(self) -> None:
         # In their own epoch: another lane may have the request by now, whose outputs these must not
@@ -72,7 +72,8 @@ class StreamingStage(Actor):
         if not self.opened:
             return {}
         throughput, times = self._throughput.load(now_ns()), self._times.load()
-        return {"open": len(self._core), **throughput, **times}
+        bills = self._core.accounts.load()
+        return {"open": len(self._core), **throughput, **times, **bills}
 
     async def measure(self) -> None:
         for measurement in self._times.take():
@@ -166,6 +167,8 @@ class StreamingStage(Actor):
                 if self.metrics.enabled:
                     self._times.add(ended.tenant, completion.usage)
                     measure_end(self.metrics, ended, self._weight_version)
+            else:
+                self._core.accounts.unbill(completion.usage.billed_ns or 0)
             trace_end(self, ended)
 
     async def _deliver(self, outputs: OutputBatch, epoch: int) -> frozenset[str]:
@@ -204,7 +207,7 @@ class StreamingStage(Actor):
             if keeps and not self._core.agrees(item, chunks):
                 keeps = False
                 self.log.warning("outputs_differ_from_the_stream", key=item.key)
-            if not keeps and (opened := self._core.restore(item, chunks)) is not None:
+            if not keeps and (opened := self._core.restore(item, chunks, now_ns())) is not None:
                 trace = TraceContext(opened.traceparent, opened.tracestate)
                 self.log_of(item.key, trace).info("request_restored")
             await self._score(self._core.to_score(item), replica, self.epoch)

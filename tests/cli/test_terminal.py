@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import io
 import threading
+from typing import Any
 
 import pytest
 from rich.console import Console
 
 from nano_inference.cli import terminal
+from nano_inference.store.board import StageReport
+from nano_inference.telemetry import LogOutput
 
 
 class Screen(io.StringIO):
@@ -25,16 +28,50 @@ class Screen(io.StringIO):
         return written
 
 
-def test_what_takes_long_is_shown_on_a_terminal_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(terminal, "_PATIENCE_S", 0.001)
+def report(stage: str, state: Any, load: dict[str, Any]) -> StageReport:
+    about = {"lane": "0", "incarnation": "1", "host": "h", "pid": 1, "epoch": 0}
+    return StageReport(stage=stage, state=state, load=load, **about)
+
+
+def test_what_takes_long_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(terminal, "PATIENCE_S", 0.001)
     screen, pipe = Screen("loading code"), Screen("loading code")
     with terminal.waiting("loading code", Console(file=screen, force_terminal=True)):
         assert screen.shown.wait(60)
     with terminal.waiting("loading code", Console(file=pipe, force_terminal=False)):
         pass
     assert pipe.getvalue() == ""
-    monkeypatch.setattr(terminal, "_PATIENCE_S", 60.0)
+    monkeypatch.setattr(terminal, "LINE_EVERY_S", 0.001)
+    with terminal.waiting("loading code", Console(file=pipe, force_terminal=False)):
+        assert pipe.shown.wait(60)
+    assert pipe.getvalue().startswith("nano-inference: loading code, 0 s\n")
+    monkeypatch.setattr(terminal, "PATIENCE_S", 60.0)
     quick = Screen("loading code")
     with terminal.waiting("loading code", Console(file=quick, force_terminal=True)):
         pass
     assert quick.getvalue() == ""
+
+
+async def test_a_model_that_loads_has_a_bar_until_it_is_loaded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Log lines are above it."""
+    monkeypatch.setattr(terminal, "PATIENCE_S", 0.0)
+    monkeypatch.setattr(terminal, "_LOOK_EVERY_S", 0.0)
+    log: Any = LogOutput(io.StringIO(), lambda lines: "")
+    monkeypatch.setattr(log, "isatty", lambda: True)
+    states = [("starting", {}), ("starting", {"loaded": 0.5}), ("waiting", {})]
+    screen: Any = Console(file=io.StringIO(), force_terminal=True, width=80)
+
+    async def read() -> list[StageReport]:
+        log.write("loaded\n")
+        if not states:
+            return []
+        state, load = states.pop(0)
+        return [report("executor", state, load), report("executor.1", "ready", {})]
+
+    await terminal.show_loading(read, 2, screen)
+    assert "loading executor.1" in screen.file.getvalue()
+    assert log._stream.getvalue() == "\r\x1b[Kloaded\n" * 3
+    log.write("ready\n")
+    assert log._stream.getvalue().endswith("\nready\n"), "the bar has gone"

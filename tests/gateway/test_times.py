@@ -7,7 +7,7 @@ import pytest
 from nano_inference.bus.public import Completion, Timings, Usage
 from nano_inference.gateway.serving import times
 from nano_inference.gateway.serving.account import Account
-from nano_inference.gateway.serving.times import time_usage, with_http
+from nano_inference.gateway.serving.times import call_usage, time_usage, with_http
 
 IN_PIPELINE = {"queue": 20, "own_decode": 300, "delivery": 10}
 
@@ -49,3 +49,10 @@ def test_a_slow_client_is_that_with_which_writing_was_paused(
     assert (usage["time"]["slow_client"], usage["time"]["http"]) == (80, 395)
     assert usage["billed_ns"] == 14
     assert time_usage([short, completion(None)], account) == {}
+    account.left["r"] = None
+    assert call_usage(account) == {}, "a request has not ended"
+    del account.left["r"]
+    assert call_usage(account) == {}, "of no request is the time known"
+    for each in (short, long):
+        account.add(each.usage)
+    assert call_usage(account) == usage

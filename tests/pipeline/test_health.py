@@ -195,7 +195,10 @@ async def test_stages_report_their_state_and_load(make_config: MakeConfig) -> No
                 *("plans", "steps", "device", "weight_version", "max_model_len"),
                 *("deterministic", *FACTS),
             },
-            "streaming": {"open", "tokens_per_s", "token_age_s", "ttft_ms_p50", "ttft_ms_p95"},
+            "streaming": {
+                *("open", "tokens_per_s", "token_age_s", "ttft_ms_p50", "ttft_ms_p95"),
+                *("accounts_since_ns", "busy_ns", "billed_ns"),
+            },
         }
         assert found.stages["executor"].load["steps"] > 0  # type: ignore[operator]
         assert [each.stage for each in await pipeline.bus.store.board.read()] == sorted(STAGES)

@@ -8,34 +8,25 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 
 from nano_inference import Pipeline
-from nano_inference.bus.public import Completion
-from nano_inference.bus.times import CAUSES
+from nano_inference.bus.public import Usage
 from nano_inference.gateway.gateway import Gateway
 from nano_inference.stages.executor.core import ExecutorCore
 from nano_inference.stages.streaming.stage import StreamingStage
 from nano_inference.telemetry import now_ns
 from nano_inference.telemetry.trace_tree import find_trace
 
+from ..rig import load
 from .builders import asking, break_once, stage_of, until_batched
 from .conftest import LIMIT_S, MakeConfig, both_buses
 
 SHORT_MODEL = True
 
 
-def times_of(completions: list[Completion]) -> set[str]:
-    """Check that causes add up to each life; return those that occurred."""
-    causes: set[str] = set()
-    for completion in completions:
-        time, timings = completion.usage.time, completion.timings
-        assert time is not None
-        assert sum(time.values()) == timings.finished_ns - timings.published_ns
-        assert min(time.values()) > 0
-        causes |= time.keys()
-    assert causes <= CAUSES.keys()
-    return causes
+checks: Any = load("time_checks")
 
 
 @both_buses("redis-links")
@@ -63,13 +54,19 @@ async def test_causes_add_up_and_bills_are_the_busy_time(
         completions = await asyncio.gather(*running)
         await pipeline.client.cancel("c")
         completions.append(await cancelled)
-        accounts = stage_of(pipeline, StreamingStage)._core.accounts
-    causes = times_of(completions)
+        refused = asking(request_id="refused", model="unknown")
+        completions.append(await pipeline.complete(refused))
+        reports = pipeline.stages()
+    assert checks.wrong_times(completions) == []
+    assert checks.wrong_bills(reports, completions) == []
+    assert "overhead" in completions[-1].usage.time, "the refused one has its time"
+    causes = {cause for each in completions for cause in each.usage.time}
     assert causes >= {"credits", "weights", "recovery", "preemption", "own_prefill", "own_decode"}
-    bills = [completion.usage.billed_ns for completion in completions]
-    assert sum(filter(None, bills)) == accounts.billed_ns
     # Rows that were computed when their sequences had ended are nobody's.
-    assert 0.8 * accounts.busy_ns < accounts.billed_ns <= accounts.busy_ns
+    assert checks.unbilled_share(reports) < 0.2
+    wrong = msgspec.structs.replace(completions[0], usage=Usage(time={"queue": 1}, billed_ns=1))
+    assert checks.wrong_times([wrong, *completions])
+    assert checks.wrong_bills(reports, [wrong, *completions])
 
 
 async def test_time_over_http_is_that_of_the_call_and_in_its_trace(
@@ -98,14 +95,19 @@ async def test_time_over_http_is_that_of_the_call_and_in_its_trace(
             said = (await http.post("/v1/messages", json={"model": "tiny"} | messages)).json()
             generated = {"text": "hi", "sampling_params": {"max_new_tokens": 4}}
             meta = (await http.post("/generate", json=generated)).json()["meta_info"]
+            embedded = (await http.post("/v1/embeddings", json={"input": "hi"})).json()["usage"]
+            infer = await http.post("/v2/models/tiny/generate", json={"text_input": "hi"})
+            told = infer.json()["parameters"]
         load = stage_of(pipeline, StreamingStage).load()
     lines = [line for line in streamed.splitlines() if line.startswith("data: {")]
     time, last = answer["usage"]["time"], json.loads(lines[-1].removeprefix("data: "))
     assert 0.5 * passed_ns < sum(time.values()) <= passed_ns
     assert {"http", "own_prefill", "own_decode", "delivery"} <= time.keys()
     assert 0 < answer["usage"]["billed_ns"] <= time["own_prefill"] + time["own_decode"]
-    for usage in (last["usage"], said["usage"], meta):
+    for usage in (last["usage"], said["usage"], meta, embedded):
         assert {"http", "own_prefill", "delivery"} <= usage["time"].keys()
+    assert {"time_http_ns", "time_own_decode_ns", "billed_ns"} <= told.keys()
+    assert 0 < told["billed_ns"] <= told["time_own_prefill_ns"] + told["time_own_decode_ns"]
     found = find_trace(file, answer["id"])
     assert found.time == time
     shares = [share for name, share in load.items() if name.startswith("time_")]

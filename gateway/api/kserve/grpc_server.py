@@ -47,7 +47,7 @@ from .grpc_connection import (
 from .http import LITTLE_BYTES
 from .operations import OPERATIONS, Operation, OperationCall
 from .regions import RequestMemory
-from .service import KServe
+from .service import KServe, time_parameters
 
 MOST_AT_ONCE = 64
 """Concurrent requests of one stream; the next one is read when one of them has ended."""
@@ -206,13 +206,16 @@ class GrpcCalls:
         many = service.spec(decoded.model_name, decoded.model_version).decoupled
 
         async def respond(response: InferResponse, final: bool = not many) -> None:
-            response = msgspec.structs.replace(response, parameters={FINAL_PARAM: final})
+            parameters = {**response.parameters, FINAL_PARAM: final}
+            response = msgspec.structs.replace(response, parameters=parameters)
             encoded = await _encode(response, decoded, memory)
             await send(METHODS["ModelStreamInfer"].response(infer_response=encoded))
 
         await service.infer(origin, decoded, respond, many=many)
         if many and decoded.parameters.get(WANTS_FINAL_PARAM) is True:
-            await respond(InferResponse(model_name=decoded.model_name, id=decoded.id), True)
+            times = time_parameters(origin.account)
+            name = decoded.model_name
+            await respond(InferResponse(model_name=name, id=decoded.id, parameters=times), True)
 
     def _responds_in_order(self, message: Any) -> bool:
         """Whether the response to a request waits for those to earlier requests of the stream.

@@ -308,7 +308,7 @@ def generate_json(response: InferResponse) -> dict[str, Any]:
     Raises:
         RequestError: An output has no JSON form.
     """
-    found = codec.describe_response(response)
+    found = codec.describe_response(response) | codec.describe_parameters(response)
     for output in response.outputs:
         elements = codec.array_to_json(output)
         found[output.name] = elements[0] if len(elements) == 1 else elements

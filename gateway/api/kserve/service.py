@@ -11,7 +11,7 @@ import msgspec
 from starlette.requests import Request
 
 from ....config import ConfigError, NanoInferenceError, RequestError, shown
-from ....kserve.parameters import budget_of
+from ....kserve.parameters import BILLED_PARAM, budget_of, time_param
 from ....kserve.tensors import (
     InferRequest,
     InferResponse,
@@ -25,8 +25,10 @@ from ....kserve.tensors import (
 from ....telemetry import Metrics, instruments, names, now_ns
 from ...policy.caller import ANYBODY, Caller
 from ...server.http import EngineError
+from ...serving.account import Account
 from ...serving.lane_state import Readiness
 from ...serving.origin import Origin
+from ...serving.times import call_usage
 from .regions import TenantRegions
 from .served import ModelCall, ServedModel
 
@@ -232,7 +234,10 @@ class InferenceService:
         async def answer(outputs: Sequence[NamedTensor]) -> None:
             by_name = {each.name: each for each in outputs}
             chosen = tuple(by_name[name] for name in requested if name in by_name)
-            await respond(InferResponse(model_name=spec.name, id=request.id, outputs=chosen))
+            times = time_parameters(origin.account)
+            await respond(
+                InferResponse(model_name=spec.name, id=request.id, outputs=chosen, parameters=times)
+            )
 
         call = ModelCall(request, origin, many=many)
         with self.statistics.measured(spec.name, call), _time_limit(origin):
@@ -260,6 +265,15 @@ class InferenceService:
             f"there is no model {what}; the repository's index lists the models",
             code="model_not_found",
         )
+
+
+def time_parameters(account: Account) -> Parameters:
+    """Return the parameters of a response with the time of its call, once all of it has ended."""
+    usage = call_usage(account)
+    if not usage:
+        return {}
+    times = {time_param(cause): spent_ns for cause, spent_ns in usage["time"].items()}
+    return times | {BILLED_PARAM: usage["billed_ns"]}
 
 
 class KServe(NamedTuple):

@@ -99,9 +99,9 @@ class EmbeddingCalls:
             "model": call.adapter or config.engine.model_name,
         }
 
-        def write_all(embedded: list[EmbeddedPrompt]) -> dict[str, Any]:
+        def write_all(embedded: list[EmbeddedPrompt], time: dict[str, Any]) -> dict[str, Any]:
             tokens = sum(each.prompt_tokens for each in embedded)
-            usage = {"prompt_tokens": tokens, "total_tokens": tokens}
+            usage = {"prompt_tokens": tokens, "total_tokens": tokens} | time
             return head | {"usage": usage} | write(embedded)
 
         return await answer_embedded(request, self._services, call, prompts, write_all)

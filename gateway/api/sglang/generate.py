@@ -164,12 +164,12 @@ async def encode(services: Services, request: Request) -> Response:
         lower_first=False,
     )
 
-    def write(embedded: list[EmbeddedPrompt]) -> Any:
+    def write(embedded: list[EmbeddedPrompt], time: dict[str, Any]) -> Any:
         ids = [each.request_id for each in call.requests(prompts, "")]
         answers = [
             {
                 "embedding": each.vector,
-                "meta_info": {"id": name, "prompt_tokens": each.prompt_tokens},
+                "meta_info": {"id": name, "prompt_tokens": each.prompt_tokens} | time,
             }
             for name, each in zip(ids, embedded, strict=True)
         ]

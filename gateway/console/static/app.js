@@ -15,7 +15,7 @@ const main = document.getElementById("main");
 const shared = { session: null, models: [] };
 let leave = null;
 
-async function show() {
+async function show(moved) {
   const [name, ...rest] = location.hash.replace(/^#\/?/, "").split("/");
   const view = VIEWS[name] ? name : "playground";
   leave?.abort();
@@ -27,6 +27,8 @@ async function show() {
   document.title = `${VIEWS[view].title} · nano-inference`;
   try {
     const { render } = await VIEWS[view].load();
+    // Models and adapters that the operations, or others, have loaded since.
+    if (view === "playground" && moved) shared.models = (await json("v1/models")).data;
     if (left.signal.aborted) return;
     main.dataset.view = view;
     render(main, { ...shared, signal: left.signal, argument: rest.map(decodeURIComponent).join("/"), reload: begin });
@@ -48,7 +50,7 @@ async function begin() {
     return;
   }
   document.getElementById("key-button").hidden = !shared.session.keys;
-  await show();
+  await show(false);
 }
 
 function connection() {
@@ -74,14 +76,13 @@ function theme() {
   const root = document.documentElement;
   const names = { "": "Theme: system", light: "Theme: light", dark: "Theme: dark" };
   const set = (value) => {
-    if (value) root.dataset.theme = value;
-    else delete root.dataset.theme;
+    root.dataset.chosen = value;
     try { value ? localStorage.setItem("console.theme", value) : localStorage.removeItem("console.theme"); } catch { /* not kept */ }
     button.textContent = names[value];
-    document.dispatchEvent(new Event("theme"));
+    document.dispatchEvent(new Event("choose-theme"));
   };
-  button.addEventListener("click", () => set({ "": "light", light: "dark", dark: "" }[root.dataset.theme ?? ""]));
-  set(root.dataset.theme ?? "");
+  button.addEventListener("click", () => set({ "": "light", light: "dark", dark: "" }[root.dataset.chosen]));
+  set(root.dataset.chosen);
 }
 
 function keys() {
@@ -108,7 +109,7 @@ function keys() {
 
 addEventListener("hashchange", () => {
   if (!shared.session) return;
-  show();
+  show(true);
   main.focus({ preventScroll: true });
 });
 addEventListener("unhandledrejection", (event) => {

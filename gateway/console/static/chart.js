@@ -23,7 +23,6 @@ export function chart(element, series, { unit = "", signal, min } = {}) {
   const observer = new ResizeObserver(() => plot.setSize({ width: Math.max(120, element.clientWidth), height: 150 }));
   observer.observe(element);
   document.addEventListener("theme", build, { signal });
-  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", build, { signal });
   signal.addEventListener("abort", () => { observer.disconnect(); plot.destroy(); });
   return { update: (rows) => { data = rows; plot.setData(rows); } };
 }

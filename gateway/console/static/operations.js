@@ -28,13 +28,19 @@ function doing(label, work, more = {}) {
 
 const KINDS = { ready: "good", loading: "accent", draining: "warn", failed: "bad", unloaded: "" };
 
+/** Which share of a model's weights its slowest executor has loaded; undefined if none says. */
+function loadedShare(status, model) {
+  const shares = (status?.lanes ?? []).filter((lane) => lane.model === model).flatMap((lane) => Object.values(lane.stages)).map((stage) => stage.load.loaded).filter((share) => share !== undefined);
+  return shares.length ? Math.min(...shares) : undefined;
+}
+
 /** The last part of a folder's path, which says enough in a table. */
 const lastPart = (path) => (path ?? "").replace(/\/+$/, "").split("/").at(-1);
 
 function modelRow(each, session, again) {
   const may = session.several_models && session.scopes.includes("admin");
   const at = `admin/models/${encodeURIComponent(each.id)}`;
-  const progress = each.state === "loading" && h("progress", { "aria-label": `${each.id} is loading` });
+  const progress = each.state === "loading" && h("progress", { "aria-label": `${each.id} is loading`, data: { model: each.id } });
   return h("tr", null,
     h("td", null, h("b", null, each.id), each.default && h("span", { class: "muted small" }, " default"), h("div", { class: "muted small ellipsis", title: each.path }, lastPart(each.path))),
     h("td", null, h("span", { class: `tag ${KINDS[each.state] ?? ""}` }, each.state), each.reason && h("div", { class: "small error" }, each.reason), progress),
@@ -53,9 +59,14 @@ function models(session, signal) {
     put(body, table(["Model", "State", "#Parameters", "#Weights", "#KV", "#Loaded in", "#In flight", ""], found.map((each) => modelRow(each, session, draw))));
   }
   draw().catch((error) => { if (!signal.aborted) put(body, empty(error.message)); });
-  // States change by themselves, and are part of each snapshot.
+  // States change by themselves, and are part of each snapshot; so is how far a model is loaded.
   let seen = "";
   feed.on(({ status }) => {
+    for (const bar of body.querySelectorAll("progress")) {
+      const share = loadedShare(status, bar.dataset.model);
+      if (share === undefined) bar.removeAttribute("value");
+      else bar.value = share;
+    }
     const now = JSON.stringify(status?.models ?? {});
     if (seen && now !== seen) draw().catch(() => {});
     seen = now;

@@ -5,7 +5,7 @@ import { check, copy, field, h, icon, ICONS, put, showDialog, toast } from "./do
 import { duration, number } from "./format.js";
 import { curl, python } from "./snippets.js";
 import { hideTip, TokenText } from "./tokens.js";
-import { causes } from "./waterfall.js";
+import { foldedCauses } from "./waterfall.js";
 
 const KEPT = "console.chat";
 const IMAGE_BYTES = 8 << 20;
@@ -140,9 +140,9 @@ function answerView(answer, pane, context) {
     put(calls, answer.calls.filter(Boolean).map((each) => callView(each, answer, pane)));
     if (answer.finish === "tool_calls" && pane.turns.at(-1)?.answer === answer) calls.append(h("div", { class: "row" }, h("button", { type: "button", class: "primary", onclick: () => sendResults(answer, pane, calls) }, "Send the results")));
     put(meta, facts(answer).map((each) => h("span", null, each)),
-      answer.stream && h("a", { href: `#/requests/${encodeURIComponent(answer.stream)}` }, "Where the time went"),
+      answer.stream && h("a", { href: `#/requests/${encodeURIComponent(answer.stream)}` }, "Open the request"),
       h("button", { type: "button", class: "quiet", onclick: () => program(answer.body, context) }, "Copy as curl / Python"));
-    put(time, answer.usage?.time && causes(answer.usage.time));
+    put(time, answer.usage?.time && foldedCauses(answer.usage.time));
   };
   draw();
   return { element, draw };
@@ -274,7 +274,10 @@ export function render(root, context) {
   const compare = h("button", { type: "button", "aria-pressed": String(state.compare), onclick: () => { state.compare = !state.compare; compare.setAttribute("aria-pressed", String(state.compare)); keep(true); drawAll(); } }, "Side by side");
   const sheet = h("button", { type: "button", class: "only-narrow", "aria-expanded": "false", onclick: () => showSheet(!settings.classList.contains("shown")) }, "Settings");
 
-  const takesImages = () => shownPanes().every((pane) => context.session.images.includes(pane.settings.model || context.models[0]?.id));
+  const takesImages = () => shownPanes().every((pane) => {
+    const model = context.models.find((each) => each.id === pane.settings.model) ?? context.models[0];
+    return context.session.images.includes(model?.parent ?? model?.id);
+  });
   const busy = () => shownPanes().some((pane) => pane.turns.some((turn) => turn.answer && !turn.answer.done));
 
   function showSheet(shown) {

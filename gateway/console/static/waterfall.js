@@ -15,6 +15,7 @@ export const CAUSES = {
   preemption: ["preempted", "var(--bad)"],
   weights: ["weight updates", "var(--accent)"],
   recovery: ["recovery", mix("bad", 60)],
+  unknown: ["before a failure", mix("bad", 30)],
   own_prefill: ["own prefill", mix("executor", 60)],
   own_decode: ["own decode", "var(--executor)"],
   kv: ["waiting for KV", "var(--admission)"],
@@ -23,18 +24,25 @@ export const CAUSES = {
   slow_client: ["slow client", mix("streaming", 55)],
 };
 
+const named = (time) => Object.entries(time).filter(([, ns]) => ns > 0).map(([cause, ns]) => ({ name: CAUSES[cause]?.[0] ?? cause, color: CAUSES[cause]?.[1] ?? "var(--text-3)", ns }));
+const sum = (found) => found.reduce((all, { ns }) => all + ns, 0);
+
+const bar = (found) => h("div", { class: "bar", "aria-hidden": "true" }, found.map(({ color, ns }) => h("i", { style: { width: `${(ns / sum(found)) * 100}%`, background: color } })));
+
+const table = (found) => h("table", null, h("tbody", null,
+  found.map(({ name, color, ns }) => h("tr", null, h("td", null, h("span", { class: "legend" }, h("span", null, h("i", { style: { background: color } }), name))), h("td", { class: "num" }, duration(ns)), h("td", { class: "num muted" }, percent(ns / sum(found))))),
+  h("tr", null, h("th", { scope: "row" }, "together"), h("td", { class: "num" }, duration(sum(found))), h("td", { class: "num muted" }, percent(1)))));
+
 /** A bar and a table of causes: {cause: ns}. */
-export function causes(time, total) {
-  const found = Object.entries(time).filter(([, ns]) => ns > 0);
-  const sum = found.reduce((all, [, ns]) => all + ns, 0);
-  if (!sum) return null;
-  const named = found.map(([cause, ns]) => ({ name: CAUSES[cause]?.[0] ?? cause, color: CAUSES[cause]?.[1] ?? "var(--text-3)", ns }));
-  const residual = total === undefined ? null : total - sum;
-  return h("div", { class: "causes meter" },
-    h("div", { class: "bar", "aria-hidden": "true" }, named.map(({ color, ns }) => h("i", { style: { width: `${(ns / sum) * 100}%`, background: color } }))),
-    h("table", null, h("tbody", null,
-      named.map(({ name, color, ns }) => h("tr", null, h("td", null, h("span", { class: "legend" }, h("span", null, h("i", { style: { background: color } }), name))), h("td", { class: "num" }, duration(ns)), h("td", { class: "num muted" }, percent(ns / sum)))),
-      h("tr", null, h("th", { scope: "row" }, "together"), h("td", { class: "num" }, duration(sum)), h("td", { class: "num muted" }, residual === null ? "" : residual ? `${residual} ns off` : "exact")))));
+export function causes(time) {
+  const found = named(time);
+  return found.length ? h("div", { class: "causes meter" }, bar(found), table(found)) : null;
+}
+
+/** The same with the table folded. */
+export function foldedCauses(time) {
+  const found = named(time);
+  return found.length ? h("details", { class: "causes" }, h("summary", null, `Where ${duration(sum(found))} went`, bar(found)), table(found)) : null;
 }
 
 /** A bar and a legend of causes by their shares, in per mille, as streaming reports them of its last requests. */
@@ -42,7 +50,7 @@ export function causeShares(load) {
   const found = Object.keys(CAUSES).filter((cause) => load[`time_${cause}`]).map((cause) => ({ name: CAUSES[cause][0], color: CAUSES[cause][1], share: load[`time_${cause}`] / 1000 }));
   if (!found.length) return null;
   return h("div", { class: "causes meter" },
-    h("div", { class: "bar", role: "img", "aria-label": "Time of the last requests by cause" }, found.map(({ color, share }) => h("i", { style: { width: percent(share), background: color } }))),
+    h("div", { class: "bar", role: "img", "aria-label": "Time of the last requests by cause" }, found.map(({ color, share }) => h("i", { style: { width: `${share * 100}%`, background: color } }))),
     h("p", { class: "legend" }, found.map(({ name, color, share }) => h("span", null, h("i", { style: { background: color } }), `${name} ${percent(share)}`))));
 }
 

@@ -438,22 +438,22 @@ def _with_drafts(step: _Pass, drafts: StepDrafts) -> _Pass:
     return _Pass(step.rows[row], ahead, step.starts[row] + ahead, step.num_tokens[row])
 
 
-def step_times(plan: StepPlan, runs: BoolArray, num_tokens: int, changed_ns: int) -> StepTimes:
+def step_times(plan: StepPlan, runs: BoolArray, num_tokens: IntArray, changed_ns: int) -> StepTimes:
     """Return a result's times, without drafted tokens.
 
     Args:
         plan: The plan.
         runs: `[rows]` of the plan, which of them are computed.
-        num_tokens: Tokens that these compute.
+        num_tokens: Tokens that each of these computes.
         changed_ns: As in StepTimes.
     """
-    first = plan.times.num_decodes
-    prefills: tuple[tuple[int, int], ...] = ()
-    if first < len(plan.seq_ids):
-        others = zip(plan.seq_ids[first:], plan.num_tokens[first:], strict=True)
-        prefills = tuple(compress(others, runs[first:]))
-    held_ns, left = plan.times.held_ns, plan.times.left
-    return StepTimes(0, num_tokens, prefills, held_ns, changed_ns, left)
+    times = plan.times
+    first, held_ns, left = times.num_decodes, times.held_ns, times.left
+    if first == len(plan.seq_ids):
+        return StepTimes(0, num_tokens.size, (), held_ns, changed_ns, left)
+    others = zip(plan.seq_ids[first:], plan.num_tokens[first:], strict=True)
+    prefills = tuple(compress(others, runs[first:]))
+    return StepTimes(0, int(num_tokens.sum()), prefills, held_ns, changed_ns, left)
 
 
 def started_sequences(plan: StepPlan, executed_ns: int) -> tuple[StartedSequence, ...]:

@@ -26,7 +26,6 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
 )
-from transformers.utils import logging as transformers_logging
 
 from ....config import EngineConfig, ModelError, missing_model
 from ....text.context_length import longest_context
@@ -43,6 +42,7 @@ from .device import resolve_device, trim
 from .encoder import longest_prompt, looks_ahead, padding_shows
 from .fixed_tiles import require_cpu
 from .loaded_model import Dtypes, LoadedModel
+from .progress import counted_progress
 from .ranks.group import RankError
 from .ranks.pipelining import PipelineRank
 from .system_memory import use_huge_pages
@@ -334,7 +334,7 @@ def _load_weights(
     else:
         check_checkpoint(folder)
     try:
-        with no_progress_bars(), _no_gguf_bar() if is_gguf else nullcontext():
+        with counted_progress(), _no_gguf_bar() if is_gguf else nullcontext():
             loaded: Any = auto.from_pretrained(
                 folder,
                 dtype=dtype,
@@ -464,19 +464,6 @@ def _images_see_themselves(module: Any) -> bool:
     except Exception as error:
         raise ModelError(f"{name} can't be served: {_first_line(error)}") from error
     return True
-
-
-@contextmanager
-def no_progress_bars() -> Iterator[None]:
-    """Disable Transformers' progress bars."""
-    log: Any = transformers_logging
-    shown = log.is_progress_bar_enabled()
-    log.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            log.enable_progress_bar()
 
 
 def _first_line(error: Exception) -> str:

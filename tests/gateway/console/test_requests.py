@@ -5,12 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from structlog.testing import capture_logs
 
 from nano_inference.bus.public import GenerateRequest, Usage
 from nano_inference.gateway.policy.administration import Administration
 from nano_inference.gateway.serving.request_log import RequestLog
+from nano_inference.telemetry.instruments import REQUEST_LOG_FAILED
 
 from ..fake import Client, FakeEngine, app_of, chunk, completion, http_of, refused
+from ..recorded import Recorded
 
 CHAT = {"prompt": "98 + 25 =", "max_tokens": 4}
 EVIL = '<img src=x onerror="alert(1)"></script>'
@@ -90,6 +93,30 @@ async def test_a_key_sees_the_requests_of_its_tenant(engine: FakeEngine) -> None
             assert (await http.get(f"/console/{path}")).status_code == 401
         session = (await http.get("/console/session", headers=keys["blue"])).json()
         assert (session["scopes"], session["tenant"]) == (["read"], "blue")
+
+
+@pytest.mark.parametrize("broken", ["_forget_detail", "_end", "_change"])
+async def test_an_error_in_the_list_fails_no_request(
+    engine: FakeEngine, monkeypatch: pytest.MonkeyPatch, broken: str
+) -> None:
+    """It is counted each time, and logged once."""
+
+    def fail(*args: object) -> None:
+        raise RuntimeError("broken")
+
+    monkeypatch.setattr(RequestLog, broken, fail)
+    recorded = Recorded()
+    async with http_of(app_of(engine, measures=recorded.measures), engine) as http:
+        with capture_logs() as logs:
+            for stream in (False, True, False):
+                answer = await http.post("/v1/completions", json=CHAT | {"stream": stream})
+                assert answer.status_code == 200
+                assert "five" in answer.text
+        (failed,) = recorded.values(REQUEST_LOG_FAILED).values()
+        assert failed >= 3
+        lines = [line["where"] for line in logs if line["event"] == "request_not_listed"]
+        assert 0 < len(lines) == len(set(lines))
+        assert (await http.get("/console/requests")).status_code == 200
 
 
 # --- the log ------------------------------------------------------------------------------------

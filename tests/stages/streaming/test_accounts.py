@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from random import Random
 from typing import Any
 
+import msgspec
 import pytest
 
 from nano_inference.bus.messages import (
@@ -260,18 +261,38 @@ def test_a_cached_response_has_its_time_and_no_bill() -> None:
     assert lane.usage().billed_ns == 0
 
 
-def test_a_restored_request_has_no_known_time() -> None:
-    lane = Lane()
-    item = RecoveryItem("r", "entry-r")
+def test_a_restored_request_has_the_time_since_the_failure() -> None:
+    """What ran before is unknown, and nobody pays for it."""
+    lane, successor = Lane(), Lane()
     lane.open(stream=True)
     lane.step(150, 160, [1], new=[started(1, 150)], num_tokens=7, prefills=((1, 7),))
-    lane.core.reset()
     chunk = lane.core._requests["r"].samples[0].chunk(0, "")
-    lane.core.restore(item, [chunk])
-    again = started(1, 600, num_generated=1)
-    lane.step(600, 650, [1], new=[again], ends=[1], num_tokens=8, prefills=((1, 8),))
-    assert (lane.usage().time, lane.usage().billed_ns) == (None, None)
-    assert lane.core.accounts.billed_ns == 0, "the executor's time is nobody's"
+    lane.core.reset()
+    for each in (lane, successor):
+        # The first one has it still, but not as its stream has it.
+        each.open(stream=True, down_since_ns=400, now_ns=410)
+        assert each.core.restore(RecoveryItem("r", "entry-r"), [chunk], 410)
+        again = started(1, 600, num_generated=1)
+        each.step(600, 650, [1], new=[again], num_tokens=8, prefills=((1, 8),))
+        each.step(650, 660, [1], ends=[1], now_ns=670)
+        unknown = causes(each, life_ns=590)["unknown"]
+        rest = {"recovery": 650 - 110 - unknown, "own_decode": 10, "delivery": 10}
+        assert each.usage().time == {"queue": 20, "overhead": 10, "unknown": unknown} | rest
+        assert each.usage().billed_ns == each.core.accounts.billed_ns == 50 + 10
+    assert unknown == 290
+
+
+@pytest.mark.parametrize(("taken_ns", "queued_ns", "wanted"), [(120, 20, 20), (0, 0, 0)])
+def test_a_refused_request_has_its_time(taken_ns: int, queued_ns: int, wanted: int) -> None:
+    lane = Lane()
+    cancel = cancel_of(unstarted=True, taken_ns=taken_ns, queued_ns=queued_ns)
+    lane.read(lane.core.end(cancel, 150))
+    time = {"queue": wanted, "overhead": 30} if wanted else {}
+    assert causes(lane, life_ns=30 + wanted if wanted else 0) == time
+    assert (lane.usage().billed_ns, lane.completions[0].timings.published_ns) == (
+        0,
+        100 if wanted else 150,
+    )
 
 
 def test_steps_before_the_request_is_known_count_when_it_is() -> None:
@@ -352,6 +373,7 @@ class World:
         self.prefilling: list[dict[int, int]] = [{}, {}]
         self.ends_ns = [0, 0]
         self.skews_ns = [self.pick(-300, 0, 400), self.pick(-300, 0, 400)]
+        self.num_before = 0  # completions of this core's predecessors
 
     def pick(self, *values: Any) -> Any:
         return self.random.choice(values)
@@ -471,16 +493,26 @@ class World:
             self.forget(name)
 
     def fail(self) -> None:
-        self.lane.core.reset()
+        core, down_ns = self.lane.core, self.now_ns
+        core.reset()
         self.pass_time()
+        if is_restarted := self.pick(False, False, True):
+            self.lane.core, self.num_before = StreamingCore(None), len(self.lane.completions)
         done = {each.request_id for each in self.lane.completions}
         for replica in (0, 1):
             self.waiting += self.running[replica].values()
             self.running[replica].clear()
             self.prefilling[replica].clear()
         for name, (opened, _) in self.opened.items():
-            if name not in done:
-                self.lane.core.open(opened, self.now_ns)
+            if name in done:
+                continue
+            known = core._requests.get(name)
+            if is_restarted:
+                opened = msgspec.structs.replace(opened, down_since_ns=down_ns)
+            self.lane.core.open(opened, self.now_ns)
+            if is_restarted and known is not None:
+                chunks = [each.chunk(0, "") for each in known.samples.values()]
+                self.lane.core.restore(RecoveryItem(name, opened.entry_id), chunks, self.now_ns)
 
 
 @pytest.mark.parametrize("seed", range(150))
@@ -507,5 +539,6 @@ def test_no_nanosecond_is_lost_in_any_life(seed: int) -> None:
         assert sum(time.values()) == timings.finished_ns - start_ns
         assert timings.published_ns == start_ns
         bills.append(billed_ns)
+    del bills[: world.num_before]
     assert min(bills, default=0) >= 0
     assert sum(bills) == found.billed_ns <= found.busy_ns

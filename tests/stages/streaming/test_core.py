@@ -384,7 +384,7 @@ def test_a_successor_with_part_of_a_request_restores_it_from_its_stream(
     chunks += after.chunks(sample_index=None)
     assert after.core.knows(item)
     assert after.core.agrees(item, chunks) == (not streamed)
-    after.core.restore(item, chunks)
+    after.core.restore(item, chunks, 500)
     assert after.core.agrees(item, chunks)
     assert [each.sample_index for each in after.core.recovered(item).samples] == (
         [0, 1] if streamed else []

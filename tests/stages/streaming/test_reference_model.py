@@ -105,7 +105,7 @@ def test_a_successor_has_finished_samples_scored(
     after = Client(tokenizer)
     item = RecoveryItem("r", request.entry_id)
     after.open(request)
-    after.core.restore(item, client.chunks())
+    after.core.restore(item, client.chunks(), 500)
     assert list(after.core.to_score(item)) == asked
     assert score(after, -1.0, -2.0).ended
     (completion,) = after.completions()

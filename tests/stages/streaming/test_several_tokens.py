@@ -190,7 +190,7 @@ def test_a_successor_goes_on_behind_chunks_of_several_tokens(
     report(before, ids[:3], adapter=2)
     successor.open(request)
     item = RecoveryItem("r", request.entry_id)
-    assert successor.core.restore(item, before.chunks()) == request
+    assert successor.core.restore(item, before.chunks(), 500) == request
     recovered = successor.core.recovered(item)
     assert recovered.samples[0].token_ids == tuple(ids[:3])
     successor.step(new=[started(1, request, num_generated=3)])

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from .....config import WeightsError, shown
-from ..model import no_progress_bars
+from ..progress import no_progress_bars
 from ..shards import ShardedWeights
 
 _LAYER = re.compile(r"^.*?\.\d+(?=\.)")

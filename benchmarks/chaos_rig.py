@@ -73,6 +73,9 @@ class RedisServer(Restartable):
         fsync: "always", "everysec", or "none" for no append-only file.
         binary: The program; "valkey" is the embedded one.
         address: Where it listens, without authentication.
+
+    Attributes:
+        environment: Of the process; None for that of this program.
     """
 
     def __init__(
@@ -86,6 +89,7 @@ class RedisServer(Restartable):
         self.folder, self._fsync = folder, fsync
         self._binary = valkey() if binary == "valkey" else binary
         self._address = address
+        self.environment: dict[str, str] | None = None
         self.url = f"redis://{address}:{self.port}"
 
     def _start(self) -> subprocess.Popen[bytes]:
@@ -97,7 +101,7 @@ class RedisServer(Restartable):
         # Tests slow a server down with DEBUG SLEEP.
         command += ["--enable-debug-command", "yes"]
         with (self.folder / "server.log").open("ab") as output:
-            return subprocess.Popen(command, stdout=output, stderr=output)
+            return subprocess.Popen(command, stdout=output, stderr=output, env=self.environment)
 
     async def start(self) -> None:
         """Start the process, and wait until it answers."""

@@ -409,13 +409,16 @@ class Doors:
         answer.content = list(zip(texts, [each[-1:] for each in reasons], strict=True))
 
 
+_PASSING = frozenset({"UNAVAILABLE", "INTERNAL", "CANCELLED", "UNKNOWN", "RESOURCE_EXHAUSTED"})
+
+
 @contextlib.contextmanager
 def passing() -> Iterator[None]:
     """Raise Passing for errors of gRPC after which a client tries again."""
     try:
         yield
     except KServeError as error:
-        if error.status.name in ("UNAVAILABLE", "INTERNAL", "CANCELLED", "UNKNOWN"):
+        if error.status.name in _PASSING and error.code not in REFUSALS:
             raise Passing(f"{error.code}: {error}") from None
         raise
 
@@ -424,11 +427,11 @@ def check(status: int, text: str) -> None:
     """Raise Passing or Lost unless a call has succeeded."""
     if status == 200:
         return
-    if status in PASSING:
-        raise Passing(f"{status}: {text[:150]}")
     code = str(status)
     with contextlib.suppress(ValueError, KeyError, TypeError):
         code = json.loads(text)["error"]["code"]
+    if status in PASSING and code not in REFUSALS:
+        raise Passing(f"{status}: {text[:150]}")
     raise Lost(code, text[:200])
 
 

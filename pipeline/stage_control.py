@@ -120,6 +120,8 @@ class StageControl:
     ) -> Recipients:
         """As `recipients`, once all have loaded: before that they receive no messages.
 
+        A stage that has not reported yet loads, too.
+
         Raises:
             BusError: Some are still loading after `limit_s`; or as `recipients`.
         """
@@ -129,14 +131,14 @@ class StageControl:
             loading = [
                 each[1]
                 for each in recipients
-                if each in reports and reports[each].state == "starting"
+                if each not in reports or reports[each].state == "starting"
             ]
             if not loading:
                 return recipients
             if time.monotonic() > end:
                 raise BusError(
-                    f"{', '.join(loading)} can't answer while it is loading; wait until "
-                    "`nano-inference status` says that it is ready",
+                    f"{', '.join(loading)} can't answer while it is loading or not running; wait "
+                    "until `nano-inference status` says that it is ready",
                     code="no_answer",
                 )
             await anyio.sleep(_POLL_S)

@@ -1,0 +1,259 @@
+"""Bad days: faults of every kind under requests of every kind, over HTTP, gRPC and Redis.
+
+    python benchmarks/chaos_days.py [--requests 10000] [--faults 300] [--seed S] [--json FILE]
+                                    [--houses redis,sentinel,cluster,ranks,hosts]
+                                    [--concurrency C] [--duration SECONDS]
+
+Five houses, each with the share of requests and faults of its kinds (chaos_faults.py): one Redis
+server with two replicas, two sentinels' servers, a cluster, a model over two ranks, and two hosts
+(chaos_hosts.py). Each request is answered undisturbed first (doors.py has the requests), and again
+under faults. A request that is lost, doubled, has gaps or differs counts for the last fault that
+came before its end. Recovery is the time from the fault until the next answer of a request that was
+in flight, and until the last of them.
+
+The exit status is 1 unless nothing was lost, doubled, incomplete or different. Linux, root, a C
+compiler, faketime.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any
+
+import chaos_hosts
+import chaos_rig
+from chaos_faults import HOUSES, Day
+from chaos_rig import Clients
+from doors import KINDS, Answer, Ask, Doors, make_asks
+from harness import percentile, print_table, write
+from soak_ledger import Judge
+
+WRONG = ("lost", "doubled", "gaps", "different")
+KIND_NAMES = [name for name in KINDS if name not in ("guest", "second", "tool")]
+"""Kinds of requests: those that one model without changes has."""
+HOSTS_SHARE = 8
+"""Kinds of faults that chaos_hosts.py has."""
+
+
+class DoorsLoad(Clients):
+    """Requests through their doors.
+
+    Attributes:
+        in_flight: By request, when it was sent.
+        ended: When each was sent and ended, and what is wrong with it.
+    """
+
+    def __init__(self, doors: Doors, judge: Judge, asks: Sequence[Ask], concurrency: int) -> None:
+        super().__init__([ask.request for ask in asks], concurrency)
+        self._doors, self._judge, self._asks = doors, judge, asks
+        self.learns = False
+        self.in_flight: dict[int, float] = {}
+        self.ended: dict[int, tuple[float, float, set[str]]] = {}
+
+    async def run(self) -> None:
+        async with asyncio.TaskGroup() as group:
+            async for index in self.in_turn():
+                group.create_task(self._one(index))
+
+    async def _one(self, index: int) -> None:
+        ask = self._asks[index]
+        self.in_flight[index] = start = time.monotonic()
+        answer: Answer = await self._doors.send(ask, "days")
+        del self.in_flight[index]
+        wrong: set[str] = set()
+        if not self.learns:
+            wrong = self._judge.take(ask, answer)
+        elif ask.kind != "leaving":
+            self._judge.learn(ask, answer)
+        self.ended[index] = (start, time.monotonic(), wrong)
+        async with self._changed:
+            self.finished += 1
+            self._changed.notify_all()
+
+
+async def one_house(
+    folder: Path, name: str, requests: int, faults: int, size: Any
+) -> dict[str, Any]:
+    """Run the requests in one house, undisturbed and under faults."""
+    rng = random.Random(size.seed)
+    async with AsyncExitStack() as stack:
+        day: Day = await stack.enter_async_context(HOUSES[name](folder, rng))
+        kinds = list(day.faults)
+        judge = Judge()
+        doors = await stack.enter_async_context(day.doors())
+        places = [door for door in ("redis",) if doors.redis is None]
+        known = make_asks(
+            min(requests, size.known),
+            size.seed,
+            longest=size.longest,
+            kinds=[each for each in KIND_NAMES if each not in day.without],
+            doors=[door for door in day.all_doors if door not in places],
+        )
+        calm = DoorsLoad(doors, judge, known, size.concurrency)
+        calm.learns = True
+        await chaos_rig.bounded(calm, day, size.duration)  # type: ignore[arg-type]
+        asks = [known[index % len(known)] for index in range(requests)]
+        rng.shuffle(asks)
+        load = DoorsLoad(doors, judge, asks, size.concurrency)
+        hits: list[tuple[str, float, float, set[int]]] = []
+
+        async def hit(kind: str) -> None:
+            at, flying = time.monotonic(), set(load.in_flight)
+            print(f"{time.strftime('%H:%M:%S')} {name}: {kind}, {load.finished} ended", flush=True)
+            await day.faults[kind]()
+            hits.append((kind, at, time.monotonic(), flying))
+
+        spread = chaos_rig.spread_faults(load, kinds, faults, rng, hit)
+        ended = await chaos_rig.disturbed(load, day, size.duration, spread)  # type: ignore[arg-type]
+        remarks = [*judge.remarks, *await day.remarks()]
+    missing = len(asks) - len(load.ended)
+    return {
+        "requests": requests,
+        "never ended": missing,
+        "kinds": table(hits, load),
+        "before any fault": sum(bool(each[2]) for each in load.ended.values()) * (not hits),
+        **{key: dict(count) for key, count in judge.counts.items()},
+        "remarks": remarks[:50],
+        **ended,
+    }
+
+
+def table(hits: Sequence[tuple[str, float, float, set[int]]], load: DoorsLoad) -> dict[str, Any]:
+    """Return a row for each kind of fault."""
+    rows: dict[str, Any] = {}
+    of_fault: dict[int, list[set[str]]] = {}
+    for _, end, wrong in load.ended.values():
+        if wrong:
+            last = max((place for place, hit in enumerate(hits) if hit[1] <= end), default=0)
+            of_fault.setdefault(last, []).append(wrong)
+    for kind in dict.fromkeys(hit[0] for hit in hits):
+        mine = [(place, hit) for place, hit in enumerate(hits) if hit[0] == kind]
+        first, last = [], []
+        for _, (_, at, _, flying) in mine:
+            ends = [load.ended[index][1] - at for index in flying if index in load.ended]
+            if ends:
+                first.append(min(ends))
+                last.append(max(ends))
+        found = [wrong for place, _ in mine for wrong in of_fault.get(place, [])]
+        rows[kind] = {
+            "number": len(mine),
+            **{name: sum(name in wrong for wrong in found) for name in WRONG},
+            "next_s": quantiles(first),
+            "all_s": quantiles(last),
+        }
+    return rows
+
+
+def quantiles(times: Sequence[float]) -> dict[str, float] | None:
+    """Return p50 and p99; None without times."""
+    if not times:
+        return None
+    return {f"p{share}": round(percentile(times, share / 100), 2) for share in (50, 99)}
+
+
+async def of_hosts(folder: Path, requests: int, faults: int, size: Any) -> dict[str, Any]:
+    """Run chaos_hosts.py; its faults of each kind, and what is wrong of all of them."""
+    found = await chaos_hosts.storm(
+        folder,
+        requests=max(requests * 2 // 3, 10),
+        kills=faults,
+        seed=size.seed,
+        concurrency=size.concurrency,
+        longest=size.longest,
+        duration_s=size.duration,
+    )
+    parts = (found["redis"], found["http"])
+    names = {"lost": "lost", "doubled": "duplicated", "gaps": "gaps", "different": "mismatched"}
+    whole = {
+        name: sum(part.get(name, part.get(other, 0)) for part in parts)
+        for name, other in names.items()
+    }
+    kinds = {f"hosts: {kind}": {"number": count} for kind, count in found["faults"].items()}
+    return {
+        "requests": found["requests"] + found["http"]["requests"],
+        "never ended": 0,
+        "kinds": kinds,
+        "wrong": whole,
+        "remarks": [*found["redis"]["remarks"], *found["http"]["remarks"]],
+        "up_survived": found["up_survived"],
+        "wall_s": found["wall_s"],
+        "dropped_packets": found["dropped_packets"],
+    }
+
+
+async def days(folder: Path, size: Any) -> dict[str, Any]:
+    """Run the houses one after the other; return the result file's content."""
+    counts = {name: len(HOUSES[name].KINDS) if name in HOUSES else HOSTS_SHARE for name in ALL}
+    chosen = {name: counts[name] for name in size.houses}
+    whole = sum(chosen.values())
+    result: dict[str, Any] = {"seed": size.seed, "concurrency": size.concurrency, "houses": {}}
+    for name, count in chosen.items():
+        faults = max(count * size.least, round(size.faults * count / whole))
+        requests = round(size.requests * count / whole)
+        run: Callable[..., Any] = of_hosts if name == "hosts" else one_house
+        parts = (requests, faults, size) if name == "hosts" else (name, requests, faults, size)
+        result["houses"][name] = await run(new(folder / name), *parts)
+        write(size.json, result)
+    houses = result["houses"].values()
+    result["clean"] = not any(
+        found["never ended"] or any(found["wrong"].values()) for found in houses
+    )
+    result["up_survived"] = all(found["up_survived"] for found in houses)
+    return result
+
+
+def new(folder: Path) -> Path:
+    """Return a folder, made."""
+    folder.mkdir(parents=True)
+    return folder
+
+
+def show(result: dict[str, Any]) -> None:
+    columns = {"number": "{number}", **{name: f"{{{name}}}" for name in WRONG}}
+    columns |= {
+        "next p50, s": "{next_s[p50]}",
+        "p99, s": "{next_s[p99]}",
+        "all p50, s": "{all_s[p50]}",
+        "all p99, s": "{all_s[p99]}",
+    }
+    rows = {}
+    for found in result["houses"].values():
+        rows |= found["kinds"]
+    print_table(columns, rows, "fault")
+    for name, found in result["houses"].items():
+        print(
+            f"{name}: {found['requests']} requests, {found['never ended']} never ended, "
+            f"wrong {found['wrong']}, up survived {found['up_survived']}, {found['wall_s']} s"
+        )
+        for remark in found["remarks"]:
+            print(f"  {remark}")
+
+
+ALL = (*HOUSES, "hosts")
+
+
+def main() -> int:
+    return chaos_rig.run_program(
+        __doc__,
+        days,
+        show,
+        requests=10_000,
+        faults=300,
+        least=(1, "faults of each kind at least"),
+        houses=([*ALL], f"of {', '.join(ALL)}"),
+        known=(300, "different requests of a house"),
+        seed=1,
+        concurrency=16,
+        longest=(60, "most tokens of a sample"),
+        duration=(3600.0, "limit of a house, seconds"),
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import sys
+from functools import cache
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeVar, get_args, get_origin
 
 import msgspec
@@ -86,7 +87,7 @@ class Section(Settings, frozen=True):
 
         A list is accepted for a tuple, and a path for its text.
         """
-        for field in msgspec.structs.fields(type(self)):
+        for field in _fields(type(self)):
             value = getattr(self, field.name)
             if isinstance(value, os.PathLike):
                 value = os.fspath(value)
@@ -121,6 +122,12 @@ class FrozenDict(dict[_Key, _Value]):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return FrozenDict, (dict(self),)
+
+
+@cache
+def _fields(kind: type[Section]) -> tuple[msgspec.structs.FieldInfo, ...]:
+    """Return the fields with their types, which msgspec reads from texts anew each time."""
+    return msgspec.structs.fields(kind)
 
 
 def _hashable(value: Any) -> Any:

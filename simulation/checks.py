@@ -9,6 +9,7 @@ from typing import Any, Protocol
 from ..bus.codec import decode_output
 from ..bus.messages import CacheScope
 from ..bus.public import Completion, CompletionChunk, CompletionSample
+from ..config import AdmissionConfig
 from ..stages.actor import Actor
 from ..stages.admission.core import derive_seed
 from . import model
@@ -16,6 +17,12 @@ from .calls import Call
 from .redis.data import Stream
 from .redis.network import Network
 from .story import Request, Story
+
+MOST_FAILURES = AdmissionConfig().max_lane_deaths
+"""A request in which a lane fails so often is given up."""
+
+
+_FAILURES = ("crash", "kill", "double", "pause", "cut", "restart", "failover")
 
 
 class World(Protocol):
@@ -25,6 +32,7 @@ class World(Protocol):
     network: Network
     calls: dict[str, Call]
     weights: dict[tuple[str, int], set[int]]
+    adapters: dict[tuple[str, int], set[int]]
 
     def actors(self) -> Iterator[Actor]:
         """Return the stages of all living programs."""
@@ -46,7 +54,7 @@ def check_call(world: World, call: Call) -> Iterator[str]:
         yield f"it has {len(ends)} terminal messages"
         return
     for sample in ends[0].samples:
-        yield from _check_tokens(world, call.request, sample)
+        yield from _check_tokens(world, call.request, sample, chunks)
     yield from _check_end(story, call.request, ends[0], chunks)
 
 
@@ -71,6 +79,8 @@ def _check_end(
                 yield f"sample {sample.sample_index} streamed other text"
     match end.status:
         case "done":
+            if request.fatal:
+                yield "it is done, though it fails each step"
             if [sample.sample_index for sample in end.samples] != list(range(request.n)):
                 yield f"it has samples {[s.sample_index for s in end.samples]}"
             for sample in end.samples:
@@ -79,11 +89,17 @@ def _check_end(
             if not request.budget_ms:
                 yield "it expired without a budget"
         case "cancelled":
-            aborts = any(f.mode == "abort" and f.kind in ("weights", "hold") for f in story.faults)
+            aborts = any(
+                f.mode == "abort" and f.kind in ("weights", "adapter", "hold") for f in story.faults
+            )
             if not aborts:
                 yield f"it was cancelled: {end.error}"
         case _:
-            yield f"it failed: {end.error}"
+            failures = sum(fault.kind in _FAILURES for fault in story.faults)
+            fatal = any(each.fatal for each in story.requests)
+            code = end.error.code if end.error is not None else ""
+            if code != "lane_failed" or not (fatal or failures >= MOST_FAILURES):
+                yield f"it failed: {end.error}"
 
 
 def _check_chunks(request: Request, chunks: list[CompletionChunk]) -> Iterator[str]:
@@ -99,20 +115,28 @@ def _check_chunks(request: Request, chunks: list[CompletionChunk]) -> Iterator[s
         finished[index] = chunk.finish_reason is not None
 
 
-def _check_tokens(world: World, request: Request, sample: CompletionSample) -> Iterator[str]:
-    """Compute each token again, with the version that it is said to be of."""
+def _check_tokens(
+    world: World, request: Request, sample: CompletionSample, chunks: list[CompletionChunk]
+) -> Iterator[str]:
+    """Compute each token again, with the versions that it is said to be of."""
     seed = derive_seed(str(request.seed), sample.sample_index) if request.temperature else 0
-    chain = model.chain_of(CacheScope(request.tenant), request.prompt)
+    scope = CacheScope(request.tenant, adapter=request.adapter)
+    chain = model.chains_of(scope, request.prompt)[-1]
     starts = {start: version for version, start in sample.weight_versions}
     version = sample.weight_version
     numbers: dict[int, set[int]] = {0: {0}}
     for (_, each), found in world.weights.items():
         numbers.setdefault(each, set()).update(found)
+    adapters = _adapters_of(world, request, sample, chunks)
     for position, token in enumerate(sample.token_ids):
         version = starts.get(position, version)
         early = position < request.min_tokens
         avoided = request.stop_ids if early else ()
-        right = {model.sample(chain, seed, each, avoided) for each in numbers.get(version, ())}
+        right = {
+            model.sample(chain, seed, (number, adapter), avoided)
+            for number in numbers.get(version, ())
+            for adapter in adapters[position]
+        }
         if (token, sample.logprobs[position]) not in right:
             yield (
                 f"token {position} of sample {sample.sample_index} is {token}, not "
@@ -120,6 +144,23 @@ def _check_tokens(world: World, request: Request, sample: CompletionSample) -> I
             )
             return
         chain = model.extend(chain, token)
+
+
+def _adapters_of(
+    world: World, request: Request, sample: CompletionSample, chunks: list[CompletionChunk]
+) -> list[set[int]]:
+    """Return for each token the numbers that its adapter may consist of."""
+    number = len(sample.token_ids)
+    if not request.adapter:
+        return [{0}] * number
+    known = {
+        version: found for (id, version), found in world.adapters.items() if id == request.adapter
+    }
+    own = [chunk for chunk in chunks if chunk.sample_index == sample.sample_index]
+    if request.stream:
+        # A chunk's tokens are of one version.
+        return [known.get(chunk.adapter_version, set()) for chunk in own for _ in chunk.token_ids]
+    return [set().union(*known.values())] * number
 
 
 def _check_finish(request: Request, sample: CompletionSample) -> Iterator[str]:
@@ -219,15 +260,40 @@ def _check_results(world: World) -> Iterator[str]:
     if not isinstance(stream, Stream):
         return
     ends = (decode_output(dict(_pairs(fields))[b"json"]) for fields in stream.fields.values())
-    numbers = Counter(end.entry_id for end in ends)
-    for entry_id, number in numbers.items():
+    # A server that lost its last second, and whose clock went back, gives an id again.
+    numbers = Counter((end.entry_id, end.request_id) for end in ends)
+    for (entry_id, request_id), number in numbers.items():
         if number > 1:
-            yield f"the results stream has {number} terminal messages of {entry_id}"
+            yield f"the results stream has {number} terminal messages of {request_id}, {entry_id}"
     lossy = any(f.kind in ("restart", "failover") for f in world.story.faults)
     for call in () if lossy else world.calls.values():
         end = call.outputs[-1] if call.outputs else None
-        if isinstance(end, Completion) and not numbers[end.entry_id]:
+        if isinstance(end, Completion) and not numbers[end.entry_id, end.request_id]:
             yield f"the results stream has no terminal message of {call.request.name}"
+
+
+def _check_streams(world: World) -> Iterator[str]:
+    """Check each request's stream on the server: what followers would read from its beginning."""
+    requests = {request.name: request for request in world.story.requests}
+    lossy = any(fault.kind in ("restart", "failover") for fault in world.story.faults)
+    for key, value in world.network.node.engine.data.values.items():
+        if not (key.startswith(b"nano:out:") and isinstance(value, Stream)):
+            continue
+        raw = [dict(_pairs(value.fields[id])).get(b"json") for id in value.ids]
+        outputs = [decode_output(each) for each in raw if each is not None]
+        chunks = [each for each in outputs if isinstance(each, CompletionChunk)]
+        ends = [each for each in outputs if isinstance(each, Completion)]
+        request = requests.get(outputs[0].request_id) if outputs else None
+        if request is None:
+            continue
+        if not ends and not lossy:
+            yield f"the stream of {request.name} has no end"
+        if ends and [number for _, number in value.ids] != list(range(1, len(value.ids) + 1)):
+            yield f"the stream of {request.name} has ended with the entries {value.ids}"
+        for what in _check_chunks(request, chunks) if ends else ():
+            yield f"the stream of {request.name}: {what}"
+        if len(ends) > 1 or (ends and outputs[-1] is not ends[0]):
+            yield f"the stream of {request.name} goes on behind its end"
 
 
 def _pairs(fields: list[bytes]) -> Iterator[tuple[bytes, bytes]]:
@@ -237,6 +303,7 @@ def _pairs(fields: list[bytes]) -> Iterator[tuple[bytes, bytes]]:
 def check_end(world: World) -> Iterator[str]:
     """Return what is left though all requests have ended."""
     yield from _check_results(world)
+    yield from _check_streams(world)
     if not _has_ended(world):
         for actor in world.actors():
             yield f"{actor.role} is not at rest: {actor.condition()} {actor.load()}"

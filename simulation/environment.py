@@ -22,18 +22,22 @@ import anyio.to_thread
 import torch
 
 from ..bus.redis import bus as redis_bus
-from ..config import BusConfig, EngineConfig
+from ..config import EngineConfig
 from ..pipeline import pipeline as pipelines
+from ..stages.admission import core as admission_core
 from ..stages.admission import stage as admission
 from ..stages.executor import stage as executor
 from ..stages.executor.changes import shell as changes
+from ..stages.executor.runner.adapters.peft import Adapter
 from ..stages.streaming import stage as streaming
 from ..telemetry import clock
-from ..text.tokenizer import find_tokenizer
+from ..text.tokenizer import find_tokenizer, longest_token_bytes
+from . import model
 from .executor import SimulatedExecutor
-from .loop import PROCESS, SimulatedLoop
+from .loop import PROCESS, SimulatedLoop, SimulatedProcess
 from .redis.client import SimulatedServer
 from .redis.network import Network
+from .tiers import Block, SimulatedTiers
 
 EPOCH_NS = 1_800_000_000 * 1_000_000_000
 """Wall time at the beginning of each simulation."""
@@ -41,6 +45,7 @@ EPOCH_NS = 1_800_000_000 * 1_000_000_000
 _PACKAGE = __package__.rpartition(".")[0] + "."
 
 _cached_tokenizer = functools.cache(find_tokenizer)
+_cached_longest = functools.cache(longest_token_bytes)
 
 
 class _Time:
@@ -75,6 +80,7 @@ class SimulatedThread:
         """`factor`: how much slower than usual the machine is."""
         self._loop = loop
         self._random = random.random
+        self.adapters: dict[tuple[str, int], set[int]] = defaultdict(set)
         self._factor = factor
         self._free_ns: dict[Any, int] = {}
         self._queues: dict[Any, deque[_Work]] = defaultdict(deque)
@@ -112,6 +118,11 @@ class Environment:
 
     Attributes:
         executors: Of each stage object that was started, with its process.
+        note_weights: Called with process, version and number of weights in place.
+        capacity: Of each executor.
+        host_slots, disk_blocks: Of its tiers.
+        fatal: Ids of requests that fail each step.
+        adapters: By id and version, the numbers that adapters consist of.
     """
 
     def __init__(
@@ -124,6 +135,13 @@ class Environment:
         self.executors: list[tuple[Any, SimulatedExecutor]] = []
         self.note_weights: Callable[[Any, int, int], object] = lambda process, version, number: None
         self.capacity = {"num_blocks": 64, "max_batch_size": 8, "max_model_len": 512}
+        self.host_slots = self.disk_blocks = 0
+        self.fatal: frozenset[str] = frozenset()
+        self.adapters: dict[tuple[str, int], set[int]] = defaultdict(set)
+        self._factor = factor
+        self._peers: dict[str, SimulatedTiers] = {}
+        # By program: what a process has written is there when it starts again.
+        self._disks: dict[str, dict[bytes, Block]] = defaultdict(dict)
 
     def modules(self) -> dict[ModuleType, Any]:
         """Return replacements of modules, wherever this package has imported them."""
@@ -152,10 +170,20 @@ class Environment:
         async def run_sync(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
             return await asyncio.wrap_future(self._thread.submit(function, *args))
 
-        def load(config: EngineConfig, *more: Any) -> tuple[Any, None]:
+        def load(config: EngineConfig, device: int | None, shares_kv: bool) -> tuple[Any, None]:
             process = PROCESS.get()
             note = partial(self.note_weights, process)
-            made = SimulatedExecutor(config, clock.now_ns, **self.capacity, note_weights=note)
+            tiers = None
+            if shares_kv or self.host_slots:
+                tiers = partial(self._tiers, process)
+            made = SimulatedExecutor(
+                config,
+                clock.now_ns,
+                **self.capacity,
+                note_weights=note,
+                make_tiers=tiers,
+                fatal=self.fatal,
+            )
             self.executors.append((process, made))
             return made, None
 
@@ -176,10 +204,36 @@ class Environment:
             (changes, "fetch", lambda source, *more: _weights_in(source.path)),
             (changes, "read_folder", lambda path, *more: _weights_in(path)),
             (changes, "stamp_of", lambda path, limits: f"stamp of {path}"),
+            (changes, "read_adapter", self._adapter_in),
+            (changes, "stamp_of_adapter", lambda folder: f"stamp of {folder}"),
             (admission, "find_tokenizer", _cached_tokenizer),
+            (admission_core, "longest_token_bytes", _cached_longest),
             (streaming, "find_tokenizer", _cached_tokenizer),
             (sys.modules[_PACKAGE + "store.redis.client"], "random", jitter),
         ]
+
+    def _tiers(
+        self,
+        process: SimulatedProcess | None,
+        memory: list[Block],
+        weight_version: int,
+    ) -> SimulatedTiers:
+        return SimulatedTiers(
+            self._loop,
+            self._ids,
+            process,
+            memory,
+            self._peers,
+            self._disks[process.name if process is not None else ""],
+            max(self.host_slots, 16),
+            self.disk_blocks,
+            weight_version,
+            self._factor,
+        )
+
+    def _adapter_in(self, id: str, version: int, folder: str, *more: Any) -> Adapter:
+        self.adapters[id, version].add(model.number_of(folder))
+        return Adapter(id, version, rank=1, pairs={}, folder=folder, stamp=f"stamp of {folder}")
 
     def _host(self) -> str:
         process = PROCESS.get()
@@ -195,14 +249,9 @@ class Environment:
         undo: list[tuple[Any, str, Any]] = []
         replaced = self.modules()
         try:
-            for name, module in list(sys.modules.items()):
-                if not name.startswith(_PACKAGE) or name.startswith(__package__):
-                    continue
-                for attribute in ("time", "uuid", "secrets", "socket"):
-                    value = vars(module).get(attribute)
-                    if isinstance(value, ModuleType) and value in replaced:
-                        undo.append((module, attribute, value))
-                        setattr(module, attribute, replaced[value])
+            for module, attribute, value in _imports(len(sys.modules)):
+                undo.append((module, attribute, value))
+                setattr(module, attribute, replaced[value])
             for owner, attribute, value in self.attributes():
                 undo.append((owner, attribute, getattr(owner, attribute)))
                 setattr(owner, attribute, value)
@@ -212,14 +261,22 @@ class Environment:
                 setattr(owner, attribute, value)
 
 
+@functools.lru_cache(maxsize=1)
+def _imports(number: int) -> list[tuple[ModuleType, str, ModuleType]]:
+    """Return where this package's modules have imported what is replaced; `number`: of modules."""
+    found = []
+    for name, module in list(sys.modules.items()):
+        if name.startswith(_PACKAGE) and not name.startswith(__package__):
+            for attribute in ("time", "uuid", "secrets", "socket"):
+                value = vars(module).get(attribute)
+                if value in (time, uuid, secrets, socket):
+                    found.append((module, attribute, value))
+    return found
+
+
 def _weights_in(path: str) -> dict[str, torch.Tensor]:
     """Return the weights of a folder, which is named by their number."""
-    return {"weight": torch.full((1, 1), float(path.rpartition("/")[2]))}
+    return {"weight": torch.full((1, 1), float(model.number_of(path)))}
 
 
-def url_of(on_redis: bool) -> str:
-    """Return the bus's URL."""
-    return "redis://simulated:6379" if on_redis else BusConfig().url
-
-
-__all__ = ["EPOCH_NS", "Environment", "url_of"]
+__all__ = ["EPOCH_NS", "Environment"]

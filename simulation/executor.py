@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
+from itertools import repeat
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,19 +11,29 @@ import torch
 from torch import nn
 
 from ..bus.control import ReplicaCapacity
-from ..bus.messages import NewSequence, StepPlan, StepResult
+from ..bus.messages import NewSequence, StepPlan, StepResult, VerifiedDraft
 from ..config import EngineConfig
 from ..stages.executor.driver.step import started_sequences
+from ..stages.executor.runner.adapters.peft import AdapterLimits
+from ..stages.executor.runner.adapters.table import AdapterTable
 from ..stages.executor.runner.weights.sync_manager import WeightSyncManager
 from ..stages.executor.runner.weights.transports import WeightGroups
 from . import model
+from .tiers import Block, SimulatedTiers
 
 STEP_NS, TOKEN_NS = 1_500_000, 20_000
 """Device time of a step, and of each of its tokens."""
 
+MAKES = Callable[[list[Block], int], SimulatedTiers]
+"""Makes tiers for a KV cache and the version of the weights that were loaded."""
+
 
 class WrongKV(Exception):
     """A step would read KV of other tokens, or of other weights."""
+
+
+class FatalRequest(Exception):
+    """A request that fails each step."""
 
 
 class LostPlan(ValueError):
@@ -34,9 +45,7 @@ class _Sequence:
 
     def __init__(self, new: NewSequence) -> None:
         self.new = new
-        self.chain = [model.begin(new.cache_scope)]
-        for token in new.token_ids:
-            self.chain.append(model.extend(self.chain[-1], token))
+        self.chain = model.chains_of(new.cache_scope, new.token_ids)
         self.length = len(new.token_ids)
         self.table = list(new.block_ids)
         self.computed = new.num_cached
@@ -52,10 +61,10 @@ class _Sequence:
 
 
 class SimulatedExecutor:
-    """`ExecutorCore` for the simulation: real plans, weights and results; no tensors.
+    """`ExecutorCore` for the simulation: real plans, weights, adapters and results; no tensors.
 
-    A slot of KV holds the hash of all tokens up to its own, and the version of the weights. Each
-    step reads all slots of its rows.
+    A slot of KV holds the hash of all tokens up to its own, and the weights and adapter that
+    computed it. Each step reads all slots of its rows.
     """
 
     def __init__(
@@ -66,22 +75,25 @@ class SimulatedExecutor:
         max_batch_size: int,
         max_model_len: int,
         note_weights: Callable[[int, int], object],
+        make_tiers: MAKES | None = None,
+        fatal: Collection[str] = (),
     ) -> None:
         """Args:
         config: The settings.
         now_ns: The clock.
         num_blocks, max_batch_size, max_model_len: Of the device and the model.
         note_weights: Called with the version and the number of weights that are in place.
+        make_tiers: None for no tiers.
+        fatal: Ids of requests that fail each step.
         """
-        self._config = config
+        self._config, self._fatal = config, fatal
         self._note_weights = note_weights
         self._now_ns = now_ns
         self._max_model_len = max_model_len
         self.max_batch_size = max_batch_size
         self.num_blocks = num_blocks
         size = config.block_size
-        self._slots = [[0] * size for _ in range(num_blocks)]
-        self._versions = [[-1] * size for _ in range(num_blocks)]
+        self._blocks: list[Block] = [([0] * size, [(-1, 0)] * size) for _ in range(num_blocks)]
         self._sequences: dict[int, _Sequence] = {}
         self._last_step = 0
         self._module = nn.Linear(1, 1, bias=False)
@@ -89,14 +101,15 @@ class SimulatedExecutor:
             self._module.weight.zero_()
         self.weights, self.weight_groups = WeightSyncManager(self._module), WeightGroups()
         self._in_place = (0, 0)
+        self.tiers = make_tiers(self._blocks, 0) if make_tiers is not None else None
         # Parts of the real core that the shell reads.
         device = torch.device("cpu")
-        self.model = SimpleNamespace(layers=(), device=device)
+        self.model = SimpleNamespace(layers=(), device=device, module=self._module, shards=None)
+        self.adapters = AdapterTable(self.model, AdapterLimits())  # type: ignore[arg-type]
         self.runner = SimpleNamespace(backend=SimpleNamespace(name="simulated"))
         self.off = {"kernels": "simulated", "graphs": "", "speculation": "", "deterministic": ""}
-        self.ranks = self.tiers = self.draft_model = None
+        self.ranks = self.draft_model = None
         self.expert_owners: list[int] = []
-        self.adapters = _NoAdapters()
         self.memory = SimpleNamespace(lacks=(), pending=())
         self.constraints = SimpleNamespace(take_waits_ns=lambda: ())
         self.runs_ahead = False
@@ -110,7 +123,9 @@ class SimulatedExecutor:
             device="simulated",
             weight_version=self.weights.version,
             max_batch_size=self.max_batch_size,
-            drafts=False,
+            adapters=self.adapters.describe(),
+            drafts=self._config.speculation == "auto",
+            tiers=self.tiers.capacity if self.tiers is not None else None,
             exact=True,
         )
 
@@ -121,9 +136,12 @@ class SimulatedExecutor:
         self.weights.start_over()
         self._sequences.clear()
         self._last_step = 0
+        if self.tiers is not None:
+            self.tiers.reset()
 
     def close(self) -> None:
-        """Nothing is held."""
+        if self.tiers is not None:
+            self.tiers.close()
 
     @staticmethod
     def duration_ns(plan: StepPlan) -> int:
@@ -136,6 +154,7 @@ class SimulatedExecutor:
         Raises:
             LostPlan: The plan before is missing.
             WrongKV: A row's blocks hold other KV than its tokens'.
+            FatalRequest: A row is of such a request.
         """
         if plan.step_id != self._last_step + 1:
             raise LostPlan(f"plan {plan.step_id} comes behind plan {self._last_step}")
@@ -144,20 +163,33 @@ class SimulatedExecutor:
         start_ns = end_ns - self.duration_ns(plan)
         self._apply(plan)
         version, number = self._weights_in_place()
-        rows: list[tuple[int, int, float, str]] = []
+        rows: list[tuple[int, int, float, str, int]] = []
+        drafts: list[VerifiedDraft] = []
         source: _Sequence | None = None
-        for seq_id, count in zip(plan.seq_ids, plan.num_tokens, strict=True):
+        allowed = plan.num_drafts or repeat(0)
+        for seq_id, count, most in zip(plan.seq_ids, plan.num_tokens, allowed, strict=False):
             sequence = self._sequences[seq_id]
             if sequence.finished or sequence.generated >= sequence.new.sampling.max_tokens:
                 continue
+            if sequence.new.info.request_id in self._fatal:
+                raise FatalRequest(sequence.new.info.request_id)
+            kind = self._kind_of(sequence, number)
             if count:
-                self._compute(sequence, count, version)
+                self._compute(sequence, count, kind)
                 source = sequence
             elif source is None or source.chain[: sequence.length + 1] != sequence.chain:
                 raise WrongKV(f"sequence {seq_id} shares the prefill of other tokens")
             if sequence.computed == sequence.length:
-                rows.append((seq_id, *self._sample(sequence, number)))
-        seq_ids, tokens, logprobs, reasons = zip(*rows, strict=True) if rows else ((),) * 4
+                adapter = self._adapter_of(sequence)[0]
+                sampled, draft = self._sample(sequence, kind, most)
+                rows += [(seq_id, *each, adapter) for each in sampled]
+                drafts += draft
+        if plan.kv_offers:
+            assert self.tiers is not None
+            self.tiers.offer(plan.kv_offers, plan.step_id)
+        seq_ids, tokens, logprobs, reasons, versions = (
+            zip(*rows, strict=True) if rows else ((),) * 5
+        )
         return StepResult(
             step_id=plan.step_id,
             started=started_sequences(plan, start_ns),
@@ -169,56 +201,85 @@ class SimulatedExecutor:
             weight_version=version,
             start_ns=start_ns,
             end_ns=end_ns,
+            adapter_versions=versions if any(versions) else (),
+            drafts=tuple(drafts),
+            draft_rest=plan.step_id % 3 if plan.num_drafts else 0,
         )
 
     def _apply(self, plan: StepPlan) -> None:
         self.weights.finish_planned_sync(plan.weight_version)
         for seq_id in plan.finished:
             self._sequences.pop(seq_id, None)
+        for adapter, version in plan.adapters:
+            self.adapters.switch(adapter, version)
         for new in plan.new:
             if new.seq_id in self._sequences:
                 raise WrongKV(f"sequence {new.seq_id} is new, and was not finished")
             self._sequences[new.seq_id] = _Sequence(new)
         for seq_id, block_ids in plan.grown:
             self._sequences[seq_id].table += block_ids
+        if plan.kv_moves:
+            assert self.tiers is not None
+            self.tiers.apply(plan.kv_moves)
         for source, destination in plan.copies:
-            self._slots[destination] = list(self._slots[source])
-            self._versions[destination] = list(self._versions[source])
+            hashes, kinds = self._blocks[source]
+            self._blocks[destination] = list(hashes), list(kinds)
+        number = self._weights_in_place()[1] if plan.new else 0
         for new in plan.new:
             sequence = self._sequences[new.seq_id]
             if new.num_cached < sequence.length:  # else it takes the logits of the row before
                 # KV of former weights is for sequences that began with them.
-                self._check(sequence, new.num_cached, self.weights.version)
+                self._check(sequence, new.num_cached, self._kind_of(sequence, number))
 
-    def _compute(self, sequence: _Sequence, count: int, version: int) -> None:
+    def _adapter_of(self, sequence: _Sequence) -> tuple[int, int]:
+        """Return the version of a sequence's adapter, and the number that it consists of."""
+        id = sequence.new.info.adapter
+        if not id:
+            return 0, 0
+        adapter = self.adapters.get(id)
+        if adapter is None:
+            raise WrongKV(f"sequence {sequence.new.seq_id} has the unknown adapter {id!r}")
+        return adapter.version, model.number_of(adapter.folder)
+
+    def _kind_of(self, sequence: _Sequence, number: int) -> tuple[int, int]:
+        """Return what computes a sequence's KV now: the numbers of weights and adapter."""
+        return number, self._adapter_of(sequence)[1]
+
+    def _compute(self, sequence: _Sequence, count: int, kind: tuple[int, int]) -> None:
         """Write the next positions' KV, and read all before."""
-        start, size = sequence.computed, self._config.block_size
-        stop = start + count
+        stop = sequence.computed + count
         if stop > sequence.length:
             raise WrongKV(f"sequence {sequence.new.seq_id} has no token at {sequence.length}")
-        for position in range(start, stop):
-            block, offset = divmod(position, size)
-            block_id = sequence.table[block]
-            self._slots[block_id][offset] = sequence.chain[position + 1]
-            self._versions[block_id][offset] = version
+        self._write(sequence, sequence.chain[sequence.computed + 1 : stop + 1], kind)
         sequence.computed = stop
         self._check(sequence, stop, None)
 
-    def _check(self, sequence: _Sequence, stop: int, version: int | None) -> None:
-        """Check the KV of the first positions; with `version`, of these weights."""
+    def _write(self, sequence: _Sequence, hashes: list[int], kind: tuple[int, int]) -> None:
+        """Write KV behind what is computed."""
+        size, table = self._config.block_size, sequence.table
+        for position, each in enumerate(hashes, sequence.computed):
+            block, offset = divmod(position, size)
+            slots, kinds = self._blocks[table[block]]
+            slots[offset], kinds[offset] = each, kind
+
+    def _check(self, sequence: _Sequence, stop: int, kind: tuple[int, int] | None) -> None:
+        """Check the KV of the first positions; with `kind`, that it is of these weights."""
         size, chain = self._config.block_size, sequence.chain
-        for start in range(0, stop, size):
-            block_id = sequence.table[start // size]
-            count = min(size, stop - start)
-            if self._slots[block_id][:count] != chain[start + 1 : start + 1 + count]:
+        for start, block_id in zip(range(0, stop, size), sequence.table, strict=False):
+            hashes, kinds = self._blocks[block_id]
+            end = start + size
+            if end > stop:
+                end = stop
+                hashes, kinds = hashes[: stop - start], kinds[: stop - start]
+            if hashes != chain[start + 1 : end + 1]:
                 raise WrongKV(
                     f"sequence {sequence.new.seq_id} of {sequence.new.info.request_id} reads block "
                     f"{block_id}, which holds other tokens"
                 )
-            if version is not None and self._versions[block_id][:count] != [version] * count:
+            if kind is not None and kinds.count(kind) != len(kinds):
                 raise WrongKV(
                     f"sequence {sequence.new.seq_id} of {sequence.new.info.request_id} begins with "
-                    f"block {block_id} of weights {self._versions[block_id][0]}, not {version}"
+                    f"block {block_id} of weights and adapter {kinds}, not {kind}"
                 )
 
     def _weights_in_place(self) -> tuple[int, int]:
@@ -228,11 +289,33 @@ class SimulatedExecutor:
             self._note_weights(*self._in_place)
         return self._in_place
 
-    def _sample(self, sequence: _Sequence, weights: int) -> tuple[int, float, str]:
+    def _sample(
+        self, sequence: _Sequence, kind: tuple[int, int], most_drafts: int
+    ) -> tuple[list[tuple[int, float, str]], list[VerifiedDraft]]:
+        """Sample a token, and behind it those that right drafts give.
+
+        Drafted tokens' KV is written like that of others, also of those that turn out to be wrong.
+        """
+        before = sequence.chain[-1]
+        num_drafts = before % (most_drafts + 1)
+        num_right = (before >> 8) % (num_drafts + 1)
+        sampled = [self._next(sequence, kind)]
+        while len(sampled) <= num_right and not sequence.finished:
+            self._write(sequence, [sequence.chain[-1]], kind)
+            sequence.computed += 1
+            sampled.append(self._next(sequence, kind))
+        if not num_drafts:
+            return sampled, []
+        wrong = num_drafts - len(sampled) + 1
+        self._write(sequence, [-1] * wrong, kind)
+        draft = VerifiedDraft(sequence.new.seq_id, "model", num_drafts, len(sampled) - 1)
+        return sampled, [draft]
+
+    def _next(self, sequence: _Sequence, kind: tuple[int, int]) -> tuple[int, float, str]:
         sampling = sequence.new.sampling
         early = sequence.generated < sampling.min_tokens
         avoided = sampling.stop_token_ids if early else ()
-        token, logprob = model.sample(sequence.chain[-1], sequence.seed, weights, avoided)
+        token, logprob = model.sample(sequence.chain[-1], sequence.seed, kind, avoided)
         sequence.append(token)
         reason = ""
         if token in sampling.stop_token_ids:
@@ -241,16 +324,3 @@ class SimulatedExecutor:
             reason = "length"
         sequence.finished = bool(reason)
         return token, logprob, reason
-
-
-class _NoAdapters:
-    """The table of adapters, which is empty."""
-
-    def __len__(self) -> int:
-        return 0
-
-    def __iter__(self) -> Any:
-        return iter(())
-
-    def describe(self) -> tuple[()]:
-        return ()

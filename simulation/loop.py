@@ -14,9 +14,6 @@ from typing import Any
 EVENT_NS = 2_000
 """Processor time of one callback."""
 
-MOST_EVENTS = 100_000
-"""A simulation that runs more callbacks doesn't end: a long story has a fifth of them."""
-
 
 class SimulatedProcess:
     """A process: the tasks and callbacks begun in its context.
@@ -113,7 +110,8 @@ class SimulatedLoop(asyncio.BaseEventLoop):
     Attributes:
         now_ns: Simulated time since the beginning.
         num_events: Callbacks run so far.
-        after_event: Called behind each callback.
+        most_events: A simulation that runs more callbacks doesn't end.
+        check: Called behind every `check_every` callbacks; 0 for never.
         unhandled: Errors in callbacks, and of tasks that no one awaits.
     """
 
@@ -128,7 +126,9 @@ class SimulatedLoop(asyncio.BaseEventLoop):
         self._numbers = 0
         self.now_ns = 0
         self.num_events = 0
-        self.after_event: Callable[[], None] | None = None
+        self.most_events = 1 << 62
+        self.check_every = 0
+        self.check: Callable[[], object] = lambda: None
         self.unhandled: list[str] = []
         self.set_task_factory(_make_task)  # type: ignore[arg-type]
 
@@ -156,7 +156,11 @@ class SimulatedLoop(asyncio.BaseEventLoop):
         *args: Any,
         context: Context | None = None,
     ) -> events.TimerHandle:
-        return self.call_in(int(delay * 1e9), callback, *args, context=context)
+        when_ns = self.now_ns + max(1, int(delay * 1e9))
+        handle = Handle(when_ns, callback, args, context)
+        self._sequence += 1
+        heapq.heappush(self._timers, (when_ns, self._sequence, handle))
+        return handle  # type: ignore[return-value]
 
     def call_at(  # type: ignore[override]
         self,
@@ -199,7 +203,7 @@ class SimulatedLoop(asyncio.BaseEventLoop):
 
     # --- running ------------------------------------------------------------------------------
 
-    def run_until(self, done: Callable[[], bool], limit_ns: int, every: int = 1) -> bool:
+    def run_until(self, done: Callable[[], bool], limit_ns: int, every: int = 16) -> bool:
         """Run callbacks until `done`; returns false if it isn't by `limit_ns`, or by too many.
 
         Args:
@@ -210,51 +214,53 @@ class SimulatedLoop(asyncio.BaseEventLoop):
         events._set_running_loop(self)
         try:
             while not done():
-                if self.num_events > MOST_EVENTS:
+                if self.num_events > self.most_events:
                     return False
-                for _ in range(every):
-                    if not self._step(limit_ns):
-                        return False
+                if not self._run(every, limit_ns):
+                    return done()
             return True
         finally:
             events._set_running_loop(None)
 
-    def _step(self, limit_ns: int) -> bool:
-        """Run the next callback; returns false if there is none before the limit."""
-        queue, timers = self._queue, self._timers
-        while True:
+    def _run(self, number: int, limit_ns: int) -> bool:
+        """Run so many callbacks; returns false if none is left before the limit."""
+        queue, timers, random, shuffled = self._queue, self._timers, self._random, self._shuffled
+        pop, check_every = heapq.heappop, self.check_every
+        while number:
             now = self.now_ns
             while timers and timers[0][0] <= now:
-                queue.append(heapq.heappop(timers)[2])
+                queue.append(pop(timers)[2])
             if not queue:
                 if not timers or timers[0][0] > limit_ns:
                     return False
                 self.now_ns = timers[0][0]
                 continue
-            if self._shuffled:
-                index = int(self._random() * len(queue))
-                handle, queue[index] = queue[index], queue[-1]
+            if not shuffled:
+                handle = queue.pop(0)
+            elif (last := len(queue) - 1) > 0:
+                index = int(random() * (last + 1))
+                handle, queue[index] = queue[index], queue[last]
                 queue.pop()
             else:
-                handle = queue.pop(0)
-            if handle.callback is None:
+                handle = queue.pop()
+            callback, process = handle.callback, handle.process
+            if callback is None:
                 continue
-            process = handle.process
             if process is not None:
                 if not process.alive:
                     continue
                 if process.paused:
                     process.held.append(handle)
                     continue
-            break
-        self.now_ns += EVENT_NS
-        self.num_events += 1
-        try:
-            handle.context.run(handle.callback, *handle.args)
-        except Exception as error:  # noqa: BLE001  (as asyncio does)
-            self.call_exception_handler({"message": "in a callback", "exception": error})
-        if self.after_event is not None:
-            self.after_event()
+            self.now_ns = now + EVENT_NS
+            self.num_events += 1
+            number -= 1
+            try:
+                handle.context.run(callback, *handle.args)
+            except Exception as error:  # noqa: BLE001  (as asyncio does)
+                self.call_exception_handler({"message": "in a callback", "exception": error})
+            if check_every and self.num_events % check_every == 0:
+                self.check()
         return True
 
     # --- processes ----------------------------------------------------------------------------

@@ -7,6 +7,7 @@ So whoever has the output can tell whether each of its tokens is right.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 from zlib import crc32
 
 from ..bus.messages import CacheScope
@@ -22,7 +23,12 @@ MASK = (1 << 60) - 1
 
 def begin(scope: CacheScope) -> int:
     """Return the hash before the first token of a scope."""
-    return crc32(repr((scope.tenant, scope.salt, scope.adapter)).encode())
+    return _root(scope.tenant, scope.salt, scope.adapter)
+
+
+@lru_cache(maxsize=256)
+def _root(*scope: str) -> int:
+    return crc32(repr(scope).encode())
 
 
 def extend(chain: int, token: int) -> int:
@@ -30,13 +36,15 @@ def extend(chain: int, token: int) -> int:
     return hash((chain, token)) & MASK
 
 
-def sample(chain: int, seed: int, weights: int, avoided: Iterable[int] = ()) -> tuple[int, float]:
+def sample(
+    chain: int, seed: int, weights: tuple[int, int], avoided: Iterable[int] = ()
+) -> tuple[int, float]:
     """Return the next token and its logprob.
 
     Args:
         chain: The hash of all tokens before.
         seed: Of the sample.
-        weights: The number that they consist of.
+        weights: The numbers that weights and adapter consist of.
         avoided: Tokens that must not come yet.
     """
     value = hash((chain, seed, weights)) & MASK
@@ -46,9 +54,16 @@ def sample(chain: int, seed: int, weights: int, avoided: Iterable[int] = ()) -> 
     return token + FIRST_TOKEN, -((value >> 20) % 4096) / 256
 
 
-def chain_of(scope: CacheScope, tokens: Sequence[int]) -> int:
-    """Return the hash of all tokens."""
+def chains_of(scope: CacheScope, tokens: Sequence[int]) -> list[int]:
+    """Return the hashes before the first token and behind each."""
     chain = begin(scope)
+    chains = [chain]
     for token in tokens:
-        chain = extend(chain, token)
-    return chain
+        chain = hash((chain, token)) & MASK
+        chains.append(chain)
+    return chains
+
+
+def number_of(folder: str) -> int:
+    """Return the number that weights or an adapter consist of, by which their folder is named."""
+    return int(folder.rpartition("/")[2])

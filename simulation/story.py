@@ -8,15 +8,20 @@ from typing import Literal
 import msgspec
 
 from ..bus.weights import InFlight
-from ..config import STAGES
+from ..config import STAGES, ReplicaRole
 from . import model
 
 MOST_REQUESTS = 24
+"""Of most stories; those of crowds have up to ten times as many."""
+
+LEASE_MS = 5000
+"""So long a lane holds requests without a sign of life."""
 
 BusKind = Literal["memory", "redis"]
 
 FaultKind = Literal[
     "kill",  # a process, as by kill -9; it starts again later
+    "double",  # a process stands still, another takes its place, and then both run
     "crash",  # a stage raises
     "pause",  # a process is stopped and goes on later
     "reset",  # all connections of a process break
@@ -26,6 +31,7 @@ FaultKind = Literal[
     "clock",  # a wall clock jumps
     "slow",  # everything takes several times as long
     "weights",  # new weights
+    "adapter",  # new weights of an adapter
     "hold",  # generation is paused, and resumed later
     "flush",  # the prefix cache is emptied
 ]
@@ -42,6 +48,8 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         stop_ids: Tokens that end a sample.
         budget_ms: Its time limit; 0 for none.
         leave_ms: After so long the client stops and cancels it; 0 for never.
+        adapter: Its adapter; "" for none.
+        fatal: Whether each step with it fails.
     """
 
     name: str
@@ -59,15 +67,18 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     priority: int = 0
     budget_ms: int = 0
     leave_ms: int = 0
+    adapter: str = ""
+    fatal: bool = False
 
 
 class Fault(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Something that goes wrong, or an operator's order.
 
     Attributes:
-        target: A program; "" for Redis, or all.
+        target: A program, a stage or an adapter; "" for Redis, or all.
         lasts_ms: For how long, or until the program starts again.
-        amount: Milliseconds that Redis loses or a clock jumps; a factor of slowness.
+        amount: Milliseconds that Redis loses or a clock jumps, or after which a second process
+            starts; a factor of slowness.
         mode: How running requests go on with new weights.
     """
 
@@ -89,6 +100,11 @@ class Story(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         noise: Of a thousand exchanges with Redis so many lose their connection.
         slowness: How many times slower than usual the device is.
         num_blocks: Of a replica's KV cache.
+        roles: Of the replicas; empty if each does both.
+        host_slots, disk_blocks: Of each replica's KV tiers; 0 for none.
+        drafts: Most drafted tokens in a row; 0 for none.
+        adapters: Adapters that are loaded at the start.
+        slice_tokens, tenant_slice_tokens, preempts: As in the settings of fairness.
     """
 
     seed: int
@@ -106,6 +122,14 @@ class Story(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     max_tokens_per_batch: int = 64
     max_in_flight: int = 64
     cache_type: Literal["paged", "radix"] = "radix"
+    roles: tuple[ReplicaRole, ...] = ()
+    host_slots: int = 0
+    disk_blocks: int = 0
+    drafts: int = 0
+    adapters: tuple[str, ...] = ()
+    slice_tokens: int = 0
+    tenant_slice_tokens: int = 64
+    preempts: bool = False
     requests: tuple[Request, ...] = ()
     faults: tuple[Fault, ...] = ()
 
@@ -131,36 +155,56 @@ class Story(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 def draw(seed: int, most_requests: int = MOST_REQUESTS) -> Story:
     """Return the story of a seed. Fewer requests make a shorter one."""
     random = Random(seed)
-    bus: BusKind = "memory" if random.random() < 0.25 else "redis"
-    split = bus == "redis" and random.random() < 0.4
-    lanes = random.choice((1, 1, 2, 3)) if bus == "redis" and not split else 1
-    replicas = random.choice((1, 1, 2)) if bus == "redis" else 1
+    choice = random.choice
+    bus: BusKind = "memory" if random.random() < 0.35 else "redis"
+    split = bus == "redis" and random.random() < 0.35
+    lanes = choice((1, 1, 2, 3)) if bus == "redis" and not split else 1
+    replicas = choice((1, 1, 1, 2, 2, 3)) if lanes < 3 else 1
+    is_crowd = most_requests >= MOST_REQUESTS and random.random() < 0.4
+    scale = choice((2, 4, 8)) if is_crowd else 1
+    # Of a crowd either most run at a time, or most wait.
+    room = choice((1, scale, scale))
     story = Story(
         seed=seed,
         bus=bus,
         lanes=lanes,
-        replicas=replicas if split else 1,
+        replicas=replicas,
+        roles=choice(((), _ROLES[replicas])) if replicas > 1 else (),
         split=split,
-        clients=random.choice((1, 2)) if bus == "redis" else 1,
+        clients=choice((1, 2)) if bus == "redis" else 1,
         shuffled=random.random() < 0.8,
-        noise=random.choice((0, 0, 3, 20)) if bus == "redis" else 0,
-        slowness=random.choice((1, 5, 20)),
-        num_blocks=random.choice((24, 48, 96)),
-        block_size=random.choice((2, 4, 8)),
-        max_batch_size=random.choice((2, 4, 8)),
-        max_tokens_per_batch=random.choice((8, 32, 128)),
-        max_in_flight=random.choice((4, 16, 64)),
-        cache_type=random.choice(("paged", "radix")),
+        noise=choice((0, 0, 3, 20)) if bus == "redis" else 0,
+        slowness=choice((1, 5, 20)),
+        num_blocks=choice((24, 48, 96)) * room,
+        block_size=choice((2, 4, 8)),
+        max_batch_size=choice((2, 4, 8)) * room,
+        max_tokens_per_batch=choice((8, 32, 128)) * room,
+        max_in_flight=choice((4, 16, 64)) * room,
+        cache_type=choice(("paged", "radix")),
+        host_slots=choice((0, 0, 24, 96)),
+        disk_blocks=choice((0, 16, 64)),
+        drafts=choice((0, 0, 2, 5)),
+        adapters=choice(((), (), ("red",), ("red", "blue"))),
+        slice_tokens=choice((0, 0, 4)),
+        tenant_slice_tokens=choice((0, 2, 64)),
+        preempts=choice((False, True)),
     )
-    number = random.randint(min(4, most_requests), most_requests)
-    spread_ms = random.choice((50, 300, 1500))
+    most = most_requests * (scale + 2 if is_crowd else 1)
+    number = random.randint(most // 2 if is_crowd else min(4, most), most)
+    spread_ms = choice((50, 300, 1500))
     requests = tuple(_request(random, story, i, spread_ms) for i in range(number))
-    number = random.choice((0, 1, 1, 2, 3, 5))
+    number = choice((0, 1, 1, 2, 3, 5))
     faults = sorted((_fault(random, story, spread_ms) for _ in range(number)), key=_at)
     if any(fault.kind in ("restart", "failover") and fault.amount for fault in faults):
         # What a server loses is computed again, and by other weights it would be other tokens.
-        faults = [fault for fault in faults if fault.kind != "weights"]
+        faults = [fault for fault in faults if fault.kind not in ("weights", "adapter")]
     return msgspec.structs.replace(story, requests=requests, faults=tuple(faults))
+
+
+_ROLES: dict[int, tuple[ReplicaRole, ...]] = {
+    2: ("prefill", "decode"),
+    3: ("prefill", "decode", "both"),
+}
 
 
 def _at(fault: Fault) -> int:
@@ -189,19 +233,26 @@ def _request(random: Random, story: Story, index: int, spread_ms: int) -> Reques
         stop_ids=tuple({_token(random) for _ in range(random.choice((0, 3, 8)))}),
         stream=draws() < 0.8,
         tenant=random.choice(("a", "b", "c")),
-        priority=random.choice((0, 0, 1)),
+        priority=random.choice((0, 0, 1, 5)),
         budget_ms=random.choice((20, 200, 2000)) if draws() < 0.1 else 0,
         leave_ms=random.choice((1, 10, 100)) if draws() < 0.1 else 0,
+        adapter=random.choice(("", "", *story.adapters)),
+        fatal=draws() < 0.003,
     )
 
 
 def _fault(random: Random, story: Story, spread_ms: int) -> Fault:
     kinds: list[FaultKind]
     if story.bus == "memory":
-        kinds = ["crash", "crash", "slow", "weights", "hold", "flush"]
+        kinds = ["crash", "crash", "crash", "slow", "weights", "hold", "flush"]
     else:
         kinds = ["kill", "kill", "kill", "crash", "pause", "reset", "cut", "restart", "failover"]
+        kinds.append("double")
         kinds += ["clock", "slow", "weights", "hold", "flush"]
+    if story.adapters:
+        kinds.append("adapter")
+    if story.lanes > 1:
+        kinds += ["pause", "cut"]
     kind = random.choice(kinds)
     at_ms = random.randrange(spread_ms + random.choice((100, 1000)))
     programs = story.programs
@@ -215,6 +266,11 @@ def _fault(random: Random, story: Story, spread_ms: int) -> Fault:
             target = random.choice(STAGES)
         case "pause" | "cut":
             target, lasts_ms = random.choice(programs), random.choice((50, 1000, 9000, 20_000))
+            if story.lanes > 1:  # about as long as others wait before they take over
+                lasts_ms = random.choice((lasts_ms, random.randrange(LEASE_MS, 2 * LEASE_MS)))
+        case "double":
+            target, amount = random.choice(programs), random.choice((1, 50, 1000))
+            lasts_ms = amount + random.choice((0, 20, 300, 2000))
         case "reset":
             target = random.choice(programs)
         case "restart":
@@ -226,6 +282,8 @@ def _fault(random: Random, story: Story, spread_ms: int) -> Fault:
             amount = random.choice((-60_000, -500, 500, 60_000))
         case "slow":
             lasts_ms, amount = random.choice((200, 2000)), random.choice((5, 30))
+        case "adapter":
+            target = random.choice(story.adapters)
         case "hold":
             lasts_ms = random.choice((50, 1000))
     modes: tuple[InFlight, ...] = ("keep", "retract", "abort")

@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import contextmanager
 from contextvars import Context
-from functools import lru_cache, partial
+from functools import partial
 from random import Random
 from typing import Any
 
@@ -18,48 +18,34 @@ import msgspec
 import structlog
 
 from ..bus import Bus, open_bus
-from ..bus.public import GenerateRequest
-from ..bus.weights import FolderWeights
-from ..config import (
-    AdmissionConfig,
-    BusConfig,
-    Config,
-    EngineConfig,
-    LaneReplaced,
-    NanoInferenceError,
-    PipelineConfig,
-    SamplingParams,
-    split_role,
-)
+from ..config import LaneReplaced, NanoInferenceError
 from ..pipeline.client import BusClient
 from ..pipeline.pipeline import Pipeline
 from ..stages.actor import Actor
 from ..telemetry import Tracing
 from .calls import Call
 from .checks import check_call, check_end, check_state, is_at_rest
-from .environment import EPOCH_NS, Environment, url_of
+from .environment import EPOCH_NS, Environment
+from .faults import Faults
 from .loop import PROCESS, SimulatedLoop, SimulatedProcess
 from .redis.commands import Arguments
 from .redis.network import MS, Network
-from .story import Fault, Request, Story
+from .settings import config_of, message_of
+from .story import Request, Story
 
 PATIENCE_MS = 240_000
 """So long after the last request and fault everything must have ended."""
+
+EVENTS, EVENTS_EACH = 100_000, 1_000
+"""A story with more callbacks, and as many more for each request, doesn't end."""
 
 SETTLE_MS = 30_000
 
 RESTART_MS = 200
 """After so long a program that has ended by itself starts again."""
 
-ORDER_S = 60.0
-"""So long an operator waits."""
-
 CHECK_EVERY = 97
 """Callbacks between two checks of the stages' state."""
-
-
-class SimulatedCrash(Exception):
-    """An error in a stage, on purpose."""
 
 
 class World:
@@ -69,6 +55,9 @@ class World:
         calls: The requests, by name.
         pipelines: By program, the running one.
         weights: The numbers of the weights of a lane and version.
+        adapters: The numbers of the adapters of an id and version.
+        slow: Factor of all times.
+        updates: Orders with new weights so far.
         violations: What must not be, in order of discovery.
         lines: The trace, if it is wanted.
     """
@@ -85,19 +74,25 @@ class World:
         self.network = Network(
             self.loop, lambda: self.loop.now_ns, Random(random.random()), EPOCH_NS
         )
-        self._slow = 1.0
+        self.slow = 1.0
         self.environment = Environment(
-            self.loop, self.network, Random(random.random()), lambda: self._slow * story.slowness
+            self.loop, self.network, Random(random.random()), lambda: self.slow * story.slowness
         )
         self.environment.capacity = {
             "num_blocks": story.num_blocks,
             "max_batch_size": story.max_batch_size,
             "max_model_len": min(512, story.num_blocks * story.block_size),
         }
+        self.environment.host_slots = story.host_slots
+        self.environment.fatal = frozenset(each.name for each in story.requests if each.fatal)
+        # A folder is for one executor.
+        own = story.split or story.replicas == 1
+        self.environment.disk_blocks = story.disk_blocks if own else 0
         self.network.record = self._note_command
         self.network.noise = story.noise
         self.environment.note_weights = self._note_weights
         self.weights: dict[tuple[str, int], set[int]] = {}
+        self.adapters = self.environment.adapters
         self.calls = {request.name: Call(request) for request in story.requests}
         self.processes: dict[str, SimulatedProcess] = {}
         self.pipelines: dict[str, Pipeline] = {}
@@ -106,8 +101,8 @@ class World:
         self.lines: list[str] | None = [] if trace else None
         self._digest = hashlib.blake2b(digest_size=16)
         self._pids = 0
-        self._updates = 0
-        self._snapshots: dict[int, Any] = {}
+        self.updates = 10  # the adapters of the settings have the numbers before
+        self._faults = Faults(self, self._random)
         self._dead: list[Any] = []
         self._stopped = False
 
@@ -130,7 +125,7 @@ class World:
                 self._settle()
             for error in self.loop.unhandled:
                 self.violate(f"no one handled an error: {error}")
-            self._note("end", str(self.loop.num_events), str(self.loop.now_ns))
+            self.note("end", str(self.loop.num_events), str(self.loop.now_ns))
 
     def digest(self) -> str:
         """Return the digest of all that has happened."""
@@ -141,30 +136,23 @@ class World:
         if self._stopped:
             return
         self.violations.append(what)
-        self._note("VIOLATION", what)
+        self.note("VIOLATION", what)
 
     def _begin(self) -> None:
         for program in self.story.programs:
             self.start(program)
         for number in range(self.story.clients):
-            self._start_client(number)
+            self.start_client(number)
         for request in self.story.requests:
-            self._at(request.at_ms, partial(self._send, request))
-        self._pending = len(self.story.faults)
-        for number, fault in enumerate(self.story.faults):
-            if fault.kind in ("restart", "failover") and fault.amount:
-                self._at(max(0, fault.at_ms - fault.amount), partial(self._snap, number))
-            self._at(fault.at_ms, partial(self._strike, number, fault))
-        self.loop.after_event = self._after_event
-
-    def _snap(self, number: int) -> None:
-        """Keep the server's data as it is now, for a fault."""
-        self._snapshots[number] = self.network.snapshot()
+            self.at(request.at_ms, partial(self._send, request))
+        self._faults.begin()
+        self.loop.most_events = EVENTS + EVENTS_EACH * len(self.story.requests)
+        self.loop.check, self.loop.check_every = self._check, CHECK_EVERY
 
     def _is_over(self) -> bool:
         if self.violations:
             return True
-        if self._pending or self.loop.num_events % 16:
+        if self._faults.num_open:
             return False
         return all(call.ended for call in self.calls.values())
 
@@ -178,12 +166,11 @@ class World:
         for what in check_end(self):
             self.violate(what)
 
-    def _after_event(self) -> None:
-        if self.loop.num_events % CHECK_EVERY == 0:
-            for what in check_state(self):
-                self.violate(what)
+    def _check(self) -> None:
+        for what in check_state(self):
+            self.violate(what)
 
-    def _at(self, at_ms: int, action: Callable[[], object]) -> None:
+    def at(self, at_ms: int, action: Callable[[], object]) -> None:
         self.loop.call_in(at_ms * MS - self.loop.now_ns, action, context=Context())
 
     # --- programs -----------------------------------------------------------------------------
@@ -191,9 +178,15 @@ class World:
     def start(self, program: str) -> None:
         """Start a program, again if it was killed."""
         process = self._process(program)
-        self._note("start", program)
+        self.note("start", program)
         self.processes[program] = process
         self.loop.start(process, self._serve(program, process))
+
+    def replace(self, program: str, process: SimulatedProcess) -> None:
+        """Start a program although its process may go on."""
+        if self.processes.get(program) is process:
+            self.pipelines.pop(program, None)
+            self.start(program)
 
     def _process(self, name: str) -> SimulatedProcess:
         self._pids += 1
@@ -213,7 +206,7 @@ class World:
                     self.clients[0] = process, pipeline.client
                 await pipeline.failed()
         except LaneReplaced as error:
-            self._note("replaced", program)
+            self.note("replaced", program)
             if self.processes.get(program) is process:
                 self.violate(f"{program}: {error.message}")
         except Exception as error:  # noqa: BLE001  (a program that fails is a finding)
@@ -222,7 +215,7 @@ class World:
     def kill(self, program: str) -> None:
         """End a process at once; nothing of it runs any more."""
         process = self.processes.pop(program)
-        self._note("kill", program)
+        self.note("kill", program)
         process.alive = False
         self.pipelines.pop(program, None)
         self.network.forget(process)
@@ -240,7 +233,7 @@ class World:
 
     # --- clients ------------------------------------------------------------------------------
 
-    def _start_client(self, number: int) -> None:
+    def start_client(self, number: int) -> None:
         if self.story.bus == "memory":
             return  # it is the program's own
 
@@ -254,7 +247,7 @@ class World:
 
     def _send(self, request: Request) -> None:
         if request.client not in self.clients:
-            self._at(self.loop.now_ns // MS + 1, lambda: self._send(request))
+            self.at(self.loop.now_ns // MS + 1, lambda: self._send(request))
             return
         process, client = self.clients[request.client]
         assert process is not None
@@ -264,7 +257,7 @@ class World:
 
     async def _call(self, client: BusClient, call: Call) -> None:
         request = call.request
-        outputs = client.submit(_message(request))
+        outputs = client.submit(message_of(request))
         try:
             if request.leave_ms:
                 with anyio.move_on_after(request.leave_ms / 1000) as scope:
@@ -274,7 +267,7 @@ class World:
                 await self._read(call, outputs)
         except NanoInferenceError as error:
             call.error = error
-            self._note("error", request.name, error.code)
+            self.note("error", request.name, error.code)
         finally:
             await outputs.aclose()
             call.ended = True
@@ -282,48 +275,7 @@ class World:
     async def _read(self, call: Call, outputs: Any) -> None:
         async for output in outputs:
             call.outputs.append(output)
-            self._note("output", call.request.name, msgspec.json.encode(output).decode())
-
-    def _operate(self, fault: Fault) -> None:
-        """Begin an operator's order."""
-        if not self.clients:
-            self._pending -= 1
-            return
-        process, client = self.clients[min(self.clients)]
-        assert process is not None
-        self.loop.start(process, self._order(client, fault))
-
-    async def _order(self, client: BusClient, fault: Fault) -> None:
-        try:
-            with anyio.move_on_after(ORDER_S):
-                match fault.kind:
-                    case "weights":
-                        self._updates += 1
-                        source = FolderWeights(f"/weights/{self._updates}")
-                        await client.update_weights(source, in_flight=fault.mode)
-                    case "hold":
-                        await client.pause(fault.mode)
-                        await anyio.sleep(fault.lasts_ms / 1000)
-                    case "flush":
-                        await client.flush_cache()
-        except NanoInferenceError as error:
-            # A lane that fails meanwhile doesn't answer.
-            self._note("order failed", fault.kind, error.code, error.message)
-        finally:
-            if fault.kind == "hold":
-                await self._go_on(client)
-            self._pending -= 1
-
-    async def _go_on(self, client: BusClient) -> None:
-        """Resume generation in each lane that there is, until all have answered."""
-        while True:
-            try:
-                await client.resume()
-            except NanoInferenceError as error:
-                self._note("not resumed", error.code, error.message)
-                await anyio.sleep(1.0)
-            else:
-                return
+            self.note("output", call.request.name, msgspec.json.encode(output).decode())
 
     def _note_weights(self, process: SimulatedProcess, version: int, number: int) -> None:
         lane = process.name.partition("/")[0]
@@ -334,97 +286,9 @@ class World:
         if len(numbers) > 1 and not restarts:
             self.violate(f"lane {lane} has weights {sorted(numbers)} as version {version}")
 
-    # --- faults -------------------------------------------------------------------------------
-
-    def _strike(self, number: int, fault: Fault) -> None:
-        self._note("fault", msgspec.json.encode(fault).decode())
-        if fault.kind in ("weights", "hold", "flush"):
-            self._operate(fault)
-            return
-        end = self._end_of(number, fault)
-        if end is None:
-            self._pending -= 1
-            return
-
-        def finish() -> None:
-            self._note("fault over", fault.kind)
-            end()
-            self._pending -= 1
-
-        self._at(self.loop.now_ns // MS + max(1, fault.lasts_ms), finish)
-
-    def _end_of(self, number: int, fault: Fault) -> Callable[[], object] | None:
-        """Begin a fault; return what ends it."""
-        process = self.processes.get(fault.target)
-        network = self.network
-        match fault.kind:
-            case "kill" if process is not None:
-                self.kill(fault.target)
-                if fault.target.startswith("client"):
-                    return lambda: self._start_client(int(fault.target.removeprefix("client")))
-                return lambda: self.start(fault.target)
-            case "crash":
-                self._crash(fault.target)
-            case "pause" if process is not None:
-                self.loop.pause(process)
-                return lambda: self.loop.resume(process)
-            case "reset" if process is not None:
-                network.reset(process)
-            case "cut" if process is not None:
-                network.cut(process)
-                return lambda: network.join(process)
-            case "restart" if network.node.up:
-                network.stop()
-                data = self._snapshots.get(number) or network.snapshot()
-                return lambda: network.start(data)
-            case "failover" if network.node.up:
-                return self._fail_over(number, fault)
-            case "clock" if process is not None:
-                process.wall_offset_ns += fault.amount * MS
-            case "clock":
-                network.clock_offset_ns += fault.amount * MS
-            case "slow":
-                self._slow = network.slow = float(fault.amount)
-
-                def restore() -> None:
-                    self._slow = network.slow = 1.0
-
-                return restore
-        return None
-
-    def _fail_over(self, number: int, fault: Fault) -> Callable[[], object]:
-        owners = list(self.processes.values())
-        old = self.network.node
-        data = self._snapshots.get(number) or self.network.snapshot()
-        self.network.fail_over(data, owners)
-        for owner in owners:
-            # Until then a process may still write to the former master.
-            after_ms = self._random.randrange(max(1, fault.lasts_ms))
-            at_ms = self.loop.now_ns // MS + after_ms
-            self._at(at_ms, partial(self.network.learn, owner))
-
-        def end() -> None:
-            old.up = False
-
-        return end
-
-    def _crash(self, stage: str) -> None:
-        """Make each actor of a stage fail at its next message, before or after it is handled."""
-        for actor in list(self.actors()):
-            if actor.name != stage or not actor.holds_all:
-                continue
-            handle, late = actor.handle, self._random.random() < 0.5
-
-            async def fail(envelope: Any, handle: Any = handle, late: bool = late) -> None:
-                if late:
-                    await handle(envelope)
-                raise SimulatedCrash("on purpose")
-
-            actor.handle = fail  # type: ignore[method-assign]
-
     # --- the trace ----------------------------------------------------------------------------
 
-    def _note(self, *parts: str) -> None:
+    def note(self, *parts: str) -> None:
         line = f"{self.loop.now_ns / MS:12.3f} {' '.join(parts)}"
         self._digest.update(line.encode("utf-8", "surrogatepass"))
         if self.lines is not None:
@@ -461,7 +325,7 @@ class World:
 
     def _may_fail(self, error: str) -> bool:
         """Return whether a stage may fail with an error."""
-        if "SimulatedCrash" in error:
+        if "SimulatedCrash" in error or "FatalRequest" in error:
             return True
         # Plans or results between processes are lost with the server's last moments.
         lossy = any(fault.kind in ("restart", "failover") for fault in self.story.faults)
@@ -509,44 +373,7 @@ class World:
         self.network.drop()
         self.pipelines.clear()
         self.clients.clear()
-
-
-@lru_cache(maxsize=1024)
-def config_of(story: Story, program: str) -> Config:
-    """Return the settings of a program of a story."""
-    lane, _, role = program.partition("/")
-    stage, replica = split_role(role) if role else ("", 0)
-    split: dict[str, Any] = {"stages": (stage,), "replica": replica} if role else {}
-    return Config(
-        engine=EngineConfig(
-            block_size=story.block_size,
-            cache_type=story.cache_type,
-            max_tokens_per_batch=story.max_tokens_per_batch,
-        ),
-        bus=BusConfig(url=url_of(story.bus == "redis"), lane=lane),
-        admission=AdmissionConfig(max_in_flight=story.max_in_flight, lease_s=5.0),
-        pipeline=PipelineConfig(replicas=story.replicas, max_restarts=1000, **split),
-    )
-
-
-def _message(request: Request) -> GenerateRequest:
-    return GenerateRequest(
-        request_id=request.name,
-        prompt_token_ids=request.prompt,
-        n=request.n,
-        sampling=SamplingParams(
-            max_tokens=request.max_tokens,
-            min_tokens=request.min_tokens,
-            seed=request.seed,
-            temperature=request.temperature,
-            stop_token_ids=frozenset(request.stop_ids),
-            ignore_eos=True,
-        ),
-        stream=request.stream,
-        tenant=request.tenant,
-        priority=request.priority,
-        budget_ns=request.budget_ms * MS if request.budget_ms else None,
-    )
+        self._faults.drop()
 
 
 def _shown(raw: bytes) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from contextvars import Context
+from functools import partial
 from random import Random
 from typing import Any
 
@@ -109,7 +110,7 @@ class Network:
         exchange.sent_ns = self._now_ns()
         if exchange.owner in self._cut:
             self._time_out(exchange)
-        self._later(exchange.owner, lambda: self._arrive(exchange))
+        self._later(exchange.owner, self._arrive, exchange)
         if self.noise and self._random() * 1000 < self.noise:
             delay_s = self._random() * 0.002
             self._loop.call_later(delay_s, lambda: self._break(exchange), context=_WORLD)
@@ -123,20 +124,22 @@ class Network:
             return int(20 * MS * (draw - 0.98) / 0.02 * self.slow)
         return int((50_000 + 400_000 * draw) * self.slow)
 
-    def _later(self, owner: SimulatedProcess | None, deliver: Callable[[], None]) -> None:
+    def _later(
+        self, owner: SimulatedProcess | None, deliver: Callable[..., None], *args: Any
+    ) -> None:
         if owner in self._cut:
-            self._cut[owner].append(deliver)
+            self._cut[owner].append(partial(deliver, *args))
         elif self.is_instant:
-            self._loop.call_soon(deliver, context=_WORLD)
+            self._loop.call_soon(deliver, *args, context=_WORLD)
         else:
-            self._loop.call_later(self._delay_ns() / 1e9, deliver, context=_WORLD)
+            self._loop.call_later(self._delay_ns() / 1e9, deliver, *args, context=_WORLD)
 
     def _arrive(self, exchange: Exchange) -> None:
         node = exchange.node
         if exchange.lost:
             return
         if exchange.owner in self._cut:
-            self._cut[exchange.owner].append(lambda: self._arrive(exchange))
+            self._cut[exchange.owner].append(partial(self._arrive, exchange))
             return
         if not node.up:
             error = exceptions.ConnectionError("Connection refused")
@@ -174,11 +177,11 @@ class Network:
 
     def _reply(self, exchange: Exchange, replies: list[Any]) -> None:
         if not exchange.done:
-            self._later(exchange.owner, lambda: self._deliver(exchange, replies))
+            self._later(exchange.owner, self._deliver, exchange, replies)
 
     def _deliver(self, exchange: Exchange, replies: list[Any]) -> None:
         if exchange.owner in self._cut:
-            self._cut[exchange.owner].append(lambda: self._deliver(exchange, replies))
+            self._cut[exchange.owner].append(partial(self._deliver, exchange, replies))
             return
         if self._end(exchange) and not exchange.future.done():
             exchange.future.set_result(replies)

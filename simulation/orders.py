@@ -1,0 +1,67 @@
+"""An operator's orders: new weights and adapters, pauses of generation, an emptied cache."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import anyio
+
+from ..bus.weights import FolderWeights
+from ..config import NanoInferenceError
+from ..pipeline.client import BusClient
+from .settings import folder_of
+from .story import Fault
+
+ORDER_S = 60.0
+"""So long an operator waits."""
+
+
+class Notes(Protocol):
+    """What an order changes in a simulation."""
+
+    updates: int
+
+    def note(self, *parts: str) -> None:
+        """Write a line of the trace."""
+
+
+async def obey(world: Notes, client: BusClient, fault: Fault) -> None:
+    """Give an order, and end it."""
+    try:
+        with anyio.move_on_after(ORDER_S):
+            await _give(world, client, fault)
+    except NanoInferenceError as error:
+        # A lane that fails meanwhile doesn't answer.
+        world.note("order failed", fault.kind, error.code, error.message)
+    finally:
+        if fault.kind == "hold":
+            await _go_on(world, client)
+
+
+async def _give(world: Notes, client: BusClient, fault: Fault) -> None:
+    match fault.kind:
+        case "weights":
+            world.updates += 1
+            source = FolderWeights(folder_of(world.updates))
+            await client.update_weights(source, in_flight=fault.mode)
+        case "adapter":
+            world.updates += 1
+            folder = folder_of(world.updates)
+            await client.load_adapter(fault.target, folder, in_flight=fault.mode)
+        case "hold":
+            await client.pause(fault.mode)
+            await anyio.sleep(fault.lasts_ms / 1000)
+        case "flush":
+            await client.flush_cache()
+
+
+async def _go_on(world: Notes, client: BusClient) -> None:
+    """Resume generation in each lane that there is, until all have answered."""
+    while True:
+        try:
+            await client.resume()
+        except NanoInferenceError as error:
+            world.note("not resumed", error.code, error.message)
+            await anyio.sleep(1.0)
+        else:
+            return

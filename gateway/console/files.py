@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import hashlib
+from functools import cache
 from importlib import resources
 from mimetypes import guess_type
 
@@ -54,8 +55,9 @@ class StaticFile(msgspec.Struct, frozen=True):
     media_type: str
 
 
+@cache
 def read_files() -> dict[str, StaticFile]:
-    """Return all files by name."""
+    """Return all files by name, read and compressed once."""
     folder = resources.files(__package__) / "static"
     return {each.name: _file(each.name, each.read_bytes()) for each in folder.iterdir()}
 

@@ -111,14 +111,14 @@ async def test_a_template_that_fails(model: Model, template: str, code: str) -> 
 
 @pytest.mark.parametrize("template", [ENDLESS, ENDLESS_IN_MACRO, SLOW_C_CALL])
 async def test_an_endless_template_is_stopped(model: Model, template: str) -> None:
-    templates = model.with_template(template, timeout_s=0.2)
+    templates = model.with_template(template, timeout_s=0.1)
     # Its workers are free again, however often it is called.
     codes = [await refused(templates) for _ in range(3)]
     assert codes == ["chat_template_failed"] * 3
 
 
 async def test_others_are_served_while_a_template_runs(model: Model) -> None:
-    templates = model.with_template(ENDLESS + "{{ messages[0].content }}", timeout_s=0.5)
+    templates = model.with_template(ENDLESS + "{{ messages[0].content }}", timeout_s=0.3)
     running = asyncio.create_task(refused(templates))
     other = Model(model.folder.parent / f"{model.folder.name}-other")
     assert await other.text("{{ messages[0].content }}", Conversation(turns=HELLO)) == "hello"
@@ -129,7 +129,7 @@ async def test_looping_templates_of_one_tenant_hold_up_no_other(model: Model) ->
     """Ten conversations in which the template loops until its time is over, and one of another
     tenant, which waits for none of them."""
     loop = "{% if messages[0].content == 'loop' %}" + ENDLESS + "{% endif %}"
-    templates = model.with_template(loop + "{{ messages[0].content }}", timeout_s=0.15)
+    templates = model.with_template(loop + "{{ messages[0].content }}", timeout_s=0.1)
     endless = [{"role": "user", "content": "loop"}]
     looping = [asyncio.create_task(refused(templates, endless)) for _ in range(10)]
     while templates._turns.waiting < 8:  # noqa: ASYNC110

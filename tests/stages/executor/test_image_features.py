@@ -72,10 +72,11 @@ def test_released_memory_drops_embeddings() -> None:
 
 @pytest.mark.parametrize(
     ("name", "right"),
-    [("llava", 0.0), ("qwen2_vl", 0.9), in_soak("llava", 0.9), in_soak("qwen2_vl", 0.0)],
+    [("llava", 0.9), ("qwen2_vl", 0.0), in_soak("llava", 0.0), in_soak("qwen2_vl", 0.9)],
 )
 def test_drafts_change_no_token(name: str, right: float) -> None:
-    world = world_of(name)
+    # Its own: by chance a wrong draft is right, with other prompts.
+    world = World(name)
     prompt = world.prompt(world.text(3), stored(1), world.text(2))
     expected = world.generate(prompt, NEW_TOKENS)
     lane = image_lane(world, block_size=4, speculation="auto", max_draft_tokens=4)

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import socket
+import tempfile
+import threading
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from functools import wraps
@@ -19,7 +23,10 @@ from nano_inference.config import Config, load_config
 from nano_inference.gateway.gateway import Gateway
 from nano_inference.pipeline.pipeline import Pipeline
 from nano_inference.stages.executor.core import ExecutorCore
+from nano_inference.stages.executor.runner.ranks import processes
 
+from .. import rank_server
+from ..programs import Program
 from ..soaking import in_soak
 from . import reference, short_model
 from .builders import DTYPE, State
@@ -78,6 +85,31 @@ def loading_beats_computing() -> Iterator[None]:
     with models as small as these."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ExecutorCore, "_measure_token_ns", lambda core: 1_000_000_000)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def ranks_are_forks() -> Iterator[None]:
+    """The process that starts ranks is a fork that has imported what they need. That the model
+    runner starts one by itself is shown by tests/stages/executor/runner/ranks/."""
+
+    def begin(self: Any) -> None:
+        """As `_ForkServer.__init__`."""
+        self._lock = threading.Lock()
+        with (
+            tempfile.TemporaryDirectory() as folder,
+            socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listening,
+        ):
+            address = f"{folder}/ranks"
+            listening.bind(address)
+            listening.listen()
+            listening.settimeout(LIMIT_S)
+            self._process = Program(Path(rank_server.__file__), address, log=Path(os.devnull))
+            self._connection, _ = listening.accept()
+        self._connection.settimeout(LIMIT_S)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(processes._ForkServer, "__init__", begin)
         yield
 
 

@@ -103,7 +103,6 @@ LONGEST_FILES = (
     "cli/test_serve.py",
     "stages/admission/test_responses.py",
     "pipeline/test_adapters.py",
-    "pipeline/test_weights_restart.py",
     "store/test_redis_limits.py",
     "stages/executor/test_parity.py",
     "gateway/serving/test_chat_templates.py",
@@ -116,6 +115,7 @@ LONGEST_FILES = (
     "examples/test_clients.py",
     "examples/test_grpo_arithmetic.py",
     "pipeline/test_embeddings.py",
+    "pipeline/test_weights_restart.py",
 )
 
 

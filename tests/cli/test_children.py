@@ -20,7 +20,6 @@ from nano_inference.cli.children import (
     Forked,
     Forks,
     ForkServer,
-    ForkServerLost,
     Spawned,
     python,
     spawn,
@@ -78,12 +77,9 @@ def method(request: pytest.FixtureRequest, server: ForkServer) -> ForkServer | N
 
 
 async def test_output_and_exit_status_are_the_programs(method: ForkServer | None) -> None:
-    child = await start(method, ["--version"])
-    assert (await text_of(child)).startswith("nano-inference ")
-    assert await child.wait() == child.returncode == 0
     child = await start(method, ["run", "--stages", "nonsense"])
     assert "there is no stage 'nonsense'" in await text_of(child)
-    assert await child.wait() == 2
+    assert await child.wait() == child.returncode == 2
 
 
 def parent_of(pid: int) -> int:
@@ -145,28 +141,25 @@ async def test_all_waiters_return_at_the_end(server: ForkServer, waiting: list[s
 
 async def test_many_are_forked_at_a_time(server: ForkServer) -> None:
     async with asyncio.timeout(LIMIT_S):
-        children = await asyncio.gather(*(server.start(["--version"]) for _ in range(8)))
-        texts = await asyncio.gather(*map(text_of, children))
-        assert len(set(texts)) == 1
-        assert await asyncio.gather(*(child.wait() for child in children)) == [0] * 8
-        assert len({child.pid for child in children}) == 8
+        children = await asyncio.gather(*(server.start(["--version"]) for _ in range(4)))
+        (text,) = set(await asyncio.gather(*map(text_of, children)))
+        assert text.startswith("nano-inference ")
+        assert await asyncio.gather(*(child.wait() for child in children)) == [0] * 4
+        assert len({child.pid for child in children}) == 4
 
 
-async def test_forks_survive_a_killed_fork_server(running: list[str]) -> None:
-    forks = ForkServer(["fairness"], None)
-    try:
-        before = await start(forks, running)
-        assert forks._process is not None
-        forks._process.kill()
-        forks._process.wait()
-        after = await start(forks, ["--version"])
-        assert (await text_of(after)).startswith("nano-inference ")
-        assert before.returncode is None
-        await before.tell(DRAIN)
-        assert "stopped" in await text_of(before)
-        assert await before.wait() == 0
-    finally:
-        forks.close()
+async def test_forks_survive_a_killed_fork_server(server: ForkServer, running: list[str]) -> None:
+    """And another one is started in its place."""
+    before = await start(server, running)
+    assert server._process is not None
+    server._process.kill()
+    server._process.wait()
+    after = await start(server, ["--version"])
+    assert (await text_of(after)).startswith("nano-inference ")
+    assert before.returncode is None
+    await before.tell(DRAIN)
+    assert "stopped" in await text_of(before)
+    assert await before.wait() == 0
 
 
 async def test_a_process_with_threads_is_not_forked() -> None:
@@ -182,12 +175,9 @@ async def test_a_process_with_threads_is_not_forked() -> None:
 
 
 async def test_without_a_fork_server_a_program_is_spawned() -> None:
-    broken = ForkServer(["nonsense"], None)
-    with pytest.raises(ForkServerLost):
-        await start(broken, ["--version"])
     told: list[str] = []
     forks = Forks((), "forkserver", None, told.append)
-    forks._servers["fairness"] = broken
+    forks._servers["fairness"] = ForkServer(["nonsense"], None)
     async with asyncio.timeout(LIMIT_S):
         child = await forks.start("fairness", ["--version"])
     assert isinstance(child, Spawned)

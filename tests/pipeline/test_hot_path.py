@@ -37,6 +37,7 @@ from nano_inference.stages.executor.runner.kernels.compile import KernelsUnavail
 from nano_inference.stages.executor.runner.model import wrap_model
 
 from ..instructions import counted, instructions
+from ..soaking import in_soak
 from ..stages.executor.models import make_model
 from ..stages.executor.plans import new_sequence, step_plan
 from ..stages.executor.refusals import needs_kernels
@@ -115,7 +116,7 @@ def sampled(plan: StepPlan) -> StepResult:
     return StepResult(plan.step_id, (), plan.seq_ids, tuple(tokens), logprobs, reasons, (), 0, 0, 0)
 
 
-@pytest.mark.parametrize("cache_type", ["paged", "radix"])
+@pytest.mark.parametrize("cache_type", [in_soak("paged"), "radix"])
 def test_batching_hardly_grows_with_the_batch(cache_type: Literal["paged", "radix"]) -> None:
     few, many = batching_steps(16, cache_type), batching_steps(256, cache_type)
     assert few > 100
@@ -233,7 +234,7 @@ def library(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     return counted
 
 
-@pytest.mark.parametrize("rows", [1, 3, 40])
+@pytest.mark.parametrize("rows", [in_soak(1), 3, in_soak(40)])
 def test_a_decode_step_runs_all_layers_in_one_call(rows: int, library: CountedLibrary) -> None:
     (few, operations), more = (count_in_step(library, layers, 0, rows) for layers in (2, 6))
     assert few["decoder_layers"] == 1

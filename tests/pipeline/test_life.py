@@ -97,7 +97,7 @@ async def test_streams_survive_failure_upon_failure(
         await whole_streams(pipeline)
 
 
-@pytest.mark.parametrize("make_config", ["redis-links"], indirect=True)
+@both_buses()
 async def test_the_request_that_kills_its_lane_is_given_up_and_no_other(
     make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -347,7 +347,7 @@ async def test_a_killed_process_is_replaced_and_the_stream_goes_on(
         adapted = long | {"model": "later"}
         undisturbed = await client.complete(adapted)
         while stage == REPLACED and len(house.children(stage)) == 1:  # noqa: ASYNC110
-            await asyncio.sleep(0.05)
+            await asyncio.sleep(0.2)
         child, *standbys = house.children(stage)
         hit, hit_too = client.submit(long), client.submit(adapted)
         outputs = [await anext(hit)]

@@ -135,7 +135,7 @@ def core_of(pipeline: Pipeline, role: str) -> Any:
 
 @pytest.mark.parametrize(
     ("make_config", "role", "method"),
-    [in_soak("memory", "executor", "execute"), ("redis-links", "batching.1", "absorb")],
+    [("memory", "executor", "execute"), in_soak("redis-links", "batching.1", "absorb")],
     indirect=["make_config"],
 )
 async def test_a_replica_that_fails_loses_nothing_and_joins_again(

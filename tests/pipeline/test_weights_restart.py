@@ -153,7 +153,9 @@ async def test_a_killed_executor_ends_the_wait_for_its_update(house: House) -> N
             assert await client.weight_version() == 0
 
 
+@pytest.mark.soak(only=True)
 async def test_a_killed_executor_reads_the_folder_again(house: House, tmp_path: Path) -> None:
+    """Every day a failed one does (test_weights_together.py)."""
     loaded = dict(reference.model().state_dict())
     save_file(oracle.announcing(loaded, 19), tmp_path / "model.safetensors")
     async with asyncio.timeout(LIMIT_S), BusClient.connect(house.bus) as client:

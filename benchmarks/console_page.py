@@ -81,15 +81,18 @@ async def gateway(requests: int) -> AsyncIterator[str]:
     server = HttpServer(app, config.gateway)
     listener = socket.create_server(("127.0.0.1", 0))
     task = asyncio.create_task(server.serve([listener]))
-    yield f"http://127.0.0.1:{listener.getsockname()[1]}"
-    app.stop()
-    server.should_exit = True
-    await task
+    try:
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+    finally:
+        app.stop()
+        server.should_exit = True
+        await task
 
 
 async def open_view(browser: Browser, url: str, view: str, frames: int) -> dict[str, Any]:
     """Open a view in a new profile, and measure it."""
     context = await browser.new_context(viewport={"width": 1440, "height": 900})
+    context.set_default_timeout(180_000)  # the first view waits for the tokenizer
     await context.add_init_script(_OBSERVE)
     page: Any = await context.new_page()
     devtools = await context.new_cdp_session(page)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import resource
 import shutil
 import subprocess
 import sys
@@ -21,17 +22,19 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from harness import free_port, options, print_table, record, stop
+from harness import cpu_s, descendants, free_port, options, print_table, record, stop
 
 LEGS: dict[str, dict[str, float]] = {}
 
 
 @contextmanager
 def leg(name: str) -> Iterator[None]:
-    """Time a leg."""
-    start = time.perf_counter()
+    """Time a leg, and the processor time of programs that it runs to their end."""
+    start, before = time.perf_counter(), resource.getrusage(resource.RUSAGE_CHILDREN)
     yield
-    LEGS[name] = {"seconds": time.perf_counter() - start}
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    LEGS[name] = {"seconds": time.perf_counter() - start, "cpu_s": cpu}
     print(f"{name}: {LEGS[name]['seconds']:.1f} s", file=sys.stderr, flush=True)
 
 
@@ -92,13 +95,14 @@ def main() -> None:
                 [*map(str, command)], stdout=subprocess.PIPE, env=environment, cwd=folder, text=True
             )
             wait_for_line(process, "is served at")
+        LEGS["serve is ready"]["cpu_s"] = cpu_s(*descendants(process.pid))
         try:
             shown = asyncio.run(look(f"http://127.0.0.1:{port}", arguments.chromium))
         finally:
             stop(process)
     print(shown)
     LEGS["together"] = {"seconds": sum(each["seconds"] for each in LEGS.values())}
-    print_table({"seconds": "{seconds:.1f}"}, LEGS, "leg")
+    print_table({"seconds": "{seconds:.1f}", "CPU s": "{cpu_s:.1f}"}, LEGS, "leg")
     load, _, _ = os.getloadavg()
     print(f"load average at the end: {load:.1f} on {os.cpu_count()} cores")
     record(arguments, legs=LEGS, load=load)

@@ -201,11 +201,12 @@ function details(found, close, session) {
     detail.trace_id && ["trace", h("code", null, detail.trace_id)],
   ].filter(Boolean);
   return [
-    h("header", null, h("div", null, h("div", { class: "row" }, h("span", { class: `tag ${kind}` }, request.state), request.finish && h("span", { class: "tag" }, request.finish)), h("p", { class: "mono" }, request.id)),
+    h("header", null, h("div", null, h("div", { class: "row" }, h("span", { class: `tag ${kind}` }, request.state), request.finish && h("span", { class: "tag" }, request.finish))),
       h("div", { class: "row nowrap" },
         running && session.scopes.includes("generate") && h("button", { type: "button", class: "danger", onclick: () => cancelRequest(request.id) }, "Cancel"),
         request.state === "done" && session.scopes.includes("generate") && h("button", { type: "button", class: "quiet", title: "Compute it again, and compare each bit", onclick: (event) => replay(request.id, event.currentTarget, replayed) }, "Replay"),
         h("button", { type: "button", class: "quiet", onclick: () => copy(request.id) }, "Copy id"), closeButton(close))),
+    h("p", { class: "mono" }, request.id),
     request.message && h("div", { class: "banner bad" }, h("b", null, request.code), request.message),
     replayed,
     h("section", null, h("h2", null, `Stages · ${duration(total)}`), waterfall(stepsOf(found))),

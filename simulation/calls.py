@@ -19,6 +19,7 @@ class Call(msgspec.Struct):
         ended: Whether the client is done with it.
         left: Whether the client has stopped early, or was killed.
         process: The client.
+        ended_ns: When it ended.
     """
 
     request: Request
@@ -27,3 +28,4 @@ class Call(msgspec.Struct):
     ended: bool = False
     left: bool = False
     process: SimulatedProcess | None = None
+    ended_ns: int = 0

@@ -16,11 +16,19 @@ from . import model
 from .calls import Call
 from .redis.data import Stream
 from .redis.network import Network
-from .story import Request, Story
+from .story import MOST_REQUESTS, Request, Story
 
 MOST_FAILURES = AdmissionConfig().max_lane_deaths
 """A request in which a lane fails so often is given up."""
 
+
+LATE_MS = 1500
+"""So long behind its time limit a request ends at most, while admission and streaming run."""
+
+QUICK_MS = 4000
+"""A request takes less, on a quick device and if only replies are lost."""
+
+_LATE_STAGES = ("fairness", "batching", "executor")
 
 _FAILURES = ("crash", "kill", "double", "pause", "cut", "restart", "failover")
 
@@ -31,6 +39,7 @@ class World(Protocol):
     story: Story
     network: Network
     calls: dict[str, Call]
+    losable: set[str]
     weights: dict[tuple[str, int], set[int]]
     adapters: dict[tuple[str, int], set[int]]
 
@@ -47,7 +56,7 @@ def check_call(world: World, call: Call) -> Iterator[str]:
     if call.left:
         return
     if call.error is not None:
-        if not _may_be_lost(story, call):
+        if not _may_be_lost(world, call):
             yield f"its client got {call.error.code}: {call.error.message}"
         return
     if len(ends) != 1 or call.outputs[-1] is not ends[0]:
@@ -56,14 +65,26 @@ def check_call(world: World, call: Call) -> Iterator[str]:
     for sample in ends[0].samples:
         yield from _check_tokens(world, call.request, sample, chunks)
     yield from _check_end(story, call.request, ends[0], chunks)
+    yield from _check_time(story, call)
+    yield from _check_delay(story, call)
 
 
-def _may_be_lost(story: Story, call: Call) -> bool:
+def _is_lossy(story: Story) -> bool:
+    """Return whether a server may lose what it has replied to."""
+    return any(fault.kind in ("restart", "failover") for fault in story.faults)
+
+
+def _may_be_lost(world: World, call: Call) -> bool:
     assert call.error is not None
-    lossy = any(f.kind in ("restart", "failover") for f in story.faults)
-    broken = story.noise or any(f.kind in ("reset", "cut", "pause") for f in story.faults)
+    story = world.story
+    broken = story.noise or any(
+        fault.kind in ("reset", "cut", "pause", "double", "restart", "failover", "vanish")
+        for fault in story.faults
+    )
     # Whether a request was published is not known then; its client has no answer to wait for.
-    return lossy or (bool(broken) and call.error.code == "bus_unavailable")
+    return call.request.name in world.losable or (
+        bool(broken) and call.error.code == "bus_unavailable"
+    )
 
 
 def _check_end(
@@ -73,9 +94,13 @@ def _check_end(
         if request.stream:
             own = [chunk for chunk in chunks if chunk.sample_index == sample.sample_index]
             streamed = tuple(token for chunk in own for token in chunk.token_ids)
+            text = "".join(chunk.text for chunk in own)
+            if end.status != "done" and _is_lossy(story):
+                # What a server has lost, its client may have read.
+                streamed, text = streamed[: len(sample.token_ids)], text[: len(sample.text)]
             if streamed != sample.token_ids:
                 yield f"sample {sample.sample_index} streamed {streamed}, not {sample.token_ids}"
-            if "".join(chunk.text for chunk in own) != sample.text:
+            if text != sample.text:
                 yield f"sample {sample.sample_index} streamed other text"
     match end.status:
         case "done":
@@ -100,6 +125,27 @@ def _check_end(
             code = end.error.code if end.error is not None else ""
             if code != "lane_failed" or not (fatal or failures >= MOST_FAILURES):
                 yield f"it failed: {end.error}"
+
+
+def _check_time(story: Story, call: Call) -> Iterator[str]:
+    """Check that a time limit holds also while a stage is missing."""
+    request = call.request
+    undisturbed = all(
+        fault.kind in ("hold", "flush", "garbage")
+        or (fault.kind == "kill" and fault.target.endswith(_LATE_STAGES))
+        for fault in story.faults
+    )
+    late_ms = call.ended_ns // 1_000_000 - request.at_ms - request.budget_ms
+    if request.budget_ms and undisturbed and late_ms > LATE_MS:
+        yield f"it ended {late_ms} ms behind its time limit"
+
+
+def _check_delay(story: Story, call: Call) -> Iterator[str]:
+    """Check that a lost reply delays a request less than the loss of a lane."""
+    lasted_ms = call.ended_ns // 1_000_000 - call.request.at_ms
+    quick = story.slowness == 1 and len(story.requests) <= MOST_REQUESTS and not story.faults
+    if quick and lasted_ms >= QUICK_MS:
+        yield f"it took {lasted_ms} ms"
 
 
 def _check_chunks(request: Request, chunks: list[CompletionChunk]) -> Iterator[str]:
@@ -187,6 +233,8 @@ def check_state(world: World) -> Iterator[str]:
         if actor.name == "batching" and actor.holds_all:
             core = actor._core  # type: ignore[attr-defined]
             if core is not None:
+                if core.tiers is not None and core.tiers.difference is not None:
+                    yield f"a block that was loaded differs: {core.tiers.difference}"
                 try:
                     core.check()
                 except AssertionError as error:
@@ -221,13 +269,15 @@ def _check_given_back(world: World) -> Iterator[str]:
                         f"{len(replica.running)} running, {len(replica.paused)} paused"
                     )
         # A request that the server has lost, and admission with it, is kept by streaming alone.
-        lossy = any(f.kind in ("restart", "failover") for f in story.faults)
+        lossy = _is_lossy(story)
         if actor.name == "streaming" and not lossy and len(actor._core):  # type: ignore[attr-defined]
             yield f"streaming still has {len(actor._core)} requests"  # type: ignore[attr-defined]
         if actor.name == "batching":
-            cache: Any = actor._core.cache  # type: ignore[attr-defined]
-            if cache.num_free_blocks() != story.num_blocks:
-                yield f"{cache.num_free_blocks()} of {story.num_blocks} blocks are free"
+            batching: Any = actor._core  # type: ignore[attr-defined]
+            if batching.cache.num_free_blocks() != story.num_blocks:
+                yield f"{batching.cache.num_free_blocks()} of {story.num_blocks} blocks are free"
+            if batching._arrivals._arrivals or batching.handovers:
+                yield f"{actor.role}: sequences are announced that have ended"
 
 
 def is_at_rest(world: World) -> bool:
@@ -265,7 +315,7 @@ def _check_results(world: World) -> Iterator[str]:
     for (entry_id, request_id), number in numbers.items():
         if number > 1:
             yield f"the results stream has {number} terminal messages of {request_id}, {entry_id}"
-    lossy = any(f.kind in ("restart", "failover") for f in world.story.faults)
+    lossy = _is_lossy(world.story)
     for call in () if lossy else world.calls.values():
         end = call.outputs[-1] if call.outputs else None
         if isinstance(end, Completion) and not numbers[end.entry_id, end.request_id]:
@@ -275,7 +325,7 @@ def _check_results(world: World) -> Iterator[str]:
 def _check_streams(world: World) -> Iterator[str]:
     """Check each request's stream on the server: what followers would read from its beginning."""
     requests = {request.name: request for request in world.story.requests}
-    lossy = any(fault.kind in ("restart", "failover") for fault in world.story.faults)
+    lossy = _is_lossy(world.story)
     for key, value in world.network.node.engine.data.values.items():
         if not (key.startswith(b"nano:out:") and isinstance(value, Stream)):
             continue

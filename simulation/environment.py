@@ -237,7 +237,7 @@ class Environment:
 
     def _host(self) -> str:
         process = PROCESS.get()
-        return process.name.partition("/")[0] if process is not None else "world"
+        return process.host if process is not None else "world"
 
     def _pid(self) -> int:
         process = PROCESS.get()

@@ -11,8 +11,10 @@ import msgspec
 
 from ..pipeline.client import BusClient
 from ..stages.actor import Actor
+from .calls import Call
 from .loop import SimulatedLoop, SimulatedProcess
 from .orders import Notes, obey
+from .redis.data import Data, names_of
 from .redis.network import MS, Network
 from .story import Fault, Story
 
@@ -31,7 +33,9 @@ class Struck(Notes, Protocol):
     network: Network
     processes: dict[str, SimulatedProcess]
     clients: dict[int, tuple[SimulatedProcess | None, BusClient]]
+    calls: dict[str, Call]
     slow: float
+    losable: set[str]
 
     def at(self, at_ms: int, action: Callable[[], object]) -> None:
         """Run an action at a time, outside all processes."""
@@ -142,10 +146,13 @@ class Faults:
             case "cut" if process is not None:
                 network.cut(process)
                 return partial(network.join, process)
+            case "vanish":
+                return self._vanish(fault)
+            case "garbage" if network.node.up:
+                network.run(network.node, [b"XADD", b"nano:requests", b"*", b"json", b"{"])
             case "restart" if network.node.up:
                 network.stop()
-                data = self._snapshots.get(number) or network.snapshot()
-                return partial(network.start, data)
+                return partial(network.start, self._lose(number))
             case "failover" if network.node.up:
                 return self._fail_over(number, fault)
             case "clock" if process is not None:
@@ -161,12 +168,18 @@ class Faults:
                 return restore
         return None
 
+    def _lose(self, number: int) -> Data:
+        """Return the data that a server comes back with; note the requests that are not in it."""
+        data = self._snapshots.get(number) or self._world.network.snapshot()
+        kept = set(names_of(data))
+        self._world.losable |= self._world.calls.keys() - kept
+        return data
+
     def _fail_over(self, number: int, fault: Fault) -> Callable[[], object]:
         world = self._world
         owners = list(world.processes.values())
         old = world.network.node
-        data = self._snapshots.get(number) or world.network.snapshot()
-        world.network.fail_over(data, owners)
+        world.network.fail_over(self._lose(number), owners)
         for owner in owners:
             # Until then a process may still write to the former master.
             after_ms = self._random.randrange(max(1, fault.lasts_ms))
@@ -175,6 +188,28 @@ class Faults:
 
         def end() -> None:
             old.up = False
+
+        return end
+
+    def _vanish(self, fault: Fault) -> Callable[[], object]:
+        """Cut off the host of a replica; the others must continue its requests meanwhile."""
+        world = self._world
+        host = f"0.{fault.target}"
+        hosts = [each for each in world.processes.values() if each.host == host]
+        for process in hosts:
+            world.network.cut(process)
+        began_ms = world.loop.now_ns // MS
+
+        def end() -> None:
+            waiting = [
+                name
+                for name, call in world.calls.items()
+                if call.request.at_ms < began_ms and not call.ended
+            ]
+            if waiting and len(world.story.faults) == 1:
+                world.violate(f"{', '.join(waiting)} waited for a host that had vanished")
+            for process in hosts:
+                world.network.join(process)
 
         return end
 

@@ -37,6 +37,13 @@ class SimulatedProcess:
         self._tasks: list[asyncio.Task[Any]] = []
         self._most_tasks = 64
 
+    @property
+    def host(self) -> str:
+        """The name of its host: one for each lane, and one for each further replica."""
+        lane, _, role = self.name.partition("/")
+        _, dot, replica = role.partition(".")
+        return f"{lane}{dot}{replica}"
+
     def add(self, task: asyncio.Task[Any]) -> None:
         """Note a task of this process."""
         self._tasks.append(task)

@@ -21,6 +21,13 @@ class Notes(Protocol):
 
     updates: int
 
+    @property
+    def is_disturbed(self) -> bool:
+        """Whether a lane may fail, and leave an order without an answer."""
+
+    def violate(self, what: str) -> None:
+        """Note that something is wrong."""
+
     def note(self, *parts: str) -> None:
         """Write a line of the trace."""
 
@@ -28,8 +35,10 @@ class Notes(Protocol):
 async def obey(world: Notes, client: BusClient, fault: Fault) -> None:
     """Give an order, and end it."""
     try:
-        with anyio.move_on_after(ORDER_S):
+        with anyio.move_on_after(ORDER_S) as scope:
             await _give(world, client, fault)
+        if scope.cancelled_caught and not world.is_disturbed:
+            world.violate(f"the order {fault.kind} had no answer")
     except NanoInferenceError as error:
         # A lane that fails meanwhile doesn't answer.
         world.note("order failed", fault.kind, error.code, error.message)

@@ -17,6 +17,9 @@ MOST_REQUESTS = 24
 LEASE_MS = 5000
 """So long a lane holds requests without a sign of life."""
 
+VANISHED_MS = 30_000
+"""A host that has vanished is away so long, longer than requests wait for it."""
+
 BusKind = Literal["memory", "redis"]
 
 FaultKind = Literal[
@@ -26,6 +29,8 @@ FaultKind = Literal[
     "pause",  # a process is stopped and goes on later
     "reset",  # all connections of a process break
     "cut",  # a process and Redis can't reach each other
+    "vanish",  # the host of a replica is cut off
+    "garbage",  # someone publishes what is no request
     "restart",  # Redis stops and starts with its data, perhaps without the last moments
     "failover",  # a replica without the last moments becomes the master
     "clock",  # a wall clock jumps
@@ -75,7 +80,7 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Something that goes wrong, or an operator's order.
 
     Attributes:
-        target: A program, a stage or an adapter; "" for Redis, or all.
+        target: A program, a stage, a replica or an adapter; "" for Redis, or all.
         lasts_ms: For how long, or until the program starts again.
         amount: Milliseconds that Redis loses or a clock jumps, or after which a second process
             starts; a factor of slowness.
@@ -150,6 +155,29 @@ class Story(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     @staticmethod
     def _suffix(replica: int) -> str:
         return f".{replica}" if replica else ""
+
+
+SHORT_MS = 800
+"""Of a short story no fault lasts longer."""
+
+
+def shorten(story: Story) -> Story:
+    """Return a story without long waits, which runs quickly."""
+    faults = tuple(
+        msgspec.structs.replace(
+            fault,
+            at_ms=fault.at_ms % 600,
+            lasts_ms=min(fault.lasts_ms, SHORT_MS + fault.amount * (fault.kind == "double")),
+        )
+        for fault in story.faults
+        if fault.kind != "vanish"
+    )
+    requests = tuple(
+        msgspec.structs.replace(request, at_ms=request.at_ms % 300) for request in story.requests
+    )
+    return msgspec.structs.replace(
+        story, faults=faults, requests=requests, slowness=min(story.slowness, 5)
+    )
 
 
 def draw(seed: int, most_requests: int = MOST_REQUESTS) -> Story:
@@ -243,11 +271,12 @@ def _request(random: Random, story: Story, index: int, spread_ms: int) -> Reques
 
 def _fault(random: Random, story: Story, spread_ms: int) -> Fault:
     kinds: list[FaultKind]
+    split_replicas = story.split and story.replicas > 1
     if story.bus == "memory":
         kinds = ["crash", "crash", "crash", "slow", "weights", "hold", "flush"]
     else:
         kinds = ["kill", "kill", "kill", "crash", "pause", "reset", "cut", "restart", "failover"]
-        kinds.append("double")
+        kinds += ["double", "garbage", *(["vanish"] if split_replicas else [])]
         kinds += ["clock", "slow", "weights", "hold", "flush"]
     if story.adapters:
         kinds.append("adapter")
@@ -268,6 +297,8 @@ def _fault(random: Random, story: Story, spread_ms: int) -> Fault:
             target, lasts_ms = random.choice(programs), random.choice((50, 1000, 9000, 20_000))
             if story.lanes > 1:  # about as long as others wait before they take over
                 lasts_ms = random.choice((lasts_ms, random.randrange(LEASE_MS, 2 * LEASE_MS)))
+        case "vanish":
+            target, lasts_ms = f"{random.randrange(1, story.replicas)}", VANISHED_MS
         case "double":
             target, amount = random.choice(programs), random.choice((1, 50, 1000))
             lasts_ms = amount + random.choice((0, 20, 300, 2000))

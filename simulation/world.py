@@ -26,7 +26,7 @@ from ..telemetry import Tracing
 from .calls import Call
 from .checks import check_call, check_end, check_state, is_at_rest
 from .environment import EPOCH_NS, Environment
-from .faults import Faults
+from .faults import ORDERS, Faults
 from .loop import PROCESS, SimulatedLoop, SimulatedProcess
 from .redis.commands import Arguments
 from .redis.network import MS, Network
@@ -57,6 +57,7 @@ class World:
         weights: The numbers of the weights of a lane and version.
         adapters: The numbers of the adapters of an id and version.
         slow: Factor of all times.
+        losable: Requests that a server may have lost.
         updates: Orders with new weights so far.
         violations: What must not be, in order of discovery.
         lines: The trace, if it is wanted.
@@ -101,6 +102,7 @@ class World:
         self.lines: list[str] | None = [] if trace else None
         self._digest = hashlib.blake2b(digest_size=16)
         self._pids = 0
+        self.losable: set[str] = set()
         self.updates = 10  # the adapters of the settings have the numbers before
         self._faults = Faults(self, self._random)
         self._dead: list[Any] = []
@@ -130,6 +132,11 @@ class World:
     def digest(self) -> str:
         """Return the digest of all that has happened."""
         return self._digest.hexdigest()
+
+    @property
+    def is_disturbed(self) -> bool:
+        """Whether a lane may fail, and leave an order without an answer."""
+        return not all(fault.kind in (*ORDERS, "garbage", "slow") for fault in self.story.faults)
 
     def violate(self, what: str) -> None:
         """Note that something is wrong; the first such note ends the story."""
@@ -270,7 +277,7 @@ class World:
             self.note("error", request.name, error.code)
         finally:
             await outputs.aclose()
-            call.ended = True
+            call.ended, call.ended_ns = True, self.loop.now_ns
 
     async def _read(self, call: Call, outputs: Any) -> None:
         async for output in outputs:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from bisect import bisect_left, bisect_right, insort
+from collections.abc import Iterator
 
 Id = tuple[int, int]
 """An entry's id: milliseconds, and a number."""
@@ -130,6 +132,25 @@ class SortedSet:
             return 0
         del self.order[bisect_left(self.order, (self.scores.pop(member), member))]
         return 1
+
+
+_NAME = re.compile(rb'"request_id":"([^"]*)"')
+
+
+def names_of(data: Data) -> Iterator[str]:
+    """Return the ids of requests that wait for their answers, or have ended streams."""
+    for key, value in data.values.items():
+        if not isinstance(value, Stream) or not value.ids:
+            continue
+        if key == b"nano:requests":
+            raws = [b" ".join(fields) for fields in value.fields.values()]
+        elif key.startswith(b"nano:out:"):
+            raws = [raw for raw in value.fields[value.ids[-1]] if b'"type":"completion"' in raw]
+        else:
+            continue
+        for raw in raws:
+            if found := _NAME.search(raw):
+                yield found[1].decode()
 
 
 Value = bytes | dict[bytes, bytes] | list[bytes] | Stream | SortedSet

@@ -298,7 +298,9 @@ class FairnessCore:
         rank, level = int(priority_class.key), priority_class.level(now_ns)
         number = min(replica.credits, len(waiting.specs))
         replicas = self._replicas.values()
-        leaves = request.info.pooling is None and self._leaves(replica)
+        # A paused sequence has a place where it continues, or needs none.
+        starts = waiting.paused is None
+        leaves = starts and request.info.pooling is None and self._leaves(replica)
         if leaves:
             number = min(number, self._handovers.room(replicas))
         replica.credits -= number

@@ -2,31 +2,72 @@
 
 from __future__ import annotations
 
+import signal
 import time
-from collections.abc import Iterable
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
 
-from nano_inference.simulation.story import draw
+from nano_inference.simulation.story import MOST_REQUESTS, draw
 from nano_inference.simulation.world import World
 
 from .planting import Defect, planted
+
+CALLBACK_S = 5.0
+"""Processor time after which a callback is taken for endless."""
+
+Try = tuple[int, int]
+"""A seed, and the most requests of its story."""
 
 
 class Found(NamedTuple):
     """How a defect was found: the seed, what was wrong, and after how many seconds."""
 
-    seed: int
+    seed: Try
     what: str
     seconds: float
 
 
-def hunt(defect: Defect, seeds: Iterable[int]) -> Found | None:
-    """Return the first seed that finds a defect; None if none does."""
+class Endless(Exception):
+    """A callback doesn't end."""
+
+
+def hunt(defect: Defect, tries: Iterable[Try], most_s: float = 1e9) -> Found | None:
+    """Return the first story that finds a defect; None if none does, or none within `most_s`."""
     started = time.process_time()
     with planted(defect):
-        for seed in seeds:
-            world = World(draw(seed, most_requests=10))
-            world.run()
+        for seed, most_requests in tries:
+            with _watched():
+                world = World(draw(seed, most_requests=most_requests))
+                world.run()
+            seconds = time.process_time() - started
             if world.violations:
-                return Found(seed, world.violations[0], time.process_time() - started)
+                return Found((seed, most_requests), world.violations[0], seconds)
+            if seconds > most_s:
+                break
     return None
+
+
+def tries(known: Try | None = None, first: int = 0) -> Iterator[Try]:
+    """Return stories to try: the one that is known to find a defect, and then short and long ones
+    in turn."""
+    if known is not None:
+        yield known
+    for seed in range(first, first + 100_000):
+        yield seed, 10 if seed % 4 else MOST_REQUESTS
+
+
+@contextmanager
+def _watched() -> Iterator[None]:
+    """Raise an error in a callback that doesn't end."""
+
+    def end(*_: Any) -> None:
+        raise Endless
+
+    before = signal.signal(signal.SIGVTALRM, end)
+    signal.setitimer(signal.ITIMER_VIRTUAL, CALLBACK_S, CALLBACK_S)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, before)

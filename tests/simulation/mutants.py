@@ -8,6 +8,11 @@ _EPOCHS = "stages/admission/epochs.py"
 _ACTOR = "stages/actor.py"
 _STREAMING = "stages/streaming/core.py"
 _BATCHING = "stages/batching/core.py"
+_CACHE = "stages/batching/cache.py"
+_FAIRNESS = "stages/fairness/core.py"
+_HANDOVERS = "stages/batching/handover.py"
+_SEQUENCE = "stages/batching/sequence.py"
+_TIERS = "stages/batching/tiers.py"
 _LEASES = "bus/redis/leases.py"
 _RESULTS = "bus/redis/results.py"
 
@@ -121,7 +126,128 @@ MUTANTS = (
         "        self._sent.clear()\n        for seq in list(self._leaving.values()):",
         "        for seq in list(self._leaving.values()):",
     ),
+    # --- handovers
+    Defect(
+        "a sequence is handed over without its first token",
+        _HANDOVERS,
+        "generated = tuple(seq.token_ids[seq.num_prompt_tokens :])",
+        "generated = ()",
+    ),
+    Defect(
+        "a sequence that ends where it began is not withdrawn",
+        _HANDOVERS,
+        "            self._send(leaver, WithdrawSequences((seq.seq_id,)))",
+        "            pass",
+    ),
+    Defect(
+        "a place that was promised is not freed",
+        "stages/fairness/handovers.py",
+        "            successor.credits += 1",
+        "            pass",
+    ),
+    Defect(
+        "a promised place is free for others, too",
+        "stages/fairness/handovers.py",
+        "        successor.credits -= 1\n",
+        "",
+    ),
+    Defect(
+        "offers end with the first plan behind them",
+        _TIERS,
+        "now_ns + int(OFFER_S * 1e9)",
+        "now_ns",
+    ),
+    # --- KV tiers
+    Defect(
+        "what plans would have stored is kept though they were not run",
+        _TIERS,
+        "and self._slot_of.get(move.name) == move.slot",
+        "and False",
+    ),
+    Defect(
+        "blocks of other weights are found in the tiers",
+        _TIERS,
+        'origin = f"{self.capacity.incarnation}.{weight_version}"',
+        "origin = self.capacity.weights",
+    ),
+    Defect(
+        "a fetch that fails counts as whole",
+        _TIERS,
+        "        for name in changes.lost:\n            self._counts.lost += 1\n",
+        "        for name in changes.lost:\n            self._counts.lost += 1\n"
+        "            self._end_fetch(name, whole=True)\n",
+    ),
+    Defect(
+        "a slot is used again while its block is pinned",
+        _TIERS,
+        "        self._pin(offered)\n",
+        "",
+    ),
+    # --- adapters and speculation
+    Defect(
+        "KV of an adapter's older weights is found",
+        _BATCHING,
+        "_replace(adapter=id, adapter_version=self._adapter_versions[id])",
+        "_replace(adapter=id, adapter_version=0)",
+    ),
+    Defect(
+        "a sequence keeps its scope when its adapter changes",
+        _BATCHING,
+        "        for seq in seqs:\n            self._set_adapter_version(seq)\n",
+        "",
+    ),
+    Defect(
+        "accepted drafts don't count as scheduled",
+        _SEQUENCE,
+        "self.num_scheduled += num_accepted",
+        "self.num_scheduled += 0",
+    ),
+    Defect(
+        "drafts have no blocks of their own",
+        "stages/batching/schedule.py",
+        "            if lacking:\n                num_blocks[seq.seq_id] ="
+        " num_blocks.get(seq.seq_id, 0) + lacking\n",
+        "",
+    ),
+    Defect(
+        "drafts in flight are not reckoned with",
+        _SEQUENCE,
+        "self.num_drafting -= num_drafts",
+        "self.num_drafting = 0",
+    ),
+    # --- time slices
+    Defect(
+        "a paused sequence that ends stays in the queue",
+        _FAIRNESS,
+        "                self._queue.drop(waiting)\n                return",
+        "                return",
+    ),
+    Defect(
+        "a sequence that resumes costs no credit",
+        _FAIRNESS,
+        "            self._run(replica, waiting.paused, level, rank)\n",
+        "            self._run(replica, waiting.paused, level, rank)\n"
+        "            replica.credits += 1\n",
+    ),
+    Defect(
+        "sequences that ended while paused keep their place",
+        _BATCHING,
+        "                self._report.free_slots += 1",
+        "                pass",
+    ),
     # --- the bus
+    Defect(
+        "a lane takes over requests before their lease is over",
+        _LEASES,
+        "redis.pcall('XPENDING', KEYS[1], ARGV[1], 'IDLE', ARGV[3], '-', '+', ARGV[4])",
+        "redis.pcall('XPENDING', KEYS[1], ARGV[1], 'IDLE', 0, '-', '+', ARGV[4])",
+    ),
+    Defect(
+        "a terminal message is told twice",
+        "bus/redis/result_scripts.py",
+        "if redis.call('EXISTS', told) == 1 then return 0 end",
+        "if false then return 0 end",
+    ),
     Defect(
         "whoever waits for a queue is not woken",
         "bus/queue.py",
@@ -203,8 +329,56 @@ OLD_DEFECTS = (
         "if sample and request.unasked and started.num_generated < len(sample.token_ids):",
         "if False:",
     ),
+    Defect(
+        "a stage of which a successor has started takes part in the successor's epoch",
+        _ACTOR,
+        "if not await self.bus.is_newest(self.role):",
+        "if False:",
+    ),
+    Defect(
+        "a sequence computes blocks that it loads, since another start has just stored them",
+        _BATCHING,
+        "if num_tokens[seq_id] > seq.num_remaining:",
+        "if False:",
+    ),
+    Defect(
+        "a paused sequence takes another place where it continues",
+        _FAIRNESS,
+        "starts = waiting.paused is None",
+        "starts = True",
+    ),
+    Defect(
+        "a request that fails its lane is never given up",
+        "stages/admission/requests.py",
+        "if item.deaths >= self._max_lane_deaths:",
+        "if False:",
+    ),
+    Defect(
+        "an entry that is no request stays on the stream",
+        "stages/admission/requests.py",
+        "item.end = self._dead_letter(item, judged.failure)",
+        "pass",
+    ),
+    Defect(
+        "a replica whose host has vanished is waited for",
+        "stages/admission/vanished.py",
+        "            if misses >= _MOST_MISSES\n",
+        "            if False\n",
+    ),
+    Defect(
+        "a pause that is called off has no answer",
+        "stages/batching/stage.py",
+        "await self._answer_pause()  # its wait for the last step is over",
+        "pass",
+    ),
+    Defect(
+        "blocks of adapters are audited",
+        "stages/batching/audit.py",
+        "if block.scope.adapter or any(map(is_image_key, block.token_ids)):",
+        "if any(map(is_image_key, block.token_ids)):",
+    ),
 )
-"""Mended before, found again without the mend."""
+"""Recovery defects that CHANGELOG knows, with the mend undone."""
 
 NOT_FOUND = (
     Defect(
@@ -249,18 +423,5 @@ NOT_FOUND = (
         "if ARGV[3] == '1' and not is_whole",
         "if false and not is_whole",
     ),
-    Defect(
-        "a stage of which a successor has started takes part in the successor's epoch",
-        _ACTOR,
-        "if not await self.bus.is_newest(self.role):",
-        "if False:",
-    ),
 )
 """That no seed has found so far: another mechanism makes up for each, or no story leads there."""
-
-EVERY_DAY = {
-    "a stage that starts begins no epoch": 0,
-    "the first token of a prompt is taken for computed": 0,
-    "a dispatched sequence costs no credit": 0,
-}
-"""Defects that `make test` plants, and the first seed that is tried."""

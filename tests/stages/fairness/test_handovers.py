@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from nano_inference.bus.messages import AdmittedRequest, Credit
+from nano_inference.bus.messages import AdmittedRequest, Credit, ResumeSequences
 from nano_inference.bus.pooling import Pooling
 from nano_inference.config import FairnessConfig, ReplicaRole
 from nano_inference.stages.fairness import FairnessCore
@@ -104,6 +104,17 @@ def test_a_sequence_that_ends_where_it_began_frees_its_other_place(is_paused: bo
     assert [each.credits for each in core._replicas.values()] == [4, 4]
     assert core.replicas_of("a") == [PREFILL], "any"
     assert core.counts.handovers == 0
+
+
+def test_a_paused_sequence_resumes_though_no_place_to_continue_is_free() -> None:
+    """Its own was promised when it started."""
+    core = core_of("prefill", "decode", places=1)
+    core.push(asked := request("a"), 0)
+    dispatches(core)
+    core.absorb(Credit(1, paused=tuple(ids(asked))), 15, PREFILL)
+    (resumed,) = dispatches(core)
+    assert isinstance(resumed.message, ResumeSequences)
+    assert resumed.message.seq_ids == tuple(ids(asked))
 
 
 def test_replicas_that_do_both_keep_their_sequences() -> None:

@@ -21,6 +21,7 @@ from nano_inference.stages.admission.arrivals import Accepted
 from nano_inference.stages.admission.checks import request_id_of
 from nano_inference.stages.admission.core import AdmissionCore, status_of
 from nano_inference.stages.admission.participants import smallest
+from nano_inference.store.board import LoadedAdapter
 
 from ...errors import raises
 
@@ -104,6 +105,24 @@ def test_an_entrys_model_wins_over_its_requests(
         return
     with raises("unknown_model"):
         admit(core, entry)
+
+
+def test_a_model_does_not_answer_for_its_adapter_that_was_unloaded(
+    tokenizer: PreTrainedTokenizerFast,
+) -> None:
+    """Gateways name the model beside the adapter, and may know of the unload a second later."""
+    core = core_of(tokenizer, model_id="tiny")
+    entry = msgspec.structs.replace(entry_of(model="lora"), model="tiny")
+    core.set_adapters([LoadedAdapter("lora", 1)])
+    assert accept(core, entry).opened.model == "lora"
+    core.close_adapter("lora")
+    with raises("unknown_model"):
+        admit(core, entry)
+    core.set_adapters([])
+    with raises("unknown_model"):
+        admit(core, entry)
+    core.set_adapters([LoadedAdapter("lora", 2)])
+    assert accept(core, entry).opened.model == "lora"
 
 
 def test_an_admitted_request_is_complete(core: AdmissionCore) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import random
+import sys
 from collections import Counter
 from typing import Any
 
@@ -155,4 +156,5 @@ class Judge:
                 f"{ask.kind} over {ask.door} {ask.key}: {', '.join(sorted(wrong))} "
                 f"{answer.refused} {answer.remark} {str(answer.content)[:300]}"
             )
+            print(self.remarks[-1], file=sys.stderr, flush=True)
         return wrong

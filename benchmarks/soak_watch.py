@@ -49,12 +49,14 @@ def role_of(pid: int, main: str) -> str:
         stage = found[1] + (f".{replica[1]}" if replica and replica[1] != "0" else "")
         model = re.search(r"bus\.model=(\S+)", text)
         return stage if model is None or model[1] == main else f"{model[1]}: {stage}"
+    if re.search(r"nano.inference up ", text):
+        return "up"
     if "fork_server" in text:
         return "forks with torch" if text.rstrip().endswith("executor") else "forks"
     for name in ("gateway", "template_process", "grammar_trial", "decoder", "valkey", "redis"):
         if name in text:
             return name
-    return "up" if re.search(r"nano.inference up", text) else "other"
+    return "other"
 
 
 class Watch:

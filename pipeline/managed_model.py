@@ -35,7 +35,7 @@ from ..store.registry import NOT_LOADED, ModelRecord, ModelState
 from ..telemetry import Metrics, instruments, names, now_ns
 from .deployment import terminal_message
 from .health import lanes_of, verdict
-from .models import adapters_of
+from .models import adapters_of, admits
 
 PROCESSES_BYTES = 300 << 20
 """Approximate memory of a lane's processes without weights and KV: Python, and torch once."""
@@ -270,10 +270,14 @@ class ManagedModel:
             await self._change(memory_bytes=memory_bytes)
 
     async def update_adapters(self) -> None:
-        """Write its lanes' adapters to the record, if they have changed."""
+        """Write its lanes' adapters to the record, if they have changed.
+
+        While admission is started anew they stay: requests for them wait, as all others do.
+        """
         with suppress(BusError):
-            adapters = tuple(each.id for each in adapters_of(await self._bus.store.board.read()))
-            if adapters != self.record.adapters:
+            reports = await self._bus.store.board.read()
+            adapters = tuple(each.id for each in adapters_of(reports))
+            if admits(reports) and adapters != self.record.adapters:
                 await self._change(adapters=adapters)
 
     async def _change(self, **fields: Any) -> None:
@@ -368,7 +372,8 @@ class ManagedModel:
             return False
         loads = [report.load for report in reports]
         changed = any(load.get("weight_version") or "held" in load for load in loads)
-        return not changed and {each.id for each in adapters_of(reports)} <= set(self.spec.adapters)
+        adapters = {each.id for each in adapters_of(reports)}
+        return not changed and admits(reports) and adapters <= set(self.spec.adapters)
 
     async def unload(self, job: Job, *, keeps_requests: bool) -> None:
         """Let its requests end, then stop its lane.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -173,13 +173,24 @@ def _words(value: object) -> tuple[str, ...]:
     return tuple(filter(None, str(value).split(",")))
 
 
+def admits(reports: Iterable[StageReport]) -> bool:
+    """Return whether an admission takes requests, so that it knows the adapters of its lane. One
+    that has been started anew waits for the executors before."""
+    return any(
+        report.stage == "admission" and report.state in ("ready", "draining") for report in reports
+    )
+
+
 def adapters_of(
     reports: Sequence[StageReport], lane: str | None = None
 ) -> tuple[LoadedAdapter, ...]:
-    """Return the adapters that admission has in all lanes of a model, or in one lane."""
+    """Return the adapters that admission has in all lanes of a model, or in one lane.
+
+    A lane whose admission takes no requests yet knows none, and is left out: see `admits`.
+    """
     by_model: dict[str, dict[str, dict[str, LoadedAdapter]]] = {}
     for report in reports:
-        if report.stage == "admission" and lane in (None, report.lane):
+        if lane in (None, report.lane) and admits([report]):
             lanes = by_model.setdefault(report.model, {})
             lanes.setdefault(report.lane, {each.id: each for each in report.adapters})
     return tuple(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from functools import partial
 from typing import Generic, Protocol, TypeVar
 
@@ -13,7 +13,7 @@ import anyio.to_thread
 from ...bus.public import GenerateRequest
 from ...config import BusError, Config, NanoInferenceError, RequestError, shown, split_role
 from ...pipeline.client import BusClient
-from ...pipeline.models import adapters_of, expert_owners
+from ...pipeline.models import adapters_of, admits, expert_owners
 from ...store.board import LoadedAdapter
 from ...text.context_length import longest_context_of
 from ..policy.caller import Caller, check_allowed
@@ -154,13 +154,15 @@ class ServedModels:
         self._own = ("", self.default, *config.engine.model_aliases)
         self._engine = engine
         self._reports = Recent(engine.reports, ASKED_EVERY_S)
+        self._adapters: tuple[LoadedAdapter, ...] = ()
 
     async def adapters(self) -> tuple[LoadedAdapter, ...]:
-        """Return the adapters of every lane; none while no stage has reported."""
-        try:
-            return adapters_of(await self._reports.get())
-        except BusError:
-            return ()
+        """Return the adapters of every lane; the last known ones while no admission is ready."""
+        with suppress(BusError):
+            reports = await self._reports.get()
+            if admits(reports):
+                self._adapters = adapters_of(reports)
+        return self._adapters
 
     async def expert_owners(self) -> tuple[int, ...]:
         """Return the rank of each expert, in the first executor that has owners; () in none."""

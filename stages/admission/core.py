@@ -52,6 +52,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 
+MOST_FORMER = 1024
+"""Ids of unloaded adapters that are remembered."""
+
+
 class AdmissionCore:
     """Checks requests and makes their sequences; the ledger holds those in flight.
 
@@ -94,6 +98,8 @@ class AdmissionCore:
         self._adapters: dict[str, LoadedAdapter] = {}
         # Version by id of adapters that are being unloaded.
         self._closed: dict[str, int] = {}
+        # Ids of adapters that were loaded, the last ones.
+        self._former: dict[str, None] = {}
         self._grammars: GrammarCompiler | None = None
         self._seq_ids = itertools.count(1)
         self.responses = ResponseCache(config.engine.response_cache_bytes)
@@ -130,6 +136,9 @@ class AdmissionCore:
     def set_adapters(self, adapters: Iterable[LoadedAdapter]) -> None:
         """Set the adapters that requests may name; of a closed one only a newer version."""
         loaded = {adapter.id: adapter for adapter in adapters}
+        self._former |= dict.fromkeys(loaded)
+        while len(self._former) > MOST_FORMER:
+            del self._former[next(iter(self._former))]
         self._closed = {
             id: version
             for id, version in self._closed.items()
@@ -492,7 +501,7 @@ class AdmissionCore:
         """Return the model that an entry names.
 
         The entry's own field wins over the request's, as in the router; but the request may name an
-        adapter of that model.
+        adapter of that model, also an unloaded one: the model without it must not answer.
         """
         if entry.model and (entry.model != self._model_name or not self._knows(request.model)):
             return entry.model
@@ -516,7 +525,7 @@ class AdmissionCore:
         )
 
     def _knows(self, model: str) -> bool:
-        return model in self._names or model in self._adapters
+        return model in self._names or model in self._adapters or model in self._former
 
     def _as_draft(self, prediction: tuple[int, ...], sampling: SamplingParams) -> tuple[int, ...]:
         """Return a prediction as a draft; none where drafts are off."""

@@ -37,7 +37,7 @@ from ...config import REPLICATED, Config, role_of, split_role
 from . import effects as do
 from .arrivals import Arrival, Judged, Step
 from .checks import request_id_of
-from .participants import Participants
+from .participants import Participants, differing_fields
 from .refusals import why_dead
 from .requests import Outbox, Requests, Unanswered
 
@@ -230,7 +230,10 @@ class EpochCore:
             return
         waited = self.participants.hear(ready.stage)
         if ready.capacity is not None:
-            self._do(do.SetCapacity(self.participants.hold(ready.stage, ready.capacity)))
+            capacity = self.participants.hold(ready.stage, ready.capacity)
+            self._do(do.SetCapacity(capacity))
+            if fields := differing_fields(capacity.fingerprints):
+                self._outbox.log("warning", "replicas_differ", fields=fields)
         if not waited:
             return
         self._recover(now_ns)

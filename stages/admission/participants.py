@@ -7,7 +7,7 @@ requests over. A replica that comes later joins the current epoch.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 import msgspec
 
@@ -25,16 +25,20 @@ def is_replicated(role: str) -> bool:
 def smallest(capacities: Collection[ReplicaCapacity]) -> ReplicaCapacity:
     """Return the capacity that fits each of several executors of one model.
 
-    It is exact only while all have the same versions of weights and adapters.
+    It is exact only while all have the same versions of weights and adapters, and compute the same
+    bits.
     """
     first, *_ = capacities
+    fingerprints = _different(capacities)
+    same_versions = len(set(map(_versions, capacities))) == 1
+    same_bits = not differing_fields(fingerprints)
     return msgspec.structs.replace(
         first,
         num_blocks=min(capacity.num_blocks for capacity in capacities),
         max_model_len=min(capacity.max_model_len for capacity in capacities),
         adapters=_common([capacity.adapters for capacity in capacities]),
-        exact=all(each.exact for each in capacities) and len(set(map(_versions, capacities))) == 1,
-        fingerprints=_different(capacities),
+        exact=all(each.exact for each in capacities) and same_versions and same_bits,
+        fingerprints=fingerprints,
     )
 
 
@@ -48,6 +52,18 @@ def _different(capacities: Collection[ReplicaCapacity]) -> tuple[Fingerprint, ..
     """Return the executors' fingerprints, each once."""
     found = {each.digest: each for capacity in capacities for each in capacity.fingerprints}
     return tuple(found[digest] for digest in sorted(found))
+
+
+def differing_fields(fingerprints: Sequence[Fingerprint]) -> list[str]:
+    """Return what the bits depend on, besides weights, and is not the same in all executors: such
+    as "kernels", where one had no compiler."""
+    others = {"digest", "weights", "weight_version"}
+    return [
+        name
+        for name in Fingerprint.__struct_fields__
+        if name not in others
+        and any(getattr(each, name) != getattr(fingerprints[0], name) for each in fingerprints)
+    ]
 
 
 def _common(adapters: Collection[tuple[LoadedAdapter, ...]]) -> tuple[LoadedAdapter, ...]:

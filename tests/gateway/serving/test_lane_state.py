@@ -11,9 +11,10 @@ import pytest
 from nano_inference.bus.public import GenerateRequest, Output
 from nano_inference.config import BusError, Config, EngineConfig
 from nano_inference.gateway.server.calls import ObservedCalls
-from nano_inference.gateway.serving.lane_state import ModelLength, Readiness, Recent
+from nano_inference.gateway.serving import lane_state
+from nano_inference.gateway.serving.lane_state import ModelLength, Readiness, Recent, ServedModels
 from nano_inference.gateway.serving.measures import Measures
-from nano_inference.store.board import StageReport
+from nano_inference.store.board import LoadedAdapter, StageReport
 from nano_inference.telemetry import TraceContext
 
 from ..errors import error_of
@@ -273,3 +274,27 @@ async def test_a_cancelled_call_is_repeated_for_the_next_reader(question: Questi
     first.cancel()
     question.gate.set()
     assert await second == 2
+
+
+# --- adapters ---------------------------------------------------------------------------------
+
+
+async def test_adapters_stay_known_while_admission_is_started_anew(
+    engine: FakeEngine, config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its successor has none until the executors have told it; requests wait meanwhile."""
+    monkeypatch.setattr(lane_state, "ASKED_EVERY_S", 0.0)
+    served = ServedModels(engine, config)  # type: ignore[arg-type]
+
+    async def known(*reports: StageReport) -> list[str]:
+        engine.stage_reports = list(reports)
+        return [each.id for each in await served.adapters()]
+
+    loaded = report(adapters=(LoadedAdapter("lora", 1),))
+    assert await known(report(state="waiting")) == []
+    assert await known(loaded) == ["lora"]
+    assert await known(report(state="waiting")) == ["lora"]
+    assert await known() == ["lora"]
+    assert await known(report()) == [], "it was unloaded"
+    other = report(state="starting", lane="b")
+    assert await known(loaded, other) == ["lora"], "lanes that are not ready don't count"

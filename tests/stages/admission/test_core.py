@@ -20,7 +20,8 @@ from nano_inference.config import (
 from nano_inference.stages.admission.arrivals import Accepted
 from nano_inference.stages.admission.checks import request_id_of
 from nano_inference.stages.admission.core import AdmissionCore, status_of
-from nano_inference.stages.admission.participants import smallest
+from nano_inference.stages.admission.participants import differing_fields, smallest
+from nano_inference.store.board import LoadedAdapter
 
 from ...errors import raises
 
@@ -104,6 +105,24 @@ def test_an_entrys_model_wins_over_its_requests(
         return
     with raises("unknown_model"):
         admit(core, entry)
+
+
+def test_a_model_does_not_answer_for_its_adapter_that_was_unloaded(
+    tokenizer: PreTrainedTokenizerFast,
+) -> None:
+    """Gateways name the model beside the adapter, and may know of the unload a second later."""
+    core = core_of(tokenizer, model_id="tiny")
+    entry = msgspec.structs.replace(entry_of(model="lora"), model="tiny")
+    core.set_adapters([LoadedAdapter("lora", 1)])
+    assert accept(core, entry).opened.model == "lora"
+    core.close_adapter("lora")
+    with raises("unknown_model"):
+        admit(core, entry)
+    core.set_adapters([])
+    with raises("unknown_model"):
+        admit(core, entry)
+    core.set_adapters([LoadedAdapter("lora", 2)])
+    assert accept(core, entry).opened.model == "lora"
 
 
 def test_an_admitted_request_is_complete(core: AdmissionCore) -> None:
@@ -426,3 +445,18 @@ def test_a_lane_has_the_fingerprint_of_each_kind_of_executor() -> None:
     one, other = Fingerprint(digest="a"), Fingerprint(digest="b")
     of = [msgspec.structs.replace(CAPACITY, fingerprints=(each,)) for each in (other, one, other)]
     assert smallest(of).fingerprints == (one, other)
+
+
+def test_replicas_that_compute_other_bits_are_not_exact_together() -> None:
+    """Such as one that found no compiler. Their weights may be of different versions for a time."""
+    fingerprints = [
+        Fingerprint(digest="a", kernels="AVX2", weight_version=1),
+        Fingerprint(digest="b", kernels="AVX2", weight_version=2),
+        Fingerprint(digest="c", kernels="none", weight_version=2),
+    ]
+    exact = msgspec.structs.replace(CAPACITY, exact=True)
+    of = [msgspec.structs.replace(exact, fingerprints=(each,)) for each in fingerprints]
+    assert smallest(of[:2]).exact
+    assert differing_fields(fingerprints[:2]) == []
+    assert not smallest(of).exact
+    assert differing_fields(fingerprints) == ["kernels"]

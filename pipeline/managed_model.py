@@ -29,6 +29,7 @@ from ..config import (
     ModelError,
     NanoInferenceError,
     shown,
+    split_role,
 )
 from ..config.logger import get_logger
 from ..store.registry import NOT_LOADED, ModelRecord, ModelState
@@ -373,7 +374,11 @@ class ManagedModel:
         loads = [report.load for report in reports]
         changed = any(load.get("weight_version") or "held" in load for load in loads)
         adapters = {each.id for each in adapters_of(reports)}
-        return not changed and admits(reports) and adapters <= set(self.spec.adapters)
+        # Reports that are missing, as of a busy machine, say nothing.
+        is_known = admits(reports) and any(
+            split_role(report.stage)[0] == "executor" for report in reports
+        )
+        return not changed and is_known and adapters <= set(self.spec.adapters)
 
     async def unload(self, job: Job, *, keeps_requests: bool) -> None:
         """Let its requests end, then stop its lane.

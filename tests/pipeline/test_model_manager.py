@@ -22,6 +22,7 @@ from nano_inference.pipeline import managed_model, model_manager
 from nano_inference.pipeline.model_manager import ModelManager
 from nano_inference.pipeline.models import ModelStatus
 from nano_inference.pipeline.supervisor import StageFailed
+from nano_inference.store.board import LoadedAdapter, MemoryBoard, StageReport
 from nano_inference.store.registry import ModelRecord
 
 from ..soaking import in_soak
@@ -269,6 +270,30 @@ async def test_a_delayed_record_overwrites_no_newer_one(monkeypatch: pytest.Monk
     await managed.put("draining", takes_requests=False)
     await measuring
     assert written[-1] == "draining"
+
+
+async def test_a_record_keeps_adapters_while_admission_is_started_anew() -> None:
+    """Its successor knows none at first, and the router refuses names that no record has."""
+
+    async def put(record: ModelRecord) -> None:
+        pass
+
+    async def adapters_with(*reports: StageReport) -> tuple[str, ...]:
+        bus.store.board = MemoryBoard()
+        await bus.store.board.report(reports)
+        await managed.update_adapters()
+        return managed.record.adapters
+
+    bus: Any = SimpleNamespace(store=SimpleNamespace(models=SimpleNamespace(put=put)))
+    bus.of_model = lambda name: bus
+    managed = managed_model.ManagedModel(Config(), model("a"), bus, lambda: Lane(Config()), print)
+    await managed.put("ready", takes_requests=True)
+    of: Any = {"lane": "0", "stage": "admission", "host": "here", "pid": 1, "epoch": 1}
+    knows = StageReport(**of, incarnation="1", state="ready", adapters=(LoadedAdapter("lora", 1),))
+    assert await adapters_with(knows) == ("lora",)
+    assert await adapters_with(StageReport(**of, incarnation="2", state="waiting")) == ("lora",)
+    assert await adapters_with() == ("lora",)
+    assert await adapters_with(StageReport(**of, incarnation="2", state="ready")) == ()
 
 
 async def test_a_lane_that_can_not_go_on_ends_its_requests(redis_url: str) -> None:

@@ -108,8 +108,8 @@ async def show_loading(
                 if (task := tasks.get(report.stage)) is None:
                     continue
                 if report.state == "starting":
-                    share = report.load.get("loaded")
-                    progress.update(task, completed=share or 0, total=1 if share else None)
+                    share = float(report.load.get("loaded", 0))
+                    progress.update(task, completed=share, total=1 if share else None)
                 else:
                     progress.remove_task(tasks.pop(report.stage))
             await anyio.sleep(_LOOK_EVERY_S)

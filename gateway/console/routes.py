@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import gzip
 from collections.abc import Callable, Sequence
 from contextlib import aclosing, suppress
 from importlib import metadata
 from typing import Any
 
 import anyio
+import anyio.to_thread
+import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -27,6 +30,9 @@ STREAM_S = 60.0
 
 PAGE = 1000
 """Most requests of one answer."""
+
+_LONG_BYTES = 16 << 10
+"""Shorter pages of requests are not compressed."""
 
 _NO_SNIFFING = {"X-Content-Type-Options": "nosniff", "Cache-Control": "no-store"}
 
@@ -81,7 +87,8 @@ def console_routes(
         rows = [each for each in found if each.seen_by(caller)]
         for each in rows:
             await _read_prompt(each, models())
-        return _json({"requests": rows, "next": newest, "more": newest < log.changes})
+        page = {"requests": rows, "next": newest, "more": newest < log.changes}
+        return await _compressed(request, msgspec.json.encode(page))
 
     async def one(request: Request) -> Response:
         """One request with its times, its text and its tokens."""
@@ -110,6 +117,15 @@ def console_routes(
 
 def _json(content: Any) -> Response:
     return JsonResponse(content, headers=_NO_SNIFFING)
+
+
+async def _compressed(request: Request, body: bytes) -> Response:
+    """Return JSON, compressed if it is long and the client reads that."""
+    headers = dict(_NO_SNIFFING)
+    if len(body) > _LONG_BYTES and "gzip" in request.headers.get("accept-encoding", ""):
+        body = await anyio.to_thread.run_sync(gzip.compress, body, 1)
+        headers |= {"Content-Encoding": "gzip"}
+    return Response(body, media_type="application/json", headers=headers)
 
 
 def _number(request: Request, name: str, default: int) -> int:

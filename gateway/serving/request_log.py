@@ -110,7 +110,7 @@ def _harmless(
     """Log and count an error of a method, since no request may fail by being listed."""
 
     @wraps(note)
-    def noted(self: RequestLog, *args: P.args, **kwargs: P.kwargs) -> None:
+    def noted(self: RequestLog, /, *args: P.args, **kwargs: P.kwargs) -> None:
         try:
             note(self, *args, **kwargs)
         except Exception as error:  # noqa: BLE001

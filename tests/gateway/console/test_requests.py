@@ -72,6 +72,20 @@ async def test_only_changes_are_sent(http: Client) -> None:
         assert (await http.get("/console/requests", params={"after": bad})).status_code == 400
 
 
+async def test_a_long_list_is_compressed(engine: FakeEngine) -> None:
+    app = app_of(engine)
+    log = app.request_log
+    assert log is not None
+    log.arrived("acme", [request(f"r{number}") for number in range(100)], "tiny")
+    async with http_of(app, engine) as http:
+        assert len(await listed(http)) == 100
+        for coding in ("gzip", "identity"):
+            headers = {"accept-encoding": coding}
+            answer = await http.get("/console/requests", headers=headers)
+            assert answer.headers.get("content-encoding", "identity") == coding
+            assert len(answer.json()["requests"]) == 100
+
+
 async def test_a_key_sees_the_requests_of_its_tenant(engine: FakeEngine) -> None:
     app = app_of(engine, {"policy.backend": "bus"})
     administration = Administration(app.policy.store)

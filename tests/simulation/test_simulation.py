@@ -92,7 +92,7 @@ def test_a_failing_story_is_made_short() -> None:
     """One request is enough to fail where the batch has no bound."""
     defect = next(each for each in MUTANTS if each.name == "a dispatched sequence costs no credit")
     with planted(defect):
-        story = draw(0, most_requests=6)
+        story = shorten(draw(1, most_requests=6), in_memory=True)
         assert violations_of(story)
         short = shrink(story, most_runs=60)
         assert violations_of(short)

@@ -161,8 +161,9 @@ SHORT_MS = 800
 """Of a short story no fault lasts longer."""
 
 
-def shorten(story: Story) -> Story:
-    """Return a story without long waits, which runs quickly."""
+def shorten(story: Story, *, in_memory: bool = False) -> Story:
+    """Return a story without long waits, which runs quickly; `in_memory`: in one process, as far as
+    its faults have a meaning there."""
     faults = tuple(
         msgspec.structs.replace(
             fault,
@@ -170,14 +171,24 @@ def shorten(story: Story) -> Story:
             lasts_ms=min(fault.lasts_ms, SHORT_MS + fault.amount * (fault.kind == "double")),
         )
         for fault in story.faults
-        if fault.kind != "vanish"
+        if fault.kind in _WITHOUT_PROCESSES or not (in_memory or fault.kind == "vanish")
     )
     requests = tuple(
-        msgspec.structs.replace(request, at_ms=request.at_ms % 300) for request in story.requests
+        msgspec.structs.replace(
+            request, at_ms=request.at_ms % 300, client=0 if in_memory else request.client
+        )
+        for request in story.requests
     )
+    if in_memory:
+        story = msgspec.structs.replace(
+            story, bus="memory", lanes=1, split=False, clients=1, noise=0
+        )
     return msgspec.structs.replace(
         story, faults=faults, requests=requests, slowness=min(story.slowness, 5)
     )
+
+
+_WITHOUT_PROCESSES = ("crash", "slow", "weights", "adapter", "hold", "flush")
 
 
 def draw(seed: int, most_requests: int = MOST_REQUESTS) -> Story:

@@ -6,9 +6,12 @@ import signal
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, NamedTuple
 
-from nano_inference.simulation.story import MOST_REQUESTS, draw
+import msgspec
+
+from nano_inference.simulation.story import MOST_REQUESTS, Story, draw
 from nano_inference.simulation.world import World
 
 from .planting import Defect, planted
@@ -16,14 +19,14 @@ from .planting import Defect, planted
 CALLBACK_S = 5.0
 """Processor time after which a callback is taken for endless."""
 
-Try = tuple[int, int]
-"""A seed, and the most requests of its story."""
+Known = tuple[int, int] | str
+"""What finds a defect: a seed and the most requests of its story, or the name of a kept story."""
 
 
 class Found(NamedTuple):
-    """How a defect was found: the seed, what was wrong, and after how many seconds."""
+    """How a defect was found: the story, what was wrong, and after how many seconds."""
 
-    seed: Try
+    story: Story
     what: str
     seconds: float
 
@@ -32,29 +35,32 @@ class Endless(Exception):
     """A callback doesn't end."""
 
 
-def hunt(defect: Defect, tries: Iterable[Try], most_s: float = 1e9) -> Found | None:
+def hunt(defect: Defect, stories: Iterable[Story], most_s: float = 1e9) -> Found | None:
     """Return the first story that finds a defect; None if none does, or none within `most_s`."""
     started = time.process_time()
     with planted(defect):
-        for seed, most_requests in tries:
+        for story in stories:
             with _watched():
-                world = World(draw(seed, most_requests=most_requests))
+                world = World(story)
                 world.run()
             seconds = time.process_time() - started
             if world.violations:
-                return Found((seed, most_requests), world.violations[0], seconds)
+                return Found(story, world.violations[0], seconds)
             if seconds > most_s:
                 break
     return None
 
 
-def tries(known: Try | None = None, first: int = 0) -> Iterator[Try]:
+def stories(known: Known | None = None, first: int = 0) -> Iterator[Story]:
     """Return stories to try: the one that is known to find a defect, and then short and long ones
     in turn."""
-    if known is not None:
-        yield known
+    if isinstance(known, str):
+        raw = (Path(__file__).parent / "stories" / f"{known}.json").read_bytes()
+        yield msgspec.json.decode(raw, type=Story)
+    elif known is not None:
+        yield draw(*known)
     for seed in range(first, first + 100_000):
-        yield seed, 10 if seed % 4 else MOST_REQUESTS
+        yield draw(seed, most_requests=10 if seed % 4 else MOST_REQUESTS)
 
 
 @contextmanager

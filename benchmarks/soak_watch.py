@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import os
 import re
 import time
@@ -218,7 +219,7 @@ def trends(watch: Watch, warm_s: float) -> dict[str, dict[str, Any]]:
     for (quantity, name), samples in sorted(watch.series.items()):
         result = trend(samples, warm_s, LEAST.get(quantity, 1.0))
         found[f"{quantity}: {name}"] = {
-            key: value if isinstance(value, str) else round(value, 3)
+            key: value if isinstance(value, str) else None if math.isnan(value) else round(value, 3)
             for key, value in result._asdict().items()
         }
     return found

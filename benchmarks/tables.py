@@ -30,6 +30,7 @@ DOCUMENTS = tuple(
         "docs/ranks.md",
         "docs/roles.md",
         "docs/scale.md",
+        "docs/soak.md",
     )
 )
 
@@ -178,6 +179,39 @@ def chaos_of(name: str, fields: Sequence[str]) -> str:
     for words, each in times.items():
         body.append([f"{words} p50 / p99, s", f"{short(each['p50'])} / {short(each['p99'])}"])
     return markdown([f"{name}.json", ""], body)
+
+
+def bad_days(name: str) -> str:
+    """Return a row for each kind of fault; hosts are counted together."""
+    body = []
+    for house, found in result(name)["houses"].items():
+        for kind, row in found["kinds"].items():
+            counts = [row.get(fault, "") for fault in ("lost", "doubled", "gaps", "different")]
+            times = [row.get(what) for what in ("next_s", "all_s")]
+            words = [f"{each['p50']:.1f} / {each['p99']:.1f}" if each else "" for each in times]
+            body.append([kind, row["number"], *counts, *words])
+        if house == "hosts":
+            wrong = found["wrong"]
+            body.append(["hosts: all", sum(each["number"] for each in found["kinds"].values())])
+            body[-1] += [*(wrong[fault] for fault in ("lost", "doubled", "gaps", "different"))]
+            body[-1] += ["", ""]
+    head = ["fault", "number", "lost", "doubled", "gaps", "different"]
+    return markdown([*head, "next answer p50 / p99, s", "all answers p50 / p99, s"], body)
+
+
+def soak_trends(name: str) -> str:
+    """Return memory by process, the server's numbers, all that is not flat; the others' count."""
+    body, flat = [], 0
+    for series, row in result(name)["trends"].items():
+        if row["per_hour"] is None:
+            continue  # too few samples of a process that came and went
+        if row["verdict"] == "flat" and not series.startswith(("PSS", "Redis")):
+            flat += 1
+            continue
+        numbers = (f"{row[each]:,.1f}" for each in ("level", "per_hour", "low", "high"))
+        body.append([series, *numbers, row["verdict"]])
+    body.append(["the others", "", "", "", "", f"{flat} flat"])
+    return markdown(["series", "level", "slope, an hour", "from", "to", "verdict"], body)
 
 
 def durability_recovery() -> str:
@@ -504,6 +538,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "kserve": kserve,
     "chaos": partial(chaos_of, "chaos", STREAM_FAULTS),
     "chaos-http": partial(chaos_of, "chaos-http", HTTP_FAULTS),
+    "bad-days": partial(bad_days, "chaos-days"),
+    "soak": partial(soak_trends, "soak"),
     "durability-recovery": durability_recovery,
     "durability-cost": durability_cost,
     "hostile": hostile,

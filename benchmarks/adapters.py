@@ -24,7 +24,7 @@ from random_models import random_model
 from torch import nn
 from workloads import SHAPES
 
-from nano_inference.bus.messages import NewSequence
+from nano_inference.bus.steps import NewSequence
 from nano_inference.config import EngineConfig, SamplingParams
 from nano_inference.stages.executor import ExecutorCore, wrap_model
 from nano_inference.stages.executor.runner.adapters.peft import Adapter, AdapterLimits, adapter_of

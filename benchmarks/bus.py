@@ -18,8 +18,10 @@ from harness import options, print_table, record, redis_server
 
 from nano_inference.bus import Bus, open_bus
 from nano_inference.bus.codec import decode_envelope, encode_envelope
+from nano_inference.bus.envelope import Envelope
 from nano_inference.bus.links import CREDITS, HALTS
-from nano_inference.bus.messages import Credit, Envelope, StepResult
+from nano_inference.bus.messages import Credit
+from nano_inference.bus.steps import StepResult
 from nano_inference.config import BusConfig
 
 ROUNDS = 5

@@ -27,7 +27,7 @@ from harness import against, options, percentile, print_table, record, timed
 from random_models import write_model
 from workloads import object_schema
 
-from nano_inference.bus.messages import NewSequence
+from nano_inference.bus.steps import NewSequence
 from nano_inference.config import Constraint, EngineConfig, SamplingParams
 from nano_inference.stages.executor import ExecutorCore
 from nano_inference.text.grammar import GrammarCompiler

@@ -14,15 +14,9 @@ from typing import Any, NamedTuple
 from workloads import Request, Workload
 
 from nano_inference import GenerateRequest, InferenceEngine, SamplingParams
-from nano_inference.bus.messages import (
-    AdmittedRequest,
-    NewSequence,
-    Prompt,
-    RequestInfo,
-    SequenceSpec,
-    StepPlan,
-)
+from nano_inference.bus.messages import AdmittedRequest, Prompt, RequestInfo, SequenceSpec
 from nano_inference.bus.public import Completion, CompletionChunk
+from nano_inference.bus.steps import NewSequence, StepPlan
 from nano_inference.config import EngineConfig
 from nano_inference.stages.batching import BatchingCore
 from nano_inference.stages.executor import ExecutorCore, wrap_model

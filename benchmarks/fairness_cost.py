@@ -20,13 +20,7 @@ from typing import Any
 
 from harness import Table, options, write
 
-from nano_inference.bus.messages import (
-    AdmittedRequest,
-    Credit,
-    Prompt,
-    RequestInfo,
-    SequenceSpec,
-)
+from nano_inference.bus.messages import AdmittedRequest, Credit, Prompt, RequestInfo, SequenceSpec
 from nano_inference.config import FairnessConfig, SamplingParams
 from nano_inference.stages.fairness import Dispatched, FairnessCore
 

@@ -26,9 +26,8 @@ from nano_inference.bus.messages import (
     RequestInfo,
     ResumeSequences,
     SequenceSpec,
-    StepPlan,
-    StepResult,
 )
+from nano_inference.bus.steps import StepPlan, StepResult
 from nano_inference.config import EngineConfig, FairnessConfig, SamplingParams
 from nano_inference.stages.batching import BatchingCore
 from nano_inference.stages.fairness import Counts, Dispatched, FairnessCore, Running

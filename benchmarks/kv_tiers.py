@@ -40,7 +40,7 @@ from random_models import write_model
 
 from nano_inference import EngineConfig, InferenceEngine, PagedKVCache, SamplingParams
 from nano_inference.bus.control import TierCapacity
-from nano_inference.bus.messages import AUDIT_SEQ_ID, KVMove, StepPlan, StepResult
+from nano_inference.bus.steps import AUDIT_SEQ_ID, KVMove, StepPlan, StepResult
 from nano_inference.stages.batching import Lease
 from nano_inference.stages.batching.eviction import POLICIES
 from nano_inference.stages.batching.tiers import KVTiers, TierCounts

@@ -12,18 +12,8 @@ from typing import Any
 from harness import percentile
 
 from nano_inference.bus.control import ReplicaCapacity, TierCapacity, TiersChanged
-from nano_inference.bus.handovers import first_tokens
-from nano_inference.bus.messages import (
-    AdmittedRequest,
-    Credit,
-    KVMove,
-    NewSequence,
-    Prompt,
-    RequestInfo,
-    SequenceSpec,
-    StepPlan,
-    StepResult,
-)
+from nano_inference.bus.messages import AdmittedRequest, Credit, Prompt, RequestInfo, SequenceSpec
+from nano_inference.bus.steps import KVMove, NewSequence, StepPlan, StepResult, first_tokens
 from nano_inference.config import EngineConfig, FairnessConfig, ReplicaRole, SamplingParams
 from nano_inference.stages.batching import BatchingCore
 from nano_inference.stages.batching.handover import Departure

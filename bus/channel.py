@@ -12,9 +12,9 @@ from ..store.store import Store
 from .backlog import Backlog
 from .dead_letters import DeadLetter
 from .entries import Answer, RequestEntry
+from .envelope import Envelope
 from .kv_events import KVEventEntry
 from .links import AnyLink
-from .messages import Envelope
 from .public import AnyRequest, Completion, ErrorInfo, Output, OutputBatch
 from .replies import Replies
 from .routing import RequestRouting

@@ -14,7 +14,7 @@ import msgspec
 
 from ..config import SamplingParams, cut, cut_middle, shown
 from .entries import Malformed
-from .messages import Envelope
+from .envelope import Envelope
 from .public import DEFAULT_TENANT, AnyRequest, GenerateRequest, Output
 
 Encoding = Literal["json", "msgpack"]

@@ -30,26 +30,22 @@ from typing import Any, Generic, NamedTuple, TypeVar, cast
 
 from ..config import STAGES, role_of
 from .control import Cancel, LoadModel, StopSequences, UnloadModel
+from .envelope import Message
 from .messages import (
     AdmittedRequest,
     AnnounceBlocks,
     AnnounceSequence,
     Credit,
-    Fenced,
     Handover,
-    Message,
     PauseSequences,
-    Recover,
-    Recovered,
     ReleaseBlocks,
     RequestFinished,
     RequestOpened,
     ResumeSequences,
-    StepPlan,
-    StepResult,
-    StepSummary,
     WithdrawSequences,
 )
+from .recovery import Fenced, Recover, Recovered
+from .steps import StepPlan, StepResult, StepSummary
 
 M = TypeVar("M", bound=Message)
 

@@ -6,8 +6,8 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable
 
+from .envelope import Envelope, Message
 from .links import AnyLink
-from .messages import Envelope, Message
 
 
 class Numbering:

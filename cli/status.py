@@ -56,8 +56,10 @@ _BAR = 30
 _SPARKS = " ▁▂▃▄▅▆▇█"
 _HISTORY = 60
 # Shown by `nano-inference fairness show` and `nano-inference models`, or for programs.
-_SHOWN_ELSEWHERE = ("settings", "roles", "received", "expert_owners", "busy_s", "held", *FACTS)
-_SHOWN_ELSEWHERE += ("accounts_since_ns", "busy_ns", "billed_ns")
+_SHOWN_ELSEWHERE = frozenset(
+    {"settings", "roles", "received", "expert_owners", "busy_s", "held", *FACTS}
+    | {"accounts_since_ns", "busy_ns", "billed_ns"}
+)
 _DETAILS = frozenset(
     {"credits", "set_aside", "plans", "steps", "open", "deterministic", "inbox"}
     | {"step_age_s", "token_age_s"}

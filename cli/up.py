@@ -207,7 +207,8 @@ async def _run_one(
 
     stop = functools.partial(processes.stop, drain=True)
     try:
-        work = [processes.run, functools.partial(printer.show_loading, config)]
+        show_loading = functools.partial(printer.show_loading, config)
+        work = (processes.run, show_loading)
         await _run_until_signal(work, printer, stop, processes.kill)
     finally:
         forks.close()

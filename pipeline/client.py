@@ -15,8 +15,8 @@ from msgspec.structs import replace
 from ..bus import Bus, OutputStream, control, open_bus
 from ..bus.codec import written_id
 from ..bus.control import MEMORY_TAGS, MemoryTag
+from ..bus.envelope import Message
 from ..bus.kv_events import KVEventEntry
-from ..bus.messages import Message
 from ..bus.public import DEFAULT_TENANT, Completion, KVSessionResult, Output, SessionAction
 from ..bus.weights import (
     InFlight,

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
 
-from ..bus.messages import StepPlan
 from ..bus.public import GenerateRequest, ImageInput
+from ..bus.steps import StepPlan
 from ..config import ImagesConfig, RequestError
 from ..media.decoder import check_pixels
 from ..stages.admission.arrivals import Tokens

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..bus.messages import StepPlan
+from ..bus.steps import StepPlan
 from ..stages.batching import BatchingCore
 from ..stages.executor.runner.tiers.tiers import BlockTiers
 from ..stages.tier_log import log_differences

@@ -15,8 +15,8 @@ from anyio.abc import TaskGroup
 
 from ..bus import Bus, Outcome
 from ..bus.control import LoadModel, UnloadModel
+from ..bus.envelope import Envelope
 from ..bus.links import MODEL_MANAGER
-from ..bus.messages import Envelope
 from ..config import (
     BusError,
     ChannelClosed,

@@ -15,8 +15,8 @@ from msgspec.structs import replace
 
 from ..bus import Bus, Outcome
 from ..bus.control import FinishUpdate, LoadAdapter, UpdateWeights
+from ..bus.envelope import Message
 from ..bus.links import CONTROL, MODEL_MANAGER, MODELS, AnyLink, at
-from ..bus.messages import Message
 from ..config import (
     REPLICATED,
     AdapterError,

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from ..bus.control import ReplicaCapacity
-from ..bus.messages import NewSequence, StepPlan, StepResult, VerifiedDraft
+from ..bus.steps import NewSequence, StepPlan, StepResult, VerifiedDraft
 from ..config import EngineConfig
 from ..stages.executor.driver.step import started_sequences
 from ..stages.executor.runner.adapters.peft import AdapterLimits

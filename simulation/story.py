@@ -287,7 +287,9 @@ def _fault(random: Random, story: Story, spread_ms: int) -> Fault:
         kinds = ["crash", "crash", "crash", "slow", "weights", "hold", "flush"]
     else:
         kinds = ["kill", "kill", "kill", "crash", "pause", "reset", "cut", "restart", "failover"]
-        kinds += ["double", "garbage", *(["vanish"] if split_replicas else [])]
+        kinds += ["double", "garbage"]
+        if split_replicas:
+            kinds.append("vanish")
         kinds += ["clock", "slow", "weights", "hold", "flush"]
     if story.adapters:
         kinds.append("adapter")

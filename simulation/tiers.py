@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from random import Random
 
 from ..bus.control import AuditedBlock, TierCapacity, TiersChanged
-from ..bus.messages import KVMove
+from ..bus.steps import KVMove
 from ..stages.executor.runner.tiers.changes import TierChanges
 from .loop import SimulatedLoop, SimulatedProcess
 

@@ -15,8 +15,8 @@ import structlog
 
 from ..bus import Bus, Inbox, Outcome, Sender
 from ..bus.control import Reset, StageReady, StageStarted, StageStopped
+from ..bus.envelope import Envelope
 from ..bus.links import CONTROL, AnyLink, Link, M, at
-from ..bus.messages import Envelope
 from ..bus.public import KVSessionResult
 from ..config import (
     REPLICATED,

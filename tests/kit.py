@@ -10,7 +10,8 @@ from typing import Any, cast
 import pytest
 
 from nano_inference.bus import Inbox, OutputStream, RequestEntry, Sender, open_bus
-from nano_inference.bus.messages import Credit, Envelope, Message
+from nano_inference.bus.envelope import Envelope, Message
+from nano_inference.bus.messages import Credit
 from nano_inference.bus.public import Completion, CompletionChunk, ErrorInfo, Output
 from nano_inference.config import BusConfig, BusError
 

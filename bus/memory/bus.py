@@ -21,8 +21,8 @@ from ..codec import check_request
 from ..dead_letters import DeadLetter, dead_letter
 from ..ending import end_entries
 from ..entries import Answer, RequestEntry, usable_trace
+from ..envelope import Envelope
 from ..links import AnyLink
-from ..messages import Envelope
 from ..public import AnyRequest, Completion, ErrorInfo
 from ..queue import BoundedQueue
 from ..replies import MemoryReplies

@@ -32,9 +32,9 @@ from ...store.redis.client import (
 from ...store.redis.keys import MESSAGE, WRITER, Keys, id_after
 from ..codec import decode_envelope, encode_envelope
 from ..control import ServerRestarted
+from ..envelope import Envelope
 from ..links import CONTROL, AnyLink
 from ..memory.bus import MemoryInbox
-from ..messages import Envelope
 from ..queue import BoundedQueue
 from ..sender import Numbering, Sender
 from .entries import Entries

@@ -15,7 +15,6 @@ from ...bus.messages import (
     AdmittedRequest,
     CacheScope,
     Prompt,
-    RecoveredSample,
     RequestInfo,
     RequestOpened,
     SequenceSpec,
@@ -24,6 +23,7 @@ from ...bus.messages import (
 from ...bus.pooling import Pooling
 from ...bus.public import Fingerprint, GenerateRequest
 from ...bus.recipes import RecipeParts
+from ...bus.recovery import RecoveredSample
 from ...config import Config, RequestError, SamplingParams, prompt_too_long, shown
 from ...store.board import LoadedAdapter
 from ...text.grammar import GrammarCompiler, check_size, plain

@@ -12,8 +12,9 @@ import msgspec
 
 from ...bus.control import Cancel, ReplicaCapacity
 from ...bus.entries import RequestEntry
-from ...bus.messages import RecoveredSample, RecoveryItem, RequestOpened
+from ...bus.messages import RequestOpened
 from ...bus.public import ErrorInfo
+from ...bus.recovery import RecoveredSample, RecoveryItem
 from .arrivals import Accepted, Arrival, Step
 
 

@@ -24,15 +24,10 @@ from ...bus.control import (
     StageStopped,
 )
 from ...bus.entries import RequestEntry
-from ...bus.messages import (
-    Fenced,
-    Message,
-    Recovered,
-    RecoveredSample,
-    RecoveryItem,
-    RequestFinished,
-)
+from ...bus.envelope import Message
+from ...bus.messages import RequestFinished
 from ...bus.public import ErrorInfo
+from ...bus.recovery import Fenced, Recovered, RecoveredSample, RecoveryItem
 from ...config import REPLICATED, Config, role_of, split_role
 from . import effects as do
 from .arrivals import Arrival, Judged, Step

@@ -7,8 +7,9 @@ from contextlib import contextmanager
 
 from ...bus.control import Cancel
 from ...bus.entries import RequestEntry
-from ...bus.messages import AdmittedRequest, RecoveredSample, RequestOpened
+from ...bus.messages import AdmittedRequest, RequestOpened
 from ...bus.public import Completion, GenerateRequest
+from ...bus.recovery import RecoveredSample
 from ...config import BusError, Constraint, NanoInferenceError
 from ...telemetry import Attributes, TraceContext, instruments, names, now_ns
 from ...text.grammar import kind_of

@@ -12,8 +12,8 @@ import msgspec
 
 from ...bus.control import Cancel
 from ...bus.entries import RequestEntry
-from ...bus.messages import RecoveredSample
 from ...bus.public import ErrorInfo
+from ...bus.recovery import RecoveredSample
 from ...config import MAX_INT64, AdmissionConfig
 from . import effects as do
 from .arrivals import Accepted, Arrival, Judged

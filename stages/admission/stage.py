@@ -27,9 +27,11 @@ from ...bus.control import (
     UnloadAdapter,
     WeightsChanged,
 )
+from ...bus.envelope import Envelope, Message
 from ...bus.links import ADMITTED, CONTROL, OPENED, REFUSED, at
-from ...bus.messages import AdmittedRequest, Envelope, Message, Recover, RequestFinished
+from ...bus.messages import AdmittedRequest, RequestFinished
 from ...bus.public import Completion, GenerateRequest
+from ...bus.recovery import Recover
 from ...config import AdapterError, BusError, ChannelClosed, ModelError, shown, split_role
 from ...store.board import LoadedAdapter, StageState
 from ...store.images import NOTHING_STORED

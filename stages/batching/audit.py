@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from ...bus.messages import AUDIT_SEQ_ID, KVMove, NewSequence, RequestInfo, SequenceSpec
+from ...bus.messages import RequestInfo, SequenceSpec
+from ...bus.steps import AUDIT_SEQ_ID, KVMove, NewSequence
 from ...config import SamplingParams, SchedulerConfig
 from .cache import KVCacheManager, Lease
 from .image_keys import is_image_key

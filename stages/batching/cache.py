@@ -17,7 +17,8 @@ import msgspec
 
 from ...bus.control import TiersChanged
 from ...bus.kv_events import DEVICE
-from ...bus.messages import DEFAULT_SCOPE, CacheScope, KVMove, RemoteBlocks
+from ...bus.messages import DEFAULT_SCOPE, CacheScope, RemoteBlocks
+from ...bus.steps import KVMove
 from ...config import NanoInferenceError
 from .block_hash import chain_root, compute_block_hash
 from .kv_events import KVEventLog

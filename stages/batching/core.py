@@ -12,16 +12,8 @@ import msgspec
 
 from ...bus.control import Cancel, ReplicaCapacity, TiersChanged
 from ...bus.links import HandoverMessage
-from ...bus.messages import (
-    AUDIT_SEQ_ID,
-    AdmittedRequest,
-    Credit,
-    NewSequence,
-    RequestInfo,
-    SequenceSpec,
-    StepPlan,
-    StepSummary,
-)
+from ...bus.messages import AdmittedRequest, Credit, RequestInfo, SequenceSpec
+from ...bus.steps import AUDIT_SEQ_ID, NewSequence, StepPlan, StepSummary
 from ...bus.times import Break
 from ...bus.weights import InFlight
 from ...config import EngineConfig, SchedulerConfig

@@ -13,12 +13,10 @@ from ...bus.messages import (
     AdmittedRequest,
     AnnounceBlocks,
     AnnounceSequence,
-    KVMove,
     RemoteBlocks,
-    StepPlan,
-    StepSummary,
     WithdrawSequences,
 )
+from ...bus.steps import KVMove, StepPlan, StepSummary
 from .cache import KVCacheManager
 from .index import SequenceIndex
 from .sequence import Sequence

@@ -8,7 +8,8 @@ from itertools import pairwise, repeat
 from typing import NamedTuple
 
 from ...bus.control import Cancel
-from ...bus.messages import RequestInfo, StepPlan, StepSummary
+from ...bus.messages import RequestInfo
+from ...bus.steps import StepPlan, StepSummary
 from ...bus.times import Break, StepTimes
 from .cache import KVCacheManager
 from .images import ImageCache

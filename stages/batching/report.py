@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from ...bus.messages import Credit, StepSummary
+from ...bus.messages import Credit
+from ...bus.steps import StepSummary
 from .cache import KVCacheManager
 
 REPORTED_STEPS = 8

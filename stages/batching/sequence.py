@@ -9,14 +9,8 @@ from typing import Self
 
 import msgspec
 
-from ...bus.messages import (
-    AdmittedRequest,
-    NewSequence,
-    Prompt,
-    RequestInfo,
-    SequenceSpec,
-    SessionGrant,
-)
+from ...bus.messages import AdmittedRequest, Prompt, RequestInfo, SequenceSpec
+from ...bus.steps import NewSequence, SessionGrant
 from ...config import SamplingParams
 from .cache import Lease
 from .image_keys import KeyIds, PlacedImage, place

@@ -12,8 +12,9 @@ from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from typing import NamedTuple, assert_never
 
-from ...bus.messages import CacheScope, SessionGrant
+from ...bus.messages import CacheScope
 from ...bus.public import KVSession, KVSessionResult, SessionAction, SessionOutcome, SessionTier
+from ...bus.steps import SessionGrant
 from ...config import EngineConfig, shown
 from .cache import KVCacheManager, Lease
 

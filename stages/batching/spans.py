@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from typing import NamedTuple
 
-from ...bus.messages import Handover, NewSequence, RequestInfo, StepPlan, StepSummary
+from ...bus.messages import Handover, RequestInfo
+from ...bus.steps import NewSequence, StepPlan, StepSummary
 from ...telemetry import TraceContext, names, now_ns
 from ..actor import Actor
 from .core import BatchingCore

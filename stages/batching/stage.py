@@ -18,6 +18,7 @@ from ...bus.control import (
     TiersChanged,
     WeightsReady,
 )
+from ...bus.envelope import Envelope
 from ...bus.kv_events import (
     AllBlocksCleared,
     BlockRemoved,
@@ -32,15 +33,14 @@ from ...bus.messages import (
     AnnounceBlocks,
     AnnounceSequence,
     Credit,
-    Envelope,
     Handover,
     PauseSequences,
     ReleaseBlocks,
     ResumeSequences,
-    StepSummary,
     WithdrawSequences,
 )
 from ...bus.public import KVSessionResult
+from ...bus.steps import StepSummary
 from ...bus.weights import check_in_flight
 from ...config import BusError, WeightsError, role_of_sender
 from ...telemetry import instruments, names, now_ns

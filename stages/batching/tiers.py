@@ -17,7 +17,8 @@ import xxhash
 
 from ...bus.control import AuditedBlock, TierCapacity, TiersChanged
 from ...bus.kv_events import DISK, HOST, Medium
-from ...bus.messages import CacheScope, KVMove, RemoteBlocks, StepPlan
+from ...bus.messages import CacheScope, RemoteBlocks
+from ...bus.steps import KVMove, StepPlan
 from .eviction import POLICIES
 from .kv_events import KVEventLog
 

@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 
 from ...bus.control import Cancel, ReplicaCapacity
-from ...bus.messages import NewSequence, StepPlan, StepResult
+from ...bus.steps import NewSequence, StepPlan, StepResult
 from ...config import EngineConfig, ModelError, WeightsError, shown
 from ...store.images import StoredImage
 from ...text.grammar import GrammarCompiler

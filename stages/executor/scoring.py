@@ -15,7 +15,8 @@ import msgspec
 
 from ...bus.control import SampleScored, ScoreSample
 from ...bus.links import CONTROL
-from ...bus.messages import NewSequence, RequestInfo, SequenceSpec, StepPlan
+from ...bus.messages import RequestInfo, SequenceSpec
+from ...bus.steps import NewSequence, StepPlan
 from ...config import EngineConfig, ModelError, SamplingParams
 from ..actor import Actor
 from .core import ExecutorCore

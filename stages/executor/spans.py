@@ -9,7 +9,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import compress
 
-from ...bus.messages import NewSequence, RequestInfo, StepPlan, StepResult, VerifiedDraft
+from ...bus.messages import RequestInfo
+from ...bus.steps import NewSequence, StepPlan, StepResult, VerifiedDraft
 from ...config import Constraint
 from ...telemetry import Labels, TraceContext, instruments, is_sampled, names, now_ns
 from ...text.grammar import kind_of

@@ -17,9 +17,9 @@ from anyio.abc import TaskGroup
 
 from ...bus import Inbox
 from ...bus.control import ScoreSample, StageReady, StageStarted
-from ...bus.handovers import first_tokens
+from ...bus.envelope import Envelope
 from ...bus.links import CONTROL, HANDOVERS, STEPS_BATCHING, STEPS_STREAMING, at
-from ...bus.messages import Envelope, StepPlan, StepResult
+from ...bus.steps import StepPlan, StepResult, first_tokens
 from ...config import BusError, ChannelClosed, EngineConfig, WeightsError
 from ...store.images import StoredImage
 from ...telemetry import instruments, names, now_ns

@@ -11,14 +11,9 @@ import msgspec
 
 from ...bus import Inbox
 from ...bus.control import Cancel, UpdateFairness, UpdateRoles
+from ...bus.envelope import Envelope
 from ...bus.links import DISPATCH, DispatchMessage, Link, at
-from ...bus.messages import (
-    AdmittedRequest,
-    Credit,
-    Envelope,
-    PauseSequences,
-    ReleaseBlocks,
-)
+from ...bus.messages import AdmittedRequest, Credit, PauseSequences, ReleaseBlocks
 from ...config import (
     ConfigError,
     NanoInferenceError,

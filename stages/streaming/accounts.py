@@ -19,7 +19,8 @@ from typing import Final, Literal, NamedTuple
 import msgspec
 
 from ...bus.control import Cancel
-from ...bus.messages import RequestOpened, StartedSequence, StepResult
+from ...bus.messages import RequestOpened
+from ...bus.steps import StartedSequence, StepResult
 from ...bus.times import CAUSES, Break, Cause, StepTimes
 
 MOST_STEPS = 4096

@@ -26,18 +26,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import msgspec
 
 from ...bus.control import Cancel, SampleScored, ScoreSample
-from ...bus.messages import (
-    Recovered,
-    RecoveredSample,
-    RecoveryItem,
-    RequestOpened,
-    RowFinish,
-    StartedSequence,
-    StepResult,
-    StoredResponse,
-    TopLogprobs,
-)
+from ...bus.messages import RequestOpened, RowFinish, StoredResponse, TopLogprobs
 from ...bus.public import Completion, CompletionChunk, ErrorInfo, Output, StageTime, Timings, Usage
+from ...bus.recovery import Recovered, RecoveredSample, RecoveryItem
+from ...bus.steps import StartedSequence, StepResult
 from ...text.detokenizer import Pieces, TokenPieces
 from .accounts import RequestTime, StepCost, TimeAccounts
 from .samples import RequestState, Sample

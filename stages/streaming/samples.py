@@ -7,15 +7,7 @@ from array import array
 from dataclasses import InitVar, dataclass, field
 
 from ...bus.control import SampleScored, ScoreSample
-from ...bus.messages import (
-    PromptLogprobs,
-    RequestOpened,
-    RowFinish,
-    SessionGrant,
-    StoredResponse,
-    StoredSample,
-    TopLogprobs,
-)
+from ...bus.messages import RequestOpened, RowFinish, StoredResponse, StoredSample, TopLogprobs
 from ...bus.pooling import PooledPrompt
 from ...bus.public import (
     CompletionChunk,
@@ -25,6 +17,7 @@ from ...bus.public import (
     StageTime,
     TokenLogprob,
 )
+from ...bus.steps import PromptLogprobs, SessionGrant
 from ...text.detokenizer import Detokenizer, Pieces
 from .accounts import RequestTime
 from .stop_strings import StopStrings

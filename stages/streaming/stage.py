@@ -9,17 +9,12 @@ from typing import ClassVar
 import anyio.to_thread
 
 from ...bus.control import Cancel, SampleScored, ScoreSample, StopSequences
+from ...bus.envelope import Envelope
 from ...bus.links import CONTROL, FINISHED, HALTS, at
-from ...bus.messages import (
-    Envelope,
-    Fenced,
-    Recover,
-    RecoveryItem,
-    RequestFinished,
-    RequestOpened,
-    StepResult,
-)
+from ...bus.messages import RequestFinished, RequestOpened
 from ...bus.public import Completion, CompletionChunk, Output, OutputBatch
+from ...bus.recovery import Fenced, Recover, RecoveryItem
+from ...bus.steps import StepResult
 from ...config import role_of_sender, split_role
 from ...telemetry import TraceContext, instruments, now_ns
 from ...text.pooling_config import embeds_only

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from nano_inference.bus import Malformed, codec
 from nano_inference.bus.codec import decode_output
-from nano_inference.bus.messages import Credit, Envelope
+from nano_inference.bus.envelope import Envelope
+from nano_inference.bus.messages import Credit
 from nano_inference.bus.public import GenerateRequest
 from nano_inference.config import Constraint, SamplingParams
 

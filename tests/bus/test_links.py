@@ -8,11 +8,11 @@ from typing import Any, get_args
 
 import pytest
 
-from nano_inference.bus import Bus, Inbox, control, messages, weights
+from nano_inference.bus import Bus, Inbox, control, messages, recovery, steps, weights
 from nano_inference.bus.control import SampleScored, ScoreSample
+from nano_inference.bus.envelope import Message
 from nano_inference.bus.links import ADMITTED, CONTROL, CREDITS, DISPATCH, FINISHED, PLANS
 from nano_inference.bus.memory.bus import MemoryInbox
-from nano_inference.bus.messages import Message
 from nano_inference.bus.pooling import Pooling
 from nano_inference.bus.public import KVSession, StageTime
 from nano_inference.config import ChannelClosed, FairnessConfig, ModelConfig, SamplingParams
@@ -28,16 +28,16 @@ QUEUED = StageTime(stage="fairness", start_ns=1, end_ns=2)
 INFO = messages.RequestInfo(*IDS, "adapter", Pooling("mean", True, 4), QUEUED)
 SPEC = messages.SequenceSpec(7, 1, -5, (8, 9))
 PROMPT = messages.Prompt((1, 2, 3), ("image",))
-GRANT = messages.SessionGrant("pin", 3, 16, True, "no room")
-NEW = messages.NewSequence(7, (1, 2), 0, 0, (4, 5), SAMPLING, SPEC, INFO, session=GRANT)
-STARTED = messages.StartedSequence(7, 1, "r", "1-0", 0, 0, 6, QUEUED, session=GRANT)
+GRANT = steps.SessionGrant("pin", 3, 16, True, "no room")
+NEW = steps.NewSequence(7, (1, 2), 0, 0, (4, 5), SAMPLING, SPEC, INFO, session=GRANT)
+STARTED = steps.StartedSequence(7, 1, "r", "1-0", 0, 0, 6, QUEUED, session=GRANT)
 TURN = KVSession(id="agent", ttl_s=9.5, after="demote")
 RESPONSE = messages.StoredResponse(
     (messages.StoredSample((4, 5), (-0.5, -float("inf")), (((4, -0.5),), ()), "stop"),), 3, 2, 1
 )
 REMOTE = messages.RemoteBlocks("here", "layout", "weights", 3, 2, ((b"a" * 16, 4, 1),))
-DRAFT = messages.VerifiedDraft(7, "prompt", 3, 2)
-ITEMS = (messages.RecoveryItem("r", "1-0"), messages.RecoveryItem("1-1", "1-1"))
+DRAFT = steps.VerifiedDraft(7, "prompt", 3, 2)
+ITEMS = (recovery.RecoveryItem("r", "1-0"), recovery.RecoveryItem("1-1", "1-1"))
 CANCEL = control.Cancel("r", "1-0", "expired", "deadline", "too late", unstarted=True)
 FOLDER, TENSOR = weights.FolderWeights("/weights/7"), weights.TensorMeta("w", "bfloat16", (2, 3))
 MODEL = ModelConfig(id="a", path="/a", settings={"engine.max_batch_size": 4})
@@ -55,23 +55,23 @@ SAMPLES: tuple[Message, ...] = (
     messages.PauseSequences((1, 2)),
     messages.ResumeSequences((7, 8), -5),
     messages.Credit(3, ((7, 8), (8,)), ((9, 12),), (7,), (8,), 1_000_000, 640),
-    messages.StepPlan(1, (NEW,), (7,), (2,), ((7, (6,)),), ((1, 2),), (3,), (CANCEL,), 99),
-    messages.StepPlan(
+    steps.StepPlan(1, (NEW,), (7,), (2,), ((7, (6,)),), ((1, 2),), (3,), (CANCEL,), 99),
+    steps.StepPlan(
         *(2, (), (), (), (), (), (), (), 99),
-        kv_moves=(messages.KVMove("store", b"a" * 16, 3, 4, True), messages.KVMove("drop", b"b")),
+        kv_moves=(steps.KVMove("store", b"a" * 16, 3, 4, True), steps.KVMove("drop", b"b")),
     ),
-    messages.StepResult(1, (STARTED,), (7,), (42,), (-0.25,), ("stop",), (CANCEL,), 3, 10, 20),
-    messages.StepSummary(1, (7,), (42,), (7,), 10, 20, (DRAFT,), 4),
+    steps.StepResult(1, (STARTED,), (7,), (42,), (-0.25,), ("stop",), (CANCEL,), 3, 10, 20),
+    steps.StepSummary(1, (7,), (42,), (7,), 10, 20, (DRAFT,), 4),
     messages.RequestOpened("r", "1-0", "tiny", 2, True, ("x",), (1, 2, 3), *IDS[2:], 1 << 62),
     ScoreSample("r", "1-0", 1, (1, 2, 3), 2, 0.5),
     SampleScored("r", "1-0", 1, (-0.25,)),
-    messages.Recover(ITEMS, 1),
-    messages.Recovered("1-0", (messages.RecoveredSample(1, (4, 5), True),)),
+    recovery.Recover(ITEMS, 1),
+    recovery.Recovered("1-0", (recovery.RecoveredSample(1, (4, 5), True),)),
     messages.RequestFinished("r", "1-0"),
     messages.RequestFinished("r", "1-0", RESPONSE),
     messages.RequestOpened("r", "1-0", "tiny", 1, True, (), (1, 2), keeps=1 << 49),
     messages.RequestOpened("r", "1-0", "tiny", 1, True, (), (1, 2), response=RESPONSE),
-    messages.Fenced(("1-0", "1-1")),
+    recovery.Fenced(("1-0", "1-1")),
     CANCEL,
     control.StopSequences((1,)),
     control.Pause(),

@@ -14,7 +14,7 @@ import httpx
 import pytest
 import pytest_asyncio
 
-from nano_inference.bus.messages import NewSequence, StepPlan, StepResult
+from nano_inference.bus.steps import NewSequence, StepPlan, StepResult
 from nano_inference.config import Config, load_config
 from nano_inference.gateway.gateway import Gateway
 from nano_inference.pipeline.pipeline import Pipeline

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from nano_inference.bus.control import TiersChanged
-from nano_inference.bus.messages import StepSummary
+from nano_inference.bus.steps import StepSummary
 from nano_inference.stages.batching.core import BatchingCore
 from nano_inference.stages.batching.handover import Handovers
 from nano_inference.stages.batching.tiers import KVTiers

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from nano_inference import Config, EngineConfig, InferenceEngine, Pipeline, SamplingParams
-from nano_inference.bus.messages import StepPlan, StepResult
 from nano_inference.bus.public import GenerateRequest
+from nano_inference.bus.steps import StepPlan, StepResult
 from nano_inference.stages.executor import stage as executor_stage
 from nano_inference.stages.executor.core import ExecutorCore
 from nano_inference.stages.executor.driver.step import LaunchedStep

@@ -19,9 +19,11 @@ import pytest
 
 from nano_inference import Gateway, GenerateRequest, Pipeline
 from nano_inference.bus import RequestEntry
+from nano_inference.bus.envelope import Envelope
 from nano_inference.bus.memory.bus import MemoryRequests
-from nano_inference.bus.messages import AdmittedRequest, Envelope, StepPlan, StepSummary
+from nano_inference.bus.messages import AdmittedRequest
 from nano_inference.bus.redis.requests import RedisRequests
+from nano_inference.bus.steps import StepPlan, StepSummary
 from nano_inference.gateway.api.kserve.service import InferenceService
 from nano_inference.gateway.serving.origin import Origin
 from nano_inference.gateway.serving.submissions import Submissions

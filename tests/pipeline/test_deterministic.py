@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from nano_inference import Completion, GenerateRequest, InferenceEngine, Pipeline
-from nano_inference.bus.messages import NewSequence
+from nano_inference.bus.steps import NewSequence
 from nano_inference.config import EngineConfig, SamplingParams, load_config
 
 from . import short_model

@@ -13,8 +13,8 @@ import pytest
 from msgspec.structs import replace
 
 from nano_inference import Completion, EngineConfig, InferenceEngine, Pipeline, SamplingParams
-from nano_inference.bus.messages import NewSequence
 from nano_inference.bus.public import CompletionSample, TokenLogprob
+from nano_inference.bus.steps import NewSequence
 from nano_inference.config import Constraint
 from nano_inference.pipeline.digest import Digest, digest
 from nano_inference.stages.batching.stage import BatchingStage

@@ -22,7 +22,7 @@ from nano_inference import (
     TrainingSample,
     WeightsError,
 )
-from nano_inference.bus.messages import StepPlan, StepResult
+from nano_inference.bus.steps import StepPlan, StepResult
 from nano_inference.bus.weights import InFlight
 from nano_inference.config import ModelError
 from nano_inference.stages.executor.runner.memory import ReplicaMemory

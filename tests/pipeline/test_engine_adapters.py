@@ -11,7 +11,7 @@ import torch
 from peft import get_peft_model_state_dict
 
 from nano_inference import EmbedParams, EngineConfig, InferenceEngine, SamplingParams
-from nano_inference.bus.messages import StepPlan, StepResult
+from nano_inference.bus.steps import StepPlan, StepResult
 from nano_inference.bus.weights import InFlight
 from nano_inference.config import AdapterError, PoolingKind
 from nano_inference.pipeline.engine_requests import make_request

@@ -12,8 +12,8 @@ from structlog.testing import capture_logs
 from nano_inference import Pipeline
 from nano_inference.bus import MemoryBus, open_bus
 from nano_inference.bus.control import StopSequences
+from nano_inference.bus.envelope import Envelope
 from nano_inference.bus.links import HALTS
-from nano_inference.bus.messages import Envelope
 from nano_inference.config import STAGES, BusConfig, Config, PipelineConfig, Stage
 from nano_inference.pipeline import cancellations
 from nano_inference.pipeline.client import BusClient

@@ -18,15 +18,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from nano_inference import EngineConfig, InferenceEngine, SamplingParams
 from nano_inference.bus.control import ReplicaCapacity
-from nano_inference.bus.messages import (
-    AdmittedRequest,
-    Prompt,
-    RequestInfo,
-    SequenceSpec,
-    StepPlan,
-    StepResult,
-)
+from nano_inference.bus.messages import AdmittedRequest, Prompt, RequestInfo, SequenceSpec
 from nano_inference.bus.public import GenerateRequest
+from nano_inference.bus.steps import StepPlan, StepResult
 from nano_inference.config import load_config
 from nano_inference.pipeline import pipeline as pipeline_module
 from nano_inference.pipeline.pipeline import Pipeline

@@ -14,7 +14,7 @@ import pytest
 from torch import Tensor
 
 from nano_inference import BusClient, Completion, EngineConfig, InferenceEngine, Pipeline
-from nano_inference.bus.messages import StepPlan, StepResult
+from nano_inference.bus.steps import StepPlan, StepResult
 from nano_inference.config import ConfigError, ModelError, PipelineConfig, load_config
 from nano_inference.pipeline.supervisor import RestartBudget, StageFailed
 from nano_inference.stages.admission.requests import Ledger, Requests

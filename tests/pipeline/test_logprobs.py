@@ -21,7 +21,7 @@ from nano_inference import (
     SamplingParams,
 )
 from nano_inference.bus.control import SampleScored
-from nano_inference.bus.messages import Envelope
+from nano_inference.bus.envelope import Envelope
 from nano_inference.bus.public import CompletionChunk, TokenLogprob
 from nano_inference.stages.executor.scoring import ReferenceModel
 from nano_inference.stages.streaming.stage import StreamingStage

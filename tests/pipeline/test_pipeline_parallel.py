@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from nano_inference import Pipeline
-from nano_inference.bus.messages import StepPlan, StepResult
+from nano_inference.bus.steps import StepPlan, StepResult
 from nano_inference.stages.executor.core import ExecutorCore
 from nano_inference.stages.executor.driver.step import LaunchedStep
 

@@ -30,7 +30,8 @@ import numpy.typing as npt
 import pytest
 
 from nano_inference import InferenceEngine, Pipeline
-from nano_inference.bus.messages import KVMove, RemoteBlocks
+from nano_inference.bus.messages import RemoteBlocks
+from nano_inference.bus.steps import KVMove
 from nano_inference.stages.batching import handover as handover_module
 from nano_inference.stages.batching import tiers as tiers_module
 from nano_inference.stages.executor.runner.tiers.block_folder import BlockFolder

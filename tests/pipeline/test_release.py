@@ -17,7 +17,7 @@ from nano_inference import (
     WeightsError,
 )
 from nano_inference.bus.control import MemoryTag
-from nano_inference.bus.messages import StepPlan
+from nano_inference.bus.steps import StepPlan
 from nano_inference.bus.weights import FolderWeights
 from nano_inference.stages.batching.core import BatchingCore
 from nano_inference.stages.executor.changes.shell import StagedChanges

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from nano_inference import BusClient, Completion, Config, Pipeline
-from nano_inference.bus.messages import StepPlan, StepResult
+from nano_inference.bus.steps import StepPlan, StepResult
 from nano_inference.stages.batching.core import BatchingCore
 from nano_inference.stages.batching.stage import BatchingStage
 from nano_inference.stages.executor.core import ExecutorCore

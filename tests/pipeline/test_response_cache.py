@@ -14,8 +14,8 @@ from safetensors.torch import save_file
 
 from nano_inference import Completion, GenerateRequest, Pipeline
 from nano_inference.bus.control import TellWeightVersion, WeightsChanged
+from nano_inference.bus.envelope import Envelope
 from nano_inference.bus.links import CONTROL
-from nano_inference.bus.messages import Envelope
 from nano_inference.bus.public import CompletionChunk, Output, Timings, Usage
 from nano_inference.bus.weights import FolderWeights
 from nano_inference.stages.admission.responses import ResponseCache

@@ -18,7 +18,7 @@ from nano_inference import Completion, Pipeline, WeightsError
 from nano_inference.bus import open_bus
 from nano_inference.bus import weights as handoff
 from nano_inference.bus.control import Pause
-from nano_inference.bus.messages import NewSequence
+from nano_inference.bus.steps import NewSequence
 from nano_inference.bus.weights import FolderWeights, InFlight, LocalWeights, StagedWeights
 from nano_inference.config import BusError
 from nano_inference.pipeline import client

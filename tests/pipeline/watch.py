@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from nano_inference import InferenceEngine
-from nano_inference.bus.messages import StepPlan, StepResult
+from nano_inference.bus.steps import StepPlan, StepResult
 
 
 @dataclass

@@ -23,7 +23,7 @@ from structlog.testing import capture_logs
 from nano_inference.bus import Malformed, MemoryBus
 from nano_inference.bus.codec import check_request, decode_request
 from nano_inference.bus.control import StageStopped
-from nano_inference.bus.messages import Envelope
+from nano_inference.bus.envelope import Envelope
 from nano_inference.cli.children import Child, Forked, Forks, spawn
 from nano_inference.cli.processes import MOST_LINE_BYTES, Lines, without_controls
 from nano_inference.cli.up import _child_environment

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ....bus import control
 from ....bus.control import AdapterReady, LoadAdapter, UnloadAdapter, UpdateWeights, WeightsReady
-from ....bus.messages import StepPlan
+from ....bus.steps import StepPlan
 from ....bus.weights import GroupWeights, LocalWeights, StagedWeights
 from ....config import AdapterError, WeightsError, shown
 from ....store.in_place import WeightsInPlace

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import msgspec
 
 from ....bus.control import JoinWeightsGroup, LoadAdapter, UpdateWeights
-from ....bus.messages import Message
+from ....bus.envelope import Message
 from ....config import WeightsError
 from ....store.in_place import WeightsInPlace
 from ..runner.shards import NewWeight

@@ -18,8 +18,9 @@ from ....bus.control import (
     UpdateWeights,
     WeightsChanged,
 )
+from ....bus.envelope import Message
 from ....bus.links import CONTROL
-from ....bus.messages import Message, StepPlan
+from ....bus.steps import StepPlan
 from ....bus.weights import FolderWeights, StagedWeights
 from ....config import AdapterError, BusError, WeightsError, shown
 from ....store.board import LoadedAdapter

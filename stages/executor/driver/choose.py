@@ -14,7 +14,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from ....bus.messages import PromptLogprobs, TopLogprobs
+from ....bus.messages import TopLogprobs
+from ....bus.steps import PromptLogprobs
 from ..runner.interface import IntArray, flatten_rows
 from .constraints import PendingMasks
 from .logprobs import gather_logprobs, report_top_logprobs

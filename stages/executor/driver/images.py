@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ....bus.control import Cancel, ImageCapacity
 from ....bus.media import MediaItem
-from ....bus.messages import NewSequence, StepPlan
+from ....bus.steps import NewSequence, StepPlan
 from ....config import EngineConfig
 from ....store.images import StoredImage
 from ..runner.interface import (

@@ -12,7 +12,8 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from ....bus.messages import DEFAULT_SCOPE, CacheScope, NewSequence, RequestInfo
+from ....bus.messages import DEFAULT_SCOPE, CacheScope, RequestInfo
+from ....bus.steps import NewSequence
 from ....config import Constraint
 from ..runner.interface import NO_ADAPTER, IntArray
 

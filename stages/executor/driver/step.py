@@ -18,14 +18,8 @@ import torch
 from torch import Tensor
 
 from ....bus.control import Cancel
-from ....bus.messages import (
-    AUDIT_SEQ_ID,
-    PromptLogprobs,
-    StartedSequence,
-    StepPlan,
-    TopLogprobs,
-    VerifiedDraft,
-)
+from ....bus.messages import TopLogprobs
+from ....bus.steps import AUDIT_SEQ_ID, PromptLogprobs, StartedSequence, StepPlan, VerifiedDraft
 from ....bus.times import NO_TIMES, StepTimes
 from ..runner.interface import (
     DecodeGraphs,

@@ -10,17 +10,13 @@ import msgspec
 from nano_inference.bus.control import Cancel, ReplicaCapacity, Reset, StageReady, StageStarted
 from nano_inference.bus.messages import (
     AdmittedRequest,
-    Fenced,
     Prompt,
-    Recover,
-    Recovered,
-    RecoveredSample,
-    RecoveryItem,
     RequestFinished,
     RequestInfo,
     RequestOpened,
     SequenceSpec,
 )
+from nano_inference.bus.recovery import Fenced, Recover, Recovered, RecoveredSample, RecoveryItem
 from nano_inference.config import SamplingParams
 from nano_inference.stages.admission.arrivals import Accepted
 

@@ -18,8 +18,9 @@ from nano_inference.bus.control import (
     StageStopped,
 )
 from nano_inference.bus.entries import RequestEntry
-from nano_inference.bus.messages import Fenced, Recovered, RequestFinished
+from nano_inference.bus.messages import RequestFinished
 from nano_inference.bus.public import GenerateRequest
+from nano_inference.bus.recovery import Fenced, Recovered
 from nano_inference.config import AdmissionConfig, Config
 from nano_inference.stages.admission import effects as do
 from nano_inference.stages.admission import stage

@@ -23,8 +23,9 @@ from nano_inference.bus.control import (
     StageStopped,
 )
 from nano_inference.bus.entries import RequestEntry
-from nano_inference.bus.messages import Message, Recover
+from nano_inference.bus.envelope import Message
 from nano_inference.bus.public import ErrorInfo, GenerateRequest
+from nano_inference.bus.recovery import Recover
 from nano_inference.config import (
     AdmissionConfig,
     Config,

@@ -13,22 +13,18 @@ from nano_inference.bus.control import (
     TierCapacity,
     TiersChanged,
 )
-from nano_inference.bus.handovers import first_tokens
 from nano_inference.bus.media import MediaItem
 from nano_inference.bus.messages import (
     AdmittedRequest,
     Credit,
     Handover,
-    KVMove,
-    NewSequence,
     Prompt,
     RequestInfo,
     SequenceSpec,
-    StepPlan,
-    StepResult,
 )
 from nano_inference.bus.pooling import PooledPrompt, Pooling
 from nano_inference.bus.public import KVSession
+from nano_inference.bus.steps import KVMove, NewSequence, StepPlan, StepResult, first_tokens
 from nano_inference.config import EngineConfig, SamplingParams
 from nano_inference.stages.batching import BatchingCore
 

@@ -12,8 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nano_inference.bus.control import Cancel
-from nano_inference.bus.messages import Credit, StepPlan
+from nano_inference.bus.messages import Credit
 from nano_inference.bus.public import KVSession
+from nano_inference.bus.steps import StepPlan
 from nano_inference.stages.batching.report import REPORTED_STEPS
 from nano_inference.stages.batching.sessions import SessionCall, SessionKey
 from nano_inference.stages.lazy_heap import LEFTOVERS_KEPT

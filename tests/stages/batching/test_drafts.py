@@ -7,7 +7,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from nano_inference.bus.messages import StepPlan, StepResult, VerifiedDraft
+from nano_inference.bus.steps import StepPlan, StepResult, VerifiedDraft
 
 from .replica import CacheType, FakeReplica, RuleExecutor, expected
 

@@ -11,8 +11,8 @@ from msgspec.structs import replace
 
 from nano_inference.bus.control import ImageCapacity
 from nano_inference.bus.media import MediaItem
-from nano_inference.bus.messages import NewSequence, StepPlan, StepResult
 from nano_inference.bus.public import KVSession
+from nano_inference.bus.steps import NewSequence, StepPlan, StepResult
 from nano_inference.stages.batching.image_keys import KeyIds, is_image_key, place
 from nano_inference.stages.batching.schedule import MAX_SCORED_TOKENS
 

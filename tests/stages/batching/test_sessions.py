@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from nano_inference.bus.messages import NewSequence
 from nano_inference.bus.public import KVSession, KVSessionResult, SessionAction
+from nano_inference.bus.steps import NewSequence
 from nano_inference.stages.batching import sessions
 from nano_inference.stages.batching.sessions import SessionCall, SessionKey
 

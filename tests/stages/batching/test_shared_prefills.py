@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from nano_inference.bus.messages import StepPlan
 from nano_inference.bus.pooling import Pooling
+from nano_inference.bus.steps import StepPlan
 from nano_inference.bus.weights import InFlight
 
 from .replica import CacheType, FakeReplica, expected, reported

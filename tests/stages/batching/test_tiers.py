@@ -8,7 +8,8 @@ from collections.abc import Sequence
 import pytest
 
 from nano_inference.bus.control import TierCapacity, TiersChanged
-from nano_inference.bus.messages import DEFAULT_SCOPE, CacheScope, KVMove, StepPlan
+from nano_inference.bus.messages import DEFAULT_SCOPE, CacheScope
+from nano_inference.bus.steps import KVMove, StepPlan
 from nano_inference.stages.batching import KVCacheManager, Lease, PagedKVCache, RadixKVCache
 from nano_inference.stages.batching.eviction import POLICIES
 from nano_inference.stages.batching.kv_events import KVEventLog

@@ -8,14 +8,8 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
 
-from nano_inference.bus.messages import (
-    AdmittedRequest,
-    Prompt,
-    RequestInfo,
-    SequenceSpec,
-    StepPlan,
-    StepResult,
-)
+from nano_inference.bus.messages import AdmittedRequest, Prompt, RequestInfo, SequenceSpec
+from nano_inference.bus.steps import StepPlan, StepResult
 from nano_inference.config import EngineConfig, SamplingParams
 from nano_inference.stages.batching import BatchingCore
 from nano_inference.stages.executor import ExecutorCore, LoadedModel

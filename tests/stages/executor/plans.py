@@ -6,7 +6,8 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from nano_inference.bus.messages import NewSequence, RequestInfo, SequenceSpec, StepPlan, StepResult
+from nano_inference.bus.messages import RequestInfo, SequenceSpec
+from nano_inference.bus.steps import NewSequence, StepPlan, StepResult
 from nano_inference.config import SamplingParams
 from nano_inference.stages.executor import ExecutorCore
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from nano_inference.bus.control import Cancel
-from nano_inference.bus.messages import StepResult
 from nano_inference.bus.pooling import Pooling
+from nano_inference.bus.steps import StepResult
 from nano_inference.config import EngineConfig, ModelError, SamplingParams
 from nano_inference.stages.executor import ExecutorCore, LoadedModel, wrap_model
 

@@ -12,14 +12,8 @@ from typing import Any
 import torch
 
 from nano_inference.bus.media import MediaItem
-from nano_inference.bus.messages import (
-    AdmittedRequest,
-    Prompt,
-    RequestInfo,
-    SequenceSpec,
-    StepPlan,
-    StepResult,
-)
+from nano_inference.bus.messages import AdmittedRequest, Prompt, RequestInfo, SequenceSpec
+from nano_inference.bus.steps import StepPlan, StepResult
 from nano_inference.config import EngineConfig, SamplingParams
 from nano_inference.stages.executor import ExecutorCore, LoadedModel, wrap_model
 from nano_inference.stages.executor.driver.step import LaunchedStep

@@ -9,8 +9,9 @@ import msgspec
 from transformers import PreTrainedTokenizerFast
 
 from nano_inference.bus.control import Cancel
-from nano_inference.bus.messages import RequestOpened, StartedSequence, StepResult
+from nano_inference.bus.messages import RequestOpened
 from nano_inference.bus.public import Completion, CompletionChunk, Output, StageTime, Usage
+from nano_inference.bus.steps import StartedSequence, StepResult
 from nano_inference.stages.streaming.core import Deliveries, StreamingCore
 
 TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"

@@ -9,16 +9,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from nano_inference.bus.messages import (
-    RecoveryItem,
-    RequestOpened,
-    StartedSequence,
-    StepResult,
-    StoredResponse,
-    StoredSample,
-    VerifiedDraft,
-)
+from nano_inference.bus.messages import RequestOpened, StoredResponse, StoredSample
 from nano_inference.bus.public import Completion, StageTime, Usage
+from nano_inference.bus.recovery import RecoveryItem
+from nano_inference.bus.steps import StartedSequence, StepResult, VerifiedDraft
 from nano_inference.bus.times import CAUSES, StepTimes
 from nano_inference.stages.streaming import accounts
 from nano_inference.stages.streaming.core import Deliveries, StreamingCore

@@ -11,8 +11,10 @@ from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
 from nano_inference.bus.control import Cancel
-from nano_inference.bus.messages import RecoveryItem, RequestOpened, SessionGrant, StepResult
+from nano_inference.bus.messages import RequestOpened
 from nano_inference.bus.public import Completion, ErrorInfo, Usage
+from nano_inference.bus.recovery import RecoveryItem
+from nano_inference.bus.steps import SessionGrant, StepResult
 from nano_inference.stages.streaming.core import Deliveries
 
 from .client import (

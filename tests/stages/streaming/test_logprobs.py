@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from nano_inference.bus.messages import PromptLogprobs, TopLogprobs
+from nano_inference.bus.messages import TopLogprobs
 from nano_inference.bus.public import CompletionSample, TokenLogprob
+from nano_inference.bus.steps import PromptLogprobs
 
 from .client import PROMPT, Client, Started, cancel_of, request_of, started
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from nano_inference.bus.messages import RecoveryItem, StoredResponse, StoredSample
+from nano_inference.bus.messages import StoredResponse, StoredSample
 from nano_inference.bus.public import CompletionChunk
+from nano_inference.bus.recovery import RecoveryItem
 from nano_inference.stages.streaming.measures import Throughput, TokenIntervals, measure_end
 from nano_inference.telemetry.instruments import (
     DECODE_DURATION,

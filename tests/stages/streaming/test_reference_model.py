@@ -7,7 +7,9 @@ from typing import Any
 from transformers import PreTrainedTokenizerFast
 
 from nano_inference.bus.control import SampleScored, ScoreSample
-from nano_inference.bus.messages import PromptLogprobs, RecoveryItem, RequestOpened
+from nano_inference.bus.messages import RequestOpened
+from nano_inference.bus.recovery import RecoveryItem
+from nano_inference.bus.steps import PromptLogprobs
 from nano_inference.stages.streaming.core import Deliveries
 
 from .client import Client, cancel_of, request_of, started

@@ -5,9 +5,10 @@ from __future__ import annotations
 import msgspec
 
 from nano_inference.bus import MemoryBus
+from nano_inference.bus.envelope import Envelope, Message
 from nano_inference.bus.links import FINISHED
-from nano_inference.bus.messages import Envelope, Fenced, Message
 from nano_inference.bus.public import CompletionChunk
+from nano_inference.bus.recovery import Fenced
 from nano_inference.config import BusConfig, Config
 from nano_inference.stages.actor import StageContext
 from nano_inference.stages.streaming.stage import StreamingStage

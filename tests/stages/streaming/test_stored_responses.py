@@ -8,8 +8,9 @@ import msgspec
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from nano_inference.bus.messages import RecoveryItem, RequestOpened, StoredResponse
+from nano_inference.bus.messages import RequestOpened, StoredResponse
 from nano_inference.bus.public import Completion, Timings, Usage
+from nano_inference.bus.recovery import RecoveryItem
 from nano_inference.stages.streaming.core import SERVED_TOKENS
 
 from .client import Client, assert_chunks_match, cancel_of, request_of, started, tokens_of

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import msgspec
 import numpy as np
 
-from .....bus.messages import VerifiedDraft
+from .....bus.steps import VerifiedDraft
 from .....config import EngineConfig
 from ...runner.interface import IntArray
 from ..constraints import Constraints

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from .....bus.control import TiersChanged
-from .....bus.messages import KVMove
+from .....bus.steps import KVMove
 from .changes import TierChanges
 from .host_slots import HostSlots
 

@@ -12,7 +12,7 @@ import xxhash
 from torch import Tensor
 
 from .....bus.control import AuditedBlock
-from .....bus.messages import KVMove
+from .....bus.steps import KVMove
 from ..kv_cache import KVCache
 from .transports.slots import SharedSlots
 

@@ -9,7 +9,7 @@ from itertools import compress, groupby
 from operator import attrgetter, not_
 
 from .....bus.control import TiersChanged
-from .....bus.messages import KVMove
+from .....bus.steps import KVMove
 from .changes import TierChanges
 from .host_slots import HostSlots
 from .transports.nixl import NixlAgent

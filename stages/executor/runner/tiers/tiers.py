@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 
 from .....bus.control import TierCapacity, TiersChanged
-from .....bus.messages import KVMove
+from .....bus.steps import KVMove
 from .....config import EngineConfig, ModelError
 from ..kv_cache import KVCache, block_bytes
 from ..loaded_model import LoadedModel

@@ -21,7 +21,8 @@ from nano_inference.bus.control import (
     UpdateWeights,
     WeightsReady,
 )
-from nano_inference.bus.messages import Message, StepPlan
+from nano_inference.bus.envelope import Message
+from nano_inference.bus.steps import StepPlan
 from nano_inference.bus.weights import FolderWeights, StagedWeights
 from nano_inference.config import WeightsError
 from nano_inference.stages.executor import WeightSyncManager

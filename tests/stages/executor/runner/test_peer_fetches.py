@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from nano_inference.bus.control import TiersChanged
-from nano_inference.bus.messages import KVMove
+from nano_inference.bus.steps import KVMove
 from nano_inference.config import EngineConfig
 from nano_inference.stages.executor import KVCache
 from nano_inference.stages.executor.runner.tiers import peer_fetches

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from nano_inference.bus.control import TiersChanged
-from nano_inference.bus.messages import KVMove
+from nano_inference.bus.steps import KVMove
 from nano_inference.config import EngineConfig, ModelError
 from nano_inference.stages.executor import KVCache, LoadedModel
 from nano_inference.stages.executor.runner.loaded_model import Dtypes, LayerSpec

@@ -8,7 +8,7 @@ from typing import ClassVar
 
 import pytest
 
-from nano_inference.bus.messages import StepPlan, StepResult
+from nano_inference.bus.steps import StepPlan, StepResult
 from nano_inference.config import EngineConfig, SamplingParams
 from nano_inference.stages.executor import ExecutorCore
 from nano_inference.stages.executor.driver.speculation.control import Acceptance, CostControl

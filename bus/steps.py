@@ -1,0 +1,337 @@
+"""Messages of a step: batching's plan, and the executor's result."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import compress
+from typing import Literal
+
+from ..config import SamplingParams
+from .control import Cancel, Internal, InternalPart
+from .media import MediaItem
+from .messages import (
+    DEFAULT_SCOPE,
+    CacheScope,
+    Handover,
+    RequestInfo,
+    RowFinish,
+    SequenceSpec,
+    TopLogprobs,
+)
+from .pooling import PooledPrompt
+from .public import AfterTurn, KVSessionResult, SessionTier, StageTime
+from .times import NO_TIMES, StepTimes
+
+
+class SessionGrant(InternalPart, frozen=True, array_like=True):
+    """What a turn of a session may leave in the KV cache, decided when the turn starts.
+
+    Attributes:
+        after: As in KVSession.
+        num_blocks: Most full blocks that are pinned at its end.
+        block_size: Tokens per block.
+        tiers: Whether there are tiers below the device.
+        reason: Why no more is granted, or nothing.
+    """
+
+    after: AfterTurn
+    num_blocks: int
+    block_size: int
+    tiers: bool = False
+    reason: str = ""
+
+    def result(self, num_tokens: int) -> KVSessionResult:
+        """Return what the request is answered, which ends with so many tokens in all."""
+        if self.reason and not self.num_blocks:
+            return KVSessionResult(outcome="rejected", reason=self.reason)
+        if self.after == "release":
+            return KVSessionResult(outcome="accepted")
+        num_full = max(num_tokens - 1, 0) // self.block_size
+        number = num_full if self.after == "demote" else min(num_full, self.num_blocks)
+        tier: SessionTier = "host" if self.after == "demote" and self.tiers else "device"
+        return KVSessionResult(
+            outcome="clipped" if number < num_full else "accepted",
+            num_tokens=number * self.block_size,
+            tier=tier if number else "",
+            reason=self.reason if number < num_full else "",
+        )
+
+
+class NewSequence(InternalPart, frozen=True, array_like=True):
+    """A sequence as the executor needs it, sent once.
+
+    Attributes:
+        seq_id: The sequence's id.
+        token_ids: Prompt, and after a preemption the generated tokens.
+        num_generated: Number of generated tokens at the end of `token_ids`.
+        num_cached: Leading tokens whose KV is already in the blocks; all of them with a shared
+            prefill.
+        block_ids: Blocks of the KV cache, in order.
+        sampling: Parameters; `max_tokens` counts from the prompt's end and is already limited by
+            the model's length.
+        sample: The sample's index and seed.
+        info: Its request.
+        cache_scope: Speculation learns only from sequences of the same scope.
+        prediction: As in AdmittedRequest.
+        handed_over: As in StartedSequence.
+        hands_over: Whether it leaves with its first token here.
+        session: Of a session's turn; None for other sequences.
+        media: As in AdmittedRequest.
+        fetching_since_ns: When it began to wait for blocks from a tier; 0 if it did not.
+    """
+
+    seq_id: int
+    token_ids: tuple[int, ...]
+    num_generated: int
+    num_cached: int
+    block_ids: tuple[int, ...]
+    sampling: SamplingParams
+    sample: SequenceSpec
+    info: RequestInfo
+    cache_scope: CacheScope = DEFAULT_SCOPE
+    prediction: tuple[int, ...] = ()
+    handed_over: bool = False
+    hands_over: bool = False
+    session: SessionGrant | None = None
+    media: tuple[MediaItem, ...] = ()
+    fetching_since_ns: int = 0
+
+
+AUDIT_SEQ_ID = -2
+"""The sequence that computes a block of the KV tiers again. It belongs to no request."""
+
+
+class KVMove(InternalPart, frozen=True, array_like=True):
+    """One block's move between the KV cache and the tiers below it.
+
+    Attributes:
+        kind: "store": from a block of the cache to a host slot. "load": from a host slot to a
+            block. "fetch": from disk, or from another executor, to a host slot, in the background.
+            "offer": store it if it has a block, and let other executors read the slot. "drop":
+            delete it on disk. "compare": report whether two blocks of the cache are equal.
+        name: Its block hash, 16 bytes.
+        slot: The host slot; -1 for none.
+        block_id: The block of the cache; -1 for none.
+        write: Of "store": also write it to disk, in the background.
+        other: Of "compare": the loaded block; `block_id` is the computed one. Of "fetch": the host
+            slot of the other executor.
+        source: Of "fetch": address of the other executor; "" for the disk.
+        source_name: The block's name there.
+        step: The step there that offers the block, for which the fetch waits.
+    """
+
+    kind: Literal["store", "load", "fetch", "offer", "drop", "compare"]
+    name: bytes
+    slot: int = -1
+    block_id: int = -1
+    write: bool = False
+    other: int = -1
+    source: str = ""
+    source_name: bytes = b""
+    step: int = 0
+
+
+class StepPlan(Internal, frozen=True):
+    """One forward pass.
+
+    The executor applies `finished`, `new`, `grown`, `kv_moves` and `copies` in this order, then
+    runs the rows.
+
+    Row i computes the next `num_tokens[i]` tokens of `seq_ids[i]`. A row that reaches the end of
+    the tokens known so far samples one more; the executor feeds that token to the sequence's next
+    row itself, so the next plan may be sent before this one's result is back.
+
+    Attributes:
+        step_id: Counts up from 1 within an epoch.
+        new: Sequences that appear for the first time (or again, after a preemption).
+        seq_ids: `[rows]`.
+        num_tokens: `[rows]`; 0 for a shared prefill: the row samples from the logits of the row
+            before, whose tokens are the same.
+        grown: (seq_id, block ids appended to its table) for each sequence that grew.
+        copies: (source, destination) blocks to copy before the pass.
+        finished: Sequences that will not be named again; the executor forgets them.
+        ended: Requests that were cut short, passed on to streaming in order behind their tokens.
+        made_ns: When batching made the plan.
+        weight_version: Of new weights to be put in place before the pass; 0 for none.
+        release: Memory to be released. No plan before has rows, nor has any until it is resumed.
+        adapters: (id, version) of adapters whose new weights are to be put in place before the
+            pass; version 0: the executor forgets the adapter. Behind `finished`, before `new`.
+        num_drafts: `[rows]`, how many drafted tokens the executor may verify in a row besides,
+            for which the row's blocks have room; empty: none in any.
+        kv_moves: Blocks to move between the KV cache and the tiers below it, in this order.
+        kv_offers: Blocks to offer to other executors, behind the rows that compute them.
+        handovers: (sequence, replica, `num_messages` of the Handover) for each row that samples
+            the first token of a sequence that the other replica continues if it goes on.
+        forgotten_images: Keys of images whose embeddings the executor drops.
+        encodes: Images to encode behind that, before the pass.
+        times: For the accounts of time.
+    """
+
+    step_id: int
+    new: tuple[NewSequence, ...]
+    seq_ids: tuple[int, ...]
+    num_tokens: tuple[int, ...]
+    grown: tuple[tuple[int, tuple[int, ...]], ...]
+    copies: tuple[tuple[int, int], ...]
+    finished: tuple[int, ...]
+    ended: tuple[Cancel, ...]
+    made_ns: int
+    weight_version: int = 0
+    release: tuple[str, ...] = ()
+    adapters: tuple[tuple[str, int], ...] = ()
+    num_drafts: tuple[int, ...] = ()
+    kv_moves: tuple[KVMove, ...] = ()
+    kv_offers: tuple[KVMove, ...] = ()
+    handovers: tuple[tuple[int, int, int], ...] = ()
+    forgotten_images: tuple[tuple[str, int], ...] = ()
+    encodes: tuple[MediaItem, ...] = ()
+    times: StepTimes = NO_TIMES
+
+
+class StartedSequence(InternalPart, frozen=True, array_like=True):
+    """A sequence whose first step this is; after a preemption, its first step since.
+
+    Attributes:
+        num_cached: Prompt tokens that needed no computing.
+        num_generated: Tokens that earlier runs of this sequence have already reported.
+        executed_ns: When the step began on the device.
+        queued: As in RequestInfo.
+        handed_over: Whether another replica computed the sequence before.
+        session, hands_over, fetching_since_ns: As in NewSequence.
+    """
+
+    seq_id: int
+    sample_index: int
+    request_id: str
+    entry_id: str
+    num_cached: int
+    num_generated: int
+    executed_ns: int
+    queued: StageTime | None = None
+    handed_over: bool = False
+    session: SessionGrant | None = None
+    hands_over: bool = False
+    fetching_since_ns: int = 0
+
+
+class PromptLogprobs(InternalPart, frozen=True, array_like=True):
+    """What one step found out about a prompt.
+
+    Attributes:
+        seq_id: The sequence, always the first sample of its request.
+        start: Position in the prompt of the first token reported, at least 1.
+        logprobs: `[k]`, of the tokens at `start .. start + k - 1`.
+        top_logprobs: `[k]`, or empty when none were asked for.
+    """
+
+    seq_id: int
+    start: int
+    logprobs: tuple[float, ...]
+    top_logprobs: tuple[TopLogprobs, ...] = ()
+
+
+class VerifiedDraft(InternalPart, frozen=True, array_like=True):
+    """A row's drafted tokens, of which the first `num_accepted` were what was sampled.
+
+    `source`: where they came from, as in `engine.draft_sources`, or "model".
+    """
+
+    seq_id: int
+    source: str
+    num_tokens: int
+    num_accepted: int
+
+
+class StepResult(Internal, frozen=True):
+    """What one forward pass sampled. Rows that only prefilled are not in it.
+
+    A sequence whose draft was accepted in part or whole is named once for each token that it got,
+    in order and one after the other. So `[rows]` are tokens here.
+
+    Attributes:
+        step_id: The plan's.
+        started: Sequences that were new in this step.
+        seq_ids: `[rows]`, those that sampled.
+        token_ids: `[rows]`.
+        logprobs: `[rows]`, of the policy.
+        finish_reasons: `[rows]`, "" while the sequence goes on.
+        ended: As in the plan.
+        weight_version: Of the weights that made these tokens.
+        start_ns, end_ns: When the device began the step, and when its tokens were on the host.
+        top_logprobs: `[rows]`, empty for a row that did not ask; all empty: no row did.
+        prompt_logprobs: For sequences that asked for them.
+        adapter_versions: `[rows]`, of each row's adapter, 0 for none; empty: no row had one.
+        pooled: For sequences that asked for their prompt's vector and have computed all of it.
+        drafts: For each row in which drafted tokens were verified.
+        draft_rest: So many plans to come need allow no drafts, since they would not pay.
+        failed: Requests that the executor ends; rows of theirs don't count.
+        spoiled: Sequences whose KV is invalid, since an image was missing.
+        times: For the accounts of time.
+    """
+
+    step_id: int
+    started: tuple[StartedSequence, ...]
+    seq_ids: tuple[int, ...]
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    finish_reasons: tuple[RowFinish, ...]
+    ended: tuple[Cancel, ...]
+    weight_version: int
+    start_ns: int
+    end_ns: int
+    top_logprobs: tuple[TopLogprobs, ...] = ()
+    prompt_logprobs: tuple[PromptLogprobs, ...] = ()
+    adapter_versions: tuple[int, ...] = ()
+    pooled: tuple[PooledPrompt, ...] = ()
+    drafts: tuple[VerifiedDraft, ...] = ()
+    draft_rest: int = 0
+    failed: tuple[Cancel, ...] = ()
+    spoiled: tuple[int, ...] = ()
+    times: StepTimes = NO_TIMES
+
+    def summary(self, handovers: tuple[tuple[int, int, int], ...] = ()) -> StepSummary:
+        """The part for batching. `handovers`: the plan's."""
+        ended = (*compress(self.seq_ids, self.finish_reasons), *(p.seq_id for p in self.pooled))
+        return StepSummary(
+            step_id=self.step_id,
+            seq_ids=self.seq_ids,
+            token_ids=self.token_ids,
+            ended=ended,
+            start_ns=self.start_ns,
+            end_ns=self.end_ns,
+            drafts=self.drafts,
+            draft_rest=self.draft_rest,
+            spoiled=self.spoiled,
+            handed_over=tuple([i for i, *_ in handovers if i in self.seq_ids and i not in ended]),
+        )
+
+
+class StepSummary(Internal, frozen=True):
+    """The part of a StepResult that batching needs: no logprobs, no vectors.
+
+    Attributes:
+        step_id, seq_ids, token_ids, start_ns, end_ns, drafts, draft_rest, spoiled: As in
+            StepResult.
+        ended: Sequences that have ended with this step, by a finish reason or with their vector.
+        handed_over: Sequences whose first token was sent to the replica that continues them.
+    """
+
+    step_id: int
+    seq_ids: tuple[int, ...]
+    token_ids: tuple[int, ...]
+    ended: tuple[int, ...]
+    start_ns: int
+    end_ns: int
+    drafts: tuple[VerifiedDraft, ...] = ()
+    draft_rest: int = 0
+    spoiled: tuple[int, ...] = ()
+    handed_over: tuple[int, ...] = ()
+
+
+def first_tokens(plan: StepPlan, summary: StepSummary) -> Iterator[tuple[int, Handover]]:
+    """Return a step's handovers, each with the number of the replica that continues."""
+    for seq_id, successor, num_messages in plan.handovers:
+        if seq_id in summary.handed_over:
+            rows = zip(summary.seq_ids, summary.token_ids, strict=True)
+            token_ids = tuple([token_id for each, token_id in rows if each == seq_id])
+            yield successor, Handover(seq_id, token_ids, num_messages, summary.end_ns)

@@ -31,6 +31,8 @@ FOUND: dict[str, Known] = {
     "the cache of another executor is kept": (1, 10),
     "plans in flight are kept over an epoch": (7, 10),
     "a sequence is handed over without its first token": (3, 10),
+    "a sequence that ends with its first token in flight is withdrawn at once": (60, 24),
+    "a first token does not wait for its sequence": (140, 24),
     "a sequence that ends where it began is not withdrawn": (18, 10),
     "a place that was promised is not freed": (18, 10),
     "a promised place is free for others, too": (3, 10),

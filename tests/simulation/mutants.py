@@ -129,9 +129,21 @@ MUTANTS = (
     # --- handovers
     Defect(
         "a sequence is handed over without its first token",
+        "stages/batching/arrivals.py",
+        "generated = (*spec.generated, *handover.token_ids)",
+        "generated = spec.generated",
+    ),
+    Defect(
+        "a sequence that ends with its first token in flight is withdrawn at once",
         _HANDOVERS,
-        "generated = tuple(seq.token_ids[seq.num_prompt_tokens :])",
-        "generated = ()",
+        "        if seq.seq_id in self._sampling:",
+        "        if seq.seq_id in ():",
+    ),
+    Defect(
+        "a first token does not wait for its sequence",
+        "stages/batching/arrivals.py",
+        "arrival and handover and arrival.num_messages == handover.num_messages",
+        "arrival and handover",
     ),
     Defect(
         "a sequence that ends where it began is not withdrawn",

@@ -48,6 +48,10 @@ def preload(options: Any) -> None:
             [sys.executable, "-P", __file__, str(listening.fileno())],
             pass_fds=[listening.fileno()],
             stdin=subprocess.PIPE,  # at whose end it ends
+            # Pipes, as the programs that it becomes have: Python's files differ with what they are
+            # on.
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
             # As in the fork server of `up`: for Numpy's threads, and for command lines.
             env={**os.environ, "OPENBLAS_NUM_THREADS": "1", "SPT_NOENV": "1"},
         )

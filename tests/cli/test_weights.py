@@ -139,7 +139,7 @@ def test_memory_is_released_and_resumed(run: Run, on_served: Config) -> None:
 def test_without_a_pipeline(run: Run, on_nobody: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client, "ANSWER_S", 0.2)
     update = run("weights", "update", "--folder", "x", "--timeout", "0.1")
-    assert_refused(update, "did not answer within")
+    assert_refused(update, "can't answer while it is loading or not running")
 
 
 # --- adapters -------------------------------------------------------------------------------------

@@ -120,7 +120,12 @@ class Http:
         parts, header = encode_http_response(response, requested, memory=memory)
         body = b"".join(parts)
         result = tritonclient.http.InferResult.from_response_body(body, header_length=header)
-        expected = {"model_name": "model", "model_version": "1", "id": "some id", "outputs": []}
+        expected: dict[str, Any] = {
+            **{"model_name": "model", "model_version": "1", "id": "some id"},
+            "outputs": [],
+        }
+        if response.parameters:
+            expected["parameters"] = response.parameters
         assert result.get_response() | {"outputs": []} == expected
         return result
 

@@ -123,7 +123,7 @@ async def test_a_handover_shows_as_two_stays_and_the_way_between_them() -> None:
     (handover,) = spans["batching.handover"]
     times = [giver.start_time, handover.start_time, handover.end_time, taker.start_time]
     assert times == sorted(times)  # type: ignore[type-var]
-    assert (handover.attributes or {})[names.HANDED_OVER_BY] == "batching"
+    assert (handover.attributes or {})[names.HANDED_OVER_BY] == "executor"
     for fetch in spans["batching.kv_fetch"]:  # if the blocks came behind the token
         assert (fetch.attributes or {})[names.KV_BLOCKS_LOADED] > 0  # type: ignore[operator]
     replicas = [(span.attributes or {})["nano.replica"] for span in (giver, taker)]

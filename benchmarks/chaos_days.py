@@ -111,13 +111,13 @@ async def one_house(
             try:
                 await day.faults[kind]()
             except (OSError, RuntimeError, AssertionError, redis.RedisError) as error:
-                day.told.append(f"the fault {kind!r} could not be made: {error!r}")
+                day.remarks.append(f"the fault {kind!r} could not be made: {error!r}")
             hits.append((kind, at, time.monotonic(), flying))
 
         spread = chaos_rig.spread_faults(load, kinds, faults, rng, hit)
         ended = await chaos_rig.disturbed(load, day, size.duration, spread)  # type: ignore[arg-type]
         await day.look()
-        remarks = [*judge.remarks, *day.told]
+        remarks = [*judge.remarks, *day.remarks]
     missing = len(asks) - len(load.ended)
     return {
         "requests": requests,

@@ -63,7 +63,7 @@ class Day:
     Attributes:
         faults: By kind; each returns once it is over.
         process: `up`.
-        told: What was unexpected or particular.
+        remarks: What was unexpected or particular.
         without: Kinds of requests that it doesn't serve.
         all_doors: The doors that it has.
     """
@@ -84,7 +84,7 @@ class Day:
         self.grpc: list[int] = []
         self.url = ""
         self.house: Any = None
-        self.told: list[str] = []
+        self.remarks: list[str] = []
         self.faults: dict[str, Callable[[], Awaitable[None]]] = {
             kind: getattr(self, kind.replace(": ", "_").replace(",", "").replace(" ", "_").lower())
             for kind in self.KINDS
@@ -314,7 +314,7 @@ class OneServer(Day):
                 break
             await asyncio.sleep(0.1)
         else:
-            self.told.append("the server survived a full disk")
+            self.remarks.append("the server survived a full disk")
         room.unlink()
         self.server.kill()
         await self.server.start()
@@ -350,7 +350,7 @@ class OneServer(Day):
                 await asyncio.sleep(0.1)
                 if not (group / "cgroup.procs").read_text().strip():
                     return
-            self.told.append(f"executor {pid} was not killed for its memory")
+            self.remarks.append(f"executor {pid} was not killed for its memory")
         finally:
             with contextlib.suppress(OSError):
                 (group / "memory.limit_in_bytes").write_text("-1")
@@ -496,7 +496,20 @@ class InCluster(Day):
         await asyncio.sleep(2)
 
 
-class Ranks(Day):
+class OnPlainServer(Day):
+    """One Redis server, to which nothing happens."""
+
+    async def start_server(self) -> None:
+        server = RedisServer(self.folder / "data")
+        await server.start()
+        self.stack.callback(server.kill)
+        self.url = server.url
+
+    def plain_client(self) -> redis.asyncio.Redis:
+        return redis.asyncio.Redis.from_url(self.url, decode_responses=True, protocol=3)
+
+
+class Ranks(OnPlainServer):
     """A model over two ranks; one replica."""
 
     KINDS = ("rank killed", "rank stopped", "first rank killed", "first rank stopped")
@@ -509,15 +522,6 @@ class Ranks(Day):
         "engine.model_path": "tiny",
         "engine.tensor_parallel": 2,
     }
-
-    async def start_server(self) -> None:
-        server = RedisServer(self.folder / "data")
-        await server.start()
-        self.stack.callback(server.kill)
-        self.url = server.url
-
-    def plain_client(self) -> redis.asyncio.Redis:
-        return redis.asyncio.Redis.from_url(self.url, decode_responses=True, protocol=3)
 
     async def rank_killed(self) -> None:
         await self.house.hit_rank(signal.SIGKILL, self.rng)
@@ -532,7 +536,7 @@ class Ranks(Day):
         await self.house.kill("executor", signal.SIGSTOP)
 
 
-class TwoLanes(Day):
+class TwoLanes(OnPlainServer):
     """Two lanes of one replica each; a lane that is silent for three seconds loses its requests."""
 
     KINDS = ("lane stopped for ten seconds", "admission stopped for ten seconds", "lane killed")
@@ -541,12 +545,6 @@ class TwoLanes(Day):
         "bus.prefix": "nano-benchmark-days",
         "admission.lease_s": 3.0,
     }
-
-    async def start_server(self) -> None:
-        server = RedisServer(self.folder / "data")
-        await server.start()
-        self.stack.callback(server.kill)
-        self.url = server.url
 
     def start_stages(self, settings: dict[str, object]) -> None:
         self.lanes: dict[str, Any] = {}
@@ -567,9 +565,6 @@ class TwoLanes(Day):
     def process(self) -> Any:
         """What `chaos_rig.bounded` looks at: lane b is never killed."""
         return self.lanes["b"].process
-
-    def plain_client(self) -> redis.asyncio.Redis:
-        return redis.asyncio.Redis.from_url(self.url, decode_responses=True, protocol=3)
 
     async def lane_stopped_for_ten_seconds(self) -> None:
         """The other lane takes over its requests; what it writes when it is back is refused."""
@@ -595,7 +590,7 @@ class TwoLanes(Day):
         """Note how many requests lanes have taken over."""
         text = "".join((self.folder / f"up-{lane}.log").read_text() for lane in "ab")
         taken = re.findall(r'"requests": (\d+), "event": "took_over_from_another_lane"', text)
-        self.told.append(f"requests taken over from another lane: {sum(map(int, taken))}")
+        self.remarks.append(f"requests taken over from another lane: {sum(map(int, taken))}")
 
 
 async def stopped(pids: Sequence[int], seconds: float) -> None:

@@ -131,7 +131,7 @@ class Handovers:
         return leaving
 
     def forget(self, seq: Sequence) -> None:
-        """Forget a sequence that has left; or has ended, of which its successor is told."""
+        """Forget a sequence that has left; or has ended, and is withdrawn from its successor."""
         if seq.seq_id in self._sampling:
             return  # The result will say whether the successor was sent its token.
         leaver = self._leavers.pop(seq.seq_id, None)

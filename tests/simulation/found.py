@@ -42,7 +42,7 @@ FOUND: dict[str, Known] = {
     "drafts have no blocks of their own": (1, 10),
     "drafts in flight are not reckoned with": (8, 10),
     "a sequence that resumes costs no credit": (55, 10),
-    "a terminal message is told twice": (0, 10),
+    "a terminal message is sent twice": (0, 10),
     "whoever waits for a queue is not woken": (1, 10),
     "a follower in memory does not notice outputs": (1, 10),
     "chunks have no number in their stream": (0, 10),

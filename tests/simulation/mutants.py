@@ -207,7 +207,7 @@ MUTANTS = (
     ),
     # --- the bus
     Defect(
-        "a terminal message is told twice",
+        "a terminal message is sent twice",
         "bus/redis/result_scripts.py",
         "if redis.call('EXISTS', told) == 1 then return 0 end",
         "if false then return 0 end",

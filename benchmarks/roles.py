@@ -176,9 +176,9 @@ def handover(model: Path, repeat: int) -> dict[str, dict[str, float]]:
     columns = {
         "first token": "{first_ms:.0f}",
         "to the second": "{gap_ms:.1f}",
-        "transfer": "{transfer_ms:.1f}",
         "decode step": "{decode_ms:.1f}",
         "rest": "{over_ms:.1f}",
+        "all transfers": "{transfer_ms:.1f}",
     }
     print_table(columns, rows, "ms")
     print_table({name: f"{{{name}:.1f}}" for name in roles_lane.STEPS}, rows, "ms")

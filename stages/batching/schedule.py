@@ -18,6 +18,10 @@ Other prompts need the logits of their last token only; these need logits at eve
 a limit a step of 2,048 such tokens would take more than a gigabyte at a vocabulary of 150,000.
 """
 
+LEAST_AHEAD = 8
+"""Blocks of a step from which on another replica gains by reading them while the prompt's last one
+is computed."""
+
 
 class SchedulerOutput(msgspec.Struct, frozen=True):
     """A scheduling decision, by sequence id.
@@ -57,7 +61,8 @@ def schedule(
     Decodes come first, then prefills in progress, then waiting sequences in their order, all within
     the batch size and the token budget; prompts to be scored share a smaller budget. When a decode
     finds no free block, the last of `running` is preempted; nothing new starts in such a step, nor
-    in one where it would leave less than a block for each `block_size` running sequences.
+    in one where it would leave less than a block for each `block_size` running sequences. The last
+    block of a prompt that another replica continues is computed in a step of its own.
 
     To apply a decision, first free the blocks of preempted sequences (`preempt`). Then give each
     sequence that starts its blocks (`start`) and each that `needs_block` one more, and record the
@@ -145,6 +150,8 @@ def _schedule_prefills(
                 # An image may have to be computed as a whole.
                 most = max(most, *(image.item.num_tokens for image in seq.images))
             count = max(min(count, most), 0)
+        if seq.hands_over:
+            count = _without_last_block(seq, start, count, config.block_size)
         if of_step is not None and seq.images:
             count = of_step.limit(seq.images, start, count)
         if seq.scores_prompt:
@@ -175,6 +182,16 @@ def _schedule_prefills(
         if take(seq, seq.num_cached, len(seq.token_ids) - seq.num_cached):
             num_free_blocks -= needed
     return prefills, num_free_blocks
+
+
+def _without_last_block(seq: Sequence, start: int, count: int, block_size: int) -> int:
+    """Return how many tokens of a prompt that another replica continues to compute in a step.
+
+    The last block has a step of its own, while the other replica reads the blocks before it: with
+    the first token, it lacks that one only.
+    """
+    before = (len(seq.token_ids) - 1) // block_size * block_size - start
+    return before if LEAST_AHEAD * block_size <= before < count else count
 
 
 def _grant_drafts(

@@ -51,6 +51,24 @@ def test_a_sequence_that_is_not_running_takes_no_token(status: SequenceStatus) -
     assert (seq.token_ids, seq.output_logprobs) == ([5], [])
 
 
+@pytest.mark.parametrize(
+    ("length", "steps"),
+    [(128, [128]), (129, [128, 1]), (144, [128, 16]), (300, [256, 44]), (400, [256, 128, 16])],
+)
+def test_the_last_block_of_a_prompt_that_another_replica_continues_has_a_step_of_its_own(
+    length: int, steps: list[int]
+) -> None:
+    """Unless few blocks are before it in its step."""
+    limits = SchedulerConfig(max_batch_size=8, max_tokens_per_batch=256, block_size=16)
+    seq = Sequence(1, range(length))
+    seq.hands_over = True
+    found = [schedule([seq], [], 40, limits).num_tokens[1]]
+    seq.start(block_ids=range(-(-length // 16)))
+    while not seq.plan(found[-1]):
+        found.append(schedule([], [seq], 0, limits).num_tokens[1])
+    assert found == steps
+
+
 @pytest.mark.parametrize(("num_free_blocks", "starts"), [(0, False), (6, False), (7, True)])
 def test_a_fresh_sequence_starts_where_its_whole_prompt_has_blocks(
     num_free_blocks: int, starts: bool

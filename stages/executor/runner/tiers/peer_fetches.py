@@ -48,12 +48,12 @@ class PeerFetches:
 
         Moves come in the order of these steps, so one that waits delays only others that wait.
         """
-        for source, group in groupby(moves, attrgetter("source")):
+        for (source, step), group in groupby(moves, attrgetter("source", "step")):
             if source not in self._threads:
                 self._threads[source] = ThreadPoolExecutor(_THREADS, "kv-receive")
             asked_at, generation = time.perf_counter(), self._changes.generation
             for part in _parts(list(group)):
-                self._threads[source].submit(self._fetch, source, part, generation, asked_at)
+                self._threads[source].submit(self._fetch, source, step, part, generation, asked_at)
 
     def take_transfers(self) -> list[Transfer]:
         """Return the transfers since the last call. Any thread."""
@@ -77,14 +77,19 @@ class PeerFetches:
         self._peers.close()
 
     def _fetch(
-        self, source: str, moves: Sequence[KVMove], generation: int, asked_at: float
+        self,
+        source: str,
+        step: int,
+        moves: Sequence[KVMove],
+        generation: int,
+        asked_at: float,
     ) -> None:
         def is_over() -> bool:
             waited_s = time.perf_counter() - asked_at
             return self._closed or generation != self._changes.generation or waited_s > MOST_WAIT_S
 
         whole, slots = [False] * len(moves), [move.slot for move in moves]
-        if step := max(move.step for move in moves):
+        if step:
             self._peers.wait(source, step, asked_at, is_over)
         self._slots.hold(slots)
         try:

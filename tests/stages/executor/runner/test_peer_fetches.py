@@ -139,6 +139,16 @@ def test_a_fetch_waits_for_the_step_that_offers_its_block(
         assert next(reports(taker)) == TiersChanged(fetched=(NAMES[0],))
 
 
+def test_blocks_of_an_earlier_step_come_while_a_later_one_runs() -> None:
+    """Also if they are asked for together."""
+    with executor() as giver, executor() as taker:
+        address = giver.capacity.address
+        taker.apply([fetch(address, 6, 0, 0, step=1), fetch(address, 7, 1, 1, step=2)])
+        for step, name in ((1, NAMES[0]), (2, NAMES[1])):
+            giver.offer([KVMove("offer", name, step - 1, 3)], step)
+            assert next(reports(taker)) == TiersChanged(fetched=(name,))
+
+
 def test_a_reset_ends_the_wait_for_a_step() -> None:
     with executor() as giver, executor() as taker:
         taker.apply([fetch(giver.capacity.address, 7, 0, 0, step=2)])

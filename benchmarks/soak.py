@@ -55,7 +55,6 @@ from harness import (
 )
 from safetensors.torch import load_file, save_file
 from soak_ledger import LABELS, Judge, Ledger, label_of, versions_of
-from soak_plot import draw
 from soak_watch import PSS, Watch, role_of, trends
 
 from nano_inference import BusClient, Completion
@@ -522,6 +521,8 @@ def wrong_at_all(result: dict[str, Any]) -> list[str]:
 
 
 async def run_program(folder: Path, given: Any) -> dict[str, Any]:
+    if given.plot:
+        import soak_plot  # now, since the hours would be lost without the extra
     given.hours = given.minutes / 60 or given.hours
     result: dict[str, Any] = {"seconds": 3600 * given.hours, "rate": given.rate}
     try:
@@ -534,7 +535,7 @@ async def run_program(folder: Path, given: Any) -> dict[str, Any]:
     drawn = {name: result.pop(name) for name in ("series", "fault_times_s")}
     write(folder / "drawn.json", drawn)
     if given.plot:
-        draw(drawn, given.plot)
+        soak_plot.draw(drawn, given.plot)
     result["wrong_at_all"] = wrong_at_all(result)
     return result | {"clean": not result["wrong_at_all"]}
 

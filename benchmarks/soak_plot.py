@@ -12,14 +12,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import matplotlib
+from matplotlib import pyplot
+
+matplotlib.use("Agg")
+
 
 def draw(result: dict[str, Any], path: Path) -> None:
     """Draw "series", with "fault_times_s" as ticks."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
     quantities = list(dict.fromkeys(name.partition(": ")[0] for name in result["series"]))
     figure, axes = pyplot.subplots(
         (len(quantities) + 1) // 2, 2, figsize=(13, 2.7 * ((len(quantities) + 1) // 2))

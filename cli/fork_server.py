@@ -65,7 +65,7 @@ def import_stages(names: Sequence[str]) -> None:
     """Import the modules of these stages, or of the gateway; torch only for the executor."""
     from ..bus.redis import bus  # noqa: F401
     from .app import prepare
-    from .process import forbid_torch
+    from .process import forbid_torch, import_tokenizers
 
     if "executor" not in names:
         forbid_torch()
@@ -73,7 +73,7 @@ def import_stages(names: Sequence[str]) -> None:
     import_module("anyio._backends._asyncio")
     prepare()
     if _WITH_TOKENIZER.intersection(names):
-        from transformers import AutoTokenizer, PreTrainedTokenizerFast  # noqa: F401
+        import_tokenizers()
     for name in names:
         if name == "gateway":
             from ..gateway import app as web  # noqa: F401

@@ -173,6 +173,11 @@ def forbid_torch() -> None:
         os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
 
 
+def import_tokenizers() -> None:
+    """Import Transformers' tokenizers, which takes seconds of CPU time, before anybody waits."""
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast  # noqa: F401
+
+
 def raise_file_limit() -> None:
     """Raise the limit of open files, and so of connections, to the most that is allowed."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

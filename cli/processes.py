@@ -8,7 +8,7 @@ import re
 import signal
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TextIO, cast
 
@@ -21,7 +21,7 @@ from rich.text import Text
 from ..bus import open_bus
 from ..bus.control import StageStopped
 from ..bus.links import CONTROL
-from ..config import REPLICATED, BusError, Config, NanoInferenceError, split_role
+from ..config import REPLICATED, BusError, Config, NanoInferenceError, role_of, split_role
 from ..config.errors import leaves_of
 from ..pipeline.supervisor import RestartBudget, StageFailed
 from ..store.process_state import identity_of, state_of
@@ -120,13 +120,18 @@ class Printer:
         self._console = Console(file=cast(TextIO, output), highlight=False, soft_wrap=True)
         self._width = max(map(len, models)) + 1 if models else 0
 
-    async def show_loading(self, config: Config) -> None:
-        """Show how far the models are loaded below the lines, on a terminal."""
+    async def show_loading(self, config: Config, given_up: Callable[[], Iterable[str]]) -> None:
+        """Show how far the models are loaded below the lines, on a terminal.
+
+        Args:
+            config: Of the pipeline.
+            given_up: Returns executors that are not started again.
+        """
         if self._console.is_terminal:
             with contextlib.suppress(NanoInferenceError):
                 async with contextlib.aclosing(open_bus(config.bus)) as bus:
                     replicas = config.pipeline.replicas
-                    await show_loading(bus.store.board.read, replicas, self._console)
+                    await show_loading(bus.store.board.read, replicas, self._console, given_up)
 
     def say(self, text: str, model: str = "") -> None:
         """Write a line of `up`."""
@@ -189,6 +194,10 @@ class Processes:
     def pids(self) -> list[int]:
         """The running processes."""
         return [child.pid for child in self._children.values() if child.returncode is None]
+
+    def given_up(self) -> list[str]:
+        """Return the executors of replicas that run no more."""
+        return [role_of("executor", replica) for replica in self._given_up]
 
     async def run(self) -> None:
         """Run the processes until they are stopped.

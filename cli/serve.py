@@ -22,7 +22,14 @@ from ..telemetry import LogOutput, setup_logging
 from .connection import SERVE_PORT, connected
 from .model_files import check_model_files
 from .options import Options, WithParent, option, takes_engine_options, takes_gateway_options
-from .process import drain, forbid_torch, freeze_memory, raise_file_limit, until_stopped
+from .process import (
+    drain,
+    forbid_torch,
+    freeze_memory,
+    import_tokenizers,
+    raise_file_limit,
+    until_stopped,
+)
 from .requests import given
 from .terminal import show_loading, stderr
 
@@ -93,6 +100,7 @@ async def _serve(config: Config) -> None:
                 group.start_soon(show_loading, reports, replicas, stderr())
                 await pipeline.ready()
                 group.cancel_scope.cancel()
+            gateway.warm_up()
             signals = until_the_end.enter_context(
                 anyio.open_signal_receiver(signal.SIGTERM, signal.SIGINT)
             )
@@ -157,6 +165,7 @@ def gateway(
         check_ports(config, "--port", "--grpc-port")
         sweep()
     forbid_torch()
+    import_tokenizers()
     raise_file_limit()
     anyio.run(_serve_gateway, config, with_parent)
 
@@ -189,6 +198,7 @@ async def _serve_gateway(config: Config, with_parent: bool) -> None:
             freeze_memory()
             places = " and ".join(running.places.values())
             get_logger().info("gateway_listens", brief=f"listening at {places}", **running.places)
+            running.warm_up()
             reason = await until_stopped(signals, running.failed, with_parent=with_parent)
             # Without a parent there may be no bus any more.
             if reason.signal is not None:

@@ -87,7 +87,10 @@ def bars(console: Console) -> Progress:
 
 
 async def show_loading(
-    read: Callable[[], Awaitable[Iterable[StageReport]]], executors: int, console: Console
+    read: Callable[[], Awaitable[Iterable[StageReport]]],
+    executors: int,
+    console: Console,
+    given_up: Callable[[], Iterable[str]] = tuple,
 ) -> None:
     """Show a bar for each executor that loads its model, until none does; nothing off terminals.
 
@@ -95,6 +98,7 @@ async def show_loading(
         read: Returns the stages' reports.
         executors: Their number. One without a report has yet to load its code.
         console: Where other lines are written too.
+        given_up: Returns executors that are not started again.
     """
     if not console.is_terminal:
         return
@@ -104,6 +108,8 @@ async def show_loading(
         for role in tasks:
             tasks[role] = progress.add_task(f"loading {role}", total=None)
         while tasks:
+            for role in tasks.keys() & given_up():
+                progress.remove_task(tasks.pop(role))
             for report in await read():
                 if (task := tasks.get(report.stage)) is None:
                     continue

@@ -207,7 +207,7 @@ async def _run_one(
 
     stop = functools.partial(processes.stop, drain=True)
     try:
-        show_loading = functools.partial(printer.show_loading, config)
+        show_loading = functools.partial(printer.show_loading, config, processes.given_up)
         work = (processes.run, show_loading)
         await _run_until_signal(work, printer, stop, processes.kill)
     finally:

@@ -137,6 +137,7 @@ class GatewayApp(Application):
         services: Callable[[], Sequence[Services]],
     ) -> None:
         """`owner_of`: as of `watch_orphans`; `services`: returns those of each loaded model."""
+        self._services = services
         looks = recent_status(engine, config)
         own = gateway_routes(looks, config, policy, kserve.readiness, measures.metrics)
         self.feed: Feed | None = None
@@ -153,6 +154,11 @@ class GatewayApp(Application):
             "policy": policy.run_forever,
             "durable calls": orphans,
         }
+
+    async def warm_up(self) -> None:
+        """Load what the first calls to the loaded models would wait for."""
+        for each in self._services():
+            await each.warm_up()
 
     def stop(self) -> None:
         """The gateway closes connections from now on; their clients may go to another one."""

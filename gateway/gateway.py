@@ -148,6 +148,10 @@ class Gateway:
             await asyncio.wait(self._background)
             await self._app.aclose()
 
+    def warm_up(self) -> None:
+        """Begin to load what the first calls would wait for, while the gateway listens."""
+        self._background.append(asyncio.create_task(self._app.warm_up(), name="warm-up"))
+
     async def drain(self, timeout_s: float) -> bool:
         """Report not ready, refuse new requests, and wait for the calls in flight.
 

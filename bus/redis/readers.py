@@ -155,6 +155,8 @@ class StreamReader(Readers):
         self._changed = asyncio.Event()
         self._blocking = False
         self._waking: asyncio.Task[None] | None = None
+        # Whether there was a reason to interrupt after the running interruption was sent.
+        self._again = False
         self._task: asyncio.Task[None] | None = None
 
     def _add(self, subscription: Subscription, keys: Iterable[bytes]) -> None:
@@ -173,7 +175,10 @@ class StreamReader(Readers):
 
     def wake(self) -> None:
         self._changed.set()
-        if self._blocking and self._waking is None:
+        if not self._blocking:
+            return
+        self._again = self._waking is not None
+        if self._waking is None:
             self._waking = asyncio.create_task(self._interrupt())
 
     async def aclose(self) -> None:
@@ -234,6 +239,9 @@ class StreamReader(Readers):
             pass  # the reader looks by itself before long
         finally:
             self._waking = None
+        # The read that it ended may have been followed by one without the streams added since.
+        if self._again and self._changed.is_set():
+            self.wake()
 
 
 class ClusterReaders(Readers):

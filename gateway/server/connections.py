@@ -310,9 +310,10 @@ class Connection(H11Protocol):
         fields = [b"%s: %s" % field for field in response.raw_headers]
         lines = [head, *fields, b"connection: close", b"", bytes(response.body)]
         self.transport.write(b"\r\n".join(lines))
-        if self.transport.can_write_eof():
-            self.transport.write_eof()
         self._left = True
+        if self.transport.can_write_eof():
+            with suppress(OSError):  # the client has reset the connection
+                self.transport.write_eof()
         self.update()
 
     def check(self, window_s: float) -> Reason | None:

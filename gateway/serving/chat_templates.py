@@ -107,6 +107,11 @@ class ChatTemplates:
         self._workers = TemplateWorkers(AT_ONCE, timeout_s)
         self._turns = turns
 
+    async def start(self) -> None:
+        """Start the processes, unless they run. They take seconds to load Transformers."""
+        if not self._workers.started:
+            await anyio.to_thread.run_sync(self._workers.start)
+
     async def render(self, conversation: Conversation, tenant: str) -> Rendered:
         """Return the prompt of a conversation. The template writes its own special tokens.
 
@@ -118,9 +123,7 @@ class ChatTemplates:
                 prompt_too_long.
             EngineError: overloaded.
         """
-        if not self._workers.started:
-            # They load Transformers while this process loads the tokenizer.
-            await anyio.to_thread.run_sync(self._workers.start)
+        await self.start()  # while this process loads the tokenizer
         words, max_model_len = await self._words.required(), await self._max_model_len()
         form = await self._words.message_format()
 

@@ -231,7 +231,7 @@ class RequestLog:
     def left(self, request_ids: Iterable[str], code: str, message: str) -> None:
         """End what is left of a call that is over: with an error, or since its client left."""
         for request_id in request_ids:
-            found = self._running.pop(request_id, None)
+            found = self._no_longer_running(request_id)
             if found is not None:
                 failed = code not in ("", "cancelled")
                 found.state = "expired" if code == "expired" else "error" if failed else "cancelled"
@@ -252,9 +252,7 @@ class RequestLog:
 
     def tenants(self) -> Iterator[TenantUse]:
         """Yield the use of each tenant of the last minute."""
-        since = now_ns() - TENANT_WINDOW_NS
-        while self._used and self._used[0][0] < since:
-            self._used.popleft()
+        self._forget_used(now_ns())
         uses: dict[str, TenantUse] = {}
         for _, tenant, tokens in self._used:
             uses.setdefault(tenant, TenantUse(tenant)).tokens += tokens
@@ -267,7 +265,7 @@ class RequestLog:
         yield from uses.values()
 
     def _end(self, found: LoggedRequest, request: GenerateRequest, end: Completion) -> None:
-        del self._running[found.id]
+        self._no_longer_running(found.id)
         found.state, found.ended_ns = end.status, now_ns()
         found.first_ns = found.first_ns or end.timings.first_token_ns
         usage = end.usage
@@ -283,8 +281,18 @@ class RequestLog:
             found.versions = min(versions), max(versions)
         tokens = usage.prompt_tokens + usage.completion_tokens
         self._used.append((found.ended_ns, found.tenant, tokens))
+        self._forget_used(found.ended_ns)
         self._keep_detail(found.id, msgspec.msgpack.encode(_detail_of(request, end)))
         self._change(found)
+
+    def _no_longer_running(self, request_id: str) -> LoggedRequest | None:
+        # Without a console that reads changes, nothing else would empty this.
+        self._grown.discard(request_id)
+        return self._running.pop(request_id, None)
+
+    def _forget_used(self, at_ns: int) -> None:
+        while self._used and self._used[0][0] < at_ns - TENANT_WINDOW_NS:
+            self._used.popleft()
 
     def _change(self, found: LoggedRequest) -> None:
         self.changes += 1
@@ -301,7 +309,7 @@ class RequestLog:
     def _drop_oldest(self) -> None:
         oldest = next(iter(self._requests.values()))
         del self._requests[oldest.id]
-        self._running.pop(oldest.id, None)
+        self._no_longer_running(oldest.id)
         self._forget_detail(oldest.id)
 
     def _keep_detail(self, request_id: str, detail: bytes) -> None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import InitVar, dataclass
 
-from ...config import Config
+from ...config import Config, RequestError
 from ...pipeline.client import BusClient
 from ...text.messages import find_format
 from ..policy.policy import Policy
@@ -64,3 +65,10 @@ class Services:
             self.words, self.length.get, gateway.template_timeout_s, turns
         )
         self.durable = DurableCalls(engine, config)
+
+    async def warm_up(self) -> None:
+        """Load the tokenizer, and start the processes that render its chat template, if any."""
+        with suppress(RequestError):  # a model without a tokenizer serves tokens
+            words = await self.words.required()
+            if words.tokenizer.chat_template:
+                await self.templates.start()

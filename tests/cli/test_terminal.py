@@ -6,6 +6,7 @@ import io
 import threading
 from typing import Any
 
+import anyio
 import pytest
 from rich.console import Console
 
@@ -75,3 +76,20 @@ async def test_a_model_that_loads_has_a_bar_until_it_is_loaded(
     assert log._stream.getvalue() == "\r\x1b[Kloaded\n" * 3
     log.write("ready\n")
     assert log._stream.getvalue().endswith("\nready\n"), "the bar has gone"
+
+
+async def test_the_bar_of_a_replica_that_is_given_up_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(terminal, "PATIENCE_S", 0.0)
+    monkeypatch.setattr(terminal, "_LOOK_EVERY_S", 0.0)
+    screen: Any = Console(file=io.StringIO(), force_terminal=True, width=80)
+    reports = [[report("executor", "ready", {}), report("executor.1", "starting", {})]]
+    given_up: list[str] = []
+
+    async def read() -> list[StageReport]:
+        if not reports:
+            given_up.append("executor.1")  # its process has ended for good, and reports nothing
+        return reports.pop() if reports else []
+
+    with anyio.fail_after(60):
+        await terminal.show_loading(read, 2, screen, lambda: given_up)
+    assert "loading executor.1" in screen.file.getvalue()

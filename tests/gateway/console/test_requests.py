@@ -9,7 +9,8 @@ from structlog.testing import capture_logs
 
 from nano_inference.bus.public import GenerateRequest, Usage
 from nano_inference.gateway.policy.administration import Administration
-from nano_inference.gateway.serving.request_log import RequestLog
+from nano_inference.gateway.serving import request_log
+from nano_inference.gateway.serving.request_log import TENANT_WINDOW_NS, RequestLog
 from nano_inference.telemetry.instruments import REQUEST_LOG_FAILED
 
 from ..fake import Client, FakeEngine, app_of, chunk, completion, http_of, refused
@@ -202,3 +203,19 @@ def test_tenants_are_counted_by_their_tokens() -> None:
     log.arrived("blue", [request("c")], "tiny")
     uses = {each.tenant: (each.tokens, each.running, each.waiting) for each in log.tenants()}
     assert uses == {"acme": (12, 0, 0), "blue": (0, 0, 1)}
+
+
+def test_nothing_of_ended_requests_stays_without_a_reader(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of streams, too, whose growth only a console would read."""
+    log = RequestLog(most=10)
+    for number in range(100):
+        asked = request(f"r{number}")
+        log.arrived("acme", [asked], "tiny")
+        log.output(asked, chunk(asked))
+        if number % 2:
+            log.output(asked, completion(asked))
+        else:
+            log.left([asked.request_id], "", "")
+        monkeypatch.setattr(request_log, "now_ns", lambda at=number: at * TENANT_WINDOW_NS // 10)
+    assert (len(log), len(log._running), len(log._grown)) == (10, 0, 0)
+    assert 0 < len(log._used) <= 10, "of the last minute alone"

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
+import errno
 import json
 import signal
 import socket
+from asyncio.selector_events import _SelectorSocketTransport
+from typing import Any
 
 import pytest
 
 from nano_inference.bus.public import GenerateRequest, Output
 from nano_inference.config import GatewayConfig
-from nano_inference.gateway.server.connections import Connection
+from nano_inference.gateway.server.connections import LINGER_S, Connection
 
 from ..fake import FakeEngine, chunk
 from ..served import post, serve
@@ -78,3 +82,20 @@ async def test_calls_in_flight_at_shutdown_get_an_error(
     assert b"shutting_down" in answer
     assert len(engine.left) == 1
     assert not caplog.records
+
+
+async def test_a_reset_while_an_error_is_sent_is_no_failure(
+    engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failures: list[dict[str, Any]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda loop, about: failures.append(about))
+
+    def reset(self: asyncio.Transport) -> None:
+        raise OSError(errno.ENOTCONN, "the client has reset the connection")
+
+    monkeypatch.setattr(_SelectorSocketTransport, "write_eof", reset)
+    async with serve(engine, GatewayConfig()) as served:
+        assert await (await served.connect(b"nothing of HTTP\r\n\r\n")).code() == (400, "malformed")
+        served.pass_s(int(LINGER_S))
+        await served.phases()
+    assert failures == []

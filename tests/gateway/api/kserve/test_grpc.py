@@ -14,6 +14,7 @@ import tritonclient.grpc
 from hypothesis import given
 from hypothesis import strategies as st
 
+from nano_inference.bus.public import Usage
 from nano_inference.config import RequestError
 from nano_inference.gateway.api.kserve.grpc_connection import (
     MOST_BYTES,
@@ -23,6 +24,7 @@ from nano_inference.gateway.api.kserve.grpc_connection import (
     failure_of,
 )
 from nano_inference.gateway.api.kserve.grpc_server import MOST_AT_ONCE
+from nano_inference.gateway.api.kserve.served import Answer, ModelCall
 from nano_inference.gateway.server.http import EngineError
 from nano_inference.kserve.codec import MAX_TENSORS
 from nano_inference.kserve.protobuf import METHODS, message
@@ -159,6 +161,35 @@ async def test_the_shortest_of_all_limits_holds(
         await call("ModelInfer", request(**parameters), **options)
     left_ns = model.calls[0].origin.left_ns
     assert at_most_s - 30 < left_ns / 1e9 <= at_most_s
+
+
+class Billed(Model):
+    """A model with one request in the pipeline."""
+
+    async def answer_all(self, call: ModelCall, answer: Answer) -> None:
+        spent = Usage(time={"queue": 20, "own_decode": 300}, billed_ns=7)
+        if not call.many:
+            call.origin.account.add(spent)
+        await super().answer_all(call, answer)
+        call.origin.account.add(spent)
+
+
+def spent_ns(response: Any) -> dict[str, int]:
+    found = {name: value.int64_param for name, value in response.parameters.items()}
+    return {name: found[name] for name in found if name.endswith("_ns")}
+
+
+async def test_the_time_is_in_the_only_response_and_in_the_last_one_of_a_stream() -> None:
+    async with served(Billed(), Billed("many", decoupled=True, answers=2)) as (_, call):
+        own = spent_ns(await call("ModelInfer", request()))
+        assert own.pop("time_delivery_ns") > 0
+        assert own == {"time_queue_ns": 20, "time_own_decode_ns": 300, "billed_ns": 7}
+        stream = call.stream()
+        await stream.send(request("many", triton_enable_empty_final_response=True))
+        *parts, last = [part.infer_response for part in await stream.read_all()]
+    assert [spent_ns(part) for part in parts] == [{}, {}]
+    found = spent_ns(last)
+    assert (found["time_own_decode_ns"], found["billed_ns"]) == (300, 7)
 
 
 async def test_no_time_limit_by_default() -> None:

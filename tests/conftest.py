@@ -220,6 +220,7 @@ def ranks_start_in_no_time() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="session", autouse=True)
 def shared_tls_context() -> Iterator[None]:
     """One for all HTTP clients that verify as they do by default: reading the system's certificates
     takes longer than most requests here."""

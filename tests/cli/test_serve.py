@@ -125,7 +125,7 @@ def test_beside_a_pipeline(on_served: Config, tmp_path: Path) -> None:
     assert "Traceback" not in log
 
 
-@pytest.mark.slow
+@pytest.mark.soak(only=True)
 def test_as_part_of_up(tmp_path: Path) -> None:
     port, grpc_port, metrics_port = free_port(), free_port(), free_ports(6)
     command = ["up", "--port", str(free_port()), "--gateway", str(port)]

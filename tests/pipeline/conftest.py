@@ -53,10 +53,11 @@ all_buses = pytest.mark.parametrize(
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Tests of this folder that hang fail. (A limit that a fixture sets would end with its set-up,
     which is a task of its own.)"""
+    here = Path(__file__).parent
     for item in items:
         if (
             isinstance(item, pytest.Function)
-            and item.path.parent == Path(__file__).parent
+            and item.path.parent == here
             and iscoroutinefunction(item.obj)
             and not item.get_closest_marker("slow")
         ):

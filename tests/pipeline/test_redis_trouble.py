@@ -63,7 +63,7 @@ async def survive(client: BusClient, trouble: Callable[[], Awaitable[None]]) -> 
 # --- one server ------------------------------------------------------------------------------
 
 
-IDLE_S = 4.0
+IDLE_S = 2.0
 
 
 @pytest.fixture
@@ -250,6 +250,7 @@ async def test_a_master_that_is_demoted_is_left(group: Sentinels) -> None:
         await check_stored(lambda key: new, config.bus.prefix)
 
 
+@pytest.mark.soak(only=True)
 async def test_every_stream_survives_a_failover_in_a_cluster(nodes: Cluster) -> None:
     """The master that goes holds the requests stream, and with it the leases."""
     config = config_on(nodes.url)

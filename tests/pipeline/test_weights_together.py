@@ -140,7 +140,7 @@ def fails(update: StagedChanges, monkeypatch: pytest.MonkeyPatch) -> None:
     ("several", "transport"),
     [
         ("replicas", "state dict"),
-        ("replicas over redis", "shared memory"),
+        in_soak("replicas over redis", "shared memory"),
         ("replicas", "group"),
         in_soak("lanes", "folder"),
     ],

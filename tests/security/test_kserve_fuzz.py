@@ -31,7 +31,7 @@ from .mutations.wire import spoiled
 
 SEED = 29
 CASES = 10_000
-EVERY_DAY = 250
+EVERY_DAY = 125
 MOST_BYTES = 64
 """For each byte that came, so many may be made of it; and a hundred thousand besides."""
 

@@ -49,7 +49,7 @@ from .mutations.wire import read_answer
 
 SEED = 31
 CASES = 10_000
-EVERY_DAY = 120
+EVERY_DAY = 60
 LIMIT_S = 60
 MOST_BODY_BYTES = 4 << 20
 WARM = 50

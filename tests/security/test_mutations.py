@@ -41,7 +41,7 @@ from .mutations.wire import Case
 
 SEED = 17
 CASES = 10_000
-EVERY_DAY = 100
+EVERY_DAY = 60
 AT_ONCE = 8
 
 SETTINGS: dict[str, object] = {

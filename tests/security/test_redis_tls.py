@@ -22,6 +22,7 @@ from nano_inference.pipeline.pipeline import Pipeline
 
 from ..buses import kit
 from ..certificates import Authority, Issued
+from ..pipeline import short_model
 from ..rig import load
 from ..servers import Node, valkey
 
@@ -141,6 +142,7 @@ async def test_a_pipeline_serves_over_tls(
                 "bus.prefix": "test-tls",
                 "bus.links": "redis",
                 "engine.dtype": "float32",
+                "engine.model_path": str(short_model.folder()),
                 "telemetry.log_level": "error",
             },
         )

@@ -103,6 +103,7 @@ async def test_what_the_server_forgot_last_is_told_again(tmp_path: Path) -> None
         await bus.aclose()
 
 
+@pytest.mark.soak(only=True)
 async def test_a_replica_that_takes_over_grants_no_more(tmp_path: Path) -> None:
     """It has not had all that its master granted, while both gateways ask. (`make soak` has it with
     sentinels.)"""

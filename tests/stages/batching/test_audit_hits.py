@@ -7,6 +7,8 @@ import pytest
 from nano_inference.bus.control import TierCapacity
 from nano_inference.stages.batching.tiers import KVTiers
 
+from ...soaking import in_soak
+
 EVERY, LIVES = 50, 300
 
 
@@ -28,7 +30,8 @@ def hits_until_chosen(every: int, blocks: int, wrong: int, life: int) -> int:
 
 
 @pytest.mark.parametrize(
-    ("blocks", "wrong"), [(1, 0), (7, 3), (10, 3), (25, 24), (50, 0), (50, 20)]
+    ("blocks", "wrong"),
+    [(1, 0), (7, 3), (10, 3), (25, 24), in_soak(50, 0), in_soak(50, 20)],
 )
 def test_a_wrong_block_is_found_wherever_it_lies(blocks: int, wrong: int) -> None:
     """Also in a prompt whose number of blocks divides `kv_audit_every`."""

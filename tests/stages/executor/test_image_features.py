@@ -136,7 +136,7 @@ def put_adapter(core: ExecutorCore, made: Any) -> None:
         ("llava", "auto", torch.bfloat16),
         ("qwen2_vl", "auto", torch.float32),
         in_soak("qwen2_vl", True, torch.bfloat16),
-        ("gemma3", True, torch.float32),
+        in_soak("gemma3", True, torch.float32),
     ],
 )
 def test_bits_do_not_depend_on_the_batch(

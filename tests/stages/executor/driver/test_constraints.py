@@ -27,7 +27,7 @@ def writer() -> Writer:
 @pytest.mark.soak
 def test_finished_texts_match_their_schema(writer: Writer, soak: bool) -> None:
     ended = 0
-    number = 2000 if soak else 150
+    number = 2000 if soak else 80
     for seed in range(number):
         schema = random_schema(random.Random(seed))
         text, complete = writer.write(Constraint(json_schema=schema), seed)

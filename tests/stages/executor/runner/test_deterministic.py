@@ -90,7 +90,7 @@ def assert_arrangements_agree(
 
 @pytest.mark.soak
 @pytest.mark.parametrize(
-    "name", [name if name in VARIOUS else in_soak(name) for name in ARCHITECTURES]
+    "name", [name if name in VARIOUS[:3] else in_soak(name) for name in ARCHITECTURES]
 )
 def test_arrangements_agree_to_the_bit(name: str, soak: bool) -> None:
     """Prompts token by token, which takes most steps, for one every day."""

@@ -108,16 +108,16 @@ def test_afterwards_all_is_as_before(name: str, how: str) -> None:
 @needs_proc
 @pytest.mark.parametrize("tag", BOTH)
 def test_the_process_holds_less(tag: str) -> None:
-    long, wide = {"max_position_embeddings": 4096}, {"vocab_size": 100_000, "hidden_size": 512}
+    long, wide = {"max_position_embeddings": 4096}, {"vocab_size": 40_000, "hidden_size": 512}
     model = make_model("qwen2", **(wide if tag == "weights" else long))
-    config = EngineConfig(max_model_len=4096, max_batch_size=256, kv_cache_bytes=256 * MIB)
+    config = EngineConfig(max_model_len=4096, max_batch_size=256, kv_cache_bytes=96 * MIB)
     core = ExecutorCore(config, model=wrap_model(model, 4096))
     tensors = [*core.cache.keys, *core.cache.values]
     core.cache.clear()  # which touches all pages
     if tag == "weights":
         tensors = core.weights.parameters()
     size = sum(tensor.nbytes for tensor in tensors)
-    assert size > 190 * MIB
+    assert size > 70 * MIB
     before = resident_bytes()
     release(core, tag)
     assert before - resident_bytes() > 0.9 * size

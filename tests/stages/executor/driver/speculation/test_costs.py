@@ -19,6 +19,7 @@ from nano_inference.stages.executor.driver.speculation.costs import (
 )
 from nano_inference.stages.executor.runner.model import wrap_model
 
+from .....soaking import in_soak
 from ...models import make_model
 
 COSTS = StepCosts((1, 4, 16, 64), (0.036, 0.042, 0.069, 0.2))
@@ -191,7 +192,7 @@ def core(**settings: object) -> ExecutorCore:
     return ExecutorCore(config, model=wrap_model(make_model("qwen2"), 64))
 
 
-@pytest.mark.parametrize("settings", [{}, {"kernels": "off"}, {"deterministic": True}])
+@pytest.mark.parametrize("settings", [{}, in_soak({"kernels": "off"}), {"deterministic": True}])
 def test_a_trial_step_changes_nothing(settings: dict[str, object]) -> None:
     executor = core(**settings)
     cache, random_state = executor.cache, torch.random.get_rng_state()

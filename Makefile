@@ -1,7 +1,7 @@
 # make demo   set up and watch the pipeline answer
 # make test   set up and run every test
 # make soak   run the tests that gain by it at their full length, which takes long
-# make soak HOURS=6, MINUTES=10    run a whole house under mixed load for so long (docs/soak.md)
+# make soak HOURS=6, MINUTES=10    run a whole deployment under mixed load for so long (docs/soak.md)
 # make check  format, lint, types, layers
 # make docs   write the tables of docs/models.md from a run of the parity tests
 # make proto  write kserve/inference.binpb from inference.proto

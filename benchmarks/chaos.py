@@ -35,7 +35,7 @@ from typing import Any, NamedTuple
 
 import chaos_rig
 from chaos_http import HTTP_FAULTS, http_storm
-from chaos_rig import STAGES, Entry, House, Load, Proxy, RedisServer, running_house
+from chaos_rig import STAGES, Deployment, Entry, Load, Proxy, RedisServer, running_deployment
 from harness import percentile, print_table
 
 TARGETS = (*STAGES, "redis", "connections")
@@ -155,9 +155,14 @@ class Chaos:
     """
 
     def __init__(
-        self, house: House, server: RedisServer, proxy: Proxy, load: Load, rng: random.Random
+        self,
+        deployment: Deployment,
+        server: RedisServer,
+        proxy: Proxy,
+        load: Load,
+        rng: random.Random,
     ) -> None:
-        self._house, self._server, self._proxy = house, server, proxy
+        self._deployment, self._server, self._proxy = deployment, server, proxy
         self._load, self._rng = load, rng
         self.faults: list[Fault] = []
         self._open: list[tuple[int, int, set[int]]] = []  # fault, epoch to exceed, requests hit
@@ -186,11 +191,11 @@ class Chaos:
         elif target == "connections":
             self._proxy.cut(self._rng.choice((0.3, 1.0)), self._rng)
         elif target in RANK_SIGNALS:
-            await self._house.hit_rank(RANK_SIGNALS[target], self._rng)
+            await self._deployment.hit_rank(RANK_SIGNALS[target], self._rng)
         elif target == STOPPED_LEADER:
-            await self._house.kill("executor", signal.SIGSTOP)
+            await self._deployment.kill("executor", signal.SIGSTOP)
         else:
-            await self._house.kill(target)
+            await self._deployment.kill(target)
         done = time.monotonic()
         of_stage = target not in ("redis", "connections")
         above = await self._load.epoch() if of_stage else -1
@@ -223,15 +228,15 @@ async def storm(
         stack.callback(redis_server.kill)
         await proxy.start()
         stack.push_async_callback(proxy.aclose)
-        house = await stack.enter_async_context(
-            running_house(proxy.url, folder / "up.log", settings)
+        deployment = await stack.enter_async_context(
+            running_deployment(proxy.url, folder / "up.log", settings)
         )
         calm = Load(redis_server.url, PREFIX, "calm", work, size.concurrency)
-        await chaos_rig.bounded(calm, house, size.duration_s)
+        await chaos_rig.bounded(calm, deployment, size.duration_s)
         load = Load(redis_server.url, PREFIX, "storm", work, size.concurrency)
-        chaos = Chaos(house, redis_server, proxy, load, rng)
+        chaos = Chaos(deployment, redis_server, proxy, load, rng)
         faults = chaos_rig.spread_faults(load, targets, size.kills, rng, chaos.hit, chaos.calm)
-        ended = await chaos_rig.disturbed(load, house, size.duration_s, faults)
+        ended = await chaos_rig.disturbed(load, deployment, size.duration_s, faults)
     return {
         **size.fields(),
         "standby": standby,

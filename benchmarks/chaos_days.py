@@ -1,14 +1,14 @@
 """Bad days: faults of every kind under requests of every kind, over HTTP, gRPC and Redis.
 
     python benchmarks/chaos_days.py [--requests 10000] [--faults 300] [--seed S] [--json FILE]
-                                    [--houses redis,lanes,sentinel,cluster,ranks,hosts]
+                                    [--deployments redis,lanes,sentinel,cluster,ranks,hosts]
                                     [--concurrency C] [--duration SECONDS]
 
-Six houses, each with the share of requests and faults of its kinds (chaos_faults.py): one Redis
-server with two replicas, two lanes, a master with its replica and three sentinels, a cluster, a
-model over two ranks, and two hosts (chaos_hosts.py). Each request is answered undisturbed first
-(doors.py has the requests), and again under faults. A request that is lost, doubled, has gaps or
-differs counts for the last fault that came before its end. Recovery is the time from the fault
+Six deployments, each with the share of requests and faults of its kinds (chaos_faults.py): one
+Redis server with two replicas, two lanes, a master with its replica and three sentinels, a cluster,
+a model over two ranks, and two hosts (chaos_hosts.py). Each request is answered undisturbed first
+(interfaces.py has the requests), and again under faults. A request that is lost, doubled, has gaps
+or differs counts for the last fault that came before its end. Recovery is the time from the fault
 until the next answer of a request that was in flight, and until the last of them.
 
 The exit status is 1 unless nothing was lost, doubled, incomplete or different. Linux, root, a C
@@ -30,10 +30,10 @@ from typing import Any
 import chaos_hosts
 import chaos_rig
 import redis
-from chaos_faults import HOUSES, Day
+from chaos_faults import DEPLOYMENTS, Day
 from chaos_rig import Clients
-from doors import KINDS, Answer, Ask, Doors, make_asks
 from harness import percentile, print_table, write
+from interfaces import KINDS, Answer, Ask, Interfaces, make_asks
 from soak_ledger import Judge
 
 WRONG = ("lost", "doubled", "gaps", "different")
@@ -43,17 +43,19 @@ HOSTS_SHARE = 8
 """Kinds of faults that chaos_hosts.py has."""
 
 
-class DoorsLoad(Clients):
-    """Requests through their doors.
+class InterfacesLoad(Clients):
+    """Requests through their interfaces.
 
     Attributes:
         in_flight: By request, when it was sent.
         ended: When each was sent and ended, and what is wrong with it.
     """
 
-    def __init__(self, doors: Doors, judge: Judge, asks: Sequence[Ask], concurrency: int) -> None:
+    def __init__(
+        self, interfaces: Interfaces, judge: Judge, asks: Sequence[Ask], concurrency: int
+    ) -> None:
         super().__init__([ask.request for ask in asks], concurrency)
-        self._doors, self._judge, self._asks = doors, judge, asks
+        self._interfaces, self._judge, self._asks = interfaces, judge, asks
         self.learns = False
         self.in_flight: dict[int, float] = {}
         self.ended: dict[int, tuple[float, float, set[str]]] = {}
@@ -66,7 +68,7 @@ class DoorsLoad(Clients):
     async def _one(self, index: int) -> None:
         ask = self._asks[index]
         self.in_flight[index] = start = time.monotonic()
-        answer: Answer = await self._doors.send(ask, "days")
+        answer: Answer = await self._interfaces.send(ask, "days")
         del self.in_flight[index]
         wrong: set[str] = set()
         if not self.learns:
@@ -79,30 +81,30 @@ class DoorsLoad(Clients):
             self._changed.notify_all()
 
 
-async def one_house(
+async def one_deployment(
     folder: Path, name: str, requests: int, faults: int, size: Any
 ) -> dict[str, Any]:
-    """Run the requests in one house, undisturbed and under faults."""
+    """Run the requests in one deployment, undisturbed and under faults."""
     rng = random.Random(size.seed)
     async with AsyncExitStack() as stack:
-        day: Day = await stack.enter_async_context(HOUSES[name](folder, rng))
+        day: Day = await stack.enter_async_context(DEPLOYMENTS[name](folder, rng))
         kinds = list(day.faults)
         judge = Judge()
-        doors = await stack.enter_async_context(day.doors())
-        places = [door for door in ("redis",) if doors.redis is None]
+        interfaces = await stack.enter_async_context(day.interfaces())
+        places = [interface for interface in ("redis",) if interfaces.redis is None]
         known = make_asks(
             min(requests, size.known),
             size.seed,
             longest=size.longest,
             kinds=[each for each in KIND_NAMES if each not in day.without],
-            doors=[door for door in day.all_doors if door not in places],
+            interfaces=[interface for interface in day.all_interfaces if interface not in places],
         )
-        calm = DoorsLoad(doors, judge, known, size.concurrency)
+        calm = InterfacesLoad(interfaces, judge, known, size.concurrency)
         calm.learns = True
         await chaos_rig.bounded(calm, day, size.duration)  # type: ignore[arg-type]
         asks = [known[index % len(known)] for index in range(requests)]
         rng.shuffle(asks)
-        load = DoorsLoad(doors, judge, asks, size.concurrency)
+        load = InterfacesLoad(interfaces, judge, asks, size.concurrency)
         hits: list[tuple[str, float, float, set[int]]] = []
 
         async def hit(kind: str) -> None:
@@ -130,7 +132,9 @@ async def one_house(
     }
 
 
-def table(hits: Sequence[tuple[str, float, float, set[int]]], load: DoorsLoad) -> dict[str, Any]:
+def table(
+    hits: Sequence[tuple[str, float, float, set[int]]], load: InterfacesLoad
+) -> dict[str, Any]:
     """Return a row for each kind of fault."""
     rows: dict[str, Any] = {}
     of_fault: dict[int, list[set[str]]] = {}
@@ -195,23 +199,25 @@ async def of_hosts(folder: Path, requests: int, faults: int, size: Any) -> dict[
 
 
 async def days(folder: Path, size: Any) -> dict[str, Any]:
-    """Run the houses one after the other; return the result file's content."""
-    counts = {name: len(HOUSES[name].KINDS) if name in HOUSES else HOSTS_SHARE for name in ALL}
-    chosen = {name: counts[name] for name in size.houses}
+    """Run the deployments one after the other; return the result file's content."""
+    counts = {
+        name: len(DEPLOYMENTS[name].KINDS) if name in DEPLOYMENTS else HOSTS_SHARE for name in ALL
+    }
+    chosen = {name: counts[name] for name in size.deployments}
     whole = sum(chosen.values())
-    result: dict[str, Any] = {"seed": size.seed, "concurrency": size.concurrency, "houses": {}}
+    result: dict[str, Any] = {"seed": size.seed, "concurrency": size.concurrency, "deployments": {}}
     for name, count in chosen.items():
         faults = max(count * size.least, round(size.faults * count / whole))
         requests = round(size.requests * count / whole)
-        run: Callable[..., Any] = of_hosts if name == "hosts" else one_house
+        run: Callable[..., Any] = of_hosts if name == "hosts" else one_deployment
         parts = (requests, faults, size) if name == "hosts" else (name, requests, faults, size)
-        result["houses"][name] = await run(new(folder / name), *parts)
+        result["deployments"][name] = await run(new(folder / name), *parts)
         write(size.json, result)
-    houses = result["houses"].values()
+    deployments = result["deployments"].values()
     result["clean"] = not any(
-        found["never ended"] or any(found["wrong"].values()) for found in houses
+        found["never ended"] or any(found["wrong"].values()) for found in deployments
     )
-    result["up_survived"] = all(found["up_survived"] for found in houses)
+    result["up_survived"] = all(found["up_survived"] for found in deployments)
     return result
 
 
@@ -230,10 +236,10 @@ def show(result: dict[str, Any]) -> None:
         "all p99, s": "{all_s[p99]}",
     }
     rows = {}
-    for found in result["houses"].values():
+    for found in result["deployments"].values():
         rows |= found["kinds"]
     print_table(columns, rows, "fault")
-    for name, found in result["houses"].items():
+    for name, found in result["deployments"].items():
         print(
             f"{name}: {found['requests']} requests, {found['never ended']} never ended, "
             f"wrong {found['wrong']}, up survived {found['up_survived']}, {found['wall_s']} s"
@@ -242,7 +248,7 @@ def show(result: dict[str, Any]) -> None:
             print(f"  {remark}")
 
 
-ALL = (*HOUSES, "hosts")
+ALL = (*DEPLOYMENTS, "hosts")
 
 
 def main() -> int:
@@ -253,12 +259,12 @@ def main() -> int:
         requests=10_000,
         faults=300,
         least=(1, "faults of each kind at least"),
-        houses=([*ALL], f"of {', '.join(ALL)}"),
-        known=(300, "different requests of a house"),
+        deployments=([*ALL], f"of {', '.join(ALL)}"),
+        known=(300, "different requests of a deployment"),
         seed=1,
         concurrency=16,
         longest=(60, "most tokens of a sample"),
-        duration=(3600.0, "limit of a house, seconds"),
+        duration=(3600.0, "limit of a deployment, seconds"),
     )
 
 

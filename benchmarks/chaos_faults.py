@@ -1,4 +1,4 @@
-"""The houses of chaos_days.py, and what happens in each."""
+"""The deployments of chaos_days.py, and what happens in each."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ import chaos
 import chaos_mixed
 import redis.asyncio
 from chaos_http import GatewayProcess
-from chaos_rig import House, Proxy, RedisServer, patiently
-from doors import DOORS, Doors
+from chaos_rig import Deployment, Proxy, RedisServer, patiently
 from harness import descendants, free_port, stop
 from hosts_net import faketime
+from interfaces import INTERFACES, Interfaces
 from soak_watch import role_of
 
 from nano_inference import BusClient
@@ -58,19 +58,19 @@ int fsync(int file) { return slow("fsync", file); }
 
 
 class Day:
-    """A house, and its faults by kind.
+    """A deployment, and its faults by kind.
 
     Attributes:
         faults: By kind; each returns once it is over.
         process: `up`.
         remarks: What was unexpected or particular.
         without: Kinds of requests that it doesn't serve.
-        all_doors: The doors that it has.
+        all_interfaces: The interfaces that it has.
     """
 
     KINDS: ClassVar[tuple[str, ...]] = ()
     without: ClassVar[tuple[str, ...]] = ()
-    all_doors: tuple[str, ...] = DOORS
+    all_interfaces: tuple[str, ...] = INTERFACES
     settings: ClassVar[dict[str, object]] = {
         **chaos_mixed.SETTINGS,
         "bus.prefix": "nano-benchmark-days",
@@ -83,7 +83,7 @@ class Day:
         self.gateways: list[GatewayProcess] = []
         self.grpc: list[int] = []
         self.url = ""
-        self.house: Any = None
+        self.deployment: Any = None
         self.remarks: list[str] = []
         self.faults: dict[str, Callable[[], Awaitable[None]]] = {
             kind: getattr(self, kind.replace(": ", "_").replace(",", "").replace(" ", "_").lower())
@@ -92,7 +92,7 @@ class Day:
 
     @property
     def process(self) -> Any:
-        return self.house.process
+        return self.deployment.process
 
     async def __aenter__(self) -> Self:
         chaos_mixed.write_adapter(self.folder / "adapter")
@@ -129,8 +129,8 @@ class Day:
         await self.stack.aclose()
 
     def start_stages(self, settings: dict[str, object]) -> None:
-        self.house = House(self.url, self.folder / "up.log", settings)
-        self.stack.push_async_callback(asyncio.to_thread, stop, self.house.process)
+        self.deployment = Deployment(self.url, self.folder / "up.log", settings)
+        self.stack.push_async_callback(asyncio.to_thread, stop, self.deployment.process)
 
     async def start_server(self) -> None:
         """Start what `url` names."""
@@ -141,9 +141,9 @@ class Day:
         """Within it gateways get variables that they need."""
         yield
 
-    def doors(self) -> Doors:
+    def interfaces(self) -> Interfaces:
         """Return the ways in."""
-        return Doors(
+        return Interfaces(
             self.client,
             self.plain_client(),
             str(self.settings["bus.prefix"]),
@@ -400,7 +400,7 @@ class WithSentinel(Day):
     """A master and its replica, which three sentinels watch."""
 
     KINDS = ("Sentinel: master killed", "Sentinel: failover by hand", "Sentinel: one killed")
-    all_doors = tuple(door for door in DOORS if door != "redis")
+    all_interfaces = tuple(interface for interface in INTERFACES if interface != "redis")
 
     async def start_server(self) -> None:
         self.group = await self.stack.enter_async_context(sentinel_group(self.folder / "servers"))
@@ -444,7 +444,7 @@ class InCluster(Day):
     """Three masters with a replica each."""
 
     KINDS = ("cluster: slots moved", "cluster: master killed")
-    all_doors = tuple(door for door in DOORS if door != "redis")
+    all_interfaces = tuple(interface for interface in INTERFACES if interface != "redis")
 
     async def start_server(self) -> None:
         folder = self.folder / "servers"
@@ -524,16 +524,16 @@ class Ranks(OnPlainServer):
     }
 
     async def rank_killed(self) -> None:
-        await self.house.hit_rank(signal.SIGKILL, self.rng)
+        await self.deployment.hit_rank(signal.SIGKILL, self.rng)
 
     async def rank_stopped(self) -> None:
-        await self.house.hit_rank(signal.SIGSTOP, self.rng)
+        await self.deployment.hit_rank(signal.SIGSTOP, self.rng)
 
     async def first_rank_killed(self) -> None:
-        await self.house.kill("executor")
+        await self.deployment.kill("executor")
 
     async def first_rank_stopped(self) -> None:
-        await self.house.kill("executor", signal.SIGSTOP)
+        await self.deployment.kill("executor", signal.SIGSTOP)
 
 
 class TwoLanes(OnPlainServer):
@@ -551,15 +551,15 @@ class TwoLanes(OnPlainServer):
         for lane in "ab":
             self._start_lane(lane)
         self.stack.push_async_callback(self._stop_lanes)
-        self.house = self
+        self.deployment = self
 
     def _start_lane(self, lane: str) -> None:
         settings = {**self.settings_now, "bus.lane": lane}
-        self.lanes[lane] = House(self.url, self.folder / f"up-{lane}.log", settings)
+        self.lanes[lane] = Deployment(self.url, self.folder / f"up-{lane}.log", settings)
 
     async def _stop_lanes(self) -> None:
-        for house in self.lanes.values():
-            await asyncio.to_thread(stop, house.process)
+        for deployment in self.lanes.values():
+            await asyncio.to_thread(stop, deployment.process)
 
     @property
     def process(self) -> Any:
@@ -603,7 +603,7 @@ async def stopped(pids: Sequence[int], seconds: float) -> None:
             await asyncio.sleep(seconds)
 
 
-HOUSES: dict[str, type[Day]] = {
+DEPLOYMENTS: dict[str, type[Day]] = {
     "redis": OneServer,
     "lanes": TwoLanes,
     "sentinel": WithSentinel,

@@ -192,8 +192,8 @@ async def http_storm(folder: Path, settings: dict[str, object], **options: Any) 
     async with AsyncExitStack() as stack:
         await redis_server.start()
         stack.callback(redis_server.kill)
-        house = await stack.enter_async_context(
-            chaos_rig.running_house(redis_server.url, folder / "up.log", settings)
+        deployment = await stack.enter_async_context(
+            chaos_rig.running_deployment(redis_server.url, folder / "up.log", settings)
         )
         gateways = {
             name: GatewayProcess(redis_server.url, folder / f"{name}.log", settings)
@@ -206,17 +206,17 @@ async def http_storm(folder: Path, settings: dict[str, object], **options: Any) 
 
         async def hit(target: str) -> None:
             if target in STAGES:
-                await house.kill(target)
+                await deployment.kill(target)
             else:
                 gateways[target].kill()
                 await gateways[target].start()
             done[target] += 1
 
         calm = HttpLoad("calm", bodies, urls, size.concurrency)
-        await chaos_rig.bounded(calm, house, size.duration_s)
+        await chaos_rig.bounded(calm, deployment, size.duration_s)
         load = HttpLoad("storm", bodies, urls, size.concurrency)
         faults = chaos_rig.spread_faults(load, TARGETS, size.kills, rng, hit)
-        ended = await chaos_rig.disturbed(load, house, size.duration_s, faults)
+        ended = await chaos_rig.disturbed(load, deployment, size.duration_s, faults)
     found = compared(load.readings, calm.readings, bodies)
     return {**size.fields(), "kills": dict(done), **found, **ended}
 

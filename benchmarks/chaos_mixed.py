@@ -33,7 +33,7 @@ import chaos
 import chaos_rig
 import msgspec
 import torch
-from chaos_rig import Entry, Load, Proxy, RedisServer, running_house
+from chaos_rig import Entry, Load, Proxy, RedisServer, running_deployment
 from PIL import Image
 from safetensors.torch import save_file
 
@@ -242,19 +242,19 @@ async def run(
         stack.callback(redis_server.kill)
         await proxy.start()
         stack.push_async_callback(proxy.aclose)
-        house = await stack.enter_async_context(
-            running_house(proxy.url, folder / f"{name}.log", settings)
+        deployment = await stack.enter_async_context(
+            running_deployment(proxy.url, folder / f"{name}.log", settings)
         )
         load = Load(redis_server.url, prefix, "run", work, size.concurrency)
         if not disturbed:
-            await chaos_rig.bounded(load, house, size.duration_s)
+            await chaos_rig.bounded(load, deployment, size.duration_s)
             return {"streams": load.streams, "digest": digest_of(load.streams)}
         rng = random.Random(size.seed)
-        storm = chaos.Chaos(house, redis_server, proxy, load, rng)
+        storm = chaos.Chaos(deployment, redis_server, proxy, load, rng)
         faults = chaos_rig.spread_faults(
             load, chaos.TARGETS, size.kills, rng, storm.hit, storm.calm
         )
-        ended = await chaos_rig.disturbed(load, house, size.duration_s, faults)
+        ended = await chaos_rig.disturbed(load, deployment, size.duration_s, faults)
         some = rng.sample(load.streams, min(replays, len(work)))
         done = [each for each in some if each and each[-1].output["type"] == "completion"]
         return {

@@ -223,7 +223,7 @@ async def _pump(
     writer.close()
 
 
-class House:
+class Deployment:
     """`nano-inference up`, stopped by `stop`."""
 
     def __init__(self, url: str, log: Path, settings: dict[str, object]) -> None:
@@ -263,13 +263,15 @@ def _forks_ranks(pid: int) -> bool:
 
 
 @contextlib.asynccontextmanager
-async def running_house(url: str, log: Path, settings: dict[str, object]) -> AsyncIterator[House]:
+async def running_deployment(
+    url: str, log: Path, settings: dict[str, object]
+) -> AsyncIterator[Deployment]:
     """Run `nano-inference up`, and stop it at the end."""
-    house = House(url, log, settings)
+    deployment = Deployment(url, log, settings)
     try:
-        yield house
+        yield deployment
     finally:
-        await asyncio.to_thread(stop, house.process)
+        await asyncio.to_thread(stop, deployment.process)
 
 
 # --- programs ------------------------------------------------------------------------------------
@@ -440,11 +442,11 @@ async def spread_faults(
         await hit(target)
 
 
-async def bounded(load: Clients, house: House, limit_s: float) -> None:
+async def bounded(load: Clients, deployment: Deployment, limit_s: float) -> None:
     """Run a load until its end, the pipeline's end, or the limit."""
     running = asyncio.create_task(load.run())
     end = time.monotonic() + limit_s
-    while not running.done() and house.process.poll() is None and time.monotonic() < end:
+    while not running.done() and deployment.process.poll() is None and time.monotonic() < end:
         await asyncio.wait({running}, timeout=0.5)
     if not running.done():
         print("not done in time, or the pipeline ended; missing streams count as lost")
@@ -453,20 +455,20 @@ async def bounded(load: Clients, house: House, limit_s: float) -> None:
 
 
 async def disturbed(
-    load: Clients, house: House, limit_s: float, faults: Awaitable[None]
+    load: Clients, deployment: Deployment, limit_s: float, faults: Awaitable[None]
 ) -> dict[str, Any]:
     """Run a load while the faults happen; return the wall time, and whether `up` still runs."""
     start = time.monotonic()
     breaking = asyncio.ensure_future(faults)
     try:
-        await bounded(load, house, limit_s)
+        await bounded(load, deployment, limit_s)
     finally:
         breaking.cancel()
         await asyncio.wait({breaking})
     if not breaking.cancelled():
         breaking.result()
     wall_s = round(time.monotonic() - start, 1)
-    return {"up_survived": house.process.poll() is None, "wall_s": wall_s}
+    return {"up_survived": deployment.process.poll() is None, "wall_s": wall_s}
 
 
 class Load(Clients):

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from chaos import SETTINGS
-from chaos_rig import Entry, House, Load, RedisServer, make_requests, running_house
+from chaos_rig import Deployment, Entry, Load, RedisServer, make_requests, running_deployment
 from cores import follow
 from harness import options, print_table, timed, versions, write
 
@@ -51,18 +51,20 @@ async def recovery(folder: Path, repeat: int) -> list[dict[str, float]]:
     async with AsyncExitStack() as stack:
         await server.start()
         stack.callback(server.kill)
-        house = await stack.enter_async_context(
-            running_house(server.url, folder / "up.log", SETTINGS)
+        deployment = await stack.enter_async_context(
+            running_deployment(server.url, folder / "up.log", SETTINGS)
         )
         rows = []
         for number in IN_FLIGHT:
-            times = [await kill_once(server, house, number) for _ in range(repeat)]
+            times = [await kill_once(server, deployment, number) for _ in range(repeat)]
             first, every = (round(statistics.median(t), 3) for t in zip(*times, strict=True))
             rows.append({"in_flight": number, "first_token_s": first, "every_request_s": every})
     return rows
 
 
-async def kill_once(server: RedisServer, house: House, number: int) -> tuple[float, float]:
+async def kill_once(
+    server: RedisServer, deployment: Deployment, number: int
+) -> tuple[float, float]:
     """Return the seconds from the executor's death to the first new token, and to one for each
     request."""
     requests = greedy_requests(number, seed=number, tokens=300)
@@ -84,7 +86,7 @@ async def kill_once(server: RedisServer, house: House, number: int) -> tuple[flo
     running = asyncio.create_task(load.run())
     await all_begun.wait()
     epoch = await load.epoch()
-    await house.kill("executor")
+    await deployment.kill("executor")
     killed_at = time.monotonic()
     hit.set()
     await all_again.wait()

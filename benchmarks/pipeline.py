@@ -31,7 +31,7 @@ from typing import Any, NamedTuple
 
 import harness
 import torch
-from chaos_rig import running_house
+from chaos_rig import running_deployment
 from cores import Followed, TimedEngine, follow
 from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
 from opentelemetry.sdk.trace import ReadableSpan
@@ -218,7 +218,7 @@ async def five_processes(config: Config) -> AsyncIterator[BusClient]:
     settings = {f"engine.{name}": getattr(config.engine, name) for name in names}
     settings |= {"bus.prefix": config.bus.prefix, "telemetry.log_level": "error"}
     async with (
-        running_house(config.bus.url, Path(os.devnull), settings),
+        running_deployment(config.bus.url, Path(os.devnull), settings),
         BusClient.connect(config.bus) as client,
     ):
         async with asyncio.timeout(120):

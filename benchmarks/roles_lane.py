@@ -16,7 +16,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from chaos_rig import RedisServer, running_house
+from chaos_rig import RedisServer, running_deployment
 from harness import free_port, percentile
 
 from nano_inference import BusClient, GenerateRequest, SamplingParams
@@ -83,12 +83,12 @@ async def running_lane(
     if traced:
         chosen |= {"telemetry.metrics_port": port, "telemetry.trace_file": spans}
     try:
-        async with running_house(server.url, folder / "up.log", chosen) as house:
+        async with running_deployment(server.url, folder / "up.log", chosen) as deployment:
             bus = BusConfig(url=server.url, prefix=PREFIX)
             async with BusClient.connect(bus) as client:
                 lane = Lane(client, spans, port)
                 warm_up = asyncio.create_task(_warm_up(lane))
-                while not warm_up.done() and house.process.poll() is None:
+                while not warm_up.done() and deployment.process.poll() is None:
                     await asyncio.wait({warm_up}, timeout=0.5)
                 if not warm_up.done():
                     warm_up.cancel()

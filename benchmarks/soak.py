@@ -1,14 +1,14 @@
-"""A house under mixed load for hours: nothing is lost or wrong, and nothing grows.
+"""A deployment under mixed load for hours: nothing is lost or wrong, and nothing grows.
 
     python benchmarks/soak.py [--hours H] [--rate R] [--concurrency C] [--faults PER_MINUTE]
                               [--seed S] [--replays N] [--json FILE] [--plot FILE] [--keep FOLDER]
 
 `nano-inference up` over Redis, with two replicas of the bundled vision model, a second model, and a
-gateway. Requests of every kind come through every door (doors.py): a part of them has been answered
-before, undisturbed and under both sets of weights, the others have prompts of their own. Meanwhile
-weights change, an adapter and the second model are loaded and unloaded, clients leave, and
-processes are killed (SIGKILL), terminated (SIGTERM) and stopped for some seconds (SIGSTOP). The
-second half is without such faults.
+gateway. Requests of every kind come through every interface (interfaces.py): a part of them has
+been answered before, undisturbed and under both sets of weights, the others have prompts of their
+own. Meanwhile weights change, an adapter and the second model are loaded and unloaded, clients
+leave, and processes are killed (SIGKILL), terminated (SIGTERM) and stopped for some seconds
+(SIGSTOP). The second half is without such faults.
 
 Each request must have one terminal message, without gaps and doubled tokens, and the tokens of its
 undisturbed run, sampled ones too; times add up to the nanosecond. At the end random requests are
@@ -44,7 +44,6 @@ import time_checks
 import torch
 import yaml
 from chaos_rig import RedisServer, start_command
-from doors import GUEST, SECOND, Ask, Doors, make_asks
 from harness import (
     descendants,
     free_port,
@@ -53,6 +52,7 @@ from harness import (
     wait_until_answered,
     write,
 )
+from interfaces import GUEST, SECOND, Ask, Interfaces, make_asks
 from safetensors.torch import load_file, save_file
 from soak_ledger import LABELS, Judge, Ledger, label_of, versions_of
 from soak_watch import PSS, Watch, role_of, trends
@@ -78,7 +78,7 @@ START_S = 600.0
 
 
 def settings(url: str, folder: Path) -> dict[str, Any]:
-    """Return the settings of the house."""
+    """Return the settings of the deployment."""
     return {
         "bus": {"url": url, "prefix": PREFIX, "results_ttl_s": 60, "results_maxlen": 2000},
         "engine": {
@@ -228,9 +228,14 @@ class Load:
     """Requests until `stop`, so many at a time and a second."""
 
     def __init__(
-        self, doors: Doors, judge: Judge, changes: Changes, known: Sequence[Ask], size: Any
+        self,
+        interfaces: Interfaces,
+        judge: Judge,
+        changes: Changes,
+        known: Sequence[Ask],
+        size: Any,
     ) -> None:
-        self._doors, self.judge, self.changes = doors, judge, changes
+        self._interfaces, self.judge, self.changes = interfaces, judge, changes
         self._known, self._size = known, size
         self._rng = random.Random(size.seed)
         self._fresh = self._make_fresh()
@@ -248,7 +253,7 @@ class Load:
 
         async def worker() -> None:
             for ask in asks:
-                answer = await self._doors.send(ask)
+                answer = await self._interfaces.send(ask)
                 if ask.kind != "leaving":
                     self.judge.learn(ask, answer)
 
@@ -272,7 +277,7 @@ class Load:
         once = self._rng.random() < 0.01
         tenant = f"t{self.sent if once else self._rng.randrange(MOST_TENANTS)}"
         start_s = time.monotonic()
-        answer = await self._doors.send(ask, tenant)
+        answer = await self._interfaces.send(ask, tenant)
         crossed = self.changes.crossed(start_s, time.monotonic())
         self.judge.take(ask, answer, crossed=crossed)
 
@@ -281,7 +286,7 @@ class Load:
 
 
 async def bills(main: BusClient, ledger: Ledger) -> dict[str, Any]:
-    """Compare the bills of an idle house with its busy time."""
+    """Compare the bills of an idle deployment with its busy time."""
     await asyncio.sleep(3)  # a report comes every second
     reports = await main.reports()
     mine = [each for each in ledger.lives if each.model != SECOND]
@@ -383,9 +388,9 @@ async def soak(folder: Path, size: Any, result: dict[str, Any]) -> None:
     temporary = folder / "tmp"
     temporary.mkdir(exist_ok=True)
     os.environ["TMPDIR"] = str(temporary)
-    (folder / "house.yaml").write_text(yaml.safe_dump(settings(server.url, folder)))
+    (folder / "deployment.yaml").write_text(yaml.safe_dump(settings(server.url, folder)))
     port, grpc = free_port(), free_port()
-    command = ["up", "--config", str(folder / "house.yaml"), "--gateway", str(port)]
+    command = ["up", "--config", str(folder / "deployment.yaml"), "--gateway", str(port)]
     async with AsyncExitStack() as stack:
         await server.start()
         stack.callback(server.kill)
@@ -400,13 +405,15 @@ async def soak(folder: Path, size: Any, result: dict[str, Any]) -> None:
         main = await stack.enter_async_context(client.of_model(MAIN))
         link: Any = redis.asyncio.Redis.from_url(server.url, decode_responses=True, protocol=3)
         stack.push_async_callback(link.aclose)
-        doors = Doors(client, link, PREFIX, [url], [f"127.0.0.1:{grpc}"], MAIN)
-        await stack.enter_async_context(doors)
+        interfaces = Interfaces(client, link, PREFIX, [url], [f"127.0.0.1:{grpc}"], MAIN)
+        await stack.enter_async_context(interfaces)
         ledger, judge = Ledger(size.replays, rng), Judge()
         changes = Changes(client, main, folder)
         watch = Watch(up.pid, server.process.pid, link, temporary, MAIN)
         faults = Faults(up.pid, watch, rng)
-        load = Load(doors, judge, changes, make_asks(size.known, 1, longest=size.longest), size)
+        load = Load(
+            interfaces, judge, changes, make_asks(size.known, 1, longest=size.longest), size
+        )
         try:
             async with task(ledger.read(client)):
                 await changes.insist(changes.load_guest)
@@ -543,7 +550,7 @@ async def run_program(folder: Path, given: Any) -> dict[str, Any]:
 def show(result: dict[str, Any]) -> None:
     columns = {name: f"{{{name}}}" for name in ("level", "per_hour", "low", "high", "verdict")}
     print_table(columns, result["trends"], "series")
-    for name in ("requests", "door", "kind", "wrong", "other", "refused", "statuses", "times"):
+    for name in ("requests", "interface", "kind", "wrong", "other", "refused", "statuses", "times"):
         print(f"{name:20}{result[name]}")
     for name in ("bills", "replays", "changes", "failed_changes", "faults", "errors_logged"):
         print(f"{name:20}{result[name]}")

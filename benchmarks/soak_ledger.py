@@ -9,7 +9,7 @@ from collections import Counter
 from typing import Any
 
 import time_checks
-from doors import GUEST, SECOND, Answer, Ask
+from interfaces import GUEST, SECOND, Answer, Ask
 from msgspec.structs import replace
 
 from nano_inference import BusClient, Completion
@@ -111,14 +111,14 @@ class Judge:
     """Compares what clients have read with the undisturbed answers.
 
     Attributes:
-        counts: Answers by door, by kind, and by what is wrong.
+        counts: Answers by interface, by kind, and by what is wrong.
         remarks: Of what is wrong.
     """
 
     def __init__(self) -> None:
         self._known: dict[str, set[str]] = {}
         self.counts: dict[str, Counter[str]] = {
-            name: Counter() for name in ("door", "kind", "wrong", "refused", "other")
+            name: Counter() for name in ("interface", "kind", "wrong", "refused", "other")
         }
         self.remarks: list[str] = []
 
@@ -126,7 +126,7 @@ class Judge:
         """Take an undisturbed answer."""
         if answer.faults or answer.refused:
             self.remarks.append(
-                f"undisturbed {ask.kind} over {ask.door}: {answer.faults or answer.refused} "
+                f"undisturbed {ask.kind} over {ask.interface}: {answer.faults or answer.refused} "
                 f"{answer.remark}"
             )
             self.counts["wrong"]["lost"] += 1
@@ -134,7 +134,7 @@ class Judge:
 
     def take(self, ask: Ask, answer: Answer, *, crossed: bool = False) -> set[str]:
         """Take an answer; return what is wrong. `crossed`: weights have changed meanwhile."""
-        self.counts["door"][ask.door] += 1
+        self.counts["interface"][ask.interface] += 1
         self.counts["kind"][ask.kind] += 1
         self.counts["other"]["returns"] += answer.returns
         wrong = set(answer.faults)
@@ -153,7 +153,7 @@ class Judge:
             self.counts["wrong"][each] += 1
         if wrong and len(self.remarks) < 50:
             self.remarks.append(
-                f"{ask.kind} over {ask.door} {ask.key}: {', '.join(sorted(wrong))} "
+                f"{ask.kind} over {ask.interface} {ask.key}: {', '.join(sorted(wrong))} "
                 f"{answer.refused} {answer.remark} {str(answer.content)[:300]}"
             )
             print(self.remarks[-1], file=sys.stderr, flush=True)

@@ -184,13 +184,13 @@ def chaos_of(name: str, fields: Sequence[str]) -> str:
 def bad_days(name: str) -> str:
     """Return a row for each kind of fault; hosts are counted together."""
     body = []
-    for house, found in result(name)["houses"].items():
+    for deployment, found in result(name)["deployments"].items():
         for kind, row in found["kinds"].items():
             counts = [row.get(fault, "") for fault in ("lost", "doubled", "gaps", "different")]
             times = [row.get(what) for what in ("next_s", "all_s")]
             words = [f"{each['p50']:.1f} / {each['p99']:.1f}" if each else "" for each in times]
             body.append([kind, row["number"], *counts, *words])
-        if house == "hosts":
+        if deployment == "hosts":
             wrong = found["wrong"]
             body.append(["hosts: all", sum(each["number"] for each in found["kinds"].values())])
             body[-1] += [*(wrong[fault] for fault in ("lost", "doubled", "gaps", "different"))]

@@ -20,7 +20,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from chaos_rig import House, RedisServer, running_house
+from chaos_rig import Deployment, RedisServer, running_deployment
 from harness import (
     children,
     command_line,
@@ -45,18 +45,18 @@ FEW_TOKENS, BEFORE = 60, 20
 LIMIT_S = 600.0
 
 
-def processes(house: House, stage: str) -> list[int]:
+def processes(deployment: Deployment, stage: str) -> list[int]:
     """Return the stage's processes: the one that serves, and a standby."""
-    found = sorted(children(house.process.pid))
+    found = sorted(children(deployment.process.pid))
     return [pid for pid in found if f"--stages {stage} " in f"{' '.join(command_line(pid))} "]
 
 
-async def until_ready(house: House, stage: str, count: int) -> None:
+async def until_ready(deployment: Deployment, stage: str, count: int) -> None:
     """Wait until a stage has so many processes, and all have loaded: they use no processor time."""
     async with asyncio.timeout(LIMIT_S):
         before: list[float] = []
         while True:
-            pids = processes(house, stage)
+            pids = processes(deployment, stage)
             used = [sum(os_times(pid)) for pid in pids]
             if len(pids) == count and used == before:
                 return
@@ -71,7 +71,9 @@ def os_times(pid: int) -> tuple[int, int]:
     return int(fields[11]) // tenth, int(fields[12]) // tenth
 
 
-async def turn(client: BusClient, house: House, stage: str, number: int, tokens: int) -> float:
+async def turn(
+    client: BusClient, deployment: Deployment, stage: str, number: int, tokens: int
+) -> float:
     """Return the longest wait for a token behind the kill, in seconds."""
     sampling = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
     prompt = tuple(range(20 + number, 84 + number))
@@ -86,7 +88,7 @@ async def turn(client: BusClient, house: House, stage: str, number: int, tokens:
         at += [time.perf_counter()] * len(output.token_ids)
         if len(at) >= BEFORE and not killed:
             killed = len(at)
-            await house.kill(stage)
+            await deployment.kill(stage)
     return max(after - before for before, after in pairwise(at[killed - 1 :]))
 
 
@@ -108,15 +110,15 @@ async def measure(
     count = 2 if way == "standby" else 1
     try:
         async with (
-            running_house(server.url, folder / "up.log", settings) as house,
+            running_deployment(server.url, folder / "up.log", settings) as deployment,
             BusClient.connect(BusConfig(url=server.url, prefix=PREFIX)) as client,
         ):
             waits = []
             for number in range(turns):
-                await until_ready(house, stage, count)
-                waits.append(await turn(client, house, stage, number, tokens))
-            await until_ready(house, stage, count)
-            memory = [pss_mb(pid) for pid in processes(house, stage)]
+                await until_ready(deployment, stage, count)
+                waits.append(await turn(client, deployment, stage, number, tokens))
+            await until_ready(deployment, stage, count)
+            memory = [pss_mb(pid) for pid in processes(deployment, stage)]
     finally:
         server.kill()
     return {

@@ -92,16 +92,16 @@ def test_the_ledger_finds_two_ends_other_tokens_and_time_without_a_cause() -> No
 
 
 def test_the_judge_counts_what_differs_from_the_undisturbed_answers() -> None:
-    doors, judge = load("doors"), load("soak_ledger").Judge()
-    ask = doors.Ask("1-1", "plain", "http", {"model": ""})
-    guest = ask._replace(kind="guest", request={"model": doors.GUEST})
+    interfaces, judge = load("interfaces"), load("soak_ledger").Judge()
+    ask = interfaces.Ask("1-1", "plain", "http", {"model": ""})
+    guest = ask._replace(kind="guest", request={"model": interfaces.GUEST})
     for content in ("of A", "of B"):
-        judge.learn(ask, doors.Answer(content))
-    assert judge.take(ask, doors.Answer("of B")) == set()
-    assert judge.take(ask, doors.Answer("of C")) == {"different"}
-    assert judge.take(ask, doors.Answer("of C"), crossed=True) == set()
-    assert judge.take(ask, doors.Answer("of A", faults={"doubled"})) == {"doubled"}
-    assert judge.take(ask, doors.Answer(refused="unknown_model")) == {"lost"}
-    assert judge.take(guest, doors.Answer(refused="unknown_model")) == set()
+        judge.learn(ask, interfaces.Answer(content))
+    assert judge.take(ask, interfaces.Answer("of B")) == set()
+    assert judge.take(ask, interfaces.Answer("of C")) == {"different"}
+    assert judge.take(ask, interfaces.Answer("of C"), crossed=True) == set()
+    assert judge.take(ask, interfaces.Answer("of A", faults={"doubled"})) == {"doubled"}
+    assert judge.take(ask, interfaces.Answer(refused="unknown_model")) == {"lost"}
+    assert judge.take(guest, interfaces.Answer(refused="unknown_model")) == set()
     assert judge.counts["wrong"] == {"different": 1, "doubled": 1, "lost": 1}
     assert len(judge.remarks) == 3

@@ -76,7 +76,7 @@ def asked(engine: FakeEngine) -> GenerateRequest:
     return request
 
 
-# --- the doors ---------------------------------------------------------------------------------
+# --- the interfaces -------------------------------------------------------------------------------
 
 BLOCK = {
     "type": "image",
@@ -114,7 +114,9 @@ CALLS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", CALLS)
-async def test_each_door_asks_for_the_same(http: Client, engine: FakeEngine, name: str) -> None:
+async def test_each_interface_asks_for_the_same(
+    http: Client, engine: FakeEngine, name: str
+) -> None:
     path, body = CALLS[name]
     answer = await http.post(path, json=body)
     assert answer.status_code == 200, answer.text

@@ -199,8 +199,8 @@ async def test_requests_about_images_go_on_when_the_executor_is_killed(
 ) -> None:
     """By SIGKILL, as a process of its own."""
     settings = {"engine.model_path": str(vision.folder), "engine.dtype": "float32"}
-    with up(redis_url, tmp_path / "log", 1, **settings) as house:
-        async with asyncio.timeout(LIMIT_S), BusClient.connect(house.bus) as client:
+    with up(redis_url, tmp_path / "log", 1, **settings) as deployment:
+        async with asyncio.timeout(LIMIT_S), BusClient.connect(deployment.bus) as client:
             await until_ready(client, 1)
             one, two = (
                 await begun(client, asked(ONE, 1, max_tokens=300)),

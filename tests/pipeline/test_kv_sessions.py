@@ -1,4 +1,4 @@
-"""Sessions through the doors of a client: requests, calls, and what their answers say."""
+"""Sessions through the interfaces of a client: requests, calls, and what their answers say."""
 
 from __future__ import annotations
 

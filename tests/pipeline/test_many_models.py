@@ -57,7 +57,7 @@ ADAPTED = "stays"
 NAMES = {model: model for model in KINDS} | ALIASES | {DECLARED: ADAPTED, LATER: ADAPTED}
 """What requests may name, ids, aliases and adapters, and of which model it is."""
 
-DOORS = ("http", "http-stream", "bus", "python")
+INTERFACES = ("http", "http-stream", "bus", "python")
 
 Outcome = Literal["done", "refused"]
 
@@ -83,16 +83,16 @@ class Deployment:
         self.http = http
         self._redis = redis
 
-    async def ask(self, door: str, model: str, prompt: Sequence[int]) -> tuple[int, ...] | str:
+    async def ask(self, interface: str, model: str, prompt: Sequence[int]) -> tuple[int, ...] | str:
         """The tokens of an answer, or the code with which it was refused."""
         request: dict[str, Any] = {
             "model": model,
             "prompt_token_ids": list(prompt),
             "sampling": SAMPLING,
         }
-        if door == "python":
+        if interface == "python":
             return _of(await self.client.complete(request))
-        if door == "bus":
+        if interface == "bus":
             # As a program would that has no code of ours, but for reading the answer.
             fields: Any = {"json": json.dumps(request)}
             entry_id = (await self._redis.xadd(f"{self._prefix}:requests", fields)).decode()
@@ -103,14 +103,14 @@ class Deployment:
             "model": model,
             "prompt": list(prompt),
             "return_token_ids": True,
-            "stream": door == "http-stream",
+            "stream": interface == "http-stream",
             **SAMPLING,
         }
         async with self.http.stream("POST", "/v1/completions", json=body) as response:
             text = (await response.aread()).decode()
         if response.status_code != 200:
             return str(json.loads(text)["error"]["code"])
-        if door == "http":
+        if interface == "http":
             return tuple(json.loads(text)["choices"][0]["token_ids"])
         events = [line[6:] for line in text.splitlines() if line.startswith("data: ")]
         assert events[-1] == "[DONE]", text
@@ -227,7 +227,11 @@ async def storm(
     """Send requests, some at a time, during three consecutive operations."""
     order = random.Random(21)
     wanted = [
-        (DOORS[index % len(DOORS)], order.choice(list(NAMES)), order.randrange(len(prompts)))
+        (
+            INTERFACES[index % len(INTERFACES)],
+            order.choice(list(NAMES)),
+            order.randrange(len(prompts)),
+        )
         for index in range(number)
     ]
     order.shuffle(wanted)
@@ -235,13 +239,13 @@ async def storm(
     thirds = [asyncio.Event() for _ in range(3)]
     free = asyncio.Semaphore(CONCURRENT)
 
-    async def ask(door: str, name: str, which: int) -> None:
+    async def ask(interface: str, name: str, which: int) -> None:
         async with free:
             model, sent_s = NAMES[name], time.monotonic()
-            answer = await made.ask(door, name, prompts[which])
+            answer = await made.ask(interface, name, prompts[which])
             refused = isinstance(answer, str)
             right = answer == ("model_not_loaded" if refused else answers[name][which])
-            assert right, (door, name, answer)
+            assert right, (interface, name, answer)
             outcome: Outcome = "refused" if refused else "done"
             asked.append(Asked(model, sent_s, time.monotonic(), outcome))
             for part, event in enumerate(thirds):
@@ -335,12 +339,12 @@ async def test_every_request_ends_once_while_models_come_and_go(
         sys.stdout.write(f"{told(asked, moments)}\n")
         states = await made.states()
         assert states == {"stays": "ready", "leaves": "unloaded", "comes": "ready"}
-        for door in DOORS:
-            assert await made.ask(door, "comes", prompts[0]) == answers["comes"][0]
+        for interface in INTERFACES:
+            assert await made.ask(interface, "comes", prompts[0]) == answers["comes"][0]
             for name in ("stays-too", DECLARED, LATER):
-                assert await made.ask(door, name, prompts[0]) == answers[name][0]
-            assert await made.ask(door, "leaves", prompts[0]) == "model_not_loaded"
-            refused = await made.ask(door, "nobody", prompts[0])
+                assert await made.ask(interface, name, prompts[0]) == answers[name][0]
+            assert await made.ask(interface, "leaves", prompts[0]) == "model_not_loaded"
+            refused = await made.ask(interface, "nobody", prompts[0])
             assert refused in ("unknown_model", "model_not_found")
         with pytest.raises(NanoInferenceError, match="no model 'nobody'"):
             await made.client.load_model("nobody")
@@ -378,7 +382,7 @@ async def load_adapter(
     }
 
     async def known() -> bool:
-        return all([await made.ask(door, LATER, prompt) == answer for door in DOORS])
+        return all([await made.ask(interface, LATER, prompt) == answer for interface in INTERFACES])
 
     await eventually(known)
 

@@ -88,7 +88,7 @@ KILLED_EVERY_DAY = (REPLACED, "executor")
 """The executor has to load adapters again."""
 
 
-class House:
+class Deployment:
     """`nano-inference up` with the short model, and its output."""
 
     trace_file: Path
@@ -161,9 +161,9 @@ def spans() -> Iterator[Spans]:
 
 
 @pytest.fixture(scope="module")
-def house(
+def deployment(
     redis_url: str, spans: Spans, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[House]:
+) -> Iterator[Deployment]:
     log = tmp_path_factory.mktemp("up") / "log"
     settings = {
         "telemetry.trace_file": log.parent / "traces.jsonl",
@@ -172,7 +172,9 @@ def house(
         "pipeline.standby": f"[{REPLACED}]",
     }
     prefix = f"up-{uuid.uuid4().hex[:8]}"
-    running = House(redis_url, prefix, endpoint=spans.url, log=log, settings=settings, cold=True)
+    running = Deployment(
+        redis_url, prefix, endpoint=spans.url, log=log, settings=settings, cold=True
+    )
     running.trace_file = log.parent / "traces.jsonl"
     running.metrics_port = int(str(settings["telemetry.metrics_port"]))
     try:
@@ -199,29 +201,29 @@ def generated(prompt: str, max_tokens: int, **how: Any) -> list[int]:
     return reference.generate(prompt_ids, max_tokens, folder=short_model.folder(), **how)
 
 
-async def complete(house: House, request: dict[str, object]) -> Completion:
-    async with asyncio.timeout(LIMIT_S), BusClient.connect(house.bus) as client:
+async def complete(deployment: Deployment, request: dict[str, object]) -> Completion:
+    async with asyncio.timeout(LIMIT_S), BusClient.connect(deployment.bus) as client:
         return await client.complete(request)
 
 
-async def test_five_processes_answer(house: House) -> None:
-    completion = await complete(house, GOOD)
+async def test_five_processes_answer(deployment: Deployment) -> None:
+    completion = await complete(deployment, GOOD)
     assert completion.status == "done"
     wanted = generated(GOOD["prompt"], 16)
     assert list(completion.samples[0].token_ids) == wanted
     assert [held.stage for held in completion.timings.stages] == list(STAGES)
-    assert len({house.child(stage) for stage in STAGES}) == 5
+    assert len({deployment.child(stage) for stage in STAGES}) == 5
 
 
-async def test_only_the_executor_has_torch(house: House) -> None:
-    await complete(house, {"messages": [{"role": "user", "content": "12 + 30"}]})
-    assert [stage for stage in STAGES if house.has_torch(stage)] == ["executor"]
+async def test_only_the_executor_has_torch(deployment: Deployment) -> None:
+    await complete(deployment, {"messages": [{"role": "user", "content": "12 + 30"}]})
+    assert [stage for stage in STAGES if deployment.has_torch(stage)] == ["executor"]
 
 
-async def test_a_client_with_no_code_of_ours(house: House) -> None:
+async def test_a_client_with_no_code_of_ours(deployment: Deployment) -> None:
     """What docs/redis.md tells people to do, with nothing but a Redis client."""
-    prefix = house.bus.prefix
-    with redis.from_url(house.bus.url, decode_responses=True) as foreign:
+    prefix = deployment.bus.prefix
+    with redis.from_url(deployment.bus.url, decode_responses=True) as foreign:
         request = {
             "request_id": "foreign-1",
             "prompt": "12 + 30 =",
@@ -257,29 +259,29 @@ async def test_a_client_with_no_code_of_ours(house: House) -> None:
         assert foreign.ttl(f"{prefix}:out:foreign-1") > 0
 
 
-async def metrics_of(house: House, stage: str) -> str:
-    url = f"http://127.0.0.1:{house.metrics_port + STAGES.index(stage)}/metrics"
+async def metrics_of(deployment: Deployment, stage: str) -> str:
+    url = f"http://127.0.0.1:{deployment.metrics_port + STAGES.index(stage)}/metrics"
     with await asyncio.to_thread(urllib.request.urlopen, url) as reply:
         return str(reply.read().decode())
 
 
-async def test_each_process_shows_the_metrics_of_its_stage(house: House) -> None:
-    await complete(house, GOOD)
+async def test_each_process_shows_the_metrics_of_its_stage(deployment: Deployment) -> None:
+    await complete(deployment, GOOD)
     for stage in STAGES:
         wanted = f'nano_stage_ready{{nano_stage="{stage}"}} 1.0'
         async with asyncio.timeout(LIMIT_S):
-            while wanted not in (shown := await metrics_of(house, stage)):
+            while wanted not in (shown := await metrics_of(deployment, stage)):
                 pass
         assert shown.count("nano_stage_ready{") == 1
 
 
-async def test_the_attention_backend_is_a_metric(house: House) -> None:
-    await complete(house, GOOD)
+async def test_the_attention_backend_is_a_metric(deployment: Deployment) -> None:
+    await complete(deployment, GOOD)
     line = r'nano_attention_layers_total{.*="(gather|paged)",.*="full"} (\S+)'
     found = None
     async with asyncio.timeout(LIMIT_S):
         while found is None or not float(found[2]):
-            found = re.search(line, shown := await metrics_of(house, "executor"))
+            found = re.search(line, shown := await metrics_of(deployment, "executor"))
     assert f'nano_attention_backend{{nano_attention_backend="{found[1]}"}} 1.0' in shown
 
 
@@ -295,9 +297,11 @@ async def ready_stages(client: BusClient) -> dict[str, StageReport]:
 @pytest.mark.parametrize(
     "stage", [stage if stage == "admission" else in_soak(stage) for stage in STAGES]
 )
-async def test_a_terminated_stage_is_replaced_and_streams_go_on(house: House, stage: str) -> None:
-    said_before = len(house.log.read_text())
-    async with asyncio.timeout(LIMIT_S), BusClient.connect(house.bus) as client:
+async def test_a_terminated_stage_is_replaced_and_streams_go_on(
+    deployment: Deployment, stage: str
+) -> None:
+    said_before = len(deployment.log.read_text())
+    async with asyncio.timeout(LIMIT_S), BusClient.connect(deployment.bus) as client:
         before = await ready_stages(client)
         begun = asyncio.Event()
 
@@ -318,7 +322,7 @@ async def test_a_terminated_stage_is_replaced_and_streams_go_on(house: House, st
             after = await ready_stages(client)
         unchanged = {name for name in STAGES if after[name].pid == before[name].pid}
         assert unchanged == set(STAGES) - {stage}
-    log = house.log.read_text()[said_before:]
+    log = deployment.log.read_text()[said_before:]
     assert f"{stage} was terminated; starting its successor" in log
     assert "ended with status" not in log, "leaving in good order is no failure"
 
@@ -336,19 +340,19 @@ def adapter_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     [stage if stage in KILLED_EVERY_DAY else in_soak(stage) for stage in STAGES],
 )
 async def test_a_killed_process_is_replaced_and_the_stream_goes_on(
-    house: House, adapter_folder: str, stage: str
+    deployment: Deployment, adapter_folder: str, stage: str
 ) -> None:
     """So does one with an adapter, which was loaded meanwhile."""
     long = asking(tokens=LONG)
-    said_before = len(house.log.read_text())
-    async with asyncio.timeout(LIMIT_S), BusClient.connect(house.bus) as client:
+    said_before = len(deployment.log.read_text())
+    async with asyncio.timeout(LIMIT_S), BusClient.connect(deployment.bus) as client:
         if not await client.adapters():
             await client.load_adapter("later", adapter_folder)
         adapted = long | {"model": "later"}
         undisturbed = await client.complete(adapted)
-        while stage == REPLACED and len(house.children(stage)) == 1:  # noqa: ASYNC110
+        while stage == REPLACED and len(deployment.children(stage)) == 1:  # noqa: ASYNC110
             await asyncio.sleep(0.2)
-        child, *standbys = house.children(stage)
+        child, *standbys = deployment.children(stage)
         hit, hit_too = client.submit(long), client.submit(adapted)
         outputs = [await anext(hit)]
         await anext(hit_too)
@@ -366,15 +370,15 @@ async def test_a_killed_process_is_replaced_and_the_stream_goes_on(
         assert tuple(token_ids) != end.samples[0].token_ids
         assert (await client.complete(GOOD)).status == "done"
     if standbys:
-        assert house.child(stage) == standbys[0]
-        assert "; its standby takes over" in house.log.read_text()[said_before:]
+        assert deployment.child(stage) == standbys[0]
+        assert "; its standby takes over" in deployment.log.read_text()[said_before:]
 
 
 @pytest.mark.parametrize("stage", ["batching", "executor"])
-async def test_a_killed_stage_clears_its_kv_events(house: House, stage: str) -> None:
-    async with asyncio.timeout(LIMIT_S), BusClient.connect(house.bus) as client:
+async def test_a_killed_stage_clears_its_kv_events(deployment: Deployment, stage: str) -> None:
+    async with asyncio.timeout(LIMIT_S), BusClient.connect(deployment.bus) as client:
         assert (await client.complete(GOOD)).status == "done"
-        child = house.child(stage)
+        child = deployment.child(stage)
         entries = await client.kv_events()
         os.kill(child, signal.SIGKILL)
         while not isinstance((entry := await anext(entries)).batch.events[0], AllBlocksCleared):
@@ -384,15 +388,15 @@ async def test_a_killed_stage_clears_its_kv_events(house: House, stage: str) -> 
 
 
 async def test_every_stage_has_its_span_in_one_trace_and_sigterm_drains(
-    house: House, spans: Spans
+    deployment: Deployment, spans: Spans
 ) -> None:
-    config = TelemetryConfig(otlp_endpoint=spans.url, trace_file=str(house.trace_file))
+    config = TelemetryConfig(otlp_endpoint=spans.url, trace_file=str(deployment.trace_file))
     tracing = setup_tracing(config, f"client-{socket.gethostname()}")
-    async with asyncio.timeout(LIMIT_S), BusClient.connect(house.bus, tracing) as client:
+    async with asyncio.timeout(LIMIT_S), BusClient.connect(deployment.bus, tracing) as client:
         completion = await client.complete({**GOOD, "n": 3})
         running = client.submit(asking("1 + 1 =", 150))
         await anext(running)
-        stopping = asyncio.create_task(asyncio.to_thread(house.stop))
+        stopping = asyncio.create_task(asyncio.to_thread(deployment.stop))
         last = await end_of(running)
         assert last.status == "done", "requests in flight at SIGTERM finish"
         assert await stopping == 0
@@ -406,17 +410,19 @@ async def test_every_stage_has_its_span_in_one_trace_and_sigterm_drains(
     assert len({instance for *_, instance in rows}) == 6, "each process exports its own"
 
 
-async def test_every_request_above_has_a_complete_trace_without_orphans(house: House) -> None:
+async def test_every_request_above_has_a_complete_trace_without_orphans(
+    deployment: Deployment,
+) -> None:
     """Also after a killed process: its exported spans stay."""
-    with redis.from_url(house.bus.url, decode_responses=True) as foreign:
-        entries = foreign.xrange(f"{house.bus.prefix}:results")
+    with redis.from_url(deployment.bus.url, decode_responses=True) as foreign:
+        entries = foreign.xrange(f"{deployment.bus.prefix}:results")
     completions = [json.loads(fields["json"]) for _, fields in entries]
     done = [each for each in completions if each["status"] == "done"]
     # Vectors are made within a step, so that a killed executor may take spans of them with it.
     done = [each for each in done if any(sample["token_ids"] for sample in each["samples"])]
     assert len(done) >= 15
     traces: dict[str, list[Span]] = defaultdict(list)
-    for span in read_spans(house.trace_file):
+    for span in read_spans(deployment.trace_file):
         traces[span.trace_id].append(span)
     for completion in done:
         spans = traces[completion["trace_id"]]
@@ -433,11 +439,13 @@ async def test_every_request_above_has_a_complete_trace_without_orphans(house: H
     assert {link for step in steps for link in step.links} <= {c["trace_id"] for c in completions}
 
 
-async def test_over_otlp_no_span_has_a_parent_that_never_came(house: House, spans: Spans) -> None:
+async def test_over_otlp_no_span_has_a_parent_that_never_came(
+    deployment: Deployment, spans: Spans
+) -> None:
     """A killed process takes the last spans that it made with it, and the first span of a trace may
     be among them: then others make it again."""
-    with redis.from_url(house.bus.url, decode_responses=True) as foreign:
-        entries = foreign.xrange(f"{house.bus.prefix}:results")
+    with redis.from_url(deployment.bus.url, decode_responses=True) as foreign:
+        entries = foreign.xrange(f"{deployment.bus.prefix}:results")
     completions = [json.loads(fields["json"]) for _, fields in entries]
     traces = [spans.by_trace[done["trace_id"]] for done in completions if done["status"] == "done"]
     assert len(traces) >= 15

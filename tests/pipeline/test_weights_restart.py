@@ -23,7 +23,7 @@ from nano_inference.stages.executor.runner.weights.transports import SharedWeigh
 from .. import oracle
 from . import reference, short_model
 from .builders import DTYPE, Streams, begun, greedy, raises
-from .test_processes import House, five_free_ports
+from .test_processes import Deployment, five_free_ports
 
 pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
 
@@ -31,7 +31,7 @@ LIMIT_S = 240
 
 
 @contextmanager
-def up(redis_url: str, log: Path, replicas: int, **more: object) -> Iterator[House]:
+def up(redis_url: str, log: Path, replicas: int, **more: object) -> Iterator[Deployment]:
     ports = five_free_ports() if replicas == 1 else 0
     settings: dict[str, object] = {
         "pipeline.replicas": replicas,
@@ -42,18 +42,18 @@ def up(redis_url: str, log: Path, replicas: int, **more: object) -> Iterator[Hou
         **more,
     }
     prefix = f"up-{uuid.uuid4().hex[:8]}"
-    house = House(redis_url, prefix, endpoint="", log=log, settings=settings)
-    house.metrics_port = ports
+    deployment = Deployment(redis_url, prefix, endpoint="", log=log, settings=settings)
+    deployment.metrics_port = ports
     try:
-        yield house
-        assert house.stop() == 0
+        yield deployment
+        assert deployment.stop() == 0
     finally:
-        if house.process.poll() is None:
-            house.stop()
+        if deployment.process.poll() is None:
+            deployment.stop()
 
 
 @pytest.fixture(scope="module")
-def house(redis_url: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
+def deployment(redis_url: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
     """One for the tests with one replica, each of which has its executor killed once. It begins
     with the weights of the model's folder, and each test leaves them as the next one says."""
     with up(redis_url, tmp_path_factory.mktemp("up") / "log", 1) as running:
@@ -98,23 +98,23 @@ def stamped(completion: Completion) -> list[tuple[int, list[int]]]:
     return found
 
 
-def measured(house: House, metric: str) -> list[float]:
+def measured(deployment: Deployment, metric: str) -> list[float]:
     """The values of a metric in all processes."""
     values = []
-    for port in range(house.metrics_port, house.metrics_port + 5):
+    for port in range(deployment.metrics_port, deployment.metrics_port + 5):
         with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as reply:
             lines = reply.read().decode().splitlines()
         values += [float(line.split()[-1]) for line in lines if line.startswith(metric)]
     return values
 
 
-async def test_a_killed_executor_reports_lost_weights(house: House) -> None:
+async def test_a_killed_executor_reports_lost_weights(deployment: Deployment) -> None:
     """They came through shared memory."""
     loaded = dict(reference.model().state_dict())
     prompt = reference.tokenizer().encode("12 + 30 =")
     first = {"prompt": "12 + 30 =", "sampling": {"temperature": 0, "max_tokens": 8}}
     with SharedWeights(oracle.announcing(loaded, 7)) as shared:
-        async with asyncio.timeout(LIMIT_S), BusClient.connect(house.bus) as client:
+        async with asyncio.timeout(LIMIT_S), BusClient.connect(deployment.bus) as client:
             await until_ready(client, 1)
             assert await client.update_weights(shared.source, version=7) == 7
             # Afterwards, the prefix cache must not give KV of version 7.
@@ -122,24 +122,24 @@ async def test_a_killed_executor_reports_lost_weights(house: House) -> None:
             await kill_executor(client, 1)
             ((version, tokens),) = stamped(await client.complete(first))
             assert (version, tokens) == (0, reference.generate(prompt, 8))
-            assert await asyncio.to_thread(house.told_by, "weights", "version") == "0\n"
-            status = json.loads(await asyncio.to_thread(house.told_by, "status", "--json"))
+            assert await asyncio.to_thread(deployment.told_by, "weights", "version") == "0\n"
+            status = json.loads(await asyncio.to_thread(deployment.told_by, "status", "--json"))
             load = status["lanes"][0]["stages"]["executor"]["load"]
             assert (load["weight_version"], load["behind_version"]) == (0, 7)
             assert "behind version 7" in " ".join(
-                (await asyncio.to_thread(house.told_by, "status")).split()
+                (await asyncio.to_thread(deployment.told_by, "status")).split()
             )
-            assert "weights_behind" in house.log.read_text()
-            assert 7.0 in await asyncio.to_thread(measured, house, "nano_weight_behind")
+            assert "weights_behind" in deployment.log.read_text()
+            assert 7.0 in await asyncio.to_thread(measured, deployment, "nano_weight_behind")
             assert await client.update_weights(shared.source, version=8) == 8
             assert stamped(await client.complete(first)) == [(8, [oracle.token_of(7)] * 8)]
 
 
-async def test_a_killed_executor_ends_the_wait_for_its_update(house: House) -> None:
+async def test_a_killed_executor_ends_the_wait_for_its_update(deployment: Deployment) -> None:
     """Before, it has weights that came through shared memory, and afterwards those of the model."""
     never_sent = GroupWeights("weights", (TensorMeta("model.norm.weight", "float32", (128,)),))
     with WeightsGroup("127.0.0.1:0", 2, timeout_s=LIMIT_S) as group:
-        async with asyncio.timeout(LIMIT_S), BusClient.connect(house.bus) as client:
+        async with asyncio.timeout(LIMIT_S), BusClient.connect(deployment.bus) as client:
             await until_ready(client, 1)
             before = await client.weight_version()
             await client.join_weights_group("weights", group.address, 2)
@@ -154,14 +154,16 @@ async def test_a_killed_executor_ends_the_wait_for_its_update(house: House) -> N
 
 
 @pytest.mark.soak(only=True)
-async def test_a_killed_executor_reads_the_folder_again(house: House, tmp_path: Path) -> None:
+async def test_a_killed_executor_reads_the_folder_again(
+    deployment: Deployment, tmp_path: Path
+) -> None:
     """Every day a failed one does (test_weights_together.py)."""
     loaded = dict(reference.model().state_dict())
     save_file(oracle.announcing(loaded, 19), tmp_path / "model.safetensors")
-    async with asyncio.timeout(LIMIT_S), BusClient.connect(house.bus) as client:
+    async with asyncio.timeout(LIMIT_S), BusClient.connect(deployment.bus) as client:
         await until_ready(client, 1)
         assert await client.update_weights(FolderWeights(str(tmp_path)), version=19) == 19
-        assert "weights_restored" not in house.log.read_text()
+        assert "weights_restored" not in deployment.log.read_text()
         running = [await begun(client, greedy(n, 300, 2)) for n in range(3)]
         await kill_executor(client, 1)
         for completion in await asyncio.gather(*running):
@@ -169,8 +171,8 @@ async def test_a_killed_executor_reads_the_folder_again(house: House, tmp_path: 
                 assert version == 19
                 assert set(tokens) == {oracle.token_of(19)}
         assert await client.weight_version() == 19
-        assert await asyncio.to_thread(house.told_by, "weights", "version") == "19\n"
-    assert "weights_restored" in house.log.read_text()
+        assert await asyncio.to_thread(deployment.told_by, "weights", "version") == "19\n"
+    assert "weights_restored" in deployment.log.read_text()
 
 
 # --- replicas --------------------------------------------------------------------------------
@@ -183,11 +185,11 @@ async def test_a_killed_executor_leaves_its_work_to_the_other(
     # Without a restart, so that a successor can't be what goes on.
     settings: dict[str, object] = {"pipeline.max_restarts": 0}
     settings |= {"engine.dtype": "float32", "engine.model_path": short_model.folder()}
-    with up(redis_url, tmp_path / "log", 2, **settings) as house:
-        async with asyncio.timeout(LIMIT_S), BusClient.connect(house.bus) as client:
+    with up(redis_url, tmp_path / "log", 2, **settings) as deployment:
+        async with asyncio.timeout(LIMIT_S), BusClient.connect(deployment.bus) as client:
             before = await until_ready(client, 2)
             assert len(set(before.values())) == 7
-            await asyncio.to_thread(check_status, house)
+            await asyncio.to_thread(check_status, deployment)
             streams = Streams(client)
             await streams.begin()
             killed = before["executor.1"]
@@ -200,10 +202,10 @@ async def test_a_killed_executor_leaves_its_work_to_the_other(
             assert not await client.bus.requests.dead_letters()
 
 
-def check_status(house: House) -> None:
+def check_status(deployment: Deployment) -> None:
     """`status` and `top` show every replica."""
     for command in (["status", "--json"], ["status"], ["top", "--once"]):
-        shown = house.told_by(*command)
+        shown = deployment.told_by(*command)
         for role in all_roles(2):
             assert role in shown
         if "--json" in command:

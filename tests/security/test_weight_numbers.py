@@ -1,4 +1,4 @@
-"""A number of one kind is never taken for one of the other, whichever door it comes through."""
+"""A number of one kind is never taken for one of the other, on any interface."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def from_the_process(weights: WeightSyncManager, state: State) -> object:
 
 
 @pytest.fixture(params=["whole", "prepared", "folder", "shared memory", "process"])
-def door(request: pytest.FixtureRequest, tmp_path: Path) -> Prepare:
+def interface(request: pytest.FixtureRequest, tmp_path: Path) -> Prepare:
     return {
         "whole": lambda weights, state: weights.sync_blocking(state),
         "prepared": lambda weights, state: weights.prepare(state),
@@ -76,7 +76,7 @@ def checkpoint(name: str, folder: Path) -> State:
     ids=["by itself", "fused"],
 )
 def test_integers_are_no_parameters(
-    door: Prepare, dtype: torch.dtype, spoilt: str, named: str, tmp_path: Path
+    interface: Prepare, dtype: torch.dtype, spoilt: str, named: str, tmp_path: Path
 ) -> None:
     state = checkpoint("mixtral", tmp_path)
     state[spoilt] = state[spoilt].to(dtype)
@@ -84,7 +84,7 @@ def test_integers_are_no_parameters(
     before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
     weights = WeightSyncManager(module)
     with raises("weights_refused", "of the same kind", WeightsError) as refused:
-        door(weights, state)
+        interface(weights, state)
     assert named in refused.value.message
     assert all(torch.equal(tensor, before[name]) for name, tensor in module.state_dict().items())
 
@@ -107,13 +107,13 @@ def test_what_is_no_integer_does_not_count(counting: nn.Module) -> None:
     assert weights.prepare(ours)["count"].dtype == torch.int64
 
 
-def test_widths_may_differ(door: Prepare, tmp_path: Path) -> None:
+def test_widths_may_differ(interface: Prepare, tmp_path: Path) -> None:
     dtypes = (torch.float64, torch.bfloat16, torch.float8_e4m3fn)
     state = {
         name: each.to(dtypes[index % 3])
         for index, (name, each) in enumerate(checkpoint("llama", tmp_path).items())
     }
-    door(WeightSyncManager(make_model("llama")), state)
+    interface(WeightSyncManager(make_model("llama")), state)
 
 
 def test_the_engine_takes_no_integers() -> None:

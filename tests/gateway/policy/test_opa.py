@@ -130,7 +130,7 @@ async def test_the_input_of_the_agent(http: Client, agent: Agent) -> None:
     assert len(http.engine.requests) == 2
 
 
-DOORS = [
+INTERFACES = [
     *((path, body) for path, body in BODIES.items() if path not in ("/score", "/rerank")),
     *((path, body | {"stream": True}) for path, body in STREAMED.items()),
     ("/v1/responses", {"input": "a", "background": True}),
@@ -150,7 +150,7 @@ def named(path: str, body: dict[str, Any], requested: str) -> tuple[str, dict[st
     return path, body | ({"model": requested} if requested else {})
 
 
-@pytest.mark.parametrize(("path", "body"), DOORS)
+@pytest.mark.parametrize(("path", "body"), INTERFACES)
 async def test_every_interface_names_the_serving_model(
     engine: FakeEngine, agent: Agent, path: str, body: dict[str, Any]
 ) -> None:

@@ -46,7 +46,7 @@ async def key(gateway: Gateway, *scopes: str, **fields: Any) -> dict[str, str]:
     return {"authorization": f"Bearer {made['key']}"}
 
 
-class Door:
+class Interface:
     """Calls a gateway over one transport, and returns stable codes, "" for success."""
 
     def __init__(self, name: str, gateway: Gateway, call: Client, http: httpx.AsyncClient) -> None:
@@ -98,22 +98,22 @@ class Door:
 
 
 @asynccontextmanager
-async def opened(name: str, *models: Model, **settings: Any) -> AsyncIterator[Door]:
+async def opened(name: str, *models: Model, **settings: Any) -> AsyncIterator[Interface]:
     async with (
         served(*models, **KEYS, **settings) as (gateway, call),
         httpx.AsyncClient(base_url=gateway.url) as http,
     ):
-        yield Door(name, gateway, call, http)
+        yield Interface(name, gateway, call, http)
 
 
-DOORS = pytest.mark.parametrize("door", ["http", "grpc"])
+INTERFACES = pytest.mark.parametrize("interface", ["http", "grpc"])
 
 
-@DOORS
-async def test_each_operation_needs_its_scope(door: str) -> None:
+@INTERFACES
+async def test_each_operation_needs_its_scope(interface: str) -> None:
     """Health checks are open to all."""
     assert {each.method for each in OPERATIONS} == METHODS.keys() - {INFER, "ModelStreamInfer"}
-    async with opened(door, Model()) as ask:
+    async with opened(interface, Model()) as ask:
         for scope in SCOPES:
             headers = await key(ask.gateway, scope)
             for operation in OPERATIONS:
@@ -129,14 +129,14 @@ async def test_each_operation_needs_its_scope(door: str) -> None:
         assert (await ask.infer({}))[0] == "missing_api_key"
 
 
-@DOORS
-async def test_a_key_for_one_model_shows_no_other(door: str) -> None:
-    async with opened(door, Model("one"), Model("two")) as ask:
+@INTERFACES
+async def test_a_key_for_one_model_shows_no_other(interface: str) -> None:
+    async with opened(interface, Model("one"), Model("two")) as ask:
         operations = {each.method: each for each in OPERATIONS}
         headers = await key(ask.gateway, models=["one"])
         _, index = await ask.run(operations["RepositoryIndex"], headers)
         _, statistics = await ask.run(operations["ModelStatistics"], headers)
-        if door == "grpc":
+        if interface == "grpc":
             names = [[each.name for each in index.models]]
             names.append([each.name for each in statistics.model_stats])
         else:
@@ -150,15 +150,15 @@ async def test_a_key_for_one_model_shows_no_other(door: str) -> None:
             assert (await ask.run(operations[method], headers, "two"))[0] == "model_not_found"
 
 
-@DOORS
-async def test_a_region_of_another_tenant_is_not_reachable(door: str) -> None:
+@INTERFACES
+async def test_a_region_of_another_tenant_is_not_reachable(interface: str) -> None:
     """Nor does it hide another tenant's region of the same name; keys of one tenant share it."""
     place = {"shared_memory_region": "mine", "shared_memory_byte_size": 8}
     operations = {each.method: each for each in OPERATIONS}
     register, status, unregister = (
         operations[f"SystemSharedMemory{what}"] for what in ("Register", "Status", "Unregister")
     )
-    async with opened(door, Model(), shared_memory=True) as ask:
+    async with opened(interface, Model(), shared_memory=True) as ask:
         mine, same = [await key(ask.gateway, tenant="one") for _ in range(2)]
         other = await key(ask.gateway, tenant="other")
         with BufferPool(8, 1) as pool, BufferPool(8, 1) as another:
@@ -168,7 +168,7 @@ async def test_a_region_of_another_tenant_is_not_reachable(door: str) -> None:
             # Whatever a client calls its tenant.
             for headers in (other, other | {"x-tenant": "one"}):
                 code, found = await ask.run(status, headers)
-                assert (code, not (found if door == "http" else found.regions)) == ("", True)
+                assert (code, not (found if interface == "http" else found.regions)) == ("", True)
                 assert (await ask.run(unregister, headers))[0] == ""
                 assert (await ask.infer(headers, read=place))[0] == "unknown_region"
             assert (await ask.run(register, other, "mine", key=another.key, byte_size=8))[0] == ""

@@ -30,7 +30,7 @@ KEY = {"Idempotency-Key": "k-1"}
 SOON = {"bus.results_ttl_s": 1}
 
 
-class House:
+class Deployment:
     """A gateway, as it serves: with what runs beside the connections."""
 
     def __init__(self, engine: FakeEngine, **settings: Any) -> None:
@@ -53,10 +53,10 @@ class House:
 
 @asynccontextmanager
 async def serving(engine: FakeEngine, **settings: Any) -> AsyncIterator[AsyncClient]:
-    house = House(engine, **settings)
-    async with house.client() as client:
+    deployment = Deployment(engine, **settings)
+    async with deployment.client() as client:
         yield client
-    await house.aclose()
+    await deployment.aclose()
 
 
 async def begun(http: AsyncClient, **more: Any) -> str:
@@ -92,7 +92,7 @@ async def test_a_background_response_is_answered_at_once(engine: FakeEngine) -> 
 async def test_disconnect_does_not_end_a_background_response(engine: FakeEngine) -> None:
     engine.hold()
     async with serving(engine) as http:
-        house = House(engine)
+        deployment = Deployment(engine)
         left = anyio.Event()
         parts: list[bytes] = []
 
@@ -101,7 +101,7 @@ async def test_disconnect_does_not_end_a_background_response(engine: FakeEngine)
             if b"output_text.delta" in message.get("body", b""):
                 left.set()
 
-        await by_hand.post(house.app, PATH, BODY | {"stream": True}, send, left)
+        await by_hand.post(deployment.app, PATH, BODY | {"stream": True}, send, left)
         assert engine.names == []
         answer = Response(
             200, content=b"".join(parts), headers={"content-type": "text/event-stream"}
@@ -122,7 +122,7 @@ async def test_disconnect_does_not_end_a_background_response(engine: FakeEngine)
         deltas = [each.get("delta", "") for each in [*events, *rest]]
         assert "".join(deltas) == TEXT
         assert rest[-1]["response"] == await status(http, where, "completed")
-        await house.aclose()
+        await deployment.aclose()
     assert len(engine.requests) == 1
     assert engine.names == []
 
@@ -256,7 +256,7 @@ async def test_another_gateway_takes_over_a_waiting_response(
     """Its gateway was killed, or stopped, before there was a place for it."""
     engine.hold()
     settings = {"gateway.resume_grace_s": grace_s, **SOON}
-    first = House(engine, **ONE_PLACE, **settings)
+    first = Deployment(engine, **ONE_PLACE, **settings)
     async with first.client() as http:
         ran = await begun(http)
         where = await begun(http)

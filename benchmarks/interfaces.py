@@ -1,8 +1,8 @@
-"""Requests of every kind through every door: HTTP, gRPC, Redis by hand, and the package's client.
+"""Requests of every kind through every interface: HTTP, gRPC, Redis by hand, and BusClient.
 
-Parts of soak.py and chaos_days.py. A door sends a request, again after failures as a good client
-would, and returns what it read. The same request through the same door has the same answer each
-time, so an answer is compared with that of an undisturbed run.
+Parts of soak.py and chaos_days.py. An interface sends a request, again after failures as a good
+client would, and returns the answer. The same request through the same interface has the same
+answer each time, so an answer is compared with that of an undisturbed run.
 """
 
 from __future__ import annotations
@@ -56,13 +56,13 @@ class Ask(NamedTuple):
     Attributes:
         key: Of requests with the same answer; "" for a prompt that no other request has.
         kind: What is particular about it.
-        door: How it is sent.
+        interface: How it is sent.
         request: As on the bus.
     """
 
     key: str
     kind: str
-    door: str
+    interface: str
     request: dict[str, Any]
 
 
@@ -90,24 +90,24 @@ def leaving(request: dict[str, Any], rng: random.Random) -> None:
     request["sampling"].pop("stop", None)
 
 
-HTTP_DOORS = ("http", "http stream")
-DOORS = ("redis", "bus", *HTTP_DOORS, "grpc", "grpc stream")
+HTTP_INTERFACES = ("http", "http stream")
+INTERFACES = ("redis", "bus", *HTTP_INTERFACES, "grpc", "grpc stream")
 KINDS: dict[str, tuple[Callable[[dict[str, Any], random.Random], None], Sequence[str]]] = {
-    "plain": (chaos_mixed.plain, DOORS),
-    "schema": (chaos_mixed.with_schema, DOORS),
-    "regex": (chaos_mixed.with_regex, DOORS),
-    "call": (chaos_mixed.with_tool, DOORS),
-    "penalties": (chaos_mixed.with_penalties, DOORS),
+    "plain": (chaos_mixed.plain, INTERFACES),
+    "schema": (chaos_mixed.with_schema, INTERFACES),
+    "regex": (chaos_mixed.with_regex, INTERFACES),
+    "call": (chaos_mixed.with_tool, INTERFACES),
+    "penalties": (chaos_mixed.with_penalties, INTERFACES),
     "logprobs": (chaos_mixed.with_logprobs, ("redis", "bus", "http", "grpc")),
     "embedding": (chaos_mixed.as_embedding, ("redis", "bus", "http", "grpc")),
     "images": (chaos_mixed.with_images, ("redis", "bus", "http", "grpc")),
     "tool": (as_chat, ("http",)),
-    "adapter": (chaos_mixed.with_adapter, ("redis", "bus", *HTTP_DOORS)),
-    "guest": (for_guest, ("redis", *HTTP_DOORS)),
-    "second": (for_second, ("redis", *HTTP_DOORS, "grpc")),
+    "adapter": (chaos_mixed.with_adapter, ("redis", "bus", *HTTP_INTERFACES)),
+    "guest": (for_guest, ("redis", *HTTP_INTERFACES)),
+    "second": (for_second, ("redis", *HTTP_INTERFACES, "grpc")),
     "leaving": (leaving, ("redis", "http stream", "grpc stream")),
 }
-"""Kinds, with the doors that have them."""
+"""Kinds, with the interfaces that have them."""
 
 
 def make_asks(
@@ -116,22 +116,27 @@ def make_asks(
     *,
     longest: int = 60,
     kinds: Sequence[str] = tuple(KINDS),
-    doors: Sequence[str] = DOORS,
+    interfaces: Sequence[str] = INTERFACES,
     known: bool = True,
 ) -> list[Ask]:
-    """Return requests of each kind and door in turn; each sampled one has a seed."""
+    """Return requests of each kind and interface in turn; each sampled one has a seed."""
     rng = random.Random(seed)
-    pairs = [(kind, door) for kind in kinds for door in KINDS[kind][1] if door in doors]
+    pairs = [
+        (kind, interface)
+        for kind in kinds
+        for interface in KINDS[kind][1]
+        if interface in interfaces
+    ]
     asks = []
     for index, request in enumerate(chaos_rig.make_requests(count, seed, longest)):
-        kind, door = pairs[index % len(pairs)]
+        kind, interface = pairs[index % len(pairs)]
         request["prompt"] = f"{seed}-{request['prompt'][:240]}"
         request["sampling"].pop("constraint", None)
-        request["stream"] = door in ("redis", "bus", "http stream", "grpc stream")
+        request["stream"] = interface in ("redis", "bus", "http stream", "grpc stream")
         KINDS[kind][0](request, rng)
         if "sampling" in request and request["sampling"]["temperature"] > 0:
             request["sampling"].setdefault("seed", rng.randrange(1 << 30))
-        asks.append(Ask(f"{seed}-{index}" if known else "", kind, door, request))
+        asks.append(Ask(f"{seed}-{index}" if known else "", kind, interface, request))
     return asks
 
 
@@ -184,12 +189,12 @@ class Passing(Exception):
 
 
 @dataclass
-class Doors:
-    """The ways into a house.
+class Interfaces:
+    """The ways into a deployment.
 
     Attributes:
         bus: A client of the bus.
-        redis: A plain client of its server; None: there is no door "redis".
+        redis: A plain client of its server; None: there is no interface "redis".
         prefix: Of keys.
         urls: Of gateways over HTTP.
         grpc: Addresses of gateways over gRPC.
@@ -206,7 +211,7 @@ class Doors:
     _kserve: list[KServeClient] = field(init=False)
     _stack: contextlib.AsyncExitStack = field(init=False)
 
-    async def __aenter__(self) -> Doors:
+    async def __aenter__(self) -> Interfaces:
         self._http = httpx.AsyncClient(
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=8), timeout=90.0
         )
@@ -223,7 +228,7 @@ class Doors:
         """Send a request until it is answered, refused or lost."""
         answer = Answer()
         name = uuid.uuid4().hex
-        send = getattr(self, f"_over_{ask.door.replace(' ', '_')}")
+        send = getattr(self, f"_over_{ask.interface.replace(' ', '_')}")
         try:
             async with asyncio.timeout(LIMIT_S):
                 while True:

@@ -35,6 +35,8 @@ def draw(result: dict[str, Any], path: Path) -> None:
         axis.set_xlabel("minutes")
         axis.set_yscale("log" if quantity == "memory, MiB" else "linear")
         axis.legend(frameon=False, fontsize=5, ncols=3)
+    for axis in axes.flat[len(quantities) :]:
+        axis.remove()
     figure.tight_layout()
     figure.savefig(path, dpi=100)
 

@@ -205,7 +205,7 @@ def soak_trends(name: str) -> str:
     for series, row in result(name)["trends"].items():
         if row["per_hour"] is None:
             continue  # too few samples of a process that came and went
-        if row["verdict"] == "flat" and not series.startswith(("PSS", "Redis")):
+        if row["verdict"] == "flat" and not series.startswith(("memory", "Redis")):
             flat += 1
             continue
         numbers = (f"{row[each]:,.1f}" for each in ("level", "per_hour", "low", "high"))

@@ -24,7 +24,6 @@ from .gateway_checks import (
     may_be_ended,
     may_be_refused,
 )
-from .loop import SimulatedProcess
 from .redis.data import Stream
 from .redis.network import Network
 from .story import MOST_REQUESTS, Request, Story
@@ -52,7 +51,6 @@ class World(Protocol):
     calls: dict[str, Call]
     answers: dict[str, Request]
     ran: dict[int, set[str]]
-    processes: dict[str, SimulatedProcess]
     losable: set[str]
     weights: dict[tuple[str, int], set[int]]
     adapters: dict[tuple[str, int], set[int]]

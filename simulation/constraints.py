@@ -18,10 +18,21 @@ _ALLOWED = 200
 
 
 class TriedCompiler(GrammarCompiler):
-    """A compiler whose constraints are harmless."""
+    """A compiler whose constraints are harmless.
+
+    What it knows does not depend on other compilers of this process, which share grammars.
+    """
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._known: set[Constraint] = set()
 
     def check(self, constraint: Constraint) -> None:
         self.matcher(constraint)
+        self._known.add(constraint)
+
+    def knows(self, constraint: Constraint) -> bool:
+        return constraint in self._known
 
 
 @cache

@@ -27,9 +27,11 @@ from ..config import EngineConfig
 from ..pipeline import pipeline as pipelines
 from ..stages.admission import core as admission_core
 from ..stages.admission import stage as admission
+from ..stages.batching import stage as _batching  # noqa: F401  (before its clock is replaced)
 from ..stages.executor import stage as executor
 from ..stages.executor.changes import shell as changes
 from ..stages.executor.runner.adapters.peft import Adapter
+from ..stages.fairness import stage as _fairness  # noqa: F401  (before its clock is replaced)
 from ..stages.streaming import stage as streaming
 from ..telemetry import clock
 from ..text.tokenizer import find_tokenizer, longest_token_bytes

@@ -8,7 +8,6 @@ from typing import Protocol
 from ..bus.public import Completion
 from .calls import Call
 from .environment import EPOCH_NS
-from .loop import SimulatedProcess
 from .redis.data import SortedSet
 from .redis.network import MS, Network
 from .story import Request, Story
@@ -37,7 +36,6 @@ class World(Protocol):
     calls: dict[str, Call]
     answers: dict[str, Request]
     ran: dict[int, set[str]]
-    processes: dict[str, SimulatedProcess]
 
 
 def is_lossy(story: Story) -> bool:

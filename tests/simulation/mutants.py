@@ -339,6 +339,12 @@ OLD_DEFECTS = (
         "if block.scope.adapter or any(map(is_image_key, block.token_ids)):",
         "if any(map(is_image_key, block.token_ids)):",
     ),
+    Defect(
+        "a call that never got its key is taken over",
+        _CALLS,
+        "if not stored.entries and not await self._has_its_name(call_id, stored):",
+        "if False:",
+    ),
 )
 """Recovery defects that CHANGELOG knows, with the mend undone."""
 

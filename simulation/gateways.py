@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, MutableMapping
 from contextvars import Context
 from functools import cache
 from typing import Any, NamedTuple
@@ -21,7 +21,7 @@ MS = 1_000_000
 
 TENANT = "x-tenant"
 
-Message = dict[str, Any]
+Message = MutableMapping[str, Any]
 """A message of ASGI."""
 
 

@@ -19,7 +19,7 @@ from ..bus.public import (
 )
 from ..config import NanoInferenceError
 from .calls import Call
-from .gateways import Asked, Connection, SimulatedGateway
+from .gateways import Asked, Connection, Message, SimulatedGateway
 from .loop import SimulatedLoop
 from .story import Request
 
@@ -153,7 +153,7 @@ class HttpCall:
         if self._position or self._request.keyed:
             self._call.alone_ns = max(self._call.alone_ns, now_ns - self._alone_ns)
 
-    async def _read(self, connection: Connection) -> dict[str, Any]:
+    async def _read(self, connection: Connection) -> Message:
         # Without a key, a client that goes away ends its call.
         patience_s = PATIENCE_S if self._request.keyed else None
         with anyio.move_on_after(patience_s):

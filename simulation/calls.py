@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 
-from ..bus.public import Output
+from ..bus.public import CompletionChunk, Output
 from ..config import NanoInferenceError
 from .loop import SimulatedProcess
 from .story import Request
@@ -20,6 +22,9 @@ class Call(msgspec.Struct):
         left: Whether the client has stopped early, or was killed.
         process: The client.
         ended_ns: When it ended.
+        answers: Ids of the answers that a gateway gave.
+        response: What a response in the background has come to; None if it has not ended.
+        alone_ns: The longest time that a begun call had no gateway.
     """
 
     request: Request
@@ -29,3 +34,11 @@ class Call(msgspec.Struct):
     left: bool = False
     process: SimulatedProcess | None = None
     ended_ns: int = 0
+    answers: set[str] = msgspec.field(default_factory=set)
+    response: dict[str, Any] | None = None
+    alone_ns: int = 0
+
+    @property
+    def chunks(self) -> list[CompletionChunk]:
+        """What came before the end."""
+        return [each for each in self.outputs if isinstance(each, CompletionChunk)]

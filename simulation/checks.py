@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any, Protocol
@@ -9,11 +10,20 @@ from typing import Any, Protocol
 from ..bus.codec import decode_output
 from ..bus.messages import CacheScope
 from ..bus.public import Completion, CompletionChunk, CompletionSample
-from ..config import AdmissionConfig
+from ..config import AdmissionConfig, Constraint
 from ..stages.actor import Actor
 from ..stages.admission.core import derive_seed
 from . import model
 from .calls import Call
+from .constraints import Constrained, stop_ids
+from .gateway_checks import (
+    check_attached,
+    check_ends,
+    check_response,
+    is_lossy,
+    may_be_ended,
+    may_be_refused,
+)
 from .redis.data import Stream
 from .redis.network import Network
 from .story import MOST_REQUESTS, Request, Story
@@ -39,6 +49,8 @@ class World(Protocol):
     story: Story
     network: Network
     calls: dict[str, Call]
+    answers: dict[str, Request]
+    ran: dict[int, set[str]]
     losable: set[str]
     weights: dict[tuple[str, int], set[int]]
     adapters: dict[tuple[str, int], set[int]]
@@ -59,24 +71,25 @@ def check_call(world: World, call: Call) -> Iterator[str]:
         if not _may_be_lost(world, call):
             yield f"its client got {call.error.code}: {call.error.message}"
         return
+    if call.request.door == "background":
+        yield from check_response(story, call)
+        return
     if len(ends) != 1 or call.outputs[-1] is not ends[0]:
         yield f"it has {len(ends)} terminal messages"
         return
     for sample in ends[0].samples:
         yield from _check_tokens(world, call.request, sample, chunks)
-    yield from _check_end(story, call.request, ends[0], chunks)
-    yield from _check_time(story, call)
-    yield from _check_delay(story, call)
-
-
-def _is_lossy(story: Story) -> bool:
-    """Return whether a server may lose what it has replied to."""
-    return any(fault.kind in ("restart", "failover") for fault in story.faults)
+    yield from _check_end(story, call, ends[0], chunks)
+    if call.request.door == "bus":
+        yield from _check_time(story, call)
+        yield from _check_delay(story, call)
 
 
 def _may_be_lost(world: World, call: Call) -> bool:
     assert call.error is not None
     story = world.story
+    if call.request.door != "bus":
+        return may_be_refused(story, call.error.code)
     broken = story.noise or any(
         fault.kind in ("reset", "cut", "pause", "double", "restart", "failover", "vanish")
         for fault in story.faults
@@ -88,14 +101,15 @@ def _may_be_lost(world: World, call: Call) -> bool:
 
 
 def _check_end(
-    story: Story, request: Request, end: Completion, chunks: list[CompletionChunk]
+    story: Story, call: Call, end: Completion, chunks: list[CompletionChunk]
 ) -> Iterator[str]:
+    request = call.request
     for sample in end.samples:
         if request.stream:
             own = [chunk for chunk in chunks if chunk.sample_index == sample.sample_index]
             streamed = tuple(token for chunk in own for token in chunk.token_ids)
             text = "".join(chunk.text for chunk in own)
-            if end.status != "done" and _is_lossy(story):
+            if end.status != "done" and is_lossy(story):
                 # What a server has lost, its client may have read.
                 streamed, text = streamed[: len(sample.token_ids)], text[: len(sample.text)]
             if streamed != sample.token_ids:
@@ -117,7 +131,7 @@ def _check_end(
             aborts = any(
                 f.mode == "abort" and f.kind in ("weights", "adapter", "hold") for f in story.faults
             )
-            if not aborts:
+            if not aborts and not (request.door != "bus" and may_be_ended(story, call)):
                 yield f"it was cancelled: {end.error}"
         case _:
             failures = sum(fault.kind in _FAILURES for fault in story.faults)
@@ -174,12 +188,14 @@ def _check_tokens(
     for (_, each), found in world.weights.items():
         numbers.setdefault(each, set()).update(found)
     adapters = _adapters_of(world, request, sample, chunks)
+    constrained = constrained_by(request)
     for position, token in enumerate(sample.token_ids):
+        allowed = constrained.allowed() if constrained is not None else ()
         version = starts.get(position, version)
         early = position < request.min_tokens
         avoided = request.stop_ids if early else ()
         right = {
-            model.sample(chain, seed, (number, adapter), avoided)
+            model.sample(chain, seed, (number, adapter), avoided, allowed)
             for number in numbers.get(version, ())
             for adapter in adapters[position]
         }
@@ -190,6 +206,8 @@ def _check_tokens(
             )
             return
         chain = model.extend(chain, token)
+        if constrained is not None:
+            constrained.advance(token)
 
 
 def _adapters_of(
@@ -209,12 +227,22 @@ def _adapters_of(
     return [set().union(*known.values())] * number
 
 
+def constrained_by(request: Request) -> Constrained | None:
+    """Return the beginning of a sample's grammar."""
+    return Constrained(Constraint(regex=request.constraint)) if request.constraint else None
+
+
 def _check_finish(request: Request, sample: CompletionSample) -> Iterator[str]:
     tokens = sample.token_ids
+    ends = stop_ids() if request.constraint else request.stop_ids
+    if request.constraint and sample.finish_reason == "stop" and request.door == "bus":
+        valid = re.fullmatch(request.constraint, sample.text)
+        if valid is None:
+            yield f"sample {sample.sample_index} is {sample.text!r}, not {request.constraint}"
     stops = [
         position
         for position, token in enumerate(tokens)
-        if token in request.stop_ids and position >= request.min_tokens
+        if token in ends and position >= request.min_tokens
     ]
     if stops:
         right, reason = stops[0] + 1, "stop"
@@ -269,7 +297,7 @@ def _check_given_back(world: World) -> Iterator[str]:
                         f"{len(replica.running)} running, {len(replica.paused)} paused"
                     )
         # A request that the server has lost, and admission with it, is kept by streaming alone.
-        lossy = _is_lossy(story)
+        lossy = is_lossy(story)
         if actor.name == "streaming" and not lossy and len(actor._core):  # type: ignore[attr-defined]
             yield f"streaming still has {len(actor._core)} requests"  # type: ignore[attr-defined]
         if actor.name == "batching":
@@ -282,7 +310,8 @@ def _check_given_back(world: World) -> Iterator[str]:
 
 def is_at_rest(world: World) -> bool:
     """Return whether nothing is in flight anywhere, and what was taken was given back."""
-    return _has_ended(world) and not any(_check_given_back(world))
+    left = (*_check_given_back(world), *check_attached(world)) if _has_ended(world) else ("",)
+    return not left
 
 
 def _has_ended(world: World) -> bool:
@@ -309,23 +338,26 @@ def _check_results(world: World) -> Iterator[str]:
     stream = world.network.node.engine.data.values.get(b"nano:results")
     if not isinstance(stream, Stream):
         return
-    ends = (decode_output(dict(_pairs(fields))[b"json"]) for fields in stream.fields.values())
+    ends = [decode_output(dict(_pairs(fields))[b"json"]) for fields in stream.fields.values()]
+    yield from check_ends(world, (end for end in ends if isinstance(end, Completion)))
     # A server that lost its last second, and whose clock went back, gives an id again.
     numbers = Counter((end.entry_id, end.request_id) for end in ends)
     for (entry_id, request_id), number in numbers.items():
         if number > 1:
             yield f"the results stream has {number} terminal messages of {request_id}, {entry_id}"
-    lossy = _is_lossy(world.story)
+    lossy = is_lossy(world.story)
     for call in () if lossy else world.calls.values():
         end = call.outputs[-1] if call.outputs else None
+        if call.request.door != "bus":
+            continue
         if isinstance(end, Completion) and not numbers[end.entry_id, end.request_id]:
             yield f"the results stream has no terminal message of {call.request.name}"
 
 
 def _check_streams(world: World) -> Iterator[str]:
     """Check each request's stream on the server: what followers would read from its beginning."""
-    requests = {request.name: request for request in world.story.requests}
-    lossy = _is_lossy(world.story)
+    requests = {request.name: request for request in world.story.requests} | world.answers
+    lossy = is_lossy(world.story)
     for key, value in world.network.node.engine.data.values.items():
         if not (key.startswith(b"nano:out:") and isinstance(value, Stream)):
             continue
@@ -360,4 +392,5 @@ def check_end(world: World) -> Iterator[str]:
         yield f"requests: {world.network.node.engine.data.values.get(b'nano:requests')!r}"
     else:
         yield from _check_given_back(world)
+        yield from check_attached(world)
     yield from check_state(world)

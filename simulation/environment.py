@@ -20,21 +20,25 @@ from typing import Any
 
 import anyio.to_thread
 import torch
+from anyio._backends import _asyncio as anyio_backend
 
 from ..bus.redis import bus as redis_bus
 from ..config import EngineConfig
 from ..pipeline import pipeline as pipelines
 from ..stages.admission import core as admission_core
 from ..stages.admission import stage as admission
+from ..stages.batching import stage as _batching  # noqa: F401  (before its clock is replaced)
 from ..stages.executor import stage as executor
 from ..stages.executor.changes import shell as changes
 from ..stages.executor.runner.adapters.peft import Adapter
+from ..stages.fairness import stage as _fairness  # noqa: F401  (before its clock is replaced)
 from ..stages.streaming import stage as streaming
 from ..telemetry import clock
 from ..text.tokenizer import find_tokenizer, longest_token_bytes
 from . import model
+from .constraints import TriedCompiler
 from .executor import SimulatedExecutor
-from .loop import PROCESS, SimulatedLoop, SimulatedProcess
+from .loop import PROCESS, OrderedSet, SimulatedLoop, SimulatedProcess
 from .redis.client import SimulatedServer
 from .redis.network import Network
 from .tiers import Block, SimulatedTiers
@@ -43,6 +47,8 @@ EPOCH_NS = 1_800_000_000 * 1_000_000_000
 """Wall time at the beginning of each simulation."""
 
 _PACKAGE = __package__.rpartition(".")[0] + "."
+
+_NOTHING = object()
 
 _cached_tokenizer = functools.cache(find_tokenizer)
 _cached_longest = functools.cache(longest_token_bytes)
@@ -61,6 +67,7 @@ class _Time:
         return self._loop.now_ns / 1e9
 
     perf_counter, perf_counter_ns = monotonic, monotonic_ns
+    thread_time, thread_time_ns = monotonic, monotonic_ns
 
     def time_ns(self) -> int:
         process = PROCESS.get()
@@ -123,6 +130,8 @@ class Environment:
         host_slots, disk_blocks: Of its tiers.
         fatal: Ids of requests that fail each step.
         adapters: By id and version, the numbers that adapters consist of.
+        more: Replacements of single names, beside those of all simulations.
+        ran: By seed, the ids of the requests that executors have begun.
     """
 
     def __init__(
@@ -138,6 +147,8 @@ class Environment:
         self.host_slots = self.disk_blocks = 0
         self.fatal: frozenset[str] = frozenset()
         self.adapters: dict[tuple[str, int], set[int]] = defaultdict(set)
+        self.more: list[tuple[Any, str, Any]] = []
+        self.ran: dict[int, set[str]] = defaultdict(set)
         self._factor = factor
         self._peers: dict[str, SimulatedTiers] = {}
         # By program: what a process has written is there when it starts again.
@@ -183,6 +194,7 @@ class Environment:
                 note_weights=note,
                 make_tiers=tiers,
                 fatal=self.fatal,
+                note_request=self._note_request,
             )
             self.executors.append((process, made))
             return made, None
@@ -191,6 +203,7 @@ class Environment:
         process = SimpleNamespace(**{"getpid": self._pid})
         return [
             (anyio.to_thread, "run_sync", run_sync),
+            (anyio_backend, "set", OrderedSet),
             (clock, "_OFFSET_NS", EPOCH_NS),
             (redis_bus, "Server", Server),
             (redis_bus, "os", process),
@@ -208,6 +221,7 @@ class Environment:
             (changes, "stamp_of_adapter", lambda folder: f"stamp of {folder}"),
             (admission, "find_tokenizer", _cached_tokenizer),
             (admission_core, "longest_token_bytes", _cached_longest),
+            (admission_core, "GrammarCompiler", TriedCompiler),
             (streaming, "find_tokenizer", _cached_tokenizer),
             (sys.modules[_PACKAGE + "store.redis.client"], "random", jitter),
         ]
@@ -235,6 +249,9 @@ class Environment:
         self.adapters[id, version].add(model.number_of(folder))
         return Adapter(id, version, rank=1, pairs={}, folder=folder, stamp=f"stamp of {folder}")
 
+    def _note_request(self, seed: int | None, request_id: str) -> None:
+        self.ran[seed or 0].add(request_id)
+
     def _host(self) -> str:
         process = PROCESS.get()
         return process.host if process is not None else "world"
@@ -252,13 +269,16 @@ class Environment:
             for module, attribute, value in _imports(len(sys.modules)):
                 undo.append((module, attribute, value))
                 setattr(module, attribute, replaced[value])
-            for owner, attribute, value in self.attributes():
-                undo.append((owner, attribute, getattr(owner, attribute)))
+            for owner, attribute, value in (*self.attributes(), *self.more):
+                undo.append((owner, attribute, getattr(owner, attribute, _NOTHING)))
                 setattr(owner, attribute, value)
             yield
         finally:
             for owner, attribute, value in reversed(undo):
-                setattr(owner, attribute, value)
+                if value is _NOTHING:
+                    delattr(owner, attribute)
+                else:
+                    setattr(owner, attribute, value)
 
 
 @functools.lru_cache(maxsize=1)

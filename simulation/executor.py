@@ -19,6 +19,7 @@ from ..stages.executor.runner.adapters.table import AdapterTable
 from ..stages.executor.runner.weights.sync_manager import WeightSyncManager
 from ..stages.executor.runner.weights.transports import WeightGroups
 from . import model
+from .constraints import Constrained
 from .tiers import Block, SimulatedTiers
 
 STEP_NS, TOKEN_NS = 1_500_000, 20_000
@@ -53,8 +54,14 @@ class _Sequence:
         self.finished = False
         sampling = new.sampling
         self.seed = 0 if sampling.temperature == 0 else new.sample.seed
+        self.constrained: Constrained | None = None
+        if sampling.constraint is not None:
+            generated = new.token_ids[len(new.token_ids) - new.num_generated :]
+            self.constrained = Constrained(sampling.constraint, generated)
 
     def append(self, token: int) -> None:
+        if self.constrained is not None:
+            self.constrained.advance(token)
         self.chain.append(model.extend(self.chain[-1], token))
         self.length += 1
         self.generated += 1
@@ -77,6 +84,7 @@ class SimulatedExecutor:
         note_weights: Callable[[int, int], object],
         make_tiers: MAKES | None = None,
         fatal: Collection[str] = (),
+        note_request: Callable[[int | None, str], object] = lambda seed, request_id: None,
     ) -> None:
         """Args:
         config: The settings.
@@ -85,7 +93,9 @@ class SimulatedExecutor:
         note_weights: Called with the version and the number of weights that are in place.
         make_tiers: None for no tiers.
         fatal: Ids of requests that fail each step.
+        note_request: Called with the seed and the id of each request that begins.
         """
+        self._note_request = note_request
         self._config, self._fatal = config, fatal
         self._note_weights = note_weights
         self._now_ns = now_ns
@@ -216,6 +226,7 @@ class SimulatedExecutor:
             if new.seq_id in self._sequences:
                 raise WrongKV(f"sequence {new.seq_id} is new, and was not finished")
             self._sequences[new.seq_id] = _Sequence(new)
+            self._note_request(new.sampling.seed, new.info.request_id)
         for seq_id, block_ids in plan.grown:
             self._sequences[seq_id].table += block_ids
         if plan.kv_moves:
@@ -315,7 +326,8 @@ class SimulatedExecutor:
         sampling = sequence.new.sampling
         early = sequence.generated < sampling.min_tokens
         avoided = sampling.stop_token_ids if early else ()
-        token, logprob = model.sample(sequence.chain[-1], sequence.seed, kind, avoided)
+        allowed = sequence.constrained.allowed() if sequence.constrained is not None else ()
+        token, logprob = model.sample(sequence.chain[-1], sequence.seed, kind, avoided, allowed)
         sequence.append(token)
         reason = ""
         if token in sampling.stop_token_ids:

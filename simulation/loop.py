@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import heapq
 from asyncio import events
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterable
 from concurrent.futures import Future as ThreadFuture
 from contextvars import Context, ContextVar, copy_context
 from random import Random
@@ -93,6 +93,22 @@ class Handle:
 
     def when(self) -> float:
         return self.when_ns / 1e9
+
+
+class OrderedSet(dict[Any, None]):
+    """A set whose order is that of its additions, for sets of objects whose hash is an address."""
+
+    def __init__(self, items: Iterable[Any] = ()) -> None:
+        super().__init__(dict.fromkeys(items))
+
+    def add(self, item: Any) -> None:
+        self[item] = None
+
+    def discard(self, item: Any) -> None:
+        self.pop(item, None)
+
+    def remove(self, item: Any) -> None:
+        del self[item]
 
 
 class _Task(asyncio.Task):  # type: ignore[type-arg]

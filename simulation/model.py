@@ -37,7 +37,11 @@ def extend(chain: int, token: int) -> int:
 
 
 def sample(
-    chain: int, seed: int, weights: tuple[int, int], avoided: Iterable[int] = ()
+    chain: int,
+    seed: int,
+    weights: tuple[int, int],
+    avoided: Iterable[int] = (),
+    allowed: Sequence[int] = (),
 ) -> tuple[int, float]:
     """Return the next token and its logprob.
 
@@ -46,8 +50,11 @@ def sample(
         seed: Of the sample.
         weights: The numbers that weights and adapter consist of.
         avoided: Tokens that must not come yet.
+        allowed: Of a constrained sample; () for any.
     """
     value = hash((chain, seed, weights)) & MASK
+    if allowed:
+        return allowed[value % len(allowed)], -((value >> 20) % 4096) / 256
     token = value % NUM_TOKENS
     while token + FIRST_TOKEN in avoided:
         token = (token + 1) % NUM_TOKENS

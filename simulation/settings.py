@@ -10,8 +10,10 @@ from ..config import (
     AdmissionConfig,
     BusConfig,
     Config,
+    Constraint,
     EngineConfig,
     FairnessConfig,
+    GatewayConfig,
     PipelineConfig,
     SamplingParams,
     split_role,
@@ -46,6 +48,7 @@ def config_of(story: Story, program: str) -> Config:
             tenant_timeslice_tokens=story.tenant_slice_tokens,
             enable_preemption=story.preempts,
         ),
+        gateway=GatewayConfig(resume_grace_s=story.grace_ms / 1000),
         pipeline=PipelineConfig(
             replicas=story.replicas, roles=story.roles, max_restarts=1000, **split
         ),
@@ -75,7 +78,8 @@ def message_of(request: Request) -> GenerateRequest:
             seed=request.seed,
             temperature=request.temperature,
             stop_token_ids=frozenset(request.stop_ids),
-            ignore_eos=True,
+            ignore_eos=not request.constraint,
+            constraint=Constraint(regex=request.constraint) if request.constraint else None,
         ),
         stream=request.stream,
         tenant=request.tenant,

@@ -80,6 +80,9 @@ def _shorter(story: Story) -> Iterator[Story]:
     if story.clients > 1 and not any(fault.target.startswith("client") for fault in story.faults):
         requests = [replace(request, client=0) for request in story.requests]
         yield replace(story, clients=1, requests=tuple(requests))
+    if story.gateways and all(each.door == "bus" for each in story.requests):
+        faults = [each for each in story.faults if not each.target.startswith("gateway")]
+        yield replace(story, gateways=0, faults=tuple(faults))
     if story.adapters and not any(fault.kind == "adapter" for fault in story.faults):
         requests = [replace(request, adapter="") for request in story.requests]
         yield replace(story, adapters=(), requests=tuple(requests))
@@ -110,6 +113,9 @@ def _plainer(request: Request) -> Iterator[Request]:
         "stop_ids": (),
         "adapter": "",
         "min_tokens": 0,
+        "twice": False,
+        "constraint": "",
+        "drop_ms": 0,
     }
     for name, value in defaults.items():
         if getattr(request, name) != value:

@@ -10,6 +10,7 @@ import msgspec
 from ..bus.weights import InFlight
 from ..config import STAGES, ReplicaRole
 from . import model
+from .constraints import PATTERNS
 
 MOST_REQUESTS = 24
 """Of most stories; those of crowds have up to ten times as many."""
@@ -20,7 +21,20 @@ LEASE_MS = 5000
 VANISHED_MS = 30_000
 """A host that has vanished is away so long, longer than requests wait for it."""
 
+GATEWAY_DIGITS = (4, 6)
+"""Seeds that end so have stories with gateways."""
+
+GATEWAY_SEED = 1000
+"""Seeds of requests over gateways begin here, and each has its own."""
+
 BusKind = Literal["memory", "redis"]
+
+Door = Literal[
+    "bus",
+    "stream",  # of a gateway
+    "whole",  # an answer of a gateway, in one piece
+    "background",  # a response that a gateway runs, and that its client looks at
+]
 
 FaultKind = Literal[
     "kill",  # a process, as by kill -9; it starts again later
@@ -48,18 +62,27 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     Attributes:
         name: Its id.
         at_ms: When it is sent.
-        client: Number of its client.
+        client: Number of its client; over HTTP, of the gateway that it asks first.
+        door: How it is sent.
+        keyed: Whether its call has an idempotency key.
+        twice: Whether the call is sent twice at the same time.
+        drop_ms: Over HTTP, each of its connections breaks after so long; 0 for never.
         prompt: Token ids.
         stop_ids: Tokens that end a sample.
         budget_ms: Its time limit; 0 for none.
         leave_ms: After so long the client stops and cancels it; 0 for never.
         adapter: Its adapter; "" for none.
+        constraint: A regular expression that its texts match; "" for none.
         fatal: Whether each step with it fails.
     """
 
     name: str
     at_ms: int
     client: int = 0
+    door: Door = "bus"
+    keyed: bool = False
+    twice: bool = False
+    drop_ms: int = 0
     prompt: tuple[int, ...]
     n: int = 1
     max_tokens: int = 4
@@ -73,6 +96,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     budget_ms: int = 0
     leave_ms: int = 0
     adapter: str = ""
+    constraint: str = ""
     fatal: bool = False
 
 
@@ -104,6 +128,8 @@ class Story(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         shuffled: Whether ready callbacks run in any order.
         noise: Of a thousand exchanges with Redis so many lose their connection.
         slowness: How many times slower than usual the device is.
+        gateways: Their number; in memory one, in the process of all.
+        grace_ms: So long a call goes on without its client.
         num_blocks: Of a replica's KV cache.
         roles: Of the replicas; empty if each does both.
         host_slots, disk_blocks: Of each replica's KV tiers; 0 for none.
@@ -121,6 +147,8 @@ class Story(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     shuffled: bool = True
     noise: int = 0
     slowness: int = 1
+    gateways: int = 0
+    grace_ms: int = 10_000
     num_blocks: int = 64
     block_size: int = 4
     max_batch_size: int = 8
@@ -152,6 +180,13 @@ class Story(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
             return [str(lane) for lane in range(self.lanes)]
         return [f"{lane}/{role}" for lane in range(self.lanes) for role in roles]
 
+    @property
+    def gateway_programs(self) -> list[str]:
+        """The gateways, by name."""
+        if self.bus == "memory":
+            return ["0"] * min(1, self.gateways)
+        return [f"gateway{number}" for number in range(self.gateways)]
+
     @staticmethod
     def _suffix(replica: int) -> str:
         return f".{replica}" if replica else ""
@@ -181,7 +216,13 @@ def shorten(story: Story, *, in_memory: bool = False) -> Story:
     )
     if in_memory:
         story = msgspec.structs.replace(
-            story, bus="memory", lanes=1, split=False, clients=1, noise=0
+            story,
+            bus="memory",
+            lanes=1,
+            split=False,
+            clients=1,
+            noise=0,
+            gateways=min(story.gateways, 1),
         )
     return msgspec.structs.replace(
         story, faults=faults, requests=requests, slowness=min(story.slowness, 5)
@@ -237,7 +278,63 @@ def draw(seed: int, most_requests: int = MOST_REQUESTS) -> Story:
     if any(fault.kind in ("restart", "failover") and fault.amount for fault in faults):
         # What a server loses is computed again, and by other weights it would be other tokens.
         faults = [fault for fault in faults if fault.kind not in ("weights", "adapter")]
-    return msgspec.structs.replace(story, requests=requests, faults=tuple(faults))
+    story = msgspec.structs.replace(story, requests=requests, faults=tuple(faults))
+    # By the seed's last digit, so that tests can choose such stories.
+    is_asked = seed % 10 in GATEWAY_DIGITS
+    return _with_gateways(story, most_requests, spread_ms) if is_asked else story
+
+
+def _with_gateways(story: Story, most_requests: int, spread_ms: int) -> Story:
+    """Return a story with gateways, which some clients ask instead of the bus, and their faults."""
+    random = Random(story.seed * 31 + 7)
+    choice, draws = random.choice, random.random
+    number = 1 if story.bus == "memory" else choice((1, 2, 2, 3))
+    story = msgspec.structs.replace(story, gateways=number, grace_ms=choice((300, 2000, 10_000)))
+    calls = []
+    for index in range(random.randint(1, max(1, most_requests // 2))):
+        door: Door = choice(("stream", "stream", "stream", "whole", "background"))
+        keyed = draws() < 0.6
+        request = _request(random, story, index, spread_ms)
+        calls.append(
+            msgspec.structs.replace(
+                request,
+                name=f"h{index}",
+                client=random.randrange(number),
+                door=door,
+                keyed=keyed,
+                twice=keyed and door != "background" and draws() < 0.2,
+                drop_ms=choice((5, 40, 300)) if keyed and draws() < 0.4 else 0,
+                leave_ms=choice((5, 50, 400)) if door == "stream" and draws() < 0.25 else 0,
+                # By its seed a request is known in the executor, over all of its calls.
+                seed=GATEWAY_SEED + index,
+                n=1 if door == "background" else request.n,
+                adapter="",
+            )
+        )
+    faults = list(story.faults)
+    for _ in range(choice((0, 1, 1, 2)) if story.bus == "redis" else 0):
+        kind: FaultKind = choice(("kill", "kill", "pause", "reset", "cut"))
+        lasts_ms = choice((10, 300, 3000)) if kind == "kill" else choice((50, 1000, 9000))
+        faults.append(
+            Fault(
+                at_ms=random.randrange(spread_ms + choice((100, 1000))),
+                kind=kind,
+                target=choice(story.gateway_programs),
+                lasts_ms=0 if kind == "reset" else lasts_ms,
+            )
+        )
+    requests = tuple(
+        _constrained(random, each) if draws() < 0.2 and each.door != "background" else each
+        for each in (*story.requests, *calls)
+    )
+    return msgspec.structs.replace(story, requests=requests, faults=tuple(sorted(faults, key=_at)))
+
+
+def _constrained(random: Random, request: Request) -> Request:
+    """Return a request whose texts match a pattern; the model's own end of text ends them."""
+    return msgspec.structs.replace(
+        request, constraint=random.choice(PATTERNS), stop_ids=(), min_tokens=0
+    )
 
 
 _ROLES: dict[int, tuple[ReplicaRole, ...]] = {

@@ -6,19 +6,19 @@ import gc
 import hashlib
 import sys
 import warnings
-from collections.abc import Callable, Iterator, MutableMapping
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, MutableMapping
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from contextvars import Context
 from functools import partial
 from random import Random
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import anyio
 import msgspec
 import structlog
 
 from ..bus import Bus, open_bus
-from ..config import LaneReplaced, NanoInferenceError
+from ..config import Config, LaneReplaced, NanoInferenceError
 from ..pipeline.client import BusClient
 from ..pipeline.pipeline import Pipeline
 from ..stages.actor import Actor
@@ -32,6 +32,9 @@ from .redis.commands import Arguments
 from .redis.network import MS, Network
 from .settings import config_of, message_of
 from .story import Request, Story
+
+if TYPE_CHECKING:
+    from .gateways import SimulatedGateway
 
 PATIENCE_MS = 240_000
 """So long after the last request and fault everything must have ended."""
@@ -52,7 +55,9 @@ class World:
     """A simulation of one story.
 
     Attributes:
-        calls: The requests, by name.
+        calls: The requests, by name; one that is sent twice has a second one.
+        gateways: By program, those that run.
+        answers: By the id of a gateway's answer, what it answers.
         pipelines: By program, the running one.
         weights: The numbers of the weights of a lane and version.
         adapters: The numbers of the adapters of an id and version.
@@ -95,6 +100,16 @@ class World:
         self.weights: dict[tuple[str, int], set[int]] = {}
         self.adapters = self.environment.adapters
         self.calls = {request.name: Call(request) for request in story.requests}
+        self.calls |= {f"{each.name}'": Call(each) for each in story.requests if each.twice}
+        if story.gateways:  # now, since modules of theirs are replaced, too
+            from . import gateways, http_clients  # noqa: F401
+
+            self.environment.more = gateways.replaced()
+        self.gateways: dict[str, SimulatedGateway] = {}
+        self.answers: dict[str, Request] = {}
+        self.ran = self.environment.ran
+        # Of all clients over HTTP; no fault strikes it.
+        self._outside = SimulatedProcess("http", 0)
         self.processes: dict[str, SimulatedProcess] = {}
         self.pipelines: dict[str, Pipeline] = {}
         self.clients: dict[int, tuple[SimulatedProcess | None, BusClient]] = {}
@@ -105,7 +120,7 @@ class World:
         self.losable: set[str] = set()
         self.updates = 10  # the adapters of the settings have the numbers before
         self._faults = Faults(self, self._random)
-        self._dead: list[Any] = []
+        self._dead: list[Any] = [self._outside]
         self._stopped = False
 
     # --- running ------------------------------------------------------------------------------
@@ -146,12 +161,14 @@ class World:
         self.note("VIOLATION", what)
 
     def _begin(self) -> None:
-        for program in self.story.programs:
-            self.start(program)
+        for program in (*self.story.programs, *self.story.gateway_programs):
+            if program not in self.processes:
+                self.start(program)
         for number in range(self.story.clients):
             self.start_client(number)
         for request in self.story.requests:
-            self.at(request.at_ms, partial(self._send, request))
+            send = self._send if request.door == "bus" else self._call_gateway
+            self.at(request.at_ms, partial(send, request))
         self._faults.begin()
         self.loop.most_events = EVENTS + EVENTS_EACH * len(self.story.requests)
         self.loop.check, self.loop.check_every = self._check, CHECK_EVERY
@@ -187,7 +204,8 @@ class World:
         process = self._process(program)
         self.note("start", program)
         self.processes[program] = process
-        self.loop.start(process, self._serve(program, process))
+        serve = self._serve_gateway if program.startswith("gateway") else self._serve
+        self.loop.start(process, serve(program, process))
 
     def replace(self, program: str, process: SimulatedProcess) -> None:
         """Start a program although its process may go on."""
@@ -207,10 +225,13 @@ class World:
             pipeline = Pipeline(
                 config, tracing=Tracing(), wait_for_bus=True, wait_until_ready=False
             )
-            async with pipeline:
+            async with pipeline, AsyncExitStack() as opened:
                 self.pipelines[program] = pipeline
                 if self.story.bus == "memory":
                     self.clients[0] = process, pipeline.client
+                    if self.story.gateways:
+                        gateway = self._gateway(program, process, pipeline.client, config)
+                        await opened.enter_async_context(gateway)
                 await pipeline.failed()
         except LaneReplaced as error:
             self.note("replaced", program)
@@ -219,12 +240,35 @@ class World:
         except Exception as error:  # noqa: BLE001  (a program that fails is a finding)
             self.violate(f"{program} failed: {error!r}")
 
+    async def _serve_gateway(self, program: str, process: SimulatedProcess) -> None:
+        try:
+            config = config_of(self.settings, "0")
+            client = BusClient(open_bus(config.bus))
+            async with self._gateway(program, process, client, config):
+                await self.loop.create_future()  # until the process is killed
+        except Exception as error:  # noqa: BLE001  (a program that fails is a finding)
+            self.violate(f"{program} failed: {error!r}")
+
+    @asynccontextmanager
+    async def _gateway(
+        self, program: str, process: SimulatedProcess, client: BusClient, config: Config
+    ) -> AsyncIterator[None]:
+        """Run a gateway while the context is open."""
+        from .gateways import SimulatedGateway
+
+        delay_ns = self.network.draw_delay_ns
+        async with SimulatedGateway(self.loop, process, client, config, delay_ns) as gateway:
+            self.gateways[program] = gateway
+            yield
+
     def kill(self, program: str) -> None:
         """End a process at once; nothing of it runs any more."""
         process = self.processes.pop(program)
         self.note("kill", program)
         process.alive = False
         self.pipelines.pop(program, None)
+        if (gateway := self.gateways.pop(program, None)) is not None:
+            gateway.kill()
         self.network.forget(process)
         for number, (owner, _) in list(self.clients.items()):
             if owner is process:
@@ -261,6 +305,16 @@ class World:
         call = self.calls[request.name]
         call.process = process
         self.loop.start(process, self._call(client, call))
+
+    def _call_gateway(self, request: Request) -> None:
+        from .http_clients import HttpCall
+
+        programs, name = self.story.gateway_programs, request.name
+        for number, each in enumerate((name, f"{name}'")[: 1 + request.twice]):
+            call = self.calls[each]
+            call.process = self._outside
+            first = request.client + number
+            self.loop.start(self._outside, HttpCall(self, call, programs, first).run())
 
     async def _call(self, client: BusClient, call: Call) -> None:
         request = call.request
@@ -326,6 +380,8 @@ class World:
                     import traceback
 
                     self.lines += traceback.format_exception(error)
+            if name in ("http_handler_failed", "call_failed"):
+                self.violate(f"{process.name}: a gateway failed: {error!r}")
             if name == "bus.task_failed":
                 self.violate(f"{process.name}: a task of the bus failed: {fields}")
         raise structlog.DropEvent
@@ -333,6 +389,10 @@ class World:
     def _may_fail(self, error: str) -> bool:
         """Return whether a stage may fail with an error."""
         if "SimulatedCrash" in error or "FatalRequest" in error:
+            return True
+        # An executor that starts while admission is away gets plans of the epoch before its own.
+        away = any(fault.target.endswith("/admission") for fault in self.story.faults)
+        if self.story.split and away and "LostPlan" in error:
             return True
         # Plans or results between processes are lost with the server's last moments.
         lossy = any(fault.kind in ("restart", "failover") for fault in self.story.faults)
@@ -380,6 +440,7 @@ class World:
         self.network.drop()
         self.pipelines.clear()
         self.clients.clear()
+        self.gateways.clear()
         self._faults.drop()
 
 

@@ -34,8 +34,21 @@ class _CallModel(msgspec.Struct, frozen=True):
     of_model: str = ""
 
 
+class IdempotencyKey(msgspec.Struct, frozen=True):
+    """The identity of a call with an idempotency key.
+
+    Attributes:
+        name: Digest of the tenant and the key.
+        digest: Digest of the call that was made with the key.
+    """
+
+    name: str
+    digest: str
+
+
 class _StoredRecord(msgspec.Struct, frozen=True):
     call: _CallModel = _CallModel()
+    keyed: IdempotencyKey | None = None
 
 
 def model_of(stored: DurableCall) -> str:
@@ -47,18 +60,6 @@ def model_of(stored: DurableCall) -> str:
         return call.of_model or call.model
     except (ValueError, RecursionError):
         return ""
-
-
-class IdempotencyKey(msgspec.Struct, frozen=True):
-    """The identity of a call with an idempotency key.
-
-    Attributes:
-        name: Digest of the tenant and the key.
-        digest: Digest of the call that was made with the key.
-    """
-
-    name: str
-    digest: str
 
 
 class CallHead(msgspec.Struct, frozen=True, kw_only=True):
@@ -435,9 +436,21 @@ class DurableCalls:
 
     async def end_orphaned(self, call_id: str, stored: DurableCall) -> None:
         """End an orphaned call, unless it is taken over."""
+        if not stored.entries and not await self._has_its_name(call_id, stored):
+            await self._calls.drop(call_id)
+            return
         if not self._take_over(call_id, stored):
             get_logger().info("call_orphaned", call=call_id)
             await self._cancel(stored.entries)
+
+    async def _has_its_name(self, call_id: str, stored: DurableCall) -> bool:
+        """Claim the name of a call whose gateway may have been killed before it did; meanwhile
+        another call may have come with the same key."""
+        try:
+            keyed = msgspec.json.decode(stored.record, type=_StoredRecord).keyed
+        except (ValueError, RecursionError):
+            return True
+        return keyed is None or await self._calls.claim(keyed.name, call_id) == call_id
 
     async def _cancel(self, entries: dict[str, str]) -> None:
         for request_id, entry_id in [each for each in entries.items() if each[1]]:

@@ -118,7 +118,8 @@ class Network:
     def node_of(self, owner: SimulatedProcess | None) -> Node:
         return self._former.get(owner, self.node) if self._former else self.node
 
-    def _delay_ns(self) -> int:
+    def draw_delay_ns(self) -> int:
+        """Return how long a message takes."""
         draw = self._random()
         if draw > 0.98:  # a packet lost, a busy host
             return int(20 * MS * (draw - 0.98) / 0.02 * self.slow)
@@ -132,7 +133,7 @@ class Network:
         elif self.is_instant:
             self._loop.call_soon(deliver, *args, context=_WORLD)
         else:
-            self._loop.call_later(self._delay_ns() / 1e9, deliver, *args, context=_WORLD)
+            self._loop.call_later(self.draw_delay_ns() / 1e9, deliver, *args, context=_WORLD)
 
     def _arrive(self, exchange: Exchange) -> None:
         node = exchange.node

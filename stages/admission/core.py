@@ -185,12 +185,13 @@ class AdmissionCore:
         """
         self.check_owner(entry, owner)
         request = self._readable(entry)
-        adapter = self.resolve(self.asked(entry, request))
         check_request(request, max_samples=self._limits.max_samples)
         if request.budget_ns is not None and request.budget_ns <= max(0, now_ns - received_ns):
             raise RequestError(
                 "the request's time was over before it could run; give it more", code="expired"
             )
+        # Behind the budget: one that is over ends while no executor has named its adapters.
+        adapter = self.resolve(self.asked(entry, request))
         capacity = self.capacity
         check_sampling(request.sampling, vocab_size=capacity.vocab_size)
         check_embed(request, capacity, self._model_name)

@@ -52,6 +52,10 @@ FOUND: dict[str, Known] = {
     "entries in memory are forgotten when admission fails": (39, 24),
     "the tenant that was served most goes first": "tenants",
     "an older epoch writes to a recovered stream": "recovered",
+    "a key that another call has runs its call again": (6, 8),
+    "a resumed stream begins anew": (6, 8),
+    "a gateway does not renew its attachments": (1756, 8),
+    "a constraint does not reach the executor": (6, 8),
     "an older record of a lane makes a predecessor its keeper": (12, 10),
     "a lane fails at its start when a connection breaks": (222, 10),
     "a stage of which a successor has started takes part in the successor's epoch": (69, 24),
@@ -59,4 +63,5 @@ FOUND: dict[str, Known] = {
     "a request that fails its lane is never given up": (3, 24),
     "a replica whose host has vanished is waited for": (642, 24),
     "blocks of adapters are audited": (741, 24),
+    "a call that never got its key is taken over": (216, 24),
 }

@@ -15,6 +15,7 @@ _SEQUENCE = "stages/batching/sequence.py"
 _TIERS = "stages/batching/tiers.py"
 _LEASES = "bus/redis/leases.py"
 _RESULTS = "bus/redis/results.py"
+_CALLS = "gateway/serving/durable_calls.py"
 
 MUTANTS = (
     # --- admission
@@ -266,6 +267,33 @@ MUTANTS = (
         "local reply = redis.pcall('XADD', KEYS[1], fence, 'fence', '')",
         "local reply = redis.pcall('XADD', KEYS[1] .. 'x', fence, 'fence', '')",
     ),
+    # --- gateways
+    Defect(
+        "a key that another call has runs its call again",
+        _CALLS,
+        "            await self._calls.drop(record.id)\n        return owner\n",
+        "            pass\n        return record.id\n",
+    ),
+    Defect(
+        "a resumed stream begins anew",
+        "gateway/api/openai/answers.py",
+        "self._sent_before = self._passed = max(0, after)",
+        "self._sent_before = self._passed = 0",
+    ),
+    Defect(
+        "a gateway does not renew its attachments",
+        _CALLS,
+        "            await self._calls.attach(each, self._attached_s(background))\n"
+        "        await self._calls.detach(ended)",
+        "            pass\n        await self._calls.detach(ended)",
+    ),
+    # --- constraints
+    Defect(
+        "a constraint does not reach the executor",
+        "stages/admission/core.py",
+        "constraint=None if constraint is None else plain(constraint),",
+        "constraint=None,",
+    ),
 )
 
 OLD_DEFECTS = (
@@ -310,6 +338,12 @@ OLD_DEFECTS = (
         "stages/batching/audit.py",
         "if block.scope.adapter or any(map(is_image_key, block.token_ids)):",
         "if any(map(is_image_key, block.token_ids)):",
+    ),
+    Defect(
+        "a call that never got its key is taken over",
+        _CALLS,
+        "if not stored.entries and not await self._has_its_name(call_id, stored):",
+        "if False:",
     ),
 )
 """Recovery defects that CHANGELOG knows, with the mend undone."""
@@ -386,6 +420,18 @@ NOT_FOUND = (
         _SEQUENCE,
         "self.num_scheduled += num_accepted",
         "self.num_scheduled += 0",
+    ),
+    Defect(
+        "a call that no one reads goes on",
+        _CALLS,
+        "            await self._engine.cancel(request_id, entry_id)\n\n\nasync def",
+        "            pass\n\n\nasync def",
+    ),
+    Defect(
+        "a response in the background ends with its gateway",
+        _CALLS,
+        "if not self._take_over(call_id, stored):",
+        "if True:",
     ),
 )
 """That no seed has found so far: another mechanism makes up for each, or no story leads there."""

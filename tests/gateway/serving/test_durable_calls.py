@@ -8,6 +8,7 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppres
 from functools import partial
 from typing import Any
 
+import msgspec
 import pytest
 
 from nano_inference.bus.public import GenerateRequest
@@ -152,6 +153,22 @@ async def test_calls_of_a_killed_gateway_are_ended_by_another(engine: FakeEngine
     async with serving(Gateway(engine, SOON_S)):
         await engine.until(lambda: cancelled(engine) == ["c"])
     await close(connection)
+
+
+async def test_an_orphan_whose_key_another_call_has_is_dropped(engine: FakeEngine) -> None:
+    """Its gateway was killed before it claimed the key, and the client came again."""
+    gateway, store = Gateway(engine, LATER_S), engine.bus.store.calls
+    taken: list[str] = []
+    gateway.taken_over_by(lambda call_id, stored: taken.append(call_id) is None)
+    await store.claim("used", "another")
+    for call_id, name in (("first", "used"), ("second", "free")):
+        await store.keep(call_id, msgspec.json.encode(call(call_id, name)), LATER_S)
+        stored = await store.read(call_id)
+        assert stored is not None
+        await gateway.end_orphaned(call_id, stored)
+    assert taken == ["second"]
+    assert await store.read("first") is None
+    assert await store.claim("free", "third") == "second"
 
 
 async def test_calls_of_a_stopped_gateway_go_on(engine: FakeEngine) -> None:

@@ -220,6 +220,7 @@ def test_token_ids_are_taken_as_they_are(core: AdmissionCore) -> None:
         ("expired", {"budget_ns": 0}),
         ("expired", {"budget_ns": -HUGE}),
         ("expired", {"budget_ns": 500}),
+        ("expired", {"budget_ns": 500, "model": "an-adapter"}),
         ("invalid_prompt", {"prompt": "a", "prompt_token_ids": (1,)}),
         ("invalid_prompt", {"prompt": "", "messages": ()}),
         ("empty_prompt", {"prompt": ""}),

@@ -233,6 +233,16 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+def free_ports(number: int) -> int:
+    """Return the first of so many free ports in a row, below the range of outgoing connections."""
+    while True:
+        first = random.randrange(20_000, 32_000)
+        with contextlib.ExitStack() as stack, contextlib.suppress(OSError):
+            for port in range(first, first + number):
+                stack.enter_context(socket.create_server(("127.0.0.1", port)))
+            return first
+
+
 @contextlib.contextmanager
 def redis_server(url: str | None = None) -> Iterator[str]:
     """Yield the given URL, or that of an embedded server."""

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from chaos_rig import RedisServer, running_deployment
-from harness import free_port, percentile
+from harness import free_ports, percentile
 
 from nano_inference import BusClient, GenerateRequest, SamplingParams
 from nano_inference.bus.public import CompletionChunk
@@ -66,7 +66,7 @@ async def running_lane(
     """Run two replicas over Redis; `roles` is empty if each does both."""
     server = RedisServer(folder / "redis", "none")
     await server.start()
-    port = free_port() if traced else 0
+    port = free_ports(_PORTS) if traced else 0
     spans = folder / f"spans-{uuid.uuid4().hex[:6]}.json"
     chosen: dict[str, object] = {
         "bus.prefix": PREFIX,

@@ -304,24 +304,20 @@ def takeover(names: Mapping[str, str]) -> str:
     return markdown(["killed", "standby", "median, s", "most, s", "PSS, MB"], body)
 
 
-def handover(names: Mapping[str, str]) -> str:
-    """Return the times of `roles.py`, by result file and the words for its shape."""
-    body = []
-    for name, words in names.items():
-        for length, row in result(name)["handover"].items():
-            figures = ("gap_ms", "transfer_ms", "decode_ms", "over_ms")
-            body.append([f"{words}, {length}", *(f"{row[each]:.1f}" for each in figures)])
-    head = ["ms", "first to second token", "transfer", "decode step", "the rest"]
+def handover(name: str) -> str:
+    """Return the times of `roles.py`."""
+    figures = ("gap_ms", "decode_ms", "over_ms", "transfer_ms")
+    body = [
+        [length, *(f"{row[each]:.1f}" for each in figures)]
+        for length, row in result(name)["handover"].items()
+    ]
+    head = ["ms", "first to second token", "decode step", "the rest", "all transfers"]
     return markdown(head, body)
 
 
-def handover_parts(names: Mapping[str, str]) -> str:
+def handover_parts(name: str) -> str:
     """Return what the handovers of `roles.py` consist of."""
-    rows = {
-        f"{words}, {length}": row
-        for name, words in names.items()
-        for length, row in result(name)["handover"].items()
-    }
+    rows = result(name)["handover"]
     parts = [part for part in next(iter(rows.values())) if not part.endswith(("_ms", "transfers"))]
     body = [[words, *(f"{row[part]:.1f}" for part in parts)] for words, row in rows.items()]
     return markdown(["ms", *parts], body)
@@ -522,7 +518,6 @@ def scale_simulated(name: str) -> str:
 
 
 OTHERS = ("openvino", "llamacpp")
-ROLES = {"roles-M-2-cpu-cores": "M", "roles-T-2-cpu-cores": "T"}
 TABLES: dict[str, Callable[[], str]] = {
     "run-amx": partial(engines_of, AMX, "near", OTHERS),
     "run-transformers": partial(
@@ -548,8 +543,8 @@ TABLES: dict[str, Callable[[], str]] = {
         takeover, {"takeover-2-cpu-cores": "", "takeover-S-2-cpu-cores": " (S, 5 kills)"}
     ),
     "tier-bandwidth": partial(tier_bandwidth, "kv-bandwidth-S-2-cpu-cores"),
-    "handover": partial(handover, ROLES),
-    "handover-parts": partial(handover_parts, ROLES),
+    "handover": partial(handover, "roles-T-2-cpu-cores"),
+    "handover-parts": partial(handover_parts, "roles-T-2-cpu-cores"),
     "interference": partial(interference, "roles-M-2-cpu-cores"),
     "devices": partial(devices, "roles-M-2-cpu-cores"),
     "conversations": partial(conversations, "kv-conversations-2-cpu-cores"),

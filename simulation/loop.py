@@ -6,7 +6,6 @@ import asyncio
 import heapq
 from asyncio import events
 from collections.abc import Callable, Coroutine, Iterable
-from concurrent.futures import Future as ThreadFuture
 from contextvars import Context, ContextVar, copy_context
 from random import Random
 from typing import Any
@@ -325,13 +324,3 @@ def _make_task(
     if process is not None:
         process.add(task)
     return task
-
-
-def done_future(function: Callable[..., Any], *args: Any) -> ThreadFuture[Any]:
-    """Return a thread's future with the result of a function, which runs here and now."""
-    future: ThreadFuture[Any] = ThreadFuture()
-    try:
-        future.set_result(function(*args))
-    except Exception as error:  # noqa: BLE001  (the future carries it)
-        future.set_exception(error)
-    return future

@@ -44,9 +44,6 @@ EVENTS, EVENTS_EACH = 100_000, 1_000
 
 SETTLE_MS = 30_000
 
-RESTART_MS = 200
-"""After so long a program that has ended by itself starts again."""
-
 CHECK_EVERY = 97
 """Callbacks between two checks of the stages' state."""
 

@@ -259,7 +259,7 @@ class Deployment:
 
 
 def _forks_ranks(pid: int) -> bool:
-    return any("import rank_worker" in each for each in command_line(pid))
+    return "rank_worker.main()" in command_line(pid)
 
 
 @contextlib.asynccontextmanager

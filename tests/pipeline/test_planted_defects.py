@@ -19,6 +19,7 @@ self-audit, which turns the tiers off. Here, or in the test that is named:
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from itertools import count
 from pathlib import Path
@@ -29,7 +30,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from nano_inference import InferenceEngine, Pipeline
+from nano_inference import InferenceEngine, Pipeline, schedule
 from nano_inference.bus.messages import RemoteBlocks
 from nano_inference.bus.steps import KVMove
 from nano_inference.stages.batching import handover as handover_module
@@ -345,6 +346,8 @@ def another_size(patch: pytest.MonkeyPatch) -> None:
 def expire(patch: pytest.MonkeyPatch) -> None:
     """Offers end at once, and their slots are given away before they are read."""
     patch.setattr(tiers_module, "OFFER_S", 0)
+    # All blocks of a prompt in one step: those of an earlier one could be read in time.
+    patch.setattr(sys.modules[schedule.__module__], "LEAST_AHEAD", 1 << 20)
     end = tiers_module.KVTiers.end_offers
 
     def ended(self: tiers_module.KVTiers, now_ns: int) -> None:

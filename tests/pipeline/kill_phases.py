@@ -6,6 +6,7 @@ a file at SIGUSR1: `kill_phases.py FOLDER ROLE ARGUMENTS...`.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import runpy
@@ -136,13 +137,20 @@ def write_state_when_asked(path: Path) -> None:
         original(self, *args, **kwargs)
         cores[:] = [self]
 
-    def write(number: int, frame: Any) -> None:
+    def write() -> None:
         new = path.with_suffix(".new")
         new.write_text(json.dumps(state_of(cores[0]) if cores else {}))
         new.rename(path)
 
+    def asked(number: int, frame: Any) -> None:
+        # Between two callbacks: a signal comes in the middle of a core's work, too.
+        try:
+            asyncio.get_running_loop().call_soon_threadsafe(write)
+        except RuntimeError:  # none runs yet
+            write()
+
     wrap(BatchingCore, "__init__", remember)
-    signal.signal(signal.SIGUSR1, write)
+    signal.signal(signal.SIGUSR1, asked)
     path.with_suffix(".pid").write_text(str(os.getpid()))
 
 

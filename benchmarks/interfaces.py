@@ -29,7 +29,7 @@ from chaos_http import PASSING, Reading, events_of
 from chaos_rig import Entry
 
 from nano_inference import BusClient, Completion, CompletionChunk
-from nano_inference.config import NanoInferenceError
+from nano_inference.config import BusError, NanoInferenceError
 from nano_inference.kserve import KServeClient, KServeError, NamedTensor, text_tensor
 
 LIMIT_S = 240.0
@@ -235,7 +235,7 @@ class Interfaces:
                     try:
                         await send(ask.request, answer, name, tenant)
                         break
-                    except (Passing, httpx.TransportError, *chaos_rig.AWAY) as error:
+                    except (Passing, BusError, httpx.TransportError, *chaos_rig.AWAY) as error:
                         answer.returns += 1
                         answer.remark = f"{type(error).__name__}: {error}"[:200]
                         await asyncio.sleep(min(2.0, 0.1 * answer.returns))

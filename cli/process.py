@@ -174,7 +174,7 @@ def forbid_torch() -> None:
 
 
 def import_tokenizers() -> None:
-    """Import Transformers' tokenizers, which takes seconds of CPU time, before anybody waits."""
+    """Import Transformers' tokenizers, which takes seconds of CPU time, before the first call."""
     from transformers import AutoTokenizer, PreTrainedTokenizerFast  # noqa: F401
 
 

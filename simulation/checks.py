@@ -17,6 +17,7 @@ from . import model
 from .calls import Call
 from .constraints import Constrained, stop_ids
 from .gateway_checks import (
+    GatewaysWorld,
     check_attached,
     check_ends,
     check_response,
@@ -25,7 +26,6 @@ from .gateway_checks import (
     may_be_refused,
 )
 from .redis.data import Stream
-from .redis.network import Network
 from .story import MOST_REQUESTS, Request, Story
 
 MOST_FAILURES = AdmissionConfig().max_lane_deaths
@@ -43,14 +43,9 @@ _LATE_STAGES = ("fairness", "batching", "executor")
 _FAILURES = ("crash", "kill", "double", "pause", "cut", "restart", "failover")
 
 
-class World(Protocol):
+class World(GatewaysWorld, Protocol):
     """What a simulation shows; see its attributes."""
 
-    story: Story
-    network: Network
-    calls: dict[str, Call]
-    answers: dict[str, Request]
-    ran: dict[int, set[str]]
     losable: set[str]
     weights: dict[tuple[str, int], set[int]]
     adapters: dict[tuple[str, int], set[int]]
@@ -71,7 +66,7 @@ def check_call(world: World, call: Call) -> Iterator[str]:
         if not _may_be_lost(world, call):
             yield f"its client got {call.error.code}: {call.error.message}"
         return
-    if call.request.door == "background":
+    if call.request.interface == "background":
         yield from check_response(story, call)
         return
     if len(ends) != 1 or call.outputs[-1] is not ends[0]:
@@ -80,7 +75,7 @@ def check_call(world: World, call: Call) -> Iterator[str]:
     for sample in ends[0].samples:
         yield from _check_tokens(world, call.request, sample, chunks)
     yield from _check_end(story, call, ends[0], chunks)
-    if call.request.door == "bus":
+    if call.request.interface == "bus":
         yield from _check_time(story, call)
         yield from _check_delay(story, call)
 
@@ -88,7 +83,7 @@ def check_call(world: World, call: Call) -> Iterator[str]:
 def _may_be_lost(world: World, call: Call) -> bool:
     assert call.error is not None
     story = world.story
-    if call.request.door != "bus":
+    if call.request.interface != "bus":
         return may_be_refused(story, call.error.code)
     broken = story.noise or any(
         fault.kind in ("reset", "cut", "pause", "double", "restart", "failover", "vanish")
@@ -131,7 +126,7 @@ def _check_end(
             aborts = any(
                 f.mode == "abort" and f.kind in ("weights", "adapter", "hold") for f in story.faults
             )
-            if not aborts and not (request.door != "bus" and may_be_ended(story, call)):
+            if not aborts and not (request.interface != "bus" and may_be_ended(story, call)):
                 yield f"it was cancelled: {end.error}"
         case _:
             failures = sum(fault.kind in _FAILURES for fault in story.faults)
@@ -235,7 +230,7 @@ def constrained_by(request: Request) -> Constrained | None:
 def _check_finish(request: Request, sample: CompletionSample) -> Iterator[str]:
     tokens = sample.token_ids
     ends = stop_ids() if request.constraint else request.stop_ids
-    if request.constraint and sample.finish_reason == "stop" and request.door == "bus":
+    if request.constraint and sample.finish_reason == "stop" and request.interface == "bus":
         valid = re.fullmatch(request.constraint, sample.text)
         if valid is None:
             yield f"sample {sample.sample_index} is {sample.text!r}, not {request.constraint}"
@@ -348,7 +343,7 @@ def _check_results(world: World) -> Iterator[str]:
     lossy = is_lossy(world.story)
     for call in () if lossy else world.calls.values():
         end = call.outputs[-1] if call.outputs else None
-        if call.request.door != "bus":
+        if call.request.interface != "bus":
             continue
         if isinstance(end, Completion) and not numbers[end.entry_id, end.request_id]:
             yield f"the results stream has no terminal message of {call.request.name}"

@@ -28,7 +28,7 @@ LEFT_MS = 300
 _LOST = ("stream_not_found", "unknown_response", "unknown_request", "idempotency_key_reused")
 
 
-class World(Protocol):
+class GatewaysWorld(Protocol):
     """What these checks need of a simulation."""
 
     story: Story
@@ -57,7 +57,7 @@ def may_be_ended(story: Story, call: Call) -> bool:
     )
 
 
-def check_ends(world: World, ends: Iterable[Completion]) -> Iterator[str]:
+def check_ends(world: GatewaysWorld, ends: Iterable[Completion]) -> Iterator[str]:
     """Compare what clients of gateways have read with the results stream."""
     story, lossy = world.story, is_lossy(world.story)
     found: dict[str, list[Completion]] = {}
@@ -69,7 +69,7 @@ def check_ends(world: World, ends: Iterable[Completion]) -> Iterator[str]:
             yield f"{answer_id} has {len(own)} terminal messages"
     for name, call in world.calls.items():
         request = call.request
-        if request.door == "bus":
+        if request.interface == "bus":
             continue
         ids = world.ran.get(request.seed, set())
         if request.keyed and not lossy:
@@ -124,7 +124,7 @@ def _check_left(story: Story, name: str, call: Call, ends: Iterable[Completion])
             yield f"{name} ran {late_ms} ms longer than its client, and not {limit_ms}"
 
 
-def check_attached(world: World) -> Iterator[str]:
+def check_attached(world: GatewaysWorld) -> Iterator[str]:
     """Check that no gateway holds on to a call that has ended."""
     if any(fault.kind == "clock" and not fault.target for fault in world.story.faults):
         return  # by the server's clock, an attachment may end a minute later

@@ -95,7 +95,7 @@ class HttpCall:
             call.ended, call.ended_ns = True, self._world.loop.now_ns
 
     async def _persist(self) -> None:
-        ask = self._background if self._request.door == "background" else self._once
+        ask = self._background if self._request.interface == "background" else self._once
         pause_s = PAUSE_S
         while not await self._attempt(ask):
             await anyio.sleep(pause_s)
@@ -140,7 +140,7 @@ class HttpCall:
             self._count_time_alone()
             if start["status"] != 200:
                 await self._refused(connection)
-            elif self._request.door == "stream":
+            elif self._request.interface == "stream":
                 await self._stream(connection)
             else:
                 self._whole(msgspec.json.decode((await self._read(connection))["body"]))
@@ -317,7 +317,7 @@ def body_of(request: Request) -> dict[str, Any]:
     """Return the body of a call of `/inference/v1/generate`."""
     return {
         "token_ids": request.prompt,
-        "stream": request.door == "stream",
+        "stream": request.interface == "stream",
         "priority": request.priority,
         "return_weight_versions": True,
         "sampling_params": {

@@ -80,7 +80,7 @@ def _shorter(story: Story) -> Iterator[Story]:
     if story.clients > 1 and not any(fault.target.startswith("client") for fault in story.faults):
         requests = [replace(request, client=0) for request in story.requests]
         yield replace(story, clients=1, requests=tuple(requests))
-    if story.gateways and all(each.door == "bus" for each in story.requests):
+    if story.gateways and all(each.interface == "bus" for each in story.requests):
         faults = [each for each in story.faults if not each.target.startswith("gateway")]
         yield replace(story, gateways=0, faults=tuple(faults))
     if story.adapters and not any(fault.kind == "adapter" for fault in story.faults):

@@ -29,7 +29,7 @@ GATEWAY_SEED = 1000
 
 BusKind = Literal["memory", "redis"]
 
-Door = Literal[
+Interface = Literal[
     "bus",
     "stream",  # of a gateway
     "whole",  # an answer of a gateway, in one piece
@@ -63,7 +63,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         name: Its id.
         at_ms: When it is sent.
         client: Number of its client; over HTTP, of the gateway that it asks first.
-        door: How it is sent.
+        interface: How it is sent.
         keyed: Whether its call has an idempotency key.
         twice: Whether the call is sent twice at the same time.
         drop_ms: Over HTTP, each of its connections breaks after so long; 0 for never.
@@ -79,7 +79,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     name: str
     at_ms: int
     client: int = 0
-    door: Door = "bus"
+    interface: Interface = "bus"
     keyed: bool = False
     twice: bool = False
     drop_ms: int = 0
@@ -292,7 +292,7 @@ def _with_gateways(story: Story, most_requests: int, spread_ms: int) -> Story:
     story = msgspec.structs.replace(story, gateways=number, grace_ms=choice((300, 2000, 10_000)))
     calls = []
     for index in range(random.randint(1, max(1, most_requests // 2))):
-        door: Door = choice(("stream", "stream", "stream", "whole", "background"))
+        interface: Interface = choice(("stream", "stream", "stream", "whole", "background"))
         keyed = draws() < 0.6
         request = _request(random, story, index, spread_ms)
         calls.append(
@@ -300,14 +300,14 @@ def _with_gateways(story: Story, most_requests: int, spread_ms: int) -> Story:
                 request,
                 name=f"h{index}",
                 client=random.randrange(number),
-                door=door,
+                interface=interface,
                 keyed=keyed,
-                twice=keyed and door != "background" and draws() < 0.2,
+                twice=keyed and interface != "background" and draws() < 0.2,
                 drop_ms=choice((5, 40, 300)) if keyed and draws() < 0.4 else 0,
-                leave_ms=choice((5, 50, 400)) if door == "stream" and draws() < 0.25 else 0,
+                leave_ms=choice((5, 50, 400)) if interface == "stream" and draws() < 0.25 else 0,
                 # By its seed a request is known in the executor, over all of its calls.
                 seed=GATEWAY_SEED + index,
-                n=1 if door == "background" else request.n,
+                n=1 if interface == "background" else request.n,
                 adapter="",
             )
         )
@@ -324,7 +324,7 @@ def _with_gateways(story: Story, most_requests: int, spread_ms: int) -> Story:
             )
         )
     requests = tuple(
-        _constrained(random, each) if draws() < 0.2 and each.door != "background" else each
+        _constrained(random, each) if draws() < 0.2 and each.interface != "background" else each
         for each in (*story.requests, *calls)
     )
     return msgspec.structs.replace(story, requests=requests, faults=tuple(sorted(faults, key=_at)))

@@ -26,7 +26,7 @@ UNREADABLE, UNWRITABLE = 0.03, 0.03
 
 
 class SimulatedTiers:
-    """`BlockTiers` without bytes. Whatever has its own thread there takes simulated time here.
+    """`BlockTiers` without bytes. The work of its threads takes simulated time here.
 
     Attributes:
         capacity: The size of the tiers.

@@ -164,7 +164,7 @@ class World:
         for number in range(self.story.clients):
             self.start_client(number)
         for request in self.story.requests:
-            send = self._send if request.door == "bus" else self._call_gateway
+            send = self._send if request.interface == "bus" else self._call_gateway
             self.at(request.at_ms, partial(send, request))
         self._faults.begin()
         self.loop.most_events = EVENTS + EVENTS_EACH * len(self.story.requests)

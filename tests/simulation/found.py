@@ -43,7 +43,7 @@ FOUND: dict[str, Known] = {
     "drafts in flight are not reckoned with": (8, 10),
     "a sequence that resumes costs no credit": (55, 10),
     "a terminal message is sent twice": (0, 10),
-    "whoever waits for a queue is not woken": (1, 10),
+    "a reader that waits for a queue is not woken": (1, 10),
     "a follower in memory does not notice outputs": (1, 10),
     "chunks have no number in their stream": (0, 10),
     "chunks that a server gets again are given to clients again": (33, 10),

@@ -214,7 +214,7 @@ MUTANTS = (
         "if false then return 0 end",
     ),
     Defect(
-        "whoever waits for a queue is not woken",
+        "a reader that waits for a queue is not woken",
         "bus/queue.py",
         "        self._items.append((entrance, item))\n        if self._takers:",
         "        self._items.append((entrance, item))\n        if False:",

@@ -69,7 +69,8 @@ clean:
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(0 if (3, 11) <= v < (3, 14) else "Python 3.11 to 3.13 is needed, this is %d.%d; set PYTHON=python3.11" % v[:2])'
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[all,test,check]"
+	# Python compiles what is imported; the rest is most of these packages, and of the time.
+	$(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt --editable ".[all,test,check]"
 	touch $@
 
 # mypy follows the relative imports of the root package through this link.

@@ -1,4 +1,4 @@
-"""Settings, errors and temporary memory. This floor imports nothing else of the package."""
+"""Settings, errors and temporary memory. Imports nothing else of the package."""
 
 from .engine import ADAPTER_ID_RULE as ADAPTER_ID_RULE
 from .engine import BUNDLED_MODEL as BUNDLED_MODEL

@@ -76,9 +76,9 @@ def test_the_page_draws_the_tree() -> None:
         above[depth:] = [f"{above[depth - 1]}.{name}" if depth else name]
         drawn.add(above[depth])
     assert drawn == PACKAGES - {"", "models", "models.vision"}
-    floors = re.findall(r"^(\w+)/ ", page, re.M)
-    layers = contract("A room")["layers"]
-    assert [f"nano_inference.{floor}" for floor in floors] == layers
+    drawn_layers = re.findall(r"^(\w+)/ ", page, re.M)
+    layers = contract("A folder")["layers"]
+    assert [f"nano_inference.{layer}" for layer in drawn_layers] == layers
 
 
 # --- sizes -------------------------------------------------------------------------------------
@@ -87,8 +87,8 @@ LINES_OF_A_FILE, LINES_OF_A_FUNCTION = 700, 80
 
 
 def product_code() -> list[Path]:
-    floors = [ROOT / layer.rpartition(".")[2] for layer in contract("A room")["layers"]]
-    return [*ROOT.glob("*.py"), *(path for floor in floors for path in floor.rglob("*.py"))]
+    folders = [ROOT / layer.rpartition(".")[2] for layer in contract("A folder")["layers"]]
+    return [*ROOT.glob("*.py"), *(path for folder in folders for path in folder.rglob("*.py"))]
 
 
 def functions_in(place: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:

@@ -272,6 +272,7 @@ def _reads_reasoning_of(form: MessageFormat, reasoning: ReasoningSyntax | None) 
 
 def _parsed(form: MessageFormat, text: str) -> dict[str, Any]:
     try:
-        return parse_response(text, form.response_template, prefix="")
+        parsed: dict[str, Any] = parse_response(text, form.response_template, prefix="")
     except (ValueError, LookupError, TypeError):
         return {}
+    return parsed

@@ -123,7 +123,7 @@ def prepare_loading() -> None:
     """
     from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
-    get_checkpoint_conversion_mapping("")  # type: ignore[no-untyped-call]
+    get_checkpoint_conversion_mapping("")
 
 
 def load_model(config: EngineConfig) -> LoadedModel:

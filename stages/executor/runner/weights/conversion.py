@@ -67,7 +67,7 @@ def split_converted(
     """
     from transformers.conversion_mapping import get_model_conversion_mapping
 
-    rules: list[Any] = get_model_conversion_mapping(weights.whole)  # type: ignore[arg-type]
+    rules: list[Any] = get_model_conversion_mapping(weights.whole)
 
     def converts(name: str) -> bool:
         return any(rule.rename_source_key(name)[1] is not None for rule in rules)

@@ -19,6 +19,8 @@ import socket
 import subprocess
 import sys
 import tempfile
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -65,6 +67,7 @@ def main() -> None:
     listening = socket.socket(fileno=int(sys.argv[1]))
     programs = runpy.run_path(str(PROGRAMS))
     programs["import_all"]()
+    compile_kernels()
     gc.collect()
     gc.freeze()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
@@ -97,6 +100,30 @@ def main() -> None:
         connection.close()
         for descriptor in descriptors:
             os.close(descriptor)
+
+
+def compile_kernels() -> None:
+    """Compile the kernels that most engines need, in children. On a new machine each worker, and
+    each of its programs, would do so by itself: seconds of processor time."""
+    import torch
+
+    from nano_inference.stages.executor.runner.kernels import compile, cpu
+
+    loads = (
+        partial(cpu.library, torch.float32),
+        partial(cpu.library, torch.bfloat16),
+        cpu.sampling_library,
+        partial(compile.load_library, compile.RANKS),
+    )
+    children = []
+    for load in loads:
+        if (child := os.fork()) == 0:
+            with suppress(compile.KernelsUnavailable):
+                load()
+            os._exit(0)
+        children.append(child)
+    for child in children:
+        os.waitpid(child, 0)
 
 
 def serving(programs: dict[str, Any], others: list[int]) -> socket.socket | None:

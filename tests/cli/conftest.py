@@ -103,9 +103,9 @@ def serving(redis_url: str) -> Iterator[Config]:
         yield config
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def served(redis_url: str) -> Iterator[Config]:
-    """A pipeline that all tests share, and leave unchanged."""
+    """A pipeline that all tests here share, and leave unchanged."""
     with serving(redis_url) as config:
         yield config
 
@@ -127,7 +127,7 @@ def gateway_of(served: Config, **sections: object) -> Iterator[str]:
         yield gateway.url
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def url(served: Config) -> Iterator[str]:
     """A gateway in front of the pipeline that all tests share."""
     with gateway_of(served) as url:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from nano_inference.config import BusError
+from nano_inference.gateway.api.openai import records
 
 from ...fake import Client, FakeEngine, refused
 from ...made import interleaved
@@ -54,8 +55,11 @@ async def test_another_gateway_goes_on_behind_each_event(
     assert len(http.engine.requests) == published
 
 
-async def test_resuming_publishes_unpublished_requests(http: Client, other: Client) -> None:
+async def test_resuming_publishes_unpublished_requests(
+    http: Client, other: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The first gateway was killed when it had begun the first of two prompts."""
+    monkeypatch.setattr(records, "PUBLISH_PATIENCE_S", 0.0)
     told = stream_of(await http.post(COMPLETIONS, json=TEXT | {"prompt": ["a", "b"]}))
     answer_id = told[0].event_id.partition(".")[0]
     (first, second) = http.engine.requests

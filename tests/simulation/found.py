@@ -63,5 +63,6 @@ FOUND: dict[str, Known] = {
     "a request that fails its lane is never given up": (3, 24),
     "a replica whose host has vanished is waited for": (642, 24),
     "blocks of adapters are audited": (741, 24),
+    "a start that is recorded late counts as another process": "late_opening",
     "a call that never got its key is taken over": (216, 24),
 }

@@ -340,6 +340,12 @@ OLD_DEFECTS = (
         "if any(map(is_image_key, block.token_ids)):",
     ),
     Defect(
+        "a start that is recorded late counts as another process",
+        "bus/redis/bus.py",
+        "if record ~= ARGV[2] then return opener == ARGV[3] and tonumber(last) end\n",
+        "\n",
+    ),
+    Defect(
         "a call that never got its key is taken over",
         _CALLS,
         "if not stored.entries and not await self._has_its_name(call_id, stored):",

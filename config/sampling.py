@@ -193,15 +193,18 @@ class SamplingParams(Settings, frozen=True, forbid_unknown_fields=True, omit_def
 
         Values of a wrong type stay, for the check on the bus.
         """
-        for name, kind, given in (
-            ("stop_token_ids", frozenset, self.stop_token_ids),
-            ("stop", tuple, self.stop),
-            ("logit_bias", FrozenDict, self.logit_bias),
-        ):
-            taken = dict if kind is FrozenDict else list | tuple | set | frozenset
-            if type(given) is not kind and isinstance(given, taken):
-                with suppress(TypeError):  # elements without a hash
-                    msgspec.structs.force_setattr(self, name, kind(given))
+        if type(self.stop_token_ids) is not frozenset:
+            self._freeze("stop_token_ids", frozenset, list | tuple | set)
+        if type(self.stop) is not tuple:
+            self._freeze("stop", tuple, list | set | frozenset)
+        if type(self.logit_bias) is not FrozenDict:
+            self._freeze("logit_bias", FrozenDict, dict)
+
+    def _freeze(self, name: str, kind: type, taken: Any) -> None:
+        given = getattr(self, name)
+        if isinstance(given, taken):
+            with suppress(TypeError):  # elements without a hash
+                msgspec.structs.force_setattr(self, name, kind(given))
 
 
 _HINTS = get_type_hints(SamplingParams, include_extras=True)

@@ -16,6 +16,7 @@ from ..stages.admission.core import derive_seed
 from . import model
 from .calls import Call
 from .constraints import Constrained, stop_ids
+from .executor import STEP_NS, TOKEN_NS
 from .gateway_checks import (
     GatewaysWorld,
     check_attached,
@@ -32,8 +33,9 @@ MOST_FAILURES = AdmissionConfig().max_lane_deaths
 """A request in which a lane fails so often is given up."""
 
 
-LATE_MS = 1500
-"""So long behind its time limit a request ends at most, while admission and streaming run."""
+LATE_MS, LATE_STEPS = 1500, 5
+"""So long, and so many full steps, behind its time limit a request ends at most, while admission
+and streaming run."""
 
 QUICK_MS = 4000
 """A request takes less, on a quick device and if only replies are lost."""
@@ -46,6 +48,8 @@ _FAILURES = ("crash", "kill", "double", "pause", "cut", "restart", "failover")
 class World(GatewaysWorld, Protocol):
     """What a simulation shows; see its attributes."""
 
+    longest_prefill: int
+    longest_sample: int
     losable: set[str]
     weights: dict[tuple[str, int], set[int]]
     adapters: dict[tuple[str, int], set[int]]
@@ -145,7 +149,9 @@ def _check_time(story: Story, call: Call) -> Iterator[str]:
         for fault in story.faults
     )
     late_ms = call.ended_ns // 1_000_000 - request.at_ms - request.budget_ms
-    if request.budget_ms and undisturbed and late_ms > LATE_MS:
+    step_ns = (STEP_NS + TOKEN_NS * story.max_tokens_per_batch) * story.slowness
+    limit_ms = LATE_MS + LATE_STEPS * step_ns // 1_000_000
+    if request.budget_ms and undisturbed and late_ms > limit_ms:
         yield f"it ended {late_ms} ms behind its time limit"
 
 
@@ -269,10 +275,9 @@ def check_state(world: World) -> Iterator[str]:
 def _check_fairness(world: World, actor: Any) -> Iterator[str]:
     """Compare the service of tenants that wait: the bound U of docs/fairness.md."""
     story, config = world.story, actor.config.fairness
-    longest = max((len(r.prompt) * r.n for r in story.requests), default=0)
-    most = max((r.max_tokens for r in story.requests), default=0)
     batch = story.max_batch_size * story.replicas
-    bound = config.prefill_weight * longest + config.decode_weight * batch * most
+    bound = config.prefill_weight * world.longest_prefill
+    bound += config.decode_weight * batch * world.longest_sample
     for each in actor._core._queue._classes.values():
         counters = {flow.tenant: flow.counter for flow in each.flows() if flow.num_waiting}
         if counters and max(counters.values()) - min(counters.values()) > bound:

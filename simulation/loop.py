@@ -7,6 +7,7 @@ import heapq
 from asyncio import events
 from collections.abc import Callable, Coroutine, Iterable
 from contextvars import Context, ContextVar, copy_context
+from functools import partial
 from random import Random
 from typing import Any
 
@@ -63,7 +64,7 @@ PROCESS: ContextVar[SimulatedProcess | None] = ContextVar("process", default=Non
 class Handle:
     """A callback and its process; with the interface of asyncio's, and half of its cost."""
 
-    __slots__ = ("args", "callback", "context", "is_cancelled", "process", "when_ns")
+    __slots__ = ("args", "callback", "context", "process", "when_ns")
 
     def __init__(
         self,
@@ -73,22 +74,18 @@ class Handle:
         context: Context | None,
     ) -> None:
         if context is None:
-            self.process = PROCESS.get()
-            self.context = copy_context()
-        else:
-            self.process = context.get(PROCESS)
-            self.context = context
+            context = copy_context()
+        self.process = context.get(PROCESS)
+        self.context = context
         self.when_ns = when_ns
         self.callback: Callable[..., object] | None = callback
         self.args = args
-        self.is_cancelled = False
 
     def cancel(self) -> None:
-        self.is_cancelled = True
         self.callback, self.args = None, ()
 
     def cancelled(self) -> bool:
-        return self.is_cancelled
+        return self.callback is None
 
     def when(self) -> float:
         return self.when_ns / 1e9
@@ -153,8 +150,11 @@ class SimulatedLoop(asyncio.BaseEventLoop):
         self.check: Callable[[], object] = lambda: None
         self.unhandled: list[str] = []
         self.set_task_factory(_make_task)  # type: ignore[arg-type]
+        self.create_future = partial(asyncio.Future, loop=self)  # type: ignore[method-assign]
 
     # --- asyncio's interface ------------------------------------------------------------------
+
+    get_debug = bool  # False, without code of ours: each future asks
 
     def time(self) -> float:
         return self.now_ns / 1e9

@@ -40,8 +40,10 @@ async def obey(world: Notes, client: BusClient, fault: Fault) -> None:
         if scope.cancelled_caught and not world.is_disturbed:
             world.violate(f"the order {fault.kind} had no answer")
     except NanoInferenceError as error:
-        # A lane that fails meanwhile doesn't answer.
         world.note("order failed", fault.kind, error.code, error.message)
+        # A lane that fails meanwhile doesn't answer.
+        if error.code == "no_answer" and not world.is_disturbed:
+            world.violate(f"the order {fault.kind}: {error.message}")
     finally:
         if fault.kind == "hold":
             await _go_on(world, client)

@@ -13,7 +13,7 @@ from . import model
 from .constraints import PATTERNS
 
 MOST_REQUESTS = 24
-"""Of most stories; those of crowds have up to ten times as many."""
+"""Of most stories; those of crowds have up to ten times as many, and of throngs 34 times."""
 
 LEASE_MS = 5000
 """So long a lane holds requests without a sign of life."""
@@ -23,6 +23,9 @@ VANISHED_MS = 30_000
 
 GATEWAY_DIGITS = (4, 6)
 """Seeds that end so have stories with gateways."""
+
+THRONG_DIGIT = 9
+"""Seeds that end so have stories of throngs: more requests than any page, batch or window holds."""
 
 GATEWAY_SEED = 1000
 """Seeds of requests over gateways begin here, and each has its own."""
@@ -241,9 +244,13 @@ def draw(seed: int, most_requests: int = MOST_REQUESTS) -> Story:
     lanes = choice((1, 1, 2, 3)) if bus == "redis" and not split else 1
     replicas = choice((1, 1, 1, 2, 2, 3)) if lanes < 3 else 1
     is_crowd = most_requests >= MOST_REQUESTS and random.random() < 0.4
-    scale = choice((2, 4, 8)) if is_crowd else 1
-    # Of a crowd either most run at a time, or most wait.
-    room = choice((1, scale, scale))
+    is_throng = most_requests >= MOST_REQUESTS and seed % 10 == THRONG_DIGIT
+    if is_throng:
+        is_crowd, scale = True, choice((16, 32))
+    else:
+        scale = choice((2, 4, 8)) if is_crowd else 1
+    # Of a crowd either most run at a time, or most wait; of a throng most run.
+    room = scale if is_throng else choice((1, scale, scale))
     story = Story(
         seed=seed,
         bus=bus,

@@ -47,6 +47,9 @@ SETTLE_MS = 30_000
 CHECK_EVERY = 97
 """Callbacks between two checks of the stages' state."""
 
+NOTED = 4096
+"""Parts of the trace that are hashed at once."""
+
 
 class World:
     """A simulation of one story.
@@ -55,6 +58,7 @@ class World:
         calls: The requests, by name; one that is sent twice has a second one.
         gateways: By program, those that run.
         answers: By the id of a gateway's answer, what it answers.
+        longest_prefill, longest_sample: Most tokens of a request's prompts, and of a sample.
         pipelines: By program, the running one.
         weights: The numbers of the weights of a lane and version.
         adapters: The numbers of the adapters of an id and version.
@@ -98,6 +102,9 @@ class World:
         self.adapters = self.environment.adapters
         self.calls = {request.name: Call(request) for request in story.requests}
         self.calls |= {f"{each.name}'": Call(each) for each in story.requests if each.twice}
+        self._open = [*self.calls.values()]  # less those at its end that have ended
+        self.longest_prefill = max((len(r.prompt) * r.n for r in story.requests), default=0)
+        self.longest_sample = max((r.max_tokens for r in story.requests), default=0)
         if story.gateways:  # now, since modules of theirs are replaced, too
             from . import gateways, http_clients  # noqa: F401
 
@@ -113,6 +120,7 @@ class World:
         self.violations: list[str] = []
         self.lines: list[str] | None = [] if trace else None
         self._digest = hashlib.blake2b(digest_size=16)
+        self._noted: list[bytes] = []
         self._pids = 0
         self.losable: set[str] = set()
         self.updates = 10  # the adapters of the settings have the numbers before
@@ -143,6 +151,7 @@ class World:
 
     def digest(self) -> str:
         """Return the digest of all that has happened."""
+        self._hash_notes()
         return self._digest.hexdigest()
 
     @property
@@ -175,7 +184,9 @@ class World:
             return True
         if self._faults.num_open:
             return False
-        return all(call.ended for call in self.calls.values())
+        while self._open and self._open[-1].ended:
+            self._open.pop()
+        return not self._open
 
     def _settle(self) -> None:
         """Wait until nothing is in flight, and check what is left."""
@@ -348,19 +359,26 @@ class World:
 
     def note(self, *parts: str) -> None:
         line = f"{self.loop.now_ns / MS:12.3f} {' '.join(parts)}"
-        self._digest.update(line.encode("utf-8", "surrogatepass"))
+        self._noted.append(line.encode("utf-8", "surrogatepass"))
         if self.lines is not None:
             self.lines.append(line)
 
     def _note_command(self, owner: SimulatedProcess | None, command: Arguments, reply: Any) -> None:
-        raw = b" ".join(command)
-        self._digest.update(b"%d %d " % (self.loop.now_ns, owner.pid if owner else 0))
-        self._digest.update(raw)
+        noted = self._noted
+        noted.append(b"%d %d" % (self.loop.now_ns, owner.pid if owner else 0))
+        noted += command
+        if len(noted) > NOTED:
+            self._hash_notes()
         if self.lines is not None:
             shown = " ".join(_shown(each) for each in command)
             name = owner.name if owner else "-"
             text = f"{self.loop.now_ns / MS:12.3f} {name}: {shown} -> {_brief(reply)}"
             self.lines.append(text)
+
+    def _hash_notes(self) -> None:
+        """Add what was noted to the digest."""
+        self._digest.update(b" ".join(self._noted))
+        self._noted.clear()
 
     def _log(self, logger: Any, method: str, event: MutableMapping[str, Any]) -> str:
         process = PROCESS.get()

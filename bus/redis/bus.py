@@ -54,17 +54,26 @@ redis.call('SET', KEYS[1], string.format('%.0f', epoch))
 return epoch
 """
 
-# Return the number of the stage's last opening, after this one (0: a new one) is recorded. After a
-# failover the record may be an older one.
-_OPENING = """
-local last = tonumber(redis.call('HGET', KEYS[1], ARGV[1]) or 0)
-local this = tonumber(ARGV[2])
-if this == 0 then
-  local time = redis.call('TIME')
-  this = math.max(last + 1, time[1] * 1000 + math.floor(time[2] / 1000))
-end
+# Number a stage's opening, if the record is as it was read. A command that comes late changes
+# nothing: after it was sent again since no reply came, or after its process was replaced.
+_OPEN = """
+local record = redis.call('HGET', KEYS[1], ARGV[1]) or ''
+local last, opener = string.match(record, '^(%d+) (.*)$')
+if record ~= ARGV[2] then return opener == ARGV[3] and tonumber(last) end
+local time = redis.call('TIME')
+local now = time[1] * 1000 + math.floor(time[2] / 1000)
+local this = math.max(tonumber(last or 0) + 1, now)
+redis.call('HSET', KEYS[1], ARGV[1], string.format('%.0f %s', this, ARGV[3]))
+return this
+"""
+
+# Return the number of the stage's last opening, after this one is recorded. After a failover the
+# record may be an older one.
+_NEWEST = """
+local record = redis.call('HGET', KEYS[1], ARGV[1]) or ''
+local last, this = tonumber(string.match(record, '^%d+') or 0), tonumber(ARGV[2])
 if this <= last then return last end
-redis.call('HSET', KEYS[1], ARGV[1], string.format('%.0f', this))
+redis.call('HSET', KEYS[1], ARGV[1], string.format('%.0f %s', this, ARGV[3]))
 return this
 """
 
@@ -131,7 +140,7 @@ class RedisBus:
         older = self._readers.pop(stage, None)
         if older is not None:
             await older.aclose()
-        self._openings[stage] = await self._opening(stage, 0)
+        self._openings[stage] = await self._open(stage)
         inbox = MemoryInbox(stage, self._config.link_capacity)
         links = [link for link in links_to(stage, self._replicas) if not self._is_local(link)]
         if links:
@@ -170,7 +179,8 @@ class RedisBus:
 
     async def is_newest(self, stage: str) -> bool:
         mine = self._openings[stage]
-        return await self._opening(stage, mine) == mine
+        command = ("EVAL", _NEWEST, 1, self._keys.openings, stage, mine, self._nonce.hex())
+        return int(await self._commands.retry(f"opening of {stage}", *command)) == mine
 
     @property
     def reconnects(self) -> int:
@@ -208,9 +218,15 @@ class RedisBus:
         await self._writes.aclose()
         await self._server.aclose()
 
-    async def _opening(self, stage: str, number: int) -> int:
-        command = ("EVAL", _OPENING, 1, self._keys.openings, stage, number)
-        return int(await self._commands.retry(f"opening of {stage}", *command))
+    async def _open(self, stage: str) -> int:
+        """Return the number of a new opening of a stage."""
+        what, key, retry = f"opening of {stage}", self._keys.openings, self._commands.retry
+        while True:
+            record = await retry(what, "HGET", key, stage) or b""
+            arguments = (stage, record, self._nonce.hex())
+            number = await retry(what, "EVAL", _OPEN, 1, key, *arguments)
+            if number is not None:
+                return int(number)
 
     async def _now_ms(self, key: bytes) -> int:
         return await self._commands.idempotent("clock", lambda: time_ms(self._commands.redis, key))

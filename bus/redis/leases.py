@@ -48,11 +48,13 @@ local function number_of(keeper)
 end
 """
 
-# This process becomes the keeper of the lane. Return its number and name.
+# This process becomes the keeper of the lane, if the keeper is the one that was read: a command
+# that comes late changes nothing. Return its number and name.
 _ENLIST = f"""{_NOW}{_NUMBER}
 local kept = redis.call('HGET', KEYS[1], ARGV[1])
-local last = number_of(kept and string.match(kept, ' (.*)'))
-local keeper = string.format('%.0f-%s', math.max(last + 1, now), ARGV[2])
+local other = kept and string.match(kept, ' (.*)') or ''
+if other ~= ARGV[4] then return string.match(other, '-(.*)$') == ARGV[2] and other end
+local keeper = string.format('%.0f-%s', math.max(number_of(other) + 1, now), ARGV[2])
 redis.call('HSET', KEYS[1], ARGV[1], string.format('%.0f %s', now + ARGV[3], keeper))
 return keeper
 """
@@ -232,8 +234,12 @@ class Leases:
     async def enlist(self) -> None:
         """Make this process the keeper of the lane, with a first, short lease."""
         name = self._keeper.rpartition("-")[2]
-        lane = (self._config.lane, name, 1000)
-        keeper: bytes = await self._eval("lanes", _ENLIST, [self._keys.lanes], *lane)
+        keeper: bytes | None = None
+        while not keeper:
+            kept = await self._commands.retry("lanes", "HGET", self._keys.lanes, self._config.lane)
+            other = (kept or b"").partition(b" ")[2]
+            lane = (self._config.lane, name, 1000, other)
+            keeper = await self._eval("lanes", _ENLIST, [self._keys.lanes], *lane)
         self._keeper = keeper.decode()
 
     async def renew(self, lease_s: float, entry_ids: Sequence[str]) -> tuple[set[str], set[str]]:

@@ -65,8 +65,8 @@ class Readers(ABC):
         """Leave a stream. A running read may still name it; the next one doesn't."""
 
     @abstractmethod
-    def wake(self) -> None:
-        """Recompute the streams to read."""
+    def wake(self, subscription: Subscription) -> None:
+        """Read the streams of a subscription again, which has room for more."""
 
     @abstractmethod
     async def aclose(self) -> None:
@@ -111,7 +111,7 @@ class Subscription:
         was_full = not self.wants_more
         entry = self._queue.popleft()
         if was_full:
-            self._readers.wake()
+            self._readers.wake(self)
         return entry
 
     def push(self, key: bytes, entry_id: bytes, fields: dict[bytes, bytes]) -> None:
@@ -150,6 +150,9 @@ class StreamReader(Readers):
         super().__init__(commands.server)
         self._commands = commands
         self._subscriptions: dict[bytes, set[Subscription]] = {}
+        # Where the next read starts, and the streams for which that is to be computed again.
+        self._starts: dict[bytes, bytes] = {}
+        self._changed_keys: dict[bytes, None] = {}
         self._wake_key = keys.wake(uuid.uuid4().hex)
         self._wake_position = b"0-0"
         self._changed = asyncio.Event()
@@ -162,18 +165,25 @@ class StreamReader(Readers):
     def _add(self, subscription: Subscription, keys: Iterable[bytes]) -> None:
         for key in keys:
             self._subscriptions.setdefault(key, set()).add(subscription)
+            self._changed_keys[key] = None
         if self._task is None:
             self._task = watched(self._run(), "results reader", self._end_all)
-        self.wake()
+        self._interrupt_read()
 
     def remove(self, key: bytes, subscription: Subscription) -> None:
         followers = self._subscriptions.get(key)
         if followers is not None:
+            self._changed_keys[key] = None
             followers.discard(subscription)
             if not followers:
                 del self._subscriptions[key]
 
-    def wake(self) -> None:
+    def wake(self, subscription: Subscription) -> None:
+        self._changed_keys.update(dict.fromkeys(subscription.positions))
+        self._interrupt_read()
+
+    def _interrupt_read(self) -> None:
+        """Let the next read begin soon, with the streams of now."""
         self._changed.set()
         if not self._blocking:
             return
@@ -211,6 +221,7 @@ class StreamReader(Readers):
         woken = reply.pop(self._wake_key, [])
         if woken:
             self._wake_position = woken[-1][0]
+        self._changed_keys.update(dict.fromkeys(reply))
         for key, entries in reply.items():
             for subscription in tuple(self._subscriptions.get(key, ())):
                 # A subscription added during the read, from an earlier position, is served by the
@@ -221,12 +232,14 @@ class StreamReader(Readers):
 
     def _positions(self) -> dict[bytes, bytes]:
         """Return where the next read starts: per stream, the smallest position of its readers."""
-        positions: dict[bytes, bytes] = {}
-        for key, followers in self._subscriptions.items():
-            starts = [follower.positions[key] for follower in followers if follower.wants_more]
-            if starts:
-                positions[key] = starts[0] if len(starts) == 1 else min(starts, key=parse_id)
-        return positions
+        for key in self._changed_keys:
+            followers = self._subscriptions.get(key, ())
+            if starts := [each.positions[key] for each in followers if each.wants_more]:
+                self._starts[key] = min(starts, key=parse_id)
+            else:
+                self._starts.pop(key, None)
+        self._changed_keys.clear()
+        return dict(self._starts)
 
     async def _interrupt(self) -> None:
         try:
@@ -241,7 +254,7 @@ class StreamReader(Readers):
             self._waking = None
         # The read that it ended may have been followed by one without the streams added since.
         if self._again and self._changed.is_set():
-            self.wake()
+            self._interrupt_read()
 
 
 class ClusterReaders(Readers):
@@ -266,7 +279,7 @@ class ClusterReaders(Readers):
         if subscription.closed:
             self._subscriptions.discard(subscription)
 
-    def wake(self) -> None:
+    def wake(self, subscription: Subscription) -> None:
         self._room.set()
         self._room = asyncio.Event()
 

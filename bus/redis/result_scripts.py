@@ -21,7 +21,8 @@ end
 # failover.
 #
 # A stream with missing entries is not ended: after a failover this server lacks what the old one
-# had. Entries deleted by a client that read them don't count as missing.
+# had. Entries deleted by a client that read them don't count as missing: the last id ever given has
+# the number of entries, also if it is a fence's.
 APPEND = f"""{_TOLD}
 local function is_whole(key, count)
   local length = redis.call('XLEN', key)
@@ -29,7 +30,8 @@ local function is_whole(key, count)
   local info = redis.pcall('XINFO', 'STREAM', key)
   if info.err then return false end
   for i = 1, #info, 2 do
-    if info[i] == 'entries-added' and info[i + 1] < count then return false end
+    local last = info[i] == 'last-generated-id' and string.match(info[i + 1], '-(%d+)$')
+    if last and tonumber(last) < count then return false end
   end
   if length == 0 then return true end
   local first = redis.call('XRANGE', key, '-', '+', 'COUNT', 1)[1][1]
@@ -93,9 +95,9 @@ return {
 }
 """
 
-# Raise the stream's last id to `<epoch>-0` by an entry that no reader sees, so that older epochs
-# can no longer write. (XSETID requires an existing stream.) A stream with missing entries, after a
-# restart with old data, starts over unless it has ended.
+# Raise the stream's last id to `<epoch>-<number of entries>` by an entry that no reader sees, so that
+# older epochs can no longer write. (XSETID requires an existing stream.) A stream with missing
+# entries, after a restart with old data, starts over unless it has ended.
 FENCE = """
 local entries, whole = redis.call('XRANGE', KEYS[1], '-', '+'), true
 for i, entry in ipairs(entries) do
@@ -105,7 +107,7 @@ if not whole and not string.find(entries[#entries][2][2], '"type":"completion"',
   redis.call('DEL', KEYS[1])
   entries = {}
 end
-local fence = ARGV[1] .. '-0'
+local fence = ARGV[1] .. '-' .. #entries
 local reply = redis.pcall('XADD', KEYS[1], fence, 'fence', '')
 if type(reply) == 'string' then
   redis.call('XDEL', KEYS[1], fence)

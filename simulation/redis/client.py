@@ -55,7 +55,10 @@ class SimulatedClient:
         self, commands: Iterable[Iterable[Any]], *, unparsed: bool = False
     ) -> list[Any]:
         """Send commands in one round trip; returns replies, and errors."""
-        raw = [[_encoded(each) for each in command] for command in commands]
+        raw = [
+            [each if type(each) is bytes else _encoded(each) for each in command]
+            for command in commands
+        ]
         if not raw:
             return []
         while not self._free:

@@ -337,11 +337,16 @@ class Engine:
         """Return entries by stream; None if there are none. Blocking is up to the server."""
         count, _, positions = reading(command)
         found = {}
+        values, expiries = self.data.values, self.data.expiries
         for key, raw in positions:
-            stream = self._get(key, Stream)
-            ids = [] if stream is None else stream.after(read_id(raw))
-            if ids:
-                found[key] = _entries(stream, ids[:count])
+            stream = values.get(key)
+            if key in expiries or type(stream) is not Stream:
+                stream = self._get(key, Stream)
+            if stream is None or not stream.ids:
+                continue
+            start = read_id(raw)
+            if stream.ids[-1] > start:
+                found[key] = _entries(stream, stream.after(start)[:count])
         return found or None
 
     def _XREADGROUP(self, command: Arguments) -> Any:
@@ -398,7 +403,8 @@ class Engine:
             idle, options = int(options[1]), options[2:]
         first, last = _start(options[0]), _stop(options[1])
         rows = []
-        for entry_id in sorted(group.pending):
+        found = sorted(group.pending) if first != last else [first] * (first in group.pending)
+        for entry_id in found:
             owner, since = group.pending[entry_id]
             age, is_own = self.now_ms - since, len(options) < 4 or options[3] == owner
             if first <= entry_id <= last and age >= idle and is_own:
@@ -435,6 +441,15 @@ class Engine:
             b"last-generated-id": write_id(stream.last),
             b"entries-added": stream.added,
         }
+
+
+def among(command: Arguments, streams: set[bytes]) -> Arguments:
+    """Return an XREAD of those of its streams that are among others."""
+    at = command.index(b"STREAMS") + 1
+    half = (len(command) - at) // 2
+    places = [place for place in range(at, at + half) if command[place] in streams]
+    starts = [command[place + half] for place in places]
+    return [*command[:at], *(command[place] for place in places), *starts]
 
 
 def reading(command: Arguments) -> tuple[int | None, int | None, Iterable[tuple[bytes, bytes]]]:

@@ -12,7 +12,7 @@ from typing import Any
 from redis import exceptions
 
 from ..loop import SimulatedProcess
-from .commands import Arguments, Engine, reading
+from .commands import Arguments, Engine, among, reading
 from .data import Data, RedisError
 from .scripts import run_script
 
@@ -40,9 +40,16 @@ class Node:
 
 
 class Exchange:
-    """Commands on their way over one connection, and their replies."""
+    """Commands on their way over one connection, and their replies.
 
-    __slots__ = ("commands", "done", "future", "lost", "node", "owner", "sent_ns", "timeout_ns")
+    Attributes:
+        waits_for: Streams whose next entry it waits for.
+    """
+
+    __slots__ = (
+        *("commands", "done", "future", "lost", "node", "owner", "sent_ns", "timeout_ns"),
+        "waits_for",
+    )
 
     def __init__(
         self,
@@ -58,6 +65,7 @@ class Exchange:
         self.node = node
         self.timeout_ns = timeout_ns
         self.sent_ns = 0
+        self.waits_for: dict[bytes, None] = {}
         self.done = self.lost = False
 
 
@@ -198,23 +206,26 @@ class Network:
 
     def _block(self, exchange: Exchange, command: Arguments) -> None:
         _, block, positions = reading(command)
-        node = exchange.node
-        for key, _ in positions:
-            node.blocked.setdefault(key, []).append(exchange)
+        blocked = exchange.node.blocked
+        exchange.waits_for = dict.fromkeys(key for key, _ in positions)
+        for key in exchange.waits_for:
+            if key in blocked:
+                blocked[key].append(exchange)
+            else:
+                blocked[key] = [exchange]
         delay_s = (block or 0) / 1e3
         self._loop.call_later(delay_s, lambda: self._unblock(exchange, None), context=_WORLD)
 
     def _unblock(self, exchange: Exchange, reply: Any) -> None:
-        _, _, positions = reading(exchange.commands[0])
-        waited = False
-        for key, _ in positions:
-            waiting = exchange.node.blocked.get(key, [])
-            if exchange in waiting:
+        keys, exchange.waits_for = exchange.waits_for, {}
+        blocked = exchange.node.blocked
+        for key in keys:
+            waiting = blocked[key]
+            if len(waiting) > 1:
                 waiting.remove(exchange)
-                waited = True
-                if not waiting:
-                    del exchange.node.blocked[key]
-        if waited:
+            else:
+                del blocked[key]
+        if keys:
             self._reply(exchange, [reply])
 
     def _wake(self, node: Node) -> None:
@@ -226,7 +237,10 @@ class Network:
                 if exchange.done or (exchange.owner is not None and not exchange.owner.alive):
                     self._unblock(exchange, None)
                     continue
-                reply = self.run(node, exchange.commands[0], exchange.owner)
+                command = exchange.commands[0]
+                if command[0] == b"XREAD":  # all other streams are as they were
+                    command = among(command, written)
+                reply = self.run(node, command, exchange.owner)
                 if reply is not None:
                     self._unblock(exchange, reply)
 

@@ -49,7 +49,9 @@ class _Runner:
 
     def _call(self, *command: Any) -> Any:
         assert self.engine is not None
-        return self._value(self.engine.run([_argument(each) for each in command]))
+        raw = [each if type(each) is bytes else _argument(each) for each in command]
+        reply = self.engine.run(raw)
+        return reply if type(reply) is bytes or type(reply) is int else self._value(reply)
 
     def _pcall(self, *command: Any) -> Any:
         try:
@@ -104,6 +106,4 @@ def run_script(engine: Engine, script: bytes, keys: Arguments, arguments: Argume
 
 
 def _argument(value: Any) -> bytes:
-    if isinstance(value, bytes):
-        return value
     return str(value).encode() if isinstance(value, int) else f"{value:.17g}".encode()

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from typing import Any, TypeVar, cast
 
 from redis import exceptions
@@ -350,7 +349,7 @@ async def execute(redis: Redis, *command: Any, key: bytes | None = None) -> Any:
         key: One of its keys, if they aren't the first arguments, so that a cluster's client need
             not ask a server for the command's key positions.
     """
-    with _connection_errors():
+    with _connection_errors:
         if key is not None and isinstance(redis, RedisCluster):
             await redis.initialize()
             return await redis.execute_command(*command, target_nodes=redis.get_node_from_key(key))
@@ -371,7 +370,7 @@ async def execute_all(
         pipeline.execute_command(*command, **options)
     if not isinstance(redis, RedisCluster):
         return list(await pipeline.execute(raise_on_error=raise_on_error))
-    with _connection_errors():
+    with _connection_errors:
         replies = list(await pipeline.execute(raise_on_error=False))
     errors = [reply for reply in replies if isinstance(reply, Exception)]
     broken = [error for error in errors if isinstance(error, _NODE_ERRORS)]
@@ -395,7 +394,7 @@ async def transact(redis: Redis, key: bytes, commands: Iterable[Sequence[Any]]) 
         Raw replies: those of INFO and TIME are not parsed.
     """
     pipeline, options = redis.pipeline(transaction=False), dict[str, Any]()
-    with _connection_errors():
+    with _connection_errors:
         if isinstance(redis, RedisCluster):
             await redis.initialize()
             options = {"target_nodes": redis.get_node_from_key(key)}
@@ -417,7 +416,7 @@ async def on_each(redis: Redis, *command: Any) -> list[Any]:
     """Return the replies of every master that holds part of the data."""
     if not isinstance(redis, RedisCluster):
         return [await execute(redis, *command)]
-    with _connection_errors():
+    with _connection_errors:
         await redis.initialize()
         return await asyncio.gather(
             *(redis.execute_command(*command, target_nodes=n) for n in redis.get_primaries())
@@ -430,19 +429,22 @@ async def time_ms(redis: Redis, key: bytes) -> int:
     return int(seconds) * 1000 + int(microseconds) // 1000
 
 
-@contextmanager
-def _connection_errors() -> Iterator[None]:
-    """Convert a cluster client's own errors for unreachable nodes, and its AttributeError when a
-    connection is lost while opening, to ConnectionError.
+class _ConnectionErrors:
+    """Converts a cluster client's own errors for unreachable nodes, and its AttributeError when a
+    connection is lost while opening, to ConnectionError. It has no state, so one is enough.
     """
-    try:
-        yield
-    except exceptions.RedisClusterException as error:
-        raise exceptions.ConnectionError(str(error)) from error
-    except AttributeError as error:
-        if error.name != "writelines":
-            raise
-        raise exceptions.ConnectionError(f"the connection was lost: {error}") from error
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if isinstance(error, exceptions.RedisClusterException):
+            raise exceptions.ConnectionError(str(error)) from error
+        if isinstance(error, AttributeError) and error.name == "writelines":
+            raise exceptions.ConnectionError(f"the connection was lost: {error}") from error
+
+
+_connection_errors = _ConnectionErrors()
 
 
 def readable(decode: Callable[[bytes], T], raw: bytes, stream: str) -> T | None:

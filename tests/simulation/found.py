@@ -63,5 +63,15 @@ FOUND: dict[str, Known] = {
     "a request that fails its lane is never given up": (3, 24),
     "a replica whose host has vanished is waited for": (642, 24),
     "blocks of adapters are audited": (741, 24),
+    "a start that is recorded late counts as another process": "late_opening",
     "a call that never got its key is taken over": (216, 24),
+    "what was delivered is not compared with the stream": "outputs_compared",
+    "a request that is lost once it has begun is followed for ever": "lost_begun",
+    "tokens behind a lost step are delivered in its place": "lost_step",
+    "a begun request that runs anew repeats its tokens": "begun_anew",
+    "a sequence computes blocks that it loads, since another start has just stored them": (
+        "just_stored"
+    ),
+    "a pause that is called off has no answer": "called_off",
+    "a stream is ended of which a server has lost the first entries": (68, 24),
 }

@@ -340,10 +340,58 @@ OLD_DEFECTS = (
         "if any(map(is_image_key, block.token_ids)):",
     ),
     Defect(
+        "a start that is recorded late counts as another process",
+        "bus/redis/bus.py",
+        "if record ~= ARGV[2] then return opener == ARGV[3] and tonumber(last) end\n",
+        "\n",
+    ),
+    Defect(
         "a call that never got its key is taken over",
         _CALLS,
         "if not stored.entries and not await self._has_its_name(call_id, stored):",
         "if False:",
+    ),
+    Defect(
+        "what was delivered is not compared with the stream",
+        _STREAMING,
+        "return not request.info.stream or Counter(known) == delivered",
+        "return True",
+    ),
+    Defect(
+        "a request that is lost once it has begun is followed for ever",
+        "bus/redis/follow.py",
+        "begun_counts = silent + 1 < LOST_CHECKS",
+        "begun_counts = True",
+    ),
+    Defect(
+        "tokens behind a lost step are delivered in its place",
+        "stages/streaming/stage.py",
+        "if result.step_id == last + 1 and last >= 0:",
+        "if True:",
+    ),
+    Defect(
+        "a begun request that runs anew repeats its tokens",
+        _STREAMING,
+        "if sample and request.unasked and started.num_generated < len(sample.token_ids):",
+        "if False:",
+    ),
+    Defect(
+        "a sequence computes blocks that it loads, since another start has just stored them",
+        _BATCHING,
+        "if num_tokens[seq_id] > seq.num_remaining:",
+        "if False:",
+    ),
+    Defect(
+        "a pause that is called off has no answer",
+        "stages/batching/stage.py",
+        "await self._answer_pause()  # its wait for the last step is over",
+        "pass",
+    ),
+    Defect(
+        "a stream is ended of which a server has lost the first entries",
+        "bus/redis/result_scripts.py",
+        "if last and tonumber(last) < count then return false end",
+        "",
     ),
 )
 """Recovery defects that CHANGELOG knows, with the mend undone."""
@@ -435,43 +483,3 @@ NOT_FOUND = (
     ),
 )
 """That no seed has found so far: another mechanism makes up for each, or no story leads there."""
-
-OLD_NOT_FOUND = (
-    Defect(
-        "what was delivered is not compared with the stream",
-        _STREAMING,
-        "return not request.info.stream or Counter(known) == delivered",
-        "return True",
-    ),
-    Defect(
-        "a request that is lost once it has begun is followed for ever",
-        "bus/redis/follow.py",
-        "begun_counts = silent + 1 < LOST_CHECKS",
-        "begun_counts = True",
-    ),
-    Defect(
-        "tokens behind a lost step are delivered in its place",
-        "stages/streaming/stage.py",
-        "if result.step_id == last + 1 and last >= 0:",
-        "if True:",
-    ),
-    Defect(
-        "a begun request that runs anew repeats its tokens",
-        _STREAMING,
-        "if sample and request.unasked and started.num_generated < len(sample.token_ids):",
-        "if False:",
-    ),
-    Defect(
-        "a sequence computes blocks that it loads, since another start has just stored them",
-        _BATCHING,
-        "if num_tokens[seq_id] > seq.num_remaining:",
-        "if False:",
-    ),
-    Defect(
-        "a pause that is called off has no answer",
-        "stages/batching/stage.py",
-        "await self._answer_pause()  # its wait for the last step is over",
-        "pass",
-    ),
-)
-"""Recovery defects that no seed of the present stories has found so far."""

@@ -16,7 +16,7 @@ from nano_inference.simulation.world import World
 
 from .found import EVERY_DAY, FOUND
 from .hunting import hunt, stories
-from .mutants import MUTANTS, NOT_FOUND, OLD_DEFECTS, OLD_NOT_FOUND
+from .mutants import MUTANTS, NOT_FOUND, OLD_DEFECTS
 from .planting import ROOT, planted
 
 SOAK_S = 3600 * float(os.environ.get("HOURS", "1"))
@@ -80,7 +80,7 @@ def test_a_seed_with_gateways_runs_the_same_way_each_time(seed: int) -> None:
 
 def test_planted_defects_stand_in_the_code() -> None:
     """A defect whose place has changed must be planted anew, or it is looked for no more."""
-    defects = (*MUTANTS, *OLD_DEFECTS, *NOT_FOUND, *OLD_NOT_FOUND)
+    defects = (*MUTANTS, *OLD_DEFECTS, *NOT_FOUND)
     counts = {each.name: (ROOT / each.file).read_text().count(each.old) for each in defects}
     assert len(counts) == len(defects)
     assert {name: count for name, count in counts.items() if count != 1} == {}

@@ -139,6 +139,7 @@ KINDS: dict[str, tuple[Callable[[dict[str, Any], random.Random], None], Sequence
     "leaving": (leaving, ("redis", "http stream", "grpc stream")),
 }
 """Kinds, with the interfaces that have them."""
+WITHOUT_GUARDRAILS = tuple(name for name in KINDS if name != "guardrail")
 
 
 def make_asks(
@@ -146,7 +147,7 @@ def make_asks(
     seed: int,
     *,
     longest: int = 60,
-    kinds: Sequence[str] = tuple(KINDS),
+    kinds: Sequence[str] = WITHOUT_GUARDRAILS,
     interfaces: Sequence[str] = INTERFACES,
     known: bool = True,
 ) -> list[Ask]:
@@ -364,7 +365,7 @@ class Interfaces:
         found = reply.json()
         while found.get("status") in ("queued", "in_progress"):
             await asyncio.sleep(0.1)
-            again = await self._http.get(f"{url}/{found['id']}")
+            again = await self._http.get(f"{url}/{found['id']}", headers=headers)
             check(again.status_code, again.text)
             found = again.json()
         if "output" in found:

@@ -1,15 +1,18 @@
 """Bad days: faults of every kind under requests of every kind, over HTTP, gRPC and Redis.
 
     python benchmarks/chaos_days.py [--requests 10000] [--faults 300] [--seed S] [--json FILE]
-                                    [--deployments redis,lanes,sentinel,cluster,ranks,hosts]
+                                    [--deployments redis,lanes,sentinel,cluster,ranks,chats,hosts]
                                     [--concurrency C] [--duration SECONDS]
 
-Six deployments, each with the share of requests and faults of its kinds (chaos_faults.py): one
+Seven deployments, each with the share of requests and faults of its kinds (chaos_faults.py): one
 Redis server with two replicas, two lanes, a master with its replica and three sentinels, a cluster,
-a model over two ranks, and two hosts (chaos_hosts.py). Each request is answered undisturbed first
-(interfaces.py has the requests), and again under faults. A request that is lost, doubled, has gaps
-or differs counts for the last fault that came before its end. Recovery is the time from the fault
-until the next answer of a request that was in flight, and until the last of them.
+a model over two ranks, gateways with keys and guardrails, and two hosts (chaos_hosts.py). With
+`--deployments` only these run, with the same shares; the others keep their results in FILE.
+
+Each request is answered undisturbed first (interfaces.py has the requests), and again under faults.
+A request that is lost, doubled, has gaps or differs counts for the last fault that came before its
+end. Recovery is the time from the fault until the next answer of a request that was in flight, and
+until the last of them.
 
 The exit status is 1 unless nothing was lost, doubled, incomplete or different. Linux, root, a C
 compiler, faketime.
@@ -18,6 +21,8 @@ compiler, faketime.
 from __future__ import annotations
 
 import asyncio
+import json
+import math
 import random
 import statistics
 import sys
@@ -30,15 +35,16 @@ from typing import Any
 import chaos_hosts
 import chaos_rig
 import redis
-from chaos_faults import DEPLOYMENTS, Day
+from chaos_day import Day
+from chaos_faults import DEPLOYMENTS
 from chaos_rig import Clients
 from harness import percentile, print_table, write
 from interfaces import KINDS, Answer, Ask, Interfaces, make_asks
 from soak_ledger import Judge
 
 WRONG = ("lost", "doubled", "gaps", "different")
-KIND_NAMES = [name for name in KINDS if name not in ("guest", "second", "tool")]
-"""Kinds of requests: those that one model without changes has."""
+OF_SOME = ("guest", "second", "tool", "reasoning", "guardrail", "background")
+"""Kinds of requests that not every deployment has."""
 HOSTS_SHARE = 8
 """Kinds of faults that chaos_hosts.py has."""
 
@@ -96,7 +102,9 @@ async def one_deployment(
             min(requests, size.known),
             size.seed,
             longest=size.longest,
-            kinds=[each for each in KIND_NAMES if each not in day.without],
+            kinds=[
+                each for each in KINDS if each in day.also or each not in (*OF_SOME, *day.without)
+            ],
             interfaces=[interface for interface in day.all_interfaces if interface not in places],
         )
         calm = InterfacesLoad(interfaces, judge, known, size.concurrency)
@@ -180,10 +188,16 @@ async def of_hosts(folder: Path, requests: int, faults: int, size: Any) -> dict[
         duration_s=size.duration,
     )
     parts = (found["redis"], found["http"])
-    names = {"lost": "lost", "doubled": "duplicated", "gaps": "gaps", "different": "mismatched"}
+    # The settings are deterministic, so sampled streams must be the same, too.
+    names = {
+        "lost": ("lost",),
+        "doubled": ("duplicated", "doubled"),
+        "gaps": ("gaps",),
+        "different": ("mismatched", "mismatched_sampled", "different", "different_sampled"),
+    }
     whole = {
-        name: sum(part.get(name, part.get(other, 0)) for part in parts)
-        for name, other in names.items()
+        name: sum(part.get(each, 0) for part in parts for each in others)
+        for name, others in names.items()
     }
     kinds = {f"hosts: {kind}": {"number": count} for kind, count in found["faults"].items()}
     return {
@@ -203,16 +217,22 @@ async def days(folder: Path, size: Any) -> dict[str, Any]:
     counts = {
         name: len(DEPLOYMENTS[name].KINDS) if name in DEPLOYMENTS else HOSTS_SHARE for name in ALL
     }
-    chosen = {name: counts[name] for name in size.deployments}
-    whole = sum(chosen.values())
-    result: dict[str, Any] = {"seed": size.seed, "concurrency": size.concurrency, "deployments": {}}
-    for name, count in chosen.items():
-        faults = max(count * size.least, round(size.faults * count / whole))
-        requests = round(size.requests * count / whole)
+    whole = sum(counts.values())
+    result: dict[str, Any] = {"deployments": {}}
+    if size.json is not None and size.json.exists():
+        result["deployments"] = json.loads(size.json.read_text())["deployments"]
+    for name in size.deployments:
+        faults = max(counts[name] * size.least, math.ceil(size.faults * counts[name] / whole))
+        requests = math.ceil(size.requests * counts[name] / whole)
         run: Callable[..., Any] = of_hosts if name == "hosts" else one_deployment
         parts = (requests, faults, size) if name == "hosts" else (name, requests, faults, size)
-        result["deployments"][name] = await run(new(folder / name), *parts)
+        found = await run(new(folder / name), *parts)
+        own = {"seed": size.seed, "concurrency": size.concurrency}
+        result["deployments"][name] = own | found
         write(size.json, result)
+    result["deployments"] = {
+        name: result["deployments"][name] for name in ALL if name in result["deployments"]
+    }
     deployments = result["deployments"].values()
     result["clean"] = not any(
         found["never ended"] or any(found["wrong"].values()) for found in deployments

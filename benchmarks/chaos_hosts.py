@@ -99,7 +99,10 @@ class Hosts:
             listens = {"gateway.host": address, "gateway.port": PORT, "gateway.insecure": True}
             split = {**SPLIT, "pipeline.replica": index, "engine.kv_listen": f"{address}:0"}
             if host == "a":
-                self._run(host, "lane-a", "serve", **split, **listens)
+                log = self._run(host, "lane-a", "serve", **split, **listens)
+                # With compiled kernels: under libfaketime the compiler fails at times, and without
+                # kernels an executor computes other bits.
+                await asyncio.to_thread(self._wait_until_loaded, log)
             else:
                 split |= {"telemetry.metrics_port": METRICS, "telemetry.metrics_host": address}
                 self._run(host, "decode", "run", "--stages", "batching,executor", **split)
@@ -108,6 +111,14 @@ class Hosts:
             await asyncio.to_thread(
                 wait_until_answered, f"{self.gateway(host)}/readyz", process, limit_s=START_S
             )
+
+    def _wait_until_loaded(self, log: Path) -> None:
+        """Wait until an executor has loaded its model, as its log says."""
+        end = time.monotonic() + START_S
+        while "model_loaded" not in log.read_text(errors="replace"):
+            if self.poll() is not None or time.monotonic() > end:
+                raise RuntimeError(f"no model is loaded; see {log}")
+            time.sleep(0.2)
 
     async def transfers(self) -> int:
         """Return the number of transfers of KV over TCP, from host a to host b."""
@@ -120,12 +131,13 @@ class Hosts:
     def gateway(self, host: str) -> str:
         return f"http://{self._network.address(host)}:{PORT}"
 
-    def _run(self, host: str, name: str, *command: str, **settings: object) -> None:
+    def _run(self, host: str, name: str, *command: str, **settings: object) -> Path:
         log = self._folder / f"{host}-{name}.log"
         clock = self._clock if host == "b" else ""
         command = (*command, "--bus", self._url)
         started = self._network.start(host, log, *command, clock=clock, **{**SETTINGS, **settings})
         self.processes.append(started)
+        return log
 
     def kill(self) -> None:
         for process in self.processes:

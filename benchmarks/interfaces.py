@@ -36,6 +36,8 @@ LIMIT_S = 240.0
 """The longest time of a request; one without an end by then is lost."""
 GUEST = "guest"
 """An adapter that is loaded and unloaded while requests name it."""
+BLOCKED = "xyzzy"
+"""The text that guardrails block, where there are some."""
 SECOND = "second"
 """A model that is loaded and unloaded while requests name it."""
 REFUSALS = frozenset({"unknown_model", "model_not_found", "model_not_loaded", "adapter_unloaded"})
@@ -74,6 +76,32 @@ def as_chat(request: dict[str, Any], rng: random.Random) -> None:
     request["sampling"].pop("stop", None)
 
 
+def reasoning(request: dict[str, Any], rng: random.Random) -> None:
+    """A budget ends the reasoning, and then a schema holds; the second model's template has it."""
+    as_chat(request, rng)
+    del request["tools"]
+    request["thinking"] = rng.randint(5, 30)
+    request["sampling"] |= {"constraint": {"json_schema": chaos_mixed.PERSON}, "max_tokens": 120}
+
+
+def with_guardrail(request: dict[str, Any], rng: random.Random) -> None:
+    """The answer would have a text that it may not have, behind some tokens."""
+    request["sampling"] |= {"constraint": {"regex": f"[a-z]{{5,30}} {BLOCKED} [a-z]{{20,30}}"}}
+    request["sampling"] |= {"max_tokens": 80, "ignore_eos": False}
+    request["sampling"].pop("stop", None)
+
+
+def in_background(request: dict[str, Any], rng: random.Random) -> None:
+    """A response in the background, which its client reads later."""
+    request |= {"background": True, "n": 1}
+    request["sampling"] = {
+        name: value
+        for name, value in request["sampling"].items()
+        if name in ("max_tokens", "temperature", "seed")
+    }
+    request["sampling"]["constraint"] = {"json_schema": chaos_mixed.PERSON}
+
+
 def for_guest(request: dict[str, Any], rng: random.Random) -> None:
     request["model"] = GUEST
 
@@ -102,12 +130,16 @@ KINDS: dict[str, tuple[Callable[[dict[str, Any], random.Random], None], Sequence
     "embedding": (chaos_mixed.as_embedding, ("redis", "bus", "http", "grpc")),
     "images": (chaos_mixed.with_images, ("redis", "bus", "http", "grpc")),
     "tool": (as_chat, ("http",)),
+    "reasoning": (reasoning, ("http",)),
+    "guardrail": (with_guardrail, (*HTTP_INTERFACES, "grpc", "grpc stream")),
+    "background": (in_background, ("http",)),
     "adapter": (chaos_mixed.with_adapter, ("redis", "bus", *HTTP_INTERFACES)),
     "guest": (for_guest, ("redis", *HTTP_INTERFACES)),
     "second": (for_second, ("redis", *HTTP_INTERFACES, "grpc")),
     "leaving": (leaving, ("redis", "http stream", "grpc stream")),
 }
 """Kinds, with the interfaces that have them."""
+WITHOUT_GUARDRAILS = tuple(name for name in KINDS if name != "guardrail")
 
 
 def make_asks(
@@ -115,7 +147,7 @@ def make_asks(
     seed: int,
     *,
     longest: int = 60,
-    kinds: Sequence[str] = tuple(KINDS),
+    kinds: Sequence[str] = WITHOUT_GUARDRAILS,
     interfaces: Sequence[str] = INTERFACES,
     known: bool = True,
 ) -> list[Ask]:
@@ -199,6 +231,7 @@ class Interfaces:
         urls: Of gateways over HTTP.
         grpc: Addresses of gateways over gRPC.
         model: The name of the served model.
+        key: Of gateways; "" for none.
     """
 
     bus: BusClient
@@ -207,17 +240,18 @@ class Interfaces:
     urls: Sequence[str]
     grpc: Sequence[str]
     model: str
+    key: str = ""
     _http: httpx.AsyncClient = field(init=False)
     _kserve: list[KServeClient] = field(init=False)
     _stack: contextlib.AsyncExitStack = field(init=False)
 
     async def __aenter__(self) -> Interfaces:
-        self._http = httpx.AsyncClient(
-            limits=httpx.Limits(max_connections=None, max_keepalive_connections=8), timeout=90.0
-        )
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=8)
+        headers = {"Authorization": f"Bearer {self.key}"} if self.key else {}
+        self._http = httpx.AsyncClient(limits=limits, timeout=90.0, headers=headers)
         self._stack = contextlib.AsyncExitStack()
         await self._stack.enter_async_context(self._http)
-        clients = [KServeClient(address, retries=0) for address in self.grpc]
+        clients = [KServeClient(address, api_key=self.key, retries=0) for address in self.grpc]
         self._kserve = [await self._stack.enter_async_context(each) for each in clients]
         return self
 
@@ -329,6 +363,16 @@ class Interfaces:
         answer.first_s = time.monotonic()
         check(reply.status_code, reply.text)
         found = reply.json()
+        while found.get("status") in ("queued", "in_progress"):
+            await asyncio.sleep(0.1)
+            again = await self._http.get(f"{url}/{found['id']}", headers=headers)
+            check(again.status_code, again.text)
+            found = again.json()
+        if "output" in found:
+            if found["status"] not in ("completed", "incomplete"):
+                raise Lost(found["status"], str(found.get("error")))
+            answer.content = essence([found["status"], found["output"]])
+            return
         answer.content = essence(found["data"] if "data" in found else found["choices"])
         if "choices" in found and len(found["choices"]) != request["n"]:
             answer.faults.add("gaps")
@@ -457,9 +501,15 @@ def http_body(request: dict[str, Any], model: str) -> tuple[str, dict[str, Any]]
     body: dict[str, Any] = {"model": request.get("model") or model}
     if embed := request.get("embed"):
         return "/v1/embeddings", body | {"input": request["prompt"], **embed}
+    if request.get("background"):
+        sampling = dict(request["sampling"])
+        schema = sampling.pop("constraint")["json_schema"]
+        form = {"type": "json_schema", "name": "person", "schema": schema}
+        body |= {"input": request["prompt"], "background": True, "text": {"format": form}}
+        return "/v1/responses", body | {"max_output_tokens": sampling.pop("max_tokens"), **sampling}
     body |= {"n": request["n"], "stream": request["stream"], **_sampling(request)}
     body |= {"return_token_ids": True, "return_weight_versions": True}
-    if not (request.get("tools") or request.get("images")):
+    if not request.keys() & {"tools", "images", "thinking"}:
         return "/v1/completions", body | {"prompt": request["prompt"]}
     content: list[dict[str, Any]] = [{"type": "text", "text": request["prompt"][:80]}]
     for image in request.get("images", ()):
@@ -471,6 +521,8 @@ def http_body(request: dict[str, Any], model: str) -> tuple[str, dict[str, Any]]
     body["messages"] = [{"role": "user", "content": content}]
     if tools := request.get("tools"):
         body |= {"tools": tools, "tool_choice": "required"}
+    if budget := request.get("thinking"):
+        body |= {"reasoning_effort": "low", "thinking_token_budget": budget}
     return "/v1/chat/completions", body
 
 

@@ -13,7 +13,7 @@ import typer
 from typer.core import TyperGroup
 from typer.main import get_command
 
-from ..config import NanoInferenceError, shown
+from ..config import LaneReplaced, NanoInferenceError, shown
 from ..config.errors import leaves_of
 from ..config.extras import advice
 from ..pipeline.supervisor import StageFailed
@@ -163,7 +163,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command line; return its exit status.
 
     0: success. 1: a request, a check or a stage failed. 2: the command could not run, and a
-    sentence on standard error has the reason. 130: Ctrl-C.
+    sentence on standard error has the reason. 3: another process serves the lane. 130: Ctrl-C.
     """
     for stream in (sys.stdout, sys.stderr):
         # A model may write characters that a terminal can't show.
@@ -205,7 +205,7 @@ def _status_of(error: BaseException) -> int | None:
             return 1
         case NanoInferenceError():
             complain(error.message)
-            return 1 if isinstance(error, StageFailed) else 2
+            return {StageFailed: 1, LaneReplaced: 3}.get(type(error), 2)
         case ModuleNotFoundError() if message := advice(error):
             complain(message)
             return 2

@@ -9,8 +9,9 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+import threading
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any, Literal
 
 import anyio
@@ -286,13 +287,13 @@ class ForkServer:
         output, output_end = os.pipe()
         try:
             message = json.dumps(list(arguments)).encode()
-            adopt_orphans()
-            try:
-                socket.send_fds(self._connection, [message], [given_end, output_end])
-            finally:
-                os.close(given_end)
-                os.close(output_end)
-            child = Forked(int(await self._receive()), given, output)
+            with adopting_orphans():
+                try:
+                    socket.send_fds(self._connection, [message], [given_end, output_end])
+                finally:
+                    os.close(given_end)
+                    os.close(output_end)
+                child = Forked(int(await self._receive()), given, output)
             if self._watchdog is not None:
                 self._watchdog.add(-child.pid)
             await child.tell(GO)
@@ -311,10 +312,32 @@ class ForkServer:
         return message
 
 
-def adopt_orphans() -> None:
-    """Make this process the parent of descendants whose parent has ended."""
-    if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0):
-        raise OSError(ctypes.get_errno(), "can't become a subreaper")
+@contextmanager
+def adopting_orphans() -> Iterator[None]:
+    """Within the block this process becomes the parent of descendants whose parent ends.
+
+    Not for longer, since it reaps only forks: processes that a killed child has started, such as
+    the ranks of a model, are left to the init process.
+    """
+    _adopt(1)
+    try:
+        yield
+    finally:
+        _adopt(-1)
+
+
+_adopting = 0
+"""Open blocks of `adopting_orphans`: two fork servers may fork at a time."""
+
+_adopting_lock = threading.Lock()
+
+
+def _adopt(change: int) -> None:
+    global _adopting
+    with _adopting_lock:
+        _adopting += change
+        if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, _adopting > 0, 0, 0, 0):
+            raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER) failed")
 
 
 class Forks:

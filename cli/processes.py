@@ -40,8 +40,8 @@ MOST_LINE_BYTES = 1 << 16
 """Shown bytes of a child's line. Our log lines are shorter (`telemetry.logs.MOST_LOG_BYTES`)."""
 
 _STYLES = {**STAGE_STYLES, GATEWAY: "white"}
-# Exit status of a child for which a restart is useless; see app.py.
-_CAN_NOT_START = 2
+# Exit statuses of children; see app.py. A restart is useless, unless it has run before.
+_CAN_NOT_START, _REPLACED = 2, 3
 # Exit statuses after SIGTERM: before and after the child handles it.
 _TERMINATED = (-signal.SIGTERM, 0)
 # Time limit for the message to admission that a process has ended.
@@ -218,17 +218,19 @@ class Processes:
             raise leaves_of(failures)[0] from None
 
     async def _keep_running(self, role: str) -> None:
-        budget = RestartBudget(role, self.config.pipeline)
+        budget, has_run = RestartBudget(role, self.config.pipeline), False
         while not self._stopping:
             status = await self._run_once(role)
             if self._stopping:
                 return
             if status in _TERMINATED:
                 self._say(f"{role} was terminated; starting its successor")
+                has_run = True
                 continue
-            if status == _CAN_NOT_START:
+            if status == _REPLACED or (status == _CAN_NOT_START and not has_run):
                 complaint = self._complaints.get(role, "") if self._model else ""
                 raise CanNotStart(complaint or f"the {role} stage can't start; its reason is above")
+            has_run = True
             try:
                 wait_s = budget.failed(time.monotonic())
             except StageFailed as error:

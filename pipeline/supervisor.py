@@ -85,11 +85,13 @@ async def supervise(make: Callable[[], Actor], config: PipelineConfig) -> None:
 
     Raises:
         StageFailed: The restart budget is used up.
-        ModelError, ConfigError: The stage can't start, and a restart would not help.
+        ModelError, ConfigError: The stage can't start, and a restart would not help. Once it has
+            run, this counts as a failure: files may be unreadable for a while, for instance for
+            want of descriptors.
         LaneReplaced: Another process serves its lane; a restart would displace that process.
     """
     budget: RestartBudget | None = None
-    last = ""
+    last, has_opened = "", False
     while True:
         actor = make()
         budget = budget or RestartBudget(actor.name, config)
@@ -102,7 +104,8 @@ async def supervise(make: Callable[[], Actor], config: PipelineConfig) -> None:
             if isinstance(cause, LaneReplaced):
                 log.error("lane_replaced", reason=cause.message)
                 raise cause from None
-            if isinstance(cause, ModelError | ConfigError) and not actor.opened:
+            has_opened = has_opened or actor.opened
+            if isinstance(cause, ModelError | ConfigError) and not has_opened:
                 raise cause from None
             reason = cut(repr(cause))
             # The same error is logged without its traceback the second time.

@@ -405,9 +405,9 @@ class World:
         """Return whether a stage may fail with an error."""
         if "SimulatedCrash" in error or "FatalRequest" in error:
             return True
-        # An executor that starts while admission is away gets plans of the epoch before its own.
-        away = any(fault.target.endswith("/admission") for fault in self.story.faults)
-        if self.story.split and away and "LostPlan" in error:
+        # One that stood still misses the plans that its successor has removed.
+        doubled = {fault.target for fault in self.story.faults if fault.kind == "double"}
+        if any("/executor" in target for target in doubled) and "LostPlan" in error:
             return True
         # Plans or results between processes are lost with the server's last moments.
         lossy = any(fault.kind in ("restart", "failover") for fault in self.story.faults)

@@ -135,6 +135,11 @@ class Actor(ABC):
         """Whether the stage is loaded and not closed."""
         return self.opened and not self.closed
 
+    @property
+    def in_epoch(self) -> bool:
+        """Whether the stage takes part in the current epoch."""
+        return self._part_of == self.epoch
+
     def takes_part(self) -> None:
         """Mark the stage as ready until a new epoch begins."""
         self._part_of = self.epoch
@@ -149,7 +154,7 @@ class Actor(ABC):
             return "starting", "it is loading" + ("" if share is None else f" ({share:.0%})")
         if not self.epoch:
             return "waiting", "admission has not begun an epoch"
-        if self._part_of != self.epoch:
+        if not self.in_epoch:
             return "waiting", self.waits_for()
         return "ready", ""
 

@@ -22,7 +22,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple, NoReturn, Self
 
-from nano_inference.cli.children import GO, MOST_BYTES, READY, ROOM, adopt_orphans
+from nano_inference.cli.children import GO, MOST_BYTES, READY, ROOM, adopting_orphans
 from nano_inference.cli.fork_server import import_stages, serve
 from nano_inference.config import STAGES
 from nano_inference.config.imports import without_collection
@@ -71,7 +71,6 @@ class Program:
                 to our standard error then.
         """
         server = _fork_server()
-        adopt_orphans()
         (given, stdin), (output, written) = os.pipe(), os.pipe()
         if connection is not None:
             for number, end in ((stdin, connection[0]), (given, connection[1])):
@@ -80,7 +79,7 @@ class Program:
         variables = json.dumps(dict(os.environ if environment is None else environment))
         message = [str(file), str(stdout or ""), str(log or ""), "yes" if whole_end else ""]
         try:
-            with _one_at_a_time:
+            with _one_at_a_time, adopting_orphans():
                 whole = json.dumps([*message, *arguments, variables]).encode()
                 socket.send_fds(server, [whole], [given, written])
                 self.pid = int(server.recv(MOST_BYTES))

@@ -307,6 +307,11 @@ class ExecutorStage(Actor):
 
     async def handle(self, envelope: Envelope) -> None:
         if isinstance(envelope.body, StepPlan):
+            if not self.in_epoch:
+                # Of the epoch before this start, which goes on while admission is down. It builds
+                # on plans that this core has not run.
+                self.log.debug("plan_dropped", step=envelope.body.step_id)
+                return
             core, plan = self._core, envelope.body
             run = core.launch if core.runs_ahead else core.execute
             future: Future[StepResult | LaunchedStep]

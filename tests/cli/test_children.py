@@ -162,6 +162,19 @@ async def test_forks_survive_a_killed_fork_server(server: ForkServer, running: l
     assert await before.wait() == 0
 
 
+async def test_orphans_of_a_killed_child_are_not_adopted(server: ForkServer) -> None:
+    """They would stay as zombies, as ranks of a killed executor would."""
+    await (await start(server, ["--version"])).wait()
+    child = await spawn(["sh", "-c", "sleep 1000 & echo $!; wait"], None)
+    orphan = int(await anext(child.output()))
+    child.send_signal(signal.SIGKILL)
+    await child.wait()
+    try:
+        assert parent_of(orphan) != os.getpid()
+    finally:
+        os.kill(orphan, signal.SIGKILL)
+
+
 async def test_a_process_with_threads_is_not_forked() -> None:
     assert why_not() == "" or "threads" in why_not()
     done = threading.Event()

@@ -18,8 +18,8 @@ from redis import Redis
 from redis.backoff import ConstantBackoff
 from redis.retry import Retry
 
-from nano_inference.cli.children import Forks, Spawned
-from nano_inference.cli.processes import Processes
+from nano_inference.cli.children import Forks, Spawned, spawn
+from nano_inference.cli.processes import CanNotStart, Processes
 from nano_inference.cli.up import MetricsPorts
 from nano_inference.config import STAGES, ConfigError, as_text, load_config, parse_value
 from nano_inference.pipeline.supervisor import StageFailed
@@ -116,6 +116,34 @@ async def test_a_stopped_rank_0_is_killed_after_its_timeout() -> None:
     processes = processes_of(load_config(env={}, overrides=settings), forks=cast(Forks, Sleepers()))
     with anyio.fail_after(LIMIT_S):
         assert await processes._run_once("executor") == -signal.SIGKILL
+
+
+class Ending(Sleepers):
+    """Starts processes that end with these statuses."""
+
+    def __init__(self, *statuses: int) -> None:
+        self.statuses = [*statuses]
+
+    async def start(self, role: str, command: Sequence[str]) -> Spawned:
+        return await spawn(["sh", "-c", f"exit {self.statuses.pop(0)}"], None)
+
+
+@pytest.mark.parametrize(
+    ("forks", "expected"),
+    [
+        (Ending(2), CanNotStart),
+        (Ending(1, 2, 2), StageFailed),  # files that can't be read for a while
+        (Ending(1, 3), CanNotStart),  # another process serves the lane
+    ],
+)
+async def test_a_stage_that_has_run_is_restarted_though_it_can_not_start(
+    forks: Ending, expected: type[Exception]
+) -> None:
+    settings = {"pipeline.max_restarts": 2, "pipeline.restart_backoff_s": 0}
+    processes = processes_of(load_config(env={}, overrides=settings), forks=cast(Forks, forks))
+    with anyio.fail_after(LIMIT_S), pytest.raises(expected):
+        await processes._keep_running("fairness")
+    assert not forks.statuses
 
 
 # --- several models -------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -65,6 +66,16 @@ async def test_requests_of_every_kind_have_one_digest_under_faults(tmp_path: Pat
     told = json.dumps(result, indent=1)
     assert (result["completed"], result["replayed_equal"]) == (size["requests"],) * 2, told
     assert result["clean"], told
+
+
+@pytest.mark.soak(only=True)
+async def test_what_gateways_add_survives_kills_of_every_process(tmp_path: Path) -> None:
+    """Tools, reasoning, guardrails, background responses, beside requests of other kinds."""
+    size = SimpleNamespace(seed=4, known=80, longest=60, concurrency=16, duration=900)
+    result = await load("chaos_days").one_deployment(tmp_path, "chats", 160, 24, size)
+    told = json.dumps(result, indent=1)
+    assert {"tool", "reasoning", "guardrail", "background"} <= set(result["kind"]), told
+    assert (result["never ended"], result["wrong"], result["up_survived"]) == (0, {}, True), told
 
 
 @pytest.mark.soak

@@ -10,11 +10,11 @@ import pytest
 from structlog.testing import capture_logs
 
 from nano_inference import Pipeline
-from nano_inference.bus import MemoryBus, open_bus
+from nano_inference.bus import Inbox, MemoryBus, open_bus
 from nano_inference.bus.control import StopSequences
 from nano_inference.bus.envelope import Envelope
 from nano_inference.bus.links import HALTS
-from nano_inference.config import STAGES, BusConfig, Config, PipelineConfig, Stage
+from nano_inference.config import STAGES, BusConfig, Config, ModelError, PipelineConfig, Stage
 from nano_inference.pipeline import cancellations
 from nano_inference.pipeline.client import BusClient
 from nano_inference.pipeline.health import lanes_of, role_trouble, verdict
@@ -250,6 +250,37 @@ async def test_a_traceback_is_printed_once_for_each_way_to_fail() -> None:
         f"RuntimeError('{way}')" for way in ("a", "a", "a", "b", "b")
     ]
     assert [bool(line["exc_info"]) for line in failures] == [True, False, False, True, False]
+    await bus.aclose()
+
+
+class Unreadable(Broken):
+    """Can't read its model's files in some of its starts, and fails when it can."""
+
+    readable: ClassVar[list[bool]]
+
+    async def open(self) -> None:
+        if not self.readable.pop(0):
+            raise ModelError("there are no descriptors left")
+
+    async def receive_forever(self, inbox: Inbox) -> None:
+        raise RuntimeError("it has no connection")
+
+
+@pytest.mark.parametrize(
+    ("readable", "expected"), [([True, False], StageFailed), ([False], ModelError)]
+)
+async def test_a_stage_that_has_run_is_restarted_though_its_model_is_unreadable(
+    readable: list[bool], expected: type[Exception]
+) -> None:
+    """A ModelError would end `up`, as at the first start."""
+    Unreadable.readable = readable
+    bus = MemoryBus(Config().bus)
+    context = StageContext(Config(), bus, Tracing(None))
+    with pytest.raises(expected):
+        await supervise(
+            lambda: Unreadable(context), PipelineConfig(max_restarts=1, restart_backoff_s=0.0)
+        )
+    assert not Unreadable.readable
     await bus.aclose()
 
 

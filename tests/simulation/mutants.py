@@ -54,6 +54,12 @@ MUTANTS = (
         "self.epoch = envelope.epoch",
     ),
     Defect(
+        "an executor that starts without admission takes plans of its predecessor",
+        "stages/executor/stage.py",
+        "if not self.in_epoch:",
+        "if False:",
+    ),
+    Defect(
         "the executor keeps the sequences of the last epoch",
         "stages/executor/stage.py",
         "_TORCH_THREAD.submit(self._core.reset)",

@@ -115,6 +115,9 @@ class _Sample:
         matcher: None if the constraint can't be followed.
         failure: Why its request ends; "" while it runs.
         consumed: Generated tokens to which the matcher has advanced.
+        goes_back: Whether the matcher can go back before drafted tokens, None if unknown; not with
+            max_tokens or stop in its grammar.
+        is_costly: A mask behind drafted tokens has hit a work limit.
         excess_s: CPU time of its masks beyond the limit per mask.
         grown_s: Time of its masks whose memory is not counted yet.
     """
@@ -124,13 +127,25 @@ class _Sample:
     matcher: LLMatcher | None
     failure: str = ""
     consumed: int = 0
+    goes_back: bool | None = None
+    is_costly: bool = False
     excess_s: float = 0.0
     grown_s: float = 0.0
 
+    def for_drafts(self, matcher: LLMatcher) -> LLMatcher:
+        """Return what computes masks behind drafted tokens: a copy of its matcher, unless that can
+        go back. Trying fails it for good; and after a thousand tokens a copy takes 0.1 ms."""
+        return matcher if self.goes_back else matcher.deep_copy()
+
+    def drafted(self, matcher: LLMatcher) -> None:
+        """Note what has become of a matcher of `for_drafts`."""
+        self.goes_back = not matcher.is_error()
+        self.is_costly = self.is_costly or is_too_costly(matcher)
+
     def look(self) -> None:
         """Fail the sample if the last mask hit a work limit, or the masks took too long."""
-        slow = self.excess_s > _EXCESS_S
-        if self.matcher is not None and (slow or is_too_costly(self.matcher)):
+        costly = self.is_costly or self.excess_s > _EXCESS_S
+        if self.matcher is not None and (costly or is_too_costly(self.matcher)):
             self.failure, self.matcher = _TOO_COSTLY, None
 
 
@@ -303,15 +318,18 @@ class Constraints:
     def _fill_together(self, asked: list[_AskedMask], allowed: npt.NDArray[np.int32]) -> None:
         if self._parallel is None:
             self._parallel = LLExecutor()
-        matchers = [(one.matcher, one.place, one.draft) for one in asked]
-        plain = [(matcher, place) for matcher, place, draft in matchers if not draft]
-        drafted = [one for one in matchers if one[2]]
+        plain = [(one.matcher, one.place) for one in asked if not one.draft]
         if plain:
             llguidance.numpy.fill_next_token_bitmask_par(self._parallel, plain, allowed)
-        if drafted:
+        if drafted := [one for one in asked if one.draft]:
+            matchers = [one.sample.for_drafts(one.matcher) for one in drafted]
             llguidance.numpy.fill_next_token_bitmask_par_with_draft_tokens(
-                self._parallel, drafted, allowed
+                self._parallel,
+                [(each, one.place, one.draft) for each, one in zip(matchers, drafted, strict=True)],
+                allowed,
             )
+            for one, matcher in zip(drafted, matchers, strict=True):
+                one.sample.drafted(matcher)
 
     def _advance(self, rows: IntArray) -> list[_Sample]:
         """Return the samples of these rows, with matchers advanced to their present tokens."""

@@ -100,7 +100,6 @@ LONGEST_FILES = (
     "gateway/console/test_browser.py",
     "pipeline/test_many_models.py",
     "pipeline/test_lanes.py",
-    "pipeline/test_chaos.py",
     "pipeline/test_redis_trouble.py",
     "stages/executor/runner/ranks/test_processes.py",
     "cli/test_serve.py",

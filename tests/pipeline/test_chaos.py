@@ -17,7 +17,6 @@ pytestmark = pytest.mark.slow
 
 SOAK: dict[str, Any] = {"requests": 400, "kills": 56, "concurrency": 24, "longest": 80}
 
-HTTP_EVERY_DAY: dict[str, Any] = {"requests": 14, "kills": 7, "concurrency": 7, "longest": 30}
 HTTP_SOAK: dict[str, Any] = {"requests": 200, "kills": 20, "concurrency": 24, "longest": 120}
 
 
@@ -36,7 +35,7 @@ def quick_starts(monkeypatch: pytest.MonkeyPatch) -> None:
 async def test_faults_of_every_kind_cost_nothing_while_sequences_take_turns(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With a batch for all, and where sequences take turns, as every day over HTTP (below)."""
+    """With a batch for all, and where sequences take turns."""
     chaos = load("chaos")
     check(chaos, await chaos.storm(tmp_path / "places", seed=5, duration_s=600, **SOAK), SOAK)
     take_turns(monkeypatch)
@@ -67,21 +66,16 @@ async def test_requests_of_every_kind_have_one_digest_under_faults(tmp_path: Pat
     assert result["clean"], told
 
 
-@pytest.mark.soak
-async def test_streams_survive_kills_of_every_process(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, soak: bool
-) -> None:
-    """Gateways too: their clients resume at the other one. Every day sequences take turns."""
+@pytest.mark.soak(only=True)
+async def test_streams_survive_kills_of_every_process(tmp_path: Path) -> None:
+    """Gateways too: their clients resume at the other one."""
     chaos, chaos_http = load("chaos"), load("chaos_http")
-    if not soak:
-        take_turns(monkeypatch)
-    size = HTTP_SOAK if soak else HTTP_EVERY_DAY
-    result = await chaos_http.http_storm(tmp_path, chaos.SETTINGS, seed=3, **size)
+    result = await chaos_http.http_storm(tmp_path, chaos.SETTINGS, seed=3, **HTTP_SOAK)
     told = json.dumps(result, indent=1)
-    assert sum(result["kills"].values()) == size["kills"], told
+    assert sum(result["kills"].values()) == HTTP_SOAK["kills"], told
     assert set(result["kills"]) == set(chaos_http.TARGETS), told
     assert result["returns"] > 0, told
-    assert (result["completed"], result["clean"]) == (size["requests"], True), told
+    assert (result["completed"], result["clean"]) == (HTTP_SOAK["requests"], True), told
 
 
 def test_the_checker_finds_faults_of_an_http_reading() -> None:

@@ -335,7 +335,7 @@ def adapter_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.mark.parametrize(
-    # All are killed in tests/pipeline/test_chaos.py.
+    # All are killed in the soak of tests/pipeline/test_chaos.py, and fail in test_life.py.
     "stage",
     [stage if stage in KILLED_EVERY_DAY else in_soak(stage) for stage in STAGES],
 )

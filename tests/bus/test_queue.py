@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
-from hypothesis import given, settings
+import pytest
+from hypothesis import given
 from hypothesis import strategies as st
 
 from nano_inference.bus.queue import BoundedQueue
@@ -15,7 +16,7 @@ steps = st.lists(
 )
 
 
-@settings(max_examples=75, deadline=None)
+@pytest.mark.soak
 @given(steps=steps, capacity=st.integers(1, 3))
 def test_each_item_comes_out_once_and_in_its_entrances_order(
     steps: list[tuple[str, int]], capacity: int

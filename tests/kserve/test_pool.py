@@ -220,7 +220,7 @@ ACTIONS = st.tuples(st.sampled_from(["end", "cancel", "wait"]), st.integers(0, U
     impatient=st.sets(st.integers(0, USERS - 1)),
     actions=st.lists(ACTIONS, max_size=2 * USERS),
 )
-@settings(max_examples=60)
+@pytest.mark.soak
 def test_64_tasks_with_random_spans_deadlines_and_cancellations(
     n_slots: int, spans: list[int], impatient: set[int], actions: list[tuple[str, int]]
 ) -> None:

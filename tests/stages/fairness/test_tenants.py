@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from nano_inference.bus.messages import Credit
@@ -135,7 +135,7 @@ def test_no_tenant_that_always_waits_falls_behind_by_more_than_the_bound(
         replica.step()
 
 
-@settings(max_examples=60, deadline=None)
+@pytest.mark.soak
 @given(
     st.lists(
         st.tuples(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from nano_inference.bus.messages import Credit
@@ -260,7 +260,7 @@ def test_every_tenant_of_the_lowest_priority_starts() -> None:
         assert replica.now_ns <= (4 * 2 + 3) * SECOND
 
 
-@settings(max_examples=60, deadline=None)
+@pytest.mark.soak
 @given(
     st.lists(
         st.tuples(st.integers(0, 8), st.integers(1, 30), st.integers(0, 2), st.integers(0, 4)),

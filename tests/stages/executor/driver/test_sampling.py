@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -167,7 +167,7 @@ def brute_force(logits: Sequence[float], k: int, p: float, m: float) -> set[int]
     return set(allowed)
 
 
-@settings(max_examples=100, deadline=None)
+@pytest.mark.soak
 @given(
     # Few distinct values, so that ties are common, as they are among bfloat16 logits.
     logits=st.lists(st.integers(-6, 6).map(lambda n: n / 2), min_size=1, max_size=40),

@@ -277,9 +277,8 @@ def test_equals_the_explicit_mask(name: str, subject: Subject) -> None:
     assert run_case(case, subject) < 1
 
 
-@settings(
-    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@pytest.mark.soak
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     kv_heads=st.sampled_from([1, 2, 4]),
     block_size=st.sampled_from([1, 4, 16]),

@@ -317,6 +317,13 @@ class Engine:
         ids = [read_id(each) for each in command[2:]]
         return 0 if stream is None else sum(map(stream.delete, ids))
 
+    def _XSETID(self, command: Arguments) -> Any:
+        stream = self._get(command[1], Stream)
+        if stream is None:
+            raise RedisError("ERR The XSETID command requires the key to exist.")
+        stream.last, stream.added = read_id(command[2]), int(command[4])
+        return OK
+
     def _XRANGE(self, command: Arguments) -> Any:
         return self._range(command[1], command[2], command[3], command[4:], reverse=False)
 

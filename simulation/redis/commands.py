@@ -290,7 +290,7 @@ class Engine:
         try:
             entry_id = stream.next_id(command[at], self.now_ms)
         except RedisError:
-            if not stream.added:
+            if stream.last == FIRST:  # it has just been made
                 self.data.delete(key)
             raise
         stream.add(entry_id, command[at + 1 :])

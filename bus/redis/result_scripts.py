@@ -21,8 +21,7 @@ end
 # failover.
 #
 # A stream with missing entries is not ended: after a failover this server lacks what the old one
-# had. Entries deleted by a client that read them don't count as missing: the last id ever given has
-# the number of entries, also if it is a fence's.
+# had. Entries deleted by a client that read them don't count as missing.
 APPEND = f"""{_TOLD}
 local function is_whole(key, count)
   local length = redis.call('XLEN', key)
@@ -30,8 +29,7 @@ local function is_whole(key, count)
   local info = redis.pcall('XINFO', 'STREAM', key)
   if info.err then return false end
   for i = 1, #info, 2 do
-    local last = info[i] == 'last-generated-id' and string.match(info[i + 1], '-(%d+)$')
-    if last and tonumber(last) < count then return false end
+    if info[i] == 'entries-added' and info[i + 1] < count then return false end
   end
   if length == 0 then return true end
   local first = redis.call('XRANGE', key, '-', '+', 'COUNT', 1)[1][1]
@@ -95,11 +93,12 @@ return {
 }
 """
 
-# Raise the stream's last id to `<epoch>-<number of entries>` by an entry that no reader sees, so that
-# older epochs can no longer write. (XSETID requires an existing stream.) A stream with missing
-# entries, after a restart with old data, starts over unless it has ended.
+# Raise the stream's last id to `<epoch>-0` by an entry that no reader sees, so that older epochs
+# can no longer write. (XSETID requires an existing stream.) It doesn't count as one that was added;
+# a user without the right to XSETID has to do without that. A stream with missing entries, after a
+# restart with old data, starts over unless it has ended.
 FENCE = """
-local entries, whole = redis.call('XRANGE', KEYS[1], '-', '+'), true
+local entries, whole, added = redis.call('XRANGE', KEYS[1], '-', '+'), true, 0
 for i, entry in ipairs(entries) do
   whole = whole and tonumber(string.match(entry[1], '-(%d+)$')) == i
 end
@@ -107,10 +106,15 @@ if not whole and not string.find(entries[#entries][2][2], '"type":"completion"',
   redis.call('DEL', KEYS[1])
   entries = {}
 end
-local fence = ARGV[1] .. '-' .. #entries
+local info = redis.pcall('XINFO', 'STREAM', KEYS[1])
+for i = 1, #info, 2 do
+  if info[i] == 'entries-added' then added = info[i + 1] end
+end
+local fence = ARGV[1] .. '-0'
 local reply = redis.pcall('XADD', KEYS[1], fence, 'fence', '')
 if type(reply) == 'string' then
   redis.call('XDEL', KEYS[1], fence)
+  redis.pcall('XSETID', KEYS[1], fence, 'ENTRIESADDED', added)
 elseif not string.find(reply.err, 'equal or smaller', 1, true) then
   return reply
 end

@@ -290,7 +290,7 @@ class Engine:
         try:
             entry_id = stream.next_id(command[at], self.now_ms)
         except RedisError:
-            if not stream.added:
+            if stream.last == FIRST:  # it has just been made
                 self.data.delete(key)
             raise
         stream.add(entry_id, command[at + 1 :])
@@ -316,6 +316,13 @@ class Engine:
         stream = self._get(command[1], Stream)
         ids = [read_id(each) for each in command[2:]]
         return 0 if stream is None else sum(map(stream.delete, ids))
+
+    def _XSETID(self, command: Arguments) -> Any:
+        stream = self._get(command[1], Stream)
+        if stream is None:
+            raise RedisError("ERR The XSETID command requires the key to exist.")
+        stream.last, stream.added = read_id(command[2]), int(command[4])
+        return OK
 
     def _XRANGE(self, command: Arguments) -> Any:
         return self._range(command[1], command[2], command[3], command[4:], reverse=False)

@@ -104,7 +104,6 @@ LONGEST_FILES = (
     "pipeline/test_redis_trouble.py",
     "stages/executor/runner/ranks/test_processes.py",
     "cli/test_serve.py",
-    "stages/admission/test_responses.py",
     "pipeline/test_adapters.py",
     "store/test_redis_limits.py",
     "stages/executor/test_parity.py",
@@ -119,6 +118,8 @@ LONGEST_FILES = (
     "examples/test_grpo_arithmetic.py",
     "pipeline/test_embeddings.py",
     "pipeline/test_weights_restart.py",
+    "store/test_limits.py",
+    "text/test_gguf.py",
 )
 
 

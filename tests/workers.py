@@ -67,6 +67,10 @@ def main() -> None:
     listening = socket.socket(fileno=int(sys.argv[1]))
     programs = runpy.run_path(str(PROGRAMS))
     programs["import_all"]()
+    # The clients' libraries, which take seconds, are used by files of all workers.
+    import anthropic  # noqa: F401
+    import openai  # noqa: F401
+
     compile_kernels()
     gc.collect()
     gc.freeze()

@@ -24,6 +24,7 @@ from anyio.from_thread import start_blocking_portal
 from nano_inference import BusClient, Gateway
 from nano_inference.cli.app import main
 from nano_inference.config import Config, GatewayConfig, load_config
+from nano_inference.pipeline import pipeline as pipeline_module
 from nano_inference.pipeline.pipeline import Pipeline
 from nano_inference.telemetry import setup_logging
 
@@ -106,8 +107,11 @@ def serving(redis_url: str) -> Iterator[Config]:
 @pytest.fixture(scope="package")
 def served(redis_url: str) -> Iterator[Config]:
     """A pipeline that all tests here share, and leave unchanged."""
-    with serving(redis_url) as config:
-        yield config
+    with pytest.MonkeyPatch.context() as patch:
+        # Commands wait for the next report.
+        patch.setattr(pipeline_module, "BEAT_S", 0.1)
+        with serving(redis_url) as config:
+            yield config
 
 
 @contextlib.asynccontextmanager

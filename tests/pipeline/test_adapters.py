@@ -19,6 +19,8 @@ from nano_inference.gateway.gateway import Gateway
 from nano_inference.gateway.policy.administration import Administration
 from nano_inference.gateway.policy.backend import open_backend
 from nano_inference.gateway.policy.store import PolicyStore
+from nano_inference.gateway.serving import lane_state
+from nano_inference.pipeline import pipeline as pipeline_module
 from nano_inference.stages.executor.core import ExecutorCore
 
 from ..gateway.policy.conftest import bearer
@@ -34,6 +36,13 @@ SHORT_MODEL = True
 PROMPT = "12 + 30 ="
 TOKENS = 60
 LONG = 300
+
+
+@pytest.fixture(autouse=True)
+def quick_reports(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gateways know adapters by the lanes' reports, and a load ends when its own gateway does."""
+    monkeypatch.setattr(pipeline_module, "BEAT_S", 0.05)
+    monkeypatch.setattr(lane_state, "ASKED_EVERY_S", 0.05)
 
 
 @cache

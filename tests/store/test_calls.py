@@ -8,8 +8,9 @@ from nano_inference.bus import Bus
 from nano_inference.store import calls as bus_calls
 from nano_inference.store.calls import DurableCall
 
-from ..buses import Buses, kit
+from ..buses import STORES, Buses, kit
 
+BUSES = STORES
 SOON_S = 0.05
 
 

@@ -6,7 +6,9 @@ import asyncio
 
 from nano_inference.store.policy import NOTHING, PolicyState
 
-from ..buses import Buses
+from ..buses import STORES, Buses
+
+BUSES = STORES
 
 
 async def test_what_one_writes_the_other_reads_once(buses: Buses) -> None:

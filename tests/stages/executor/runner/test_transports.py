@@ -352,7 +352,7 @@ def behind(address: SlotAddress, most_bytes: int, *, then_cut: bool) -> Iterator
 def test_a_connection_that_ends_or_hangs_is_an_error_in_time(
     slots: SharedSlots, monkeypatch: pytest.MonkeyPatch, most_bytes: int, then_cut: bool
 ) -> None:
-    monkeypatch.setattr(tcp, "TIMEOUT_S", 0.5)
+    monkeypatch.setattr(tcp, "TIMEOUT_S", 0.1)
     with over_tcp(slots) as address, behind(address, most_bytes, then_cut=then_cut) as bad:
         peers = Peers(SECRET)
         monkeypatch.setattr(slots_module, "_HERE", {})

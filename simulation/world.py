@@ -157,7 +157,10 @@ class World:
     @property
     def is_disturbed(self) -> bool:
         """Whether a lane may fail, and leave an order without an answer."""
-        return not all(fault.kind in (*ORDERS, "garbage", "slow") for fault in self.story.faults)
+        kinds = {fault.kind for fault in self.story.faults}
+        return bool(kinds - {*ORDERS, "garbage", "slow"}) or any(
+            each.fatal for each in self.story.requests
+        )
 
     def violate(self, what: str) -> None:
         """Note that something is wrong; the first such note ends the story."""

@@ -147,9 +147,9 @@ def _check_time(story: Story, call: Call) -> Iterator[str]:
         for fault in story.faults
     )
     # What admission has not taken ends later, while the lane is full or closed.
-    undisturbed = undisturbed and len(story.requests) <= MOST_REQUESTS
+    has_room = len(story.requests) <= min(MOST_REQUESTS, story.max_in_flight)
     late_ms = call.ended_ns // 1_000_000 - request.at_ms - request.budget_ms
-    if request.budget_ms and undisturbed and late_ms > LATE_MS:
+    if request.budget_ms and undisturbed and has_room and late_ms > LATE_MS:
         yield f"it ended {late_ms} ms behind its time limit"
 
 

@@ -116,6 +116,7 @@ class World:
         self._outside = SimulatedProcess("http", 0)
         self.processes: dict[str, SimulatedProcess] = {}
         self.pipelines: dict[str, Pipeline] = {}
+        self._running: dict[SimulatedProcess, Pipeline] = {}
         self.clients: dict[int, tuple[SimulatedProcess | None, BusClient]] = {}
         self.violations: list[str] = []
         self.lines: list[str] | None = [] if trace else None
@@ -157,7 +158,10 @@ class World:
     @property
     def is_disturbed(self) -> bool:
         """Whether a lane may fail, and leave an order without an answer."""
-        return not all(fault.kind in (*ORDERS, "garbage", "slow") for fault in self.story.faults)
+        kinds = {fault.kind for fault in self.story.faults}
+        return bool(kinds - {*ORDERS, "garbage", "slow"}) or any(
+            each.fatal for each in self.story.requests
+        )
 
     def violate(self, what: str) -> None:
         """Note that something is wrong; the first such note ends the story."""
@@ -234,7 +238,7 @@ class World:
                 config, tracing=Tracing(), wait_for_bus=True, wait_until_ready=False
             )
             async with pipeline, AsyncExitStack() as opened:
-                self.pipelines[program] = pipeline
+                self.pipelines[program] = self._running[process] = pipeline
                 if self.story.bus == "memory":
                     self.clients[0] = process, pipeline.client
                     if self.story.gateways:
@@ -243,10 +247,19 @@ class World:
                 await pipeline.failed()
         except LaneReplaced as error:
             self.note("replaced", program)
-            if self.processes.get(program) is process:
+            if self.processes.get(program) is process and not self._goes_on(program, process):
                 self.violate(f"{program}: {error.message}")
         except Exception as error:  # noqa: BLE001  (a program that fails is a finding)
             self.violate(f"{program} failed: {error!r}")
+
+    def _goes_on(self, program: str, replaced: SimulatedProcess) -> bool:
+        """Return whether another process of a program runs: one that stood still during its start,
+        and so is the newer one for the bus."""
+        for process, pipeline in self._running.items():
+            if process is not replaced and process.alive and process.name == program:
+                self.processes[program], self.pipelines[program] = process, pipeline
+                return True
+        return False
 
     async def _serve_gateway(self, program: str, process: SimulatedProcess) -> None:
         try:
@@ -454,6 +467,7 @@ class World:
         self.loop.drop()
         self.network.drop()
         self.pipelines.clear()
+        self._running.clear()
         self.clients.clear()
         self.gateways.clear()
         self._faults.drop()

@@ -307,6 +307,8 @@ class Network:
     def fail_over(self, data: Data, owners: list[SimulatedProcess]) -> None:
         """Make a replica with this data the master; `owners` don't know it yet."""
         old, self.node = self.node, self._start(data)
+        for owner in [each for each in self._former if each not in owners]:
+            self.reset(owner)  # it has not known the last master yet
         self._former = dict.fromkeys(owners, old)
 
     def learn(self, owner: SimulatedProcess) -> None:

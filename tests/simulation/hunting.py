@@ -16,8 +16,8 @@ from nano_inference.simulation.world import World
 
 from .planting import Defect, planted
 
-CALLBACK_S = 5.0
-"""Processor time after which a callback is taken for endless."""
+CALLBACK_S = 20.0
+"""Processor time after which a story is taken for endless; that of a throng takes six seconds."""
 
 Known = tuple[int, int] | str
 """What finds a defect: a seed and the most requests of its story, or the name of a kept story."""

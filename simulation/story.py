@@ -316,6 +316,7 @@ def _with_gateways(story: Story, most_requests: int, spread_ms: int) -> Story:
                 seed=GATEWAY_SEED + index,
                 n=1 if interface == "background" else request.n,
                 adapter="",
+                fatal=False,  # the executor knows these by the ids of requests on the bus
             )
         )
     faults = list(story.faults)

@@ -287,7 +287,7 @@ class LinkReader:
     ) -> None:
         self._server = server
         self._block_s = CHECK_CLUSTER_S if server.is_cluster else READ_BLOCK_S
-        self._redis = server.client(1, self._block_s)
+        self._redis = server.client(1, self._block_s, self._connected)
         self._links = {keys.link(link.name): link for link in links}
         self._inbox = inbox
         self._seen = seen
@@ -312,6 +312,7 @@ class LinkReader:
         for key, tail in zip(self._links, tails, strict=True):
             self._positions[key] = tail[0][0] if tail else b"0-0"
         self._run_ids = await self._read_run_ids()
+        self._compare = False
         await self._trim(self._positions)
         if self._closed:
             # Closed meanwhile: start no task.
@@ -363,6 +364,10 @@ class LinkReader:
         except (exceptions.RedisError, OSError):
             self._compare = True
             raise
+
+    def _connected(self) -> None:
+        """Note a new connection: the server may have restarted while this process stood still."""
+        self._compare = True
 
     async def _compare_run_ids(self) -> None:
         """Report a changed server, which may lack messages."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from redis import exceptions
@@ -23,8 +23,14 @@ class SimulatedServer(Server):
     network: Network
     """Set for a simulation in a subclass."""
 
-    def client(self, connections: int, block_s: float = 0.0) -> Redis:
-        return SimulatedClient(self.network, connections, block_s)  # type: ignore[return-value]
+    def client(
+        self,
+        connections: int,
+        block_s: float = 0.0,
+        connected: Callable[[], object] | None = None,
+    ) -> Redis:
+        made = SimulatedClient(self.network, connections, block_s, connected)
+        return made  # type: ignore[return-value]
 
     async def aclose(self) -> None:
         """There are no sentinels."""
@@ -33,8 +39,16 @@ class SimulatedServer(Server):
 class SimulatedClient:
     """A pool of connections. A command takes a free one, and breaks it when it is cancelled."""
 
-    def __init__(self, network: Network, connections: int, block_s: float) -> None:
+    def __init__(
+        self,
+        network: Network,
+        connections: int,
+        block_s: float,
+        connected: Callable[[], object] | None,
+    ) -> None:
         self._network = network
+        self._connected = connected
+        self._breaks = -1  # of this process's connections, when it connected
         self._free = connections
         self._waiting: deque[asyncio.Future[None]] = deque()
         self._timeout_ns = int((REPLY_TIMEOUT_S + block_s) * 1e9)
@@ -73,6 +87,9 @@ class SimulatedClient:
         self._free -= 1
         try:
             owner = PROCESS.get()
+            if self._connected is not None and self._breaks != self._network.breaks_of(owner):
+                self._breaks = self._network.breaks_of(owner)
+                self._connected()
             future: asyncio.Future[list[Any]] = asyncio.get_running_loop().create_future()
             node = self._network.node_of(owner)
             self._network.send(Exchange(raw, future, owner, node, self._timeout_ns))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable
 from contextvars import Context
 from functools import partial
@@ -105,6 +106,9 @@ class Network:
         self.record: Callable[[SimulatedProcess | None, Arguments, Any], None] | None = None
         self.node = self._start(Data())
         self._open: dict[Exchange, None] = {}
+        # How often the connections of all, and those of each process, were broken.
+        self._stops = 0
+        self._resets: Counter[SimulatedProcess | None] = Counter()
         # Processes cut off, and deliveries that wait for the end of that.
         self._cut: dict[SimulatedProcess, list[Callable[[], None]]] = {}
         # Processes whose connections still reach a former master.
@@ -122,6 +126,10 @@ class Network:
         if self.noise and self._random() * 1000 < self.noise:
             delay_s = self._random() * 0.002
             self._loop.call_later(delay_s, lambda: self._break(exchange), context=_WORLD)
+
+    def breaks_of(self, owner: SimulatedProcess | None) -> int:
+        """Return how often all connections of a process were broken."""
+        return self._stops + self._resets[owner]
 
     def node_of(self, owner: SimulatedProcess | None) -> Node:
         return self._former.get(owner, self.node) if self._former else self.node
@@ -258,6 +266,7 @@ class Network:
 
     def reset(self, owner: SimulatedProcess | None) -> None:
         """Break all connections of a process; commands on their way may arrive all the same."""
+        self._resets[owner] += 1
         for exchange in [each for each in self._open if each.owner is owner]:
             self._break(exchange)
 
@@ -292,6 +301,7 @@ class Network:
     def stop(self) -> None:
         """Stop the server."""
         self.node.up = False
+        self._stops += 1
         for exchange in [each for each in self._open if each.node is self.node]:
             self._break(exchange)
             exchange.lost = True

@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from functools import partial
 from typing import Any, TypeVar, cast
 
 from redis import exceptions
 from redis._parsers import AsyncCommandsParser
-from redis.asyncio import BlockingConnectionPool, Redis
+from redis.asyncio import BlockingConnectionPool, Connection, Redis
 from redis.asyncio.cluster import ClusterNode, RedisCluster
 from redis.asyncio.retry import Retry
 from redis.asyncio.sentinel import (
@@ -162,13 +163,23 @@ class Server:
         """Whether keys are spread over several nodes by slot."""
         return self._address.kind == "cluster"
 
-    def client(self, connections: int, block_s: float = 0.0) -> Redis:
+    def client(
+        self,
+        connections: int,
+        block_s: float = 0.0,
+        connected: Callable[[], object] | None = None,
+    ) -> Redis:
         """Return a client whose commands may block for `block_s`.
+
+        `connected`: called with each new connection, except in a cluster. An idle connection that
+        has broken is replaced without an error.
 
         It never retries: after a lost reply only the caller knows which commands may run twice. Use
         it with `execute`, `execute_all` and `on_each` only: for a cluster it is a RedisCluster.
         """
         address, options = self._address, self._connection_options(block_s)
+        if connected is not None and address.kind != "cluster":
+            options["redis_connect_func"] = partial(_connect, connected)
         off = MaintNotificationsConfig(enabled=False)
         if address.kind == "cluster":
             cluster = RedisCluster(
@@ -427,6 +438,11 @@ async def time_ms(redis: Redis, key: bytes) -> int:
     """Return the clock that makes the entry ids of the stream `key`, in milliseconds."""
     seconds, microseconds = await execute(redis, "TIME", key=key)
     return int(seconds) * 1000 + int(microseconds) // 1000
+
+
+async def _connect(connected: Callable[[], object], connection: Connection) -> None:
+    await connection.on_connect()
+    connected()
 
 
 class _ConnectionErrors:

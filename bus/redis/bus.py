@@ -169,8 +169,8 @@ class RedisBus:
         return number <= await self._now_ms(self._keys.epoch) + 1000
 
     async def is_newest(self, stage: str) -> bool:
-        mine = self._openings[stage]
-        return await self._opening(stage, mine) == mine
+        mine = self._openings.get(stage)
+        return mine is None or await self._opening(stage, mine) == mine
 
     @property
     def reconnects(self) -> int:

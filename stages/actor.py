@@ -197,6 +197,8 @@ class Actor(ABC):
         self.opened = True
         try:
             await self._called()
+            # Started again after a failure, it must not displace a successor.
+            await self._check_is_newest()
             # It stays open after a failure, or senders would fail too. The next incarnation's
             # inbox closes this one.
             inbox = await self.bus.open_inbox(self.role)
@@ -225,6 +227,15 @@ class Actor(ABC):
             return await inbox.receive()
         return []
 
+    async def _check_is_newest(self) -> None:
+        """Raises LaneReplaced if another process has started this stage."""
+        if not await self.bus.is_newest(self.role):
+            raise LaneReplaced(
+                f"another process has started the {self.role} stage of lane "
+                f"{self.config.bus.lane!r}, so this one stops; give each pipeline a "
+                "bus.lane of its own"
+            )
+
     async def leave(self, reason: str, *, failed: bool = False) -> None:
         """Report to admission that this stage's state is lost; `failed`: it has crashed."""
         stopped = StageStopped(self.role, self.incarnation, cut(reason), failed)
@@ -239,12 +250,7 @@ class Actor(ABC):
                 if not await self.bus.is_epoch(envelope.epoch):
                     self.log.warning("message_of_no_epoch_dropped", epoch=envelope.epoch)
                     return
-                if not await self.bus.is_newest(self.role):
-                    raise LaneReplaced(
-                        f"another process has started the {self.role} stage of lane "
-                        f"{self.config.bus.lane!r}, so this one stops; give each pipeline a "
-                        "bus.lane of its own"
-                    )
+                await self._check_is_newest()
                 self.epoch = envelope.epoch
                 await self.reset()
         if isinstance(envelope.body, Reset):

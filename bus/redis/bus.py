@@ -178,7 +178,9 @@ class RedisBus:
         return number <= await self._now_ms(self._keys.epoch) + 1000
 
     async def is_newest(self, stage: str) -> bool:
-        mine = self._openings[stage]
+        mine = self._openings.get(stage)
+        if mine is None:
+            return True
         command = ("EVAL", _NEWEST, 1, self._keys.openings, stage, mine, self._nonce.hex())
         return int(await self._commands.retry(f"opening of {stage}", *command)) == mine
 

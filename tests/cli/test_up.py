@@ -18,10 +18,18 @@ from redis import Redis
 from redis.backoff import ConstantBackoff
 from redis.retry import Retry
 
+from nano_inference.cli.app import _status_of
 from nano_inference.cli.children import Forks, Spawned, spawn
 from nano_inference.cli.processes import CanNotStart, Processes
 from nano_inference.cli.up import MetricsPorts
-from nano_inference.config import STAGES, ConfigError, as_text, load_config, parse_value
+from nano_inference.config import (
+    STAGES,
+    ConfigError,
+    LaneReplaced,
+    as_text,
+    load_config,
+    parse_value,
+)
 from nano_inference.pipeline.supervisor import StageFailed
 
 from ..commands import Command
@@ -133,7 +141,7 @@ class Ending(Sleepers):
     [
         (Ending(2), CanNotStart),
         (Ending(1, 2, 2), StageFailed),  # files that can't be read for a while
-        (Ending(1, 3), CanNotStart),  # another process serves the lane
+        (Ending(1, _status_of(LaneReplaced("")) or 0), CanNotStart),
     ],
 )
 async def test_a_stage_that_has_run_is_restarted_though_it_can_not_start(

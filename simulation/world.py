@@ -251,6 +251,8 @@ class World:
                 self.violate(f"{program}: {error.message}")
         except Exception as error:  # noqa: BLE001  (a program that fails is a finding)
             self.violate(f"{program} failed: {error!r}")
+        finally:
+            self._running.pop(process, None)
 
     def _goes_on(self, program: str, replaced: SimulatedProcess) -> bool:
         """Return whether another process of a program runs: one that stood still during its start,

@@ -11,7 +11,15 @@ from functools import partial
 
 import msgspec
 
-from ...config import NOT_PERMITTED, STAGES, BusConfig, BusError, role_of_sender, split_role
+from ...config import (
+    NOT_PERMITTED,
+    STAGES,
+    BusConfig,
+    BusError,
+    LaneReplaced,
+    role_of_sender,
+    split_role,
+)
 from ...config.errors import bus_closed
 from ...store.in_place import AdaptersInPlace, WeightsInPlace
 from ...store.redis.board import RedisBoard
@@ -221,10 +229,22 @@ class RedisBus:
         await self._server.aclose()
 
     async def _open(self, stage: str) -> int:
-        """Return the number of a new opening of a stage."""
+        """Return the number of a new opening of a stage.
+
+        Raises:
+            LaneReplaced: Another process has opened it since this one did, which only restarts it.
+        """
         what, key, retry = f"opening of {stage}", self._keys.openings, self._commands.retry
         while True:
             record = await retry(what, "HGET", key, stage) or b""
+            last, _, opener = record.partition(b" ")
+            mine = self._openings.get(stage)
+            if mine and opener != self._nonce.hex().encode() and int(last or 0) > mine:
+                raise LaneReplaced(
+                    f"another process has started the {stage} stage of lane "
+                    f"{self._config.lane!r}, so this one stops; give each pipeline a "
+                    "bus.lane of its own"
+                )
             arguments = (stage, record, self._nonce.hex())
             number = await retry(what, "EVAL", _OPEN, 1, key, *arguments)
             if number is not None:

@@ -75,6 +75,7 @@ FOUND: dict[str, Known] = {
         "just_stored"
     ),
     "a pause that is called off has no answer": "called_off",
+    "a stage that fails in a replaced process ends its successor": (322, 24),
     "a server that changes while admission stands still is not noticed": (402, 10),
     "a stream is ended of which a server has lost the first entries": (68, 24),
 }

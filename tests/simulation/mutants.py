@@ -400,6 +400,12 @@ OLD_DEFECTS = (
         "pass",
     ),
     Defect(
+        "a stage that fails in a replaced process ends its successor",
+        "bus/redis/bus.py",
+        "if mine and opener != self._nonce.hex().encode() and int(last or 0) > mine:",
+        "if False:",
+    ),
+    Defect(
         "a server that changes while admission stands still is not noticed",
         "bus/redis/links.py",
         'while this process stood still."""\n        self._compare = True',

@@ -428,12 +428,10 @@ class Bus(Protocol):
         """
 
     async def is_newest(self, stage: str) -> bool:
-        """Return whether no other process has opened this stage's inbox since this one did, if it
-        has.
+        """Return whether no other process has opened this stage's inbox since this one did.
 
-        A stage checks it with each larger epoch, and at its next start after a failure. Otherwise a
-        process that was cut off or stopped while a successor started would take part in the
-        successor's epoch, beside it, or displace it.
+        A stage checks it with each larger epoch. A process that was cut off or stopped while a
+        successor started would otherwise take part in the successor's epoch, beside it.
         """
 
     @property

@@ -109,3 +109,11 @@ def leaves_of(error: BaseException) -> list[BaseException]:
 def bus_closed() -> ChannelClosed:
     """Return the error of every end of a bus after `aclose`."""
     return ChannelClosed("the bus was closed")
+
+
+def stage_replaced(stage: str, lane: str) -> LaneReplaced:
+    """Return the error of a process of whose stage another one is the newest."""
+    return LaneReplaced(
+        f"another process has started the {stage} stage of lane {lane!r}, so this one stops; give "
+        "each pipeline a bus.lane of its own"
+    )

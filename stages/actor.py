@@ -22,12 +22,12 @@ from ..config import (
     REPLICATED,
     BusError,
     Config,
-    LaneReplaced,
     NanoInferenceError,
     cut,
     role_of,
     role_of_sender,
 )
+from ..config.errors import stage_replaced
 from ..config.logger import get_logger
 from ..store.board import LoadedAdapter, StageState
 from ..telemetry import Attributes, Metrics, TraceContext, Tracing, is_sampled, names, now_ns
@@ -197,8 +197,6 @@ class Actor(ABC):
         self.opened = True
         try:
             await self._called()
-            # Started again after a failure, it must not displace a successor.
-            await self._check_is_newest()
             # It stays open after a failure, or senders would fail too. The next incarnation's
             # inbox closes this one.
             inbox = await self.bus.open_inbox(self.role)
@@ -227,15 +225,6 @@ class Actor(ABC):
             return await inbox.receive()
         return []
 
-    async def _check_is_newest(self) -> None:
-        """Raises LaneReplaced if another process has started this stage."""
-        if not await self.bus.is_newest(self.role):
-            raise LaneReplaced(
-                f"another process has started the {self.role} stage of lane "
-                f"{self.config.bus.lane!r}, so this one stops; give each pipeline a "
-                "bus.lane of its own"
-            )
-
     async def leave(self, reason: str, *, failed: bool = False) -> None:
         """Report to admission that this stage's state is lost; `failed`: it has crashed."""
         stopped = StageStopped(self.role, self.incarnation, cut(reason), failed)
@@ -250,7 +239,8 @@ class Actor(ABC):
                 if not await self.bus.is_epoch(envelope.epoch):
                     self.log.warning("message_of_no_epoch_dropped", epoch=envelope.epoch)
                     return
-                await self._check_is_newest()
+                if not await self.bus.is_newest(self.role):
+                    raise stage_replaced(self.role, self.config.bus.lane)
                 self.epoch = envelope.epoch
                 await self.reset()
         if isinstance(envelope.body, Reset):

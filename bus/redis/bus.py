@@ -16,11 +16,10 @@ from ...config import (
     STAGES,
     BusConfig,
     BusError,
-    LaneReplaced,
     role_of_sender,
     split_role,
 )
-from ...config.errors import bus_closed
+from ...config.errors import bus_closed, stage_replaced
 from ...store.in_place import AdaptersInPlace, WeightsInPlace
 from ...store.redis.board import RedisBoard
 from ...store.redis.calls import RedisCalls
@@ -186,9 +185,7 @@ class RedisBus:
         return number <= await self._now_ms(self._keys.epoch) + 1000
 
     async def is_newest(self, stage: str) -> bool:
-        mine = self._openings.get(stage)
-        if mine is None:
-            return True
+        mine = self._openings[stage]
         command = ("EVAL", _NEWEST, 1, self._keys.openings, stage, mine, self._nonce.hex())
         return int(await self._commands.retry(f"opening of {stage}", *command)) == mine
 
@@ -240,11 +237,7 @@ class RedisBus:
             last, _, opener = record.partition(b" ")
             mine = self._openings.get(stage)
             if mine and opener != self._nonce.hex().encode() and int(last or 0) > mine:
-                raise LaneReplaced(
-                    f"another process has started the {stage} stage of lane "
-                    f"{self._config.lane!r}, so this one stops; give each pipeline a "
-                    "bus.lane of its own"
-                )
+                raise stage_replaced(stage, self._config.lane)
             arguments = (stage, record, self._nonce.hex())
             number = await retry(what, "EVAL", _OPEN, 1, key, *arguments)
             if number is not None:

@@ -14,15 +14,7 @@ from nano_inference.bus import Inbox, MemoryBus, open_bus
 from nano_inference.bus.control import StopSequences
 from nano_inference.bus.envelope import Envelope
 from nano_inference.bus.links import HALTS
-from nano_inference.config import (
-    STAGES,
-    BusConfig,
-    Config,
-    LaneReplaced,
-    ModelError,
-    PipelineConfig,
-    Stage,
-)
+from nano_inference.config import STAGES, BusConfig, Config, ModelError, PipelineConfig, Stage
 from nano_inference.pipeline import cancellations
 from nano_inference.pipeline.client import BusClient
 from nano_inference.pipeline.health import lanes_of, role_trouble, verdict
@@ -289,29 +281,6 @@ async def test_a_stage_that_has_run_is_restarted_though_its_model_is_unreadable(
             lambda: Unreadable(context), PipelineConfig(max_restarts=1, restart_backoff_s=0.0)
         )
     assert not Unreadable.readable
-    await bus.aclose()
-
-
-async def test_a_stage_that_has_failed_does_not_displace_its_successor(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    bus = MemoryBus(Config().bus)
-
-    async def is_newest(role: str) -> bool:
-        return not opened
-
-    async def open_inbox(role: str) -> Inbox:
-        opened.append(role)  # and so has another process
-        return await MemoryBus.open_inbox(bus, role)
-
-    opened: list[str] = []
-    monkeypatch.setattr(bus, "is_newest", is_newest)
-    monkeypatch.setattr(bus, "open_inbox", open_inbox)
-    Unreadable.readable = [True, True]
-    context = StageContext(Config(), bus, Tracing(None))
-    with pytest.raises(LaneReplaced):
-        await supervise(lambda: Unreadable(context), PipelineConfig(restart_backoff_s=0.0))
-    assert opened == ["batching"]
     await bus.aclose()
 
 

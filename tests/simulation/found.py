@@ -18,7 +18,6 @@ FOUND: dict[str, Known] = {
     "a resumed sample begins anew": (3, 10),
     "messages of older epochs are handled": (42, 24),
     "a new epoch drops no state": (1, 10),
-    "a stage that has failed displaces its successor": (1591, 10),
     "an executor that starts without admission takes plans of its predecessor": "plans",
     "the executor keeps the sequences of the last epoch": (3, 10),
     "results are sent twice": (3, 10),

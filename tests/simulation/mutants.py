@@ -54,12 +54,6 @@ MUTANTS = (
         "self.epoch = envelope.epoch",
     ),
     Defect(
-        "a stage that has failed displaces its successor",
-        _ACTOR,
-        "await self._check_is_newest()\n            # It stays",
-        "# It stays",
-    ),
-    Defect(
         "an executor that starts without admission takes plans of its predecessor",
         "stages/executor/stage.py",
         "if not self.in_epoch:",

@@ -12,9 +12,9 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-# A file's tests stay together: they share servers and pipelines. The longest files come first
-# (tests/conftest.py).
-PARALLEL ?= --numprocesses 3 --dist loadfile --no-loadscope-reorder
+# Four keep two cores busy. A file's tests stay together: they share servers and pipelines. The
+# longest files come first (tests/conftest.py).
+PARALLEL ?= --numprocesses 4 --dist loadfile --no-loadscope-reorder
 
 export HF_HUB_OFFLINE := 1
 # Images for containers tend to set it; without bytecode every process compiles us anew.

@@ -11,14 +11,7 @@ from functools import partial
 
 import msgspec
 
-from ...config import (
-    NOT_PERMITTED,
-    STAGES,
-    BusConfig,
-    BusError,
-    role_of_sender,
-    split_role,
-)
+from ...config import NOT_PERMITTED, STAGES, BusConfig, BusError, role_of_sender, split_role
 from ...config.errors import bus_closed, stage_replaced
 from ...store.in_place import AdaptersInPlace, WeightsInPlace
 from ...store.redis.board import RedisBoard

@@ -8,7 +8,6 @@ begin with it.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from functools import lru_cache
 
 from .settings import STAGES, PipelineConfig
 
@@ -21,14 +20,12 @@ def role_of(stage: str, replica: int = 0) -> str:
     return f"{stage}.{replica}" if replica and stage in REPLICATED else stage
 
 
-@lru_cache(maxsize=1024)
 def split_role(role: str) -> tuple[str, int]:
     """Return a role's stage and replica; 0 for stages outside replicas."""
     stage, _, replica = role.partition(".")
     return stage, int(replica) if replica.isdecimal() else 0
 
 
-@lru_cache(maxsize=1024)
 def role_of_sender(sender: str) -> str:
     """Return the role of a sending incarnation."""
     return sender.partition("-")[0]

@@ -419,6 +419,8 @@ def measured() -> str:
     }
     found = result("chaos")
     lost = sum(found[name] for name in ("lost", "duplicated", "gaps", "mismatched"))
+    days = result("chaos-days")["deployments"].values()
+    kinds = [kind for day in days for kind in day["kinds"].values()]
     body = [
         [
             "bundled model, 128 requests, five processes over Redis, streamed",
@@ -439,6 +441,12 @@ def measured() -> str:
             f"{lost} lost, doubled, cut or different",
             f"next token after {short(found['recovery_s']['p50'], 2)} s "
             f"(99 %: {short(found['recovery_s']['p99'], 2)} s)",
+        ],
+        [
+            f"{sum(day['requests'] for day in days):,} requests over HTTP, gRPC and Redis under "
+            f"{sum(kind['number'] for kind in kinds)} faults of {len(kinds)} kinds",
+            f"{sum(sum(day['wrong'].values()) for day in days)} lost, doubled, cut or different",
+            "[each kind's recovery](docs/soak.md#bad-days)",
         ],
     ]
     return markdown(["", "nano-inference", "beside it"], body)

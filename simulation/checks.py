@@ -386,8 +386,10 @@ def check_end(world: World) -> Iterator[str]:
     yield from _check_streams(world)
     if not _has_ended(world):
         for actor in world.actors():
-            yield f"{actor.role} is not at rest: {actor.condition()} {actor.load()}"
-        yield f"requests: {world.network.node.engine.data.values.get(b'nano:requests')!r}"
+            load = actor.load() if actor.holds_all else "not loaded"
+            yield f"{actor.role} is not at rest: {actor.condition()} {load}"
+        left = world.network.node.engine.data.values.get(b"nano:requests")
+        yield f"the requests stream has {len(left.ids) if isinstance(left, Stream) else 0} entries"
     else:
         yield from _check_given_back(world)
         yield from check_attached(world)

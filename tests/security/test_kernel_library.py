@@ -210,6 +210,26 @@ def test_each_dtype_has_a_library_of_its_own(machine: Machine) -> None:
     assert (machine.load(), machine.compiled) == (0, 2)
 
 
+def test_one_that_is_there_needs_no_compiler_that_works(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine.load()
+    monkeypatch.setattr(compiling, "_run", None)
+    assert machine.load() == 0
+
+
+def test_another_compiler_makes_one_of_its_own(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Also one that has replaced it at its path."""
+    for comment, path in (("", "cc"), ("another", "cc"), ("another", "gcc")):
+        compiler = tmp_path / path
+        compiler.write_text(f'#!/bin/sh\n#{comment}\nexec {COMPILER} "$@"\n')
+        compiler.chmod(0o700)
+        monkeypatch.setenv("CC", str(compiler))
+        assert [machine.load(), machine.load()] == [1, 0]
+
+
 def test_one_is_made_again_when_what_it_includes_has_changed(machine: Machine) -> None:
     machine.load()
     (compiling.SOURCES / "vectors.h").write_text("// changed\n")

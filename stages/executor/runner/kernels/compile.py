@@ -168,15 +168,27 @@ def _flags(library: Library) -> list[str]:
 
 
 def _name(library: Library, compiler: str, *parts: str) -> str:
-    """Return a name that changes with everything the library depends on."""
-    version = _run([compiler, "--version"])
+    """Return a name that changes with everything the library depends on.
+
+    It doesn't run the compiler, so that a library that is there needs none that works.
+    """
     digest = hashlib.sha256()
     for source in (SOURCES / library.source, *sorted(SOURCES.glob("*.h"))):
         digest.update(source.read_bytes())
-    for part in (version, *_flags(library), library.define, *parts):
+    for part in (_identity(compiler), *_flags(library), library.define, *parts):
         digest.update(part.encode() + b"\0")
     defines = library.define.lower().replace(" ", "-")
     return f"{defines}-{digest.hexdigest()[:24]}.so"
+
+
+def _identity(compiler: str) -> str:
+    """Return what changes when a compiler is replaced by another version."""
+    file = os.path.realpath(shutil.which(compiler) or compiler)
+    try:
+        status = os.stat(file)
+    except OSError as error:
+        raise KernelsUnavailable(f"can't run {compiler}: {error.strerror}") from None
+    return f"{file} {status.st_size} {status.st_mtime_ns}"
 
 
 def _compile(library: Library, compiler: str, openmp: str, folder: Path) -> bytes:
@@ -190,21 +202,20 @@ def _compile(library: Library, compiler: str, openmp: str, folder: Path) -> byte
     return Path(linked).read_bytes()
 
 
-def _run(command: list[str], folder: Path | None = None) -> str:
+def _run(command: list[str], folder: Path) -> None:
     """`folder`: for the compiler's temporary files."""
     try:
-        done = subprocess.run(
+        subprocess.run(
             command,
             capture_output=True,
             text=True,
             errors="replace",
             check=True,
             timeout=_COMPILER_TIMEOUT_S,
-            env=None if folder is None else {**os.environ, "TMPDIR": str(folder)},
+            env={**os.environ, "TMPDIR": str(folder)},
         )
     except subprocess.CalledProcessError as error:
         reason = (error.stderr.strip().splitlines() or ["no message"])[0]
         raise KernelsUnavailable(f"{command[0]} failed: {reason}") from None
     except (OSError, subprocess.TimeoutExpired) as error:
         raise KernelsUnavailable(f"can't run {command[0]}: {error}") from None
-    return done.stdout

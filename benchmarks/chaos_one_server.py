@@ -167,8 +167,8 @@ class OneServer(Day):
     async def clock_jump(self) -> None:
         """Let the clocks of both gateways jump, up to an hour ahead or back.
 
-        Not those of stages: with libfaketime executors fail to run the compiler at times, and have
-        no kernels then, so other bits. chaos_hosts.py has a whole host with another clock.
+        Not those of stages: with libfaketime an executor that has to compile its kernels fails at
+        times, and computes other bits without them. chaos_hosts.py has a host with another clock.
         """
         self.clock.write_text(f"{self.rng.choice((3600, 300, 2, -2, -300, -3600)):+d}\n")
         await asyncio.sleep(3)

@@ -51,10 +51,10 @@ def take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def check(chaos: Any, result: dict[str, Any], size: dict[str, Any]) -> None:
-    told = json.dumps(result, indent=1)
-    assert set(result["kills"]) == set(chaos.TARGETS), told
-    assert sum(result["kills"].values()) == size["kills"], told
-    assert (result["completed"], result["clean"]) == (size["requests"], True), told
+    report = json.dumps(result, indent=1)
+    assert set(result["kills"]) == set(chaos.TARGETS), report
+    assert sum(result["kills"].values()) == size["kills"], report
+    assert (result["completed"], result["clean"]) == (size["requests"], True), report
 
 
 @pytest.mark.soak(only=True)
@@ -63,9 +63,9 @@ async def test_requests_of_every_kind_have_one_digest_under_faults(tmp_path: Pat
     result = await load("chaos_mixed").compare(
         tmp_path, seed=2, duration_s=900, replays=size["requests"], **size
     )
-    told = json.dumps(result, indent=1)
-    assert (result["completed"], result["replayed_equal"]) == (size["requests"],) * 2, told
-    assert result["clean"], told
+    report = json.dumps(result, indent=1)
+    assert (result["completed"], result["replayed_equal"]) == (size["requests"],) * 2, report
+    assert result["clean"], report
 
 
 @pytest.mark.soak(only=True)
@@ -73,9 +73,9 @@ async def test_what_gateways_add_survives_kills_of_every_process(tmp_path: Path)
     """Tools, reasoning, guardrails, background responses, beside requests of other kinds."""
     size = SimpleNamespace(seed=4, known=80, longest=60, concurrency=16, duration=900)
     result = await load("chaos_days").one_deployment(tmp_path, "chats", 160, 24, size)
-    told = json.dumps(result, indent=1)
-    assert {"tool", "reasoning", "guardrail", "background"} <= set(result["kind"]), told
-    assert (result["never ended"], result["wrong"], result["up_survived"]) == (0, {}, True), told
+    report = json.dumps(result, indent=1)
+    assert {"tool", "reasoning", "guardrail", "background"} <= set(result["kind"]), report
+    assert (result["never ended"], result["wrong"], result["up_survived"]) == (0, {}, True), report
 
 
 @pytest.mark.soak
@@ -88,11 +88,11 @@ async def test_streams_survive_kills_of_every_process(
         take_turns(monkeypatch)
     size = HTTP_SOAK if soak else HTTP_EVERY_DAY
     result = await chaos_http.http_storm(tmp_path, chaos.SETTINGS, seed=3, **size)
-    told = json.dumps(result, indent=1)
-    assert sum(result["kills"].values()) == size["kills"], told
-    assert set(result["kills"]) == set(chaos_http.TARGETS), told
-    assert result["returns"] > 0, told
-    assert (result["completed"], result["clean"]) == (size["requests"], True), told
+    report = json.dumps(result, indent=1)
+    assert sum(result["kills"].values()) == size["kills"], report
+    assert set(result["kills"]) == set(chaos_http.TARGETS), report
+    assert result["returns"] > 0, report
+    assert (result["completed"], result["clean"]) == (size["requests"], True), report
 
 
 def test_the_checker_finds_faults_of_an_http_reading() -> None:

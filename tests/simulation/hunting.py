@@ -16,7 +16,7 @@ from nano_inference.simulation.world import World
 
 from .planting import Defect, planted
 
-CALLBACK_S = 20.0
+STORY_S = 20.0
 """Processor time after which a story is taken for endless; that of a throng takes six seconds."""
 
 Known = tuple[int, int] | str
@@ -32,7 +32,7 @@ class Found(NamedTuple):
 
 
 class Endless(Exception):
-    """A callback doesn't end."""
+    """A story doesn't end."""
 
 
 def hunt(defect: Defect, stories: Iterable[Story], most_s: float = 1e9) -> Found | None:
@@ -65,13 +65,13 @@ def stories(known: Known | None = None, first: int = 0) -> Iterator[Story]:
 
 @contextmanager
 def _watched() -> Iterator[None]:
-    """Raise an error in a callback that doesn't end."""
+    """Raise an error in a story that doesn't end."""
 
     def end(*_: Any) -> None:
         raise Endless
 
     before = signal.signal(signal.SIGVTALRM, end)
-    signal.setitimer(signal.ITIMER_VIRTUAL, CALLBACK_S, CALLBACK_S)
+    signal.setitimer(signal.ITIMER_VIRTUAL, STORY_S, STORY_S)
     try:
         yield
     finally:

@@ -236,7 +236,8 @@ def wrap_model(
         module=module,
         hf_config=hf_config,
         device=weight.device,
-        dtypes=Dtypes.of(weight.dtype),
+        # A stage's first tensor may be one that is kept in float32.
+        dtypes=Dtypes.of(weight.dtype if pipeline is None else pipeline.dtype),
         max_model_len=limit,
         vocab_size=weight.shape[0],
         layers=layers,

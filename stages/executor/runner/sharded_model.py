@@ -186,7 +186,7 @@ def make_whole(hf_config: PreTrainedConfig, dtype: torch.dtype) -> Any:
     """Return the whole model on the meta device: it has shapes, and no numbers.
 
     Raises:
-        ModelError: Transformers can't build it, or some of its weights must have another dtype.
+        ModelError: Transformers can't build it.
     """
     auto: Any = AutoModelForCausalLM
     try:
@@ -194,13 +194,24 @@ def make_whole(hf_config: PreTrainedConfig, dtype: torch.dtype) -> Any:
             whole = auto.from_config(hf_config, dtype=dtype, attn_implementation=IMPLEMENTATION)
     except Exception as error:
         raise ModelError(f"can't build {hf_config.model_type}: {error}") from error
-    wide = getattr(whole, "_keep_in_fp32_modules_strict", None)
-    if wide and dtype is not torch.float32:
-        raise ModelError(
-            f"{type(whole).__name__} keeps some weights in float32, which shards don't; set "
-            f"engine.dtype to 'float32', or {_ALONE}"
-        )
+    _widen(whole, dtype)
     return whole.requires_grad_(False).eval()
+
+
+def _widen(whole: Any, dtype: torch.dtype) -> None:
+    """Give tensors that the architecture keeps in float32, such as routers', this dtype.
+
+    Transformers builds a model in one dtype, and chooses these tensors when it loads a checkpoint.
+    """
+    # Imported only here, since it is not public.
+    from transformers.core_model_loading import build_glob_alternation
+
+    if not (kept := whole._get_dtype_plan(dtype)):
+        return
+    pattern, globs, _ = build_glob_alternation([*kept])
+    for name, tensor in whole.state_dict(keep_vars=True).items():
+        if tensor.is_floating_point() and (found := pattern.search(name)):
+            tensor.data = tensor.data.to(kept[globs[found.lastgroup]])
 
 
 def shard_model(

@@ -90,6 +90,7 @@ class PipelineRank:
         is_last: Whether it has the final norm and the output layer.
         layers: The model's layers that it has; set by `take_layers`.
         sizes: The number of layers of each stage; likewise.
+        dtype: Of hidden states; likewise.
     """
 
     def __init__(
@@ -110,7 +111,7 @@ class PipelineRank:
         self._output_group = outputs
         self._outputs = _Outputs(outputs) if outputs is not None and group.rank == 0 else None
         self._width, self._vocab_size = 0, 0
-        self._dtype = torch.float32
+        self.dtype = torch.float32
 
     def take_layers(self, whole: Any) -> None:
         """Choose the layers.
@@ -128,8 +129,8 @@ class PipelineRank:
             _refuse(name, f"it has {count} layers", f"at most {count}")
         split = split_layers(count, self.num_stages)
         self.layers, self.sizes = split[self.stage], tuple(map(len, split))
-        output = whole.get_output_embeddings().weight
-        self._vocab_size, self._dtype = output.shape[0], output.dtype
+        self._vocab_size = whole.get_output_embeddings().weight.shape[0]
+        self.dtype = whole.get_input_embeddings().weight.dtype
         self._width = config.hidden_size
 
     def remove_others(self, module: Any) -> frozenset[str]:
@@ -169,7 +170,7 @@ class PipelineRank:
 
     def empty_states(self, num_tokens: int, device: torch.device | str = "cpu") -> Tensor:
         """Return memory for hidden states, `[tokens, hidden]`."""
-        return torch.empty(num_tokens, self._width, dtype=self._dtype, device=device)
+        return torch.empty(num_tokens, self._width, dtype=self.dtype, device=device)
 
     def receive(self, num_tokens: int) -> Tensor | None:
         """Return the hidden states of the stage before, `[1, tokens, hidden]`; None for the first.
@@ -233,7 +234,7 @@ class PipelineRank:
         call = {"attention_mask": positions.new_empty(1, 1, 1, 1), "use_cache": False}
         name, others = type(module).__name__, []
         for turn in range(3):
-            states = torch.randn(shape, generator=generator).to(self._dtype)
+            states = torch.randn(shape, generator=generator).to(self.dtype)
             inputs = {"inputs_embeds": states} if turn else {"input_ids": positions}
             with _recording(module.base_model) as layers:
                 output = module.base_model(**inputs, position_ids=positions, **call)

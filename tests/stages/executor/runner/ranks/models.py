@@ -25,6 +25,22 @@ from .group import on_ranks
 
 _FOUR: dict[str, Any] = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 8}
 _EXPERTS: dict[str, Any] = {"num_experts_per_tok": 2}
+_GROUPS: dict[str, Any] = {
+    "n_routed_experts": 8,
+    "moe_intermediate_size": 32,
+    "n_group": 2,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    **_EXPERTS,
+}
+_LATENT: dict[str, Any] = {
+    "num_key_value_heads": 8,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 8,
+}
 
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
@@ -49,10 +65,24 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "qwen3_moe": ("qwen3_moe", {"num_experts": 8, "moe_intermediate_size": 32, **_EXPERTS}),
+    "deepseek_v3": ("deepseek_v3", {**_GROUPS, **_LATENT}),
+    "glm4_moe": ("glm4_moe", _GROUPS),
+    "ernie4_5_moe": (
+        "ernie4_5_moe",
+        {
+            "moe_num_experts": 8,
+            "moe_k": 2,
+            "moe_num_shared_experts": 1,
+            "moe_intermediate_size": 32,
+        },
+    ),
 }
 """Architecture and settings by name."""
 
-WITH_EXPERTS = ("mixtral", "olmoe", "qwen2_moe", "qwen3_moe")
+WITH_WIDE_TENSORS = ("deepseek_v3", "glm4_moe", "ernie4_5_moe")
+"""A part of each router is in float32 in bfloat16 models, too."""
+
+WITH_EXPERTS = ("mixtral", "olmoe", "qwen2_moe", "qwen3_moe", *WITH_WIDE_TENSORS)
 
 CONFIG = EngineConfig(
     block_size=4, kv_cache_bytes=1 << 22, max_model_len=64, device="cpu", huge_pages="off"
@@ -65,7 +95,13 @@ Batch = tuple[Rows, IntArray, IntArray]
 def make_whole_model(name: str, *, seed: int = 0, **changes: Any) -> Any:
     """A random model of Transformers' own."""
     kind, settings = MODELS[name]
-    return make_model(kind, seed=seed, **{**_FOUR, **settings, **changes})
+    model = make_model(kind, seed=seed, **{**_FOUR, **settings, **changes})
+    generator = torch.Generator().manual_seed(seed)
+    for key, tensor in model.state_dict().items():
+        if key.endswith("e_score_correction_bias"):
+            # In bfloat16 they would differ by multiples of 0.5 only, and other experts be chosen.
+            tensor.copy_(64 + 0.3 * torch.randn(tensor.shape, generator=generator))
+    return model
 
 
 def save(name: str, folder: Path, *, seed: int = 0, **changes: Any) -> Path:

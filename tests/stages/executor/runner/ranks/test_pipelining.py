@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 from transformers.models.llama.modeling_llama import LlamaModel
 
@@ -20,7 +21,17 @@ from nano_inference.stages.executor.runner.sharded_model import load_sharded
 from .....soaking import in_soak
 from ...models import make_model
 from .group import make_groups, on_ranks
-from .models import NUM_BLOCKS, Batch, config_of, hash_of, logits_of, make_batches, run_ranks, save
+from .models import (
+    NUM_BLOCKS,
+    WITH_WIDE_TENSORS,
+    Batch,
+    config_of,
+    hash_of,
+    logits_of,
+    make_batches,
+    run_ranks,
+    save,
+)
 
 ARCHITECTURES = ("llama", "qwen3", "gemma2", "gemma3", "phi3", "olmoe", "qwen2_moe")
 """Two of them have windows by layer, three tied embeddings, two experts."""
@@ -79,6 +90,32 @@ def test_three_stages_and_a_dtype(tmp_path: Path) -> None:
     config = settings(folder, 3, deterministic=True, dtype="bfloat16", kernels="off")
     alone = make_runner(config, load_model(config), NUM_BLOCKS)
     assert hash_of(run_stages(config, 3)) == hash_of(logits_of(alone, make_batches(6)))
+
+
+@pytest.mark.parametrize(
+    "name", [name if name == "deepseek_v3" else in_soak(name) for name in WITH_WIDE_TENSORS]
+)
+def test_stages_keep_tensors_in_float32_as_the_whole_model_does(name: str, tmp_path: Path) -> None:
+    folder = save(name, tmp_path)
+    config = settings(folder, 2, deterministic=True, dtype="bfloat16")
+    model = load_model(config)
+    assert torch.float32 in {tensor.dtype for tensor in model.module.state_dict().values()}
+    expected = hash_of(logits_of(make_runner(config, model, NUM_BLOCKS), make_batches(3)))
+    assert hash_of(run_stages(config, 2, num_batches=3)) == expected
+
+
+def test_a_stage_that_begins_with_a_wide_tensor_has_the_model_s_dtype(tmp_path: Path) -> None:
+    """The first tensor of Flint's layers is in float32; KV is not."""
+    changes = {"num_experts": 4, "moe_intermediate_size": 32, "num_experts_per_tok": 2}
+    make_model("flint", **changes).save_pretrained(tmp_path)
+    config = settings(tmp_path, 2, deterministic=False, dtype="bfloat16")
+    alone = make_runner(config, load_model(config), NUM_BLOCKS)
+
+    def run(runner: ModelRunner, batches: list[Batch]) -> list[Tensor]:
+        assert {*runner.model.dtypes} == {torch.bfloat16}
+        return logits_of(runner, batches)
+
+    assert hash_of(run_stages(config, 2, 1, 3, run)) == hash_of(run(alone, make_batches(3)))
 
 
 @pytest.mark.soak

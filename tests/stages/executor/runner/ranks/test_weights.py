@@ -25,6 +25,7 @@ from .....soaking import in_soak
 from .group import on_ranks
 from .models import (
     WITH_EXPERTS,
+    WITH_WIDE_TENSORS,
     config_of,
     hash_of,
     make_batches,
@@ -128,6 +129,32 @@ def test_checkpoint_names_are_converted_for_ranks(tmp_path: Path) -> None:
     before = config_of(save("qwen3_moe", tmp_path / "before"), 2)
     logits = run_ranks(before, 2, batches, partial(update, tensors))
     assert hash_of(logits) == hash_of(run_ranks(config_of(folder, 2), 2, batches))
+
+
+@pytest.mark.parametrize(
+    "name", [name if name == "glm4_moe" else in_soak(name) for name in WITH_WIDE_TENSORS]
+)
+def test_float32_tensors_of_a_bfloat16_model_are_updated_exactly(name: str, tmp_path: Path) -> None:
+    """By the names of a model and of a checkpoint, on rank 0 and on each rank."""
+    from safetensors.torch import load_file
+
+    batches = make_batches(1)
+    folder = save(name, tmp_path / "wanted", seed=1)
+    before, wanted = (
+        config_of(each, 2, dtype="bfloat16") for each in (save(name, tmp_path / "before"), folder)
+    )
+    whole = make_whole_model(name, seed=1).to(torch.bfloat16).state_dict()
+    wide = make_whole_model(name, seed=1).state_dict()
+    # As a trainer in bfloat16 has them, and all in float32.
+    of_model = {key: wide[key] if _is_wide(key) else tensor for key, tensor in whole.items()}
+    of_checkpoint = load_file(folder / "model.safetensors")
+    expected = hash_of(run_ranks(wanted, 2, batches))
+    for change in (partial(update, of_model), partial(take_parts, of_checkpoint)):
+        assert hash_of(run_ranks(before, 2, batches, change)) == expected
+
+
+def _is_wide(name: str) -> bool:
+    return name.endswith(("e_score_correction_bias", "gate.weight"))
 
 
 def test_shapes_of_whole_tensors_are_checked(tmp_path: Path) -> None:

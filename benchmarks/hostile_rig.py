@@ -19,6 +19,8 @@ import harness
 import redis
 import redis.asyncio
 
+from nano_inference.store.redis.embedded import EmbeddedPassword
+
 PERIOD_S = 0.1
 """Time between a bystander's requests over HTTP, and between those over Redis."""
 
@@ -166,10 +168,11 @@ class Live:
 
     def is_idle(self) -> bool:
         """Return whether Redis holds no request; always true without Redis."""
-        if not self.target.redis_port:
+        if not (port := self.target.redis_port):
             return True
+        password = EmbeddedPassword(port)
         try:
-            with redis.Redis(port=self.target.redis_port, socket_timeout=5) as client:
+            with redis.Redis(port=port, socket_timeout=5, credential_provider=password) as client:
                 return client.xlen("nano:requests") == 0
         except redis.RedisError:
             return False
@@ -314,6 +317,7 @@ async def stand_by(target: Target) -> dict[str, Any]:
     pool = redis.asyncio.ConnectionPool(
         host="127.0.0.1",
         port=target.redis_port,
+        credential_provider=EmbeddedPassword(target.redis_port),
         decode_responses=True,
         protocol=2,
         max_connections=2000,

@@ -19,6 +19,8 @@ from harness import command_line, descendants, engine_command, free_port, wait_u
 from hostile_attacker import HOLD_S, Attacker
 from hostile_rig import Surroundings
 
+from nano_inference.store.redis.embedded import read_password
+
 ENDED_S = 1.0
 """Limit from the SIGKILL of `up` to the end of its last process."""
 
@@ -183,7 +185,10 @@ async def _add_many_fields(attacker: Attacker, key: bytes, fields: int) -> None:
     for number in range(fields):
         words += (b"f%d" % number, b"v")
     parts = [b"$%d\r\n%s\r\n" % (len(word), word) for word in words]
-    reader, writer = await asyncio.open_connection("127.0.0.1", attacker.target.redis_port)
+    port = attacker.target.redis_port
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(b"AUTH %s\r\n" % read_password(port).encode())
+    await reader.readline()
     writer.write(b"*%d\r\n" % len(words) + b"".join(parts))
     attacker.told[f"{(await reader.readline())[:1].decode()} from the server"] += 1
     writer.close()

@@ -26,7 +26,7 @@ from redis.maint_notifications import MaintNotificationsConfig
 from ...config import NOT_PERMITTED, BusError, redact
 from ...config.errors import bus_closed
 from ...config.logger import get_logger
-from .address import parse_address
+from .address import CREDENTIALS, parse_address
 
 T = TypeVar("T")
 
@@ -235,6 +235,11 @@ class Server:
     def explain(self, error: Exception) -> BusError:
         """Convert an error to a sentence that says what to change, without the password."""
         if isinstance(error, exceptions.AuthenticationError):
+            if CREDENTIALS.isdisjoint(self._address.options):
+                return BusError(
+                    f"Redis at {self.name} requires a password; add it to bus.url. Only the user "
+                    "of `nano-inference up` finds that of its embedded server"
+                )
             return BusError(
                 f"Redis at {self.name} refused the credentials ({error}); "
                 "correct user and password in bus.url"

@@ -27,7 +27,7 @@ from typing import Any
 import msgspec
 
 from ..config import ModelError
-from ..config.temporary import cache_folder, sweep, temporary_folder
+from ..config.temporary import cache_folder, lock_file, sweep, temporary_folder
 from .gguf_header import GgufHeader, read_header
 
 LINK = "model.gguf"
@@ -170,7 +170,7 @@ def _cache_folder() -> Path | None:
 @contextmanager
 def _alone(lock: Path) -> Iterator[None]:
     """Lock out other threads and processes for the same folder."""
-    with lock.open("w") as file:
+    with lock_file(lock) as file:
         # On a file system without locks, several may convert it; the last one wins.
         with suppress(OSError):
             fcntl.flock(file, fcntl.LOCK_EX)

@@ -23,6 +23,7 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from cryptography.hazmat.primitives.kdf.scrypt import Scrypt
 
 from ...config import ConfigError, NanoInferenceError, PolicyConfig, nearest
+from ...config.temporary import lock_file
 from ...store.policy import PolicyRecord
 from .document import PolicyDocument, decode_document, encode_document
 
@@ -164,12 +165,9 @@ class FileBackend:
     def _locked(self) -> Iterator[None]:
         """Lock out other writers, by a file of its own, since the policy file is replaced."""
         lock = self._path.with_name(f"{self._path.name}.lock")
-        handle = os.open(lock, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX)
+        with lock_file(lock) as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
             yield
-        finally:
-            os.close(handle)
 
     def _write(self, raw: bytes) -> None:
         temporary = self._path.with_name(f"{self._path.name}.{secrets.token_hex(4)}.new")

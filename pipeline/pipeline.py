@@ -26,6 +26,7 @@ from ..config import (
     split_role,
 )
 from ..config.errors import leaves_of
+from ..config.forks import check_not_forked
 from ..config.logger import get_logger
 from ..stages.actor import Actor, StageContext
 from ..store.board import StageReport, StageState
@@ -212,8 +213,10 @@ class Pipeline(Replayer):
         Raises:
             BusError: The bus can't be reached.
             ConfigError: The port for the metrics is taken.
-            ModelError: The model can't be loaded.
+            ModelError: The model can't be loaded; or this is a fork of a process with an engine.
         """
+        if "executor" in self.config.pipeline.stages:
+            check_not_forked()
         stages, replicas = self.config.pipeline.stages, self.config.pipeline.replicas
         self._ready = {role: asyncio.Event() for role in self._roles}
         self.bus = open_bus(self.config.bus, frozenset(self._roles), replicas)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ....config import AdapterError, EngineConfig, WeightsError
+from ....config.forks import begin_computing
 from .adapters.peft import Adapter, LoraPair, rank_of
 from .adapters.table import AdapterTable
 from .kv_cache import KVCache
@@ -32,9 +33,10 @@ def load_ranks(config: EngineConfig) -> tuple[Ranks | None, LoadedModel]:
         The other ranks, None if there are none, and the model or rank 0's shard.
 
     Raises:
-        ModelError: The model can't be loaded.
+        ModelError: The model can't be loaded; or this is a fork of a process with an engine.
         RankError: A rank has ended.
     """
+    begin_computing()
     if config.num_ranks == 1 and config.rank_invariant:
         return None, load_sharded(config, OneRank())
     if config.num_ranks == 1:

@@ -27,6 +27,10 @@ BUNDLED_VISION_MODEL = "tiny-vision"
 BUNDLED_MODELS = (BUNDLED_MODEL, BUNDLED_VISION_MODEL)
 
 
+DEFAULT_BATCH_SIZE, _CPU_BATCH_SIZE = 256, 128
+"""Default of `max_batch_size`, and what a CPU has in place of it."""
+
+
 ADAPTER_ID_RULE = "ids of 1 to 128 letters, digits and . _ : / @ + -, the first a letter or digit"
 
 _ADAPTER_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/@+-]{0,127}")
@@ -63,8 +67,9 @@ class EngineConfig(Section, frozen=True, forbid_unknown_fields=True):
         cache_type: Prefix cache. "radix": a token tree that finds the longest match with any
             computed sequence; "paged": full blocks found by block-hash chain.
         block_size: Tokens per KV block.
-        max_batch_size: Sequences that run concurrently. 0 is 256, and 128 on a CPU, where each
-            sequence makes the step longer. `InferenceEngine.config` has the effective number.
+        max_batch_size: Sequences that run concurrently. The default is at most
+            `max_tokens_per_batch`, and 128 on a CPU, where each sequence makes the step longer; any
+            other number holds on every device. `InferenceEngine.config` has the effective number.
         max_model_len: Limit of prompt and completion together, in tokens; the model's own limit
             applies too.
         gpu_memory_utilization: Share of the device's memory for weights and KV cache (CUDA, XPU).
@@ -166,7 +171,7 @@ class EngineConfig(Section, frozen=True, forbid_unknown_fields=True):
     model_path: str = BUNDLED_MODEL
     cache_type: Literal["paged", "radix"] = "radix"
     block_size: PositiveInt = 16
-    max_batch_size: NonNegativeInt = 0
+    max_batch_size: PositiveInt = DEFAULT_BATCH_SIZE
     max_model_len: Annotated[int, Range("at least 2", 2)] = 8192
     gpu_memory_utilization: Annotated[float, Range("above 0, at most 1", TINY, 1)] = 0.9
     kv_cache_bytes: PositiveInt = 1 << 28
@@ -266,7 +271,8 @@ class EngineConfig(Section, frozen=True, forbid_unknown_fields=True):
         )
         self.require(
             "max_tokens_per_batch",
-            self.max_tokens_per_batch >= self.max_batch_size,
+            self.max_tokens_per_batch >= self.max_batch_size
+            or self.max_batch_size == DEFAULT_BATCH_SIZE,
             f"at least max_batch_size ({self.max_batch_size}), or a full batch could not decode",
         )
 
@@ -286,9 +292,11 @@ class EngineConfig(Section, frozen=True, forbid_unknown_fields=True):
         )
 
     def batch_size_on(self, device_type: str) -> int:
-        """Return `max_batch_size`, or its default for a device type ("cpu", "cuda")."""
-        default = 128 if device_type == "cpu" else 256
-        return self.max_batch_size or min(default, self.max_tokens_per_batch)
+        """Return `max_batch_size`; if it is the default, as it suits a device type ("cpu")."""
+        if self.max_batch_size != DEFAULT_BATCH_SIZE:
+            return self.max_batch_size
+        most = _CPU_BATCH_SIZE if device_type == "cpu" else DEFAULT_BATCH_SIZE
+        return min(most, self.max_tokens_per_batch)
 
     @property
     def model_folder(self) -> Path:

@@ -12,11 +12,13 @@ from .errors import AdapterError as AdapterError
 from .errors import BusError as BusError
 from .errors import ChannelClosed as ChannelClosed
 from .errors import ConfigError as ConfigError
+from .errors import FieldError as FieldError
 from .errors import LaneReplaced as LaneReplaced
 from .errors import ModelError as ModelError
 from .errors import NanoInferenceError as NanoInferenceError
 from .errors import RequestError as RequestError
 from .errors import WeightsError as WeightsError
+from .errors import field_error as field_error
 from .errors import prompt_too_long as prompt_too_long
 from .gateway import GatewayConfig as GatewayConfig
 from .images import ImagesConfig as ImagesConfig

@@ -18,6 +18,8 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from ...config import BusError, NanoInferenceError, RequestError, WeightsError, shown, told_of
+from ...config import FieldError as FieldError
+from ...config import field_error as field_error
 from ...config.logger import get_logger
 
 T = TypeVar("T")
@@ -104,25 +106,6 @@ class EngineError(RequestError):
     def __init__(self, message: str, *, code: str, retry_after_s: float | None = None) -> None:
         super().__init__(message, code=code)
         self.retry_after_s = retry_after_s
-
-
-class FieldError(RequestError):
-    """A field of the body is invalid. `param`: its path in the body."""
-
-    retry_after_s: float | None = None
-
-    def __init__(self, message: str, *, param: str | None, code: str = "invalid_request") -> None:
-        super().__init__(message, code=code)
-        self.param = param
-
-
-def field_error(param: str, why: str, *, code: str = "invalid_request") -> FieldError:
-    """Return an error whose message begins with the field, by its path in the body.
-
-    Args:
-        why: The rest of the sentence, such as "is empty"; after a colon, a sentence of its own.
-    """
-    return FieldError(f"{param}{'' if why.startswith(':') else ' '}{why}", param=param, code=code)
 
 
 def status_of(error: NanoInferenceError) -> int:

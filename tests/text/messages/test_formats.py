@@ -4,10 +4,17 @@ from __future__ import annotations
 
 import pytest
 
-from nano_inference.text.messages import MessageFormat, find_format, opening_of
+from nano_inference.text.messages import (
+    MessageFormat,
+    MessageReader,
+    Reading,
+    Tool,
+    find_format,
+    opening_of,
+)
 from nano_inference.text.messages.message_format import known_formats
 
-from .families import FAMILIES, Family, Read, both, format_of_family, named, read
+from .families import FAMILIES, Family, Read, both, deltas_of, format_of_family, named, read
 
 CALLS = [
     ("get_weather", {"city": "Bari, “Süd” 東", "days": 3, "hourly": True}),
@@ -68,6 +75,15 @@ def test_the_reader_reads_all_that_a_grammar_writes(family: Family, form: Messag
 @pytest.mark.parametrize("count", [1, 2, 3])
 def test_calls(family: Family, form: MessageFormat, count: int) -> None:
     assert both(form, family.written(CALLS[:count])) == Read("", "", CALLS[:count], 0)
+
+
+def test_a_name_of_128_characters(family: Family, form: MessageFormat) -> None:
+    long = "get-weather.v2_" * 9
+    for name in (long[:65], long[:128]):
+        reading = Reading(tools=(Tool(name=name),))
+        text = family.written([(name, {"city": "Bari"})])
+        (call,) = deltas_of(MessageReader(form, reading, ""), [text]).calls
+        assert (call.name, call.arguments) == (name, '{"city": "Bari"}')
 
 
 def test_text_before_calls(family: Family, form: MessageFormat) -> None:

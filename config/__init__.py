@@ -36,6 +36,7 @@ from .quoting import MOST_TEXT as MOST_TEXT
 from .quoting import cut as cut
 from .quoting import cut_middle as cut_middle
 from .quoting import field_name as field_name
+from .quoting import line_safe as line_safe
 from .quoting import shown as shown
 from .quoting import told_of as told_of
 from .ray import RayConfig as RayConfig

@@ -17,7 +17,15 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from ...config import BusError, NanoInferenceError, RequestError, WeightsError, shown, told_of
+from ...config import (
+    BusError,
+    NanoInferenceError,
+    RequestError,
+    WeightsError,
+    line_safe,
+    shown,
+    told_of,
+)
 from ...config import FieldError as FieldError
 from ...config import field_error as field_error
 from ...config.logger import get_logger
@@ -373,7 +381,7 @@ class EventStream(Response):
         async def send_event(data: bytes, event_id: str = "", *, name: str = "") -> None:
             named = f"event: {name}\n".encode() if name else b""
             named += b"id: %s\n" % event_id.encode() if event_id and self._ids else b""
-            await send_part(named + b"data: " + data + b"\n\n")
+            await send_part(named + b"data: " + line_safe(data) + b"\n\n")
 
         async def comment(every_s: float) -> None:
             while True:

@@ -9,6 +9,7 @@ from nano_inference.text.messages import (
     MessageReader,
     Reading,
     Tool,
+    call_body,
     find_format,
     opening_of,
 )
@@ -188,6 +189,13 @@ def test_a_call_whose_values_can_not_be_told_apart_is_text(name: str, mark: str)
 
 def xml(body: str) -> str:
     return f"<tool_call>\n<function=get_weather>\n{body}</function>\n</tool_call>"
+
+
+def test_marks_are_looked_at_within_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beyond them the call is text, and not another call."""
+    monkeypatch.setattr(call_body, "_MOST_LOOKED_CHARS", 1000)
+    text = xml("<parameter=city>\n" + "</tool_call>" * 40 + "\n</parameter>\n")
+    assert both(named("qwen-xml"), text) == Read("", text, [], 1)
 
 
 @pytest.mark.parametrize(

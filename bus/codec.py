@@ -12,7 +12,7 @@ from typing import Any, Literal, TypeVar
 
 import msgspec
 
-from ..config import SamplingParams, cut, cut_middle, shown
+from ..config import SamplingParams, cut, cut_middle, line_safe, shown
 from .entries import Malformed
 from .envelope import Envelope
 from .public import DEFAULT_TENANT, AnyRequest, GenerateRequest, Output
@@ -68,8 +68,8 @@ decode_output: Callable[[bytes], Output] = msgspec.json.Decoder[Output](Output).
 
 
 def encode_output(output: Output) -> bytes:
-    """Encode a CompletionChunk or Completion as a JSON object with a `type`."""
-    return _json_encoder.encode(output)
+    """Encode a CompletionChunk or Completion as a JSON object with a `type`, in one line."""
+    return line_safe(_json_encoder.encode(output))
 
 
 def decode_request(raw: bytes, encoding: Encoding, max_bytes: int) -> GenerateRequest | Malformed:

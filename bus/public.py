@@ -51,7 +51,7 @@ class ImagePart(PublicPart, frozen=True, kw_only=True, tag="image", tag_field="t
 class ChatMessage(PublicPart, frozen=True, kw_only=True):
     """One message of a conversation."""
 
-    role: Literal["system", "user", "assistant"]
+    role: Literal["system", "developer", "user", "assistant"]
     content: str | tuple[TextPart | ImagePart, ...]
 
     @property

@@ -49,6 +49,25 @@ class RequestError(NanoInferenceError):
     retry_after_s: float | None = None
 
 
+class FieldError(RequestError):
+    """A field of a request is invalid. `param`: its path, such as `messages[0].role`."""
+
+    retry_after_s: float | None = None
+
+    def __init__(self, message: str, *, param: str | None, code: str = "invalid_request") -> None:
+        super().__init__(message, code=code)
+        self.param = param
+
+
+def field_error(param: str, why: str, *, code: str = "invalid_request") -> FieldError:
+    """Return an error whose message begins with the field, by its path in the request.
+
+    Args:
+        why: The rest of the sentence, such as "is empty"; after a colon, a sentence of its own.
+    """
+    return FieldError(f"{param}{'' if why.startswith(':') else ' '}{why}", param=param, code=code)
+
+
 def prompt_too_long(max_model_len: int, given: str, advice: str) -> RequestError:
     """Return the refusal of a prompt that is too long.
 

@@ -17,7 +17,17 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from ...config import BusError, NanoInferenceError, RequestError, WeightsError, shown, told_of
+from ...config import (
+    BusError,
+    NanoInferenceError,
+    RequestError,
+    WeightsError,
+    line_safe,
+    shown,
+    told_of,
+)
+from ...config import FieldError as FieldError
+from ...config import field_error as field_error
 from ...config.logger import get_logger
 
 T = TypeVar("T")
@@ -104,25 +114,6 @@ class EngineError(RequestError):
     def __init__(self, message: str, *, code: str, retry_after_s: float | None = None) -> None:
         super().__init__(message, code=code)
         self.retry_after_s = retry_after_s
-
-
-class FieldError(RequestError):
-    """A field of the body is invalid. `param`: its path in the body."""
-
-    retry_after_s: float | None = None
-
-    def __init__(self, message: str, *, param: str | None, code: str = "invalid_request") -> None:
-        super().__init__(message, code=code)
-        self.param = param
-
-
-def field_error(param: str, why: str, *, code: str = "invalid_request") -> FieldError:
-    """Return an error whose message begins with the field, by its path in the body.
-
-    Args:
-        why: The rest of the sentence, such as "is empty"; after a colon, a sentence of its own.
-    """
-    return FieldError(f"{param}{'' if why.startswith(':') else ' '}{why}", param=param, code=code)
 
 
 def status_of(error: NanoInferenceError) -> int:
@@ -390,7 +381,7 @@ class EventStream(Response):
         async def send_event(data: bytes, event_id: str = "", *, name: str = "") -> None:
             named = f"event: {name}\n".encode() if name else b""
             named += b"id: %s\n" % event_id.encode() if event_id and self._ids else b""
-            await send_part(named + b"data: " + data + b"\n\n")
+            await send_part(named + b"data: " + line_safe(data) + b"\n\n")
 
         async def comment(every_s: float) -> None:
             while True:

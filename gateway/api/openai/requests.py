@@ -341,16 +341,21 @@ def _text_sampling(
     )
 
 
-def prompts_of(given: str | list[Any] | None, field: str = "prompt") -> list[Prompt]:
+def prompts_of(
+    given: str | list[Any] | None, field: str = "prompt", *, may_be_empty: bool = False
+) -> list[Prompt]:
     """The prompts in a field: a text or token ids, or a list of either.
+
+    Args:
+        may_be_empty: Whether a single text may be empty.
 
     Raises:
         RequestError: There is none, or it is none of these.
     """
-    if not given:
+    if not given and not (may_be_empty and given == ""):
         raise field_error(field, "is empty; give a text or token ids", code="empty_prompt")
-    if isinstance(given, str):
-        return [given]
+    if given is None or isinstance(given, str):
+        return [given or ""]
     kinds = set(map(type, given))
     if kinds == {int}:
         return [tuple(given)]

@@ -11,11 +11,11 @@ import re
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakValueDictionary
 
 import msgspec
@@ -24,6 +24,8 @@ import numpy.typing as npt
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, grammar_from
 
 from ..config import Constraint, ModelError, RequestError, cut, shown
+from .enforced_schema import enforced_lark, enforced_schema
+from .grammar_tokenizer import grammar_tokenizer, spellings
 from .grammar_trial import GrammarTrial, cpu_limit_s
 from .messages import lark_of_gbnf
 from .tokenizer import load_tokenizer, special_token_ids, stop_token_ids_of
@@ -132,8 +134,14 @@ def plain(constraint: Constraint) -> Constraint:
     return Constraint(json_schema=text)
 
 
-def grammar_of(constraint: Constraint) -> str:
+def grammar_of(
+    constraint: Constraint, special: Mapping[str, int], ignored: frozenset[str] = frozenset()
+) -> str:
     """Convert a `plain` constraint to llguidance's form.
+
+    Args:
+        special: Ids of special tokens by name.
+        ignored: Keywords of JSON schemas to ignore.
 
     Raises:
         RequestError: invalid_constraint.
@@ -142,9 +150,9 @@ def grammar_of(constraint: Constraint) -> str:
         if constraint.json_object:
             return LLMatcher.grammar_from_json_schema(_ANY_OBJECT, defaults=_JSON_DEFAULTS)
         if constraint.json_schema is not None:
-            return LLMatcher.grammar_from_json_schema(
-                constraint.json_schema, defaults=_JSON_DEFAULTS
-            )
+            assert isinstance(constraint.json_schema, str), "it is plain"
+            schema = enforced_schema(constraint.json_schema, ignored)
+            return LLMatcher.grammar_from_json_schema(schema, defaults=_JSON_DEFAULTS)
         if constraint.regex is not None:
             return grammar_from("regex", constraint.regex)
         if constraint.choice is not None:
@@ -152,7 +160,7 @@ def grammar_of(constraint: Constraint) -> str:
                 raise invalid("constraint.choice must be texts that are not empty, one at least")
             return grammar_from("choice", msgspec.json.encode(constraint.choice).decode())
         if constraint.lark is not None:
-            return grammar_from("lark", constraint.lark)
+            return grammar_from("lark", enforced_lark(constraint.lark, special, ignored))
         assert constraint.gbnf is not None
         return lark_of_gbnf(constraint.gbnf)
     except (ValueError, RecursionError, UnicodeError) as error:
@@ -197,19 +205,46 @@ def is_dead_end(matcher: LLMatcher, *, may_stop: bool) -> bool:
     return matcher.is_error() or (may_stop and not matcher.is_accepting())
 
 
+class _Compiled(NamedTuple):
+    """A compiled grammar.
+
+    Attributes:
+        matcher: At its start.
+        spelled: Tokens that the text shows by their names, which the grammar has, by id; and the
+            ids of the tokens that spell them.
+        size: Bytes.
+    """
+
+    matcher: LLMatcher
+    spelled: Mapping[int, list[int]]
+    size: int
+
+
+@dataclass(eq=False)
 class _Vocabulary:
     """A model's tokens in llguidance's form, with a cache of compiled grammars.
 
     One per process, so that the executor reuses grammars compiled by admission.
+
+    Attributes:
+        tokenizer: Of `grammar_tokenizer`.
+        stop_ids: End-of-text tokens.
+        special: Ids of special tokens by name.
+        spellings: As the function.
+        ignored: Keywords of JSON schemas to ignore.
+        trial: Tries grammars.
     """
 
-    def __init__(self, tokenizer: LLTokenizer, stop_ids: list[int], trial: GrammarTrial) -> None:
-        self.tokenizer = tokenizer
-        self.stop_ids = stop_ids
-        self._trial = trial
+    tokenizer: LLTokenizer
+    stop_ids: list[int]
+    special: dict[str, int]
+    spellings: dict[str, tuple[int, list[int]]]
+    ignored: frozenset[str]
+    trial: GrammarTrial
+
+    def __post_init__(self) -> None:
         self._lock = threading.Lock()
-        # With the size in bytes.
-        self._compiled: OrderedDict[bytes, tuple[LLMatcher, int]] = OrderedDict()
+        self._compiled: OrderedDict[bytes, _Compiled] = OrderedDict()
         self._compiled_bytes = 0
         self._refused: OrderedDict[bytes, str] = OrderedDict()
 
@@ -222,8 +257,10 @@ class _Vocabulary:
         with self._lock:
             return key in self._compiled or key in self._refused
 
-    def matcher(self, constraint: Constraint, *, tried: bool) -> LLMatcher:
-        """Return a new matcher for a constraint.
+    def matcher(
+        self, constraint: Constraint, *, tried: bool
+    ) -> tuple[LLMatcher, Mapping[int, list[int]]]:
+        """Return a new matcher for a constraint, and as `_Compiled.spelled`.
 
         Args:
             tried: The grammar passed its trial, as all admitted ones have.
@@ -233,7 +270,7 @@ class _Vocabulary:
         """
         constraint, key = _plain_and_key(constraint)
         with self._lock:
-            found, _ = self._compiled.get(key, (None, 0))
+            found = self._compiled.get(key)
             refusal = self._refused.get(key)
         if refusal is not None:
             raise invalid(refusal)
@@ -243,7 +280,7 @@ class _Vocabulary:
         with self._lock:
             if key in self._compiled:
                 self._compiled.move_to_end(key)
-            return found.deep_copy()
+            return found.matcher.deep_copy(), found.spelled
 
     def charge(self, constraint: Constraint, masks_s: float) -> None:
         """Account for the states that masks added to a grammar, which all its matchers share.
@@ -255,27 +292,27 @@ class _Vocabulary:
         _, key = _plain_and_key(constraint)
         with self._lock:
             if key in self._compiled:
-                self._keep(key, self._compiled[key][0], int(masks_s * _BYTES_PER_CPU_S))
+                grown = int(masks_s * _BYTES_PER_CPU_S)
+                self._keep(key, self._compiled[key], grown)
 
     def forget(self, constraint: Constraint) -> None:
         """Drop a grammar that exceeded a limit."""
         _, key = _plain_and_key(constraint)
         with self._lock:
-            _, size = self._compiled.pop(key, (None, 0))
-            self._compiled_bytes -= size
+            if (dropped := self._compiled.pop(key, None)) is not None:
+                self._compiled_bytes -= dropped.size
 
-    def _keep(self, key: bytes, matcher: LLMatcher, size: int) -> None:
-        """Add bytes to a grammar's size, and evict the least recently used grammars."""
-        _, before = self._compiled.get(key, (None, 0))
-        self._compiled[key] = matcher, before + size
-        self._compiled_bytes += size
+    def _keep(self, key: bytes, compiled: _Compiled, grown: int) -> None:
+        """Keep a grammar that has grown, and evict the least recently used ones."""
+        self._compiled[key] = compiled._replace(size=compiled.size + grown)
+        self._compiled_bytes += grown
         while self._compiled_bytes > _KEPT_BYTES and len(self._compiled) > 1:
-            _, (_, dropped) = self._compiled.popitem(last=False)
-            self._compiled_bytes -= dropped
+            _, dropped = self._compiled.popitem(last=False)
+            self._compiled_bytes -= dropped.size
 
-    def _compile(self, constraint: Constraint, key: bytes, *, tried: bool) -> LLMatcher:
+    def _compile(self, constraint: Constraint, key: bytes, *, tried: bool) -> _Compiled:
         try:
-            grammar = grammar_of(constraint)
+            grammar = grammar_of(constraint, self.special, self.ignored)
             if not tried:
                 self._try(grammar)
             start_s = time.thread_time()
@@ -288,14 +325,18 @@ class _Vocabulary:
                     if len(self._refused) > _REFUSALS_KEPT:
                         self._refused.popitem(last=False)
             raise
+        # A pattern's escapes are no part of a name.
+        text = grammar.replace("\\", "")
+        spelled = dict(found for name, found in self.spellings.items() if name in text)
+        compiled = _Compiled(matcher, spelled, 0)
         with self._lock:
             if key not in self._compiled:
-                self._keep(key, matcher, size)
-        return matcher
+                self._keep(key, compiled, size)
+        return compiled
 
     def _try(self, grammar: str) -> None:
         """Run the grammar's trial. Raises RequestError: invalid_constraint."""
-        said = self._trial.run(grammar)
+        said = self.trial.run(grammar)
         if said is None:
             raise invalid(
                 f"the constraint takes more than {cpu_limit_s(grammar):.2f} s, or too much memory, "
@@ -320,11 +361,13 @@ class GrammarCompiler:
         folder: The model's folder; its tokenizer is loaded by `make_ready` or the first constraint.
         load: Returns the tokenizer.
         vocab_size: Columns of the model's logits.
+        ignored: Keywords of JSON schemas to ignore.
     """
 
     folder: Path
     vocab_size: int
     load: Callable[[Path], PreTrainedTokenizerFast] = load_tokenizer
+    ignored: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:
         self._lock = threading.Lock()
@@ -366,6 +409,18 @@ class GrammarCompiler:
             RequestError: As `check`.
             ModelError: The model has no usable tokenizer.
         """
+        return self.begin(constraint)[0]
+
+    def begin(self, constraint: Constraint) -> tuple[LLMatcher, Mapping[int, list[int]]]:
+        """As `matcher`, besides tokens that the text shows by their names, with those that spell
+        them.
+
+        The matcher has tokens like `<think>` as special: a text's own name is spelled by other
+        tokens. Where these may come, the model may write the token itself.
+
+        Returns:
+            The matcher; by id, the ids of the tokens that spell it.
+        """
         return self._ready().matcher(constraint, tried=True)
 
     def charge(self, constraint: Constraint, masks_s: float) -> None:
@@ -396,21 +451,27 @@ class GrammarCompiler:
                 "the model has no end-of-sequence token, so that a constrained answer could "
                 "not end; leave the constraint out"
             )
-        text = tokenizer.backend_tokenizer.to_str()
-        key = hashlib.sha256(f"{self.vocab_size} {stop_ids} {text}".encode()).digest()
+        backend, ignored = tokenizer.backend_tokenizer, sorted(self.ignored)
+        content = f"{self.vocab_size} {stop_ids} {ignored} {backend.to_str()}"
+        key = hashlib.sha256(content.encode()).digest()
         with _VOCABULARIES_LOCK:
             found = _VOCABULARIES.get(key)
             if found is None:
+                text = grammar_tokenizer(backend)
                 try:
                     made = LLTokenizer(text, n_vocab=self.vocab_size, eos_token=stop_ids)
                 except ValueError as error:
                     raise invalid(
                         f"the model's tokenizer can't be used with a constraint: {_said(error)}"
                     ) from None
-                trial = GrammarTrial(
-                    self.vocab_size, stop_ids, special_token_ids(tokenizer), _LIMITS
+                found = _VOCABULARIES[key] = _Vocabulary(
+                    tokenizer=made,
+                    stop_ids=stop_ids,
+                    special=special_token_ids(tokenizer),
+                    spellings=spellings(backend, made, stop_ids),
+                    ignored=self.ignored,
+                    trial=GrammarTrial(self.vocab_size, stop_ids, _LIMITS),
                 )
-                found = _VOCABULARIES[key] = _Vocabulary(made, stop_ids, trial)
             return found
 
 

@@ -39,21 +39,13 @@ class GrammarTrial:
     The child starts with the first grammar, and again if it has ended.
     """
 
-    def __init__(
-        self, vocab_size: int, stop_ids: list[int], special: dict[str, int], limits: dict[str, int]
-    ) -> None:
+    def __init__(self, vocab_size: int, stop_ids: list[int], limits: dict[str, int]) -> None:
         """Args:
         vocab_size: Columns of the model's logits.
         stop_ids: End-of-text tokens, at least one.
-        special: Ids of special tokens by name.
         limits: As for `LLParserLimits`.
         """
-        self._told = {
-            "vocab_size": vocab_size,
-            "stop_ids": stop_ids,
-            "special": {name: id for name, id in special.items() if id < vocab_size},
-            "limits": limits,
-        }
+        self._told = {"vocab_size": vocab_size, "stop_ids": stop_ids, "limits": limits}
         self._lock = threading.Lock()
         self._connection: Connection | None = None
 

@@ -124,7 +124,10 @@ class AdmissionCore:
         tokenizer, known = self._tokenizer, self._grammars
         if tokenizer is not None and (known is None or known.vocab_size != capacity.vocab_size):
             self._grammars = GrammarCompiler(
-                self._engine.model_folder, capacity.vocab_size, lambda folder: tokenizer
+                self._engine.model_folder,
+                capacity.vocab_size,
+                lambda folder: tokenizer,
+                frozenset(self._engine.ignored_schema_keywords),
             )
 
     def set_weights(self, version: int) -> None:

@@ -31,6 +31,7 @@ _SETTINGS = (
     "rank_invariant",
     "attention_tile",
     "cuda_graphs",
+    "ignored_schema_keywords",
 )
 """Settings of the engine that change numbers and have no field of their own in Fingerprint."""
 

@@ -11,7 +11,8 @@ from collections.abc import Mapping, Set
 from decimal import Decimal
 from typing import Any, NoReturn
 
-from ..config import RequestError
+from ..config import RequestError, cut
+from .messages.schemas import ANNOTATIONS
 
 _FORMATS = frozenset(
     (
@@ -36,6 +37,8 @@ _INT64 = 2**63
 _ESCAPES = 'nrbtf\\"u'
 """llguidance's default of the letters behind a backslash."""
 
+IGNORING = "engine.ignored_schema_keywords may name keywords to ignore"
+
 _LARK = re.compile(
     r'"(?:\\.|[^"\\])*"|(?:\#|//)[^\n]*|/(?:\\.|[^/\\])+/|%json\s*|<[^<>\s]+>', re.DOTALL
 )
@@ -53,20 +56,26 @@ _DECODER = json.JSONDecoder(parse_float=Decimal, parse_constant=_no_constant)
 def enforced_schema(text: str, ignored: Set[str] = frozenset()) -> str:
     """Return a schema as llguidance enforces it.
 
-    - Unknown formats are dropped.
+    - Unknown formats are dropped, as annotations are.
     - Numbers that it would change are refused.
     - No property can be written by another spelling of its name: every name has a single one.
 
     Args:
-        text: A JSON object.
+        text: The schema, a JSON object.
         ignored: Keywords to drop, of `SchemaKeyword`. Without "oneOf" being enforced, it is
             `anyOf`.
 
     Raises:
         RequestError: invalid_constraint.
-        ValueError, RecursionError: The text is no JSON, or nested too deeply.
+        RecursionError: It is nested too deeply.
     """
-    return _enforced(_DECODER.decode(text), ignored)
+    try:
+        schema = _DECODER.decode(text)
+    except ValueError as error:
+        raise _invalid(f"constraint.json_schema is no JSON: {cut(str(error), 200)}") from None
+    if not isinstance(schema, dict):
+        raise _invalid("constraint.json_schema must be a JSON object")
+    return _enforced(schema, ignored)
 
 
 def enforced_lark(text: str, special: Mapping[str, int], ignored: Set[str] = frozenset()) -> str:
@@ -124,7 +133,11 @@ def _rewritten(schema: Any, ignored: Set[str]) -> Any:
         return _plain(schema)
     kept: dict[str, Any] = {}
     for key, value in schema.items():
-        if (key in ignored and key != "oneOf") or value is _NOTHING.get(key, schema):
+        # An object may be a schema, by a reference.
+        is_annotation = key in ANNOTATIONS and not isinstance(value, dict)
+        if is_annotation or value is _NOTHING.get(key, schema):
+            continue
+        if key in ignored and key != "oneOf":
             continue
         if key == "format" and isinstance(value, str) and value not in _FORMATS:
             continue
@@ -241,7 +254,8 @@ def _check_min_properties(schema: Mapping[str, Any]) -> None:
     if least > len(set(map(str, required))) + 1:
         raise _invalid(
             f"minProperties is {least}, which can't be enforced for names that are not required, "
-            "since the same one may be written twice; require them by name, or leave it out"
+            "since the same one may be written twice; require them by name, or leave it out; "
+            f"{IGNORING}"
         )
 
 

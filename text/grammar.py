@@ -24,7 +24,7 @@ import numpy.typing as npt
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, grammar_from
 
 from ..config import Constraint, ModelError, RequestError, cut, shown
-from .enforced_schema import enforced_lark, enforced_schema
+from .enforced_schema import IGNORING, enforced_lark, enforced_schema
 from .grammar_tokenizer import grammar_tokenizer, spellings
 from .grammar_trial import GrammarTrial, cpu_limit_s
 from .messages import lark_of_gbnf
@@ -53,6 +53,9 @@ _LIMITS: Any = {
 
 _TOO_COSTLY = re.compile("too many (?:expressions|states|items)|max is", re.IGNORECASE)
 """llguidance's messages when a limit is exceeded."""
+
+_UNSUPPORTED = re.compile("Unimplemented keys|oneOf constraints|min/maxProperties only")
+"""llguidance's messages about keywords of JSON schemas."""
 
 _MOST_WORDS = 400
 """Characters quoted of the library's messages."""
@@ -115,7 +118,7 @@ def plain(constraint: Constraint) -> Constraint:
     """Return the constraint with every value as text.
 
     Raises:
-        RequestError: invalid_constraint: not exactly one kind is given, or a schema is not JSON.
+        RequestError: invalid_constraint: not exactly one kind is given, or a schema can't be JSON.
     """
     given = _given(constraint)
     if len(given) != 1:
@@ -126,11 +129,8 @@ def plain(constraint: Constraint) -> Constraint:
     schema = constraint.json_schema
     try:
         text = schema if isinstance(schema, str) else msgspec.json.encode(schema).decode()
-        found = msgspec.json.decode(text)
     except (ValueError, TypeError, OverflowError, RecursionError) as error:
         raise invalid(f"constraint.json_schema is no JSON: {_said(error)}") from None
-    if not isinstance(found, dict):
-        raise invalid("constraint.json_schema must be a JSON object")
     return Constraint(json_schema=text)
 
 
@@ -344,7 +344,13 @@ class _Vocabulary:
                 "match, multiply by each other, most of all where they count repetitions"
             )
         if said:
-            raise invalid(f"the constraint can't be followed: {_said(said)}")
+            raise _unfollowed(said)
+
+
+def _unfollowed(said: str) -> RequestError:
+    """Return the refusal of a constraint by the library's message."""
+    advice = f"; {IGNORING}" if _UNSUPPORTED.search(said) else ""
+    return invalid(f"the constraint can't be followed: {_said(said)}{advice}")
 
 
 _VOCABULARIES: WeakValueDictionary[bytes, _Vocabulary] = WeakValueDictionary()
@@ -493,7 +499,7 @@ def _compile(grammar: str, tokenizer: LLTokenizer, stop_ids: list[int]) -> LLMat
     limits = LLParserLimits(verbose_errors=False, **_LIMITS)
     matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=limits)
     if matcher.is_error():
-        raise invalid(f"the constraint can't be followed: {_said(matcher.get_error())}")
+        raise _unfollowed(matcher.get_error())
     tried = matcher.deep_copy()
     allowed = np.frombuffer(tried.compute_bitmask(), np.int32)
     if is_too_costly(tried):

@@ -71,6 +71,13 @@ _BYTES_PER_CPU_S = 160e6
 MASK_S = 50e-6
 """Time of a mask whose states are cached, so that it adds none: 20 to 60 us."""
 
+_WALKS = 3
+_WALK_TOKENS = 128
+"""Texts, and their tokens, that are tried in a new grammar."""
+
+_WALK_S = 0.1
+"""CPU time after which no more are tried."""
+
 _REFUSALS_KEPT = 1024
 """Refused grammars cached with their reason."""
 
@@ -233,6 +240,7 @@ class _Vocabulary:
         spellings: As the function.
         ignored: Keywords of JSON schemas to ignore.
         trial: Tries grammars.
+        ends: Tokens that end a part of JSON.
     """
 
     tokenizer: LLTokenizer
@@ -241,6 +249,7 @@ class _Vocabulary:
     spellings: dict[str, tuple[int, list[int]]]
     ignored: frozenset[str]
     trial: GrammarTrial
+    ends: list[int]
 
     def __post_init__(self) -> None:
         self._lock = threading.Lock()
@@ -317,6 +326,8 @@ class _Vocabulary:
                 self._try(grammar)
             start_s = time.thread_time()
             matcher = _compile(grammar, self.tokenizer, self.stop_ids)
+            if not tried:
+                matcher = self._walk(grammar, matcher)
             size = len(grammar) + int((time.thread_time() - start_s) * _BYTES_PER_CPU_S)
         except RequestError as error:
             if error.code == "invalid_constraint":
@@ -333,6 +344,48 @@ class _Vocabulary:
             if key not in self._compiled:
                 self._keep(key, compiled, size)
         return compiled
+
+    def _walk(self, grammar: str, matcher: LLMatcher) -> LLMatcher:
+        """Refuse a grammar in which every text soon exceeds a limit, as some patterns of counted
+        words do: try a few texts of random tokens.
+
+        Returns:
+            The grammar's matcher, without the states of a text that exceeded a limit.
+
+        Raises:
+            RequestError: invalid_constraint.
+        """
+        start_s = time.thread_time()
+        for seed in range(_WALKS):
+            said = self._walk_once(matcher.deep_copy(), np.random.default_rng(seed))
+            if not said:
+                return matcher
+            matcher = _compile(grammar, self.tokenizer, self.stop_ids)
+            if time.thread_time() - start_s > _WALK_S:
+                break
+        raise invalid(
+            f"the constraint takes too much work within a text: {_said(said)}; make it simpler: "
+            "patterns that have to match together, or a length and a pattern with repetitions, "
+            "multiply by each other"
+        )
+
+    def _walk_once(self, matcher: LLMatcher, rng: np.random.Generator) -> str:
+        """Follow a random text; return the library's message if it exceeds a limit, else ""."""
+        start_s = time.thread_time()
+        for _ in range(_WALK_TOKENS):
+            mask = np.frombuffer(matcher.compute_bitmask(), np.uint8)
+            if is_too_costly(matcher):
+                return matcher.get_error()
+            allowed = np.flatnonzero(np.unpackbits(mask, bitorder="little"))
+            allowed = allowed[~np.isin(allowed, self.stop_ids)]
+            if not allowed.size or time.thread_time() - start_s > _WALK_S:
+                return ""
+            # Half of the tokens end something, so that a text has many parts.
+            ends = allowed[np.isin(allowed, self.ends)]
+            matcher.consume_token(
+                int(rng.choice(ends if ends.size and rng.random() < 0.5 else allowed))
+            )
+        return ""
 
     def _try(self, grammar: str) -> None:
         """Run the grammar's trial. Raises RequestError: invalid_constraint."""
@@ -477,6 +530,7 @@ class GrammarCompiler:
                     spellings=spellings(backend, made, stop_ids),
                     ignored=self.ignored,
                     trial=GrammarTrial(self.vocab_size, stop_ids, _LIMITS),
+                    ends=[each for text in '"}],' for each in made.tokenize_str(text)],
                 )
             return found
 

@@ -96,7 +96,7 @@ async def test_compiling_a_constraint_blocks_no_other_request(
 
 @pytest.mark.parametrize(
     "constraint",
-    [{}, {"regex": "("}, {"json_schema": "{"}, {"lark": "start: start"}, {"regex": "a" * 20_000}],
+    [{}, {"regex": "("}, {"json_schema": "{"}, {"lark": "start: start"}, {"regex": "a" * 70_000}],
 )
 async def test_an_unsatisfiable_constraint_ends_with_its_code(
     shared: Pipeline, constraint: dict[str, Any]

@@ -9,7 +9,7 @@ import math
 import re
 from collections.abc import Mapping, Set
 from decimal import Decimal
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeGuard
 
 from ..config import RequestError, cut
 from .messages.schemas import ANNOTATIONS
@@ -33,6 +33,9 @@ _EXACT = 2**53
 """Whole numbers up to here are exact as floats."""
 
 _INT64 = 2**63
+
+_LEAST = 1e-30
+"""The least number above an excluded 0."""
 
 _ESCAPES = 'nrbtf\\"u'
 """llguidance's default of the letters behind a backslash."""
@@ -144,14 +147,18 @@ def _rewritten(schema: Any, ignored: Set[str]) -> Any:
         if key in _TABLES and isinstance(value, dict):
             kept[key] = {name: _rewritten(each, ignored) for name, each in value.items()}
             continue
+        if key == "minProperties":
+            _check_min_properties(schema)
         if key in _LITERALS:
             _check_literal(key, value)
+            value = _plain(value)
         elif key in _BOUNDS:
             _check_bound(key, value)
-        elif key == "minProperties":
-            _check_min_properties(schema)
-        kept[key] = _plain(value) if key in _LITERALS else _rewritten(value, ignored)
-    return kept
+        else:
+            value = _rewritten(value, ignored)
+        kept[key] = value
+    _exclude(kept)
+    return kept | {key: _plain(kept[key]) for key in _BOUNDS & kept.keys()}
 
 
 def _plain(value: Any) -> Any:
@@ -174,7 +181,7 @@ def _is_exact(number: int | Decimal) -> bool:
     value = _as_float(number)
     if not math.isfinite(value):
         return False
-    if number == int(number) and abs(number) < _INT64:
+    if number == int(number) and -_INT64 < number < _INT64:
         return int(value) == number
     return Decimal(repr(value)) == number
 
@@ -206,12 +213,29 @@ def _check_bound(key: str, value: Any) -> None:
         return
     # A bound that is excluded is a whole number more, or less.
     most = _EXACT if key.startswith("exclusive") else _INT64
-    if not _is_exact(value) or abs(value) >= most:
+    if not (_is_exact(value) and -most < value < most):
         raise _inexact(key, value)
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: Any) -> TypeGuard[int | Decimal]:
     return isinstance(value, int | Decimal) and not isinstance(value, bool)
+
+
+def _exclude(schema: dict[str, Any]) -> None:
+    """Replace excluded whole bounds that llguidance would include, in place: where the other bound
+    is less than 1 away, further from 0."""
+    for bound, replaced, others, sign in (
+        ("exclusiveMinimum", "minimum", ("maximum", "exclusiveMaximum"), 1),
+        ("exclusiveMaximum", "maximum", ("minimum", "exclusiveMinimum"), -1),
+    ):
+        number = schema.get(bound)
+        if not _is_number(number) or number * sign < 0 or number != int(number):
+            continue
+        ends = [schema[other] for other in others if _is_number(schema.get(other))]
+        if replaced not in schema and any(0 < (end - number) * sign < 1 for end in ends):
+            nearest = max(math.nextafter(float(number) * sign, math.inf), _LEAST)
+            schema[replaced] = Decimal(nearest * sign)
+            del schema[bound]
 
 
 def _inexact(key: str, value: int | Decimal) -> RequestError:

@@ -152,6 +152,25 @@ def test_an_excluded_bound_that_would_be_included_is_refused(
     assert not takes(compiler, Constraint(json_schema=schema), str(2**53 - 1))
 
 
+@pytest.mark.parametrize(
+    ("bounds", "inside", "outside"),
+    [
+        ({"exclusiveMinimum": 0, "maximum": 0.5}, ["0.25", "0.5"], ["0", "0.0", "-0", "0.51"]),
+        ({"exclusiveMinimum": 5, "exclusiveMaximum": 5.5}, ["5.1", "5.499"], ["5", "5.00", "5.5"]),
+        ({"exclusiveMaximum": 0, "minimum": -0.5}, ["-0.25", "-0.5"], ["0", "-0", "-0.0", "-0.6"]),
+        ({"exclusiveMaximum": -5, "minimum": -5.5}, ["-5.1", "-5.5"], ["-5", "-5.0", "-6"]),
+        ({"exclusiveMinimum": 0, "maximum": 1}, ["0.25", "1"], ["0", "0.0", "1.1"]),
+        ({"exclusiveMinimum": -1, "maximum": -0.5}, ["-0.75", "-0.5"], ["-1", "-0.4"]),
+    ],
+)
+def test_an_excluded_bound_is_excluded(
+    compiler: GrammarCompiler, bounds: dict[str, float], inside: list[str], outside: list[str]
+) -> None:
+    for constraint in both({"type": "number"} | bounds):
+        assert all(takes(compiler, constraint, text) for text in inside)
+        assert not any(takes(compiler, constraint, text) for text in outside)
+
+
 def test_limits_of_machine_integers_are_kept(compiler: GrammarCompiler) -> None:
     for most in (2**63 - 1, 2**64 - 1):
         constraint = Constraint(json_schema={"type": "integer", "minimum": 0, "maximum": most})

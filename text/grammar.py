@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, grammar_from
 
-from ..config import Constraint, ModelError, RequestError, cut, shown
+from ..config import Constraint, EngineConfig, ModelError, RequestError, cut, shown
 from .enforced_schema import IGNORING, enforced_lark, enforced_schema
 from .grammar_tokenizer import grammar_tokenizer, spellings
 from .grammar_trial import GrammarTrial, cpu_limit_s
@@ -434,6 +434,17 @@ class GrammarCompiler:
     def __post_init__(self) -> None:
         self._lock = threading.Lock()
         self._vocabulary: _Vocabulary | RequestError | ModelError | None = None
+
+    @classmethod
+    def of(
+        cls,
+        config: EngineConfig,
+        vocab_size: int,
+        load: Callable[[Path], PreTrainedTokenizerFast] = load_tokenizer,
+    ) -> GrammarCompiler:
+        """Return the compiler of a lane's model."""
+        ignored = frozenset[str](config.ignored_schema_keywords)
+        return cls(config.model_folder, vocab_size, load, ignored)
 
     def make_ready(self) -> None:
         """Prepare the tokenizer for constraints, before requests arrive.

@@ -15,6 +15,7 @@ from openai import AsyncOpenAI
 from pydantic import BaseModel, Field
 
 from nano_inference import Completion, Config, Pipeline
+from nano_inference.config import load_config
 from nano_inference.text import grammar
 
 from .builders import error_code
@@ -249,3 +250,18 @@ async def test_each_interface_keeps_a_text_that_spells_a_token(shared: Pipeline,
         REQUEST | {"sampling": {"constraint": {"choice": [MARKED]}, "max_tokens": 100}}
     )
     assert {(each.text, each.finish_reason) for each in completion.samples} == {(MARKED, "stop")}
+
+
+async def test_a_deployment_may_ignore_keywords() -> None:
+    overrides = {"engine.ignored_schema_keywords": ["uniqueItems"]}
+    async with Pipeline(load_config(env={}, overrides=overrides)) as pipeline:
+        schema = {"type": "array", "items": {"const": 1}, "minItems": 2, "uniqueItems": True}
+        sampling = {"constraint": {"json_schema": schema}, "max_tokens": 100}
+        completion = await pipeline.complete(REQUEST | {"sampling": sampling})
+        assert completion.status == "done", completion.error
+        assert all(json.loads(sample.text)[:2] == [1, 1] for sample in completion.samples)
+        schema = schema | {"contains": {"const": 1}}
+        refused = await pipeline.complete(
+            REQUEST | {"sampling": {"constraint": {"json_schema": schema}}}
+        )
+        assert error_code(refused) == "invalid_constraint"

@@ -259,7 +259,8 @@ async def test_a_deployment_may_ignore_keywords() -> None:
         sampling = {"constraint": {"json_schema": schema}, "max_tokens": 100}
         completion = await pipeline.complete(REQUEST | {"sampling": sampling})
         assert completion.status == "done", completion.error
-        assert all(json.loads(sample.text)[:2] == [1, 1] for sample in completion.samples)
+        texts = ["".join(sample.text.split()) for sample in completion.samples]
+        assert all("[1,1".startswith(text[:4]) for text in texts)
         schema = schema | {"contains": {"const": 1}}
         refused = await pipeline.complete(
             REQUEST | {"sampling": {"constraint": {"json_schema": schema}}}

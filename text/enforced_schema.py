@@ -43,9 +43,11 @@ _ESCAPES = 'nrbtf\\"u'
 IGNORING = "engine.ignored_schema_keywords may name keywords to ignore"
 
 _LARK = re.compile(
-    r'"(?:\\.|[^"\\])*"|(?:\#|//)[^\n]*|/(?:\\.|[^/\\])+/|%json\s*|<[^<>\s]+>', re.DOTALL
+    r'"(?:\\.|[^"\\])*"?|(?:\#|//)[^\n]*|/(?:\\.|[^/\\])+/?|%json\s*|<[^<>\s]+>', re.DOTALL
 )
-"""Texts, comments and patterns of a Lark grammar, besides its schemas and tokens."""
+"""Texts, comments and patterns of a Lark grammar, besides its schemas and tokens. One that isn't
+closed goes on to the end: a second attempt within it would make the search quadratic.
+"""
 
 
 def _no_constant(text: str) -> NoReturn:

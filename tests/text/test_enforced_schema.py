@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from nano_inference.config import BUNDLED_MODEL, Constraint, EngineConfig
+from nano_inference.text.enforced_schema import enforced_lark
 from nano_inference.text.grammar import GrammarCompiler
 from nano_inference.text.tokenizer import load_tokenizer
 
@@ -229,3 +230,22 @@ def test_a_keyword_that_demands_nothing_is_taken(compiler: GrammarCompiler) -> N
     for constraint in both({"type": "array", "uniqueItems": False, "maxItems": 1}):
         assert takes(compiler, constraint, "[1]")
         assert not takes(compiler, constraint, "[1,1]")
+
+
+@pytest.mark.parametrize(
+    "part", ['"' + r"\"" * 30_000, "/" + r"\/" * 30_000, '%json {"a": ' * 5000]
+)
+def test_a_grammar_that_is_not_closed_is_read_once(part: str) -> None:
+    """The search for schemas in it would otherwise take time by the square of its length."""
+    assert enforced_lark(f"start: {part}", {}) == f"start: {part}"
+
+
+def test_schemas_and_tokens_are_found_behind_all_else() -> None:
+    text = r"""start: "<a> %json {" /<a>\/%json {/ <a> // <a> " %json {
+%json {"minProperties": 1, "title": "<a>"} "x"i # '"'
+<[3]> <[^*]> %json"""
+    found = enforced_lark(text, {"<a>": 7})
+    expected = text.replace("<a> // <a>", "<[7]> // <a>")
+    assert found == expected.replace('"minProperties": 1, "title": "<a>"', '"minProperties":1')
+    with raises("invalid_constraint", "special token <b>; it has <a>"):
+        enforced_lark("start: <b>", {"<a>": 7})

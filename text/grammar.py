@@ -74,6 +74,12 @@ MASK_S = 50e-6
 _MULTIPLYING = re.compile(r"\{\d+(?:,\d*)?\}|pattern|format|[&~]")
 """Parts of constraints whose states may multiply."""
 
+_COUNTING = re.compile(r"max_tokens\s*=")
+"""Part of a rule in Lark that counts tokens."""
+
+_NEGATED = re.compile(r"~/(?:\\.|[^/\\])+/?", re.DOTALL)
+"""Patterns that a text must not match, in Lark."""
+
 _WALKS = 3
 _WALK_TOKENS = 64
 """Texts, and their tokens, that are tried in a new grammar."""
@@ -339,9 +345,7 @@ class _Vocabulary:
                     if len(self._refused) > _REFUSALS_KEPT:
                         self._refused.popitem(last=False)
             raise
-        # A pattern's escapes are no part of a name.
-        text = grammar.replace("\\", "")
-        spelled = dict(found for name, found in self.spellings.items() if name in text)
+        spelled = _spelled(self.spellings, constraint.lark or grammar, grammar)
         compiled = _Compiled(matcher, spelled, 0)
         with self._lock:
             if key not in self._compiled:
@@ -401,6 +405,27 @@ class _Vocabulary:
             )
         if said:
             raise _unfollowed(said)
+
+
+def _spelled(
+    spellings: Mapping[str, tuple[int, list[int]]], text: str, grammar: str
+) -> dict[int, list[int]]:
+    """Return the tokens that may stand for their names in a constraint.
+
+    Args:
+        spellings: As the function.
+        text: The constraint, whose negated patterns don't count.
+        grammar: In llguidance's form. It may tell a token from its name, or count tokens.
+    """
+    if _COUNTING.search(grammar):
+        return {}
+    # A pattern's escapes are no part of a name.
+    named = _NEGATED.sub("", text).replace("\\", "")
+    return {
+        token_id: spelled
+        for name, (token_id, spelled) in spellings.items()
+        if name in named and f"<[{token_id}]>" not in grammar
+    }
 
 
 def _unfollowed(said: str) -> RequestError:

@@ -95,8 +95,14 @@ def test_a_shown_token_may_stand_for_its_name(writer: Writer) -> None:
     drafted = writer.allowed(constraint, (opened,), (a, a, a))
     assert drafted == [writer.allowed(constraint, (opened, *[a] * n))[0] for n in range(4)]
     assert [closed in each for each in drafted] == [False, True, True, True]
-    # Another constraint doesn't have the name.
-    assert opened not in writer.allowed(Constraint(regex="[^b]{3,9}b"))[0]
+    # A constraint that doesn't have the name, or tells the token from it, or counts tokens.
+    for other in (
+        Constraint(regex="[^b]{3,9}b"),
+        Constraint(lark="start: /[^b]{3,9}/ <think>"),
+        Constraint(lark=r"start: /[^b]{9,20}/ & ~/.*<\/think>.*/ & ~/.*<think>.*/"),
+        Constraint(lark='start: x\nx[max_tokens=3]: /[^b]{9,20}/ "<think>"'),
+    ):
+        assert not {opened, closed} & writer.allowed(other)[0]
 
 
 def test_matchers_continue_behind_the_present_tokens(writer: Writer) -> None:

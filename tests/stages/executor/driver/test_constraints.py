@@ -99,7 +99,7 @@ def test_a_shown_token_may_stand_for_its_name(writer: Writer) -> None:
     for other in (
         Constraint(regex="[^b]{3,9}b"),
         Constraint(lark="start: /[^b]{3,9}/ <think>"),
-        Constraint(lark=r"start: T" "\nT: /[^b]{9,20}/ & ~/.*<\/think>.*/ & ~/.*<think>.*/"),
+        Constraint(lark="start: T\nT: /[^b]{9,20}/ & ~/.*<\\/think>.*/ & ~/.*<think>.*/"),
         Constraint(lark='start: x\nx[max_tokens=3]: /[^b]{9,20}/ "<think>"'),
     ):
         writer.compiler.check(other)

@@ -18,6 +18,27 @@ DraftSourceName = Literal["prediction", "grammar", "suffix", "ngram"]
 outputs that continued the same tokens, the sample's own earlier tokens.
 """
 
+SchemaKeyword = Literal[
+    "not",
+    "if",
+    "then",
+    "else",
+    "oneOf",
+    "uniqueItems",
+    "contains",
+    "minContains",
+    "maxContains",
+    "propertyNames",
+    "minProperties",
+    "maxProperties",
+    "dependentRequired",
+    "dependentSchemas",
+    "dependencies",
+    "unevaluatedItems",
+    "unevaluatedProperties",
+]
+"""Keywords of JSON schemas that constraints enforce in part or not at all."""
+
 BUNDLED_MODEL = "tiny"
 """The `model_path` of the model bundled with the package."""
 
@@ -145,6 +166,9 @@ class EngineConfig(Section, frozen=True, forbid_unknown_fields=True):
         pooling: Pooling of embeddings where neither the request nor the model's folder specifies
             one: "mean", "last" or "cls". "" is the last token for causal attention, else the mean
             (docs/embeddings.md).
+        ignored_schema_keywords: Keywords of JSON schemas that constraints ignore, of those that
+            they enforce in part or not at all (docs/constraints.md); `oneOf` is then `anyOf`. A
+            schema with one that isn't named here is refused.
         speculation: "auto" verifies drafted tokens beside the one computed per row, where that
             pays; "off" never does. Tokens and logprobs are the same (with `kernels` off and
             `deterministic` not true: logprobs up to their last digits); docs/speculation.md.
@@ -211,6 +235,7 @@ class EngineConfig(Section, frozen=True, forbid_unknown_fields=True):
     model_aliases: tuple[str, ...] = ()
     role: Literal["all", "generate", "embed"] = "all"
     pooling: PoolingKind | Literal[""] = ""
+    ignored_schema_keywords: tuple[SchemaKeyword, ...] = ()
     speculation: Literal["auto", "off"] = "off"
     draft_sources: tuple[DraftSourceName, ...] = ("prediction", "grammar", "suffix", "ngram")
     max_draft_tokens: PositiveInt = 16

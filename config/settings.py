@@ -149,7 +149,7 @@ class AdmissionConfig(Section, frozen=True, forbid_unknown_fields=True):
     max_in_flight: PositiveInt = 1024
     max_queued: PositiveInt = 10_000
     max_samples: PositiveInt = 64
-    max_constraint_bytes: PositiveInt = 16_384
+    max_constraint_bytes: PositiveInt = 65_536
     max_lane_deaths: PositiveInt = 3
     share_prefixes_across_tenants: bool = False
     lease_s: Annotated[float, Range("from 0.05 to 86400 (a day)", 0.05, 86_400)] = 30.0

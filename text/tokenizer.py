@@ -13,6 +13,7 @@ from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 
 from ..config import ModelError, SamplingParams, missing_model, prompt_too_long
 from .gguf import folder_of
+from .grammar_tokenizer import is_special
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -88,7 +89,7 @@ def special_token_ids(tokenizer: PreTrainedTokenizerFast) -> dict[str, int]:
     return {
         token.content: token_id
         for token_id, token in added.items()
-        if token.special or (token.content.startswith("<") and token.content.endswith(">"))
+        if is_special(token.content, special=token.special)
     }
 
 

@@ -123,8 +123,8 @@ class AdmissionCore:
         self.set_adapters(capacity.adapters)
         tokenizer, known = self._tokenizer, self._grammars
         if tokenizer is not None and (known is None or known.vocab_size != capacity.vocab_size):
-            self._grammars = GrammarCompiler(
-                self._engine.model_folder, capacity.vocab_size, lambda folder: tokenizer
+            self._grammars = GrammarCompiler.of(
+                self._engine, capacity.vocab_size, lambda folder: tokenizer
             )
 
     def set_weights(self, version: int) -> None:

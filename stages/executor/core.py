@@ -151,7 +151,7 @@ class ExecutorCore:
         make_memory = partial(LeaderMemory, ranks) if ranks else ReplicaMemory
         self.memory = make_memory(caches, self.weights, huge_pages=huge)
         self._embedding, self._role = embedding_capacity(config, model), config.role
-        compiler = GrammarCompiler(config.model_folder, model.vocab_size)
+        compiler = GrammarCompiler.of(config, model.vocab_size)
         if model.generates:
             compiler.make_ready()
         self.constraints = Constraints(self._table, compiler, now_ns)

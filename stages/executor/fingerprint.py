@@ -31,6 +31,7 @@ _SETTINGS = (
     "rank_invariant",
     "attention_tile",
     "cuda_graphs",
+    "ignored_schema_keywords",
 )
 """Settings of the engine that change numbers and have no field of their own in Fingerprint."""
 
@@ -61,8 +62,10 @@ def fingerprint(
     on_cpu, is_whole = model.device.type == "cpu", fast is not None and fast.is_whole
     mode: Mode = "on" if config.deterministic is True else "without adapters"
     names = _SETTINGS if exact else (*_SETTINGS, *_SETTINGS_WITHOUT_MODE)
-    settings = {name: getattr(config, name) for name in names}
-    defaults = EngineConfig()
+    # As it is after JSON, which a recipe is compared with.
+    settings, defaults = (
+        msgspec.json.decode(msgspec.json.encode(each)) for each in (config, EngineConfig())
+    )
     made = Fingerprint(
         package=_version("nano-inference"),
         torch=str(torch.__version__),
@@ -76,7 +79,7 @@ def fingerprint(
         deterministic=mode if exact else "off",
         weights=sampled_digest(model.module),
         weight_version=weight_version,
-        settings={k: value for k, value in settings.items() if value != getattr(defaults, k)},
+        settings={name: settings[name] for name in names if settings[name] != defaults[name]},
     )
     content = msgspec.json.encode(made, order="sorted")
     return replace(made, digest=hashlib.sha256(content).hexdigest()[:16])

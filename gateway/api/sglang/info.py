@@ -151,7 +151,7 @@ class ServerInfoCalls:
         elif body.abort_all:
             await self._submissions.abort_all()
         else:
-            await self._submissions.abort(body.rid)
+            await self._submissions.abort(caller, body.rid)
         return Response()
 
     def _released(self) -> str:

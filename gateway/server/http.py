@@ -189,7 +189,7 @@ def error_handler(respond: Respond) -> Callable[[Request, Exception], Awaitable[
             error = NanoInferenceError("the gateway has failed; its log says where")
         # Shed load (429) is counted where it is shed; logging each would add load.
         elif status_of(error) >= 500:
-            log.warning("http_request_failed", code=error.code, error=error.message)
+            log.warning("http_request_failed", code=error.code, error=str(error))
         return respond(request.scope, error)
 
     return answer

@@ -491,7 +491,7 @@ async def watch_orphans(
             return
         except BusError as error:
             if not logged:
-                get_logger().warning("calls_not_renewed", error=error.message)
+                get_logger().warning("calls_not_renewed", error=str(error))
             logged = True
 
 

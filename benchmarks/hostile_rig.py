@@ -148,7 +148,10 @@ class Live:
 
     def processes(self) -> dict[str, int]:
         """Return the process id of each role that has a process now."""
-        found = {_role(harness.command_line(pid)): pid for pid in self._tree()}
+        found: dict[str, int] = {}
+        for pid in self._tree():
+            # A role's own forks, as those that render chat templates, have its command line.
+            found.setdefault(_role(harness.command_line(pid)), pid)
         found.pop("", None)
         return found
 

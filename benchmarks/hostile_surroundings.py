@@ -202,5 +202,6 @@ SURROUNDINGS = {
     "unread_log": Surroundings(log="unread"),
     "serve_grammars": Surroundings(serve=True),
     "serve_masks": Surroundings(serve=True),
+    "serve_stored_responses": Surroundings(serve=True),
 }
 """By attack, how the pipeline is started for it."""

@@ -76,7 +76,7 @@ def failures_exit(kinds: Failures = RequestError) -> Iterator[None]:
     try:
         yield
     except kinds as error:
-        complain(f"{error.message} ({error.code})")
+        complain(f"{error} ({error.code})")
         raise typer.Exit(1) from None
 
 

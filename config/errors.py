@@ -14,13 +14,18 @@ class NanoInferenceError(Exception):
 
     A message quotes outside input, and goes to logs, clients and other processes; so it is cut
     here, to `config.quoting.MOST_TEXT` characters.
+
+    Attributes:
+        message: What any client may read, also one of a gateway.
     """
 
     code = "internal_error"
 
-    def __init__(self, message: str, *, code: str | None = None) -> None:
+    def __init__(self, message: str, *, code: str | None = None, detail: str = "") -> None:
+        """`detail`: the text of the exception, for commands and logs: the message with addresses
+        or paths that no client of a gateway may read; "" for the message itself."""
         self.message = cut(message)
-        super().__init__(self.message)
+        super().__init__(cut(detail) if detail else self.message)
         if code is not None:
             self.code = code
 

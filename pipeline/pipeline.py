@@ -79,7 +79,7 @@ class Heart:
                 if self._metrics.enabled:
                     await self._measure()
             except NanoInferenceError as error:
-                log.debug("heartbeat_not_told", error=error.message)
+                log.debug("heartbeat_not_told", error=str(error))
             with anyio.move_on_after(BEAT_S):
                 await self._early.wait()
             self._early = anyio.Event()
@@ -107,7 +107,7 @@ class Heart:
             with anyio.move_on_after(_LAST_WORD_S):
                 await self._bus.store.board.report(gone)
         except NanoInferenceError as error:
-            get_logger().debug("heartbeat_not_told", error=error.message)
+            get_logger().debug("heartbeat_not_told", error=str(error))
 
     def _report(self, role: str, condition: tuple[StageState, str] | None = None) -> StageReport:
         actor = self._actors.get(role)
@@ -280,7 +280,7 @@ class Pipeline(Replayer):
         try:
             self.metrics.listen(self.config.telemetry)
         except ConfigError as error:
-            get_logger().error("no_metrics", reason=error.message)
+            get_logger().error("no_metrics", reason=str(error))
         self._called.set()
 
     async def ready(self) -> None:
@@ -372,7 +372,7 @@ class Pipeline(Replayer):
                 with anyio.move_on_after(1.0):
                     await actor.leave("stopped")
             except NanoInferenceError as error:
-                get_logger().warning("leave_not_announced", error=error.message)
+                get_logger().warning("leave_not_announced", error=str(error))
 
 
 def _clearest(group: BaseExceptionGroup[BaseException]) -> BaseException:

@@ -260,7 +260,7 @@ class Leases:
                 lost += reply[0]
                 gone += reply[1]
         except BusError as error:
-            if not error.message.endswith(" REPLACED"):
+            if not str(error).endswith(" REPLACED"):
                 raise
             raise LaneReplaced(
                 f"another process has started to serve the lane {self._config.lane!r}, so this one "

@@ -149,7 +149,7 @@ class RedisRequests:
             while time.monotonic() < give_up_at and not await stream.is_taken(entry_id):
                 await backoff.wait()
         except BusError as error:  # the entry is published all the same
-            get_logger().warning("bus.late_entry_not_followed", error=error.message)
+            get_logger().warning("bus.late_entry_not_followed", error=str(error))
 
     # --- taking ---------------------------------------------------------------------------------
 
@@ -158,7 +158,7 @@ class RedisRequests:
         try:
             await self._begin_configured()
         except BusError as error:  # `take` tries again
-            get_logger().debug("bus.shards_not_begun", error=error.message)
+            get_logger().debug("bus.shards_not_begun", error=str(error))
         layout = self.record.layout
         self._ended_changes = layout.changes - layout.moving
         self._change = None
@@ -219,7 +219,7 @@ class RedisRequests:
                 self._lanes = await self._commands.run("HLEN", self._keys.lanes)
         except BusError as error:
             # While the server is away, the fetches wait for it.
-            get_logger().debug("bus.layout_not_read", error=error.message)
+            get_logger().debug("bus.layout_not_read", error=str(error))
             return one
         return True
 

@@ -143,7 +143,7 @@ def _unrouted(entry_id: bytes, fields: dict[bytes, bytes]) -> Unrouted:
 
 def explain_closed(error: BusError, model: str) -> BusError:
     """Convert the error of `PUBLISH` for the caller who named the model."""
-    _, closed, state = error.message.partition("CLOSED ")
+    _, closed, state = str(error).partition("CLOSED ")
     if not closed:
         return error
     return BusError(

@@ -93,15 +93,15 @@ def console_routes(
     async def one(request: Request) -> Response:
         """One request with its times, its text and its tokens."""
         request_id = request.path_params["request_id"]
-        found = log.get(request_id)
-        if found is None or not found.seen_by(caller_of(request)):
+        found = log.find(caller_of(request), request_id)
+        if found is None:
             raise RequestError(
                 f"this gateway has no request {shown(request_id)}: it was another gateway's, is "
                 "another tenant's, or came before the last ten thousand",
                 code="not_found",
             )
         await _read_prompt(found, models())
-        detail = log.detail(request_id)
+        detail = log.detail(found.id)
         if detail and (words := await _words(found, models())) is not None:
             _add_texts(detail, words)
         return _json({"request": found, "detail": detail})

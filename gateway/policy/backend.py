@@ -218,7 +218,10 @@ class FileBackend:
         return self._key[1]
 
     def _trouble(self, what: str) -> PolicyUnavailable:
-        return PolicyUnavailable(f"the policy file {str(self._path)!r} {what}")
+        return PolicyUnavailable(
+            "the policy file can't be used; the log of this process says more",
+            detail=f"the policy file {str(self._path)!r} {what}",
+        )
 
 
 def _salt_of(raw: bytes) -> bytes:

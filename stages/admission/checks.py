@@ -17,7 +17,9 @@ from ...config.sampling import RANGES
 _values_of = attrgetter(*RANGES)
 _DEFAULTS = _values_of(SamplingParams())
 
-MAX_REQUEST_ID_LENGTH = 256
+MAX_REQUEST_ID_LENGTH = 512
+"""Characters; a gateway with keys puts the tenant before the client's id."""
+
 MAX_TENANT_LENGTH = 128
 MAX_CACHE_SALT_LENGTH = 256
 MAX_SESSION_ID_LENGTH = 128
@@ -28,7 +30,7 @@ MAX_LOGIT_BIAS = 100
 MAX_BIASED_TOKENS = 1024
 
 # Of a result as JSON, commas included: the most characters that each can have.
-COMPLETION_BYTES = 4096
+COMPLETION_BYTES = 5120
 TOKEN_ID_BYTES = 8
 LOGPROB_BYTES = 25
 TEXT_BYTES = 16

@@ -148,7 +148,7 @@ async def trace_first_again(stage: Actor) -> None:
         async for completion in stage.bus.results.newest(LOST_S):
             _trace_first(stage, completion)
     except BusError as error:
-        stage.log.warning("first_spans_not_made_again", reason=error.message)
+        stage.log.warning("first_spans_not_made_again", reason=str(error))
 
 
 def _trace_first(stage: Actor, completion: Completion) -> None:

@@ -145,7 +145,7 @@ class AdmissionStage(Actor):
         try:
             return ImageProcessor.of(folder, tokenizer)
         except ModelError as error:
-            self.log.warning("images_off", reason=error.message)
+            self.log.warning("images_off", reason=str(error))
             return None
 
     async def receive_forever(self, inbox: Inbox) -> None:
@@ -451,7 +451,7 @@ class AdmissionStage(Actor):
             try:
                 reports = await self.bus.store.board.read()
             except BusError as error:
-                self.log.debug("board_not_read", error=error.message)
+                self.log.debug("board_not_read", error=str(error))
                 continue
             for role in vanished.look(reports, self.epochs.participants.heard):
                 await self._handle(StageStopped(role, "", "its host reports no more", False))

@@ -338,7 +338,7 @@ class ExecutorStage(Actor):
             except ChannelClosed:
                 raise
             except BusError as error:
-                self.log.warning("image_unreadable", reason=error.message)
+                self.log.warning("image_unreadable", reason=str(error))
                 continue
             if image is not None:
                 found[item.id] = image

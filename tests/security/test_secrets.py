@@ -63,10 +63,10 @@ def test_nothing_of_a_userinfo_is_shown(place: str, user: str, password: str) ->
     try:
         server = Server(url)
     except BusError as error:
-        said = error.message
+        said = str(error)
     else:
         reason = "Error 111 connecting to ab:12. Connect call failed ('127.0.0.1', 12)"
-        said = server.explain(exceptions.ConnectionError(reason)).message
+        said = str(server.explain(exceptions.ConnectionError(reason)))
     wanted = " is not a valid Redis URL;", ": connection refused;"
     assert said.startswith(
         tuple(

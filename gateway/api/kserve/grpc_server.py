@@ -392,7 +392,7 @@ def _failed(call: ObservedCall, scope: Scope, error: Exception) -> GrpcFailure:
         scope["state"][ERROR_CODE] = error.code
         failure = failure_of(error)
         if failure.status >= 500:
-            log.warning("grpc_call_failed", code=error.code, error=error.message)
+            log.warning("grpc_call_failed", code=error.code, error=str(error))
     else:
         log.error("grpc_handler_failed", exc_info=error)
         failure = failure_of(NanoInferenceError("the gateway has failed; its log says where"))

@@ -152,6 +152,11 @@ class ChoicesRecord(DurableRecord, frozen=True, kw_only=True):
         # Otherwise no client knows the answer's id before the answer is there.
         return self.call.fields.stream or self.keyed is not None
 
+    @property
+    def is_promised(self) -> bool:
+        # A stream is stored so that it can be resumed, which its client didn't ask for.
+        return self.keyed is not None
+
     def request(self, place: int) -> GenerateRequest:
         """Return the request of a prompt."""
         prompts = len(self.prompts)

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 from ....config import EngineConfig, ModelError, WeightsError
 from ....text.gguf import LINK, folder_of
 from ....text.pooling_config import embeds_only
-from .attention.interface import IMPLEMENTATION, register_attention
+from .attention.interface import register_attention
 from .device import resolve_device, trim
 from .fixed_tiles import require_cpu
 from .loaded_model import LoadedModel
@@ -182,8 +182,13 @@ def _dtype_of(
     return torch.float32
 
 
-def make_whole(hf_config: PreTrainedConfig, dtype: torch.dtype) -> Any:
+def make_whole(hf_config: PreTrainedConfig, dtype: torch.dtype, kind: Any = None) -> Any:
     """Return the whole model on the meta device: it has shapes, and no numbers.
+
+    Args:
+        hf_config: Its configuration.
+        dtype: Of its weights.
+        kind: Its class; that of a causal language model if None.
 
     Raises:
         ModelError: Transformers can't build it, or some of its weights must have another dtype.
@@ -191,7 +196,8 @@ def make_whole(hf_config: PreTrainedConfig, dtype: torch.dtype) -> Any:
     auto: Any = AutoModelForCausalLM
     try:
         with torch.device("meta"):
-            whole = auto.from_config(hf_config, dtype=dtype, attn_implementation=IMPLEMENTATION)
+            make = auto.from_config if kind is None else kind._from_config
+            whole = make(hf_config, dtype=dtype, attn_implementation="eager")
     except Exception as error:
         raise ModelError(f"can't build {hf_config.model_type}: {error}") from error
     wide = getattr(whole, "_keep_in_fp32_modules_strict", None)

@@ -239,7 +239,7 @@ def _stepwise(
         else:
             with fast.active():
                 found = model_forward(model.module, inputs, cache)
-        for row, part in zip(rows, found.split(counts[rows].tolist()), strict=True):
+        for row, part in zip(rows, torch.split(found, counts[rows].tolist()), strict=True):
             logits[row].append(part)
         done += counts
     return [torch.cat(parts) for parts in logits]

@@ -65,7 +65,8 @@ def _gemma_scalar(hf_config: Any, header: GgufHeader) -> int:
     the model over the heads (144 in Gemma 2, 168 in Gemma 3), all others by the width of a head.
     """
     if scale := _value(header, "attention.scale"):
-        return int(round(scale**-2))
+        scalar: int = round(scale**-2)
+        return scalar
     width: int = hf_config.head_dim
     if width == _WIDE_GEMMA_HEAD:
         width = hf_config.hidden_size // hf_config.num_attention_heads

@@ -353,7 +353,8 @@ class TierCapacity(InternalPart, frozen=True, array_like=True):
         host_slots: Blocks in host memory.
         disk_blocks: Blocks on disk; 0 for no disk tier.
         layout: Digest of the layout of a block's bytes.
-        weights: Digest of the weights as they were loaded.
+        model: Digest of the weights as they were loaded, and of all else that decides the numbers
+            of their KV: configuration, versions, machine, kernels, settings.
         weight_version: Of these weights.
         incarnation: Of the executor.
         load_ns: Time to load a block from host memory, measured at the start, as the next two.
@@ -365,7 +366,7 @@ class TierCapacity(InternalPart, frozen=True, array_like=True):
     host_slots: int
     disk_blocks: int
     layout: str
-    weights: str
+    model: str
     weight_version: int
     incarnation: str
     load_ns: int

@@ -34,9 +34,8 @@ from .driver.step import (
     started_sequences,
     step_times,
 )
-from .fingerprint import fingerprint
+from .fingerprint import fingerprint, kv_digest
 from .runner.attention.backend import AttentionBackend
-from .runner.attention.choose import kernels_of
 from .runner.attention.paged import PagedBackend
 from .runner.batch import IntArray, Uploader
 from .runner.device import describe_device
@@ -167,11 +166,11 @@ class ExecutorCore:
         self._pooler = PromptPooler(runner, self._table, most, in_order=in_order)
         self._record_at_load(config)
         self._speculator = self._make_speculator(config)
+        self._fingerprint = fingerprint(config, model, runner, weight_version=self.weights.version)
         self.tiers: BlockTiers | None = None
         if config.kv_host_bytes or config.kv_disk_path or (shares_kv and model.layers):
             self.tiers = self._make_tiers(config, shares=shares_kv)
         self._steps = self._make_steps(config)
-        self._fingerprint = fingerprint(config, model, runner, weight_version=self.weights.version)
 
     def _make_steps(self, config: EngineConfig) -> StepRunner:
         return StepRunner(
@@ -189,21 +188,13 @@ class ExecutorCore:
         )
 
     def _make_tiers(self, config: EngineConfig, *, shares: bool) -> BlockTiers:
-        model, is_exact = self.model, "deterministic" not in self.off
-        kernels = "none" if "kernels" in self.off else kernels_of(model)
-        parts = (
-            model.device.type,
-            kernels,
-            self.runner.backend.name,
-            "deterministic" if is_exact else "",
-        )
         return BlockTiers(
             config,
-            model,
+            self.model,
             self.cache,
             self.weights.version,
             self._measure_token_ns(),
-            arithmetic=", ".join(parts),
+            computation=kv_digest(self._fingerprint),
             shares=shares,
         )
 

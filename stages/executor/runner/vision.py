@@ -113,6 +113,12 @@ class VisionModel:
         self._grids: dict[tuple[int, int], Tensor] = {}
 
     @property
+    def settings(self) -> dict[str, Any]:
+        """Of the image processor, and of the calls to it."""
+        settings: dict[str, Any] = self._processor.to_dict()
+        return settings | {"images_kwargs": self._options}
+
+    @property
     def rotates_in_space(self) -> bool:
         """Whether an image's tokens have positions in height and width (M-RoPE)."""
         return hasattr(self._base, "get_rope_index")

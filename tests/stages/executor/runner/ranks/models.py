@@ -25,6 +25,13 @@ from .group import on_ranks
 
 _FOUR: dict[str, Any] = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 8}
 _EXPERTS: dict[str, Any] = {"num_experts_per_tok": 2}
+_WIDE: dict[str, Any] = {
+    "n_routed_experts": 8,
+    "moe_intermediate_size": 32,
+    "first_k_dense_replace": 1,
+    **_EXPERTS,
+}
+"""Experts whose routers have biases in float32, in a model of bfloat16."""
 
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
@@ -52,6 +59,31 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 """Architecture and settings by name."""
 
+WITH_FLOAT32: dict[str, tuple[str, dict[str, Any]]] = {
+    "deepseek_v3": (
+        "deepseek_v3",
+        {
+            **_WIDE,
+            "head_dim": 16,
+            "num_key_value_heads": 8,
+            "n_shared_experts": 1,
+            "n_group": 2,
+            "topk_group": 1,
+            "q_lora_rank": 16,
+            "kv_lora_rank": 16,
+            "qk_nope_head_dim": 16,
+            "qk_rope_head_dim": 16,
+            "v_head_dim": 16,
+        },
+    ),
+    "glm4_moe": ("glm4_moe", {**_WIDE, "n_shared_experts": 1}),
+    "ernie4_5_moe": (
+        "ernie4_5_moe",
+        {"moe_num_experts": 8, "moe_k": 2, "moe_intermediate_size": 32, "moe_layer_start_index": 1},
+    ),
+}
+"""Models of which some weights stay in float32, likewise."""
+
 WITH_EXPERTS = ("mixtral", "olmoe", "qwen2_moe", "qwen3_moe")
 
 CONFIG = EngineConfig(
@@ -64,7 +96,7 @@ Batch = tuple[Rows, IntArray, IntArray]
 
 def make_whole_model(name: str, *, seed: int = 0, **changes: Any) -> Any:
     """A random model of Transformers' own."""
-    kind, settings = MODELS[name]
+    kind, settings = (MODELS | WITH_FLOAT32)[name]
     return make_model(kind, seed=seed, **{**_FOUR, **settings, **changes})
 
 

@@ -85,7 +85,7 @@ class RequestQueue(Protocol):
 
         Args:
             request_id: Of the terminal message that `deliver` wrote. If the transport lost the
-                message, `take` returns the entry again. None: no check.
+                message, `take` returns the entry again. None: no check, whatever the request's id.
         """
 
     async def renew(self, lease_s: float) -> set[str]:
@@ -98,7 +98,8 @@ class RequestQueue(Protocol):
             lease_s: Seconds until other lanes may consider this one dead.
 
         Returns:
-            Ids of entries in hand that no longer belong to this lane; they are forgotten here.
+            Keys of entries in hand (`RequestEntry.key`) that no longer belong to this lane; they
+            are forgotten here.
 
         Raises:
             LaneReplaced: Another process has called `pending` for this lane.

@@ -13,9 +13,13 @@ from typing import Any
 from ...config import BusConfig, BusError, LaneReplaced
 from ...store.redis.client import Commands, execute, persist
 from ...store.redis.keys import Keys, entry_name, split_entry
+from ..entries import RequestEntry
 from ..public import GenerateRequest
-from .entries import Entries, entries_of
+from .entries import IS_SAME, Entries, entries_of
 from .waiting import WaitingEntries
+
+Identity = tuple[str, str]
+"""An entry's id on its stream, and its digest."""
 
 SHED_PAGE = 64
 """Entries refused per call."""
@@ -112,20 +116,22 @@ return redis.call(unpack(claim))
 
 # Acknowledge and delete atomically: an entry that is only acknowledged would come back when the
 # group is recreated. Entries of another lane stay; entries without an owner are removed too. With
-# marks (two keys per entry), entries that have neither mark on this server stay and are returned.
-_ACKNOWLEDGE = """
-local group, consumer, unanswered = ARGV[1], ARGV[2], {}
-for i = 3, #ARGV do
-  local row = redis.pcall('XPENDING', KEYS[1], group, ARGV[i], ARGV[i], 1)
+# marks (two keys per entry), entries that have neither mark on this server stay, and their numbers
+# are returned, from 0. So are those of which the id is another entry's.
+_ACKNOWLEDGE = f"""{IS_SAME}
+local group, consumer, unanswered = ARGV[1], ARGV[2], {{}}
+for i = 3, #ARGV, 2 do
+  local id, number = ARGV[i], (i - 3) / 2
+  local row = redis.pcall('XPENDING', KEYS[1], group, id, id, 1)
   if row.err and string.sub(row.err, 1, 7) ~= 'NOGROUP' then return row end
   if row.err or not row[1] or row[1][2] == consumer then
-    local mark = KEYS[2 * i - 4]
-    if mark and redis.call('EXISTS', mark, KEYS[2 * i - 3]) == 0
-        and #redis.call('XRANGE', KEYS[1], ARGV[i], ARGV[i]) > 0 then
-      unanswered[#unanswered + 1] = ARGV[i]
+    local mark, same = KEYS[2 + 2 * number], is_same(KEYS[1], id, ARGV[i + 1])
+    if same == false or (same and mark
+        and redis.call('EXISTS', mark, KEYS[3 + 2 * number]) == 0) then
+      unanswered[#unanswered + 1] = number
     else
-      if not row.err then redis.call('XACK', KEYS[1], group, ARGV[i]) end
-      redis.call('XDEL', KEYS[1], ARGV[i])
+      if not row.err then redis.call('XACK', KEYS[1], group, id) end
+      redis.call('XDEL', KEYS[1], id)
     end
   end
 end
@@ -176,13 +182,18 @@ end
 return rows
 """
 
-# Remove entries that were answered untaken. A lane that took one meanwhile finds the answer.
-_REMOVE = """
-local group, removed = ARGV[1], 0
-for i = 2, #ARGV do
-  local row = redis.pcall('XPENDING', KEYS[1], group, ARGV[i], ARGV[i], 1)
+# Remove entries that were answered: untaken ones, or those of any owner too. A lane that took one
+# meanwhile finds the answer.
+_REMOVE = f"""{IS_SAME}
+local group, any_owner, removed = ARGV[1], ARGV[2] == '1', 0
+for i = 3, #ARGV, 2 do
+  local id = ARGV[i]
+  local row = redis.pcall('XPENDING', KEYS[1], group, id, id, 1)
   if row.err and string.sub(row.err, 1, 7) ~= 'NOGROUP' then return row end
-  if row.err or not row[1] then removed = removed + redis.call('XDEL', KEYS[1], ARGV[i]) end
+  if (row.err or not row[1] or any_owner) and is_same(KEYS[1], id, ARGV[i + 1]) then
+    removed = removed + redis.call('XDEL', KEYS[1], id)
+    if row[1] then redis.call('XACK', KEYS[1], group, id) end
+  end
 end
 return removed
 """
@@ -242,20 +253,20 @@ class Leases:
             keeper = await self._eval("lanes", _ENLIST, [self._keys.lanes], *lane)
         self._keeper = keeper.decode()
 
-    async def renew(self, lease_s: float, entry_ids: Sequence[str]) -> tuple[set[str], set[str]]:
-        """Renew the leases; return the ids now owned by another lane, and the ids that no longer
-        exist."""
+    async def renew(self, lease_s: float, ids: Sequence[str]) -> tuple[set[str], set[str]]:
+        """Renew the leases of entries, by their ids on the stream; return the ids now owned by
+        another lane, and the ids that no longer exist."""
         lost: list[bytes] = []
         gone: list[bytes] = []
         try:
-            for start in range(0, max(1, len(entry_ids)), RENEW_PAGE):
+            for start in range(0, max(1, len(ids)), RENEW_PAGE):
                 reply = await self._eval(
                     "leases",
                     _RENEW,
                     [self._keys.requests, self._keys.lanes],
                     *(self._config.group, self.consumer, self._config.lane, self._keeper),
                     int(lease_s * 1000),
-                    *_raw(entry_ids[start : start + RENEW_PAGE]),
+                    *ids[start : start + RENEW_PAGE],
                 )
                 lost += reply[0]
                 gone += reply[1]
@@ -266,7 +277,7 @@ class Leases:
                 f"another process has started to serve the lane {self._config.lane!r}, so this one "
                 "stops; give each pipeline a bus.lane of its own"
             ) from None
-        return self._named(lost), self._named(gone)
+        return _decoded(lost), _decoded(gone)
 
     async def take_over(self, lease_s: float, max_items: int) -> Entries:
         """Take over entries whose lease is older than `lease_s`."""
@@ -276,15 +287,19 @@ class Leases:
         group = (self._config.group, self.consumer, max(1, int(lease_s * 1000)), count)
         return entries_of(await self._eval("leases", _TAKE_OVER, [self._keys.requests], *group))
 
-    async def acknowledge(self, entry_ids: Sequence[str], marks: Sequence[bytes] = ()) -> set[str]:
+    async def acknowledge(
+        self, entries: Sequence[Identity], marks: Sequence[bytes] = ()
+    ) -> list[int]:
         """Remove entries for good, except those of another lane.
 
         Args:
+            entries: At most `ACK_BATCH`.
             marks: Two keys per entry, on the node of the requests; either one shows that its
                 terminal message is written. Empty: unconditional.
 
         Returns:
-            The entries without a mark, which stay.
+            Indexes of the entries that stay: those without a mark, and those whose id is another
+            entry's.
         """
         keys = (self._keys.requests, *marks)
         unanswered = await persist(
@@ -293,10 +308,10 @@ class Leases:
             lambda: execute(
                 self._commands.redis,
                 *("EVAL", _ACKNOWLEDGE, len(keys), *keys),
-                *(self._config.group, self.consumer, *_raw(entry_ids)),
+                *(self._config.group, self.consumer, *chain.from_iterable(entries)),
             ),
         )
-        return self._named(unanswered)
+        return [int(each) for each in unanswered]
 
     async def assigned(self, last: str, most: int) -> set[str]:
         """Return at most so many entries, up to `last`, that are this lane's."""
@@ -332,17 +347,10 @@ class Leases:
             entries += chain.from_iterable(found)  # those that still exist
         return int(queued), entries
 
-    async def remove(self, entry_ids: Sequence[str]) -> int:
-        """Remove untaken entries; return how many."""
-        key, group = [self._keys.requests], self._config.group
-        return int(await self._eval("requests", _REMOVE, key, group, *_raw(entry_ids)))
-
-    async def forget(self, entry_ids: Sequence[str]) -> None:
-        """Remove entries of any owner for good."""
-        if entry_ids:
-            key, raw = self._keys.requests, _raw(entry_ids)
-            commands = [("XDEL", key, *raw), ("XACK", key, self._config.group, *raw)]
-            await self._commands.retry_all("requests", commands)
+    async def remove(self, entries: Sequence[Identity], *, any_owner: bool = False) -> int:
+        """Remove untaken entries, or those of any owner; return how many."""
+        about = (self._config.group, int(any_owner), *chain.from_iterable(entries))
+        return int(await self._eval("requests", _REMOVE, [self._keys.requests], *about))
 
     async def count(self, begun: int | None, others: int | None) -> int | None:
         """Record this lane's begun requests, and return the queue length, over all lanes.
@@ -379,9 +387,13 @@ class Leases:
         return await self._commands.retry(what, "EVAL", script, len(keys), *keys, *arguments)
 
 
-def _raw(entry_ids: Sequence[str]) -> list[str]:
-    """Return the entries' ids on their stream."""
-    return [split_entry(entry_id)[0] for entry_id in entry_ids]
+def identity_of(entry: RequestEntry) -> Identity:
+    """Return an entry's id on its stream, and its digest."""
+    return split_entry(entry.entry_id)[0], entry.digest
+
+
+def _decoded(ids: Sequence[bytes]) -> set[str]:
+    return {each.decode() for each in ids}
 
 
 def consumer_of(lane: str) -> str:

@@ -328,7 +328,7 @@ class RedisRequests:
         lost = set[str]().union(*await asyncio.gather(*renewals))
         if lost:
             for entries in (self._waiting, self._released):
-                kept = [entry for entry in entries if entry.entry_id not in lost]
+                kept = [entry for entry in entries if entry.key not in lost]
                 entries.clear()
                 entries.extend(kept)
         return lost

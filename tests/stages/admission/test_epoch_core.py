@@ -17,7 +17,7 @@ from nano_inference.bus.control import (
     StageStarted,
     StageStopped,
 )
-from nano_inference.bus.entries import RequestEntry
+from nano_inference.bus.entries import RequestEntry, id_in
 from nano_inference.bus.messages import RequestFinished
 from nano_inference.bus.public import GenerateRequest
 from nano_inference.bus.recovery import Fenced, Recovered
@@ -25,6 +25,7 @@ from nano_inference.config import AdmissionConfig, Config
 from nano_inference.stages.admission import effects as do
 from nano_inference.stages.admission import stage
 from nano_inference.stages.admission.arrivals import Arrival, Judged
+from nano_inference.stages.admission.checks import request_id_of
 from nano_inference.stages.admission.epochs import RECOVER_BATCH, EpochCore
 from nano_inference.stages.admission.requests import entry_deadline_ns
 
@@ -44,6 +45,7 @@ class Driven:
         self.lost = NONE_LOST
         self.owner: str | None = None
         self.done: list[do.Effect] = []
+        self.judged: list[Judged] = []
         self.tell(partial(self.core.begin, pending))
 
     def tell(self, event: Any) -> None:
@@ -59,7 +61,8 @@ class Driven:
                     owners, long = [self.owner] * len(entries), [False] * len(entries)
                     self.tell(partial(self.core.admit_inherited, entries, owners, long))
                 case do.Judge():
-                    self.tell(partial(self.core.enter, judged(effect, self.now)))
+                    self.judged.append(judged(effect, self.now))
+                    self.tell(partial(self.core.enter, self.judged[-1]))
                 case do.Log():
                     pass
                 case _:
@@ -93,7 +96,7 @@ class Driven:
             self.tell(Recovered(entry_id, ()))
 
     def forwarded(self) -> list[str]:
-        return [each.entry_id for each in self.done if isinstance(each, do.Forward)]
+        return [id_in(each.key) for each in self.done if isinstance(each, do.Forward)]
 
     def kinds(self) -> list[str]:
         return [type(each).__name__ for each in self.done]
@@ -103,16 +106,21 @@ def entry(entry_id: str, budget_ns: int | None = None) -> RequestEntry:
     return RequestEntry(entry_id, GenerateRequest(prompt="x", budget_ns=budget_ns))
 
 
+def named(entry_id: str, request_id: str) -> RequestEntry:
+    return RequestEntry(entry_id, GenerateRequest(prompt="x", request_id=request_id))
+
+
 def judged(wanted: do.Judge, now_ns: int) -> Judged:
     """Accept all entries but duplicates and those whose time is over."""
     arrival = wanted.arrival
-    entry_id = arrival.entry_id
+    entry_id = arrival.entry.entry_id
     if wanted.owner not in (None, entry_id):
         return Judged(arrival, end=Cancel(entry_id, entry_id, "error", "duplicate_request", ""))
     deadline_ns = entry_deadline_ns(arrival.entry, arrival.received_ns)
     if deadline_ns is not None and deadline_ns <= now_ns:
         return Judged(arrival, end=Cancel(entry_id, entry_id, "expired", "expired", ""))
-    return Judged(arrival, accepted(entry_id, entry_id), wanted.cancelled)
+    ids = request_id_of(arrival.entry), entry_id
+    return Judged(arrival, accepted(*ids), wanted.cancelled)
 
 
 def test_streaming_is_asked_about_a_few_requests_at_a_time() -> None:
@@ -250,6 +258,38 @@ def test_entries_are_marked_possibly_lost_before_leases_are_renewed() -> None:
 def test_the_shell_performs_every_effect() -> None:
     performed = set(re.findall(r"case do\.(\w+)\(", Path(stage.__file__).read_text()))
     assert {each.__name__ for each in do.Effect.__subclasses__()} == performed
+
+
+def test_two_requests_under_one_entry_id_are_two_requests() -> None:
+    """After a failover a server gives the id of an entry that it has lost to another one."""
+    driven = Driven()
+    driven.ready()
+    first, second = (named("1", name) for name in "ab")
+    early = Cancel("b", "1", "cancelled", "cancelled", "")
+    driven.tell(early)
+    for each in (first, second):
+        driven.core.requests.incoming.add([each])
+        driven.tell(partial(driven.core.arrive, Arrival(each, driven.now, None)))
+    (judged_first, judged_second) = driven.judged
+    assert (judged_first.end, judged_second.end) == (None, early)
+    assert [each.key for each in driven.core.requests.ledger] == ["1 a", "1 b"]
+    driven.tell(RequestFinished("b", "1"))
+    assert [each.key for each in driven.core.requests.ledger] == ["1 a"]
+    driven.renew("1 b")
+    assert [each.key for each in driven.core.requests.ledger] == ["1 a"]
+
+
+@pytest.mark.parametrize("unusable", ["", "a\nb", "x" * 1000])
+def test_a_request_without_a_usable_id_is_cancelled_by_its_entrys_id(unusable: str) -> None:
+    driven = Driven()
+    driven.ready()
+    arriving = named("1", unusable)
+    driven.core.requests.incoming.add([arriving])
+    driven.tell(partial(driven.core.arrive, Arrival(arriving, driven.now, None)))
+    driven.done.clear()
+    driven.tell(Cancel(unusable, "1", "cancelled", "cancelled", ""))
+    (cut,) = [each.cancel for each in driven.done if isinstance(each, do.CutShort)]
+    assert (cut.request_id, cut.entry_id) == ("1", "1")
 
 
 def test_an_unknown_message_is_logged() -> None:

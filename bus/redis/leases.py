@@ -16,6 +16,7 @@ from ...store.redis.keys import Keys, entry_name, split_entry
 from ..entries import RequestEntry
 from ..public import GenerateRequest
 from .entries import IS_SAME, Entries, entries_of
+from .starts import ProcessStart
 from .waiting import WaitingEntries
 
 Identity = tuple[str, str]
@@ -44,22 +45,20 @@ local time = redis.call('TIME')
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
 """
 
-# Keepers of a lane are numbered, so that a server that restarts with an older record doesn't make a
-# predecessor the keeper again.
+# Keepers of a lane are numbered (`ProcessStart`), so that a server that restarts with an older
+# record doesn't make a predecessor the keeper again.
 _NUMBER = """
 local function number_of(keeper)
   return tonumber(string.match(keeper or '', '^(%d+)-')) or 0
 end
 """
 
-# This process becomes the keeper of the lane, if the keeper is the one that was read: a command
-# that comes late changes nothing. Return its number and name.
+# This process becomes the keeper of the lane, with a first lease, unless a later one is.
 _ENLIST = f"""{_NOW}{_NUMBER}
-local kept = redis.call('HGET', KEYS[1], ARGV[1])
-local other = kept and string.match(kept, ' (.*)') or ''
-if other ~= ARGV[4] then return string.match(other, '-(.*)$') == ARGV[2] and other end
-local keeper = string.format('%.0f-%s', math.max(number_of(other) + 1, now), ARGV[2])
-redis.call('HSET', KEYS[1], ARGV[1], string.format('%.0f %s', now + ARGV[3], keeper))
+local lane, keeper, lease = ARGV[1], ARGV[2], ARGV[3]
+local other = string.match(redis.call('HGET', KEYS[1], lane) or '', ' (.*)')
+if number_of(other) > number_of(keeper) then return redis.error_reply('REPLACED') end
+redis.call('HSET', KEYS[1], lane, string.format('%.0f %s', now + lease, keeper))
 return keeper
 """
 
@@ -233,43 +232,53 @@ return length
 class Leases:
     """Lease commands of one lane, as the consumer `admission-{lane}`."""
 
-    def __init__(self, config: BusConfig, keys: Keys, commands: Commands, keeper: str) -> None:
-        """Args: `keeper` distinguishes this process from others that serve the same lane."""
+    def __init__(
+        self, config: BusConfig, keys: Keys, commands: Commands, start: ProcessStart
+    ) -> None:
         self._config = config
         self._keys = keys
         self._commands = commands
-        self._keeper = keeper
+        self._start = start
+        self._keeper = ""  # none before `enlist`
         self.consumer = consumer_of(config.lane)
         self._waiting = WaitingEntries()
 
     async def enlist(self) -> None:
-        """Make this process the keeper of the lane, with a first, short lease."""
-        name = self._keeper.rpartition("-")[2]
-        keeper: bytes | None = None
-        while not keeper:
-            kept = await self._commands.retry("lanes", "HGET", self._keys.lanes, self._config.lane)
-            other = (kept or b"").partition(b" ")[2]
-            lane = (self._config.lane, name, 1000, other)
-            keeper = await self._eval("lanes", _ENLIST, [self._keys.lanes], *lane)
-        self._keeper = keeper.decode()
+        """Make this process the keeper of the lane, with a first, short lease.
+
+        Raises:
+            LaneReplaced: A process that has started later is the keeper.
+        """
+        self._keeper = await self._start.keeper()
+        lane = (self._config.lane, self._keeper, 1000)
+        await self._unless_replaced("lanes", _ENLIST, [self._keys.lanes], *lane)
 
     async def renew(self, lease_s: float, ids: Sequence[str]) -> tuple[set[str], set[str]]:
         """Renew the leases of entries, by their ids on the stream; return the ids now owned by
-        another lane, and the ids that no longer exist."""
+        another lane, and the ids that no longer exist.
+
+        Raises:
+            LaneReplaced: As `enlist`.
+        """
         lost: list[bytes] = []
         gone: list[bytes] = []
+        for start in range(0, max(1, len(ids)), RENEW_PAGE):
+            reply = await self._unless_replaced(
+                "leases",
+                _RENEW,
+                [self._keys.requests, self._keys.lanes],
+                *(self._config.group, self.consumer, self._config.lane, self._keeper),
+                int(lease_s * 1000),
+                *ids[start : start + RENEW_PAGE],
+            )
+            lost += reply[0]
+            gone += reply[1]
+        return _decoded(lost), _decoded(gone)
+
+    async def _unless_replaced(self, *evaluated: Any) -> Any:
+        """Run a script as `_eval`, which fails if a later process is the lane's keeper."""
         try:
-            for start in range(0, max(1, len(ids)), RENEW_PAGE):
-                reply = await self._eval(
-                    "leases",
-                    _RENEW,
-                    [self._keys.requests, self._keys.lanes],
-                    *(self._config.group, self.consumer, self._config.lane, self._keeper),
-                    int(lease_s * 1000),
-                    *ids[start : start + RENEW_PAGE],
-                )
-                lost += reply[0]
-                gone += reply[1]
+            return await self._eval(*evaluated)
         except BusError as error:
             if not error.message.endswith(" REPLACED"):
                 raise
@@ -277,7 +286,6 @@ class Leases:
                 f"another process has started to serve the lane {self._config.lane!r}, so this one "
                 "stops; give each pipeline a bus.lane of its own"
             ) from None
-        return _decoded(lost), _decoded(gone)
 
     async def take_over(self, lease_s: float, max_items: int) -> Entries:
         """Take over entries whose lease is older than `lease_s`."""

@@ -28,6 +28,7 @@ from .links import BatchWriter
 from .refusals import end_untaken
 from .results import RedisResults
 from .routing import PUBLISH, explain_closed
+from .starts import ProcessStart
 
 TAKE_BLOCK_S = 5.0
 DRAIN_PAGE = 256
@@ -59,9 +60,8 @@ class RequestsStream:
         keys: Keys,
         commands: Commands,
         results: RedisResults,
-        keeper: str,
+        start: ProcessStart,
     ) -> None:
-        """`keeper` distinguishes this process from others that serve the same lane."""
         self._config = config
         self._keys = keys
         self._results = results
@@ -69,7 +69,7 @@ class RequestsStream:
         self._server = commands.server
         self._commands = commands
         self._redis: Redis = commands.server.client(1, TAKE_BLOCK_S)
-        self._leases = Leases(config, keys, commands, keeper)
+        self._leases = Leases(config, keys, commands, start)
         self.fetched_at = 0.0
         # Entries in hand: fetched, and neither acknowledged nor lost to another lane.
         self.ready: deque[RequestEntry] = deque()

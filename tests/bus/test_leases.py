@@ -176,10 +176,20 @@ async def test_a_second_process_replaces_the_first(redis_buses: Any) -> None:
     for _ in range(2):
         with pytest.raises(LaneReplaced, match=r"bus\.lane"):
             await older.requests.renew(LONG_S)
-    assert await newer.requests.renew(LONG_S) == set()
-    await older.requests.pending()
     with pytest.raises(LaneReplaced):
-        await newer.requests.renew(LONG_S)
+        await older.requests.pending()
+    assert await newer.requests.renew(LONG_S) == set()
+
+
+async def test_a_process_that_stands_still_during_its_start_takes_no_lane(redis_buses: Any) -> None:
+    """From one that started later, and holds the lane already."""
+    older, newer = redis_buses.open(lane="a"), redis_buses.open(lane="a")
+    await older.open_inbox("executor")
+    await newer.open_inbox("executor")
+    await newer.requests.pending()
+    with pytest.raises(LaneReplaced, match=r"bus\.lane"):
+        await older.requests.pending()
+    assert await newer.requests.renew(LONG_S) == set()
 
 
 async def test_an_older_record_makes_no_predecessor_the_keeper(

@@ -64,7 +64,7 @@ FOUND: dict[str, Known] = {
     "a request that fails its lane is never given up": (3, 24),
     "a replica whose host has vanished is waited for": (642, 24),
     "blocks of adapters are audited": (741, 24),
-    "a start that is recorded late counts as another process": "late_opening",
+    "two requests under one entry id are one": (13283385, 24),
     "a call that never got its key is taken over": (494, 24),
     "what was delivered is not compared with the stream": "outputs_compared",
     "a request that is lost once it has begun is followed for ever": "lost_begun",
@@ -74,7 +74,7 @@ FOUND: dict[str, Known] = {
         "just_stored"
     ),
     "a pause that is called off has no answer": "called_off",
-    "a stage that fails in a replaced process ends its successor": (322, 24),
+    "a stage that fails in a replaced process ends its successor": (5002031, 10),
     "a server that changes while admission stands still is not noticed": (402, 10),
     "a stream is ended of which a server has lost the first entries": (68, 24),
 }

@@ -346,10 +346,10 @@ OLD_DEFECTS = (
         "if any(map(is_image_key, block.token_ids)):",
     ),
     Defect(
-        "a start that is recorded late counts as another process",
-        "bus/redis/bus.py",
-        "if record ~= ARGV[2] then return opener == ARGV[3] and tonumber(last) end\n",
-        "\n",
+        "two requests under one entry id are one",
+        "bus/entries.py",
+        'return f"{entry_id} {request_id}"',
+        "return entry_id",
     ),
     Defect(
         "a call that never got its key is taken over",
@@ -395,9 +395,9 @@ OLD_DEFECTS = (
     ),
     Defect(
         "a stage that fails in a replaced process ends its successor",
-        "bus/redis/bus.py",
-        "if mine and opener != self._nonce.hex().encode() and int(last or 0) > mine:",
-        "if False:",
+        "bus/redis/starts.py",
+        "if not self._number:",
+        "if True:",
     ),
     Defect(
         "a server that changes while admission stands still is not noticed",

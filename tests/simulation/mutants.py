@@ -430,8 +430,8 @@ NOT_FOUND = (
     Defect(
         "an entry is acknowledged though its terminal message is lost",
         _LEASES,
-        "if mark and redis.call",
-        "if false and redis.call",
+        "and redis.call('EXISTS', mark, KEYS[3 + 2 * number]) == 0)",
+        "and false)",
     ),
     Defect(
         "a written chunk is written again when the reply is lost",

@@ -11,6 +11,7 @@ import pytest
 
 from nano_inference.bus.control import (
     Cancel,
+    Drain,
     Pause,
     ServerRestarted,
     StageReady,
@@ -21,7 +22,7 @@ from nano_inference.bus.entries import RequestEntry, id_in
 from nano_inference.bus.messages import RequestFinished
 from nano_inference.bus.public import GenerateRequest
 from nano_inference.bus.recovery import Fenced, Recovered
-from nano_inference.config import AdmissionConfig, Config
+from nano_inference.config import AdmissionConfig, Config, PipelineConfig
 from nano_inference.stages.admission import effects as do
 from nano_inference.stages.admission import stage
 from nano_inference.stages.admission.arrivals import Arrival, Judged
@@ -38,8 +39,11 @@ NONE_LOST: frozenset[str] = frozenset()
 class Driven:
     """A core whose effects are done at once; those that reach others are kept."""
 
-    def __init__(self, *pending: RequestEntry) -> None:
-        config = Config(admission=AdmissionConfig(lease_s=1.0, max_lane_deaths=2))
+    def __init__(self, *pending: RequestEntry, replicas: int = 1) -> None:
+        config = Config(
+            admission=AdmissionConfig(lease_s=1.0, max_lane_deaths=2),
+            pipeline=PipelineConfig(replicas=replicas),
+        )
         self.core = EpochCore(config, "admission", "me")
         self.now = SECOND
         self.lost = NONE_LOST
@@ -71,7 +75,7 @@ class Driven:
     def ready(self, *roles: str, epoch: int = 0) -> None:
         """These take part, by default all."""
         for role in roles or self.core.participants.roles:
-            capacity = CAPACITY if role == "executor" else None
+            capacity = CAPACITY if role.startswith("executor") else None
             ready = StageReady(role, "i", capacity)
             self.tell(partial(self.core.take_part, ready, epoch or self.core.epoch))
 
@@ -206,6 +210,7 @@ def test_inherited_entries_without_time_end_while_the_lane_is_down() -> None:
         driven = Driven(entry("1", budget_ns=SECOND))
         driven.owner = owner
         driven.ready("streaming")
+        assert driven.core.wake_at_ns() == 2 * SECOND
         driven.now += 2 * SECOND
         driven.tell(driven.core.tick)
         driven.tell(Recovered("1", ()))
@@ -290,6 +295,102 @@ def test_a_request_without_a_usable_id_is_cancelled_by_its_entrys_id(unusable: s
     driven.tell(Cancel(unusable, "1", "cancelled", "cancelled", ""))
     (cut,) = [each.cancel for each in driven.done if isinstance(each, do.CutShort)]
     assert (cut.request_id, cut.entry_id) == ("1", "1")
+
+
+def test_only_a_failure_in_the_lane_counts_against_a_request() -> None:
+    """The limit is two. Stages that start or stop, and a server that restarts, count nothing."""
+    driven = Driven()
+    driven.ready()
+    driven.let_in("1", "2")
+    for event in (
+        StageStarted("batching", "i"),
+        StageStopped("executor", "i", "its process ended"),
+        ServerRestarted(),
+    ):
+        driven.done.clear()
+        driven.tell(event)
+        driven.ready()
+        for entry_id in ("1", "2"):
+            driven.tell(Recovered(entry_id, ()))
+        assert driven.forwarded() == ["1", "2"]
+    assert [item.deaths for item in driven.core.requests.ledger] == [0, 0]
+
+
+def test_a_request_that_is_given_up_has_one_dead_letter_and_one_end() -> None:
+    driven = Driven()
+    driven.ready()
+    driven.let_in("1")
+    driven.done.clear()
+    driven.fail("1")
+    driven.fail("1")
+    letters = [each for each in driven.done if isinstance(each, do.AddDeadLetter)]
+    assert [(each.entry.entry_id, each.deaths) for each in letters] == [("1", 2)]
+    assert [each.cancel.code for each in driven.done if isinstance(each, do.End)] == ["lane_failed"]
+
+
+def test_a_finished_request_is_acknowledged_and_counted_once() -> None:
+    """Its end may be reported twice; an unknown entry may be a predecessor's."""
+    driven = Driven()
+    driven.ready()
+    driven.let_in("1")
+    driven.done.clear()
+    driven.tell(RequestFinished("1", "1"))
+    assert driven.done == [do.Acknowledge("1", "1")]
+    rate = driven.core.requests.finish_rate.per_s(driven.now + SECOND)
+    assert rate > 0
+    driven.tell(RequestFinished("1", "1"))
+    assert driven.core.requests.finish_rate.per_s(driven.now + SECOND) == rate
+
+
+def test_epochs_and_resumed_requests_are_counted() -> None:
+    driven = Driven()
+    driven.ready()
+    driven.let_in("1", "2", "3")
+    driven.core.take_counts()
+    driven.tell(StageStarted("batching", "i"))
+    driven.ready()
+    for entry_id in ("1", "2", "3"):
+        driven.tell(Recovered(entry_id, ()))
+    assert driven.core.take_counts() == (1, 3)
+    assert driven.core.take_counts() == (0, 0)
+
+
+def test_a_cancellation_ends_the_wait_of_a_long_prompt() -> None:
+    driven = Driven()
+    driven.ready()
+    driven.core.requests.incoming.add([entry("1")])
+    driven.core.requests.incoming.set_apart("1")
+    driven.done.clear()
+    driven.tell(Cancel("1", "1", "cancelled", "cancelled", ""))
+    assert driven.done == [do.StopWaiting("1")]
+
+
+def test_a_shorter_drain_ends_it_sooner_and_a_longer_one_not_later() -> None:
+    driven = Driven()
+    driven.ready()
+    driven.let_in("1")
+    for seconds, until in ((20, 21), (5, 6), (30, 6)):
+        driven.tell(Drain(seconds * SECOND))
+        assert driven.core.wake_at_ns() == until * SECOND
+    driven.done.clear()
+    driven.now = 6 * SECOND
+    driven.tell(driven.core.tick)
+    (cut,) = [each.cancel for each in driven.done if isinstance(each, do.CutShort)]
+    assert cut.code == "shutting_down"
+    assert driven.core.wake_at_ns() is None
+
+
+def test_the_lane_wakes_up_to_go_on_without_missing_replicas() -> None:
+    driven = Driven(replicas=2)
+    present = [role for role in driven.core.participants.roles if not role.endswith(".1")]
+    driven.ready(*present)
+    assert not driven.core.is_open
+    wake_at_ns = driven.core.wake_at_ns()
+    assert wake_at_ns is not None
+    driven.now = wake_at_ns
+    driven.tell(driven.core.tick)
+    assert driven.core.is_open
+    assert driven.core.wake_at_ns() is None
 
 
 def test_an_unknown_message_is_logged() -> None:

@@ -20,6 +20,7 @@ from .effect_checks import (
     EffectsWorld,
     check_cancelled,
     check_claims,
+    check_leases,
     check_letters,
     check_timers,
     may_be_given_up,
@@ -271,6 +272,7 @@ def check_state(world: World) -> Iterator[str]:
         if actor.name == "admission" and actor.holds_all:
             yield from check_timers(actor)
     yield from check_claims(world)
+    yield from check_leases(world)
 
 
 def _check_fairness(world: World, actor: Any) -> Iterator[str]:

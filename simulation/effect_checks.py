@@ -69,6 +69,23 @@ def check_claims(world: EffectsWorld) -> Iterator[str]:
     claims.clear()
 
 
+def check_leases(world: EffectsWorld) -> Iterator[str]:
+    """Check that a lane renews the leases of its entries in time, if nothing keeps it from that."""
+    if not _is_undisturbed(world.story):
+        return
+    engine = world.network.node.engine
+    stream = engine.data.values.get(b"nano:requests")
+    for group in stream.groups.values() if isinstance(stream, Stream) else ():
+        since_ms = min((since for _, since in group.pending.values()), default=engine.now_ms)
+        if engine.now_ms - since_ms > LEASE_MS * 2 // 3:
+            yield f"a lease is {engine.now_ms - since_ms} ms old; it ends after {LEASE_MS}"
+
+
+def _is_undisturbed(story: Story) -> bool:
+    """Return whether no fault keeps a lane from its work."""
+    return not story.noise and all(fault.kind in _HARMLESS for fault in story.faults)
+
+
 def check_timers(actor: Actor) -> Iterator[str]:
     """Check that admission wakes up for the next deadline of a request that is not in the lane."""
     epochs: Any = actor.epochs  # type: ignore[attr-defined]
@@ -108,7 +125,7 @@ def check_letters(world: EffectsWorld) -> Iterator[str]:
 
 def check_cancelled(world: EffectsWorld, ends: Iterator[Completion]) -> Iterator[str]:
     """Check that a request whose client has left is not begun after that."""
-    if world.story.noise or any(fault.kind not in _HARMLESS for fault in world.story.faults):
+    if not _is_undisturbed(world.story):
         return
     for end in ends:
         call = world.calls.get(end.request_id)

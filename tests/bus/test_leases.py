@@ -167,6 +167,18 @@ async def test_lanes_are_known_while_they_renew(redis_buses: Any) -> None:
     assert await client.lanes() == ["a", "b"]
 
 
+async def test_a_lane_that_is_dead_for_an_hour_leaves_the_registry(
+    redis_buses: Any, foreign: Redis
+) -> None:
+    bus = await lane(redis_buses, "a")
+    key = redis_buses.keys.lanes
+    seconds, _ = await foreign.time()
+    for name, dead_s in (("old", 3700), ("late", 3500)):
+        await foreign.hset(key, name, f"{(seconds - dead_s) * 1000} 1-x")
+    await bus.requests.renew(LONG_S)
+    assert sorted(await foreign.hkeys(key)) == ["a", "late"]
+
+
 async def test_a_second_process_replaces_the_first(redis_buses: Any) -> None:
     older = await lane(redis_buses, "a")
     entry_id = await older.requests.publish({"prompt": "x"})

@@ -5,6 +5,8 @@ from __future__ import annotations
 from .planting import Defect
 
 _EPOCHS = "stages/admission/epochs.py"
+_REQUESTS = "stages/admission/requests.py"
+_ADMISSION = "stages/admission/stage.py"
 _ACTOR = "stages/actor.py"
 _STREAMING = "stages/streaming/core.py"
 _BATCHING = "stages/batching/core.py"
@@ -39,6 +41,49 @@ MUTANTS = (
         "stages/admission/core.py",
         "tokens.get(index, ())",
         "()",
+    ),
+    Defect(
+        "a death is counted without suspicion",
+        _REQUESTS,
+        "item.deaths += item.suspected",
+        "item.deaths += 1",
+    ),
+    Defect(
+        "a dead letter is added twice",
+        _REQUESTS,
+        "        self._outbox.add(do.AddDeadLetter(item.entry, item.trace, error, item.deaths))\n",
+        "        letter = do.AddDeadLetter(item.entry, item.trace, error, item.deaths)\n"
+        "        self._outbox.add(letter, letter)\n",
+    ),
+    Defect(
+        "a dead letter is lost",
+        _ADMISSION,
+        "await self.bus.requests.add_dead_letter(entry, error, effect.deaths)",
+        "pass",
+    ),
+    Defect(
+        "a cancellation of an entry that is not in the ledger is lost",
+        _REQUESTS,
+        "        self.incoming.cancel(key, cancel)\n",
+        "        pass\n",
+    ),
+    Defect(
+        "inherited entries have no timer",
+        _REQUESTS,
+        "deadlines = [entry_deadline_ns(*each) for each in self.inherited]",
+        "deadlines = []",
+    ),
+    Defect(
+        "leases are taken over after a tenth of their time",
+        _ADMISSION,
+        "self.bus.requests.take_over(lease_s, room)",
+        "self.bus.requests.take_over(lease_s / 10, room)",
+    ),
+    Defect(
+        "leases are renewed after twice their time",
+        _ADMISSION,
+        "third_ns = int(self.config.admission.lease_s / 3 * 1e9)",
+        "third_ns = int(self.config.admission.lease_s * 2 * 1e9)",
     ),
     # --- stages
     Defect(

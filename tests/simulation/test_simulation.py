@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
 from itertools import islice
 
 import pytest
@@ -15,9 +16,10 @@ from nano_inference.simulation.story import GATEWAY_DIGITS, draw, shorten
 from nano_inference.simulation.world import World
 
 from .found import EVERY_DAY, FOUND
+from .guarded import GUARDED
 from .hunting import hunt, stories
 from .mutants import MUTANTS, NOT_FOUND, OLD_DEFECTS
-from .planting import ROOT, planted
+from .planting import ROOT, Defect, planted
 
 SOAK_S = 3600 * float(os.environ.get("HOURS", "1"))
 """`make soak HOURS=6` searches for longer."""
@@ -101,6 +103,15 @@ def test_planted_defects_stand_in_the_code() -> None:
 def test_planted_defects_are_found(name: str) -> None:
     defect = next(each for each in (*MUTANTS, *OLD_DEFECTS) if each.name == name)
     assert hunt(defect, islice(stories(FOUND[name]), 5)) is not None
+
+
+@pytest.mark.parametrize(("defect", "finds"), GUARDED, ids=[each.name for each, _ in GUARDED])
+def test_defects_that_something_makes_up_for_are_found_by_their_test(
+    defect: Defect, finds: Callable[[], object]
+) -> None:
+    finds()
+    with planted(defect), pytest.raises((AssertionError, LookupError, pytest.fail.Exception)):
+        finds()
 
 
 @pytest.mark.soak(only=True)

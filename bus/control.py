@@ -11,6 +11,7 @@ import msgspec
 
 from ..config import FairnessConfig, ModelConfig, PoolingKind, ReplicaRole
 from ..store.board import LoadedAdapter
+from .entries import entry_key
 from .public import Fingerprint, SessionAction
 from .weights import InFlight, StagedWeights, WeightsSource
 
@@ -56,6 +57,11 @@ class Cancel(Internal, frozen=True):
     retry_after_s: float | None = None
     taken_ns: int = 0
     queued_ns: int = 0
+
+    @property
+    def key(self) -> str:
+        """The identity of its entry."""
+        return entry_key(self.entry_id, self.request_id)
 
     @property
     def result_key(self) -> str:

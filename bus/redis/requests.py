@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import math
 import time
-import uuid
 from collections import deque
 from collections.abc import Callable, Sequence
 
@@ -26,6 +25,7 @@ from ..shards import Layout, homes_of, shard_of
 from .layout import MOVING, LayoutRecord
 from .requests_stream import RequestsStream
 from .results import RedisResults
+from .starts import ProcessStart
 
 KEPT_DEAD = 10_000
 """Length limit of the dead-letter stream."""
@@ -75,13 +75,14 @@ class RedisRequests:
         commands: Commands,
         results: RedisResults,
         record: LayoutRecord,
+        start: ProcessStart,
     ) -> None:
         self._config = config
         self._keys = keys
         self._commands = commands
         self._results = results
         self.record = record
-        self._keeper = uuid.uuid4().hex
+        self._start = start
         self.streams: list[RequestsStream] = []
         self._stream(0)
         # Entries of moved tenants, in order, and those that have waited.
@@ -328,7 +329,7 @@ class RedisRequests:
         lost = set[str]().union(*await asyncio.gather(*renewals))
         if lost:
             for entries in (self._waiting, self._released):
-                kept = [entry for entry in entries if entry.entry_id not in lost]
+                kept = [entry for entry in entries if entry.key not in lost]
                 entries.clear()
                 entries.extend(kept)
         return lost
@@ -440,7 +441,7 @@ class RedisRequests:
         while len(self.streams) <= shard:
             keys = self._keys.of_shard(len(self.streams))
             self.streams.append(
-                RequestsStream(self._config, keys, self._commands, self._results, self._keeper)
+                RequestsStream(self._config, keys, self._commands, self._results, self._start)
             )
         return self.streams[shard]
 

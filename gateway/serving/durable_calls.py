@@ -224,6 +224,8 @@ class Attachment:
         """Publish in a task that outlives a cancelled caller, so that the entry is recorded."""
         publishing = asyncio.create_task(self._publish_and_note(request, trace))
         self._publishing.add(publishing)
+        # A caller that has left awaits the error no more.
+        publishing.add_done_callback(lambda task: task.cancelled() or task.exception())
         return await asyncio.shield(publishing)
 
     async def _publish_and_note(self, request: GenerateRequest, trace: TraceContext) -> str:

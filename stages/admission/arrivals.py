@@ -67,8 +67,8 @@ class Arrival(msgspec.Struct, frozen=True):
     tokenized: Tokenized | None = None
 
     @property
-    def entry_id(self) -> str:
-        return self.entry.entry_id
+    def key(self) -> str:
+        return self.entry.key
 
 
 class Judged(msgspec.Struct, frozen=True):

@@ -8,7 +8,7 @@ from operator import attrgetter, ne
 
 from ...bus.codec import is_unicode
 from ...bus.control import ReplicaCapacity
-from ...bus.entries import RequestEntry
+from ...bus.entries import MAX_REQUEST_ID_LENGTH, RequestEntry
 from ...bus.pooling import Pooling
 from ...bus.public import EmbedParams, GenerateRequest, KVSession
 from ...config import MAX_INT64, RequestError, SamplingParams, prompt_too_long, shown
@@ -16,9 +16,6 @@ from ...config.sampling import RANGES
 
 _values_of = attrgetter(*RANGES)
 _DEFAULTS = _values_of(SamplingParams())
-
-MAX_REQUEST_ID_LENGTH = 512
-"""Characters; a gateway with keys puts the tenant before the client's id."""
 
 MAX_TENANT_LENGTH = 128
 MAX_CACHE_SALT_LENGTH = 256
@@ -35,11 +32,6 @@ TOKEN_ID_BYTES = 8
 LOGPROB_BYTES = 25
 TEXT_BYTES = 16
 TOP_LOGPROB_BYTES = len('{"token_id":,"logprob":},') + TOKEN_ID_BYTES + LOGPROB_BYTES
-
-
-def is_usable_request_id(request_id: str) -> bool:
-    """Return whether an id is printable and short enough for a result stream and logs."""
-    return 0 < len(request_id) <= MAX_REQUEST_ID_LENGTH and request_id.isprintable()
 
 
 def request_id_of(entry: RequestEntry) -> str:

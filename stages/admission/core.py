@@ -10,7 +10,12 @@ import msgspec
 import xxhash
 
 from ...bus.control import ReplicaCapacity
-from ...bus.entries import Malformed, RequestEntry
+from ...bus.entries import (
+    MAX_REQUEST_ID_LENGTH,
+    Malformed,
+    RequestEntry,
+    is_usable_request_id,
+)
 from ...bus.messages import (
     AdmittedRequest,
     CacheScope,
@@ -32,7 +37,6 @@ from ...text.tokenizer import ANY_LENGTH, longest_token_bytes
 from .arrivals import Accepted, Tokens
 from .checks import (
     EMBED_SAMPLING,
-    MAX_REQUEST_ID_LENGTH,
     check_embed,
     check_min_tokens,
     check_no_text,
@@ -40,7 +44,6 @@ from .checks import (
     check_result_size,
     check_sample_seeds,
     check_sampling,
-    is_usable_request_id,
     pooling_of,
     request_id_of,
 )

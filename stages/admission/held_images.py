@@ -27,7 +27,7 @@ class HeldImages:
     lease. In memory leases have no end of their own: they are dropped with the process.
 
     Attributes:
-        held: Ids of images by entry.
+        held: Ids of images by the entry's key.
     """
 
     def __init__(self, store: ImageStore, config: ImagesConfig, *, durable: bool) -> None:
@@ -46,7 +46,7 @@ class HeldImages:
         named = list(dict.fromkeys(image.id for image in request.images if image.id))
         if not named:
             return {}
-        return await self._hold(entry.entry_id, named)
+        return await self._hold(entry.key, named)
 
     async def put(self, entry: RequestEntry, tokenized: Tokenized) -> Tokenized:
         """Store the images of a tokenised request; return the request without their pixels.
@@ -56,47 +56,47 @@ class HeldImages:
         if isinstance(tokenized, Exception) or not tokenized.media:
             return tokenized
         try:
-            await self._put(entry.entry_id, tokenized.pixels)
+            await self._put(entry.key, tokenized.pixels)
         except RequestError as error:
             return error
         return tokenized._replace(pixels=())
 
-    async def missing(self, entry_id: str, media: Sequence[MediaItem]) -> bool:
+    async def missing(self, key: str, media: Sequence[MediaItem]) -> bool:
         """Extend the leases of a request; return whether one of its images is gone."""
         ids = list(dict.fromkeys(item.id for item in media))
-        return len(await self._hold(entry_id, ids)) < len(ids)
+        return len(await self._hold(key, ids)) < len(ids)
 
-    async def put_again(self, entry_id: str, tokens: Tokens) -> None:
+    async def put_again(self, key: str, tokens: Tokens) -> None:
         """Store the images of a request anew. Raises RequestError: images_full."""
-        await self._put(entry_id, tokens.pixels)
+        await self._put(key, tokens.pixels)
 
-    async def release(self, entry_id: str) -> None:
+    async def release(self, key: str) -> None:
         """End the leases of a request that is answered."""
-        if (ids := self.held.pop(entry_id, None)) is not None:
-            await self._store.release(ids, entry_id)
+        if (ids := self.held.pop(key, None)) is not None:
+            await self._store.release(ids, key)
 
-    def forget(self, entry_ids: Collection[str]) -> None:
+    def forget(self, keys: Collection[str]) -> None:
         """Leave the leases of these requests to another lane."""
-        for entry_id in entry_ids:
-            self.held.pop(entry_id, None)
+        for key in keys:
+            self.held.pop(key, None)
 
     async def renew(self) -> None:
         """Extend all leases."""
-        for entry_id, ids in list(self.held.items()):
-            if entry_id in self.held:
-                await self._store.hold(ids, entry_id, self._for_s)
+        for key, ids in list(self.held.items()):
+            if key in self.held:
+                await self._store.hold(ids, key, self._for_s)
 
-    async def _hold(self, entry_id: str, ids: list[str]) -> dict[str, tuple[int, int]]:
+    async def _hold(self, key: str, ids: list[str]) -> dict[str, tuple[int, int]]:
         try:
-            sizes = await self._store.hold(ids, entry_id, self._for_s)
+            sizes = await self._store.hold(ids, key, self._for_s)
         except BusError as error:
             raise _refusal(error) from None
         found = {id: size for id, size in zip(ids, sizes, strict=True) if size is not None}
-        self._note(entry_id, found)
+        self._note(key, found)
         return found
 
-    async def _put(self, entry_id: str, images: Sequence[StoredImage]) -> None:
-        more = {"holder": entry_id, "for_s": self._for_s, "max_bytes": self._max_bytes}
+    async def _put(self, key: str, images: Sequence[StoredImage]) -> None:
+        more = {"holder": key, "for_s": self._for_s, "max_bytes": self._max_bytes}
         for image in images:
             try:
                 stored = await self._store.put(image.id, image, **more)  # type: ignore[arg-type]
@@ -104,11 +104,11 @@ class HeldImages:
                 raise _refusal(error) from None
             if not stored:
                 raise _full(self._max_bytes)
-            self._note(entry_id, [image.id])
+            self._note(key, [image.id])
 
-    def _note(self, entry_id: str, ids: Collection[str]) -> None:
+    def _note(self, key: str, ids: Collection[str]) -> None:
         if ids:
-            self.held[entry_id] = self.held.get(entry_id, frozenset()).union(ids)
+            self.held[key] = self.held.get(key, frozenset()).union(ids)
 
 
 def _full(max_bytes: int) -> RequestError:

@@ -118,12 +118,12 @@ class LongPrompts:
         with anyio.CancelScope() as waiting:
             if deadline_ns is not None:
                 waiting.deadline = anyio.current_time() + (deadline_ns - now_ns()) / 1e9
-            self._waiting[entry.entry_id] = waiting
+            self._waiting[entry.key] = waiting
             try:
                 if turns is not None:
                     await turns.acquire(request.tenant)
             finally:
-                del self._waiting[entry.entry_id]
+                del self._waiting[entry.key]
         if waiting.cancelled_caught:
             return RequestError(
                 "the request's time was over before its prompt was tokenised; give it more",
@@ -139,8 +139,8 @@ class LongPrompts:
             if turns is not None:
                 turns.release()
 
-    def stop_waiting(self, entry_id: str | None = None) -> None:
-        """End an entry's wait for its turn; by default the wait of all entries."""
+    def stop_waiting(self, key: str | None = None) -> None:
+        """End the wait of the entry with a key for its turn; by default the wait of all entries."""
         for waiting, scope in list(self._waiting.items()):
-            if entry_id in (None, waiting):
+            if key in (None, waiting):
                 scope.cancel()

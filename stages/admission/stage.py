@@ -27,6 +27,7 @@ from ...bus.control import (
     UnloadAdapter,
     WeightsChanged,
 )
+from ...bus.entries import entry_key
 from ...bus.envelope import Envelope, Message
 from ...bus.links import ADMITTED, CONTROL, OPENED, REFUSED, at
 from ...bus.messages import AdmittedRequest, RequestFinished
@@ -187,8 +188,9 @@ class AdmissionStage(Actor):
             case FlushCache():
                 self._core.responses.clear()
                 await self.answer(envelope.operation_id)
-            case RequestFinished(_, entry_id, response) as finished:
-                if response is not None and (item := self._requests.ledger.get(entry_id)):
+            case RequestFinished(request_id, entry_id, response) as finished:
+                item = self._requests.ledger.get(entry_key(entry_id, request_id))
+                if response is not None and item is not None:
                     self._core.keep(item.accepted, response)
                 await self._handle(finished)
             case UnloadAdapter() as unload:
@@ -230,11 +232,11 @@ class AdmissionStage(Actor):
                 judged = judge(self, self._core, effect)
                 await self._handle_locked(partial(self.epochs.enter, judged))
             case do.Forward():
-                await self._or_give_up(effect.entry_id, self._forward(effect))
+                await self._or_give_up(effect.key, self._forward(effect))
             case do.Acknowledge(entry_id, request_id):
                 await self.bus.requests.acknowledge(entry_id, request_id)
-                if entry_id in self._images.held:
-                    await self._images.release(entry_id)
+                if (key := entry_key(entry_id, request_id)) in self._images.held:
+                    await self._images.release(key)
             case do.Then(step):
                 await self._handle_locked(step)
             case do.CutShort(cancel):
@@ -259,7 +261,8 @@ class AdmissionStage(Actor):
                 await self._handle_locked(admit)
             case do.Ask(items, opened, replica):
                 for each in opened:
-                    await self._or_give_up(each.entry_id, self.send(OPENED, each))
+                    key = entry_key(each.entry_id, each.request_id)
+                    await self._or_give_up(key, self.send(OPENED, each))
                 await self.send(OPENED, Recover(items, replica))
             case do.Forget(cancel):
                 await self.send(OPENED, cancel)
@@ -279,8 +282,8 @@ class AdmissionStage(Actor):
                 self.bus.requests.mark_possibly_lost()
             case do.Tokenize(arrival):
                 self._group.start_soon(self._admit_apart, arrival)
-            case do.StopWaiting(entry_id):
-                self._long_prompts.stop_waiting(entry_id or None)
+            case do.StopWaiting(key):
+                self._long_prompts.stop_waiting(key or None)
             case do.StopTaking():
                 self._taking.cancel()
             case do.Drained():
@@ -303,7 +306,7 @@ class AdmissionStage(Actor):
             if not request.sequences:
                 return  # all are finished, and streaming waits for scores
             if request.media:
-                await self._restore_images(effect.entry_id, request)
+                await self._restore_images(effect.key, request)
         else:
             opened = self._core.look_up(accepted)
             await self.send(OPENED, opened, trace=trace)
@@ -313,27 +316,27 @@ class AdmissionStage(Actor):
         if samples is None:
             count_moe(self, opened.model, int(self._core.capacity.experts > 0))
 
-    async def _restore_images(self, entry_id: str, request: AdmittedRequest) -> None:
+    async def _restore_images(self, key: str, request: AdmittedRequest) -> None:
         """Store images of a resumed request that are gone, as after a restart of the server.
 
         Raises:
             RequestError: unknown_image: the request names it by id alone; images_full.
         """
-        item = self._requests.ledger.get(entry_id)
-        if item is None or not await self._images.missing(entry_id, request.media):
+        item = self._requests.ledger.get(key)
+        if item is None or not await self._images.missing(key, request.media):
             return
         assert isinstance(item.entry.request, GenerateRequest)
         work = partial(self._core.tokenize, item.entry.request)
-        await self._images.put_again(entry_id, await anyio.to_thread.run_sync(work))
+        await self._images.put_again(key, await anyio.to_thread.run_sync(work))
 
-    async def _or_give_up(self, entry_id: str, sending: Awaitable[None]) -> None:
+    async def _or_give_up(self, key: str, sending: Awaitable[None]) -> None:
         """Await what is sent for an entry; give the entry up if that fails because of it."""
         try:
             await sending
         except Exception as error:
             if not is_of_the_entry(error):
                 raise
-            await self._handle_locked(partial(self.epochs.give_up, entry_id, why_given_up(error)))
+            await self._handle_locked(partial(self.epochs.give_up, key, why_given_up(error)))
 
     async def _dead_letter(self, effect: do.AddDeadLetter) -> None:
         entry, error = effect.entry, effect.error
@@ -521,7 +524,7 @@ class AdmissionStage(Actor):
             for entry, owner in zip(entries, await self._claim(entries), strict=True):
                 arrival = Arrival(entry, received, owner)
                 if owner != entry.entry_id and self._takes_long(entry):
-                    self._requests.incoming.set_apart(entry.entry_id)
+                    self._requests.incoming.set_apart(entry.key)
                     self._group.start_soon(self._admit_apart, arrival)
                 else:
                     await self._admit(arrival)

@@ -14,7 +14,7 @@
 {prefix}:dead              stream of dead letters: `json` (a DeadLetter)
 {prefix}:own:{request_id}  the entry that owns this request id, while it is in use
 {prefix}:epoch             counter
-{prefix}:openings:{lane}   hash, by role the number of the stage's last start (internal)
+{prefix}:openings:{lane}   hash, by role the number of the process that opened it last (internal)
 {prefix}:wake:{id}         stream that interrupts a blocking read; not on a cluster (internal)
 {prefix}:stages            stream, stage reports of each process: `json` (StageReports)
 {prefix}:weights:{lane}    the lane's newest weights: JSON (WeightsInPlace)

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
 from nano_inference.bus import Bus
 from nano_inference.config import BusConfig
+from nano_inference.store import calls as bus_calls
 from nano_inference.store.calls import CALL_BYTES, CallsFull, DurableCall
+from nano_inference.store.redis.calls import RedisCalls
 
 from ..buses import STORES, Buses, kit
 
@@ -73,6 +77,29 @@ async def test_what_nobody_attends_is_told_once(buses: Buses) -> None:
     await bus.store.calls.attach({"left": ""}, SOON_S)
 
     await kit.becomes(lambda: bus.store.calls.orphaned(10), ["left"])
+
+
+async def test_of_two_gateways_that_look_at_once_one_has_the_orphan(buses: Buses) -> None:
+    """The other looks while the first is about to take it."""
+    bus, other = buses.pair()
+    await bus.store.calls.keep("left", b"", SOON_S)
+    store, found = bus.store.calls, list[str]()
+    if isinstance(store, RedisCalls):
+        real = store._commands.run_all
+
+        async def run_all(commands: Sequence[Any], **more: Any) -> Any:
+            if commands and commands[0][0] == "ZREM":
+                found.extend(await other.store.calls.orphaned(10))
+            return await real(commands, **more)
+
+        store._commands.run_all = run_all  # type: ignore[method-assign]
+
+    async def is_found() -> bool:
+        found.extend(await store.orphaned(10))
+        return bool(found)
+
+    await kit.eventually(is_found, "the call is left")
+    assert found == ["left"]
 
 
 async def test_a_call_is_forgotten_with_its_results(buses: Buses) -> None:

@@ -7,16 +7,14 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
-import anyio
-import anyio.to_thread
-
 from ...bus.public import ImageInput
 from ...config import ImagesConfig, RequestError, shown
 from ...media.decoder import ImageDecoder, check_file
 from ...media.fetch import ImageFetcher
+from ...media.turns import FairDecoder
 from ..server.http import field_error
 from .turns import Turns
-from .words import Words
+from .words import LazyWords, Words
 
 FETCHES = 8
 """Images fetched at a time. One tenant alone may have half of these places."""
@@ -124,7 +122,7 @@ class Images:
         """Args: limits, the model's name, and `FETCHES` places shared by tenants."""
         self._config, self._model_name = config, model_name
         self._fetcher = ImageFetcher(config)
-        self._decoder = ImageDecoder(config)
+        self._decoder = FairDecoder(ImageDecoder(config), config)
         self._turns = turns
 
     def check(self, sources: Sequence[ImageSource], words: Words) -> None:
@@ -175,27 +173,39 @@ class Images:
         return tuple(ImageInput(data=data) for data in found)
 
     async def expand(
-        self, words: Words, text: str, images: Sequence[ImageInput], *, add_special: bool = False
+        self,
+        words: LazyWords,
+        text: str,
+        images: Sequence[ImageInput],
+        tenant: str,
+        *,
+        add_special: bool = False,
     ) -> tuple[int, ...]:
         """Return the tokens of a text with images, as admission makes them.
 
+        Only the images' sizes are read.
+
         Args:
+            tenant: Of the call.
             add_special: As for `Words.token_ids`.
 
         Raises:
             RequestError: invalid_image, image_too_large, image_decode_failed, images_mismatch.
         """
-        processor = words.images
+        loaded, config = await words.required(), self._config
+        processor = loaded.images
         assert processor is not None, "check comes before"
+        sizes = [
+            await self._decoder.size(image.data, f"images[{place}]", tenant)
+            for place, image in enumerate(images)
+        ]
 
-        def work() -> tuple[int, ...]:
-            sizes = []
-            for place, image in enumerate(images):
-                pixels = self._decoder.decode(image.data, f"images[{place}]")
-                sizes.append((pixels.width, pixels.height))
-            return words.token_ids(processor.expand_text(text, sizes), add_special=add_special)
+        def expanded() -> str:
+            processor.check_growth(sizes, max_pixels=config.max_pixels, max_side=config.max_side)
+            return processor.expand_text(text, sizes)
 
-        return await anyio.to_thread.run_sync(work)
+        whole = await self._decoder.run(tenant, expanded)
+        return await words.token_ids(whole, add_special=add_special)
 
 
 def unsupported_here(where: str) -> RequestError:

@@ -330,18 +330,18 @@ class ExecutorStage(Actor):
             self.log.warning("message_not_understood", type=type(envelope.body).__name__)
 
     async def _images_of(self, plan: StepPlan) -> dict[str, StoredImage]:
-        """Return the pixels that a plan encodes, as far as they can be read."""
+        """Return the images that a plan encodes, as far as they can be read."""
         found: dict[str, StoredImage] = {}
         for item in plan.encodes:
             try:
-                image = await self.bus.store.images.get(item.id)
+                image = await self.bus.store.images.get(item.name)
             except ChannelClosed:
                 raise
             except BusError as error:
                 self.log.warning("image_unreadable", reason=error.message)
                 continue
             if image is not None:
-                found[item.id] = image
+                found[item.name] = image
         return found
 
     async def _report_forever(self) -> None:

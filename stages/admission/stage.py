@@ -117,7 +117,8 @@ class AdmissionStage(Actor):
 
     async def open(self) -> None:
         folder = self.config.engine.model_folder
-        tokenizer = await anyio.to_thread.run_sync(find_tokenizer, folder)
+        starting = anyio.CapacityLimiter(1)
+        tokenizer = await anyio.to_thread.run_sync(find_tokenizer, folder, limiter=starting)
         if tokenizer is None:
             self.log.warning("no_tokenizer", meaning="only token ids are taken, and come back")
         self._core = await anyio.to_thread.run_sync(
@@ -126,7 +127,8 @@ class AdmissionStage(Actor):
                 tokenizer,
                 stop_token_ids_of(folder, tokenizer),
                 self._image_processor(folder, tokenizer),
-            )
+            ),
+            limiter=starting,
         )
         self._decoder = FairDecoder(self._core.images.decoder, self.config.images)
         # Prometheus sees an increase only of a counter that exists.

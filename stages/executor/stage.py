@@ -254,7 +254,9 @@ class ExecutorStage(Actor):
         await self.send(self.own(CONTROL["batching"]), ready)
         if (tiers := self._core.tiers) is not None:
             # Behind its own writes in flight, so that the list is whole.
-            on_disk = await anyio.to_thread.run_sync(tiers.on_disk)
+            on_disk = await anyio.to_thread.run_sync(
+                tiers.on_disk, limiter=anyio.CapacityLimiter(1)
+            )
             await self.send(self.own(CONTROL["batching"]), on_disk)
         self.takes_part()
         # The state of the memory may have changed since the capacity was read.

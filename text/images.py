@@ -214,6 +214,21 @@ class ImageProcessor:
             given = tuple(found)
         return Expanded(given, self._located(given, replacements))
 
+    def check_no_images(self, token_ids: Sequence[int]) -> None:
+        """Refuse a prompt without images that has tokens of some: the model would read embeddings
+        that stand for nothing.
+
+        Raises:
+            RequestError: images_mismatch.
+        """
+        for token_id in {self.mark_id, self.placeholder_id}:
+            if number := token_ids.count(token_id):
+                raise RequestError(
+                    f"the prompt has {number} image tokens ({self.placeholder}, id {token_id}) and "
+                    "no images; give the images, or leave these tokens out",
+                    code="images_mismatch",
+                )
+
     def _located(
         self, token_ids: tuple[int, ...], replacements: list[tuple[int, ...]]
     ) -> tuple[ImageTokens, ...]:

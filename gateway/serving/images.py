@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import base64
-import re
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
+from urllib.parse import unquote
 
 from ...bus.public import ImageInput
 from ...config import ImagesConfig, RequestError, shown
 from ...media.decoder import ImageDecoder, check_file
 from ...media.fetch import ImageFetcher
 from ...media.turns import FairDecoder
+from ...text.forgiving_base64 import decode_base64
 from ..server.http import field_error
 from .turns import Turns
 from .words import LazyWords, Words
@@ -22,7 +22,9 @@ FETCHES = 8
 IMAGE = "image"
 """The type of an image's part, in the form of Transformers' chat templates."""
 
-_DATA = re.compile(r"data:[^,;]*(?:;[^,;]*)*?(;base64)?,", re.IGNORECASE)
+_AROUND_URLS = "".join(map(chr, range(0x21)))
+"""Characters around a URL that browsers ignore."""
+
 _MOST_HEAD = 256
 
 
@@ -56,21 +58,24 @@ def content_of(parts: list[dict[str, Any]]) -> str | list[dict[str, Any]]:
 
 
 def of_url(url: str, where: str) -> ImageSource:
-    """Read a data URI, or a URL, which is fetched later.
+    """Read a data URI as browsers do, or a URL, which is fetched later.
 
     Raises:
         FieldError: invalid_image, invalid_image_url.
     """
-    if url[:5].lower() != "data:":
+    start = len(url) - len(url.lstrip(_AROUND_URLS))
+    if url[start : start + 5].lower() != "data:":
         return ImageSource(where, url=url)
-    head = _DATA.match(url[:_MOST_HEAD])
-    if head is None or head[1] is None:
+    comma = url.find(",", start, start + _MOST_HEAD)
+    kind, _, coding = url[start:comma].rpartition(";")
+    if comma < 0 or not kind or coding.strip().lower() != "base64":
         raise field_error(
             where,
             f": {shown(url[:40])} is no data URI with base64; write data:image/png;base64,…",
             code="invalid_image_url",
         )
-    return of_base64(url[head.end() :], where)
+    body = url[comma + 1 :].partition("#")[0]
+    return of_base64(unquote(body, errors="replace") if "%" in body else body, where)
 
 
 def of_base64(text: str, where: str) -> ImageSource:
@@ -80,7 +85,7 @@ def of_base64(text: str, where: str) -> ImageSource:
         FieldError: invalid_image.
     """
     try:
-        return ImageSource(where, base64.b64decode(text, validate=True))
+        return ImageSource(where, decode_base64(text))
     except ValueError:
         raise field_error(
             where, ": the image is not in base64; encode its file so", code="invalid_image"

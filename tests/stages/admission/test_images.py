@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 from pathlib import Path
 from typing import Any
 
@@ -232,6 +233,38 @@ async def test_bad_images_are_refused(processor: ImageProcessor, name: str) -> N
         await admit(core_of(processor, capacity), **wanted)
 
 
+@pytest.mark.parametrize(
+    ("form", "embeds"),
+    [("text", False), ("ids", False), ("conversation", False), ("text", True)],
+)
+async def test_image_tokens_without_images_are_refused(
+    processor: ImageProcessor, form: str, embeds: bool
+) -> None:
+    """They were answered as text, without a word."""
+    forms: dict[str, dict[str, Any]] = {
+        "text": {"prompt": f"a{MARK}b{MARK}"},
+        "ids": {"prompt_token_ids": (5, processor.mark_id, 6, processor.placeholder_id)},
+        "conversation": {"messages": (ChatMessage(role="user", content=MARK * 2),)},
+    }
+    capacity = CAPACITY
+    if embeds:
+        forms[form] |= {"embed": EmbedParams(), "sampling": SamplingParams()}
+        embedding = EmbeddingCapacity(8, "mean", False)
+        capacity = msgspec.structs.replace(CAPACITY, embedding=embedding)
+    with raises("images_mismatch", "2 image tokens .* no images; give the images"):
+        await admit(core_of(processor, capacity), **forms[form])
+
+
+async def test_tokens_that_only_look_like_images_are_text(processor: ImageProcessor) -> None:
+    core = core_of(processor)
+    for text in (MARK[:-1], MARK.upper(), "<image>"):
+        assert (await admit(core, prompt=text)).admitted.media == ()
+    texts = AdmissionCore(Config(), processor._tokenizer, frozenset({1}))
+    texts.set_capacity(msgspec.structs.replace(CAPACITY, images=None))
+    for given in ({"prompt": MARK}, {"prompt_token_ids": (5, processor.mark_id)}):
+        assert (await admit(texts, **given)).admitted.media == ()
+
+
 async def test_an_image_with_too_many_tokens_is_refused(processor: ImageProcessor) -> None:
     capacity = msgspec.structs.replace(CAPACITY, images=ImageCapacity(3, 1000))
     with raises("image_too_large", "max_image_tokens_per_step"):
@@ -267,7 +300,13 @@ def test_images_go_over_the_bus_as_bytes_or_base64() -> None:
     assert check_request(given, 1 << 20) == request
     kind, raw = encode_request(given)
     assert decode_request(raw, "msgpack", 1 << 20) == request
+    lines = base64.encodebytes(data).decode()
+    for text in (lines, lines.rstrip("=\n")):
+        given["images"][0]["data"] = text
+        assert check_request(given, 1 << 20) == request
+        assert decode_request(msgspec.json.encode(given), "json", 1 << 20) == request
     given["images"][0]["data"] = "no base64!"
+    assert isinstance(decode_request(msgspec.json.encode(given), "json", 1 << 20), Malformed)
     assert isinstance(check_request(given, 1 << 20), Malformed)
     parts = {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "image"}]}
     read = check_request({"messages": [parts]}, 1 << 20)

@@ -133,6 +133,7 @@ def test_a_conversation_is_rendered_with_places_for_its_images(
         ([b"text"], "invalid_image", "PNG"),
         ([Image.new("L", (20_000, 1))], "image_too_large", "20000 x 1"),
         ([[WIDE, HIGH]], "images_mismatch", "1 placeholders"),
+        (None, "images_mismatch", "1 image tokens .* no images"),
     ],
 )
 def test_bad_images_are_refused(

@@ -25,7 +25,7 @@ async def growing_images(attacker: Attacker) -> None:
 
 async def slow_counts(attacker: Attacker) -> None:
     """60 JPEGs of 1,000 scans, whose tokens are to be counted."""
-    body = image_chat([_slow_jpeg()], anthropic=True)
+    body = image_chat([_slow_jpeg()], counts=True)
     path = "/v1/messages/count_tokens"
     await asyncio.gather(*(attacker.call(path, body) for _ in range(60)))
 

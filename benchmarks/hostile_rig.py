@@ -238,24 +238,25 @@ def small_image(shade: int) -> bytes:
     return file.getvalue()
 
 
-def image_chat(files: list[bytes], *, anthropic: bool = False) -> dict[str, Any]:
-    """Return the body of a chat about images."""
+def image_chat(files: list[bytes], *, counts: bool = False) -> dict[str, Any]:
+    """Return the body of a chat about images, or for Anthropic's counting of tokens."""
     parts: list[dict[str, Any]] = []
     for file in files:
         data = base64.b64encode(file).decode()
-        if anthropic:
+        if counts:
             source = {"type": "base64", "media_type": "image/png", "data": data}
             parts.append({"type": "image", "source": source})
         else:
             parts.append({"type": "image_url", "image_url": {"url": f"data:;base64,{data}"}})
     parts.append({"type": "text", "text": "What do you see?"})
-    return {"model": "", "max_tokens": 4, "messages": [{"role": "user", "content": parts}]}
+    body = {"model": "", "messages": [{"role": "user", "content": parts}]}
+    return body if counts else body | {"max_tokens": 4}
 
 
 async def _use_images(target: Target) -> None:
     """Start all processes that decode images, with images of several tenants at once."""
-    for path, anthropic in (("/v1/chat/completions", False), ("/v1/messages/count_tokens", True)):
-        bodies = [image_chat([small_image(n)] * 4, anthropic=anthropic) for n in range(12)]
+    for path, counts in (("/v1/chat/completions", False), ("/v1/messages/count_tokens", True)):
+        bodies = [image_chat([small_image(n)] * 4, counts=counts) for n in range(12)]
         await asyncio.gather(
             *(generate(target, body, f"user {n % 6}", path) for n, body in enumerate(bodies))
         )

@@ -17,8 +17,9 @@ class MediaItem(InternalPart, frozen=True, array_like=True):
         width: In pixels.
         height: In pixels.
         alone: Whether it is the prompt's only image, which LLaVA-OneVision cuts into tiles.
-        name: In the store, of the image as this model takes it; tenants and salts that share no
-            prefixes have other names.
+        name: In the store, of the image as this model takes it; tenants that share no prefixes have
+            other names.
+        salt: `cache_salt` of the request; embeddings are shared by requests of an equal one.
     """
 
     id: str
@@ -28,11 +29,12 @@ class MediaItem(InternalPart, frozen=True, array_like=True):
     height: int
     alone: bool = True
     name: str = ""
+    salt: str = ""
 
     @property
     def key(self) -> tuple[str, int]:
         """What its embeddings depend on, besides the model, and who shares them."""
-        return self.name, self.num_tokens
+        return f"{self.name} {self.salt}", self.num_tokens
 
     def places(self, token_ids: Sequence[int]) -> list[int]:
         """Return the indices of its placeholders in a prompt.

@@ -140,11 +140,11 @@ class EngineImages:
             RequestError: unknown_image, invalid_image, image_too_large, image_decode_failed,
                 prompt_too_long.
         """
-        scope, alone = core.scope_of(request), len(request.images) == 1
+        tenant, alone = core.sharing_tenant(request), len(request.images) == 1
         sizes: list[Size] = []
         for place, image in enumerate(request.images):
             where = f"images[{place}]"
-            name = core.images.name(image.id, scope, alone=alone)
+            name = core.images.name(image.id, tenant, alone=alone)
             if image.data:
                 sizes.append(core.images.decoder.size(image.data, where))
             elif image.id in self._given:
@@ -161,7 +161,7 @@ class EngineImages:
             if image.data:
                 made = core.images.decoder.decode(image.data, f"images[{place}]", alone=alone)
                 id, features = made.id, made.data
-            name = core.images.name(id, scope, alone=alone)
+            name = core.images.name(id, tenant, alone=alone)
             if name not in self._images:
                 if not image.data:
                     features = core.images.features(self._given[id], alone=alone)

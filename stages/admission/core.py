@@ -44,7 +44,7 @@ from .checks import (
     pooling_of,
     request_id_of,
 )
-from .images import PromptImage, RequestImages, Scope, media_of
+from .images import PromptImage, RequestImages, media_of
 from .prompts import PromptReader
 from .responses import ResponseCache, ResponseKey, is_repeatable
 
@@ -250,7 +250,7 @@ class AdmissionCore:
         assert len(images) == len(request.images), "they are loaded before"
         expanded = reader.prompt([image.size for image in images])
         prompt = Prompt(expanded.token_ids, tuple(image.id for image in images))
-        tokens = Tokens(prompt, media=media_of(images, expanded))
+        tokens = Tokens(prompt, media=media_of(images, expanded, request.cache_salt))
         if not request.prediction:
             return tokens
         reader.check_prediction()
@@ -340,7 +340,7 @@ class AdmissionCore:
             sequences=tuple(map(SequenceSpec, itertools.islice(self._seq_ids, n), range(n), seeds)),
             tenant=tenant,
             priority=request.priority,
-            cache_scope=CacheScope(*self.scope_of(request), adapter),
+            cache_scope=CacheScope(self.sharing_tenant(request), request.cache_salt, adapter),
             prediction=tokens.prediction and self._as_draft(tokens.prediction, sampling),
             has_stop_strings=bool(sampling.stop),
             kv_session=request.kv_session,
@@ -349,10 +349,9 @@ class AdmissionCore:
         key = self._response_key(request, opened, admitted) if self.responses.max_bytes else None
         return Accepted(opened, admitted, key)
 
-    def scope_of(self, request: GenerateRequest) -> Scope:
-        """Return who shares a request's cached prefixes and images."""
-        tenant = "" if self._limits.share_prefixes_across_tenants else request.tenant
-        return Scope(tenant, request.cache_salt)
+    def sharing_tenant(self, request: GenerateRequest) -> str:
+        """Return the tenant that shares a request's cached prefixes and images; "" for all."""
+        return "" if self._limits.share_prefixes_across_tenants else request.tenant
 
     def look_up(self, accepted: Accepted) -> RequestOpened:
         """Return the message that opens a new request, with its response if that is cached."""

@@ -57,8 +57,8 @@ class HeldImages:
         """
         request = entry.request
         assert isinstance(request, GenerateRequest)
-        tenant, scope, alone = request.tenant, core.scope_of(request), len(request.images) == 1
-        name = partial(core.images.name, scope=scope, alone=alone)
+        tenant, alone = request.tenant, len(request.images) == 1
+        name = partial(core.images.name, tenant=core.sharing_tenant(request), alone=alone)
         ids = dict.fromkeys(image.id for image in request.images if image.id)
         stored = await self._hold(entry.entry_id, [name(id) for id in ids])
         sizes: list[Size] = []

@@ -35,18 +35,6 @@ class PromptImage(NamedTuple):
     name: str
 
 
-class Scope(NamedTuple):
-    """Who finds an image that was sent before: requests of an equal scope.
-
-    Attributes:
-        tenant: "" if tenants share prefixes.
-        salt: `cache_salt`.
-    """
-
-    tenant: str
-    salt: str
-
-
 class RequestImages:
     """Checks and decodes the images of requests, by the limits of the settings and the model.
 
@@ -141,17 +129,17 @@ class RequestImages:
             )
             raise refusal("image_too_large", where, reason)
 
-    def name(self, id: str, scope: Scope, *, alone: bool) -> str:
+    def name(self, id: str, tenant: str, *, alone: bool) -> str:
         """Return an image's name in the store.
 
         Args:
             id: Of its pixels.
-            scope: Of its request.
+            tenant: Whose requests find it; "" if tenants share prefixes.
             alone: Whether its prompt has no other image.
         """
         assert self.processor is not None, "check comes before"
         other = self.processor.differs_in_company and not alone
-        return name_of(id, self.processor.fingerprint, *scope, "in company" if other else "")
+        return name_of(id, self.processor.fingerprint, tenant, "in company" if other else "")
 
     def num_bytes(self, num_tokens: int) -> int:
         """Return about how many bytes images of so many tokens take in the store."""
@@ -204,8 +192,8 @@ class RequestImages:
         return sum(numbers)
 
 
-def media_of(images: Sequence[PromptImage], expanded: Expanded) -> tuple[MediaItem, ...]:
-    """Return a prompt's images for the lane."""
+def media_of(images: Sequence[PromptImage], expanded: Expanded, salt: str) -> tuple[MediaItem, ...]:
+    """Return a prompt's images for the lane. `salt`: `cache_salt` of the request."""
     return tuple(
         MediaItem(
             image.id,
@@ -214,6 +202,7 @@ def media_of(images: Sequence[PromptImage], expanded: Expanded) -> tuple[MediaIt
             *image.size,
             alone=len(images) == 1,
             name=image.name,
+            salt=salt,
         )
         for image, tokens in zip(images, expanded.images, strict=True)
     )

@@ -367,15 +367,18 @@ async def test_a_full_store_refuses_and_says_when_to_come_back(core: AdmissionCo
     await held.put(2, file(SMALL), tenant="a")
 
 
-async def test_tenants_and_salts_share_no_image(core: AdmissionCore) -> None:
-    """Neither its embeddings, which are found by name, nor by id."""
+async def test_tenants_share_no_image_and_salts_no_embeddings(core: AdmissionCore) -> None:
+    """Embeddings are found by key, and an image also by id."""
     held, by_id = Held(core), ImageInput(id=id_of(SMALL))
-    name = (await held.put(1, file(SMALL), tenant="a")).media[0].name
-    for who in ({"tenant": "b"}, {"tenant": "a", "cache_salt": "s"}):
-        with raises("unknown_image", "for this tenant"):
-            await held.put(2, by_id, **who)
-        assert (await held.put(3, file(SMALL), **who)).media[0].name != name
-    assert (await held.put(4, by_id, tenant="a")).media[0].name == name
+    (one,) = (await held.put(1, file(SMALL), tenant="a")).media
+    with raises("unknown_image", "for this tenant"):
+        await held.put(2, by_id, tenant="b")
+    (other,) = (await held.put(2, file(SMALL), tenant="b")).media
+    (salted,) = (await held.put(3, by_id, tenant="a", cache_salt="s")).media
+    (same,) = (await held.put(4, by_id, tenant="a")).media
+    assert len({one.name, other.name}) == 2
+    assert len({one.key, other.key, salted.key}) == 3
+    assert (same.name, same.key) == (one.name, one.key)
 
 
 async def test_with_shared_prefixes_images_are_shared_too(processor: ImageProcessor) -> None:

@@ -231,10 +231,10 @@ def _vision_folder(folder: Path) -> Path:
     return folder
 
 
-def small_image(shade: int) -> bytes:
+def small_image(shade: int, side: int = 64) -> bytes:
     """Return an image of one shade."""
     file = io.BytesIO()
-    Image.new("RGB", (64, 64), (shade, 0, 0)).save(file, "PNG")
+    Image.new("RGB", (side, side), (shade, 0, 0)).save(file, "PNG")
     return file.getvalue()
 
 
@@ -256,7 +256,7 @@ def image_chat(files: list[bytes], *, counts: bool = False) -> dict[str, Any]:
 async def _use_images(target: Target) -> None:
     """Start all processes that decode images, with images of several tenants at once."""
     for path, counts in (("/v1/chat/completions", False), ("/v1/messages/count_tokens", True)):
-        bodies = [image_chat([small_image(n)] * 4, counts=counts) for n in range(12)]
+        bodies = [image_chat([small_image(n, 2500)], counts=counts) for n in range(12)]
         await asyncio.gather(
             *(generate(target, body, f"user {n % 6}", path) for n, body in enumerate(bodies))
         )

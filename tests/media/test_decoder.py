@@ -70,6 +70,27 @@ def test_an_image_is_turned_upright(decoder: ImageDecoder) -> None:
     assert found == pixels(picture(5, 3).transpose(Image.Transpose.ROTATE_270))
 
 
+def test_a_size_is_that_of_the_decoded_image(decoder: ImageDecoder) -> None:
+    exif = Image.Exif()
+    exif[0x0112] = 8
+    whole = saved(picture(5, 3), "PNG")
+    end = whole.index(b"IEND") - 4
+    late = whole[:end] + chunk(b"eXIf", exif.tobytes()[6:]) + whole[end:]
+    files = [saved(picture(5, 3), kind, exif=exif) for kind in ("PNG", "JPEG", "WEBP")]
+    for data in (*files, late, whole, saved(picture(3, 5), "GIF")):
+        found = decoder.decode(data)
+        assert decoder.size(data) == (found.width, found.height)
+    assert decoder.size(late) == (3, 5)
+
+
+def test_a_size_is_read_without_the_pixels(decoder: ImageDecoder) -> None:
+    for kind in ("PNG", "JPEG"):
+        data = saved(picture(64, 40), kind)
+        assert decoder.size(data[: len(data) * 3 // 4]) == (64, 40)
+    with raises("image_too_large", "65000 x 65000"):
+        decoder.size(png(65_000, 65_000))
+
+
 def test_an_unreadable_orientation_leaves_the_image_as_it_is(decoder: ImageDecoder) -> None:
     data = saved(picture(), "JPEG", exif=b"Exif\0\0MM\0\x2a\xff\xff\xff\xff")
     assert (decoder.decode(data).width, decoder.decode(data).height) == (5, 3)

@@ -22,6 +22,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
+import hostile_images
 import hostile_surroundings
 import httpx
 from harness import http_post
@@ -495,6 +496,7 @@ def _write_safetensors(path: Path, header: bytes, data: bytes = b"") -> None:
 
 BY_NAME = {
     **attacks_of(globals()),
+    **attacks_of(vars(hostile_images)),
     **attacks_of(vars(hostile_surroundings)),
     # The same in other surroundings.
     **{f"{kind}_log": hostile_surroundings.log_lines for kind in ("full", "closed", "unread")},

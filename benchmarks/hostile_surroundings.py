@@ -15,8 +15,9 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import hostile_images
 from harness import command_line, descendants, engine_command, free_port, wait_until_answered
-from hostile_attacker import HOLD_S, Attacker
+from hostile_attacker import HOLD_S, Attacker, attacks_of
 from hostile_rig import Surroundings
 
 from nano_inference.store.redis.embedded import read_password
@@ -200,6 +201,7 @@ SURROUNDINGS = {
     "full_log": Surroundings(log="full"),
     "closed_log": Surroundings(log="closed"),
     "unread_log": Surroundings(log="unread"),
+    **{name: Surroundings(images=True) for name in attacks_of(vars(hostile_images))},
     "serve_grammars": Surroundings(serve=True),
     "serve_masks": Surroundings(serve=True),
     "serve_stored_responses": Surroundings(serve=True),

@@ -9,6 +9,7 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppres
 from typing import NamedTuple, TypeVar
 from urllib.parse import SplitResult, urlsplit
 
+import anyio
 import anyio.to_thread
 
 from ..config import DEFAULT_URL, BusConfig, BusError, Config, ConfigError, RequestError, shown
@@ -137,7 +138,7 @@ async def connected(
     finally:
         await client.aclose()
         tracing.shutdown()
-        await anyio.to_thread.run_sync(metrics.shutdown)
+        await anyio.to_thread.run_sync(metrics.shutdown, limiter=anyio.CapacityLimiter(1))
 
 
 def operate(

@@ -307,7 +307,7 @@ async def _run_several(
     finally:
         with anyio.CancelScope(shield=True):
             await bus.aclose()
-            await anyio.to_thread.run_sync(metrics.shutdown)
+            await anyio.to_thread.run_sync(metrics.shutdown, limiter=anyio.CapacityLimiter(1))
         forks.close()
 
 

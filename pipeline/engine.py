@@ -538,7 +538,8 @@ class InferenceEngine(ModelParts):
         entry, tokens = RequestEntry(name, request), None
         if request.images:
             self._admission.check(entry, now, now)
-            tokens = self._admission.tokenize(request, self._images.known)
+            images = self._images.load(self._admission, request)
+            tokens = self._admission.tokenize(request, images)
         accepted = self._admission.admit(entry, now, now, tokens=tokens)
         self._images.add(name, tokens)
         self._requests.add(name, Unfinished(accepted, request.sampling, id))

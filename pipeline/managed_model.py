@@ -288,7 +288,9 @@ class ManagedModel:
 
     async def _memory(self) -> int:
         pids = list(self._runner.pids) if self._runner else []
-        memory_bytes = await anyio.to_thread.run_sync(memory_of, pids)
+        memory_bytes = await anyio.to_thread.run_sync(
+            memory_of, pids, limiter=anyio.CapacityLimiter(1)
+        )
         self.largest_bytes = max(self.largest_bytes, memory_bytes)
         return memory_bytes
 

@@ -260,9 +260,11 @@ class Pipeline(Replayer):
             if self._failure is None and self._called.is_set():
                 await self._heart.last_word()
             await self.bus.aclose()
-            await anyio.to_thread.run_sync(self.metrics.shutdown)
+            await anyio.to_thread.run_sync(self.metrics.shutdown, limiter=anyio.CapacityLimiter(1))
             if self._given_tracing is None:
-                await anyio.to_thread.run_sync(self.tracing.shutdown)
+                await anyio.to_thread.run_sync(
+                    self.tracing.shutdown, limiter=anyio.CapacityLimiter(1)
+                )
         if self._failure is not None:
             # An error of the body is a consequence of this one.
             raise self._failure from None

@@ -34,6 +34,8 @@ PAGE = 1000
 _LONG_BYTES = 16 << 10
 """Shorter pages of requests are not compressed."""
 
+_COMPRESSING = anyio.CapacityLimiter(1)
+
 _NO_SNIFFING = {"X-Content-Type-Options": "nosniff", "Cache-Control": "no-store"}
 
 
@@ -123,7 +125,7 @@ async def _compressed(request: Request, body: bytes) -> Response:
     """Return JSON, compressed if it is long and the client reads that."""
     headers = dict(_NO_SNIFFING)
     if len(body) > _LONG_BYTES and "gzip" in request.headers.get("accept-encoding", ""):
-        body = await anyio.to_thread.run_sync(gzip.compress, body, 1)
+        body = await anyio.to_thread.run_sync(gzip.compress, body, 1, limiter=_COMPRESSING)
         headers |= {"Content-Encoding": "gzip"}
     return Response(body, media_type="application/json", headers=headers)
 

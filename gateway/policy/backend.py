@@ -17,7 +17,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
-from anyio import to_thread
+from anyio import CapacityLimiter, to_thread
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from cryptography.hazmat.primitives.kdf.scrypt import Scrypt
@@ -120,12 +120,13 @@ class FileBackend:
         self._key: tuple[bytes, bytes] | None = None
         self._seen: tuple[int, int, int] | None = None
         self._version = ""
+        self._threads = CapacityLimiter(1)
 
     async def read(self, known: str) -> StoredPolicy | None:
-        return await to_thread.run_sync(self._read, known)
+        return await to_thread.run_sync(self._read, known, limiter=self._threads)
 
     async def replace(self, known: str, document: PolicyDocument) -> bool:
-        return await to_thread.run_sync(self._replace, known, document)
+        return await to_thread.run_sync(self._replace, known, document, limiter=self._threads)
 
     async def aclose(self) -> None:
         """Nothing is open."""

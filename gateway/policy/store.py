@@ -137,7 +137,7 @@ async def block_list_of(guardrails: Guardrails, max_match: int) -> BlockList:
         RequestError: invalid_guardrails.
     """
     make = partial(BlockList, guardrails.literals, guardrails.patterns, max_match)
-    return await anyio.to_thread.run_sync(make)
+    return await anyio.to_thread.run_sync(make, limiter=anyio.CapacityLimiter(1))
 
 
 async def apply_weights_forever(

@@ -78,7 +78,7 @@ _CODES = {
     413: "request_too_large",
     415: "unsupported_media_type",
     422: "idempotency_key_reused",
-    TOO_MANY: "rate_limit_exceeded overloaded stored_calls_full",
+    TOO_MANY: "rate_limit_exceeded overloaded stored_calls_full images_full",
     500: "lane_failed weights_lost out_of_blocks internal_error",
     503: "policy_unavailable model_not_loaded out_of_memory_budget shutting_down not_ready "
     "weights_interrupted out_of_memory",

@@ -93,11 +93,12 @@ class ChatTemplates:
         self._max_model_len = max_model_len
         self._workers = TemplateWorkers(AT_ONCE, timeout_s)
         self._turns = turns
+        self._threads = anyio.CapacityLimiter(AT_ONCE)
 
     async def start(self) -> None:
         """Start the processes, unless they run. They take seconds to load Transformers."""
         if not self._workers.started:
-            await anyio.to_thread.run_sync(self._workers.start)
+            await anyio.to_thread.run_sync(self._workers.start, limiter=anyio.CapacityLimiter(1))
 
     async def render(self, conversation: Conversation, tenant: str) -> Rendered:
         """Return the prompt of a conversation. The template writes its own special tokens.
@@ -130,7 +131,7 @@ class ChatTemplates:
         with self._turns.wait(tenant, [_PLACE]) as call:
             await call.take(_PLACE)
             try:
-                return await anyio.to_thread.run_sync(work)
+                return await anyio.to_thread.run_sync(work, limiter=self._threads)
             finally:
                 self._turns.give_back(tenant)
 

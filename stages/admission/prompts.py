@@ -101,6 +101,8 @@ class PromptReader(NamedTuple):
         if not ids:
             raise RequestError("the prompt gives no tokens", code="empty_prompt")
         if not sizes:
+            if self.processor is not None:
+                self.processor.check_no_images(ids)
             check_token_ids("the prompt", ids, self.vocab_size, "invalid_token_ids")
             return Expanded(ids, ())
         assert self.processor is not None, "RequestImages.check comes before"

@@ -34,6 +34,7 @@ from ...bus.messages import AdmittedRequest, RequestFinished
 from ...bus.public import Completion, GenerateRequest
 from ...bus.recovery import Recover
 from ...config import AdapterError, BusError, ChannelClosed, ModelError, shown, split_role
+from ...media.turns import FairDecoder
 from ...store.board import LoadedAdapter, StageState
 from ...store.images import NOTHING_STORED
 from ...telemetry import TraceContext, instruments, names, now_ns
@@ -47,7 +48,7 @@ from .core import AdmissionCore
 from .epochs import EpochCore
 from .held_images import LEASE_S as IMAGE_LEASE_S
 from .held_images import HeldImages
-from .images import Known
+from .images import PromptImage
 from .judging import judge
 from .long_prompts import LongPrompts, is_long
 from .measures import (
@@ -107,6 +108,7 @@ class AdmissionStage(Actor):
         images = self.config.images
         self._images = HeldImages(self.bus.store.images, images, durable=self.bus.durable)
         # Adapters to unload once no request in flight has them, and the operations to answer then.
+        self._decoder: FairDecoder
         self._unloading: list[tuple[str, str]] = []
         # The last time when no request was in flight, as far as `load` has seen.
         self._idle_ns = now_ns()
@@ -116,7 +118,8 @@ class AdmissionStage(Actor):
 
     async def open(self) -> None:
         folder = self.config.engine.model_folder
-        tokenizer = await anyio.to_thread.run_sync(find_tokenizer, folder)
+        starting = anyio.CapacityLimiter(1)
+        tokenizer = await anyio.to_thread.run_sync(find_tokenizer, folder, limiter=starting)
         if tokenizer is None:
             self.log.warning("no_tokenizer", meaning="only token ids are taken, and come back")
         self._core = await anyio.to_thread.run_sync(
@@ -125,8 +128,10 @@ class AdmissionStage(Actor):
                 tokenizer,
                 stop_token_ids_of(folder, tokenizer),
                 self._image_processor(folder, tokenizer),
-            )
+            ),
+            limiter=starting,
         )
+        self._decoder = FairDecoder(self._core.images.decoder, self.config.images)
         # Prometheus sees an increase only of a counter that exists.
         self._count_refused(0)
         for code in GIVEN_UP_CODES:
@@ -235,8 +240,7 @@ class AdmissionStage(Actor):
                 await self._or_give_up(effect.key, self._forward(effect))
             case do.Acknowledge(entry_id, request_id):
                 await self.bus.requests.acknowledge(entry_id, request_id)
-                if (key := entry_key(entry_id, request_id)) in self._images.held:
-                    await self._images.release(key)
+                await self._images.release(entry_key(entry_id, request_id))
             case do.Then(step):
                 await self._handle_locked(step)
             case do.CutShort(cancel):
@@ -325,9 +329,7 @@ class AdmissionStage(Actor):
         item = self._requests.ledger.get(key)
         if item is None or not await self._images.missing(key, request.media):
             return
-        assert isinstance(item.entry.request, GenerateRequest)
-        work = partial(self._core.tokenize, item.entry.request)
-        await self._images.put_again(key, await anyio.to_thread.run_sync(work))
+        await self._images.load(item.entry, self._core, self._decoder)
 
     async def _or_give_up(self, key: str, sending: Awaitable[None]) -> None:
         """Await what is sent for an entry; give the entry up if that fails because of it."""
@@ -543,32 +545,41 @@ class AdmissionStage(Actor):
         entry, received_ns = arrival.entry, arrival.received_ns
         owner = self._requests.owner_of(request_id_of(entry), arrival.owner)
         try:
-            self._core.check(entry, received_ns - entry.waited_ns, now_ns(), owner=owner)
-            known = await self._images.known(entry)
+            request, _ = self._core.check(
+                entry, received_ns - entry.waited_ns, now_ns(), owner=owner
+            )
         except Exception as error:
             if not is_of_the_entry(error):
                 raise
             return error
         deadline_ns = entry_deadline_ns(entry, received_ns)
         run = partial(self._long_prompts.run, entry, deadline_ns)
-        if self._core.knows_constraint(entry.request):
-            tokenized = await run(partial(self._compile_and_tokenize, known))
-        else:
+        tokenize = self._compile_and_tokenize
+        if not self._core.knows_constraint(request):
+            tokenize = self._core.tokenize
             refusal = await run(self._compile, is_constraint=True)
             if refusal is not None:
                 return refusal
-            tokenized = await run(partial(self._decode_and_tokenize, known))
-        return await self._images.put(entry, tokenized)
+        images: tuple[PromptImage, ...] = ()
+        if request.images:
+            load = partial(self._load_images, entry, request)
+            loaded = await self._long_prompts.wait(entry, deadline_ns, load)
+            if isinstance(loaded, Exception):
+                return loaded
+            images = loaded
+        return await run(partial(tokenize, images=images))
 
-    def _compile_and_tokenize(self, known: Known, request: GenerateRequest) -> Tokens:
-        self._compile(request)
-        return self._decode_and_tokenize(known, request)
-
-    def _decode_and_tokenize(self, known: Known, request: GenerateRequest) -> Tokens:
-        if not request.images:
-            return self._core.tokenize(request)
+    async def _load_images(
+        self, entry: RequestEntry, request: GenerateRequest
+    ) -> tuple[PromptImage, ...]:
         with preparing_images(self, request):
-            return self._core.tokenize(request, known)
+            return await self._images.load(entry, self._core, self._decoder)
+
+    def _compile_and_tokenize(
+        self, request: GenerateRequest, images: Sequence[PromptImage]
+    ) -> Tokens:
+        self._compile(request)
+        return self._core.tokenize(request, images)
 
     def _compile(self, request: GenerateRequest) -> None:
         if request.sampling.constraint is not None:

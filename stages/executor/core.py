@@ -399,7 +399,7 @@ class ExecutorCore:
         del self._steps, self._speculator, self.draft_model, self.weight_groups
 
     def execute(self, plan: StepPlan, images: Mapping[str, StoredImage] = NO_IMAGES) -> StepResult:
-        """Run one plan. `images`: those that it encodes, by id; the requests of missing ones fail.
+        """Run one plan. `images`: those that it encodes, by name. Without one its request fails.
 
         Rows of sequences that finished in an earlier step are dropped: batching plans one step
         ahead of the results.

@@ -52,7 +52,9 @@ class StreamingStage(Actor):
         # A model without text may have a tokenizer that can't be streamed.
         tokenizer = None
         if not embeds_only(folder):
-            tokenizer = await anyio.to_thread.run_sync(find_tokenizer, folder)
+            tokenizer = await anyio.to_thread.run_sync(
+                find_tokenizer, folder, limiter=anyio.CapacityLimiter(1)
+            )
         self._core = StreamingCore(tokenizer, now_ns())
 
     async def reset(self) -> None:

@@ -10,7 +10,6 @@ import pytest
 
 from nano_inference.bus import Bus
 from nano_inference.config import BusConfig
-from nano_inference.store import calls as bus_calls
 from nano_inference.store.calls import CALL_BYTES, CallsFull, DurableCall
 from nano_inference.store.redis.calls import RedisCalls
 

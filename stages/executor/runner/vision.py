@@ -112,9 +112,9 @@ class VisionModel:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Of the image processor, and of the calls to it."""
+        """Of the image processor."""
         settings: dict[str, Any] = self._processor.to_dict()
-        return settings | {"images_kwargs": self._options}
+        return settings
 
     @property
     def rotates_in_space(self) -> bool:

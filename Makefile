@@ -39,7 +39,7 @@ soak: $(STAMP)
 	$(BIN)/python -m pytest --soak -m soak -o faulthandler_timeout=7200
 endif
 
-check: $(STAMP) .typing/nano_inference
+check: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
@@ -63,7 +63,7 @@ bench: $(STAMP)
 	$(BIN)/python benchmarks/telemetry.py
 
 clean:
-	rm -rf $(VENV) .typing build *.egg-info .pytest_cache
+	rm -rf $(VENV) build *.egg-info .pytest_cache
 
 # A virtual environment of our own, renewed when what it holds is changed.
 $(STAMP): pyproject.toml constraints.txt
@@ -72,8 +72,3 @@ $(STAMP): pyproject.toml constraints.txt
 	# Python compiles what is imported; the rest is most of these packages, and of the time.
 	$(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt --editable ".[all,test,check]"
 	touch $@
-
-# mypy follows the relative imports of the root package through this link.
-.typing/nano_inference:
-	mkdir -p .typing
-	ln -sfn .. $@

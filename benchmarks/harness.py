@@ -357,8 +357,8 @@ def spawned(target: Callable[..., None], *arguments: Any) -> Iterator[Connection
 def children(pid: int) -> list[int]:
     """Return the process ids of a process's children (Linux)."""
     found: list[int] = []
-    for path in Path(f"/proc/{pid}/task").glob("*/children"):
-        with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError):  # it may end meanwhile
+        for path in Path(f"/proc/{pid}/task").glob("*/children"):
             found += map(int, path.read_text().split())
     return found
 

@@ -16,6 +16,8 @@ import httpx
 import redis.asyncio
 from hostile_rig import Target
 
+from nano_inference.store.redis.embedded import EmbeddedPassword
+
 LIMIT_S = 25.0
 """Limit of an attack."""
 
@@ -70,7 +72,11 @@ class Attacker:
     @contextlib.asynccontextmanager
     async def bus(self) -> AsyncIterator[redis.asyncio.Redis]:
         """Connect with plain redis-py."""
-        async with redis.asyncio.Redis(port=self.target.redis_port, protocol=2) as client:
+        port = self.target.redis_port
+        password = EmbeddedPassword(port)
+        async with redis.asyncio.Redis(
+            port=port, protocol=2, credential_provider=password
+        ) as client:
             yield client
 
     async def publish(self, requests: list[dict[str, Any]], **fields: Any) -> list[bytes]:

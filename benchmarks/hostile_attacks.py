@@ -22,6 +22,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
+import hostile_images
 import hostile_surroundings
 import httpx
 from harness import http_post
@@ -387,6 +388,39 @@ async def web_pages(attacker: Attacker) -> None:
     await attacker.call("/continue_generation", {})
 
 
+# --- stored calls ---------------------------------------------------------------------------------
+
+STORED = 60
+STORED_BYTES = 3_500_000
+"""Of a response's record; 60 of them are more than `bus.calls_max_bytes`."""
+
+
+async def stored_responses(attacker: Attacker) -> None:
+    """60 stored responses of 3.5 MB, four at a time: they end at the tenant's share, and take
+    nothing that another tenant has stored."""
+    path, mine = "/v1/responses", {"X-Tenant": "mine", "Idempotency-Key": str(time.time_ns())}
+    small: dict[str, Any] = {"input": "a", "max_output_tokens": 1}
+    first = await attacker.call(path, small, headers=mine, name="mine")
+    large = json.dumps(small | {"metadata": {"x": "x" * STORED_BYTES}}).encode()
+    answers: list[httpx.Response | None] = []
+
+    for _ in range(STORED // 4):
+        answers += await asyncio.gather(*(attacker.call(path, large) for _ in range(4)))
+    refused = [each for each in answers if each is not None and each.status_code == 429]
+    if not refused:
+        attacker.broken.append(f"{STORED * STORED_BYTES} bytes are stored for one tenant")
+    if not all(
+        "stored_calls_full" in each.text and "retry-after" in each.headers for each in refused
+    ):
+        attacker.broken.append("a refusal has not its code and Retry-After")
+    again = await attacker.call(path, small, headers=mine, name="mine")
+    if first is None or again is None or again.json().get("id") != first.json()["id"]:
+        attacker.broken.append("another tenant's stored response is gone")
+    new = await attacker.call(path, small, headers={"X-Tenant": "new"}, name="new")
+    if new is None or not new.is_success:
+        attacker.broken.append("a new tenant may store nothing")
+
+
 # --- costly grammars ------------------------------------------------------------------------------
 
 AT_ONCE = 16
@@ -462,11 +496,13 @@ def _write_safetensors(path: Path, header: bytes, data: bytes = b"") -> None:
 
 BY_NAME = {
     **attacks_of(globals()),
+    **attacks_of(vars(hostile_images)),
     **attacks_of(vars(hostile_surroundings)),
     # The same in other surroundings.
     **{f"{kind}_log": hostile_surroundings.log_lines for kind in ("full", "closed", "unread")},
     "serve_grammars": grammars,
     "serve_masks": masks,
+    "serve_stored_responses": stored_responses,
 }
 """All attacks, in the order in which they run."""
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
+import io
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -18,6 +21,9 @@ from typing import IO, Any, Literal, NamedTuple
 import harness
 import redis
 import redis.asyncio
+from PIL import Image
+
+from nano_inference.store.redis.embedded import EmbeddedPassword
 
 PERIOD_S = 0.1
 """Time between a bystander's requests over HTTP, and between those over Redis."""
@@ -51,12 +57,14 @@ class Surroundings(NamedTuple):
         grpc: Whether it also speaks gRPC.
         log: Destination of its log: a file, a full disk, or a pipe without a reader or unread.
         serve: Start `serve`, one process without Redis, instead of `up --gateway`.
+        images: Serve a model that takes images, and scales the shorter side to a fixed length.
     """
 
     descriptors: int | None = None
     grpc: bool = False
     log: Literal["file", "full", "closed", "unread"] = "file"
     serve: bool = False
+    images: bool = False
 
 
 class Target(NamedTuple):
@@ -102,9 +110,10 @@ class Live:
             arguments = ["up", "--gateway", self.target.http_port, "--port", redis_port]
         if surroundings.grpc:
             arguments += ["--grpc-port", self.target.grpc_port]
-        command = harness.engine_command(
-            *arguments, settings={"pipeline.drain_timeout_s": 2, **(settings or {})}
-        )
+        settings = {"pipeline.drain_timeout_s": 2, **(settings or {})}
+        if surroundings.images:
+            settings["engine.model_path"] = _vision_folder(folder / "vision")
+        command = harness.engine_command(*arguments, settings=settings)
         if (most := surroundings.descriptors) is not None:
             command = ["/bin/sh", "-c", f'ulimit -n {most}; exec "$@"', "sh", *command]
         # Temporary files of killed processes are deleted with our folder.
@@ -142,11 +151,16 @@ class Live:
             raise RuntimeError(f"`up` did not start:\n{self.log.read_text()[-2000:]}") from None
         self.pids = self.processes()
         asyncio.run(_use(self.target))
+        if self.surroundings.images:
+            asyncio.run(_use_images(self.target))
         self.start_mb = self.memory_mb()
 
     def processes(self) -> dict[str, int]:
         """Return the process id of each role that has a process now."""
-        found = {_role(harness.command_line(pid)): pid for pid in self._tree()}
+        found: dict[str, int] = {}
+        for pid in self._tree():
+            # A role's own forks, as those that render chat templates, have its command line.
+            found.setdefault(_role(harness.command_line(pid)), pid)
         found.pop("", None)
         return found
 
@@ -166,10 +180,11 @@ class Live:
 
     def is_idle(self) -> bool:
         """Return whether Redis holds no request; always true without Redis."""
-        if not self.target.redis_port:
+        if not (port := self.target.redis_port):
             return True
+        password = EmbeddedPassword(port)
         try:
-            with redis.Redis(port=self.target.redis_port, socket_timeout=5) as client:
+            with redis.Redis(port=port, socket_timeout=5, credential_provider=password) as client:
                 return client.xlen("nano:requests") == 0
         except redis.RedisError:
             return False
@@ -204,6 +219,53 @@ async def _use(target: Target) -> None:
     one_token = {"max_new_tokens": 1}
     bodies = [{"input_ids": prompt, "sampling_params": one_token} for prompt in prompts]
     await asyncio.gather(*(generate(target, body, "everyday") for body in bodies))
+
+
+def _vision_folder(folder: Path) -> Path:
+    """Copy the bundled vision model, with the resizing of LLaVA 1.5."""
+    shutil.copytree(Path(__file__).parent.parent / "models" / "tiny-vision", folder)
+    file = folder / "processor_config.json"
+    settings = json.loads(file.read_text())
+    (side,) = {*settings["image_processor"]["size"].values()}
+    settings["image_processor"] |= {
+        "image_processor_type": "CLIPImageProcessor",
+        "size": {"shortest_edge": side},
+        "crop_size": {"height": side, "width": side},
+        "do_center_crop": True,
+    }
+    file.write_text(json.dumps(settings))
+    return folder
+
+
+def small_image(shade: int, side: int = 64) -> bytes:
+    """Return an image of one shade."""
+    file = io.BytesIO()
+    Image.new("RGB", (side, side), (shade, 0, 0)).save(file, "PNG")
+    return file.getvalue()
+
+
+def image_chat(files: list[bytes], *, counts: bool = False) -> dict[str, Any]:
+    """Return the body of a chat about images, or for Anthropic's counting of tokens."""
+    parts: list[dict[str, Any]] = []
+    for file in files:
+        data = base64.b64encode(file).decode()
+        if counts:
+            source = {"type": "base64", "media_type": "image/png", "data": data}
+            parts.append({"type": "image", "source": source})
+        else:
+            parts.append({"type": "image_url", "image_url": {"url": f"data:;base64,{data}"}})
+    parts.append({"type": "text", "text": "What do you see?"})
+    body = {"model": "", "messages": [{"role": "user", "content": parts}]}
+    return body if counts else body | {"max_tokens": 4}
+
+
+async def _use_images(target: Target) -> None:
+    """Start all processes that decode images, with images of several tenants at once."""
+    for path, counts in (("/v1/chat/completions", False), ("/v1/messages/count_tokens", True)):
+        bodies = [image_chat([small_image(n, 2500)], counts=counts) for n in range(12)]
+        await asyncio.gather(
+            *(generate(target, body, f"user {n % 6}", path) for n, body in enumerate(bodies))
+        )
 
 
 def _role(arguments: list[str]) -> str:
@@ -268,10 +330,12 @@ async def ask_over_http(target: Target, number: int, constrained: bool = False) 
         raise RuntimeError(f"status {status or 'none: the connection was closed'}")
 
 
-async def generate(target: Target, body: dict[str, Any], tenant: str) -> str:
-    """Send `POST /generate`; return the status. Written by hand, so that it costs little CPU."""
+async def generate(
+    target: Target, body: dict[str, Any], tenant: str, path: str = "/generate"
+) -> str:
+    """Send a body; return the status. Written by hand, so that it costs little CPU."""
     content = json.dumps(body).encode()
-    request = harness.http_post("/generate", content, f"X-Tenant: {tenant}", "Connection: close")
+    request = harness.http_post(path, content, f"X-Tenant: {tenant}", "Connection: close")
     reader, writer = await asyncio.open_connection("127.0.0.1", target.http_port)
     try:
         writer.write(request)
@@ -314,6 +378,7 @@ async def stand_by(target: Target) -> dict[str, Any]:
     pool = redis.asyncio.ConnectionPool(
         host="127.0.0.1",
         port=target.redis_port,
+        credential_provider=EmbeddedPassword(target.redis_port),
         decode_responses=True,
         protocol=2,
         max_connections=2000,

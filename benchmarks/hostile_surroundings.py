@@ -15,9 +15,12 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import hostile_images
 from harness import command_line, descendants, engine_command, free_port, wait_until_answered
-from hostile_attacker import HOLD_S, Attacker
+from hostile_attacker import HOLD_S, Attacker, attacks_of
 from hostile_rig import Surroundings
+
+from nano_inference.store.redis.embedded import read_password
 
 ENDED_S = 1.0
 """Limit from the SIGKILL of `up` to the end of its last process."""
@@ -183,7 +186,10 @@ async def _add_many_fields(attacker: Attacker, key: bytes, fields: int) -> None:
     for number in range(fields):
         words += (b"f%d" % number, b"v")
     parts = [b"$%d\r\n%s\r\n" % (len(word), word) for word in words]
-    reader, writer = await asyncio.open_connection("127.0.0.1", attacker.target.redis_port)
+    port = attacker.target.redis_port
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(b"AUTH %s\r\n" % read_password(port).encode())
+    await reader.readline()
     writer.write(b"*%d\r\n" % len(words) + b"".join(parts))
     attacker.told[f"{(await reader.readline())[:1].decode()} from the server"] += 1
     writer.close()
@@ -195,7 +201,9 @@ SURROUNDINGS = {
     "full_log": Surroundings(log="full"),
     "closed_log": Surroundings(log="closed"),
     "unread_log": Surroundings(log="unread"),
+    **{name: Surroundings(images=True) for name in attacks_of(vars(hostile_images))},
     "serve_grammars": Surroundings(serve=True),
     "serve_masks": Surroundings(serve=True),
+    "serve_stored_responses": Surroundings(serve=True),
 }
 """By attack, how the pipeline is started for it."""

@@ -67,8 +67,11 @@ class RequestQueue(Protocol):
     async def pending(self) -> list[RequestEntry]:
         """Return entries taken and not acknowledged, oldest first. Call it before the first `take`.
 
-        The caller becomes the holder of the lane's entries: the previous holder, in another
-        process, gets LaneReplaced from `renew`.
+        The caller becomes the holder of the lane's entries: a previous holder, in a process that
+        has started before, gets LaneReplaced from `renew`.
+
+        Raises:
+            LaneReplaced: A process that has started later holds them.
         """
 
     async def take(self, max_items: int = 64) -> list[RequestEntry]:
@@ -85,7 +88,7 @@ class RequestQueue(Protocol):
 
         Args:
             request_id: Of the terminal message that `deliver` wrote. If the transport lost the
-                message, `take` returns the entry again. None: no check.
+                message, `take` returns the entry again. None: no check, whatever the request's id.
         """
 
     async def renew(self, lease_s: float) -> set[str]:
@@ -98,7 +101,8 @@ class RequestQueue(Protocol):
             lease_s: Seconds until other lanes may consider this one dead.
 
         Returns:
-            Ids of entries in hand that no longer belong to this lane; they are forgotten here.
+            Keys of entries in hand (`RequestEntry.key`) that no longer belong to this lane; they
+            are forgotten here.
 
         Raises:
             LaneReplaced: Another process has called `pending` for this lane.
@@ -428,7 +432,7 @@ class Bus(Protocol):
         """
 
     async def is_newest(self, stage: str) -> bool:
-        """Return whether no other process has opened this stage's inbox since this one did.
+        """Return whether no process that has started later has opened this stage's inbox.
 
         A stage checks it with each larger epoch. A process that was cut off or stopped while a
         successor started would otherwise take part in the successor's epoch, beside it.

@@ -5,14 +5,14 @@ Between stages: msgpack arrays. Public messages: JSON objects; requests also as 
 
 from __future__ import annotations
 
-import base64
 import math
 from collections.abc import Callable
 from typing import Any, Literal, TypeVar
 
 import msgspec
 
-from ..config import SamplingParams, cut, cut_middle, shown
+from ..config import SamplingParams, cut, cut_middle, line_safe, shown
+from ..text.forgiving_base64 import decode_base64
 from .entries import Malformed
 from .envelope import Envelope
 from .public import DEFAULT_TENANT, AnyRequest, GenerateRequest, Output
@@ -68,8 +68,8 @@ decode_output: Callable[[bytes], Output] = msgspec.json.Decoder[Output](Output).
 
 
 def encode_output(output: Output) -> bytes:
-    """Encode a CompletionChunk or Completion as a JSON object with a `type`."""
-    return _json_encoder.encode(output)
+    """Encode a CompletionChunk or Completion as a JSON object with a `type`, in one line."""
+    return line_safe(_json_encoder.encode(output))
 
 
 def decode_request(raw: bytes, encoding: Encoding, max_bytes: int) -> GenerateRequest | Malformed:
@@ -86,7 +86,22 @@ def decode_request(raw: bytes, encoding: Encoding, max_bytes: int) -> GenerateRe
     try:
         return _with_schema_text(_request_readers[encoding](raw))
     except _UNREADABLE as error:
+        if encoding == "json" and (found := _with_any_base64(raw)) is not None:
+            return found
         return _explain(raw, encoding, error)
+
+
+def _with_any_base64(raw: bytes) -> GenerateRequest | None:
+    """Return a request whose images are in base64 with line breaks or without padding, which
+    msgspec refuses; None if that isn't its fault."""
+    try:
+        given = msgspec.json.decode(raw)
+        if (plain := _with_image_bytes(given)) is given:
+            return None
+        packed = _envelope_encoder.encode(_with_schema_text(_with_integer_keys(plain)))
+        return _with_schema_text(_request_readers["msgpack"](packed))
+    except _UNREADABLE:
+        return None
 
 
 def decode_model(raw: bytes, encoding: Encoding) -> str:
@@ -227,7 +242,7 @@ def _with_image_bytes(request: Any) -> Any:
         data = _member(image, "data")
         if isinstance(image, dict) and isinstance(data, str):
             try:
-                image = {**image, "data": base64.b64decode(data, validate=True)}
+                image = {**image, "data": decode_base64(data)}
             except ValueError:
                 return request  # reading it will report the error
         found.append(image)

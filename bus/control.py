@@ -11,6 +11,7 @@ import msgspec
 
 from ..config import FairnessConfig, ModelConfig, PoolingKind, ReplicaRole
 from ..store.board import LoadedAdapter
+from .entries import entry_key
 from .public import Fingerprint, SessionAction
 from .weights import InFlight, StagedWeights, WeightsSource
 
@@ -56,6 +57,11 @@ class Cancel(Internal, frozen=True):
     retry_after_s: float | None = None
     taken_ns: int = 0
     queued_ns: int = 0
+
+    @property
+    def key(self) -> str:
+        """The identity of its entry."""
+        return entry_key(self.entry_id, self.request_id)
 
     @property
     def result_key(self) -> str:
@@ -353,7 +359,8 @@ class TierCapacity(InternalPart, frozen=True, array_like=True):
         host_slots: Blocks in host memory.
         disk_blocks: Blocks on disk; 0 for no disk tier.
         layout: Digest of the layout of a block's bytes.
-        weights: Digest of the weights as they were loaded.
+        model: Digest of the weights as they were loaded, and of all else that decides the numbers
+            of their KV: configuration, versions, machine, kernels, settings.
         weight_version: Of these weights.
         incarnation: Of the executor.
         load_ns: Time to load a block from host memory, measured at the start, as the next two.
@@ -365,7 +372,7 @@ class TierCapacity(InternalPart, frozen=True, array_like=True):
     host_slots: int
     disk_blocks: int
     layout: str
-    weights: str
+    model: str
     weight_version: int
     incarnation: str
     load_ns: int

@@ -12,6 +12,9 @@ import msgspec
 
 from .public import Completion, GenerateRequest, Timings, Usage
 
+MAX_REQUEST_ID_LENGTH = 512
+"""Characters; a gateway with keys puts the tenant before the client's id."""
+
 MAX_FIELDS = 8
 """More than the known names; an entry with more fields is not read further."""
 
@@ -20,6 +23,27 @@ MAX_TRACEPARENT_BYTES = 256
 
 MAX_TRACESTATE_BYTES = 4096
 """Eight times the size that every participant must propagate."""
+
+
+def is_usable_request_id(request_id: str) -> bool:
+    """Return whether an id is printable and short enough for a result stream and logs."""
+    return 0 < len(request_id) <= MAX_REQUEST_ID_LENGTH and request_id.isprintable()
+
+
+def entry_key(entry_id: str, request_id: str) -> str:
+    """Return the identity of an entry: its id and, if it has one of its own, its request's.
+
+    The entry's id is not enough: after a failover, or when its clock goes back, a server gives the
+    id of an entry that it has lost to another one.
+    """
+    if request_id == entry_id or not is_usable_request_id(request_id):
+        return entry_id
+    return f"{entry_id} {request_id}"
+
+
+def id_in(key: str) -> str:
+    """Return the entry id in a key."""
+    return key.partition(" ")[0]
 
 
 def usable_trace(traceparent: str | bytes, tracestate: str | bytes) -> tuple[str, str]:
@@ -60,6 +84,8 @@ class RequestEntry(msgspec.Struct, frozen=True):
         waited_ns: Time in the queue by the queue's clock; set only for requests with a budget.
         model: The entry's own model field, which overrides the request's.
         queued_ns: As `waited_ns`, for all requests, as far as known: for the accounts of time.
+        digest: Of its fields on the server, which tells it from another entry with its id; "" in
+            memory.
     """
 
     entry_id: str
@@ -69,6 +95,12 @@ class RequestEntry(msgspec.Struct, frozen=True):
     waited_ns: int = 0
     model: str = ""
     queued_ns: int = 0
+    digest: str = ""
+
+    @property
+    def key(self) -> str:
+        """Its identity in the lane; see `entry_key`."""
+        return entry_key(self.entry_id, self.request.request_id)
 
     @property
     def budget_ns(self) -> int | None:

@@ -11,12 +11,15 @@ class MediaItem(InternalPart, frozen=True, array_like=True):
     """An image in a prompt.
 
     Attributes:
-        id: SHA-256 of its pixels and size, hex.
+        id: SHA-256 of its pixels and size, hex. KV is found by it, within a `CacheScope`.
         start: Index of its first placeholder in the prompt.
         num_tokens: Its placeholders.
         width: In pixels.
         height: In pixels.
         alone: Whether it is the prompt's only image, which LLaVA-OneVision cuts into tiles.
+        name: In the store, of the image as this model takes it; tenants that share no prefixes have
+            other names.
+        salt: `cache_salt` of the request; embeddings are shared by requests of an equal one.
     """
 
     id: str
@@ -25,11 +28,13 @@ class MediaItem(InternalPart, frozen=True, array_like=True):
     width: int
     height: int
     alone: bool = True
+    name: str = ""
+    salt: str = ""
 
     @property
     def key(self) -> tuple[str, int]:
-        """What its embeddings depend on, besides the model."""
-        return self.id, self.num_tokens
+        """What its embeddings depend on, besides the model, and who shares them."""
+        return f"{self.name} {self.salt}", self.num_tokens
 
     def places(self, token_ids: Sequence[int]) -> list[int]:
         """Return the indices of its placeholders in a prompt.

@@ -188,7 +188,7 @@ class RemoteBlocks(InternalPart, frozen=True, array_like=True):
     Attributes:
         address: Where they are read, as in TierCapacity.
         layout: As in TierCapacity.
-        weights: As in TierCapacity.
+        model: As in TierCapacity.
         weight_version: Of the weights that computed them.
         adapter_version: Of the adapter; 0 without one.
         blocks: (name, host slot, id of the step there that offers it) of each.
@@ -196,7 +196,7 @@ class RemoteBlocks(InternalPart, frozen=True, array_like=True):
 
     address: str
     layout: str
-    weights: str
+    model: str
     weight_version: int
     adapter_version: int
     blocks: tuple[tuple[bytes, int, int], ...]

@@ -51,7 +51,7 @@ class ImagePart(PublicPart, frozen=True, kw_only=True, tag="image", tag_field="t
 class ChatMessage(PublicPart, frozen=True, kw_only=True):
     """One message of a conversation."""
 
-    role: Literal["system", "user", "assistant"]
+    role: Literal["system", "developer", "user", "assistant"]
     content: str | tuple[TextPart | ImagePart, ...]
 
     @property
@@ -249,8 +249,10 @@ class Fingerprint(OutputPart, frozen=True, kw_only=True, omit_defaults=True):
         threads: Torch's on a CPU; 0 on other devices.
         dtype: Of the weights.
         kernels: Instructions or language of the kernels; "none" without kernels.
+        code: Digest of the kernels' code, compiled where they are; "" without kernels.
         attention: The attention back end.
         deterministic: "on"; "without adapters"; "off".
+        config: Digest of the configuration of the model, and of its image processor.
         weights: Digest of the weights as loaded, by a part of each tensor.
         weight_version: Of the weights as loaded.
         settings: Settings of `engine` that change numbers, where they differ from the defaults.
@@ -264,8 +266,10 @@ class Fingerprint(OutputPart, frozen=True, kw_only=True, omit_defaults=True):
     threads: int = 0
     dtype: str = ""
     kernels: str = ""
+    code: str = ""
     attention: str = ""
     deterministic: Literal["on", "without adapters", "off"] = "off"
+    config: str = ""
     weights: str = ""
     weight_version: int = 0
     settings: dict[str, Any] = {}

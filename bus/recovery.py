@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 from .control import Internal, InternalPart
+from .entries import entry_key
 
 
 class RecoveryItem(InternalPart, frozen=True, array_like=True):
-    """A request that admission holds, after a failure: its result stream's key, and its entry."""
+    """A request that admission holds, after a failure.
 
-    key: str
+    Attributes:
+        stream: The key of its result stream.
+    """
+
+    stream: str
     entry_id: str
+    request_id: str
+
+    @property
+    def key(self) -> str:
+        """The identity of its entry."""
+        return entry_key(self.entry_id, self.request_id)
 
 
 class Recover(Internal, frozen=True):
@@ -35,9 +46,13 @@ class RecoveredSample(InternalPart, frozen=True, array_like=True):
 
 
 class Recovered(Internal, frozen=True):
-    """Streaming to admission: go on behind these tokens. Samples that never began are not here."""
+    """Streaming to admission: go on behind these tokens. Samples that never began are not here.
 
-    entry_id: str
+    Attributes:
+        key: The identity of the request's entry.
+    """
+
+    key: str
     samples: tuple[RecoveredSample, ...]
 
 
@@ -46,6 +61,9 @@ class Fenced(Internal, frozen=True):
 
     The requests queue tells whose they are now: a larger epoch's, or outputs are missing there. Or
     they were begun in an older epoch, and run anew.
+
+    Attributes:
+        keys: The identities of the entries.
     """
 
-    entry_ids: tuple[str, ...]
+    keys: tuple[str, ...]

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 import msgspec
 
 from ..config.errors import bus_closed
-from .entries import Answer
+from .entries import RequestEntry
+from .public import Completion
+
+Refusal = Callable[[RequestEntry], Completion | None]
 
 
 class Unrouted(msgspec.Struct, frozen=True):
@@ -65,11 +68,11 @@ class RequestRouting(Protocol):
             BusError: As `unrouted`.
         """
 
-    async def refuse(self, entry_ids: Sequence[str], answer: Answer, epoch: int) -> None:
+    async def refuse(self, entry_ids: Sequence[str], answer: Refusal, epoch: int) -> None:
         """Answer entries that can't be moved, and remove them.
 
         Args:
-            answer: Makes an entry's terminal message.
+            answer: Makes an entry's terminal message; None for another entry with the id.
             epoch: The writer's.
 
         Raises:
@@ -90,7 +93,7 @@ class MemoryRouting:
     async def move(self, places: Sequence[tuple[str, str]]) -> list[Unmoved]:
         return []
 
-    async def refuse(self, entry_ids: Sequence[str], answer: Answer, epoch: int) -> None:
+    async def refuse(self, entry_ids: Sequence[str], answer: Refusal, epoch: int) -> None:
         """Do nothing: there are no entries to refuse."""
 
     def close(self) -> None:

@@ -107,8 +107,9 @@ class KVMove(InternalPart, frozen=True, array_like=True):
     Attributes:
         kind: "store": from a block of the cache to a host slot. "load": from a host slot to a
             block. "fetch": from disk, or from another executor, to a host slot, in the background.
-            "offer": store it if it has a block, and let other executors read the slot. "drop":
-            delete it on disk. "compare": report whether two blocks of the cache are equal.
+            "write": from a host slot to disk, in the background. "offer": store it if it has a
+            block, and let other executors read the slot. "drop": delete it on disk. "compare":
+            report whether two blocks of the cache are equal.
         name: Its block hash, 16 bytes.
         slot: The host slot; -1 for none.
         block_id: The block of the cache; -1 for none.
@@ -120,7 +121,7 @@ class KVMove(InternalPart, frozen=True, array_like=True):
         step: The step there that offers the block, for which the fetch waits.
     """
 
-    kind: Literal["store", "load", "fetch", "offer", "drop", "compare"]
+    kind: Literal["store", "load", "fetch", "write", "offer", "drop", "compare"]
     name: bytes
     slot: int = -1
     block_id: int = -1

@@ -204,7 +204,7 @@ def _status_of(error: BaseException) -> int | None:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return 1
         case NanoInferenceError():
-            complain(error.message)
+            complain(str(error))
             return {StageFailed: 1, LaneReplaced: 3}.get(type(error), 2)
         case ModuleNotFoundError() if message := advice(error):
             complain(message)

@@ -211,7 +211,7 @@ class _Chat:
                 if not (self._on_terminal or isinstance(error, RequestError)):
                     raise
                 self._failed = True
-                complain(f"{error.message} ({error.code})")
+                complain(f"{error} ({error.code})")
                 return None
         answer: Message = {"role": "assistant", "content": writer.text}
         if calls:

@@ -227,7 +227,7 @@ class ForkServer:
         """Args: its imports, the environment of all its forks (None: ours), the watchdog, and the
         settings of the model that it loads."""
         self._stages = stages
-        self._engine = msgspec.json.encode(engine).decode() if engine else ""
+        self._engine = msgspec.json.encode(engine)
         self._watchdog = watchdog
         self._environment = environment
         self._lock = anyio.Lock()
@@ -271,7 +271,7 @@ class ForkServer:
             number = theirs.fileno()
             # Not asyncio's subprocess: it would watch the process.
             self._process = subprocess.Popen(  # noqa: ASYNC220
-                [*python(), module, str(number), self._engine, *self._stages, ROOM],
+                [*python(), module, str(number), *self._stages, ROOM],
                 pass_fds=[number],
                 env=self._environment,
                 # As its forks have: Python's files depend on their kind. They are not read: if the
@@ -280,6 +280,8 @@ class ForkServer:
             )
         if self._watchdog is not None:
             self._watchdog.add(-self._process.pid)
+        # Not on the command line, which every user can read: `engine.kv_secret` is a setting too.
+        self._connection.send(self._engine)
         await self._receive()
 
     async def _fork(self, arguments: Sequence[str]) -> Forked:

@@ -9,6 +9,7 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppres
 from typing import NamedTuple, TypeVar
 from urllib.parse import SplitResult, urlsplit
 
+import anyio
 import anyio.to_thread
 
 from ..config import DEFAULT_URL, BusConfig, BusError, Config, ConfigError, RequestError, shown
@@ -137,7 +138,7 @@ async def connected(
     finally:
         await client.aclose()
         tracing.shutdown()
-        await anyio.to_thread.run_sync(metrics.shutdown)
+        await anyio.to_thread.run_sync(metrics.shutdown, limiter=anyio.CapacityLimiter(1))
 
 
 def operate(
@@ -211,7 +212,7 @@ def served_names(status: ModelStatus) -> tuple[str, ...]:
 
 def unreachable(bus: BusConfig, error: BusError) -> BusError:
     """Return the error, for the default bus with advice for someone who has started nothing."""
-    if bus.url != DEFAULT_URL:
+    if bus.url != DEFAULT_URL or "can't reach" not in error.message:
         return error
     return BusError(
         f"no pipeline at {DEFAULT_URL}; start one with `nano-inference up`, or give the URL of "

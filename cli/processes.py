@@ -251,7 +251,7 @@ class Processes:
         self._given_up.add(replica)
         if stage not in REPLICATED or len(self._given_up) == self.config.pipeline.replicas:
             raise error
-        self._say(f"{error.message}; the other replicas continue without it")
+        self._say(f"{error}; the other replicas continue without it")
 
     async def _report_end(self, role: str) -> None:
         """Report to admission that a process has ended, so that other replicas take its work."""
@@ -264,7 +264,7 @@ class Processes:
                 await sender.send(StageStopped(role, "", "its process ended"))
                 await sender.flush()
         except BusError as error:
-            self._say(f"the end could not be reported to admission: {error.message}")
+            self._say(f"the end could not be reported to admission: {error}")
         finally:
             with anyio.move_on_after(_REPORT_S):
                 await bus.aclose()

@@ -12,6 +12,7 @@ import hashlib
 import os
 import re
 import shutil
+import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,6 +24,7 @@ from rich.filesize import decimal
 from rich.progress import DownloadColumn, Progress, TransferSpeedColumn
 
 from ..config import ConfigError, ModelError, shown
+from ..config.temporary import lock_file
 from .connection import web_address
 from .model_files import MODELS, check_folder
 from .options import argument, option
@@ -143,13 +145,13 @@ def _locked(target: Path) -> Iterator[None]:
     """Raises ConfigError: another process holds the lock."""
     path = _beside(target, "lock")
     while True:
-        with path.open("w") as lock:
+        with lock_file(path) as lock:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError:
                 raise ConfigError(f"another pull to {target} is in progress") from None
             # If its owner has removed it since it was opened, it locks nothing.
-            if not (path.exists() and os.path.samestat(os.fstat(lock.fileno()), path.stat())):
+            if not (path.exists() and os.path.samestat(os.fstat(lock), path.stat())):
                 continue
             try:
                 yield
@@ -252,10 +254,16 @@ def fetch(source: Source, partial: Path, progress: Progress) -> Path:
         The folder: `partial` or one within.
 
     Raises:
-        ModelError: It can't be fetched, or has the wrong checksum.
+        ModelError: It can't be fetched, or has the wrong checksum; or another user has prepared
+            `partial`, whose files would be written through links.
     """
     try:
         partial.mkdir(parents=True, exist_ok=True)
+        made = partial.lstat()
+        if not stat.S_ISDIR(made.st_mode) or made.st_uid != os.geteuid():
+            raise ModelError(
+                f"{partial} is a link, or another user's; remove it, or give another folder"
+            )
         match source.kind:
             case "folder":
                 return _copied(Path(source.place), partial, progress)

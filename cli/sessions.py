@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Annotated
 
-import msgspec
 import typer
 
 from ..bus.public import DEFAULT_TENANT, SessionAction
 from .connection import operate
 from .options import AsJson, Lane, Options, argument, option, takes_model_options
+from .terminal import print_json
 
 
 @takes_model_options
@@ -35,7 +35,7 @@ def kv_session(
         lambda client: client.kv_session(session, action, ttl_s=ttl_s, tenant=tenant, lane=lane),
     )
     if as_json:
-        typer.echo(msgspec.json.encode(result).decode())
+        print_json(result)
     else:
         where = f" on the {result.tier}" if result.tier else ""
         why = f" ({result.reason})" if result.reason else ""

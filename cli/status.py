@@ -129,7 +129,7 @@ def serving_elsewhere(config: Config, error: BusError) -> BusError:
     if config.bus.url != DEFAULT_URL:
         return error
     root = DEFAULT_SERVER.removesuffix("/v1")
-    return BusError(f"{error.message}; for the status of `serve`, add --url {root}")
+    return BusError(f"{error}; for the status of `serve`, add --url {root}")
 
 
 def rendered(found: PipelineStatus, *, verbose: bool = False) -> Group:
@@ -349,7 +349,7 @@ def top(
                 shown = look()
                 live.update(shown, refresh=True)
             except (BusError, Unreachable) as error:
-                trouble = Text(f"{error.message}; trying again", style="bold red")
+                trouble = Text(f"{error}; trying again", style="bold red")
                 live.update(Group(trouble, shown), refresh=True)
             time.sleep(max(0.05, every_s - (time.monotonic() - started)))
 
@@ -493,7 +493,7 @@ def health(
     try:
         found = run_with(connected(config, options.served), lambda client: client.reports())
     except BusError as error:
-        problem = serving_elsewhere(config, error).message
+        problem = str(serving_elsewhere(config, error))
         typer.echo(f"{'unknown' if live or progress else 'not ready'}: {problem}")
         raise typer.Exit(0 if live or progress else 1) from None
     here = host or socket.gethostname()
@@ -542,7 +542,7 @@ def _check_server(
     try:
         problem = run_with(ServerClient(server), lambda client: client.probe(path))
     except Unreachable as error:
-        problem = error.message
+        problem = str(error)
     typer.echo(f"not {word}: {problem}" if problem else word)
     if problem:
         raise typer.Exit(1)

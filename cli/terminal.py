@@ -27,7 +27,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..bus.public import Completion
-from ..config import ConfigError, NanoInferenceError, RequestError, role_of
+from ..config import ConfigError, NanoInferenceError, RequestError, line_safe, role_of
 from ..store.board import StageReport
 from ..telemetry import LogOutput
 from ..telemetry.clock import milliseconds
@@ -76,7 +76,7 @@ def failures_exit(kinds: Failures = RequestError) -> Iterator[None]:
     try:
         yield
     except kinds as error:
-        complain(f"{error.message} ({error.code})")
+        complain(f"{error} ({error.code})")
         raise typer.Exit(1) from None
 
 
@@ -186,7 +186,7 @@ def said_lines(say: Callable[[], str], console: Console) -> Iterator[None]:
 def print_json(*values: object) -> None:
     """Print each value as a line of JSON."""
     for value in values:
-        typer.echo(msgspec.json.encode(value).decode())
+        typer.echo(line_safe(msgspec.json.encode(value)).decode())
 
 
 def read_input(file: Path) -> bytes:

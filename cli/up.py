@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import secrets
 import signal
 import sys
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
@@ -37,6 +38,7 @@ from .processes import GATEWAY, Printer, Processes
 from .ray.plan import plan_of
 from .requests import given
 from .serve import MOST_PORT, GrpcPort, Insecure, port_option
+from .terminal import complain
 
 SERVER_PORT = urlsplit(DEFAULT_URL).port or 0
 """Default port of the embedded server."""
@@ -305,7 +307,7 @@ async def _run_several(
     finally:
         with anyio.CancelScope(shield=True):
             await bus.aclose()
-            await anyio.to_thread.run_sync(metrics.shutdown)
+            await anyio.to_thread.run_sync(metrics.shutdown, limiter=anyio.CapacityLimiter(1))
         forks.close()
 
 
@@ -316,8 +318,10 @@ async def _run_several(
 def embedded_server(port: int) -> Iterator[str]:
     """Start a Valkey server on 127.0.0.1 that ends with this process, even by SIGKILL.
 
+    Each start has another password, which `kept_password` keeps for this user's other processes.
+
     Yields:
-        Its URL.
+        Its URL, with the password.
 
     Raises:
         BusError: It is not installed, or can't start.
@@ -331,9 +335,16 @@ def embedded_server(port: int) -> Iterator[str]:
         ) from None
     from redis import Redis
 
-    settings = {"save": "", "appendonly": "no"}
+    from ..store.redis.embedded import HOST, answers, kept_password
+
+    password = secrets.token_urlsafe(32)
+    url = f"redis://:{password}@{HOST}:{port}"
+    settings = {"save": "", "appendonly": "no", "requirepass": password}
+    # No other user can enter the folder, in which the server's settings are too.
     with temporary_folder("server") as folder:
         server = ValkeyServer(port=port, data_dir=folder, config=settings)
+        # Its own sends no password.
+        server.is_running = functools.partial(answers, url)
         # Ctrl-C goes to every process of the terminal, and SIGTERM, as `timeout` sends it, to every
         # process of the group. The server inherits that they are blocked, so that it outlives the
         # stages, which need it to drain. It has nothing to save and can be killed.
@@ -349,9 +360,15 @@ def embedded_server(port: int) -> Iterator[str]:
             signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
         watchdog = Watchdog(grace_s=0)
         try:
-            with Redis.from_url(server.connection_url) as redis:
+            with Redis.from_url(url) as redis:
                 watchdog.add(int(redis.info("server")["process_id"]))
-            yield server.connection_url
+            with kept_password(port, password) as file:
+                if file is None:
+                    complain(
+                        "no other command finds the password of the embedded server; set "
+                        "XDG_CACHE_HOME to a folder that this user alone can write"
+                    )
+                yield url
         finally:
             watchdog.close()
             server.terminate()

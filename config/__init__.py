@@ -12,11 +12,13 @@ from .errors import AdapterError as AdapterError
 from .errors import BusError as BusError
 from .errors import ChannelClosed as ChannelClosed
 from .errors import ConfigError as ConfigError
+from .errors import FieldError as FieldError
 from .errors import LaneReplaced as LaneReplaced
 from .errors import ModelError as ModelError
 from .errors import NanoInferenceError as NanoInferenceError
 from .errors import RequestError as RequestError
 from .errors import WeightsError as WeightsError
+from .errors import field_error as field_error
 from .errors import prompt_too_long as prompt_too_long
 from .gateway import GatewayConfig as GatewayConfig
 from .images import ImagesConfig as ImagesConfig
@@ -34,6 +36,7 @@ from .quoting import MOST_TEXT as MOST_TEXT
 from .quoting import cut as cut
 from .quoting import cut_middle as cut_middle
 from .quoting import field_name as field_name
+from .quoting import line_safe as line_safe
 from .quoting import shown as shown
 from .quoting import told_of as told_of
 from .ray import RayConfig as RayConfig

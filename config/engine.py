@@ -18,6 +18,27 @@ DraftSourceName = Literal["prediction", "grammar", "suffix", "ngram"]
 outputs that continued the same tokens, the sample's own earlier tokens.
 """
 
+SchemaKeyword = Literal[
+    "not",
+    "if",
+    "then",
+    "else",
+    "oneOf",
+    "uniqueItems",
+    "contains",
+    "minContains",
+    "maxContains",
+    "propertyNames",
+    "minProperties",
+    "maxProperties",
+    "dependentRequired",
+    "dependentSchemas",
+    "dependencies",
+    "unevaluatedItems",
+    "unevaluatedProperties",
+]
+"""Keywords of JSON schemas that constraints enforce in part or not at all."""
+
 BUNDLED_MODEL = "tiny"
 """The `model_path` of the model bundled with the package."""
 
@@ -25,6 +46,10 @@ BUNDLED_VISION_MODEL = "tiny-vision"
 """The `model_path` of the bundled model that takes images."""
 
 BUNDLED_MODELS = (BUNDLED_MODEL, BUNDLED_VISION_MODEL)
+
+
+DEFAULT_BATCH_SIZE, _CPU_BATCH_SIZE = 256, 128
+"""Default of `max_batch_size`, and what a CPU has in place of it."""
 
 
 ADAPTER_ID_RULE = "ids of 1 to 128 letters, digits and . _ : / @ + -, the first a letter or digit"
@@ -63,8 +88,9 @@ class EngineConfig(Section, frozen=True, forbid_unknown_fields=True):
         cache_type: Prefix cache. "radix": a token tree that finds the longest match with any
             computed sequence; "paged": full blocks found by block-hash chain.
         block_size: Tokens per KV block.
-        max_batch_size: Sequences that run concurrently. 0 is 256, and 128 on a CPU, where each
-            sequence makes the step longer. `InferenceEngine.config` has the effective number.
+        max_batch_size: Sequences that run concurrently. The default is at most
+            `max_tokens_per_batch`, and 128 on a CPU, where each sequence makes the step longer; any
+            other number holds on every device. `InferenceEngine.config` has the effective number.
         max_model_len: Limit of prompt and completion together, in tokens; the model's own limit
             applies too.
         gpu_memory_utilization: Share of the device's memory for weights and KV cache (CUDA, XPU).
@@ -140,6 +166,9 @@ class EngineConfig(Section, frozen=True, forbid_unknown_fields=True):
         pooling: Pooling of embeddings where neither the request nor the model's folder specifies
             one: "mean", "last" or "cls". "" is the last token for causal attention, else the mean
             (docs/embeddings.md).
+        ignored_schema_keywords: Keywords of JSON schemas that constraints ignore, of those that
+            they enforce in part or not at all (docs/constraints.md); `oneOf` is then `anyOf`. A
+            schema with one that isn't named here is refused.
         speculation: "auto" verifies drafted tokens beside the one computed per row, where that
             pays; "off" never does. Tokens and logprobs are the same (with `kernels` off and
             `deterministic` not true: logprobs up to their last digits); docs/speculation.md.
@@ -166,7 +195,7 @@ class EngineConfig(Section, frozen=True, forbid_unknown_fields=True):
     model_path: str = BUNDLED_MODEL
     cache_type: Literal["paged", "radix"] = "radix"
     block_size: PositiveInt = 16
-    max_batch_size: NonNegativeInt = 0
+    max_batch_size: PositiveInt = DEFAULT_BATCH_SIZE
     max_model_len: Annotated[int, Range("at least 2", 2)] = 8192
     gpu_memory_utilization: Annotated[float, Range("above 0, at most 1", TINY, 1)] = 0.9
     kv_cache_bytes: PositiveInt = 1 << 28
@@ -206,6 +235,7 @@ class EngineConfig(Section, frozen=True, forbid_unknown_fields=True):
     model_aliases: tuple[str, ...] = ()
     role: Literal["all", "generate", "embed"] = "all"
     pooling: PoolingKind | Literal[""] = ""
+    ignored_schema_keywords: tuple[SchemaKeyword, ...] = ()
     speculation: Literal["auto", "off"] = "off"
     draft_sources: tuple[DraftSourceName, ...] = ("prediction", "grammar", "suffix", "ngram")
     max_draft_tokens: PositiveInt = 16
@@ -266,7 +296,8 @@ class EngineConfig(Section, frozen=True, forbid_unknown_fields=True):
         )
         self.require(
             "max_tokens_per_batch",
-            self.max_tokens_per_batch >= self.max_batch_size,
+            self.max_tokens_per_batch >= self.max_batch_size
+            or self.max_batch_size == DEFAULT_BATCH_SIZE,
             f"at least max_batch_size ({self.max_batch_size}), or a full batch could not decode",
         )
 
@@ -286,9 +317,11 @@ class EngineConfig(Section, frozen=True, forbid_unknown_fields=True):
         )
 
     def batch_size_on(self, device_type: str) -> int:
-        """Return `max_batch_size`, or its default for a device type ("cpu", "cuda")."""
-        default = 128 if device_type == "cpu" else 256
-        return self.max_batch_size or min(default, self.max_tokens_per_batch)
+        """Return `max_batch_size`; if it is the default, as it suits a device type ("cpu")."""
+        if self.max_batch_size != DEFAULT_BATCH_SIZE:
+            return self.max_batch_size
+        most = _CPU_BATCH_SIZE if device_type == "cpu" else DEFAULT_BATCH_SIZE
+        return min(most, self.max_tokens_per_batch)
 
     @property
     def model_folder(self) -> Path:

@@ -14,13 +14,18 @@ class NanoInferenceError(Exception):
 
     A message quotes outside input, and goes to logs, clients and other processes; so it is cut
     here, to `config.quoting.MOST_TEXT` characters.
+
+    Attributes:
+        message: What any client may read, also one of a gateway.
     """
 
     code = "internal_error"
 
-    def __init__(self, message: str, *, code: str | None = None) -> None:
+    def __init__(self, message: str, *, code: str | None = None, detail: str = "") -> None:
+        """`detail`: the text of the exception, for commands and logs: the message with addresses
+        or paths that no client of a gateway may read; "" for the message itself."""
         self.message = cut(message)
-        super().__init__(self.message)
+        super().__init__(cut(detail) if detail else self.message)
         if code is not None:
             self.code = code
 
@@ -47,6 +52,25 @@ class RequestError(NanoInferenceError):
 
     code = "invalid_request"
     retry_after_s: float | None = None
+
+
+class FieldError(RequestError):
+    """A field of a request is invalid. `param`: its path, such as `messages[0].role`."""
+
+    retry_after_s: float | None = None
+
+    def __init__(self, message: str, *, param: str | None, code: str = "invalid_request") -> None:
+        super().__init__(message, code=code)
+        self.param = param
+
+
+def field_error(param: str, why: str, *, code: str = "invalid_request") -> FieldError:
+    """Return an error whose message begins with the field, by its path in the request.
+
+    Args:
+        why: The rest of the sentence, such as "is empty"; after a colon, a sentence of its own.
+    """
+    return FieldError(f"{param}{'' if why.startswith(':') else ' '}{why}", param=param, code=code)
 
 
 def prompt_too_long(max_model_len: int, given: str, advice: str) -> RequestError:

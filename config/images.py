@@ -20,12 +20,14 @@ class ImagesConfig(Section, frozen=True, forbid_unknown_fields=True):
     Attributes:
         max_per_request: Limit on the images of one request.
         max_bytes: Size limit of an image's file.
-        max_pixels: Limit on its width times its height.
-        max_side: Limit on its width, and on its height, in pixels.
-        decoders: Processes that decode images, one at a time each.
-        decode_timeout_s: CPU time limit for decoding one image.
-        store_bytes: Memory for decoded images, in this process or on Redis: those of requests in
-            flight, and earlier ones until others need the room.
+        max_pixels: Limit on its width times its height, also while it is processed.
+        max_side: Limit on its width, and on its height, in pixels, likewise.
+        decoders: Processes that decode images, one at a time each. One more serves a tenant none
+            of whose images is being decoded.
+        decode_timeout_s: CPU time limit for decoding and processing one image.
+        store_bytes: Memory for images as the model's vision part takes them, in this process or on
+            Redis: those of requests in flight, of one tenant at most half, and earlier ones until
+            others need the room.
         url_hosts: Hosts from which the gateway fetches images that a request names by URL:
             "images.example.org", "*.example.org" for all below, "*" for any. Empty: no URL is
             fetched.
@@ -55,8 +57,7 @@ class ImagesConfig(Section, frozen=True, forbid_unknown_fields=True):
         self.require(
             "store_bytes",
             self.store_bytes >= RGB_BYTES * self.max_pixels,
-            f"at least {RGB_BYTES} times images.max_pixels, or an image of that size could never "
-            "be stored",
+            f"at least {RGB_BYTES} times images.max_pixels, or large images would not fit",
         )
         self.require(
             "url_hosts",

@@ -8,6 +8,7 @@ from typing import Any, ClassVar, Literal
 import msgspec
 
 from .base import Section
+from .engine import EngineConfig
 from .errors import ConfigError
 
 MOST_ID_LENGTH = 128
@@ -62,6 +63,11 @@ class ModelConfig(Section, frozen=True, forbid_unknown_fields=True, omit_default
                 raise ConfigError(
                     f"models: {self.id!r} sets {name!r}, which its id, path and aliases say"
                 )
+            if name in _SECRET:
+                raise ConfigError(
+                    f"models: {self.id!r} sets {name!r}, but others can read a model's settings; "
+                    "set it for the whole deployment"
+                )
 
     def require_name(self, name: str) -> None:
         """Raise ConfigError for an invalid model name."""
@@ -99,6 +105,7 @@ class ModelConfig(Section, frozen=True, forbid_unknown_fields=True, omit_default
 
 # Settings that have fields of their own: a second value would contradict keys and the registry.
 _SAID_BY_FIELDS = ("engine.model_id", "engine.model_path", "engine.model_aliases")
+_SECRET = frozenset(f"{EngineConfig.SECTION}.{name}" for name in EngineConfig.SECRETS)
 _SECTIONS_OF_A_MODEL = ("engine", "admission", "fairness", "pipeline")
 
 

@@ -14,10 +14,27 @@ MOST_SHOWN = 80
 MOST_TEXT = 2000
 """Limit on characters of a whole message."""
 
+_LINE_ENDS = tuple((chr(end).encode(), b"\\u%04x" % end) for end in (0x85, 0x2028, 0x2029))
+
 # The name ends before msgspec's position, or at the end; it may itself contain such text.
 _UNKNOWN_FIELD = re.compile(
     r"unknown field `(.*?)`(?= - at `\$[\w.\[\]]{0,200}`\Z|\Z)", re.DOTALL | re.ASCII
 )
+
+
+def line_safe(encoded: bytes) -> bytes:
+    """Escape the line ends of Unicode in JSON: U+0085, U+2028 and U+2029.
+
+    JSON need not escape them, and readers of lines that follow Unicode, such as Python's
+    `str.splitlines` and HTTPX's `iter_lines`, would cut the text there.
+    """
+    if encoded.isascii():
+        return encoded
+    for raw, escaped in _LINE_ENDS:
+        # The search for one byte is many times faster.
+        if raw[-1] in encoded:
+            encoded = encoded.replace(raw, escaped)
+    return encoded
 
 
 def shown(value: object) -> str:

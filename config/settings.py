@@ -74,6 +74,9 @@ class BusConfig(Section, frozen=True, forbid_unknown_fields=True):
         max_request_bytes: Size limit of a request; larger ones are refused before parsing.
         max_result_bytes: Size limit of one result as JSON; a request that may exceed it is refused.
             Redis takes at most 512 MiB in one value, unless configured lower.
+        calls_max_bytes: Bytes of all durable calls of gateways (stored responses, calls with an
+            idempotency key, resumable streams), in memory or on Redis. A tenant may use as much as
+            is left free: alone a half, two a third each.
     """
 
     SECTION: ClassVar[str] = "bus"
@@ -92,6 +95,7 @@ class BusConfig(Section, frozen=True, forbid_unknown_fields=True):
     link_capacity: PositiveInt = 1024
     max_request_bytes: PositiveInt = 4 << 20
     max_result_bytes: Annotated[int, Range("at least 65536", 1 << 16)] = 256 << 20
+    calls_max_bytes: PositiveInt = 128 << 20
 
     def check(self) -> None:
         if self.url != "memory" and self.url.partition("://")[0] not in REDIS_SCHEMES:
@@ -149,7 +153,7 @@ class AdmissionConfig(Section, frozen=True, forbid_unknown_fields=True):
     max_in_flight: PositiveInt = 1024
     max_queued: PositiveInt = 10_000
     max_samples: PositiveInt = 64
-    max_constraint_bytes: PositiveInt = 16_384
+    max_constraint_bytes: PositiveInt = 65_536
     max_lane_deaths: PositiveInt = 3
     share_prefixes_across_tenants: bool = False
     lease_s: Annotated[float, Range("from 0.05 to 86400 (a day)", 0.05, 86_400)] = 30.0

@@ -65,6 +65,22 @@ def cache_folder(*parts: str) -> Path | None:
         return None
 
 
+@contextmanager
+def lock_file(path: Path) -> Iterator[int]:
+    """Open a file that serves as a lock alone, and yield its descriptor.
+
+    It may be in a folder where others write: no link is followed, and no content is changed.
+
+    Raises:
+        OSError: It is a link, or can't be created.
+    """
+    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    try:
+        yield file
+    finally:
+        os.close(file)
+
+
 def only_we_write(status: os.stat_result) -> bool:
     """Return whether no other user may write to a file or folder."""
     return status.st_uid == os.geteuid() and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)

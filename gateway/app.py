@@ -71,7 +71,7 @@ class Interfaces(Services):
             *openai_routes(self, self.info, self.responses),
             *anthropic.anthropic_routes(self),
             *kserve_routes(self.kserve, self.config.gateway),
-            PolicyRoute("POST /v1/replay/{id}", "generate", ReplayCalls(self).replay),
+            PolicyRoute("POST /v1/replay/{id:path}", "generate", ReplayCalls(self).replay),
         ]
 
 

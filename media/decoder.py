@@ -1,4 +1,4 @@
-"""Decoding of images in processes that may die."""
+"""Decoding and processing of images in processes that may die."""
 
 from __future__ import annotations
 
@@ -8,62 +8,109 @@ import signal
 import subprocess
 import threading
 import weakref
+from collections.abc import Callable, Mapping
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from ..config import ImagesConfig, RequestError, cut, shown
-from ..config.images import RGB_BYTES
-from ..store.images import StoredImage
 from ..text.children import end_child, start_child
 
 # Not imported: Pillow belongs into the child process alone.
 _PROGRAM = Path(__file__).with_name("decode_process.py")
+
+T = TypeVar("T")
 
 _LEAST_PATIENCE_S, PATIENCE = 20.0, 6
 """Time limit of one image: the least, for the start of the process, and so many times its limit of
 CPU time. A busy machine refuses no image; a process that hangs is killed."""
 
 
+class ProcessorSource(NamedTuple):
+    """A model's image processor, for another process.
+
+    Attributes:
+        folder: With its settings.
+        options: Its arguments.
+    """
+
+    folder: str
+    options: Mapping[str, Any]
+
+
+SPARE = 1
+"""Processes beyond `images.decoders`, for a tenant none of whose images is being decoded."""
+
+
+class DecodedImage(NamedTuple):
+    """A decoded image.
+
+    Attributes:
+        id: SHA-256 of the size and all pixels, in hex: equal images have equal ids.
+        width, height: In pixels.
+        data: As the model's vision part takes it, a safetensors file; without a processor
+            `[height, width, 3]` bytes.
+    """
+
+    id: str
+    width: int
+    height: int
+    data: bytes
+
+
 class ImageDecoder:
-    """Decodes image files in child processes; any thread may call it.
+    """Decodes and processes image files in child processes; any thread may call it.
 
     A process starts with its first image, and again after it has ended.
     """
 
-    def __init__(self, config: ImagesConfig, patience_s: float | None = None) -> None:
+    def __init__(
+        self,
+        config: ImagesConfig,
+        patience_s: float | None = None,
+        processor: ProcessorSource | None = None,
+    ) -> None:
         """Args:
         config: Limits.
         patience_s: Time limit of one image; by default it follows from its CPU time limit.
+        processor: Of the model; None to decode only.
         """
         self._config = config
         self._patience_s = patience_s or _LEAST_PATIENCE_S + PATIENCE * config.decode_timeout_s
         self._idle: queue.LifoQueue[_Worker] = queue.LifoQueue()
-        for _ in range(config.decoders):
-            self._idle.put(_Worker(config))
+        for _ in range(config.decoders + SPARE):
+            self._idle.put(_Worker(config, processor))
 
-    def decode(self, data: bytes, where: str = "image") -> StoredImage:
-        """Decode an image: the first frame, upright, on white.
+    def decode(self, data: bytes, where: str = "image", *, alone: bool = True) -> DecodedImage:
+        """Decode an image: the first frame, upright, on white; and process it for the model.
 
         Args:
             data: A file in one of the formats of `decode_process.FORMATS`.
             where: The image in a request, for errors, such as "images[0]".
+            alone: Whether the prompt has no other image.
 
         Raises:
             RequestError: invalid_image, image_too_large, image_decode_failed: the process ran out
                 of time or ended. internal_error: it can't start.
         """
+        return self._ask(data, where, lambda worker, ask: worker.decode(ask, alone=alone))
+
+    def size(self, data: bytes, where: str = "image") -> tuple[int, int]:
+        """Return an image's width and height by its header; raises as `decode`."""
+        return self._ask(data, where, lambda worker, ask: worker.size(ask))
+
+    def _ask(self, data: bytes, where: str, ask: Callable[[_Worker, _Asked], T]) -> T:
         check_file(data, self._config, where)
         worker = self._idle.get()
         try:
-            return worker.decode(data, where, self._patience_s)
+            return ask(worker, _Asked(data, where, self._patience_s))
         finally:
             self._idle.put(worker)
 
     def close(self) -> None:
         """End the processes that decode nothing now; they start again when needed."""
-        for _ in range(self._config.decoders):
+        for _ in range(self._config.decoders + SPARE):
             try:
                 worker = self._idle.get_nowait()
             except queue.Empty:
@@ -89,15 +136,14 @@ def check_file(data: bytes, config: ImagesConfig, where: str) -> None:
         )
 
 
-def check_pixels(image: StoredImage, config: ImagesConfig, where: str) -> None:
-    """Check an image that was decoded elsewhere.
+def check_size(width: int, height: int, config: ImagesConfig, where: str) -> None:
+    """Check the size of an image that was decoded elsewhere.
 
     Raises:
         RequestError: invalid_image, image_too_large.
     """
-    width, height = image.width, image.height
-    if width < 1 or height < 1 or len(image.rgb) != RGB_BYTES * width * height:
-        raise refusal("invalid_image", where, "its size and its pixels don't fit; send its file")
+    if width < 1 or height < 1:
+        raise refusal("invalid_image", where, "it has no pixels; send another one")
     if width * height > config.max_pixels or max(width, height) > config.max_side:
         raise refusal(
             "image_too_large",
@@ -121,15 +167,37 @@ class _Told(NamedTuple):
     finalizer: weakref.finalize[..., _Worker]
 
 
+class _Asked(NamedTuple):
+    """A file, its place in a request, and the time limit."""
+
+    data: bytes
+    where: str
+    patience_s: float
+
+
 class _Worker:
     """One child process, used by one thread at a time."""
 
-    def __init__(self, config: ImagesConfig) -> None:
-        self._config = config
+    def __init__(self, config: ImagesConfig, processor: ProcessorSource | None) -> None:
+        self._config, self._processor = config, processor
         self._child: _Told | None = None
 
-    def decode(self, data: bytes, where: str, patience_s: float) -> StoredImage:
+    def decode(self, asked: _Asked, *, alone: bool) -> DecodedImage:
         """Decode an image; raises as `ImageDecoder.decode`."""
+        return self._run(asked, {"size_only": False, "alone": alone}, self._image)
+
+    def size(self, asked: _Asked) -> tuple[int, int]:
+        """Return an image's size; raises as `ImageDecoder.decode`."""
+        return self._run(asked, {"size_only": True}, self._size)
+
+    def _run(
+        self,
+        asked: _Asked,
+        job: dict[str, Any],
+        read: Callable[[Connection, dict[str, Any], str], T],
+    ) -> T:
+        """Have the process do a job; return what `read` makes of its answer."""
+        where = asked.where
         try:
             child = self._child or self._start()
             # The process may have ended while it was idle.
@@ -142,27 +210,33 @@ class _Worker:
                 f"the process that decodes images can't start: {cut(str(error), 200)}; try again",
                 code="internal_error",
             ) from None
-        watch = threading.Timer(patience_s, child.process.kill)
+        watch = threading.Timer(asked.patience_s, child.process.kill)
         watch.daemon = True
         watch.start()
         try:
-            return self._ask(child.connection, data, where)
+            connection = child.connection
+            connection.send_bytes(json.dumps(job).encode())
+            connection.send_bytes(asked.data)
+            found = json.loads(connection.recv_bytes(4096))
+            if "code" in found:
+                code = "image_too_large" if found["code"] == "image_too_large" else "invalid_image"
+                raise refusal(code, where, str(found["reason"]))
+            return read(connection, found, where)
         except (OSError, EOFError, ValueError, TypeError, LookupError) as error:
             raise self._failed(where, error) from None
         finally:
             watch.cancel()
 
-    def _ask(self, connection: Connection, data: bytes, where: str) -> StoredImage:
-        connection.send_bytes(data)
-        found = json.loads(connection.recv_bytes(4096))
-        if "code" in found:
-            code = "image_too_large" if found["code"] == "image_too_large" else "invalid_image"
-            raise refusal(code, where, str(found["reason"]))
+    def _size(self, connection: Connection, found: dict[str, Any], where: str) -> tuple[int, int]:
         width, height = int(found["width"]), int(found["height"])
-        most = RGB_BYTES * self._config.max_pixels
-        image = StoredImage(width, height, connection.recv_bytes(most))
-        check_pixels(image, self._config, where)
-        return image
+        check_size(width, height, self._config, where)
+        return width, height
+
+    def _image(self, connection: Connection, found: dict[str, Any], where: str) -> DecodedImage:
+        width, height = self._size(connection, found, where)
+        return DecodedImage(
+            str(found["id"]), width, height, connection.recv_bytes(self._config.store_bytes)
+        )
 
     def _failed(self, where: str, error: Exception) -> RequestError:
         """Return the refusal of an image that has ended its process, and drop the process."""
@@ -193,7 +267,11 @@ class _Worker:
             "max_bytes": config.max_bytes,
             "max_pixels": config.max_pixels,
             "max_side": config.max_side,
+            "processor": "",
+            "options": {},
         }
+        if self._processor is not None:
+            told |= {"processor": self._processor.folder, "options": self._processor.options}
         connection.send_bytes(json.dumps(told).encode())
         return self._child
 

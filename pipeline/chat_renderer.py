@@ -11,10 +11,25 @@ import xxhash
 from msgspec.structs import replace
 
 from ..bus.public import FinishReason
-from ..config import EngineConfig, ModelError, RequestError, SamplingParams, shown
+from ..config import (
+    EngineConfig,
+    ModelError,
+    RequestError,
+    SamplingParams,
+    field_error,
+    shown,
+)
 from ..stages.admission.prompts import encode
 from ..text import messages as chat
-from ..text.chat_template import as_contents_read, render, template_of
+from ..text.chat_template import template_of
+from ..text.conversation import (
+    Turn,
+    arguments_of,
+    check_results,
+    check_variables,
+    render_conversation,
+    tools_read,
+)
 from ..text.detokenizer import Detokenizer, TokenPieces
 from ..text.gguf import folder_of
 from ..text.images import ImageProcessor
@@ -98,25 +113,27 @@ class ChatRenderer:
             variables: More variables of the template, such as `enable_thinking=True`.
 
         Raises:
-            RequestError: The model has no chat template, or the template refuses the conversation.
+            RequestError: invalid_messages: a message is not in OpenAI's form, or a tool's result is
+                that of no call; unsupported: the template does not read the tools or a variable;
+                others as the gateway's, by the template.
         """
         use = _use_of(tools, tool_choice, parallel_tool_calls)
-        if use.usable and self._format is None:
+        if use.usable and (self._format is None or not self._format.reads_calls):
             raise RequestError(
                 "the format of this model's tool calls is unknown; set message_format",
                 code="unsupported",
             )
-        try:
-            turns = [_as_templates_read(message) for message in messages]
-        except (TypeError, ValueError, LookupError, AttributeError) as error:
-            raise RequestError(
-                f"messages are not in OpenAI's form: {shown(str(error))}", code="invalid_messages"
-            ) from error
-        known = [tool.as_templates_read() for tool in use.usable] or None
-        if self._images is not None:
-            template = template_of(self._tokenizer, known)
-            turns = as_contents_read(template, turns, self._images.placeholder)
-        text = render(self._tokenizer, turns, tools=known, variables=variables)
+        turns = _turns(messages)
+        check_results(turns)
+        template = template_of(self._tokenizer, tools_read(use.usable))
+        check_variables(variables, template, self._tokenizer)
+        text = render_conversation(
+            self._tokenizer,
+            turns,
+            placeholder=self._images.placeholder if self._images is not None else None,
+            tools=use.usable,
+            variables=variables,
+        )
         token_ids = encode(text, self._tokenizer, add_special_tokens=False, code="invalid_messages")
         opening = chat.opening_of(self._format, text) if self._format is not None else ""
         return ChatPrompt(token_ids, opening, use, chat.asked_to_reason(variables))
@@ -197,46 +214,71 @@ def _call(call: chat.ToolCall) -> dict[str, Any]:
     return {"id": call.id, "type": "function", "function": function}
 
 
-def _as_templates_read(message: Message) -> dict[str, Any]:
-    """Return a message in the form of templates: joined text, arguments of calls as objects."""
-    turn = {name: value for name, value in message.items() if value is not None}
-    if turn.get("role") == "assistant":
-        turn.setdefault("content", "")
-    if not isinstance(turn.get("content", ""), str):
-        turn["content"] = _joined(turn["content"])
-    if calls := turn.get("tool_calls"):
-        turn["tool_calls"] = [
-            {**call, "function": call["function"] | {"arguments": _decoded(call)}} for call in calls
-        ]
+def _turns(messages: Iterable[Message]) -> list[Turn]:
+    """Raises FieldError: invalid_messages."""
+    try:
+        given = list(messages)
+    except TypeError as error:
+        raise field_error("messages", "must be a list", code="invalid_messages") from error
+    return [_turn(message, f"messages[{place}]") for place, message in enumerate(given)]
+
+
+def _turn(message: Message, where: str) -> Turn:
+    """Return a message in the form of templates. Fields that are unknown here reach the template.
+
+    Raises:
+        FieldError: invalid_messages.
+    """
+    try:
+        turn = {name: value for name, value in message.items() if value is not None}
+        refusal, reasoning = turn.pop("refusal", None), turn.pop("reasoning", None)
+        if turn["role"] == "assistant":
+            turn.setdefault("content", refusal or "")
+        turn["content"] = _content(turn["content"])
+        if reasoning:
+            turn.setdefault("reasoning_content", reasoning)
+        if calls := turn.pop("tool_calls", None):
+            turn["tool_calls"] = [_called(call) for call in calls]
+    except (TypeError, ValueError, LookupError, AttributeError) as error:
+        raise field_error(
+            where, f"is not in OpenAI's form: {shown(str(error))}", code="invalid_messages"
+        ) from error
     return turn
 
 
-def _joined(parts: Iterable[Message]) -> str | list[dict[str, Any]]:
-    """Return parts as one text, or with images as Transformers' templates read them.
+def _content(content: str | Iterable[Message]) -> str | list[dict[str, Any]]:
+    """Return a content in the form of templates.
 
     Raises:
-        ValueError: One is neither text nor the place of an image.
+        ValueError: A part is neither text nor the place of an image.
     """
-    found: list[Any] = [
-        {"type": "image"} if part.get("type") == "image" else part.get("text") for part in parts
+    if isinstance(content, str):
+        return content
+    parts: list[dict[str, Any]] = [
+        {"type": "image"}
+        if part.get("type") == "image"
+        else {"type": "text", "text": part.get("text", part.get("refusal"))}
+        for part in content
     ]
-    if not all(isinstance(part, str | dict) for part in found):
+    if not all(isinstance(part.get("text", ""), str) for part in parts):
         raise ValueError("a content is a text, or parts of text, and of the type image")
-    texts = [part for part in found if isinstance(part, str)]
-    if len(texts) == len(found):
-        return "\n".join(texts)
-    return [{"type": "text", "text": part} if isinstance(part, str) else part for part in found]
+    return parts
 
 
-def _decoded(call: Message) -> Any:
-    arguments = call["function"].get("arguments", {})
-    return msgspec.json.decode(arguments) if isinstance(arguments, str) else arguments
+def _called(call: Message) -> dict[str, Any]:
+    function = call["function"]
+    name, arguments = function["name"], arguments_of(function.get("arguments"))
+    return {
+        "id": call.get("id"),
+        "type": "function",
+        "function": {"name": name, "arguments": arguments},
+    }
 
 
 def _use_of(tools: Iterable[Message], choice: str | Message, parallel: bool) -> chat.ToolUse:
     """Raises RequestError: invalid_request: a tool or the choice is invalid."""
     try:
-        known = tuple(map(_tool, tools))
+        given = [(f"tools[{i}].function", _tool(tool)) for i, tool in enumerate(tools)]
         named = "" if isinstance(choice, str) else str(choice["function"]["name"])
         kind = choice if isinstance(choice, str) else "required"
         use = msgspec.convert(
@@ -244,9 +286,8 @@ def _use_of(tools: Iterable[Message], choice: str | Message, parallel: bool) -> 
         )
     except (msgspec.ValidationError, LookupError, TypeError, AttributeError) as error:
         raise RequestError(f"tools and tool_choice are not in OpenAI's form: {error}") from None
+    known = chat.tools_of(given)
     names = [tool.name for tool in known]
-    if len(set(names)) < len(names):
-        raise RequestError(f"the tools are {shown(names)}; each needs a name of its own")
     if named and named not in names:
         raise RequestError(f"tool_choice names {shown(named)}, and the tools are {shown(names)}")
     return replace(use, tools=known)
@@ -255,4 +296,5 @@ def _use_of(tools: Iterable[Message], choice: str | Message, parallel: bool) -> 
 def _tool(given: Message) -> chat.Tool:
     """OpenAI's library writes missing fields as None."""
     function = {name: value for name, value in given["function"].items() if value is not None}
-    return msgspec.convert(function, chat.Tool)
+    found = msgspec.convert(function, chat.Tool)
+    return chat.tool_of(found.name, found.description, found.parameters, found.strict)

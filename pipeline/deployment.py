@@ -62,9 +62,11 @@ class Deployment:
         await asyncio.gather(*(_cancel_in_lanes(control, cancel) for control in controls))
 
     async def _cancel_unrouted(self, cancel: Cancel) -> None:
-        def answer(entry: RequestEntry) -> Completion:
+        def answer(entry: RequestEntry) -> Completion | None:
+            if entry.key != cancel.key:
+                return None
             error = ErrorInfo(code=cancel.code, message=cancel.message)
-            return terminal_message(entry, error, "cancelled", request_id=cancel.request_id)
+            return terminal_message(entry, error, "cancelled")
 
         try:
             await self.bus.routing.refuse([cancel.entry_id], answer, await self.bus.next_epoch())
@@ -229,12 +231,11 @@ def terminal_message(
     status: Literal["error", "cancelled"] = "error",
     *,
     model: str = "",
-    request_id: str = "",
 ) -> Completion:
     """Return the terminal message of a request that no lane has taken."""
     usage, timings = queued_only(entry, now_ns())
     return Completion(
-        request_id=request_id or request_id_of(entry),
+        request_id=request_id_of(entry),
         entry_id=entry.entry_id,
         status=status,
         error=error,

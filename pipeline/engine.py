@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from threading import RLock
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
@@ -32,6 +33,7 @@ from ..config import (
     SamplingParams,
     WeightsError,
 )
+from ..config.forks import is_forked
 from ..stages.admission.core import AdmissionCore
 from ..stages.batching import BatchingCore
 from ..stages.batching.sessions import SessionCall, SessionKey
@@ -42,6 +44,7 @@ from ..stages.streaming.core import EndedRequest, StreamingCore
 from ..telemetry import now_ns
 from ..text.images import ImageProcessor
 from ..text.tokenizer import default_sampling_params, find_tokenizer, stop_token_ids_of
+from .engine_calls import one_at_a_time
 from .engine_images import EngineImages
 from .engine_parts import ModelParts
 from .engine_requests import (
@@ -63,8 +66,9 @@ from .scoring import params_to_score, token_ids_to_score
 from .sessions import check_action
 
 
+@one_at_a_time
 class InferenceEngine(ModelParts):
-    """Generates in this process, on the caller's thread.
+    """Generates in this process, on the caller's thread. Calls of several threads take turns.
 
     ```python
     with InferenceEngine(EngineConfig(model_path="tiny")) as engine:
@@ -72,7 +76,7 @@ class InferenceEngine(ModelParts):
     ```
 
     One `step` does the work of the pipeline's stages with the same cores, so both give the same
-    answers.
+    answers. In a fork of the process every call raises ModelError, `forked`.
     """
 
     def __init__(
@@ -90,6 +94,7 @@ class InferenceEngine(ModelParts):
             ModelError: The model is missing or can't be served.
             ConfigError: `kv_events` is set: they are published on a bus.
         """
+        self._lock = RLock()
         self.config = own = config or EngineConfig()
         if own.kv_events:
             raise ConfigError("engine.kv_events needs a bus: leave it out here, or run a Pipeline")
@@ -134,7 +139,8 @@ class InferenceEngine(ModelParts):
         return self
 
     def __exit__(self, *error: object) -> None:
-        self.shutdown()
+        if not is_forked():  # all is the parent's
+            self.shutdown()
 
     # --- all at once --------------------------------------------------------------------------
 
@@ -532,7 +538,8 @@ class InferenceEngine(ModelParts):
         entry, tokens = RequestEntry(name, request), None
         if request.images:
             self._admission.check(entry, now, now)
-            tokens = self._admission.tokenize(request, self._images.known)
+            images = self._images.load(self._admission, request)
+            tokens = self._admission.tokenize(request, images)
         accepted = self._admission.admit(entry, now, now, tokens=tokens)
         self._images.add(name, tokens)
         self._requests.add(name, Unfinished(accepted, request.sampling, id))

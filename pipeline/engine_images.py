@@ -14,14 +14,18 @@ from msgspec.structs import replace
 from ..bus.public import GenerateRequest, ImageInput
 from ..bus.steps import StepPlan
 from ..config import ImagesConfig, RequestError
-from ..media.decoder import check_pixels
+from ..media.decode_process import as_rgb, id_of, upright
+from ..media.decoder import check_size, refusal
 from ..stages.admission.arrivals import Tokens
+from ..stages.admission.images import PromptImage
 from ..store.images import StoredImage
 from ..text.images import Size
 from .engine_requests import ArgumentError, same_number
 
 if TYPE_CHECKING:
     from PIL import Image
+
+    from ..stages.admission.core import AdmissionCore
 
 _FILE = bytes | bytearray | memoryview
 
@@ -59,10 +63,13 @@ class EngineImages:
 
     def __init__(self) -> None:
         self._config = ImagesConfig()
-        # Those of requests that are being made.
-        self._given: dict[str, StoredImage] = {}
+        # Those of requests that are being made, by id, as RGB.
+        self._given: dict[str, Image.Image] = {}
+        # By name.
         self._images: dict[str, StoredImage] = {}
-        self._ids: dict[str, tuple[str, ...]] = {}
+        # Of requests that are being made.
+        self._made: dict[str, StoredImage] = {}
+        self._names: dict[str, tuple[str, ...]] = {}
         self._holders: Counter[str] = Counter()
 
     @contextmanager
@@ -85,6 +92,7 @@ class EngineImages:
             ]
         finally:
             self._given.clear()
+            self._made.clear()
 
     def _inputs(self, images: Iterable[Any]) -> tuple[ImageInput, ...]:
         """Return images as in a request.
@@ -116,44 +124,71 @@ class EngineImages:
                 "bytes of a file",
                 code="invalid_image",
             )
-        found = _pixels(image)
-        check_pixels(found, self._config, where)
-        self._given[found.id] = found
-        return ImageInput(id=found.id)
+        width, height = image.size
+        check_size(width, height, self._config, where)
+        rgb = as_rgb(upright(image))
+        id = id_of(*rgb.size, rgb.tobytes())
+        self._given[id] = rgb
+        return ImageInput(id=id)
 
-    @property
-    def known(self) -> dict[str, Size]:
-        """Sizes by id of all images here."""
-        return {
-            id: (image.width, image.height) for id, image in {**self._images, **self._given}.items()
-        }
+    def load(self, core: AdmissionCore, request: GenerateRequest) -> tuple[PromptImage, ...]:
+        """Decode and process the images of a request that `core` has checked.
+
+        They are dropped with `given_to`, unless `add` comes before.
+
+        Raises:
+            RequestError: unknown_image, invalid_image, image_too_large, image_decode_failed,
+                prompt_too_long.
+        """
+        tenant, alone = core.sharing_tenant(request), len(request.images) == 1
+        sizes: list[Size] = []
+        for place, image in enumerate(request.images):
+            where = f"images[{place}]"
+            name = core.images.name(image.id, tenant, alone=alone)
+            if image.data:
+                sizes.append(core.images.decoder.size(image.data, where))
+            elif image.id in self._given:
+                sizes.append(self._given[image.id].size)
+            elif (known := self._images.get(name)) is not None:
+                sizes.append((known.width, known.height))
+            else:
+                reason = "no request in flight has an image of this id; give the image"
+                raise refusal("unknown_image", where, reason)
+        core.check_image_tokens(sizes)
+        found: list[PromptImage] = []
+        for place, (image, size) in enumerate(zip(request.images, sizes, strict=True)):
+            id = image.id
+            if image.data:
+                made = core.images.decoder.decode(image.data, f"images[{place}]", alone=alone)
+                id, features = made.id, made.data
+            name = core.images.name(id, tenant, alone=alone)
+            if name not in self._images:
+                if not image.data:
+                    features = core.images.features(self._given[id], alone=alone)
+                self._made[name] = StoredImage(*size, features)
+            found.append(PromptImage(id, size, name))
+        return tuple(found)
 
     def add(self, name: str, tokens: Tokens | None) -> None:
         """Keep the images of a request that is added under this name; None: it has none."""
         if tokens is None:
             return
-        found = {**self._given, **{image.id: image for image in tokens.pixels}}
-        ids = tuple(dict.fromkeys(item.id for item in tokens.media))
-        for id in ids:
-            self._images.setdefault(id, found.get(id) or self._images[id])
-        self._ids[name] = ids
-        self._holders.update(ids)
+        names = tuple(dict.fromkeys(item.name for item in tokens.media))
+        for each in names:
+            if each not in self._images:
+                self._images[each] = self._made[each]
+        self._made.clear()
+        self._names[name] = names
+        self._holders.update(names)
 
     def remove(self, name: str) -> None:
         """Drop the images of a request that has ended, unless others have them."""
-        for id in self._ids.pop(name, ()):
-            self._holders[id] -= 1
-            if not self._holders[id]:
-                del self._holders[id], self._images[id]
+        for each in self._names.pop(name, ()):
+            self._holders[each] -= 1
+            if not self._holders[each]:
+                del self._holders[each], self._images[each]
 
     def of(self, plan: StepPlan) -> dict[str, StoredImage]:
-        """Return the images that a step encodes."""
-        return {item.id: self._images[item.id] for item in plan.encodes if item.id in self._images}
-
-
-def _pixels(image: Image.Image) -> StoredImage:
-    """Return an image as the decoding of a file does: upright, RGB, on white."""
-    from ..media.decode_process import as_rgb, upright
-
-    image = as_rgb(upright(image))
-    return StoredImage(*image.size, image.tobytes())
+        """Return the images that a step encodes, by name."""
+        names = {item.name for item in plan.encodes}
+        return {name: self._images[name] for name in names if name in self._images}

@@ -22,8 +22,10 @@ from ..stages.executor.runner.adapters.peft import (
     read_adapter,
 )
 from ..store.board import LoadedAdapter
+from .engine_calls import one_at_a_time
 
 
+@one_at_a_time
 class ModelParts(ABC):
     """The calls of an engine about adapters and experts.
 

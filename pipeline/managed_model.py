@@ -261,7 +261,7 @@ class ManagedModel:
             except ChannelClosed:
                 raise
             except BusError as error:
-                self._log.warning("model_not_written_down", error=error.message)
+                self._log.warning("model_not_written_down", error=str(error))
                 await anyio.sleep(_RETRY_S)
 
     async def measure(self) -> None:
@@ -288,7 +288,9 @@ class ManagedModel:
 
     async def _memory(self) -> int:
         pids = list(self._runner.pids) if self._runner else []
-        memory_bytes = await anyio.to_thread.run_sync(memory_of, pids)
+        memory_bytes = await anyio.to_thread.run_sync(
+            memory_of, pids, limiter=anyio.CapacityLimiter(1)
+        )
         self.largest_bytes = max(self.largest_bytes, memory_bytes)
         return memory_bytes
 
@@ -408,7 +410,7 @@ class ManagedModel:
                 backlog = await self._bus.requests.backlog()
                 pending, waiting = backlog.pending, 0 if keeps_requests else backlog.waiting
             except BusError as error:
-                self._log.debug("backlog_not_known", error=error.message)
+                self._log.debug("backlog_not_known", error=str(error))
                 pending, waiting = 1, 0
             if not pending + waiting:
                 return
@@ -427,7 +429,7 @@ class ManagedModel:
                 await sender.send(Drain(int(timeout_s * 1e9)))
                 await sender.flush()
         except BusError as error:
-            self._log.warning("not_told_to_drain", error=error.message)
+            self._log.warning("not_told_to_drain", error=str(error))
 
     async def fail(self, reason: str) -> None:
         """Mark it as failed; its requests end with an error."""

@@ -202,7 +202,7 @@ class ModelManager:
         try:
             await self._bus.replies.answer(envelope.operation_id, outcome)
         except BusError as reason:
-            self._log.warning("answer_lost", reason=reason.message)
+            self._log.warning("answer_lost", reason=str(reason))
 
     def _find(self, name: str) -> ManagedModel:
         records = [model.record for model in self._models.values()]
@@ -272,7 +272,7 @@ class ModelManager:
         except Exception as error:  # noqa: BLE001  (such as a path that Python can't read)
             self._log.exception("model_load_broke", model=model.spec.id)
             job.error = model.not_loaded(f"{error!r:.200}")
-        self._log.error("model_not_loaded", model=model.spec.id, error=job.error.message)
+        self._log.error("model_not_loaded", model=model.spec.id, error=str(job.error))
         await self._not_loaded(model, job.error)
         for other in evicted:  # restore the former state
             there = self._models.get(other.spec.id) is other
@@ -412,7 +412,7 @@ class ModelManager:
         try:
             traffic = await self._bus.store.models.traffic([model.spec.id for model in models])
         except BusError as error:
-            self._log.debug("traffic_not_known", error=error.message)
+            self._log.debug("traffic_not_known", error=str(error))
             return []
         for model, (entries, last_ms) in zip(models, traffic, strict=True):
             if entries or last_ms != model.last_request_ms:
@@ -439,7 +439,7 @@ class ModelManager:
         try:
             await self._bus.store.board.report([report])
         except NanoInferenceError as error:
-            self._log.debug("heartbeat_not_told", error=error.message)
+            self._log.debug("heartbeat_not_told", error=str(error))
 
 
 async def _repeat(interval_s: float, operation: Callable[[], Awaitable[None]]) -> None:

@@ -26,6 +26,7 @@ from ..config import (
     split_role,
 )
 from ..config.errors import leaves_of
+from ..config.forks import check_not_forked
 from ..config.logger import get_logger
 from ..stages.actor import Actor, StageContext
 from ..store.board import StageReport, StageState
@@ -78,7 +79,7 @@ class Heart:
                 if self._metrics.enabled:
                     await self._measure()
             except NanoInferenceError as error:
-                log.debug("heartbeat_not_told", error=error.message)
+                log.debug("heartbeat_not_told", error=str(error))
             with anyio.move_on_after(BEAT_S):
                 await self._early.wait()
             self._early = anyio.Event()
@@ -106,7 +107,7 @@ class Heart:
             with anyio.move_on_after(_LAST_WORD_S):
                 await self._bus.store.board.report(gone)
         except NanoInferenceError as error:
-            get_logger().debug("heartbeat_not_told", error=error.message)
+            get_logger().debug("heartbeat_not_told", error=str(error))
 
     def _report(self, role: str, condition: tuple[StageState, str] | None = None) -> StageReport:
         actor = self._actors.get(role)
@@ -212,8 +213,10 @@ class Pipeline(Replayer):
         Raises:
             BusError: The bus can't be reached.
             ConfigError: The port for the metrics is taken.
-            ModelError: The model can't be loaded.
+            ModelError: The model can't be loaded; or this is a fork of a process with an engine.
         """
+        if "executor" in self.config.pipeline.stages:
+            check_not_forked()
         stages, replicas = self.config.pipeline.stages, self.config.pipeline.replicas
         self._ready = {role: asyncio.Event() for role in self._roles}
         self.bus = open_bus(self.config.bus, frozenset(self._roles), replicas)
@@ -257,9 +260,11 @@ class Pipeline(Replayer):
             if self._failure is None and self._called.is_set():
                 await self._heart.last_word()
             await self.bus.aclose()
-            await anyio.to_thread.run_sync(self.metrics.shutdown)
+            await anyio.to_thread.run_sync(self.metrics.shutdown, limiter=anyio.CapacityLimiter(1))
             if self._given_tracing is None:
-                await anyio.to_thread.run_sync(self.tracing.shutdown)
+                await anyio.to_thread.run_sync(
+                    self.tracing.shutdown, limiter=anyio.CapacityLimiter(1)
+                )
         if self._failure is not None:
             # An error of the body is a consequence of this one.
             raise self._failure from None
@@ -277,7 +282,7 @@ class Pipeline(Replayer):
         try:
             self.metrics.listen(self.config.telemetry)
         except ConfigError as error:
-            get_logger().error("no_metrics", reason=error.message)
+            get_logger().error("no_metrics", reason=str(error))
         self._called.set()
 
     async def ready(self) -> None:
@@ -369,7 +374,7 @@ class Pipeline(Replayer):
                 with anyio.move_on_after(1.0):
                     await actor.leave("stopped")
             except NanoInferenceError as error:
-                get_logger().warning("leave_not_announced", error=error.message)
+                get_logger().warning("leave_not_announced", error=str(error))
 
 
 def _clearest(group: BaseExceptionGroup[BaseException]) -> BaseException:

@@ -313,6 +313,8 @@ def request_of(recorded: Completion, recipe: Recipe, like: GenerateRequest) -> G
         prediction=None,
         kv_session=None,
         images=tuple(ImageInput(id=id) for id in recipe.images),
+        # An image is found for its tenant alone.
+        tenant=recipe.tenant if recipe.images else like.tenant,
         sample_seeds=tuple(recipe.seeds[sample.sample_index] for sample in samples)
         if recipe.seeds
         else (),

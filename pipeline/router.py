@@ -45,7 +45,7 @@ class Router:
             except ChannelClosed:
                 return
             except BusError as error:
-                log.warning("requests_not_routed", error=error.message)
+                log.warning("requests_not_routed", error=str(error))
                 await anyio.sleep(_RETRY_S)
 
     async def route_once(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Collection
+from pathlib import PurePath
 
 import msgspec
 from msgspec.structs import replace
@@ -47,7 +48,8 @@ class PipelineStatus(msgspec.Struct, frozen=True, kw_only=True):
 async def pipeline_status(client: BusClient, stall_timeout_s: float) -> PipelineStatus:
     """Return a snapshot over any bus; `stall_timeout_s`: as `pipeline.stall_timeout_s`.
 
-    The stages' loads are without settings, since those of fairness name tenants.
+    The stages' loads are without settings, since those of fairness name tenants, and adapters have
+    the names of their folders without the paths: all keys of a gateway may read them.
 
     Raises:
         BusError: The bus can't be reached.
@@ -56,7 +58,13 @@ async def pipeline_status(client: BusClient, stall_timeout_s: float) -> Pipeline
         client.bus.store.models.read(), client.reports(), client.backlog()
     )
     lanes = lanes_of(
-        replace(each, load={name: each.load[name] for name in each.load if name != "settings"})
+        replace(
+            each,
+            load={name: each.load[name] for name in each.load if name != "settings"},
+            adapters=tuple(
+                replace(adapter, folder=PurePath(adapter.folder).name) for adapter in each.adapters
+            ),
+        )
         for each in reports
     )
     states = {id: record.state for id, record in records.items()}

@@ -102,7 +102,7 @@ async def supervise(make: Callable[[], Actor], config: PipelineConfig) -> None:
             actor.failed = True
             cause = _only_cause(error)
             if isinstance(cause, LaneReplaced):
-                log.error("lane_replaced", reason=cause.message)
+                log.error("lane_replaced", reason=str(cause))
                 raise cause from None
             has_opened = has_opened or actor.opened
             if isinstance(cause, ModelError | ConfigError) and not has_opened:
@@ -123,7 +123,7 @@ async def _announce(actor: Actor, reason: str) -> None:
         with anyio.move_on_after(1.0):
             await actor.leave(reason, failed=True)
     except BusError as error:
-        actor.log.warning("failure_not_announced", error=error.message)
+        actor.log.warning("failure_not_announced", error=str(error))
 
 
 def _only_cause(error: Exception) -> BaseException:

@@ -10,12 +10,21 @@ from typing import Any, Protocol
 from ..bus.codec import decode_output
 from ..bus.messages import CacheScope
 from ..bus.public import Completion, CompletionChunk, CompletionSample
-from ..config import AdmissionConfig, Constraint
+from ..config import Constraint
 from ..stages.actor import Actor
 from ..stages.admission.core import derive_seed
 from . import model
 from .calls import Call
 from .constraints import Constrained, stop_ids
+from .effect_checks import (
+    EffectsWorld,
+    check_cancelled,
+    check_claims,
+    check_leases,
+    check_letters,
+    check_timers,
+    may_be_given_up,
+)
 from .gateway_checks import (
     GatewaysWorld,
     check_attached,
@@ -28,10 +37,6 @@ from .gateway_checks import (
 from .redis.data import Stream
 from .story import MOST_REQUESTS, Request, Story
 
-MOST_FAILURES = AdmissionConfig().max_lane_deaths
-"""A request in which a lane fails so often is given up."""
-
-
 LATE_MS = 1500
 """So long behind its time limit a request ends at most, while admission and streaming run."""
 
@@ -40,10 +45,8 @@ QUICK_MS = 4000
 
 _LATE_STAGES = ("fairness", "batching", "executor")
 
-_FAILURES = ("crash", "kill", "double", "pause", "cut", "restart", "failover")
 
-
-class World(GatewaysWorld, Protocol):
+class World(GatewaysWorld, EffectsWorld, Protocol):
     """What a simulation shows; see its attributes."""
 
     longest_prefill: int
@@ -76,7 +79,7 @@ def check_call(world: World, call: Call) -> Iterator[str]:
         return
     for sample in ends[0].samples:
         yield from _check_tokens(world, call.request, sample, chunks)
-    yield from _check_end(story, call, ends[0], chunks)
+    yield from _check_end(world, call, ends[0], chunks)
     if call.request.interface == "bus":
         yield from _check_time(story, call)
         yield from _check_delay(story, call)
@@ -98,9 +101,9 @@ def _may_be_lost(world: World, call: Call) -> bool:
 
 
 def _check_end(
-    story: Story, call: Call, end: Completion, chunks: list[CompletionChunk]
+    world: World, call: Call, end: Completion, chunks: list[CompletionChunk]
 ) -> Iterator[str]:
-    request = call.request
+    request, story = call.request, world.story
     for sample in end.samples:
         if request.stream:
             own = [chunk for chunk in chunks if chunk.sample_index == sample.sample_index]
@@ -131,10 +134,8 @@ def _check_end(
             if not aborts and not (request.interface != "bus" and may_be_ended(story, call)):
                 yield f"it was cancelled: {end.error}"
         case _:
-            failures = sum(fault.kind in _FAILURES for fault in story.faults)
-            fatal = any(each.fatal for each in story.requests)
             code = end.error.code if end.error is not None else ""
-            if code != "lane_failed" or not (fatal or failures >= MOST_FAILURES):
+            if code != "lane_failed" or not may_be_given_up(world, call):
                 yield f"it failed: {end.error}"
 
 
@@ -268,6 +269,10 @@ def check_state(world: World) -> Iterator[str]:
                     yield f"batching: {error}"
         if actor.name == "fairness" and actor.holds_all:
             yield from _check_fairness(world, actor)
+        if actor.name == "admission" and actor.holds_all:
+            yield from check_timers(actor)
+    yield from check_claims(world)
+    yield from check_leases(world)
 
 
 def _check_fairness(world: World, actor: Any) -> Iterator[str]:
@@ -338,6 +343,7 @@ def _check_results(world: World) -> Iterator[str]:
         return
     ends = [decode_output(dict(_pairs(fields))[b"json"]) for fields in stream.fields.values()]
     yield from check_ends(world, (end for end in ends if isinstance(end, Completion)))
+    yield from check_cancelled(world, (end for end in ends if isinstance(end, Completion)))
     # A server that lost its last second, and whose clock went back, gives an id again.
     numbers = Counter((end.entry_id, end.request_id) for end in ends)
     for (entry_id, request_id), number in numbers.items():
@@ -384,6 +390,7 @@ def check_end(world: World) -> Iterator[str]:
     """Return what is left though all requests have ended."""
     yield from _check_results(world)
     yield from _check_streams(world)
+    yield from check_letters(world)
     if not _has_ended(world):
         for actor in world.actors():
             load = actor.load() if actor.holds_all else "not loaded"

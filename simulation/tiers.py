@@ -72,7 +72,7 @@ class SimulatedTiers:
             host_slots=num_slots,
             disk_blocks=disk_blocks,
             layout="simulated",
-            weights="as loaded",
+            model="as loaded",
             weight_version=weight_version,
             incarnation=f"{random.getrandbits(64):016x}",
             load_ns=1_000,
@@ -92,8 +92,9 @@ class SimulatedTiers:
                 case "store":
                     self._store(move)
                     if move.write:
-                        self._later(WRITE_NS, self._write_next)
-                        self._writes.append((move, _copied(self.slots[move.slot])))
+                        self._write(move)
+                case "write":
+                    self._write(move)
                 case "load":
                     self._memory[move.block_id] = _copied(self.slots[move.slot])
                 case "fetch" if move.source:
@@ -156,6 +157,10 @@ class SimulatedTiers:
     def _store(self, move: KVMove) -> None:
         self.offered.pop(move.slot, None)
         self.slots[move.slot] = _copied(self._memory[move.block_id])
+
+    def _write(self, move: KVMove) -> None:
+        self._later(WRITE_NS, self._write_next)
+        self._writes.append((move, _copied(self.slots[move.slot])))
 
     def _write_next(self) -> None:
         if not self._writes:

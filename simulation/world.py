@@ -6,6 +6,7 @@ import gc
 import hashlib
 import sys
 import warnings
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator, MutableMapping
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from contextvars import Context
@@ -62,6 +63,8 @@ class World:
         pipelines: By program, the running one.
         weights: The numbers of the weights of a lane and version.
         adapters: The numbers of the adapters of an id and version.
+        failures: Of each lane, when a stage of it has failed by an error.
+        given_up: How often admission has given up each request.
         slow: Factor of all times.
         losable: Requests that a server may have lost.
         updates: Orders with new weights so far.
@@ -124,6 +127,8 @@ class World:
         self._noted: list[bytes] = []
         self._pids = 0
         self.losable: set[str] = set()
+        self.failures: dict[str, list[int]] = {}
+        self.given_up: Counter[str] = Counter()
         self.updates = 10  # the adapters of the settings have the numbers before
         self._faults = Faults(self, self._random)
         self._dead: list[Any] = [self._outside]
@@ -404,6 +409,11 @@ class World:
                 about = f"log {process.name} {method} {name} {fields}"
                 self.lines.append(f"{self.loop.now_ns / MS:12.3f} {about}")
             error = event.get("exc_info")
+            if name == "stage_failed":
+                lane = process.name.partition("/")[0]
+                self.failures.setdefault(lane, []).append(self.loop.now_ns)
+            if name == "request_given_up":
+                self.given_up[str(fields.get("request_id"))] += 1
             if name == "stage_failed" and not self._may_fail(str(fields.get("error"))):
                 self.violate(f"{process.name}: a stage failed: {fields}")
                 if self.lines is not None and isinstance(error, BaseException):

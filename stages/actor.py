@@ -318,14 +318,14 @@ class Actor(ABC):
         """Return whether a request has spans."""
         return self.tracing.enabled and is_sampled(traceparent)
 
-    def first_context(self, entry_id: str) -> TraceContext:
+    def first_context(self, key: str) -> TraceContext:
         """Return the context of admission's span, for a request without a client's trace.
 
         Its ids are derived from the entry, so that a successor continues its predecessor's trace.
         On a bus in memory, where entry ids repeat, they are random.
         """
         bus = self.config.bus
-        root = f"{bus.url}/{bus.prefix}/{entry_id}" if self.bus.durable else ""
+        root = f"{bus.url}/{bus.prefix}/{key}" if self.bus.durable else ""
         return self.tracing.begin(root)
 
     def span(

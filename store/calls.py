@@ -11,20 +11,41 @@ import time
 from collections import OrderedDict
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Literal, Protocol
 
 import msgspec
 
-from ..config import BusConfig
+from ..config import BusConfig, RequestError
 
-MOST_CALLS = 4096
-"""Calls kept in memory; the least recently attached go first."""
+CALL_BYTES = 1024
+"""What a call takes besides its record, for `bus.calls_max_bytes`."""
 
-MOST_BYTES = 64 << 20
-"""Bytes of all records kept in memory."""
+# Calls that are examined for the time until there is room.
+_EXAMINED = 256
 
 Mark = Literal["resumed", "cancelled"]
 """An event of a call: a client has come back to it; or it is to run no further."""
+
+
+class CallsFull(RequestError):
+    """A tenant's share of `bus.calls_max_bytes` is used up."""
+
+    code = "stored_calls_full"
+
+    def __init__(self, max_bytes: int, retry_after_s: float) -> None:
+        super().__init__(
+            "your stored calls (responses, calls with an Idempotency-Key) use all of your share of "
+            f"{max_bytes} bytes (bus.calls_max_bytes); delete responses, send calls with store: "
+            f"false and without a key, or wait {max(1, round(retry_after_s))} s until some expire"
+        )
+        self.retry_after_s = retry_after_s
+
+
+def has_room(tenant_bytes: int, all_bytes: int, max_bytes: int) -> bool:
+    """Return whether a tenant may use so many bytes of all that are in use: as many as are left
+    free. So a new tenant always finds room, and none takes what another has stored."""
+    return tenant_bytes <= max_bytes - all_bytes
 
 
 class DurableCall(msgspec.Struct, frozen=True):
@@ -48,9 +69,13 @@ class CallStore(Protocol):
     nevertheless.
     """
 
-    async def keep(self, call_id: str, record: bytes, for_s: float) -> None:
-        """Store a call and attach to it (see `attach`). An existing call gets the new record
-        only."""
+    async def keep(self, call_id: str, record: bytes, for_s: float, tenant: str = "") -> None:
+        """Store a tenant's call and attach to it (see `attach`). An existing call gets the new
+        record only.
+
+        Raises:
+            CallsFull: There is no room for a new call. Calls are never dropped to make room.
+        """
 
     async def read(self, call_id: str) -> DurableCall | None:
         """Return the call; None if it is unknown or expired."""
@@ -76,6 +101,9 @@ class CallStore(Protocol):
             The id of the call that has the name now.
         """
 
+    async def named(self, name: str) -> str:
+        """Return the id of the call that has a name; "" if none has."""
+
     async def drop(self, call_id: str, name: str = "") -> None:
         """Delete a call of which nothing was published, and the name that it claimed."""
 
@@ -99,6 +127,7 @@ class _Call:
     """A call in memory. `until_s` is on `time.monotonic`."""
 
     until_s: float
+    tenant: str
     record: bytes = b""
     entries: dict[str, str] = field(default_factory=dict)
     marks: set[Mark] = field(default_factory=set)
@@ -109,25 +138,26 @@ class MemoryCalls:
 
     def __init__(self, config: BusConfig) -> None:
         self._ttl_s = config.results_ttl_s
+        self._max_bytes = config.calls_max_bytes
         # The least recently attached first.
         self._calls: OrderedDict[str, _Call] = OrderedDict()
-        self._bytes = 0
+        self._bytes: dict[str, int] = {}
+        self._all_bytes = 0
+        # The call of a name, and until when, as in `_Call`; the least recently attached first.
         self._named: OrderedDict[str, tuple[str, float]] = OrderedDict()
         self._attached_until_s: dict[str, float] = {}
 
-    async def keep(self, call_id: str, record: bytes, for_s: float) -> None:
-        now = time.monotonic()
-        if (call := self._find(call_id)) is None:
-            self._forget(call_id)
-            call = self._calls[call_id] = _Call(now + self._ttl_s)
-        self._bytes += len(record) - len(call.record)
+    async def keep(self, call_id: str, record: bytes, for_s: float, tenant: str = "") -> None:
+        self._forget_expired()
+        if (call := self._calls.get(call_id)) is None:
+            size = len(record) + CALL_BYTES
+            of_tenant = self._bytes.get(tenant, 0) + size
+            if not has_room(of_tenant, self._all_bytes + size, self._max_bytes):
+                raise CallsFull(self._max_bytes, self._first_expires_s(tenant))
+            call = self._calls[call_id] = _Call(time.monotonic() + self._ttl_s, tenant)
+            self._count(tenant, CALL_BYTES)
+        self._count(call.tenant, len(record) - len(call.record))
         call.record = record
-        while self._calls and (
-            len(self._calls) > MOST_CALLS
-            or self._bytes > MOST_BYTES
-            or next(iter(self._calls.values())).until_s < now
-        ):
-            self._forget(next(iter(self._calls)))
         await self.attach({call_id: ""}, for_s)
 
     async def read(self, call_id: str) -> DurableCall | None:
@@ -146,15 +176,16 @@ class MemoryCalls:
             call.marks.add(mark)
 
     async def claim(self, name: str, call_id: str) -> str:
-        now = time.monotonic()
-        owner, until_s = self._named.get(name, ("", 0.0))
-        if until_s < now:
+        self._forget_expired()
+        if (owner := await self.named(name)) == "":
             owner = call_id
-            self._named[name] = (owner, now + self._ttl_s)
+            self._named[name] = owner, time.monotonic() + self._ttl_s
             self._named.move_to_end(name)
-        while len(self._named) > MOST_CALLS:
-            self._named.popitem(last=False)
         return owner
+
+    async def named(self, name: str) -> str:
+        owner, until_s = self._named.get(name, ("", 0.0))
+        return owner if until_s >= time.monotonic() else ""
 
     async def drop(self, call_id: str, name: str = "") -> None:
         self._named.pop(name, None)
@@ -168,7 +199,7 @@ class MemoryCalls:
                 call.until_s = now + self._ttl_s
                 self._calls.move_to_end(call_id)
             if name in self._named:
-                self._named[name] = (self._named[name][0], now + self._ttl_s)
+                self._named[name] = self._named[name][0], now + self._ttl_s
                 self._named.move_to_end(name)
             if for_s:
                 before = self._attached_until_s.get(call_id, 0.0)
@@ -184,9 +215,29 @@ class MemoryCalls:
         await self.detach(over)
         return over
 
+    def _forget_expired(self) -> None:
+        now = time.monotonic()
+        while self._calls and next(iter(self._calls.values())).until_s < now:
+            self._forget(next(iter(self._calls)))
+        while self._named and next(iter(self._named.values()))[1] < now:
+            self._named.popitem(last=False)
+
+    def _first_expires_s(self, tenant: str) -> float:
+        """Return the seconds until the first of a tenant's calls expires, as far as known."""
+        found = (each for each in islice(self._calls.values(), _EXAMINED) if each.tenant == tenant)
+        first = next(found, None)
+        return self._ttl_s if first is None else first.until_s - time.monotonic()
+
     def _forget(self, call_id: str) -> None:
-        call = self._calls.pop(call_id, None)
-        self._bytes -= len(call.record) if call is not None else 0
+        if (call := self._calls.pop(call_id, None)) is None:
+            return
+        self._count(call.tenant, -len(call.record) - CALL_BYTES)
+
+    def _count(self, tenant: str, num_bytes: int) -> None:
+        self._all_bytes += num_bytes
+        self._bytes[tenant] = self._bytes.get(tenant, 0) + num_bytes
+        if not self._bytes[tenant]:
+            del self._bytes[tenant]
 
     def _find(self, call_id: str) -> _Call | None:
         call = self._calls.get(call_id)

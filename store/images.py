@@ -1,7 +1,7 @@
-"""Decoded images by id, shared by a deployment's processes.
+"""Images as the vision part takes them, by name, shared by a deployment's processes.
 
-An image is stored once, however many requests hold it. A lease keeps it while a request is in
-flight; images without one stay until others need the room, the longest unused first.
+An image is stored once for each name, however many requests hold it. A lease keeps it while a
+request is in flight; images without one stay until others need the room, the longest unused first.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ FOR_EVER = float("inf")
 
 
 class StoredImage(msgspec.Struct, frozen=True):
-    """A decoded image.
+    """A processed image.
 
     Attributes:
-        width, height: In pixels.
-        rgb: `[height, width, 3]` bytes.
+        width, height: Of the image itself, in pixels.
+        features: The inputs of the model's vision part, a safetensors file.
     """
 
     width: int
     height: int
-    rgb: bytes
+    features: bytes
 
-    @property
-    def id(self) -> str:
-        """SHA-256 of the size and all pixels, in hex: equal images have equal ids."""
-        digest = hashlib.sha256(b"%d %d " % (self.width, self.height))
-        digest.update(self.rgb)
-        return digest.hexdigest()
+
+def name_of(*parts: str) -> str:
+    """Return the name of an image in the store, 64 characters: a hash of the image's id and of all
+    that its features depend on, or that must not be shared."""
+    framed = "".join(f"{len(part)}:{part}" for part in parts)
+    return hashlib.sha256(framed.encode("utf-8", "surrogatepass")).hexdigest()
 
 
 class ImageUsage(NamedTuple):
@@ -52,7 +52,7 @@ NOTHING_STORED = ImageUsage(0, 0, 0)
 
 
 class ImageStore(Protocol):
-    """Images by id.
+    """Images by name.
 
     Methods wait while the transport is unreachable.
 
@@ -73,7 +73,7 @@ class ImageStore(Protocol):
         """Store an image, unless it is there, and hold it.
 
         Args:
-            id: `image.id`.
+            id: Of `name_of`.
             holder: As for `hold`; "" for no lease.
             for_s: As for `hold`.
             max_bytes: Limit on all images together.
@@ -128,12 +128,12 @@ class MemoryImages:
     ) -> bool:
         self._sweep()
         if id not in self._images:
-            size = len(image.rgb)
+            size = len(image.features)
             while self._bytes + size > max_bytes:
                 if not self._free:
                     return False
                 evicted, _ = self._free.popitem(last=False)
-                self._bytes -= len(self._images.pop(evicted).rgb)
+                self._bytes -= len(self._images.pop(evicted).features)
             self._images[id] = image
             self._bytes += size
             self._free[id] = None

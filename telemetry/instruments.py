@@ -126,9 +126,9 @@ CONSTRAINT_COMPILE = _step_seconds(
 )
 IMAGES = _counter("nano.images", "{image}", "Images of requests.", names.ERROR_TYPE)
 IMAGE_TIME = _counter(
-    "nano.images.time", "s", "Time to decode images and to tokenise their prompts."
+    "nano.images.time", "s", "Time to decode, process and store images, waiting included."
 )
-STORED_IMAGES = _gauge("nano.images.stored", "{image}", "Decoded images in the store.")
+STORED_IMAGES = _gauge("nano.images.stored", "{image}", "Processed images in the store.")
 STORED_IMAGE_BYTES = _gauge("nano.images.stored_bytes", "By", "Their size.")
 ENCODED_IMAGES = _counter("nano.images.encoded", "{image}", "Images that executors encoded.")
 CACHED_IMAGE_TOKENS = _gauge(

@@ -16,6 +16,7 @@ from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 
+from ..config import line_safe
 from . import names
 from .context import TraceContext
 from .spans import SCOPE, FinishedSpan, finished
@@ -44,7 +45,7 @@ class FileExporter(SpanExporter):
         scope = {"scope": {"name": SCOPE.name}, "spans": list(map(_encoded, finished(spans)))}
         line = {"resourceSpans": [{"resource": self._resource, "scopeSpans": [scope]}]}
         try:
-            os.write(self._file, msgspec.json.encode(line) + b"\n")
+            os.write(self._file, line_safe(msgspec.json.encode(line)) + b"\n")
         except OSError:
             return SpanExportResult.FAILURE
         return SpanExportResult.SUCCESS

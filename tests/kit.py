@@ -39,7 +39,7 @@ async def ping_error(config: BusConfig) -> str:
             await bus.ping()
     finally:
         await bus.aclose()
-    return refused.value.message
+    return str(refused.value)
 
 
 def credit(number: int) -> Credit:

@@ -118,6 +118,26 @@ def test_no_file_and_no_function_is_long() -> None:
 # --- sampling parameters, pause modes and finish reasons --------------------------------------
 
 
+def test_no_work_waits_for_the_threads_that_all_share() -> None:
+    """Each call that runs work in a thread names a limiter: of the default one has everybody only
+    40 threads, which one client's slow work would take."""
+    found: list[str] = []
+    for path in product_code():
+        source = path.read_text()
+        if "to_thread" not in source and "run_in_executor" not in source:
+            continue  # most files, and to parse them takes seconds
+        for node in ast.walk(ast.parse(source)):
+            if not isinstance(node, ast.Call):
+                continue
+            name = ast.unparse(node.func)
+            limits = {word.arg: ast.unparse(word.value) for word in node.keywords}
+            own = limits.get("limiter", "None") != "None" and "default" not in limits["limiter"]
+            threads = name.endswith("to_thread.run_sync") and not own
+            if threads or name.endswith((".run_in_executor", "asyncio.to_thread")):
+                found.append(f"{path.relative_to(ROOT)}:{node.lineno}")
+    assert not found, "name a limiter"
+
+
 def test_each_sampling_parameter_is_checked_by_admission() -> None:
     """By the range in the table, or by a check of its own; every truth value is good."""
     source = (ROOT / "stages" / "admission" / "checks.py").read_text()

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import ast
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
+import venv
 import zipfile
 from collections.abc import Iterable
 from contextlib import suppress
@@ -46,9 +48,18 @@ def tree() -> set[str]:
 
 @pytest.mark.slow
 def test_wheel_holds_the_tree(tmp_path: Path) -> None:
-    # The build itself, as pip runs it: with an environment of its own it takes far longer.
-    build = "import sys; from setuptools import build_meta as b; b.build_wheel(sys.argv[1])"
-    copy = tmp_path / "source"
+    wheel = built("wheel", tmp_path)
+    inside = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
+    assert inside == tree()
+
+
+def built(kind: str, folder: Path) -> Path:
+    """Build a wheel, or an editable one, from a copy of the tree; return its path.
+
+    The build itself, as pip runs it: with an environment of its own it takes far longer.
+    """
+    build = f"import sys; from setuptools import build_meta as b; b.build_{kind}(sys.argv[1])"
+    copy = folder / "source"
     files = subprocess.run(
         ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
         cwd=ROOT,
@@ -57,14 +68,43 @@ def test_wheel_holds_the_tree(tmp_path: Path) -> None:
         text=True,
     ).stdout.split("\n")
     for name in filter(None, files):
-        if (ROOT / name).is_file():
+        if (ROOT / name).exists():
             (copy / name).parent.mkdir(parents=True, exist_ok=True)
-            (copy / name).write_bytes((ROOT / name).read_bytes())
-    command = [sys.executable, "-c", build, str(tmp_path)]
+            shutil.copy(ROOT / name, copy / name, follow_symlinks=False)
+    command = [sys.executable, "-c", build, str(folder)]
     subprocess.run(command, cwd=copy, check=True, stdout=subprocess.DEVNULL)
-    (wheel,) = tmp_path.glob("*.whl")
-    inside = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
-    assert inside == tree()
+    (wheel,) = folder.glob("*.whl")
+    return wheel
+
+
+TYPED = """
+from nano_inference import EngineConfig, InferenceEngine, SamplingParams
+from nano_inference.kserve import NamedTensor
+
+engine = InferenceEngine(EngineConfig(model_path="tiny"))
+reveal_type(engine.generate(["a"], SamplingParams(temperature=0))[0].logprobs)
+number: int = engine.generate(["a"])
+"""
+
+
+@pytest.mark.slow
+def test_type_checkers_find_an_editable_installation(tmp_path: Path) -> None:
+    """Of a file outside of the tree, in an environment that has the package alone."""
+    venv.create(tmp_path / "venv", symlinks=True)
+    (packages,) = (tmp_path / "venv").glob("lib/python*/site-packages")
+    zipfile.ZipFile(built("editable", tmp_path)).extractall(packages)
+    (tmp_path / "outside").mkdir()
+    (tmp_path / "outside" / "use.py").write_text(TYPED)
+    command = [sys.executable, "-m", "mypy", "--strict", "--cache-dir", str(tmp_path / "cache")]
+    command += ["--python-executable", str(tmp_path / "venv/bin/python"), "use.py"]
+    ran = subprocess.run(command, cwd=tmp_path / "outside", capture_output=True, text=True)
+    lines = ran.stdout.splitlines()
+    assert [line.partition(": ")[2] for line in lines[:2]] == [
+        'note: Revealed type is "tuple[float, ...]"',
+        'error: Incompatible types in assignment (expression has type "list[TrainingSample]", '
+        'variable has type "int")  [assignment]',
+    ], ran
+    assert len(lines) == 3
 
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import queue
-import re
 import signal
 import threading
 import weakref
@@ -51,36 +50,6 @@ def template_of(
             f"the model's chat template can't be chosen: {shown(str(error))}",
             code="no_chat_template",
         ) from None
-
-
-_LOOPS = re.compile(r"for\s+\w+\s+in\s+\w+(?:\.content|\[['\"]content['\"]\])")
-_IS_TEXT = re.compile(r"\bis\s+(?:not\s+)?string\b")
-
-
-def as_contents_read(
-    template: str, turns: Iterable[Mapping[str, Any]], placeholder: str
-) -> list[dict[str, Any]]:
-    """Return messages with their contents in the form that a template reads.
-
-    Templates of vision models loop over a content's parts, some take texts as well, and others
-    take texts only.
-
-    Args:
-        template: The template.
-        turns: Messages with a content, a text or a list of parts in Transformers' form:
-            `{"type": "text", "text": …}` and `{"type": "image"}`.
-        placeholder: An image in a text; "" for a model without images.
-    """
-    loops = _LOOPS.search(template) is not None
-    found = [dict(turn) for turn in turns]
-    for turn in found:
-        content = turn.get("content")
-        if isinstance(content, str) and loops and not _IS_TEXT.search(template):
-            turn["content"] = [{"type": "text", "text": content}]
-        elif isinstance(content, list | tuple) and not loops:
-            texts = (placeholder if part["type"] == "image" else part["text"] for part in content)
-            turn["content"] = "\n".join(texts)
-    return found
 
 
 def render(

@@ -27,7 +27,8 @@ from typing import Any
 import msgspec
 
 from ..config import ModelError
-from ..config.temporary import cache_folder, sweep, temporary_folder
+from ..config.temporary import cache_folder, lock_file, sweep, temporary_folder
+from .gguf_config import complete
 from .gguf_header import GgufHeader, read_header
 
 LINK = "model.gguf"
@@ -38,7 +39,7 @@ _PACKAGES = ("gguf", "accelerate")
 _MOST_S = 900.0
 """Time limit of a conversion, in seconds."""
 
-_FORMAT = 1
+_FORMAT = 2
 """Version of the folders; others are made again."""
 
 _FLOATS = {"F64": "float32", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
@@ -170,7 +171,7 @@ def _cache_folder() -> Path | None:
 @contextmanager
 def _alone(lock: Path) -> Iterator[None]:
     """Lock out other threads and processes for the same folder."""
-    with lock.open("w") as file:
+    with lock_file(lock) as file:
         # On a file system without locks, several may convert it; the last one wins.
         with suppress(OSError):
             fcntl.flock(file, fcntl.LOCK_EX)
@@ -239,6 +240,7 @@ def _save_config(folder: Path, header: GgufHeader) -> None:
     from transformers import AutoConfig
 
     hf_config = AutoConfig.from_pretrained(folder, gguf_file=LINK, local_files_only=True)
+    complete(hf_config, header)
     hf_config.save_pretrained(folder)
     path = folder / "config.json"
     content = json.loads(path.read_text(encoding="utf-8"))

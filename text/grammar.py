@@ -11,11 +11,11 @@ import re
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakValueDictionary
 
 import msgspec
@@ -23,7 +23,9 @@ import numpy as np
 import numpy.typing as npt
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, grammar_from
 
-from ..config import Constraint, ModelError, RequestError, cut, shown
+from ..config import Constraint, EngineConfig, ModelError, RequestError, cut, shown
+from .enforced_schema import IGNORING, enforced_lark, enforced_schema
+from .grammar_tokenizer import grammar_tokenizer, spellings
 from .grammar_trial import GrammarTrial, cpu_limit_s
 from .messages import lark_of_gbnf
 from .tokenizer import load_tokenizer, special_token_ids, stop_token_ids_of
@@ -52,6 +54,9 @@ _LIMITS: Any = {
 _TOO_COSTLY = re.compile("too many (?:expressions|states|items)|max is", re.IGNORECASE)
 """llguidance's messages when a limit is exceeded."""
 
+_UNSUPPORTED = re.compile("Unimplemented keys|oneOf constraints|min/maxProperties only")
+"""llguidance's messages about keywords of JSON schemas."""
+
 _MOST_WORDS = 400
 """Characters quoted of the library's messages."""
 
@@ -65,6 +70,22 @@ _BYTES_PER_CPU_S = 160e6
 
 MASK_S = 50e-6
 """Time of a mask whose states are cached, so that it adds none: 20 to 60 us."""
+
+_MULTIPLYING = re.compile(r"\{\d+(?:,\d*)?\}|pattern|format|[&~]")
+"""Parts of constraints whose states may multiply."""
+
+_COUNTING = re.compile(r"max_tokens\s*=")
+"""Part of a rule in Lark that counts tokens."""
+
+_NEGATED = re.compile(r"~/(?:\\.|[^/\\])+/?", re.DOTALL)
+"""Patterns that a text must not match, in Lark."""
+
+_WALKS = 3
+_WALK_TOKENS = 64
+"""Texts, and their tokens, that are tried in a new grammar."""
+
+_WALK_S = 0.05
+"""CPU time after which no more are tried."""
 
 _REFUSALS_KEPT = 1024
 """Refused grammars cached with their reason."""
@@ -113,7 +134,7 @@ def plain(constraint: Constraint) -> Constraint:
     """Return the constraint with every value as text.
 
     Raises:
-        RequestError: invalid_constraint: not exactly one kind is given, or a schema is not JSON.
+        RequestError: invalid_constraint: not exactly one kind is given, or a schema can't be JSON.
     """
     given = _given(constraint)
     if len(given) != 1:
@@ -124,16 +145,19 @@ def plain(constraint: Constraint) -> Constraint:
     schema = constraint.json_schema
     try:
         text = schema if isinstance(schema, str) else msgspec.json.encode(schema).decode()
-        found = msgspec.json.decode(text)
     except (ValueError, TypeError, OverflowError, RecursionError) as error:
         raise invalid(f"constraint.json_schema is no JSON: {_said(error)}") from None
-    if not isinstance(found, dict):
-        raise invalid("constraint.json_schema must be a JSON object")
     return Constraint(json_schema=text)
 
 
-def grammar_of(constraint: Constraint) -> str:
+def grammar_of(
+    constraint: Constraint, special: Mapping[str, int], ignored: frozenset[str] = frozenset()
+) -> str:
     """Convert a `plain` constraint to llguidance's form.
+
+    Args:
+        special: Ids of special tokens by name.
+        ignored: Keywords of JSON schemas to ignore.
 
     Raises:
         RequestError: invalid_constraint.
@@ -142,9 +166,9 @@ def grammar_of(constraint: Constraint) -> str:
         if constraint.json_object:
             return LLMatcher.grammar_from_json_schema(_ANY_OBJECT, defaults=_JSON_DEFAULTS)
         if constraint.json_schema is not None:
-            return LLMatcher.grammar_from_json_schema(
-                constraint.json_schema, defaults=_JSON_DEFAULTS
-            )
+            assert isinstance(constraint.json_schema, str), "it is plain"
+            schema = enforced_schema(constraint.json_schema, ignored)
+            return LLMatcher.grammar_from_json_schema(schema, defaults=_JSON_DEFAULTS)
         if constraint.regex is not None:
             return grammar_from("regex", constraint.regex)
         if constraint.choice is not None:
@@ -152,7 +176,7 @@ def grammar_of(constraint: Constraint) -> str:
                 raise invalid("constraint.choice must be texts that are not empty, one at least")
             return grammar_from("choice", msgspec.json.encode(constraint.choice).decode())
         if constraint.lark is not None:
-            return grammar_from("lark", constraint.lark)
+            return grammar_from("lark", enforced_lark(constraint.lark, special, ignored))
         assert constraint.gbnf is not None
         return lark_of_gbnf(constraint.gbnf)
     except (ValueError, RecursionError, UnicodeError) as error:
@@ -197,19 +221,48 @@ def is_dead_end(matcher: LLMatcher, *, may_stop: bool) -> bool:
     return matcher.is_error() or (may_stop and not matcher.is_accepting())
 
 
+class _Compiled(NamedTuple):
+    """A compiled grammar.
+
+    Attributes:
+        matcher: At its start.
+        spelled: Tokens that the text shows by their names, which the grammar has, by id; and the
+            ids of the tokens that spell them.
+        size: Bytes.
+    """
+
+    matcher: LLMatcher
+    spelled: Mapping[int, list[int]]
+    size: int
+
+
+@dataclass(eq=False)
 class _Vocabulary:
     """A model's tokens in llguidance's form, with a cache of compiled grammars.
 
     One per process, so that the executor reuses grammars compiled by admission.
+
+    Attributes:
+        tokenizer: Of `grammar_tokenizer`.
+        stop_ids: End-of-text tokens.
+        special: Ids of special tokens by name.
+        spellings: As the function.
+        ignored: Keywords of JSON schemas to ignore.
+        trial: Tries grammars.
+        ends: Tokens that end a part of JSON.
     """
 
-    def __init__(self, tokenizer: LLTokenizer, stop_ids: list[int], trial: GrammarTrial) -> None:
-        self.tokenizer = tokenizer
-        self.stop_ids = stop_ids
-        self._trial = trial
+    tokenizer: LLTokenizer
+    stop_ids: list[int]
+    special: dict[str, int]
+    spellings: dict[str, tuple[int, list[int]]]
+    ignored: frozenset[str]
+    trial: GrammarTrial
+    ends: list[int]
+
+    def __post_init__(self) -> None:
         self._lock = threading.Lock()
-        # With the size in bytes.
-        self._compiled: OrderedDict[bytes, tuple[LLMatcher, int]] = OrderedDict()
+        self._compiled: OrderedDict[bytes, _Compiled] = OrderedDict()
         self._compiled_bytes = 0
         self._refused: OrderedDict[bytes, str] = OrderedDict()
 
@@ -222,8 +275,10 @@ class _Vocabulary:
         with self._lock:
             return key in self._compiled or key in self._refused
 
-    def matcher(self, constraint: Constraint, *, tried: bool) -> LLMatcher:
-        """Return a new matcher for a constraint.
+    def matcher(
+        self, constraint: Constraint, *, tried: bool
+    ) -> tuple[LLMatcher, Mapping[int, list[int]]]:
+        """Return a new matcher for a constraint, and as `_Compiled.spelled`.
 
         Args:
             tried: The grammar passed its trial, as all admitted ones have.
@@ -233,7 +288,7 @@ class _Vocabulary:
         """
         constraint, key = _plain_and_key(constraint)
         with self._lock:
-            found, _ = self._compiled.get(key, (None, 0))
+            found = self._compiled.get(key)
             refusal = self._refused.get(key)
         if refusal is not None:
             raise invalid(refusal)
@@ -243,7 +298,7 @@ class _Vocabulary:
         with self._lock:
             if key in self._compiled:
                 self._compiled.move_to_end(key)
-            return found.deep_copy()
+            return found.matcher.deep_copy(), found.spelled
 
     def charge(self, constraint: Constraint, masks_s: float) -> None:
         """Account for the states that masks added to a grammar, which all its matchers share.
@@ -255,31 +310,33 @@ class _Vocabulary:
         _, key = _plain_and_key(constraint)
         with self._lock:
             if key in self._compiled:
-                self._keep(key, self._compiled[key][0], int(masks_s * _BYTES_PER_CPU_S))
+                grown = int(masks_s * _BYTES_PER_CPU_S)
+                self._keep(key, self._compiled[key], grown)
 
     def forget(self, constraint: Constraint) -> None:
         """Drop a grammar that exceeded a limit."""
         _, key = _plain_and_key(constraint)
         with self._lock:
-            _, size = self._compiled.pop(key, (None, 0))
-            self._compiled_bytes -= size
+            if (dropped := self._compiled.pop(key, None)) is not None:
+                self._compiled_bytes -= dropped.size
 
-    def _keep(self, key: bytes, matcher: LLMatcher, size: int) -> None:
-        """Add bytes to a grammar's size, and evict the least recently used grammars."""
-        _, before = self._compiled.get(key, (None, 0))
-        self._compiled[key] = matcher, before + size
-        self._compiled_bytes += size
+    def _keep(self, key: bytes, compiled: _Compiled, grown: int) -> None:
+        """Keep a grammar that has grown, and evict the least recently used ones."""
+        self._compiled[key] = compiled._replace(size=compiled.size + grown)
+        self._compiled_bytes += grown
         while self._compiled_bytes > _KEPT_BYTES and len(self._compiled) > 1:
-            _, (_, dropped) = self._compiled.popitem(last=False)
-            self._compiled_bytes -= dropped
+            _, dropped = self._compiled.popitem(last=False)
+            self._compiled_bytes -= dropped.size
 
-    def _compile(self, constraint: Constraint, key: bytes, *, tried: bool) -> LLMatcher:
+    def _compile(self, constraint: Constraint, key: bytes, *, tried: bool) -> _Compiled:
         try:
-            grammar = grammar_of(constraint)
+            grammar = grammar_of(constraint, self.special, self.ignored)
             if not tried:
                 self._try(grammar)
             start_s = time.thread_time()
             matcher = _compile(grammar, self.tokenizer, self.stop_ids)
+            if not tried and _MULTIPLYING.search(_encoded(constraint).decode()):
+                matcher = self._walk(grammar, matcher)
             size = len(grammar) + int((time.thread_time() - start_s) * _BYTES_PER_CPU_S)
         except RequestError as error:
             if error.code == "invalid_constraint":
@@ -288,14 +345,58 @@ class _Vocabulary:
                     if len(self._refused) > _REFUSALS_KEPT:
                         self._refused.popitem(last=False)
             raise
+        spelled = _spelled(self.spellings, constraint.lark or grammar, grammar)
+        compiled = _Compiled(matcher, spelled, 0)
         with self._lock:
             if key not in self._compiled:
-                self._keep(key, matcher, size)
-        return matcher
+                self._keep(key, compiled, size)
+        return compiled
+
+    def _walk(self, grammar: str, matcher: LLMatcher) -> LLMatcher:
+        """Refuse a grammar in which every text soon exceeds a limit, as some patterns of counted
+        words do: try a few texts of random tokens.
+
+        Returns:
+            The grammar's matcher, without the states of a text that exceeded a limit.
+
+        Raises:
+            RequestError: invalid_constraint.
+        """
+        start_s = time.thread_time()
+        for seed in range(_WALKS):
+            said = self._walk_once(matcher.deep_copy(), np.random.default_rng(seed))
+            if not said:
+                return matcher
+            matcher = _compile(grammar, self.tokenizer, self.stop_ids)
+            if time.thread_time() - start_s > _WALK_S:
+                break
+        raise invalid(
+            f"the constraint takes too much work within a text: {_said(said)}; make it simpler: "
+            "patterns that have to match together, or a length and a pattern with repetitions, "
+            "multiply by each other"
+        )
+
+    def _walk_once(self, matcher: LLMatcher, rng: np.random.Generator) -> str:
+        """Follow a random text; return the library's message if it exceeds a limit, else ""."""
+        start_s = time.thread_time()
+        for _ in range(_WALK_TOKENS):
+            mask = np.frombuffer(matcher.compute_bitmask(), np.uint8)
+            if is_too_costly(matcher):
+                return matcher.get_error()
+            allowed = np.flatnonzero(np.unpackbits(mask, bitorder="little"))
+            allowed = allowed[~np.isin(allowed, self.stop_ids)]
+            if not allowed.size or time.thread_time() - start_s > _WALK_S:
+                return ""
+            # Half of the tokens end something, so that a text has many parts.
+            ends = allowed[np.isin(allowed, self.ends)]
+            matcher.consume_token(
+                int(rng.choice(ends if ends.size and rng.random() < 0.5 else allowed))
+            )
+        return ""
 
     def _try(self, grammar: str) -> None:
         """Run the grammar's trial. Raises RequestError: invalid_constraint."""
-        said = self._trial.run(grammar)
+        said = self.trial.run(grammar)
         if said is None:
             raise invalid(
                 f"the constraint takes more than {cpu_limit_s(grammar):.2f} s, or too much memory, "
@@ -303,7 +404,34 @@ class _Vocabulary:
                 "match, multiply by each other, most of all where they count repetitions"
             )
         if said:
-            raise invalid(f"the constraint can't be followed: {_said(said)}")
+            raise _unfollowed(said)
+
+
+def _spelled(
+    spellings: Mapping[str, tuple[int, list[int]]], text: str, grammar: str
+) -> dict[int, list[int]]:
+    """Return the tokens that may stand for their names in a constraint.
+
+    Args:
+        spellings: As the function.
+        text: The constraint, whose negated patterns don't count.
+        grammar: In llguidance's form. It may tell a token from its name, or count tokens.
+    """
+    if _COUNTING.search(grammar):
+        return {}
+    # A pattern's escapes are no part of a name.
+    named = _NEGATED.sub("", text).replace("\\", "")
+    return {
+        token_id: spelled
+        for name, (token_id, spelled) in spellings.items()
+        if name in named and f"<[{token_id}]>" not in grammar
+    }
+
+
+def _unfollowed(said: str) -> RequestError:
+    """Return the refusal of a constraint by the library's message."""
+    advice = f"; {IGNORING}" if _UNSUPPORTED.search(said) else ""
+    return invalid(f"the constraint can't be followed: {_said(said)}{advice}")
 
 
 _VOCABULARIES: WeakValueDictionary[bytes, _Vocabulary] = WeakValueDictionary()
@@ -320,15 +448,28 @@ class GrammarCompiler:
         folder: The model's folder; its tokenizer is loaded by `make_ready` or the first constraint.
         load: Returns the tokenizer.
         vocab_size: Columns of the model's logits.
+        ignored: Keywords of JSON schemas to ignore.
     """
 
     folder: Path
     vocab_size: int
     load: Callable[[Path], PreTrainedTokenizerFast] = load_tokenizer
+    ignored: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:
         self._lock = threading.Lock()
         self._vocabulary: _Vocabulary | RequestError | ModelError | None = None
+
+    @classmethod
+    def of(
+        cls,
+        config: EngineConfig,
+        vocab_size: int,
+        load: Callable[[Path], PreTrainedTokenizerFast] = load_tokenizer,
+    ) -> GrammarCompiler:
+        """Return the compiler of a lane's model."""
+        ignored = frozenset[str](config.ignored_schema_keywords)
+        return cls(config.model_folder, vocab_size, load, ignored)
 
     def make_ready(self) -> None:
         """Prepare the tokenizer for constraints, before requests arrive.
@@ -366,6 +507,18 @@ class GrammarCompiler:
             RequestError: As `check`.
             ModelError: The model has no usable tokenizer.
         """
+        return self.begin(constraint)[0]
+
+    def begin(self, constraint: Constraint) -> tuple[LLMatcher, Mapping[int, list[int]]]:
+        """As `matcher`, besides tokens that the text shows by their names, with those that spell
+        them.
+
+        The matcher has tokens like `<think>` as special: a text's own name is spelled by other
+        tokens. Where these may come, the model may write the token itself.
+
+        Returns:
+            The matcher; by id, the ids of the tokens that spell it.
+        """
         return self._ready().matcher(constraint, tried=True)
 
     def charge(self, constraint: Constraint, masks_s: float) -> None:
@@ -396,21 +549,28 @@ class GrammarCompiler:
                 "the model has no end-of-sequence token, so that a constrained answer could "
                 "not end; leave the constraint out"
             )
-        text = tokenizer.backend_tokenizer.to_str()
-        key = hashlib.sha256(f"{self.vocab_size} {stop_ids} {text}".encode()).digest()
+        backend, ignored = tokenizer.backend_tokenizer, sorted(self.ignored)
+        content = f"{self.vocab_size} {stop_ids} {ignored} {backend.to_str()}"
+        key = hashlib.sha256(content.encode()).digest()
         with _VOCABULARIES_LOCK:
             found = _VOCABULARIES.get(key)
             if found is None:
+                text = grammar_tokenizer(backend)
                 try:
                     made = LLTokenizer(text, n_vocab=self.vocab_size, eos_token=stop_ids)
                 except ValueError as error:
                     raise invalid(
                         f"the model's tokenizer can't be used with a constraint: {_said(error)}"
                     ) from None
-                trial = GrammarTrial(
-                    self.vocab_size, stop_ids, special_token_ids(tokenizer), _LIMITS
+                found = _VOCABULARIES[key] = _Vocabulary(
+                    tokenizer=made,
+                    stop_ids=stop_ids,
+                    special=special_token_ids(tokenizer),
+                    spellings=spellings(backend, made, stop_ids),
+                    ignored=self.ignored,
+                    trial=GrammarTrial(self.vocab_size, stop_ids, _LIMITS),
+                    ends=[each for text in '"}],' for each in made.tokenize_str(text)],
                 )
-                found = _VOCABULARIES[key] = _Vocabulary(made, stop_ids, trial)
             return found
 
 
@@ -432,7 +592,7 @@ def _compile(grammar: str, tokenizer: LLTokenizer, stop_ids: list[int]) -> LLMat
     limits = LLParserLimits(verbose_errors=False, **_LIMITS)
     matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=limits)
     if matcher.is_error():
-        raise invalid(f"the constraint can't be followed: {_said(matcher.get_error())}")
+        raise _unfollowed(matcher.get_error())
     tried = matcher.deep_copy()
     allowed = np.frombuffer(tried.compute_bitmask(), np.int32)
     if is_too_costly(tried):

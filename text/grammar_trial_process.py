@@ -24,23 +24,22 @@ _SPARE_BYTES = 256 << 20
 
 
 class ByteTokens:
-    """A vocabulary of single bytes and the special tokens, in llguidance's form.
+    """A vocabulary of single bytes, in llguidance's form; a grammar names others by their ids.
 
     The time to build a lexer doesn't depend on the other tokens.
     """
 
-    def __init__(self, vocab_size: int, stop_ids: list[int], special: dict[str, int]) -> None:
+    def __init__(self, vocab_size: int, stop_ids: list[int]) -> None:
         self.eos_token_id = stop_ids[0]
         self.bos_token_id = None
-        self.special_token_ids = sorted({*special.values(), *stop_ids})
-        taken = set(self.special_token_ids)
-        free = [token_id for token_id in range(vocab_size) if token_id not in taken][:256]
+        self.special_token_ids = stop_ids
+        free = [token_id for token_id in range(vocab_size) if token_id not in stop_ids][:256]
         self._ids = dict(enumerate(free))
         self.tokens = [b""] * vocab_size
+        for token_id in stop_ids:
+            self.tokens[token_id] = f"<{token_id}>".encode()
         for byte, token_id in self._ids.items():
             self.tokens[token_id] = bytes([byte])
-        for name, token_id in special.items():
-            self.tokens[token_id] = name.encode()
 
     def __call__(self, text: bytes) -> list[int]:
         return [self._ids[byte] for byte in text if byte in self._ids]
@@ -80,7 +79,7 @@ def main() -> None:
     """Serve until the connection is closed."""
     connection = Connection(int(sys.argv[1]))
     told = json.loads(connection.recv_bytes())
-    tokens = ByteTokens(told["vocab_size"], told["stop_ids"], told["special"])
+    tokens = ByteTokens(told["vocab_size"], told["stop_ids"])
     tokenizer = LLTokenizer(TokenizerWrapper(tokens))
     if sys.platform == "linux":
         pages = int(Path("/proc/self/statm").read_text().split()[0])

@@ -7,6 +7,8 @@ its back end with PIL; it needs the sizes of the images only.
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -26,6 +28,9 @@ _FILES = ("processor_config.json", "preprocessor_config.json")
 
 _SAME_FOR_IMAGES = {"SmolVLMProcessor": "Idefics3Processor"}
 """Processors that need packages for videos, and others that treat images the same way."""
+
+_OF_FIXED_SHAPE = frozenset({"pixel_values", "image_sizes", "batch_num_images", "num_crops"})
+"""Results of processors that bring each image, or each tile of it, to the same shape."""
 
 _REMEMBERED = 4096
 """Sizes whose expansion is kept."""
@@ -59,10 +64,18 @@ class ImageProcessor:
         mark_id: The token of `placeholder`.
         placeholder_id: The token in whose place embeddings of an image go; mostly `mark_id`.
         image_processor: Transformers' image processor, with the PIL back end.
+        options: Its arguments, as the model's processor gives them.
+        folder: With its settings.
+        fingerprint: Of all that an image's features depend on, besides the image.
+        differs_in_company: Whether features also depend on whether a prompt has other images.
     """
 
-    def __init__(self, processor: Any, placeholder_id: int) -> None:
-        """Args: a processor of Transformers', and `image_token_id` of the model's settings."""
+    def __init__(self, processor: Any, placeholder_id: int, folder: Path) -> None:
+        """Args:
+        processor: Of Transformers.
+        placeholder_id: `image_token_id` of the model's settings.
+        folder: With its files.
+        """
         self._processor = processor
         self._tokenizer: PreTrainedTokenizerFast = processor.tokenizer
         self.image_processor: Any = processor.image_processor
@@ -73,9 +86,14 @@ class ImageProcessor:
         self.placeholder_id = placeholder_id
         self.mark_id = int(self._tokenizer.convert_tokens_to_ids(self.placeholder))
         self._special_ids = {*self._tokenizer.all_special_ids, self.mark_id, placeholder_id}
-        self._images_kwargs = processor._merge_kwargs(
+        self.options: dict[str, Any] = processor._merge_kwargs(
             tokenizer_init_kwargs=self._tokenizer.init_kwargs
         )["images_kwargs"]
+        self.folder = folder
+        settings = self.image_processor.to_json_string() + json.dumps(self.options)
+        names = self.image_processor.model_input_names
+        self.differs_in_company = "batch_num_images" in names
+        self.fingerprint = hashlib.sha256(settings.encode()).hexdigest()
         self._replacement = lru_cache(_REMEMBERED)(self._compute)
         self._encoded = lru_cache(_REMEMBERED)(self._encode)
 
@@ -99,7 +117,7 @@ class ImageProcessor:
             return None
         try:
             processor = _load_processor(folder, tokenizer or load_tokenizer(folder))
-            return cls(processor, placeholder_id)
+            return cls(processor, placeholder_id, folder)
         except ModelError:
             raise
         # Whatever Transformers raises for settings that it can't read.
@@ -118,6 +136,37 @@ class ImageProcessor:
         """
         encoded = map(self._encoded, self.replacements(sizes))
         return [ids.count(self.placeholder_id) for ids in encoded]
+
+    def check_growth(self, sizes: Sequence[Size], *, max_pixels: int, max_side: int) -> None:
+        """Check that no image of a prompt becomes too large while it is processed, by the rule by
+        which its sides are made equal, or its shorter side gets a fixed length.
+
+        Raises:
+            RequestError: image_too_large.
+        """
+        for place, size in enumerate(sizes):
+            for width, height in self._sizes_within(size, alone=len(sizes) == 1):
+                if width * height > max_pixels or max(width, height) > max_side:
+                    raise RequestError(
+                        f"images[{place}] can't be used: the model's processor makes {width} x "
+                        f"{height} pixels of its {size[0]} x {size[1]}, and at most {max_pixels} "
+                        f"pixels (images.max_pixels) with sides of {max_side} (images.max_side) "
+                        "are taken; send one whose sides differ less",
+                        code="image_too_large",
+                    )
+
+    def _sizes_within(self, size: Size, *, alone: bool) -> Iterable[Size]:
+        """Return the sizes of an image while it is processed, as far as the model's settings don't
+        bound them."""
+        own, (width, height) = self.image_processor, size
+        tiles = hasattr(own, "image_grid_pinpoints")
+        if hasattr(own, "pad_to_square") and (not alone if tiles else own.do_pad):
+            width = height = max(size)
+            yield width, height
+        shortest = own.size.shortest_edge if own.size and own.do_resize else None
+        if shortest and not own.size.longest_edge:
+            long = int(shortest * max(width, height) / min(width, height))
+            yield (shortest, long) if width <= height else (long, shortest)
 
     def replacements(self, sizes: Sequence[Size]) -> list[str]:
         """Return the text that replaces the placeholder of each image of a prompt.
@@ -165,6 +214,21 @@ class ImageProcessor:
             given = tuple(found)
         return Expanded(given, self._located(given, replacements))
 
+    def check_no_images(self, token_ids: Sequence[int]) -> None:
+        """Refuse a prompt without images that has tokens of some: the model would read embeddings
+        that stand for nothing.
+
+        Raises:
+            RequestError: images_mismatch.
+        """
+        for token_id in {self.mark_id, self.placeholder_id}:
+            if number := token_ids.count(token_id):
+                raise RequestError(
+                    f"the prompt has {number} image tokens ({self.placeholder}, id {token_id}) and "
+                    "no images; give the images, or leave these tokens out",
+                    code="images_mismatch",
+                )
+
     def _located(
         self, token_ids: tuple[int, ...], replacements: list[tuple[int, ...]]
     ) -> tuple[ImageTokens, ...]:
@@ -210,10 +274,10 @@ class ImageProcessor:
 
     def _inputs(self, size: Size, alone: bool) -> dict[str, Any]:
         """Return what the image processor finds out about an image, as far as its tokens depend on
-        it. Without a rule for the processor, an empty image of the size is processed.
+        it. If the processor makes another shape of each image, an empty one is processed.
         """
         width, height = size
-        own, kwargs = self.image_processor, self._images_kwargs
+        own, kwargs = self.image_processor, self.options
         if hasattr(own, "get_number_of_image_patches"):
             patches = own.get_number_of_image_patches(height, width, kwargs)
             if isinstance(patches, tuple):
@@ -223,6 +287,24 @@ class ImageProcessor:
 
                 return {"image_grid_thw": np.array([[1, patches, 1]])}
             return {"num_patches": [patches]}
+        shape = own.crop_size if own.do_center_crop else own.size
+        if _OF_FIXED_SHAPE.issuperset(own.model_input_names) and shape.height and shape.width:
+            import numpy as np
+
+            pixels = np.zeros((1, shape.height, shape.width), np.uint8)
+            crops = 0
+            if kwargs.get("do_pan_and_scan"):
+                names = ("min_crop_size", "max_num_crops", "min_ratio_to_activate")
+                limits = {f"pan_and_scan_{name}": kwargs[f"pan_and_scan_{name}"] for name in names}
+                # Parts of it are views.
+                empty = np.broadcast_to(np.uint8(0), (3, height, width))
+                crops = len(own.pan_and_scan(empty, **limits))
+            return {
+                "pixel_values": [[pixels]] if hasattr(own, "image_grid_pinpoints") else [pixels],
+                "image_sizes": [(height, width)],
+                "batch_num_images": [1] if alone else [2],
+                "num_crops": [crops],
+            }
         from PIL import Image
 
         image = Image.new("RGB", size)

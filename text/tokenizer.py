@@ -13,19 +13,14 @@ from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 
 from ..config import ModelError, SamplingParams, missing_model, prompt_too_long
 from .gguf import folder_of
+from .grammar_tokenizer import is_special
+from .tokenizer_files import check_vocabulary, has_tokenizer, no_vocabulary
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 ANY_LENGTH = sys.maxsize
 """Bytes of a token that may represent text of any length."""
-
-
-TOKENIZER_FILES = (
-    *("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "tekken.json"),
-    *("vocab.json", "vocab.txt", "spiece.model"),
-)
-"""File names of saved tokenizers, supported or not."""
 
 
 def find_tokenizer(folder: Path) -> PreTrainedTokenizerFast | None:
@@ -36,7 +31,7 @@ def find_tokenizer(folder: Path) -> PreTrainedTokenizerFast | None:
         ModelError: There is no such folder, or its tokenizer can't be used.
     """
     folder = folder_of(folder)
-    if folder.is_dir() and not any((folder / name).exists() for name in TOKENIZER_FILES):
+    if folder.is_dir() and not has_tokenizer(folder):
         return None
     return load_tokenizer(folder)
 
@@ -63,6 +58,7 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
             f"{folder} holds no tokenizer.json; save the model's tokenizer there with "
             f"tokenizer.save_pretrained()"
         )
+    check_vocabulary(folder)
     try:
         tokenizer = AutoTokenizer.from_pretrained(
             str(folder), local_files_only=True, trust_remote_code=False
@@ -76,6 +72,17 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
             f"the tokenizer in {folder} is not backed by a tokenizer.json; convert it to one "
             f"(a fast tokenizer) and save it there"
         )
+    if not tokenizer.backend_tokenizer.get_vocab_size(with_added_tokens=False):
+        raise ModelError(
+            f"the tokenizer in {folder} has no tokens but {len(tokenizer)} added ones; save the "
+            "model's tokenizer there with tokenizer.save_pretrained()"
+        )
+    if not (folder / "tokenizer.json").is_file():
+        # Without one of these files its class makes a tokenizer of whatever is there.
+        files = tokenizer.vocab_files_names.values()
+        missing = sorted(name for name in files if not (folder / name).is_file())
+        if missing != ["tokenizer.json"] or len(files) == 1:
+            raise no_vocabulary(folder, f"{type(tokenizer).__name__} needs {', '.join(missing)}")
     return tokenizer
 
 
@@ -88,7 +95,7 @@ def special_token_ids(tokenizer: PreTrainedTokenizerFast) -> dict[str, int]:
     return {
         token.content: token_id
         for token_id, token in added.items()
-        if token.special or (token.content.startswith("<") and token.content.endswith(">"))
+        if is_special(token.content, special=token.special)
     }
 
 

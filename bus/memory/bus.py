@@ -14,6 +14,7 @@ import msgspec
 
 from ...config import STAGES, BusConfig, BusError, role_of_sender, split_role
 from ...config.errors import bus_closed
+from ...config.forks import check_not_forked
 from ...store.store import memory_store
 from ..backlog import Backlog
 from ..channel import Bus, Inbox
@@ -137,6 +138,7 @@ class MemoryRequests:
     async def publish(
         self, request: AnyRequest, *, traceparent: str = "", tracestate: str = ""
     ) -> str:
+        check_not_forked()
         checked = check_request(request, self._config.max_request_bytes)
         self._last += 1
         entry_id = f"0-{self._last}"

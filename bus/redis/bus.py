@@ -12,7 +12,7 @@ from functools import partial
 import msgspec
 
 from ...config import NOT_PERMITTED, STAGES, BusConfig, BusError, role_of_sender, split_role
-from ...config.errors import bus_closed, stage_replaced
+from ...config.errors import bus_closed
 from ...store.in_place import AdaptersInPlace, WeightsInPlace
 from ...store.redis.board import RedisBoard
 from ...store.redis.calls import RedisCalls
@@ -37,6 +37,7 @@ from .replies import RedisReplies
 from .requests import RedisRequests
 from .results import RedisResults
 from .routing import RedisRouting
+from .starts import ProcessStart
 
 COMMAND_CONNECTIONS = 8
 """Connections for commands that don't block, shared by the whole bus."""
@@ -52,29 +53,6 @@ local now_ms = time[1] * 1000 + math.floor(time[2] / 1000)
 local epoch = math.max(tonumber(redis.call('GET', KEYS[1]) or 0) + 1, now_ms)
 redis.call('SET', KEYS[1], string.format('%.0f', epoch))
 return epoch
-"""
-
-# Number a stage's opening, if the record is as it was read. A command that comes late changes
-# nothing: after it was sent again since no reply came, or after its process was replaced.
-_OPEN = """
-local record = redis.call('HGET', KEYS[1], ARGV[1]) or ''
-local last, opener = string.match(record, '^(%d+) (.*)$')
-if record ~= ARGV[2] then return opener == ARGV[3] and tonumber(last) end
-local time = redis.call('TIME')
-local now = time[1] * 1000 + math.floor(time[2] / 1000)
-local this = math.max(tonumber(last or 0) + 1, now)
-redis.call('HSET', KEYS[1], ARGV[1], string.format('%.0f %s', this, ARGV[3]))
-return this
-"""
-
-# Return the number of the stage's last opening, after this one is recorded. After a failover the
-# record may be an older one.
-_NEWEST = """
-local record = redis.call('HGET', KEYS[1], ARGV[1]) or ''
-local last, this = tonumber(string.match(record, '^%d+') or 0), tonumber(ARGV[2])
-if this <= last then return last end
-redis.call('HSET', KEYS[1], ARGV[1], string.format('%.0f %s', this, ARGV[3]))
-return this
 """
 
 
@@ -105,12 +83,11 @@ class RedisBus:
         self._nonce = uuid.uuid4().bytes[:8]
         self._writers: dict[tuple[str, str], LinkWriter] = {}
         self._readers: dict[str, LinkReader] = {}
-        # Of this process's inboxes, by stage.
-        self._openings: dict[str, int] = {}
         own = (self._keys, self._commands)
         record = LayoutRecord(*own)
         self.results = RedisResults(config, *own, record)
-        self.requests = RedisRequests(config, *own, self.results, record)
+        self._start = ProcessStart(*own, config.lane)
+        self.requests = RedisRequests(config, *own, self.results, record, self._start)
         self.replies = RedisReplies(*own)
         self.kv_events = RedisKVEvents(config, *own)
         self._limits = RedisLimits(*own)
@@ -135,12 +112,16 @@ class RedisBus:
         return RedisBus(msgspec.structs.replace(self._config, model=model))
 
     async def open_inbox(self, stage: str) -> Inbox:
-        """Open a stage's inbox; wait while Redis is unreachable."""
+        """Open a stage's inbox; wait while Redis is unreachable.
+
+        Raises:
+            LaneReplaced: A process that has started later has opened it.
+        """
         self._check_open()
         older = self._readers.pop(stage, None)
         if older is not None:
             await older.aclose()
-        self._openings[stage] = await self._open(stage)
+        await self._start.open(stage)
         inbox = MemoryInbox(stage, self._config.link_capacity)
         links = [link for link in links_to(stage, self._replicas) if not self._is_local(link)]
         if links:
@@ -178,9 +159,7 @@ class RedisBus:
         return number <= await self._now_ms(self._keys.epoch) + 1000
 
     async def is_newest(self, stage: str) -> bool:
-        mine = self._openings[stage]
-        command = ("EVAL", _NEWEST, 1, self._keys.openings, stage, mine, self._nonce.hex())
-        return int(await self._commands.retry(f"opening of {stage}", *command)) == mine
+        return await self._start.is_newest(stage)
 
     @property
     def reconnects(self) -> int:
@@ -217,24 +196,6 @@ class RedisBus:
         await self._commands.aclose(max(0.0, give_up_at - time.monotonic()))
         await self._writes.aclose()
         await self._server.aclose()
-
-    async def _open(self, stage: str) -> int:
-        """Return the number of a new opening of a stage.
-
-        Raises:
-            LaneReplaced: Another process has opened it since this one did, which only restarts it.
-        """
-        what, key, retry = f"opening of {stage}", self._keys.openings, self._commands.retry
-        while True:
-            record = await retry(what, "HGET", key, stage) or b""
-            last, _, opener = record.partition(b" ")
-            mine = self._openings.get(stage)
-            if mine and opener != self._nonce.hex().encode() and int(last or 0) > mine:
-                raise stage_replaced(stage, self._config.lane)
-            arguments = (stage, record, self._nonce.hex())
-            number = await retry(what, "EVAL", _OPEN, 1, key, *arguments)
-            if number is not None:
-                return int(number)
 
     async def _now_ms(self, key: bytes) -> int:
         return await self._commands.idempotent("clock", lambda: time_ms(self._commands.redis, key))

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import time
 from collections.abc import Iterable
-from itertools import islice
+from itertools import chain, islice
 
 from redis.asyncio import Redis
 
@@ -30,6 +31,35 @@ _CLOCK_ASKED_MS = 10_000
 """After this time the server's clock is asked again; clocks drift by less than 1 ms in it."""
 
 Entries = list[tuple[bytes, dict[bytes, bytes]]]
+
+_DIGESTED_FIELDS = MAX_FIELDS
+_DIGESTED_BYTES = 512
+
+# As `digest_of`, of an entry on the server: a script that is to remove an entry compares it, since
+# the server may have given its id to another one. The whole of a request may be megabytes.
+IS_SAME = f"""
+local function is_same(key, id, digest)
+  local entry = redis.call('XRANGE', key, id, id)[1]
+  if not entry or digest == '' then return entry end
+  local parts = {{}}
+  for i = 1, math.min(#entry[2], 2 * {_DIGESTED_FIELDS}) do
+    local each = entry[2][i]
+    parts[#parts + 1] = #each .. ' ' .. string.sub(each, 1, {_DIGESTED_BYTES})
+      .. string.sub(each, -{_DIGESTED_BYTES})
+  end
+  return redis.sha1hex(table.concat(parts)) == digest
+end
+"""
+
+
+def digest_of(fields: dict[bytes, bytes]) -> str:
+    """Return what tells an entry from another one with its id: of each field the length, the
+    beginning and the end, where a request's id stands."""
+    digest = hashlib.sha1(usedforsecurity=False)
+    for each in islice(chain.from_iterable(fields.items()), 2 * _DIGESTED_FIELDS):
+        digest.update(b"%d " % len(each))
+        digest.update(each[:_DIGESTED_BYTES] + each[-_DIGESTED_BYTES:])
+    return digest.hexdigest()
 
 
 def entries_of(rows: Iterable[tuple[bytes, list[bytes]]]) -> Entries:
@@ -90,6 +120,7 @@ async def read_entries(
                 waited_ns=0 if budget_of(request) is None else queued_ns,
                 model=model_of(fields),
                 queued_ns=queued_ns,
+                digest=digest_of(fields),
             )
         )
     return entries

@@ -51,6 +51,7 @@ class RedisFollow:
         self._readers = readers
         self._commands = commands
         self._keys = keys
+        self._request_id = request_id
         self._entry_id = entry_id
         self._check_first = check_first
         self._outs = out_keys(keys, request_id, entry_id)
@@ -106,7 +107,7 @@ class RedisFollow:
                 silent = 0 if queued else silent + 1
                 continue
             output = read_output(key, fields.get(JSON, b""))
-            if self._entry_id and output.entry_id != self._entry_id:
+            if not is_of(output, self._request_id, self._entry_id):
                 continue  # another request of the same id
             if isinstance(output, CompletionChunk):
                 given = self._given.setdefault(output.sample_index, Given())
@@ -204,6 +205,20 @@ def read_output(key: bytes, raw: bytes) -> Output:
             f"output: {error}",
             code="malformed_output",
         ) from None
+
+
+def is_of(output: Output, request_id: str, entry_id: str) -> bool:
+    """Return whether an output is of the request that has this id and entry.
+
+    Args:
+        output: The output; of a request whose id can't be used, it has its entry's.
+        request_id: "", or the entry's, if the caller doesn't know the request's.
+        entry_id: "" for any.
+    """
+    if not entry_id:
+        return True
+    is_named = request_id in ("", entry_id) or output.request_id in (request_id, entry_id)
+    return output.entry_id == entry_id and is_named
 
 
 def out_keys(keys: Keys, request_id: str, entry_id: str) -> list[bytes]:

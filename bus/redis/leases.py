@@ -13,9 +13,14 @@ from typing import Any
 from ...config import BusConfig, BusError, LaneReplaced
 from ...store.redis.client import Commands, execute, persist
 from ...store.redis.keys import Keys, entry_name, split_entry
+from ..entries import RequestEntry
 from ..public import GenerateRequest
-from .entries import Entries, entries_of
+from .entries import IS_SAME, Entries, entries_of
+from .starts import ProcessStart
 from .waiting import WaitingEntries
+
+Identity = tuple[str, str]
+"""An entry's id on its stream, and its digest."""
 
 SHED_PAGE = 64
 """Entries refused per call."""
@@ -40,22 +45,20 @@ local time = redis.call('TIME')
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
 """
 
-# Keepers of a lane are numbered, so that a server that restarts with an older record doesn't make a
-# predecessor the keeper again.
+# Keepers of a lane are numbered (`ProcessStart`), so that a server that restarts with an older
+# record doesn't make a predecessor the keeper again.
 _NUMBER = """
 local function number_of(keeper)
   return tonumber(string.match(keeper or '', '^(%d+)-')) or 0
 end
 """
 
-# This process becomes the keeper of the lane, if the keeper is the one that was read: a command
-# that comes late changes nothing. Return its number and name.
+# This process becomes the keeper of the lane, with a first lease, unless a later one is.
 _ENLIST = f"""{_NOW}{_NUMBER}
-local kept = redis.call('HGET', KEYS[1], ARGV[1])
-local other = kept and string.match(kept, ' (.*)') or ''
-if other ~= ARGV[4] then return string.match(other, '-(.*)$') == ARGV[2] and other end
-local keeper = string.format('%.0f-%s', math.max(number_of(other) + 1, now), ARGV[2])
-redis.call('HSET', KEYS[1], ARGV[1], string.format('%.0f %s', now + ARGV[3], keeper))
+local lane, keeper, lease = ARGV[1], ARGV[2], ARGV[3]
+local other = string.match(redis.call('HGET', KEYS[1], lane) or '', ' (.*)')
+if number_of(other) > number_of(keeper) then return redis.error_reply('REPLACED') end
+redis.call('HSET', KEYS[1], lane, string.format('%.0f %s', now + lease, keeper))
 return keeper
 """
 
@@ -112,20 +115,22 @@ return redis.call(unpack(claim))
 
 # Acknowledge and delete atomically: an entry that is only acknowledged would come back when the
 # group is recreated. Entries of another lane stay; entries without an owner are removed too. With
-# marks (two keys per entry), entries that have neither mark on this server stay and are returned.
-_ACKNOWLEDGE = """
-local group, consumer, unanswered = ARGV[1], ARGV[2], {}
-for i = 3, #ARGV do
-  local row = redis.pcall('XPENDING', KEYS[1], group, ARGV[i], ARGV[i], 1)
+# marks (two keys per entry), entries that have neither mark on this server stay, and their numbers
+# are returned, from 0. So are those of which the id is another entry's.
+_ACKNOWLEDGE = f"""{IS_SAME}
+local group, consumer, unanswered = ARGV[1], ARGV[2], {{}}
+for i = 3, #ARGV, 2 do
+  local id, number = ARGV[i], (i - 3) / 2
+  local row = redis.pcall('XPENDING', KEYS[1], group, id, id, 1)
   if row.err and string.sub(row.err, 1, 7) ~= 'NOGROUP' then return row end
   if row.err or not row[1] or row[1][2] == consumer then
-    local mark = KEYS[2 * i - 4]
-    if mark and redis.call('EXISTS', mark, KEYS[2 * i - 3]) == 0
-        and #redis.call('XRANGE', KEYS[1], ARGV[i], ARGV[i]) > 0 then
-      unanswered[#unanswered + 1] = ARGV[i]
+    local mark, same = KEYS[2 + 2 * number], is_same(KEYS[1], id, ARGV[i + 1])
+    if same == false or (same and mark
+        and redis.call('EXISTS', mark, KEYS[3 + 2 * number]) == 0) then
+      unanswered[#unanswered + 1] = number
     else
-      if not row.err then redis.call('XACK', KEYS[1], group, ARGV[i]) end
-      redis.call('XDEL', KEYS[1], ARGV[i])
+      if not row.err then redis.call('XACK', KEYS[1], group, id) end
+      redis.call('XDEL', KEYS[1], id)
     end
   end
 end
@@ -176,13 +181,18 @@ end
 return rows
 """
 
-# Remove entries that were answered untaken. A lane that took one meanwhile finds the answer.
-_REMOVE = """
-local group, removed = ARGV[1], 0
-for i = 2, #ARGV do
-  local row = redis.pcall('XPENDING', KEYS[1], group, ARGV[i], ARGV[i], 1)
+# Remove entries that were answered: untaken ones, or those of any owner too. A lane that took one
+# meanwhile finds the answer.
+_REMOVE = f"""{IS_SAME}
+local group, any_owner, removed = ARGV[1], ARGV[2] == '1', 0
+for i = 3, #ARGV, 2 do
+  local id = ARGV[i]
+  local row = redis.pcall('XPENDING', KEYS[1], group, id, id, 1)
   if row.err and string.sub(row.err, 1, 7) ~= 'NOGROUP' then return row end
-  if row.err or not row[1] then removed = removed + redis.call('XDEL', KEYS[1], ARGV[i]) end
+  if (row.err or not row[1] or any_owner) and is_same(KEYS[1], id, ARGV[i + 1]) then
+    removed = removed + redis.call('XDEL', KEYS[1], id)
+    if row[1] then redis.call('XACK', KEYS[1], group, id) end
+  end
 end
 return removed
 """
@@ -222,51 +232,60 @@ return length
 class Leases:
     """Lease commands of one lane, as the consumer `admission-{lane}`."""
 
-    def __init__(self, config: BusConfig, keys: Keys, commands: Commands, keeper: str) -> None:
-        """Args: `keeper` distinguishes this process from others that serve the same lane."""
+    def __init__(
+        self, config: BusConfig, keys: Keys, commands: Commands, start: ProcessStart
+    ) -> None:
         self._config = config
         self._keys = keys
         self._commands = commands
-        self._keeper = keeper
+        self._start = start
+        self._keeper = ""  # none before `enlist`
         self.consumer = consumer_of(config.lane)
         self._waiting = WaitingEntries()
 
     async def enlist(self) -> None:
-        """Make this process the keeper of the lane, with a first, short lease."""
-        name = self._keeper.rpartition("-")[2]
-        keeper: bytes | None = None
-        while not keeper:
-            kept = await self._commands.retry("lanes", "HGET", self._keys.lanes, self._config.lane)
-            other = (kept or b"").partition(b" ")[2]
-            lane = (self._config.lane, name, 1000, other)
-            keeper = await self._eval("lanes", _ENLIST, [self._keys.lanes], *lane)
-        self._keeper = keeper.decode()
+        """Make this process the keeper of the lane, with a first, short lease.
 
-    async def renew(self, lease_s: float, entry_ids: Sequence[str]) -> tuple[set[str], set[str]]:
-        """Renew the leases; return the ids now owned by another lane, and the ids that no longer
-        exist."""
+        Raises:
+            LaneReplaced: A process that has started later is the keeper.
+        """
+        self._keeper = await self._start.keeper()
+        lane = (self._config.lane, self._keeper, 1000)
+        await self._unless_replaced("lanes", _ENLIST, [self._keys.lanes], *lane)
+
+    async def renew(self, lease_s: float, ids: Sequence[str]) -> tuple[set[str], set[str]]:
+        """Renew the leases of entries, by their ids on the stream; return the ids now owned by
+        another lane, and the ids that no longer exist.
+
+        Raises:
+            LaneReplaced: As `enlist`.
+        """
         lost: list[bytes] = []
         gone: list[bytes] = []
+        for start in range(0, max(1, len(ids)), RENEW_PAGE):
+            reply = await self._unless_replaced(
+                "leases",
+                _RENEW,
+                [self._keys.requests, self._keys.lanes],
+                *(self._config.group, self.consumer, self._config.lane, self._keeper),
+                int(lease_s * 1000),
+                *ids[start : start + RENEW_PAGE],
+            )
+            lost += reply[0]
+            gone += reply[1]
+        return _decoded(lost), _decoded(gone)
+
+    async def _unless_replaced(self, *evaluated: Any) -> Any:
+        """Run a script as `_eval`, which fails if a later process is the lane's keeper."""
         try:
-            for start in range(0, max(1, len(entry_ids)), RENEW_PAGE):
-                reply = await self._eval(
-                    "leases",
-                    _RENEW,
-                    [self._keys.requests, self._keys.lanes],
-                    *(self._config.group, self.consumer, self._config.lane, self._keeper),
-                    int(lease_s * 1000),
-                    *_raw(entry_ids[start : start + RENEW_PAGE]),
-                )
-                lost += reply[0]
-                gone += reply[1]
+            return await self._eval(*evaluated)
         except BusError as error:
-            if not error.message.endswith(" REPLACED"):
+            if not str(error).endswith(" REPLACED"):
                 raise
             raise LaneReplaced(
                 f"another process has started to serve the lane {self._config.lane!r}, so this one "
                 "stops; give each pipeline a bus.lane of its own"
             ) from None
-        return self._named(lost), self._named(gone)
 
     async def take_over(self, lease_s: float, max_items: int) -> Entries:
         """Take over entries whose lease is older than `lease_s`."""
@@ -276,15 +295,19 @@ class Leases:
         group = (self._config.group, self.consumer, max(1, int(lease_s * 1000)), count)
         return entries_of(await self._eval("leases", _TAKE_OVER, [self._keys.requests], *group))
 
-    async def acknowledge(self, entry_ids: Sequence[str], marks: Sequence[bytes] = ()) -> set[str]:
+    async def acknowledge(
+        self, entries: Sequence[Identity], marks: Sequence[bytes] = ()
+    ) -> list[int]:
         """Remove entries for good, except those of another lane.
 
         Args:
+            entries: At most `ACK_BATCH`.
             marks: Two keys per entry, on the node of the requests; either one shows that its
                 terminal message is written. Empty: unconditional.
 
         Returns:
-            The entries without a mark, which stay.
+            Indexes of the entries that stay: those without a mark, and those whose id is another
+            entry's.
         """
         keys = (self._keys.requests, *marks)
         unanswered = await persist(
@@ -293,10 +316,10 @@ class Leases:
             lambda: execute(
                 self._commands.redis,
                 *("EVAL", _ACKNOWLEDGE, len(keys), *keys),
-                *(self._config.group, self.consumer, *_raw(entry_ids)),
+                *(self._config.group, self.consumer, *chain.from_iterable(entries)),
             ),
         )
-        return self._named(unanswered)
+        return [int(each) for each in unanswered]
 
     async def assigned(self, last: str, most: int) -> set[str]:
         """Return at most so many entries, up to `last`, that are this lane's."""
@@ -332,17 +355,10 @@ class Leases:
             entries += chain.from_iterable(found)  # those that still exist
         return int(queued), entries
 
-    async def remove(self, entry_ids: Sequence[str]) -> int:
-        """Remove untaken entries; return how many."""
-        key, group = [self._keys.requests], self._config.group
-        return int(await self._eval("requests", _REMOVE, key, group, *_raw(entry_ids)))
-
-    async def forget(self, entry_ids: Sequence[str]) -> None:
-        """Remove entries of any owner for good."""
-        if entry_ids:
-            key, raw = self._keys.requests, _raw(entry_ids)
-            commands = [("XDEL", key, *raw), ("XACK", key, self._config.group, *raw)]
-            await self._commands.retry_all("requests", commands)
+    async def remove(self, entries: Sequence[Identity], *, any_owner: bool = False) -> int:
+        """Remove untaken entries, or those of any owner; return how many."""
+        about = (self._config.group, int(any_owner), *chain.from_iterable(entries))
+        return int(await self._eval("requests", _REMOVE, [self._keys.requests], *about))
 
     async def count(self, begun: int | None, others: int | None) -> int | None:
         """Record this lane's begun requests, and return the queue length, over all lanes.
@@ -379,9 +395,13 @@ class Leases:
         return await self._commands.retry(what, "EVAL", script, len(keys), *keys, *arguments)
 
 
-def _raw(entry_ids: Sequence[str]) -> list[str]:
-    """Return the entries' ids on their stream."""
-    return [split_entry(entry_id)[0] for entry_id in entry_ids]
+def identity_of(entry: RequestEntry) -> Identity:
+    """Return an entry's id on its stream, and its digest."""
+    return split_entry(entry.entry_id)[0], entry.digest
+
+
+def _decoded(ids: Sequence[bytes]) -> set[str]:
+    return {each.decode() for each in ids}
 
 
 def consumer_of(lane: str) -> str:

@@ -152,7 +152,7 @@ class BatchWriter(Generic[T]):
             try:
                 room = await self._write(batch)
             except BusError as error:
-                get_logger().error("bus.write_refused", writer=self._name, error=error.message)
+                get_logger().error("bus.write_refused", writer=self._name, error=str(error))
                 if self._tells_refusals and error.code == NOT_PERMITTED:
                     self._refusal = error
                     return 1
@@ -350,7 +350,7 @@ class LinkReader:
         except BusError as error:
             if isinstance(error, ChannelClosed):
                 raise
-            get_logger().error("bus.read_refused", reader=self._name, error=error.message)
+            get_logger().error("bus.read_refused", reader=self._name, error=str(error))
             await asyncio.sleep(1.0)
 
     async def _read(self) -> dict[bytes, Entries]:

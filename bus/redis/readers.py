@@ -78,7 +78,7 @@ class Readers(ABC):
         try:
             return await persist(self._server, "results reader", attempt)
         except BusError as error:
-            get_logger().error("bus.read_refused", reader="results", error=error.message)
+            get_logger().error("bus.read_refused", reader="results", error=str(error))
             await asyncio.sleep(1.0)
             return {}
 

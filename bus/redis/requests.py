@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import math
 import time
-import uuid
 from collections import deque
 from collections.abc import Callable, Sequence
 
@@ -26,6 +25,7 @@ from ..shards import Layout, homes_of, shard_of
 from .layout import MOVING, LayoutRecord
 from .requests_stream import RequestsStream
 from .results import RedisResults
+from .starts import ProcessStart
 
 KEPT_DEAD = 10_000
 """Length limit of the dead-letter stream."""
@@ -75,13 +75,14 @@ class RedisRequests:
         commands: Commands,
         results: RedisResults,
         record: LayoutRecord,
+        start: ProcessStart,
     ) -> None:
         self._config = config
         self._keys = keys
         self._commands = commands
         self._results = results
         self.record = record
-        self._keeper = uuid.uuid4().hex
+        self._start = start
         self.streams: list[RequestsStream] = []
         self._stream(0)
         # Entries of moved tenants, in order, and those that have waited.
@@ -149,7 +150,7 @@ class RedisRequests:
             while time.monotonic() < give_up_at and not await stream.is_taken(entry_id):
                 await backoff.wait()
         except BusError as error:  # the entry is published all the same
-            get_logger().warning("bus.late_entry_not_followed", error=error.message)
+            get_logger().warning("bus.late_entry_not_followed", error=str(error))
 
     # --- taking ---------------------------------------------------------------------------------
 
@@ -158,7 +159,7 @@ class RedisRequests:
         try:
             await self._begin_configured()
         except BusError as error:  # `take` tries again
-            get_logger().debug("bus.shards_not_begun", error=error.message)
+            get_logger().debug("bus.shards_not_begun", error=str(error))
         layout = self.record.layout
         self._ended_changes = layout.changes - layout.moving
         self._change = None
@@ -219,7 +220,7 @@ class RedisRequests:
                 self._lanes = await self._commands.run("HLEN", self._keys.lanes)
         except BusError as error:
             # While the server is away, the fetches wait for it.
-            get_logger().debug("bus.layout_not_read", error=error.message)
+            get_logger().debug("bus.layout_not_read", error=str(error))
             return one
         return True
 
@@ -328,7 +329,7 @@ class RedisRequests:
         lost = set[str]().union(*await asyncio.gather(*renewals))
         if lost:
             for entries in (self._waiting, self._released):
-                kept = [entry for entry in entries if entry.entry_id not in lost]
+                kept = [entry for entry in entries if entry.key not in lost]
                 entries.clear()
                 entries.extend(kept)
         return lost
@@ -440,7 +441,7 @@ class RedisRequests:
         while len(self.streams) <= shard:
             keys = self._keys.of_shard(len(self.streams))
             self.streams.append(
-                RequestsStream(self._config, keys, self._commands, self._results, self._keeper)
+                RequestsStream(self._config, keys, self._commands, self._results, self._start)
             )
         return self.streams[shard]
 

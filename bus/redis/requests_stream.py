@@ -6,7 +6,8 @@ import asyncio
 import contextlib
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from itertools import chain
 from typing import Any
 
 from redis import exceptions
@@ -19,14 +20,15 @@ from ...store.redis.client import Backoff, Commands, end_tasks, execute, is_tran
 from ...store.redis.keys import MODEL, TRACEPARENT, TRACESTATE, Keys, entry_name, split_entry
 from ..codec import encode_request
 from ..ending import end_entries
-from ..entries import Answer, RequestEntry, usable_trace
+from ..entries import Answer, RequestEntry, entry_key, id_in, usable_trace
 from ..public import AnyRequest, Completion
 from .entries import Entries, ServerClock, read_entries
-from .leases import Leases
+from .leases import Identity, Leases, identity_of
 from .links import BatchWriter
 from .refusals import end_untaken
 from .results import RedisResults
 from .routing import PUBLISH, explain_closed
+from .starts import ProcessStart
 
 TAKE_BLOCK_S = 5.0
 DRAIN_PAGE = 256
@@ -44,7 +46,7 @@ class RequestsStream:
 
     A task fetches entries; a cancelled `take` of the queue leaves it running, and the next one gets
     what Redis handed out. Redis may hand out an entry again (after a broken connection, or when the
-    group was recreated), so entries in hand are known by id.
+    group was recreated), so entries in hand are known, by `RequestEntry.key`.
 
     Attributes:
         ready: Entries that were fetched, and not yet returned by `take`.
@@ -58,9 +60,8 @@ class RequestsStream:
         keys: Keys,
         commands: Commands,
         results: RedisResults,
-        keeper: str,
+        start: ProcessStart,
     ) -> None:
-        """`keeper` distinguishes this process from others that serve the same lane."""
         self._config = config
         self._keys = keys
         self._results = results
@@ -68,14 +69,14 @@ class RequestsStream:
         self._server = commands.server
         self._commands = commands
         self._redis: Redis = commands.server.client(1, TAKE_BLOCK_S)
-        self._leases = Leases(config, keys, commands, keeper)
+        self._leases = Leases(config, keys, commands, start)
         self.fetched_at = 0.0
         # Entries in hand: fetched, and neither acknowledged nor lost to another lane.
         self.ready: deque[RequestEntry] = deque()
-        self._known: set[str] = set()
+        self._known: dict[str, Identity] = {}
         # Acknowledged since the running fetch began, which may have read them before.
         self._answered: set[str] = set()
-        # Entries that the server possibly lost.
+        # Entries that the server possibly lost; it may have given their ids to others.
         self._possibly_lost: set[str] = set()
         self._fetching: asyncio.Task[None] | None = None
         # True while Redis may have assigned entries to this consumer that it has not received: at
@@ -138,10 +139,10 @@ class RequestsStream:
             self._drain_first = True
             raise
         entries = await self._read(raw)
-        ids = {entry.entry_id for entry in entries}
-        # A fetch in flight may add entries meanwhile; it skips known ids.
-        self.ready = deque(entry for entry in self.ready if entry.entry_id not in ids)
-        self._known = ids | {entry.entry_id for entry in self.ready}
+        keys = {entry.key for entry in entries}
+        # A fetch in flight may add entries meanwhile; it skips known ones.
+        self.ready = deque(entry for entry in self.ready if entry.key not in keys)
+        self._known = {entry.key: identity_of(entry) for entry in (*entries, *self.ready)}
         return entries
 
     def fetching(self, max_items: int, *, waits: bool = True) -> asyncio.Task[None]:
@@ -171,21 +172,40 @@ class RequestsStream:
         """Acknowledge within moments, in a batch."""
         if self._closed:
             raise bus_closed()
-        if entry_id not in self._known:
-            return
-        if self._acks is None:
-            self._acks = BatchWriter("acknowledgements", self._write_acks)
-        await self._acks.put((entry_id, request_id))
+        if request_id is not None:
+            keys = [entry_key(entry_id, request_id)]
+        else:
+            keys = [key for key in self._known if id_in(key) == entry_id]
+        for key in keys:
+            if key in self._known:
+                if self._acks is None:
+                    self._acks = BatchWriter("acknowledgements", self._write_acks)
+                await self._acks.put((key, request_id))
 
     async def renew(self, lease_s: float) -> set[str]:
-        lost, gone = await self._leases.renew(lease_s, tuple(self._known))
+        held = dict.fromkeys(raw for raw, _ in self._known.values())
+        owned, gone = await self._leases.renew(lease_s, tuple(held))
+        self._possibly_lost &= self._known.keys()
+        lost = {key for key, (raw, _) in self._known.items() if raw in owned}
+        if uncertain := lost & self._possibly_lost:
+            lost -= uncertain - {entry.key for entry in await self._on_server(owned)}
         # An entry answered by another lane is gone too; the fence of its output stream shows it
         # then.
-        lost |= gone - self._possibly_lost
-        self._possibly_lost &= self._known
-        self._known -= lost
-        self.ready = deque(entry for entry in self.ready if entry.entry_id not in lost)
+        lost |= {
+            key
+            for key, (raw, _) in self._known.items()
+            if raw in gone and key not in self._possibly_lost
+        }
+        for key in lost:
+            self._known.pop(key, None)
+        self.ready = deque(entry for entry in self.ready if entry.key not in lost)
         return lost
+
+    async def _on_server(self, ids: Iterable[str]) -> list[RequestEntry]:
+        """Return the entries that have these ids now."""
+        commands = [("XRANGE", self.key, raw, raw) for raw in sorted(ids)]
+        found = await self._commands.retry_all("requests", commands)
+        return await self._read(list(chain.from_iterable(found)))
 
     def mark_possibly_lost(self) -> None:
         self._possibly_lost = set(self._known)
@@ -202,9 +222,10 @@ class RequestsStream:
         queued, raw = await self._leases.excess(max_queued)
         if not raw:
             return 0
-        refusals = [answer(entry, queued) for entry in await self._read(raw)]
+        entries = await self._read(raw)
+        refusals = [answer(entry, queued) for entry in entries]
         answered = await end_untaken(self._results, refusals, epoch)
-        return await self._leases.remove(answered)
+        return await self._leases.remove(identities_of(entries, answered))
 
     async def end_all(self, answer: Answer, epoch: int) -> int:
         after, number = "-", 0
@@ -215,7 +236,8 @@ class RequestsStream:
             after = f"({raw[-1][0].decode()}"
             entries = await self._read(raw)
             ended = await end_entries(self._results, entries, answer, epoch)
-            await self._leases.forget(ended)
+            if ended:
+                await self._leases.remove(identities_of(entries, ended), any_owner=True)
             number += len(ended)
 
     @property
@@ -234,7 +256,7 @@ class RequestsStream:
             BusError: As `backlog`.
         """
         handed_out = await self._leases.assigned(last, len(self._known) + 1)
-        return handed_out <= self._known | self._answered
+        return handed_out <= {id_in(key) for key in (*self._known, *self._answered)}
 
     async def is_taken(self, entry_id: str) -> bool:
         """Return whether no entry up to this one waits. Raises BusError as `backlog`."""
@@ -269,19 +291,21 @@ class RequestsStream:
         During a failover, commands may reach the old and the new server, and confirmed writes may
         be lost. An entry found unanswered is taken again and continues after its stored output.
         """
+        batch = [(key, request_id) for key, request_id in batch if key in self._known]
         certain = {
-            entry_id
-            for entry_id, request_id in batch
-            if request_id is None or self._retaken.get(entry_id, 0) >= MOST_RETAKEN
+            key
+            for key, request_id in batch
+            if request_id is None or self._retaken.get(key, 0) >= MOST_RETAKEN
         }
-        answered = {each: request_id or "" for each, request_id in batch if each not in certain}
+        answered = {key: request_id or "" for key, request_id in batch if key not in certain}
         unanswered = await self._acknowledge(certain, answered)
-        for entry_id in unanswered:
-            self._retaken[entry_id] = self._retaken.get(entry_id, 0) + 1
-        done = {entry_id for entry_id, _ in batch} - unanswered
-        for entry_id in done:
-            self._retaken.pop(entry_id, None)
-        self._known -= done | unanswered
+        for key in unanswered:
+            self._retaken[key] = self._retaken.get(key, 0) + 1
+        done = {key for key, _ in batch} - unanswered
+        for key in done:
+            self._retaken.pop(key, None)
+        for key in done | unanswered:
+            self._known.pop(key, None)
         self._answered |= done
         if unanswered:
             get_logger().warning("bus.answers_lost", entries=len(unanswered))
@@ -289,18 +313,25 @@ class RequestsStream:
         return ACK_BATCH
 
     async def _acknowledge(self, certain: set[str], answered: dict[str, str]) -> set[str]:
-        """Remove all entries but those of `answered` without a terminal message; return these."""
+        """Remove all entries but those of `answered` without a terminal message, and those whose id
+        is another entry's; return these."""
+        told = [(key, (id_in(key), request_id)) for key, request_id in answered.items()]
+        unanswered: set[str] = set()
         if self._server.is_cluster:  # what tells is in other places
-            unanswered = await self._results.unanswered(answered)
+            missing = await self._results.unanswered([about for _, about in told])
+            unanswered = {key for key, about in told if about in missing}
             certain = certain | (answered.keys() - unanswered)
         elif answered:
-            marks = [mark for each in answered.items() for mark in self._results.marks_of(*each)]
-            unanswered = await self._leases.acknowledge([*answered], marks)
-        else:
-            unanswered = set()
+            marks = [mark for _, about in told for mark in self._results.marks_of(*about)]
+            unanswered = await self._remove([*answered], marks)
         if certain:
-            await self._leases.acknowledge([*certain])
+            unanswered |= await self._remove([*certain])
         return unanswered
+
+    async def _remove(self, keys: list[str], marks: Sequence[bytes] = ()) -> set[str]:
+        """Remove entries as `Leases.acknowledge`; return those that stay."""
+        left = await self._leases.acknowledge([self._known[key] for key in keys], marks)
+        return {keys[index] for index in left}
 
     async def _fetch(self, max_items: int, *, waits: bool) -> None:
         """Add entries to `ready`; at least one if it `waits`."""
@@ -315,9 +346,7 @@ class RequestsStream:
                 else:
                     block = ("BLOCK", int(TAKE_BLOCK_S * 1000)) if waits else ()
                     entries = await self._read_group(self._redis, ">", max_items, *block)
-                handled = self._known | self._answered
-                new = [entry for entry in entries if self._name(entry[0]) not in handled]
-                read = await self._read_entries(self._redis, new)
+                read = await self._read_entries(self._redis, entries)
             except (exceptions.RedisError, OSError) as error:
                 if is_no_group(error):
                     await self._make_group()
@@ -334,15 +363,16 @@ class RequestsStream:
                 self._server.reconnects += 1
             failed = False
             backoff.reset()
-            self.ready.extend(self._not_known(read))
+            answered = self._answered
+            self.ready.extend(self._not_known([e for e in read if e.key not in answered]))
             self.fetched_at = time.monotonic()
             if not waits:
                 return
 
     def _not_known(self, entries: list[RequestEntry]) -> list[RequestEntry]:
         """Return the entries that were not in hand, and record them."""
-        new = [entry for entry in entries if entry.entry_id not in self._known]
-        self._known.update(entry.entry_id for entry in new)
+        new = [entry for entry in entries if entry.key not in self._known]
+        self._known.update((entry.key, identity_of(entry)) for entry in new)
         return new
 
     async def _drain(self, redis: Redis) -> Entries:
@@ -406,6 +436,12 @@ class RequestsStream:
     def _name(self, raw: bytes) -> str:
         """Return the id of an entry of this stream."""
         return entry_name(raw.decode(), self._keys.shard)
+
+
+def identities_of(entries: Iterable[RequestEntry], ids: Iterable[str]) -> list[Identity]:
+    """Return what names those of the entries that have these ids."""
+    by_id = {entry.entry_id: identity_of(entry) for entry in entries}
+    return [by_id[entry_id] for entry_id in ids]
 
 
 def is_no_group(error: Exception) -> bool:

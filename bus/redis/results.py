@@ -33,7 +33,7 @@ from ..codec import decode_output, encode_output
 from ..public import Completion, Output, OutputBatch
 from ..recipes import has_id
 from .entries import Entries, entries_of
-from .follow import RedisFollow, ResultsTail, check_known, out_keys, read_output
+from .follow import RedisFollow, ResultsTail, check_known, is_of, out_keys, read_output
 from .layout import LayoutRecord
 from .readers import readers_of
 from .result_parts import REFUSED, TOO_LARGE, StreamPart, ending, part_of
@@ -125,26 +125,26 @@ class RedisResults:
         stream."""
         return self._keys.told(request_id, entry_id), self._keys.told(entry_id, entry_id)
 
-    async def unanswered(self, entries: dict[str, str]) -> set[str]:
+    async def unanswered(self, entries: Sequence[tuple[str, str]]) -> set[tuple[str, str]]:
         """Return the entries whose terminal message is missing from the results stream or from its
         own stream.
 
         Args:
-            entries: Entry id to request id.
+            entries: Of each the entry id and the request id.
         """
         looks: list[Sequence[Any]] = []
-        for entry_id, request_id in entries.items():
+        for entry_id, request_id in entries:
             outs = (self._keys.out(request_id), self._keys.out(entry_id))
             looks.append(("EXISTS", *self.marks_of(entry_id, request_id)))
             looks.extend(("XREVRANGE", out, "+", "-", "COUNT", 1) for out in outs)
         found = iter(await self._commands.retry_all("acknowledgements", looks))
-        missing: set[str] = set()
-        for entry_id in entries:
+        missing: set[tuple[str, str]] = set()
+        for about in entries:
             is_told, *tails = (next(found) for _ in range(3))
             lasts = _readable([entry for tail in tails for entry in tail])
-            last = next((each for each in lasts if each.entry_id == entry_id), None)
+            last = next((each for each in lasts if (each.entry_id, each.request_id) == about), None)
             if not is_told or (last is not None and not isinstance(last, Completion)):
-                missing.add(entry_id)
+                missing.add(about)
         return missing
 
     def follow(
@@ -161,7 +161,7 @@ class RedisResults:
         for out, entries in zip(outs, await self._commands.run_all(asks), strict=True):
             for _, fields in entries:
                 output = read_output(out, fields.get(JSON, b""))
-                if output.entry_id == entry_id or not entry_id:
+                if is_of(output, request_id, entry_id):
                     return output
         if entry_id:
             await check_known(self._commands, self._keys, entry_id, outs)

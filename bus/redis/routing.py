@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
 from ...config import BusConfig, BusError, shown
@@ -17,9 +18,9 @@ from ...store.redis.client import Commands, end_tasks, execute, persist
 from ...store.redis.keys import JSON, MODEL, MSGPACK, Keys
 from ...store.registry import NOT_LOADED
 from ..codec import decode_model
-from ..entries import MAX_FIELDS, Answer
-from ..routing import Unmoved, Unrouted
-from .entries import ServerClock, model_of, read_entries
+from ..entries import MAX_FIELDS
+from ..routing import Refusal, Unmoved, Unrouted
+from .entries import IS_SAME, ServerClock, digest_of, model_of, read_entries
 from .refusals import end_untaken
 from .results import RedisResults
 
@@ -41,20 +42,20 @@ for i = 2, #ARGV do add[#add + 1] = ARGV[i] end
 return redis.call(unpack(add))
 """
 
-# Entries moved by another process meanwhile are gone. An id not above the target's last one is left
-# (another process may have written there), and so is an entry with more fields than Lua can unpack;
-# neither may block the rest.
-_MOVE = """
+# Entries moved by another process meanwhile are gone, or their ids are other entries'. An id not
+# above the target's last one is left (another process may have written there), and so is an entry
+# with more fields than Lua can unpack; neither may block the rest.
+_MOVE = """IS_SAME
 local left = {}
-for i = 1, #ARGV, 2 do
+for i = 1, #ARGV, 3 do
   local found = redis.call('XRANGE', KEYS[1], ARGV[i], ARGV[i])
-  if found[1] then
+  if found[1] and is_same(KEYS[1], ARGV[i], ARGV[i + 2]) then
     if redis.call('HEXISTS', KEYS[2], ARGV[i + 1]) == 1 then
       left[#left + 1] = {ARGV[i], 'model_not_loaded'}
     elseif #found[1][2] > 2 * MAX_FIELDS then
       left[#left + 1] = {ARGV[i], 'malformed'}
     else
-      local added = redis.pcall('XADD', KEYS[2 + (i + 1) / 2], ARGV[i], unpack(found[1][2]))
+      local added = redis.pcall('XADD', KEYS[3 + (i - 1) / 3], ARGV[i], unpack(found[1][2]))
       if type(added) ~= 'table' or not added.err then
         redis.call('XDEL', KEYS[1], ARGV[i])
       elseif string.find(added.err, 'equal or smaller') then
@@ -66,7 +67,14 @@ for i = 1, #ARGV, 2 do
   end
 end
 return left
-""".replace("MAX_FIELDS", str(MAX_FIELDS))
+""".replace("MAX_FIELDS", str(MAX_FIELDS)).replace("IS_SAME", IS_SAME)
+
+
+_DROP = f"""{IS_SAME}
+for i = 1, #ARGV, 2 do
+  if is_same(KEYS[1], ARGV[i], ARGV[i + 1]) then redis.call('XDEL', KEYS[1], ARGV[i]) end
+end
+"""
 
 
 class RedisRouting:
@@ -81,6 +89,8 @@ class RedisRouting:
         self._results = results
         self._redis = commands.server.client(1, BLOCK_S)
         self._closed = False
+        # Of the entries that `unrouted` has returned last.
+        self._digests: dict[str, str] = {}
         self._reading: asyncio.Task[Any] | None = None
 
     async def unrouted(self, max_items: int = 64) -> list[Unrouted]:
@@ -101,6 +111,7 @@ class RedisRouting:
             finally:
                 reading.cancel()
             if not reading.cancelled() and (entries := (reading.result() or {}).get(key, [])):
+                self._digests = {id.decode(): digest_of(fields) for id, fields in entries}
                 return [_unrouted(*entry) for entry in entries]
         raise bus_closed()
 
@@ -108,20 +119,24 @@ class RedisRouting:
         keys = self._keys
         targets = [keys.requests_of(model) for _, model in places]
         named = [keys.entrance, keys.closed, *targets]
-        pairs = [each for place in places for each in place]
-        left = await self._commands.retry("entrance", "EVAL", _MOVE, len(named), *named, *pairs)
+        about = [each for id, model in places for each in (id, model, self._digests.get(id, ""))]
+        left = await self._commands.retry("entrance", "EVAL", _MOVE, len(named), *named, *about)
         return [Unmoved(entry_id.decode(), code.decode()) for entry_id, code in left]
 
-    async def refuse(self, entry_ids: Sequence[str], answer: Answer, epoch: int) -> None:
+    async def refuse(self, entry_ids: Sequence[str], answer: Refusal, epoch: int) -> None:
         redis, key = self._commands.redis, self._keys.entrance
         ranges = [("XRANGE", key, each, each) for each in entry_ids]
         raw = [entry for entries in await self._commands.run_all(ranges) for entry in entries]
         entries = await self._commands.once(
             lambda: read_entries(redis, key, raw, self._config.max_request_bytes, ServerClock())
         )
-        refusals = list(map(answer, entries))
+        seen = self._digests
+        same = [each for each in entries if seen.get(each.entry_id, each.digest) == each.digest]
+        refusals = [refusal for each in same if (refusal := answer(each)) is not None]
         if ended := await end_untaken(self._results, refusals, epoch, claimed_too=True):
-            await self._commands.run("XDEL", key, *ended)
+            digests = {each.entry_id: each.digest for each in same}
+            about = chain.from_iterable((id, digests[id]) for id in ended)
+            await self._commands.run("EVAL", _DROP, 1, key, *about)
 
     async def aclose(self) -> None:
         self._closed = True
@@ -143,7 +158,7 @@ def _unrouted(entry_id: bytes, fields: dict[bytes, bytes]) -> Unrouted:
 
 def explain_closed(error: BusError, model: str) -> BusError:
     """Convert the error of `PUBLISH` for the caller who named the model."""
-    _, closed, state = error.message.partition("CLOSED ")
+    _, closed, state = str(error).partition("CLOSED ")
     if not closed:
         return error
     return BusError(

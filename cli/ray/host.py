@@ -94,7 +94,7 @@ def check_node(wanted: dict[str, str], settings: dict[str, Any]) -> str:
         check_model_files(config, None)
         anyio.run(_reach_bus, config)
     except NanoInferenceError as error:
-        return f"{node}: {error.message}"
+        return f"{node}: {error}"
     return ""
 
 
@@ -196,10 +196,10 @@ class StageHost:
         try:
             anyio.run(self._run_processes)
         except StageFailed as error:
-            self._end(error.message)
+            self._end(str(error))
         except NanoInferenceError as error:
-            self._failure = error.message
-            self._print(f"{error.message}; the actor leaves, and is not started again")
+            self._failure = str(error)
+            self._print(f"{error}; the actor leaves, and is not started again")
             time.sleep(_LAST_LOOK_S)
             this = ray.get_runtime_context().current_actor
             this.leave.remote(self._token)

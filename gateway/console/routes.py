@@ -34,6 +34,8 @@ PAGE = 1000
 _LONG_BYTES = 16 << 10
 """Shorter pages of requests are not compressed."""
 
+_COMPRESSING = anyio.CapacityLimiter(1)
+
 _NO_SNIFFING = {"X-Content-Type-Options": "nosniff", "Cache-Control": "no-store"}
 
 
@@ -93,15 +95,15 @@ def console_routes(
     async def one(request: Request) -> Response:
         """One request with its times, its text and its tokens."""
         request_id = request.path_params["request_id"]
-        found = log.get(request_id)
-        if found is None or not found.seen_by(caller_of(request)):
+        found = log.find(caller_of(request), request_id)
+        if found is None:
             raise RequestError(
                 f"this gateway has no request {shown(request_id)}: it was another gateway's, is "
                 "another tenant's, or came before the last ten thousand",
                 code="not_found",
             )
         await _read_prompt(found, models())
-        detail = log.detail(request_id)
+        detail = log.detail(found.id)
         if detail and (words := await _words(found, models())) is not None:
             _add_texts(detail, words)
         return _json({"request": found, "detail": detail})
@@ -123,7 +125,7 @@ async def _compressed(request: Request, body: bytes) -> Response:
     """Return JSON, compressed if it is long and the client reads that."""
     headers = dict(_NO_SNIFFING)
     if len(body) > _LONG_BYTES and "gzip" in request.headers.get("accept-encoding", ""):
-        body = await anyio.to_thread.run_sync(gzip.compress, body, 1)
+        body = await anyio.to_thread.run_sync(gzip.compress, body, 1, limiter=_COMPRESSING)
         headers |= {"Content-Encoding": "gzip"}
     return Response(body, media_type="application/json", headers=headers)
 

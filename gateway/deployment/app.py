@@ -115,7 +115,7 @@ def _serve_kserve(service: InferenceService, app: ModelApp, there: bool) -> None
             service.add(model, aliases)
         except ConfigError as error:
             # Another model has the name of one of these.
-            get_logger().warning("model_without_kserve", model=model.spec.name, error=error.message)
+            get_logger().warning("model_without_kserve", model=model.spec.name, error=str(error))
 
 
 def _dispatched(

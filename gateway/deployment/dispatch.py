@@ -151,16 +151,17 @@ class ModelDispatch:
         rid = found.get("rid")
         if name or not isinstance(rid, str) or not rid:
             return ForwardedResponse(await self._models.find(name if isinstance(name, str) else ""))
-        here = [app for app in self._models.apps if app.interfaces.submissions.has(rid)]
+        caller = caller_of(request)
+        here = [app for app in self._models.apps if app.interfaces.submissions.has(caller, rid)]
         if len(here) == 1:
             return ForwardedResponse(here[0])
-        if "weights" not in caller_of(request).scopes:
+        if "weights" not in caller.scopes:
             return ForwardedResponse(await self._models.find())
         # Another gateway submitted it, so that only the lanes of its model can find it.
-        allowed = caller_of(request).models
+        allowed = caller.models
         for app in self._models.apps:
             if app.record.state != "unloaded" and (allowed is None or app.id in allowed):
-                await app.interfaces.submissions.abort(rid)
+                await app.interfaces.submissions.abort(caller, rid)
         return Response()
 
     async def _read(self, request: Request) -> bytes:

@@ -73,7 +73,10 @@ class ModelApp:
         record = self.record
         if record.takes_requests:
             return ""
-        because = f" ({record.reason})" if record.reason else ""
+        reason = record.reason
+        if record.state == "failed" and reason:
+            reason = "/admin/models has the error"  # which may name folders of the server
+        because = f" ({reason})" if reason else ""
         return f"the model {shown(self.id)} is {record.state}{because}"
 
     async def aclose(self) -> None:
@@ -213,7 +216,7 @@ class Models:
         except ChannelClosed:
             raise
         except BusError as error:
-            get_logger().debug("models_not_read", error=error.message)
+            get_logger().debug("models_not_read", error=str(error))
 
     async def run_forever(self) -> None:
         """Read the registry periodically. Returns when the bus was closed."""
@@ -270,7 +273,7 @@ class Models:
             app = self._make(record, self._engine.of_model(model))
             self._changed(app, True)
         except NanoInferenceError as error:
-            get_logger().error("model_not_served", model=model, error=error.message)
+            get_logger().error("model_not_served", model=model, error=str(error))
             self._failed[model] = (record.spec, error.message)
         else:
             self._apps[model] = app

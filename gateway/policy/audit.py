@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 from starlette.requests import Request
 
-from ...config import ConfigError, PolicyConfig
+from ...config import ConfigError, PolicyConfig, line_safe
 from ...config.logger import get_logger
 from ..server.http import call_id_of
 from ..serving.account import Texts
@@ -249,7 +249,7 @@ class AuditLog:
                 fields[f"{name}_hmac"] = text_hash(self._key, found)
                 if self.shows_text:
                     fields[name] = found
-        return _SECRETS.sub(rb"\1\2...", msgspec.json.encode(fields)) + b"\n"
+        return line_safe(_SECRETS.sub(rb"\1\2...", msgspec.json.encode(fields))) + b"\n"
 
 
 def text_hash(key: bytes, texts: Sequence[str]) -> str:

@@ -17,12 +17,13 @@ from importlib import metadata
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
-from anyio import to_thread
+from anyio import CapacityLimiter, to_thread
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from cryptography.hazmat.primitives.kdf.scrypt import Scrypt
 
 from ...config import ConfigError, NanoInferenceError, PolicyConfig, nearest
+from ...config.temporary import lock_file
 from ...store.policy import PolicyRecord
 from .document import PolicyDocument, decode_document, encode_document
 
@@ -119,12 +120,13 @@ class FileBackend:
         self._key: tuple[bytes, bytes] | None = None
         self._seen: tuple[int, int, int] | None = None
         self._version = ""
+        self._threads = CapacityLimiter(1)
 
     async def read(self, known: str) -> StoredPolicy | None:
-        return await to_thread.run_sync(self._read, known)
+        return await to_thread.run_sync(self._read, known, limiter=self._threads)
 
     async def replace(self, known: str, document: PolicyDocument) -> bool:
-        return await to_thread.run_sync(self._replace, known, document)
+        return await to_thread.run_sync(self._replace, known, document, limiter=self._threads)
 
     async def aclose(self) -> None:
         """Nothing is open."""
@@ -164,12 +166,9 @@ class FileBackend:
     def _locked(self) -> Iterator[None]:
         """Lock out other writers, by a file of its own, since the policy file is replaced."""
         lock = self._path.with_name(f"{self._path.name}.lock")
-        handle = os.open(lock, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX)
+        with lock_file(lock) as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
             yield
-        finally:
-            os.close(handle)
 
     def _write(self, raw: bytes) -> None:
         temporary = self._path.with_name(f"{self._path.name}.{secrets.token_hex(4)}.new")
@@ -220,7 +219,10 @@ class FileBackend:
         return self._key[1]
 
     def _trouble(self, what: str) -> PolicyUnavailable:
-        return PolicyUnavailable(f"the policy file {str(self._path)!r} {what}")
+        return PolicyUnavailable(
+            "the policy file can't be used; the log of this process says more",
+            detail=f"the policy file {str(self._path)!r} {what}",
+        )
 
 
 def _salt_of(raw: bytes) -> bytes:

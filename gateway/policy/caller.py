@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import PurePath
+
 import msgspec
 from starlette.requests import Request
 
@@ -60,6 +62,11 @@ def caller_of(request: Request) -> Caller:
 def may_use(caller: Caller, model: str) -> bool:
     """Return whether a caller may use a model or an adapter."""
     return caller.models is None or model in caller.models
+
+
+def shown_path(caller: Caller, path: str) -> str:
+    """Return a path of the server as a caller may see it: without the scope "admin" its name."""
+    return path if "admin" in caller.scopes else PurePath(path).name
 
 
 def check_allowed(caller: Caller, model: str) -> None:

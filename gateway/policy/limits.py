@@ -75,9 +75,7 @@ class ReserveLimits:
             reservation = await self._limits.reserve(charges)
         except BusError as error:
             if not self._is_away:
-                get_logger().warning(
-                    "limits_not_counted", error=error.message, passes=self._is_open
-                )
+                get_logger().warning("limits_not_counted", error=str(error), passes=self._is_open)
             self._is_away = True
             if self._is_open:
                 return None

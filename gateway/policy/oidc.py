@@ -108,8 +108,9 @@ class IssuerKeys:
             await self._fetched()
             if self._age_s >= MOST_AGE_S:
                 raise PolicyUnavailable(
-                    f"the keys of {self._config.oidc_issuer} can't be had, so no token is taken: "
-                    f"{self._why_not}"
+                    "the issuer's keys can't be had, so no token is taken; try again later",
+                    detail=f"the keys of {self._config.oidc_issuer} can't be had, so no token is "
+                    f"taken: {self._why_not}",
                 )
         elif self._age_s >= RENEW_S:
             self._begin()

@@ -133,7 +133,7 @@ class Policy:
             if part is not None:
                 await part.aclose()
         if self.audit is not None:
-            await anyio.to_thread.run_sync(self.audit.close)
+            await anyio.to_thread.run_sync(self.audit.close, limiter=anyio.CapacityLimiter(1))
 
     def client_of(self, head: bytes) -> bytes:
         """Return the client whose turn a request takes, by the request's head; b"" if unknown.

@@ -47,7 +47,8 @@ class PolicyStore:
                 await self.refresh()
             except NanoInferenceError as error:
                 raise PolicyUnavailable(
-                    f"who may do what can't be read, so nobody may: {error.message}"
+                    "the keys can't be read, so every call is refused; try again later",
+                    detail=f"the keys can't be read, so every call is refused: {error}",
                 ) from None
         assert self._stored is not None, "a backend gives a document for no known version"
         return self._stored.document
@@ -90,9 +91,9 @@ class PolicyStore:
                 await self.refresh()
                 self._failed = ""
             except NanoInferenceError as error:
-                if error.message != self._failed:
-                    get_logger().error("policy_not_read", error=error.message)
-                self._failed = error.message
+                if str(error) != self._failed:
+                    get_logger().error("policy_not_read", error=str(error))
+                self._failed = str(error)
             await anyio.sleep(self._refresh_s)
 
     async def aclose(self) -> None:
@@ -122,7 +123,8 @@ class BlockLists:
                 except RequestError as error:
                     # Only a document that wasn't written by `Administration` is invalid.
                     raise PolicyUnavailable(
-                        f"the block list can't be read, so nothing is let through: {error.message}"
+                        "the block list is invalid, so every call is refused; try again later",
+                        detail=f"the block list is invalid, so every call is refused: {error}",
                     ) from None
             self._made_of = guardrails
             return self._made
@@ -135,7 +137,7 @@ async def block_list_of(guardrails: Guardrails, max_match: int) -> BlockList:
         RequestError: invalid_guardrails.
     """
     make = partial(BlockList, guardrails.literals, guardrails.patterns, max_match)
-    return await anyio.to_thread.run_sync(make)
+    return await anyio.to_thread.run_sync(make, limiter=anyio.CapacityLimiter(1))
 
 
 async def apply_weights_forever(

@@ -17,7 +17,17 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from ...config import BusError, NanoInferenceError, RequestError, WeightsError, shown, told_of
+from ...config import (
+    BusError,
+    NanoInferenceError,
+    RequestError,
+    WeightsError,
+    line_safe,
+    shown,
+    told_of,
+)
+from ...config import FieldError as FieldError
+from ...config import field_error as field_error
 from ...config.logger import get_logger
 
 T = TypeVar("T")
@@ -68,7 +78,7 @@ _CODES = {
     413: "request_too_large",
     415: "unsupported_media_type",
     422: "idempotency_key_reused",
-    TOO_MANY: "rate_limit_exceeded overloaded",
+    TOO_MANY: "rate_limit_exceeded overloaded stored_calls_full images_full",
     500: "lane_failed weights_lost out_of_blocks internal_error",
     503: "policy_unavailable model_not_loaded out_of_memory_budget shutting_down not_ready "
     "weights_interrupted out_of_memory",
@@ -104,25 +114,6 @@ class EngineError(RequestError):
     def __init__(self, message: str, *, code: str, retry_after_s: float | None = None) -> None:
         super().__init__(message, code=code)
         self.retry_after_s = retry_after_s
-
-
-class FieldError(RequestError):
-    """A field of the body is invalid. `param`: its path in the body."""
-
-    retry_after_s: float | None = None
-
-    def __init__(self, message: str, *, param: str | None, code: str = "invalid_request") -> None:
-        super().__init__(message, code=code)
-        self.param = param
-
-
-def field_error(param: str, why: str, *, code: str = "invalid_request") -> FieldError:
-    """Return an error whose message begins with the field, by its path in the body.
-
-    Args:
-        why: The rest of the sentence, such as "is empty"; after a colon, a sentence of its own.
-    """
-    return FieldError(f"{param}{'' if why.startswith(':') else ' '}{why}", param=param, code=code)
 
 
 def status_of(error: NanoInferenceError) -> int:
@@ -189,7 +180,7 @@ def error_handler(respond: Respond) -> Callable[[Request, Exception], Awaitable[
             error = NanoInferenceError("the gateway has failed; its log says where")
         # Shed load (429) is counted where it is shed; logging each would add load.
         elif status_of(error) >= 500:
-            log.warning("http_request_failed", code=error.code, error=error.message)
+            log.warning("http_request_failed", code=error.code, error=str(error))
         return respond(request.scope, error)
 
     return answer
@@ -360,14 +351,15 @@ class EventStream(Response):
         After `comment_s` seconds without an event, `comment` is sent (an interface may have an
         event of its own for that), so that proxies don't close the connection. NanoInferenceErrors
         of `produce` must come before the first event or comment; `committed` is whether the
-        response has begun. `ids`: whether events have ids, behind which a client may resume.
+        response has begun. `ids`: whether events have ids, behind which a client may resume; may be
+        unset before the first event.
         """
         super().__init__(headers={"Cache-Control": "no-cache"})
         del self.headers["content-length"]
         self._produce = produce
         self._comment_s = comment_s
         self._comment = comment + b"\n\n"
-        self._ids = ids
+        self.ids = ids
         self.committed = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -389,8 +381,8 @@ class EventStream(Response):
 
         async def send_event(data: bytes, event_id: str = "", *, name: str = "") -> None:
             named = f"event: {name}\n".encode() if name else b""
-            named += b"id: %s\n" % event_id.encode() if event_id and self._ids else b""
-            await send_part(named + b"data: " + data + b"\n\n")
+            named += b"id: %s\n" % event_id.encode() if event_id and self.ids else b""
+            await send_part(named + b"data: " + line_safe(data) + b"\n\n")
 
         async def comment(every_s: float) -> None:
             while True:

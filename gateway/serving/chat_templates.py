@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import inspect
-import re
 from collections.abc import Awaitable, Callable, Mapping
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import anyio.to_thread
 import msgspec
 
-from ...config import field_name
-from ...text.chat_template import TemplateWorkers, as_contents_read, render, template_of
+from ...text.chat_template import TemplateWorkers, template_of
+from ...text.conversation import Turn as Turn
+from ...text.conversation import check_variables, names_read, render_conversation, tools_read
 from ...text.messages import EFFORT, SWITCHES, MessageFormat, Tool, asked_to_reason, opening_of
 from ..server.http import FieldError
 from .images import sources_in, text_in, without_sources
@@ -22,18 +20,7 @@ from .words import LazyWords, Words
 AT_ONCE = 3
 """Templates that run at a time. Each keeps a core busy, and one tenant alone has two."""
 
-Turn = dict[str, Any]
-"""A message as most templates read it."""
-
 _PLACE = "conversation"
-_REASONING = ("reasoning_content", "reasoning", "thinking")
-"""Templates' names for an assistant's reasoning, the most usual first."""
-
-_SHORT_IDS = re.compile(r"length\s*!=\s*9\b")
-_SHORT_ID = 9
-_CODE = re.compile(r"\{%(.*?)%\}|\{\{(.*?)\}\}", re.DOTALL)
-_TEXT = re.compile(r"'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\"", re.DOTALL)
-_NAME = re.compile(r"(?<![\w.])[^\W\d]\w*")
 
 
 class Reasoning(msgspec.Struct, frozen=True, kw_only=True):
@@ -106,11 +93,12 @@ class ChatTemplates:
         self._max_model_len = max_model_len
         self._workers = TemplateWorkers(AT_ONCE, timeout_s)
         self._turns = turns
+        self._threads = anyio.CapacityLimiter(AT_ONCE)
 
     async def start(self) -> None:
         """Start the processes, unless they run. They take seconds to load Transformers."""
         if not self._workers.started:
-            await anyio.to_thread.run_sync(self._workers.start)
+            await anyio.to_thread.run_sync(self._workers.start, limiter=anyio.CapacityLimiter(1))
 
     async def render(self, conversation: Conversation, tenant: str) -> Rendered:
         """Return the prompt of a conversation. The template writes its own special tokens.
@@ -143,7 +131,7 @@ class ChatTemplates:
         with self._turns.wait(tenant, [_PLACE]) as call:
             await call.take(_PLACE)
             try:
-                return await anyio.to_thread.run_sync(work)
+                return await anyio.to_thread.run_sync(work, limiter=self._threads)
             finally:
                 self._turns.give_back(tenant)
 
@@ -151,85 +139,24 @@ class ChatTemplates:
         self, words: Words, conversation: Conversation, form: MessageFormat | None
     ) -> str:
         tokenizer = words.tokenizer
-        tools = [tool.as_templates_read() for tool in conversation.tools] or None
-        template = template_of(tokenizer, tools)
-        if tools and "tools" not in names_read(template):
-            raise FieldError(
-                "tools: the model's chat template does not read tools; leave them out, or serve a "
-                "model that was trained to call them",
-                param="tools",
-                code="unsupported",
-            )
-        _check_variables(conversation.variables, template, tokenizer)
+        template = template_of(tokenizer, tools_read(conversation.tools))
+        check_variables(conversation.variables, template, tokenizer, "chat_template_kwargs.")
         variables = reasoning_variables(
             conversation.reasoning,
             conversation.variables,
             template,
             always=form is not None and form.reasoning is not None,
         )
-        turns = as_read_by(template, [without_sources(turn) for turn in conversation.turns])
-        if words.images is not None:
-            turns = as_contents_read(template, turns, words.images.placeholder)
-        return render(
+        return render_conversation(
             tokenizer,
-            turns,
-            tools=tools,
+            map(without_sources, conversation.turns),
+            placeholder=words.images.placeholder if words.images is not None else None,
+            tools=conversation.tools,
             add_generation_prompt=conversation.add_generation_prompt,
             continue_final_message=conversation.continue_final_message,
             variables=variables,
             run=self._workers.run,
         )
-
-
-def _check_variables(variables: dict[str, Any], template: str, tokenizer: Any) -> None:
-    """Refuse variables that the template does not read, and parameters of Transformers' call."""
-    reserved = inspect.signature(tokenizer.apply_chat_template).parameters
-    for name in variables:
-        if name in reserved or not name.isidentifier() or name in tokenizer.special_tokens_map:
-            why = "that can't be given to a chat template"
-        # A pattern of megabytes takes seconds to compile.
-        elif name not in template or re.search(rf"\b{name}\b", template) is None:
-            why = "the model's chat template does not read it"
-        else:
-            continue
-        param = f"chat_template_kwargs.{field_name(name)}"
-        raise FieldError(f"{param}: {why}; leave it out", param=param, code="unsupported")
-
-
-# --- messages in a template's form --------------------------------------------------------------
-
-
-def as_read_by(template: str, turns: list[Turn]) -> list[Turn]:
-    """Return messages in the form, and with the names, that a template reads."""
-    if "developer" not in template:
-        turns = [
-            turn | {"role": "system"} if turn["role"] == "developer" else turn for turn in turns
-        ]
-    read = (name for name in _REASONING if re.search(rf"\.{name}\b|['\"]{name}['\"]", template))
-    if (name := next(read, _REASONING[0])) != _REASONING[0]:
-        turns = [
-            {name if key == _REASONING[0] else key: value for key, value in turn.items()}
-            for turn in turns
-        ]
-    # Mistral's templates take ids of nine characters only.
-    return [_with_short_ids(turn) for turn in turns] if _SHORT_IDS.search(template) else turns
-
-
-def _with_short_ids(turn: Turn) -> Turn:
-    """Shorten ids of calls to their last letters and digits, in which the gateway's ids differ."""
-    found = dict(turn)
-    if calls := turn.get("tool_calls"):
-        found["tool_calls"] = [
-            call | {"id": _short(call["id"])} if isinstance(call.get("id"), str) else call
-            for call in calls
-        ]
-    if isinstance(turn.get("tool_call_id"), str):
-        found["tool_call_id"] = _short(turn["tool_call_id"])
-    return found
-
-
-def _short(call_id: str) -> str:
-    return re.sub(r"[^A-Za-z0-9]", "", call_id)[-_SHORT_ID:].rjust(_SHORT_ID, "0")
 
 
 # --- reasoning ----------------------------------------------------------------------------------
@@ -248,14 +175,6 @@ def reasoning_asked(reasoning: Reasoning | None, given: Mapping[str, Any]) -> bo
     if reasoning is None:
         return asked_to_reason(given)
     return asked_to_reason({EFFORT: reasoning.effort}) if reasoning.on is None else reasoning.on
-
-
-@lru_cache(maxsize=64)
-def names_read(template: str) -> frozenset[str]:
-    """Return the names in a template's code: its variables, and Jinja's own names; no attributes,
-    and nothing in strings."""
-    code = " ; ".join(_TEXT.sub("''", a or b) for a, b in _CODE.findall(template))
-    return frozenset(_NAME.findall(code))
 
 
 def reasoning_variables(

@@ -17,7 +17,7 @@ from ...config import BusError, ChannelClosed, Config, NanoInferenceError, shown
 from ...config.logger import get_logger
 from ...pipeline.cancellations import Cancellations
 from ...pipeline.client import BusClient
-from ...store.calls import CallStore, DurableCall
+from ...store.calls import CallsFull, CallStore, DurableCall
 from ...store.registry import NOT_LOADED
 from ...telemetry import TraceContext
 from ..server.http import EngineError
@@ -107,6 +107,12 @@ class DurableRecord(msgspec.Struct, frozen=True, kw_only=True):
     def is_durable(self) -> bool:
         """Whether the bus keeps it."""
         raise NotImplementedError
+
+    @property
+    def is_promised(self) -> bool:
+        """Whether it is refused if the bus has no room for it; any other then ends with its
+        connection."""
+        return self.is_durable
 
     @property
     def background(self) -> bool:
@@ -218,6 +224,8 @@ class Attachment:
         """Publish in a task that outlives a cancelled caller, so that the entry is recorded."""
         publishing = asyncio.create_task(self._publish_and_note(request, trace))
         self._publishing.add(publishing)
+        # A caller that has left awaits the error no more.
+        publishing.add_done_callback(lambda task: task.cancelled() or task.exception())
         return await asyncio.shield(publishing)
 
     async def _publish_and_note(self, request: GenerateRequest, trace: TraceContext) -> str:
@@ -267,7 +275,8 @@ class DurableCalls:
 
     @asynccontextmanager
     async def begun(self, record: DurableRecord) -> AsyncIterator[Attachment | None]:
-        """Store a new call, and attach to it; unless it is not durable.
+        """Store a new call, and attach to it; unless it is not durable, or there is no room for
+        one that nobody was promised.
 
         A call with a name was stored when it claimed that, and its client may come back.
         """
@@ -275,7 +284,13 @@ class DurableCalls:
             yield None
             return
         if not record.name:
-            await self._calls.keep(record.id, record.encode(), self._attached_s())
+            try:
+                await self.keep(record)
+            except CallsFull:
+                if record.is_promised:
+                    raise
+                yield None
+                return
         async with self._attaching(record, resumable=bool(record.name)) as attachment:
             yield attachment
 
@@ -318,9 +333,18 @@ class DurableCalls:
                 await self._leaving.begin(self._leave(attachment))
 
     async def claim(self, record: DurableRecord) -> str:
-        """Store a call under its name, unless another call has the name; return the owner's id."""
+        """Store a call under its name, unless another call has the name; return the owner's id.
+
+        Raises:
+            CallsFull: There is no room for a new call.
+        """
         # The call first: a reader that finds the name finds the call.
-        await self.keep(record)
+        try:
+            await self.keep(record)
+        except CallsFull:
+            if owner := await self._calls.named(record.name):
+                return owner
+            raise
         owner = await self._calls.claim(record.name, record.id)
         if owner != record.id:
             await self._calls.drop(record.id)
@@ -348,8 +372,9 @@ class DurableCalls:
         return None
 
     async def keep(self, record: DurableRecord) -> None:
-        """Store a call."""
-        await self._calls.keep(record.id, record.encode(), self._attached_s(record.background))
+        """Store a call. Raises CallsFull when there is no room for it."""
+        attached_s = self._attached_s(record.background)
+        await self._calls.keep(record.id, record.encode(), attached_s, record.tenant)
 
     async def replace(self, call_id: str, record: bytes) -> None:
         """Replace a call's record."""
@@ -491,7 +516,7 @@ async def watch_orphans(
             return
         except BusError as error:
             if not logged:
-                get_logger().warning("calls_not_renewed", error=error.message)
+                get_logger().warning("calls_not_renewed", error=str(error))
             logged = True
 
 

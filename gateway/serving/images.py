@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import base64
-import re
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
-
-import anyio
-import anyio.to_thread
+from urllib.parse import unquote
 
 from ...bus.public import ImageInput
 from ...config import ImagesConfig, RequestError, shown
 from ...media.decoder import ImageDecoder, check_file
 from ...media.fetch import ImageFetcher
+from ...media.turns import FairDecoder
+from ...text.forgiving_base64 import decode_base64
 from ..server.http import field_error
 from .turns import Turns
-from .words import Words
+from .words import LazyWords, Words
 
 FETCHES = 8
 """Images fetched at a time. One tenant alone may have half of these places."""
@@ -24,7 +22,9 @@ FETCHES = 8
 IMAGE = "image"
 """The type of an image's part, in the form of Transformers' chat templates."""
 
-_DATA = re.compile(r"data:[^,;]*(?:;[^,;]*)*?(;base64)?,", re.IGNORECASE)
+_AROUND_URLS = "".join(map(chr, range(0x21)))
+"""Characters around a URL that browsers ignore."""
+
 _MOST_HEAD = 256
 
 
@@ -58,21 +58,24 @@ def content_of(parts: list[dict[str, Any]]) -> str | list[dict[str, Any]]:
 
 
 def of_url(url: str, where: str) -> ImageSource:
-    """Read a data URI, or a URL, which is fetched later.
+    """Read a data URI as browsers do, or a URL, which is fetched later.
 
     Raises:
         FieldError: invalid_image, invalid_image_url.
     """
-    if url[:5].lower() != "data:":
+    start = len(url) - len(url.lstrip(_AROUND_URLS))
+    if url[start : start + 5].lower() != "data:":
         return ImageSource(where, url=url)
-    head = _DATA.match(url[:_MOST_HEAD])
-    if head is None or head[1] is None:
+    comma = url.find(",", start, start + _MOST_HEAD)
+    kind, _, coding = url[start:comma].rpartition(";")
+    if comma < 0 or not kind or coding.strip().lower() != "base64":
         raise field_error(
             where,
             f": {shown(url[:40])} is no data URI with base64; write data:image/png;base64,…",
             code="invalid_image_url",
         )
-    return of_base64(url[head.end() :], where)
+    body = url[comma + 1 :].partition("#")[0]
+    return of_base64(unquote(body, errors="replace") if "%" in body else body, where)
 
 
 def of_base64(text: str, where: str) -> ImageSource:
@@ -82,7 +85,7 @@ def of_base64(text: str, where: str) -> ImageSource:
         FieldError: invalid_image.
     """
     try:
-        return ImageSource(where, base64.b64decode(text, validate=True))
+        return ImageSource(where, decode_base64(text))
     except ValueError:
         raise field_error(
             where, ": the image is not in base64; encode its file so", code="invalid_image"
@@ -124,7 +127,7 @@ class Images:
         """Args: limits, the model's name, and `FETCHES` places shared by tenants."""
         self._config, self._model_name = config, model_name
         self._fetcher = ImageFetcher(config)
-        self._decoder = ImageDecoder(config)
+        self._decoder = FairDecoder(ImageDecoder(config), config)
         self._turns = turns
 
     def check(self, sources: Sequence[ImageSource], words: Words) -> None:
@@ -175,27 +178,39 @@ class Images:
         return tuple(ImageInput(data=data) for data in found)
 
     async def expand(
-        self, words: Words, text: str, images: Sequence[ImageInput], *, add_special: bool = False
+        self,
+        words: LazyWords,
+        text: str,
+        images: Sequence[ImageInput],
+        tenant: str,
+        *,
+        add_special: bool = False,
     ) -> tuple[int, ...]:
         """Return the tokens of a text with images, as admission makes them.
 
+        Only the images' sizes are read.
+
         Args:
+            tenant: Of the call.
             add_special: As for `Words.token_ids`.
 
         Raises:
             RequestError: invalid_image, image_too_large, image_decode_failed, images_mismatch.
         """
-        processor = words.images
+        loaded, config = await words.required(), self._config
+        processor = loaded.images
         assert processor is not None, "check comes before"
+        sizes = [
+            await self._decoder.size(image.data, f"images[{place}]", tenant)
+            for place, image in enumerate(images)
+        ]
 
-        def work() -> tuple[int, ...]:
-            sizes = []
-            for place, image in enumerate(images):
-                pixels = self._decoder.decode(image.data, f"images[{place}]")
-                sizes.append((pixels.width, pixels.height))
-            return words.token_ids(processor.expand_text(text, sizes), add_special=add_special)
+        def expanded() -> str:
+            processor.check_growth(sizes, max_pixels=config.max_pixels, max_side=config.max_side)
+            return processor.expand_text(text, sizes)
 
-        return await anyio.to_thread.run_sync(work)
+        whole = await self._decoder.run(tenant, expanded)
+        return await words.token_ids(whole, add_special=add_special)
 
 
 def unsupported_here(where: str) -> RequestError:

@@ -135,7 +135,9 @@ class ModelLength:
             if split_role(report.stage)[0] == "executor" and "max_model_len" in report.load
         ]
         if not reported and self._of_files is None:
-            found = await anyio.to_thread.run_sync(longest_context_of, self._folder)
+            found = await anyio.to_thread.run_sync(
+                longest_context_of, self._folder, limiter=anyio.CapacityLimiter(1)
+            )
             self._of_files = found or self._most
         return min([self._most, *(reported or [self._of_files or self._most])])
 

@@ -69,8 +69,9 @@ async def as_submitted(
     """
     if as_tokens and request.prompt is not None:
         if request.images:
-            words = await services.words.required()
-            token_ids = await services.images.expand(words, request.prompt, request.images)
+            token_ids = await services.images.expand(
+                services.words, request.prompt, request.images, request.tenant
+            )
         else:
             token_ids = await services.words.token_ids(request.prompt)
         request = replace(request, prompt=None, prompt_token_ids=token_ids)
@@ -170,11 +171,11 @@ async def conversation_tokens(
     services.images.check(sources, words)
     rendered = await services.templates.render(conversation, tenant)
     images = await services.images.load(sources, tenant)
-    return await tokens_of(services, rendered.prompt, images)
+    return await tokens_of(services, rendered.prompt, images, tenant)
 
 
 async def tokens_of(
-    services: Services, prompt: str | tuple[int, ...], images: Sequence[ImageInput]
+    services: Services, prompt: str | tuple[int, ...], images: Sequence[ImageInput], tenant: str
 ) -> tuple[int, ...]:
     """Return the tokens of a rendered prompt with its images.
 
@@ -183,7 +184,7 @@ async def tokens_of(
     """
     if not isinstance(prompt, str):
         return prompt
-    return await services.images.expand(await services.words.required(), prompt, images)
+    return await services.images.expand(services.words, prompt, images, tenant)
 
 
 @contextmanager

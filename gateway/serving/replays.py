@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import uuid
+from functools import partial
 
 import msgspec
 from msgspec.structs import replace
@@ -10,12 +11,15 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ...bus.public import Completion, ErrorInfo, GenerateRequest
-from ...config import NanoInferenceError, RequestError
-from ...pipeline.replay import PRIORITY, replay, unknown
+from ...config import ModelError, NanoInferenceError, RequestError
+from ...pipeline.replay import PRIORITY, check_replayable, replay, request_of, unknown
 from ..policy.caller import may_use
 from ..policy.document import may
+from ..policy.guardrail import text_of
 from ..server.http import JsonResponse, connected, read_body
+from .account import Account
 from .origin import Origin, origin_of
+from .request_ids import ids_of, name_of
 from .services import Services
 
 _MOST_BYTES = 1 << 12
@@ -33,7 +37,7 @@ class ReplayCalls:
         The replay is a call of the caller: its policy, limits and fairness apply.
         """
         id, origin = request.path_params["id"], origin_of(request, None)
-        found = [each for each in await self._recorded(id) if _is_own(each, origin)]
+        found = await self._recorded(id, origin)
         if not found:
             raise unknown(id)
         results = []
@@ -43,7 +47,12 @@ class ReplayCalls:
                 like = GenerateRequest(
                     tenant=origin.tenant, priority=PRIORITY, model=recorded.model
                 )
-                results.append(await replay(_Run(self._services, origin), recorded, like))
+                before = await self._prompt_of(recorded)
+                run = _Run(self._services, origin, before)
+                delivered = await self._delivered(recorded, like, origin, before)
+                result = await replay(run, delivered, like)
+                name = name_of(origin.caller, result.request_id)
+                results.append(replace(result, request_id=name))
         differing = [each for each in results if each.verdict == "different"]
         first, *_ = [*differing, *results]
         answer = {
@@ -56,9 +65,38 @@ class ReplayCalls:
         }
         return JsonResponse(msgspec.to_builtins(answer))
 
-    async def _recorded(self, id: str) -> list[Completion]:
-        # Without a search of the results stream, which would take longer the more it holds.
-        return await self._services.engine.bus.results.recorded(id, search=False)
+    async def _recorded(self, id: str, origin: Origin) -> list[Completion]:
+        """Return what is recorded of the request or call that a caller means, if it may replay it;
+        see `ids_of`."""
+        results = self._services.engine.bus.results
+        for each in ids_of(origin.caller, id):
+            # Without a search of the results stream, which would take longer the more it holds.
+            recorded = await results.recorded(each, search=False)
+            if found := [each for each in recorded if _is_own(each, origin)]:
+                return found
+        return []
+
+    async def _prompt_of(self, recorded: Completion) -> str:
+        """Return the prompt's text; "" without a tokenizer."""
+        try:
+            words = await self._services.words.get()
+        except ModelError:
+            return ""
+        token_ids = recorded.prompt_token_ids or ()
+        asked = GenerateRequest(prompt_token_ids=token_ids)
+        return await self._services.words.process(len(token_ids), partial(text_of, asked, words))
+
+    async def _delivered(
+        self, recorded: Completion, like: GenerateRequest, origin: Origin, before: str
+    ) -> Completion:
+        """Return what is recorded, cut by the guardrail as its replay will be: nothing is told of
+        what no client got."""
+        recipe = check_replayable(recorded)
+        filtered = await self._services.submissions.filtered_end(
+            origin._replace(account=Account()), request_of(recorded, recipe, like), recorded, before
+        )
+        assert isinstance(filtered, Completion), "a terminal message stays one"
+        return filtered
 
 
 def _is_own(recorded: Completion, origin: Origin) -> bool:
@@ -74,15 +112,18 @@ def _is_own(recorded: Completion, origin: Origin) -> bool:
 class _Run:
     """Runs the requests of a replay as a call's."""
 
-    def __init__(self, services: Services, origin: Origin) -> None:
-        self._services, self._origin = services, origin
+    def __init__(self, services: Services, origin: Origin, before: str) -> None:
+        """`before`: the prompt, in which a match of the guardrail may begin."""
+        self._services, self._origin, self._before = services, origin, before
         self._first = True
 
     async def __call__(self, request: GenerateRequest) -> Completion:
         request = replace(request, request_id=f"replay-{uuid.uuid4().hex}")
         first, self._first = self._first, False
         try:
-            (completion,) = await self._services.submissions.run(self._origin, [request])
+            (completion,) = await self._services.submissions.run(
+                self._origin, [request], before=lambda index: self._before
+            )
         except NanoInferenceError as error:
             if first:
                 raise

@@ -12,7 +12,8 @@ import msgspec
 from ...bus.public import Completion, GenerateRequest, Output
 from ...config.logger import get_logger
 from ...telemetry import Metrics, instruments, now_ns
-from ..policy.caller import Caller, may_use
+from ..policy.caller import ANYBODY, Caller, may_use
+from .request_ids import ids_of, name_of
 
 MOST_REQUESTS = 10_000
 """Requests that are remembered; the oldest are forgotten first."""
@@ -39,7 +40,8 @@ class LoggedRequest(msgspec.Struct):
     Attributes:
         number: Counts the requests of this gateway.
         changed: Number of the log's last change of this request.
-        id: The request's id.
+        id: The request's id on the bus.
+        name: The id that its client knows.
         tenant: Its tenant.
         model: The model or adapter.
         of_model: The model whose tokenizer reads its tokens.
@@ -58,6 +60,7 @@ class LoggedRequest(msgspec.Struct):
 
     number: int
     id: str
+    name: str
     tenant: str
     model: str
     of_model: str
@@ -152,8 +155,10 @@ class RequestLog:
     def __len__(self) -> int:
         return len(self._requests)
 
-    def get(self, request_id: str) -> LoggedRequest | None:
-        return self._requests.get(request_id)
+    def find(self, caller: Caller, id: str) -> LoggedRequest | None:
+        """Return the request that a caller means (see `ids_of`), if the caller may read it."""
+        found = (self._requests.get(each) for each in ids_of(caller, id))
+        return next((each for each in found if each is not None and each.seen_by(caller)), None)
 
     def detail(self, request_id: str) -> dict[str, Any]:
         """Return what is kept of an ended request, as JSON; empty if there is nothing."""
@@ -175,11 +180,13 @@ class RequestLog:
         requests: Sequence[GenerateRequest],
         of_model: str,
         arrived_ns: int = 0,
+        caller: Caller = ANYBODY,
     ) -> None:
         """Add the requests of a call, unless the call was resumed and they are known.
 
         Args:
             arrived_ns: When the call's first byte came; 0 if that is unknown.
+            caller: The caller, which named the requests.
         """
         at = arrived_ns or now_ns()
         for request in requests:
@@ -191,6 +198,7 @@ class RequestLog:
             found = LoggedRequest(
                 number=self._last,
                 id=request.request_id,
+                name=name_of(caller, request.request_id),
                 tenant=tenant,
                 model=request.model or of_model,
                 of_model=of_model,

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Iterator, Sequence
 from contextlib import aclosing, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
 
 import anyio
 import anyio.lowlevel
@@ -34,6 +33,7 @@ from .durable_calls import Attachment
 from .lane_state import DRAINING, ModelLength, Readiness
 from .measures import Measures
 from .origin import Origin
+from .request_ids import concerns, ids_of, name_of
 from .times import with_http
 from .turns import Turns, WaitingCall
 
@@ -51,11 +51,19 @@ Take = Callable[[int, Output], Awaitable[None]]
 """Takes an output of a call's request, by the request's index."""
 
 
-class _Owner(NamedTuple):
-    """The tenant of a request, and its model or adapter."""
+@dataclass(eq=False, slots=True)
+class _Owner:
+    """The owner of a request that waits or runs here.
+
+    Attributes:
+        tenant: Its tenant.
+        model: Its model or adapter.
+        connections: Those that await it: several only of a durable call.
+    """
 
     tenant: str
     model: str
+    connections: int = 0
 
 
 class _TooLate(EngineError):
@@ -90,7 +98,7 @@ class Submissions:
         self._count_lanes_at = 0.0
         # Several connections may be attached to one.
         self._request_ids: Counter[str] = Counter()
-        # By request that waits or runs here.
+        # By the id on the bus of a request that waits or runs here.
         self._owners: dict[str, _Owner] = {}
         self._model = config.bus.model
 
@@ -109,34 +117,39 @@ class Submissions:
         """Whether no request waits or runs here."""
         return not (self._owners or self._request_ids)
 
-    def has(self, request_id: str) -> bool:
-        """Return whether a request of this id, or of a call of this id, waits or runs here."""
-        return any(_concerns(request_id, each) for each in self._owners)
+    def has(self, caller: Caller, name: str) -> bool:
+        """Return whether a request that a caller may mean waits or runs here, or one of its call;
+        see `ids_of`."""
+        return bool(self._meant(ids_of(caller, name)))
 
-    async def abort(self, request_id: str) -> None:
-        """End the request of this id, or the requests of a call of this id."""
-        self.end_waiting(request_id)
-        running = (each for each in self._request_ids if _concerns(request_id, each))
-        for each in sorted({*running, request_id}):
-            await self.engine.cancel(each)
+    async def abort(self, caller: Caller, name: str) -> None:
+        """End the request that a caller means, or the requests of its call, wherever they are."""
+        ids = ids_of(caller, name)
+        await self._end({*self._meant(ids), *ids})
 
-    async def abort_own(self, caller: Caller, request_id: str) -> bool:
+    async def abort_own(self, caller: Caller, name: str) -> bool:
         """As `abort`, of the caller's tenant and models only; return whether there was one here."""
         own = {
             each
-            for each, owner in self._owners.items()
-            if owner.tenant == caller.tenant
+            for each in self._meant(ids_of(caller, name))
+            if (owner := self._owners[each]).tenant == caller.tenant
             and may_use(caller, owner.model)
-            and _concerns(request_id, each)
         }
-        self._turns.end(own.__contains__)
-        for each in sorted(own & self._request_ids.keys()):
-            await self.engine.cancel(each)
+        await self._end(own)
         return bool(own)
+
+    def _meant(self, ids: Sequence[str]) -> set[str]:
+        return {each for each in self._owners if any(concerns(id, each) for id in ids)}
+
+    async def _end(self, request_ids: Collection[str]) -> None:
+        waiting = self._owners.keys() - self._request_ids.keys()
+        self._turns.end(request_ids.__contains__)
+        for each in sorted(set(request_ids) - waiting):
+            await self.engine.cancel(each)
 
     def end_waiting(self, call_id: str) -> None:
         """End a call's waiting requests."""
-        self._turns.end(partial(_concerns, call_id))
+        self._turns.end(partial(concerns, call_id))
 
     async def abort_all(self) -> None:
         """End all waiting requests, and all requests in the pipeline, of any client."""
@@ -249,16 +262,19 @@ class Submissions:
         self.check_ready()
 
         completions: dict[int, Completion] = {}
+        owned: dict[str, _Owner] = {}
 
         async def run(index: int, begun: bool, placed: bool) -> None:
             try:
                 made = self._outputs(origin, requests[index], begun, attachment, before(index))
                 async with aclosing(made) as outputs:
                     async for output in outputs:
-                        if take is not None:
-                            await take(index, output)
                         if isinstance(output, Completion):
                             completions[index] = output
+                            # Its client may use the id again once it has the answer.
+                            self._leave(requests[index].request_id, owned)
+                        if take is not None:
+                            await take(index, output)
                         await anyio.lowlevel.checkpoint()
             finally:
                 if placed:
@@ -266,7 +282,7 @@ class Submissions:
 
         waiting: dict[str, int] = {}
         new = [request for request in requests if request.request_id not in published]
-        with self._owned(origin, requests):
+        with self._owned(origin, requests, owned, attachment is not None):
             async with self.policy.admitted(origin, new), task_group() as group:
                 for index, request in enumerate(requests):
                     if request.request_id in published:
@@ -283,16 +299,36 @@ class Submissions:
         return [completion for _, completion in sorted(completions.items())]
 
     @contextmanager
-    def _owned(self, origin: Origin, requests: Sequence[GenerateRequest]) -> Iterator[None]:
-        """Open while a call runs; its first error is that of its account."""
+    def _owned(
+        self,
+        origin: Origin,
+        requests: Sequence[GenerateRequest],
+        owned: dict[str, _Owner],
+        attached: bool,
+    ) -> Iterator[None]:
+        """Open while a call runs; its first error is that of its account.
+
+        Args:
+            owned: Gets the owners of its requests.
+            attached: It belongs to a durable call, so that other connections may await the same
+                requests.
+
+        Raises:
+            RequestError: duplicate_request: another call has a request of the same id here. Neither
+                that request nor its line in the log changes.
+        """
         model = self.config.engine.model_name
-        self._owners.update(
-            (each.request_id, _Owner(origin.tenant, each.model or model)) for each in requests
-        )
         code, message, log = "", "", self.measures.requests
-        if log is not None:
-            log.arrived(origin.tenant, requests, model, origin.account.arrived_ns)
         try:
+            if not attached:
+                self._check_new(origin, requests)
+            for each in requests:
+                owner = _Owner(origin.tenant, each.model or model)
+                owner = owned[each.request_id] = self._owners.setdefault(each.request_id, owner)
+                owner.connections += 1
+            if log is not None:
+                arrived_ns = origin.account.arrived_ns
+                log.arrived(origin.tenant, requests, model, arrived_ns, origin.caller)
             yield
         except NanoInferenceError as error:
             if isinstance(error, _TooLate):
@@ -301,12 +337,29 @@ class Submissions:
             origin.account.code = code
             raise
         finally:
-            # Another connection may attach a request, too.
-            left = {each.request_id for each in requests} - self._request_ids.keys()
-            for request_id in left:
-                self._owners.pop(request_id, None)
+            left = [each for each in list(owned) if self._leave(each, owned)]
             if log is not None:
                 log.left(left, code, message)
+
+    def _leave(self, request_id: str, owned: dict[str, _Owner]) -> bool:
+        """Stop awaiting a request; return whether no other connection awaits it either."""
+        owner = owned.pop(request_id, None)
+        if owner is None:
+            return False
+        owner.connections -= 1
+        if owner.connections:
+            return False
+        del self._owners[request_id]
+        return True
+
+    def _check_new(self, origin: Origin, requests: Sequence[GenerateRequest]) -> None:
+        for each in requests:
+            if each.request_id in self._owners:
+                raise RequestError(
+                    f"a request {shown(name_of(origin.caller, each.request_id))} of yours is in "
+                    "flight here; take another id, or wait for its end",
+                    code="duplicate_request",
+                )
 
     async def _outputs(
         self,
@@ -359,14 +412,14 @@ class Submissions:
                     yield output
 
     async def filtered_end(
-        self, origin: Origin, request: GenerateRequest, end: Completion
+        self, origin: Origin, request: GenerateRequest, end: Completion, before: str = ""
     ) -> Output:
-        """Filter the end of a request that was found on the bus."""
+        """Filter the end of a request that was found on the bus; `before` as for `run`."""
 
         async def found() -> AsyncGenerator[Output, None]:
             yield end
 
-        async with aclosing(self.policy.outputs(origin, request, found())) as outputs:
+        async with aclosing(self.policy.outputs(origin, request, found(), before)) as outputs:
             async for output in outputs:
                 return output
         return end
@@ -415,11 +468,6 @@ async def _accounted(
             elif (seen := left[request_id]) is not None:
                 left[request_id] = seen + len(output.token_ids)
             yield output
-
-
-def _concerns(call_id: str, request_id: str) -> bool:
-    """Return whether an id is that of a request or of its call."""
-    return request_id == call_id or request_id.startswith(f"{call_id}_")
 
 
 async def _take(call: WaitingCall, request_id: str, origin: Origin) -> bool:

@@ -144,7 +144,7 @@ class LazyWords:
 
         async with self._loading:
             if self._words is None:
-                self._words = await anyio.to_thread.run_sync(load)
+                self._words = await anyio.to_thread.run_sync(load, limiter=anyio.CapacityLimiter(1))
         return self._words
 
     async def required(self) -> Words:

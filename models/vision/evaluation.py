@@ -1,16 +1,26 @@
-"""Exact-match evaluation of the vision model."""
+"""Exact-match evaluation of the vision model, on pictures of its own drawer and of another.
+
+    python -m nano_inference.models.vision.evaluation models/tiny-vision
+
+prints the table of the model's card.
+"""
 
 from __future__ import annotations
 
+import argparse
 import random
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from PIL import Image
+from transformers import LlavaForConditionalGeneration
 
+from ...text.images import ImageProcessor
 from ..evaluation import Model
 from ..examples import Split
 from ..tokenizer import FastTokenizer, chat_text, encode
+from .other_pictures import draw_otherwise
 from .pictures import draw, make_scene
 from .questions import TASKS, Question, question
 from .settings import VisionSettings
@@ -23,16 +33,24 @@ class Case(NamedTuple):
     question: Question
 
 
-def cases(task: str, count: int, seed: int, split: Split = "heldout") -> list[Case]:
-    """Return pictures of a split with a question of a task each."""
+def cases(
+    task: str, count: int, seed: int, split: Split = "heldout", *, otherwise: bool = False
+) -> list[Case]:
+    """Return pictures of a split with a question of a task each.
+
+    Args:
+        otherwise: Draw the same scenes by the other drawer.
+    """
     rng = random.Random(f"{task}/{split}/{seed}")
+    other_rng = random.Random(f"{task}/{split}/{seed}/otherwise")
     found: list[Case] = []
     while len(found) < count:
         scene = make_scene(rng, split)
         if (asked := question(scene, task, rng)) is not None:
             if task == "number" and not asked.answer.isdigit():
                 continue
-            found.append(Case(draw(scene, rng), asked))
+            image = draw(scene, rng)
+            found.append(Case(draw_otherwise(scene, other_rng) if otherwise else image, asked))
     return found
 
 
@@ -67,14 +85,33 @@ def evaluate(model: Model, processor: Any, asked: list[Case]) -> int:
 def table(settings: VisionSettings, model: Model, processor: Any) -> str:
     """Return the held-out results as a Markdown table, with an example of each task."""
     lines = [
-        "| task | question | answer | held-out pictures | right | share |",
+        "| task | question | answer | pictures | right, own drawer | right, other drawer |",
         "|---|---|---|---:|---:|---:|",
     ]
     for task in TASKS:
-        asked = cases(task, settings.heldout, settings.seed)
-        right, example = evaluate(model, processor, asked), asked[0].question
-        lines.append(
-            f"| {task} | `{example.text}` | `{example.answer}` | {len(asked)} | {right} "
-            f"| {right / len(asked):.1%} |"
+        own, other = (
+            cases(task, settings.heldout, settings.seed, otherwise=otherwise)
+            for otherwise in (False, True)
         )
+        example = own[0].question
+        right = [evaluate(model, processor, each) for each in (own, other)]
+        shares = " | ".join(f"{number / len(own):.0%}" for number in right)
+        lines.append(f"| {task} | `{example.text}` | `{example.answer}` | {len(own)} | {shares} |")
     return "\n".join(lines)
+
+
+def main() -> None:
+    """Print the results of a model's folder."""
+    parser = argparse.ArgumentParser(description="Evaluate the bundled vision model.")
+    parser.add_argument("folder", type=Path)
+    folder = parser.parse_args().folder
+    settings = VisionSettings()
+    torch.set_num_threads(settings.threads)
+    found = ImageProcessor.of(folder)
+    assert found is not None, "the folder has a processor"
+    model = LlavaForConditionalGeneration.from_pretrained(folder, dtype=torch.float32)
+    print(table(settings, model, found._processor))
+
+
+if __name__ == "__main__":
+    main()

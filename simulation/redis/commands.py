@@ -37,6 +37,8 @@ class Engine:
         run_id: As in INFO; changes with each start.
         written: Keys of streams that got entries, for blocked readers.
         scripts: Runs EVAL.
+        claims: Entries that went from one consumer to another: id, both, and the age of the lease
+            in milliseconds.
     """
 
     def __init__(self, scripts: Callable[[Engine, bytes, Arguments, Arguments], Any]) -> None:
@@ -44,6 +46,7 @@ class Engine:
         self.now_ms = 0
         self.run_id = ""
         self.written: set[bytes] = set()
+        self.claims: list[tuple[bytes, bytes, bytes, int]] = []
         self.scripts = scripts
         self._commands: dict[bytes, Callable[[Arguments], Any]] = {
             name[1:].encode(): getattr(self, name) for name in dir(self) if name[1:].isupper()
@@ -429,7 +432,10 @@ class Engine:
             if entry_id not in stream.fields:
                 del group.pending[entry_id]
                 continue
-            if self.now_ms - group.pending[entry_id][1] >= int(command[4]):
+            before, since = group.pending[entry_id]
+            if self.now_ms - since >= int(command[4]):
+                if before != command[3]:
+                    self.claims.append((raw, before, command[3], self.now_ms - since))
                 group.pending[entry_id] = (command[3], self.now_ms)
                 claimed.append(entry_id)
         return [write_id(each) for each in claimed] if just_ids else _entries(stream, claimed)

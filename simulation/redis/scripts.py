@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from hashlib import sha1
 from typing import Any
 
 from lupa import lua51
@@ -11,10 +12,11 @@ from .commands import OK, Arguments, Engine
 from .data import RedisError
 
 _PRELUDE = b"""
-local call, pcall_, table_of = ...
+local call, pcall_, sha1hex = ...
 redis = {
   call = call,
   pcall = pcall_,
+  sha1hex = sha1hex,
   error_reply = function(text) return {err = text} end,
   status_reply = function(text) return {ok = text} end,
 }
@@ -33,7 +35,7 @@ class _Runner:
         self.engine: Engine | None = None
         self._scripts: dict[bytes, Any] = {}
         setup = self.lua.eval(b"function(...) " + _PRELUDE + b" end")
-        setup(self._call, self._pcall)
+        setup(self._call, self._pcall, lambda text: sha1(text).hexdigest().encode())
 
     def run(self, engine: Engine, script: bytes, keys: Arguments, arguments: Arguments) -> Any:
         function = self._scripts.get(script)

@@ -12,7 +12,6 @@ from ...bus.entries import RequestEntry
 from ...bus.media import MediaItem
 from ...bus.messages import AdmittedRequest, Prompt, RequestOpened
 from ...bus.public import ErrorInfo
-from ...store.images import StoredImage
 from .responses import ResponseKey
 
 
@@ -21,13 +20,11 @@ class Tokens(NamedTuple):
 
     Attributes:
         media: The images in the prompt.
-        pixels: Those that may not be in the store yet.
     """
 
     prompt: Prompt
     prediction: tuple[int, ...] = ()
     media: tuple[MediaItem, ...] = ()
-    pixels: tuple[StoredImage, ...] = ()
 
 
 class Accepted(NamedTuple):
@@ -67,8 +64,8 @@ class Arrival(msgspec.Struct, frozen=True):
     tokenized: Tokenized | None = None
 
     @property
-    def entry_id(self) -> str:
-        return self.entry.entry_id
+    def key(self) -> str:
+        return self.entry.key
 
 
 class Judged(msgspec.Struct, frozen=True):

@@ -8,7 +8,7 @@ from operator import attrgetter, ne
 
 from ...bus.codec import is_unicode
 from ...bus.control import ReplicaCapacity
-from ...bus.entries import RequestEntry
+from ...bus.entries import MAX_REQUEST_ID_LENGTH, RequestEntry
 from ...bus.pooling import Pooling
 from ...bus.public import EmbedParams, GenerateRequest, KVSession
 from ...config import MAX_INT64, RequestError, SamplingParams, prompt_too_long, shown
@@ -17,7 +17,6 @@ from ...config.sampling import RANGES
 _values_of = attrgetter(*RANGES)
 _DEFAULTS = _values_of(SamplingParams())
 
-MAX_REQUEST_ID_LENGTH = 256
 MAX_TENANT_LENGTH = 128
 MAX_CACHE_SALT_LENGTH = 256
 MAX_SESSION_ID_LENGTH = 128
@@ -28,16 +27,11 @@ MAX_LOGIT_BIAS = 100
 MAX_BIASED_TOKENS = 1024
 
 # Of a result as JSON, commas included: the most characters that each can have.
-COMPLETION_BYTES = 4096
+COMPLETION_BYTES = 5120
 TOKEN_ID_BYTES = 8
 LOGPROB_BYTES = 25
 TEXT_BYTES = 16
 TOP_LOGPROB_BYTES = len('{"token_id":,"logprob":},') + TOKEN_ID_BYTES + LOGPROB_BYTES
-
-
-def is_usable_request_id(request_id: str) -> bool:
-    """Return whether an id is printable and short enough for a result stream and logs."""
-    return 0 < len(request_id) <= MAX_REQUEST_ID_LENGTH and request_id.isprintable()
 
 
 def request_id_of(entry: RequestEntry) -> str:

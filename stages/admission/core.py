@@ -10,7 +10,12 @@ import msgspec
 import xxhash
 
 from ...bus.control import ReplicaCapacity
-from ...bus.entries import Malformed, RequestEntry
+from ...bus.entries import (
+    MAX_REQUEST_ID_LENGTH,
+    Malformed,
+    RequestEntry,
+    is_usable_request_id,
+)
 from ...bus.messages import (
     AdmittedRequest,
     CacheScope,
@@ -32,7 +37,6 @@ from ...text.tokenizer import ANY_LENGTH, longest_token_bytes
 from .arrivals import Accepted, Tokens
 from .checks import (
     EMBED_SAMPLING,
-    MAX_REQUEST_ID_LENGTH,
     check_embed,
     check_min_tokens,
     check_no_text,
@@ -40,11 +44,10 @@ from .checks import (
     check_result_size,
     check_sample_seeds,
     check_sampling,
-    is_usable_request_id,
     pooling_of,
     request_id_of,
 )
-from .images import NOTHING_KNOWN, Known, RequestImages, media_of
+from .images import PromptImage, RequestImages, media_of
 from .prompts import PromptReader
 from .responses import ResponseCache, ResponseKey, is_repeatable
 
@@ -62,6 +65,7 @@ class AdmissionCore:
     `set_capacity` must come before the first `admit`.
 
     Attributes:
+        images: Checks images, and has the processes that decode them.
         responses: The response cache.
     """
 
@@ -86,7 +90,7 @@ class AdmissionCore:
         self._limits = config.admission
         self._max_result_bytes = config.bus.max_result_bytes
         self._has_reference = bool(config.engine.reference_model_path)
-        self._images = RequestImages(config.images, processor, self._has_reference)
+        self.images = RequestImages(config.images, processor, self._has_reference)
         self._tokenizer = tokenizer
         self._longest_token_bytes = (
             ANY_LENGTH if tokenizer is None else longest_token_bytes(tokenizer)
@@ -107,11 +111,11 @@ class AdmissionCore:
     @property
     def takes_images(self) -> bool:
         """Whether the model takes images, as far as its folder says."""
-        return self._images.processor is not None
+        return self.images.processor is not None
 
     def close(self) -> None:
         """End the processes that decode images."""
-        self._images.close()
+        self.images.close()
 
     def set_capacity(self, capacity: ReplicaCapacity) -> None:
         """Set the lane's capacity and adapters. Other weights empty the response cache."""
@@ -123,8 +127,8 @@ class AdmissionCore:
         self.set_adapters(capacity.adapters)
         tokenizer, known = self._tokenizer, self._grammars
         if tokenizer is not None and (known is None or known.vocab_size != capacity.vocab_size):
-            self._grammars = GrammarCompiler(
-                self._engine.model_folder, capacity.vocab_size, lambda folder: tokenizer
+            self._grammars = GrammarCompiler.of(
+                self._engine, capacity.vocab_size, lambda folder: tokenizer
             )
 
     def set_weights(self, version: int) -> None:
@@ -196,7 +200,7 @@ class AdmissionCore:
         check_sampling(request.sampling, vocab_size=capacity.vocab_size)
         check_embed(request, capacity, self._model_name)
         if request.images or request.messages:
-            self._images.check(request, capacity.images, self._model_name)
+            self.images.check(request, capacity.images, self._model_name)
         if self._tokenizer is None:
             check_no_text(request)
         if request.sampling.constraint is not None:
@@ -230,53 +234,49 @@ class AdmissionCore:
         assert self._grammars is not None, "set_capacity and check come before"
         self._grammars.check(request.sampling.constraint)
 
-    def tokenize(self, request: GenerateRequest, known: Known = NOTHING_KNOWN) -> Tokens:
-        """Check a request's constraint, decode its images, and tokenise its prompt and prediction.
+    def tokenize(self, request: GenerateRequest, images: Sequence[PromptImage] = ()) -> Tokens:
+        """Check a request's constraint, and tokenise its prompt and prediction.
 
-        Slow for a long text, an image or a new constraint. Another thread may call it: it changes
-        no state. `check` comes before for a request with images.
+        Slow for a long text or a new constraint. Another thread may call it: it changes no state.
+        `check` and `check_image_tokens` come before for a request with images.
 
         Args:
-            known: Sizes of images that the request names by id.
+            images: The request's.
 
         Raises:
-            RequestError: Refused for its prompt, its images, its prediction, or its constraint.
+            RequestError: Refused for its prompt, its prediction, or its constraint.
         """
         if request.sampling.constraint is not None:
             self.check_constraint(request)
         reader = self._reader(request)
         reader.check_prompt()
-        if request.images:
-            tokens = self._with_images(request, reader, known)
-        else:
-            tokens = Tokens(Prompt(reader.prompt().token_ids))
+        assert len(images) == len(request.images), "they are loaded before"
+        expanded = reader.prompt([image.size for image in images])
+        prompt = Prompt(expanded.token_ids, tuple(image.id for image in images))
+        tokens = Tokens(prompt, media=media_of(images, expanded, request.cache_salt))
         if not request.prediction:
             return tokens
         reader.check_prediction()
         return tokens._replace(prediction=reader.prediction())
 
-    def _with_images(self, request: GenerateRequest, reader: PromptReader, known: Known) -> Tokens:
-        images = self._images.decode(request, known)
-        sizes = [image.size for image in images]
-        self._check_image_tokens(sizes)
-        expanded = reader.prompt(sizes)
-        return Tokens(
-            Prompt(expanded.token_ids, tuple(image.id for image in images)),
-            media=media_of(images, expanded),
-            pixels=tuple(image.pixels for image in images if image.pixels is not None),
-        )
+    def check_image_tokens(self, sizes: Sequence[Size]) -> int:
+        """Check that a request's images are within all limits; return their tokens.
 
-    def _check_image_tokens(self, sizes: Sequence[Size]) -> None:
-        """Raises RequestError: image_too_large, prompt_too_long."""
+        Slow for sizes that the processor must try. Another thread may call it.
+
+        Raises:
+            RequestError: image_too_large, invalid_image, prompt_too_long.
+        """
         capacity = self.capacity
         assert capacity.images is not None, "check comes before"
-        number = self._images.check_tokens(sizes, capacity.images.max_tokens)
+        number = self.images.check_tokens(sizes, capacity.images.max_tokens)
         if number >= capacity.max_model_len:
             raise prompt_too_long(
                 capacity.max_model_len,
                 f"the prompt's images take {number}",
                 "send fewer or smaller ones",
             )
+        return number
 
     def admit(
         self,
@@ -298,7 +298,7 @@ class AdmissionCore:
             now_ns: The time.
             owner: The entry that has `request_id_of(entry)`, in flight or by its result stream:
                 its own after a failure; None if the id is free.
-            tokens: Result of `tokenize`; None to tokenise here.
+            tokens: Result of `tokenize`; None to tokenise a request without images here.
             trace: Traceparent and tracestate for the later stages.
 
         Raises:
@@ -343,11 +343,7 @@ class AdmissionCore:
             sequences=tuple(map(SequenceSpec, itertools.islice(self._seq_ids, n), range(n), seeds)),
             tenant=tenant,
             priority=request.priority,
-            cache_scope=CacheScope(
-                "" if self._limits.share_prefixes_across_tenants else tenant,
-                request.cache_salt,
-                adapter,
-            ),
+            cache_scope=CacheScope(self.sharing_tenant(request), request.cache_salt, adapter),
             prediction=tokens.prediction and self._as_draft(tokens.prediction, sampling),
             has_stop_strings=bool(sampling.stop),
             kv_session=request.kv_session,
@@ -355,6 +351,10 @@ class AdmissionCore:
         )
         key = self._response_key(request, opened, admitted) if self.responses.max_bytes else None
         return Accepted(opened, admitted, key)
+
+    def sharing_tenant(self, request: GenerateRequest) -> str:
+        """Return the tenant that shares a request's cached prefixes and images; "" for all."""
+        return "" if self._limits.share_prefixes_across_tenants else request.tenant
 
     def look_up(self, accepted: Accepted) -> RequestOpened:
         """Return the message that opens a new request, with its response if that is cached."""
@@ -432,7 +432,7 @@ class AdmissionCore:
             self._longest_token_bytes,
             capacity.max_model_len,
             capacity.vocab_size,
-            self._images.processor,
+            self.images.processor,
         )
 
     @staticmethod

@@ -103,12 +103,13 @@ class Forward(Effect, frozen=True):
     """Send a request into the lane; `give_up` follows if it can't be sent.
 
     Attributes:
+        key: Of its entry.
         deadline_ns: On this process's clock.
         samples: Samples so far of a resumed request; None for a new one.
         down_since_ns: When the lane stopped serving, for a resumed request.
     """
 
-    entry_id: str
+    key: str
     accepted: Accepted
     deadline_ns: int | None
     samples: tuple[RecoveredSample, ...] | None = None
@@ -169,9 +170,9 @@ class StopTaking(Effect, frozen=True):
 
 
 class StopWaiting(Effect, frozen=True):
-    """Don't tokenise an entry's prompt if it still waits for that; "" for all entries."""
+    """Don't tokenise the prompt of the entry with a key if it still waits for that; "" for all."""
 
-    entry_id: str = ""
+    key: str = ""
 
 
 class Drained(Effect, frozen=True):

@@ -23,7 +23,7 @@ from ...bus.control import (
     StageStarted,
     StageStopped,
 )
-from ...bus.entries import RequestEntry
+from ...bus.entries import RequestEntry, entry_key
 from ...bus.envelope import Message
 from ...bus.messages import RequestFinished
 from ...bus.public import ErrorInfo
@@ -62,7 +62,7 @@ class EpochCore:
         requests: Requests that the lane holds.
         participants: The other stages.
         renewed_ns: When the lease was last renewed.
-        asked: Entries that streaming was asked about in this epoch and has not answered.
+        asked: Entries, by key, that streaming was asked about in this epoch and has not answered.
         alone: Suspects that wait to run alone, in order.
         is_open: Whether new requests are admitted.
         draining: Whether no request is admitted any more.
@@ -139,8 +139,8 @@ class EpochCore:
         match message:
             case RequestFinished(request_id, entry_id):
                 self._finish(entry_id, request_id, now_ns)
-            case Recovered(entry_id, samples):
-                self._take_answer(entry_id, samples)
+            case Recovered(key, samples):
+                self._take_answer(key, samples)
             case Cancel():
                 self._cancel(message)
             case CancelAll():
@@ -155,9 +155,9 @@ class EpochCore:
             case StageStopped(role):
                 if role != self._role:
                     self._stage_stopped(message, now_ns)
-            case Fenced(entry_ids):
+            case Fenced(keys):
                 # The queue knows which lane has them.
-                self._do(do.Renew(), do.Then(partial(self._check_fences, entry_ids)))
+                self._do(do.Renew(), do.Then(partial(self._check_fences, keys)))
             case ServerRestarted():
                 self._do(do.MarkPossiblyLost())
                 self._begin("the server of the bus was restarted", now_ns)
@@ -178,13 +178,13 @@ class EpochCore:
         self._do(do.Renew(), do.Then(partial(self._begin, reason)))
 
     def renewed(self, lost: Iterable[str], now_ns: int) -> None:
-        """Note that the leases are renewed, and drop entries that other lanes have."""
+        """Note that the leases are renewed, and drop entries that other lanes have, by key."""
         self.renewed_ns = now_ns
         self._drop_lost(lost)
 
-    def give_up(self, entry_id: str, error: ErrorInfo, now_ns: int) -> None:
+    def give_up(self, key: str, error: ErrorInfo, now_ns: int) -> None:
         """End a request of which a message can't be sent."""
-        if (item := self._ledger.get(entry_id)) is not None:
+        if (item := self._ledger.get(key)) is not None:
             self.requests.give_up(item, error)
 
     # --- epochs -------------------------------------------------------------------------------
@@ -210,9 +210,9 @@ class EpochCore:
         for role in self.participants.roles:
             self._do(do.SendReset(role))
 
-    def _check_fences(self, entry_ids: Sequence[str], now_ns: int) -> None:
+    def _check_fences(self, keys: Sequence[str], now_ns: int) -> None:
         """Begin a new epoch if streams of these entries are still this lane's."""
-        if mine := sum(entry_id in self._ledger for entry_id in entry_ids):
+        if mine := sum(key in self._ledger for key in keys):
             self._begin(f"{mine} streams take nothing more in this epoch", now_ns)
 
     def _set_gate(self, *, is_open: bool) -> None:
@@ -298,12 +298,12 @@ class EpochCore:
         incoming = self.requests.incoming
         claims = zip(inherited, owners, long, strict=True)
         for (entry, received_ns), owner, is_long in claims:
-            if entry.entry_id in self._ledger or entry.entry_id in incoming:
+            if entry.key in self._ledger or entry.key in incoming:
                 continue
             incoming.add([entry])
             if is_long:
                 # It may have begun, but not in this epoch: it was inherited before.
-                incoming.set_apart(entry.entry_id)
+                incoming.set_apart(entry.key)
                 self._do(do.Tokenize(Arrival(entry, received_ns, owner, "late")))
             else:
                 arrival = Arrival(entry, received_ns, owner, "inherited")
@@ -323,8 +323,10 @@ class EpochCore:
         items = list(items)
         for start in range(0, len(items), RECOVER_BATCH):
             some = items[start : start + RECOVER_BATCH]
-            self.asked.update(item.entry_id for item in some)
-            asked = tuple(RecoveryItem(item.result_key, item.entry_id) for item in some)
+            self.asked.update(item.key for item in some)
+            asked = tuple(
+                RecoveryItem(item.result_key, item.entry_id, item.request_id) for item in some
+            )
             opened = tuple(
                 msgspec.structs.replace(item.accepted.opened, down_since_ns=self._down_since_ns)
                 for item in some
@@ -332,15 +334,15 @@ class EpochCore:
             )
             self._do(do.Ask(asked, opened, self.participants.first_executor()))
 
-    def _take_answer(self, entry_id: str, samples: tuple[RecoveredSample, ...]) -> None:
-        self.asked.discard(entry_id)
-        item = self._ledger.get(entry_id)
+    def _take_answer(self, key: str, samples: tuple[RecoveredSample, ...]) -> None:
+        self.asked.discard(key)
+        item = self._ledger.get(key)
         if item is not None:
-            self._answers[entry_id] = samples
+            self._answers[key] = samples
             if self.participants.missing and item.end is not None:
                 self.requests.end(item, item.end)
-            elif entry_id in self._late:
-                self._late.discard(entry_id)
+            elif key in self._late:
+                self._late.discard(key)
                 self._continue(item)
                 self._run_next_suspect()
         self._resume_when_answered()
@@ -361,18 +363,18 @@ class EpochCore:
         if item.end is not None:
             self.requests.end(item, item.end)
             return
-        match self._ledger.judge(item, self._answers.get(item.entry_id, ())):
+        match self._ledger.judge(item, self._answers.get(item.key, ())):
             case "go":
                 self._resume(item)
             case "alone":
                 self._set_gate(is_open=False)
-                self.alone.append(item.entry_id)
+                self.alone.append(item.key)
             case "dead":
                 self.requests.give_up(item, why_dead(item.deaths))
 
     def _resume(self, item: Unanswered) -> None:
         self._replayed += 1
-        self.requests.forward(item, self._answers.get(item.entry_id, ()), self._down_since_ns)
+        self.requests.forward(item, self._answers.get(item.key, ()), self._down_since_ns)
 
     def _run_next_suspect(self) -> None:
         """Run the next suspect once no request runs; open the lane when there is none left."""
@@ -400,12 +402,11 @@ class EpochCore:
             self._admit_arrival(arrival, now_ns)
 
     def _admit_arrival(self, arrival: Arrival, now_ns: int) -> None:
-        entry_id = arrival.entry_id
-        if not self.requests.incoming.remove(entry_id):
+        if not self.requests.incoming.remove(arrival.key):
             return  # another lane has it
-        if entry_id in self._ledger:
+        if arrival.key in self._ledger:
             return  # the queue may deliver an entry twice
-        if arrival.way == "taken" and arrival.owner == entry_id:
+        if arrival.way == "taken" and arrival.owner == arrival.entry.entry_id:
             self.inherit([arrival.entry], "took_a_request_that_was_begun_before", now_ns)
         else:
             self.requests.judge(arrival, draining=self.draining)
@@ -419,38 +420,39 @@ class EpochCore:
             else:
                 self.requests.end(item, item.end)
         elif way == "late":
-            self._late.add(item.entry_id)
+            self._late.add(item.key)
             self._ask([item])
         elif item.end is not None:
             self._ask_early([item])
 
     def _finish(self, entry_id: str, request_id: str, now_ns: int) -> None:
         self.requests.finish(entry_id, request_id, now_ns)
-        self._forget(entry_id)
+        self._forget(entry_key(entry_id, request_id))
         self._resume_when_answered()
         self._run_next_suspect()
 
-    def _forget(self, entry_id: str) -> None:
+    def _forget(self, key: str) -> None:
         """Drop recovery state of an entry that has left the ledger."""
-        self._late.discard(entry_id)
-        self._answers.pop(entry_id, None)
-        self.asked.discard(entry_id)
-        if entry_id in self.alone:
-            self.alone.remove(entry_id)
+        self._late.discard(key)
+        self._answers.pop(key, None)
+        self.asked.discard(key)
+        if key in self.alone:
+            self.alone.remove(key)
 
     def _cancel(self, cancel: Cancel) -> None:
-        entry_id = self.requests.entry_of(cancel)
-        item = self._ledger.get(entry_id)
-        if item is None or item.request_id != cancel.request_id:
-            if entry_id:
-                self.requests.cancel_early(entry_id, cancel)
+        key = self.requests.key_of(cancel)
+        item = self._ledger.get(key)
+        if item is None:
+            if key:
+                self.requests.cancel_early(key, cancel)
         elif item.end is None:
-            self._cut_short(item, msgspec.structs.replace(cancel, entry_id=entry_id))
+            ids = {"request_id": item.request_id, "entry_id": item.entry_id}
+            self._cut_short(item, msgspec.structs.replace(cancel, **ids))
 
     def _cancel_all(self) -> None:
         for entry in self.requests.incoming.apart:
             cancel = Cancel(request_id_of(entry), entry.entry_id, "cancelled", "aborted", ABORTED)
-            self.requests.cancel_early(entry.entry_id, cancel)
+            self.requests.cancel_early(entry.key, cancel)
         self._cut_all_short(self._ledger, "cancelled", "aborted", ABORTED)
 
     def _cut_all_short(
@@ -465,8 +467,8 @@ class EpochCore:
         item.end = cancel
         if item.accepted is not None:
             self._do(do.TraceCancel(item.trace, cancel))
-        if item.entry_id in self.alone:
-            self.alone.remove(item.entry_id)
+        if item.key in self.alone:
+            self.alone.remove(item.key)
             self.requests.end(item, cancel)
             self._run_next_suspect()
         elif self._resumed:
@@ -514,16 +516,16 @@ class EpochCore:
 
     # --- other lanes --------------------------------------------------------------------------
 
-    def _drop_lost(self, entry_ids: Iterable[str]) -> None:
+    def _drop_lost(self, keys: Iterable[str]) -> None:
         """Drop entries that another lane has taken over; no more of them may be written here."""
         number = 0
-        for entry_id in entry_ids:
-            was_held, item = self.requests.lose(entry_id)
+        for key in keys:
+            was_held, item = self.requests.lose(key)
             number += was_held
-            self._forget(entry_id)
+            self._forget(key)
             if item is not None:
-                request_id = item.request_id
-                gone = Cancel(request_id, entry_id, "cancelled", "cancelled", ELSEWHERE)
+                ids = item.request_id, item.entry_id
+                gone = Cancel(*ids, "cancelled", "cancelled", ELSEWHERE)
                 self._elsewhere.append(msgspec.structs.replace(gone, elsewhere=True))
                 if self._resumed:
                     self._do(do.CutShort(self._elsewhere[-1]))

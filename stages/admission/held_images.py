@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from functools import partial
+from typing import TYPE_CHECKING
 
 from ...bus.entries import RequestEntry
 from ...bus.media import MediaItem
 from ...bus.public import GenerateRequest
 from ...config import BusError, ChannelClosed, ImagesConfig, RequestError
+from ...media.decoder import refusal
 from ...store.images import FOR_EVER, ImageStore, StoredImage
-from .arrivals import Tokenized, Tokens
-from .images import Known
+from ...text.images import Size
+from .images import PromptImage
+
+if TYPE_CHECKING:
+    from ...media.turns import FairDecoder
+    from .core import AdmissionCore
 
 LEASE_S = 300.0
 """Lease of an image on a durable bus: the time in which a lane's successor takes its entries over.
@@ -27,96 +34,141 @@ class HeldImages:
     lease. In memory leases have no end of their own: they are dropped with the process.
 
     Attributes:
-        held: Ids of images by entry.
+        held: Names of images by the entry's key.
     """
 
     def __init__(self, store: ImageStore, config: ImagesConfig, *, durable: bool) -> None:
         self._store, self._max_bytes = store, config.store_bytes
         self._for_s = LEASE_S if durable else FOR_EVER
         self.held: dict[str, frozenset[str]] = {}
+        # Tenant and bytes of each entry whose images were counted.
+        self._counted: dict[str, tuple[str, int]] = {}
 
-    async def known(self, entry: RequestEntry) -> Known:
-        """Hold the images that a request names by id, and return their sizes.
+    async def load(
+        self, entry: RequestEntry, core: AdmissionCore, decoder: FairDecoder
+    ) -> tuple[PromptImage, ...]:
+        """Decode, store and hold the images of a request that `core` has checked.
+
+        Their sizes are read and counted against all limits before one is decoded.
 
         Raises:
-            RequestError: The store can't be used.
+            RequestError: unknown_image, invalid_image, image_too_large, image_decode_failed,
+                prompt_too_long, images_full; or the store can't be used.
         """
         request = entry.request
         assert isinstance(request, GenerateRequest)
-        named = list(dict.fromkeys(image.id for image in request.images if image.id))
-        if not named:
-            return {}
-        return await self._hold(entry.entry_id, named)
+        tenant, alone = request.tenant, len(request.images) == 1
+        name = partial(core.images.name, tenant=core.sharing_tenant(request), alone=alone)
+        ids = dict.fromkeys(image.id for image in request.images if image.id)
+        stored = await self._hold(entry.key, [name(id) for id in ids])
+        sizes: list[Size] = []
+        for place, image in enumerate(request.images):
+            where = f"images[{place}]"
+            if image.data:
+                sizes.append(await decoder.size(image.data, where, tenant))
+            elif name(image.id) in stored:
+                sizes.append(stored[name(image.id)])
+            else:
+                reason = "no image of this id is stored for this tenant; send its file as data"
+                raise refusal("unknown_image", where, reason)
+        num_tokens = await decoder.run(tenant, partial(core.check_image_tokens, sizes))
+        self._count(entry.key, tenant, core.images.num_bytes(num_tokens))
+        found: list[PromptImage] = []
+        decoded: dict[bytes, PromptImage] = {}
+        for place, (image, size) in enumerate(zip(request.images, sizes, strict=True)):
+            where = f"images[{place}]"
+            if not image.data:
+                found.append(PromptImage(image.id, size, name(image.id)))
+                continue
+            if image.data not in decoded:
+                made = await decoder.decode(image.data, where, tenant, alone=alone)
+                if (made.width, made.height) != size:
+                    raise refusal(
+                        "invalid_image", where, "its header gives another size; save it anew"
+                    )
+                decoded[image.data] = PromptImage(made.id, size, name(made.id))
+                kept = StoredImage(*size, made.data)
+                await self._put(entry.key, decoded[image.data].name, kept)
+            found.append(decoded[image.data])
+        return tuple(found)
 
-    async def put(self, entry: RequestEntry, tokenized: Tokenized) -> Tokenized:
-        """Store the images of a tokenised request; return the request without their pixels.
+    def _count(self, key: str, tenant: str, num_bytes: int) -> None:
+        """Count the images of an entry against its tenant's share.
 
-        The result is the refusal if there is no room.
+        Raises:
+            RequestError: image_too_large: they exceed the share alone. images_full.
         """
-        if isinstance(tokenized, Exception) or not tokenized.media:
-            return tokenized
-        try:
-            await self._put(entry.entry_id, tokenized.pixels)
-        except RequestError as error:
-            return error
-        return tokenized._replace(pixels=())
+        share = self._max_bytes // 2
+        if num_bytes > share:
+            raise RequestError(
+                f"the request's images take {num_bytes} bytes as the model takes them, and one "
+                f"tenant's may take {share}, half of images.store_bytes; send fewer or smaller "
+                "ones",
+                code="image_too_large",
+            )
+        self._counted.pop(key, None)
+        held = sum(size for owner, size in self._counted.values() if owner == tenant)
+        if held + num_bytes > share:
+            raise _full(
+                f"images of the tenant's requests in flight fill its share of {share} bytes, half "
+                "of images.store_bytes"
+            )
+        self._counted[key] = tenant, num_bytes
 
-    async def missing(self, entry_id: str, media: Sequence[MediaItem]) -> bool:
+    async def missing(self, key: str, media: Sequence[MediaItem]) -> bool:
         """Extend the leases of a request; return whether one of its images is gone."""
-        ids = list(dict.fromkeys(item.id for item in media))
-        return len(await self._hold(entry_id, ids)) < len(ids)
+        names = list(dict.fromkeys(item.name for item in media))
+        return len(await self._hold(key, names)) < len(names)
 
-    async def put_again(self, entry_id: str, tokens: Tokens) -> None:
-        """Store the images of a request anew. Raises RequestError: images_full."""
-        await self._put(entry_id, tokens.pixels)
-
-    async def release(self, entry_id: str) -> None:
+    async def release(self, key: str) -> None:
         """End the leases of a request that is answered."""
-        if (ids := self.held.pop(entry_id, None)) is not None:
-            await self._store.release(ids, entry_id)
+        self._counted.pop(key, None)
+        if (names := self.held.pop(key, None)) is not None:
+            await self._store.release(names, key)
 
-    def forget(self, entry_ids: Collection[str]) -> None:
+    def forget(self, keys: Collection[str]) -> None:
         """Leave the leases of these requests to another lane."""
-        for entry_id in entry_ids:
-            self.held.pop(entry_id, None)
+        for key in keys:
+            self.held.pop(key, None)
+            self._counted.pop(key, None)
 
     async def renew(self) -> None:
         """Extend all leases."""
-        for entry_id, ids in list(self.held.items()):
-            if entry_id in self.held:
-                await self._store.hold(ids, entry_id, self._for_s)
+        for key, names in list(self.held.items()):
+            if key in self.held:
+                await self._store.hold(names, key, self._for_s)
 
-    async def _hold(self, entry_id: str, ids: list[str]) -> dict[str, tuple[int, int]]:
+    async def _hold(self, key: str, names: list[str]) -> dict[str, Size]:
+        if not names:
+            return {}
         try:
-            sizes = await self._store.hold(ids, entry_id, self._for_s)
+            sizes = await self._store.hold(names, key, self._for_s)
         except BusError as error:
             raise _refusal(error) from None
-        found = {id: size for id, size in zip(ids, sizes, strict=True) if size is not None}
-        self._note(entry_id, found)
+        found = {name: size for name, size in zip(names, sizes, strict=True) if size is not None}
+        self._note(key, found)
         return found
 
-    async def _put(self, entry_id: str, images: Sequence[StoredImage]) -> None:
-        more = {"holder": entry_id, "for_s": self._for_s, "max_bytes": self._max_bytes}
-        for image in images:
-            try:
-                stored = await self._store.put(image.id, image, **more)  # type: ignore[arg-type]
-            except BusError as error:
-                raise _refusal(error) from None
-            if not stored:
-                raise _full(self._max_bytes)
-            self._note(entry_id, [image.id])
+    async def _put(self, key: str, name: str, image: StoredImage) -> None:
+        more = {"holder": key, "for_s": self._for_s, "max_bytes": self._max_bytes}
+        try:
+            stored = await self._store.put(name, image, **more)  # type: ignore[arg-type]
+        except BusError as error:
+            raise _refusal(error) from None
+        if not stored:
+            raise _full(
+                f"images of requests in flight fill the store of {self._max_bytes} bytes "
+                "(images.store_bytes)"
+            )
+        self._note(key, [name])
 
-    def _note(self, entry_id: str, ids: Collection[str]) -> None:
-        if ids:
-            self.held[entry_id] = self.held.get(entry_id, frozenset()).union(ids)
+    def _note(self, key: str, names: Collection[str]) -> None:
+        if names:
+            self.held[key] = self.held.get(key, frozenset()).union(names)
 
 
-def _full(max_bytes: int) -> RequestError:
-    error = RequestError(
-        f"images of requests in flight fill the store of {max_bytes} bytes (images.store_bytes); "
-        f"try again in {FULL_RETRY_S:g} s",
-        code="images_full",
-    )
+def _full(reason: str) -> RequestError:
+    error = RequestError(f"{reason}; try again in {FULL_RETRY_S:g} s", code="images_full")
     error.retry_after_s = FULL_RETRY_S
     return error
 

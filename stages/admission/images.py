@@ -1,17 +1,22 @@
-"""Images of requests: their files decoded, their tokens in the prompt."""
+"""Images of requests: checks, names in the store, tokens in the prompt."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Sequence
+from functools import cached_property, partial
+from typing import TYPE_CHECKING, NamedTuple
 
 from ...bus.control import ImageCapacity
 from ...bus.media import MediaItem
 from ...bus.public import GenerateRequest, ImageInput, ImagePart
 from ...config import ImagesConfig, RequestError
-from ...media.decoder import ImageDecoder, refusal
-from ...store.images import StoredImage
+from ...media.decode_process import Refused, features_of, processed
+from ...media.decoder import ImageDecoder, ProcessorSource, refusal
+from ...store.images import name_of
 from ...text.images import Expanded, ImageProcessor, Size
+
+if TYPE_CHECKING:
+    from PIL import Image
 
 _ID_CHARACTERS = 64
 
@@ -22,22 +27,21 @@ class PromptImage(NamedTuple):
     Attributes:
         id: Of its pixels.
         size: Width and height.
-        pixels: None if it is in the store.
+        name: In the store.
     """
 
     id: str
     size: Size
-    pixels: StoredImage | None = None
-
-
-Known = Mapping[str, Size]
-"""Sizes by id of images in the store, which the request holds there."""
-
-NOTHING_KNOWN: Known = {}
+    name: str
 
 
 class RequestImages:
-    """Checks and decodes the images of requests, by the limits of the settings and the model."""
+    """Checks and decodes the images of requests, by the limits of the settings and the model.
+
+    Attributes:
+        processor: The model's; None for a model without images.
+        decoder: Its processes.
+    """
 
     def __init__(
         self, config: ImagesConfig, processor: ImageProcessor | None, has_reference: bool
@@ -50,11 +54,14 @@ class RequestImages:
         self.processor = processor
         self._config = config
         self._has_reference = has_reference
-        self._decoder = ImageDecoder(config)
+        source: ProcessorSource | None = None
+        if processor is not None:
+            source = ProcessorSource(str(processor.folder), processor.options)
+        self.decoder = ImageDecoder(config, processor=source)
 
     def close(self) -> None:
         """End the processes that decode."""
-        self._decoder.close()
+        self.decoder.close()
 
     def check(
         self, request: GenerateRequest, capacity: ImageCapacity | None, model_name: str
@@ -122,32 +129,58 @@ class RequestImages:
             )
             raise refusal("image_too_large", where, reason)
 
-    def decode(self, request: GenerateRequest, known: Known) -> tuple[PromptImage, ...]:
-        """Decode a request's images; slow. `check` comes before.
+    def name(self, id: str, tenant: str, *, alone: bool) -> str:
+        """Return an image's name in the store.
+
+        Args:
+            id: Of its pixels.
+            tenant: Whose requests find it; "" if tenants share prefixes.
+            alone: Whether its prompt has no other image.
+        """
+        assert self.processor is not None, "check comes before"
+        other = self.processor.differs_in_company and not alone
+        return name_of(id, self.processor.fingerprint, tenant, "in company" if other else "")
+
+    def num_bytes(self, num_tokens: int) -> int:
+        """Return about how many bytes images of so many tokens take in the store."""
+        return round(self._bytes_per_token * num_tokens)
+
+    @cached_property
+    def _bytes_per_token(self) -> float:
+        """Of an empty image: processors make equally many of all images, nearly."""
+        from PIL import Image
+
+        assert self.processor is not None, "check comes before"
+        size = 64, 64
+        features = self.features(Image.new("RGB", size), alone=True)
+        return len(features) / self.processor.num_tokens([size])[0]
+
+    def features(self, image: Image.Image, *, alone: bool) -> bytes:
+        """Return an image as the model's vision part takes it, processed in this process.
+
+        Args:
+            image: RGB.
+            alone: Whether its prompt has no other image.
 
         Raises:
-            RequestError: unknown_image, invalid_image, image_too_large, image_decode_failed.
+            RequestError: invalid_image.
         """
-        found: list[PromptImage] = []
-        for place, image in enumerate(request.images):
-            where = f"images[{place}]"
-            if image.data:
-                pixels = self._decoder.decode(image.data, where)
-                found.append(PromptImage(pixels.id, (pixels.width, pixels.height), pixels))
-            elif image.id in known:
-                found.append(PromptImage(image.id, known[image.id]))
-            else:
-                reason = "no image of this id is stored; send its file as data"
-                raise refusal("unknown_image", where, reason)
-        return tuple(found)
+        assert self.processor is not None, "check comes before"
+        process = partial(features_of, self.processor.image_processor, self.processor.options)
+        try:
+            return processed(process, image, alone=alone)
+        except Refused as refused:
+            raise refusal(refused.code, "the image", refused.reason) from None
 
     def check_tokens(self, sizes: Sequence[Size], most: int) -> int:
-        """Check the images' numbers of tokens, each at most `most`, and return their sum.
+        """Check the images' sizes and numbers of tokens, each at most `most`; return the tokens.
 
         Raises:
             RequestError: image_too_large, invalid_image.
         """
         assert self.processor is not None, "check comes before"
+        config = self._config
+        self.processor.check_growth(sizes, max_pixels=config.max_pixels, max_side=config.max_side)
         numbers = self.processor.num_tokens(sizes)
         for place, number in enumerate(numbers):
             if number > most:
@@ -159,9 +192,17 @@ class RequestImages:
         return sum(numbers)
 
 
-def media_of(images: Sequence[PromptImage], expanded: Expanded) -> tuple[MediaItem, ...]:
-    """Return a prompt's images for the lane."""
+def media_of(images: Sequence[PromptImage], expanded: Expanded, salt: str) -> tuple[MediaItem, ...]:
+    """Return a prompt's images for the lane. `salt`: `cache_salt` of the request."""
     return tuple(
-        MediaItem(image.id, tokens.start, tokens.number, *image.size, alone=len(images) == 1)
+        MediaItem(
+            image.id,
+            tokens.start,
+            tokens.number,
+            *image.size,
+            alone=len(images) == 1,
+            name=image.name,
+            salt=salt,
+        )
         for image, tokens in zip(images, expanded.images, strict=True)
     )

@@ -32,7 +32,7 @@ def judge(stage: Actor, core: AdmissionCore, wanted: Judge) -> Judged:
             count_constraint(stage, entry, error.code)
         request_id = request_id_of(entry)
         log = stage.log_of(request_id, trace.context)
-        log.info("request_refused", code=error.code, reason=error.message)
+        log.info("request_refused", code=error.code, reason=str(error))
         end = (request_id, entry.entry_id, status_of(error.code), error.code, error.message)
         return Judged(arrival, end=Cancel(*end, retry_after_s=error.retry_after_s))
     except Exception as error:

@@ -1,11 +1,11 @@
-"""Long texts are tokenised, images decoded, and constraints compiled, in threads: a few at a time,
-round robin by tenant, while other requests pass.
+"""Long texts are tokenised and constraints compiled in threads, and images loaded: a few at a time,
+in turns of tenants, while other requests pass.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import TypeVar
 
 import anyio
@@ -14,46 +14,9 @@ import anyio.to_thread
 from ...bus.entries import RequestEntry
 from ...bus.public import GenerateRequest
 from ...config import RequestError
+from ...media.turns import FairSemaphore
 from ...telemetry import now_ns
 from .refusals import is_of_the_entry
-
-
-class FairSemaphore:
-    """A semaphore that serves waiting tenants round robin, each in its own order."""
-
-    def __init__(self, places: int) -> None:
-        self._free = places
-        self._waiting: OrderedDict[str, deque[anyio.Event]] = OrderedDict()
-
-    async def acquire(self, tenant: str) -> None:
-        """Wait for a place; `release` hands it on."""
-        if self._free:
-            self._free -= 1
-            return
-        event = anyio.Event()
-        queue = self._waiting.setdefault(tenant, deque())
-        queue.append(event)
-        try:
-            await event.wait()
-        except BaseException:
-            if event.is_set():
-                self.release()
-            else:
-                queue.remove(event)
-                if not queue:
-                    del self._waiting[tenant]
-            raise
-
-    def release(self) -> None:
-        """Hand the place to the next tenant."""
-        if not self._waiting:
-            self._free += 1
-            return
-        tenant, queue = self._waiting.popitem(last=False)
-        queue.popleft().set()
-        if queue:
-            self._waiting[tenant] = queue
-
 
 T = TypeVar("T")
 
@@ -86,11 +49,13 @@ def _is_long_text(request: GenerateRequest) -> bool:
 
 
 class LongPrompts:
-    """Entries whose texts are tokenised, or constraints compiled, in threads."""
+    """Entries whose texts are tokenised, constraints compiled, or images loaded, beside others."""
 
     def __init__(self) -> None:
         self._texts = FairSemaphore(AT_A_TIME)
         self._constraints = FairSemaphore(1)
+        # Texts of images wait for no turn: an image takes the time.
+        self._threads = anyio.CapacityLimiter(2 * AT_A_TIME + 1)
         self._waiting: dict[str, anyio.CancelScope] = {}
 
     async def run(
@@ -113,34 +78,53 @@ class LongPrompts:
         request = entry.request
         assert isinstance(request, GenerateRequest)
         turns = self._constraints if is_constraint else None
-        if turns is None and (request.images or _is_long_text(request)):
+        if turns is None and _is_long_text(request):
             turns = self._texts
-        with anyio.CancelScope() as waiting:
-            if deadline_ns is not None:
-                waiting.deadline = anyio.current_time() + (deadline_ns - now_ns()) / 1e9
-            self._waiting[entry.entry_id] = waiting
-            try:
-                if turns is not None:
-                    await turns.acquire(request.tenant)
-            finally:
-                del self._waiting[entry.entry_id]
-        if waiting.cancelled_caught:
-            return RequestError(
-                "the request's time was over before its prompt was tokenised; give it more",
-                code="expired",
-            )
+        start_s = 0.0
+        if turns is not None:
+            wait = partial(turns.acquire, request.tenant)
+            if (refusal := await self.wait(entry, deadline_ns, wait)) is not None:
+                return refusal
+            start_s = anyio.current_time()
         try:
-            return await anyio.to_thread.run_sync(work, request, abandon_on_cancel=True)
+            return await anyio.to_thread.run_sync(
+                work, request, abandon_on_cancel=True, limiter=self._threads
+            )
         except Exception as error:
             if not is_of_the_entry(error):
                 raise
             return error
         finally:
             if turns is not None:
-                turns.release()
+                turns.release(request.tenant, anyio.current_time() - start_s)
 
-    def stop_waiting(self, entry_id: str | None = None) -> None:
-        """End an entry's wait for its turn; by default the wait of all entries."""
+    async def wait(
+        self, entry: RequestEntry, deadline_ns: int | None, work: Callable[[], Awaitable[T]]
+    ) -> T | Exception:
+        """Await work of an entry that its deadline and `stop_waiting` end.
+
+        Returns:
+            The result of `work`, or why the entry is refused.
+        """
+        with anyio.CancelScope() as waiting:
+            if deadline_ns is not None:
+                waiting.deadline = anyio.current_time() + (deadline_ns - now_ns()) / 1e9
+            self._waiting[entry.key] = waiting
+            try:
+                return await work()
+            except Exception as error:
+                if not is_of_the_entry(error):
+                    raise
+                return error
+            finally:
+                del self._waiting[entry.key]
+        return RequestError(
+            "the request's time was over before its prompt was tokenised; give it more",
+            code="expired",
+        )
+
+    def stop_waiting(self, key: str | None = None) -> None:
+        """End the wait of the entry with a key for its turn; by default the wait of all entries."""
         for waiting, scope in list(self._waiting.items()):
-            if entry_id in (None, waiting):
+            if key in (None, waiting):
                 scope.cancel()

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from ...bus.control import Cancel
-from ...bus.entries import RequestEntry
+from ...bus.entries import RequestEntry, entry_key
 from ...bus.messages import AdmittedRequest, RequestOpened
 from ...bus.public import Completion, GenerateRequest
 from ...bus.recovery import RecoveredSample
@@ -79,7 +79,7 @@ class EntryTrace:
         self._own: TraceContext | None = None
         if not self._parent.is_valid:
             self._parent = TraceContext()
-            self._own = stage.first_context(entry.entry_id)
+            self._own = stage.first_context(entry.key)
         self.context = self._own or self._parent
 
     def end(
@@ -148,12 +148,12 @@ async def trace_first_again(stage: Actor) -> None:
         async for completion in stage.bus.results.newest(LOST_S):
             _trace_first(stage, completion)
     except BusError as error:
-        stage.log.warning("first_spans_not_made_again", reason=error.message)
+        stage.log.warning("first_spans_not_made_again", reason=str(error))
 
 
 def _trace_first(stage: Actor, completion: Completion) -> None:
     held = completion.timings.of(stage.name)
-    own = stage.first_context(completion.entry_id)
+    own = stage.first_context(entry_key(completion.entry_id, completion.request_id))
     if held is None or own.trace_id != completion.trace_id:
         return  # refused, so there is no other span; or the client's span is the first
     attributes: Attributes = {

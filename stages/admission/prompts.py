@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
 from ...bus.codec import is_unicode
-from ...bus.public import ChatMessage, GenerateRequest
+from ...bus.public import GenerateRequest
 from ...config import RequestError, prompt_too_long, shown
-from ...text.chat_template import as_contents_read, render, template_of
+from ...text.conversation import render_conversation
 from ...text.images import Expanded, ImageProcessor, Size
 from ...text.tokenizer import check_text_fits
 from .checks import check_token_ids
@@ -49,7 +49,8 @@ class PromptReader(NamedTuple):
             raise RequestError(
                 "give exactly one of prompt, prompt_token_ids and messages", code="invalid_prompt"
             )
-        if not any(given):
+        # An embedding needs no token to continue from: the tokenizer may add some to an empty text.
+        if not any(given) and (request.embed is None or request.prompt is None):
             raise RequestError(
                 "the prompt is empty; give at least one token to continue from", code="empty_prompt"
             )
@@ -87,7 +88,12 @@ class PromptReader(NamedTuple):
             special = request.add_special_tokens
             ids = encode(text, tokenizer, add_special_tokens=special, code="invalid_prompt")
         elif tokenizer is not None and request.messages is not None:
-            text = render(tokenizer, self._turns(tokenizer, request.messages))
+            turns: list[dict[str, Any]] = [
+                {"role": each.role, "content": msgspec.to_builtins(each.content)}
+                for each in request.messages
+            ]
+            placeholder = self.processor.placeholder if self.processor is not None else None
+            text = render_conversation(tokenizer, turns, placeholder=placeholder)
             self._check_fits(text)
             if sizes:
                 text = self._with_images(text, sizes)
@@ -95,6 +101,8 @@ class PromptReader(NamedTuple):
         if not ids:
             raise RequestError("the prompt gives no tokens", code="empty_prompt")
         if not sizes:
+            if self.processor is not None:
+                self.processor.check_no_images(ids)
             check_token_ids("the prompt", ids, self.vocab_size, "invalid_token_ids")
             return Expanded(ids, ())
         assert self.processor is not None, "RequestImages.check comes before"
@@ -103,17 +111,6 @@ class PromptReader(NamedTuple):
         others = [token_id for token_id in ids if token_id not in marks]
         check_token_ids("the prompt", others, self.vocab_size, "invalid_token_ids")
         return self.processor.expand(ids, sizes)
-
-    def _turns(
-        self, tokenizer: PreTrainedTokenizerFast, messages: Iterable[ChatMessage]
-    ) -> list[dict[str, Any]]:
-        """Return messages as the model's template reads them."""
-        if self.processor is None:
-            return [{"role": each.role, "content": each.text} for each in messages]
-        turns: list[dict[str, Any]] = [
-            {"role": each.role, "content": msgspec.to_builtins(each.content)} for each in messages
-        ]
-        return as_contents_read(template_of(tokenizer), turns, self.processor.placeholder)
 
     def _with_images(self, text: str, sizes: Sequence[Size]) -> str:
         assert self.processor is not None, "RequestImages.check comes before"

@@ -11,7 +11,7 @@ from typing import Literal
 import msgspec
 
 from ...bus.control import Cancel
-from ...bus.entries import RequestEntry
+from ...bus.entries import RequestEntry, entry_key
 from ...bus.public import ErrorInfo
 from ...bus.recovery import RecoveredSample
 from ...config import MAX_INT64, AdmissionConfig
@@ -28,7 +28,7 @@ class Incoming:
     """Entries that were taken and are not in the ledger yet; long prompts are tokenised apart.
 
     It also keeps cancellations of entries that are not in the ledger: such an entry may be
-    incoming, not be taken yet, or be answered already.
+    incoming, not be taken yet, or be answered already. Entries are known by their keys.
     """
 
     def __init__(self) -> None:
@@ -40,42 +40,42 @@ class Incoming:
     def __len__(self) -> int:
         return len(self._entries)
 
-    def __contains__(self, entry_id: str) -> bool:
-        return entry_id in self._entries
+    def __contains__(self, key: str) -> bool:
+        return key in self._entries
 
     @property
     def apart(self) -> tuple[RequestEntry, ...]:
         """Entries whose prompts are tokenised apart, or wait for that."""
-        return tuple(entry for entry_id, entry in self._entries.items() if entry_id in self._apart)
+        return tuple(entry for key, entry in self._entries.items() if key in self._apart)
 
     def add(self, entries: Iterable[RequestEntry]) -> None:
         """Add entries that were taken."""
-        self._entries.update((entry.entry_id, entry) for entry in entries)
+        self._entries.update((entry.key, entry) for entry in entries)
 
-    def set_apart(self, entry_id: str) -> None:
+    def set_apart(self, key: str) -> None:
         """Note that an entry's prompt is tokenised apart, if it is still incoming."""
-        if entry_id in self._entries:
-            self._apart.add(entry_id)
+        if key in self._entries:
+            self._apart.add(key)
 
-    def remove(self, entry_id: str) -> bool:
+    def remove(self, key: str) -> bool:
         """Remove an entry; return whether it was there."""
-        self._apart.discard(entry_id)
-        return self._entries.pop(entry_id, None) is not None
+        self._apart.discard(key)
+        return self._entries.pop(key, None) is not None
 
-    def entry_of(self, request_id: str) -> str | None:
-        """Return the entry with a request id; None for none."""
+    def key_of(self, request_id: str) -> str | None:
+        """Return the key of the entry with a request id; None for none."""
         entries = self._entries.items()
-        return next((id for id, entry in entries if request_id_of(entry) == request_id), None)
+        return next((key for key, entry in entries if request_id_of(entry) == request_id), None)
 
-    def cancel(self, entry_id: str, cancel: Cancel) -> None:
+    def cancel(self, key: str, cancel: Cancel) -> None:
         """Keep a cancellation."""
-        self._cancelled[entry_id] = cancel
+        self._cancelled[key] = cancel
         if len(self._cancelled) > REMEMBERED_CANCELS:
             self._cancelled.popitem(last=False)
 
-    def pop_cancel(self, entry_id: str) -> Cancel | None:
+    def pop_cancel(self, key: str) -> Cancel | None:
         """Remove and return the cancellation of an entry; None for none."""
-        return self._cancelled.pop(entry_id, None)
+        return self._cancelled.pop(key, None)
 
 
 class Unanswered(msgspec.Struct):
@@ -106,6 +106,10 @@ class Unanswered(msgspec.Struct):
         return self.entry.entry_id
 
     @property
+    def key(self) -> str:
+        return entry_key(self.entry.entry_id, self.request_id)
+
+    @property
     def request_id(self) -> str:
         return request_id_of(self.entry)
 
@@ -124,7 +128,7 @@ class Unanswered(msgspec.Struct):
 
 
 class Ledger:
-    """The unanswered entries in the order in which they were taken.
+    """The unanswered entries, by key, in the order in which they were taken.
 
     A request may crash its lane, so each counts the failures that hit it without progress in
     between. Before a request is given up it runs once alone, so that no other takes the blame.
@@ -133,9 +137,9 @@ class Ledger:
     def __init__(self, max_lane_deaths: int) -> None:
         self._max_lane_deaths = max_lane_deaths
         self._entries: dict[str, Unanswered] = {}
-        # Entry id by request id, of accepted requests: a refused duplicate has the same request id
-        # and another entry.
-        self._accepted: dict[str, str] = {}
+        # By request id, of accepted requests: a refused duplicate has the same request id and
+        # another entry.
+        self._accepted: dict[str, Unanswered] = {}
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -143,26 +147,26 @@ class Ledger:
     def __iter__(self) -> Iterator[Unanswered]:
         return iter(list(self._entries.values()))
 
-    def __contains__(self, entry_id: str) -> bool:
-        return entry_id in self._entries
+    def __contains__(self, key: str) -> bool:
+        return key in self._entries
 
     def add(self, item: Unanswered) -> None:
         """Add an entry."""
-        self._entries[item.entry_id] = item
+        self._entries[item.key] = item
         if item.accepted is not None:
-            self._accepted[item.accepted.opened.request_id] = item.entry_id
+            self._accepted[item.accepted.opened.request_id] = item
 
-    def get(self, entry_id: str) -> Unanswered | None:
+    def get(self, key: str) -> Unanswered | None:
         """Return an entry; None if it is answered or was never taken."""
-        return self._entries.get(entry_id)
+        return self._entries.get(key)
 
-    def entry_of(self, request_id: str) -> str | None:
-        """Return the entry of an accepted request that is not answered; None for any other."""
+    def accepted(self, request_id: str) -> Unanswered | None:
+        """Return an accepted request that is not answered; None for any other."""
         return self._accepted.get(request_id)
 
-    def remove(self, entry_id: str) -> Unanswered | None:
+    def remove(self, key: str) -> Unanswered | None:
         """Remove and return an entry that is answered or another lane's; None if not there."""
-        item = self._entries.pop(entry_id, None)
+        item = self._entries.pop(key, None)
         if item is not None and item.accepted is not None:
             del self._accepted[item.accepted.opened.request_id]
         return item
@@ -171,10 +175,10 @@ class Ledger:
         """Suspect every request in the lane, since a stage has failed by itself.
 
         Args:
-            outside: Entries that are not in the lane, since they wait to run alone.
+            outside: Keys of entries that are not in the lane, since they wait to run alone.
         """
-        for item in self._entries.values():
-            if item.entry_id not in outside:
+        for key, item in self._entries.items():
+            if key not in outside:
                 item.suspected = item.accepted is not None and item.end is None
 
     def judge(
@@ -243,20 +247,22 @@ class Requests:
 
     def owner_of(self, request_id: str, claimed: str | None) -> str | None:
         """Return the entry with a request id: in flight, or else the one that claimed it."""
-        return self.ledger.entry_of(request_id) or claimed
+        item = self.ledger.accepted(request_id)
+        return item.entry_id if item is not None else claimed
 
-    def entry_of(self, cancel: Cancel) -> str:
-        """Return the entry that a cancellation names; "" if it is unknown."""
-        request_id = cancel.request_id
-        entry_id = cancel.entry_id or self.ledger.entry_of(request_id)
-        return entry_id or self.incoming.entry_of(request_id) or ""
+    def key_of(self, cancel: Cancel) -> str:
+        """Return the key of the entry that a cancellation names; "" if it is unknown."""
+        if cancel.entry_id:
+            return cancel.key
+        item = self.ledger.accepted(cancel.request_id)
+        return item.key if item is not None else self.incoming.key_of(cancel.request_id) or ""
 
     # --- admission ----------------------------------------------------------------------------
 
     def judge(self, arrival: Arrival, *, draining: bool) -> None:
         """Have an entry accepted or refused; `enter` comes next."""
         owner = self.owner_of(request_id_of(arrival.entry), arrival.owner)
-        cancelled = self.incoming.pop_cancel(arrival.entry_id)
+        cancelled = self.incoming.pop_cancel(arrival.key)
         self._outbox.add(do.Judge(arrival, owner, cancelled, draining))
 
     def enter(self, judged: Judged) -> Unanswered:
@@ -269,10 +275,10 @@ class Requests:
             item.end = self._dead_letter(item, judged.failure)
         return item
 
-    def cancel_early(self, entry_id: str, cancel: Cancel) -> None:
+    def cancel_early(self, key: str, cancel: Cancel) -> None:
         """End an entry that is not in the ledger as soon as it enters."""
-        self.incoming.cancel(entry_id, cancel)
-        self._outbox.add(do.StopWaiting(entry_id))
+        self.incoming.cancel(key, cancel)
+        self._outbox.add(do.StopWaiting(key))
 
     # --- the lane -----------------------------------------------------------------------------
 
@@ -285,7 +291,7 @@ class Requests:
         """Send a request into the lane; a resumed one goes on behind its samples."""
         assert item.accepted is not None, "a refused entry has an end"
         self._outbox.add(
-            do.Forward(item.entry_id, item.accepted, item.deadline_ns, samples, down_since_ns)
+            do.Forward(item.key, item.accepted, item.deadline_ns, samples, down_since_ns)
         )
 
     def end(self, item: Unanswered, cancel: Cancel) -> None:
@@ -306,14 +312,14 @@ class Requests:
 
     def finish(self, entry_id: str, request_id: str, now_ns: int) -> None:
         """Remove an entry whose terminal message is written."""
-        if self.ledger.remove(entry_id) is not None:
+        if self.ledger.remove(entry_key(entry_id, request_id)) is not None:
             self.finish_rate.finished(now_ns)
         self._outbox.add(do.Acknowledge(entry_id, request_id))
 
-    def lose(self, entry_id: str) -> tuple[bool, Unanswered | None]:
+    def lose(self, key: str) -> tuple[bool, Unanswered | None]:
         """Remove an entry that another lane has; return whether it was held, and its item."""
-        self.inherited = [each for each in self.inherited if each[0].entry_id != entry_id]
-        was_incoming, item = self.incoming.remove(entry_id), self.ledger.remove(entry_id)
+        self.inherited = [each for each in self.inherited if each[0].key != key]
+        was_incoming, item = self.incoming.remove(key), self.ledger.remove(key)
         return was_incoming or item is not None, item
 
     def _dead_letter(self, item: Unanswered, error: ErrorInfo) -> Cancel:
@@ -339,9 +345,9 @@ class Requests:
 
     def pop_inherited(self, entries: Sequence[RequestEntry]) -> list[tuple[RequestEntry, int]]:
         """Remove and return these inherited entries, with the times at which they came."""
-        chosen = {entry.entry_id for entry in entries}
-        popped = [each for each in self.inherited if each[0].entry_id in chosen]
-        self.inherited = [each for each in self.inherited if each[0].entry_id not in chosen]
+        chosen = {entry.key for entry in entries}
+        popped = [each for each in self.inherited if each[0].key in chosen]
+        self.inherited = [each for each in self.inherited if each[0].key not in chosen]
         return popped
 
 

@@ -27,12 +27,14 @@ from ...bus.control import (
     UnloadAdapter,
     WeightsChanged,
 )
+from ...bus.entries import entry_key
 from ...bus.envelope import Envelope, Message
 from ...bus.links import ADMITTED, CONTROL, OPENED, REFUSED, at
 from ...bus.messages import AdmittedRequest, RequestFinished
 from ...bus.public import Completion, GenerateRequest
 from ...bus.recovery import Recover
 from ...config import AdapterError, BusError, ChannelClosed, ModelError, shown, split_role
+from ...media.turns import FairDecoder
 from ...store.board import LoadedAdapter, StageState
 from ...store.images import NOTHING_STORED
 from ...telemetry import TraceContext, instruments, names, now_ns
@@ -46,7 +48,7 @@ from .core import AdmissionCore
 from .epochs import EpochCore
 from .held_images import LEASE_S as IMAGE_LEASE_S
 from .held_images import HeldImages
-from .images import Known
+from .images import PromptImage
 from .judging import judge
 from .long_prompts import LongPrompts, is_long
 from .measures import (
@@ -106,6 +108,7 @@ class AdmissionStage(Actor):
         images = self.config.images
         self._images = HeldImages(self.bus.store.images, images, durable=self.bus.durable)
         # Adapters to unload once no request in flight has them, and the operations to answer then.
+        self._decoder: FairDecoder
         self._unloading: list[tuple[str, str]] = []
         # The last time when no request was in flight, as far as `load` has seen.
         self._idle_ns = now_ns()
@@ -115,7 +118,8 @@ class AdmissionStage(Actor):
 
     async def open(self) -> None:
         folder = self.config.engine.model_folder
-        tokenizer = await anyio.to_thread.run_sync(find_tokenizer, folder)
+        starting = anyio.CapacityLimiter(1)
+        tokenizer = await anyio.to_thread.run_sync(find_tokenizer, folder, limiter=starting)
         if tokenizer is None:
             self.log.warning("no_tokenizer", meaning="only token ids are taken, and come back")
         self._core = await anyio.to_thread.run_sync(
@@ -124,8 +128,10 @@ class AdmissionStage(Actor):
                 tokenizer,
                 stop_token_ids_of(folder, tokenizer),
                 self._image_processor(folder, tokenizer),
-            )
+            ),
+            limiter=starting,
         )
+        self._decoder = FairDecoder(self._core.images.decoder, self.config.images)
         # Prometheus sees an increase only of a counter that exists.
         self._count_refused(0)
         for code in GIVEN_UP_CODES:
@@ -145,7 +151,7 @@ class AdmissionStage(Actor):
         try:
             return ImageProcessor.of(folder, tokenizer)
         except ModelError as error:
-            self.log.warning("images_off", reason=error.message)
+            self.log.warning("images_off", reason=str(error))
             return None
 
     async def receive_forever(self, inbox: Inbox) -> None:
@@ -187,8 +193,9 @@ class AdmissionStage(Actor):
             case FlushCache():
                 self._core.responses.clear()
                 await self.answer(envelope.operation_id)
-            case RequestFinished(_, entry_id, response) as finished:
-                if response is not None and (item := self._requests.ledger.get(entry_id)):
+            case RequestFinished(request_id, entry_id, response) as finished:
+                item = self._requests.ledger.get(entry_key(entry_id, request_id))
+                if response is not None and item is not None:
                     self._core.keep(item.accepted, response)
                 await self._handle(finished)
             case UnloadAdapter() as unload:
@@ -230,11 +237,10 @@ class AdmissionStage(Actor):
                 judged = judge(self, self._core, effect)
                 await self._handle_locked(partial(self.epochs.enter, judged))
             case do.Forward():
-                await self._or_give_up(effect.entry_id, self._forward(effect))
+                await self._or_give_up(effect.key, self._forward(effect))
             case do.Acknowledge(entry_id, request_id):
                 await self.bus.requests.acknowledge(entry_id, request_id)
-                if entry_id in self._images.held:
-                    await self._images.release(entry_id)
+                await self._images.release(entry_key(entry_id, request_id))
             case do.Then(step):
                 await self._handle_locked(step)
             case do.CutShort(cancel):
@@ -259,7 +265,8 @@ class AdmissionStage(Actor):
                 await self._handle_locked(admit)
             case do.Ask(items, opened, replica):
                 for each in opened:
-                    await self._or_give_up(each.entry_id, self.send(OPENED, each))
+                    key = entry_key(each.entry_id, each.request_id)
+                    await self._or_give_up(key, self.send(OPENED, each))
                 await self.send(OPENED, Recover(items, replica))
             case do.Forget(cancel):
                 await self.send(OPENED, cancel)
@@ -279,8 +286,8 @@ class AdmissionStage(Actor):
                 self.bus.requests.mark_possibly_lost()
             case do.Tokenize(arrival):
                 self._group.start_soon(self._admit_apart, arrival)
-            case do.StopWaiting(entry_id):
-                self._long_prompts.stop_waiting(entry_id or None)
+            case do.StopWaiting(key):
+                self._long_prompts.stop_waiting(key or None)
             case do.StopTaking():
                 self._taking.cancel()
             case do.Drained():
@@ -303,7 +310,7 @@ class AdmissionStage(Actor):
             if not request.sequences:
                 return  # all are finished, and streaming waits for scores
             if request.media:
-                await self._restore_images(effect.entry_id, request)
+                await self._restore_images(effect.key, request)
         else:
             opened = self._core.look_up(accepted)
             await self.send(OPENED, opened, trace=trace)
@@ -313,27 +320,25 @@ class AdmissionStage(Actor):
         if samples is None:
             count_moe(self, opened.model, int(self._core.capacity.experts > 0))
 
-    async def _restore_images(self, entry_id: str, request: AdmittedRequest) -> None:
+    async def _restore_images(self, key: str, request: AdmittedRequest) -> None:
         """Store images of a resumed request that are gone, as after a restart of the server.
 
         Raises:
             RequestError: unknown_image: the request names it by id alone; images_full.
         """
-        item = self._requests.ledger.get(entry_id)
-        if item is None or not await self._images.missing(entry_id, request.media):
+        item = self._requests.ledger.get(key)
+        if item is None or not await self._images.missing(key, request.media):
             return
-        assert isinstance(item.entry.request, GenerateRequest)
-        work = partial(self._core.tokenize, item.entry.request)
-        await self._images.put_again(entry_id, await anyio.to_thread.run_sync(work))
+        await self._images.load(item.entry, self._core, self._decoder)
 
-    async def _or_give_up(self, entry_id: str, sending: Awaitable[None]) -> None:
+    async def _or_give_up(self, key: str, sending: Awaitable[None]) -> None:
         """Await what is sent for an entry; give the entry up if that fails because of it."""
         try:
             await sending
         except Exception as error:
             if not is_of_the_entry(error):
                 raise
-            await self._handle_locked(partial(self.epochs.give_up, entry_id, why_given_up(error)))
+            await self._handle_locked(partial(self.epochs.give_up, key, why_given_up(error)))
 
     async def _dead_letter(self, effect: do.AddDeadLetter) -> None:
         entry, error = effect.entry, effect.error
@@ -451,7 +456,7 @@ class AdmissionStage(Actor):
             try:
                 reports = await self.bus.store.board.read()
             except BusError as error:
-                self.log.debug("board_not_read", error=error.message)
+                self.log.debug("board_not_read", error=str(error))
                 continue
             for role in vanished.look(reports, self.epochs.participants.heard):
                 await self._handle(StageStopped(role, "", "its host reports no more", False))
@@ -521,7 +526,7 @@ class AdmissionStage(Actor):
             for entry, owner in zip(entries, await self._claim(entries), strict=True):
                 arrival = Arrival(entry, received, owner)
                 if owner != entry.entry_id and self._takes_long(entry):
-                    self._requests.incoming.set_apart(entry.entry_id)
+                    self._requests.incoming.set_apart(entry.key)
                     self._group.start_soon(self._admit_apart, arrival)
                 else:
                     await self._admit(arrival)
@@ -540,32 +545,41 @@ class AdmissionStage(Actor):
         entry, received_ns = arrival.entry, arrival.received_ns
         owner = self._requests.owner_of(request_id_of(entry), arrival.owner)
         try:
-            self._core.check(entry, received_ns - entry.waited_ns, now_ns(), owner=owner)
-            known = await self._images.known(entry)
+            request, _ = self._core.check(
+                entry, received_ns - entry.waited_ns, now_ns(), owner=owner
+            )
         except Exception as error:
             if not is_of_the_entry(error):
                 raise
             return error
         deadline_ns = entry_deadline_ns(entry, received_ns)
         run = partial(self._long_prompts.run, entry, deadline_ns)
-        if self._core.knows_constraint(entry.request):
-            tokenized = await run(partial(self._compile_and_tokenize, known))
-        else:
+        tokenize = self._compile_and_tokenize
+        if not self._core.knows_constraint(request):
+            tokenize = self._core.tokenize
             refusal = await run(self._compile, is_constraint=True)
             if refusal is not None:
                 return refusal
-            tokenized = await run(partial(self._decode_and_tokenize, known))
-        return await self._images.put(entry, tokenized)
+        images: tuple[PromptImage, ...] = ()
+        if request.images:
+            load = partial(self._load_images, entry, request)
+            loaded = await self._long_prompts.wait(entry, deadline_ns, load)
+            if isinstance(loaded, Exception):
+                return loaded
+            images = loaded
+        return await run(partial(tokenize, images=images))
 
-    def _compile_and_tokenize(self, known: Known, request: GenerateRequest) -> Tokens:
-        self._compile(request)
-        return self._decode_and_tokenize(known, request)
-
-    def _decode_and_tokenize(self, known: Known, request: GenerateRequest) -> Tokens:
-        if not request.images:
-            return self._core.tokenize(request)
+    async def _load_images(
+        self, entry: RequestEntry, request: GenerateRequest
+    ) -> tuple[PromptImage, ...]:
         with preparing_images(self, request):
-            return self._core.tokenize(request, known)
+            return await self._images.load(entry, self._core, self._decoder)
+
+    def _compile_and_tokenize(
+        self, request: GenerateRequest, images: Sequence[PromptImage]
+    ) -> Tokens:
+        self._compile(request)
+        return self._core.tokenize(request, images)
 
     def _compile(self, request: GenerateRequest) -> None:
         if request.sampling.constraint is not None:

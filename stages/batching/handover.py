@@ -173,7 +173,7 @@ class Handovers:
         return RemoteBlocks(
             address=tiers.capacity.address if tiers is not None else "",
             layout=tiers.capacity.layout if tiers is not None else "",
-            weights=tiers.capacity.weights if tiers is not None else "",
+            model=tiers.capacity.model if tiers is not None else "",
             weight_version=self._cache.weight_version,
             adapter_version=seq.lease.scope.adapter_version,
             blocks=blocks,

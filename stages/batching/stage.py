@@ -304,7 +304,7 @@ class BatchingStage(Actor):
         try:
             is_lost = not await self.bus.kv_events.publish(entry)
         except BusError as error:
-            self.log.warning("kv_events_lost", reason=error.message)
+            self.log.warning("kv_events_lost", reason=str(error))
             is_lost = True
         if not self.metrics.enabled:
             return

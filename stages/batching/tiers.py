@@ -169,7 +169,7 @@ class KVTiers:
         """
         origin = f"{self.capacity.incarnation}.{weight_version}"
         if self._is_known_elsewhere(weight_version, scope):
-            origin = self.capacity.weights
+            origin = self.capacity.model
         return xxhash.xxh3_128_intdigest(repr((self.capacity.layout, origin, *scope)).encode())
 
     def survives(self, weight_version: int, scope: CacheScope) -> bool:
@@ -179,17 +179,19 @@ class KVTiers:
     # --- blocks -------------------------------------------------------------------------------
 
     def store(self, name: bytes, block_id: int) -> None:
-        """Store a block that is evicted from the device, unless a slot holds it already."""
+        """Store a block that is evicted from the device, in a slot and on disk, unless it is there
+        already."""
         if self.difference is not None:
             return
-        if name in self._slot_of:
+        slot = self._slot_of.get(name)
+        if slot is not None:
             self._host.hit(name)
+            # Of an offer, from another executor, or written in vain.
+            if self._begins_write(name):
+                self._moves.append(KVMove("write", name, slot))
         elif (slot := self._take_slot()) is not None:
-            stays = name in self._on_disk or name in self._writing
-            write = not stays and self._make_room_on_disk()
-            if write:
-                self._writing.add(name)
             self._fill(name, slot)
+            write = self._begins_write(name)
             self._moves.append(KVMove("store", name, slot, block_id, write))
             self._counts.stored += 1
 
@@ -329,10 +331,10 @@ class KVTiers:
         self, names: Sequence[bytes], remote: RemoteBlocks, weight_version: int, scope: CacheScope
     ) -> dict[bytes, RemoteBlock]:
         """Return blocks that another executor offers by their names here; none if they differ."""
-        theirs = (remote.layout, remote.weights, remote.weight_version, remote.adapter_version)
+        theirs = (remote.layout, remote.model, remote.weight_version, remote.adapter_version)
         ours = (
             self.capacity.layout,
-            self.capacity.weights,
+            self.capacity.model,
             weight_version,
             scope.adapter_version,
         )
@@ -540,6 +542,13 @@ class KVTiers:
     def _log_lost(self, medium: Medium) -> None:
         if self._events is not None:
             self._events.lose(medium)
+
+    def _begins_write(self, name: bytes) -> bool:
+        """Return whether a block is to be written to disk: it isn't there, and there is room."""
+        if name in self._on_disk or name in self._writing or not self._make_room_on_disk():
+            return False
+        self._writing.add(name)
+        return True
 
     def _make_room_on_disk(self) -> bool:
         """Drop blocks on disk until one more fits. Returns whether it does."""

@@ -34,9 +34,8 @@ from .driver.step import (
     started_sequences,
     step_times,
 )
-from .fingerprint import fingerprint
+from .fingerprint import fingerprint, kv_digest
 from .runner.attention.backend import AttentionBackend
-from .runner.attention.choose import kernels_of
 from .runner.attention.paged import PagedBackend
 from .runner.batch import IntArray, Uploader
 from .runner.device import describe_device
@@ -151,7 +150,7 @@ class ExecutorCore:
         make_memory = partial(LeaderMemory, ranks) if ranks else ReplicaMemory
         self.memory = make_memory(caches, self.weights, huge_pages=huge)
         self._embedding, self._role = embedding_capacity(config, model), config.role
-        compiler = GrammarCompiler(config.model_folder, model.vocab_size)
+        compiler = GrammarCompiler.of(config, model.vocab_size)
         if model.generates:
             compiler.make_ready()
         self.constraints = Constraints(self._table, compiler, now_ns)
@@ -167,11 +166,11 @@ class ExecutorCore:
         self._pooler = PromptPooler(runner, self._table, most, in_order=in_order)
         self._record_at_load(config)
         self._speculator = self._make_speculator(config)
+        self._fingerprint = fingerprint(config, model, runner, weight_version=self.weights.version)
         self.tiers: BlockTiers | None = None
         if config.kv_host_bytes or config.kv_disk_path or (shares_kv and model.layers):
             self.tiers = self._make_tiers(config, shares=shares_kv)
         self._steps = self._make_steps(config)
-        self._fingerprint = fingerprint(config, model, runner, weight_version=self.weights.version)
 
     def _make_steps(self, config: EngineConfig) -> StepRunner:
         return StepRunner(
@@ -189,21 +188,13 @@ class ExecutorCore:
         )
 
     def _make_tiers(self, config: EngineConfig, *, shares: bool) -> BlockTiers:
-        model, is_exact = self.model, "deterministic" not in self.off
-        kernels = "none" if "kernels" in self.off else kernels_of(model)
-        parts = (
-            model.device.type,
-            kernels,
-            self.runner.backend.name,
-            "deterministic" if is_exact else "",
-        )
         return BlockTiers(
             config,
-            model,
+            self.model,
             self.cache,
             self.weights.version,
             self._measure_token_ns(),
-            arithmetic=", ".join(parts),
+            computation=kv_digest(self._fingerprint),
             shares=shares,
         )
 
@@ -408,7 +399,7 @@ class ExecutorCore:
         del self._steps, self._speculator, self.draft_model, self.weight_groups
 
     def execute(self, plan: StepPlan, images: Mapping[str, StoredImage] = NO_IMAGES) -> StepResult:
-        """Run one plan. `images`: those that it encodes, by id; the requests of missing ones fail.
+        """Run one plan. `images`: those that it encodes, by name. Without one its request fails.
 
         Rows of sequences that finished in an earlier step are dropped: batching plans one step
         ahead of the results.

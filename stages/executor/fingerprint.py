@@ -17,7 +17,7 @@ from torch import nn
 
 from ...bus.public import Fingerprint
 from ...config import EngineConfig
-from .runner.attention.choose import kernels_of
+from .runner.attention.choose import code_of, kernels_of
 from .runner.interface import ModelRunner
 from .runner.loaded_model import LoadedModel
 
@@ -31,6 +31,7 @@ _SETTINGS = (
     "rank_invariant",
     "attention_tile",
     "cuda_graphs",
+    "ignored_schema_keywords",
 )
 """Settings of the engine that change numbers and have no field of their own in Fingerprint."""
 
@@ -42,6 +43,17 @@ _SETTINGS_WITHOUT_MODE = (
     "max_tokens_per_batch",
 )
 """Settings that do so without deterministic mode."""
+
+_SETTINGS_OF_LOGITS = (
+    "logprobs_mode",
+    "cuda_graphs",
+    "ignored_schema_keywords",
+    *_SETTINGS_WITHOUT_MODE,
+)
+"""Settings of these that don't change what the layers compute of a batch."""
+
+_NOT_OF_THE_MODEL = frozenset(("_name_or_path", "_commit_hash", "transformers_version", "dtype"))
+"""Fields that say where a configuration comes from; the dtype in use is a field of its own."""
 
 _BYTES_OF_A_TENSOR = 4096
 
@@ -61,8 +73,11 @@ def fingerprint(
     on_cpu, is_whole = model.device.type == "cpu", fast is not None and fast.is_whole
     mode: Mode = "on" if config.deterministic is True else "without adapters"
     names = _SETTINGS if exact else (*_SETTINGS, *_SETTINGS_WITHOUT_MODE)
-    settings = {name: getattr(config, name) for name in names}
-    defaults = EngineConfig()
+    with_kernels = "kernels" not in runner.off
+    # As it is after JSON, which a recipe is compared with.
+    settings, defaults = (
+        msgspec.json.decode(msgspec.json.encode(each)) for each in (config, EngineConfig())
+    )
     made = Fingerprint(
         package=_version("nano-inference"),
         torch=str(torch.__version__),
@@ -71,15 +86,53 @@ def fingerprint(
         # Our kernels divide no sum among threads.
         threads=torch.get_num_threads() if on_cpu and not is_whole else 0,
         dtype=str(model.dtypes.weights).removeprefix("torch."),
-        kernels="none" if "kernels" in runner.off else kernels_of(model),
+        kernels=kernels_of(model) if with_kernels else "none",
+        code=code_of(model) if with_kernels else "",
         attention=runner.backend.name,
         deterministic=mode if exact else "off",
+        config=config_digest(model),
         weights=sampled_digest(model.module),
         weight_version=weight_version,
-        settings={k: value for k, value in settings.items() if value != getattr(defaults, k)},
+        settings={name: settings[name] for name in names if settings[name] != defaults[name]},
     )
-    content = msgspec.json.encode(made, order="sorted")
-    return replace(made, digest=hashlib.sha256(content).hexdigest()[:16])
+    return replace(made, digest=_digest(made)[:16])
+
+
+def kv_digest(made: Fingerprint) -> str:
+    """Return a digest of what the numbers of an executor's KV depend on, besides the weights.
+
+    Executors with the same digest may exchange KV, and a later start may read it. Without
+    deterministic mode the bits depend on the batch, and so threads and sizes of batches are no part
+    of it.
+    """
+    settings = {k: value for k, value in made.settings.items() if k not in _SETTINGS_OF_LOGITS}
+    threads = 0 if made.deterministic == "off" else made.threads
+    own = replace(made, digest="", weights="", weight_version=0, threads=threads, settings=settings)
+    return _digest(own)
+
+
+def config_digest(model: LoadedModel) -> str:
+    """Return a digest of the configuration of a model, and of its image processor."""
+    kind, vision = type(model.module), model.vision
+    parts = (
+        f"{kind.__module__}.{kind.__qualname__}",
+        _own_fields(model.hf_config.to_dict()),
+        _own_fields(vision.settings) if vision is not None else None,
+    )
+    return _digest(parts)[:16]
+
+
+def _own_fields(value: Any) -> Any:
+    """Return a configuration without the fields of `_NOT_OF_THE_MODEL`, at any depth."""
+    if isinstance(value, dict):
+        own = {str(key): _own_fields(each) for key, each in value.items()}
+        return {key: each for key, each in own.items() if key not in _NOT_OF_THE_MODEL}
+    return [_own_fields(each) for each in value] if isinstance(value, list | tuple) else value
+
+
+def _digest(content: object) -> str:
+    encoded = msgspec.json.encode(content, enc_hook=repr, order="sorted")
+    return hashlib.sha256(encoded).hexdigest()
 
 
 def sampled_digest(module: nn.Module) -> str:

@@ -254,7 +254,9 @@ class ExecutorStage(Actor):
         await self.send(self.own(CONTROL["batching"]), ready)
         if (tiers := self._core.tiers) is not None:
             # Behind its own writes in flight, so that the list is whole.
-            on_disk = await anyio.to_thread.run_sync(tiers.on_disk)
+            on_disk = await anyio.to_thread.run_sync(
+                tiers.on_disk, limiter=anyio.CapacityLimiter(1)
+            )
             await self.send(self.own(CONTROL["batching"]), on_disk)
         self.takes_part()
         # The state of the memory may have changed since the capacity was read.
@@ -330,18 +332,18 @@ class ExecutorStage(Actor):
             self.log.warning("message_not_understood", type=type(envelope.body).__name__)
 
     async def _images_of(self, plan: StepPlan) -> dict[str, StoredImage]:
-        """Return the pixels that a plan encodes, as far as they can be read."""
+        """Return the images that a plan encodes, as far as they can be read."""
         found: dict[str, StoredImage] = {}
         for item in plan.encodes:
             try:
-                image = await self.bus.store.images.get(item.id)
+                image = await self.bus.store.images.get(item.name)
             except ChannelClosed:
                 raise
             except BusError as error:
-                self.log.warning("image_unreadable", reason=error.message)
+                self.log.warning("image_unreadable", reason=str(error))
                 continue
             if image is not None:
-                found[item.id] = image
+                found[item.name] = image
         return found
 
     async def _report_forever(self) -> None:

@@ -169,7 +169,7 @@ class FairnessStage(Actor):
                 self._exchanged_s = time.monotonic()
                 await record.forget(silent)
             except NanoInferenceError as error:
-                self.log.debug("service_not_exchanged", error=error.message)
+                self.log.debug("service_not_exchanged", error=str(error))
 
     async def _update_roles(self, roles: tuple[ReplicaRole, ...], operation_id: str) -> None:
         try:

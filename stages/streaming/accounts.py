@@ -19,6 +19,7 @@ from typing import Final, Literal, NamedTuple
 import msgspec
 
 from ...bus.control import Cancel
+from ...bus.entries import entry_key
 from ...bus.messages import RequestOpened
 from ...bus.steps import StartedSequence, StepResult
 from ...bus.times import CAUSES, Break, Cause, StepTimes
@@ -475,18 +476,18 @@ class TimeAccounts:
 
     def open(self, opened: RequestOpened, now_ns: int) -> RequestTime:
         """Return the account of a request that enters the lane, perhaps again."""
-        time = self._unbegun.pop(opened.entry_id, None)
+        time = self._unbegun.pop(entry_key(opened.entry_id, opened.request_id), None)
         return time or RequestTime.opened(opened, now_ns)
 
-    def pop_unbegun(self, entry_id: str) -> RequestTime | None:
+    def pop_unbegun(self, key: str) -> RequestTime | None:
         """Return the account of a request that had not begun when an epoch ended, and won't."""
-        return self._unbegun.pop(entry_id, None)
+        return self._unbegun.pop(key, None)
 
     def reset(self, unbegun: Mapping[str, RequestTime], begun: Iterable[RequestTime]) -> None:
         """Begin an epoch. The time from the last step on belongs to the failure.
 
         Args:
-            unbegun: Accounts of requests that have not begun, by entry.
+            unbegun: Accounts of requests that have not begun, by `entry_key`.
             begun: Of other requests.
         """
         failed_ns = max((device.at_ns for device in self._devices.values()), default=0)

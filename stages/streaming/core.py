@@ -26,7 +26,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import msgspec
 
 from ...bus.control import Cancel, SampleScored, ScoreSample
-from ...bus.messages import RequestOpened, RowFinish, StoredResponse, TopLogprobs
+from ...bus.entries import entry_key
+from ...bus.messages import RequestInfo, RequestOpened, RowFinish, StoredResponse, TopLogprobs
 from ...bus.public import Completion, CompletionChunk, ErrorInfo, Output, StageTime, Timings, Usage
 from ...bus.recovery import Recovered, RecoveredSample, RecoveryItem
 from ...bus.steps import StartedSequence, StepResult
@@ -78,7 +79,7 @@ class Deliveries:
         halts: Sequences that met a stop string, which the executor still runs.
         ended: Requests that have ended, one for each Completion in `outputs`.
         to_score: Finished samples that the reference model is to score.
-        unasked: Entries that run anew, though an older epoch has begun them.
+        unasked: Entries, by `entry_key`, that run anew though an older epoch has begun them.
     """
 
     now_ns: int
@@ -117,8 +118,8 @@ class StreamingCore:
             self._pieces = TokenPieces(tokenizer.backend_tokenizer)
         self._requests: dict[str, RequestState] = {}
         self._running: dict[int, Sample] = {}
-        # Entries cut short in this epoch. A request may run in several replicas: what the slower
-        # ones report afterwards is ignored.
+        # Entries cut short in this epoch, by `entry_key`. A request may run in several replicas:
+        # what the slower ones report afterwards is ignored.
         self._cut_short: OrderedDict[str, None] = OrderedDict()
         # Requests with a step before their RequestOpened, by entry.
         self._early: dict[str, _EarlyRequest] = {}
@@ -131,8 +132,8 @@ class StreamingCore:
         return sum(bool(request.samples) for request in self._requests.values())
 
     def entries(self) -> tuple[str, ...]:
-        """Return the entries of all requests that have not ended."""
-        return tuple(request.info.entry_id for request in self._requests.values())
+        """Return the entries of all requests that have not ended, by `entry_key`."""
+        return tuple(_key(request.info) for request in self._requests.values())
 
     # --- messages -----------------------------------------------------------------------------
 
@@ -142,12 +143,12 @@ class StreamingCore:
         One with a response is completed at once.
         """
         is_open = self._find(opened.request_id, opened.entry_id) is not None
-        if not is_open and opened.entry_id not in self._cut_short:
+        if not is_open and _key(opened) not in self._cut_short:
             request = self._requests[opened.request_id] = RequestState(opened)
             request.time = self.accounts.open(opened, now_ns)
             if opened.response is not None:
                 return [self._serve(request, opened.response, now_ns)]
-        early = self._early.pop(opened.entry_id, None)
+        early = self._early.pop(_key(opened), None)
         results = early.results if early is not None else []
         return [self._absorb(*held, now_ns) for held in results]
 
@@ -202,11 +203,11 @@ class StreamingCore:
         tokens that `recovered` returns. Admission opens the others again.
         """
         times = {
-            each.info.entry_id: (each.time, bool(each.samples))
+            _key(each.info): (each.time, bool(each.samples))
             for each in self._requests.values()
             if each.time is not None
         }
-        unbegun = {entry_id: time for entry_id, (time, begun) in times.items() if not begun}
+        unbegun = {key: time for key, (time, begun) in times.items() if not begun}
         self.accounts.reset(unbegun, [time for time, begun in times.values() if begun])
         self._running.clear()
         self._cut_short.clear()
@@ -218,7 +219,7 @@ class StreamingCore:
 
     def knows(self, item: RecoveryItem) -> bool:
         """Return whether the request has begun and not ended, as far as this object knows."""
-        request = self._find(item.key, item.entry_id)
+        request = self._find(item.stream, item.entry_id)
         return request is not None and bool(request.samples)
 
     def agrees(self, item: RecoveryItem, chunks: Sequence[CompletionChunk]) -> bool:
@@ -227,7 +228,7 @@ class StreamingCore:
         It holds less if the server has lost some. It holds more if this object is a successor that
         has absorbed a step which was meant for its predecessor.
         """
-        request = self._requests[item.key]
+        request = self._requests[item.stream]
         delivered: Counter[int] = Counter()
         for chunk in chunks:
             delivered[chunk.sample_index] += len(chunk.token_ids)
@@ -242,11 +243,11 @@ class StreamingCore:
         Returns:
             The request; None if it is not open, or there are no chunks.
         """
-        before = self._find(item.key, item.entry_id)
+        before = self._find(item.stream, item.entry_id)
         if before is None:
             return None
         self._stop(before)
-        request = self._requests[item.key] = RequestState(before.info)
+        request = self._requests[item.stream] = RequestState(before.info)
         request.restored = bool(chunks)
         request.executed_ns = request.info.received_ns
         for chunk in chunks:
@@ -270,10 +271,10 @@ class StreamingCore:
         """Return a request's tokens so far; none of a request that is not known."""
         samples: Iterable[Sample] = ()
         if self.knows(item):
-            self._requests[item.key].unasked = False
-            samples = self._requests[item.key].samples.values()
+            self._requests[item.stream].unasked = False
+            samples = self._requests[item.stream].samples.values()
         return Recovered(
-            item.entry_id,
+            item.key,
             tuple(
                 RecoveredSample(
                     sample.index, tuple(sample.token_ids), sample.finish_reason is not None
@@ -284,12 +285,12 @@ class StreamingCore:
 
     def to_score(self, item: RecoveryItem) -> tuple[ScoreSample, ...]:
         """Return what the reference model still has to score of a request, in a new epoch."""
-        request = self._find(item.key, item.entry_id)
+        request = self._find(item.stream, item.entry_id)
         return tuple(map(request.to_score, sorted(request.unscored))) if request else ()
 
     def forget(self, request_id: str, entry_id: str) -> None:
         """Drop a request without an output."""
-        self._early.pop(entry_id, None)
+        self._early.pop(entry_key(entry_id, request_id), None)
         request = self._find(request_id, entry_id)
         if request is not None:
             del self._requests[request_id]
@@ -312,12 +313,12 @@ class StreamingCore:
         replica has handed it over: its request has ended, unless it is held back.
         """
         for started in result.started:
-            entry_id = started.entry_id
-            if self._is_open(started) or entry_id in self._cut_short:
+            key = _key(started)
+            if self._is_open(started) or key in self._cut_short:
                 continue
             if not started.num_generated or started.handed_over:
-                self._early.setdefault(entry_id, _EarlyRequest(started.request_id))
-            if (early := self._early.get(entry_id)) is not None:
+                self._early.setdefault(key, _EarlyRequest(started.request_id))
+            if (early := self._early.get(key)) is not None:
                 early.seq_ids.add(started.seq_id)
         for early in self._early.values():
             share = _part(result, early.seq_ids.__contains__, early.request_id.__eq__)
@@ -386,14 +387,14 @@ class StreamingCore:
         """Start a sequence, or continue it after a preemption, when nothing is counted again."""
         request = self._find(started.request_id, started.entry_id)
         if request is None:  # ended, or held back
-            if started.handed_over and started.entry_id not in self._early:
+            if started.handed_over and _key(started) not in self._early:
                 deliveries.halts.append(started.seq_id)
             return
         request.session = started.session or request.session
         sample = request.samples.get(started.sample_index)
         if sample and request.unasked and started.num_generated < len(sample.token_ids):
             # Admission takes it for a new request: a server has lost that it was begun.
-            deliveries.unasked.append(started.entry_id)
+            deliveries.unasked.append(_key(started))
             return
         if sample is None:
             if started.num_generated:
@@ -482,7 +483,7 @@ class StreamingCore:
         if cancel.elsewhere:
             self.forget(cancel.request_id, cancel.entry_id)
             return
-        if cancel.entry_id in self._cut_short:
+        if cancel.key in self._cut_short:
             return
         request = self._requests.get(cancel.request_id)
         if request is not None and cancel.entry_id not in ("", request.info.entry_id):
@@ -496,13 +497,13 @@ class StreamingCore:
                         chunk = sample.chunk(len(sample.token_ids), text)
                         deliveries.add(request.info.request_id, chunk)
             self._complete(request, deliveries, cancel)
-            self._remember_end(request.info.entry_id)
+            self._remember_end(_key(request.info))
         elif request is not None or cancel.unstarted:
-            time = self.accounts.pop_unbegun(cancel.entry_id)
+            time = self.accounts.pop_unbegun(cancel.key)
             if request is not None:
                 del self._requests[cancel.request_id]
                 time = request.time
-            self._remember_end(cancel.entry_id)
+            self._remember_end(cancel.key)
             now_ns = deliveries.now_ns
             time = time or RequestTime.ended_by_admission(cancel, now_ns)
             completion = Completion(
@@ -516,8 +517,8 @@ class StreamingCore:
             tenant = request.info.tenant if request is not None else ""
             deliveries.end(cancel.result_key, EndedRequest(None, completion, tenant=tenant))
 
-    def _remember_end(self, entry_id: str) -> None:
-        self._cut_short[entry_id] = None
+    def _remember_end(self, key: str) -> None:
+        self._cut_short[key] = None
         if len(self._cut_short) > REMEMBERED_ENDS:
             self._cut_short.popitem(last=False)
 
@@ -564,11 +565,16 @@ class StreamingCore:
         )
         if info.stop:
             # Another replica may be about to start a sequence that a stop string has ended.
-            self._remember_end(info.entry_id)
+            self._remember_end(_key(info))
         response = request.stored() if info.keeps else None
         last_ns = request.last_token_ns
         ended = EndedRequest(info, completion, request.restored, last_ns, response, info.tenant)
         deliveries.end(info.request_id, ended)
+
+
+def _key(about: RequestOpened | StartedSequence | RequestInfo) -> str:
+    """Return the identity of an entry."""
+    return entry_key(about.entry_id, about.request_id)
 
 
 class _EarlyRequest:

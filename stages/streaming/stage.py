@@ -9,6 +9,7 @@ from typing import ClassVar
 import anyio.to_thread
 
 from ...bus.control import Cancel, SampleScored, ScoreSample, StopSequences
+from ...bus.entries import entry_key
 from ...bus.envelope import Envelope
 from ...bus.links import CONTROL, FINISHED, HALTS, at
 from ...bus.messages import RequestFinished, RequestOpened
@@ -51,7 +52,9 @@ class StreamingStage(Actor):
         # A model without text may have a tokenizer that can't be streamed.
         tokenizer = None
         if not embeds_only(folder):
-            tokenizer = await anyio.to_thread.run_sync(find_tokenizer, folder)
+            tokenizer = await anyio.to_thread.run_sync(
+                find_tokenizer, folder, limiter=anyio.CapacityLimiter(1)
+            )
         self._core = StreamingCore(tokenizer, now_ns())
 
     async def reset(self) -> None:
@@ -123,8 +126,8 @@ class StreamingStage(Actor):
         self._steps[replica] = -1
         if last >= 0:
             self.log.warning("steps_lost", replica=replica, last=last, step=result.step_id)
-            if entry_ids := self._core.entries():
-                await self.send(FINISHED, Fenced(entry_ids))
+            if keys := self._core.entries():
+                await self.send(FINISHED, Fenced(keys))
         return False
 
     async def tick(self) -> None:
@@ -135,7 +138,7 @@ class StreamingStage(Actor):
         deliveries, self._deliveries = self._deliveries, []
         halts: defaultdict[int, list[int]] = defaultdict(list)
         outputs: list[tuple[str, list[Output]]] = []
-        unasked = {entry_id: None for each in deliveries for entry_id in each.unasked}
+        unasked = {key: None for each in deliveries for key in each.unasked}
         for each in deliveries:
             if each.halts:
                 halts[each.replica] += each.halts
@@ -154,7 +157,7 @@ class StreamingStage(Actor):
         lost = await self._deliver(outputs, epoch) if outputs else frozenset()
         for ended in (ended for each in deliveries for ended in each.ended):
             completion = ended.completion
-            if completion.entry_id not in lost:
+            if entry_key(completion.entry_id, completion.request_id) not in lost:
                 # Of no epoch: a delivered Completion stays delivered in the next epoch.
                 ids = completion.request_id, completion.entry_id
                 await self.send(FINISHED, RequestFinished(*ids, ended.response), epoch=0)
@@ -171,11 +174,15 @@ class StreamingStage(Actor):
         fenced = await self.bus.results.deliver(outputs, epoch)
         if not fenced:
             return frozenset()
-        entry_ids = {key: some[0].entry_id for key, some in outputs if key in fenced and some}
-        if new := tuple(entry_ids[key] for key in fenced - self._fenced if key in entry_ids):
+        entries = {
+            stream: entry_key(some[0].entry_id, some[0].request_id)
+            for stream, some in outputs
+            if stream in fenced and some
+        }
+        if new := tuple(entries[each] for each in fenced - self._fenced if each in entries):
             await self.send(FINISHED, Fenced(new), epoch=epoch)
         self._fenced |= fenced
-        return frozenset(entry_ids.values())
+        return frozenset(entries.values())
 
     async def _score(self, samples: Sequence[ScoreSample], replica: int, epoch: int) -> None:
         """Ask an executor for the reference model's scores of samples."""
@@ -185,25 +192,24 @@ class StreamingStage(Actor):
     async def _recover(self, items: Sequence[RecoveryItem], replica: int) -> None:
         """Report to admission what there is of requests that go on in this epoch."""
         await self.tick()  # requests that have ended must have their Completion in the stream
-        keys = [item.key for item in items]
-        streams = await self.bus.results.recover(keys, self.epoch)
+        streams = await self.bus.results.recover([item.stream for item in items], self.epoch)
         for item, outputs in zip(items, streams, strict=True):
-            own = [output for output in outputs if output.entry_id == item.entry_id]
-            fenced = item.key in self._fenced
-            self._fenced.discard(item.key)
+            ids = item.request_id, item.entry_id
+            own = [each for each in outputs if (each.request_id, each.entry_id) == ids]
+            fenced = item.stream in self._fenced
+            self._fenced.discard(item.stream)
             if own and isinstance(own[-1], Completion):
-                self._core.forget(item.key, item.entry_id)
-                finished = RequestFinished(own[-1].request_id, item.entry_id)
-                await self.send(FINISHED, finished, epoch=0)
+                self._core.forget(item.stream, item.entry_id)
+                await self.send(FINISHED, RequestFinished(*ids), epoch=0)
                 continue
             chunks = [output for output in own if isinstance(output, CompletionChunk)]
             # Only what readers can find counts: outputs were dropped, or both differ.
             keeps = self._core.knows(item) and not fenced
             if keeps and not self._core.agrees(item, chunks):
                 keeps = False
-                self.log.warning("outputs_differ_from_the_stream", key=item.key)
+                self.log.warning("outputs_differ_from_the_stream", key=item.stream)
             if not keeps and (opened := self._core.restore(item, chunks, now_ns())) is not None:
                 trace = TraceContext(opened.traceparent, opened.tracestate)
-                self.log_of(item.key, trace).info("request_restored")
+                self.log_of(item.stream, trace).info("request_restored")
             await self._score(self._core.to_score(item), replica, self.epoch)
             await self.send(FINISHED, self._core.recovered(item))

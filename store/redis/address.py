@@ -6,7 +6,8 @@ redis+sentinel://[user:password@]host:port[,host:port...]/service[/db]  (rediss+
 redis+cluster://[user:password@]host:port[,host:port...]                (rediss+cluster://)
 
 Options of redis-py may follow, as `?health_check_interval=10`. User and password are those of the
-servers; for sentinels, add `?sentinel_username=…&sentinel_password=…`.
+servers; for sentinels, add `?sentinel_username=…&sentinel_password=…`. A redis:// URL of 127.0.0.1
+without either gets the password of `up`'s embedded server at its port.
 """
 
 from __future__ import annotations
@@ -16,8 +17,13 @@ from urllib.parse import parse_qs, unquote, urlsplit
 
 from redis.asyncio.connection import Connection, SSLConnection, parse_url
 
+from .embedded import HOST, EmbeddedPassword
+
 SENTINEL_PORT = 26379
-CLUSTER_PORT = 6379
+SERVER_PORT = CLUSTER_PORT = 6379
+
+CREDENTIALS = frozenset(("username", "password"))
+"""Options that hold the user's own credentials."""
 
 Kind = Literal["server", "sentinel", "cluster"]
 
@@ -56,7 +62,10 @@ def parse_address(url: str) -> Address:
     _check_meaning(scheme, rest)
     plain, _, kind = scheme.partition("+")
     if kind not in ("sentinel", "cluster"):
-        return Address("server", *_options(url))
+        connection_class, options = _options(url)
+        if scheme == "redis" and options.get("host") == HOST and CREDENTIALS.isdisjoint(options):
+            options["credential_provider"] = EmbeddedPassword(options.get("port", SERVER_PORT))
+        return Address("server", connection_class, options)
     parts = urlsplit(f"//{rest}")
     credentials, at, hosts = parts.netloc.rpartition("@")
     nodes = _nodes(hosts, SENTINEL_PORT if kind == "sentinel" else CLUSTER_PORT)

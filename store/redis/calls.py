@@ -1,6 +1,8 @@
 """Durable calls on Redis: a hash per call, a key per name, and one sorted set of attached calls.
 
-No scripts, so that a gateway needs no right to run any.
+No scripts, so that a gateway needs no right to run any. The bytes in use are counted by tenant and
+by the period in which they expire: sums that a killed gateway has left wrong expire with it. They
+may count a call too often for a while, and never too seldom.
 """
 
 from __future__ import annotations
@@ -9,8 +11,10 @@ import time
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, cast, get_args
 
+import msgspec
+
 from ...config import BusConfig
-from ..calls import DurableCall, Mark
+from ..calls import CALL_BYTES, CallsFull, DurableCall, Mark, has_room
 from .client import Commands
 from .keys import Keys
 
@@ -18,6 +22,25 @@ _RECORD = b"record"
 _ENTRY = b"entry:"
 _MARK = b"mark:"
 _CANCELLED = b"mark:cancelled"
+_CHARGE = b"charge"
+
+_PERIODS = 32
+"""Periods of a call's time to live, by which its bytes are counted."""
+
+Command = Sequence[Any]
+
+
+class _Charge(msgspec.Struct, frozen=True, array_like=True):
+    """What a call counts.
+
+    Attributes:
+        size: In bytes.
+        period: The period in which it expires.
+    """
+
+    tenant: str
+    size: int
+    period: int
 
 
 class RedisCalls:
@@ -25,16 +48,22 @@ class RedisCalls:
 
     def __init__(self, config: BusConfig, keys: Keys, commands: Commands) -> None:
         self._ttl_s = config.results_ttl_s
+        self._max_bytes = config.calls_max_bytes
+        self._period_ms = max(1000, config.results_ttl_s * 1000 // _PERIODS)
         self._keys = keys
         self._commands = commands
         # Offset of the server's clock in milliseconds; updated by each `attach`.
         self._ahead_ms: float | None = None
 
-    async def keep(self, call_id: str, record: bytes, for_s: float) -> None:
-        commands = self._set(call_id, _RECORD, record)
+    async def keep(self, call_id: str, record: bytes, for_s: float, tenant: str = "") -> None:
+        if self._ahead_ms is None:
+            await self._read_clock()
+        charge = _Charge(tenant, len(record) + CALL_BYTES, self._last_period)
+        commands = [
+            *self._set(call_id, _RECORD, record),
+            *self._set(call_id, _CHARGE, msgspec.json.encode(await self._charge(call_id, charge))),
+        ]
         if for_s:
-            if self._ahead_ms is None:
-                await self._read_clock()
             commands.append(self._attach_command([call_id], for_s))
         await self._commands.run_all(commands)
 
@@ -52,36 +81,56 @@ class RedisCalls:
         return DurableCall(fields[_RECORD], entries, known)
 
     async def note(self, call_id: str, request_id: str, entry_id: str) -> bool:
-        commands = self._set(call_id, _ENTRY + request_id.encode(), entry_id)
+        commands = self._add(call_id, _ENTRY + request_id.encode(), entry_id)
         commands.append(("HGET", self._keys.call(call_id), _CANCELLED))
         return (await self._commands.retry_all("calls", commands))[-1] is not None
 
     async def mark(self, call_id: str, mark: Mark) -> None:
-        await self._commands.run_all(self._set(call_id, _MARK + mark.encode(), b""))
+        await self._commands.run_all(self._add(call_id, _MARK + mark.encode(), b""))
 
     async def claim(self, name: str, call_id: str) -> str:
         command = ("SET", self._keys.name(name), call_id, "NX", "GET", "EX", self._ttl_s)
         (owner,) = await self._commands.run_all([command])
         return owner.decode() if owner else call_id
 
+    async def named(self, name: str) -> str:
+        (owner,) = await self._commands.run_all([("GET", self._keys.name(name))])
+        return owner.decode() if owner else ""
+
     async def drop(self, call_id: str, name: str = "") -> None:
-        commands: list[Sequence[Any]] = [("DEL", self._keys.name(name))] if name else []
-        commands += [("DEL", self._keys.call(call_id)), ("ZREM", self._keys.attended, call_id)]
-        await self._commands.run_all(commands)
+        key = self._keys.call(call_id)
+        commands: list[Command] = [("HGET", key, _CHARGE), ("DEL", key)]
+        commands += [("ZREM", self._keys.attended, call_id)]
+        commands += [("DEL", self._keys.name(name))] if name else []
+        raw, deleted, *_ = await self._commands.run_all(commands)
+        # Only one of several callers has deleted it.
+        if raw is not None and deleted:
+            charge = _decoded(raw)
+            await self._commands.run_all(self._count(charge, -charge.size))
 
     async def attach(self, names: Mapping[str, str], for_s: float) -> None:
         if not names:
             return
-        commands: list[Sequence[Any]] = [
+        await self._read_clock()
+        commands: list[Command] = [
             ("EXPIRE", self._keys.call(call_id), self._ttl_s) for call_id in names
         ]
         commands += [
             ("EXPIRE", self._keys.name(name), self._ttl_s) for name in names.values() if name
         ]
         if for_s:
-            await self._read_clock()
             commands.append(self._attach_command(names, for_s))
-        await self._commands.run_all(commands)
+        commands += [("HGET", self._keys.call(call_id), _CHARGE) for call_id in names]
+        found = (await self._commands.run_all(commands))[-len(names) :]
+        moves: list[Command] = []
+        for call_id, raw in zip(names, found, strict=True):
+            if raw is None or (charge := _decoded(raw)).period >= self._last_period:
+                continue
+            later = msgspec.structs.replace(charge, period=self._last_period)
+            moves += [*self._count(later, charge.size), *self._count(charge, -charge.size)]
+            moves += self._set(call_id, _CHARGE, msgspec.json.encode(later))
+        if moves:
+            await self._commands.run_all(moves)
 
     async def detach(self, call_ids: Collection[str]) -> None:
         if call_ids:
@@ -96,13 +145,68 @@ class RedisCalls:
         removed = await self._commands.run_all([("ZREM", key, call_id) for call_id in over])
         return [call_id.decode() for call_id, own in zip(over, removed, strict=True) if own]
 
-    def _set(self, call_id: str, field: bytes, value: bytes | str) -> list[Sequence[Any]]:
+    async def _charge(self, call_id: str, charge: _Charge) -> _Charge:
+        """Count a call, and return what is counted. One that exists is not counted again.
+
+        Raises:
+            CallsFull: There is no room for it.
+        """
+        keys = self._keys.stored(charge.tenant), self._keys.stored_of_all
+        # Counted first, so that calls that come at once don't exceed the limit together.
+        commands: list[Command] = [("HGET", self._keys.call(call_id), _CHARGE)]
+        commands += self._count(charge, charge.size)
+        commands += [("HGETALL", key) for key in keys]
+        raw, *_, of_tenant, of_all = await self._commands.run_all(commands)
+        if raw is not None:
+            before = _decoded(raw)
+            now = msgspec.structs.replace(before, size=charge.size)
+            undo = [*self._count(charge, -charge.size), *self._count(now, now.size - before.size)]
+            await self._commands.run_all(undo)
+            return now
+        for key, sizes in zip(keys, (of_tenant, of_all), strict=True):
+            if over := [period for period in sizes if not self._is_live(period)]:
+                await self._commands.run_all([("HDEL", key, *over)])
+        if has_room(self._sum(of_tenant), self._sum(of_all), self._max_bytes):
+            return charge
+        await self._commands.run_all(self._count(charge, -charge.size))
+        first = min(int(period) for period in of_tenant if self._is_live(period))
+        raise CallsFull(self._max_bytes, ((first + 1) * self._period_ms - self._now_ms) / 1000)
+
+    def _count(self, charge: _Charge, size: int) -> list[Command]:
+        """Return the commands that add to what a tenant and all tenants have in a period."""
+        ttl_s = self._ttl_s + 2 * self._period_ms // 1000
+        keys = (self._keys.stored(charge.tenant), self._keys.stored_of_all)
+        commands: list[Command] = [("HINCRBY", key, charge.period, size) for key in keys]
+        return [*commands, *(("EXPIRE", key, ttl_s) for key in keys)]
+
+    def _sum(self, sizes: Mapping[bytes, bytes]) -> int:
+        return sum(int(size) for period, size in sizes.items() if self._is_live(period))
+
+    def _is_live(self, period: bytes) -> bool:
+        return (int(period) + 1) * self._period_ms > self._now_ms
+
+    @property
+    def _now_ms(self) -> int:
+        """The server's time."""
+        assert self._ahead_ms is not None, "the clock was read"
+        return int(time.monotonic() * 1000 + self._ahead_ms)
+
+    @property
+    def _last_period(self) -> int:
+        """The period in which a call expires that is attached now."""
+        return (self._now_ms + self._ttl_s * 1000) // self._period_ms
+
+    def _add(self, call_id: str, field: bytes, value: bytes | str) -> list[Command]:
+        """As `_set`, without a longer time to live, which only `attach` counts."""
+        key = self._keys.call(call_id)
+        return [("HSET", key, field, value), ("EXPIRE", key, self._ttl_s, "NX")]
+
+    def _set(self, call_id: str, field: bytes, value: bytes | str) -> list[Command]:
         key = self._keys.call(call_id)
         return [("HSET", key, field, value), ("EXPIRE", key, self._ttl_s)]
 
-    def _attach_command(self, call_ids: Collection[str], for_s: float) -> Sequence[Any]:
-        assert self._ahead_ms is not None, "the clock was read"
-        until_ms = int(time.monotonic() * 1000 + self._ahead_ms + for_s * 1000)
+    def _attach_command(self, call_ids: Collection[str], for_s: float) -> Command:
+        until_ms = self._now_ms + int(for_s * 1000)
         pairs = [item for call_id in call_ids for item in (until_ms, call_id)]
         return ("ZADD", self._keys.attended, "GT", *pairs)
 
@@ -110,3 +214,7 @@ class RedisCalls:
         now_ms = await self._commands.time_ms(self._keys.attended)
         self._ahead_ms = now_ms - time.monotonic() * 1000
         return now_ms
+
+
+def _decoded(raw: bytes) -> _Charge:
+    return msgspec.json.decode(raw, type=_Charge)

@@ -26,7 +26,7 @@ from redis.maint_notifications import MaintNotificationsConfig
 from ...config import NOT_PERMITTED, BusError, redact
 from ...config.errors import bus_closed
 from ...config.logger import get_logger
-from .address import parse_address
+from .address import CREDENTIALS, parse_address
 
 T = TypeVar("T")
 
@@ -71,6 +71,8 @@ _TRANSIENT_CLASSES = (
     exceptions.ClusterError,
 )
 _TRANSIENT = ("LOADING", "BUSY ", "OOM", "MISCONF", "READONLY", "NOREPLICAS", "UNBLOCKED")
+
+_UNREACHABLE = "the bus can't be reached; try again later"
 
 # Prefix that the client adds to an error within a pipeline.
 _IN_PIPELINE = "of pipeline caused error: ("
@@ -233,32 +235,48 @@ class Server:
         return options
 
     def explain(self, error: Exception) -> BusError:
-        """Convert an error to a sentence that says what to change, without the password."""
+        """Convert an error to a sentence that says what to change, without the password; the
+        message is without address and user, too."""
         if isinstance(error, exceptions.AuthenticationError):
+            if CREDENTIALS.isdisjoint(self._address.options):
+                return BusError(
+                    f"Redis at {self.name} requires a password; add it to bus.url. Only the user "
+                    "of `nano-inference up` finds that of its embedded server"
+                )
             return BusError(
-                f"Redis at {self.name} refused the credentials ({error}); "
-                "correct user and password in bus.url"
+                "the bus refused the credentials of this process; its log says more",
+                detail=f"Redis at {self.name} refused the credentials ({error}); "
+                "correct user and password in bus.url",
             )
         if isinstance(error, exceptions.BusyLoadingError):
-            return BusError(f"Redis at {self.name} is still loading its data; try again later")
+            return BusError(
+                "the bus is still loading its data; try again later",
+                detail=f"Redis at {self.name} is still loading its data; try again later",
+            )
         if isinstance(error, MasterNotFoundError):
             # The original names each sentinel in the client's own format.
             return BusError(
-                f"no sentinel that answers at {self.name} knows a live master "
-                f"{self._address.service!r}; wait for the failover, or correct bus.url"
+                _UNREACHABLE,
+                detail=f"no sentinel that answers at {self.name} knows a live master "
+                f"{self._address.service!r}; wait for the failover, or correct bus.url",
             )
         if isinstance(error, _CONNECTION_ERRORS):
             return BusError(
-                f"can't reach Redis at {self.name}: {_reason(error)}; "
-                "start it, or pass --bus with the right URL"
+                _UNREACHABLE,
+                detail=f"can't reach Redis at {self.name}: {_reason(error)}; "
+                "start it, or pass --bus with the right URL",
             )
         if isinstance(error, exceptions.NoPermissionError):
             return BusError(
-                f"the user of bus.url may not do this on Redis at {self.name} (NOPERM {error}); "
-                "docs/redis-acl.md says which rights it takes",
+                "this process may not do this on the bus; its log says more",
                 code=NOT_PERMITTED,
+                detail=f"the user of bus.url may not do this on Redis at {self.name} (NOPERM "
+                f"{error}); docs/redis-acl.md says which rights it takes",
             )
-        return BusError(f"Redis at {self.name} refused a command: {error}")
+        return BusError(
+            "the bus refused a command; the log of this process says more",
+            detail=f"Redis at {self.name} refused a command: {error}",
+        )
 
 
 class Commands:
@@ -491,7 +509,7 @@ async def persist(server: Server, what: str, attempt: Callable[[], Awaitable[T]]
             if not is_transient(error):
                 raise server.explain(error) from None
             if failures == 1:
-                get_logger().warning("bus.retrying", what=what, error=server.explain(error).message)
+                get_logger().warning("bus.retrying", what=what, error=str(server.explain(error)))
             await backoff.wait()
         else:
             if failures:
@@ -551,8 +569,9 @@ def check_version(info: dict[str, Any], server_name: str) -> None:
     if numbers < MIN_VERSION:
         wanted = ".".join(map(str, MIN_VERSION))
         raise BusError(
-            f"Redis at {server_name} has version {version or 'unknown'}; {wanted} or newer is "
-            "needed (any Valkey will do)"
+            "the bus is too old; the log of this process says more",
+            detail=f"Redis at {server_name} has version {version or 'unknown'}; {wanted} or newer "
+            "is needed (any Valkey will do)",
         )
 
 

@@ -25,8 +25,6 @@ _PIECES = 4
 _PART_TTL_S = 120
 """Seconds after which the pieces of a writer that died are deleted."""
 
-_BYTES_PER_PIXEL = 3
-
 # KEYS: sizes, leases, holders, free, total. A lease's member is the id, 64 characters, and the
 # holder.
 _COMMON = """
@@ -71,8 +69,8 @@ end
 return redis.status_reply('OK')
 """
 
-# KEYS also: the part, and the data. ARGV: id, width and height, bytes, limit, what keys of data
-# begin with, holder ("" for none), its time.
+# KEYS also: the part, and the data. ARGV: id, width and height and bytes, bytes, limit, what keys
+# of data begin with, holder ("" for none), its time.
 _COMMIT = f"""{_COMMON}
 local id, bytes = ARGV[1], tonumber(ARGV[3])
 if redis.call('HEXISTS', KEYS[1], id) == 0 then
@@ -84,8 +82,10 @@ if redis.call('HEXISTS', KEYS[1], id) == 0 then
       redis.call('DEL', KEYS[6])
       return 0
     end
-    local width, height = string.match(redis.call('HGET', KEYS[1], oldest), '(%d+) (%d+)')
-    total = total - {_BYTES_PER_PIXEL} * width * height
+    local width, height, size =
+      string.match(redis.call('HGET', KEYS[1], oldest), '(%d+) (%d+) ?(%d*)')
+    -- Earlier versions stored three bytes per pixel, and no size.
+    total = total - (tonumber(size) or 3 * width * height)
     redis.call('ZREM', KEYS[4], oldest)
     redis.call('HDEL', KEYS[1], oldest)
     redis.call('DEL', ARGV[5] .. oldest)
@@ -128,13 +128,12 @@ class RedisImages:
             return True
         # Its own name, so that two writers of one image don't mix.
         part = beside(self._family, f"part:{id}:{uuid.uuid4().hex[:16]}")
-        for commands in _batches(part, image.rgb):
+        for commands in _batches(part, image.features):
             await self._commands.retry_all("images", commands)
         data = beside(self._family, "data:")
-        arguments = (
-            *(id, f"{image.width} {image.height}", len(image.rgb), max_bytes, data),
-            *(holder, _ms(for_s)),
-        )
+        size = len(image.features)
+        sizes = f"{image.width} {image.height} {size}"
+        arguments = (id, sizes, size, max_bytes, data, holder, _ms(for_s))
         stored = await self._eval(_COMMIT, arguments, part, data + id.encode())
         return bool(stored)
 
@@ -142,10 +141,9 @@ class RedisImages:
         size = await self._commands.retry("images", "HGET", self._keys[0], id)
         if size is None:
             return None
-        width, height = map(int, size.split())
-        length = _BYTES_PER_PIXEL * width * height
+        width, height, length = map(int, size.split())
         key = beside(self._family, f"data:{id}")
-        rgb = bytearray()
+        features = bytearray()
         step = _PIECES * PIECE_BYTES
         for start in range(0, length, step):
             commands = [
@@ -153,9 +151,9 @@ class RedisImages:
                 for at in range(start, min(start + step, length), PIECE_BYTES)
             ]
             for piece in await self._commands.retry_all("images", commands):
-                rgb += piece
+                features += piece
         # It may have been evicted meanwhile, if nobody holds it.
-        return StoredImage(width, height, bytes(rgb)) if len(rgb) == length else None
+        return StoredImage(width, height, bytes(features)) if len(features) == length else None
 
     async def hold(
         self, ids: Collection[str], holder: str, for_s: float = FOR_EVER
@@ -165,8 +163,8 @@ class RedisImages:
         sizes = await self._eval(_HOLD, (holder, _ms(for_s), *ids))
         found: list[tuple[int, int] | None] = []
         for size in sizes:
-            width, _, height = size.partition(b" ")
-            found.append((int(width), int(height)) if size else None)
+            width, height, *_ = map(int, size.split()) if size else (0, 0)
+            found.append((width, height) if size else None)
         return found
 
     async def release(self, ids: Collection[str], holder: str) -> None:

@@ -14,7 +14,7 @@
 {prefix}:dead              stream of dead letters: `json` (a DeadLetter)
 {prefix}:own:{request_id}  the entry that owns this request id, while it is in use
 {prefix}:epoch             counter
-{prefix}:openings:{lane}   hash, by role the number of the stage's last start (internal)
+{prefix}:openings:{lane}   hash, by role the number of the process that opened it last (internal)
 {prefix}:wake:{id}         stream that interrupts a blocking read; not on a cluster (internal)
 {prefix}:stages            stream, stage reports of each process: `json` (StageReports)
 {prefix}:weights:{lane}    the lane's newest weights: JSON (WeightsInPlace)
@@ -25,6 +25,9 @@
 {prefix}:call:{id}         hash, a durable call: `record`, and by request id the entries
                            (`entry:{request_id}`) (internal)
 {prefix}:name:{name}       the durable call that has this name (internal)
+{prefix}:stored:{tenant}   hash, bytes of the tenant's durable calls by the period in which they
+                           expire (internal)
+{prefix}:stored            the same, of all tenants (internal)
 {prefix}:attended          sorted set, until when each durable call is attached (internal)
 {prefix}:policy            hash, the policy: `document` and its `version` (internal)
 
@@ -113,6 +116,7 @@ class Keys:
         self.openings = self._key(f"openings:{self._lane_prefix}{lane}")
         self.adapters = self._key(f"adapters:{self._lane_prefix}{lane}")
         self.attended = self._key("attended")
+        self.stored_of_all = self._key("stored")
         self._limits = self._key("limits")
         self.limits_servers = beside(self._limits, "servers")
         self.policy = self._key("policy")
@@ -161,6 +165,10 @@ class Keys:
 
     def name(self, name: str) -> bytes:
         return self._key(f"name:{name}")
+
+    def stored(self, tenant: str) -> bytes:
+        """Return the sizes of a tenant's durable calls."""
+        return self._key(f"stored:{tenant}")
 
     def limit(self, name: str, window_s: int) -> bytes:
         """Return the usage of a limit; another window has a key of its own. 0: concurrency."""

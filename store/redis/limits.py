@@ -150,7 +150,7 @@ class RedisLimits:
                 if isinstance(error, ChannelClosed) or self._closing:
                     return
                 if not is_away:
-                    get_logger().warning("bus.limits_not_written", error=error.message)
+                    get_logger().warning("bus.limits_not_written", error=str(error))
                 is_away = True
             except BaseException:
                 self._fail(wishes, bus_closed())

@@ -9,7 +9,7 @@ import pytest
 
 from nano_inference.bus import Bus, MemoryBus, open_bus
 from nano_inference.bus.links import ADMITTED, CREDITS
-from nano_inference.config import BusConfig, ChannelClosed
+from nano_inference.config import BusConfig, ChannelClosed, LaneReplaced
 
 from ..buses import kit
 
@@ -23,7 +23,8 @@ async def test_epochs_increase_across_buses(buses: Any) -> None:
     assert epochs == sorted(set(epochs))
 
 
-async def test_the_last_process_that_opened_an_inbox_is_the_newest(buses: Any) -> None:
+async def test_the_process_that_started_last_is_the_newest(buses: Any) -> None:
+    """Whichever of two that start at once is first to open another stage."""
     older, newer = buses.pair()
     for stage in ("executor", "executor.1"):
         await older.open_inbox(stage)
@@ -31,6 +32,11 @@ async def test_the_last_process_that_opened_an_inbox_is_the_newest(buses: Any) -
     assert await newer.is_newest("executor")
     assert await older.is_newest("executor") == (older is newer)
     assert await older.is_newest("executor.1")
+    await newer.open_inbox("batching")
+    if older is not newer:
+        with pytest.raises(LaneReplaced):
+            await older.open_inbox("batching")
+        assert await newer.is_newest("batching")
 
 
 async def test_durable_says_whether_another_process_finds_what_is_in_it(buses: Any) -> None:

@@ -15,8 +15,10 @@ from nano_inference.bus import Malformed, codec
 from nano_inference.bus.codec import decode_output
 from nano_inference.bus.envelope import Envelope
 from nano_inference.bus.messages import Credit
-from nano_inference.bus.public import GenerateRequest
+from nano_inference.bus.public import ErrorInfo, GenerateRequest
 from nano_inference.config import Constraint, SamplingParams
+
+from .. import kit
 
 LIMIT = 1 << 20
 CODES = {"malformed", "invalid_request", "request_too_large"}
@@ -176,3 +178,11 @@ def test_an_older_client_reads_what_a_newer_pipeline_writes() -> None:
     "new":{"a":1}}],"usage":{"prompt_tokens":1,"new":2},"timings":{"new":[]}}"""
     output = decode_output(raw)
     assert output.samples[0].token_ids == (1,)
+
+
+def test_an_output_is_one_line_for_every_reader() -> None:
+    output = kit.done("r", "1-1")
+    error = ErrorInfo(code="c", message="a\u2028b\u2029c\x85d")
+    raw = codec.encode_output(msgspec.structs.replace(output, status="error", error=error))
+    assert len(raw.decode().splitlines()) == 1
+    assert decode_output(raw).error == error

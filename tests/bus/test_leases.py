@@ -167,6 +167,18 @@ async def test_lanes_are_known_while_they_renew(redis_buses: Any) -> None:
     assert await client.lanes() == ["a", "b"]
 
 
+async def test_a_lane_that_is_dead_for_an_hour_leaves_the_registry(
+    redis_buses: Any, foreign: Redis
+) -> None:
+    bus = await lane(redis_buses, "a")
+    key = redis_buses.keys.lanes
+    seconds, _ = await foreign.time()
+    for name, dead_s in (("old", 3700), ("late", 3500)):
+        await foreign.hset(key, name, f"{(seconds - dead_s) * 1000} 1-x")
+    await bus.requests.renew(LONG_S)
+    assert sorted(await foreign.hkeys(key)) == ["a", "late"]
+
+
 async def test_a_second_process_replaces_the_first(redis_buses: Any) -> None:
     older = await lane(redis_buses, "a")
     entry_id = await older.requests.publish({"prompt": "x"})
@@ -176,10 +188,20 @@ async def test_a_second_process_replaces_the_first(redis_buses: Any) -> None:
     for _ in range(2):
         with pytest.raises(LaneReplaced, match=r"bus\.lane"):
             await older.requests.renew(LONG_S)
-    assert await newer.requests.renew(LONG_S) == set()
-    await older.requests.pending()
     with pytest.raises(LaneReplaced):
-        await newer.requests.renew(LONG_S)
+        await older.requests.pending()
+    assert await newer.requests.renew(LONG_S) == set()
+
+
+async def test_a_process_that_stands_still_during_its_start_takes_no_lane(redis_buses: Any) -> None:
+    """From one that started later, and holds the lane already."""
+    older, newer = redis_buses.open(lane="a"), redis_buses.open(lane="a")
+    await older.open_inbox("executor")
+    await newer.open_inbox("executor")
+    await newer.requests.pending()
+    with pytest.raises(LaneReplaced, match=r"bus\.lane"):
+        await older.requests.pending()
+    assert await newer.requests.renew(LONG_S) == set()
 
 
 async def test_an_older_record_makes_no_predecessor_the_keeper(

@@ -40,7 +40,7 @@ RESPONSE = messages.StoredResponse(
 )
 REMOTE = messages.RemoteBlocks("here", "layout", "weights", 3, 2, ((b"a" * 16, 4, 1),))
 DRAFT = steps.VerifiedDraft(7, "prompt", 3, 2)
-ITEMS = (recovery.RecoveryItem("r", "1-0"), recovery.RecoveryItem("1-1", "1-1"))
+ITEMS = (recovery.RecoveryItem("r", "1-0", "r"), recovery.RecoveryItem("1-1", "1-1", ""))
 CANCEL = control.Cancel("r", "1-0", "expired", "deadline", "too late", unstarted=True)
 FOLDER, TENSOR = weights.FolderWeights("/weights/7"), weights.TensorMeta("w", "bfloat16", (2, 3))
 MODEL = ModelConfig(id="a", path="/a", settings={"engine.max_batch_size": 4})

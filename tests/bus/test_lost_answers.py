@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from typing import Any
 
+import msgspec
 import pytest
 
 from nano_inference.bus import Bus
@@ -47,6 +48,9 @@ class Lossy:
     async def end(self) -> set[str]:
         """The streams that are not ended."""
         return await self.deliver(kit.done("r", "1-1"))
+
+    async def end_of(self, entry_id: str) -> None:
+        assert await self.deliver(kit.done("r", entry_id)) == set()
 
     async def recover(self, epoch: int) -> list[Any]:
         (outputs,) = await self.bus.results.recover(["r"], epoch)
@@ -197,3 +201,81 @@ async def test_a_client_that_removes_what_it_has_read_gets_the_end(
     await lossy.remove(*(f"1-{number}" for number in range(1, removed + 1)))
     assert await lossy.end() == set()
     assert await lossy.last_id() == b"1-6"
+
+
+# --- an id that is given twice ------------------------------------------------------------------
+
+
+async def give_again(lossy: Lossy, entry_id: str, request_id: str) -> None:
+    """Lose the requests stream, as in a failover; its next entry has the id of a lost one."""
+    await lossy.plain.delete(lossy.keys.requests)
+    body = msgspec.json.encode({"request_id": request_id, "prompt": "y"})
+    assert await lossy.plain.xadd(lossy.keys.requests, {"json": body}, id=entry_id)
+
+
+async def test_an_acknowledgement_leaves_another_entry_with_the_id(lossy: Lossy) -> None:
+    entry_id = await lossy.begin()
+    await give_again(lossy, entry_id, "other")
+    (other,) = await take(lossy.bus, 1)
+    assert (other.entry_id, other.request.request_id) == (entry_id, "other")
+    await lossy.deliver(kit.done("r", entry_id))
+    await lossy.acknowledged(entry_id, left=1)
+    assert (await lossy.bus.requests.backlog()).pending == 1
+    await lossy.bus.results.deliver([("other", [kit.done("other", entry_id)])])
+    await lossy.bus.requests.acknowledge(entry_id, "other")
+    await kit.becomes(lambda: lossy.plain.xlen(lossy.keys.requests), 0)
+
+
+async def test_an_untaken_entry_with_the_id_of_an_answered_one_is_taken(lossy: Lossy) -> None:
+    """It came before the acknowledgement."""
+    entry_id = await lossy.begin()
+    await lossy.deliver(kit.done("r", entry_id))
+    await give_again(lossy, entry_id, "other")
+    await lossy.bus.requests.acknowledge(entry_id, "r")
+    (other,) = await take(lossy.bus, 1)
+    assert other.request.request_id == "other"
+
+
+async def test_a_lost_entry_stays_though_another_lane_has_one_with_its_id(
+    lossy: Lossy, buses: Any
+) -> None:
+    entry_id = await lossy.begin()
+    await lossy.plain.delete(lossy.keys.requests)
+    second = buses.open(lane="b")
+    assert await second.requests.pending() == []
+    body = msgspec.json.encode({"request_id": "other", "prompt": "y"})
+    await lossy.plain.xgroup_create(lossy.keys.requests, "admission", "0", mkstream=True)
+    await lossy.plain.xadd(lossy.keys.requests, {"json": body}, id=entry_id)
+    assert ids_of(await second.requests.take()) == [entry_id]
+    lossy.bus.requests.mark_possibly_lost()
+    assert await lossy.bus.requests.renew(30.0) == set()
+
+
+async def test_the_end_of_another_request_with_the_entrys_id_is_no_output(lossy: Lossy) -> None:
+    """A refused duplicate's end is in the stream of its entry."""
+    entry_id = await lossy.begin()
+    refused = kit.failed("r2", entry_id, "duplicate_request")
+    await lossy.bus.results.deliver([(entry_id, [refused])])
+    assert await lossy.bus.results.last("r", entry_id) is None
+    await lossy.end_of(entry_id)
+    outputs = await kit.collect(lossy.bus.results.follow("r", entry_id))
+    assert outputs == [kit.done("r", entry_id)]
+
+
+async def test_an_ended_queue_keeps_an_entry_that_came_under_an_ended_ones_id(
+    lossy: Lossy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entry_id = await lossy.bus.requests.publish({"request_id": "r"})
+    real = lossy.bus.results.recover
+
+    async def recover(*arguments: Any) -> Any:
+        await give_again(lossy, entry_id, "other")
+        return await real(*arguments)
+
+    monkeypatch.setattr(lossy.bus.results, "recover", recover)
+
+    def answer(entry: Any) -> Any:
+        return kit.failed(entry.request.request_id, entry.entry_id, "aborted")
+
+    assert await lossy.bus.requests.end_all(answer, 2) == 1
+    assert await lossy.plain.xlen(lossy.keys.requests) == 1

@@ -221,3 +221,13 @@ async def test_a_begun_request_that_the_server_has_lost_is_not_followed_for_ever
         BusError, match="send it again", check=lambda e: e.code == "unknown_request"
     ):
         await following
+
+
+async def test_what_a_request_leaves_expires(redis_buses: Any, foreign: Redis) -> None:
+    """Its outputs, the mark of its end, and the claim of its id."""
+    bus = redis_buses.open()
+    assert await bus.results.claim([("r", "1-1")]) == [None]
+    await bus.results.deliver([("r", [kit.chunk("r", "1-1", 0), kit.done("r", "1-1")])])
+    keys = redis_buses.keys
+    for key in (keys.out("r"), keys.own("r"), keys.told("r", "1-1")):
+        assert await foreign.ttl(key) > 0, key

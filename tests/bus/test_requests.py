@@ -42,8 +42,8 @@ async def test_struct_arrives_equal_with_its_trace(bus: Bus) -> None:
     entry_id = await bus.requests.publish(FULL, traceparent="00-ab-01", tracestate="k=v")
     (entry,) = await take(bus, 1)
     assert entry.waited_ns >= 0
-    queued = {"waited_ns": entry.waited_ns, "queued_ns": entry.waited_ns}
-    wanted = RequestEntry(entry_id, FULL, "00-ab-01", "k=v", **queued)
+    held = {"waited_ns": entry.waited_ns, "queued_ns": entry.waited_ns, "digest": entry.digest}
+    wanted = RequestEntry(entry_id, FULL, "00-ab-01", "k=v", **held)
     assert entry == wanted
 
 

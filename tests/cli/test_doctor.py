@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from nano_inference.cli import doctor as checks
-from nano_inference.config import BUNDLED_MODEL, BusConfig, Config
+from nano_inference.cli.model_files import check_model_files
+from nano_inference.config import BUNDLED_MODEL, BusConfig, Config, EngineConfig, ModelError
 from nano_inference.stages.executor.runner import device
 from nano_inference.text import gguf
 
@@ -74,6 +75,11 @@ def test_model_folder(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").touch()
     check = checks.check_folder(str(tmp_path))
     assert (check.state, "no tokenizer" in check.found) == ("warn", True)
+    (tmp_path / "tokenizer_config.json").write_text("{}")
+    check = checks.check_folder(str(tmp_path))
+    assert (check.state, "only the tokenizer's settings" in check.found) == ("fail", True)
+    with pytest.raises(ModelError, match=r"holds no tokenizer\.json"):
+        check_model_files(Config(engine=EngineConfig(model_path=str(tmp_path))), None)
 
 
 def test_a_model_that_can_not_be_loaded(tmp_path: Path) -> None:

@@ -255,6 +255,40 @@ def test_a_removed_lock_locks_nothing(
     assert not lock.exists()
 
 
+def test_planted_links_are_not_followed(
+    run: Run, pulled: Callable[..., Ran], host: Host, folder: Path, tmp_path: Path, to: Path
+) -> None:
+    """In a folder such as /tmp another user knows the names of a pull's own files."""
+    mine = tmp_path / "mine"
+    mine.write_bytes(b"mine")
+    asked = ("pull", str(folder), "--to", str(to))
+    (tmp_path / ".to.lock").symlink_to(mine)
+    assert_refused(run(*asked), ".to.lock")
+    (tmp_path / ".to.lock").unlink()
+    host.files["/model.tar"], host.most = archive(CONFIG), 1000
+    assert pulled("model.tar").status == 2
+    (partial,) = tmp_path.glob(".to.partial-*")
+    shutil.move(partial, tmp_path / "of another")
+    partial.symlink_to(tmp_path / "of another")
+    (part,) = partial.glob("*.part")
+    part.unlink()
+    part.symlink_to(mine)
+    assert_refused(pulled("model.tar"), f"{partial} is a link, or another user's; remove it")
+    assert mine.read_bytes() == b"mine"
+    partial.unlink()
+    assert pulled("model.tar").status == 0
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder away")
+def test_a_folder_that_another_user_prepared_is_not_used(folder: Path, tmp_path: Path) -> None:
+    source, partial = source_of(str(folder), None, unverified=False), tmp_path / "partial"
+    partial.mkdir()
+    os.chown(partial, 65534, -1)
+    with Progress(disable=True) as progress, pytest.raises(ModelError, match="another user's"):
+        fetch(source, partial, progress)
+    assert not list(partial.iterdir())
+
+
 def test_a_changed_file_is_copied_again(folder: Path, tmp_path: Path) -> None:
     source, partial = source_of(str(folder), None, unverified=False), tmp_path / "partial"
     with Progress(disable=True) as progress:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import threading
 from typing import Any
 
@@ -93,3 +94,9 @@ async def test_the_bar_of_a_replica_that_is_given_up_ends(monkeypatch: pytest.Mo
     with anyio.fail_after(60):
         await terminal.show_loading(read, 2, screen, lambda: given_up)
     assert "loading executor.1" in screen.file.getvalue()
+
+
+def test_a_value_is_a_line_of_json(capsys: pytest.CaptureFixture[str]) -> None:
+    values = ["a\u2028b\u2029c\x85d", {"n": 1}]
+    terminal.print_json(*values)
+    assert [json.loads(line) for line in capsys.readouterr().out.splitlines()] == values

@@ -31,6 +31,7 @@ from nano_inference.config import (
     parse_value,
 )
 from nano_inference.pipeline.supervisor import StageFailed
+from nano_inference.store.redis.embedded import EmbeddedPassword, read_password
 
 from ..commands import Command
 from ..processes import processes_of
@@ -57,9 +58,10 @@ def test_busy_port(run: Run) -> None:
 @pytest.mark.slow
 def test_all_processes_end_with_a_killed_parent(tmp_path: Path) -> None:
     """The stages too where they do nothing by themselves, as in one long call."""
-    port = free_port()
-    up = Command("up", "--port", str(port), log=tmp_path / "log")
-    with Redis(port=port, retry=Retry(ConstantBackoff(0.05), LIMIT_S * 20)) as redis:
+    port, log = free_port(), tmp_path / "log"
+    up = Command("up", "--port", str(port), log=log)
+    retry, password = Retry(ConstantBackoff(0.05), LIMIT_S * 20), EmbeddedPassword(port)
+    with Redis(port=port, retry=retry, credential_provider=password) as redis:
         server = os.pidfd_open(redis.info("server")["process_id"])
         # The stages come after whatever else `up` has to prepare.
         while not redis.xlen("nano:stages") or len(stages_of(up)) < len(STAGES):
@@ -67,6 +69,9 @@ def test_all_processes_end_with_a_killed_parent(tmp_path: Path) -> None:
             time.sleep(0.05)
     stages = stages_of(up)
     assert len(stages) == len(STAGES)
+    shown = [Path(f"/proc/{each}/cmdline").read_text() for each in (up.pid, *stages)]
+    assert len(read_password(port)) > 32
+    assert not any(read_password(port) in text for text in (*shown, log.read_text()))
     for stage in stages:
         os.kill(stage, signal.SIGSTOP)
     ends = [server, *map(os.pidfd_open, stages)]

@@ -49,6 +49,7 @@ def test_later_sources_win(tmp_path: Path) -> None:
         ({"engine.gpu_memory_utilization": 1.5}, "above 0, at most 1"),
         ({"engine.gpu_memory_utilization": float("nan")}, "above 0, at most 1"),
         ({"engine.max_tokens_per_batch": 8, "engine.max_batch_size": 9}, "at least max_batch_size"),
+        ({"engine.max_batch_size": 0}, "engine.max_batch_size is 0; it must be at least 1"),
         ({"fairness.aging_s": float("inf")}, "fairness.aging_s is inf"),
         ({"bus.url": "amqp://x"}, "redis://"),
         ({"bus.links": "redis"}, "needs bus.url"),
@@ -118,7 +119,9 @@ def test_a_lane_may_be_a_number() -> None:
     ("settings", "cpu", "cuda"),
     [
         ({}, 128, 256),
+        ({"max_batch_size": 256}, 128, 256),
         ({"max_batch_size": 200}, 200, 200),
+        ({"max_batch_size": 300}, 300, 300),
         ({"max_tokens_per_batch": 40}, 40, 40),
     ],
 )

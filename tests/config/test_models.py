@@ -89,6 +89,10 @@ def test_without_one_that_says_so_the_first_is_the_default() -> None:
             [{"id": "a", "path": "/a", "settings": {"engine.model_id": "b"}}],
             "'a' sets 'engine.model_id', which its id, path and aliases say",
         ),
+        (
+            [{"id": "a", "path": "/a", "settings": {"engine.kv_secret": "s3cret"}}],
+            "'a' sets 'engine.kv_secret', but others can read a model's settings",
+        ),
         ([{"id": "a b", "path": "/a"}], "'a b' can't name a model"),
         ([{"id": "a{}", "path": "/a"}], "'a{}' can't name a model"),
         ([{"id": "x" * 129, "path": "/a"}], "1 to 128 printable characters"),

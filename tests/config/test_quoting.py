@@ -5,7 +5,15 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from nano_inference.config import MOST_SHOWN, MOST_TEXT, RequestError, cut, shown, told_of
+from nano_inference.config import (
+    MOST_SHOWN,
+    MOST_TEXT,
+    RequestError,
+    cut,
+    line_safe,
+    shown,
+    told_of,
+)
 
 
 def test_a_value_is_shown_short_and_in_ascii() -> None:
@@ -44,3 +52,13 @@ def test_an_unknown_field_is_quoted_alone(name: str, told: str) -> None:
     with pytest.raises(msgspec.ValidationError) as error:
         msgspec.convert({"limits": {name: 1}}, dict[str, Inner])
     assert told_of(error.value) == f"Object contains unknown field `{told}` - at `$[...]`"
+
+
+def test_json_is_one_line_for_readers_of_unicode_lines() -> None:
+    ends = [chr(n) for n in range(0x110000) if len(f"a{chr(n)}b".splitlines()) > 1]
+    assert {"\x85", "\u2028", "\u2029"} < {*ends}
+    value = {"text": "a".join(ends), "é\u2028": ["\u2027\u202a\x84\xc5"]}
+    encoded = line_safe(msgspec.json.encode(value))
+    assert len(encoded.decode().splitlines()) == 1
+    assert msgspec.json.decode(encoded) == value
+    assert line_safe("é\u2027\x84".encode()) == "é\u2027\x84".encode()

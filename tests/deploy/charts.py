@@ -40,14 +40,14 @@ def values_of(overlay: str | None, **more: Any) -> Values:
     return merged(secrets, given, more)
 
 
-def rendered(values: Values) -> list[Values]:
+def rendered(values: Values, release: str = RELEASE, namespace: str = NAMESPACE) -> list[Values]:
     """All objects of a release.
 
     Raises:
         helm.HelmError: The chart refuses the values.
     """
     with helm.Chart.load(CHART) as chart:
-        texts = chart.render(values, name=RELEASE, namespace=NAMESPACE)
+        texts = chart.render(values, name=release, namespace=namespace)
     return [
         found
         for name, text in texts.items()

@@ -126,6 +126,59 @@ def test_objects_have_unique_names_in_the_namespace(objects: list[Values]) -> No
     assert {each["metadata"]["namespace"] for each in objects} == {NAMESPACE}
 
 
+# Names that YAML reads as something else; as long as Helm allows; and no names of a Service.
+NAMES = ("true", "null", "123", "0x1f", "off", "a.b", "a" * 53, f"nano-inference-{'b' * 38}")
+DNS_NAME = re.compile(r"[a-z]([a-z0-9-]{0,61}[a-z0-9])?")
+MOST_STATEFUL_SET = 63 - len("-0123456789")
+"""Kubernetes adds a hash, in a label of the pods."""
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_any_name_of_a_release_and_a_namespace_is_a_text(name: str) -> None:
+    """Whose objects have names that Kubernetes takes, in the longest pool too."""
+    pools = [{"name": "true", "replicas": 1}, {"name": "p" * 21, "replicas": 1}]
+    objects = rendered(values_of("monitoring", pools=pools), name, name)
+    for each in objects:
+        assert each["metadata"]["namespace"] == name
+        assert each["metadata"]["labels"]["app.kubernetes.io/instance"] == name
+        assert DNS_NAME.fullmatch(each["metadata"]["name"])
+    for workload in workloads(objects):
+        assert len(workload["metadata"]["name"]) <= MOST_STATEFUL_SET
+        labels = workload["spec"]["template"]["metadata"]["labels"]
+        assert workload["spec"]["selector"]["matchLabels"].items() <= labels.items()
+        assert all(isinstance(value, str) for value in labels.values())
+    names = Counter((each["kind"], each["metadata"]["name"]) for each in objects)
+    assert set(names.values()) == {1}
+
+
+def test_releases_with_similar_names_have_objects_of_their_own() -> None:
+    similar = ("a.b", "a-b", "c" * 53, "c" * 52, "1-nano-inference", "1.nano-inference")
+    names = {rendered(values_of(None), name)[0]["metadata"]["name"] for name in similar}
+    assert len(names) == len(similar)
+
+
+def test_a_name_that_yaml_reads_as_something_else_stays_one() -> None:
+    """Of other objects, and of a lane, which its processes read as YAML."""
+    redis = {"enabled": False, "existingSecret": "123", "urlKey": "null", "password": ""}
+    pools = [{"name": "p", "replicas": 1}]
+    values = values_of(
+        None,
+        redis=redis,
+        pools=pools,
+        lane="true",
+        networkPolicy={"egress": [{}]},
+        model={"claim": "1"},
+    )
+    pod = pod_of(one(rendered(values), "StatefulSet", "-p"))
+    (bus,) = [each["secret"] for each in pod["volumes"] if each["name"] == "bus"]
+    assert (bus["secretName"], bus["items"][0]["key"]) == ("123", "null")
+    (claim,) = [each for each in pod["volumes"] if each["name"] == "models"]
+    assert claim["persistentVolumeClaim"]["claimName"] == "1"
+    env = {each["name"]: each.get("value", "0") for each in pod["containers"][0]["env"]}
+    name = "NANO_INFERENCE_BUS__LANE"
+    assert load_config(env={name: env[name]}).bus.lane == "true"
+
+
 def test_containers_are_hardened(objects: list[Values]) -> None:
     """What kube-linter, Polaris and the restricted pod security standard ask for."""
     for workload in workloads(objects):
@@ -355,6 +408,34 @@ REFUSED: dict[str, tuple[Values, str]] = {
         "needs keda.source metrics-api",
     ),
     "no name for the ingress": ({"ingress": {"enabled": True}}, "ingress.host must be set"),
+    "two pools of a name": (
+        {"pools": [{"name": "p", "replicas": 1}, {"name": "p", "replicas": 2}]},
+        "pools: two are named p",
+    ),
+    "a pool that ends with a dash": ({"pools": [{"name": "p-", "replicas": 1}]}, "'p-' does not"),
+    "no memory": ({"redis": {"maxMemory": "5xx"}}, 'redis.maxMemory is "5xx"; it must be'),
+    "all memory": ({"redis": {"maxMemory": "0"}}, "it must be a number of bytes above 0"),
+    "a size of nothing": ({"redis": {"storage": "5xx"}}, "'5xx' does not match"),
+    "no scheme": (
+        {"redis": {"enabled": False, "url": "s3cret@host:6379"}},
+        "redis.url must begin with redis://",
+    ),
+    "another scheme": (
+        {"redis": {"enabled": False, "url": "http://host"}},
+        "must begin with redis",
+    ),
+    "a lane with a space": ({"lane": "a b"}, 'lane is "a b"; it must have 1 to 64 characters'),
+    "a lane without a name": ({"lane": ""}, "it must have 1 to 64 characters"),
+    "a bus in a ConfigMap": ({"settings": {"bus": {"url": "redis://x"}}}, "set redis.url"),
+    "a port twice": (
+        {"monitoring": {"enabled": True, "port": 8000}},
+        "monitoring.port 8000 is gateway.port or kvTransfer.port too",
+    ),
+    "no port": ({"gateway": {"port": 0}}, "minimum"),
+    "no name of a claim": ({"model": {"claim": "A_b"}}, "'A_b' does not match"),
+    "no interval": ({"monitoring": {"interval": "often"}}, "'often' does not match"),
+    "no digest": ({"image": {"digest": "latest"}}, "'latest' does not match"),
+    "a label that is no text": ({"executor": {"nodeSelector": {"gpu": True}}}, "want string"),
     "an unknown value": ({"gatewy": {}}, "gatewy"),
     "a wrong type": ({"lanes": {"replicas": "many"}}, "replicas"),
     "an unknown role": ({"pools": [{"name": "p", "role": "x", "replicas": 1}]}, "role"),
@@ -364,8 +445,9 @@ REFUSED: dict[str, tuple[Values, str]] = {
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_can_not_work_is_refused(case: str) -> None:
     more, message = REFUSED[case]
-    with pytest.raises(helm.HelmError, match=re.escape(message)):
+    with pytest.raises(helm.HelmError, match=re.escape(message)) as refused:
         rendered(merged(values_of(None), more))
+    assert "s3cret" not in str(refused.value)
 
 
 def test_drain_ends_before_the_kill() -> None:

@@ -78,6 +78,6 @@ def test_the_context_is_what_the_wheel_is_built_from() -> None:
     ]
     rooms = {each.split(".")[1] for each in packages if "." in each}
     files = {path.name for path in ROOT.glob("*.py")} | {"py.typed", "pyproject.toml"}
-    assert inside == rooms | files | {"constraints.txt", "README.md", "LICENSE"}
+    assert inside == rooms | files | {"constraints.txt", "README.md", "LICENSE", ".typing"}
     assert not [each for each in inside if not (ROOT / each).exists()]
     assert not fnmatch.filter(inside, "*tests*")

@@ -10,6 +10,7 @@ import subprocess
 import time
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -111,15 +112,48 @@ def test_one_server_and_a_second_one(redis_url: str, tmp_path: Path) -> None:
         assert (up.wait(LIMIT_S), run.wait(LIMIT_S)) == (0, 0)
 
 
+def composed(password: str) -> dict[str, Any]:
+    """deploy/compose.yaml with this password, as compose fills it in."""
+    text = (ROOT / "deploy" / "compose.yaml").read_text()
+    found: dict[str, Any] = yaml.safe_load(re.sub(r"\$\{REDIS_PASSWORD:\?[^}]*\}", password, text))
+    assert "$" not in yaml.safe_dump(found)
+    return found
+
+
+def test_the_server_of_compose_requires_a_password() -> None:
+    """Which no command line shows, and without which compose starts nothing."""
+    found = composed("a-password")
+    server = found["services"]["redis"]
+    (config,) = server["configs"]
+    lines = found["configs"][config["source"]]["content"].splitlines()
+    assert "requirepass a-password" in lines
+    assert server["command"] == f"valkey-server {config['target']}"
+    assert "password" not in str([each.get("command") for each in found["services"].values()])
+
+
+def test_images_have_exact_versions() -> None:
+    """In compose, in the chart, in the Dockerfile, and on the pages."""
+    texts = [path.read_text() for path in (ROOT / "deploy").rglob("*.yaml")]
+    found = re.findall(r"^ *image: ([^{\s]+)$", "\n".join(texts), re.M)
+    texts = [path.read_text() for path in (ROOT / "docs").glob("*.md")]
+    texts.append((ROOT / "deploy" / "Dockerfile").read_text())
+    found += re.findall(r"docker\.io/[\w./:-]+", "\n".join(texts))
+    assert len(found) == 8
+    for image in found:
+        assert re.search(r":v?\d+\.\d+\.\d+(-[\w-]+)?$", image), image
+    servers = [image.rpartition(":")[2] for image in found if "valkey" in image]
+    # With the repairs of CVE-2025-49844 and CVE-2026-21863.
+    assert min(tuple(map(int, version.split("."))) for version in servers) >= (8, 1, 6)
+
+
 def test_the_service_of_compose_has_settings() -> None:
     """And its port is that of its command; nothing of it is privileged."""
-    services = yaml.safe_load((ROOT / "deploy" / "compose.yaml").read_text())["services"]
-    service = services["nano-inference"]
+    service = composed("a-password")["services"]["nano-inference"]
     config = load_config(env=service["environment"])
     assert config.policy.backend == "bus"
     assert service["command"] == ["up", "--gateway", "8000"]
     assert service["ports"] == ["127.0.0.1:8000:8000"]
-    assert config.bus.url == "redis://redis:6379"
+    assert config.bus.url == "redis://:a-password@redis:6379"
     assert service["read_only"] is True
     assert service["cap_drop"] == ["ALL"]
     grace_s = float(service["stop_grace_period"].removesuffix("s"))

@@ -6,6 +6,7 @@ import base64
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import httpx
 import httpx2
@@ -212,7 +213,7 @@ async def test_client_libraries_send_images(connected: dict[str, Any], engine: F
     assert [each.images for each in engine.requests] == [(ImageInput(data=FILE),)] * 3
 
 
-@pytest.mark.parametrize("data", [FILE, base64.b64encode(FILE)])
+@pytest.mark.parametrize("data", [FILE, base64.b64encode(FILE), base64.encodebytes(FILE)])
 async def test_kserve_takes_images_as_a_tensor(
     config: Config, engine: FakeEngine, data: bytes
 ) -> None:
@@ -257,6 +258,39 @@ async def test_bad_images_are_refused_by_their_path(
     assert words in error["message"]
     assert "messages[0].content[1]" in (error["param"] or error["message"])
     assert engine.requests == []
+
+
+_BASE64 = base64.b64encode(FILE).decode()
+_LINES = base64.encodebytes(FILE).decode()
+
+
+@pytest.mark.parametrize(
+    "uri",
+    [
+        f"data:image/png;base64,{_LINES}",
+        f"data:image/png;base64,{_LINES.replace(chr(10), chr(13) + chr(10))}",
+        f" data:image/png ; BASE64,{_BASE64}\n",
+        f"data:image/png;base64,{_BASE64.rstrip('=')}",
+        f"data:image/png;base64,{quote(_BASE64, safe='')}",
+        f"data:image/png;base64,{'%0A'.join(_LINES.split())}#here",
+    ],
+)
+async def test_data_uris_are_read_as_browsers_do(
+    http: Client, engine: FakeEngine, uri: str
+) -> None:
+    as_input = {"type": "input_image", "image_url": uri}
+    for path, body in (
+        ("/v1/chat/completions", chat(ASKED, image_url(uri))),
+        ("/v1/responses", {"input": [{"role": "user", "content": [as_input]}], "store": False}),
+    ):
+        await http.post(path, json=body)
+        assert engine.requests[-1].images == (ImageInput(data=FILE),), path
+
+
+async def test_anthropics_base64_may_have_line_breaks(http: Client, engine: FakeEngine) -> None:
+    block = BLOCK | {"source": BLOCK["source"] | {"data": _LINES}}
+    await http.post("/v1/messages", json=chat(ASKED, block))
+    assert engine.requests[-1].images == (ImageInput(data=FILE),)
 
 
 async def test_too_many_images_are_refused(http: Client, engine: FakeEngine) -> None:

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from typing import Any
 
 import anyio
 import msgspec
 import pytest
 
+from nano_inference.bus.public import GenerateRequest, Output
 from nano_inference.gateway.serving.lane_state import Readiness
 
 from . import by_hand
 from .errors import code_of
-from .fake import Client, FakeEngine, app_of, http_of
+from .fake import Client, FakeEngine, app_of, chunk, completion, data_of, http_of, sample
 from .interfaces import BODIES, STREAMED
 from .made import cut
 
@@ -29,6 +31,28 @@ async def test_headers_give_a_request_its_tenant_and_its_time(
     await http.post(path, json=body, headers={"X-Tenant": "mine", "X-Budget-Ms": "60000"})
     assert {request.tenant for request in http.engine.requests} == {"mine"}
     assert all(0 < (request.budget_ns or 0) <= 60 * 10**9 for request in http.engine.requests)
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [*STREAMED.items(), ("/v2/models/tiny/generate_stream", {"text_input": "a"})],
+)
+async def test_a_stream_has_the_same_lines_for_every_reader(
+    path: str, body: dict[str, Any]
+) -> None:
+    """Readers that follow Unicode, as HTTPX's `iter_lines`, see no line end within an event."""
+    text = "a\u2028b\u2029c\x85d"
+
+    def outputs(request: GenerateRequest) -> list[Output]:
+        last = sample((7,), text=text, finish_reason="stop")
+        return [chunk(request, (7,), text, finish_reason="stop"), completion(request, last)]
+
+    async with http_of(app_of(FakeEngine(outputs), SETTINGS)) as http:
+        answer = await http.post(path, json=body | {"stream": True})
+    assert answer.text.splitlines() == answer.text.removesuffix("\n").split("\n")
+    # Calls by tokens have no text.
+    texts = json.dumps([data_of(answer)])
+    assert json.dumps(text)[1:-1] in texts or path == "/inference/v1/generate"
 
 
 @each_call

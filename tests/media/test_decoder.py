@@ -15,8 +15,8 @@ import pytest
 from PIL import Image
 
 from nano_inference.config import ConfigError, ImagesConfig
-from nano_inference.media.decoder import ImageDecoder
-from nano_inference.store.images import StoredImage
+from nano_inference.media.decode_process import id_of
+from nano_inference.media.decoder import DecodedImage, ImageDecoder
 
 from ..errors import raises
 from .pictures import chunk, picture, png, saved, webp_of_size
@@ -31,8 +31,9 @@ def decoder() -> Iterator[ImageDecoder]:
     made.close()
 
 
-def pixels(image: Image.Image) -> StoredImage:
-    return StoredImage(*image.size, image.tobytes())
+def pixels(image: Image.Image) -> DecodedImage:
+    rgb = image.tobytes()
+    return DecodedImage(id_of(*image.size, rgb), *image.size, rgb)
 
 
 # --- good files --------------------------------------------------------------------------------
@@ -59,8 +60,7 @@ def test_the_id_is_of_size_and_pixels_whatever_the_file(decoder: ImageDecoder) -
     ids.add(decoder.decode(saved(image, "WEBP", lossless=True)).id)
     assert len(ids) == 1, "15 colours fit the palette of a GIF"
     assert len(ids.pop()) == 64
-    wide, high = (StoredImage(*size, bytes(18)) for size in ((3, 2), (2, 3)))
-    assert wide.id != high.id
+    assert id_of(3, 2, bytes(18)) != id_of(2, 3, bytes(18))
 
 
 def test_an_image_is_turned_upright(decoder: ImageDecoder) -> None:
@@ -68,6 +68,27 @@ def test_an_image_is_turned_upright(decoder: ImageDecoder) -> None:
     exif[0x0112] = 6  # turned by 90 degrees
     found = decoder.decode(saved(picture(5, 3), "PNG", exif=exif))
     assert found == pixels(picture(5, 3).transpose(Image.Transpose.ROTATE_270))
+
+
+def test_a_size_is_that_of_the_decoded_image(decoder: ImageDecoder) -> None:
+    exif = Image.Exif()
+    exif[0x0112] = 8
+    whole = saved(picture(5, 3), "PNG")
+    end = whole.index(b"IEND") - 4
+    late = whole[:end] + chunk(b"eXIf", exif.tobytes()[6:]) + whole[end:]
+    files = [saved(picture(5, 3), kind, exif=exif) for kind in ("PNG", "JPEG", "WEBP")]
+    for data in (*files, late, whole, saved(picture(3, 5), "GIF")):
+        found = decoder.decode(data)
+        assert decoder.size(data) == (found.width, found.height)
+    assert decoder.size(late) == (3, 5)
+
+
+def test_a_size_is_read_without_the_pixels(decoder: ImageDecoder) -> None:
+    for kind in ("PNG", "JPEG"):
+        data = saved(picture(64, 40), kind)
+        assert decoder.size(data[: len(data) * 3 // 4]) == (64, 40)
+    with raises("image_too_large", "65000 x 65000"):
+        decoder.size(png(65_000, 65_000))
 
 
 def test_an_unreadable_orientation_leaves_the_image_as_it_is(decoder: ImageDecoder) -> None:
@@ -87,15 +108,15 @@ def test_transparent_parts_are_on_white(decoder: ImageDecoder, mode: str) -> Non
     else:
         image = image.convert(mode)
     found = decoder.decode(saved(image, "PNG", **options))
-    assert found.rgb == b"\xff" * 3 + b"\0" * 3 + b"\xff" * 6
+    assert found.data == b"\xff" * 3 + b"\0" * 3 + b"\xff" * 6
 
 
 def test_16_bits_become_8_and_cmyk_becomes_rgb(decoder: ImageDecoder) -> None:
     rows = b"\0" + struct.pack(">4H", 0, 128 << 8, 255 << 8, 65535)
     grey = png(4, 1, chunk(b"IDAT", zlib.compress(rows)), depth=16, colour=0)
-    assert decoder.decode(grey).rgb == b"".join(bytes([v] * 3) for v in (0, 128, 255, 255))
+    assert decoder.decode(grey).data == b"".join(bytes([v] * 3) for v in (0, 128, 255, 255))
     cmyk = Image.new("CMYK", (8, 8), (255, 0, 0, 0))
-    red, green, blue = decoder.decode(saved(cmyk, "JPEG", quality=100)).rgb[:3]
+    red, green, blue = decoder.decode(saved(cmyk, "JPEG", quality=100)).data[:3]
     assert red < 8
     assert min(green, blue) > 247
     assert decoder.decode(saved(picture(mode="1"))).width == 5
@@ -185,7 +206,7 @@ def test_settings_that_can_not_hold_an_image_are_refused() -> None:
 
 
 def child_of(decoder: ImageDecoder) -> int:
-    (worker,) = decoder._idle.queue
+    worker = decoder._idle.queue[-1]
     assert worker._child is not None
     return int(worker._child.process.pid)
 
@@ -246,6 +267,6 @@ def test_memory_is_limited() -> None:
 def test_the_process_ends_with_its_owner() -> None:
     decoder = ImageDecoder(LIMITS)
     decoder.decode(saved(picture()))
-    process = decoder._idle.queue[0]._child.process
+    process = decoder._idle.queue[-1]._child.process
     del decoder
     assert process.wait(10) is not None

@@ -12,6 +12,7 @@ import torch
 from nano_inference import EngineConfig, InferenceEngine, SamplingParams
 from nano_inference.config import BUNDLED_VISION_MODEL
 from nano_inference.models.vision import evaluation, pictures, questions
+from nano_inference.models.vision.other_pictures import draw_otherwise
 from nano_inference.models.vision.pictures import Scene, Thing
 from nano_inference.models.vision.rows import Drawer, pixels_of
 from nano_inference.models.vision.settings import VisionSettings
@@ -59,6 +60,35 @@ def test_a_picture_shows_each_shape_at_its_place_in_its_colour() -> None:
         empty = image.crop((32, 0, 48, 16)).getcolors()
         assert empty is not None
         assert len(empty) == 1
+
+
+def test_the_other_drawer_shows_the_same_scenes_in_another_way() -> None:
+    """Otherwise the second column of the card would say nothing."""
+    own, other = (
+        [
+            case
+            for task in questions.TASKS
+            for case in evaluation.cases(task, 3, seed=1, otherwise=otherwise)
+        ]
+        for otherwise in (False, True)
+    )
+    for one, two in zip(own, other, strict=True):
+        assert one.question == two.question
+        assert one.image.size == (pictures.SIDE, pictures.SIDE) != two.image.size
+        assert len(two.image.getcolors(1 << 16)) > len(one.image.getcolors()), "smooth edges"
+    for seed in range(10):
+        image = draw_otherwise(SCENE, random.Random(seed)).resize((48, 48))
+        for thing in SCENE.things:
+            row, column = (part * pictures.CELL for part in divmod(thing.place, 3))
+            cell = image.crop((column, row, column + pictures.CELL, row + pictures.CELL))
+            wanted = pictures.COLOURS[thing.colour]
+            assert (
+                min(
+                    max(abs(a - b) for a, b in zip(pixel, wanted, strict=True))
+                    for _, pixel in cell.getcolors()
+                )
+                < 30
+            )
 
 
 def test_digits_are_drawn_dot_by_dot() -> None:

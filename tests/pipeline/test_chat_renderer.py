@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from nano_inference import (
@@ -16,9 +17,13 @@ from nano_inference import (
     InferenceEngine,
     RequestError,
     SamplingParams,
+    load_config,
 )
+from nano_inference.bus.public import GenerateRequest
+from nano_inference.stages.admission.prompts import PromptReader
 from nano_inference.text.tokenizer import load_tokenizer
 
+from ..gateway.fake import FakeEngine, app_of, http_of
 from . import reference
 from .builders import raises
 
@@ -129,6 +134,99 @@ def test_the_template_may_open_the_reasoning(folder: Path, chat: ChatRenderer) -
     assert message == {"role": "assistant", "content": "", "reasoning_content": "Norway"}
 
 
+# --- the same prompts as the gateway's, and those of the bus -------------------------------------
+
+ROLES = """\
+{%- for message in messages %}
+    {%- if message.role not in ['system', 'user', 'assistant', 'tool'] %}
+        {{- raise_exception('Unexpected message role.') }}
+    {%- endif %}
+    {%- if message.role == 'tool' and message.tool_call_id | length != 9 %}
+        {{- raise_exception('ids of 9 letters and digits') }}
+    {%- endif %}
+    {{- '[' + message.role + ' ' + (message.name or '') + (message.tool_call_id or '') + ']' }}
+    {{- message.content }}
+    {%- if message.thinking %}{{- '(' + message.thinking + ')' }}{% endif %}
+    {%- for call in message.tool_calls or [] %}
+        {{- call.id + call.function.name + call.function.arguments | tojson }}
+    {%- endfor %}
+{%- endfor %}
+{{- '[assistant]' }}
+{%- if tools %}{{ tools | tojson }}{% endif %}
+{#- <|im_start|> <tool_call> <think> #}
+"""
+TEXTS = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+PLAIN: list[dict[str, Any]] = [
+    {"role": "developer", "content": "Be brief."},
+    {"role": "user", "content": TEXTS},
+    {"role": "assistant", "content": "Yes."},
+    {"role": "user", "content": "And é?"},
+]
+
+
+def called(call_id: str, arguments: Any) -> dict[str, Any]:
+    function = {"name": "get_weather", "arguments": arguments}
+    return {"id": call_id, "type": "function", "function": function}
+
+
+CALLED: list[dict[str, Any]] = [
+    {"role": "user", "name": "Eva", "content": "?"},
+    {
+        "role": "assistant",
+        "content": None,
+        "reasoning": "Hm.",
+        "tool_calls": [called("call_0123456789abcdef", '{"city": "Oslo"}'), called("b-2", "null")],
+    },
+    {"role": "tool", "tool_call_id": "b-2", "content": TEXTS},
+    {"role": "tool", "tool_call_id": "call_0123456789abcdef", "content": "Rain."},
+    {"role": "assistant", "content": None},
+    {"role": "assistant", "content": [], "refusal": None},
+]
+
+
+@pytest.mark.parametrize("messages", [PLAIN, CALLED], ids=["plain", "called"])
+@pytest.mark.parametrize("template", [ROLES, TEMPLATE], ids=["roles", "qwen"])
+async def test_the_prompt_is_the_same_in_any_way(
+    folder: Path, template: str, messages: list[dict[str, Any]]
+) -> None:
+    (folder / "chat_template.jinja").write_text(template)
+    bare = WEATHER | {"function": {"name": "get_weather", "parameters": {}, "description": None}}
+    config = load_config(env={}, overrides={"engine.model_path": str(folder)})
+    async with http_of(app_of(FakeEngine(), config)) as http:
+        for tools in ([], [WEATHER], [bare]):
+            answer = await http.post("/tokenize", json={"messages": messages, "tools": tools})
+            assert answer.status_code == 200, answer.text
+            prompt = ChatRenderer(str(folder)).render(messages, tools=tools)
+            assert list(prompt.token_ids) == answer.json()["tokens"]
+            if messages is PLAIN and not tools:
+                request = msgspec.convert(
+                    {"type": "generate", "messages": messages}, GenerateRequest
+                )
+                reader = PromptReader(request, load_tokenizer(folder), 256, 1000, 100_000)
+                assert reader.prompt().token_ids == prompt.token_ids
+
+
+async def test_what_the_template_does_not_read_is_refused_in_any_way(folder: Path) -> None:
+    (folder / "chat_template.jinja").write_text(TEMPLATE.replace("tools", "functions"))
+    config = load_config(env={}, overrides={"engine.model_path": str(folder)})
+    result = {"role": "tool", "content": "T", "tool_call_id": "c"}
+    refused: list[tuple[dict[str, Any], str, str]] = [
+        ({"tools": [WEATHER]}, "unsupported", "tools"),
+        ({"variables": {"mood": 1}}, "unsupported", "mood"),
+        ({"messages": [USER, result]}, "invalid_messages", "messages[1].tool_call_id"),
+    ]
+    async with http_of(app_of(FakeEngine(), config)) as http:
+        for asked, code, param in refused:
+            messages, tools = asked.get("messages", [USER]), asked.get("tools", [])
+            variables = asked.get("variables", {})
+            body = {"messages": messages, "tools": tools, "chat_template_kwargs": variables}
+            error = (await http.post("/tokenize", json=body)).json()["error"]
+            with raises(code) as found:
+                ChatRenderer(str(folder)).render(messages, tools=tools, **variables)
+            assert (error["code"], error["param"].split("kwargs.")[-1]) == (code, param)
+            assert error["message"].endswith(found.value.message)
+
+
 def test_without_tools_a_call_is_text(folder: Path, chat: ChatRenderer) -> None:
     for prompt in (chat.render([USER]), chat.render([USER], tools=[WEATHER], tool_choice="none")):
         assert chat.read(prompt, tokens(folder, CALL)) == {"role": "assistant", "content": CALL}
@@ -184,8 +282,8 @@ def test_a_constraint_allows_reasoning_only_on_request() -> None:
     """The bundled model's template opens reasoning when asked, and never closes it."""
     chat, answer = ChatRenderer(), Constraint(regex="[0-9]+")
     params = SamplingParams(constraint=answer)
-    for variables in ({}, {"enable_thinking": False}, {"thinking": True}):
+    for variables in ({}, {"enable_thinking": False}, {"enable_thinking": True}):
         prompt = chat.render([USER], **variables)
         constraint = chat.sampling(prompt, params).constraint
-        assert (constraint == answer) is ("thinking" not in variables)
+        assert (constraint == answer) is (variables != {"enable_thinking": True})
     assert chat.sampling(chat.render([USER]), params, reasoning_budget=3).constraint != answer

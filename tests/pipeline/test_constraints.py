@@ -15,6 +15,7 @@ from openai import AsyncOpenAI
 from pydantic import BaseModel, Field
 
 from nano_inference import Completion, Config, Pipeline
+from nano_inference.config import load_config
 from nano_inference.text import grammar
 
 from .builders import error_code
@@ -96,7 +97,7 @@ async def test_compiling_a_constraint_blocks_no_other_request(
 
 @pytest.mark.parametrize(
     "constraint",
-    [{}, {"regex": "("}, {"json_schema": "{"}, {"lark": "start: start"}, {"regex": "a" * 20_000}],
+    [{}, {"regex": "("}, {"json_schema": "{"}, {"lark": "start: start"}, {"regex": "a" * 70_000}],
 )
 async def test_an_unsatisfiable_constraint_ends_with_its_code(
     shared: Pipeline, constraint: dict[str, Any]
@@ -170,3 +171,98 @@ async def test_a_constraint_that_is_refused_names_its_field(url: str) -> None:
     assert answer.status_code == 400
     error = answer.json()["error"]
     assert (error["code"], error["param"]) == ("invalid_constraint", "response_format")
+
+
+# Not normalised, and with a format that is an annotation.
+WRITTEN = "Cafe\u0301"
+MARKED = f"<think>{WRITTEN}</think>"
+
+
+def fields_with(schema: dict[str, Any]) -> dict[str, tuple[str, dict[str, Any]]]:
+    """Calls of every interface that takes a schema: path and fields."""
+    chat = {"messages": [{"role": "user", "content": "Who?"}], "max_tokens": 100}
+    nested = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    flat = {"type": "json_schema", "name": "x", "schema": schema}
+    parameters = {"type": "object", "properties": {"c": schema}, "required": ["c"]}
+    tool = {"name": "f", "parameters": parameters | {"additionalProperties": False}}
+    function = {"type": "function", "function": tool | {"strict": True}}
+    anthropic = {"name": "f", "input_schema": tool["parameters"]}
+    required = {"tool_choice": "required"}
+    outputs = {"structured_outputs": {"json": schema}}
+    return {
+        "chat": ("/v1/chat/completions", chat | {"response_format": nested}),
+        "chat's tools": ("/v1/chat/completions", chat | {"tools": [function]} | required),
+        "completions": ("/v1/completions", {"prompt": "a", "response_format": nested}),
+        "vLLM's": ("/v1/completions", {"prompt": "a"} | outputs),
+        "responses": ("/v1/responses", {"input": "a", "text": {"format": flat}}),
+        "responses' tools": (
+            "/v1/responses",
+            {"input": "a", "tools": [tool | {"type": "function", "strict": True}]} | required,
+        ),
+        "Anthropic's": ("/v1/messages", chat | {"output_config": {"format": flat}}),
+        "Anthropic's tools": (
+            "/v1/messages",
+            chat | {"tools": [anthropic], "tool_choice": {"type": "any"}},
+        ),
+        "SGLang's": (
+            "/generate",
+            {"text": "a", "sampling_params": {"json_schema": json.dumps(schema)}},
+        ),
+        "KServe's": (
+            "/v2/models/tiny/generate",
+            {"text_input": "a", "sampling_parameters": outputs},
+        ),
+    }
+
+
+@pytest.mark.parametrize("name", fields_with({}))
+async def test_each_interface_keeps_a_schema_as_it_is_written(url: str, name: str) -> None:
+    async with httpx.AsyncClient(base_url=url, timeout=LIMIT_S) as http:
+        path, fields = fields_with({"const": WRITTEN, "format": "path"})[name]
+        body = fields if path in ("/generate", "/v2/models/tiny/generate") else {"model": "tiny"}
+        answer = await http.post(path, json=body | fields)
+        assert answer.status_code == 200, answer.text
+        # As text within JSON, or as JSON within text within JSON.
+        assert WRITTEN in json.dumps(answer.json(), ensure_ascii=False)
+        _, fields = fields_with({"const": 2**53 + 1})[name]
+        answer = await http.post(path, json=body | fields)
+        assert answer.status_code == 400, answer.text
+        assert "9007199254740993" in answer.text
+
+
+async def test_each_interface_keeps_a_text_that_spells_a_token(shared: Pipeline, url: str) -> None:
+    calls: list[tuple[str, dict[str, Any]]] = [
+        ("/v1/completions", {"prompt": "a", "structured_outputs": {"regex": MARKED}}),
+        ("/v1/completions", {"prompt": "a", "guided_choice": [MARKED]}),
+        ("/generate", {"text": "a", "sampling_params": {"regex": MARKED}}),
+        ("/generate", {"text": "a", "sampling_params": {"ebnf": f'root ::= "{MARKED}"'}}),
+        (
+            "/v2/models/tiny/generate",
+            {"text_input": "a", "sampling_parameters": {"structured_outputs": {"regex": MARKED}}},
+        ),
+    ]
+    async with httpx.AsyncClient(base_url=url, timeout=LIMIT_S) as http:
+        for path, body in calls:
+            model = {"model": "tiny"} if path == "/v1/completions" else {}
+            answer = await http.post(path, json=body | model)
+            assert MARKED in json.dumps(answer.json(), ensure_ascii=False), answer.text
+    completion = await shared.complete(
+        REQUEST | {"sampling": {"constraint": {"choice": [MARKED]}, "max_tokens": 100}}
+    )
+    assert {(each.text, each.finish_reason) for each in completion.samples} == {(MARKED, "stop")}
+
+
+async def test_a_deployment_may_ignore_keywords() -> None:
+    overrides = {"engine.ignored_schema_keywords": ["uniqueItems"]}
+    async with Pipeline(load_config(env={}, overrides=overrides)) as pipeline:
+        schema = {"type": "array", "items": {"const": 1}, "minItems": 2, "uniqueItems": True}
+        sampling = {"constraint": {"json_schema": schema}, "max_tokens": 100}
+        completion = await pipeline.complete(REQUEST | {"sampling": sampling})
+        assert completion.status == "done", completion.error
+        texts = ["".join(sample.text.split()) for sample in completion.samples]
+        assert all("[1,1".startswith(text[:4]) for text in texts)
+        schema = schema | {"contains": {"const": 1}}
+        refused = await pipeline.complete(
+            REQUEST | {"sampling": {"constraint": {"json_schema": schema}}}
+        )
+        assert error_code(refused) == "invalid_constraint"

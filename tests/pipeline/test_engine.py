@@ -231,8 +231,8 @@ def test_a_refused_prompt_leaves_nothing_behind(
 
 
 def test_the_settings_of_an_engine_have_the_batch_size_in_use(engine: InferenceEngine) -> None:
-    assert EngineConfig().max_batch_size == 0, "which stands for what the device takes"
-    assert engine.config.max_batch_size == engine._executor.max_batch_size > 0
+    assert EngineConfig().max_batch_size == 256
+    assert engine.config.max_batch_size == engine._executor.max_batch_size == 128, "on a CPU"
 
 
 def test_as_many_parameters_as_prompts(engine: InferenceEngine) -> None:

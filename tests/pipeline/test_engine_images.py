@@ -28,7 +28,7 @@ def engine_of(folder: Path) -> InferenceEngine:
 
 
 def marks(engine: InferenceEngine) -> Any:
-    return engine._admission._images.processor
+    return engine._admission.images.processor
 
 
 # tests/stages/executor/test_images.py has the tokens of all, tests/text/test_images.py the prompts.
@@ -118,7 +118,7 @@ def test_a_conversation_is_rendered_with_places_for_its_images(
     (same,) = engine.generate([PROMPT], GREEDY, images=[WIDE])
     assert sample.prompt_tokens == same.prompt_tokens
     text = chat.render([{"role": "user", "content": "Hello"}])
-    assert engine._admission._images.processor._tokenizer.decode(text.token_ids) == "Hello"
+    assert engine._admission.images.processor._tokenizer.decode(text.token_ids) == "Hello"
     with raises("invalid_messages"):
         chat.render([{"role": "user", "content": [{"type": "audio"}]}])
 
@@ -133,6 +133,7 @@ def test_a_conversation_is_rendered_with_places_for_its_images(
         ([b"text"], "invalid_image", "PNG"),
         ([Image.new("L", (20_000, 1))], "image_too_large", "20000 x 1"),
         ([[WIDE, HIGH]], "images_mismatch", "1 placeholders"),
+        (None, "images_mismatch", "1 image tokens .* no images"),
     ],
 )
 def test_bad_images_are_refused(

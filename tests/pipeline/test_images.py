@@ -172,6 +172,13 @@ async def test_another_replica_continues_with_the_kv_of_images(
         assert encoded == [2, 0]
 
 
+async def test_a_replay_finds_the_image_of_its_tenant(pipeline: Pipeline) -> None:
+    """It has a cache_salt of its own, and an operator's replay another tenant."""
+    done = await pipeline.complete(msgspec.structs.replace(asked(ONE, 1), tenant="anna"))
+    (sample,) = (await pipeline.replay(done)).samples
+    assert sample.equal_tokens == len(done.samples[0].token_ids)
+
+
 async def test_a_lost_image_ends_its_request_alone(
     pipeline: Pipeline, vision: VisionModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:

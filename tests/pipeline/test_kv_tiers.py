@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import random
+import shutil
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -108,6 +110,32 @@ def test_blocks_that_were_never_evicted_are_on_disk_after_a_shutdown(tmp_path: P
         assert tiers is not None
         blocks = tiers.load_report()["kv_disk"]
     assert blocks == 2 * (PROMPT_TOKENS // 16), "others can't be found by a later start"
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}},
+        {"rope_parameters": {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0}},
+        {"rms_norm_eps": 0.01},
+        {"use_sliding_window": True, "sliding_window": 8, "layer_types": ["sliding_attention"]},
+    ],
+    ids=["rope_theta", "yarn", "eps", "window"],
+)
+def test_another_configuration_of_the_same_weights_finds_no_stored_kv(
+    changed: dict[str, Any], tmp_path: Path
+) -> None:
+    folder, disk = tmp_path / "model", str(tmp_path / "kv")
+    shutil.copytree(short_model.folder(), folder)
+    with engine(model_path=str(folder), kv_disk_path=disk) as made:
+        made.generate(PROMPTS[:2], GREEDY)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | changed))
+    with engine(model_path=str(folder)) as made:
+        expected = tokens_of(made.generate(PROMPTS[:2], GREEDY))
+    with engine(model_path=str(folder), kv_disk_path=disk) as made:
+        assert tokens_of(made.generate(PROMPTS[:2], GREEDY)) == expected
+        assert counts(made).fetched == 0
 
 
 def test_siblings_constraints_and_drafts_go_on_from_stored_kv() -> None:

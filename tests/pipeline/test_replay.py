@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -25,7 +27,7 @@ from nano_inference.bus.public import CompletionSample, ErrorInfo, Fingerprint, 
 from nano_inference.config import Constraint
 from nano_inference.pipeline.replay import Difference, Replay, replay
 from nano_inference.stages.executor.core import ExecutorCore
-from nano_inference.stages.executor.fingerprint import sampled_digest
+from nano_inference.stages.executor.fingerprint import kv_digest, sampled_digest
 
 from ..stages.executor.runner.adapters.making import make_adapter
 from . import reference, short_model
@@ -184,7 +186,7 @@ def test_what_can_not_be_computed_again_is_refused(engine: InferenceEngine) -> N
         engine.replay(replace(sample, completion_tokens=(), logprobs=()))
 
 
-def test_the_fingerprint_follows_weights_and_settings(engine: InferenceEngine) -> None:
+def test_the_fingerprint_follows_weights_configuration_and_settings(tmp_path: Path) -> None:
     def of(**settings: Any) -> Fingerprint:
         own = {"model_path": str(short_model.folder()), "dtype": "float32"} | settings
         core = ExecutorCore(EngineConfig(**own))
@@ -196,7 +198,18 @@ def test_the_fingerprint_follows_weights_and_settings(engine: InferenceEngine) -
     assert of(cache_type="paged", block_size=8) == usual, "these change no bit in this mode"
     assert usual.digest
     assert {usual: 1}[usual] == 1, "rollouts may be keys"
+    folder = shutil.copytree(short_model.folder(), tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "transformers_version": "0"}))
+    assert of(model_path=str(folder)) == usual
+    (folder / "config.json").write_text(json.dumps({**config, "rms_norm_eps": 0.01}))
+    other = of(model_path=str(folder))
+    assert replace(other, config=usual.config, digest=usual.digest) == usual != other
     raw = of(logprobs_mode="raw")
+    assert kv_digest(raw) == kv_digest(usual) != kv_digest(other)
+    names = ("torch", "transformers", "package", "machine", "code")
+    digests = {kv_digest(replace(usual, **{name: "other"})) for name in names}
+    assert len({kv_digest(usual), *digests}) == 6
     assert (raw.settings, raw.weights) == ({"logprobs_mode": "raw"}, usual.weights)
     assert raw.digest != usual.digest
     layer = torch.nn.Linear(4, 4)

@@ -18,7 +18,7 @@ from nano_inference import (
 )
 from nano_inference.bus.public import Completion, CompletionChunk
 from nano_inference.text import gguf
-from nano_inference.text.tokenizer import TOKENIZER_FILES
+from nano_inference.text.tokenizer_files import TOKENIZER_FILES
 
 from ..gguf_files import nothing, write_gguf
 from . import reference

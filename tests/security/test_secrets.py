@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from redis import exceptions
 from rich.console import Console
 
+from nano_inference.cli.children import ForkServer, ForkServerLost
 from nano_inference.cli.options import Options
 from nano_inference.cli.up import _child_environment
 from nano_inference.config import (
@@ -23,6 +24,7 @@ from nano_inference.config import (
     BusError,
     Config,
     ConfigError,
+    EngineConfig,
     as_environment,
     load_config,
     redact,
@@ -61,10 +63,10 @@ def test_nothing_of_a_userinfo_is_shown(place: str, user: str, password: str) ->
     try:
         server = Server(url)
     except BusError as error:
-        said = error.message
+        said = str(error)
     else:
         reason = "Error 111 connecting to ab:12. Connect call failed ('127.0.0.1', 12)"
-        said = server.explain(exceptions.ConnectionError(reason)).message
+        said = str(server.explain(exceptions.ConnectionError(reason)))
     wanted = " is not a valid Redis URL;", ": connection refused;"
     assert said.startswith(
         tuple(
@@ -265,6 +267,20 @@ async def test_no_child_has_a_password_in_its_command_line(
         assert "an0ther" not in arguments
         assert url in variables
         assert "an0ther" in variables
+
+
+async def test_a_fork_server_that_loads_a_model_has_no_secret_in_its_command_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    python, shown = tmp_path / "python", tmp_path / "shown"
+    python.write_text(f'#!/bin/sh\necho "$@" > {shown}\n')
+    python.chmod(stat.S_IRWXU)
+    monkeypatch.setattr(sys, "executable", str(python))
+    server = ForkServer(["executor"], None, engine=EngineConfig(kv_secret="s3cret"))
+    with pytest.raises(ForkServerLost):
+        await server.start([])
+    assert "executor" in shown.read_text()
+    assert "s3cret" not in shown.read_text()
 
 
 def test_the_gateway_takes_the_severity_that_is_set(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from .planting import Defect
 
 _EPOCHS = "stages/admission/epochs.py"
+_REQUESTS = "stages/admission/requests.py"
+_ADMISSION = "stages/admission/stage.py"
 _ACTOR = "stages/actor.py"
 _STREAMING = "stages/streaming/core.py"
 _BATCHING = "stages/batching/core.py"
@@ -39,6 +41,49 @@ MUTANTS = (
         "stages/admission/core.py",
         "tokens.get(index, ())",
         "()",
+    ),
+    Defect(
+        "a death is counted without suspicion",
+        _REQUESTS,
+        "item.deaths += item.suspected",
+        "item.deaths += 1",
+    ),
+    Defect(
+        "a dead letter is added twice",
+        _REQUESTS,
+        "        self._outbox.add(do.AddDeadLetter(item.entry, item.trace, error, item.deaths))\n",
+        "        letter = do.AddDeadLetter(item.entry, item.trace, error, item.deaths)\n"
+        "        self._outbox.add(letter, letter)\n",
+    ),
+    Defect(
+        "a dead letter is lost",
+        _ADMISSION,
+        "await self.bus.requests.add_dead_letter(entry, error, effect.deaths)",
+        "pass",
+    ),
+    Defect(
+        "a cancellation of an entry that is not in the ledger is lost",
+        _REQUESTS,
+        "        self.incoming.cancel(key, cancel)\n",
+        "        pass\n",
+    ),
+    Defect(
+        "inherited entries have no timer",
+        _REQUESTS,
+        "deadlines = [entry_deadline_ns(*each) for each in self.inherited]",
+        "deadlines = []",
+    ),
+    Defect(
+        "leases are taken over after a tenth of their time",
+        _ADMISSION,
+        "self.bus.requests.take_over(lease_s, room)",
+        "self.bus.requests.take_over(lease_s / 10, room)",
+    ),
+    Defect(
+        "leases are renewed after twice their time",
+        _ADMISSION,
+        "third_ns = int(self.config.admission.lease_s / 3 * 1e9)",
+        "third_ns = int(self.config.admission.lease_s * 2 * 1e9)",
     ),
     # --- stages
     Defect(
@@ -346,10 +391,10 @@ OLD_DEFECTS = (
         "if any(map(is_image_key, block.token_ids)):",
     ),
     Defect(
-        "a start that is recorded late counts as another process",
-        "bus/redis/bus.py",
-        "if record ~= ARGV[2] then return opener == ARGV[3] and tonumber(last) end\n",
-        "\n",
+        "two requests under one entry id are one",
+        "bus/entries.py",
+        'return f"{entry_id} {request_id}"',
+        "return entry_id",
     ),
     Defect(
         "a call that never got its key is taken over",
@@ -395,9 +440,9 @@ OLD_DEFECTS = (
     ),
     Defect(
         "a stage that fails in a replaced process ends its successor",
-        "bus/redis/bus.py",
-        "if mine and opener != self._nonce.hex().encode() and int(last or 0) > mine:",
-        "if False:",
+        "bus/redis/starts.py",
+        "if not self._number:",
+        "if True:",
     ),
     Defect(
         "a server that changes while admission stands still is not noticed",
@@ -430,8 +475,8 @@ NOT_FOUND = (
     Defect(
         "an entry is acknowledged though its terminal message is lost",
         _LEASES,
-        "if mark and redis.call",
-        "if false and redis.call",
+        "and redis.call('EXISTS', mark, KEYS[3 + 2 * number]) == 0)",
+        "and false)",
     ),
     Defect(
         "a written chunk is written again when the reply is lost",

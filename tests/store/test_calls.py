@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
 import pytest
 
 from nano_inference.bus import Bus
-from nano_inference.store import calls as bus_calls
-from nano_inference.store.calls import DurableCall
+from nano_inference.config import BusConfig
+from nano_inference.store.calls import CALL_BYTES, CallsFull, DurableCall
+from nano_inference.store.redis.calls import RedisCalls
 
 from ..buses import STORES, Buses, kit
 
@@ -39,7 +44,9 @@ async def test_a_call_is_found_with_all_that_was_noted(buses: Buses) -> None:
 
 async def test_the_first_to_claim_a_name_has_it(buses: Buses) -> None:
     bus, other = buses.pair()
+    assert await bus.store.calls.named("name") == ""
     assert await bus.store.calls.claim("name", "c") == "c"
+    assert await other.store.calls.named("name") == "c"
     assert await other.store.calls.claim("name", "d") == "c"
     assert await bus.store.calls.claim("name", "c") == "c"
     assert await other.store.calls.claim("another", "d") == "d"
@@ -71,6 +78,29 @@ async def test_what_nobody_attends_is_told_once(buses: Buses) -> None:
     await kit.becomes(lambda: bus.store.calls.orphaned(10), ["left"])
 
 
+async def test_of_two_gateways_that_look_at_once_one_has_the_orphan(buses: Buses) -> None:
+    """The other looks while the first is about to take it."""
+    bus, other = buses.pair()
+    await bus.store.calls.keep("left", b"", SOON_S)
+    store, found = bus.store.calls, list[str]()
+    if isinstance(store, RedisCalls):
+        real = store._commands.run_all
+
+        async def run_all(commands: Sequence[Any], **more: Any) -> Any:
+            if commands and commands[0][0] == "ZREM":
+                found.extend(await other.store.calls.orphaned(10))
+            return await real(commands, **more)
+
+        store._commands.run_all = run_all  # type: ignore[method-assign]
+
+    async def is_found() -> bool:
+        found.extend(await store.orphaned(10))
+        return bool(found)
+
+    await kit.eventually(is_found, "the call is left")
+    assert found == ["left"]
+
+
 async def test_a_call_is_forgotten_with_its_results(buses: Buses) -> None:
     """As long as it is attended, it is kept, and so is its name."""
     bus = buses.open(results_ttl_s=1)
@@ -89,31 +119,62 @@ async def test_a_call_is_forgotten_with_its_results(buses: Buses) -> None:
     await kit.becomes(lambda: bus.store.calls.claim("name of short", "other"), "other")
 
 
-async def test_memory_keeps_only_so_many(memory_bus: Bus, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bus_calls, "MOST_CALLS", 2)
-    calls = memory_bus.store.calls
-    for call_id in ("a", "b", "c"):
-        await calls.keep(call_id, b"", 0)
-        assert await calls.claim(f"name of {call_id}", call_id) == call_id
-    found = {call_id: await calls.read(call_id) is not None for call_id in "abc"}
-    assert found == {"a": False, "b": True, "c": True}
-    assert await calls.claim("name of a", "d") == "d"
+MOST = 12 * CALL_BYTES
 
 
-async def test_memory_keeps_only_so_many_bytes(
-    memory_bus: Bus, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(bus_calls, "MOST_BYTES", 5)
-    calls = memory_bus.store.calls
-    for call_id, record in (("a", b"123"), ("b", b"1"), ("b", b"12"), ("c", b"1")):
-        await calls.keep(call_id, record, 0)
-    found = {call_id: await calls.read(call_id) is not None for call_id in "abc"}
-    assert found == {"a": False, "b": True, "c": True}
-    await calls.drop("b")
-    await calls.keep("d", b"1234", 0)
-    assert await calls.read("c") == DurableCall(b"1")
-    await calls.keep("e", b"123456", 0)
-    assert await calls.read("e") is None
+def limited(buses: Buses) -> tuple[Bus, Bus]:
+    bus = buses.open(calls_max_bytes=MOST)
+    return bus, buses.another(bus, calls_max_bytes=MOST)
+
+
+async def stored(bus: Bus, call_id: str, tenant: str, size: int = 0) -> bool:
+    """Whether there was room for a call."""
+    try:
+        await bus.store.calls.keep(call_id, b"x" * size, 10, tenant)
+    except CallsFull as error:
+        return not 0 < (error.retry_after_s or 0) < 2 * BusConfig().results_ttl_s
+    return True
+
+
+async def test_a_tenant_uses_as_much_as_it_leaves_free(buses: Buses) -> None:
+    bus, other = limited(buses)
+    assert [await stored(bus, f"a{place}", "a") for place in range(7)] == [True] * 6 + [False]
+    # Larger ones count as much as they have; nothing is counted of what was refused.
+    assert not await stored(other, "b", "b", 3 * CALL_BYTES)
+    assert await stored(other, "b", "b", 2 * CALL_BYTES)
+    assert not await stored(bus, "b2", "b")
+    assert await stored(bus, "c", "c")
+    for place in range(6):
+        assert await other.store.calls.read(f"a{place}") is not None, "none made room"
+    # Room comes back once for each call, in whichever way it goes.
+    for _ in range(2):
+        await bus.store.calls.drop("a0")
+    await other.store.calls.keep("b", b"", 0)
+    assert [await stored(other, f"d{place}", "d") for place in range(3)] == [True, True, False]
+
+
+async def test_calls_at_once_share_the_room(buses: Buses) -> None:
+    bus, other = limited(buses)
+    calls = [stored((bus, other)[place % 2], str(place), "a") for place in range(40)]
+    found = await asyncio.gather(*calls)
+    assert sum(found) <= 6
+    kept = [await bus.store.calls.read(str(place)) is not None for place in range(40)]
+    assert kept == found
+
+
+async def test_what_has_expired_makes_room(buses: Buses) -> None:
+    """What is attended counts, however long."""
+    bus = buses.open(calls_max_bytes=MOST, results_ttl_s=1)
+    for place in range(6):
+        assert await stored(bus, str(place), "a")
+
+    async def has_room() -> bool:
+        await bus.store.calls.attach(dict.fromkeys("012", ""), 0)
+        return await stored(bus, "more", "a")
+
+    await kit.eventually(has_room, "the end of what nobody attends")
+    assert [await stored(bus, f"more{place}", "a") for place in range(3)] == [True, True, False]
+    assert await bus.store.calls.read("0") is not None
 
 
 async def test_what_was_followed_and_kept_can_be_followed_again(bus: Bus) -> None:

@@ -9,7 +9,7 @@ import pytest
 from redis.asyncio import Redis
 
 from nano_inference.bus import Bus
-from nano_inference.store.images import ImageUsage, MemoryImages, StoredImage
+from nano_inference.store.images import ImageUsage, MemoryImages, StoredImage, name_of
 from nano_inference.store.redis import images as redis_images
 
 from ..buses import STORES
@@ -18,24 +18,28 @@ BUSES = STORES
 
 
 def image(number: int, width: int = 4, height: int = 2) -> StoredImage:
-    return StoredImage(width, height, bytes([number]) * (3 * width * height))
+    return StoredImage(width, height, bytes([number]) * (3 * width * height + 1))
 
 
-BYTES = len(image(0).rgb)
+def name(image: StoredImage) -> str:
+    return name_of(repr(image))
+
+
+BYTES = len(image(0).features)
 
 
 async def put(bus: Bus, number: int, **how: Any) -> str:
     made = image(number)
-    assert await bus.store.images.put(made.id, made, **how)
-    return made.id
+    assert await bus.store.images.put(name(made), made, **how)
+    return name(made)
 
 
 async def test_an_image_is_stored_under_its_id(bus: Bus) -> None:
     images, made = bus.store.images, image(1)
-    assert await images.get(made.id) is None
-    assert await images.put(made.id, made)
-    assert await images.put(made.id, made)
-    assert await images.get(made.id) == made
+    assert await images.get(name(made)) is None
+    assert await images.put(name(made), made)
+    assert await images.put(name(made), made)
+    assert await images.get(name(made)) == made
     assert await images.usage() == ImageUsage(1, 0, BYTES)
 
 
@@ -45,18 +49,18 @@ async def test_sizes_that_are_no_multiple_of_a_piece(
     monkeypatch.setattr(redis_images, "PIECE_BYTES", 16)
     for width in (1, 5, 16, 128, 129):
         made = StoredImage(width, 1, bytes(range(3 * width)[:256]) + bytes(max(0, 3 * width - 256)))
-        assert await bus.store.images.put(made.id, made)
-        assert await bus.store.images.get(made.id) == made
+        assert await bus.store.images.put(name(made), made)
+        assert await bus.store.images.get(name(made)) == made
 
 
 async def test_held_images_are_never_evicted(bus: Bus) -> None:
     images, room = bus.store.images, {"max_bytes": 2 * BYTES}
     first, second = await put(bus, 1, holder="a"), await put(bus, 2, holder="b")
     third = image(3)
-    assert not await images.put(third.id, third, holder="c", **room)
+    assert not await images.put(name(third), third, holder="c", **room)
     assert await images.usage() == ImageUsage(2, 2, 2 * BYTES)
     await images.release([second], "b")
-    assert await images.put(third.id, third, holder="c", **room)
+    assert await images.put(name(third), third, holder="c", **room)
     assert await images.get(second) is None
     assert await images.get(first) == image(1)
     assert await images.usage() == ImageUsage(2, 2, 2 * BYTES)
@@ -80,9 +84,9 @@ async def test_each_holder_has_a_lease_of_its_own(bus: Bus) -> None:
     for holder in ("b", "b", "unknown"):
         await images.release([id], holder)
     other = image(2)
-    assert not await images.put(other.id, other, **room)
+    assert not await images.put(name(other), other, **room)
     await images.release([id], "a")
-    assert await images.put(other.id, other, **room)
+    assert await images.put(name(other), other, **room)
     await images.release([id], "a")
 
 
@@ -93,11 +97,11 @@ async def test_a_lease_ends_by_itself_unless_it_is_extended(bus: Bus) -> None:
     assert await images.hold([id], "a", 60) == [(4, 2)]
     assert await images.hold([id], "a", 0.001) == [(4, 2)], "no shorter one"
     await asyncio.sleep(0.03)
-    assert not await images.put(other.id, other, **room)
+    assert not await images.put(name(other), other, **room)
     await images.release([id], "a")
     await images.hold([id], "b", 0.001)
     await asyncio.sleep(0.005)
-    assert await images.put(other.id, other, **room)
+    assert await images.put(name(other), other, **room)
 
 
 async def test_processes_share_the_images(buses: Any) -> None:
@@ -112,7 +116,7 @@ async def test_two_writers_of_one_image_store_it_once(buses: Any) -> None:
     first, second = buses.pair()
     await asyncio.gather(put(first, 1, holder="a"), put(second, 1, holder="b"))
     assert await first.store.images.usage() == ImageUsage(1, 1, BYTES)
-    assert await first.store.images.get(image(1).id) == image(1)
+    assert await first.store.images.get(name(image(1))) == image(1)
 
 
 async def test_no_half_written_image_is_seen_nor_kept_for_ever(
@@ -122,18 +126,18 @@ async def test_no_half_written_image_is_seen_nor_kept_for_ever(
     key = b"{%s:images}:part:x" % redis_buses.prefix.encode()
     monkeypatch.setattr(redis_images, "PIECE_BYTES", 1000)
     async with Redis.from_url(redis_buses.url) as redis:
-        for commands in redis_images._batches(key, made.rgb):
+        for commands in redis_images._batches(key, made.features):
             for command in commands:
                 await redis.execute_command(*command)
-            assert await bus.store.images.get(made.id) is None
-        assert await redis.get(key) == made.rgb
+            assert await bus.store.images.get(name(made)) is None
+        assert await redis.get(key) == made.features
         assert 0 < await redis.ttl(key) <= redis_images._PART_TTL_S
-        assert await bus.store.images.put(made.id, made)
+        assert await bus.store.images.put(name(made), made)
         parts = [each async for each in redis.scan_iter("*part:*")]
         assert parts == [key], "one's own is renamed"
         assert (
             await redis.ttl(
-                b"{%s:images}:data:%s" % (redis_buses.prefix.encode(), made.id.encode())
+                b"{%s:images}:data:%s" % (redis_buses.prefix.encode(), name(made).encode())
             )
             == -1
         )
@@ -142,8 +146,8 @@ async def test_no_half_written_image_is_seen_nor_kept_for_ever(
 async def test_leases_in_memory_follow_their_clock() -> None:
     now = 0.0
     images, made, other = MemoryImages(lambda: now), image(1), image(2)
-    await images.put(made.id, made, holder="a", for_s=10)
+    await images.put(name(made), made, holder="a", for_s=10)
     now = 9.9
-    assert not await images.put(other.id, other, max_bytes=BYTES)
+    assert not await images.put(name(other), other, max_bytes=BYTES)
     now = 10
-    assert await images.put(other.id, other, max_bytes=BYTES)
+    assert await images.put(name(other), other, max_bytes=BYTES)

@@ -410,7 +410,7 @@ def test_spans_are_read_back_from_a_file(tmp_path: Path) -> None:
     path = tmp_path / "deep" / "traces.jsonl"
     config = TelemetryConfig(trace_file=str(path), service_name="s")
     tracing = setup_tracing(config, "here-1")
-    attributes = {names.STAGE: "x", names.SAMPLES: 3, "share": 0.5}
+    attributes = {names.STAGE: "x\u2028y\x85", names.SAMPLES: 3, "share": 0.5}
     tracing.span(
         *("queue", PARENT, 1_000, 5_000, {**attributes, names.FINISH_REASONS: ("a",)}),
         events=[("first", 3_000)],
@@ -432,6 +432,7 @@ def test_spans_are_read_back_from_a_file(tmp_path: Path) -> None:
         resource=span.resource,
     )
     assert span.resource[names.SERVICE_INSTANCE_ID] == "here-1"
+    assert len(path.read_text().splitlines()) == 1
     tracing.shutdown()
     path.open("a").write('{"resourceSpans": [{"reso')
     assert len(list(read_spans(path))) == 1, "a line that was cut off is left out"

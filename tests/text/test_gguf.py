@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import struct
 import subprocess
@@ -300,6 +301,14 @@ def test_positions_that_transformers_does_not_read_are_told(tmp_path: Path) -> N
     change = saying(**{"qwen2.rope.scaling.type": "yarn"})
     facts = facts_of(folder_of(write_gguf(tmp_path / "m.gguf", change=change)))
     assert facts.unread == ("qwen2.rope.scaling ('yarn')",)
+
+
+def test_the_configuration_has_what_transformers_leaves_at_defaults(tmp_path: Path) -> None:
+    change = saying(**{"gemma2.attention.key_length": 128, "gemma2.final_logit_softcapping": 20.0})
+    folder = folder_of(write_gguf(tmp_path / "m.gguf", architecture="gemma2", change=change))
+    config = json.loads((folder / "config.json").read_text())
+    expected = config["hidden_size"] // config["num_attention_heads"]
+    assert (config["query_pre_attn_scalar"], config["final_logit_softcapping"]) == (expected, 20)
 
 
 def test_a_file_without_a_tokenizer_takes_token_ids_alone(tmp_path: Path) -> None:

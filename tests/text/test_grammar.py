@@ -76,6 +76,50 @@ def test_what_can_not_be_followed_is_refused(compiler: GrammarCompiler, name: st
         compiler.check(constraint)
 
 
+WORDS = r"^(?:\S+\s+){0,99}\S+$"
+COSTLY: dict[str, Constraint] = {
+    "a schema": Constraint(json_schema={"type": "string", "maxLength": 5000, "pattern": WORDS}),
+    "a later field": Constraint(
+        json_schema={
+            "type": "object",
+            "properties": {
+                "id": {"type": "integer"},
+                "name": {"type": "string", "maxLength": 9},
+                "text": {"type": "string", "maxLength": 5000, "pattern": WORDS},
+            },
+            "required": ["id", "name", "text"],
+            "additionalProperties": False,
+        }
+    ),
+    "a grammar": Constraint(lark=r"start: T " "\n" r"T: /(?:\S+\s+){0,99}\S+/ & /.{0,5000}/s"),
+    "a pattern": Constraint(regex="(((a{1,100}){1,100}){1,100}){1,100}"),
+}
+
+
+@pytest.mark.parametrize("name", COSTLY)
+def test_what_no_text_can_follow_within_the_limits_is_refused(
+    compiler: GrammarCompiler, name: str
+) -> None:
+    with raises("invalid_constraint", "too much work"):
+        compiler.check(COSTLY[name])
+
+
+@pytest.mark.parametrize(
+    "constraint",
+    [
+        Constraint(json_schema={"type": "string", "pattern": WORDS}),
+        Constraint(json_schema={"type": "string", "maxLength": 5000, "pattern": "^[a-z ]*$"}),
+        Constraint(json_schema={"type": "string", "maxLength": 200, "format": "email"}),
+        Constraint(regex=r"(?:\S+\s+){0,99}\S+"),
+        Constraint(regex="([a-z]{2,12} ){1000}"),
+    ],
+)
+def test_long_texts_within_the_limits_are_taken(
+    compiler: GrammarCompiler, constraint: Constraint
+) -> None:
+    compiler.check(constraint)
+
+
 def test_a_long_one_is_refused_by_its_size() -> None:
     check_size(Constraint(regex="a" * 100), 200)
     with pytest.raises(RequestError, match="200 are taken"):

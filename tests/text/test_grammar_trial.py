@@ -62,15 +62,15 @@ def test_compiled_grammars_are_kept_up_to_a_size(
 
 
 def test_a_process_that_ended_is_started_again() -> None:
-    trial = GrammarTrial(VOCAB, [2], {"<think>": 700}, dict(grammar._LIMITS))
-    assert trial.run("start: <think>") == ""
+    trial = GrammarTrial(VOCAB, [2], dict(grammar._LIMITS))
+    assert trial.run("start: <[700]>") == ""
     os.kill(trial._process.pid, signal.SIGKILL)
     trial._process.wait()
-    assert trial.run("start: <think>") == ""
+    assert trial.run("start: <[700]>") == ""
 
 
 def test_the_process_ends_with_its_owner() -> None:
-    trial = GrammarTrial(VOCAB, [2], {}, dict(grammar._LIMITS))
+    trial = GrammarTrial(VOCAB, [2], dict(grammar._LIMITS))
     assert trial.run('start: "a"') == ""
     process = trial._process
     assert isinstance(process, subprocess.Popen)
@@ -81,4 +81,4 @@ def test_the_process_ends_with_its_owner() -> None:
 def test_a_process_that_can_not_be_started_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.executable", "/nonexistent")
     with raises("internal_error", "process"):
-        GrammarTrial(VOCAB, [2], {}, dict(grammar._LIMITS)).run('start: "a"')
+        GrammarTrial(VOCAB, [2], dict(grammar._LIMITS)).run('start: "a"')

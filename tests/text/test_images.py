@@ -119,6 +119,34 @@ def test_a_size_that_the_model_can_not_take_is_refused(
         processors["qwen2_vl"].num_tokens([(1000, 1)])
 
 
+@pytest.mark.parametrize(
+    ("name", "sizes", "made"),
+    [
+        ("llava", [(1, 1024)], "32 x 32768"),
+        ("llava", [(64, 64), (16_000, 9)], "56888 x 32"),
+        ("llava_onevision", [(16_384, 2), (4, 4)], "16384 x 16384"),
+    ],
+)
+def test_an_image_that_becomes_too_large_while_it_is_processed_is_refused(
+    processors: dict[str, ImageProcessor], name: str, sizes: list[tuple[int, int]], made: str
+) -> None:
+    limits = {"max_pixels": 40_000_000, "max_side": 16_384}
+    with raises("image_too_large", made):
+        processors[name].check_growth(sizes, **limits)
+    for each in processors.values():
+        each.check_growth([(64, 64), (3000, 4000), (600, 20)], **limits)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_no_image_is_processed_to_count_its_tokens(
+    processors: dict[str, ImageProcessor], name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which takes a second for the largest."""
+    kind = type(processors[name].image_processor)
+    monkeypatch.setattr(kind, "preprocess", lambda *_, **__: pytest.fail("it is processed"))
+    assert processors[name].num_tokens([(611, 517), (517, 611)])
+
+
 def test_a_model_without_images_has_no_processor() -> None:
     assert ImageProcessor.of(EngineConfig().model_folder) is None
 

@@ -25,6 +25,7 @@ from nano_inference.text.tokenizer import (
 )
 
 from ..errors import raises
+from ..gguf_files import TINY
 
 
 @pytest.fixture
@@ -65,10 +66,47 @@ def test_a_model_without_any_tokenizer_has_none(folder: Path, tmp_path: Path) ->
         find_tokenizer(tmp_path / "nowhere")
 
 
-def test_a_folder_with_only_the_tokenizers_settings(folder: Path) -> None:
+@pytest.mark.parametrize(
+    "kind", ["Qwen2Tokenizer", "LlamaTokenizer", "PreTrainedTokenizerFast", ""]
+)
+def test_a_folder_with_only_the_tokenizers_settings_is_refused(folder: Path, kind: str) -> None:
     (folder / "tokenizer.json").unlink()
-    with pytest.raises(ModelError, match=r"can't be loaded|not backed by a tokenizer\.json"):
-        load_tokenizer(folder)
+    (folder / "config.json").write_text('{"model_type": "qwen2"}')
+    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": kind or None}))
+    with pytest.raises(
+        ModelError, match=r"holds no tokenizer\.json, and only the tokenizer's sett"
+    ):
+        find_tokenizer(folder)
+
+
+def split(folder: Path) -> None:
+    """Keep a byte-level vocabulary as vocab.json and merges.txt."""
+    content = json.loads((TINY / "tokenizer.json").read_text())
+    vocabulary = content["model"]["vocab"]
+    vocabulary |= {token["content"]: token["id"] for token in content["added_tokens"]}
+    (folder / "vocab.json").write_text(json.dumps(vocabulary))
+    merges = "\n".join(" ".join(pair) for pair in content["model"]["merges"])
+    (folder / "merges.txt").write_text(f"#version: 0.2\n{merges}\n")
+    (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "Qwen2Tokenizer"}')
+
+
+def test_a_vocabulary_in_files_of_its_own_is_loaded_whole_or_refused(tmp_path: Path) -> None:
+    split(tmp_path)
+    text = "Question: 12 + 30 = ? naïve 🙂"
+    loaded, expected = find_tokenizer(tmp_path), load_tokenizer(TINY)
+    assert loaded is not None
+    assert loaded(text).input_ids == expected(text).input_ids
+    (tmp_path / "merges.txt").unlink()
+    with pytest.raises(ModelError, match="merges"):
+        find_tokenizer(tmp_path)
+
+
+def test_a_tokenizer_of_added_tokens_alone_is_refused(tmp_path: Path) -> None:
+    empty = Tokenizer(models.BPE())
+    empty.add_special_tokens(["<|end|>"])
+    PreTrainedTokenizerFast(tokenizer_object=empty).save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match="has no tokens but 1 added"):
+        load_tokenizer(tmp_path)
 
 
 def test_a_broken_tokenizer(folder: Path) -> None:

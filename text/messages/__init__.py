@@ -17,3 +17,5 @@ from .tools import SWITCHES as SWITCHES
 from .tools import Tool as Tool
 from .tools import ToolUse as ToolUse
 from .tools import asked_to_reason as asked_to_reason
+from .tools import tool_of as tool_of
+from .tools import tools_of as tools_of

@@ -17,7 +17,7 @@ from ...config import Constraint, RequestError
 from .call_rules import CallRules, unsupported
 from .lark import SPACE, Grammar, answer_of, up_to, without
 from .message_format import MessageFormat, ReasoningSyntax
-from .regions import CONTENT, REASONING, MessageRegions, region_template
+from .regions import CONTENT, REASONING, UNOPENED, MessageRegions, region_template
 from .tools import ToolUse
 
 _NO_TOKENS: Mapping[str, int] = {}
@@ -108,9 +108,8 @@ def _reasoning_state(form: MessageFormat, opening: str) -> _State:
     pieces = [*regions.opening, *regions.feed("\0")]
     if regions.field in REASONING:
         return "open"
-    if any(each.field in REASONING for each in pieces):
+    if any(each.field in (*REASONING, UNOPENED) for each in pieces):
         return "closed"
-    # Reasoning without an opening mark may be closed all the same: its end is then text.
     text = "".join(each.text for each in pieces if each.field == CONTENT and each.kind == "text")
     return "closed" if text.strip("\0 \t\r\n") else "possible"
 

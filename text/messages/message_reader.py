@@ -12,7 +12,15 @@ from transformers.utils.chat_parsing import parse_response
 from xxhash import xxh3_64_hexdigest
 
 from .message_format import MessageFormat
-from .regions import CALLS, CONTENT, REASONING, MessageRegions, RegionPiece, region_template
+from .regions import (
+    CALLS,
+    CONTENT,
+    REASONING,
+    UNOPENED,
+    MessageRegions,
+    RegionPiece,
+    region_template,
+)
 from .tools import Tool
 
 # Errors of invalid JSON and templates.
@@ -66,8 +74,10 @@ class MessageReader:
     token by token, give the same deltas.
 
     An invalid call is content, as the model wrote it, with its marks: without valid JSON, without
-    the name of a tool in the prompt, or with arguments that are no object. Of several calls between
-    two marks all are valid, or none. A mark within a string of a call's JSON is part of the string.
+    the name of a tool in the prompt, with arguments that are no object, or with text that belongs
+    to no argument. Of several calls between two marks all are valid, or none. A mark within a value
+    of a call is part of the value. A closing mark of reasoning is dropped where none is open, as
+    after a budget that closed it.
 
     Attributes:
         calls: The number of calls so far.
@@ -87,6 +97,8 @@ class MessageReader:
         self._separates_reasoning = reading.separates_reasoning
         self._tools: list[Any] = [tool.as_templates_read() for tool in reading.tools]
         self._names = {tool.name for tool in reading.tools}
+        # Whether some text was not white space.
+        self._has_text = False
         self._template = region_template(form.response_template, with_calls=bool(reading.tools))
         self._regions = MessageRegions(self._template, reading.opening)
         # The pieces of the open call; the prompt may have begun it.
@@ -144,8 +156,11 @@ class MessageReader:
 
     def _read(self, piece: RegionPiece, cut_off: bool) -> Delta:
         if piece.field == CONTENT and piece.kind == "text":
+            self._has_text = self._has_text or not piece.own.isspace()
             return Delta(content=piece.own)
-        if piece.field in REASONING:
+        if piece.field == UNOPENED and self._separates_reasoning:
+            return Delta(content=self._space_of(piece))
+        if piece.field in (*REASONING, UNOPENED):
             if not self._separates_reasoning:
                 return Delta(content=piece.own)
             return Delta(reasoning=piece.own if piece.kind == "text" else "")
@@ -161,7 +176,14 @@ class MessageReader:
             # A call in the prompt does not belong to the message.
             return Delta()
         calls = self._calls(cut_off=cut_off and piece.kind == "end")
+        self._has_text = self._has_text or not calls
         return Delta("", "" if calls else text, tuple(calls))
+
+    def _space_of(self, piece: RegionPiece) -> str:
+        """Return the white space between the texts around a mark that closes nothing."""
+        mark = piece.text.rstrip()
+        space = piece.text[len(mark) :] if self._has_text else ""
+        return space[-len(piece.own) :] if piece.own else ""
 
     def _calls(self, *, cut_off: bool) -> list[ToolCall]:
         """Return the calls of the closed region; none if it is malformed."""
@@ -169,6 +191,7 @@ class MessageReader:
         try:
             if self._call[-1].kind == "end" and not self._template.ends_itself:
                 raise ValueError("it may lack its end")
+            self._template.check_all_is_read("".join(piece.text for piece in self._call[1:-1]))
             assert self._template.calls is not None
             message = parse_response(text, self._template.calls, prefix="", tools=self._tools)
             functions = [self._function(call) for call in _flat(message[CALLS])]

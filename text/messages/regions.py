@@ -6,7 +6,6 @@ call is shown as the model wrote it.
 
 from __future__ import annotations
 
-import json
 import re
 from functools import lru_cache
 from typing import Any, Literal, NamedTuple
@@ -18,6 +17,8 @@ from transformers.utils.chat_parsing.response_templates import (
     load_response_template,
 )
 
+from .call_body import CallBody, check_all_is_read, new_body
+
 REASONING = ("reasoning_content", "reasoning", "thinking")
 """Names of the reasoning in response templates."""
 
@@ -26,6 +27,10 @@ CONTENT = "content"
 
 FIELDS = (*REASONING, CALLS, CONTENT)
 """The fields of a response template that are read here."""
+
+UNOPENED = "unopened"
+"""The region of closing marks of reasoning where no reasoning is open. Transformers prefers the
+first name of several that open with the same mark."""
 
 _MARKS = "marks"
 _OUTSIDE = "outside"
@@ -46,13 +51,6 @@ _LOOKS_BACK = re.compile(r"(?<!\[)\^|\\[ABbGKmM]|\(\?<[=!]")
 
 # Patterns that may match without taking any text.
 _NO_WIDTH = re.compile(r"\(\?<?[=!]|\\[AbBzZ]|\$|(?<!\[)\^")
-
-
-_QUOTE = re.compile(r'\\.|"', re.DOTALL)
-_CONTROL = re.compile(r"[\x00-\x1f]")
-
-_MOST_LOOKS = 64
-"""How often a whole call is parsed, to find out whether a mark stands in one of its strings."""
 
 
 class RegionPiece(NamedTuple):
@@ -78,15 +76,25 @@ class RegionTemplate(NamedTuple):
         template: With plain texts, so that the parser never raises, and with reported marks.
         calls: For a region of calls, from its opening mark on.
         looks_back: Whether it depends on the text before a mark.
-        quoting: Whether calls are plain JSON, in whose strings the closing mark may stand.
         ends_itself: Whether a call is seen to be complete without a closing mark.
+        content: Transformers' parser of a call's body; "" without calls.
+        content_args: Its arguments.
     """
 
     template: ResponseTemplate
     calls: ResponseTemplate | None
     looks_back: bool
-    quoting: bool
     ends_itself: bool
+    content: str
+    content_args: dict[str, Any]
+
+    def new_body(self) -> CallBody:
+        """Return the body of a call without text."""
+        return new_body(self.content, self.content_args)
+
+    def check_all_is_read(self, body: str) -> None:
+        """Raises ValueError: a part of a call's body would be ignored."""
+        check_all_is_read(self.content, self.content_args, body)
 
 
 def region_template(response_template: dict[str, Any], *, with_calls: bool) -> RegionTemplate:
@@ -102,22 +110,27 @@ def _region_template(encoded: bytes, with_calls: bool) -> RegionTemplate:
     fields = {name: _as_text(given["fields"][name]) for name in wanted}
     implicit = next((name for name in wanted if not _has(fields[name], "open")), "")
     if implicit:
-        fields |= {implicit: _as_text({})} | _marks(fields[implicit])
+        fields |= {implicit: _as_text({})} | _marks(fields[implicit], _MARKS)
     else:
         fields[_OUTSIDE if CONTENT in fields else CONTENT] = _as_text({})
+    # A mark that closes nothing is no text; another field that opens with it goes first.
+    for name in (name for name in REASONING if name != implicit and name in fields):
+        fields |= _marks(fields[name], UNOPENED)
     calls, field = None, given["fields"].get(CALLS, {})
     if CALLS in wanted:
         without = {key: value for key, value in field.items() if not key.startswith("close")}
         calls = load_response_template(anchor | {"fields": {CALLS: without}})
     template = load_response_template(anchor | {"fields": fields})
     closes = template.fields[CALLS].close_re if CALLS in wanted else None
-    is_json = field.get("content") == "json"
+    made = calls.fields[CALLS] if calls is not None else None
+    content = "" if made is None else made.content
     return RegionTemplate(
         template,
         calls,
         any(map(_looks_back, fields.values())),
-        is_json and not field.get("content_args"),
-        is_json or closes is None or closes.fullmatch("") is not None,
+        content == "json" or closes is None or closes.fullmatch("") is not None,
+        content,
+        {} if made is None else made.content_args,
     )
 
 
@@ -135,77 +148,21 @@ def _as_text(field: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _marks(implicit: dict[str, Any]) -> dict[str, Any]:
-    """The end of the text outside of regions, as a region of its own. Without such text it would
-    not be reported."""
-    opens = {key.replace("close", "open"): implicit[key] for key in implicit if "close" in key}
+def _marks(closed: dict[str, Any], name: str) -> dict[str, Any]:
+    """Return a region of the closing marks of another one. Without such a region they would be
+    text, or not be reported."""
+    opens = {key.replace("close", "open"): closed[key] for key in closed if "close" in key}
     # A match without width would be found again and again.
     if not opens or _NO_WIDTH.search(opens.get("open_pattern", "")):
         return {}
     field = _as_text(opens | {"close_pattern": ""})
-    made = load_response_template({"start_anchor": "x", "fields": {_MARKS: field}})
-    return {} if made.fields[_MARKS].open_re.fullmatch("") else {_MARKS: field}
+    made = load_response_template({"start_anchor": "x", "fields": {name: field}})
+    return {} if made.fields[name].open_re.fullmatch("") else {name: field}
 
 
 def _looks_back(field: dict[str, Any]) -> bool:
     patterns = (field.get("open_pattern", ""), field.get("close_pattern", ""))
     return any(_LOOKS_BACK.search(pattern) for pattern in patterns)
-
-
-class _CallText:
-    """The text of a region of calls so far."""
-
-    def __init__(self) -> None:
-        self._pieces: list[str] = []
-        # The first piece that was not scanned for quotes, and the half of an escape before it.
-        self._new = 0
-        self._half = ""
-        self._quoted = False
-        self._in_string = False
-        self._looks = 0
-
-    def add(self, text: str) -> None:
-        """Add text."""
-        self._pieces.append(text)
-
-    @property
-    def text(self) -> str:
-        """All of the text."""
-        return "".join(self._pieces)
-
-    def head(self, chars: int) -> str:
-        """Return the first characters."""
-        return "".join(self._pieces[:chars])[:chars]
-
-    def ends_in_string(self) -> bool:
-        """Return whether it is the beginning of JSON, and ends within a string."""
-        new = self._half + "".join(self._pieces[self._new :])
-        self._new = len(self._pieces)
-        same = self._in_string and not _CONTROL.search(new)
-        end = 0
-        for found in _QUOTE.finditer(new):
-            end = found.end()
-            if found[0] == '"':
-                self._quoted, same = not self._quoted, False
-        self._half = new[end:][-1:] if new[end:].endswith("\\") else ""
-        if not self._quoted or same:
-            self._in_string = self._quoted
-        # Each parses the whole text; after so many, invalid JSON may end later than it could.
-        elif self._looks < _MOST_LOOKS:
-            self._looks += 1
-            self._in_string = self._is_cut_in_string()
-        else:
-            self._in_string = True
-        return self._in_string
-
-    def _is_cut_in_string(self) -> bool:
-        try:
-            json.loads(self.text)
-        except json.JSONDecodeError as error:
-            return error.msg.startswith("Unterminated string")
-        except (ValueError, RecursionError):
-            pass
-        return False
 
 
 class MessageRegions:
@@ -226,7 +183,7 @@ class MessageRegions:
         self.field = self._outside
         # The opening mark of the region, and the text of its calls so far.
         self._mark = ""
-        self._body = _CallText()
+        self._body = template.new_body()
         # The unreported text from `_at` on, and before it the text for marks that look back.
         self._text = ""
         self._at = 0
@@ -280,7 +237,11 @@ class MessageRegions:
             elif event["type"] == "region_open":
                 found = self._fields[field].open_re.match(self._text, self._at)
                 pieces.append(self._piece("open", field, found.end() if found else self._at))
-                self.field, self._mark, self._body = field, pieces[-1].text, _CallText()
+                self.field, self._mark, self._body = (
+                    field,
+                    pieces[-1].text,
+                    self._template.new_body(),
+                )
             else:
                 closes = self._fields[field].close_re
                 found = closes and closes.match(self._text, self._at)
@@ -304,9 +265,9 @@ class MessageRegions:
         return RegionPiece(kind, field, text, own)
 
     def _is_quoted(self) -> bool:
-        """Return whether the closing mark of a call stands in one of its strings. The parser, which
+        """Return whether the closing mark of a call stands in one of its values. The parser, which
         takes it for the end, is replaced."""
-        quotes = self.field == CALLS and self._template.quoting and self._body.ends_in_string()
+        quotes = self.field == CALLS and self._body.ends_in_value()
         parser = self._new_parser("") if quotes else None
         self._parser = parser or self._parser
         return parser is not None
@@ -320,8 +281,13 @@ class MessageRegions:
         if self._template.looks_back:
             return None
         opened = {"type": "region_open", "field": self.field}
-        # Some marks need more text behind them.
-        for filler in ("x", self._body.head(_LOOKED_AT_CHARS)):
+        # Some opening marks need more text behind them, in which no closing mark may begin.
+        head = self._body.head(_LOOKED_AT_CHARS)
+        closes = self._fields[self.field].close_re
+        for partial in (False, True):
+            if closes is not None and (found := closes.search(head, partial=partial)) is not None:
+                head = head[: found.start()]
+        for filler in ("x", head):
             events = parser.feed(f"{self._mark}{filler}{held}")
             behind = events[events.index(opened) + 1 :] if opened in events else []
             if filler and "".join(event.get("text", "/") for event in behind) == filler:

@@ -8,7 +8,7 @@ from typing import Any
 _PARTS = ("anyOf", "oneOf", "allOf", "prefixItems")
 _TABLES = ("properties", "patternProperties", "dependentSchemas", "$defs", "definitions")
 _VALUES = ("const", "enum", "required", "dependentRequired", "dependencies", "x-guidance")
-_WORDS = frozenset({"title", "description", "examples", "default", "deprecated", "$comment"})
+ANNOTATIONS = frozenset({"title", "description", "examples", "default", "deprecated", "$comment"})
 
 
 def without_words(schema: Any) -> Any:
@@ -21,7 +21,7 @@ def without_words(schema: Any) -> Any:
     for key, value in schema.items():
         if key in _TABLES and isinstance(value, Mapping):
             kept[key] = {name: without_words(each) for name, each in value.items()}
-        elif key not in _WORDS:
+        elif key not in ANNOTATIONS:
             kept[key] = value if key in _VALUES else without_words(value)
     return kept
 

@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
 import msgspec
+
+from ...config import field_error, shown
+
+MOST_NAME_CHARS = 128
+"""Characters of a tool's name, as Anthropic allows; OpenAI allows 64."""
+
+_NAME = re.compile(rf"[A-Za-z0-9_.-]{{1,{MOST_NAME_CHARS}}}")
+
+_DEEPEST = 100
+"""Deepest nesting of a schema, since other code walks schemas by recursion."""
 
 
 def _no_arguments() -> dict[str, Any]:
@@ -70,3 +81,54 @@ def asked_to_reason(variables: Mapping[str, Any]) -> bool | None:
             return bool(variables[name])
     effort = variables.get(EFFORT)
     return None if effort is None else effort != "none"
+
+
+def tools_of(given: Iterable[tuple[str, Tool]], schema: str = "parameters") -> tuple[Tool, ...]:
+    """Check and return the tools of a call.
+
+    Args:
+        given: Each with the path of its fields in the body, such as `tools[0].function`.
+        schema: The interface's name for the schema of the arguments.
+
+    Raises:
+        FieldError: A name is invalid or not unique; a schema is not that of an object, or is nested
+            too deeply.
+    """
+    found: dict[str, Tool] = {}
+    for where, tool in given:
+        param = f"{where}.name"
+        if _NAME.fullmatch(tool.name) is None:
+            raise field_error(
+                param,
+                f"is {shown(tool.name)}; it may have 1 to {MOST_NAME_CHARS} of A to Z, a to z, "
+                "0 to 9, _, - and .",
+            )
+        if tool.name in found:
+            raise field_error(param, f": there is a tool {shown(tool.name)} already")
+        kind = tool.parameters.get("type", "object")
+        if kind != "object":
+            param = f"{where}.{schema}.type"
+            raise field_error(
+                param, f"is {shown(kind)}; arguments are an object, and so it has to be 'object'"
+            )
+        if _is_deep(tool.parameters):
+            param = f"{where}.{schema}"
+            raise field_error(param, f"is nested more than {_DEEPEST} deep")
+        found[tool.name] = tool
+    return tuple(found.values())
+
+
+def _is_deep(schema: Any) -> bool:
+    layer = [schema]
+    for _ in range(_DEEPEST):
+        inner = [each.values() if isinstance(each, dict) else each for each in layer]
+        layer = [each for values in inner for each in values if isinstance(each, dict | list)]
+    return bool(layer)
+
+
+def tool_of(
+    name: str, description: str | None, parameters: Mapping[str, Any] | None, strict: bool | None
+) -> Tool:
+    """Return a tool, with defaults for None."""
+    schema = {} if not parameters else {"parameters": dict(parameters)}
+    return Tool(name=name, description=description or "", strict=bool(strict), **schema)

@@ -167,7 +167,7 @@ class ToolUseBlock(msgspec.Struct, frozen=True, kw_only=True):
     type: Literal["tool_use"]
     id: str
     name: str
-    input: dict[str, Any]
+    input: dict[str, Any] = {}
     caller: DirectCaller | None = None
 
 

@@ -10,7 +10,7 @@ from starlette.requests import Request
 
 from ....bus.public import GenerateRequest
 from ....config import Config, SamplingParams, shown
-from ....text.messages import Tool, ToolUse
+from ....text.messages import Tool, ToolUse, tool_of, tools_of
 from ...server.http import FieldError, field_error
 from ...serving.chat_templates import Conversation, Reasoning, Turn
 from ...serving.constraints import of_text_format, the_one
@@ -25,7 +25,7 @@ from ...serving.images import (
 )
 from ...serving.prepared import Prepared
 from ...serving.sampling_fields import ANTHROPIC, read_sampling
-from ...serving.tools import tool_call, tool_of, tool_use_of, tools_of, with_named
+from ...serving.tools import tool_call, tool_use_of, with_named
 from .bodies import (
     AnthropicMessage,
     Blocks,

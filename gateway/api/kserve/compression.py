@@ -17,6 +17,9 @@ from ....config import RequestError, shown
 CODINGS = {"gzip": 31, "deflate": 15}
 """Content codings, each with zlib's `wbits`."""
 
+CODEC_THREADS = anyio.CapacityLimiter(4)
+"""Bodies and tensors processed beside the event loop at a time, piece by piece."""
+
 _PIECE_BYTES = 1 << 20
 # Responses are large, and clients wait for them.
 _LEVEL = 1
@@ -69,7 +72,7 @@ async def decompressed(
     pieces: list[bytes] = []
     size = 0
     following = _pieces(body, coding)
-    while piece := await anyio.to_thread.run_sync(next, following, b""):
+    while piece := await anyio.to_thread.run_sync(next, following, b"", limiter=CODEC_THREADS):
         size += len(piece)
         if size > max_bytes:
             raise RequestError(

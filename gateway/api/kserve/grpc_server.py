@@ -36,6 +36,7 @@ from ...server.limits import ConnectionLimits
 from ...server.server import HttpServer
 from ...server.tls import Certificates
 from ...serving.origin import Origin, origin_of
+from .compression import CODEC_THREADS
 from .grpc_connection import (
     GrpcConnection,
     GrpcFailure,
@@ -392,7 +393,7 @@ def _failed(call: ObservedCall, scope: Scope, error: Exception) -> GrpcFailure:
         scope["state"][ERROR_CODE] = error.code
         failure = failure_of(error)
         if failure.status >= 500:
-            log.warning("grpc_call_failed", code=error.code, error=error.message)
+            log.warning("grpc_call_failed", code=error.code, error=str(error))
     else:
         log.error("grpc_handler_failed", exc_info=error)
         failure = failure_of(NanoInferenceError("the gateway has failed; its log says where"))
@@ -419,7 +420,9 @@ async def _decode(message: Any, memory: RequestMemory) -> InferRequest:
     """Decode a request, in a thread if it has tensors in shared memory, which are copied."""
     if not any(each.parameters for each in message.inputs):
         return decode_infer_request(message, memory)
-    return await anyio.to_thread.run_sync(decode_infer_request, message, memory)
+    return await anyio.to_thread.run_sync(
+        decode_infer_request, message, memory, limiter=CODEC_THREADS
+    )
 
 
 async def _encode(response: InferResponse, request: InferRequest, memory: RequestMemory) -> Any:
@@ -427,7 +430,7 @@ async def _encode(response: InferResponse, request: InferRequest, memory: Reques
     encode = partial(encode_infer_response, response, request.outputs, memory)
     if sum(each.data.nbytes for each in response.outputs) <= LITTLE_BYTES:
         return encode()
-    return await anyio.to_thread.run_sync(encode)
+    return await anyio.to_thread.run_sync(encode, limiter=CODEC_THREADS)
 
 
 def _stopping() -> EngineError:

@@ -44,7 +44,7 @@ from ...server.http import (
 from ...server.limits import hold
 from ...serving.fields import read_part
 from ...serving.origin import Origin, origin_of
-from .compression import coding_of, compress, decompressed, wanted_coding
+from .compression import CODEC_THREADS, coding_of, compress, decompressed, wanted_coding
 from .operations import MODEL, OPERATIONS, Operation, OperationCall, paths_of
 from .regions import RequestMemory
 from .service import KServe
@@ -207,7 +207,7 @@ class InferCalls:
         # Tensors in shared memory are copied, and may be large.
         if len(body) <= LITTLE_BYTES and b"shared_memory_region" not in json:
             return decode()
-        return await anyio.to_thread.run_sync(decode)
+        return await anyio.to_thread.run_sync(decode, limiter=CODEC_THREADS)
 
     async def _response(
         self,
@@ -220,7 +220,10 @@ class InferCalls:
             codec.encode_http_response, response, decoded.outputs, decoded.binary_outputs, memory
         )
         little = sum(each.data.nbytes for each in response.outputs) <= LITTLE_BYTES
-        parts, length = encode() if little else await anyio.to_thread.run_sync(encode)
+        if little:
+            parts, length = encode()
+        else:
+            parts, length = await anyio.to_thread.run_sync(encode, limiter=CODEC_THREADS)
         coding = wanted_coding(request.headers)
         if coding:
             compressed = await anyio.to_thread.run_sync(

@@ -15,7 +15,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ....bus.public import EmbedParams
-from ....config import shown
+from ....config import RequestError, shown
 from ....pipeline.scoring import EmbeddedPrompt
 from ...server.http import field_error, read_object
 from ...serving.embedding import EmbedCall, Prompt, answer_embedded, similarity
@@ -36,14 +36,17 @@ class EmbeddingCalls:
     async def embeddings(self, request: Request) -> Response:
         """Return the vectors of the inputs."""
         fields = await self._read(request, EmbeddingBody)
-        prompts = prompts_of(fields.input, "input")
+        prompts = prompts_of(fields.input, "input", may_be_empty=True)
         write = partial(_embeddings, encode=_ENCODINGS[fields.encoding_format])
         return await self._answer(request, fields, "embd", prompts, write)
 
     async def score(self, request: Request) -> Response:
         """Return the similarity of pairs: one text with each of several, or each with its own."""
         fields = await self._read(request, ScoreBody)
-        ones, others = prompts_of(fields.text_1, "text_1"), prompts_of(fields.text_2, "text_2")
+        ones, others = (
+            prompts_of(given, name, may_be_empty=True)
+            for name, given in (("text_1", fields.text_1), ("text_2", fields.text_2))
+        )
         if len(ones) not in (1, len(others)):
             raise field_error(
                 "text_1",
@@ -51,7 +54,7 @@ class EmbeddingCalls:
                 "or as many as in text_2",
             )
         write = partial(_scores, ones=len(ones))
-        return await self._answer(request, fields, "score", [*ones, *others], write)
+        return await self._compare(request, fields, "score", [*ones, *others], write)
 
     async def rerank(self, request: Request) -> Response:
         """Return documents by their similarity to a query, the most similar first."""
@@ -67,11 +70,35 @@ class EmbeddingCalls:
         write = partial(
             _ranked, texts=texts if fields.return_documents else None, top_n=fields.top_n
         )
-        return await self._answer(request, fields, "rerank", [fields.query, *texts], write)
+        return await self._compare(request, fields, "rerank", [fields.query, *texts], write)
 
     async def _read(self, request: Request, kind: type[Fields]) -> Fields:
         most = self._services.config.gateway.max_body_bytes
         return read_part(await read_object(request, most), kind)
+
+    async def _compare(
+        self,
+        request: Request,
+        fields: EmbeddingCommon,
+        kind: str,
+        prompts: Sequence[Prompt],
+        write: Callable[[list[EmbeddedPrompt]], dict[str, Any]],
+    ) -> Response:
+        """As `_answer`, with zeros as the vector of an empty text that has no tokens: it is similar
+        to no other."""
+        kept = [each for each in prompts if each != ""]
+        if kept == prompts or await self._services.words.token_ids(""):
+            return await self._answer(request, fields, kind, prompts, write)
+        if not kept:
+            raise RequestError("all texts are empty; give at least one", code="empty_prompt")
+
+        def write_all(embedded: list[EmbeddedPrompt]) -> dict[str, Any]:
+            zeros = (0.0,) * len(embedded[0].vector)
+            empty = EmbeddedPrompt(zeros, 0, embedded[0].weight_version)
+            found = iter(embedded)
+            return write([next(found) if each != "" else empty for each in prompts])
+
+        return await self._answer(request, fields, kind, kept, write_all)
 
     async def _answer(
         self,

@@ -235,6 +235,8 @@ class GenerationCalls:
             chunks = Chunks(running.answers, send, after)
             try:
                 async with running.attach() as attachment:
+                    # Without room for the call no client can resume it.
+                    stream.ids = stream.ids and attachment is not None
                     run = partial(self._run, running, attachment, chunks.take)
                     completions = await chunks.send_while(run)
                     await chunks.send_usage(completions, running.origin.account)

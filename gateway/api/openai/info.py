@@ -14,7 +14,7 @@ from starlette.responses import PlainTextResponse, Response
 
 from ....bus.weights import InFlight
 from ....config import AdapterError
-from ...policy.caller import Caller, caller_of, check_allowed
+from ...policy.caller import Caller, caller_of, check_allowed, shown_path
 from ...server.http import FieldError, JsonResponse, field_error, read_object
 from ...serving.fields import adapter_of, read_part
 from ...serving.lane_state import unknown_model
@@ -42,7 +42,8 @@ class ModelInfoCalls:
     async def cards(self, caller: Caller) -> list[dict[str, Any]]:
         """Return the cards of the model and its adapters that a caller may use."""
         allowed = caller.models
-        return [card for card in await self._cards() if allowed is None or card["id"] in allowed]
+        cards = await self._cards(caller)
+        return [card for card in cards if allowed is None or card["id"] in allowed]
 
     async def model(self, request: Request) -> Response:
         return JsonResponse(await self.card_of(request))
@@ -59,7 +60,7 @@ class ModelInfoCalls:
         """
         wanted = adapter_of(name, self._config) or self._served.default
         check_allowed(caller, wanted)
-        for card in await self._cards():
+        for card in await self._cards(caller):
             if card["id"] == wanted:
                 return card
         raise unknown_model(name, self._served.default)
@@ -121,7 +122,7 @@ class ModelInfoCalls:
         names = ("bos_token", "eos_token", "pad_token", "unk_token")
         return JsonResponse(told | {name: getattr(tokenizer, name) for name in names})
 
-    async def _cards(self) -> list[dict[str, Any]]:
+    async def _cards(self, caller: Caller) -> list[dict[str, Any]]:
         """Return a card for the model and each adapter, whose parent is the model."""
         name = self._served.default
         found: list[tuple[str, str, str | None]] = [(name, self._config.engine.model_path, None)]
@@ -134,7 +135,7 @@ class ModelInfoCalls:
                 "object": "model",
                 "created": self._created,
                 "owned_by": "nano-inference",
-                "root": root,
+                "root": shown_path(caller, root),
                 "parent": parent,
                 "max_model_len": length,
                 **more,

@@ -11,13 +11,15 @@ from typing import Any, ClassVar, Literal, NamedTuple
 import msgspec
 
 from ....config import shown
-from ....text.messages import Tool, ToolUse
+from ....text.conversation import arguments_of as called_with
+from ....text.conversation import check_results
+from ....text.messages import Tool, ToolUse, tool_of, tools_of
 from ...server.http import field_error
 from ...serving.chat_templates import Conversation, Turn, reasoning_of_effort
 from ...serving.fields import read_part
 from ...serving.images import content_of as joined_content
 from ...serving.images import image_part, of_url, sources_in, text_part, unsupported_here
-from ...serving.tools import tool_call, tool_of, tool_use_of, tools_of, with_allowed, with_named
+from ...serving.tools import tool_call, tool_use_of, with_allowed, with_named
 from .bodies import (
     CACHE_MARKS,
     CalledTool,
@@ -49,6 +51,7 @@ def conversation_of(body: ChatBody | TokenizeBody) -> Conversation:
     if not body.messages:
         raise field_error("messages", "is empty; give at least one")
     turns = [turn_of(message, f"messages[{place}]") for place, message in enumerate(body.messages)]
+    check_results(turns)
     if body.continue_final_message and not turns[-1]["content"]:
         raise field_error(
             "continue_final_message", "needs a last message with text that it can go on from"
@@ -67,7 +70,8 @@ def turn_of(given: dict[str, Any], where: str) -> Turn:
     calls' arguments as objects.
 
     Raises:
-        FieldError: It is invalid, or holds no text. `where` is its path in the body.
+        FieldError: It is invalid, or has no content and is not the assistant's. `where` is its path
+            in the body.
     """
     message = read_part(given, OpenAIMessage, where)
     calls = [
@@ -75,7 +79,7 @@ def turn_of(given: dict[str, Any], where: str) -> Turn:
     ]
     content = message.refusal if message.content is None else message.content
     reasoning = message.reasoning_content or message.reasoning
-    if content is None and not (message.role == "assistant" and (calls or reasoning)):
+    if content is None and message.role != "assistant":
         raise field_error(
             f"{where}.content", "is missing; it is a text, or a list of parts of text"
         )
@@ -137,16 +141,14 @@ def _call(call: CalledTool, where: str) -> dict[str, Any]:
 
 
 def arguments_of(given: str | dict[str, Any] | None, param: str) -> dict[str, Any]:
-    """Return a call's arguments, an object or its JSON.
+    """Return a call's arguments, an object or its JSON; none for null and blank.
 
     Raises:
         FieldError: They are no object. `param` is their path in the body.
     """
-    if isinstance(given, dict) or not given:
-        return given or {}
     try:
-        return msgspec.json.decode(given, type=dict[str, Any])
-    except (ValueError, RecursionError):
+        return called_with(given)
+    except ValueError:
         raise field_error(param, "must be an object, as JSON") from None
 
 

@@ -152,6 +152,11 @@ class ChoicesRecord(DurableRecord, frozen=True, kw_only=True):
         # Otherwise no client knows the answer's id before the answer is there.
         return self.call.fields.stream or self.keyed is not None
 
+    @property
+    def is_promised(self) -> bool:
+        # A stream is stored so that it can be resumed, which its client didn't ask for.
+        return self.keyed is not None
+
     def request(self, place: int) -> GenerateRequest:
         """Return the request of a prompt."""
         prompts = len(self.prompts)
@@ -341,16 +346,21 @@ def _text_sampling(
     )
 
 
-def prompts_of(given: str | list[Any] | None, field: str = "prompt") -> list[Prompt]:
+def prompts_of(
+    given: str | list[Any] | None, field: str = "prompt", *, may_be_empty: bool = False
+) -> list[Prompt]:
     """The prompts in a field: a text or token ids, or a list of either.
+
+    Args:
+        may_be_empty: Whether a single text may be empty.
 
     Raises:
         RequestError: There is none, or it is none of these.
     """
-    if not given:
+    if not given and not (may_be_empty and given == ""):
         raise field_error(field, "is empty; give a text or token ids", code="empty_prompt")
-    if isinstance(given, str):
-        return [given]
+    if given is None or isinstance(given, str):
+        return [given or ""]
     kinds = set(map(type, given))
     if kinds == {int}:
         return [tuple(given)]

@@ -83,9 +83,8 @@ class PromptWriter:
         """Return the part of an answer that is known before the end of the sample. Args: the text
         as it is shown."""
         wanted, request = self.wanted, self.wanted.request
-        own = f"{request.request_id}_{sample.sample_index}"
         meta: Answer = {
-            "id": own if request.n > 1 else request.request_id,
+            "id": f"{wanted.id}_{sample.sample_index}" if request.n > 1 else wanted.id,
             "completion_tokens": len(sample.token_ids),
             "finish_reason": None,
         }

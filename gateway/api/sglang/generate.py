@@ -16,11 +16,13 @@ from starlette.responses import Response
 from ....bus.public import Completion, EmbedParams, GenerateRequest, Output
 from ....config import Int64, NanoInferenceError
 from ....pipeline.scoring import EmbeddedPrompt
+from ...policy.caller import Caller, caller_of
 from ...server.http import EventStream, JsonResponse, SendEvent, connected, error_body
 from ...serving.embedding import EmbedCall, answer_embedded
 from ...serving.fields import read_part
 from ...serving.origin import Origin, origin_of, tenant_of
 from ...serving.prepared import as_submitted, check_length
+from ...serving.request_ids import bus_id, name_of
 from ...serving.services import Services
 from ...serving.submissions import AT_ONCE
 from .answers import Answer, PromptWriter, SampleEvents
@@ -41,11 +43,11 @@ class Generation:
     async def generate(self, request: Request) -> Response:
         """The endpoint."""
         gateway = self._services.config.gateway
-        tenant = tenant_of(request)
+        caller, tenant = caller_of(request), tenant_of(request)
         body = await read_sglang_object(request, self._services.config)
         call = read_call(body, gateway.max_prompts)
         origin = origin_of(request, call.budget_ms)
-        writers = await self._writers(call.prompts, tenant)
+        writers = await self._writers(call.prompts, caller, tenant)
         for asked in _requests_of(writers[:1]):
             self._submissions.check_priority(origin.caller, asked, lower_first=False)
         if call.stream:
@@ -56,7 +58,9 @@ class Generation:
 
     # --- before -------------------------------------------------------------------------------
 
-    async def _writers(self, prompts: Iterator[PromptCall], tenant: str) -> list[PromptWriter]:
+    async def _writers(
+        self, prompts: Iterator[PromptCall], caller: Caller, tenant: str
+    ) -> list[PromptWriter]:
         """Return the writer of each prompt's answer, with its request ready to submit."""
         services = self._services
         # All lengths first, so that no text is read for a call that is refused.
@@ -71,7 +75,9 @@ class Generation:
             words = None
             if wanted.needs_words or wanted.needs_token_ids:
                 words = await services.words.required()
-            request = msgspec.structs.replace(wanted.request, tenant=tenant)
+            request = msgspec.structs.replace(
+                wanted.request, request_id=bus_id(caller, wanted.id), tenant=tenant
+            )
             request = await as_submitted(services, request, as_tokens=wanted.needs_token_ids)
             wanted = msgspec.structs.replace(wanted, request=request)
             writers.append(PromptWriter(wanted, words, self._labels))
@@ -156,8 +162,9 @@ async def encode(services: Services, request: Request) -> Response:
     found = await read_sglang_object(request, services.config)
     body = read_part(found, EncodeBody)
     prompts, batch = read_prompts(body.text, body.input_ids)
+    caller = caller_of(request)
     call = EmbedCall(
-        id=body.rid or uuid.uuid4().hex,
+        id=bus_id(caller, body.rid or uuid.uuid4().hex),
         params=EmbedParams(dimensions=body.dimensions),
         priority=body.priority,
         budget_ms=body.budget_ms,
@@ -165,7 +172,7 @@ async def encode(services: Services, request: Request) -> Response:
     )
 
     def write(embedded: list[EmbeddedPrompt], time: dict[str, Any]) -> Any:
-        ids = [each.request_id for each in call.requests(prompts, "")]
+        ids = [name_of(caller, each.request_id) for each in call.requests(prompts, "")]
         answers = [
             {
                 "embedding": each.vector,

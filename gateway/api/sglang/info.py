@@ -18,7 +18,7 @@ from ....bus.public import Completion, EmbedParams, ErrorInfo, GenerateRequest
 from ....config import NanoInferenceError, RequestError, SamplingParams, split_role
 from ....pipeline.health import living_first
 from ....store.board import StageReport
-from ...policy.caller import caller_of
+from ...policy.caller import Caller, caller_of, shown_path
 from ...server.http import EngineError, JsonResponse, connected
 from ...serving.fields import read_part
 from ...serving.lane_state import DRAINING
@@ -74,7 +74,7 @@ class ServerInfoCalls:
         return Response()
 
     async def model_info(self, request: Request) -> Response:
-        return JsonResponse(await self._model_info())
+        return JsonResponse(await self._model_info(caller_of(request)))
 
     async def weight_version(self, request: Request) -> Response:
         return JsonResponse({"weight_version": await self._label()})
@@ -86,7 +86,7 @@ class ServerInfoCalls:
         executors = _loads_of(lanes, "executor")
         return JsonResponse(
             {
-                **await self._model_info(),
+                **await self._model_info(caller_of(request)),
                 "served_model_name": engine.model_name,
                 "version": metadata.version("nano-inference"),
                 "host": config.gateway.host,
@@ -151,7 +151,7 @@ class ServerInfoCalls:
         elif body.abort_all:
             await self._submissions.abort_all()
         else:
-            await self._submissions.abort(body.rid)
+            await self._submissions.abort(caller, body.rid)
         return Response()
 
     def _released(self) -> str:
@@ -188,8 +188,8 @@ class ServerInfoCalls:
     async def _label(self) -> str:
         return self._labels.of(await self._engine.weight_version())
 
-    async def _model_info(self) -> dict[str, Any]:
-        folder = str(self._config.engine.model_folder)
+    async def _model_info(self, caller: Caller) -> dict[str, Any]:
+        folder = shown_path(caller, str(self._config.engine.model_folder))
         return {
             "model_path": folder,
             "tokenizer_path": folder,

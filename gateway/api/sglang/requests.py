@@ -95,6 +95,7 @@ class PromptCall(msgspec.Struct, frozen=True, kw_only=True):
     """A prompt of a call.
 
     Attributes:
+        id: Its id, as the client knows it.
         request: The request to submit.
         own: The sampling parameters that concern the answer.
         scores_only: No tokens are wanted (max_new_tokens 0). The engine samples one all the same.
@@ -103,6 +104,7 @@ class PromptCall(msgspec.Struct, frozen=True, kw_only=True):
         token_texts: Whether logprobs come with the tokens' texts.
     """
 
+    id: str
     request: GenerateRequest
     own: SGLangSampling
     scores_only: bool
@@ -205,7 +207,6 @@ def _prompt_calls(
         _check_number(samples, max_prompts)
         start, top = (start, top) if logprobs else (-1, 0)
         request = GenerateRequest(
-            request_id=request_id,
             prompt=prompt if isinstance(prompt, str) else None,
             prompt_token_ids=None if isinstance(prompt, str) else prompt,
             n=own.n,
@@ -221,6 +222,7 @@ def _prompt_calls(
             model=adapter or "",
         )
         yield PromptCall(
+            id=request_id,
             request=request,
             own=own,
             scores_only=params.max_tokens == 0,
@@ -270,10 +272,12 @@ def read_prompts(
 
 
 def _request_ids(rid: str | list[str] | None, count: int, batch: bool) -> list[str]:
-    if rid is None:
-        return [uuid.uuid4().hex for _ in range(count)]
+    if rid is None or rid == "":
+        rid = [uuid.uuid4().hex for _ in range(count)]
     if isinstance(rid, str):
         return [f"{rid}_{i}" for i in range(count)] if batch else [rid]
+    if "" in rid:
+        raise RequestError("rid holds an empty id; leave rid out, and each request gets one")
     if len(set(rid)) < len(rid):
         raise RequestError("rid holds an id twice", code="duplicate_request")
     return _each(rid, "rid", count)

@@ -184,7 +184,7 @@ class WeightCalls:
         if not body.names:
             raise RequestError("names is empty; name the tensors that are broadcast")
         # In a thread: there may be very many, and others wait for this one.
-        tensors = await anyio.to_thread.run_sync(_metas, body)
+        tensors = await anyio.to_thread.run_sync(_metas, body, limiter=self._unpacking)
         return await self._take(GroupWeights(body.group_name, tensors), body)
 
     async def from_disk(self, request: Request) -> Response:

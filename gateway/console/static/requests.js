@@ -24,7 +24,7 @@ async function refresh(signal) {
     // The gateway was restarted, and counts anew.
     if (!page.more && page.next < next) { known.clear(); next = 0; continue; }
     for (const each of page.requests) {
-      each.words = `${each.id} ${each.tenant} ${each.model} ${each.state} ${each.code} ${each.prompt} ${each.answer}`.toLowerCase();
+      each.words = `${each.name} ${each.id} ${each.tenant} ${each.model} ${each.state} ${each.code} ${each.prompt} ${each.answer}`.toLowerCase();
       known.set(each.number, each);
     }
     next = page.next;
@@ -50,7 +50,7 @@ function drawRow(each, index, chosen) {
   const text = h("div", { class: "text", role: "gridcell" }, h("b", null, tail(each.prompt) || "–"), " ", h("span", null, each.code || each.answer));
   const cells = narrow
     ? [h("div", { role: "gridcell" }, dot), text, h("div", { class: "right muted small", role: "gridcell" }, `${number(each.completion_tokens)} · ${duration(ended(each))}`)]
-    : [h("div", { role: "gridcell" }, dot), h("div", { role: "gridcell", class: "muted" }, clock(each.arrived_ns)), h("div", { role: "gridcell", class: "mono more", title: each.id }, shortId(each.id)), h("div", { role: "gridcell", title: each.tenant }, each.tenant), text,
+    : [h("div", { role: "gridcell" }, dot), h("div", { role: "gridcell", class: "muted" }, clock(each.arrived_ns)), h("div", { role: "gridcell", class: "mono more", title: each.name }, shortId(each.name)), h("div", { role: "gridcell", title: each.tenant }, each.tenant), text,
       h("div", { class: "right", role: "gridcell" }, number(each.completion_tokens)), h("div", { class: "right", role: "gridcell" }, each.first_ns ? duration(each.first_ns - each.arrived_ns) : "–"), h("div", { class: "right", role: "gridcell" }, duration(ended(each)))];
   return h("div", { class: "list-row", role: "row", id: `row-${each.number}`, "aria-rowindex": index + 2, "aria-selected": String(chosen), data: { index } }, cells);
 }
@@ -205,8 +205,8 @@ function details(found, close, session) {
       h("div", { class: "row nowrap" },
         running && session.scopes.includes("generate") && h("button", { type: "button", class: "danger", onclick: () => cancelRequest(request.id) }, "Cancel"),
         request.state === "done" && session.scopes.includes("generate") && h("button", { type: "button", class: "quiet", title: "Compute it again, and compare each bit", onclick: (event) => replay(request.id, event.currentTarget, replayed) }, "Replay"),
-        h("button", { type: "button", class: "quiet", onclick: () => copy(request.id) }, "Copy id"), closeButton(close))),
-    h("p", { class: "mono" }, request.id),
+        h("button", { type: "button", class: "quiet", onclick: () => copy(request.name) }, "Copy id"), closeButton(close))),
+    h("p", { class: "mono" }, request.name),
     request.message && h("div", { class: "banner bad" }, h("b", null, request.code), request.message),
     replayed,
     h("section", null, h("h2", null, `Stages · ${duration(total)}`), waterfall(stepsOf(found))),

@@ -135,7 +135,7 @@ class StagedChanges:
 
     async def weights_lost(self, error: WeightsError) -> None:
         """Handle a plan that was not run, since its weights could not be written."""
-        self.actor.log.error("weights_lost", reason=error.message, exc_info=error.__cause__)
+        self.actor.log.error("weights_lost", reason=str(error), exc_info=error.__cause__)
         await self._perform(self.core.weights_lost(error, now_ns()))
 
     def close(self) -> None:
@@ -233,7 +233,7 @@ class StagedChanges:
                 if await actor.bus.replies.outcomes(id, 1, _CONFIRM_S):
                     break
             except BusError as error:
-                actor.log.warning("admission_unreachable", reason=error.message)
+                actor.log.warning("admission_unreachable", reason=str(error))
                 await asyncio.sleep(_CONFIRM_S)
         self._answers.remove(answer)
         await self._answer(answer)
@@ -246,7 +246,7 @@ class StagedChanges:
                 "adapter_refused" if of_adapter else "operation_refused",
                 operation=type(operation).__name__,
                 code=error.code,
-                reason=error.message,
+                reason=str(error),
                 exc_info=error.__cause__,
             )
         labels = {names.ERROR_TYPE: error.code if error else ""}
@@ -268,14 +268,14 @@ class StagedChanges:
                 await record.put(weights)
         except BusError as error:
             # Only a successor needs the record; it serves the weights that it loads instead.
-            self.actor.log.warning("weights_not_remembered", reason=error.message)
+            self.actor.log.warning("weights_not_remembered", reason=str(error))
 
     async def _read_record(self, record: Any, kind: str) -> Any:
         """Return a record of the lane; None if unknown."""
         try:
             return await record.read()
         except BusError as error:
-            self.actor.log.warning(f"{kind}_of_the_lane_unknown", reason=error.message)
+            self.actor.log.warning(f"{kind}_of_the_lane_unknown", reason=str(error))
             return None
 
     async def _restore(self, weights: WeightsInPlace) -> list[do.Effect]:
@@ -311,7 +311,7 @@ class StagedChanges:
             await self.actor.bus.store.adapters.put(record)
         except BusError as error:
             # Only a successor needs the record; it has the adapters of the settings instead.
-            self.actor.log.warning("adapters_not_remembered", reason=error.message)
+            self.actor.log.warning("adapters_not_remembered", reason=str(error))
 
     async def _restore_adapters(self, record: AdaptersInPlace) -> None:
         """Restore the lane's adapters. Only requests for an adapter that is lost end."""
@@ -326,7 +326,7 @@ class StagedChanges:
                 adapter = await self._read_adapter(load)
                 await self.on_torch(self.executor.adapters.put, adapter)
             except WeightsError as error:
-                self.actor.log.warning("adapter_lost", adapter=each.id, reason=error.message)
+                self.actor.log.warning("adapter_lost", adapter=each.id, reason=str(error))
             else:
                 self.actor.log.info("adapter_restored", adapter=each.id, version=each.version)
         self.restoring = ""

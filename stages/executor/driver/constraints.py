@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import llguidance.numpy
@@ -113,6 +113,8 @@ class _Sample:
         seq_id: The sequence.
         constraint: Its constraint.
         matcher: None if the constraint can't be followed.
+        spelled: Tokens that the text shows by their names, by id, with the tokens that spell them
+            for the matcher.
         failure: Why its request ends; "" while it runs.
         consumed: Generated tokens to which the matcher has advanced.
         goes_back: Whether the matcher can go back before drafted tokens, None if unknown; not with
@@ -125,12 +127,37 @@ class _Sample:
     seq_id: int
     constraint: Constraint
     matcher: LLMatcher | None
+    spelled: Mapping[int, list[int]] = field(default_factory=dict)
     failure: str = ""
     consumed: int = 0
     goes_back: bool | None = None
     is_costly: bool = False
     excess_s: float = 0.0
     grown_s: float = 0.0
+
+    def consume(self, token_ids: list[int]) -> None:
+        """Advance the matcher."""
+        matcher = self.matcher
+        if matcher is None:
+            return
+        if self.spelled.keys().isdisjoint(token_ids):
+            matcher.consume_tokens(token_ids)
+            return
+        for token_id in token_ids:
+            # A grammar may have the token itself at this place.
+            is_own = token_id not in self.spelled or matcher.validate_tokens([token_id])
+            matcher.consume_tokens([token_id] if is_own else self.spelled[token_id])
+
+    def shown_after(self, draft: list[int]) -> list[int]:
+        """Return the tokens of `spelled` whose names may come behind drafted tokens."""
+        matcher = self.matcher
+        if matcher is None or matcher.is_error():
+            return []
+        return [
+            token_id
+            for token_id, spelling in self.spelled.items()
+            if matcher.validate_tokens(draft + spelling) == len(draft) + len(spelling)
+        ]
 
     def for_drafts(self, matcher: LLMatcher) -> LLMatcher:
         """Return what computes masks behind drafted tokens: a copy of its matcher, unless that can
@@ -261,6 +288,11 @@ class Constraints:
             if sample.matcher is not None
         ]
         self._fill(asked, allowed)
+        for one in asked:
+            if one.sample.spelled:
+                for ahead in range(1 + len(one.draft)):
+                    shown = one.sample.shown_after(one.draft[:ahead])
+                    allowed[one.place + ahead] |= only(shown, allowed.shape[1])
         stops = self.compiler.stop_ids
         may_stop = np.any(allows(allowed, stops), axis=1)
         # Behind drafted tokens, the end of the text and dead ends are checked once the tokens are
@@ -346,8 +378,8 @@ class Constraints:
             if sample is None or sample.seq_id != seq_id:
                 sample = self._samples[row] = self._begun(row, seq_id)
             new = table.tokens[row, known - generated + sample.consumed : known].tolist()
-            if new and sample.matcher is not None:
-                sample.matcher.consume_tokens(new)
+            if new:
+                sample.consume(new)
             sample.consumed = generated
             samples.append(sample)
         return samples
@@ -356,7 +388,7 @@ class Constraints:
         constraint = self.table.constraint[row]
         assert constraint is not None
         try:
-            return _Sample(seq_id, constraint, self.compiler.matcher(constraint))
+            return _Sample(seq_id, constraint, *self.compiler.begin(constraint))
         # Admission accepted it, perhaps with another version of the library.
         except (RequestError, ModelError) as error:
-            return _Sample(seq_id, constraint, None, error.message)
+            return _Sample(seq_id, constraint, None, failure=error.message)

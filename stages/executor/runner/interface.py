@@ -24,6 +24,7 @@ from .batch import Rows as Rows
 from .batch import Uploader as Uploader
 from .batch import flatten_rows as flatten_rows
 from .batch import order_rows as order_rows
+from .comparison import compare_with_transformers
 from .deterministic import Determinism
 from .device import trim
 from .encoder import encode
@@ -170,6 +171,8 @@ def make_runner(
     """
     if ranks is not None:
         ranks.tell(Prepare(num_blocks))
+    if ranks is None and backend is None and model.shards is None and model.generates:
+        compare_with_transformers(config, model)
     make_cache = KVCache if ranks is None else partial(LeaderCache, ranks)
     huge_pages = config.huge_pages == "auto"
     cache = make_cache(model, num_blocks, config.block_size, huge_pages=huge_pages)

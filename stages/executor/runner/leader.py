@@ -11,8 +11,10 @@ import torch
 from torch import Tensor
 
 from ....config import AdapterError, EngineConfig, WeightsError
+from ....config.forks import begin_computing
 from .adapters.peft import Adapter, LoraPair, rank_of
 from .adapters.table import AdapterTable
+from .comparison import compare_shards
 from .kv_cache import KVCache
 from .loaded_model import LoadedModel
 from .memory import ReplicaMemory
@@ -32,11 +34,14 @@ def load_ranks(config: EngineConfig) -> tuple[Ranks | None, LoadedModel]:
         The other ranks, None if there are none, and the model or rank 0's shard.
 
     Raises:
-        ModelError: The model can't be loaded.
+        ModelError: The model can't be loaded; or this is a fork of a process with an engine.
         RankError: A rank has ended.
     """
+    begin_computing()
     if config.num_ranks == 1 and config.rank_invariant:
-        return None, load_sharded(config, OneRank())
+        model = load_sharded(config, OneRank())
+        compare_shards(config, model, OneRank())
+        return None, model
     if config.num_ranks == 1:
         return None, take(config) or load_model(config)
     threads = config.cpu_threads or max(_processors() // config.num_ranks, 1)
@@ -44,6 +49,7 @@ def load_ranks(config: EngineConfig) -> tuple[Ranks | None, LoadedModel]:
     ranks = Ranks(config, threads)
     try:
         model = load_sharded(config, ranks.groups.stage, ranks.groups.pipeline)
+        compare_shards(config, model, ranks.groups.stage)
         ranks.loaded()
     except RankError as error:
         try:

@@ -303,8 +303,10 @@ def check_architecture(hf_config: PreTrainedConfig, model_class: type | None = N
                     f"{', '.join(sorted(SUPPORTED))}"
                 )
             raise ModelError(f"{kind} is not a causal language model; choose one that is")
-        mapped: Any = mapping[type(hf_config)]
-        model_class = mapped[0] if isinstance(mapped, tuple) else mapped
+        model_class = _class_of(mapping, hf_config)
+    text = hf_config.get_text_config()
+    if text is not hf_config and type(text) in MODEL_FOR_CAUSAL_LM_MAPPING:
+        check_architecture(text, _class_of(MODEL_FOR_CAUSAL_LM_MAPPING, text))
     if getattr(model_class, "_is_stateful", False):
         raise ModelError(
             f"{model_class.__name__} has state-space or recurrent layers, which the KV cache can't "
@@ -315,6 +317,12 @@ def check_architecture(hf_config: PreTrainedConfig, model_class: type | None = N
             f"{model_class.__name__} does not use Transformers' attention interface "
             "(_supports_attention_backend), so the attention can't be replaced"
         )
+
+
+def _class_of(mapping: Any, hf_config: PreTrainedConfig) -> type:
+    mapped: Any = mapping[type(hf_config)]
+    found: type = mapped[0] if isinstance(mapped, tuple) else mapped
+    return found
 
 
 def _load_weights(

@@ -12,11 +12,12 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig
+from transformers.core_model_loading import build_glob_alternation
 
 from ....config import EngineConfig, ModelError, WeightsError
 from ....text.gguf import LINK, folder_of
 from ....text.pooling_config import embeds_only
-from .attention.interface import IMPLEMENTATION, register_attention
+from .attention.interface import register_attention
 from .device import resolve_device, trim
 from .fixed_tiles import require_cpu
 from .loaded_model import LoadedModel
@@ -182,8 +183,13 @@ def _dtype_of(
     return torch.float32
 
 
-def make_whole(hf_config: PreTrainedConfig, dtype: torch.dtype) -> Any:
+def make_whole(hf_config: PreTrainedConfig, dtype: torch.dtype, kind: Any = None) -> Any:
     """Return the whole model on the meta device: it has shapes, and no numbers.
+
+    Args:
+        hf_config: Its configuration.
+        dtype: Of its weights.
+        kind: Its class; that of a causal language model if None.
 
     Raises:
         ModelError: Transformers can't build it.
@@ -191,7 +197,8 @@ def make_whole(hf_config: PreTrainedConfig, dtype: torch.dtype) -> Any:
     auto: Any = AutoModelForCausalLM
     try:
         with torch.device("meta"):
-            whole = auto.from_config(hf_config, dtype=dtype, attn_implementation=IMPLEMENTATION)
+            make = auto.from_config if kind is None else kind._from_config
+            whole = make(hf_config, dtype=dtype, attn_implementation="eager")
     except Exception as error:
         raise ModelError(f"can't build {hf_config.model_type}: {error}") from error
     _widen(whole, dtype)
@@ -199,19 +206,15 @@ def make_whole(hf_config: PreTrainedConfig, dtype: torch.dtype) -> Any:
 
 
 def _widen(whole: Any, dtype: torch.dtype) -> None:
-    """Give tensors that the architecture keeps in float32, such as routers', this dtype.
-
-    Transformers builds a model in one dtype, and chooses these tensors when it loads a checkpoint.
-    """
-    # Imported only here, since it is not public.
-    from transformers.core_model_loading import build_glob_alternation
-
-    if not (kept := whole._get_dtype_plan(dtype)):
+    """Give weights the dtype that Transformers loads them in, if it is another: routers of some
+    mixtures of experts, and their biases, are in float32."""
+    plan: dict[str, torch.dtype] = whole._get_dtype_plan(dtype)
+    if not plan:
         return
-    pattern, globs, _ = build_glob_alternation([*kept])
+    pattern, by_group, _ = build_glob_alternation(list(plan))
     for name, tensor in whole.state_dict(keep_vars=True).items():
-        if tensor.is_floating_point() and (found := pattern.search(name)):
-            tensor.data = tensor.data.to(kept[globs[found.lastgroup]])
+        if (found := pattern.search(name)) is not None and tensor.dtype.is_floating_point:
+            tensor.data = tensor.data.to(plan[by_group[found.lastgroup]])
 
 
 def shard_model(

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
-import numpy as np
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load
 from torch import Tensor
-from transformers import AutoImageProcessor, BatchFeature
-from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
+from transformers import AutoImageProcessor
 
 from ....bus.media import MediaItem
 from ....config import ModelError
@@ -36,14 +37,14 @@ of tokens, such as features that are added in several layers."""
 
 PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
 
-_MOST_GRIDS = 256
-"""Sizes of images whose grids are remembered."""
-
 ImageKey = tuple[str, int]
 """`MediaItem.key`."""
 
-_REFUSALS = (ArithmeticError, AssertionError, LookupError, RuntimeError, TypeError, ValueError)
-"""Errors of Transformers' code for images that it can't process."""
+_REFUSALS = (
+    *(ArithmeticError, AssertionError, LookupError, RuntimeError, TypeError, ValueError),
+    SafetensorError,
+)
+"""Errors of Transformers' code for features that it can't encode."""
 
 
 class Positions(msgspec.Struct, frozen=True):
@@ -107,10 +108,13 @@ class VisionModel:
         self.sees_itself = sees_itself
         self._module, self._base = module, module.base_model
         self._processor = processor
-        own = PROCESSOR_MAPPING[type(module.config)]
-        self._options: dict[str, Any] = dict(getattr(own, "images_kwargs", {}))
         self._takes = inspect.signature(self._base.get_image_features).parameters
-        self._grids: dict[tuple[int, int], Tensor] = {}
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Of the image processor."""
+        settings: dict[str, Any] = self._processor.to_dict()
+        return settings
 
     @property
     def rotates_in_space(self) -> bool:
@@ -130,9 +134,7 @@ class VisionModel:
             ImageError: The image has another number of tokens, or can't be processed.
         """
         try:
-            pixels = np.frombuffer(image.rgb, np.uint8).reshape(image.height, image.width, 3)
-            inputs = self._process(pixels, alone=item.alone)
-            output = self._base.get_image_features(**inputs).pooler_output
+            output = self._base.get_image_features(**self._inputs(image)).pooler_output
         except _REFUSALS as error:
             raise ImageError(f"the image can't be encoded: {error!s:.200}") from error
         parts = [output] if isinstance(output, Tensor) else output
@@ -163,36 +165,28 @@ class VisionModel:
             raise ImageError(f"the images don't fit their placeholders: {error!s:.200}") from error
         return Positions(rows[:, 0].numpy(), int(shift))
 
-    def _process(self, pixels: Any, *, alone: bool) -> Mapping[str, Any]:
+    def _inputs(self, image: StoredImage) -> dict[str, Tensor]:
         """Return the arguments for the vision tower, on its device."""
-        # LLaVA-OneVision processes one of several images in another way.
-        count = 1 if alone or "batch_num_images" not in self._takes else 2
-        batch: BatchFeature = self._processor(
-            [[pixels] * count],
-            return_tensors="pt",
-            # Otherwise an image of 1 or 3 rows is taken for one of so many channels.
-            input_data_format="channels_last",
-            **self._options,
-        )
-        if "image_grid_thw" in batch:
-            self._remember(pixels.shape[1::-1], batch["image_grid_thw"])
-        if count > 1:
-            batch |= {name: batch[name][:1] for name in ("pixel_values", "image_sizes")}
         weight = self._module.get_input_embeddings().weight
-        batch.to(weight.device, weight.dtype)
-        return {name: value for name, value in batch.items() if name in self._takes}
+        found: dict[str, Tensor] = {}
+        for name, value in load(image.features).items():
+            if name in self._takes:
+                dtype = weight.dtype if value.is_floating_point() else value.dtype
+                found[name] = value.to(weight.device, dtype)
+        return found
 
     def _grid_of(self, item: MediaItem) -> Tensor:
         """Return the grid of an image, `[1, 3]`, which depends on its size alone."""
-        size = item.width, item.height
-        if size not in self._grids:
-            self._process(np.zeros((item.height, item.width, 3), np.uint8), alone=True)
-        return self._grids[size]
-
-    def _remember(self, size: tuple[int, int], grid: Tensor) -> None:
-        while len(self._grids) >= _MOST_GRIDS:
-            del self._grids[next(iter(self._grids))]
-        self._grids[size] = grid
+        own = self._processor
+        rule = sys.modules[type(own).__module__].smart_resize
+        height, width = rule(
+            item.height,
+            item.width,
+            factor=own.patch_size * own.merge_size,
+            min_pixels=own.size["shortest_edge"],
+            max_pixels=own.size["longest_edge"],
+        )
+        return torch.tensor([[1, height // own.patch_size, width // own.patch_size]])
 
 
 class ImageEmbeddings:
@@ -224,13 +218,13 @@ class ImageEmbeddings:
         Args:
             forgotten: Keys to drop.
             encodes: To encode.
-            images: Their pixels, as far as there are any.
+            images: By name, as far as there are any.
         """
         for key in forgotten:
             self._kept.pop(key, None)
             self._failures.pop(key, None)
         for item in encodes:
-            image = images.get(item.id)
+            image = images.get(item.name)
             if image is None:
                 self._failures[item.key] = "the image is not stored any more; send it again"
                 continue

@@ -227,3 +227,11 @@ def test_credentials_are_removed_from_every_field(tmp_path: Path) -> None:
     (line,) = lines_of(tmp_path / "audit")
     assert line["call_id"] == f"ni-{key.id}-..."
     assert line["prompt"] == [f"my key is ni-{key.id}-..., and eyJ...."]
+
+
+def test_a_text_with_line_ends_of_unicode_is_in_one_line(tmp_path: Path) -> None:
+    log = log_at(tmp_path / "audit", audit_text=True)
+    log.write("call", {}, {"prompt": lambda: ["a\u2028b\u2029c\x85d"]})
+    log.close()
+    (line,) = lines_of(tmp_path / "audit")
+    assert line["prompt"] == ["a\u2028b\u2029c\x85d"]

@@ -158,6 +158,14 @@ async def test_the_file_is_encrypted_and_authenticated(path: Path) -> None:
         await FileBackend(str(path), PASSPHRASE).read("")
 
 
+async def test_a_lock_that_is_a_link_is_not_followed(path: Path) -> None:
+    planted = path.parent / "elsewhere"
+    path.with_name("policy.lock").symlink_to(planted)
+    with pytest.raises(PolicyUnavailable, match="can't be written: Too many levels"):
+        await FileBackend(str(path), PASSPHRASE).replace("", DOCUMENT)
+    assert not planted.exists()
+
+
 async def test_the_last_document_holds_while_the_file_is_damaged(path: Path) -> None:
     backend = FileBackend(str(path), PASSPHRASE)
     await backend.replace("", DOCUMENT)

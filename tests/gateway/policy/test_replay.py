@@ -4,14 +4,19 @@ from __future__ import annotations
 
 from typing import Any
 
+import httpx
 import pytest
+from msgspec.structs import replace
 
 from nano_inference.bus.public import Completion, GenerateRequest, Output, Recipe
+from nano_inference.gateway.policy.administration import Administration
 from nano_inference.pipeline.replay import PRIORITY
 
 from ..errors import error_of
 from ..fake import Client, FakeEngine, completion, refused, sample
+from ..sampled import WORDS
 from .conftest import Made, bearer
+from .spoken import spoken
 
 
 def recorded(request: GenerateRequest, **changed: Any) -> Completion:
@@ -93,3 +98,45 @@ async def test_a_replay_that_fails_is_an_error(http: Client, made: Made) -> None
     http.engine.outputs = refused("lane_failed")
     answer = await http.post(f"/v1/replay/{id}", headers=bearer(key))
     assert error_of(answer, 500) == "lane_failed"
+
+
+@pytest.fixture
+async def guarded(http: Client, made: Made, administration: Administration) -> Client:
+    await administration.set_guardrails({"literals": ["bad"]})
+    http.headers.update(bearer(await made()))
+    return http
+
+
+async def replay_of_spoken(http: Client, prompt: str, answer: str, **fields: Any) -> httpx.Response:
+    """The replay of a completion of which the bus has the answer that the engine made."""
+
+    def outputs(request: GenerateRequest) -> list[Output]:
+        answers = [WORDS.token_ids(answer, add_special=False)]
+        *chunks, end = spoken(request, answers, range(0, 99, 3))
+        assert isinstance(end, Completion)
+        prompt_ids = tuple(WORDS.token_ids(prompt, add_special=False))
+        recipe = recorded(request).recipe
+        return [*chunks, replace(end, prompt_token_ids=prompt_ids, recipe=recipe)]
+
+    http.engine.outputs = outputs
+    body = {"prompt": prompt, "logprobs": 0, **fields}
+    assert (await http.post("/v1/completions", json=body)).is_success
+    request = http.engine.requests[-1]
+    http.engine.bus.results.last_outputs[request.request_id] = outputs(request)[-1]
+    return await http.post(f"/v1/replay/{request.request_id}")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_replay_ends_before_a_guardrails_match(guarded: Client, stream: bool) -> None:
+    left = len(WORDS.token_ids("so it is(", add_special=False))
+    answer = await replay_of_spoken(guarded, "a", "so it is(BAD, they say, and on", stream=stream)
+    assert answer.json()["summary"] == f"equal: {left} tokens, {left} logprobs to the bit"
+    (told,) = answer.json()["requests"][0]["samples"]
+    assert told["tokens"] == told["equal_tokens"] == left
+    assert told["finish_reason"] == told["computed_finish_reason"] == "content_filter"
+    assert told["parting"] is None
+
+
+async def test_a_replay_of_nothing_delivered_is_refused(guarded: Client) -> None:
+    answer = await replay_of_spoken(guarded, "so b", "ad, they say, and so on", echo=True)
+    assert error_of(answer, 400) == "not_replayable"

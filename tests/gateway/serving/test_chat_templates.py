@@ -6,7 +6,6 @@ import asyncio
 import json
 import shutil
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -19,8 +18,6 @@ from nano_inference.gateway.serving.chat_templates import (
     ChatTemplates,
     Conversation,
     Reasoning,
-    as_read_by,
-    names_read,
     reasoning_asked,
     reasoning_of_effort,
     reasoning_variables,
@@ -159,20 +156,6 @@ async def test_variables_reach_the_template(model: Model) -> None:
     assert await model.text("{{ mood }} {{ messages[0].content }}", conversation) == "glad hello"
 
 
-async def test_an_unread_variable_compiles_no_pattern(
-    model: Model, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """One of megabytes would take seconds to compile."""
-
-    def never(pattern: str, text: str) -> None:
-        raise AssertionError("compiled")
-
-    monkeypatch.setattr(chat_templates, "re", SimpleNamespace(search=never))
-    conversation = Conversation(turns=HELLO, variables={"k" * 100: 1})
-    with pytest.raises(RequestError, match="does not read it"):
-        await model.text("{{ mood }}", conversation)
-
-
 async def test_calls_in_the_history_reach_the_template(model: Model) -> None:
     call = {"function": {"name": "f", "arguments": {"city": "x"}}}
     turns = [{"role": "assistant", "content": "", "tool_calls": [call]}]
@@ -228,55 +211,6 @@ def test_an_unknown_format_is_refused_at_start(asked: str) -> None:
         app_of(FakeEngine(), config)
 
 
-# --- messages in a template's form ----------------------------------------------------------------
-
-TURNS: list[dict[str, Any]] = [
-    {"role": "developer", "content": "S"},
-    {
-        "role": "assistant",
-        "content": "",
-        "reasoning_content": "R",
-        "tool_calls": [{"id": "call_0123456789abcdef", "function": {"name": "f", "arguments": {}}}],
-    },
-    {"role": "tool", "content": "T", "tool_call_id": "call_0123456789abcdef"},
-]
-MISTRAL = "{% if tool_call.id|length != 9 %}{{ raise_exception('9') }}{% endif %}"
-
-
-@pytest.mark.parametrize(
-    ("template", "name"),
-    [
-        ("{{ message.reasoning_content }}", "reasoning_content"),
-        ("{{ message['reasoning'] }}", "reasoning"),
-        ("{% if 'thinking' in message %}{% endif %}", "thinking"),
-        ("{{ message.reasoning or message.reasoning_content }}", "reasoning_content"),
-        ("{{ thinking }}", "reasoning_content"),
-        ("", "reasoning_content"),
-    ],
-)
-def test_reasoning_has_the_template_s_name(template: str, name: str) -> None:
-    turn = as_read_by(template, TURNS)[1]
-    assert turn[name] == "R"
-    assert {"reasoning_content", "reasoning", "thinking"} & turn.keys() == {name}
-
-
-@pytest.mark.parametrize(
-    ("template", "role"), [("", "system"), ("{{ role == 'developer' }}", "developer")]
-)
-def test_the_developer_role_becomes_system(template: str, role: str) -> None:
-    assert as_read_by(template, TURNS)[0]["role"] == role
-
-
-def test_ids_are_shortened_for_mistral() -> None:
-    """The result still names its call, and the input is unchanged."""
-    _, assistant, tool = as_read_by(MISTRAL, TURNS)
-    assert assistant["tool_calls"][0]["id"] == tool["tool_call_id"] == "789abcdef"
-    short = [{"role": "tool", "content": "T", "tool_call_id": "a-1"}]
-    assert as_read_by(MISTRAL, short)[0]["tool_call_id"] == "0000000a1"
-    assert as_read_by("", TURNS)[2]["tool_call_id"] == "call_0123456789abcdef"
-    assert TURNS[2]["tool_call_id"] == "call_0123456789abcdef"
-
-
 # --- requests for reasoning -----------------------------------------------------------------------
 
 QWEN = "{% if enable_thinking is defined and enable_thinking is false %}<think></think>{% endif %}"
@@ -286,26 +220,6 @@ GPT_OSS = (
 )
 BOTH = QWEN + GPT_OSS
 ALWAYS = "{{ messages }}<think>"
-
-
-@pytest.mark.parametrize(
-    ("template", "name", "read"),
-    [
-        (QWEN, "enable_thinking", True),
-        (GPT_OSS, "reasoning_effort", True),
-        ("{%- for tool in tools -%}{%- endfor -%}", "tools", True),
-        ("{{- tools|tojson }}", "tools", True),
-        ("Use tools, if thinking helps.", "tools", False),
-        ("{{ message.thinking }}{{ builtin_tools }}", "thinking", False),
-        ("{{ builtin_tools }}{{ message.tools }}", "tools", False),
-        ("{{ 'tools' }}{% if \"tools\" in message %}{% endif %}", "tools", False),
-        ("{{ 'it\\'s' + tools }}", "tools", True),
-        ("{# tools #}{{ messages }}", "tools", False),
-        ("", "tools", False),
-    ],
-)
-def test_which_names_a_template_reads(template: str, name: str, read: bool) -> None:
-    assert (name in names_read(template)) is read
 
 
 @pytest.mark.parametrize(

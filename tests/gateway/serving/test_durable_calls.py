@@ -252,3 +252,32 @@ async def test_a_disconnect_during_publishing_cancels_the_request(engine: FakeEn
     go.set()
     await asyncio.wait([connection])
     assert cancelled(engine) == ["c"]
+
+
+async def test_a_cancelled_call_publishes_no_more(engine: FakeEngine) -> None:
+    """At this gateway at once, and at the others with the next look at the store."""
+    kept = Gateway(engine, LATER_S)
+    async with kept.begun(call("c")) as attachment:
+        assert attachment is not None
+        assert attachment.begins("c")
+        await kept.cancel("c")
+        assert not attachment.begins("c")
+        attachment.end()
+
+
+async def test_a_call_cancelled_elsewhere_during_publishing_is_cancelled(
+    engine: FakeEngine,
+) -> None:
+    """The other gateway does not know of the request yet."""
+    other = Gateway(engine, LATER_S)
+
+    class Slow(FakeEngine):
+        async def publish(self, *given: Any, **named: Any) -> str:
+            await other.cancel("c")
+            assert cancelled(engine) == []
+            return await super().publish(*given, **named)
+
+    engine.__class__ = Slow
+    connection = await connect(Gateway(engine, LATER_S), "c")
+    assert cancelled(engine) == ["c"]
+    await close(connection)

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from nano_inference.bus.control import Cancel, ReplicaCapacity, Reset, StageReady, StageStarted
+from nano_inference.bus.entries import entry_key
 from nano_inference.bus.messages import (
     AdmittedRequest,
     Prompt,
@@ -248,6 +249,7 @@ class Write(NamedTuple):
 
     key: str
     entry_id: str
+    request_id: str
     index: int | None
     end: str
 
@@ -303,10 +305,10 @@ class Streaming(Stage):
         known = self.known.get(run.entry_id, run._replace(tokens=0))
         assert index == known.tokens, f"{run.entry_id}: token {index} behind {known.tokens}"
         self.known[run.entry_id] = known._replace(tokens=index + 1)
-        self.writes.append(Write(run.key, run.entry_id, index, ""))
+        self.writes.append(Write(run.key, run.entry_id, run.key, index, ""))
         if step.last:
             self._forget(run.entry_id)
-            self.writes.append(Write(run.key, run.entry_id, None, "done"))
+            self.writes.append(Write(run.key, run.entry_id, run.key, None, "done"))
 
     def _forget(self, entry_id: str) -> Run | None:
         self.running.discard(entry_id)
@@ -323,23 +325,27 @@ class Streaming(Stage):
             if known is not None or cancel.unstarted:
                 self.cut_short.add(cancel.entry_id)
                 key = cancel.result_key if known is None else known.key
-                self.writes.append(Write(key, cancel.entry_id, None, cancel.code))
+                self.writes.append(
+                    Write(key, cancel.entry_id, cancel.request_id, None, cancel.code)
+                )
 
     def _recover(self, item: RecoveryItem) -> None:
-        stream = self.stream_of(item.key)
+        stream = self.stream_of(item.stream)
         stream.epoch = max(stream.epoch, self.epoch)
-        self.fenced.discard(item.key)
+        self.fenced.discard(item.stream)
         own = stream.entry_id == item.entry_id
         if own and stream.end:
-            self.send("admission", "finished", RequestFinished(item.key, item.entry_id), epoch=0)
+            self.send(
+                "admission", "finished", RequestFinished(item.request_id, item.entry_id), epoch=0
+            )
             return
         tokens = stream.tokens if own else 0
         self.running.discard(item.entry_id)
         self.known.pop(item.entry_id, None)
         if tokens and item.entry_id in self.opened:
-            self.known[item.entry_id] = Run(item.entry_id, item.key, tokens)
+            self.known[item.entry_id] = Run(item.entry_id, item.stream, tokens)
         samples = (RecoveredSample(0, tuple(range(tokens)), False),) if tokens else ()
-        self.send("admission", "finished", Recovered(item.entry_id, samples))
+        self.send("admission", "finished", Recovered(item.key, samples))
 
     def ready(self) -> bool:
         return bool(self.writes)
@@ -353,11 +359,16 @@ class Streaming(Stage):
         for write in writes:
             if self.stream_of(write.key).write(write.entry_id, write.index, write.end, epoch):
                 if write.end:
-                    finished = RequestFinished(write.key, write.entry_id)
+                    finished = RequestFinished(write.request_id, write.entry_id)
                     self.send("admission", "finished", finished, epoch=0)
             elif write.key not in self.fenced:
                 self.fenced.add(write.key)
-                self.send("admission", "finished", Fenced((write.entry_id,)), epoch=epoch)
+                self.send(
+                    "admission",
+                    "finished",
+                    Fenced((entry_key(write.entry_id, write.request_id),)),
+                    epoch=epoch,
+                )
 
 
 def unstarted_if(dropped: bool, cancel: Cancel) -> Cancel:

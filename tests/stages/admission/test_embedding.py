@@ -68,6 +68,13 @@ def test_pooling_defaults_are_the_models_own(
     assert opened.ref_temperature is None, "there is nothing to score"
 
 
+def test_an_empty_text_has_the_tokens_that_the_tokenizer_adds(
+    tokenizer: PreTrainedTokenizerFast,
+) -> None:
+    found = admitted(tokenizer, prompt="", prompt_token_ids=None)
+    assert found.admitted.prompt.token_ids == (0,)
+
+
 def test_a_prompt_may_fill_what_the_lane_has(tokenizer: PreTrainedTokenizerFast) -> None:
     """64 slots; and the model's length, with no room for a token behind it."""
     assert len(admitted(tokenizer, prompt_token_ids=(5,) * 64).admitted.prompt.token_ids) == 64
@@ -96,7 +103,11 @@ def test_a_prompt_may_fill_what_the_lane_has(tokenizer: PreTrainedTokenizerFast)
         (BOTH, {"embed": EmbedParams(dimensions=-1)}, "invalid_dimensions"),
         (BOTH, {"embed": EmbedParams(dimensions=49)}, "invalid_dimensions"),
         (BOTH, {"prompt_token_ids": ()}, "empty_prompt"),
-        (BOTH, {"prompt_token_ids": None, "prompt": ""}, "empty_prompt"),
+        (
+            BOTH,
+            {"prompt_token_ids": None, "prompt": "", "add_special_tokens": False},
+            "empty_prompt",
+        ),
         (BOTH, {"prompt_token_ids": (5,) * 65}, "exceeds_kv_capacity"),
         (BOTH, {"prompt_token_ids": (5,) * 101}, "prompt_too_long"),
         (BOTH, {"prompt_token_ids": None, "prompt": "a" * 100_000}, "prompt_too_long"),

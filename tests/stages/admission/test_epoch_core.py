@@ -11,20 +11,22 @@ import pytest
 
 from nano_inference.bus.control import (
     Cancel,
+    Drain,
     Pause,
     ServerRestarted,
     StageReady,
     StageStarted,
     StageStopped,
 )
-from nano_inference.bus.entries import RequestEntry
+from nano_inference.bus.entries import RequestEntry, id_in
 from nano_inference.bus.messages import RequestFinished
 from nano_inference.bus.public import GenerateRequest
 from nano_inference.bus.recovery import Fenced, Recovered
-from nano_inference.config import AdmissionConfig, Config
+from nano_inference.config import AdmissionConfig, Config, PipelineConfig
 from nano_inference.stages.admission import effects as do
 from nano_inference.stages.admission import stage
 from nano_inference.stages.admission.arrivals import Arrival, Judged
+from nano_inference.stages.admission.checks import request_id_of
 from nano_inference.stages.admission.epochs import RECOVER_BATCH, EpochCore
 from nano_inference.stages.admission.requests import entry_deadline_ns
 
@@ -37,13 +39,17 @@ NONE_LOST: frozenset[str] = frozenset()
 class Driven:
     """A core whose effects are done at once; those that reach others are kept."""
 
-    def __init__(self, *pending: RequestEntry) -> None:
-        config = Config(admission=AdmissionConfig(lease_s=1.0, max_lane_deaths=2))
+    def __init__(self, *pending: RequestEntry, replicas: int = 1) -> None:
+        config = Config(
+            admission=AdmissionConfig(lease_s=1.0, max_lane_deaths=2),
+            pipeline=PipelineConfig(replicas=replicas),
+        )
         self.core = EpochCore(config, "admission", "me")
         self.now = SECOND
         self.lost = NONE_LOST
         self.owner: str | None = None
         self.done: list[do.Effect] = []
+        self.judged: list[Judged] = []
         self.tell(partial(self.core.begin, pending))
 
     def tell(self, event: Any) -> None:
@@ -59,7 +65,8 @@ class Driven:
                     owners, long = [self.owner] * len(entries), [False] * len(entries)
                     self.tell(partial(self.core.admit_inherited, entries, owners, long))
                 case do.Judge():
-                    self.tell(partial(self.core.enter, judged(effect, self.now)))
+                    self.judged.append(judged(effect, self.now))
+                    self.tell(partial(self.core.enter, self.judged[-1]))
                 case do.Log():
                     pass
                 case _:
@@ -68,7 +75,7 @@ class Driven:
     def ready(self, *roles: str, epoch: int = 0) -> None:
         """These take part, by default all."""
         for role in roles or self.core.participants.roles:
-            capacity = CAPACITY if role == "executor" else None
+            capacity = CAPACITY if role.startswith("executor") else None
             ready = StageReady(role, "i", capacity)
             self.tell(partial(self.core.take_part, ready, epoch or self.core.epoch))
 
@@ -93,7 +100,7 @@ class Driven:
             self.tell(Recovered(entry_id, ()))
 
     def forwarded(self) -> list[str]:
-        return [each.entry_id for each in self.done if isinstance(each, do.Forward)]
+        return [id_in(each.key) for each in self.done if isinstance(each, do.Forward)]
 
     def kinds(self) -> list[str]:
         return [type(each).__name__ for each in self.done]
@@ -103,16 +110,21 @@ def entry(entry_id: str, budget_ns: int | None = None) -> RequestEntry:
     return RequestEntry(entry_id, GenerateRequest(prompt="x", budget_ns=budget_ns))
 
 
+def named(entry_id: str, request_id: str) -> RequestEntry:
+    return RequestEntry(entry_id, GenerateRequest(prompt="x", request_id=request_id))
+
+
 def judged(wanted: do.Judge, now_ns: int) -> Judged:
     """Accept all entries but duplicates and those whose time is over."""
     arrival = wanted.arrival
-    entry_id = arrival.entry_id
+    entry_id = arrival.entry.entry_id
     if wanted.owner not in (None, entry_id):
         return Judged(arrival, end=Cancel(entry_id, entry_id, "error", "duplicate_request", ""))
     deadline_ns = entry_deadline_ns(arrival.entry, arrival.received_ns)
     if deadline_ns is not None and deadline_ns <= now_ns:
         return Judged(arrival, end=Cancel(entry_id, entry_id, "expired", "expired", ""))
-    return Judged(arrival, accepted(entry_id, entry_id), wanted.cancelled)
+    ids = request_id_of(arrival.entry), entry_id
+    return Judged(arrival, accepted(*ids), wanted.cancelled)
 
 
 def test_streaming_is_asked_about_a_few_requests_at_a_time() -> None:
@@ -198,6 +210,7 @@ def test_inherited_entries_without_time_end_while_the_lane_is_down() -> None:
         driven = Driven(entry("1", budget_ns=SECOND))
         driven.owner = owner
         driven.ready("streaming")
+        assert driven.core.wake_at_ns() == 2 * SECOND
         driven.now += 2 * SECOND
         driven.tell(driven.core.tick)
         driven.tell(Recovered("1", ()))
@@ -250,6 +263,134 @@ def test_entries_are_marked_possibly_lost_before_leases_are_renewed() -> None:
 def test_the_shell_performs_every_effect() -> None:
     performed = set(re.findall(r"case do\.(\w+)\(", Path(stage.__file__).read_text()))
     assert {each.__name__ for each in do.Effect.__subclasses__()} == performed
+
+
+def test_two_requests_under_one_entry_id_are_two_requests() -> None:
+    """After a failover a server gives the id of an entry that it has lost to another one."""
+    driven = Driven()
+    driven.ready()
+    first, second = (named("1", name) for name in "ab")
+    early = Cancel("b", "1", "cancelled", "cancelled", "")
+    driven.tell(early)
+    for each in (first, second):
+        driven.core.requests.incoming.add([each])
+        driven.tell(partial(driven.core.arrive, Arrival(each, driven.now, None)))
+    (judged_first, judged_second) = driven.judged
+    assert (judged_first.end, judged_second.end) == (None, early)
+    assert [each.key for each in driven.core.requests.ledger] == ["1 a", "1 b"]
+    driven.tell(RequestFinished("b", "1"))
+    assert [each.key for each in driven.core.requests.ledger] == ["1 a"]
+    driven.renew("1 b")
+    assert [each.key for each in driven.core.requests.ledger] == ["1 a"]
+
+
+@pytest.mark.parametrize("unusable", ["", "a\nb", "x" * 1000])
+def test_a_request_without_a_usable_id_is_cancelled_by_its_entrys_id(unusable: str) -> None:
+    driven = Driven()
+    driven.ready()
+    arriving = named("1", unusable)
+    driven.core.requests.incoming.add([arriving])
+    driven.tell(partial(driven.core.arrive, Arrival(arriving, driven.now, None)))
+    driven.done.clear()
+    driven.tell(Cancel(unusable, "1", "cancelled", "cancelled", ""))
+    (cut,) = [each.cancel for each in driven.done if isinstance(each, do.CutShort)]
+    assert (cut.request_id, cut.entry_id) == ("1", "1")
+
+
+def test_only_a_failure_in_the_lane_counts_against_a_request() -> None:
+    """The limit is two. Stages that start or stop, and a server that restarts, count nothing."""
+    driven = Driven()
+    driven.ready()
+    driven.let_in("1", "2")
+    for event in (
+        StageStarted("batching", "i"),
+        StageStopped("executor", "i", "its process ended"),
+        ServerRestarted(),
+    ):
+        driven.done.clear()
+        driven.tell(event)
+        driven.ready()
+        for entry_id in ("1", "2"):
+            driven.tell(Recovered(entry_id, ()))
+        assert driven.forwarded() == ["1", "2"]
+    assert [item.deaths for item in driven.core.requests.ledger] == [0, 0]
+
+
+def test_a_request_that_is_given_up_has_one_dead_letter_and_one_end() -> None:
+    driven = Driven()
+    driven.ready()
+    driven.let_in("1")
+    driven.done.clear()
+    driven.fail("1")
+    driven.fail("1")
+    letters = [each for each in driven.done if isinstance(each, do.AddDeadLetter)]
+    assert [(each.entry.entry_id, each.deaths) for each in letters] == [("1", 2)]
+    assert [each.cancel.code for each in driven.done if isinstance(each, do.End)] == ["lane_failed"]
+
+
+def test_a_finished_request_is_acknowledged_and_counted_once() -> None:
+    """Its end may be reported twice; an unknown entry may be a predecessor's."""
+    driven = Driven()
+    driven.ready()
+    driven.let_in("1")
+    driven.done.clear()
+    driven.tell(RequestFinished("1", "1"))
+    assert driven.done == [do.Acknowledge("1", "1")]
+    rate = driven.core.requests.finish_rate.per_s(driven.now + SECOND)
+    assert rate > 0
+    driven.tell(RequestFinished("1", "1"))
+    assert driven.core.requests.finish_rate.per_s(driven.now + SECOND) == rate
+
+
+def test_epochs_and_resumed_requests_are_counted() -> None:
+    driven = Driven()
+    driven.ready()
+    driven.let_in("1", "2", "3")
+    driven.core.take_counts()
+    driven.tell(StageStarted("batching", "i"))
+    driven.ready()
+    for entry_id in ("1", "2", "3"):
+        driven.tell(Recovered(entry_id, ()))
+    assert driven.core.take_counts() == (1, 3)
+    assert driven.core.take_counts() == (0, 0)
+
+
+def test_a_cancellation_ends_the_wait_of_a_long_prompt() -> None:
+    driven = Driven()
+    driven.ready()
+    driven.core.requests.incoming.add([entry("1")])
+    driven.core.requests.incoming.set_apart("1")
+    driven.done.clear()
+    driven.tell(Cancel("1", "1", "cancelled", "cancelled", ""))
+    assert driven.done == [do.StopWaiting("1")]
+
+
+def test_a_shorter_drain_ends_it_sooner_and_a_longer_one_not_later() -> None:
+    driven = Driven()
+    driven.ready()
+    driven.let_in("1")
+    for seconds, until in ((20, 21), (5, 6), (30, 6)):
+        driven.tell(Drain(seconds * SECOND))
+        assert driven.core.wake_at_ns() == until * SECOND
+    driven.done.clear()
+    driven.now = 6 * SECOND
+    driven.tell(driven.core.tick)
+    (cut,) = [each.cancel for each in driven.done if isinstance(each, do.CutShort)]
+    assert cut.code == "shutting_down"
+    assert driven.core.wake_at_ns() is None
+
+
+def test_the_lane_wakes_up_to_go_on_without_missing_replicas() -> None:
+    driven = Driven(replicas=2)
+    present = [role for role in driven.core.participants.roles if not role.endswith(".1")]
+    driven.ready(*present)
+    assert not driven.core.is_open
+    wake_at_ns = driven.core.wake_at_ns()
+    assert wake_at_ns is not None
+    driven.now = wake_at_ns
+    driven.tell(driven.core.tick)
+    assert driven.core.is_open
+    assert driven.core.wake_at_ns() is None
 
 
 def test_an_unknown_message_is_logged() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +21,22 @@ from nano_inference.bus.public import (
     ImagePart,
     TextPart,
 )
-from nano_inference.config import Config, EngineConfig, ImagesConfig, RequestError, SamplingParams
+from nano_inference.config import (
+    AdmissionConfig,
+    Config,
+    EngineConfig,
+    ImagesConfig,
+    RequestError,
+    SamplingParams,
+)
+from nano_inference.media import decode_process
+from nano_inference.media.turns import FairDecoder
 from nano_inference.stages.admission.arrivals import Accepted, Tokens
 from nano_inference.stages.admission.core import AdmissionCore
 from nano_inference.stages.admission.held_images import HeldImages
+from nano_inference.stages.admission.images import PromptImage
 from nano_inference.stages.admission.judging import without_files
-from nano_inference.store.images import MemoryImages, StoredImage
+from nano_inference.store.images import MemoryImages
 from nano_inference.text.images import ImageProcessor
 
 from ...errors import raises
@@ -80,18 +91,30 @@ def file(image: Image.Image) -> ImageInput:
 
 
 def id_of(image: Image.Image) -> str:
-    return StoredImage(*image.size, image.tobytes()).id
+    return decode_process.id_of(*image.size, image.tobytes())
 
 
-def admit(core: AdmissionCore, tokens: Tokens | None = None, **fields: Any) -> Accepted:
-    request = GenerateRequest(sampling=SamplingParams(max_tokens=4), **fields)
-    return core.admit(RequestEntry("7-0", request), 0, 0, tokens=tokens)
+async def load(core: AdmissionCore, entry: RequestEntry, held: HeldImages | None = None) -> Tokens:
+    """Do what the stage does before it admits an entry."""
+    request, _ = core.check(entry, 0, 0)
+    held = held or HeldImages(MemoryImages(), ImagesConfig(), durable=True)
+    images: tuple[PromptImage, ...] = ()
+    if request.images:
+        decoder = FairDecoder(core.images.decoder, ImagesConfig())
+        images = await held.load(entry, core, decoder)
+    return core.tokenize(request, images)
+
+
+async def admit(core: AdmissionCore, **fields: Any) -> Accepted:
+    fields = {"sampling": SamplingParams(max_tokens=4)} | fields
+    entry = RequestEntry("7-0", GenerateRequest(**fields))
+    return core.admit(entry, 0, 0, tokens=await load(core, entry))
 
 
 # --- prompts -----------------------------------------------------------------------------------
 
 
-def test_each_form_of_a_prompt_gets_the_same_image_tokens(
+async def test_each_form_of_a_prompt_gets_the_same_image_tokens(
     core: AdmissionCore, processor: ImageProcessor
 ) -> None:
     tokenizer, mark = processor._tokenizer, processor.placeholder
@@ -107,7 +130,7 @@ def test_each_form_of_a_prompt_gets_the_same_image_tokens(
         {"prompt_token_ids": tuple(whole)},
         {"messages": (ChatMessage(role="user", content=parts),)},
     ):
-        accepted = admit(core, images=images, **form)
+        accepted = await admit(core, images=images, **form)
         assert accepted.admitted.prompt.token_ids == tuple(whole), form
         assert accepted.opened.prompt_token_ids == tuple(whole), "which are counted"
         first, second = accepted.admitted.media
@@ -117,7 +140,9 @@ def test_each_form_of_a_prompt_gets_the_same_image_tokens(
         assert places == [at for at, id in enumerate(whole) if id == processor.placeholder_id]
 
 
-def test_a_template_that_takes_texts_only_gets_placeholders(processor: ImageProcessor) -> None:
+async def test_a_template_that_takes_texts_only_gets_placeholders(
+    processor: ImageProcessor,
+) -> None:
     core, tokenizer = core_of(processor), processor._tokenizer
     content = (TextPart(text="What is"), ImagePart())
     before, tokenizer.chat_template = (
@@ -126,42 +151,38 @@ def test_a_template_that_takes_texts_only_gets_placeholders(processor: ImageProc
     )
     try:
         message = ChatMessage(role="user", content=content)
-        ids = admit(core, images=(file(SMALL),), messages=(message,)).admitted.prompt.token_ids
+        ids = (
+            await admit(core, images=(file(SMALL),), messages=(message,))
+        ).admitted.prompt.token_ids
     finally:
         tokenizer.chat_template = before
     assert tokenizer.decode(ids).startswith("What is\n<|image_pad|><|image_pad|>")
 
 
-def test_a_conversation_without_images_reads_as_before(
+async def test_a_conversation_without_images_reads_as_before(
     core: AdmissionCore, processor: ImageProcessor
 ) -> None:
     """Also by a template that takes parts alone."""
     message = ChatMessage(role="user", content="Hello")
-    ids = admit(core, messages=(message,)).admitted.prompt.token_ids
+    ids = (await admit(core, messages=(message,))).admitted.prompt.token_ids
     assert processor._tokenizer.decode(ids) == "[user]Hello"
 
 
-def test_an_image_is_named_by_id(core: AdmissionCore, processor: ImageProcessor) -> None:
-    request = GenerateRequest(
-        prompt=f"{processor.placeholder}{processor.placeholder}",
-        images=(ImageInput(id=id_of(SMALL)), file(SMALL)),
-    )
-    known = {id_of(SMALL): SMALL.size}
-    tokens = core.tokenize(request, known)
-    first, second = tokens.media
-    assert first.id == second.id
-    assert first.num_tokens == second.num_tokens
-    assert len(tokens.pixels) == 1
+async def test_an_image_is_named_by_id(core: AdmissionCore, processor: ImageProcessor) -> None:
+    held = Held(core)
+    await held.put(1, file(SMALL))
+    first, second = (await held.put(2, ImageInput(id=id_of(SMALL)), file(SMALL))).media
+    assert (first.id, first.name, first.num_tokens) == (second.id, second.name, second.num_tokens)
 
 
-def test_prompts_of_other_images_are_other_prompts(
+async def test_prompts_of_other_images_are_other_prompts(
     core: AdmissionCore, processor: ImageProcessor
 ) -> None:
     """For the response cache, although their tokens are equal."""
     other = SMALL.copy()
     other.putpixel((0, 0), (9, 9, 9))
     prompts = [
-        admit(core, prompt=processor.placeholder, images=(file(each),)).admitted.prompt
+        (await admit(core, prompt=processor.placeholder, images=(file(each),))).admitted.prompt
         for each in (SMALL, other)
     ]
     assert prompts[0].token_ids == prompts[1].token_ids
@@ -202,33 +223,65 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str | None]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_bad_images_are_refused(processor: ImageProcessor, name: str) -> None:
+async def test_bad_images_are_refused(processor: ImageProcessor, name: str) -> None:
     fields, code, words = REFUSED[name]
     embedding = EmbeddingCapacity(8, "mean", False) if name == "an embedding" else None
     capacity = msgspec.structs.replace(CAPACITY, embedding=embedding)
-    sampling = {} if embedding else {"sampling": SamplingParams(max_tokens=4)}
-    request = GenerateRequest(**{"prompt": MARK, "images": (file(SMALL),), **sampling, **fields})
+    sampling = {"sampling": SamplingParams()} if embedding else {}
+    wanted = {"prompt": MARK, "images": (file(SMALL),)} | sampling | fields
     with raises(code, words):
-        core_of(processor, capacity).admit(RequestEntry("7-0", request), 0, 0)
+        await admit(core_of(processor, capacity), **wanted)
 
 
-def test_an_image_with_too_many_tokens_is_refused(processor: ImageProcessor) -> None:
+@pytest.mark.parametrize(
+    ("form", "embeds"),
+    [("text", False), ("ids", False), ("conversation", False), ("text", True)],
+)
+async def test_image_tokens_without_images_are_refused(
+    processor: ImageProcessor, form: str, embeds: bool
+) -> None:
+    """They were answered as text, without a word."""
+    forms: dict[str, dict[str, Any]] = {
+        "text": {"prompt": f"a{MARK}b{MARK}"},
+        "ids": {"prompt_token_ids": (5, processor.mark_id, 6, processor.placeholder_id)},
+        "conversation": {"messages": (ChatMessage(role="user", content=MARK * 2),)},
+    }
+    capacity = CAPACITY
+    if embeds:
+        forms[form] |= {"embed": EmbedParams(), "sampling": SamplingParams()}
+        embedding = EmbeddingCapacity(8, "mean", False)
+        capacity = msgspec.structs.replace(CAPACITY, embedding=embedding)
+    with raises("images_mismatch", "2 image tokens .* no images; give the images"):
+        await admit(core_of(processor, capacity), **forms[form])
+
+
+async def test_tokens_that_only_look_like_images_are_text(processor: ImageProcessor) -> None:
+    core = core_of(processor)
+    for text in (MARK[:-1], MARK.upper(), "<image>"):
+        assert (await admit(core, prompt=text)).admitted.media == ()
+    texts = AdmissionCore(Config(), processor._tokenizer, frozenset({1}))
+    texts.set_capacity(msgspec.structs.replace(CAPACITY, images=None))
+    for given in ({"prompt": MARK}, {"prompt_token_ids": (5, processor.mark_id)}):
+        assert (await admit(texts, **given)).admitted.media == ()
+
+
+async def test_an_image_with_too_many_tokens_is_refused(processor: ImageProcessor) -> None:
     capacity = msgspec.structs.replace(CAPACITY, images=ImageCapacity(3, 1000))
     with raises("image_too_large", "max_image_tokens_per_step"):
-        admit(core_of(processor, capacity), prompt=MARK, images=(file(SMALL),))
+        await admit(core_of(processor, capacity), prompt=MARK, images=(file(SMALL),))
     capacity = msgspec.structs.replace(CAPACITY, max_model_len=4)
     with raises("prompt_too_long", "images take"):
-        admit(core_of(processor, capacity), prompt=MARK, images=(file(SMALL),))
+        await admit(core_of(processor, capacity), prompt=MARK, images=(file(SMALL),))
 
 
-def test_a_model_of_texts_refuses_images_by_name(processor: ImageProcessor) -> None:
+async def test_a_model_of_texts_refuses_images_by_name(processor: ImageProcessor) -> None:
     texts = msgspec.structs.replace(CAPACITY, images=None)
     for core in (core_of(processor, texts), core_of(None)):
         with raises("images_not_supported", "takes no images"):
-            admit(core, prompt_token_ids=(5, 6), images=(file(SMALL),))
+            await admit(core, prompt_token_ids=(5, 6), images=(file(SMALL),))
     scored = core_of(processor, reference_model_path="tiny")
     with raises("images_not_supported", "reference model"):
-        admit(scored, prompt=MARK, images=(file(SMALL),))
+        await admit(scored, prompt=MARK, images=(file(SMALL),))
 
 
 # --- the wire ----------------------------------------------------------------------------------
@@ -247,7 +300,13 @@ def test_images_go_over_the_bus_as_bytes_or_base64() -> None:
     assert check_request(given, 1 << 20) == request
     kind, raw = encode_request(given)
     assert decode_request(raw, "msgpack", 1 << 20) == request
+    lines = base64.encodebytes(data).decode()
+    for text in (lines, lines.rstrip("=\n")):
+        given["images"][0]["data"] = text
+        assert check_request(given, 1 << 20) == request
+        assert decode_request(msgspec.json.encode(given), "json", 1 << 20) == request
     given["images"][0]["data"] = "no base64!"
+    assert isinstance(decode_request(msgspec.json.encode(given), "json", 1 << 20), Malformed)
     assert isinstance(check_request(given, 1 << 20), Malformed)
     parts = {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "image"}]}
     read = check_request({"messages": [parts]}, 1 << 20)
@@ -271,21 +330,17 @@ class Held:
         config = ImagesConfig(store_bytes=store_bytes, max_pixels=7000)
         self.images = HeldImages(self.store, config, durable=True)
 
-    async def put(self, number: int, *images: ImageInput) -> Tokens:
-        request = GenerateRequest(prompt=MARK * len(images), images=images)
-        entry = RequestEntry(f"{number}-0", request)
-        tokens = self.core.tokenize(request, await self.images.known(entry))
-        found = await self.images.put(entry, tokens)
-        if isinstance(found, Exception):
-            raise found
-        return found
+    async def put(self, number: int, *images: ImageInput, **who: str) -> Tokens:
+        request = GenerateRequest(prompt=MARK * len(images), images=images, **who)
+        return await load(self.core, RequestEntry(f"{number}-0", request), self.images)
 
 
 async def test_images_are_held_until_their_request_is_answered(core: AdmissionCore) -> None:
     held = Held(core)
     tokens = await held.put(1, file(SMALL), file(WIDE))
-    assert tokens.pixels == ()
-    assert await held.store.get(id_of(WIDE)) == StoredImage(*WIDE.size, WIDE.tobytes())
+    kept = await held.store.get(tokens.media[1].name)
+    assert kept is not None
+    assert (kept.width, kept.height) == WIDE.size
     assert (await held.store.usage()).held == 2
     await held.put(2, ImageInput(id=id_of(SMALL)))
     await held.images.release("1-0")
@@ -296,12 +351,43 @@ async def test_images_are_held_until_their_request_is_answered(core: AdmissionCo
 
 
 async def test_a_full_store_refuses_and_says_when_to_come_back(core: AdmissionCore) -> None:
-    held = Held(core, store_bytes=3 * 140 * 56)
-    await held.put(1, file(WIDE))
-    with raises("images_full", "images.store_bytes", retry_after_s=1.0):
-        await held.put(2, file(SMALL))
-    await held.images.release("1-0")
-    await held.put(2, file(SMALL))
+    one = (await Held(core).put(1, file(SMALL))).media[0].num_tokens
+    held = Held(core, store_bytes=3 * core.images.num_bytes(one))
+    await held.put(1, file(SMALL), tenant="a")
+    with raises("images_full", "the tenant's requests", retry_after_s=1.0):
+        await held.put(2, file(SMALL), tenant="a")
+    with raises("image_too_large", "half of images.store_bytes"):
+        await held.put(3, file(SMALL), file(SMALL), tenant="a")
+    await held.put(4, file(SMALL), tenant="b")
+    await held.put(5, file(SMALL), tenant="c")
+    with raises("images_full", "the store of", retry_after_s=1.0):
+        await held.put(6, file(SMALL), tenant="d")
+    for number in (1, 2, 3):
+        await held.images.release(f"{number}-0")
+    await held.put(2, file(SMALL), tenant="a")
+
+
+async def test_tenants_share_no_image_and_salts_no_embeddings(core: AdmissionCore) -> None:
+    """Embeddings are found by key, and an image also by id."""
+    held, by_id = Held(core), ImageInput(id=id_of(SMALL))
+    (one,) = (await held.put(1, file(SMALL), tenant="a")).media
+    with raises("unknown_image", "for this tenant"):
+        await held.put(2, by_id, tenant="b")
+    (other,) = (await held.put(2, file(SMALL), tenant="b")).media
+    (salted,) = (await held.put(3, by_id, tenant="a", cache_salt="s")).media
+    (same,) = (await held.put(4, by_id, tenant="a")).media
+    assert len({one.name, other.name}) == 2
+    assert len({one.key, other.key, salted.key}) == 3
+    assert (same.name, same.key) == (one.name, one.key)
+
+
+async def test_with_shared_prefixes_images_are_shared_too(processor: ImageProcessor) -> None:
+    config = Config(admission=AdmissionConfig(share_prefixes_across_tenants=True))
+    core = AdmissionCore(config, processor._tokenizer, frozenset({1}), processor)
+    core.set_capacity(CAPACITY)
+    held = Held(core)
+    name = (await held.put(1, file(SMALL), tenant="a")).media[0].name
+    assert (await held.put(2, file(SMALL), tenant="b")).media[0].name == name
 
 
 async def test_another_lane_takes_the_leases_over(core: AdmissionCore) -> None:

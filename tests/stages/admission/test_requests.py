@@ -24,27 +24,33 @@ def unanswered(entry_id: str, request_id: str = "", *, is_accepted: bool = True)
     return Unanswered(entry, accepted(request_id, entry_id) if is_accepted else None)
 
 
+def found(ledger: Ledger, request_id: str) -> str | None:
+    item = ledger.accepted(request_id)
+    return None if item is None else item.entry_id
+
+
 def test_an_accepted_request_is_found_by_its_id_until_it_is_answered() -> None:
     ledger = Ledger(3)
     for n in range(3):
         ledger.add(unanswered(f"{n}-0", f"r{n}"))
-    assert [ledger.entry_of(f"r{n}") for n in range(4)] == ["0-0", "1-0", "2-0", None]
-    item = ledger.get("1-0")
-    assert ledger.remove("1-0") is item
-    assert ledger.remove("1-0") is None
-    assert [ledger.entry_of(f"r{n}") for n in range(3)] == ["0-0", None, "2-0"]
+    assert [found(ledger, f"r{n}") for n in range(4)] == ["0-0", "1-0", "2-0", None]
+    item = ledger.get("1-0 r1")
+    assert item is not None
+    assert ledger.remove("1-0 r1") is item
+    assert ledger.remove("1-0 r1") is None
+    assert [found(ledger, f"r{n}") for n in range(3)] == ["0-0", None, "2-0"]
     assert [each.entry_id for each in ledger] == ["0-0", "2-0"]
     ledger.add(unanswered("5-0", "r1"))
-    assert ledger.entry_of("r1") == "5-0"
+    assert found(ledger, "r1") == "5-0"
 
 
 def test_a_refused_duplicate_leaves_the_id_to_the_request_that_has_it() -> None:
     ledger = Ledger(3)
     ledger.add(unanswered("1-0", "mine"))
     ledger.add(unanswered("2-0", "mine", is_accepted=False))
-    assert ledger.entry_of("mine") == "1-0"
-    ledger.remove("2-0")
-    assert ledger.entry_of("mine") == "1-0"
+    assert found(ledger, "mine") == "1-0"
+    assert ledger.remove("2-0 mine") is not None
+    assert found(ledger, "mine") == "1-0"
 
 
 def test_requests_outside_the_lane_are_not_suspected() -> None:

@@ -10,6 +10,7 @@ from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from nano_inference.bus import open_bus
+from nano_inference.bus.entries import entry_key
 from nano_inference.bus.public import Completion, CompletionSample, StageTime, Timings, Usage
 from nano_inference.config import BusConfig, BusError, Config, TelemetryConfig
 from nano_inference.stages.actor import StageContext
@@ -32,7 +33,9 @@ class Rig:
 
     async def end(self, entry_id: str, trace_id: str = "", refused: bool = False) -> str:
         """A request ended. Returns its trace's id: as admission makes it, or the one given."""
-        trace_id = trace_id or self.stage.first_context(entry_id).trace_id
+        trace_id = (
+            trace_id or self.stage.first_context(entry_key(entry_id, f"r{entry_id}")).trace_id
+        )
         held = StageTime(stage="admission", start_ns=100, end_ns=300)
         done = Completion(
             request_id=f"r{entry_id}",
@@ -68,7 +71,7 @@ async def test_the_first_span_is_repeated(rig: Rig) -> None:
     assert span.context is not None
     assert span.parent is None
     assert format(span.context.trace_id, "032x") == trace_id
-    assert format(span.context.span_id, "016x") == rig.stage.first_context("7-0").span_id
+    assert format(span.context.span_id, "016x") == rig.stage.first_context("7-0 r7-0").span_id
     assert (span.start_time, span.end_time) == (100, 300)
     assert span.attributes is not None
     assert span.attributes[names.MESSAGE_ID] == "7-0"

@@ -22,7 +22,7 @@ from nano_inference.bus.control import (
     StageReady,
     StageStopped,
 )
-from nano_inference.bus.entries import RequestEntry
+from nano_inference.bus.entries import RequestEntry, id_in
 from nano_inference.bus.envelope import Message
 from nano_inference.bus.public import ErrorInfo, GenerateRequest
 from nano_inference.bus.recovery import Recover
@@ -363,7 +363,7 @@ class Admission:
             owner = self.world.claim(entry)
             arrival = Arrival(entry, self.world.now, owner)
             if owner != entry.entry_id and self.world.traits(entry.entry_id).long:
-                self.core.requests.incoming.set_apart(entry.entry_id)
+                self.core.requests.incoming.set_apart(entry.key)
                 self.tokenizing.append(arrival)
             else:
                 self.arrivals.append(arrival)
@@ -460,13 +460,14 @@ class Admission:
         taken = self.world.taken
         lost = {each for each in self.known if taken.get(each, ("", 0))[0] != self.lane.name}
         self.known -= lost
+        keys = frozenset(self.world.published[each][0].key for each in lost)
         for entry_id in self.known:
             taken[entry_id] = self.lane.name, self.world.now
-        return frozenset(lost)
+        return keys
 
     def _judge(self, wanted: do.Judge) -> Judged:
         arrival = wanted.arrival
-        entry, entry_id = arrival.entry, arrival.entry_id
+        entry, entry_id = arrival.entry, arrival.entry.entry_id
         request_id, traits = request_id_of(entry), self.world.traits(entry_id)
 
         def refused(code: str) -> Judged:
@@ -487,19 +488,20 @@ class Admission:
         return Judged(arrival, accepted(request_id, entry_id), wanted.cancelled)
 
     def _forward(self, effect: do.Forward) -> None:
-        entry_id, ledger = effect.entry_id, self.core.requests.ledger
-        item = ledger.get(entry_id)
+        entry_id, ledger = id_in(effect.key), self.core.requests.ledger
+        item = ledger.get(effect.key)
         assert item is not None
         assert entry_id in self.known, "it is known to be another lane's"
         assert entry_id not in self.sent, "it runs twice in one epoch"
         assert entry_id not in self.ended, "it ends here and runs"
         if item.deaths >= LAST_CHANCE:
-            beside = [each for each in self.sent if (it := ledger.get(each)) and it.end is None]
+            others = (each for each in ledger if each.entry_id in self.sent)
+            beside = [each for each in others if each.end is None]
             assert not beside, "a suspect must be alone"
         self.sent.add(entry_id)
         if self.world.traits(entry_id).unsendable:
             error = ErrorInfo(code="message_too_large", message="")
-            self.tell(partial(self.core.give_up, entry_id, error))
+            self.tell(partial(self.core.give_up, effect.key, error))
             return
         tokens = sum(len(sample.token_ids) for sample in effect.samples or ())
         if effect.samples is None:

@@ -130,8 +130,9 @@ class RuleExecutor:
             case "store":
                 self._put(move.slot, self.slots[move.block_id])
                 if move.write:
-                    self.disk[move.name] = self.host[move.slot]
-                    self.changes.append(TiersChanged(stored=(move.name,)))
+                    self._write(move)
+            case "write":
+                self._write(move)
             case "load":
                 self.slots[move.block_id] = list(self.host[move.slot])
             case "fetch":
@@ -146,6 +147,10 @@ class RuleExecutor:
                 loaded, computed = (str(self.slots[b]) for b in (move.other, move.block_id))
                 audited = AuditedBlock(move.name, loaded, computed)
                 self.changes.append(TiersChanged(audited=(audited,)))
+
+    def _write(self, move: KVMove) -> None:
+        self.disk[move.name] = self.host[move.slot]
+        self.changes.append(TiersChanged(stored=(move.name,)))
 
     def _put(self, slot: int, block: list[int]) -> None:
         self.offered.pop(slot, None)

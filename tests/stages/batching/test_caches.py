@@ -103,6 +103,17 @@ def test_more_than_is_free_is_refused_and_takes_nothing(make_cache: MakeCache) -
         cache.extend(lease)
 
 
+def test_free_blocks_of_a_prefix_count_as_needed(make_cache: MakeCache) -> None:
+    """They are held from then on, so no fresh block can come from them."""
+    cache = make_cache(3, 4)
+    cache.release(computed(cache, list(range(8))))
+    started(cache, [9])
+    with pytest.raises(OutOfBlocks, match="3 blocks are needed and 2 are free"):
+        cache.start(Lease(list(range(9))), 3)
+    assert cache.num_free_blocks() == 2
+    assert cache.num_cached_blocks() == 2, "what is refused takes nothing"
+
+
 # --- matches ---------------------------------------------------------------------------------
 
 

@@ -137,6 +137,23 @@ def test_cancel_of_an_unknown_request_is_passed_on_as_it_came() -> None:
     assert replica.log[-1].ended == (cancel("gone"),)
 
 
+def test_ends_in_lost_plans_are_in_the_next_plan() -> None:
+    """Before later ones; streaming ends the requests by them."""
+    replica = FakeReplica()
+    for seq_id, name in enumerate("abc", 1):
+        replica.add([seq_id, 2, 3], seq_id, name=name, stop=True)
+    replica.plan()
+    for name in "ab":
+        replica.core.cancel(cancel(name))
+        replica.plan()
+    replica.core.cancel(cancel("c"))
+    replica.lose_plans()
+    replica.plan()
+    assert [each.request_id for each in replica.log[-1].ended] == ["a", "b", "c"]
+    replica.run()
+    assert replica.core.idle
+
+
 def test_expired_requests_free_their_blocks_within_a_step(cache_type: CacheType) -> None:
     """One request runs with all blocks, one waits; both are past their deadline."""
     replica = FakeReplica(num_blocks=4, block_size=4, cache_type=cache_type)

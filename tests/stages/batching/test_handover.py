@@ -313,7 +313,20 @@ def test_without_tiers_the_taker_computes_all() -> None:
     assert num_computed(pair.taker) == len(PROMPT) + 7
 
 
-@pytest.mark.parametrize("difference", ["layout", "weights", "weight_version", "adapter_version"])
+@pytest.mark.parametrize("cache_type", CACHE_TYPES)
+def test_blocks_that_were_handed_over_are_on_disk_on_both_sides(cache_type: CacheType) -> None:
+    """While nothing else runs, though they are in host slots already."""
+    pair = Pair(cache_type=cache_type, disk_blocks=100)
+    pair.add(PROMPT, [1])
+    pair.run()
+    pair.giver.run()
+    prompt, rest = set(pair.giver.executor.disk), set(pair.taker.executor.disk)
+    assert len(prompt) == 5
+    assert len(prompt & rest) == 5
+    pair.check()
+
+
+@pytest.mark.parametrize("difference", ["layout", "model", "weight_version", "adapter_version"])
 def test_a_difference_in_one_field_is_a_miss(difference: str) -> None:
     pair = Pair()
     pair.add(PROMPT, [1])

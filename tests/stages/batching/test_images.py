@@ -35,7 +35,7 @@ def prompt_of(parts: Sequence[Part]) -> tuple[list[int], tuple[MediaItem, ...]]:
     media = []
     for part in parts:
         if isinstance(part, str):
-            media.append(MediaItem(part, len(token_ids), IMAGES[part], 1, 1))
+            media.append(MediaItem(part, len(token_ids), IMAGES[part], 1, 1, name=part))
             token_ids += [PLACEHOLDER] * IMAGES[part]
         else:
             token_ids.append(part)

@@ -37,7 +37,7 @@ def make_tiers(
         host_slots=host,
         disk_blocks=disk,
         layout="layout",
-        weights="weights",
+        model="model",
         weight_version=0,
         incarnation="executor",
         load_ns=1,
@@ -63,6 +63,8 @@ class Executor:
                     self.slots[move.slot] = self.blocks[move.block_id]
                     if move.write:
                         self.jobs.append((move, self.slots[move.slot]))
+                case "write":
+                    self.jobs.append((move, self.slots[move.slot]))
                 case "load":
                     self.blocks[move.block_id] = self.slots[move.slot]
                 case "fetch":
@@ -209,6 +211,23 @@ def test_blocks_on_disk_are_found_once_they_are_whole(
         replica.tiers.changed(replica.executor.finish_job())
     assert not replica.cache.fetch(lease)
     assert replica.run(prompt(1)) == 12
+
+
+def test_a_block_whose_write_failed_is_written_from_its_slot_when_it_is_evicted_again() -> None:
+    replica = replica_of(PagedKVCache, make_tiers(host=8, disk=100), blocks=4)
+    for number in (1, 2):
+        replica.run(prompt(number))
+        replica.end()
+    while replica.executor.jobs:
+        replica.tiers.changed(replica.executor.finish_job(fails=True))
+    assert not replica.executor.disk
+    for number in (1, 2, 1):
+        replica.run(prompt(number))
+        replica.end()
+    while replica.executor.jobs:
+        replica.tiers.changed(replica.executor.finish_job())
+    assert len(replica.executor.disk) >= 5
+    assert set(replica.executor.disk.values()) <= set(replica.executor.slots.values())
 
 
 def test_a_failed_fetch_is_not_tried_again_by_the_same_sequence() -> None:

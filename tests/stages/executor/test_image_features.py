@@ -23,7 +23,7 @@ from .models import load
 from .recorder import core_as_on_cuda
 from .refusals import needs_kernels
 from .runner.adapters.making import make_adapter, merged
-from .vision import ImageLane, World, image_lane, stored, world_of
+from .vision import ImageLane, World, id_of, image_lane, stored, world_of
 from .vision_models import VOCAB, make_processor, make_vision_model
 
 NEW_TOKENS = 6
@@ -179,16 +179,16 @@ def test_a_missing_image_ends_its_request_and_spoils_no_cache() -> None:
     image = stored(1)
     prompt = world.prompt(world.text(3), image, world.text(2))
     lane = image_lane(world, block_size=4)
-    del world.images[image.id]
+    kept = world.images.pop(prompt.media[0].name)
     lane.run([prompt], NEW_TOKENS)
     (failed,) = lane.results[0].failed
     assert (failed.status, failed.code) == ("error", "invalid_image")
     assert failed.message == "the image is not stored any more; send it again"
     assert len(lane.results[0].spoiled) == 1
-    world.images[image.id] = image
+    world.images[prompt.media[0].name] = kept
     assert lane.run([prompt], NEW_TOKENS) == [world.generate(prompt, NEW_TOKENS)]
     assert list(lane.cached.values()) == [0]
-    assert lane.encoded == [image.id]
+    assert lane.encoded == [id_of(image)]
 
 
 @pytest.mark.parametrize("name", ["llava", "qwen2_vl"])

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from ...soaking import in_soak
-from .vision import Completion, ImagePrompt, World, image_lane, stored, world_of
+from .vision import Completion, ImagePrompt, World, id_of, image_lane, stored, world_of
 from .vision_models import ARCHITECTURES
 
 NEW_TOKENS = 6
@@ -86,7 +86,7 @@ def test_equal_images_share_kv_and_one_encoding() -> None:
     assert prompts[0].token_ids == different.token_ids
     a, b, c = lane.run(prompts, NEW_TOKENS)
     assert a == b == c == world.generate(prompts[0], NEW_TOKENS)
-    assert lane.encoded == [first.id]
+    assert lane.encoded == [id_of(first)]
     (found,) = lane.run([different], NEW_TOKENS)
     assert found == world.generate(different, NEW_TOKENS)
     assert list(lane.cached.values()) == [len(head) + 1], "up to the first placeholder"

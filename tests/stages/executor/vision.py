@@ -9,12 +9,16 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
+import numpy as np
 import torch
+from PIL import Image
 
 from nano_inference.bus.media import MediaItem
 from nano_inference.bus.messages import AdmittedRequest, Prompt, RequestInfo, SequenceSpec
 from nano_inference.bus.steps import StepPlan, StepResult
 from nano_inference.config import EngineConfig, SamplingParams
+from nano_inference.media import decode_process
+from nano_inference.media.decode_process import features_of
 from nano_inference.stages.executor import ExecutorCore, LoadedModel, wrap_model
 from nano_inference.stages.executor.driver.step import LaunchedStep
 from nano_inference.store.images import StoredImage
@@ -63,9 +67,13 @@ class Completion:
     __hash__ = None  # type: ignore[assignment]
 
 
-def stored(seed: int, width: int = 24, height: int = 16) -> StoredImage:
+def stored(seed: int, width: int = 24, height: int = 16) -> Image.Image:
     """A random image."""
-    return StoredImage(width, height, picture(seed, width, height).tobytes())
+    return Image.fromarray(picture(seed, width, height))
+
+
+def id_of(image: Image.Image) -> str:
+    return decode_process.id_of(*image.size, image.tobytes())
 
 
 class World:
@@ -73,7 +81,7 @@ class World:
 
     Attributes:
         model: With Transformers' own attention.
-        images: All images so far, by id.
+        images: All images so far, by name.
     """
 
     def __init__(self, name: str, model: Any = None) -> None:
@@ -94,13 +102,12 @@ class World:
         return [self._text.randrange(1, PLACEHOLDER) for _ in range(number)]
 
     @torch.no_grad()
-    def prompt(self, *parts: list[int] | StoredImage) -> ImagePrompt:
+    def prompt(self, *parts: list[int] | Image.Image) -> ImagePrompt:
         """A prompt of tokens and images."""
-        images = [part for part in parts if isinstance(part, StoredImage)]
+        images = [part for part in parts if isinstance(part, Image.Image)]
         if not images:
             return ImagePrompt([token for part in parts for token in part])
-        pixels = [torch.frombuffer(bytearray(i.rgb), dtype=torch.uint8) for i in images]
-        arrays = [p.view(i.height, i.width, 3).numpy() for p, i in zip(pixels, images, strict=True)]
+        arrays = [np.asarray(image) for image in images]
         inputs = dict(
             self.processor(
                 [arrays] if self.name in _NESTED else arrays,
@@ -114,7 +121,7 @@ class World:
         token_ids: list[int] = []
         media: list[MediaItem] = []
         for part in parts:
-            if not isinstance(part, StoredImage):
+            if not isinstance(part, Image.Image):
                 token_ids += part
                 continue
             number = counts[len(media)]
@@ -127,9 +134,13 @@ class World:
             else:
                 token_ids += [PLACEHOLDER] * number
             token_ids.append(END)
-            size = part.width, part.height
-            media.append(MediaItem(part.id, start, number, *size, alone=len(images) == 1))
-            self.images[part.id] = part
+            alone = len(images) == 1
+            name = id_of(part)
+            if self.name == "llava_onevision" and not alone:
+                name += " in company"
+            media.append(MediaItem(id_of(part), start, number, *part.size, alone, name))
+            features = features_of(self.processor, _OPTIONS.get(self.name, {}), part, alone=alone)
+            self.images[name] = StoredImage(*part.size, features)
         kinds = (torch.tensor([token_ids]) == PLACEHOLDER).int()
         if self.name.startswith("qwen"):
             inputs["mm_token_type_ids"] = kinds

@@ -199,7 +199,7 @@ def test_a_failure_lasts_from_the_last_step_to_the_next_token() -> None:
     lane.core.reset()
     for each in opened:
         lane.core.open(each, 500)
-    assert lane.core.knows(RecoveryItem("r", "entry-r"))
+    assert lane.core.knows(RecoveryItem("r", "entry-r", "r"))
     again = started(1, 600, num_generated=2)
     lane.step(600, 650, [1], new=[again], num_tokens=9, prefills=((1, 9),), now_ns=660)
     lane.step(650, 670, [1], ends=[1], now_ns=670)
@@ -265,7 +265,7 @@ def test_a_restored_request_has_the_time_since_the_failure() -> None:
     for each in (lane, successor):
         # The first one has it still, but not as its stream has it.
         each.open(stream=True, down_since_ns=400, now_ns=410)
-        assert each.core.restore(RecoveryItem("r", "entry-r"), [chunk], 410)
+        assert each.core.restore(RecoveryItem("r", "entry-r", "r"), [chunk], 410)
         again = started(1, 600, num_generated=1)
         each.step(600, 650, [1], new=[again], num_tokens=8, prefills=((1, 8),))
         each.step(650, 660, [1], ends=[1], now_ns=670)
@@ -506,7 +506,9 @@ class World:
             self.lane.core.open(opened, self.now_ns)
             if is_restarted and known is not None:
                 chunks = [each.chunk(0, "") for each in known.samples.values()]
-                self.lane.core.restore(RecoveryItem(name, opened.entry_id), chunks, self.now_ns)
+                self.lane.core.restore(
+                    RecoveryItem(name, opened.entry_id, name), chunks, self.now_ns
+                )
 
 
 @pytest.mark.parametrize("first", range(0, 150, 50))

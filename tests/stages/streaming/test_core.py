@@ -325,6 +325,15 @@ def test_a_refused_duplicate_leaves_the_first_alone(client: Client) -> None:
     assert client.completion("r").status == "done"
 
 
+def test_an_ended_request_leaves_another_one_with_its_entrys_id_alone(client: Client) -> None:
+    """After a failover a server gives the id of an entry that it has lost to another one."""
+    entry_id = request_of().entry_id
+    client.end(cancel_of("lost", entry_id=entry_id, unstarted=True))
+    client.step(new=[started(5, request_of())])
+    client.say(5, " fox", "length")
+    assert client.completion().samples[0].text == " fox"
+
+
 def test_a_cancel_may_leave_the_entry_out(client: Client) -> None:
     client.step([(5, 40, "")], new=[started(5, request_of())])
     client.end(cancel_of(entry_id=""))
@@ -363,10 +372,10 @@ def test_a_begun_request_that_runs_anew_is_asked_for(client: Client) -> None:
     ids = client.say(5, " the")
     client.core.reset()
     deliveries = client.step([(80, ids[0], "")], new=[started(80, request)])
-    assert deliveries.unasked == [request.entry_id]
+    assert deliveries.unasked == [f"{request.entry_id} r"]
     assert deliveries.outputs == {}
     client.core.reset()
-    item = RecoveryItem("r", request.entry_id)
+    item = RecoveryItem("r", request.entry_id, "r")
     assert client.core.recovered(item).samples[0].token_ids == tuple(ids)
     assert client.step(new=[started(81, request, num_generated=len(ids))]).unasked == []
 
@@ -377,7 +386,7 @@ def test_a_successor_with_part_of_a_request_restores_it_from_its_stream(
 ) -> None:
     """It has absorbed a step with the second sample that was meant for its predecessor."""
     request = request_of(n=2, stream=streamed)
-    item = RecoveryItem("r", request.entry_id)
+    item = RecoveryItem("r", request.entry_id, "r")
     before, after = Client(tokenizer), Client(tokenizer)
     before.step([(5, 40, "")], new=[started(5, request, 0)])
     chunks = before.chunks(sample_index=None)

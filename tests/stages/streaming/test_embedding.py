@@ -86,7 +86,7 @@ def test_a_late_vector_is_ignored(client: Client) -> None:
 def test_after_a_failure_the_prompt_begins_again(client: Client) -> None:
     client.step(new=[started(1, REQUEST)])
     client.core.reset()
-    item = RecoveryItem("r", "entry-r")
+    item = RecoveryItem("r", "entry-r", "r")
     (sample,) = client.core.recovered(item).samples
     assert (sample.token_ids, sample.finished) == ((), False)
     client.step(new=[started(9, REQUEST)])

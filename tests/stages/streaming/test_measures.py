@@ -95,7 +95,7 @@ def test_a_successor_records_no_unknown_times(client: Client) -> None:
         text="?",
     )
     client.open(request)
-    client.core.restore(RecoveryItem("r", request.entry_id), [chunk], 500)
+    client.core.restore(RecoveryItem("r", request.entry_id, "r"), [chunk], 500)
     again = started(5, request, num_generated=1, executed_ns=500)
     (ended,) = client.step([(5, 31, "length")], new=[again], end_ns=600).ended
     measure_end(measured.metrics, ended, 0)

@@ -85,7 +85,7 @@ def test_a_score_of_another_entry_is_not_taken(client: Client) -> None:
 
 def test_missing_scores_are_requested_again_in_a_new_epoch(client: Client) -> None:
     request = scored(n=2)
-    item = RecoveryItem("r", request.entry_id)
+    item = RecoveryItem("r", request.entry_id, "r")
     client.step([(1, 40, "stop")], new=[started(1, request), started(2, request, 1)])
     asked = client.step([(2, 41, "stop")]).to_score
     score(client, -1.0)
@@ -105,7 +105,7 @@ def test_a_successor_has_finished_samples_scored(
     client.step([(1, 40, "")], new=[started(1, request)])
     asked = client.step([(1, 41, "stop")]).to_score
     after = Client(tokenizer)
-    item = RecoveryItem("r", request.entry_id)
+    item = RecoveryItem("r", request.entry_id, "r")
     after.open(request)
     after.core.restore(item, client.chunks(), 500)
     assert list(after.core.to_score(item)) == asked

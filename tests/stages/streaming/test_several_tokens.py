@@ -190,7 +190,7 @@ def test_a_successor_goes_on_behind_chunks_of_several_tokens(
     before.step(new=[started(1, request)])
     report(before, ids[:3], adapter=2)
     successor.open(request)
-    item = RecoveryItem("r", request.entry_id)
+    item = RecoveryItem("r", request.entry_id, "r")
     assert successor.core.restore(item, before.chunks(), 500) == request
     recovered = successor.core.recovered(item)
     assert recovered.samples[0].token_ids == tuple(ids[:3])

@@ -38,7 +38,7 @@ async def test_a_step_behind_a_missing_one_is_not_delivered() -> None:
     assert isinstance(chunk, CompletionChunk)
     assert chunk.token_ids == (40,)
     (told,) = await admission.receive()
-    assert told.body == Fenced((request.entry_id,))
+    assert told.body == Fenced((f"{request.entry_id} r",))
 
     await stage.reset()
     await handle(step([(80, 41, "")], new=[started(80, request, num_generated=1)]))

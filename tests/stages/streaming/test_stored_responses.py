@@ -176,7 +176,7 @@ def test_a_request_that_a_predecessor_began_is_not_kept(
     client.step([(1, 70, "")])
     successor = Client(tokenizer)
     successor.open(request)
-    assert successor.core.restore(RecoveryItem("r", "entry-r"), client.chunks(), 500)
+    assert successor.core.restore(RecoveryItem("r", "entry-r", "r"), client.chunks(), 500)
     successor.step(new=[started(5, request, num_generated=1)])
     (ended,) = successor.step([(5, 71, "stop")]).ended
     assert ended.completion.samples[0].token_ids == (70, 71)

@@ -55,6 +55,7 @@ class Writer:
     Attributes:
         special_tokens: As `constraint_of` takes them.
         marked: Whether it has tokens of its own for marks.
+        compiler: Of its grammars.
     """
 
     def __init__(self, special: Sequence[str] = (), added: Sequence[str] = ()) -> None:
@@ -67,7 +68,7 @@ class Writer:
         self.marked = bool([*special, *added])
         self._tokenizer = tokenizer
         self._pieces = TokenPieces(tokenizer.backend_tokenizer, skip_special=False)
-        self._compiler = GrammarCompiler(FOLDER, VOCAB, self._load)
+        self.compiler = GrammarCompiler(FOLDER, VOCAB, self._load)
         # What ends a part of a text, so that most come to their end.
         self.bias = np.zeros(VOCAB)
         self.bias[self.tokens('"}],')] = 3.0
@@ -86,13 +87,13 @@ class Writer:
 
     def may_be(self, constraint: Constraint, text: str | list[int]) -> bool:
         """Whether a text is one of those that are asked for."""
-        matcher = self._compiler.matcher(constraint)
+        matcher = self.compiler.matcher(constraint)
         tokens = self.tokens(text) if isinstance(text, str) else text
         return matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
 
     def allowed(self, constraint: Constraint, text: str | list[int]) -> list[str]:
         """The tokens that may come behind a text."""
-        matcher = self._compiler.matcher(constraint)
+        matcher = self.compiler.matcher(constraint)
         tokens = self.tokens(text) if isinstance(text, str) else text
         assert matcher.consume_tokens(tokens), matcher.get_error()
         return [self._tokenizer.decode([token]) for token in np.flatnonzero(self._mask(matcher))]
@@ -106,8 +107,8 @@ class Writer:
             hints: Texts that chance alone would not write; some of them are tried now and then.
         """
         rng = np.random.default_rng(seed)
-        matcher = self._compiler.matcher(constraint)
-        stops, tokens = self._compiler.stop_ids, list[int]()
+        matcher = self.compiler.matcher(constraint)
+        stops, tokens = self.compiler.stop_ids, list[int]()
         while len(tokens) < MOST:
             if hints and rng.random() < _HINTED:
                 hint = self.tokens(hints[rng.integers(len(hints))])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from itertools import pairwise
 
 from hypothesis import given
@@ -25,8 +26,13 @@ def marks_of(family: Family) -> list[str]:
     return whole + [mark[: len(mark) // 2] for mark in whole] + [mark[3:] for mark in whole]
 
 
+def values_with_marks(family: Family) -> st.SearchStrategy[str]:
+    pieces = st.text(ALPHABET, max_size=12) | st.sampled_from(marks_of(family))
+    return st.lists(pieces, max_size=4).map("".join)
+
+
 def arguments(family: Family) -> st.SearchStrategy[dict[str, object]]:
-    texts = st.text(ALPHABET, max_size=12) | st.sampled_from(marks_of(family))
+    texts = values_with_marks(family)
     values = texts | st.integers() | st.booleans() | st.lists(texts, max_size=2)
     return st.dictionaries(st.sampled_from(["city", "days", "x"]), values, max_size=3)
 
@@ -42,6 +48,8 @@ def messages(draw: st.DrawFn, family: Family) -> str:
         texts,
         calls,
         texts.map(lambda text: before + text + behind),
+        # As a budget closes reasoning, and the model once more.
+        texts.map(lambda text: before + behind + text + behind),
         st.sampled_from(marks_of(family)),
         # Malformed ones.
         calls.flatmap(lambda text: st.integers(0, len(text)).map(lambda at: text[:at])),
@@ -105,3 +113,25 @@ def test_nothing_is_lost(data: st.DataObject) -> None:
     for pieces in (text, data.draw(cuts(text))):
         delta = deltas_of(MessageReader(form, reading, ""), pieces)
         assert (delta.reasoning, delta.content, delta.calls) == ("", text, ())
+
+
+# What a value can't have in syntaxes without escapes: the marks of its own end.
+AMBIGUOUS = re.compile(
+    r"<parameter=|</parameter>\s*$|</parameter>\s*<|<\|\"\|>|<escape>|[\x01\x02]"
+)
+
+
+@given(st.data())
+def test_a_call_is_whole_or_text(data: st.DataObject) -> None:
+    """Whatever marks stand in its values."""
+    name = data.draw(st.sampled_from(sorted(FAMILIES)))
+    family = FAMILIES[name]
+    texts = values_with_marks(family)
+    if not family.is_json:
+        texts = texts.filter(lambda text: not AMBIGUOUS.search(text))
+    known = st.dictionaries(st.sampled_from(["city", "x"]), texts)
+    calls = [("get_weather", each) for each in data.draw(st.lists(known, min_size=1, max_size=3))]
+    text = family.written(calls)
+    delta = deltas_of(reader_of(FORMATS[name], "", True, True), data.draw(cuts(text)))
+    found = [(call.name, json.loads(call.arguments)) for call in delta.calls]
+    assert found == calls or (found, delta.content) == ([], text)

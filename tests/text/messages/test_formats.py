@@ -4,10 +4,18 @@ from __future__ import annotations
 
 import pytest
 
-from nano_inference.text.messages import MessageFormat, find_format, opening_of
+from nano_inference.text.messages import (
+    MessageFormat,
+    MessageReader,
+    Reading,
+    Tool,
+    call_body,
+    find_format,
+    opening_of,
+)
 from nano_inference.text.messages.message_format import known_formats
 
-from .families import FAMILIES, Family, Read, both, format_of_family, named
+from .families import FAMILIES, Family, Read, both, deltas_of, format_of_family, named, read
 
 CALLS = [
     ("get_weather", {"city": "Bari, “Süd” 東", "days": 3, "hourly": True}),
@@ -70,6 +78,15 @@ def test_calls(family: Family, form: MessageFormat, count: int) -> None:
     assert both(form, family.written(CALLS[:count])) == Read("", "", CALLS[:count], 0)
 
 
+def test_a_name_of_128_characters(family: Family, form: MessageFormat) -> None:
+    long = "get-weather.v2_" * 9
+    for name in (long[:65], long[:128]):
+        reading = Reading(tools=(Tool(name=name),))
+        text = family.written([(name, {"city": "Bari"})])
+        (call,) = deltas_of(MessageReader(form, reading, ""), [text]).calls
+        assert (call.name, call.arguments) == (name, '{"city": "Bari"}')
+
+
 def test_text_before_calls(family: Family, form: MessageFormat) -> None:
     content = "I look it up."
     between = "<|end|><|start|>assistant" if family.answer else "\n\n"
@@ -113,6 +130,35 @@ def test_enable_thinking_false_leaves_the_reasoning_before_the_first_token() -> 
     assert both(form, "The answer.", opening) == Read("", "The answer.", [], 0)
 
 
+@reasoning_families
+def test_a_closing_mark_without_reasoning_is_dropped(family: Family, form: MessageFormat) -> None:
+    """As models write it where a budget, or the prompt, has closed their reasoning before."""
+    before, behind = family.reasoning
+    mark = behind.removesuffix("<|start|>assistant")
+    closed = before + behind
+    yes, space = family.answer + "Yes.", mark[len(mark.rstrip()) :]
+    for opening, text, content in (
+        (before, f"Hm.{behind}{mark}{yes}", "Yes."),
+        (closed, f"{mark}{mark}{yes}", "Yes."),
+        (closed, f"{yes}{mark}No.{mark}", f"Yes.{space}No.{space}"),
+        ("", f"{mark}{yes}", "Yes."),
+    ):
+        reasoning = "Hm." if opening == before else ""
+        assert both(form, text, opening) == Read(reasoning, content, [], 0)
+        assert both(form, text + family.written(CALLS), opening).calls == CALLS
+
+
+def test_the_space_before_a_dropped_mark_belongs_to_it() -> None:
+    form = format_of_family(FAMILIES["Qwen3"])
+    assert both(form, "4 = 4.\n</think>\n\n4") == Read("", "4 = 4.\n\n4", [], 0)
+    assert both(form, "so </think> it is</think>") == Read("", "so it is", [], 0)
+    oops = "<tool_call>oops</tool_call>"
+    assert both(form, f"{oops}</think>\nSo.") == Read("", f"{oops}\nSo.", [], 1)
+    text = "Hm.</think></think>\nSo."
+    found = read(form, text, opening="<think>\n", separates_reasoning=False)
+    assert found == Read("", text, [], 0)
+
+
 def test_calls_are_not_looked_for_in_reasoning() -> None:
     family = FAMILIES["Qwen3"]
     inner = family.written(CALLS[:1])
@@ -121,12 +167,55 @@ def test_calls_are_not_looked_for_in_reasoning() -> None:
     assert found == Read(f"I could write {inner} here.", "No.", [], 0)
 
 
-@pytest.mark.parametrize("family", JSON, indirect=True)
-def test_the_closing_mark_in_an_argument_is_part_of_it(family: Family, form: MessageFormat) -> None:
-    behind = [each.call.split("{arguments}")[-1] for each in FAMILIES.values() if each.is_json]
-    marks = " ".join([*behind, "[TOOL_CALLS] ; {", '"', "\\", family.close, family.between])
-    calls = [("get_weather", {"city": marks}), ("get_weather", {"city": marks + "</s>"})]
-    assert both(form, family.written(calls)) == Read("", "", calls, 0)
+def test_marks_in_a_value_are_part_of_it(family: Family, form: MessageFormat) -> None:
+    behind = [each.call.split("{arguments}")[-1].strip() for each in FAMILIES.values()]
+    others = ["[TOOL_CALLS] ; {", '"', "\\", "</s>", "</parameter>", "<|eom_id|>", "</think>"]
+    for mark in {*behind, *others, family.close, family.between}:
+        for value in (mark, f"a{mark}b", f"a {mark} b {mark}{mark} c", f"a\n{mark}\nb"):
+            calls = [("get_weather", {"city": value, "x": "1"}), ("get_weather", {"city": value})]
+            assert both(form, family.written(calls)) == Read("", "", calls, 0)
+
+
+@pytest.mark.parametrize(
+    ("name", "mark"),
+    [("Qwen3-Coder", "\n<parameter=x>"), ("Gemma 4", '<|"|>'), ("FunctionGemma", "<escape>")],
+)
+def test_a_call_whose_values_can_not_be_told_apart_is_text(name: str, mark: str) -> None:
+    form = format_of_family(FAMILIES[name])
+    for value in (mark, f"a{mark} b"):
+        text = FAMILIES[name].written([("get_weather", {"city": value, "x": "1"})])
+        assert both(form, text) == Read("", text, [], 1)
+
+
+def xml(body: str) -> str:
+    return f"<tool_call>\n<function=get_weather>\n{body}</function>\n</tool_call>"
+
+
+def test_marks_are_looked_at_within_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beyond them the call is text, and not another call."""
+    monkeypatch.setattr(call_body, "_MOST_LOOKED_CHARS", 1000)
+    text = xml("<parameter=city>\n" + "</tool_call>" * 40 + "\n</parameter>\n")
+    assert both(named("qwen-xml"), text) == Read("", text, [], 1)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "<parameter=city>\nOslo\n",
+        "<parameter=city>\nOslo\n<parameter=days>\n3\n</parameter>\n",
+        "<parameter=city>\nOslo\n</parameter>\ndays: 3\n",
+        "days: 3\n<parameter=city>\nOslo\n</parameter>\n",
+        "<parameter=city>\nOslo\n</parameter>\n<parameter=city>\nRome\n</parameter>\n",
+        "<parameter=city\nOslo\n</parameter>\n",
+    ],
+)
+def test_no_argument_of_a_call_is_dropped(body: str) -> None:
+    """What the parser would leave out makes text of the call."""
+    good = xml("<parameter=city>\n<parameter=x>\n</parameter>\n")
+    assert both(named("qwen-xml"), good).calls == [("get_weather", {"city": "<parameter=x>"})]
+    assert both(named("qwen-xml"), xml(body)) == Read("", xml(body), [], 1)
+    mixed = both(named("qwen-xml"), f"{xml(body)}\n{good}")
+    assert mixed.content.startswith(xml(body))
 
 
 def test_a_call_without_a_closing_mark_is_complete_with_its_json(

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from nano_inference.config import Constraint, RequestError
+from nano_inference.config import AdmissionConfig, Constraint, RequestError
+from nano_inference.text.grammar import check_size
 from nano_inference.text.messages import Reading, Tool, ToolUse, constraint_of
 from nano_inference.text.messages.lark import lark_of_gbnf
 
@@ -187,6 +188,26 @@ def test_many_tools_whose_marks_are_spelled(name: str) -> None:
         head = f"{form.calls.before}{tool.name}{form.calls.middle}"
         assert writer.may_be(constraint, f'Text. {head}{{"zip": 1}}{form.calls.after}')
         assert not writer.may_be(constraint, f'Text. {head}{{"zip": ""}}{form.calls.after}')
+
+
+AGENTS = {
+    "type": "object",
+    "properties": {
+        f"field_number_{n}": {"enum": [f"value_number_{each}" for each in range(10)]}
+        for n in range(12)
+    },
+    "required": [f"field_number_{n}" for n in range(12)],
+    "additionalProperties": False,
+}
+
+
+def test_twenty_strict_tools_are_within_the_limits() -> None:
+    tools = tuple(Tool(name=f"t{n}", parameters=AGENTS, strict=True) for n in range(20))
+    constraint = constraint_of(QWEN, "", ToolUse(tools=tools), None, None, {})
+    check_size(constraint, AdmissionConfig().max_constraint_bytes)
+    with raises("invalid_constraint", "16384 are taken"):
+        check_size(constraint, 16_384)
+    with_tokens().compiler.check(constraint)
 
 
 # --- budgets --------------------------------------------------------------------------------------

@@ -1,14 +1,35 @@
+{{/*
+At most 40 characters, as a Service may be named: a name of a release may have dots, and begin with
+a digit. A name that is cut or changed ends with a hash, so that no two releases have the same.
+*/}}
 {{- define "nano.name" -}}
-{{- if contains "nano-inference" .Release.Name -}}
-{{- .Release.Name | trunc 40 | trimSuffix "-" -}}
-{{- else -}}
-{{- printf "%s-nano-inference" (.Release.Name | trunc 25 | trimSuffix "-") -}}
+{{- $release := .Release.Name -}}
+{{- $wanted := printf "%s-nano-inference" $release -}}
+{{- if contains "nano-inference" $release -}}
+{{- $wanted = $release -}}
 {{- end -}}
+{{- if not (regexMatch "^[a-z]" $wanted) -}}
+{{- $wanted = printf "nano-inference-%s" $release -}}
+{{- end -}}
+{{- include "nano.fit" (dict "name" $wanted "most" 40) -}}
+{{- end -}}
+
+{{- define "nano.fit" -}}
+{{- $fit := regexReplaceAll "[^a-z0-9-]" .name "-" -}}
+{{- if or (ne $fit .name) (gt (len $fit) (int .most)) -}}
+{{- $fit = printf "%s-%s" ($fit | trunc (int (sub .most 9)) | trimSuffix "-") (.name | sha256sum | trunc 8) -}}
+{{- end -}}
+{{- $fit -}}
+{{- end -}}
+
+{{/* Of the StatefulSet of a pool: Kubernetes adds 11 characters in a label, which takes 63. */}}
+{{- define "nano.poolName" -}}
+{{- include "nano.fit" (dict "name" (printf "%s-%s" (include "nano.name" .root) .pool) "most" 52) -}}
 {{- end -}}
 
 {{- define "nano.selector" -}}
 app.kubernetes.io/name: nano-inference
-app.kubernetes.io/instance: {{ .Release.Name }}
+app.kubernetes.io/instance: {{ .Release.Name | quote }}
 {{- end -}}
 
 {{- define "nano.labels" -}}

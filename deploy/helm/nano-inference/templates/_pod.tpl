@@ -9,7 +9,7 @@ preStopSeconds, startSeconds, web (the gateway: probes by HTTP), computes (execu
 metadata:
   labels:
     {{- include "nano.selector" .root | nindent 4 }}
-    app.kubernetes.io/component: {{ .role }}
+    app.kubernetes.io/component: {{ .role | quote }}
   annotations:
     # Pods are replaced when settings change.
     checksum/settings: {{ include "nano.settings" .root | sha256sum }}
@@ -43,10 +43,10 @@ spec:
       labelSelector:
         matchLabels:
           {{- include "nano.selector" .root | nindent 10 }}
-          app.kubernetes.io/component: {{ .role }}
+          app.kubernetes.io/component: {{ .role | quote }}
   containers:
-    - name: {{ .role }}
-      image: {{ include "nano.image" .root }}
+    - name: {{ .role | quote }}
+      image: {{ include "nano.image" .root | quote }}
       imagePullPolicy: {{ $values.image.pullPolicy }}
       command: [nano-inference]
       args: {{ concat .args (list "--config" "/etc/nano-inference/config.yaml") | toJson }}
@@ -142,24 +142,24 @@ spec:
       configMap: {name: {{ include "nano.name" .root }}}
     - name: bus
       secret:
-        secretName: {{ include "nano.busSecret" .root }}
+        secretName: {{ include "nano.busSecret" .root | quote }}
         defaultMode: 0440
-        items: [{key: {{ ternary $values.redis.gatewayUrlKey $values.redis.urlKey (eq .role "gateway") }}, path: url}]
+        items: [{key: {{ ternary $values.redis.gatewayUrlKey $values.redis.urlKey (eq .role "gateway") | quote }}, path: url}]
     - {name: tmp, emptyDir: {sizeLimit: 1Gi}}
     - {name: cache, emptyDir: {sizeLimit: 1Gi}}
     # The container runtime's own has 64 MiB.
     - {name: shm, emptyDir: {medium: Memory, sizeLimit: 1Gi}}
     {{- if $values.model.claim }}
     - name: models
-      persistentVolumeClaim: {claimName: {{ $values.model.claim }}, readOnly: true}
+      persistentVolumeClaim: {claimName: {{ $values.model.claim | quote }}, readOnly: true}
     {{- end }}
     {{- if and .web $values.gateway.tlsSecret }}
     - name: tls
-      secret: {secretName: {{ $values.gateway.tlsSecret }}, defaultMode: 0440}
+      secret: {secretName: {{ $values.gateway.tlsSecret | quote }}, defaultMode: 0440}
     {{- end }}
     {{- if and .computes (include "nano.hasRoles" .root) }}
     - name: kv-secret
-      secret: {secretName: {{ include "nano.kvSecret" .root }}, defaultMode: 0440}
+      secret: {secretName: {{ include "nano.kvSecret" .root | quote }}, defaultMode: 0440}
     {{- end }}
 {{- end -}}
 
@@ -170,10 +170,10 @@ apiVersion: apps/v1
 kind: StatefulSet
 metadata:
   name: {{ .name }}
-  namespace: {{ .root.Release.Namespace }}
+  namespace: {{ .root.Release.Namespace | quote }}
   labels:
     {{- include "nano.labels" .root | nindent 4 }}
-    app.kubernetes.io/component: {{ .role }}
+    app.kubernetes.io/component: {{ .role | quote }}
 spec:
   serviceName: {{ include "nano.name" .root }}
   podManagementPolicy: Parallel
@@ -186,7 +186,7 @@ spec:
   selector:
     matchLabels:
       {{- include "nano.selector" .root | nindent 6 }}
-      app.kubernetes.io/component: {{ .role }}
+      app.kubernetes.io/component: {{ .role | quote }}
   template:
     {{- include "nano.pod" . | nindent 4 }}
   {{- if and .computes $values.kvTier.enabled }}
@@ -198,7 +198,7 @@ spec:
       spec:
         accessModes: [ReadWriteOnce]
         {{- with $values.kvTier.storageClass }}
-        storageClassName: {{ . }}
+        storageClassName: {{ . | quote }}
         {{- end }}
         resources: {requests: {storage: {{ add (div (mul $values.kvTier.gibibytes 11) 10) 1 }}Gi}}
   {{- end }}
@@ -209,12 +209,12 @@ apiVersion: policy/v1
 kind: PodDisruptionBudget
 metadata:
   name: {{ .name }}
-  namespace: {{ .root.Release.Namespace }}
+  namespace: {{ .root.Release.Namespace | quote }}
   labels: {{- include "nano.labels" .root | nindent 4 }}
 spec:
   maxUnavailable: 1
   selector:
     matchLabels:
       {{- include "nano.selector" .root | nindent 6 }}
-      app.kubernetes.io/component: {{ .role }}
+      app.kubernetes.io/component: {{ .role | quote }}
 {{- end -}}

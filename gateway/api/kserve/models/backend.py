@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import uuid
 from collections.abc import Awaitable, Callable, Sequence
 from itertools import chain
@@ -38,6 +37,7 @@ from .....kserve.tensors import (
     TensorSpec,
     text_tensor,
 )
+from .....text.forgiving_base64 import decode_base64
 from ....server.http import FieldError, convert, decode_object, field_error
 from ....serving.embedding import Prompt
 from ....serving.images import ImageSource
@@ -176,7 +176,7 @@ def cache_salt_of(request: InferRequest) -> str:
 def _file_of(data: bytes) -> bytes:
     """Return an image's file, which may be in base64: no image begins as base64 does."""
     try:
-        return base64.b64decode(data, validate=True)
+        return decode_base64(data)
     except ValueError:
         return data
 

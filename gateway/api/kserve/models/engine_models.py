@@ -7,7 +7,7 @@ from functools import partial
 
 import msgspec
 
-from .....bus.public import EmbedParams, ImageInput
+from .....bus.public import EmbedParams, GenerateRequest
 from .....config import Int64, PoolingKind, RequestError
 from .....kserve.tensors import NamedTensor, TensorError, TensorSpec
 from .....pipeline.scoring import params_to_score, scored_completion, token_ids_to_score
@@ -79,12 +79,12 @@ class TextModel(EngineModel):
     outputs = (TensorSpec("text_output", "BYTES", (-1,)), *_OPTIONAL)
     decoupled = True
 
-    async def _token_ids(self, text: str, images: tuple[ImageInput, ...]) -> tuple[int, ...]:
+    async def _token_ids(self, text: str, request: GenerateRequest) -> tuple[int, ...]:
         words = self._services.words
-        if not images:
+        if not request.images:
             return await words.token_ids(text)
         return await self._services.images.expand(
-            await words.required(), text, images, add_special=True
+            words, text, request.images, request.tenant, add_special=True
         )
 
     async def infer(self, call: ModelCall, answer: Answer) -> None:
@@ -113,7 +113,7 @@ class TextModel(EngineModel):
         if stream and "num_input_tokens" in wanted:
             # The engine reports it with the end, but the first response needs it.
             (await words.required()).check_fits(text, await self._services.length.get())
-            token_ids = await self._token_ids(text, images)
+            token_ids = await self._token_ids(text, request)
             input_tokens = len(token_ids)
             request = msgspec.structs.replace(request, prompt=None, prompt_token_ids=token_ids)
         cumulative = [0.0] * request.n

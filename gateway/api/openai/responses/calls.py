@@ -124,7 +124,7 @@ class ResponseCalls:
         items = await self._whole(request, call, items)
         record = ResponseRecord(tenant=tenant_of(request), call=call, items=items)
         record = await self._prepared(request, record)
-        tokens = await tokens_of(self._services, record.prompt, record.images)
+        tokens = await tokens_of(self._services, record.prompt, record.images, record.tenant)
         return JsonResponse({"object": "response.input_tokens", "input_tokens": len(tokens)})
 
     async def retrieve(self, request: Request) -> Response:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 from functools import partial
+from importlib import metadata
 from typing import Any
 
 from .....config import EngineConfig, ModelError
 from ..kernels import cpu
-from ..kernels.compile import KernelsUnavailable
+from ..kernels.compile import SOURCES, KernelsUnavailable
 from ..loaded_model import LoadedModel
 from .backend import AttentionBackend
 from .gather import GatherBackend
@@ -48,6 +50,16 @@ def choose_backend(config: EngineConfig, model: LoadedModel) -> tuple[AttentionB
 def kernels_of(model: LoadedModel) -> str:
     """Return the language or instructions of a model's kernels."""
     return "Triton" if model.device.type == "cuda" else cpu.instructions(model.dtypes.weights)
+
+
+def code_of(model: LoadedModel) -> str:
+    """Return a digest of the code of a model's kernels, compiled where they are."""
+    if model.device.type != "cuda":
+        return cpu.code(model.dtypes.weights)
+    digest = hashlib.sha256(f"triton {metadata.version('triton')}".encode())
+    for file in sorted(SOURCES.glob("triton_*.py")):
+        digest.update(file.read_bytes())
+    return digest.hexdigest()[:16]
 
 
 def _paged(config: EngineConfig, model: LoadedModel) -> PagedBackend | None:

@@ -12,6 +12,7 @@ import subprocess
 from contextlib import ExitStack, suppress
 from itertools import count
 from pathlib import Path
+from weakref import WeakKeyDictionary
 
 import msgspec
 
@@ -28,6 +29,7 @@ _COMPILER_TIMEOUT_S = 120.0
 _DIGEST_BYTES = 32
 
 _LOADS = count()
+_digests: WeakKeyDictionary[ctypes.CDLL, bytes] = WeakKeyDictionary()
 
 
 class Library(msgspec.Struct, frozen=True):
@@ -102,6 +104,11 @@ def load_library(library: Library) -> ctypes.CDLL:
         raise KernelsUnavailable(f"can't make and load {name}: {error}") from None
 
 
+def digest_of(library: ctypes.CDLL) -> bytes:
+    """Return the SHA-256 of a library that `load_library` has returned."""
+    return _digests[library]
+
+
 def _processor_flags() -> str:
     for line in Path("/proc/cpuinfo").read_text().splitlines():
         if line.startswith("flags"):
@@ -160,7 +167,9 @@ def _load(folder: Path, name: str) -> ctypes.CDLL:
             raise OSError("it is damaged")
         # A new path each time: dlopen caches by path, and descriptors are reused.
         path = f"/proc/self/fd/{'./' * next(_LOADS)}{file.fileno()}"
-        return ctypes.CDLL(path)
+        loaded = ctypes.CDLL(path)
+        _digests[loaded] = digest
+        return loaded
 
 
 def _flags(library: Library) -> list[str]:

@@ -7,6 +7,7 @@ noted.
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import os
 from collections.abc import Mapping, Sequence
 from ctypes import c_float, c_long, c_void_p
@@ -31,6 +32,7 @@ from .compile import (
     TILES,
     KernelsUnavailable,
     Library,
+    digest_of,
     load_library,
 )
 
@@ -118,6 +120,16 @@ def instructions(dtype: torch.dtype) -> str:
         KernelsUnavailable: As `library`.
     """
     return _chosen(dtype)[0].instructions
+
+
+def code(dtype: torch.dtype) -> str:
+    """Return a digest of the compiled code of this library and of the one for logits.
+
+    Raises:
+        KernelsUnavailable: As `library`.
+    """
+    digests = (digest_of(each) for each in (library(dtype), sampling_library()))
+    return hashlib.sha256(b"".join(digests)).hexdigest()[:16]
 
 
 @cache

@@ -6,9 +6,9 @@ import fcntl
 import os
 import struct
 from contextlib import suppress
-from errno import ENOSPC
+from errno import ELOOP, ENOSPC, ENOTDIR, ENXIO, EPERM
 from pathlib import Path
-from stat import S_ISDIR
+from stat import S_ISREG
 
 import xxhash
 
@@ -63,18 +63,18 @@ class BlockFolder:
         self._num_used = 0
         self._descriptors: list[int] = []
         try:
-            folder = _take_folder(path / layout)
+            place, folder = _take_folder(path / layout)
             self._descriptors.append(folder)
             for file in ("blocks", "index"):
-                flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
-                self._descriptors.append(os.open(file, flags, 0o600, dir_fd=folder))
+                flags = os.O_RDWR | os.O_CREAT
+                self._descriptors.append(_open_private(place / file, flags, folder))
             _, self._blocks, self._index = self._descriptors
             self._load()
         except OSError as error:
             self.close()
             raise ModelError(
                 f"engine.kv_disk_path {str(path)!r} can't be used: {error.strerror}; give a folder "
-                "that this user may write to"
+                "that this user alone may write to"
             ) from None
 
     def names(self) -> list[bytes]:
@@ -179,26 +179,54 @@ def _write(descriptor: int, data: bytes | memoryview, offset: int) -> None:
         raise OSError(ENOSPC, os.strerror(ENOSPC))
 
 
-def _take_folder(parent: Path) -> int:
-    """Return a descriptor of the first unused subfolder, which locks it."""
+def _take_folder(parent: Path) -> tuple[Path, int]:
+    """Return the first unused subfolder, and a descriptor of it, which locks it."""
     parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    _check_private(parent)
-    for number in range(MOST_FOLDERS):
-        folder = parent / str(number)
-        folder.mkdir(mode=0o700, exist_ok=True)
-        _check_private(folder)
-        lock = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(lock)
-            continue
-        return lock
+    place = _open_private(parent, os.O_DIRECTORY)
+    try:
+        for number in range(MOST_FOLDERS):
+            folder = parent / str(number)
+            with suppress(FileExistsError):
+                os.mkdir(folder.name, 0o700, dir_fd=place)
+            lock = _open_private(folder, os.O_DIRECTORY, place)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                os.close(lock)
+                continue
+            return folder, lock
+    finally:
+        os.close(place)
     raise FileExistsError(17, f"more than {MOST_FOLDERS} executors use it")
 
 
-def _check_private(folder: Path) -> None:
-    """Raises PermissionError: another user could read or replace its files."""
-    status = folder.lstat()
-    if status.st_uid != os.geteuid() or status.st_mode & 0o077 or not S_ISDIR(status.st_mode):
-        raise PermissionError(1, f"{folder} is not a folder of this user alone (mode 700)")
+def _open_private(path: Path, flags: int, place: int | None = None) -> int:
+    """Open a folder (`O_DIRECTORY`) or file that no other user can read, replace or write to.
+
+    A link could lead to a file of this user elsewhere, which would be overwritten.
+
+    Args:
+        path: The folder or file.
+        flags: Of `os.open`.
+        place: A descriptor of its parent; None to follow the path there.
+
+    Raises:
+        PermissionError: It is a link, of another kind, or not of this user alone.
+        OSError: It can't be opened.
+    """
+    is_folder = bool(flags & os.O_DIRECTORY)
+    kind, mode = ("folder", "700") if is_folder else ("file", "600")
+    why = f"{path} is not a {kind} of this user alone (mode {mode}, no link)"
+    flags |= os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    try:
+        descriptor = os.open(path if place is None else path.name, flags, 0o600, dir_fd=place)
+    except OSError as error:
+        if error.errno in (ELOOP, ENOTDIR, ENXIO):
+            raise PermissionError(EPERM, why) from None
+        raise
+    status = os.fstat(descriptor)
+    right_kind = is_folder or (S_ISREG(status.st_mode) and status.st_nlink == 1)
+    if not right_kind or status.st_uid != os.geteuid() or status.st_mode & 0o077:
+        os.close(descriptor)
+        raise PermissionError(EPERM, why)
+    return descriptor

@@ -13,7 +13,7 @@ from torch import nn
 from ..kv_cache import KVCache
 from ..loaded_model import LoadedModel
 
-FORMAT = 1
+FORMAT = 2
 """Raised when the meaning of the bytes changes; blocks of other formats are misses."""
 
 
@@ -26,7 +26,6 @@ class BlockLayout(msgspec.Struct, frozen=True):
         block_size: Tokens.
         layers: (KV heads, key width, value width) of each layer.
         dtype: Of the numbers.
-        arithmetic: Device, kernels and mode that compute them: others give other bits.
         order: Dimensions of a layer's keys, and of its values.
         endian: Of the numbers.
         version: `FORMAT`.
@@ -35,17 +34,16 @@ class BlockLayout(msgspec.Struct, frozen=True):
     block_size: int
     layers: tuple[tuple[int, int, int], ...]
     dtype: str
-    arithmetic: str = ""
     order: str = "token, head, width"
     endian: str = sys.byteorder
     version: int = FORMAT
 
     @classmethod
-    def of(cls, model: LoadedModel, cache: KVCache, arithmetic: str = "") -> BlockLayout:
+    def of(cls, model: LoadedModel, cache: KVCache) -> BlockLayout:
         """Return the layout of a model's blocks."""
         layers = tuple((spec.num_kv_heads, spec.key_dim, spec.value_dim) for spec in model.layers)
         dtype = str(model.dtypes.kv_cache).removeprefix("torch.")
-        return cls(cache.block_size, layers, dtype, arithmetic)
+        return cls(cache.block_size, layers, dtype)
 
     @property
     def digest(self) -> str:
@@ -53,9 +51,15 @@ class BlockLayout(msgspec.Struct, frozen=True):
         return hashlib.sha256(msgspec.json.encode(self, order="sorted")).hexdigest()[:32]
 
 
-def weights_digest(module: nn.Module) -> str:
-    """Return a digest of a model's weights: their names, dtypes, shapes and numbers."""
-    digest = xxhash.xxh3_128()
+def model_digest(module: nn.Module, computation: str = "") -> str:
+    """Return a digest of a model's weights, their names, dtypes, shapes and numbers, and of what
+    else its KV depends on.
+
+    Args:
+        module: The model.
+        computation: Digest of the rest.
+    """
+    digest = xxhash.xxh3_128(computation.encode())
     for name, tensor in module.state_dict().items():
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)};".encode())
         digest.update(tensor.detach().contiguous().cpu().view(torch.uint8).numpy().data)

@@ -21,7 +21,7 @@ from .changes import TierChanges
 from .disk import DiskTier
 from .fetches import Fetches
 from .host_slots import HostSlots
-from .layout import BlockLayout, weights_digest
+from .layout import BlockLayout, model_digest
 from .peer_fetches import PeerFetches
 from .transports.nixl import NixlAgent
 from .transports.peers import Transfer
@@ -55,7 +55,7 @@ class BlockTiers:
         weight_version: int,
         token_ns: int,
         *,
-        arithmetic: str = "",
+        computation: str = "",
         shares: bool = False,
     ) -> None:
         """Allocate the host's slots, and open the folder.
@@ -66,7 +66,7 @@ class BlockTiers:
             cache: Its KV cache.
             weight_version: Of the model's weights.
             token_ns: Time to compute one token of a prompt.
-            arithmetic: As in BlockLayout.
+            computation: Digest of what the numbers of the KV depend on, besides the weights.
             shares: Whether to exchange blocks with other executors.
 
         Raises:
@@ -78,7 +78,7 @@ class BlockTiers:
                 "left out"
             )
         size = block_bytes(model, cache.block_size)
-        layout = BlockLayout.of(model, cache, arithmetic).digest
+        layout = BlockLayout.of(model, cache).digest
         num_slots = _num_slots(config, model, cache.block_size, size, shares=shares)
         shared, memory = _host_memory(config, num_slots, size, shares=shares)
         self.slots = HostSlots(cache, memory, shared)
@@ -100,7 +100,7 @@ class BlockTiers:
                 host_slots=num_slots,
                 disk_blocks=self._disk.num_blocks if self._disk is not None else 0,
                 layout=layout,
-                weights=weights_digest(model.module),
+                model=model_digest(model.module, computation),
                 weight_version=weight_version,
                 incarnation=secrets.token_hex(8),
                 load_ns=self._measure_load_ns(cache.padding_block),
@@ -132,6 +132,10 @@ class BlockTiers:
                     self._receipts.submit([move for move in run if move.source])
                     if from_disk := [move for move in run if not move.source]:
                         self._reads.submit(from_disk)
+                case "write":
+                    assert self._disk is not None
+                    memory = self.slots.memory
+                    self._disk.write([(move.name, memory[move.slot]) for move in run])
                 case "drop":
                     assert self._disk is not None
                     for move in run:

@@ -55,7 +55,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     invalid("tools[2].name", tools=[WEATHER, TIME, WEATHER]),
     invalid("tools[1].name", **tool(name="")),
     invalid("tools[1].name", **tool(name="a b")),
-    invalid("tools[1].name", **tool(name="a" * 65)),
+    invalid("tools[1].name", **tool(name="a" * 129)),
     invalid("tools[1].input_schema.type", **tool(input_schema={"type": "string"})),
     invalid("tools[1]", "unsupported", **tool(type="web_search_20250305")),
     invalid("tools[1].defer_loading", "unsupported", **tool(defer_loading=True)),
@@ -172,3 +172,11 @@ async def test_an_unknown_message_format_refuses_tools_and_thinking(
         assert "gateway.message_format" in error["message"]
     for fields in (ASKED | {"tool_choice": {"type": "none"}}, thinking(type="disabled")):
         assert (await http.post(PATH, json=plain | fields)).status_code == 200
+
+
+async def test_the_input_of_a_call_may_be_null(http: Client) -> None:
+    for use in (USE | {"input": None}, {name: USE[name] for name in USE if name != "input"}):
+        called = {"role": "assistant", "content": [use]}
+        messages = [USER, called, {"role": "user", "content": [RESULT]}]
+        answer = await http.post(COUNT, json={"messages": messages, "tools": [WEATHER, TIME]})
+        assert answer.status_code == 200, answer.text

@@ -54,18 +54,35 @@ async def test_cached_tokens_are_at_most_the_prompt(http: Client) -> None:
 
 
 async def test_messages_go_through_the_model_s_template(http: Client) -> None:
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": " "}}
     messages = [
         {"role": "system", "content": "S"},
         {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
         {"role": "assistant", "content": None, "refusal": "no"},
+        {"role": "assistant", "content": None},
+        {"role": "assistant", "content": [], "tool_calls": [call]},
         {"role": "tool", "content": "T", "tool_call_id": "c"},
     ]
     assert await prompt_of(http, messages=messages) == (
         "<|im_start|>system\nS<|im_end|>\n<|im_start|>user\na\nb<|im_end|>\n"
-        "<|im_start|>assistant\nno<|im_end|>\n"
+        "<|im_start|>assistant\nno<|im_end|>\n<|im_start|>assistant\n<|im_end|>\n"
+        '<|im_start|>assistant\n<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
+        "<|im_end|>\n"
         "<|im_start|>user\n<tool_response>\nT\n</tool_response><|im_end|>\n"
         "<|im_start|>assistant\n"
     )
+
+
+async def test_a_result_of_no_call_is_refused(http: Client) -> None:
+    for path in (PATH, "/tokenize"):
+        result = {"role": "tool", "content": "T", "tool_call_id": "c"}
+        answer = await http.post(path, json={"messages": [*HELLO, result]})
+        error = answer.json()["error"]
+        assert (answer.status_code, error["code"], error["param"]) == (
+            400,
+            "invalid_messages",
+            "messages[1].tool_call_id",
+        )
 
 
 async def test_a_developer_is_the_system_to_a_template_that_knows_none(http: Client) -> None:

@@ -136,7 +136,7 @@ TOOL_REFUSALS: list[tuple[dict[str, Any], str, str]] = [
     invalid("tools[0].function", tools=[{"type": "function", "function": {}}]),
     invalid("tools[0].function.name", tools=[named("a b")]),
     invalid("tools[0].function.name", tools=[named("")]),
-    invalid("tools[0].function.name", tools=[named("n" * 65)]),
+    invalid("tools[0].function.name", tools=[named("n" * 129)]),
     invalid("tools[2].function.name", tools=[TIME, WEATHER, TIME]),
     invalid(
         "tools[0].function.parameters.type",

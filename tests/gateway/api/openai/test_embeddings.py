@@ -11,6 +11,7 @@ import pytest
 from openai import AsyncOpenAI
 
 from nano_inference.bus.public import EmbedParams
+from nano_inference.gateway.serving.words import Words
 
 from ...fake import Client, FakeEngine, app_of, http_of, refused
 from ...made import embedded, vector_of
@@ -131,6 +132,35 @@ async def test_scores_are_cosines(path: str, http: Client) -> None:
     assert [one["score"] for one in each] == pytest.approx([second, first])
     bad = await http.post(path, json={"text_1": ["a", "b"], "text_2": ["c"]})
     assert bad.json()["error"]["param"] == "text_1"
+
+
+async def test_an_empty_text_without_tokens_is_similar_to_no_other(http: Client) -> None:
+    body = {"query": "ab", "documents": ["", "ab", {"text": ""}], "return_documents": False}
+    answer = await http.post("/rerank", json=body)
+    assert answer.json()["results"] == [
+        {"index": 1, "relevance_score": pytest.approx(1.0)},
+        {"index": 0, "relevance_score": 0.0},
+        {"index": 2, "relevance_score": 0.0},
+    ]
+    answer = await http.post("/score", json={"text_1": "", "text_2": ["", "ab"]})
+    assert [each["score"] for each in answer.json()["data"]] == [0.0, 0.0]
+    assert all(request.prompt for request in http.engine.requests)
+    answer = await http.post("/score", json={"text_1": "", "text_2": ""})
+    assert answer.json()["error"]["code"] == "empty_prompt"
+
+
+async def test_an_empty_text_is_embedded_with_its_special_tokens(
+    http: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By models whose tokenizers add some to each text, as encoders' do."""
+    monkeypatch.setattr(Words, "token_ids", lambda *_, **__: (0,))
+    for path, body in (
+        ("/rerank", {"query": "ab", "documents": [""]}),
+        ("/score", {"text_1": "ab", "text_2": ""}),
+        (EMBEDDINGS, {"input": ""}),
+    ):
+        assert (await http.post(path, json=body)).status_code == 200
+        assert http.engine.requests[-1].prompt == ""
 
 
 @pytest.mark.parametrize("path", ["/rerank", "/v1/rerank"])

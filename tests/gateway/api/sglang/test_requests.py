@@ -33,7 +33,7 @@ def sampling(**params: Any) -> SamplingParams:
 def test_defaults_are_those_of_sglang() -> None:
     wanted = one()
     assert wanted.request.sampling == SamplingParams(max_tokens=128)
-    assert wanted.request.request_id
+    assert wanted.id
     assert (wanted.request.n, wanted.logprobs, wanted.plain_text) == (1, False, True)
     assert one(sampling_params={"stop": None, "temperature": None}).request.sampling == (
         SamplingParams(max_tokens=128)
@@ -93,7 +93,7 @@ def test_a_list_of_prompts_is_a_batch() -> None:
     )
     assert batch
     assert texts(prompts) == ["a", "b"]
-    assert [wanted.request.request_id for wanted in prompts] == ["r", "s"]
+    assert [wanted.id for wanted in prompts] == ["r", "s"]
     assert [wanted.request.sampling.max_tokens for wanted in prompts] == [1, 2]
     assert [wanted.logprobs for wanted in prompts] == [True, False]
 
@@ -105,7 +105,7 @@ def test_token_ids_of_one_prompt_and_of_several() -> None:
     prompts, batch = read({"input_ids": [[1, 2], [3]], "rid": "r", "extra_key": "k"})
     assert batch
     assert [each.request.prompt_token_ids for each in prompts] == [(1, 2), (3,)]
-    assert [each.request.request_id for each in prompts] == ["r_0", "r_1"]
+    assert [each.id for each in prompts] == ["r_0", "r_1"]
     assert {each.request.cache_salt for each in prompts} == {"k"}
 
 
@@ -113,7 +113,7 @@ def test_several_samples_are_a_batch() -> None:
     prompts, batch = read({"text": "a", "rid": "r", "sampling_params": {"n": 2}})
     assert batch
     assert prompts[0].request.n == 2
-    assert prompts[0].request.request_id == "r"
+    assert prompts[0].id == "r"
 
 
 def test_how_often_a_stream_has_an_event() -> None:

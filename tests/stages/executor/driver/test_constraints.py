@@ -53,6 +53,61 @@ def test_masks_allow_exactly_the_texts_of_the_grammar(
     assert written == {(text, True) for text in texts}
 
 
+OTHER = "e\u0301x Cafe\u0301 \u212b"
+FORCED: list[tuple[Constraint, str]] = [
+    (Constraint(choice=(OTHER,)), OTHER),
+    (Constraint(regex=OTHER), OTHER),
+    (Constraint(json_schema={"const": OTHER}), f'"{OTHER}"'),
+    (Constraint(regex="<think>a</think>b"), "<think>a</think>b"),
+    (Constraint(choice=("a<think>b<tool_call>",)), "a<think>b<tool_call>"),
+    (Constraint(json_schema={"const": "<|im_end|><think>"}), '"<|im_end|><think>"'),
+    (Constraint(gbnf=r'root ::= "<think>" "<|im_start|>" [a]'), "<think><|im_start|>a"),
+    (Constraint(lark='start: "<think>" /a<\\/think>/'), "<think>a</think>"),
+]
+
+
+@pytest.mark.parametrize(("constraint", "text"), FORCED)
+def test_forced_text_comes_as_it_is_written(
+    writer: Writer, constraint: Constraint, text: str
+) -> None:
+    """Also where it isn't normalised, or spells an added token."""
+    for seed in range(4):
+        assert writer.write(constraint, seed) == (text, True)
+
+
+def test_a_shown_token_may_stand_for_its_name(writer: Writer) -> None:
+    """Where the constraint has it; hidden tokens are spelled by others."""
+    names = ["<think>", "</think>", "<|im_end|>"]
+    opened, closed, hidden = writer.tokenizer.convert_tokens_to_ids(names)
+    a, less, b = writer.tokenizer.convert_tokens_to_ids(["a", "<", "b"])
+    constraint = Constraint(regex=r"<think>a{1,3}<\/think>(b|<\|im_end\|>)")
+    assert opened in writer.allowed(constraint)[0]
+    assert closed not in writer.allowed(constraint)[0]
+    assert {a, less, closed} & writer.allowed(constraint, (opened, a))[0] == {a, less, closed}
+    assert opened not in writer.allowed(constraint, (opened, a))[0]
+    # Spelled in full, or by its token, the same follows.
+    spelled = tuple(writer.tokenizer.convert_tokens_to_ids(list("</think>")))
+    for tokens in ((closed,), spelled):
+        (found,) = writer.allowed(constraint, (opened, a, *tokens))
+        assert {b, less} <= found
+        assert hidden not in found
+    # Drafted tokens change nothing.
+    drafted = writer.allowed(constraint, (opened,), (a, a, a))
+    assert drafted == [writer.allowed(constraint, (opened, *[a] * n))[0] for n in range(4)]
+    assert [closed in each for each in drafted] == [False, True, True, True]
+    # A constraint that doesn't have the name, or tells the token from it, or counts tokens.
+    for other in (
+        Constraint(regex="[^b]{3,9}b"),
+        Constraint(lark="start: /[^b]{3,9}/ <think>"),
+        Constraint(lark="start: T\nT: /[^b]{9,20}/ & ~/.*<\\/think>.*/ & ~/.*<think>.*/"),
+        Constraint(lark='start: x\nx[max_tokens=3]: /[^b]{9,20}/ "<think>"'),
+    ):
+        writer.compiler.check(other)
+        (found,) = writer.allowed(other)
+        assert a in found
+        assert not {opened, closed} & found
+
+
 def test_matchers_continue_behind_the_present_tokens(writer: Writer) -> None:
     """As after a preemption, or a failure of the lane."""
     constraint = Constraint(json_schema={"type": "array", "items": {"type": "integer"}})

@@ -67,7 +67,21 @@ class Writer:
             token_ids.append(token)
         ended = token in self.compiler.stop_ids and not self.table.incomplete[row]
         self.table.remove(int(self.table.ids_of(np.array([row]))[0]))
-        return self.tokenizer.decode(token_ids), ended
+        return self.tokenizer.decode(token_ids, skip_special_tokens=True), ended
+
+    def allowed(
+        self, constraint: Constraint, generated: tuple[int, ...] = (), draft: tuple[int, ...] = ()
+    ) -> list[set[int]]:
+        """The tokens that may come behind some, and behind each drafted one."""
+        row = self.add(constraint, generated)
+        known = int(self.table.num_known[row])
+        self.table.tokens[row, known : known + len(draft)] = draft
+        rows = np.full(1 + len(draft), row)
+        masks = self.constraints.begin(Places(rows, np.arange(len(rows))))
+        assert masks is not None
+        bits = np.unpackbits(masks.result(60).allowed.view(np.uint8), axis=1, bitorder="little")
+        self.table.remove(int(self.table.ids_of(np.array([row]))[0]))
+        return [set(np.flatnonzero(each).tolist()) for each in bits]
 
     def takes(self, constraint: Constraint, text: str) -> bool:
         """Whether it could write this text, and end there."""

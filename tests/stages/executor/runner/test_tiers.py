@@ -23,7 +23,7 @@ from nano_inference.stages.executor import KVCache, LoadedModel
 from nano_inference.stages.executor.runner.loaded_model import Dtypes, LayerSpec
 from nano_inference.stages.executor.runner.tiers import disk as disk_module
 from nano_inference.stages.executor.runner.tiers.fetches import Fetches
-from nano_inference.stages.executor.runner.tiers.layout import BlockLayout, weights_digest
+from nano_inference.stages.executor.runner.tiers.layout import BlockLayout, model_digest
 from nano_inference.stages.executor.runner.tiers.tiers import BlockTiers
 
 NAME, OTHER = b"n" * 16, b"o" * 16
@@ -96,6 +96,17 @@ def test_a_block_comes_back_bit_for_bit(dtype: torch.dtype) -> None:
         assert same(block_of(tiers, 0), before[0])
         assert same(block_of(tiers, 1), before[1])
         assert same(block_of(tiers, 2), before[1])
+
+
+def test_a_slot_is_written_to_disk(tmp_path: Path) -> None:
+    with opened(tmp_path) as tiers:
+        tiers.apply(
+            [KVMove("store", NAME, 0, 1), KVMove("write", NAME, 0), KVMove("store", b"", 0)]
+        )
+        assert waited(tiers, lambda changes: changes.stored).stored == (NAME,)
+        fetched(tiers)
+        tiers.apply([KVMove("load", NAME, 3, 4)])
+        assert same(block_of(tiers, 4), block_of(tiers, 1))
 
 
 def test_moves_are_applied_in_order() -> None:
@@ -303,11 +314,12 @@ def test_another_layout_finds_nothing(tmp_path: Path, other: dict[str, Any]) -> 
 
 def test_other_weights_have_another_digest() -> None:
     model = nn.Linear(4, 4)
-    before = weights_digest(model)
-    assert weights_digest(model) == before
+    before = model_digest(model)
+    assert model_digest(model) == before
     with torch.no_grad():
         model.weight[0, 0] += 1
-    assert weights_digest(model) != before
+    assert model_digest(model) != before
+    assert model_digest(model, "1") != model_digest(model, "2")
 
 
 def test_each_field_of_a_layout_is_in_its_digest() -> None:
@@ -320,7 +332,7 @@ def test_each_field_of_a_layout_is_in_its_digest() -> None:
             "dtype": "float16",
             "order": "head, token, width",
             "endian": "big",
-            "version": 2,
+            "version": 1,
         }.items()
     ]
     assert len({each.digest for each in (layout, *others)}) == 7
@@ -347,6 +359,29 @@ def test_the_folder_is_for_one_user_only(tmp_path: Path) -> None:
     folder.parent.chmod(0o777)
     with pytest.raises(ModelError, match="this user alone"), opened(tmp_path):
         pass
+
+
+@pytest.mark.parametrize(
+    ("depth", "link"),
+    [(0, os.symlink), (0, os.link), (0, lambda _, path: os.mkfifo(path)), (1, os.symlink)],
+    ids=["link", "hard link", "pipe", "folder"],
+)
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_link_in_place_of_a_file_or_folder_is_refused(
+    depth: int, link: Callable[[Path, Path], None], number: int, tmp_path: Path
+) -> None:
+    """Its target would be overwritten. Files are the blocks and the index; folders that of the
+    executor and that of the layout."""
+    with opened(tmp_path / "kv") as tiers:
+        written(tiers)
+    file = files_of(tmp_path)[number]
+    place = file.parents[number] if depth else file
+    own = place.rename(tmp_path / "own")
+    link(own, place)
+    before = [path.read_bytes() for path in sorted(tmp_path.rglob("*")) if path.is_file()]
+    with pytest.raises(ModelError, match=f"{place} is not a"), opened(tmp_path / "kv"):
+        pass
+    assert before == [path.read_bytes() for path in sorted(tmp_path.rglob("*")) if path.is_file()]
 
 
 def test_a_path_that_is_no_folder_is_refused(tmp_path: Path) -> None:

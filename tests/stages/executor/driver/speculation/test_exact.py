@@ -199,6 +199,8 @@ def test_grammars_are_followed_with_a_draft_model(tiny: LoadedModel, right: floa
         Constraint(json_schema=SCHEMA),
         Constraint(regex="(ab|cd){3}"),
         Constraint(regex="a{40}"),
+        # Its mark is one token, or several that spell it.
+        Constraint(regex="(<think>|</think>){12}"),
         # As a budget of reasoning: llguidance can't go back in such a grammar.
         Constraint(lark='start: word "." /[0-9]{3}/\nword[max_tokens=6]: /[a-z ]+/'),
         None,

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from nano_inference.stages.executor.runner import sharded_model
+from nano_inference.stages.executor.runner import comparison, sharded_model
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -21,5 +21,6 @@ def builds_in_turn() -> Iterator[None]:
             return make_whole(*args)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sharded_model, "make_whole", make_in_turn)
+        for module in (sharded_model, comparison):
+            patch.setattr(module, "make_whole", make_in_turn)
         yield

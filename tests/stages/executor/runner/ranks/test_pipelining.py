@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers.models.llama.modeling_llama import LlamaModel
 
 from nano_inference.config import ConfigError, EngineConfig, ModelError
+from nano_inference.stages.executor.runner.comparison import compare_shards
 from nano_inference.stages.executor.runner.interface import ModelRunner, make_runner
 from nano_inference.stages.executor.runner.model import load_model
 from nano_inference.stages.executor.runner.ranks.group import OneRank, RankGroup
@@ -43,8 +44,10 @@ def run_stages(
     width: int = 1,
     num_batches: int = 6,
     logits: Callable[[ModelRunner, list[Batch]], list[Tensor]] = logits_of,
+    *,
+    compares: bool = False,
 ) -> list[Tensor]:
-    """Logits on rank 0, of `width` ranks to a stage."""
+    """Logits on rank 0, of `width` ranks to a stage, `compares` with Transformers' own first."""
     tensor_groups = [make_groups(width) for _ in range(stages)]
     ends = make_groups(2)
     outputs = {0: ends[0], (stages - 1) * width: ends[1]}
@@ -57,6 +60,8 @@ def run_stages(
             model = load_sharded(config, own, pipeline)
             assert model.first_layer == pipeline.layers.start
             assert len(model.layers) == len(pipeline.layers)
+            if compares:
+                compare_shards(config, model, own)
             return logits(make_runner(config, model, NUM_BLOCKS), make_batches(num_batches))
         except BaseException:
             for each in (*ends, *(each for groups in tensor_groups for each in groups)):
@@ -136,7 +141,7 @@ def test_two_stages_of_two_ranks_give_the_bits_of_one(
     alone = config_of(folder, invariant=True, dtype=dtype)
     expected = hash_of(run_ranks(alone, 1, make_batches(count)))
     config = settings(folder, 2, 2, invariant=True, dtype=dtype)
-    assert hash_of(run_stages(config, 2, 2, count)) == expected
+    assert hash_of(run_stages(config, 2, 2, count, compares=True)) == expected
 
 
 def test_a_model_without_a_tensor_parallel_plan_has_stages(tmp_path: Path) -> None:
@@ -163,6 +168,13 @@ def refusal(folder: Path, stages: int) -> str:
     with pytest.raises(ModelError) as raised:
         run_stages(settings(folder, stages, deterministic=False), stages)
     return str(raised.value)
+
+
+def test_a_stage_that_computes_something_else_is_refused(tmp_path: Path) -> None:
+    """NanoChat uses its norm before the layers, too."""
+    make_model("nanochat").save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match="NanoChatForCausalLM can't be served: it gives other"):
+        run_stages(settings(tmp_path, 2, deterministic=False), 2, compares=True)
 
 
 def test_models_that_can_not_be_cut_are_refused(tmp_path: Path) -> None:

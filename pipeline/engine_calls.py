@@ -1,0 +1,36 @@
+"""The calls of an engine, by several threads and in forks of its process."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from threading import RLock
+from typing import Any, TypeVar
+
+from ..config.forks import check_not_forked
+
+_Class = TypeVar("_Class", bound=type)
+
+
+def one_at_a_time(owner: _Class) -> _Class:
+    """Have the public methods of a class exclude one another, by the object's `_lock`.
+
+    The cores are not made for several threads. In a fork they raise, before they wait for a lock
+    that a thread of the parent may hold.
+    """
+    for name, method in list(vars(owner).items()):
+        if inspect.isfunction(method) and not name.startswith("_"):
+            setattr(owner, name, _alone(method))
+    return owner
+
+
+def _alone(method: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def call(self: Any, *args: Any, **more: Any) -> Any:
+        check_not_forked()
+        lock: RLock = self._lock
+        with lock:
+            return method(self, *args, **more)
+
+    return call

@@ -1,0 +1,314 @@
+"""Comparison at load with Transformers' own forward pass, on a small model of the same class.
+
+Attention through the paged cache, layers of a pipeline stage and shards of a layer rely on rules
+about a model's structure. A class that breaks one gives other tokens, not an error. So a model is
+built from the same configuration with few layers, small widths and random weights in float32. It
+runs both ways over a few tokens, and a difference beyond rounding is a refusal. The model itself
+may be larger than this process's memory, and in bfloat16 rounding hides what is wrong.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedConfig
+
+from ....config import EngineConfig, ModelError
+from .attention.choose import choose_backend
+from .batch import IntArray, Rows, order_rows
+from .fast_modules.modules import FastModules
+from .inputs import InputBuilder, model_forward
+from .kv_cache import KVCache
+from .loaded_model import LoadedModel
+from .model import wrap_model
+from .ranks.group import OneRank, RankGroup
+from .ranks.layers import Layout
+from .ranks.pipelining import PipelineRank
+from .sharded_model import make_layout, make_whole, shard_model
+
+_MOST_LAYERS = 6
+"""Of the small model, if a pipeline has no more stages: a period of mixed kinds of layers."""
+
+_TOKENS, _VOCABULARY, _HEAD_DIM = 200, 256, 16
+_WINDOW = 4
+_LARGEST = 1 << 27
+"""Parameters, 512 MiB in float32."""
+_MOST_LEN = 64
+
+_STEPS = ((4, 0), (2, 5), (1, 1), (2, 1))
+"""Tokens of two sequences in each step: whole prompts and chunks, beside others and alone."""
+
+_TOLERANCE = 1e-3
+"""The largest relative difference of a token's logits; rounding in float32 makes about 1e-5."""
+
+_DEPTHS = ("num_hidden_layers", "depth", "num_layers")
+_MLA = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+
+_passed: set[str] = set()
+"""Comparisons that this process has made."""
+
+
+def compare_with_transformers(config: EngineConfig, model: LoadedModel) -> None:
+    """Compare attention through the cache with Transformers' own.
+
+    Args:
+        config: The settings.
+        model: A model that generates, as a whole.
+
+    Raises:
+        ModelError: The logits differ.
+    """
+    kernels = config.kernels
+    if model.device.type != "cpu" or model.dtypes.weights != torch.float32:
+        kernels = "off"  # not loaded here; they are compared module by module
+    name = type(model.module).__name__
+    key = f"{id(type(model.module))} {kernels} {model.hf_config.to_json_string(use_diff=False)}"
+    if key in _passed:
+        return
+    kind = type(model.module)
+    small, logits = _small_model(name, model.hf_config, kind)
+    block_size = 4
+    settings = EngineConfig(kernels=kernels, block_size=block_size, deterministic=False)
+    own = wrap_model(small(Layout(OneRank(), False)), _MOST_LEN)
+    cache = KVCache(own, 2 * -(-_MOST_LEN // block_size), block_size)
+    backend, without_kernels = choose_backend(settings, own)
+    builder = InputBuilder(own, block_size, backend)
+    fast = FastModules(own, cache, builder) if not without_kernels else None
+    for found, wanted in zip(_stepwise(own, cache, builder, fast), logits, strict=True):
+        _check(name, found, wanted, "it gives other logits with its keys and values in a cache")
+    _passed.add(key)
+
+
+def compare_shards(config: EngineConfig, model: LoadedModel, group: RankGroup) -> None:
+    """Compare a model that is cut over ranks with the whole one. All ranks call it together.
+
+    Args:
+        config: The settings.
+        model: This rank's part.
+        group: The ranks that share its layers.
+
+    Raises:
+        ModelError: The logits differ, which the ranks of the last stage see.
+        RankError: A rank has failed.
+    """
+    place, layout = copy.copy(model.pipeline), make_layout(config, group)
+    stages, by_expert = config.pipeline_parallel, config.expert_parallel > 1
+    kind = type(model.whole)
+    name = kind.__name__
+    small, logits = _small_model(
+        name, model.hf_config, kind, layout, stages, expert_parallel=by_expert
+    )
+    module = small(layout, place, expert_parallel=by_expert)
+    ids = torch.from_numpy(_sequences()[0])[None]
+    call = {"position_ids": torch.arange(ids.shape[1])[None], "use_cache": False}
+    with torch.inference_mode():
+        if place is None:
+            found = module(input_ids=ids, **call).logits
+        else:
+            output = place.run(module, ids, place.receive(ids.shape[1]), call)
+            if not place.is_last:
+                place.check_states(module, output.last_hidden_state)
+                place.send(output.last_hidden_state[0])
+                return
+            found = output.logits
+    _check(name, found[0], logits[0], "it gives other logits when it is cut over ranks")
+
+
+def _check(name: str, found: Tensor, wanted: Tensor, what: str) -> None:
+    difference = ((found - wanted).norm(dim=-1) / wanted.norm(dim=-1)).max()
+    if not difference <= _TOLERANCE:
+        raise ModelError(
+            f"{name} can't be served: {what} (by {difference:.2g} of their size, in a small model "
+            "of its configuration); choose another model, or set engine.tensor_parallel and "
+            "engine.pipeline_parallel to 1"
+        )
+
+
+def _sequences() -> list[IntArray]:
+    generator = np.random.default_rng(0)
+    return [generator.integers(1, _TOKENS, sum(each)) for each in zip(*_STEPS, strict=True)]
+
+
+Maker = Callable[..., Any]
+
+
+def _small_model(
+    name: str,
+    hf_config: PreTrainedConfig,
+    kind: Any,
+    layout: Layout | None = None,
+    stages: int = 1,
+    *,
+    expert_parallel: bool = False,
+) -> tuple[Maker, list[Tensor]]:
+    """Return a function that makes a small model, or a shard of it, with the same weights each
+    time; and the logits of Transformers' own forward pass for each sequence.
+
+    Raises:
+        ModelError: None can be built.
+    """
+    error: Exception | None = None
+    size = 1 if layout is None else layout.group.size
+    for config in _small_configs(hf_config, size, stages):
+        try:
+            whole = make_whole(config, torch.float32, kind)
+            if (count := sum(each.numel() for each in whole.get_decoder().parameters())) > _LARGEST:
+                raise ValueError(f"it has {count} parameters")
+            make = partial(_filled, whole)
+            if layout is not None:
+                shard_model(
+                    whole, layout, torch.device("meta"), None, expert_parallel=expert_parallel
+                )
+            plain = make(Layout(OneRank(), False))
+            logits = []
+            with torch.inference_mode():
+                for ids in map(torch.from_numpy, _sequences()):
+                    found = plain(input_ids=ids[None], use_cache=False).logits[0]
+                    logits.append(found)
+            if all(each.isfinite().all() and each.any() for each in logits):
+                return make, logits
+        # Sizes that don't fit each other fail in many ways, in Transformers' code.
+        except Exception as failure:  # noqa: BLE001
+            error = failure
+    raise ModelError(
+        f"{name} can't be served: no small model of its configuration can be compared with "
+        f"Transformers' own forward pass ({error!s:.200}); choose another model"
+    )
+
+
+def _filled(
+    whole: nn.Module,
+    layout: Layout,
+    pipeline: PipelineRank | None = None,
+    *,
+    expert_parallel: bool = False,
+) -> Any:
+    """Return a shard with random weights, and with Transformers' own attention."""
+    module, weights = shard_model(
+        whole, layout, torch.device("cpu"), pipeline, expert_parallel=expert_parallel
+    )
+    generator = torch.Generator().manual_seed(0)
+    decoder: Any = whole
+    inner = decoder.get_decoder()
+    used = {id(each) for part in (inner, decoder.get_output_embeddings()) for each in _own(part)}
+    seen: dict[int, Tensor] = {}
+    for name, tensor in whole.state_dict(keep_vars=True).items():
+        if id(tensor) not in used or not tensor.dtype.is_floating_point:
+            continue
+        if id(tensor) not in seen:
+            numbers = torch.randn(tensor.shape, generator=generator, dtype=torch.float32)
+            scale = tensor.shape[-1] ** -0.5 if tensor.dim() > 1 else 0.2
+            seen[id(tensor)] = numbers * scale + (tensor.dim() == 1 and "norm" in name)
+        weights.shards[name].write(seen[id(tensor)].to(tensor.dtype))
+    module.set_attn_implementation("eager")
+    return module
+
+
+def _own(module: nn.Module) -> Iterator[Tensor]:
+    yield from module.parameters()
+    yield from module.buffers()
+
+
+def _stepwise(
+    model: LoadedModel, cache: KVCache, builder: InputBuilder, fast: FastModules | None
+) -> list[Tensor]:
+    """Return the logits of all tokens of each sequence, computed in steps of both."""
+    sequences, size = _sequences(), cache.block_size
+    width = cache.num_blocks // 2
+    tables = np.arange(2 * width).reshape(2, width)
+    done = np.zeros(2, dtype=np.int64)
+    logits: list[list[Tensor]] = [[], []]
+    for step in _STEPS:
+        counts = np.array(step)
+        chosen = np.flatnonzero(counts)
+        order, num_decodes = order_rows(done[chosen], counts[chosen])
+        rows = chosen[order]
+        ids = [sequences[row][done[row] : done[row] + counts[row]] for row in rows]
+        last = -(-int((done + counts).max()) // size)
+        batch = Rows(done[rows], counts[rows], tables[rows, :last], num_decodes)
+        flat = np.concatenate(ids)
+        inputs = builder.build(batch, flat, np.arange(len(flat)))
+        if fast is None:
+            found = model_forward(model.module, inputs, cache)
+        else:
+            with fast.active():
+                found = model_forward(model.module, inputs, cache)
+        for row, part in zip(rows, torch.split(found, counts[rows].tolist()), strict=True):
+            logits[row].append(part)
+        done += counts
+    return [torch.cat(parts) for parts in logits]
+
+
+def _small_configs(
+    hf_config: PreTrainedConfig, size: int, stages: int
+) -> Iterator[PreTrainedConfig]:
+    """Yield configurations of small models, the smallest first.
+
+    Names of widths are the common ones; a configuration with others keeps its own widths.
+
+    Args:
+        hf_config: The model's.
+        size: Ranks that share a layer.
+        stages: Of a pipeline.
+    """
+    for head_dim in (_HEAD_DIM, None, 0):
+        config = copy.deepcopy(hf_config)
+        text: Any = config.get_text_config()
+        _cut_layers(text, min(text.num_hidden_layers, max(_MOST_LAYERS, stages)))
+        for part in vars(config).values():
+            if isinstance(part, PreTrainedConfig) and part is not text:
+                for depth in filter(partial(hasattr, part), _DEPTHS):
+                    setattr(part, depth, 1)
+        for part in {id(each): each for each in (config, text)}.values():
+            _cut_vocabulary(part)
+        if getattr(text, "sliding_window", None):
+            text.sliding_window = min(text.sliding_window, _WINDOW)
+        if head_dim != 0:
+            _cut_widths(text, size, head_dim)
+        yield config
+
+
+def _cut_layers(text: Any, count: int) -> None:
+    before = text.num_hidden_layers
+    for name, value in [*vars(text).items()]:
+        if isinstance(value, list) and len(value) == before:
+            setattr(text, name, value[:count])
+    text.num_hidden_layers = count
+
+
+def _cut_vocabulary(part: Any) -> None:
+    for name, value in [*vars(part).items()]:
+        if isinstance(value, int) and "vocab_size" in name:
+            setattr(part, name, _VOCABULARY)
+        elif isinstance(value, int) and name.endswith(("_token_id", "_token_index")):
+            setattr(part, name, min(value, _VOCABULARY - 1))
+
+
+def _cut_widths(text: Any, size: int, head_dim: int | None) -> None:
+    """Cut the widths of layers; `head_dim`: None to keep that of the heads."""
+    heads = text.num_attention_heads
+    kv_heads = getattr(text, "num_key_value_heads", None) or heads
+    own = getattr(text, "head_dim", None)
+    width = head_dim or own or text.hidden_size // heads
+    few = size if size > 1 else min(2, kv_heads)
+    text.num_attention_heads = few * (heads // kv_heads)
+    if getattr(text, "num_key_value_heads", None):
+        text.num_key_value_heads = few
+    if own:
+        text.head_dim = width
+    is_mla = getattr(text, "kv_lora_rank", None) is not None
+    text.hidden_size = text.num_attention_heads * width
+    for name in _MLA if is_mla and head_dim else ():
+        if getattr(text, name, None):
+            setattr(text, name, head_dim)
+    if is_mla and head_dim and hasattr(text, "qk_head_dim"):
+        text.qk_head_dim = 2 * head_dim
+    for name, value in [*vars(text).items()]:
+        if isinstance(value, int) and name.endswith(("intermediate_size", "ffn_hidden_size")):
+            setattr(text, name, 16 * size)

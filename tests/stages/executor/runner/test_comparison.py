@@ -1,0 +1,64 @@
+"""The comparison at load: a model that computes something else through the cache is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from torch import Tensor
+from transformers import LlamaForCausalLM, LlavaConfig
+from transformers import LlavaForConditionalGeneration as Llava
+from transformers.models.llama.modeling_llama import LlamaMLP
+
+from nano_inference.config import EngineConfig, ModelError
+from nano_inference.stages.executor import ExecutorCore, wrap_model
+from nano_inference.stages.executor.runner.comparison import compare_with_transformers
+
+from .. import vision_models
+from ..models import ARCHITECTURES, make_model
+from ..vision_models import make_processor, make_vision_model
+
+CONFIG = EngineConfig(device="cpu", block_size=4, deterministic=False)
+
+
+class _Mixing(LlamaMLP):
+    """Adds the token before, without a cache for it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        mixed: Tensor = super().forward(x + x.roll(1, dims=1))
+        return mixed
+
+
+class Mixing(LlamaForCausalLM):
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        for layer in self.model.layers:
+            layer.mlp = _Mixing(config)
+
+
+@pytest.mark.parametrize("kernels", ["auto", "off"])
+def test_tokens_that_meet_outside_attention_are_refused(kernels: str) -> None:
+    module = Mixing(make_model("llama").config)
+    config = EngineConfig(device="cpu", kernels=kernels)
+    with pytest.raises(ModelError, match="Mixing can't be served: it gives other logits"):
+        ExecutorCore(config, model=wrap_model(module, 64))
+
+
+def test_the_language_part_of_a_model_with_images_is_checked() -> None:
+    own = {"mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8}
+    text = {**vision_models._TEXT, "model_type": "falcon_h1", "mamba_n_groups": 1, **own}
+    vision = vision_models._CONFIGS["llava"]["vision_config"]
+    module = Llava(LlavaConfig(text_config=text, vision_config=vision, image_token_id=125))
+    with pytest.raises(ModelError, match="FalconH1ForCausalLM has state-space"):
+        wrap_model(module, 64, image_processor=make_processor("llava"))
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_tested_architectures_agree(name: str) -> None:
+    compare_with_transformers(CONFIG, wrap_model(make_model(name), 64))
+
+
+@pytest.mark.parametrize("name", vision_models.ARCHITECTURES)
+def test_models_with_images_agree(name: str) -> None:
+    model = wrap_model(make_vision_model(name), 64, image_processor=make_processor(name))
+    compare_with_transformers(CONFIG, model)

@@ -1,0 +1,182 @@
+"""Messages in the form that a chat template reads."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from nano_inference.config import FieldError
+from nano_inference.text import conversation
+from nano_inference.text.conversation import (
+    Turn,
+    arguments_of,
+    as_read_by,
+    check_results,
+    check_variables,
+    names_read,
+)
+
+TURNS: list[dict[str, Any]] = [
+    {"role": "developer", "content": "S"},
+    {
+        "role": "assistant",
+        "content": "",
+        "reasoning_content": "R",
+        "tool_calls": [{"id": "call_0123456789abcdef", "function": {"name": "f", "arguments": {}}}],
+    },
+    {"role": "tool", "content": "T", "tool_call_id": "call_0123456789abcdef"},
+]
+MISTRAL = "{% if tool_call.id|length != 9 %}{{ raise_exception('9') }}{% endif %}"
+
+
+@pytest.mark.parametrize(
+    ("template", "name"),
+    [
+        ("{{ message.reasoning_content }}", "reasoning_content"),
+        ("{{ message['reasoning'] }}", "reasoning"),
+        ("{% if 'thinking' in message %}{% endif %}", "thinking"),
+        ("{{ message.reasoning or message.reasoning_content }}", "reasoning_content"),
+        ("{{ thinking }}", "reasoning_content"),
+        ("", "reasoning_content"),
+    ],
+)
+def test_reasoning_has_the_template_s_name(template: str, name: str) -> None:
+    turn = as_read_by(template, TURNS, None)[1]
+    assert turn[name] == "R"
+    assert {"reasoning_content", "reasoning", "thinking"} & turn.keys() == {name}
+
+
+@pytest.mark.parametrize(
+    ("template", "role"), [("", "system"), ("{{ role == 'developer' }}", "developer")]
+)
+def test_the_developer_role_becomes_system(template: str, role: str) -> None:
+    assert as_read_by(template, TURNS, None)[0]["role"] == role
+
+
+def test_ids_are_shortened_for_mistral() -> None:
+    """The result still names its call, and the input is unchanged."""
+    _, assistant, tool = as_read_by(MISTRAL, TURNS, None)
+    assert assistant["tool_calls"][0]["id"] == tool["tool_call_id"] == "789abcdef"
+    short = [{"role": "tool", "content": "T", "tool_call_id": "a-1"}]
+    assert as_read_by(MISTRAL, short, None)[0]["tool_call_id"] == "0000000a1"
+    assert as_read_by("", TURNS, None)[2]["tool_call_id"] == "call_0123456789abcdef"
+    assert TURNS[2]["tool_call_id"] == "call_0123456789abcdef"
+
+
+def test_contents_are_texts_unless_the_template_loops_over_parts() -> None:
+    parts = [{"type": "text", "text": "a"}, {"type": "image"}, {"type": "text", "text": "b"}]
+    turns: list[Turn] = [{"role": "user", "content": parts}, {"role": "user", "content": "c"}]
+    loop = "{% for part in message.content %}{% endfor %}"
+    (first, second) = as_read_by(loop, turns, "<i>")
+    assert (first["content"], second["content"]) == (parts, [{"type": "text", "text": "c"}])
+    (first, second) = as_read_by("{{ message.content }}", turns, "<i>")
+    assert (first["content"], second["content"]) == ("a\n<i>\nb", "c")
+    assert as_read_by(loop, turns[1:], None) == turns[1:]
+    with pytest.raises(FieldError) as refused:
+        as_read_by(loop, turns, None)
+    assert (refused.value.code, refused.value.param) == (
+        "images_not_supported",
+        "messages[0].content",
+    )
+
+
+@pytest.mark.parametrize(
+    ("template", "name", "read"),
+    [
+        ("{% if enable_thinking is defined %}{% endif %}", "enable_thinking", True),
+        ("{%- set reasoning_effort = 1 %}", "reasoning_effort", True),
+        ("{%- for tool in tools -%}{%- endfor -%}", "tools", True),
+        ("{{- tools|tojson }}", "tools", True),
+        ("Use tools, if thinking helps.", "tools", False),
+        ("{{ message.thinking }}{{ builtin_tools }}", "thinking", False),
+        ("{{ builtin_tools }}{{ message.tools }}", "tools", False),
+        ("{{ 'tools' }}{% if \"tools\" in message %}{% endif %}", "tools", False),
+        ("{{ 'it\\'s' + tools }}", "tools", True),
+        ("{# tools #}{{ messages }}", "tools", False),
+        ("", "tools", False),
+    ],
+)
+def test_which_names_a_template_reads(template: str, name: str, read: bool) -> None:
+    assert (name in names_read(template)) is read
+
+
+def test_an_unread_variable_compiles_no_pattern(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of megabytes would take seconds to compile."""
+
+    def never(pattern: str, text: str) -> None:
+        raise AssertionError("compiled")
+
+    monkeypatch.setattr(conversation, "re", SimpleNamespace(search=never))
+    tokenizer: Any = SimpleNamespace(apply_chat_template=print, special_tokens_map={})
+    with pytest.raises(FieldError, match="does not read it"):
+        check_variables({"k" * 100: 1}, "{{ mood }}", tokenizer)
+
+
+@pytest.mark.parametrize("given", [None, "", " \n", "null", "{}", {}])
+def test_arguments_may_be_blank(given: Any) -> None:
+    assert arguments_of(given) == {}
+    assert arguments_of('{"a": null}') == {"a": None}
+
+
+@pytest.mark.parametrize("given", ["[]", "1", "{", "no", "[" * 100_000])
+def test_arguments_are_an_object(given: str) -> None:
+    with pytest.raises(ValueError, match=r"."):
+        arguments_of(given)
+
+
+# --- results of tools ---------------------------------------------------------------------------
+
+USER: Turn = {"role": "user", "content": "?"}
+
+
+def calling(*ids: str | None) -> Turn:
+    return {"role": "assistant", "content": "", "tool_calls": [{"id": each} for each in ids]}
+
+
+def result(call_id: str | None = None) -> Turn:
+    return {"role": "tool", "content": "T"} | ({"tool_call_id": call_id} if call_id else {})
+
+
+@pytest.mark.parametrize(
+    "turns",
+    [
+        [USER, calling("a"), result("a")],
+        [calling("a", "b", "c"), result("c"), result("a"), result("b"), USER],
+        [calling("a"), result("a"), calling("a"), result("a")],
+        [calling("a", "a"), result("a"), result("a")],
+        # As Transformers' conversations, whose calls have no ids.
+        [calling(None, None), result(), result()],
+        [calling("a", "b"), result(), result("b")],
+        # Calls without results are for the model, or the template.
+        [calling("a", "b"), result("b"), USER, calling("a")],
+    ],
+)
+def test_results_of_open_calls(turns: list[Turn]) -> None:
+    check_results(turns)
+
+
+@pytest.mark.parametrize(
+    ("turns", "place"),
+    [
+        ([result("a")], 0),
+        ([result()], 0),
+        ([USER, {"role": "assistant", "content": "A"}, result("a")], 2),
+        ([calling("a"), result("b")], 1),
+        ([calling("a"), result("a"), result("a")], 2),
+        ([calling("a"), result("a"), result()], 2),
+        ([calling(None), result("a")], 1),
+        # Of an earlier turn.
+        ([calling("a"), USER, result("a")], 2),
+        ([calling("a"), calling("b"), result("a")], 2),
+        ([calling("a"), result("a"), calling("b"), result("a")], 3),
+    ],
+)
+def test_a_result_of_no_call_is_refused(turns: list[Turn], place: int) -> None:
+    with pytest.raises(FieldError) as refused:
+        check_results(turns)
+    named = ".tool_call_id" if "tool_call_id" in turns[place] else ""
+    assert refused.value.param == f"messages[{place}]{named}"
+    assert refused.value.code == "invalid_messages"
+    assert "tool_calls" in refused.value.message

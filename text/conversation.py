@@ -1,0 +1,233 @@
+"""Conversations from any interface in the form that a model's chat template reads."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from ..config import FieldError, field_error, field_name, shown
+from .chat_template import Run, render, template_of
+from .messages import Tool
+from .template_process import render_template
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+Turn = dict[str, Any]
+"""A message in OpenAI's form, as most templates read it: the arguments of calls are objects, and a
+content is a text, or with images a list of parts in Transformers' form: `{"type": "text", "text":
+…}` and `{"type": "image"}`."""
+
+_REASONING = ("reasoning_content", "reasoning", "thinking")
+"""Templates' names for an assistant's reasoning, the most usual first."""
+
+_SHORT_IDS = re.compile(r"length\s*!=\s*9\b")
+_SHORT_ID = 9
+_CODE = re.compile(r"\{%(.*?)%\}|\{\{(.*?)\}\}", re.DOTALL)
+_TEXT = re.compile(r"'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\"", re.DOTALL)
+_NAME = re.compile(r"(?<![\w.])[^\W\d]\w*")
+_LOOPS = re.compile(r"for\s+\w+\s+in\s+\w+(?:\.content|\[['\"]content['\"]\])")
+_IS_TEXT = re.compile(r"\bis\s+(?:not\s+)?string\b")
+
+
+def render_conversation(
+    tokenizer: PreTrainedTokenizerFast,
+    turns: Iterable[Turn],
+    *,
+    placeholder: str | None,
+    tools: Iterable[Tool] = (),
+    add_generation_prompt: bool = True,
+    continue_final_message: bool = False,
+    variables: Mapping[str, Any] | None = None,
+    run: Run = render_template,
+) -> str:
+    """Return a conversation as text, with the special tokens that the template writes.
+
+    Args:
+        placeholder: An image in a text; None for a model without images.
+        tools: Functions that the model may call.
+        add_generation_prompt, continue_final_message, variables, run: As for `render`.
+
+    Raises:
+        FieldError: unsupported: the template reads no tools; images_not_supported.
+        RequestError: As `render`.
+    """
+    known = tools_read(tools)
+    template = template_of(tokenizer, known)
+    if known and "tools" not in names_read(template):
+        raise field_error(
+            "tools",
+            ": the model's chat template does not read tools; leave them out, or serve a model "
+            "that was trained to call them",
+            code="unsupported",
+        )
+    return render(
+        tokenizer,
+        as_read_by(template, turns, placeholder),
+        tools=known,
+        add_generation_prompt=add_generation_prompt,
+        continue_final_message=continue_final_message,
+        variables=variables,
+        run=run,
+    )
+
+
+def tools_read(tools: Iterable[Tool]) -> list[dict[str, Any]] | None:
+    """Return tools as templates read them; None without tools."""
+    return [tool.as_templates_read() for tool in tools] or None
+
+
+@lru_cache(maxsize=64)
+def names_read(template: str) -> frozenset[str]:
+    """Return the names in a template's code: its variables, and Jinja's own names; no attributes,
+    and nothing in strings."""
+    code = " ; ".join(_TEXT.sub("''", a or b) for a, b in _CODE.findall(template))
+    return frozenset(_NAME.findall(code))
+
+
+def check_variables(
+    variables: Mapping[str, Any], template: str, tokenizer: PreTrainedTokenizerFast, where: str = ""
+) -> None:
+    """Refuse variables that the template does not read, and parameters of Transformers' call.
+
+    Args:
+        where: The path of the variables in the request, with a dot at its end.
+
+    Raises:
+        FieldError: unsupported.
+    """
+    reserved = inspect.signature(tokenizer.apply_chat_template).parameters
+    for name in variables:
+        if name in reserved or not name.isidentifier() or name in tokenizer.special_tokens_map:
+            why = "that can't be given to a chat template"
+        # A pattern of megabytes takes seconds to compile.
+        elif name not in template or re.search(rf"\b{name}\b", template) is None:
+            why = "the model's chat template does not read it"
+        else:
+            continue
+        param = f"{where}{field_name(name)}"
+        raise FieldError(f"{param}: {why}; leave it out", param=param, code="unsupported")
+
+
+# --- messages -----------------------------------------------------------------------------------
+
+
+def arguments_of(given: str | Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return a call's arguments, an object or its JSON; none for null and blank.
+
+    Raises:
+        ValueError: They are no object.
+    """
+    if given is None or isinstance(given, Mapping):
+        return dict(given or {})
+    try:
+        return msgspec.json.decode(given, type=dict[str, Any] | None) or {} if given.strip() else {}
+    except RecursionError as error:
+        raise ValueError("the arguments are nested too deeply") from error
+
+
+def check_results(turns: Sequence[Turn]) -> None:
+    """Check that each tool's result belongs to a call of the assistant's message before it, which
+    only other results may follow in between.
+
+    Results may come in any order. One without an id belongs to the first open call.
+
+    Raises:
+        FieldError: invalid_messages.
+    """
+    calls: list[str | None] = []
+    for place, turn in enumerate(turns):
+        if turn["role"] != "tool":
+            calls = [call.get("id") or None for call in turn.get("tool_calls") or ()]
+            continue
+        call_id = turn.get("tool_call_id") or None
+        if call_id in calls:
+            calls.remove(call_id)
+        elif call_id is None and calls:
+            del calls[0]
+        else:
+            param = f"messages[{place}]"
+            if call_id is None:
+                why = ": a tool's result needs an open call in the assistant's message before it"
+            else:
+                param += ".tool_call_id"
+                why = (
+                    f"is {shown(call_id)}, and the assistant's message before it has no open "
+                    "call of that id"
+                )
+            raise field_error(
+                param,
+                f"{why}; send that message with its tool_calls, or leave the result out",
+                code="invalid_messages",
+            )
+
+
+def as_read_by(template: str, turns: Iterable[Turn], placeholder: str | None) -> list[Turn]:
+    """Return messages in the form, and with the names, that a template reads.
+
+    Raises:
+        FieldError: images_not_supported: an image, without a placeholder.
+    """
+    found = [dict(turn) for turn in turns]
+    read = (name for name in _REASONING if re.search(rf"\.{name}\b|['\"]{name}['\"]", template))
+    reasoning = next(read, _REASONING[0])
+    # Mistral's templates take ids of nine characters only.
+    shortens = _SHORT_IDS.search(template) is not None
+    for place, turn in enumerate(found):
+        if turn["role"] == "developer" and "developer" not in template:
+            turn["role"] = "system"
+        if _REASONING[0] in turn:
+            turn[reasoning] = turn.pop(_REASONING[0])
+        if shortens:
+            turn |= _short_ids(turn)
+        if "content" in turn:
+            turn["content"] = _content(template, turn["content"], placeholder, place)
+    return found
+
+
+def _short_ids(turn: Turn) -> Turn:
+    """Return ids of calls as their last letters and digits, in which the gateway's ids differ."""
+    found: Turn = {}
+    if calls := turn.get("tool_calls"):
+        found["tool_calls"] = [
+            call | {"id": _short(call["id"])} if isinstance(call.get("id"), str) else call
+            for call in calls
+        ]
+    if isinstance(turn.get("tool_call_id"), str):
+        found["tool_call_id"] = _short(turn["tool_call_id"])
+    return found
+
+
+def _short(call_id: str) -> str:
+    return re.sub(r"[^A-Za-z0-9]", "", call_id)[-_SHORT_ID:].rjust(_SHORT_ID, "0")
+
+
+def _content(
+    template: str, content: str | Sequence[Mapping[str, Any]], placeholder: str | None, place: int
+) -> Any:
+    """Return a content in the form that a template reads.
+
+    Templates of vision models loop over a content's parts, some take texts as well, and others
+    take texts only.
+    """
+    loops = placeholder is not None and _LOOPS.search(template) is not None
+    if isinstance(content, str):
+        if loops and not _IS_TEXT.search(template):
+            return [{"type": "text", "text": content}]
+        return content
+    if placeholder is None and any(part["type"] == "image" for part in content):
+        raise field_error(
+            f"messages[{place}].content",
+            "has images, and this model takes none; leave them out, or ask another model",
+            code="images_not_supported",
+        )
+    if loops:
+        return list(content)
+    return "\n".join(
+        placeholder or "" if part["type"] == "image" else part["text"] for part in content
+    )

@@ -212,7 +212,7 @@ def served_names(status: ModelStatus) -> tuple[str, ...]:
 
 def unreachable(bus: BusConfig, error: BusError) -> BusError:
     """Return the error, for the default bus with advice for someone who has started nothing."""
-    if bus.url != DEFAULT_URL or "can't reach" not in error.message:
+    if bus.url != DEFAULT_URL or "can't reach" not in str(error):
         return error
     return BusError(
         f"no pipeline at {DEFAULT_URL}; start one with `nano-inference up`, or give the URL of "

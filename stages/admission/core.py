@@ -250,10 +250,13 @@ class AdmissionCore:
             self.check_constraint(request)
         reader = self._reader(request)
         reader.check_prompt()
-        assert len(images) == len(request.images), "they are loaded before"
-        expanded = reader.prompt([image.size for image in images])
-        prompt = Prompt(expanded.token_ids, tuple(image.id for image in images))
-        tokens = Tokens(prompt, media=media_of(images, expanded, request.cache_salt))
+        if request.images:
+            assert len(images) == len(request.images), "they are loaded before"
+            expanded = reader.prompt([image.size for image in images])
+            prompt = Prompt(expanded.token_ids, tuple(image.id for image in images))
+            tokens = Tokens(prompt, media=media_of(images, expanded, request.cache_salt))
+        else:
+            tokens = Tokens(Prompt(reader.prompt().token_ids))
         if not request.prediction:
             return tokens
         reader.check_prediction()

@@ -34,7 +34,7 @@ class HeldImages:
     lease. In memory leases have no end of their own: they are dropped with the process.
 
     Attributes:
-        held: Names of images by the entry's key.
+        held: Names of images by the key of each entry that has or had some.
     """
 
     def __init__(self, store: ImageStore, config: ImagesConfig, *, durable: bool) -> None:
@@ -57,6 +57,7 @@ class HeldImages:
         """
         request = entry.request
         assert isinstance(request, GenerateRequest)
+        self._note(entry.key, ())
         tenant, alone = request.tenant, len(request.images) == 1
         name = partial(core.images.name, tenant=core.sharing_tenant(request), alone=alone)
         ids = dict.fromkeys(image.id for image in request.images if image.id)
@@ -123,7 +124,7 @@ class HeldImages:
     async def release(self, key: str) -> None:
         """End the leases of a request that is answered."""
         self._counted.pop(key, None)
-        if (names := self.held.pop(key, None)) is not None:
+        if names := self.held.pop(key, None):
             await self._store.release(names, key)
 
     def forget(self, keys: Collection[str]) -> None:
@@ -135,7 +136,7 @@ class HeldImages:
     async def renew(self) -> None:
         """Extend all leases."""
         for key, names in list(self.held.items()):
-            if key in self.held:
+            if names and key in self.held:
                 await self._store.hold(names, key, self._for_s)
 
     async def _hold(self, key: str, names: list[str]) -> dict[str, Size]:
@@ -163,8 +164,7 @@ class HeldImages:
         self._note(key, [name])
 
     def _note(self, key: str, names: Collection[str]) -> None:
-        if names:
-            self.held[key] = self.held.get(key, frozenset()).union(names)
+        self.held[key] = self.held.get(key, frozenset()).union(names)
 
 
 def _full(reason: str) -> RequestError:

@@ -107,7 +107,7 @@ class Unanswered(msgspec.Struct):
 
     @property
     def key(self) -> str:
-        return entry_key(self.entry.entry_id, self.request_id)
+        return self.entry.key
 
     @property
     def request_id(self) -> str:

@@ -240,7 +240,8 @@ class AdmissionStage(Actor):
                 await self._or_give_up(effect.key, self._forward(effect))
             case do.Acknowledge(entry_id, request_id):
                 await self.bus.requests.acknowledge(entry_id, request_id)
-                await self._images.release(entry_key(entry_id, request_id))
+                if self._images.held:
+                    await self._images.release(entry_key(entry_id, request_id))
             case do.Then(step):
                 await self._handle_locked(step)
             case do.CutShort(cancel):

@@ -25,6 +25,7 @@ from nano_inference.config import load_config
 from nano_inference.pipeline import pipeline as pipeline_module
 from nano_inference.pipeline.pipeline import Pipeline
 from nano_inference.stages.batching import BatchingCore
+from nano_inference.stages.executor import fingerprint
 from nano_inference.stages.executor.core import ExecutorCore
 from nano_inference.stages.executor.runner.kernels import cpu
 from nano_inference.stages.executor.runner.kernels.compile import KernelsUnavailable
@@ -225,6 +226,7 @@ def library(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
         pytest.skip(f"no kernels on this machine: {error}")
     monkeypatch.setattr(cpu, "library", lambda dtype: counted)
     monkeypatch.setattr(cpu, "sampling_library", lambda: counted)
+    monkeypatch.setattr(fingerprint, "code_of", lambda model: "counted")
     return counted
 
 

@@ -80,7 +80,7 @@ def test_commands_of_the_same_user_need_no_flag(
         monkeypatch.setattr(f"nano_inference.cli.{module}.DEFAULT_URL", url)
     ran = run("status", "--json")
     assert "no stage is running" in ran.stdout, ran
-    monkeypatch.setenv("XDG_CACHE_HOME", "/nowhere")
+    monkeypatch.setenv("XDG_CACHE_HOME", "/proc/nowhere")
     assert_refused(run("status"), f"Redis at redis://127.0.0.1:{port} requires a password; add it")
 
 

@@ -16,6 +16,7 @@ from nano_inference import Completion, Config, GenerateRequest, Pipeline, load_c
 from nano_inference.bus import RequestEntry
 from nano_inference.bus.public import ChatMessage, CompletionChunk
 from nano_inference.stages.admission import long_prompts
+from nano_inference.stages.admission.arrivals import Tokens
 from nano_inference.stages.admission.core import AdmissionCore
 from nano_inference.stages.admission.long_prompts import AT_A_TIME
 from nano_inference.stages.admission.requests import Incoming, Requests
@@ -104,10 +105,10 @@ def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[Held]:
     holding = Held()
     original = AdmissionCore.tokenize
 
-    def tokenize(self: AdmissionCore, request: GenerateRequest) -> tuple[int, ...]:
+    def tokenize(self: AdmissionCore, request: GenerateRequest, images: Any = ()) -> Tokens:
         if request.prompt == LONG["prompt"]:
             holding.wait()
-        return original(self, request)
+        return original(self, request, images)
 
     monkeypatch.setattr(long_prompts, "LONG_TEXT", 100)
     monkeypatch.setattr(AdmissionCore, "tokenize", tokenize)

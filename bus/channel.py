@@ -88,7 +88,7 @@ class RequestQueue(Protocol):
 
         Args:
             request_id: Of the terminal message that `deliver` wrote. If the transport lost the
-                message, `take` returns the entry again. None: no check, whatever the request's id.
+                message, `take` returns the entry again. None: no check, for any request id.
         """
 
     async def renew(self, lease_s: float) -> set[str]:

@@ -275,10 +275,10 @@ class DurableCalls:
 
     @asynccontextmanager
     async def begun(self, record: DurableRecord) -> AsyncIterator[Attachment | None]:
-        """Store a new call, and attach to it; unless it is not durable, or there is no room for
-        one that nobody was promised.
+        """Store a new call, and attach to it; unless it is not durable, or is a call without a name
+        for which there is no room.
 
-        A call with a name was stored when it claimed that, and its client may come back.
+        A call with a name was stored when it claimed the name, and its client may come back.
         """
         if not record.is_durable:
             yield None

@@ -89,8 +89,8 @@ class ReplayCalls:
     async def _delivered(
         self, recorded: Completion, like: GenerateRequest, origin: Origin, before: str
     ) -> Completion:
-        """Return what is recorded, cut by the guardrail as its replay will be: nothing is told of
-        what no client got."""
+        """Return the recorded completion, cut by the guardrail as its replay will be: without the
+        tokens that no client got."""
         recipe = check_replayable(recorded)
         filtered = await self._services.submissions.filtered_end(
             origin._replace(account=Account()), request_of(recorded, recipe, like), recorded, before

@@ -1,6 +1,6 @@
 """The password of `up`'s embedded server: in a file that only its user can read.
 
-Loopback is open to every user of the machine, and whoever writes to the server owns the pipeline.
+Loopback is open to every user of the machine, and a writer of the server owns the pipeline.
 Processes of `up` get the password by environment. Other processes of the same user find the file by
 the server's port, whenever they connect to 127.0.0.1 without credentials.
 """

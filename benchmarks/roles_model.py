@@ -83,7 +83,7 @@ class Replica:
             address=name,
         )
         size = (device.num_blocks, device.block_size, 1 << 20, 1 << 30)
-        capacity = ReplicaCapacity(*size, "formula", max_batch_size=64, tiers=tiers)
+        capacity = ReplicaCapacity(*size, "formula", max_batch_size=64, parts=(tiers,))
         self.name = name
         self.step_id = 0
         self.core = BatchingCore(config, capacity)

@@ -33,6 +33,7 @@ from random_models import write_model
 from workloads import object_schema
 
 from nano_inference.bus.messages import AdmittedRequest, Prompt, RequestInfo, SequenceSpec
+from nano_inference.bus.parts.speculation import Prediction
 from nano_inference.config import Constraint, EngineConfig, SamplingParams
 from nano_inference.stages.batching import BatchingCore
 from nano_inference.stages.executor import ExecutorCore, LoadedModel
@@ -115,7 +116,7 @@ class Lane:
             self._batching.add(
                 AdmittedRequest(
                     *(info, Prompt(tuple(prompt)), sampling, (spec,), "", 0),
-                    prediction=tuple(prediction),
+                    parts=(Prediction(tuple(prediction)),),
                 )
             )
         ran = Ran([[] for _ in prompts])

@@ -13,6 +13,7 @@ from ..config import FairnessConfig, ModelConfig, PoolingKind, ReplicaRole
 from ..store.board import LoadedAdapter
 from .entries import entry_key
 from .public import Fingerprint, SessionAction
+from .sections import Section, Sections
 from .weights import InFlight, StagedWeights, WeightsSource
 
 Capability = Literal["generate", "score", "embed"]
@@ -336,7 +337,7 @@ class Reset(Internal, frozen=True):
     """
 
 
-class EmbeddingCapacity(InternalPart, frozen=True, array_like=True):
+class EmbeddingCapacity(Section, frozen=True):
     """Embeddings of the executor's model.
 
     Attributes:
@@ -352,7 +353,7 @@ class EmbeddingCapacity(InternalPart, frozen=True, array_like=True):
     whole: bool = False
 
 
-class TierCapacity(InternalPart, frozen=True, array_like=True):
+class TierCapacity(Section, frozen=True):
     """KV tiers of an executor below its cache.
 
     Attributes:
@@ -381,7 +382,7 @@ class TierCapacity(InternalPart, frozen=True, array_like=True):
     address: str = ""
 
 
-class ImageCapacity(InternalPart, frozen=True, array_like=True):
+class ImageCapacity(Section, frozen=True):
     """What an executor takes of images, in image tokens.
 
     Attributes:
@@ -408,16 +409,10 @@ class ReplicaCapacity(InternalPart, frozen=True, array_like=True):
         weight_version: Of the weights in place.
         lacks: As in MemoryState.
         max_batch_size: Sequences that run concurrently.
-        adapters: Loaded adapters.
         capabilities: Uses of the model.
-        embedding: Its embeddings; None if unsupported.
-        experts: Experts per layer; 0 for none.
-        drafts: Whether its steps can verify drafts, if enabled.
-        tiers: Its KV tiers; None if there are none.
         exact: Whether it runs in deterministic mode.
         pipeline_stages: Stages of the model, each of which computes a plan at a time.
-        images: None if it takes no images.
-        fingerprints: Its fingerprint; of several executors each that is different.
+        parts: Capacities of optional parts.
     """
 
     num_blocks: int
@@ -428,16 +423,56 @@ class ReplicaCapacity(InternalPart, frozen=True, array_like=True):
     weight_version: int = 0
     lacks: tuple[str, ...] = ()
     max_batch_size: int = 256
-    adapters: tuple[LoadedAdapter, ...] = ()
     capabilities: tuple[Capability, ...] = ("generate", "score")
-    embedding: EmbeddingCapacity | None = None
-    experts: int = 0
-    drafts: bool = True
-    tiers: TierCapacity | None = None
     exact: bool = False
     pipeline_stages: int = 1
-    images: ImageCapacity | None = None
-    fingerprints: tuple[Fingerprint, ...] = ()
+    parts: Sections = ()
+
+    @property
+    def adapters(self) -> tuple[LoadedAdapter, ...]:
+        """Loaded adapters."""
+        from .parts.adapters import AdapterCapacity
+
+        found = AdapterCapacity.find(self.parts)
+        return found.adapters if found is not None else ()
+
+    @property
+    def embedding(self) -> EmbeddingCapacity | None:
+        """Its embeddings; None if unsupported."""
+        return EmbeddingCapacity.find(self.parts)
+
+    @property
+    def experts(self) -> int:
+        """Experts per layer; 0 for none."""
+        from .parts.experts import ExpertCapacity
+
+        found = ExpertCapacity.find(self.parts)
+        return found.number if found is not None else 0
+
+    @property
+    def drafts(self) -> bool:
+        """Whether its steps can verify drafts, if enabled."""
+        from .parts.speculation import DraftCapacity
+
+        return DraftCapacity.find(self.parts) is not None
+
+    @property
+    def tiers(self) -> TierCapacity | None:
+        """Its KV tiers; None if there are none."""
+        return TierCapacity.find(self.parts)
+
+    @property
+    def images(self) -> ImageCapacity | None:
+        """None if it takes no images."""
+        return ImageCapacity.find(self.parts)
+
+    @property
+    def fingerprints(self) -> tuple[Fingerprint, ...]:
+        """Its fingerprint; of several executors each that is different."""
+        from .parts.recipes import FingerprintCapacity
+
+        found = FingerprintCapacity.find(self.parts)
+        return found.fingerprints if found is not None else ()
 
 
 class AuditedBlock(InternalPart, frozen=True, array_like=True):

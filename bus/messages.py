@@ -11,14 +11,18 @@ Token ids are plain ints. Fields may be added at the end with a default; none is
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from ..config import SamplingParams
 from .control import Internal, InternalPart
 from .media import MediaItem
 from .pooling import Pooling
 from .public import KVSession, StageTime
-from .recipes import RecipeParts
+from .sections import Sections
+
+if TYPE_CHECKING:
+    from .parts.accounts import RequestTimes
+    from .recipes import RecipeParts
 
 RowFinish = Literal["", "stop", "length", "abort"]
 """Why a sequence ended with a row's token; "" if it continues."""
@@ -112,14 +116,9 @@ class RequestOpened(Internal, frozen=True):
         logprobs: Number of top logprobs at each completion token.
         prompt_logprobs: The same for the prompt; None without prompt logprobs.
         priority: Label of metrics.
-        ref_temperature: Of the reference model's logprobs; None without a reference model.
         embeds: Whether the request asks for the prompt's vector.
-        keeps: The response cache's generation, if RequestFinished is to carry the response; else 0.
-        response: The response from there; no sequence of the request runs.
         tenant: Label of metrics.
-        queued_ns, waited_ns: As in RequestEntry.
-        down_since_ns: When the lane failed, if the request is opened again; else 0.
-        recipe: Of the Completion's recipe; None for none.
+        parts: Sections of optional parts.
     """
 
     request_id: str
@@ -137,15 +136,47 @@ class RequestOpened(Internal, frozen=True):
     logprobs: int = 0
     prompt_logprobs: int | None = None
     priority: int = 0
-    ref_temperature: float | None = None
     embeds: bool = False
-    keeps: int = 0
-    response: StoredResponse | None = None
     tenant: str = ""
-    queued_ns: int = 0
-    waited_ns: int = 0
-    down_since_ns: int = 0
-    recipe: RecipeParts | None = None
+    parts: Sections = ()
+
+    @property
+    def ref_temperature(self) -> float | None:
+        """Of the reference model's logprobs; None without a reference model."""
+        from .parts.scoring import ReferenceScoring
+
+        found = ReferenceScoring.find(self.parts)
+        return found.temperature if found is not None else None
+
+    @property
+    def keeps(self) -> int:
+        """The response cache's generation, if RequestFinished is to carry the response; else 0."""
+        from .parts.responses import ResponseCaching
+
+        found = ResponseCaching.find(self.parts)
+        return found.generation if found is not None else 0
+
+    @property
+    def response(self) -> StoredResponse | None:
+        """The response from the cache; no sequence of the request runs."""
+        from .parts.responses import ResponseCaching
+
+        found = ResponseCaching.find(self.parts)
+        return found.response if found is not None else None
+
+    @property
+    def times(self) -> RequestTimes:
+        """Time before admission."""
+        from .parts.accounts import RequestTimes
+
+        return RequestTimes.find(self.parts) or RequestTimes()
+
+    @property
+    def recipe(self) -> RecipeParts | None:
+        """Of the Completion's recipe; None for none."""
+        from .recipes import RecipeParts
+
+        return RecipeParts.find(self.parts)
 
 
 class Prompt(InternalPart, frozen=True, array_like=True):
@@ -212,15 +243,10 @@ class AdmittedRequest(Internal, frozen=True):
     Attributes:
         sampling: `stop_token_ids` include the model's own; `stop` is empty, since streaming has it.
         sequences: The samples that are still to be made.
-        prediction: What the client expects to come, as tokens; a draft for speculation.
         has_stop_strings: Whether a stop string may end a sample.
         rank: Sequences with a smaller rank go first where not all fit. Ranks grow with time, so
             no sequence waits for ever.
-        successors: For each sequence, the number of the replica that continues it behind its first
-            token; empty if the sequences stay.
-        remote: Blocks of the replica that hands its one sequence over; None if none does.
-        kv_session: As in GenerateRequest.
-        media: The images among the prompt's tokens, in order.
+        parts: Sections of optional parts.
     """
 
     info: RequestInfo
@@ -230,13 +256,49 @@ class AdmittedRequest(Internal, frozen=True):
     tenant: str
     priority: int
     cache_scope: CacheScope = DEFAULT_SCOPE
-    prediction: tuple[int, ...] = ()
     has_stop_strings: bool = False
     rank: int = 0
-    successors: tuple[int, ...] = ()
-    remote: RemoteBlocks | None = None
-    kv_session: KVSession | None = None
-    media: tuple[MediaItem, ...] = ()
+    parts: Sections = ()
+
+    @property
+    def prediction(self) -> tuple[int, ...]:
+        """Tokens that the client expects; a draft for speculation."""
+        from .parts.speculation import Prediction
+
+        found = Prediction.find(self.parts)
+        return found.token_ids if found is not None else ()
+
+    @property
+    def successors(self) -> tuple[int, ...]:
+        """As in HandoverRoute."""
+        from .parts.handover import HandoverRoute
+
+        found = HandoverRoute.find(self.parts)
+        return found.successors if found is not None else ()
+
+    @property
+    def remote(self) -> RemoteBlocks | None:
+        """As in HandoverRoute."""
+        from .parts.handover import HandoverRoute
+
+        found = HandoverRoute.find(self.parts)
+        return found.remote if found is not None else None
+
+    @property
+    def kv_session(self) -> KVSession | None:
+        """As in GenerateRequest."""
+        from .parts.sessions import SessionTurn
+
+        found = SessionTurn.find(self.parts)
+        return found.session if found is not None else None
+
+    @property
+    def media(self) -> tuple[MediaItem, ...]:
+        """The images among the prompt's tokens, in order."""
+        from .parts.images import PromptMedia
+
+        found = PromptMedia.find(self.parts)
+        return found.items if found is not None else ()
 
 
 class AnnounceSequence(Internal, frozen=True):

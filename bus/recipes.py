@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from ..config import SamplingParams
-from .control import InternalPart
 from .pooling import Pooling
 from .public import Completion, EmbedParams, Fingerprint, Recipe
+from .sections import Section
 
 
-class RecipeParts(InternalPart, frozen=True, array_like=True):
-    """Parts of a recipe, as admission has them: making it takes longer than passing them on.
+class RecipeParts(Section, frozen=True):
+    """In RequestOpened: parts of a recipe, which streaming makes, since passing them on is faster.
 
     Attributes:
         images: As in Prompt.media.

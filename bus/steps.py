@@ -20,6 +20,7 @@ from .messages import (
 )
 from .pooling import PooledPrompt
 from .public import AfterTurn, KVSessionResult, SessionTier, StageTime
+from .sections import Sections
 from .times import NO_TIMES, StepTimes
 
 
@@ -153,19 +154,7 @@ class StepPlan(Internal, frozen=True):
         finished: Sequences that will not be named again; the executor forgets them.
         ended: Requests that were cut short, passed on to streaming in order behind their tokens.
         made_ns: When batching made the plan.
-        weight_version: Of new weights to be put in place before the pass; 0 for none.
-        release: Memory to be released. No plan before has rows, nor has any until it is resumed.
-        adapters: (id, version) of adapters whose new weights are to be put in place before the
-            pass; version 0: the executor forgets the adapter. Behind `finished`, before `new`.
-        num_drafts: `[rows]`, how many drafted tokens the executor may verify in a row besides,
-            for which the row's blocks have room; empty: none in any.
-        kv_moves: Blocks to move between the KV cache and the tiers below it, in this order.
-        kv_offers: Blocks to offer to other executors, behind the rows that compute them.
-        handovers: (sequence, replica, `num_messages` of the Handover) for each row that samples
-            the first token of a sequence that the other replica continues if it goes on.
-        forgotten_images: Keys of images whose embeddings the executor drops.
-        encodes: Images to encode behind that, before the pass.
-        times: For the accounts of time.
+        parts: Sections of optional parts.
     """
 
     step_id: int
@@ -177,16 +166,84 @@ class StepPlan(Internal, frozen=True):
     finished: tuple[int, ...]
     ended: tuple[Cancel, ...]
     made_ns: int
-    weight_version: int = 0
-    release: tuple[str, ...] = ()
-    adapters: tuple[tuple[str, int], ...] = ()
-    num_drafts: tuple[int, ...] = ()
-    kv_moves: tuple[KVMove, ...] = ()
-    kv_offers: tuple[KVMove, ...] = ()
-    handovers: tuple[tuple[int, int, int], ...] = ()
-    forgotten_images: tuple[tuple[str, int], ...] = ()
-    encodes: tuple[MediaItem, ...] = ()
-    times: StepTimes = NO_TIMES
+    parts: Sections = ()
+
+    @property
+    def weight_version(self) -> int:
+        """Of new weights to be put in place before the pass; 0 for none."""
+        from .parts.weights import WeightsPlan
+
+        found = WeightsPlan.find(self.parts)
+        return found.version if found is not None else 0
+
+    @property
+    def release(self) -> tuple[str, ...]:
+        """As ReleasePlan."""
+        from .parts.memory import ReleasePlan
+
+        found = ReleasePlan.find(self.parts)
+        return found.tags if found is not None else ()
+
+    @property
+    def adapters(self) -> tuple[tuple[str, int], ...]:
+        """As AdaptersPlan."""
+        from .parts.adapters import AdaptersPlan
+
+        found = AdaptersPlan.find(self.parts)
+        return found.changes if found is not None else ()
+
+    @property
+    def num_drafts(self) -> tuple[int, ...]:
+        """As DraftsPlan."""
+        from .parts.speculation import DraftsPlan
+
+        found = DraftsPlan.find(self.parts)
+        return found.num_tokens if found is not None else ()
+
+    @property
+    def kv_moves(self) -> tuple[KVMove, ...]:
+        """As TiersPlan."""
+        from .parts.tiers import TiersPlan
+
+        found = TiersPlan.find(self.parts)
+        return found.moves if found is not None else ()
+
+    @property
+    def kv_offers(self) -> tuple[KVMove, ...]:
+        """As TiersPlan."""
+        from .parts.tiers import TiersPlan
+
+        found = TiersPlan.find(self.parts)
+        return found.offers if found is not None else ()
+
+    @property
+    def handovers(self) -> tuple[tuple[int, int, int], ...]:
+        """As HandoversPlan."""
+        from .parts.handover import HandoversPlan
+
+        found = HandoversPlan.find(self.parts)
+        return found.leaving if found is not None else ()
+
+    @property
+    def forgotten_images(self) -> tuple[tuple[str, int], ...]:
+        """As ImagesPlan."""
+        from .parts.images import ImagesPlan
+
+        found = ImagesPlan.find(self.parts)
+        return found.forgotten if found is not None else ()
+
+    @property
+    def encodes(self) -> tuple[MediaItem, ...]:
+        """As ImagesPlan."""
+        from .parts.images import ImagesPlan
+
+        found = ImagesPlan.find(self.parts)
+        return found.encodes if found is not None else ()
+
+    @property
+    def times(self) -> StepTimes:
+        """For the accounts of time."""
+        return StepTimes.find(self.parts) or NO_TIMES
 
 
 class StartedSequence(InternalPart, frozen=True, array_like=True):
@@ -260,14 +317,8 @@ class StepResult(Internal, frozen=True):
         weight_version: Of the weights that made these tokens.
         start_ns, end_ns: When the device began the step, and when its tokens were on the host.
         top_logprobs: `[rows]`, empty for a row that did not ask; all empty: no row did.
-        prompt_logprobs: For sequences that asked for them.
-        adapter_versions: `[rows]`, of each row's adapter, 0 for none; empty: no row had one.
-        pooled: For sequences that asked for their prompt's vector and have computed all of it.
-        drafts: For each row in which drafted tokens were verified.
-        draft_rest: So many plans to come need allow no drafts, since they would not pay.
         failed: Requests that the executor ends; rows of theirs don't count.
-        spoiled: Sequences whose KV is invalid, since an image was missing.
-        times: For the accounts of time.
+        parts: Sections of optional parts.
     """
 
     step_id: int
@@ -281,14 +332,61 @@ class StepResult(Internal, frozen=True):
     start_ns: int
     end_ns: int
     top_logprobs: tuple[TopLogprobs, ...] = ()
-    prompt_logprobs: tuple[PromptLogprobs, ...] = ()
-    adapter_versions: tuple[int, ...] = ()
-    pooled: tuple[PooledPrompt, ...] = ()
-    drafts: tuple[VerifiedDraft, ...] = ()
-    draft_rest: int = 0
     failed: tuple[Cancel, ...] = ()
-    spoiled: tuple[int, ...] = ()
-    times: StepTimes = NO_TIMES
+    parts: Sections = ()
+
+    @property
+    def prompt_logprobs(self) -> tuple[PromptLogprobs, ...]:
+        """As PromptScores."""
+        from .parts.scoring import PromptScores
+
+        found = PromptScores.find(self.parts)
+        return found.prompts if found is not None else ()
+
+    @property
+    def adapter_versions(self) -> tuple[int, ...]:
+        """As AdaptersResult; empty: no row had one."""
+        from .parts.adapters import AdaptersResult
+
+        found = AdaptersResult.find(self.parts)
+        return found.versions if found is not None else ()
+
+    @property
+    def pooled(self) -> tuple[PooledPrompt, ...]:
+        """As PooledResult."""
+        from .parts.embeddings import PooledResult
+
+        found = PooledResult.find(self.parts)
+        return found.prompts if found is not None else ()
+
+    @property
+    def drafts(self) -> tuple[VerifiedDraft, ...]:
+        """As DraftsResult."""
+        from .parts.speculation import DraftsResult
+
+        found = DraftsResult.find(self.parts)
+        return found.verified if found is not None else ()
+
+    @property
+    def draft_rest(self) -> int:
+        """As DraftsResult."""
+        from .parts.speculation import DraftsResult
+
+        found = DraftsResult.find(self.parts)
+        return found.rest if found is not None else 0
+
+    @property
+    def spoiled(self) -> tuple[int, ...]:
+        """As ImagesResult."""
+        from .parts.images import ImagesResult
+
+        found = ImagesResult.find(self.parts)
+        return found.spoiled if found is not None else ()
+
+    @property
+    def times(self) -> StepTimes:
+        """For the accounts of time."""
+        return StepTimes.find(self.parts) or NO_TIMES
 
     def summary(self, handovers: tuple[tuple[int, int, int], ...] = ()) -> StepSummary:
         """The part for batching. `handovers`: the plan's."""
@@ -300,21 +398,31 @@ class StepResult(Internal, frozen=True):
             ended=ended,
             start_ns=self.start_ns,
             end_ns=self.end_ns,
-            drafts=self.drafts,
-            draft_rest=self.draft_rest,
-            spoiled=self.spoiled,
-            handed_over=tuple([i for i, *_ in handovers if i in self.seq_ids and i not in ended]),
+            parts=self._for_batching(handovers, ended),
         )
+
+    def _for_batching(
+        self, handovers: tuple[tuple[int, int, int], ...], ended: tuple[int, ...]
+    ) -> Sections:
+        from .parts.handover import HandoversResult
+        from .parts.images import ImagesResult
+        from .parts.speculation import DraftsResult
+
+        found = (kind.find(self.parts) for kind in (DraftsResult, ImagesResult))
+        parts: Sections = tuple(part for part in found if part is not None)
+        if handovers:
+            left = tuple([i for i, *_ in handovers if i in self.seq_ids and i not in ended])
+            parts = (*parts, HandoversResult(left))
+        return parts
 
 
 class StepSummary(Internal, frozen=True):
     """The part of a StepResult that batching needs: no logprobs, no vectors.
 
     Attributes:
-        step_id, seq_ids, token_ids, start_ns, end_ns, drafts, draft_rest, spoiled: As in
-            StepResult.
+        step_id, seq_ids, token_ids, start_ns, end_ns: As in StepResult.
         ended: Sequences that have ended with this step, by a finish reason or with their vector.
-        handed_over: Sequences whose first token was sent to the replica that continues them.
+        parts: Sections of optional parts.
     """
 
     step_id: int
@@ -323,10 +431,39 @@ class StepSummary(Internal, frozen=True):
     ended: tuple[int, ...]
     start_ns: int
     end_ns: int
-    drafts: tuple[VerifiedDraft, ...] = ()
-    draft_rest: int = 0
-    spoiled: tuple[int, ...] = ()
-    handed_over: tuple[int, ...] = ()
+    parts: Sections = ()
+
+    @property
+    def drafts(self) -> tuple[VerifiedDraft, ...]:
+        """As DraftsResult."""
+        from .parts.speculation import DraftsResult
+
+        found = DraftsResult.find(self.parts)
+        return found.verified if found is not None else ()
+
+    @property
+    def draft_rest(self) -> int:
+        """As DraftsResult."""
+        from .parts.speculation import DraftsResult
+
+        found = DraftsResult.find(self.parts)
+        return found.rest if found is not None else 0
+
+    @property
+    def spoiled(self) -> tuple[int, ...]:
+        """As ImagesResult."""
+        from .parts.images import ImagesResult
+
+        found = ImagesResult.find(self.parts)
+        return found.spoiled if found is not None else ()
+
+    @property
+    def handed_over(self) -> tuple[int, ...]:
+        """As HandoversResult."""
+        from .parts.handover import HandoversResult
+
+        found = HandoversResult.find(self.parts)
+        return found.seq_ids if found is not None else ()
 
 
 def first_tokens(plan: StepPlan, summary: StepSummary) -> Iterator[tuple[int, Handover]]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from .control import InternalPart
+from .sections import Section
 
 Cause = Literal[
     "http",
@@ -51,8 +51,8 @@ Break = Literal["preemption", "weights", "recovery", "kv"]
 """Why a sequence that had begun does not run."""
 
 
-class StepTimes(InternalPart, frozen=True, array_like=True):
-    """What the times of a step follow from, besides its start and end.
+class StepTimes(Section, frozen=True):
+    """In StepPlan and StepResult: causes of the times of a step, besides its start and end.
 
     A plan has the rows that are planned, its result those that were computed.
 

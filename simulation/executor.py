@@ -11,6 +11,9 @@ import torch
 from torch import nn
 
 from ..bus.control import ReplicaCapacity
+from ..bus.parts.adapters import AdapterCapacity, AdaptersResult
+from ..bus.parts.speculation import DraftCapacity, DraftsResult
+from ..bus.sections import Section
 from ..bus.steps import NewSequence, StepPlan, StepResult, VerifiedDraft
 from ..config import EngineConfig
 from ..stages.executor.driver.step import started_sequences
@@ -125,6 +128,11 @@ class SimulatedExecutor:
         self.runs_ahead = False
 
     def capacity(self) -> ReplicaCapacity:
+        parts: list[Section] = [AdapterCapacity(self.adapters.describe())]
+        if self._config.speculation == "auto":
+            parts.append(DraftCapacity())
+        if self.tiers is not None:
+            parts.append(self.tiers.capacity)
         return ReplicaCapacity(
             num_blocks=self.num_blocks,
             block_size=self._config.block_size,
@@ -133,10 +141,8 @@ class SimulatedExecutor:
             device="simulated",
             weight_version=self.weights.version,
             max_batch_size=self.max_batch_size,
-            adapters=self.adapters.describe(),
-            drafts=self._config.speculation == "auto",
-            tiers=self.tiers.capacity if self.tiers is not None else None,
             exact=True,
+            parts=tuple(parts),
         )
 
     def facts(self) -> dict[str, int | float | str]:
@@ -200,6 +206,11 @@ class SimulatedExecutor:
         seq_ids, tokens, logprobs, reasons, versions = (
             zip(*rows, strict=True) if rows else ((),) * 5
         )
+        parts: list[Section] = []
+        if any(versions):
+            parts.append(AdaptersResult(versions))
+        if plan.num_drafts:
+            parts.append(DraftsResult(tuple(drafts), plan.step_id % 3))
         return StepResult(
             step_id=plan.step_id,
             started=started_sequences(plan, start_ns),
@@ -211,9 +222,7 @@ class SimulatedExecutor:
             weight_version=version,
             start_ns=start_ns,
             end_ns=end_ns,
-            adapter_versions=versions if any(versions) else (),
-            drafts=tuple(drafts),
-            draft_rest=plan.step_id % 3 if plan.num_drafts else 0,
+            parts=tuple(parts),
         )
 
     def _apply(self, plan: StepPlan) -> None:

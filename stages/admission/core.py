@@ -25,10 +25,17 @@ from ...bus.messages import (
     SequenceSpec,
     StoredResponse,
 )
+from ...bus.parts.accounts import RequestTimes
+from ...bus.parts.images import PromptMedia
+from ...bus.parts.responses import ResponseCaching
+from ...bus.parts.scoring import ReferenceScoring
+from ...bus.parts.sessions import SessionTurn
+from ...bus.parts.speculation import Prediction
 from ...bus.pooling import Pooling
 from ...bus.public import Fingerprint, GenerateRequest
 from ...bus.recipes import RecipeParts
 from ...bus.recovery import RecoveredSample
+from ...bus.sections import Sections, with_sections
 from ...config import Config, RequestError, SamplingParams, prompt_too_long, shown
 from ...store.board import LoadedAdapter
 from ...text.grammar import GrammarCompiler, check_size, plain
@@ -315,6 +322,21 @@ class AdmissionCore:
         sampling, pooling = self._asked_for(request, len(token_ids))
         has_reference = self._has_reference and pooling is None
         n, tenant, seeds = request.n, request.tenant, self._seeds(request, request_id)
+        opened_parts: Sections = ()
+        if entry.queued_ns or entry.waited_ns:
+            opened_parts = (RequestTimes(entry.queued_ns, entry.waited_ns),)
+        if has_reference:
+            opened_parts += (ReferenceScoring(sampling.temperature),)
+        if (executors := self._executors) is not None:
+            recipe = RecipeParts(tenant, adapter, sampling, seeds, prompt.media, pooling, executors)
+            opened_parts += (recipe,)
+        parts: Sections = ()
+        if tokens.prediction and (draft := self._as_draft(tokens.prediction, sampling)):
+            parts += (Prediction(draft),)
+        if request.kv_session is not None:
+            parts += (SessionTurn(request.kv_session),)
+        if tokens.media:
+            parts += (PromptMedia(tokens.media),)
         opened = RequestOpened(
             request_id=request_id,
             entry_id=entry.entry_id,
@@ -330,14 +352,9 @@ class AdmissionCore:
             logprobs=sampling.logprobs,
             prompt_logprobs=sampling.prompt_logprobs,
             priority=request.priority,
-            ref_temperature=sampling.temperature if has_reference else None,
             embeds=pooling is not None,
             tenant=tenant,
-            queued_ns=entry.queued_ns,
-            waited_ns=entry.waited_ns,
-            recipe=None
-            if (executors := self._executors) is None
-            else RecipeParts(tenant, adapter, sampling, seeds, prompt.media, pooling, executors),
+            parts=opened_parts,
         )
         admitted = AdmittedRequest(
             info=RequestInfo(request_id, entry.entry_id, *trace, adapter, pooling),
@@ -347,10 +364,8 @@ class AdmissionCore:
             tenant=tenant,
             priority=request.priority,
             cache_scope=CacheScope(self.sharing_tenant(request), request.cache_salt, adapter),
-            prediction=tokens.prediction and self._as_draft(tokens.prediction, sampling),
             has_stop_strings=bool(sampling.stop),
-            kv_session=request.kv_session,
-            media=tokens.media,
+            parts=parts,
         )
         key = self._response_key(request, opened, admitted) if self.responses.max_bytes else None
         return Accepted(opened, admitted, key)
@@ -365,7 +380,7 @@ class AdmissionCore:
             return accepted.opened
         response = self.responses.find(accepted.key)
         keeps = self.responses.generation if response is None else 0
-        return msgspec.structs.replace(accepted.opened, keeps=keeps, response=response)
+        return with_sections(accepted.opened, ResponseCaching(keeps, response))
 
     def keep(self, accepted: Accepted | None, response: StoredResponse | None) -> None:
         """Add the response of a request that has ended to the response cache, if possible."""

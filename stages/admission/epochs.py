@@ -25,9 +25,10 @@ from ...bus.control import (
 )
 from ...bus.entries import RequestEntry, entry_key
 from ...bus.envelope import Message
-from ...bus.messages import RequestFinished
+from ...bus.messages import RequestFinished, RequestOpened
 from ...bus.public import ErrorInfo
 from ...bus.recovery import Fenced, Recovered, RecoveredSample, RecoveryItem
+from ...bus.sections import with_sections
 from ...config import REPLICATED, Config, role_of, split_role
 from . import effects as do
 from .arrivals import Arrival, Judged, Step
@@ -328,7 +329,7 @@ class EpochCore:
                 RecoveryItem(item.result_key, item.entry_id, item.request_id) for item in some
             )
             opened = tuple(
-                msgspec.structs.replace(item.accepted.opened, down_since_ns=self._down_since_ns)
+                _opened_again(item.accepted.opened, self._down_since_ns)
                 for item in some
                 if item.accepted is not None
             )
@@ -539,3 +540,8 @@ class EpochCore:
         self.requests.inherited += [(entry, now_ns) for entry in entries]
         self._outbox.log("info", reason, requests=len(entries))
         self._begin(reason, now_ns)
+
+
+def _opened_again(opened: RequestOpened, down_since_ns: int) -> RequestOpened:
+    times = msgspec.structs.replace(opened.times, down_since_ns=down_since_ns)
+    return with_sections(opened, times)

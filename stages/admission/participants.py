@@ -12,7 +12,10 @@ from collections.abc import Collection, Sequence
 import msgspec
 
 from ...bus.control import ReplicaCapacity
+from ...bus.parts.adapters import AdapterCapacity
+from ...bus.parts.recipes import FingerprintCapacity
 from ...bus.public import Fingerprint
+from ...bus.sections import with_sections
 from ...config import REPLICATED, all_roles, role_of, split_role
 from ...store.board import LoadedAdapter
 
@@ -32,13 +35,14 @@ def smallest(capacities: Collection[ReplicaCapacity]) -> ReplicaCapacity:
     fingerprints = _different(capacities)
     same_versions = len(set(map(_versions, capacities))) == 1
     same_bits = not differing_fields(fingerprints)
+    parts = FingerprintCapacity(fingerprints).replaced_in(first.parts)
+    adapters = _common([capacity.adapters for capacity in capacities])
     return msgspec.structs.replace(
         first,
         num_blocks=min(capacity.num_blocks for capacity in capacities),
         max_model_len=min(capacity.max_model_len for capacity in capacities),
-        adapters=_common([capacity.adapters for capacity in capacities]),
         exact=all(each.exact for each in capacities) and same_versions and same_bits,
-        fingerprints=fingerprints,
+        parts=AdapterCapacity(adapters).replaced_in(parts),
     )
 
 
@@ -137,7 +141,8 @@ class Participants:
         """Set a replica's adapters; return as `hold`, or None if it doesn't take part."""
         if role not in self._capacities:
             return None
-        return self.hold(role, msgspec.structs.replace(self._capacities[role], adapters=adapters))
+        capacity = with_sections(self._capacities[role], AdapterCapacity(adapters))
+        return self.hold(role, capacity)
 
     def change_weights(self, role: str, version: int) -> ReplicaCapacity | None:
         """Set the version of a replica's weights; return as `change_adapters`."""

@@ -18,6 +18,8 @@ from ...bus.messages import (
     SequenceSpec,
     WithdrawSequences,
 )
+from ...bus.parts.handover import HandoverRoute
+from ...bus.sections import with_sections
 from .cache import KVCacheManager
 from .sequence import Sequence
 
@@ -136,7 +138,7 @@ class Arrivals:
         if arrival.seq is None or remote is None:
             return
         remote = msgspec.structs.replace(remote, blocks=remote.blocks + more.blocks)
-        arrival.request = msgspec.structs.replace(arrival.request, remote=remote)
+        arrival.request = with_sections(arrival.request, HandoverRoute(remote=remote))
         self._cache.expect(arrival.seq.lease, remote)
         if not arrival.cancelled:
             self._fetching[more.seq_id] = arrival.seq

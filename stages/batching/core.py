@@ -13,6 +13,14 @@ import msgspec
 from ...bus.control import Cancel, ReplicaCapacity, TiersChanged
 from ...bus.links import HandoverMessage
 from ...bus.messages import AdmittedRequest, Credit, RequestInfo, SequenceSpec
+from ...bus.parts.adapters import AdaptersPlan
+from ...bus.parts.handover import HandoversPlan
+from ...bus.parts.images import ImagesPlan
+from ...bus.parts.memory import ReleasePlan
+from ...bus.parts.speculation import DraftsPlan
+from ...bus.parts.tiers import TiersPlan
+from ...bus.parts.weights import WeightsPlan
+from ...bus.sections import Sections
 from ...bus.steps import AUDIT_SEQ_ID, NewSequence, StepPlan, StepSummary
 from ...bus.times import Break
 from ...bus.weights import InFlight
@@ -541,6 +549,22 @@ class BatchingCore:
             new.append(audit)
             num_tokens = {AUDIT_SEQ_ID: len(audit.token_ids) - 1 - audit.num_cached}
         offered = self.handovers.offer(seqs, step_id, now_ns) if self.handovers else NOTHING_OFFERED
+        parts: Sections = (next_plan.times(len(decision.decode_seqs), now_ns),)
+        if next_plan.weight_version:
+            parts += (WeightsPlan(next_plan.weight_version),)
+        if next_plan.release:
+            parts += (ReleasePlan(next_plan.release),)
+        if next_plan.adapters:
+            parts += (AdaptersPlan(tuple(next_plan.adapters.items())),)
+        if num_drafts:
+            parts += (DraftsPlan(tuple([num_drafts.get(i, 0) for i in num_tokens])),)
+        moves = self._audit.take_moves() if self._audit is not None else ()
+        if moves or offered.blocks:
+            parts += (TiersPlan(moves, offered.blocks),)
+        if offered.handovers:
+            parts += (HandoversPlan(offered.handovers),)
+        if of_images.forgotten or of_images.encodes:
+            parts += (ImagesPlan(of_images.forgotten, of_images.encodes),)
         plan = StepPlan(
             step_id=step_id,
             new=tuple(new),
@@ -551,16 +575,7 @@ class BatchingCore:
             finished=tuple(next_plan.forget),
             ended=tuple(next_plan.ended),
             made_ns=now_ns,
-            weight_version=next_plan.weight_version,
-            release=next_plan.release,
-            adapters=tuple(next_plan.adapters.items()),
-            num_drafts=tuple([num_drafts.get(i, 0) for i in num_tokens]) if num_drafts else (),
-            kv_moves=self._audit.take_moves() if self._audit is not None else (),
-            kv_offers=offered.blocks,
-            handovers=offered.handovers,
-            forgotten_images=of_images.forgotten,
-            encodes=of_images.encodes,
-            times=next_plan.times(len(decision.decode_seqs), now_ns),
+            parts=parts,
         )
         self._sent.append(SentPlan(plan, seqs))
         return plan

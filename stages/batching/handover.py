@@ -16,6 +16,8 @@ from ...bus.messages import (
     RemoteBlocks,
     WithdrawSequences,
 )
+from ...bus.parts.handover import HandoverRoute
+from ...bus.sections import with_sections
 from ...bus.steps import KVMove, StepPlan, StepSummary
 from .cache import KVCacheManager
 from .index import SequenceIndex
@@ -88,7 +90,9 @@ class Handovers:
     def add(self, request: AdmittedRequest, deadline_ns: int | None) -> None:
         """Note where the sequences of a dispatch continue."""
         for spec, successor in zip(request.sequences, request.successors, strict=True):
-            own = msgspec.structs.replace(request, sequences=(spec,), successors=())
+            own = with_sections(
+                msgspec.structs.replace(request, sequences=(spec,)), HandoverRoute()
+            )
             self._leavers[spec.seq_id] = _Leaver(successor, own, deadline_ns)
 
     def offer(self, seqs: Iterable[Sequence], step_id: int, now_ns: int) -> Offered:
@@ -103,7 +107,7 @@ class Handovers:
             blocks = tuple((move.name, move.slot, step_id) for move in offered)
             if not leaver.num_messages or (offered and not first):
                 remote = self._describe(seq, blocks)
-                request = msgspec.structs.replace(leaver.request, remote=remote)
+                request = with_sections(leaver.request, HandoverRoute(remote=remote))
                 self._send(leaver, AnnounceSequence(request))
             elif offered:
                 self._send(leaver, AnnounceBlocks(seq.seq_id, blocks))

@@ -12,6 +12,14 @@ import msgspec
 import numpy as np
 
 from ...bus.control import Cancel, ReplicaCapacity
+from ...bus.parts.adapters import AdapterCapacity, AdaptersResult
+from ...bus.parts.embeddings import PooledResult
+from ...bus.parts.experts import ExpertCapacity
+from ...bus.parts.images import ImagesResult
+from ...bus.parts.recipes import FingerprintCapacity
+from ...bus.parts.scoring import PromptScores
+from ...bus.parts.speculation import DraftCapacity, DraftsResult
+from ...bus.sections import Section
 from ...bus.steps import NewSequence, StepPlan, StepResult
 from ...config import EngineConfig, ModelError, WeightsError, shown
 from ...store.images import StoredImage
@@ -234,6 +242,20 @@ class ExecutorCore:
 
     def capacity(self) -> ReplicaCapacity:
         """Return this replica's capacity."""
+        parts: list[Section] = []
+        if adapters := self.adapters.describe():
+            parts.append(AdapterCapacity(adapters))
+        if self._embedding is not None:
+            parts.append(self._embedding)
+        if experts := experts_of(self.model.hf_config)[0]:
+            parts.append(ExpertCapacity(experts))
+        if self._speculator is not None:
+            parts.append(DraftCapacity())
+        if self.tiers is not None:
+            parts.append(self.tiers.capacity)
+        if self.images is not None:
+            parts.append(self.images.capacity)
+        parts.append(FingerprintCapacity((self._fingerprint,)))
         return ReplicaCapacity(
             num_blocks=self.cache.num_blocks,
             block_size=self.cache.block_size,
@@ -243,16 +265,10 @@ class ExecutorCore:
             weight_version=self.weights.version,
             lacks=self.memory.lacks,
             max_batch_size=self.max_batch_size,
-            adapters=self.adapters.describe(),
             capabilities=capabilities_of(self.model, self._embedding, self._role),
-            embedding=self._embedding,
-            experts=experts_of(self.model.hf_config)[0],
-            drafts=self._speculator is not None,
-            tiers=self.tiers.capacity if self.tiers is not None else None,
             exact="deterministic" not in self.off,
             pipeline_stages=1 if self.model.pipeline is None else self.model.pipeline.num_stages,
-            images=self.images.capacity if self.images is not None else None,
-            fingerprints=(self._fingerprint,),
+            parts=tuple(parts),
         )
 
     def facts(self) -> dict[str, int | float | str]:
@@ -481,6 +497,18 @@ class ExecutorCore:
         if drafts:
             drafted = sum(draft.num_tokens for draft in drafts)
             times = msgspec.structs.replace(times, num_tokens=times.num_tokens + drafted)
+        parts: list[Section] = [times]
+        if outputs.prompts:
+            parts.append(PromptScores(outputs.prompts))
+        if pooled := report_pooled(outputs.pooled):
+            parts.append(PooledResult(pooled))
+        if drafts or outputs.draft_rest:
+            parts.append(DraftsResult(drafts, outputs.draft_rest))
+        if step.spoiled:
+            parts.append(ImagesResult(step.spoiled))
+        rows = msgspec.structs.asdict(sampled)
+        if versions := rows.pop("adapter_versions"):
+            parts.append(AdaptersResult(versions))
         return StepResult(
             step_id=step.plan.step_id,
             started=started_sequences(step.plan, step.start_ns),
@@ -488,14 +516,9 @@ class ExecutorCore:
             weight_version=step.weight_version,
             start_ns=step.start_ns,
             end_ns=self._now_ns(),
-            draft_rest=outputs.draft_rest,
-            prompt_logprobs=outputs.prompts,
-            pooled=report_pooled(outputs.pooled),
             failed=step.failed + self.constraints.take_failures(),
-            spoiled=step.spoiled,
-            drafts=drafts,
-            times=times,
-            **msgspec.structs.asdict(sampled),
+            parts=tuple(parts),
+            **rows,
         )
 
     # --- inside -------------------------------------------------------------------------------

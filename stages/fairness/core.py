@@ -11,6 +11,7 @@ import msgspec
 
 from ...bus.control import Cancel
 from ...bus.messages import AdmittedRequest, Credit, RequestInfo, ResumeSequences
+from ...bus.parts.handover import HandoverRoute
 from ...bus.public import StageTime
 from ...config import FairnessConfig, ReplicaRole
 from ...store.service import LaneService
@@ -336,8 +337,11 @@ class FairnessCore:
                     replica.prefixes.add(waiting.chain)
             held = StageTime(stage="fairness", start_ns=waiting.arrived_ns, end_ns=now_ns)
             info = msgspec.structs.replace(request.info, queued=held)
+            parts = request.parts
+            if successors:
+                parts = HandoverRoute(tuple(successors)).replaced_in(parts)
             message = msgspec.structs.replace(
-                request, info=info, sequences=specs, rank=rank, successors=tuple(successors)
+                request, info=info, sequences=specs, rank=rank, parts=parts
             )
         return Dispatched(
             replica=replica.name,

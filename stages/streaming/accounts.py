@@ -21,6 +21,7 @@ import msgspec
 from ...bus.control import Cancel
 from ...bus.entries import entry_key
 from ...bus.messages import RequestOpened
+from ...bus.sections import with_sections
 from ...bus.steps import StartedSequence, StepResult
 from ...bus.times import CAUSES, Break, Cause, StepTimes
 
@@ -236,8 +237,9 @@ class RequestTime:
     def opened(cls, opened: RequestOpened, now_ns: int) -> RequestTime:
         """Return the account of a request that enters the lane."""
         # For a request with a budget, `received_ns` is its publication.
-        taken_ns, down_since_ns = opened.received_ns + opened.waited_ns, opened.down_since_ns
-        start_ns = taken_ns - opened.queued_ns
+        before = opened.times
+        taken_ns, down_since_ns = opened.received_ns + before.waited_ns, before.down_since_ns
+        start_ns = taken_ns - before.queued_ns
         time = cls(opened.n, start_ns, start_ns)
         time._give(taken_ns, now_ns, "queue")
         time._give(opened.admitted_ns, now_ns, "overhead")
@@ -266,8 +268,10 @@ class RequestTime:
             ended: Of each sample that has begun, whether it has ended.
             now_ns: The time.
         """
-        time = cls.opened(msgspec.structs.replace(opened, down_since_ns=0), now_ns)
-        time._give(opened.down_since_ns or now_ns, now_ns, "unknown")
+        before = opened.times
+        begun = msgspec.structs.replace(before, down_since_ns=0)
+        time = cls.opened(with_sections(opened, begun), now_ns)
+        time._give(before.down_since_ns or now_ns, now_ns, "unknown")
         time._base = "recovery"
         for index, is_ended in ended.items():
             state: State = "ended" if is_ended else "recovery"

@@ -28,8 +28,13 @@ import msgspec
 from ...bus.control import Cancel, SampleScored, ScoreSample
 from ...bus.entries import entry_key
 from ...bus.messages import RequestInfo, RequestOpened, RowFinish, StoredResponse, TopLogprobs
+from ...bus.parts.adapters import AdaptersResult
+from ...bus.parts.embeddings import PooledResult
+from ...bus.parts.scoring import PromptScores
+from ...bus.parts.speculation import DraftsResult
 from ...bus.public import Completion, CompletionChunk, ErrorInfo, Output, StageTime, Timings, Usage
 from ...bus.recovery import Recovered, RecoveredSample, RecoveryItem
+from ...bus.sections import Section
 from ...bus.steps import StartedSequence, StepResult
 from ...text.detokenizer import Pieces, TokenPieces
 from .accounts import RequestTime, StepCost, TimeAccounts
@@ -613,25 +618,30 @@ def _part(
     part: dict[str, tuple[Any, ...]] = {
         name: tuple(compress(getattr(result, name), own)) for name in _ROWS
     }
-    for name in _OF_SEQUENCES:
-        part[name] = tuple(each for each in getattr(result, name) if has(each.seq_id))
+    part["started"] = tuple(each for each in result.started if has(each.seq_id))
     for name in _ENDS:
         part[name] = tuple(each for each in getattr(result, name) if ends(each.request_id))
     prefills = tuple(row for row in result.times.prefills if has(row[0]))
-    times = msgspec.structs.replace(result.times, prefills=prefills)
-    return msgspec.structs.replace(result, times=times, **part)
+    parts: list[Section] = [msgspec.structs.replace(result.times, prefills=prefills)]
+    if versions := tuple(compress(result.adapter_versions, own)):
+        parts.append(AdaptersResult(versions))
+    if prompts := tuple(each for each in result.prompt_logprobs if has(each.seq_id)):
+        parts.append(PromptScores(prompts))
+    if pooled := tuple(each for each in result.pooled if has(each.seq_id)):
+        parts.append(PooledResult(pooled))
+    if drafts := tuple(each for each in result.drafts if has(each.seq_id)):
+        parts.append(DraftsResult(drafts))
+    return msgspec.structs.replace(result, parts=tuple(parts), **part)
 
 
 def _concerns(part: StepResult) -> bool:
     """Whether a part of a step is not empty."""
-    return any(getattr(part, name) for name in (*_ROWS, *_OF_SEQUENCES, *_ENDS))
+    names = (*_ROWS, "started", *_ENDS, "prompt_logprobs", "pooled", "drafts")
+    return any(getattr(part, name) for name in names)
 
 
-_ROWS = ("seq_ids", "token_ids", "logprobs", "finish_reasons", "top_logprobs", "adapter_versions")
+_ROWS = ("seq_ids", "token_ids", "logprobs", "finish_reasons", "top_logprobs")
 """Fields of a StepResult with a value for each of its rows."""
-
-_OF_SEQUENCES = ("started", "prompt_logprobs", "pooled", "drafts")
-"""Fields of a StepResult whose parts name a sequence."""
 
 _ENDS = ("ended", "failed")
 """Fields of a StepResult whose parts name a request that ends."""

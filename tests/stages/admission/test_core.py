@@ -9,7 +9,9 @@ from transformers import PreTrainedTokenizerFast
 from nano_inference.bus.control import ReplicaCapacity
 from nano_inference.bus.entries import Malformed, RequestEntry
 from nano_inference.bus.messages import AdmittedRequest, RequestInfo
+from nano_inference.bus.parts.recipes import FingerprintCapacity
 from nano_inference.bus.public import ChatMessage, Fingerprint, GenerateRequest
+from nano_inference.bus.sections import with_sections
 from nano_inference.config import (
     AdmissionConfig,
     Config,
@@ -418,7 +420,9 @@ def test_client_texts_in_messages_are_short_and_encodable(core: AdmissionCore) -
 
 def test_a_recipe_has_what_computes_the_samples_again(tokenizer: PreTrainedTokenizerFast) -> None:
     made = Fingerprint(digest="a", torch="2")
-    capacity = msgspec.structs.replace(CAPACITY, num_blocks=9, fingerprints=(made,))
+    capacity = with_sections(
+        msgspec.structs.replace(CAPACITY, num_blocks=9), FingerprintCapacity((made,))
+    )
     core = core_of(tokenizer, capacity=capacity)
     accepted = accept(core, entry_of(tenant="anna", n=2, max_tokens=500, ignore_eos=False))
     assert accepted.opened.recipe is not None
@@ -444,7 +448,7 @@ def test_seeds_of_samples_are_checked(
 
 def test_a_lane_has_the_fingerprint_of_each_kind_of_executor() -> None:
     one, other = Fingerprint(digest="a"), Fingerprint(digest="b")
-    of = [msgspec.structs.replace(CAPACITY, fingerprints=(each,)) for each in (other, one, other)]
+    of = [with_sections(CAPACITY, FingerprintCapacity((each,))) for each in (other, one, other)]
     assert smallest(of).fingerprints == (one, other)
 
 
@@ -456,7 +460,7 @@ def test_replicas_that_compute_other_bits_are_not_exact_together() -> None:
         Fingerprint(digest="c", kernels="none", weight_version=2),
     ]
     exact = msgspec.structs.replace(CAPACITY, exact=True)
-    of = [msgspec.structs.replace(exact, fingerprints=(each,)) for each in fingerprints]
+    of = [with_sections(exact, FingerprintCapacity((each,))) for each in fingerprints]
     assert smallest(of[:2]).exact
     assert differing_fields(fingerprints[:2]) == []
     assert not smallest(of).exact

@@ -12,6 +12,7 @@ from nano_inference.bus.control import EmbeddingCapacity, ReplicaCapacity
 from nano_inference.bus.entries import RequestEntry
 from nano_inference.bus.pooling import Pooling
 from nano_inference.bus.public import ChatMessage, EmbedParams, GenerateRequest
+from nano_inference.bus.sections import with_sections
 from nano_inference.config import BusConfig, Config, EngineConfig, SamplingParams
 from nano_inference.stages.admission.arrivals import Accepted
 from nano_inference.stages.admission.core import AdmissionCore
@@ -22,10 +23,10 @@ from .test_core import CAPACITY
 BOTH: ReplicaCapacity = msgspec.structs.replace(
     CAPACITY,
     capabilities=("generate", "score", "embed"),
-    embedding=EmbeddingCapacity(48, "last", True),
+    parts=(EmbeddingCapacity(48, "last", True),),
 )
 ENCODER: ReplicaCapacity = msgspec.structs.replace(
-    CAPACITY, capabilities=("embed",), embedding=EmbeddingCapacity(48, "mean", False, whole=True)
+    CAPACITY, capabilities=("embed",), parts=(EmbeddingCapacity(48, "mean", False, whole=True),)
 )
 
 
@@ -127,7 +128,7 @@ def test_a_vector_that_the_bus_does_not_carry_is_refused(
     config = Config(
         engine=EngineConfig(model_path="/models/tiny-7b"), bus=BusConfig(max_result_bytes=1 << 16)
     )
-    wide = msgspec.structs.replace(BOTH, embedding=EmbeddingCapacity(4096, "last", True))
+    wide = with_sections(BOTH, EmbeddingCapacity(4096, "last", True))
     with raises("result_too_large"):
         admitted(tokenizer, wide, config)
     assert admitted(tokenizer, wide, config, embed=EmbedParams(dimensions=2000)).opened.embeds

@@ -21,6 +21,7 @@ from nano_inference.bus.public import (
     ImagePart,
     TextPart,
 )
+from nano_inference.bus.sections import with_sections
 from nano_inference.config import (
     AdmissionConfig,
     Config,
@@ -49,7 +50,7 @@ CAPACITY = ReplicaCapacity(
     max_model_len=500,
     vocab_size=900,
     device="cpu",
-    images=ImageCapacity(max_tokens=100, cache_tokens=1000),
+    parts=(ImageCapacity(max_tokens=100, cache_tokens=1000),),
 )
 SMALL, WIDE = picture(84, 56), picture(140, 56)
 TEMPLATE = (
@@ -225,8 +226,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str | None]] = {
 @pytest.mark.parametrize("name", REFUSED)
 async def test_bad_images_are_refused(processor: ImageProcessor, name: str) -> None:
     fields, code, words = REFUSED[name]
-    embedding = EmbeddingCapacity(8, "mean", False) if name == "an embedding" else None
-    capacity = msgspec.structs.replace(CAPACITY, embedding=embedding)
+    embedding = [EmbeddingCapacity(8, "mean", False)] if name == "an embedding" else []
+    capacity = with_sections(CAPACITY, *embedding)
     sampling = {"sampling": SamplingParams()} if embedding else {}
     wanted = {"prompt": MARK, "images": (file(SMALL),)} | sampling | fields
     with raises(code, words):
@@ -250,7 +251,7 @@ async def test_image_tokens_without_images_are_refused(
     if embeds:
         forms[form] |= {"embed": EmbedParams(), "sampling": SamplingParams()}
         embedding = EmbeddingCapacity(8, "mean", False)
-        capacity = msgspec.structs.replace(CAPACITY, embedding=embedding)
+        capacity = with_sections(CAPACITY, embedding)
     with raises("images_mismatch", "2 image tokens .* no images; give the images"):
         await admit(core_of(processor, capacity), **forms[form])
 
@@ -260,13 +261,13 @@ async def test_tokens_that_only_look_like_images_are_text(processor: ImageProces
     for text in (MARK[:-1], MARK.upper(), "<image>"):
         assert (await admit(core, prompt=text)).admitted.media == ()
     texts = AdmissionCore(Config(), processor._tokenizer, frozenset({1}))
-    texts.set_capacity(msgspec.structs.replace(CAPACITY, images=None))
+    texts.set_capacity(msgspec.structs.replace(CAPACITY, parts=()))
     for given in ({"prompt": MARK}, {"prompt_token_ids": (5, processor.mark_id)}):
         assert (await admit(texts, **given)).admitted.media == ()
 
 
 async def test_an_image_with_too_many_tokens_is_refused(processor: ImageProcessor) -> None:
-    capacity = msgspec.structs.replace(CAPACITY, images=ImageCapacity(3, 1000))
+    capacity = with_sections(CAPACITY, ImageCapacity(3, 1000))
     with raises("image_too_large", "max_image_tokens_per_step"):
         await admit(core_of(processor, capacity), prompt=MARK, images=(file(SMALL),))
     capacity = msgspec.structs.replace(CAPACITY, max_model_len=4)
@@ -275,7 +276,7 @@ async def test_an_image_with_too_many_tokens_is_refused(processor: ImageProcesso
 
 
 async def test_a_model_of_texts_refuses_images_by_name(processor: ImageProcessor) -> None:
-    texts = msgspec.structs.replace(CAPACITY, images=None)
+    texts = msgspec.structs.replace(CAPACITY, parts=())
     for core in (core_of(processor, texts), core_of(None)):
         with raises("images_not_supported", "takes no images"):
             await admit(core, prompt_token_ids=(5, 6), images=(file(SMALL),))

@@ -10,7 +10,9 @@ from transformers import PreTrainedTokenizerFast
 
 from nano_inference.bus.control import EmbeddingCapacity, ReplicaCapacity
 from nano_inference.bus.messages import StoredResponse, StoredSample
+from nano_inference.bus.parts.adapters import AdapterCapacity
 from nano_inference.bus.public import EmbedParams, KVSession
+from nano_inference.bus.sections import with_sections
 from nano_inference.config import (
     AdmissionConfig,
     Config,
@@ -30,7 +32,10 @@ from .test_core import accept, entry_of
 
 ADAPTER = LoadedAdapter("lora", 1)
 EXACT = msgspec.structs.replace(
-    CAPACITY, exact=True, adapters=(ADAPTER, LoadedAdapter("other", 1)), weight_version=3
+    CAPACITY,
+    exact=True,
+    parts=(AdapterCapacity((ADAPTER, LoadedAdapter("other", 1))),),
+    weight_version=3,
 )
 GREEDY: dict[str, Any] = {"prompt": "abc", "temperature": 0, "max_tokens": 8}
 SEEDED: dict[str, Any] = GREEDY | {"temperature": 0.5, "seed": 5}
@@ -195,7 +200,7 @@ def test_other_requests_are_never_looked_up(core: AdmissionCore, fields: dict[st
 
 
 def test_an_embedding_is_never_looked_up(tokenizer: PreTrainedTokenizerFast) -> None:
-    capacity = msgspec.structs.replace(EXACT, embedding=EmbeddingCapacity(8, "mean", True))
+    capacity = with_sections(EXACT, EmbeddingCapacity(8, "mean", True))
     core = core_of(tokenizer, capacity)
     entry = entry_of(prompt="abc")
     request = msgspec.structs.replace(

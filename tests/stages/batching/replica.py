@@ -22,8 +22,14 @@ from nano_inference.bus.messages import (
     RequestInfo,
     SequenceSpec,
 )
+from nano_inference.bus.parts.embeddings import PooledResult
+from nano_inference.bus.parts.handover import HandoverRoute
+from nano_inference.bus.parts.images import PromptMedia
+from nano_inference.bus.parts.sessions import SessionTurn
+from nano_inference.bus.parts.speculation import DraftCapacity
 from nano_inference.bus.pooling import PooledPrompt, Pooling
 from nano_inference.bus.public import KVSession
+from nano_inference.bus.sections import Section
 from nano_inference.bus.steps import KVMove, NewSequence, StepPlan, StepResult, first_tokens
 from nano_inference.config import EngineConfig, SamplingParams
 from nano_inference.stages.batching import BatchingCore
@@ -122,7 +128,7 @@ class RuleExecutor:
             weight_version=0,
             start_ns=0,
             end_ns=0,
-            pooled=tuple(pooled),
+            parts=(PooledResult(tuple(pooled)),),
         )
 
     def _move(self, move: KVMove) -> None:
@@ -248,6 +254,14 @@ class FakeReplica:
             speculation="auto" if max_draft_tokens else "off",
             max_draft_tokens=max_draft_tokens or 16,
         )
+        parts: list[Section] = []
+        if max_draft_tokens:
+            parts.append(DraftCapacity())
+        if host_slots:
+            sizes = (host_slots, disk_blocks, "", "", 0, "", 1, 1, 1000)
+            parts.append(TierCapacity(*sizes, address=address))
+        if images is not None:
+            parts.append(images)
         capacity = ReplicaCapacity(
             num_blocks,
             block_size,
@@ -255,13 +269,9 @@ class FakeReplica:
             50,
             "rule",
             max_batch_size=max_batch_size,
-            drafts=max_draft_tokens > 0,
             exact=True,
             pipeline_stages=pipeline_stages,
-            tiers=TierCapacity(host_slots, disk_blocks, "", "", 0, "", 1, 1, 1000, address=address)
-            if host_slots
-            else None,
-            images=images,
+            parts=tuple(parts),
         )
         self.stages = pipeline_stages if steps_ahead > 1 else 1
         self.core = BatchingCore(config, capacity, steps_ahead=steps_ahead)
@@ -318,8 +328,13 @@ class FakeReplica:
         info = RequestInfo(name, name, adapter=adapter, pooling=pooling)
         specs = tuple(SequenceSpec(seq_id, index, 0) for index, seq_id in enumerate(seq_ids))
         about = (info, Prompt(tuple(prompt)), sampling, specs)
-        more = {"rank": rank, "successors": successors, "kv_session": session, "media": media}
-        self.send(AdmittedRequest(*about, tenant, priority, **more), deadline_ns)
+        parts: list[Section] = [PromptMedia(tuple(media))]
+        if successors:
+            parts.append(HandoverRoute(tuple(successors)))
+        if session is not None:
+            parts.append(SessionTurn(session))
+        request = AdmittedRequest(*about, tenant, priority, rank=rank, parts=tuple(parts))
+        self.send(request, deadline_ns)
 
     def send(self, request: AdmittedRequest, deadline_ns: int | None = None) -> None:
         """Add a request as fairness sends it."""

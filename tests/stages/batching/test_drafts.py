@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import msgspec
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from nano_inference.bus.parts.speculation import DraftsResult
+from nano_inference.bus.sections import with_sections
 from nano_inference.bus.steps import StepPlan, StepResult, VerifiedDraft
 
 from .replica import CacheType, FakeReplica, RuleExecutor, expected
@@ -26,7 +27,7 @@ class DraftingExecutor(RuleExecutor):
         self._verified: list[VerifiedDraft] = []
         result = super().execute(plan)
         rest, self.rest = self.rest, 0
-        return msgspec.structs.replace(result, drafts=tuple(self._verified), draft_rest=rest)
+        return with_sections(result, DraftsResult(tuple(self._verified), rest))
 
     def _row(self, seq_id: int, count: int) -> list[tuple[int, int, str]]:
         rows = super()._row(seq_id, count)

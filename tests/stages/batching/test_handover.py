@@ -10,6 +10,8 @@ import pytest
 
 from nano_inference.bus.control import Cancel
 from nano_inference.bus.messages import AnnounceBlocks, AnnounceSequence, Handover
+from nano_inference.bus.parts.handover import HandoverRoute
+from nano_inference.bus.sections import with_sections
 from nano_inference.stages.batching.handover import Departure
 from nano_inference.stages.batching.tiers import OFFER_S, KVTiers
 
@@ -337,7 +339,7 @@ def test_a_difference_in_one_field_is_a_miss(difference: str) -> None:
     value: str | int = 7 if difference.endswith("version") else "other"
     assert announced.request.remote is not None
     blocks = msgspec.structs.replace(announced.request.remote, **{difference: value})
-    request = msgspec.structs.replace(announced.request, remote=blocks)
+    request = with_sections(announced.request, HandoverRoute(remote=blocks))
     pair.messages[0].message = AnnounceSequence(request)
     pair.run()
     assert pair.outputs(1) == expected(PROMPT, 8)

@@ -11,7 +11,9 @@ from msgspec.structs import replace
 
 from nano_inference.bus.control import ImageCapacity
 from nano_inference.bus.media import MediaItem
+from nano_inference.bus.parts.images import ImagesResult
 from nano_inference.bus.public import KVSession
+from nano_inference.bus.sections import with_sections
 from nano_inference.bus.steps import NewSequence, StepPlan, StepResult
 from nano_inference.stages.batching.image_keys import KeyIds, is_image_key, place
 from nano_inference.stages.batching.schedule import MAX_SCORED_TOKENS
@@ -266,7 +268,7 @@ def test_kv_without_its_image_is_not_shared_and_the_image_is_tried_again() -> No
     replica.ask([1, "a", 2, 3], 1)
     replica.plan()
     result = replica.executor.execute(replica.plans.popleft())
-    replica.core.absorb(replace(result, spoiled=(1,)).summary())
+    replica.core.absorb(with_sections(result, ImagesResult((1,))).summary())
     replica.core.stop([1])
     replica.ask([1, "a", 2, 3], 2)
     replica.run()

@@ -9,6 +9,7 @@ import pytest
 
 from nano_inference.bus.control import TierCapacity, TiersChanged
 from nano_inference.bus.messages import DEFAULT_SCOPE, CacheScope
+from nano_inference.bus.parts.tiers import TiersPlan
 from nano_inference.bus.steps import KVMove, StepPlan
 from nano_inference.stages.batching import KVCacheManager, Lease, PagedKVCache, RadixKVCache
 from nano_inference.stages.batching.eviction import POLICIES
@@ -369,4 +370,4 @@ def test_random_lives_never_find_other_kv(
 
 
 def lost_plan(moves: tuple[KVMove, ...]) -> StepPlan:
-    return StepPlan(1, (), (), (), (), (), (), (), 0, kv_moves=moves)
+    return StepPlan(1, (), (), (), (), (), (), (), 0, parts=(TiersPlan(moves),))

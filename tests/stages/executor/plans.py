@@ -11,6 +11,8 @@ from nano_inference.bus.steps import NewSequence, StepPlan, StepResult
 from nano_inference.config import SamplingParams
 from nano_inference.stages.executor import ExecutorCore
 
+from ...sections import PLAN, in_parts
+
 INFO = RequestInfo("request", "1-0")
 PROMPT = [17, 3, 99, 42, 8, 150, 77, 31, 5]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8)
@@ -40,7 +42,7 @@ def new_sequence(
 
 
 def step_plan(step_id: int = 1, **parts: object) -> StepPlan:
-    """A plan of `parts` alone. `rows` is {seq_id: num_tokens}."""
+    """A plan of `parts` alone. `rows` is {seq_id: num_tokens}; sections go by the parts' fields."""
     rows: dict[int, int] = parts.pop("rows", {})  # type: ignore[assignment]
     fields: dict[str, object] = {
         "new": (),
@@ -51,7 +53,7 @@ def step_plan(step_id: int = 1, **parts: object) -> StepPlan:
         "finished": (),
         "ended": (),
         "made_ns": 1,
-        **parts,
+        **in_parts(parts, PLAN),
     }
     return StepPlan(step_id=step_id, **fields)  # type: ignore[arg-type]
 

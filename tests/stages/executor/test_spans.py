@@ -11,6 +11,7 @@ from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from nano_inference.bus import open_bus
+from nano_inference.bus.parts.speculation import DraftsResult
 from nano_inference.bus.steps import NewSequence, StepResult, VerifiedDraft
 from nano_inference.config import BusConfig, Config, Constraint, SamplingParams, TelemetryConfig
 from nano_inference.stages.actor import StageContext
@@ -51,7 +52,7 @@ class Rig:
                 for seq_id, following in pairwise((*ids, None))
             ),
             *((), 0, self._steps * 10, self._steps * 10 + 10),
-            drafts=drafts,
+            parts=(DraftsResult(drafts),),
         )
         self.spans.step(step_plan(self._steps, **plan), result)
 

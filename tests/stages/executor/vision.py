@@ -15,6 +15,7 @@ from PIL import Image
 
 from nano_inference.bus.media import MediaItem
 from nano_inference.bus.messages import AdmittedRequest, Prompt, RequestInfo, SequenceSpec
+from nano_inference.bus.parts.images import PromptMedia
 from nano_inference.bus.steps import StepPlan, StepResult
 from nano_inference.config import EngineConfig, SamplingParams
 from nano_inference.media import decode_process
@@ -237,7 +238,7 @@ class ImageLane(StepLane):
                     tuple(specs),
                     "",
                     0,
-                    media=prompt.media,
+                    parts=(PromptMedia(prompt.media),),
                 )
             )
         self.finish()

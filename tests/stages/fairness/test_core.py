@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nano_inference.bus.messages import AdmittedRequest, CacheScope
+from nano_inference.bus.parts.speculation import Prediction
 from nano_inference.bus.public import StageTime
 from nano_inference.config import FairnessConfig
 from nano_inference.stages.fairness import Dispatched, FairnessCore
@@ -54,7 +55,7 @@ def test_more_samples_than_credits_leave_in_parts() -> None:
 def test_a_dispatch_keeps_prediction_and_cache_scope() -> None:
     core = FairnessCore(FairnessConfig())
     sent = msgspec.structs.replace(
-        request("it"), prediction=(5, 6), cache_scope=CacheScope("t", "s")
+        request("it"), parts=(Prediction((5, 6)),), cache_scope=CacheScope("t", "s")
     )
     core.push(sent, 0)
     grant(core, 1)

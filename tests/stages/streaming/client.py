@@ -14,6 +14,8 @@ from nano_inference.bus.public import Completion, CompletionChunk, Output, Stage
 from nano_inference.bus.steps import StartedSequence, StepResult
 from nano_inference.stages.streaming.core import Deliveries, StreamingCore
 
+from ...sections import OPENED, RESULT, in_parts
+
 TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
 
 PROMPT = tuple(range(50, 57))
@@ -32,7 +34,7 @@ def request_of(request_id: str = "r", **changes: Any) -> RequestOpened:
         "received_ns": 100,
         "admitted_ns": 110,
     }
-    return RequestOpened(**(fields | changes))
+    return RequestOpened(**(fields | in_parts(changes, OPENED)))
 
 
 class Started(NamedTuple):
@@ -76,7 +78,7 @@ def step(
         weight_version,
         end_ns - 10,
         end_ns,
-        **more,
+        **in_parts(more, RESULT),
     )
 
 

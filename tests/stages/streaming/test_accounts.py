@@ -6,12 +6,14 @@ from collections.abc import Iterable
 from random import Random
 from typing import Any
 
-import msgspec
 import pytest
+from msgspec.structs import replace
 
 from nano_inference.bus.messages import RequestOpened, StoredResponse, StoredSample
+from nano_inference.bus.parts.speculation import DraftsResult
 from nano_inference.bus.public import Completion, StageTime, Usage
 from nano_inference.bus.recovery import RecoveryItem
+from nano_inference.bus.sections import with_sections
 from nano_inference.bus.steps import StartedSequence, StepResult, VerifiedDraft
 from nano_inference.bus.times import CAUSES, StepTimes
 from nano_inference.stages.streaming import accounts
@@ -55,7 +57,7 @@ class Lane:
         reasons = tuple("length" if seq_id in ends else "" for seq_id in rows)
         numbers = (9,) * len(rows)
         about = StepTimes(**({"num_tokens": len(rows)} | times))
-        more = {"times": about, "drafts": drafts}
+        more = {"parts": (about, DraftsResult(drafts))}
         logprobs = (0.0,) * len(rows)
         head = (1, tuple(new), rows, numbers, logprobs, reasons, ended, 0, start_ns, end_ns)
         result = StepResult(*head, **more)  # type: ignore[arg-type]
@@ -502,7 +504,7 @@ class World:
                 continue
             known = core._requests.get(name)
             if is_restarted:
-                opened = msgspec.structs.replace(opened, down_since_ns=down_ns)
+                opened = with_sections(opened, replace(opened.times, down_since_ns=down_ns))
             self.lane.core.open(opened, self.now_ns)
             if is_restarted and known is not None:
                 chunks = [each.chunk(0, "") for each in known.samples.values()]

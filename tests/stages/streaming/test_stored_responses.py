@@ -9,8 +9,10 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from nano_inference.bus.messages import RequestOpened, StoredResponse
+from nano_inference.bus.parts.responses import ResponseCaching
 from nano_inference.bus.public import Completion, Timings, Usage
 from nano_inference.bus.recovery import RecoveryItem
+from nano_inference.bus.sections import with_sections
 from nano_inference.stages.streaming.core import SERVED_TOKENS
 
 from .client import Client, assert_chunks_match, cancel_of, request_of, started, tokens_of
@@ -197,7 +199,7 @@ def test_a_request_that_is_open_already_is_not_served(client: Client) -> None:
     request = request_of("again")
     client.step(new=[started(3, request)])
     client.step([(3, 70, "")])
-    client.open(msgspec.structs.replace(request, response=response))
+    client.open(with_sections(request, ResponseCaching(0, response)))
     assert not client.completions("again")
     client.step([(3, 71, "stop")])
     assert client.completion("again").samples[0].token_ids == (70, 71)

@@ -22,6 +22,7 @@ from nano_inference.bus.control import (
     WeightsReady,
 )
 from nano_inference.bus.envelope import Message
+from nano_inference.bus.parts.weights import WeightsPlan
 from nano_inference.bus.steps import StepPlan
 from nano_inference.bus.weights import FolderWeights, StagedWeights
 from nano_inference.config import WeightsError
@@ -224,7 +225,7 @@ class World:
         plan, version = self.executed.popleft()
         refused = self.manager.take_refused() if plan.version > version else None
         self.planner.under_way = max(0, self.planner.under_way - 1)
-        done = StepPlan(0, (), (), (), (), (), (), (), 0, plan.version)
+        done = StepPlan(0, (), (), (), (), (), (), (), 0, (WeightsPlan(plan.version),))
         pending = bool(self.memory.pending)
         effects = self.core.step_done(done, version, self.now_ns, pending, refused)
         self.perform(effects)

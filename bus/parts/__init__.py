@@ -1,0 +1,1 @@
+"""The optional parts' sections of messages between stages, a file for each part."""

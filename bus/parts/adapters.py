@@ -1,0 +1,30 @@
+"""LoRA adapters: loaded ones, changes of their weights, and their versions."""
+
+from __future__ import annotations
+
+from ...store.board import LoadedAdapter
+from ..sections import Section
+
+
+class AdapterCapacity(Section, frozen=True):
+    """In ReplicaCapacity: the loaded adapters."""
+
+    adapters: tuple[LoadedAdapter, ...]
+
+
+class AdaptersPlan(Section, frozen=True):
+    """In StepPlan: adapters whose new weights are to be put in place before the pass.
+
+    Applied after `finished` and before `new`.
+
+    Attributes:
+        changes: (id, version) of each; version 0: the executor drops the adapter.
+    """
+
+    changes: tuple[tuple[str, int], ...]
+
+
+class AdaptersResult(Section, frozen=True):
+    """In StepResult: `[rows]`, the version of each row's adapter, 0 for none."""
+
+    versions: tuple[int, ...]

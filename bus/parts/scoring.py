@@ -1,0 +1,22 @@
+"""Logprobs of prompts, and a reference model."""
+
+from __future__ import annotations
+
+from ..sections import Section
+from ..steps import PromptLogprobs
+
+
+class PromptScores(Section, frozen=True):
+    """In StepResult: for sequences that asked for logprobs of their prompts."""
+
+    prompts: tuple[PromptLogprobs, ...]
+
+
+class ReferenceScoring(Section, frozen=True):
+    """In RequestOpened: the reference model scores each sample.
+
+    Attributes:
+        temperature: Of the reference model's logprobs.
+    """
+
+    temperature: float

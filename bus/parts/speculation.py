@@ -1,0 +1,39 @@
+"""Speculative decoding."""
+
+from __future__ import annotations
+
+from ..sections import Section
+from ..steps import VerifiedDraft
+
+
+class DraftCapacity(Section, frozen=True):
+    """In ReplicaCapacity: steps can verify drafts."""
+
+
+class Prediction(Section, frozen=True):
+    """In AdmittedRequest: the output that the client expects, as tokens; a draft."""
+
+    token_ids: tuple[int, ...]
+
+
+class DraftsPlan(Section, frozen=True):
+    """In StepPlan.
+
+    Attributes:
+        num_tokens: `[rows]`, drafted tokens that the executor may verify in a row besides, for
+            which the row's blocks have room.
+    """
+
+    num_tokens: tuple[int, ...]
+
+
+class DraftsResult(Section, frozen=True):
+    """In StepResult and StepSummary.
+
+    Attributes:
+        verified: For each row in which drafted tokens were verified.
+        rest: So many plans to come need allow no drafts, since they would not pay.
+    """
+
+    verified: tuple[VerifiedDraft, ...] = ()
+    rest: int = 0

@@ -1,0 +1,18 @@
+"""KV tiers below the cache."""
+
+from __future__ import annotations
+
+from ..sections import Section
+from ..steps import KVMove
+
+
+class TiersPlan(Section, frozen=True):
+    """In StepPlan.
+
+    Attributes:
+        moves: Blocks to move between the KV cache and the tiers, in this order, before `copies`.
+        offers: Blocks to offer to other executors, after the rows that compute them.
+    """
+
+    moves: tuple[KVMove, ...] = ()
+    offers: tuple[KVMove, ...] = ()

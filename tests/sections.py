@@ -1,0 +1,52 @@
+"""Sections of messages by short names, for tests that write a message's fields in one line."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from nano_inference.bus.parts.accounts import RequestTimes
+from nano_inference.bus.parts.adapters import AdaptersPlan, AdaptersResult
+from nano_inference.bus.parts.embeddings import PooledResult
+from nano_inference.bus.parts.images import ImagesPlan, ImagesResult
+from nano_inference.bus.parts.memory import ReleasePlan
+from nano_inference.bus.parts.responses import ResponseCaching
+from nano_inference.bus.parts.scoring import PromptScores, ReferenceScoring
+from nano_inference.bus.parts.speculation import DraftsPlan, DraftsResult
+from nano_inference.bus.parts.tiers import TiersPlan
+from nano_inference.bus.parts.weights import WeightsPlan
+from nano_inference.bus.sections import Section
+
+PLAN: dict[str, Callable[[Any], Section]] = {
+    "weight_version": WeightsPlan,
+    "release": ReleasePlan,
+    "adapters": AdaptersPlan,
+    "num_drafts": DraftsPlan,
+    "kv_moves": TiersPlan,
+    "kv_offers": lambda offers: TiersPlan(offers=offers),
+    "encodes": lambda encodes: ImagesPlan(encodes=encodes),
+}
+RESULT: dict[str, Callable[[Any], Section]] = {
+    "prompt_logprobs": PromptScores,
+    "adapter_versions": AdaptersResult,
+    "pooled": PooledResult,
+    "drafts": DraftsResult,
+    "spoiled": ImagesResult,
+    "times": lambda times: times,
+}
+OPENED: dict[str, Callable[[Any], Section]] = {
+    "ref_temperature": ReferenceScoring,
+    "keeps": ResponseCaching,
+    "response": lambda response: ResponseCaching(0, response),
+    "recipe": lambda recipe: recipe,
+}
+TIMES = ("queued_ns", "waited_ns", "down_since_ns")
+
+
+def in_parts(fields: dict[str, Any], makers: dict[str, Callable[[Any], Section]]) -> dict[str, Any]:
+    """Return fields of a message with those that `makers` names as sections in `parts`."""
+    own = {name: value for name, value in fields.items() if name not in (*makers, *TIMES)}
+    sections = [make(fields[name]) for name, make in makers.items() if fields.get(name) is not None]
+    if times := {name: fields[name] for name in TIMES if name in fields}:
+        sections.append(RequestTimes(**times))
+    return {**own, "parts": tuple(sections)}

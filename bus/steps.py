@@ -155,6 +155,7 @@ class StepPlan(Internal, frozen=True):
         ended: Requests that were cut short, passed on to streaming in order behind their tokens.
         made_ns: When batching made the plan.
         parts: Sections of optional parts.
+        onward: Sections for streaming, which the executor passes on in StepResult unread.
     """
 
     step_id: int
@@ -167,6 +168,7 @@ class StepPlan(Internal, frozen=True):
     ended: tuple[Cancel, ...]
     made_ns: int
     parts: Sections = ()
+    onward: Sections = ()
 
     @property
     def weight_version(self) -> int:

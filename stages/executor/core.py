@@ -497,7 +497,7 @@ class ExecutorCore:
         if drafts:
             drafted = sum(draft.num_tokens for draft in drafts)
             times = msgspec.structs.replace(times, num_tokens=times.num_tokens + drafted)
-        parts: list[Section] = [times]
+        parts: list[Section] = [times, *step.plan.onward]
         if outputs.prompts:
             parts.append(PromptScores(outputs.prompts))
         if pooled := report_pooled(outputs.pooled):

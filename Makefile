@@ -2,6 +2,7 @@
 # make test   set up and run every test
 # make soak   run the tests that gain by it at their full length, which takes long
 # make soak HOURS=6, MINUTES=10    run a whole deployment under mixed load for so long (docs/soak.md)
+# make simulate SEEDS=0..999, SEED=17 TRACE=1   run the engine in simulated time (docs/simulation.md)
 # make check  format, lint, types, layers
 # make docs   write the tables of docs/models.md from a run of the parity tests
 # make proto  write kserve/inference.binpb from inference.proto
@@ -20,7 +21,7 @@ export HF_HUB_OFFLINE := 1
 # Images for containers tend to set it; without bytecode every process compiles us anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-fast soak check docs proto bench clean
+.PHONY: demo test test-fast soak simulate check docs proto bench clean
 
 demo: $(STAMP)
 	$(BIN)/nano-inference demo
@@ -38,6 +39,9 @@ else
 soak: $(STAMP)
 	$(BIN)/python -m pytest --soak -m soak -o faulthandler_timeout=7200
 endif
+
+simulate: $(STAMP)
+	$(BIN)/python -m tests.simulation $(if $(SEED),--seed $(SEED)) $(if $(SEEDS),--seeds $(SEEDS)) $(if $(TRACE),--trace)
 
 check: $(STAMP)
 	$(BIN)/ruff format --check .

@@ -34,7 +34,10 @@ from nano_inference import (
     SamplingParams,
     TrainingSample,
 )
-from nano_inference.models import tasks
+
+sys.path.append(str(Path(__file__).parents[1] / "examples"))
+
+from bundled_models import tasks
 
 TINY = EngineConfig().model_folder
 

@@ -22,11 +22,14 @@ from typing import Any
 import torch
 from harness import against, options, print_table, record, rotated
 from PIL import Image
-from transformers import LlavaForConditionalGeneration, LlavaProcessor, SiglipImageProcessorPil
+from transformers import (
+    AutoTokenizer,
+    LlavaForConditionalGeneration,
+    LlavaProcessor,
+    SiglipImageProcessorPil,
+)
 
 from nano_inference import EngineConfig, InferenceEngine, SamplingParams
-from nano_inference.models.vision.settings import VisionSettings
-from nano_inference.models.vision.train import build_tokenizer
 
 SIDE, PATCH = 224, 14
 QUESTION, ANSWER = 24, 32
@@ -37,7 +40,7 @@ def write_model(folder: Path) -> Any:
     """Write the model; return its processor."""
     from transformers import LlamaConfig, LlavaConfig, SiglipVisionConfig
 
-    tokenizer = build_tokenizer(VisionSettings())
+    tokenizer = AutoTokenizer.from_pretrained(EngineConfig(model_path="tiny-vision").model_folder)
     torch.manual_seed(1)
     config = LlavaConfig(
         vision_config=SiglipVisionConfig(

@@ -30,7 +30,6 @@ from .run import run
 from .serve import gateway, serve
 from .sessions import kv_session
 from .shards import shards
-from .simulate import simulate
 from .status import health, status, top
 from .submit import submit
 from .tail import tail
@@ -50,7 +49,7 @@ app = typer.Typer(
 )
 
 _COMMANDS: dict[str, dict[str, Callable[..., None] | typer.Typer]] = {
-    "Look around": {"demo": demo, "doctor": doctor, "simulate": simulate},
+    "Look around": {"demo": demo, "doctor": doctor},
     "Start a pipeline": {
         "pull": pull,
         "serve": serve,

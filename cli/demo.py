@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import random
 import time
 from contextlib import aclosing, nullcontext
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ import anyio
 import msgspec
 import typer
 from msgspec.structs import replace
+from PIL import Image, ImageDraw
 from rich import box
 from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.live import Live
@@ -86,7 +86,7 @@ class Row(msgspec.Struct):
         return [one_line(self.texts.get(index, "")) for index in range(self.n)]
 
 
-# The bundled model was trained on these; see models/tasks.py.
+# The bundled model was trained on these; see examples/bundled_models/tasks.py.
 _SHOWN = (
     ("chat", "What is 12 + 30?"),
     ("chat", "How much is 9 - 4?"),
@@ -105,8 +105,7 @@ _SHOWN = (
     ("4 samples", "46 + 97 =", 4, 1.0),
 )
 
-# See models/vision.
-_SHAPES = (("circle", "red", 0), ("square", "blue", 4), ("triangle", "green", 8))
+_COLOURS = {"red": (220, 30, 30), "blue": (40, 80, 230), "green": (30, 160, 50)}
 _ABOUT_PICTURE = "What do you see?"
 
 
@@ -233,12 +232,9 @@ def _report(console: Console, rows: list[Row], seconds: float) -> None:
 
 async def _show_picture(console: Console, config: Config) -> Completion | None:
     """Print a picture, and what the bundled vision model says of it; return its completion."""
-    from ..models.vision import pictures
-
-    scene = pictures.Scene(tuple(pictures.Thing(*shape) for shape in _SHAPES))
-    image = pictures.draw(scene, random.Random(0))
+    image = _draw_picture()
     console.print(f"\nA picture for the model {BUNDLED_VISION_MODEL!r}:\n")
-    console.print(Picture(image, pictures.COLOURS))
+    console.print(Picture(image, _COLOURS))
     file = io.BytesIO()
     image.save(file, "PNG")
     request = images.for_bus([images.question(_ABOUT_PICTURE, [file.getvalue()])])
@@ -257,6 +253,19 @@ async def _show_picture(console: Console, config: Config) -> Completion | None:
             row.add(output)
     console.print(f"\n{row.prompt}  →  {row.answers[0]}", soft_wrap=True)
     return row.completion
+
+
+def _draw_picture() -> Image.Image:
+    """Return a picture of a red circle, a blue square and a green triangle.
+
+    The bundled vision model was trained on such; see examples/bundled_models/vision/pictures.py.
+    """
+    image = Image.new("RGB", (48, 48), "white")
+    pen = ImageDraw.Draw(image)
+    pen.ellipse((0, 2, 12, 14), _COLOURS["red"])
+    pen.rectangle((18, 18, 29, 29), _COLOURS["blue"])
+    pen.polygon(((39, 33), (46, 45), (33, 45)), _COLOURS["green"])
+    return image
 
 
 def _duration_ns(completion: Completion) -> int:

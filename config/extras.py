@@ -6,7 +6,6 @@ _EXTRAS = {
     "serve": ("cryptography", "jwt", "re2", "starlette", "uvicorn"),
     "kserve": ("google", "grpc", "ml_dtypes"),
     "ray": ("ray",),
-    "simulation": ("lupa",),
 }
 _EXTRA_OF = {module: extra for extra, modules in _EXTRAS.items() for module in modules}
 

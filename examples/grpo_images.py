@@ -2,8 +2,9 @@
 
     python examples/grpo_images.py --task position --steps 40
 
-Generation and training take turns. The pictures and questions are those of `models/vision/`; a
-picture of one split never occurs in another. The reward is 1 for exactly the right answer.
+Generation and training take turns. The pictures and questions are those of
+`bundled_models/vision/`; a picture of one split never occurs in another. The reward is 1 for
+exactly the right answer.
 """
 
 from __future__ import annotations
@@ -15,15 +16,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from bundled_models.vision.evaluation import Case, cases
+from bundled_models.vision.pictures import draw, make_scene
+from bundled_models.vision.questions import TASKS, question
+from bundled_models.vision.rows import pixels_of
 from grpo_trainer import Group, Trainer, TrainerSettings
 from rich.console import Console
 from torch import Tensor
 
 from nano_inference import ChatRenderer, EngineConfig, InferenceEngine, SamplingParams
-from nano_inference.models.vision.evaluation import Case, cases
-from nano_inference.models.vision.pictures import draw, make_scene
-from nano_inference.models.vision.questions import TASKS, question
-from nano_inference.models.vision.rows import pixels_of
 
 
 @dataclass(frozen=True)

@@ -9,14 +9,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from bundled_models import tasks
 from grpo_trainer import Group
 from transformers import AutoTokenizer
 
 from nano_inference import InferenceEngine, SamplingParams, TrainingSample
-from nano_inference.models import tasks
 
 Kind = tuple[str, tasks.Form]
-"""A task of models/tasks.py, and its form."""
+"""A task of bundled_models/tasks.py, and its form."""
 
 KINDS: dict[str, Kind] = {
     "add": ("add2", "plain"),
@@ -42,8 +42,8 @@ class Problem:
 class Arithmetic:
     """Problems from one split, and their grades.
 
-    The split of a sum is decided by its operands (models/tasks.py), so no sum of one split occurs
-    in another, in any wording or order.
+    The split of a sum is decided by its operands (bundled_models/tasks.py), so no sum of one split
+    occurs in another, in any wording or order.
     """
 
     def __init__(self, model_folder: Path, kinds: Sequence[str]) -> None:

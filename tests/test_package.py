@@ -26,7 +26,7 @@ from .programs import Ran, run
 
 ROOT = Path(__file__).parent.parent
 KINDS = ("*.py", "*.c", "*.h", "*.proto", "*.binpb")
-USERS = ("serve", "kserve", "embedded", "gguf", "grpc", "nixl", "ray", "simulation")
+USERS = ("serve", "kserve", "embedded", "gguf", "grpc", "nixl", "ray")
 OUTSIDE = {"tests", "benchmarks", "examples", "docs", "deploy", "build"}
 
 
@@ -41,8 +41,7 @@ def tree() -> set[str]:
     files |= {path.relative_to(ROOT) for path in (ROOT / "text" / "messages" / "formats").iterdir()}
     static = ROOT / "gateway" / "console" / "static"
     files |= {path.relative_to(ROOT) for path in static.iterdir()}
-    files |= {Path("py.typed"), Path("models/card.md"), Path("models/words.toml")}
-    files.add(Path("models/vision/card.md"))
+    files.add(Path("py.typed"))
     return {f"nano_inference/{path}" for path in files}
 
 

@@ -16,7 +16,7 @@ from .conftest import Run, assert_refused
 COMMANDS = (
     *("adapters", "cancel", "chat", "complete", "demo", "dlq", "doctor", "embed", "fairness"),
     *("flush-cache", "gateway", "health", "kv-events", "kv-session", "models", "pause", "resume"),
-    *("roles", "run", "score", "serve", "shards", "simulate", "status", "submit", "tail", "up"),
+    *("roles", "run", "score", "serve", "shards", "status", "submit", "tail", "up"),
     "weights",
 )
 

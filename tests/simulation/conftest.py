@@ -20,7 +20,7 @@ from ..buses import Buses, pytest_itemcollected  # noqa: F401
 @pytest_asyncio.fixture
 async def network() -> Any:
     """The server, and the connections to it."""
-    from nano_inference.simulation.redis.network import Network
+    from .redis.network import Network
 
     loop, epoch_ns = asyncio.get_running_loop(), time.time_ns() - time.monotonic_ns()
     made = Network(loop, time.monotonic_ns, Random(1), epoch_ns)
@@ -30,7 +30,7 @@ async def network() -> Any:
 
 @pytest_asyncio.fixture
 async def buses(network: Any, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Buses]:
-    from nano_inference.simulation.redis.client import SimulatedServer
+    from .redis.client import SimulatedServer
 
     given = network
 

@@ -11,10 +11,9 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from nano_inference.simulation.story import MOST_REQUESTS, Story, draw
-from nano_inference.simulation.world import World
-
 from .planting import Defect, planted
+from .story import MOST_REQUESTS, Story, draw
+from .world import World
 
 STORY_S = 20.0
 """Processor time after which a story is taken for endless; that of a throng takes six seconds."""

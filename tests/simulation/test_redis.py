@@ -7,12 +7,8 @@ import inspect
 from types import ModuleType
 from typing import Any
 
-import pytest
-
 from ..bus import test_bus, test_leases, test_links, test_requests, test_results
 from ..buses import Buses
-
-pytest.importorskip("lupa", reason="the extra `simulation` is not installed")
 
 _FIXTURES = {"bus", "buses"}
 """What the tests of the contract take; those for Redis alone look at the server itself, too."""

@@ -9,17 +9,14 @@ from itertools import islice
 
 import pytest
 
-pytest.importorskip("lupa", reason="the extra `simulation` is not installed")
-
-from nano_inference.simulation.shrink import shrink, table_of, violations_of
-from nano_inference.simulation.story import GATEWAY_DIGITS, draw, shorten
-from nano_inference.simulation.world import World
-
 from .found import EVERY_DAY, FOUND
 from .guarded import GUARDED
 from .hunting import hunt, stories
 from .mutants import MUTANTS, NOT_FOUND, OLD_DEFECTS
 from .planting import ROOT, Defect, planted
+from .shrink import shrink, table_of, violations_of
+from .story import GATEWAY_DIGITS, draw, shorten
+from .world import World
 
 SOAK_S = 3600 * float(os.environ.get("HOURS", "1"))
 """`make soak HOURS=6` searches for longer."""

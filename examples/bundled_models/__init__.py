@@ -1,0 +1,1 @@
+"""The scripts that made the models in `models/`."""

@@ -152,6 +152,12 @@ def test_the_message_format_in_the_docs_is_one(tmp_path: Path) -> None:
     assert (call.name, call.arguments) == ("add", '{"a": 1}')
 
 
+def test_each_page_is_in_the_index() -> None:
+    index = (ROOT / "docs" / "README.md").read_text()
+    pages = {page.name for page in (ROOT / "docs").glob("*.md")} - {"README.md"}
+    assert {page for page in pages if f"({page})" not in index} == set()
+
+
 def test_links_lead_to_files() -> None:
     for path in DOCUMENTS:
         for target in re.findall(r"\]\(([^)#:]+)\)", path.read_text()):

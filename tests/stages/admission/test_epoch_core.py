@@ -1,4 +1,4 @@
-"""What single events lead to; `test_epochs.py` has them in any order."""
+"""Effects of single events on the epochs; the simulation has them in any order."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import pytest
 
 from nano_inference.bus.control import (
     Cancel,
+    CancelAll,
     Drain,
     Pause,
     ServerRestarted,
@@ -20,7 +21,7 @@ from nano_inference.bus.control import (
 )
 from nano_inference.bus.entries import RequestEntry, id_in
 from nano_inference.bus.messages import RequestFinished
-from nano_inference.bus.public import GenerateRequest
+from nano_inference.bus.public import ErrorInfo, GenerateRequest
 from nano_inference.bus.recovery import Fenced, Recovered
 from nano_inference.config import AdmissionConfig, Config, PipelineConfig
 from nano_inference.stages.admission import effects as do
@@ -30,7 +31,7 @@ from nano_inference.stages.admission.checks import request_id_of
 from nano_inference.stages.admission.epochs import RECOVER_BATCH, EpochCore
 from nano_inference.stages.admission.requests import entry_deadline_ns
 
-from .stages import CAPACITY, accepted
+from .made import CAPACITY, accepted
 
 SECOND = 1_000_000_000
 NONE_LOST: frozenset[str] = frozenset()
@@ -48,6 +49,8 @@ class Driven:
         self.now = SECOND
         self.lost = NONE_LOST
         self.owner: str | None = None
+        self.is_long = False
+        self.failure: ErrorInfo | None = None
         self.done: list[do.Effect] = []
         self.judged: list[Judged] = []
         self.tell(partial(self.core.begin, pending))
@@ -62,10 +65,10 @@ class Driven:
                 case do.Renew():
                     self.renew(*self.lost)
                 case do.Claim(entries):
-                    owners, long = [self.owner] * len(entries), [False] * len(entries)
+                    owners, long = [self.owner] * len(entries), [self.is_long] * len(entries)
                     self.tell(partial(self.core.admit_inherited, entries, owners, long))
                 case do.Judge():
-                    self.judged.append(judged(effect, self.now))
+                    self.judged.append(judged(effect, self.now, self.failure))
                     self.tell(partial(self.core.enter, self.judged[-1]))
                 case do.Log():
                     pass
@@ -114,9 +117,11 @@ def named(entry_id: str, request_id: str) -> RequestEntry:
     return RequestEntry(entry_id, GenerateRequest(prompt="x", request_id=request_id))
 
 
-def judged(wanted: do.Judge, now_ns: int) -> Judged:
-    """Accept all entries but duplicates and those whose time is over."""
+def judged(wanted: do.Judge, now_ns: int, failure: ErrorInfo | None = None) -> Judged:
+    """Accept all entries but duplicates and those whose time is over; none with a failure."""
     arrival = wanted.arrival
+    if failure is not None:
+        return Judged(arrival, failure=failure)
     entry_id = arrival.entry.entry_id
     if wanted.owner not in (None, entry_id):
         return Judged(arrival, end=Cancel(entry_id, entry_id, "error", "duplicate_request", ""))
@@ -391,6 +396,103 @@ def test_the_lane_wakes_up_to_go_on_without_missing_replicas() -> None:
     driven.tell(driven.core.tick)
     assert driven.core.is_open
     assert driven.core.wake_at_ns() is None
+
+
+def test_a_draining_lane_takes_no_entries_and_is_drained_when_all_are_answered() -> None:
+    driven = Driven()
+    driven.ready()
+    driven.let_in("1")
+    driven.core.requests.incoming.add([entry("2")])
+    driven.core.requests.incoming.set_apart("2")
+    driven.done.clear()
+    driven.tell(Drain(SECOND))
+    assert driven.done == [do.StopTaking(), do.StopWaiting()]
+    driven.tell(RequestFinished("1", "1"))
+    driven.tell(driven.core.tick)
+    assert do.Drained() not in driven.done  # A long prompt is still apart.
+    driven.arrive("2")
+    driven.tell(RequestFinished("2", "2"))
+    driven.tell(driven.core.tick)
+    assert driven.done[-1] == do.Drained()
+
+
+def test_all_requests_are_ended_from_outside_also_those_that_wait_apart() -> None:
+    driven = Driven()
+    driven.ready()
+    driven.let_in("1")
+    driven.core.requests.incoming.add([entry("2")])
+    driven.core.requests.incoming.set_apart("2")
+    driven.done.clear()
+    driven.tell(CancelAll())
+    (cut,) = [each.cancel for each in driven.done if isinstance(each, do.CutShort)]
+    assert (cut.entry_id, cut.code) == ("1", "aborted")
+    assert do.StopWaiting("2") in driven.done
+    driven.arrive("2")
+    end = driven.judged[-1].end
+    assert end is not None
+    assert (end.entry_id, end.code) == ("2", "aborted")
+
+
+@pytest.mark.parametrize("in_ledger", [True, False])
+def test_a_cancellation_without_an_entry_finds_it_by_the_request_id(in_ledger: bool) -> None:
+    driven = Driven()
+    driven.ready()
+    arriving = named("1", "a")
+    driven.core.requests.incoming.add([arriving])
+    arrives = partial(driven.core.arrive, Arrival(arriving, driven.now, None))
+    cancel = Cancel("a", "", "cancelled", "cancelled", "")
+    for event in (arrives, cancel) if in_ledger else (cancel, arrives):
+        driven.tell(event)
+    if in_ledger:
+        (cut,) = [each.cancel for each in driven.done if isinstance(each, do.CutShort)]
+        assert (cut.request_id, cut.entry_id) == ("a", "1")
+    assert driven.judged[0].end == (None if in_ledger else cancel)
+    driven.tell(Cancel("b", "", "cancelled", "cancelled", ""))  # An unknown one does nothing.
+    assert len(driven.core.requests.ledger) == 1
+
+
+@pytest.mark.parametrize("fails_at", ["judging", "sending"])
+def test_a_request_that_cannot_be_processed_or_sent_is_dead_lettered(fails_at: str) -> None:
+    error = ErrorInfo(code="message_too_large", message="")
+    driven = Driven()
+    driven.ready()
+    driven.failure = error if fails_at == "judging" else None
+    driven.let_in("1")
+    if fails_at == "sending":
+        driven.tell(partial(driven.core.give_up, "1", error))
+        driven.tell(partial(driven.core.give_up, "unknown", error))
+    letters = [each.error for each in driven.done if isinstance(each, do.AddDeadLetter)]
+    ends = [each.cancel.code for each in driven.done if isinstance(each, do.End)]
+    assert (letters, ends) == ([error], ["message_too_large"])
+
+
+def test_a_long_prompt_of_a_predecessor_runs_after_the_others_and_behind_its_tokens() -> None:
+    driven = Driven()
+    driven.is_long = True
+    driven.tell(partial(driven.core.inherit, [entry("1")], "taken over"))
+    driven.ready()
+    assert driven.core.is_open
+    (tokenized,) = [each.arrival for each in driven.done if isinstance(each, do.Tokenize)]
+    assert tokenized.way == "late"
+    driven.done.clear()
+    driven.tell(partial(driven.core.arrive, tokenized))
+    assert driven.kinds() == ["Ask"]
+    driven.tell(Recovered("1", ()))
+    assert driven.forwarded() == ["1"]
+    assert driven.core.is_open
+
+
+def test_a_replica_without_a_part_in_the_epoch_joins_without_a_new_one() -> None:
+    driven = Driven(replicas=2)
+    driven.ready(*(role for role in driven.core.participants.roles if not role.endswith(".1")))
+    driven.now = driven.core.wake_at_ns() or 0
+    driven.tell(driven.core.tick)
+    epoch = driven.core.epoch
+    driven.tell(StageStopped("executor.1", "i", "stopped"))
+    driven.done.clear()
+    driven.tell(StageStarted("executor.1", "i"))
+    assert driven.done == [do.SendReset("batching.1"), do.SendReset("executor.1")]
+    assert driven.core.epoch == epoch
 
 
 def test_an_unknown_message_is_logged() -> None:

@@ -14,7 +14,7 @@ from nano_inference.stages.admission.refusals import (
 )
 from nano_inference.stages.admission.requests import Ledger, Unanswered
 
-from .stages import accepted
+from .made import accepted
 
 S = 1_000_000_000
 

@@ -27,7 +27,7 @@ from nano_inference.stages.admission.participants import Participants
 from nano_inference.stages.admission.responses import ENTRY_BYTES
 from nano_inference.store.board import LoadedAdapter
 
-from .stages import CAPACITY
+from .made import CAPACITY
 from .test_core import accept, entry_of
 
 ADAPTER = LoadedAdapter("lora", 1)

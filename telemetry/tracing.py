@@ -200,10 +200,9 @@ def setup_tracing(
             processors.append(SimpleSpanProcessor(_file_exporter(config.trace_file, resource)))
         if endpoint := endpoint_of(config):
             # Importing protobuf takes time.
-            from .otlp import OtlpExporter, transport_to
+            from .otlp import open_exporter
 
-            transport = transport_to(endpoint, config)
-            processors.append(_batched(OtlpExporter(transport, resource, endpoint)))
+            processors.append(_batched(open_exporter(endpoint, config, resource)))
     if not processors:
         return Tracing()
     # None: by OTEL_TRACES_SAMPLER, else all.

@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
-import io
 import json
 import os
-import random
-import shutil
 import subprocess
 import sys
-import tarfile
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from types import SimpleNamespace
-from typing import IO, Any
+from typing import Any
 
 import httpx2
 import pytest
@@ -33,10 +27,10 @@ from nano_inference.text import gguf
 
 from ..gguf_files import write_gguf
 from .conftest import Ran, Run, assert_refused, listening
-from .test_unpacking import entry
 
 LIMIT_S = 120
 CONFIG = {"config.json": b"{}", "model.safetensors": bytes(range(256)) * 400}
+GGUF = bytes(range(256)) * 400
 COMMIT = "0" * 40
 
 
@@ -111,14 +105,6 @@ def host() -> Iterator[Host]:
     server = Host()
     with listening(server) as server.url:
         yield server
-
-
-def archive(files: dict[str, bytes]) -> bytes:
-    out = io.BytesIO()
-    with tarfile.open(fileobj=out, mode="w:gz", compresslevel=0) as tar:
-        for name, content in files.items():
-            tar.addfile(entry(name, size=len(content)), io.BytesIO(content))
-    return out.getvalue()
 
 
 def content_of(folder: Path) -> dict[str, bytes]:
@@ -204,10 +190,8 @@ def test_only_a_models_folder_is_replaced(run: Run, folder: Path, tmp_path: Path
 def test_partial_files_of_another_source_are_not_used(
     run: Run, pulled: Callable[..., Ran], host: Host, folder: Path, tmp_path: Path, to: Path
 ) -> None:
-    """Two models of one kind have files of the same names and sizes."""
-    body = archive({name: bytes(len(content)) for name, content in CONFIG.items()})
-    host.files["/model.tar"], host.most = body, 1000
-    assert pulled("model.tar").status == 2
+    host.files["/model.gguf"], host.most = bytes(50_000), 1000
+    assert pulled("model.gguf").status == 2
     assert len(list(tmp_path.iterdir())) == 2, "there is a beginning of it"
     assert run("pull", str(folder), "--to", str(to)).status == 0
     assert content_of(to) == content_of(folder)
@@ -218,74 +202,73 @@ def test_a_concurrent_pull_to_the_same_folder_is_refused(
     pulled: Callable[..., Ran], host: Host, tmp_path: Path, to: Path
 ) -> None:
     """And disturbs nothing of the first, which brings all of it."""
-    host.files["/model.tar"], host.more = archive(CONFIG), threading.Event()
+    host.files["/model.gguf"], host.more = GGUF, threading.Event()
     with ThreadPoolExecutor() as pool:
-        first = pool.submit(pull.pull, f"{host.url}/model.tar", to, None, True, False)
-        while not list(tmp_path.glob(".to.partial-*/*.part")):
+        first = pool.submit(pull.pull, f"{host.url}/model.gguf", to, None, True, False)
+        while not list(tmp_path.glob(".to.partial/*/*.part")):
             assert not first.done()
         for more in ((), ("--force",)):
-            assert_refused(pulled("model.tar", *more), "another pull")
+            assert_refused(pulled("model.gguf", *more), "another pull")
         host.more.set()
         first.result(LIMIT_S)
-    assert content_of(to) == CONFIG
+    assert content_of(to) == {"model.gguf": GGUF}
     assert list(tmp_path.iterdir()) == [to]
-    assert_refused(pulled("model.tar"), "is there already")
-
-
-def test_a_removed_lock_locks_nothing(
-    run: Run, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, to: Path
-) -> None:
-    """One pull ends between the opening and the locking of its lock by the next, and a third has
-    locked a new one by then."""
-    lock, thirds = tmp_path / ".to.lock", []
-
-    def flock(file: IO[str], how: int) -> None:
-        if not thirds:
-            lock.unlink()
-            thirds.append(lock.open("w"))
-            fcntl.flock(thirds[0], fcntl.LOCK_EX)
-        fcntl.flock(file, how)
-
-    monkeypatch.setattr(pull, "fcntl", SimpleNamespace(**vars(fcntl) | {"flock": flock}))
-    asked = ("pull", str(folder), "--to", str(to))
-    assert_refused(run(*asked), "another pull")
-    assert lock.exists()
-    thirds[0].close()
-    assert run(*asked).status == 0
-    assert not lock.exists()
+    assert_refused(pulled("model.gguf"), "is there already")
+    assert list(tmp_path.iterdir()) == [to]
 
 
 def test_planted_links_are_not_followed(
-    run: Run, pulled: Callable[..., Ran], host: Host, folder: Path, tmp_path: Path, to: Path
+    pulled: Callable[..., Ran], host: Host, tmp_path: Path, to: Path
 ) -> None:
     """In a folder such as /tmp another user knows the names of a pull's own files."""
-    mine = tmp_path / "mine"
-    mine.write_bytes(b"mine")
-    asked = ("pull", str(folder), "--to", str(to))
-    (tmp_path / ".to.lock").symlink_to(mine)
-    assert_refused(run(*asked), ".to.lock")
-    (tmp_path / ".to.lock").unlink()
-    host.files["/model.tar"], host.most = archive(CONFIG), 1000
-    assert pulled("model.tar").status == 2
-    (partial,) = tmp_path.glob(".to.partial-*")
-    shutil.move(partial, tmp_path / "of another")
-    partial.symlink_to(tmp_path / "of another")
-    (part,) = partial.glob("*.part")
-    part.unlink()
-    part.symlink_to(mine)
-    assert_refused(pulled("model.tar"), f"{partial} is a link, or another user's; remove it")
-    assert mine.read_bytes() == b"mine"
+    other, partial = tmp_path / "of another", tmp_path / ".to.partial"
+    host.files["/model.gguf"] = GGUF
+    other.mkdir()
+    partial.symlink_to(other)
+    assert_refused(pulled("model.gguf"), f"{partial} is a link, or another user's; remove it")
+    assert not list(other.iterdir())
     partial.unlink()
-    assert pulled("model.tar").status == 0
+    assert pulled("model.gguf").status == 0
+
+
+def test_no_other_user_can_plant_files_in_a_partial_pull(
+    pulled: Callable[..., Ran], host: Host, tmp_path: Path
+) -> None:
+    host.files["/model.gguf"], host.most = GGUF, 1000
+    assert pulled("model.gguf").status == 2
+    assert (tmp_path / ".to.partial").stat().st_mode & 0o777 == 0o700
+
+
+def test_a_pull_killed_between_both_moves_is_completed_by_the_next(
+    run: Run, folder: Path, tmp_path: Path, to: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A pull that ends between both moves leaves the old folder aside, and the next one goes on."""
+    to.mkdir()
+    (to / "old").touch()
+    asked, replace = ("pull", str(folder), "--to", str(to), "--force"), os.replace
+
+    def die(source: str | Path, target: str | Path) -> None:
+        if target == to:
+            raise KeyboardInterrupt
+        replace(source, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", die)
+        run(*asked)
+    assert content_of(tmp_path / ".to.partial" / "old") == {"old": b""}
+    assert run(*asked).status == 0
+    assert content_of(to) == content_of(folder)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["from", "to"]
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder away")
-def test_a_folder_that_another_user_prepared_is_not_used(folder: Path, tmp_path: Path) -> None:
-    source, partial = source_of(str(folder), None, unverified=False), tmp_path / "partial"
+def test_a_folder_that_another_user_prepared_is_not_used(
+    run: Run, folder: Path, tmp_path: Path, to: Path
+) -> None:
+    partial = tmp_path / ".to.partial"
     partial.mkdir()
     os.chown(partial, 65534, -1)
-    with Progress(disable=True) as progress, pytest.raises(ModelError, match="another user's"):
-        fetch(source, partial, progress)
+    assert_refused(run("pull", str(folder), "--to", str(to)), "another user's")
     assert not list(partial.iterdir())
 
 
@@ -304,15 +287,14 @@ def test_a_changed_file_is_copied_again(folder: Path, tmp_path: Path) -> None:
 def test_an_interrupted_download_continues(
     pulled: Callable[..., Ran], host: Host, to: Path
 ) -> None:
-    body = archive({f"model/{name}": content for name, content in CONFIG.items()})
-    host.files["/model.tar.gz"], host.most = body, 50_000
-    checked = partial(pulled, "model.tar.gz", check=f"#sha256={sha256(body)}")
+    host.files["/model.gguf"], host.most = GGUF, 50_000
+    checked = partial(pulled, "model.gguf", check=f"#sha256={sha256(GGUF)}")
     assert_refused(checked(), "continues where it stopped")
     assert not to.exists()
     assert checked().status == 0
     assert host.asked == ["", "bytes=50000-"]
-    assert host.sent == len(body), "no byte came twice"
-    assert content_of(to) == CONFIG
+    assert host.sent == len(GGUF), "no byte came twice"
+    assert content_of(to) == {"model.gguf": GGUF}
     assert list(to.parent.iterdir()) == [to]
 
 
@@ -336,27 +318,6 @@ def test_a_wrong_checksum_is_refused(pulled: Callable[..., Ran], host: Host, to:
     assert pulled("model.gguf").status == 0
 
 
-@pytest.mark.parametrize("name", ["m.tar.gz", "m.tar.xz", "m.zip", "m.tar"])
-def test_a_broken_archive_is_downloaded_again(
-    pulled: Callable[..., Ran], host: Host, to: Path, tmp_path: Path, name: str
-) -> None:
-    whole = tmp_path / name
-    kind = {".zip": "zip", ".xz": "xztar", ".gz": "gztar", ".tar": "tar"}[whole.suffix]
-    content = tmp_path / "content"
-    content.mkdir()
-    (content / "config.json").write_bytes(random.Random(0).randbytes(50_000).hex().encode())
-    shutil.make_archive(str(tmp_path / "m"), kind, content)
-    body = whole.read_bytes()
-    middle = len(body) // 2
-    # A server's page, or a few bytes that were lost on the way.
-    page, broken = b"<html>" * 1000, body[:middle] + bytes(300) + body[middle + 300 :]
-    host.files[f"/{name}"] = page if kind == "tar" else broken
-    assert_refused(pulled(name), "can't be unpacked")
-    host.files[f"/{name}"] = body
-    assert pulled(name).status == 0
-    assert content_of(to) == content_of(content)
-
-
 def test_a_partial_file_that_is_too_long_is_downloaded_again(
     pulled: Callable[..., Ran], host: Host, to: Path
 ) -> None:
@@ -376,18 +337,19 @@ def test_a_partial_file_that_is_too_long_is_downloaded_again(
     [
         (["./nowhere"], "no folder, no GGUF file, no http(s) URL and no name on the hub"),
         ([""], "no folder, no GGUF file, no http(s) URL"),
-        (["ftp://x/y.tar"], "no http(s) URL"),
+        (["ftp://x/y.gguf"], "no http(s) URL"),
         (["http://"], "no http(s) URL"),
-        (["http://[::1/a.tar", "--unverified"], "no http(s) URL"),
+        (["http://[::1/a.gguf", "--unverified"], "no http(s) URL"),
         (["http://127.0.0.1:1/..%2F..%2Fa.gguf", "--unverified"], "names no file"),
         (["org/a..b"], "can't be fetched"),
         (["http://127.0.0.1:1/"], "--unverified"),
         (["http://127.0.0.1:1/", "--unverified"], "names no file"),
-        (["http://127.0.0.1:1/a.tar#sha256=12"], "64 hexadecimal digits"),
+        (["http://127.0.0.1:1/a.tar.gz", "--unverified"], "an archive was unpacked"),
+        (["http://127.0.0.1:1/a.gguf#sha256=12"], "64 hexadecimal digits"),
         (["org/name", "--sha256", "0" * 64], "--sha256 is for URLs"),
         (
-            ["http://user:secret@127.0.0.1:1/a.tar?token=secret", "--unverified"],
-            "http://127.0.0.1:1/a.tar can't be fetched",
+            ["http://user:secret@127.0.0.1:1/a.gguf?token=secret", "--unverified"],
+            "http://127.0.0.1:1/a.gguf can't be fetched",
         ),
     ],
 )

@@ -29,7 +29,7 @@ from .test_roles import answers, bits, bodies, counts, expected_of, with_roles
 
 SHORT_MODEL = True
 
-TRANSPORTS = ("process", "memory", "tcp", "nixl")
+TRANSPORTS = ("process", "memory", "tcp")
 OVER_TCP = {"engine__kv_listen": "127.0.0.1:0", "engine__kv_secret": "a secret"}
 
 
@@ -39,10 +39,7 @@ def way_of(
     """Settings for two replicas that are as far apart as this transport is for."""
     if transport != "process":
         monkeypatch.setattr(peers, "slots_here", lambda incarnation: None)
-    if transport == "nixl":
-        pytest.importorskip("nixl", reason="NIXL is not installed")
-        settings = {"engine__kv_nixl": True} | settings
-    if transport in ("tcp", "nixl"):
+    if transport == "tcp":
         hosts = count()  # no two look at the same one
         monkeypatch.setattr(peers, "this_host", lambda: f"host {next(hosts)}")
         settings = OVER_TCP | settings

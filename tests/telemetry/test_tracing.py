@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -19,7 +20,6 @@ import grpc
 import pytest
 import structlog
 from google.protobuf.json_format import Parse
-from opentelemetry.exporter.otlp.proto.common import trace_encoder
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
     ExportTraceServiceRequest,
     ExportTraceServiceResponse,
@@ -30,18 +30,15 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2_grpc import (
 )
 from opentelemetry.proto.trace.v1.trace_pb2 import Span as SpanMessage
 from opentelemetry.sdk.resources import Resource
-from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
-from opentelemetry.sdk.trace.export import SimpleSpanProcessor, SpanExporter, SpanExportResult
+from opentelemetry.sdk.trace import ReadableSpan
+from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import SpanKind
 
 from nano_inference.config import ConfigError, TelemetryConfig
 from nano_inference.telemetry import TraceContext, Tracing, endpoint_of, names, setup_tracing
-from nano_inference.telemetry.otlp import OtlpExporter, SendError, SpanEncoder
-from nano_inference.telemetry.spans import ReadableExporter
+from nano_inference.telemetry.otlp import OtlpExporter
 from nano_inference.telemetry.trace_file import Span, read_spans
-
-from ..measured import Kept
 
 PARENT = TraceContext("00-" + "a" * 32 + "-" + "b" * 16 + "-01", "vendor=1")
 UNSAMPLED = TraceContext(PARENT.traceparent[:-1] + "0")
@@ -194,11 +191,18 @@ def test_links_lead_to_other_traces(traced: Traced) -> None:
 
 
 class Receiver:
-    """What has come over OTLP, decoded from the bytes."""
+    """What has come over OTLP, decoded from the bytes.
+
+    Attributes:
+        encoding: How the last request was compressed.
+        statuses: Answers to the next requests in place of success.
+    """
 
     def __init__(self) -> None:
         self.requests: list[ExportTraceServiceRequest] = []
         self.headers: dict[str, str] = {}
+        self.encoding: str | None = None
+        self.statuses: list[int] = []
 
     def check(self) -> None:
         (request,) = self.requests
@@ -230,10 +234,11 @@ def http_receiver() -> Iterator[tuple[str, Receiver]]:
             assert self.path == "/v1/traces"
             body = self.rfile.read(int(self.headers["Content-Length"]))
             receiver.headers = dict(self.headers)
-            if self.headers["Content-Encoding"] == "gzip":
+            receiver.encoding = self.headers["Content-Encoding"]
+            if receiver.encoding == "gzip":
                 body = gzip.decompress(body)
             receiver.requests.append(ExportTraceServiceRequest.FromString(body))
-            self.send_response(200)
+            self.send_response(receiver.statuses.pop(0) if receiver.statuses else 200)
             self.end_headers()
 
         def log_message(self, *args: object) -> None:
@@ -281,45 +286,56 @@ def test_spans_arrive_over(
     make_call_span(tracing)
     tracing.shutdown()
     receiver.check()
+    if protocol == "http":
+        assert receiver.encoding == ("gzip" if by == "environment" else None)
     assert receiver.headers.get("api-key") == ("k" if by == "environment" else None)
 
 
-def make_rich_spans(tracing: Tracing) -> None:
+def spans_of(request: ExportTraceServiceRequest) -> dict[str, SpanMessage]:
+    return {span.name: span for span in request.resource_spans[0].scope_spans[0].spans}
+
+
+def test_all_of_a_span_arrives(http_receiver: tuple[str, Receiver]) -> None:
+    url, receiver = http_receiver
+    tracing = setup_tracing(TelemetryConfig(otlp_endpoint=url), "here-1")
     attributes = {names.STAGE: "é", names.SAMPLES: -3, "share": 0.5, names.FINISH_REASONS: ("a",)}
     root = tracing.begin()
-    tracing.span("root", TraceContext(), 5, 9, {"yes": True, "one": 1, "1.0": 1.0}, own=root)
-    tracing.span("child", root, 1_000, 5_000, attributes, events=[("first", 3_000)], error="late")
+    tracing.span("root", TraceContext(), 5, 9, {"yes": True}, own=root)
+    tracing.span("child", root, 1_000, 5_000, attributes)
     links = [PARENT.traceparent, root.traceparent]
     tracing.span("far", PARENT, 1_000, 2_000, {"long": "x" * 20_000}, links=links)
-    tracing.span("call", PARENT, 1_000, 2_000, {}, kind="server")
     tracing.shutdown()
+    spans = spans_of(receiver.requests[0])
+    assert spans["root"].attributes[0].value.bool_value
+    assert spans["root"].parent_span_id == b""
+    assert spans["child"].parent_span_id == spans["root"].span_id
+    found = {each.key: each.value for each in spans["child"].attributes}
+    assert (found[names.STAGE].string_value, found[names.SAMPLES].int_value) == ("é", -3)
+    assert found["share"].double_value == 0.5
+    assert [each.string_value for each in found[names.FINISH_REASONS].array_value.values] == ["a"]
+    assert (spans["far"].trace_state, spans["far"].flags) == ("vendor=1", 0x300)
+    assert len(spans["far"].attributes[0].value.string_value) == 20_000
+    assert [link.trace_id.hex() for link in spans["far"].links] == ["a" * 32, root.trace_id]
 
 
-def tracing_to(*exporters: SpanExporter) -> Tracing:
-    return Tracing(TracerProvider(resource=HERE), [SimpleSpanProcessor(each) for each in exporters])
-
-
-def test_the_encoder_writes_the_same_as_opentelemetrys() -> None:
-    kept, exporter = Kept(), InMemorySpanExporter()
-    make_rich_spans(tracing_to(kept, ReadableExporter(exporter, HERE)))
-    theirs = trace_encoder.encode_spans(exporter.get_finished_spans())
-    for span in theirs.resource_spans[0].scope_spans[0].spans:
-        if not span.status.code:
-            span.ClearField("status")  # which says as much
-    assert ExportTraceServiceRequest.FromString(SpanEncoder(HERE).encode(kept.spans)) == theirs
-
-
-def test_a_span_that_protobuf_cannot_hold_is_left_out_alone() -> None:
-    kept = Kept()
-    tracing = tracing_to(kept)
+def test_a_span_that_protobuf_cannot_hold_costs_no_other(
+    http_receiver: tuple[str, Receiver],
+) -> None:
+    url, receiver = http_receiver
+    tracing = setup_tracing(TelemetryConfig(otlp_endpoint=url), "here-1")
     for name, value in (("one", 1), ("two", 2**70), ("three", "\ud800"), ("four", 4)):
         tracing.span(name, PARENT, 1, 2, {"value": value})
     tracing.span("long ago", PARENT, -1, 2, {})
+    tracing.span("never", PARENT, 1, 2**64, {})
     tracing.span("lost", TraceContext("00-" + "x" * 32 + "-" + "b" * 16 + "-01"), 1, 2, {})
-    request = ExportTraceServiceRequest.FromString(SpanEncoder(HERE).encode(kept.spans))
-    (scope,) = request.resource_spans[0].scope_spans
-    assert [span.name for span in scope.spans] == ["one", "four"]
-    assert request.resource_spans[0].resource.attributes
+    with structlog.testing.capture_logs() as lines:
+        tracing.shutdown()
+    assert [line["name"] for line in lines] == ["long ago", "never", "lost"]
+    spans = spans_of(receiver.requests[0])
+    assert {name: len(span.attributes) for name, span in spans.items()} == {
+        **{"one": 1, "four": 1},
+        **{"two": 0, "three": 0},
+    }
 
 
 @pytest.mark.parametrize("protocol", ["http", "grpc"])
@@ -357,33 +373,50 @@ def test_the_last_export_has_a_time_limit(monkeypatch: pytest.MonkeyPatch) -> No
     assert ended.is_set()
 
 
-class Flaky:
-    """A transport with an outcome for each attempt; None is success."""
-
-    def __init__(self, *outcomes: SendError | None) -> None:
-        self.outcomes = list(outcomes)
-
-    def send(self, body: bytes, timeout_s: float) -> None:
-        if outcome := self.outcomes.pop(0):
-            raise outcome
-
-    def close(self) -> None:
-        pass
-
-
 def test_only_retryable_errors_are_retried_and_an_outage_is_two_lines(
-    monkeypatch: pytest.MonkeyPatch,
+    http_receiver: tuple[str, Receiver], caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("random.uniform", lambda low, high: 0.001)
-    final = SendError("status 400", retryable=False)
-    busy = SendError("status 503", retryable=True)
-    exporter = OtlpExporter(Flaky(final, busy, busy, None, None), HERE, "collector:4317")
+    url, receiver = http_receiver
+    receiver.statuses = [400, 503, 200]
+    tracing = setup_tracing(TelemetryConfig(otlp_endpoint=url), "here-1")
     with structlog.testing.capture_logs() as lines:
-        assert exporter.export([]) is SpanExportResult.FAILURE
-        assert exporter.export([]) is SpanExportResult.SUCCESS
-        assert exporter.export([]) is SpanExportResult.SUCCESS
+        for _ in range(3):
+            make_call_span(tracing)
+            tracing.flush()
+    tracing.shutdown()
+    assert len(receiver.requests) == 4
     assert [line["event"] for line in lines] == ["spans_not_exported", "spans_exported_again"]
-    assert lines[0]["reason"] == "status 400"
+    assert "400" in lines[0]["reason"]
+    assert not caplog.records
+
+
+def test_lines_of_other_exporters_in_the_process_stay(caplog: pytest.LogCaptureFixture) -> None:
+    exporter = OtlpExporter(InMemorySpanExporter(), HERE, "collector")
+    logger = logging.getLogger("opentelemetry.exporter.otlp.proto.grpc.exporter")
+    logger.warning("of another")
+    exporter.shutdown()
+    assert [record.message for record in caplog.records] == ["of another"]
+
+
+def test_a_variable_without_a_valid_value_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_COMPRESSION", "zip")
+    config = TelemetryConfig(otlp_endpoint="http://127.0.0.1:1", otlp_protocol="grpc")
+    with pytest.raises(ConfigError, match="OTEL_EXPORTER_OTLP_COMPRESSION"):
+        setup_tracing(config, "here")
+
+
+def test_exporters_are_imported_only_with_an_endpoint() -> None:
+    code = (
+        "import sys; from nano_inference.config import TelemetryConfig as C;"
+        "from nano_inference.telemetry import setup_tracing;"
+        "setup_tracing(C(otlp_endpoint=sys.argv[1]), 'here').shutdown();"
+        "print([name for name in sys.modules if 'exporter.otlp' in name or name == 'requests'])"
+    )
+    for endpoint, imported in (("", False), ("http://127.0.0.1:1", True)):
+        ran = subprocess.run(
+            [sys.executable, "-c", code, endpoint], capture_output=True, text=True, check=True
+        )
+        assert (ran.stdout != "[]\n") is imported, ran.stdout
 
 
 def test_the_buffer_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

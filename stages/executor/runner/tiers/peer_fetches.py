@@ -12,7 +12,6 @@ from .....bus.control import TiersChanged
 from .....bus.steps import KVMove
 from .changes import TierChanges
 from .host_slots import HostSlots
-from .transports.nixl import NixlAgent
 from .transports.peers import Peers, Transfer
 from .transports.slots import WantedBlock
 
@@ -32,13 +31,11 @@ class PeerFetches:
     All methods but `take_transfers` are for one thread.
     """
 
-    def __init__(
-        self, slots: HostSlots, changes: TierChanges, secret: str, nixl: NixlAgent | None = None
-    ) -> None:
+    def __init__(self, slots: HostSlots, changes: TierChanges, secret: str) -> None:
         """Args: where blocks go, where they are reported, and as for `Peers`."""
         self._slots = slots
         self._changes = changes
-        self._peers = Peers(secret, nixl)
+        self._peers = Peers(secret)
         self._transfers: list[Transfer] = []
         self._threads: dict[str, ThreadPoolExecutor] = {}
         self._closed = False

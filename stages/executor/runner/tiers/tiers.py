@@ -23,7 +23,6 @@ from .fetches import Fetches
 from .host_slots import HostSlots
 from .layout import BlockLayout, model_digest
 from .peer_fetches import PeerFetches
-from .transports.nixl import NixlAgent
 from .transports.peers import Transfer
 from .transports.slots import SharedSlots
 from .transports.tcp import BlockServer
@@ -85,17 +84,14 @@ class BlockTiers:
         self._changes = TierChanges()
         self._shared = shared
         self._server: BlockServer | None = None
-        nixl = NixlAgent(shared) if shared is not None and config.kv_nixl else None
-        self._receipts = PeerFetches(self.slots, self._changes, config.kv_secret, nixl)
+        self._receipts = PeerFetches(self.slots, self._changes, config.kv_secret)
         self._disk: DiskTier | None = None
         if config.kv_disk_path:
             self._disk = disk = DiskTier(config, layout, size, self._changes)
             self._reads = Fetches(self.slots, self._changes, disk.read, _READERS, "kv-read")
         try:
             if shared is not None and config.kv_listen:
-                description = nixl.memory if nixl is not None else b""
-                listen, secret = config.kv_listen, config.kv_secret
-                self._server = BlockServer(shared, listen, secret, description)
+                self._server = BlockServer(shared, config.kv_listen, config.kv_secret)
             self.capacity = TierCapacity(
                 host_slots=num_slots,
                 disk_blocks=self._disk.num_blocks if self._disk is not None else 0,
@@ -106,7 +102,7 @@ class BlockTiers:
                 load_ns=self._measure_load_ns(cache.padding_block),
                 fetch_ns=self._disk.measure_ns(self.slots.memory[0]) if self._disk else 0,
                 token_ns=token_ns,
-                address=self._address(nixl=nixl is not None),
+                address=self._address(),
             )
         except ModelError:
             self.close()
@@ -185,13 +181,12 @@ class BlockTiers:
             self._reads.close()
             self._disk.close()
 
-    def _address(self, *, nixl: bool) -> str:
+    def _address(self) -> str:
         """Return where other executors read the slots; "" if they may not."""
         if self._shared is None:
             return ""
         tcp = self._server.address if self._server is not None else ""
-        reads = nixl and bool(tcp)  # NIXL's description goes over TCP
-        return msgspec.structs.replace(self._shared.address, tcp=tcp, nixl=reads).encode()
+        return msgspec.structs.replace(self._shared.address, tcp=tcp).encode()
 
     def _measure_load_ns(self, block_id: int) -> int:
         """Return the time to load a block, with a place that holds none."""

@@ -18,7 +18,6 @@ import pytest
 from nano_inference.config import ModelError
 from nano_inference.stages.executor.runner.tiers.transports import slots as slots_module
 from nano_inference.stages.executor.runner.tiers.transports import tcp
-from nano_inference.stages.executor.runner.tiers.transports.nixl import NixlAgent, NixlSlots
 from nano_inference.stages.executor.runner.tiers.transports.peers import Peers
 from nano_inference.stages.executor.runner.tiers.transports.slots import (
     AttachedSlots,
@@ -56,27 +55,12 @@ def slots() -> Iterator[SharedSlots]:
         yield slots
 
 
-@contextmanager
-def over_nixl(slots: SharedSlots) -> Iterator[BlockSource]:
-    pytest.importorskip("nixl", reason="NIXL is not installed")
-    theirs = NixlAgent(slots)
-    with closing(SharedSlots(1, SIZE)) as own:
-        ours = NixlAgent(own)
-        with closing(BlockServer(slots, "127.0.0.1:0", SECRET, theirs.memory)) as server:
-            address = msgspec.structs.replace(slots.address, tcp=server.address)
-            with closing(NixlSlots(address, SECRET, ours)) as source:
-                yield source
-
-
-@pytest.fixture(params=["process", "memory", "tcp", "nixl"])
+@pytest.fixture(params=["process", "memory", "tcp"])
 def source(slots: SharedSlots, request: pytest.FixtureRequest) -> Iterator[BlockSource]:
     if request.param == "process":
         yield slots.reader()
     elif request.param == "memory":
         yield AttachedSlots(slots.address)
-    elif request.param == "nixl":
-        with over_nixl(slots) as source:
-            yield source
     else:
         with over_tcp(slots) as address, closing(TcpSlots(address, SECRET)) as source:
             yield source

@@ -11,7 +11,6 @@ from typing import NamedTuple
 import msgspec
 
 from ......config import ModelError
-from .nixl import NixlAgent, NixlSlots
 from .slots import AttachedSlots, BlockSource, SlotAddress, WantedBlock, slots_here, this_host
 from .tcp import TcpSlots
 
@@ -25,7 +24,7 @@ class Transfer(NamedTuple):
     """A finished read.
 
     Attributes:
-        transport: "process", "memory", "nixl" or "tcp"; "" if there is no way.
+        transport: "process", "memory" or "tcp"; "" if there is no way.
         seconds: Its duration.
         num_blocks: Blocks that came whole.
         num_bytes: Their bytes.
@@ -45,14 +44,13 @@ class Peers:
     """Connections to other executors, by address; any thread may read.
 
     A connection that fails is dropped, and made again for the next read. Reads that were asked for
-    before the failure fail with it: behind an executor that hangs, a sequence waits for one time
-    limit, however many reads it needs.
+    before the failure fail with it: if an executor hangs, a sequence waits for one time limit,
+    however many reads it needs.
     """
 
-    def __init__(self, secret: str = "", nixl: NixlAgent | None = None) -> None:
-        """Args: as `engine.kv_secret`; this executor's agent, if it reads through NIXL."""
+    def __init__(self, secret: str = "") -> None:
+        """Args: as `engine.kv_secret`."""
         self._secret = secret
-        self._nixl = nixl
         self._sources: dict[str, BlockSource] = {}
         # By address: connecting to one executor delays no read from another.
         self._connecting: defaultdict[str, threading.Lock] = defaultdict(threading.Lock)
@@ -76,7 +74,7 @@ class Peers:
         transport, error, whole = "", "", [False] * len(wanted)
         source: BlockSource | None = None
         try:
-            transport, connect = way_to(SlotAddress.decode(address), self._secret, self._nixl)
+            transport, connect = way_to(SlotAddress.decode(address), self._secret)
             source = self._source(address, connect, asked_at)
             whole = source.read(wanted)
         except _FAILURES as problem:
@@ -98,7 +96,7 @@ class Peers:
         """
         source: BlockSource | None = None
         try:
-            _, connect = way_to(SlotAddress.decode(address), self._secret, self._nixl)
+            _, connect = way_to(SlotAddress.decode(address), self._secret)
             source = self._source(address, connect, asked_at)
             while source.step() < step and not is_over():
                 time.sleep(_POLL_S)
@@ -134,9 +132,7 @@ class Peers:
             source.close()
 
 
-def way_to(
-    address: SlotAddress, secret: str, nixl: NixlAgent | None = None
-) -> tuple[str, Callable[[], BlockSource]]:
+def way_to(address: SlotAddress, secret: str) -> tuple[str, Callable[[], BlockSource]]:
     """Return the shortest way to an executor's slots, and how to connect.
 
     Raises:
@@ -147,8 +143,6 @@ def way_to(
         return "process", here.reader
     if address.host and address.host == this_host():
         return "memory", lambda: AttachedSlots(address)
-    if address.nixl and nixl is not None:
-        return "nixl", lambda: NixlSlots(address, secret, nixl)
     if address.tcp:
         return "tcp", lambda: TcpSlots(address, secret)
     raise ConnectionError(

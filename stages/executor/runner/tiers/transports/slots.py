@@ -16,7 +16,7 @@ import sys
 import weakref
 from collections.abc import Sequence
 from pathlib import Path
-from typing import ClassVar, Final, NamedTuple, Protocol, Self
+from typing import Final, NamedTuple, Protocol, Self
 
 import msgspec
 import numpy as np
@@ -30,9 +30,9 @@ ANOTHER_SIZE = "the other executor's blocks have another size"
 _FORMAT = 2
 _HEADER = struct.Struct("<8sQ16sQQQ")  # magic, format, incarnation, slots, bytes of a slot, step
 STEP = struct.Struct("<Q")
-STEP_START = _HEADER.size - STEP.size
+_STEP_START = _HEADER.size - STEP.size
 _MAGIC = b"nano-kv\0"
-ENTRY = struct.Struct("<QQ16s")
+_ENTRY = struct.Struct("<QQ16s")
 """Of a slot: generation, checksum, name."""
 
 _PAGE = 4096
@@ -50,7 +50,6 @@ class SlotAddress(msgspec.Struct, frozen=True, array_like=True):
         pid: The process.
         descriptor: Of the memory, in that process.
         tcp: host:port; "" if it doesn't listen.
-        nixl: Whether NIXL reads it, too.
     """
 
     incarnation: str
@@ -58,7 +57,6 @@ class SlotAddress(msgspec.Struct, frozen=True, array_like=True):
     pid: int = 0
     descriptor: int = -1
     tcp: str = ""
-    nixl: bool = False
 
     def encode(self) -> str:
         """Return it as it travels in messages."""
@@ -108,7 +106,7 @@ class SlotMemory:
 
     def __init__(self, memory: mmap.mmap, num_slots: int, slot_bytes: int) -> None:
         self._memory = memory
-        start = data_offset(num_slots)
+        start = _data_offset(num_slots)
         data = np.frombuffer(memory, np.uint8, num_slots * slot_bytes, start)
         self.bytes: Bytes = data.reshape(num_slots, slot_bytes)
 
@@ -120,7 +118,7 @@ class SlotMemory:
 
     def step(self) -> int:
         """As BlockSource.step."""
-        (step,) = STEP.unpack_from(self._memory, STEP_START)
+        (step,) = STEP.unpack_from(self._memory, _STEP_START)
         return int(step)
 
     def close(self) -> None:
@@ -128,7 +126,7 @@ class SlotMemory:
 
     def entry(self, slot: int) -> tuple[int, int, bytes]:
         """Return a slot's generation, checksum and name."""
-        found: tuple[int, int, bytes] = ENTRY.unpack_from(self._memory, self._place(slot))
+        found: tuple[int, int, bytes] = _ENTRY.unpack_from(self._memory, self._place(slot))
         return found
 
     def offers(self, slot: int, name: bytes) -> bool:
@@ -146,7 +144,7 @@ class SlotMemory:
         return entry == self.entry(slot) and xxhash.xxh3_64_intdigest(into.data) == entry[1]
 
     def _place(self, slot: int) -> int:
-        return _HEADER.size + slot * ENTRY.size
+        return _HEADER.size + slot * _ENTRY.size
 
 
 class SharedSlots(SlotMemory):
@@ -154,11 +152,7 @@ class SharedSlots(SlotMemory):
 
     Attributes:
         address: Where they can be read, without TCP.
-        raw: All of the memory, in bytes.
-        data_start: Where the first slot begins in it.
     """
-
-    TABLE_START: ClassVar[int] = _HEADER.size
 
     def __init__(self, num_slots: int, slot_bytes: int) -> None:
         """Allocate the memory, with all its pages.
@@ -166,7 +160,7 @@ class SharedSlots(SlotMemory):
         Raises:
             OSError: There is not enough memory.
         """
-        size = data_offset(num_slots) + num_slots * slot_bytes
+        size = _data_offset(num_slots) + num_slots * slot_bytes
         incarnation = secrets.token_hex(16)
         self._descriptor, host = -1, ""
         if sys.platform == "linux":
@@ -184,8 +178,6 @@ class SharedSlots(SlotMemory):
         header = _HEADER.pack(_MAGIC, _FORMAT, bytes.fromhex(incarnation), num_slots, slot_bytes, 0)
         memory[: _HEADER.size] = header
         super().__init__(memory, num_slots, slot_bytes)
-        self.raw: Bytes = np.frombuffer(memory, np.uint8)
-        self.data_start = data_offset(num_slots)
         for slot in range(num_slots):
             self._set(slot, 1)
         self.address = SlotAddress(incarnation, host, os.getpid(), self._descriptor)
@@ -200,7 +192,7 @@ class SharedSlots(SlotMemory):
 
     def set_step(self, step: int) -> None:
         """Note that the blocks of a step are offered; 0: a new epoch begins."""
-        STEP.pack_into(self._memory, STEP_START, step)
+        STEP.pack_into(self._memory, _STEP_START, step)
 
     def reader(self) -> SlotMemory:
         """Return the slots for another executor in this process."""
@@ -256,7 +248,7 @@ class AttachedSlots(SlotMemory):
         magic, form, incarnation, slots, slot_bytes, _ = _HEADER.unpack_from(memory, 0)
         if (magic, form, incarnation.hex()) != (_MAGIC, _FORMAT, address.incarnation):
             raise OSError(f"{path} is the memory of another executor")
-        if data_offset(slots) + slots * slot_bytes > size:
+        if _data_offset(slots) + slots * slot_bytes > size:
             raise OSError(f"{path} is cut off")
         super().__init__(memory, slots, slot_bytes)
 
@@ -275,9 +267,9 @@ def this_host() -> str:
         return ""
 
 
-def data_offset(num_slots: int) -> int:
+def _data_offset(num_slots: int) -> int:
     """Return the place of the first slot in the memory."""
-    return -(-(_HEADER.size + num_slots * ENTRY.size) // _PAGE) * _PAGE
+    return -(-(_HEADER.size + num_slots * _ENTRY.size) // _PAGE) * _PAGE
 
 
 def _map(descriptor: int, size: int, *, write: bool) -> mmap.mmap:

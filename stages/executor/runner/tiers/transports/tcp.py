@@ -6,8 +6,7 @@
     client -> server    number of blocks, then (name, slot) of each
     server -> client    for each block: its length and checksum, then its bytes; length 0: not there
 
-In place of a number of blocks, `_DESCRIBE` asks for what NIXL has to know: its length, then that;
-and `_ASK_STEP` for the last step whose blocks are offered.
+In place of a number of blocks, `_ASK_STEP` asks for the last step whose blocks are offered.
 
 Numbers are little-endian. Nothing is encrypted: the network between executors must be private.
 """
@@ -44,9 +43,7 @@ MOST_CONNECTIONS = 256
 
 _NONCE = 32
 _COUNT = struct.Struct("<I")
-_DESCRIBE = 0xFFFFFFFF
 _ASK_STEP = 0xFFFFFFFE
-_MOST_DESCRIPTION = 1 << 20
 _REQUEST = struct.Struct("<16sQ")
 _ANSWER = struct.Struct("<QQ")
 
@@ -58,16 +55,13 @@ class BlockServer:
         address: host:port.
     """
 
-    def __init__(
-        self, slots: SharedSlots, listen: str, secret: str, description: bytes = b""
-    ) -> None:
+    def __init__(self, slots: SharedSlots, listen: str, secret: str) -> None:
         """Listen.
 
         Args:
             slots: The slots.
             listen: host:port, IPv6 in brackets; port 0 for any.
             secret: Of both sides.
-            description: Of the memory, for NIXL.
 
         Raises:
             ModelError: There is no secret, or the address can't be listened on.
@@ -93,7 +87,6 @@ class BlockServer:
                 f"{error.strerror or error}; give an address of this host"
             ) from None
         self._server.slots, self._server.secret = slots, secret.encode()
-        self._server.description = description
         bound = self._server.server_address[1]
         self.address = f"[{host}]:{bound}" if ":" in host else f"{host}:{bound}"
         self._thread = threading.Thread(
@@ -115,7 +108,6 @@ class _Server(socketserver.ThreadingTCPServer):
     allow_reuse_address = True
     slots: SharedSlots
     secret: bytes
-    description: bytes
 
     def __init__(self, *args: Any) -> None:
         self._connections: set[socket.socket] = set()
@@ -159,10 +151,6 @@ class _Connection(socketserver.BaseRequestHandler):
         _keep_alive(connection)
         while True:
             (number,) = _COUNT.unpack(_receive(connection, _COUNT.size))
-            if number == _DESCRIBE:
-                description = self.server.description
-                connection.sendall(_COUNT.pack(len(description)) + description)
-                continue
             if number == _ASK_STEP:
                 connection.sendall(STEP.pack(slots.step()))
                 continue
@@ -239,19 +227,6 @@ class TcpSlots:
             finally:
                 if self._closed:
                     self._connection.close()
-
-    def describe(self) -> bytes:
-        """Return what NIXL has to know of the other executor's memory.
-
-        Raises:
-            OSError: As `read`.
-        """
-        until = time.monotonic() + TIMEOUT_S
-        self._connection.sendall(_COUNT.pack(_DESCRIBE))
-        (length,) = _COUNT.unpack(_receive(self._connection, _COUNT.size, until))
-        if length > _MOST_DESCRIPTION:
-            raise OSError("the other executor describes its memory at too great length")
-        return _receive(self._connection, length, until)
 
     def close(self) -> None:
         """End the connection. A read in flight fails, and frees it."""

@@ -18,10 +18,10 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from ...config import GatewayConfig, NanoInferenceError, RequestError
 from ...config.logger import get_logger
 from ...telemetry import instruments, now_ns
-from ..serving.measures import Measures, Reason
-from ..serving.origin import TENANT_HEADER
-from .calls import ARRIVED, UNREAD
+from ..call import TENANT_HEADER
+from .http import ARRIVED, UNREAD, call_of
 from .limits import Overloaded, RequestLimits
+from .measures import Measures, Reason
 
 
 class StrictParser(h11.Connection):
@@ -305,7 +305,7 @@ class Connection(H11Protocol):
             self.transport.abort()
             return
         # Not through h11, whose state may be inconsistent.
-        response = self._all.respond(scope, error)
+        response = self._all.respond(call_of(scope), error)
         head = f"HTTP/1.1 {response.status_code} {HTTPStatus(response.status_code).phrase}".encode()
         fields = [b"%s: %s" % field for field in response.raw_headers]
         lines = [head, *fields, b"connection: close", b"", bytes(response.body)]

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import anyio
 
 from ..server.http import EngineError
-from .measures import Measures
+from ..server.measures import Measures
 from .places import PlaceQueue, Ticket
 
 RETRY_S = 5.0

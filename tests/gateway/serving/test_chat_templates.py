@@ -13,6 +13,7 @@ import pytest
 
 from nano_inference.config import Config, ConfigError, RequestError, load_config
 from nano_inference.gateway.server.http import FieldError
+from nano_inference.gateway.server.measures import Measures
 from nano_inference.gateway.serving import chat_templates
 from nano_inference.gateway.serving.chat_templates import (
     ChatTemplates,
@@ -22,7 +23,6 @@ from nano_inference.gateway.serving.chat_templates import (
     reasoning_of_effort,
     reasoning_variables,
 )
-from nano_inference.gateway.serving.measures import Measures
 from nano_inference.gateway.serving.turns import Turns
 from nano_inference.gateway.serving.words import LazyWords
 from nano_inference.text.messages import Tool

@@ -10,6 +10,7 @@ from ...config import Config, RequestError
 from ...pipeline.client import BusClient
 from ...text.messages import find_format
 from ..server.measures import Measures
+from .capacity import Capacity
 from .chain import PolicyChain
 from .chat_templates import AT_ONCE, ChatTemplates
 from .durable_calls import DurableCalls
@@ -17,7 +18,6 @@ from .images import FETCHES, Images
 from .lane_state import Readiness, ServedModels
 from .request_log import RequestLog
 from .submissions import Submissions
-from .turns import Turns
 from .words import LazyWords
 
 ChainOf = Callable[[BusClient, Config, LazyWords, ServedModels], PolicyChain]
@@ -65,11 +65,11 @@ class Services:
             engine, config, measures, self.readiness, self.chain, self.request_log
         )
         self.length = self.submissions.length
-        fetches = Turns(FETCHES, gateway.max_waiting, measures)
+        fetches = Capacity(FETCHES, gateway.max_waiting, measures)
         self.images = Images(config.images, config.engine.model_name, fetches)
-        turns = Turns(AT_ONCE, gateway.max_waiting, measures)
+        rendering = Capacity(AT_ONCE, gateway.max_waiting, measures)
         self.templates = ChatTemplates(
-            self.words, self.length.get, gateway.template_timeout_s, turns
+            self.words, self.length.get, gateway.template_timeout_s, rendering
         )
         self.durable = DurableCalls(engine, config)
 

@@ -29,13 +29,13 @@ from ..call import Account, Call
 from ..caller import Caller, may_use
 from ..server.http import DEFAULT_RETRY_S, EngineError, field_error, task_group
 from ..server.measures import Measures
+from .capacity import Capacity, Ticket
 from .chain import PolicyChain
 from .durable_calls import Attachment
 from .lane_state import DRAINING, ModelLength, Readiness
 from .request_ids import concerns, ids_of, name_of
 from .request_log import RequestLog
 from .times import with_http
-from .turns import Turns, WaitingCall
 
 AT_ONCE = 16
 """Prompts that are prepared, or begun, before the event loop serves others."""
@@ -95,7 +95,7 @@ class Submissions:
     def __post_init__(self) -> None:
         config = self.config
         self.length = ModelLength(self.engine, config)
-        self._turns = Turns(config.gateway_places, config.gateway.max_waiting, self.measures)
+        self._capacity = Capacity(config.gateway_places, config.gateway.max_waiting, self.measures)
         self._count_lanes_at = 0.0
         # Several connections may be attached to one.
         self._request_ids: Counter[str] = Counter()
@@ -111,7 +111,7 @@ class Submissions:
     @property
     def waiting(self) -> int:
         """The number of requests that wait for a place."""
-        return self._turns.waiting
+        return self._capacity.waiting
 
     @property
     def idle(self) -> bool:
@@ -144,17 +144,17 @@ class Submissions:
 
     async def _end(self, request_ids: Collection[str]) -> None:
         waiting = self._owners.keys() - self._request_ids.keys()
-        self._turns.end(request_ids.__contains__)
+        self._capacity.end(request_ids.__contains__)
         for each in sorted(set(request_ids) - waiting):
             await self.engine.cancel(each)
 
     def end_waiting(self, call_id: str) -> None:
         """End a call's waiting requests."""
-        self._turns.end(partial(concerns, call_id))
+        self._capacity.end(partial(concerns, call_id))
 
     async def abort_all(self) -> None:
         """End all waiting requests, and all requests in the pipeline, of any client."""
-        self._turns.end(lambda request_id: True)
+        self._capacity.end(lambda request_id: True)
         await self.engine.cancel_all()
 
     def check_ready(self) -> None:
@@ -279,7 +279,7 @@ class Submissions:
                         await anyio.lowlevel.checkpoint()
             finally:
                 if placed:
-                    self._turns.give_back(call.tenant)
+                    self._capacity.give_back(call.tenant)
 
         waiting: dict[str, int] = {}
         new = [request for request in requests if request.request_id not in published]
@@ -290,14 +290,23 @@ class Submissions:
                         group.start_soon(run, index, True, False)
                     else:
                         waiting[request.request_id] = index
-                with self._turns.wait(call.tenant, list(waiting)) as ticket:
+                with self._capacity.wait(call.tenant, list(waiting)) as ticket:
                     await self._count_lanes()
                     for number, (request_id, index) in enumerate(waiting.items()):
-                        begun = await _take(ticket, request_id, call)
+                        begun = await self._take(ticket, request_id, call)
                         group.start_soon(run, index, begun, begun)
                         if number % AT_ONCE == 0 or group.cancel_scope.cancel_called:
                             await anyio.lowlevel.checkpoint()
         return [completion for _, completion in sorted(completions.items())]
+
+    async def _take(self, ticket: Ticket, request_id: str, call: Call) -> bool:
+        """As `Capacity.take`, until the call's deadline."""
+        left_ns = call.left_ns
+        try:
+            with anyio.fail_after(None if left_ns is None else max(0, left_ns) / 1e9):
+                return await self._capacity.take(ticket, request_id)
+        except TimeoutError:
+            raise _TooLate(call) from None
 
     @contextmanager
     def _owned(
@@ -448,7 +457,7 @@ class Submissions:
         if self.config.gateway.max_in_flight is None:
             with suppress(BusError):
                 lanes = {report.lane for report in await self.engine.reports()}
-                self._turns.resize(self.config.gateway_places * max(1, len(lanes)))
+                self._capacity.resize(self.config.gateway_places * max(1, len(lanes)))
 
 
 async def _accounted(
@@ -469,16 +478,6 @@ async def _accounted(
             elif (seen := left[request_id]) is not None:
                 left[request_id] = seen + len(output.token_ids)
             yield output
-
-
-async def _take(ticket: WaitingCall, request_id: str, call: Call) -> bool:
-    """As `WaitingCall.take`, until the call's deadline."""
-    left_ns = call.left_ns
-    try:
-        with anyio.fail_after(None if left_ns is None else max(0, left_ns) / 1e9):
-            return await ticket.take(request_id)
-    except TimeoutError:
-        raise _TooLate(call) from None
 
 
 def _check(completion: Completion) -> None:

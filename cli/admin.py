@@ -15,7 +15,7 @@ import typer
 import yaml
 
 from ..config import ConfigError, PolicyConfig, parse_value
-from ..gateway.policy.document import SCOPES
+from ..gateway.caller import SCOPES
 from .clients import ServerClient
 from .connection import connected, run_with, server_of
 from .options import AsJson, Options, argument, group, option, takes, takes_server_options

@@ -11,10 +11,7 @@ from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.exceptions import ExceptionMiddleware
-from starlette.requests import ClientDisconnect
-from starlette.responses import Response
 from starlette.routing import BaseRoute
-from starlette.types import Scope
 
 from ..config import Config, NanoInferenceError
 from ..pipeline.client import BusClient
@@ -27,21 +24,23 @@ from .api.kserve.regions import TenantRegions
 from .api.kserve.repository import open_service
 from .api.kserve.service import KServe
 from .api.openai import ModelInfoCalls, ResponseCalls, openai_routes
+from .api.replays import ReplayCalls
+from .api.routes import PolicyRoute
 from .api.sglang import sglang_routes
+from .call import Call, ClientLeft
 from .console.feed import Feed
 from .console.routes import console_routes
 from .dead_letters import dead_letter_routes
 from .endpoints import gateway_routes, recent_status, single_model_routes
-from .policy.chain import PolicyChain, PolicyRoute
 from .policy.policy import Policy
 from .server.callers import JsonOnly
-from .server.http import ERROR_CODE, error_handler, error_response
+from .server.http import Response, error_handler, error_response
+from .server.measures import Measures
+from .serving.chain import PolicyChain
 from .serving.durable_calls import DurableCalls, watch_orphans
 from .serving.lane_state import Readiness
-from .serving.measures import Measures
-from .serving.replays import ReplayCalls
 from .serving.request_log import RequestLog
-from .serving.services import Services
+from .serving.services import ChainOf, Services
 
 
 @dataclass(eq=False)
@@ -60,8 +59,8 @@ class Interfaces(Services):
 
     regions: InitVar[TenantRegions]
 
-    def __post_init__(self, policy: Policy, regions: TenantRegions) -> None:
-        super().__post_init__(policy)
+    def __post_init__(self, chain_of: ChainOf, regions: TenantRegions) -> None:
+        super().__post_init__(chain_of)
         self.kserve = KServe(open_service(self), regions, self.readiness)
         self.info = ModelInfoCalls(self)
         self.responses = ResponseCalls(self)
@@ -95,18 +94,18 @@ class Application(Starlette):
                 Middleware(JsonOnly, measures, self.respond, *kserve),
             ],
             exception_handlers=dict.fromkeys(
-                (NanoInferenceError, HTTPException, ClientDisconnect), answer
+                (NanoInferenceError, HTTPException, ClientLeft), answer
             ),
         )
 
     @staticmethod
-    def respond(scope: Scope, error: NanoInferenceError) -> Response:
+    def respond(call: Call, error: NanoInferenceError) -> Response:
         """Return the response to a call that has an error."""
-        scope.setdefault("state", {})[ERROR_CODE] = error.code
-        if anthropic.is_called(scope):
-            return anthropic.respond(scope, error)
-        if kserve_http.is_called(scope):
-            return kserve_http.respond(scope, error)
+        call.code = error.code
+        if anthropic.is_called(call):
+            return anthropic.respond(call, error)
+        if kserve_http.is_called(call):
+            return kserve_http.respond(call, error)
         return error_response(error)
 
 
@@ -116,6 +115,7 @@ class GatewayApp(Application):
     Attributes:
         policy: Opened before the first call, closed at the end.
         kserve: What gRPC serves as well, through `chain`.
+        services: Returns those of each loaded model.
         durable_calls: Returns the durable calls of all models of this gateway.
         background: Tasks beside the connections, by name.
         feed: The live state for the console; None without it.
@@ -127,6 +127,7 @@ class GatewayApp(Application):
         engine: BusClient,
         config: Config,
         measures: Measures,
+        log: RequestLog | None,
         routes: Sequence[BaseRoute],
         chain: PolicyChain,
         *,
@@ -136,14 +137,13 @@ class GatewayApp(Application):
         owner_of: Callable[[DurableCall], DurableCalls | None],
         services: Callable[[], Sequence[Services]],
     ) -> None:
-        """`owner_of`: as of `watch_orphans`; `services`: returns those of each loaded model."""
-        self._services = services
+        """`owner_of`: as of `watch_orphans`."""
+        self.services = services
         looks = recent_status(engine, config)
         own = gateway_routes(looks, config, policy, kserve.readiness, measures.metrics)
         self.feed: Feed | None = None
-        self.request_log: RequestLog | None = None
-        if config.gateway.console:
-            log = measures.requests = self.request_log = RequestLog(metrics=measures.metrics)
+        self.request_log = log
+        if log is not None:
             self.feed = Feed(looks.get, log, lambda: _numbers(services()))
             own += console_routes(config, self.feed, log, kserve.readiness, services)
         letters = dead_letter_routes(engine, policy.audit)
@@ -157,7 +157,7 @@ class GatewayApp(Application):
 
     async def warm_up(self) -> None:
         """Load what the first calls to the loaded models would wait for."""
-        for each in self._services():
+        for each in self.services():
             await each.warm_up()
 
     def stop(self) -> None:
@@ -194,12 +194,14 @@ def make_app(
     """
     measures, readiness = measures or Measures(), readiness or Readiness(engine)
     policy = Policy(engine, config, measures)
-    model = Interfaces(engine, config, policy, measures, readiness, TenantRegions(config.gateway))
+    log, regions = log_of(config, measures), TenantRegions(config.gateway)
+    model = Interfaces(engine, config, policy.chain_of, measures, readiness, log, regions)
     measures.watch(instruments.GATEWAY_WAITING, lambda: model.submissions.waiting)
     return GatewayApp(
         engine,
         config,
         measures,
+        log,
         [*model.routes, *single_model_routes(engine)],
         model.chain,
         policy=policy,
@@ -208,6 +210,11 @@ def make_app(
         owner_of=lambda call: model.durable,
         services=lambda: [model],
     )
+
+
+def log_of(config: Config, measures: Measures) -> RequestLog | None:
+    """Return the log of a gateway's last requests; None without the console."""
+    return RequestLog(metrics=measures.metrics) if config.gateway.console else None
 
 
 def _numbers(services: Sequence[Services]) -> dict[str, int]:

@@ -5,16 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
-from starlette.requests import Request
-from starlette.responses import Response
 
 from ..bus.dead_letters import DeadLetter
 from ..config import RequestError, shown
 from ..pipeline.client import BusClient
 from ..pipeline.dead_letters import retry_dead_letter
+from .api.routes import PolicyRoute
+from .call import Call
 from .policy.audit import AuditLog, audit_change
-from .policy.chain import PolicyRoute
-from .server.http import JsonResponse
+from .server.http import JsonResponse, Response
 
 PATH = "/admin/dead_letters"
 
@@ -25,12 +24,12 @@ _SHOWN = 2000
 def dead_letter_routes(engine: BusClient, audit: AuditLog | None) -> list[PolicyRoute]:
     """Return the endpoints. `engine`: the client of the gateway or of the whole deployment."""
 
-    async def letters(request: Request) -> Response:
+    async def letters(call: Call) -> Response:
         found = [_json(each) for each in await engine.bus.requests.dead_letters()]
         return JsonResponse({"object": "list", "data": found})
 
-    async def chosen(request: Request) -> DeadLetter:
-        letter_id = request.path_params["letter_id"]
+    async def chosen(call: Call) -> DeadLetter:
+        letter_id = call.params["letter_id"]
         for each in await engine.bus.requests.dead_letters():
             if each.letter_id == letter_id:
                 return each
@@ -38,16 +37,16 @@ def dead_letter_routes(engine: BusClient, audit: AuditLog | None) -> list[Policy
             f"there is no dead letter {shown(letter_id)}; GET {PATH} lists them", code="not_found"
         )
 
-    async def retry(request: Request) -> Response:
-        letter = await chosen(request)
+    async def retry(call: Call) -> Response:
+        letter = await chosen(call)
         request_id = await retry_dead_letter(engine, letter)
-        audit_change(audit, request, "dead_letter_retried", letter.letter_id, {"id": request_id})
+        audit_change(audit, call, "dead_letter_retried", letter.letter_id, {"id": request_id})
         return JsonResponse({"id": letter.letter_id, "request_id": request_id})
 
-    async def drop(request: Request) -> Response:
-        letter_id = (await chosen(request)).letter_id
+    async def drop(call: Call) -> Response:
+        letter_id = (await chosen(call)).letter_id
         await engine.bus.requests.drop_dead_letter(letter_id)
-        audit_change(audit, request, "dead_letter_dropped", letter_id, {})
+        audit_change(audit, call, "dead_letter_dropped", letter_id, {})
         return JsonResponse({"id": letter_id, "object": "dead_letter", "deleted": True})
 
     return [

@@ -9,20 +9,19 @@ from typing import Any
 import anyio
 import msgspec
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
-from starlette.responses import PlainTextResponse, Response
 
 from ..config import BusError, Config, ModelError, RequestError, shown
 from ..pipeline.client import BusClient
 from ..pipeline.models import ModelStatus
 from ..pipeline.status import PipelineStatus, of_models, pipeline_status
 from ..telemetry import Metrics
+from .api.routes import NO_LOADING, PolicyRoute
+from .call import Call
+from .caller import may_use
 from .policy.administration import Administration, Shown
 from .policy.audit import audit_change
-from .policy.caller import caller_of, may_use
-from .policy.chain import PolicyRoute
 from .policy.policy import Policy
-from .server.http import JsonResponse, read_object
+from .server.http import JsonResponse, PlainTextResponse, Response, read_object
 from .serving.lane_state import ASKED_EVERY_S, Readiness, Recent
 
 ROLE = "unified"
@@ -32,7 +31,6 @@ ROLES = (ROLE, "prefill", "decode")
 
 MODELS_PATH = "/admin/models"
 MODEL_PATH = f"{MODELS_PATH}/{{model:path}}"
-NO_LOADING = "there is one model here, which stays; name several in the setting models"
 
 _ROOT = (
     f"nano-inference {metadata.version('nano-inference')}, an LLM inference server: OpenAI's "
@@ -59,12 +57,12 @@ def gateway_routes(
     # Repeated scrapes take one thread, and wait.
     one_at_a_time = anyio.CapacityLimiter(1)
 
-    async def root(request: Request) -> Response:
+    async def root(call: Call) -> Response:
         return PlainTextResponse(_ROOT)
 
-    async def prometheus(request: Request) -> Response:
+    async def prometheus(call: Call) -> Response:
         """The metrics of this process, as on `telemetry.metrics_port`."""
-        accept = request.headers.get("accept", "")
+        accept = call.header("accept") or ""
         found = await anyio.to_thread.run_sync(metrics.exposition, accept, limiter=one_at_a_time)
         if found is None:
             raise HTTPException(
@@ -74,14 +72,14 @@ def gateway_routes(
         text, media_type = found
         return Response(text, media_type=media_type)
 
-    async def status(request: Request) -> Response:
+    async def status(call: Call) -> Response:
         """The pipeline as `nano-inference status` and `top` show it; status 200 in any state."""
-        found, caller = await looks.get(), caller_of(request)
+        found, caller = await looks.get(), call.caller
         if found.models:
             found = of_models(found, [model for model in found.models if may_use(caller, model)])
         return JsonResponse(found)
 
-    async def progressz(request: Request) -> Response:
+    async def progressz(call: Call) -> Response:
         """Whether tokens come while requests are in flight; 503 if they have not for too long."""
         try:
             progress = (await looks.get()).progress
@@ -103,11 +101,11 @@ def probe_routes(readiness: Readiness) -> list[PolicyRoute]:
     """Return the orchestrator's probes. They answer however busy the gateway is; otherwise it
     would be killed for its load."""
 
-    async def livez(request: Request) -> Response:
+    async def livez(call: Call) -> Response:
         """Whether the event loop turns."""
         return JsonResponse({"status": "alive"})
 
-    async def healthz(request: Request) -> Response:
+    async def healthz(call: Call) -> Response:
         """Whether a model works; status 200 in either case."""
         reason, message = "model_not_loaded", ""
         try:
@@ -119,9 +117,9 @@ def probe_routes(readiness: Readiness) -> list[PolicyRoute]:
             body |= {"status": "degraded", "reason": reason, "message": message}
         return JsonResponse(body)
 
-    async def readyz(request: Request) -> Response:
+    async def readyz(call: Call) -> Response:
         """Whether to send requests here; with `?role=`, whether a replica with that role works."""
-        role = request.query_params.get("role", ROLE)
+        role = call.query.get("role", ROLE)
         if role not in ROLES:
             raise RequestError(
                 f"there is no role {role!r:.80}; roles are {', '.join(ROLES)}",
@@ -151,7 +149,7 @@ def admin_routes(policy: Policy, config: Config) -> list[PolicyRoute]:
         """Route to a method of `Administration`, which takes the path's parameter, then the body
         of a method that has one."""
 
-        async def endpoint(request: Request) -> Response:
+        async def endpoint(call: Call) -> Response:
             if policy.store is None:
                 raise RequestError(
                     "this gateway has no keys: policy.backend is 'off'; set it to 'bus' or 'file'",
@@ -159,11 +157,11 @@ def admin_routes(policy: Policy, config: Config) -> list[PolicyRoute]:
                 )
 
             def changed(event: str, of: str, now: Shown) -> None:
-                audit_change(policy.audit, request, event, of, now)
+                audit_change(policy.audit, call, event, of, now)
 
-            arguments: list[Any] = [*request.path_params.values()]
+            arguments: list[Any] = [*call.params.values()]
             if method not in ("GET", "DELETE"):
-                arguments.append(await read_object(request, config.gateway.max_body_bytes))
+                arguments.append(await read_object(call, config.gateway.max_body_bytes))
             found = await answer(Administration(policy.store, changed), *arguments)
             if method == "DELETE":
                 kind = path.partition("s/")[0]
@@ -203,12 +201,12 @@ def status_routes(
         id_of: Returns the id of a model by its name, or raises the error for an unknown one.
     """
 
-    async def statuses(request: Request) -> Response:
+    async def statuses(call: Call) -> Response:
         found = [status_json(each) for each in await engine.models()]
         return JsonResponse({"object": "list", "data": found})
 
-    async def status(request: Request) -> Response:
-        name = request.path_params["model"]
+    async def status(call: Call) -> Response:
+        name = call.params["model"]
         wanted = name if id_of is None else await id_of(name)
         for each in await engine.models():
             if wanted in (each.id, *each.aliases):
@@ -224,7 +222,7 @@ def status_routes(
 def single_model_routes(engine: BusClient) -> list[PolicyRoute]:
     """Return `/admin/models` of a gateway with one model, which can't be loaded or unloaded."""
 
-    async def refuse(request: Request) -> Response:
+    async def refuse(call: Call) -> Response:
         raise RequestError(NO_LOADING, code="unsupported")
 
     return [

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from .api.kserve.grpc_server import GrpcServer
     from .api.kserve.service import KServe
     from .app import GatewayApp
+    from .server.measures import Measures
     from .server.server import HttpServer
-    from .serving.measures import Measures
 
 DEFAULT_PORT = 30000
 """SGLang's."""
@@ -87,8 +87,8 @@ class Gateway:
             NanoInferenceError: The policy can't be read.
         """
         # Imported here, since commands that only name this class need none of it.
+        from .server.measures import Measures
         from .server.server import BACKLOG, HttpServer
-        from .serving.measures import Measures
 
         place = place_of(self._config)
         listener = _bound(self._config, place, self.port, "gateway.port", BACKLOG)
@@ -98,7 +98,7 @@ class Gateway:
         measures = Measures(self._client.tracing, self._client.metrics)
         try:
             self._app = app = await self._application(config, measures)
-            self._server = HttpServer(app, own, measures, app.policy.audit)
+            self._server = HttpServer(app, own, measures, app.policy.on_call)
             if config.policy.knows_callers:
                 self._server.connections.client_of = app.policy.client_of
             if self.grpc_port is not None:

@@ -15,7 +15,7 @@ import msgspec
 from ...config import NanoInferenceError, split_role
 from ...pipeline.health import problem_of, roles_of
 from ...pipeline.status import PipelineStatus, of_models
-from ..policy.caller import Caller, may_use
+from ..caller import Caller, may_use
 from ..serving.request_log import RequestLog, TenantUse
 
 EVERY_S = 1.0

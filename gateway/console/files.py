@@ -9,11 +9,11 @@ from importlib import resources
 from mimetypes import guess_type
 
 import msgspec
-from starlette.requests import Request
-from starlette.responses import RedirectResponse, Response
 
 from ...config import RequestError, shown
-from ..policy.chain import PolicyRoute
+from ..api.routes import PolicyRoute
+from ..call import Call
+from ..server.http import RedirectResponse, Response
 
 INDEX = "index.html"
 
@@ -66,21 +66,19 @@ def file_routes() -> list[PolicyRoute]:
     """Return the routes of the page and its files. They hold nothing secret, and need no key."""
     files = read_files()
 
-    async def page(request: Request) -> Response:
+    async def page(call: Call) -> Response:
         # Names in the page are relative to its folder, also behind a proxy with a prefix.
         return RedirectResponse("console/", 307, HEADERS)
 
-    async def file(request: Request) -> Response:
-        name = request.path_params.get("file") or INDEX
+    async def file(call: Call) -> Response:
+        name = call.params.get("file") or INDEX
         if (found := files.get(name)) is None:
             raise RequestError(f"the console has no file {shown(name)}", code="not_found")
         headers = HEADERS | {"ETag": found.etag, "Vary": "Accept-Encoding"}
-        if found.etag in request.headers.get("if-none-match", ""):
+        if found.etag in (call.header("if-none-match") or ""):
             return Response(status_code=304, headers=headers)
         content = found.content
-        if "gzip" in request.headers.get("accept-encoding", "") and len(found.packed) < len(
-            content
-        ):
+        if "gzip" in (call.header("accept-encoding") or "") and len(found.packed) < len(content):
             content, headers["Content-Encoding"] = found.packed, "gzip"
         return Response(content, headers=headers, media_type=found.media_type)
 

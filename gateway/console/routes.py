@@ -11,13 +11,12 @@ from typing import Any
 import anyio
 import anyio.to_thread
 import msgspec
-from starlette.requests import Request
-from starlette.responses import Response
 
 from ...config import Config, ModelError, RequestError, shown
-from ..policy.caller import Caller, caller_of
-from ..policy.chain import PolicyRoute
-from ..server.http import EventStream, JsonResponse, SendEvent
+from ..api.routes import PolicyRoute
+from ..call import Call
+from ..caller import Caller
+from ..server.http import EventStream, JsonResponse, Response, SendEvent
 from ..serving.lane_state import Readiness
 from ..serving.request_log import LoggedRequest, RequestLog
 from ..serving.services import Services
@@ -49,9 +48,9 @@ def console_routes(
     """Return the endpoints. `models`: returns the services of each model."""
     several = bool(config.models)
 
-    async def session(request: Request) -> Response:
+    async def session(call: Call) -> Response:
         """What the caller may do here, and what this gateway has."""
-        caller = caller_of(request)
+        caller = call.caller
         return _json(
             {
                 "version": metadata.version("nano-inference"),
@@ -67,9 +66,9 @@ def console_routes(
             }
         )
 
-    async def events(request: Request) -> Response:
+    async def events(call: Call) -> Response:
         """Snapshots as server-sent events."""
-        viewer = viewer_of(caller_of(request))
+        viewer = viewer_of(call.caller)
 
         async def produce(send: SendEvent) -> None:
             with anyio.move_on_after(STREAM_S):
@@ -81,21 +80,21 @@ def console_routes(
 
         return EventStream(produce, config.gateway.comment_s, ids=False)
 
-    async def requests(request: Request) -> Response:
+    async def requests(call: Call) -> Response:
         """The requests that changed after `after`, a change's number."""
-        caller = caller_of(request)
-        after, limit = _number(request, "after", 0), _number(request, "limit", PAGE)
+        caller = call.caller
+        after, limit = _number(call, "after", 0), _number(call, "limit", PAGE)
         found, newest = log.changed_after(after, min(limit, PAGE))
         rows = [each for each in found if each.seen_by(caller)]
         for each in rows:
             await _read_prompt(each, models())
         page = {"requests": rows, "next": newest, "more": newest < log.changes}
-        return await _compressed(request, msgspec.json.encode(page))
+        return await _compressed(call, msgspec.json.encode(page))
 
-    async def one(request: Request) -> Response:
+    async def one(call: Call) -> Response:
         """One request with its times, its text and its tokens."""
-        request_id = request.path_params["request_id"]
-        found = log.find(caller_of(request), request_id)
+        request_id = call.params["request_id"]
+        found = log.find(call.caller, request_id)
         if found is None:
             raise RequestError(
                 f"this gateway has no request {shown(request_id)}: it was another gateway's, is "
@@ -121,17 +120,17 @@ def _json(content: Any) -> Response:
     return JsonResponse(content, headers=_NO_SNIFFING)
 
 
-async def _compressed(request: Request, body: bytes) -> Response:
+async def _compressed(call: Call, body: bytes) -> Response:
     """Return JSON, compressed if it is long and the client reads that."""
     headers = dict(_NO_SNIFFING)
-    if len(body) > _LONG_BYTES and "gzip" in request.headers.get("accept-encoding", ""):
+    if len(body) > _LONG_BYTES and "gzip" in (call.header("accept-encoding") or ""):
         body = await anyio.to_thread.run_sync(gzip.compress, body, 1, limiter=_COMPRESSING)
         headers |= {"Content-Encoding": "gzip"}
     return Response(body, media_type="application/json", headers=headers)
 
 
-def _number(request: Request, name: str, default: int) -> int:
-    text = request.query_params.get(name, str(default))
+def _number(call: Call, name: str, default: int) -> int:
+    text = call.query.get(name, str(default))
     if not (text.isdecimal() and text.isascii() and len(text) < 16):
         raise RequestError(
             f"{name} is {shown(text)}; it must be a whole number", code="invalid_request"

@@ -6,7 +6,6 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
-from starlette.requests import Request
 from starlette.types import ASGIApp
 
 from ...config import Config, ConfigError, ModelConfig
@@ -20,13 +19,14 @@ from ..api.kserve.http import kserve_routes
 from ..api.kserve.regions import TenantRegions
 from ..api.kserve.repository import add_packages
 from ..api.kserve.service import InferenceService, KServe
-from ..app import Application, GatewayApp, Interfaces
+from ..api.routes import PolicyRoute
+from ..app import Application, GatewayApp, Interfaces, log_of
+from ..call import Call
 from ..endpoints import probe_routes
-from ..policy.chain import PolicyRoute
 from ..policy.policy import Policy
 from ..server.http import EngineError
+from ..server.measures import Measures
 from ..serving.lane_state import Readiness
-from ..serving.measures import Measures
 from .dispatch import ABORT, Entrance, ModelDispatch, ModelPathRoute
 from .models import ModelApp, Models
 from .routes import ModelControl, deployment_routes
@@ -55,6 +55,7 @@ class DeploymentApp(GatewayApp):
             engine,
             config,
             self._measures,
+            log_of(config, self._measures),
             [
                 *deployment_routes(engine, models, control, readiness, limit),
                 *_dispatched(engine, config, policy, models),
@@ -87,7 +88,8 @@ class DeploymentApp(GatewayApp):
         """Return the application of one model. Raises NanoInferenceError for invalid settings."""
         readiness = Readiness(engine, self.kserve.readiness)
         config, regions = self._config.of_model(record.spec), self.kserve.regions
-        own = Interfaces(engine, config, self.policy, self._measures, readiness, regions)
+        chain_of, log = self.policy.chain_of, self.request_log
+        own = Interfaces(engine, config, chain_of, self._measures, readiness, log, regions)
         own.kserve.service.statistics = self.kserve.service.statistics
         own.responses.conversation_of = partial(_conversation, self.models, own)
         routes = [*probe_routes(readiness), *own.routes]
@@ -95,14 +97,14 @@ class DeploymentApp(GatewayApp):
 
 
 async def _conversation(
-    models: Models, own: Interfaces, request: Request, response_id: str
+    models: Models, own: Interfaces, call: Call, response_id: str
 ) -> list[dict[str, Any]]:
     """Return the conversation of a response, read by the model that made it."""
     interfaces = own
     # If that model is gone, the own interface answers that the response is unknown.
     with suppress(EngineError):
         interfaces = (await models.of_call(response_id)).interfaces
-    return await interfaces.responses.stored.conversation(request, response_id)
+    return await interfaces.responses.stored.conversation(call, response_id)
 
 
 def _serve_kserve(service: InferenceService, app: ModelApp, there: bool) -> None:
@@ -126,7 +128,8 @@ def _dispatched(
     # The table of routes is the same for every model.
     own = config.of_model(ModelConfig(id="any", path=config.engine.model_path))
     regions = TenantRegions(config.gateway)
-    table = Interfaces(engine, own, policy, Measures(), Readiness(models), regions).routes
+    parts = (policy.chain_of, Measures(), Readiness(models), None, regions)
+    table = Interfaces(engine, own, *parts).routes
 
     def endpoint_of(path: str) -> Any:
         if path.startswith(_BY_ID):
@@ -138,5 +141,5 @@ def _dispatched(
             f"{','.join(route.methods or ())} {route.path}", route.needed, endpoint_of(route.path)
         )
         for route in table
-        if not kserve_http.is_called({"path": route.path})
+        if not kserve_http.is_called(Call(path=route.path))
     ]

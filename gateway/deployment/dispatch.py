@@ -6,15 +6,13 @@ from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
 import msgspec
-from starlette.requests import Request
-from starlette.responses import Response
 from starlette.routing import BaseRoute, Match
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ...config import NanoInferenceError
-from ..policy.caller import caller_of, check_allowed
-from ..server.calls import observed_call
-from ..server.http import BODY, MODEL, NAMED_MODEL, decode_object, read_body
+from ..call import Call
+from ..caller import check_allowed
+from ..server.http import NAMED_MODEL, Response, call_of, decode_object
 from ..server.limits import PROBES
 from .models import ModelApp, Models
 
@@ -94,8 +92,8 @@ class ForwardedResponse(Response):
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        scope.setdefault("state", {})[MODEL] = self._app.id
-        observed_call(Request(scope)).account.model = self._app.id
+        call = call_of(scope)
+        call.model = call.account.model = self._app.id
         with self._app.entered():
             await self._app.app(scope, receive, send)
 
@@ -110,13 +108,14 @@ class ModelPathRoute(BaseRoute):
         return (Match.FULL if NAMED_MODEL in scope.get("state", {}) else Match.NONE), {}
 
     async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
-        name, request = scope["state"][NAMED_MODEL], Request(scope)
+        call = call_of(scope)
+        name = call.named_model
         try:
-            app = await model_for(self._models, request, name)
+            app = await model_for(self._models, call, name)
         except NanoInferenceError:
             # Only a caller that may read learns which models there are, and their state.
-            await request.app.chain.enter(request, "read")
-            app = await model_for(self._models, request, name)
+            await scope["app"].chain.enter(call, "read")
+            app = await model_for(self._models, call, name)
         await ForwardedResponse(app)(scope, receive, send)
 
 
@@ -127,31 +126,31 @@ class ModelDispatch:
         self._models = models
         self._max_body_bytes = max_body_bytes
 
-    async def by_body(self, request: Request) -> Response:
+    async def by_body(self, call: Call) -> Response:
         """Hand a call to the model named by its body or query, or else to the default."""
         names = Names()
-        if request.method not in _WITHOUT_BODY and request.url.path not in _UNREAD:
-            names = names_of(await self._read(request))
-        name = names.model or request.query_params.get("model", "")
-        request.scope["state"][NAMED_MODEL] = name
+        if call.method not in _WITHOUT_BODY and call.path not in _UNREAD:
+            names = names_of(await self._read(call))
+        name = names.model or call.query.get("model", "")
+        call.named_model = name
         if names.previous_response_id and not name:
             return ForwardedResponse(await self._models.of_call(names.previous_response_id))
-        return ForwardedResponse(await model_for(self._models, request, name))
+        return ForwardedResponse(await model_for(self._models, call, name))
 
-    async def by_id(self, request: Request) -> Response:
+    async def by_id(self, call: Call) -> Response:
         """Hand a call about another call to the other call's model."""
-        params = request.path_params
+        params = call.params
         call_id = params.get("stream") or params["response_id"]
         return ForwardedResponse(await self._models.of_call(call_id))
 
-    async def abort(self, request: Request) -> Response:
+    async def abort(self, call: Call) -> Response:
         """Hand an abort to the named model, or to the one with this request."""
-        found = decode_object(await self._read(request))
-        name: Any = found.get("model") or request.query_params.get("model", "")
+        found = decode_object(await self._read(call))
+        name: Any = found.get("model") or call.query.get("model", "")
         rid = found.get("rid")
         if name or not isinstance(rid, str) or not rid:
             return ForwardedResponse(await self._models.find(name if isinstance(name, str) else ""))
-        caller = caller_of(request)
+        caller = call.caller
         here = [app for app in self._models.apps if app.interfaces.submissions.has(caller, rid)]
         if len(here) == 1:
             return ForwardedResponse(here[0])
@@ -164,26 +163,25 @@ class ModelDispatch:
                 await app.interfaces.submissions.abort(caller, rid)
         return Response()
 
-    async def _read(self, request: Request) -> bytes:
-        body = await read_body(request, self._max_body_bytes)
-        # For the endpoint that the call is handed to.
-        request.scope["state"][BODY] = body
+    async def _read(self, call: Call) -> bytes:
+        # Kept for the endpoint that the call is handed to.
+        call.body = body = await call.read(self._max_body_bytes)
         return body
 
 
-async def model_for(models: Models, request: Request, name: str) -> ModelApp:
+async def model_for(models: Models, call: Call, name: str) -> ModelApp:
     """Return the model of a name. A caller learns nothing about models that it may not use.
 
     Raises:
         RequestError: As `Models.loaded`; model_not_found also for a model not for this caller.
     """
-    caller = caller_of(request)
+    caller = call.caller
     try:
         app = await models.find(name)
     except NanoInferenceError:
         check_allowed(caller, name)
         raise
-    if _needs_lanes(request.scope):
+    if _needs_lanes(call):
         if app.trouble():
             check_allowed(caller, app.id)
         app = await models.loaded(name)
@@ -207,9 +205,8 @@ def _text(raw: msgspec.Raw) -> str:
         return ""
 
 
-def _needs_lanes(scope: Scope) -> bool:
+def _needs_lanes(call: Call) -> bool:
     """Return whether only a loaded model can answer a call."""
-    path: str = scope["path"]
-    if path in PROBES or path.startswith(_WITHOUT_LANES):
+    if call.path in PROBES or call.path.startswith(_WITHOUT_LANES):
         return False
-    return not any(name in _CONTINUING for name, _ in scope["headers"])
+    return not any(name in _CONTINUING for name, _ in call.headers)

@@ -8,19 +8,18 @@ from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta
-from starlette.requests import Request
-from starlette.responses import Response
 
 from ...config import ConfigError, ModelConfig, NanoInferenceError, RequestError
 from ...pipeline.client import BusClient
 from ...pipeline.models import ModelStatus
 from ...store.registry import ModelState
 from ..api import anthropic
+from ..api.routes import PolicyRoute
+from ..call import Call
+from ..caller import Caller, check_allowed
 from ..endpoints import MODEL_PATH, MODELS_PATH, status_json, status_routes
 from ..policy.audit import AuditLog, audit_change
-from ..policy.caller import Caller, caller_of, check_allowed
-from ..policy.chain import PolicyRoute
-from ..server.http import JsonResponse, connected, convert, read_object
+from ..server.http import JsonResponse, Response, connected, convert, read_object
 from ..serving.lane_state import Readiness
 from .dispatch import model_for
 from .models import ModelApp, Models
@@ -59,7 +58,7 @@ class ModelControl:
         self._engine = engine
         self._audit = audit
 
-    async def add(self, request: Request, body: dict[str, Any]) -> ModelStatus:
+    async def add(self, call: Call, body: dict[str, Any]) -> ModelStatus:
         """Add a model, given as a `ModelConfig`, and load it.
 
         Raises:
@@ -69,24 +68,22 @@ class ModelControl:
             spec = convert(body, ModelConfig)
         except ConfigError as error:
             raise RequestError(error.message, code="invalid_model") from None
-        return await self._changed(request, "model_added", self._engine.load_model(spec))
+        return await self._changed(call, "model_added", self._engine.load_model(spec))
 
-    async def load(self, request: Request, model: str) -> ModelStatus:
-        return await self._changed(request, "model_loaded", self._engine.load_model(model))
+    async def load(self, call: Call, model: str) -> ModelStatus:
+        return await self._changed(call, "model_loaded", self._engine.load_model(model))
 
     async def unload(
-        self, request: Request, model: str, timeout_s: float | None = None, *, remove: bool = False
+        self, call: Call, model: str, timeout_s: float | None = None, *, remove: bool = False
     ) -> ModelStatus:
         """Unload a model; with `remove` take it out of the deployment."""
         event = "model_removed" if remove else "model_unloaded"
         work = self._engine.unload_model(model, timeout_s=timeout_s, remove=remove)
-        return await self._changed(request, event, work)
+        return await self._changed(call, event, work)
 
-    async def _changed(
-        self, request: Request, event: str, work: Awaitable[ModelStatus]
-    ) -> ModelStatus:
+    async def _changed(self, call: Call, event: str, work: Awaitable[ModelStatus]) -> ModelStatus:
         status = await work
-        audit_change(self._audit, request, event, status.id, msgspec.to_builtins(status))
+        audit_change(self._audit, call, event, status.id, msgspec.to_builtins(status))
         return status
 
 
@@ -107,29 +104,29 @@ def deployment_routes(
             for card in await app.interfaces.info.cards(caller)
         ]
 
-    async def card(request: Request) -> dict[str, Any]:
+    async def card(call: Call) -> dict[str, Any]:
         """The card of the model or adapter in a call's path."""
-        name, caller = request.path_params["model"], caller_of(request)
-        app = await model_for(models, request, name)
+        name, caller = call.params["model"], call.caller
+        app = await model_for(models, call, name)
         check_allowed(caller, app.id)
         return _with_state(await app.interfaces.info.card(name, caller), app)
 
-    async def list_models(request: Request) -> Response:
-        return JsonResponse({"object": "list", "data": await cards(caller_of(request))})
+    async def list_models(call: Call) -> Response:
+        return JsonResponse({"object": "list", "data": await cards(call.caller)})
 
-    async def model(request: Request) -> Response:
-        return JsonResponse(await card(request))
+    async def model(call: Call) -> Response:
+        return JsonResponse(await card(call))
 
     async def id_of(name: str) -> str:
         return (await models.find(name)).id
 
-    async def health(request: Request) -> Response:
+    async def health(call: Call) -> Response:
         """Whether a model works, or none is meant to."""
         if trouble := await readiness.trouble():
             raise NanoInferenceError(trouble, code="not_ready")
         return Response()
 
-    async def version(request: Request) -> Response:
+    async def version(call: Call) -> Response:
         return JsonResponse({"version": metadata.version("nano-inference")})
 
     return [
@@ -147,33 +144,33 @@ def deployment_routes(
 def _change_routes(control: ModelControl, max_body_bytes: int) -> list[PolicyRoute]:
     def change(
         route: str,
-        work: Callable[[Request, dict[str, Any]], Awaitable[ModelStatus]],
+        work: Callable[[Call, dict[str, Any]], Awaitable[ModelStatus]],
         answer: Callable[[ModelStatus], dict[str, Any]] = status_json,
         status_code: int = 200,
     ) -> PolicyRoute:
         """Route to a change, which is cancelled when the client disconnects."""
 
-        async def endpoint(request: Request) -> Response:
-            body = await read_object(request, max_body_bytes)
-            async with connected(request.receive):
-                return JsonResponse(answer(await work(request, body)), status_code)
+        async def endpoint(call: Call) -> Response:
+            body = await read_object(call, max_body_bytes)
+            async with connected(call.cancelled):
+                return JsonResponse(answer(await work(call, body)), status_code)
 
         return PolicyRoute(route, "admin", endpoint)
 
-    async def load(request: Request, body: dict[str, Any]) -> ModelStatus:
-        return await control.load(request, request.path_params["model"])
+    async def load(call: Call, body: dict[str, Any]) -> ModelStatus:
+        return await control.load(call, call.params["model"])
 
-    async def unload(request: Request, body: dict[str, Any]) -> ModelStatus:
+    async def unload(call: Call, body: dict[str, Any]) -> ModelStatus:
         timeout_s = convert(body, _Unload).timeout_s
         return await control.unload(
-            request, request.path_params["model"], timeout_s, remove=request.method == "DELETE"
+            call, call.params["model"], timeout_s, remove=call.method == "DELETE"
         )
 
-    async def load_named(request: Request, body: dict[str, Any]) -> ModelStatus:
-        return await control.load(request, convert(body, _NamedModel).model)
+    async def load_named(call: Call, body: dict[str, Any]) -> ModelStatus:
+        return await control.load(call, convert(body, _NamedModel).model)
 
-    async def unload_named(request: Request, body: dict[str, Any]) -> ModelStatus:
-        return await control.unload(request, convert(body, _NamedModel).model)
+    async def unload_named(call: Call, body: dict[str, Any]) -> ModelStatus:
+        return await control.unload(call, convert(body, _NamedModel).model)
 
     def deleted(status: ModelStatus) -> dict[str, Any]:
         return {"id": status.id, "object": "model", "deleted": True}

@@ -10,16 +10,15 @@ import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
 from ...config import RequestError
+from ..caller import Limits, Scope
 from ..server.http import convert
 from .document import (
     ApiKey,
     Guardrails,
-    Limits,
     ModelName,
     Name,
     PolicyDocument,
     Priority,
-    Scope,
     TenantPolicy,
 )
 from .keys import new_key

@@ -17,13 +17,10 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from starlette.requests import Request
 
 from ...config import ConfigError, PolicyConfig, line_safe
 from ...config.logger import get_logger
-from ..server.http import call_id_of
-from ..serving.account import Texts
-from .caller import caller_of
+from ..call import Call, Texts
 
 # O_NONBLOCK: a pipe without a reader is an error, and doesn't block.
 _FLAGS = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK
@@ -263,15 +260,33 @@ def text_hash(key: bytes, texts: Sequence[str]) -> str:
     return digests[0] if len(digests) == 1 else digest("".join(digests).encode())
 
 
-def audit_change(log: AuditLog | None, request: Request, event: str, of: str, now: Any) -> None:
+def audit_call(log: AuditLog, call: Call, route: str, fields: Fields) -> None:
+    """Write a line about a call that needs a scope; as `OnCall`."""
+    caller, account = call.caller, call.account
+    if call.needed == "nothing":
+        return
+    about = {
+        "key_id": caller.key_id,
+        "key_name": caller.name,
+        "tenant": account.tenant or caller.tenant,
+        # The policy's route has the full name, also within a model's own application.
+        "route": call.route or route,
+        "model": account.model,
+        "code": call.code or account.code,
+        "complete": account.complete,
+    }
+    log.write("call", fields | about | account.usage, account.texts)
+
+
+def audit_change(log: AuditLog | None, call: Call, event: str, of: str, now: Any) -> None:
     """Write a line about a change that an administrator made over HTTP."""
     if log is not None:
-        caller = caller_of(request)
+        caller = call.caller
         fields = {
             "key_id": caller.key_id,
             "key_name": caller.name,
             "tenant": caller.tenant,
-            "call_id": call_id_of(request.scope),
+            "call_id": call.id,
             "changed": of,
             "now": now,
         }

@@ -11,13 +11,12 @@ from msgspec.structs import replace
 from ...bus.codec import encode_output
 from ...bus.public import Completion, GenerateRequest
 from ...config import ModelError, NanoInferenceError
-from ..serving.account import Account
-from ..serving.measures import Measures
-from ..serving.origin import Origin
+from ..call import Account, Call
+from ..server.measures import Measures
+from ..serving.chain import Outputs, Requests
 from ..serving.words import LazyWords, Words
 from .audit import AuditLog
 from .backend import PolicyUnavailable
-from .chain import Outputs, PolicyCall, Requests
 from .guardrail import text_of
 
 
@@ -28,7 +27,7 @@ class AuditedHeads:
         self._log = log
         self._measures = measures
 
-    async def check(self, call: PolicyCall) -> None:
+    async def check(self, call: Call) -> None:
         if self._log.refuses:
             self._measures.refused("policy_unavailable")
             raise PolicyUnavailable(
@@ -49,8 +48,8 @@ class AuditedCalls(AuditedHeads):
         self._default_model = default_model
 
     @asynccontextmanager
-    async def admit(self, origin: Origin, requests: Requests) -> AsyncIterator[None]:
-        account = origin.account
+    async def admit(self, call: Call, requests: Requests) -> AsyncIterator[None]:
+        account = call.account
         if requests:
             try:
                 words = await self._words.get()
@@ -66,17 +65,17 @@ class AuditedCalls(AuditedHeads):
             raise
         finally:
             if account.background:
-                self._write_background(origin)
+                self._write_background(call)
 
     async def outputs(
-        self, origin: Origin, request: GenerateRequest, outputs: Outputs, before: str
+        self, call: Call, request: GenerateRequest, outputs: Outputs, before: str
     ) -> Outputs:
         """Yield all outputs. What a client received before it disconnects is recorded, too."""
-        recorded = _recorded(origin.account, "answer", _RecordedAnswer)
+        recorded = _recorded(call.account, "answer", _RecordedAnswer)
         answer = recorded.pieces.setdefault(request.request_id, {})
         ended = None
         if self._log.shows_text:
-            ended = _recorded(origin.account, "recorded", _RecordedEnds).completions
+            ended = _recorded(call.account, "recorded", _RecordedEnds).completions
         async with aclosing(outputs):
             async for output in outputs:
                 if isinstance(output, Completion):
@@ -87,19 +86,18 @@ class AuditedCalls(AuditedHeads):
                     answer.setdefault(output.sample_index, []).append(output.text)
                 yield output
 
-    def _write_background(self, origin: Origin) -> None:
+    def _write_background(self, call: Call) -> None:
         """Write a line about requests that ended, or went to another gateway, outside a call."""
-        caller, account = origin.caller, origin.account
+        caller, account = call.caller, call.account
         fields = {
             "request_ids": list(_recorded(account, "answer", _RecordedAnswer).pieces),
-            **origin.trace.log_ids,
+            **call.trace.log_ids,
             "key_id": caller.key_id,
             "key_name": caller.name,
-            "tenant": origin.tenant,
+            "tenant": call.tenant,
             "model": account.model,
             "code": account.code,
-            "prompt_tokens": account.prompt_tokens,
-            "completion_tokens": account.completion_tokens,
+            **account.usage,
         }
         self._log.write("background", fields, account.texts)
 

@@ -2,27 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from typing import Annotated, Literal
+from typing import Annotated
 
 import msgspec
 from msgspec import Meta
 
 from ...config import RequestError
+from ..call import MAX_TENANT_LENGTH
+from ..caller import Limits, Scope
 
-Scope = Literal["read", "generate", "weights", "admin"]
-"""What a caller may do: "read" models and states; "generate" tokens; "weights": change weights,
-cache and pace, which all callers share; "admin": change the policy."""
-
-SCOPES: tuple[Scope, ...] = ("read", "generate", "weights", "admin")
-
-Needed = Scope | Literal["nothing"]
-"""The scope that an endpoint needs; "nothing" of probes and the like."""
-
-MAX_TENANT_LENGTH = 128
-"""Characters of a tenant's name; admission takes no more."""
-
-Count = Annotated[int, Meta(ge=1, le=2**53)]
 Name = Annotated[
     str, Meta(min_length=1, max_length=MAX_TENANT_LENGTH, pattern=r"^[^\x00-\x1f\x7f]+$")
 ]
@@ -34,27 +22,8 @@ MOST_KEYS = 100_000
 """API keys of one document, which every gateway holds in memory."""
 
 
-def may(scopes: Collection[Scope], needed: Needed) -> bool:
-    """Return whether scopes suffice for an endpoint. Every scope includes "read"."""
-    return needed == "nothing" or needed in scopes or (needed == "read" and bool(scopes))
-
-
 class _Part(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """A part of the document."""
-
-
-class Limits(_Part, frozen=True):
-    """Limits of use; None for no limit.
-
-    Attributes:
-        requests_per_minute: Calls that generate tokens, in any 60 seconds.
-        tokens_per_minute: Tokens of their prompts and completions.
-        max_in_flight: Calls in flight.
-    """
-
-    requests_per_minute: Count | None = None
-    tokens_per_minute: Count | None = None
-    max_in_flight: Count | None = None
 
 
 class ApiKey(_Part, frozen=True):

@@ -15,13 +15,13 @@ import msgspec
 from ...bus.public import Completion, GenerateRequest, Output
 from ...config import PolicyConfig, RequestError, cut, shown
 from ...config.logger import get_logger
+from ..call import Call
 from ..server.http import task_group
-from ..serving.measures import Measures
-from ..serving.origin import Origin
+from ..server.measures import Measures
+from ..serving.chain import Outputs, Requests
 from ..serving.words import LazyWords, Words
 from .backend import PolicyUnavailable
 from .block_list import BlockList
-from .chain import Outputs, Requests
 from .held_outputs import HeldOutputs
 from .store import BlockLists
 
@@ -125,7 +125,7 @@ class Guardrail:
     model: str
 
     @asynccontextmanager
-    async def admit(self, origin: Origin, requests: Requests) -> AsyncIterator[None]:
+    async def admit(self, call: Call, requests: Requests) -> AsyncIterator[None]:
         block_list = await self._block_list()
         if requests and (block_list or self.agent):
             texts = await self._texts(requests)
@@ -134,11 +134,11 @@ class Guardrail:
                 if await self.words.process(sum(map(len, texts)), blocked):
                     raise self._refused("the prompt has in it what is not taken here; leave it out")
             if self.agent:
-                await self._ask(self.agent, origin, requests, texts)
+                await self._ask(self.agent, call, requests, texts)
         yield
 
     async def outputs(
-        self, origin: Origin, request: GenerateRequest, outputs: Outputs, before: str
+        self, call: Call, request: GenerateRequest, outputs: Outputs, before: str
     ) -> Outputs:
         """Yield the outputs that may leave. Cancels a request of which nothing more may leave."""
         async with aclosing(outputs):
@@ -154,7 +154,7 @@ class Guardrail:
                     yield released
                 if held.blocked > blocked:
                     self.measures.refused("content_filter", held.blocked - blocked)
-                    origin.account.code = "content_filter"
+                    call.account.code = "content_filter"
                     blocked = held.blocked
                 if held.complete and not cancelled and not isinstance(output, Completion):
                     cancelled = True
@@ -177,7 +177,7 @@ class Guardrail:
         return await self.words.process(size, lambda: [text_of(each, words) for each in requests])
 
     async def _ask(
-        self, agent: OpenPolicyAgent, origin: Origin, requests: Requests, texts: Sequence[str]
+        self, agent: OpenPolicyAgent, call: Call, requests: Requests, texts: Sequence[str]
     ) -> None:
         """Ask the agent about each prompt. The first refusal cancels the other questions."""
         asking = anyio.CapacityLimiter(AT_ONCE)
@@ -185,7 +185,7 @@ class Guardrail:
         async def ask(request: GenerateRequest, text: str) -> None:
             async with asking:
                 try:
-                    decision = await agent.ask(self._question(origin, request, text))
+                    decision = await agent.ask(self._question(call, request, text))
                 except NoDecision as error:
                     get_logger().warning("opa_has_not_decided", reason=cut(str(error)))
                     self.measures.refused("policy_unavailable")
@@ -201,15 +201,15 @@ class Guardrail:
             for request, text in zip(requests, texts, strict=True):
                 group.start_soon(ask, request, text)
 
-    def _question(self, origin: Origin, request: GenerateRequest, text: str) -> dict[str, object]:
+    def _question(self, call: Call, request: GenerateRequest, text: str) -> dict[str, object]:
         """Return the agent's `input`."""
         return {
-            "key_id": origin.caller.key_id,
-            "key_name": origin.caller.name,
-            "scopes": sorted(origin.caller.scopes),
-            "tenant": origin.tenant,
+            "key_id": call.caller.key_id,
+            "key_name": call.caller.name,
+            "scopes": sorted(call.caller.scopes),
+            "tenant": call.tenant,
             "model": request.model or self.model,
-            "requested_model": origin.requested_model or request.model,
+            "requested_model": call.requested_model or request.model,
             "prompt": text,
             "n": request.n,
             "priority": request.priority,

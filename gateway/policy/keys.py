@@ -14,11 +14,11 @@ import time
 from typing import Any
 
 import msgspec
-from starlette.requests import Request
 
 from ...config import RequestError
-from .caller import AppliedLimits, Caller
-from .document import ApiKey, Needed, PolicyDocument, may
+from ..call import Call
+from ..caller import AppliedLimits, Caller, Needed, may
+from .document import ApiKey, PolicyDocument
 
 _KEY = re.compile(r"ni-([0-9a-f]{12})-[A-Za-z0-9_-]{43}")
 # In the bytes of a head that isn't parsed yet.
@@ -46,15 +46,14 @@ def new_key(**fields: Any) -> tuple[ApiKey, str]:
     return ApiKey(id=key_id, digest=_digest(text), created_ns=time.time_ns(), **fields), text
 
 
-def credential_of(request: Request) -> str:
+def credential_of(call: Call) -> str:
     """Return the key or token of a call.
 
     Raises:
         Unauthenticated: missing_api_key; invalid_api_key, of several or of one in the address.
     """
-    headers = request.headers
-    given = [value.strip() for name in _HEADERS for value in headers.getlist(name)]
-    for value in headers.getlist("authorization"):
+    given = [value.strip() for name in _HEADERS for value in call.header_values(name)]
+    for value in call.header_values("authorization"):
         kind, _, token = value.strip().partition(" ")
         if kind.lower() != "bearer":
             raise _invalid(
@@ -67,7 +66,7 @@ def credential_of(request: Request) -> str:
         if len(given[0]) > MAX_CREDENTIAL_LENGTH:
             raise _invalid("the key is too long to be one")
         return given[0]
-    if any(name in request.query_params for name in _IN_QUERY):
+    if any(name in call.query for name in _IN_QUERY):
         raise _invalid(
             "a key in the address stands in logs, so it is not taken there (and this one should be "
             "revoked); send it as 'Authorization: Bearer KEY'"

@@ -14,13 +14,12 @@ from ...bus.public import GenerateRequest
 from ...config import BusError, Config, RequestError
 from ...config.logger import get_logger
 from ...store.limits import Charge, Limit, LimitStore, Reservation
+from ..call import Account, Call
+from ..caller import AppliedLimits, Caller
 from ..server.http import DEFAULT_RETRY_S, EngineError
-from ..serving.account import Account
-from ..serving.measures import Measures, Reason
-from ..serving.origin import Origin
+from ..server.measures import Measures, Reason
+from ..serving.chain import Requests
 from .backend import PolicyUnavailable
-from .caller import AppliedLimits, Caller
-from .chain import Requests
 
 MINUTE_S = 60
 
@@ -49,17 +48,17 @@ class ReserveLimits:
         self._is_away = False
 
     @asynccontextmanager
-    async def admit(self, origin: Origin, requests: Requests) -> AsyncIterator[None]:
-        charges = charges_of(origin.caller.limits, sum(map(self._most_tokens, requests)))
+    async def admit(self, call: Call, requests: Requests) -> AsyncIterator[None]:
+        charges = charges_of(call.caller.limits, sum(map(self._most_tokens, requests)))
         # A request published before, which is not in `requests`, was reserved then.
         reservation = await self._reserve(charges) if charges and requests else None
         if reservation is None:
             yield
             return
-        account = origin.account
+        account = call.account
         account.headers.update(headers_of(reservation))
         if not reservation.granted:
-            raise self._refused(reservation, origin.caller)
+            raise self._refused(reservation, call.caller)
         before = account.tokens
         try:
             yield

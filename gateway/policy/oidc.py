@@ -27,9 +27,9 @@ from jwt import PyJWK, PyJWTError
 
 from ...config import ConfigError, PolicyConfig, nearest
 from ...config.logger import get_logger
+from ..call import MAX_TENANT_LENGTH
+from ..caller import SCOPES, Caller, Scope
 from .backend import PolicyUnavailable
-from .caller import Caller
-from .document import MAX_TENANT_LENGTH, SCOPES, Scope
 from .keys import Unauthenticated
 
 Algorithm = Literal["RS256", "ES256"]

@@ -5,20 +5,23 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from functools import partial
 
 import anyio
 import anyio.to_thread
 
 from ...config import BusError, Config
 from ...pipeline.client import BusClient
+from ..call import Call
+from ..caller import ANYBODY, NOBODY
+from ..server.calls import OnCall
+from ..server.measures import Measures
+from ..serving.chain import HeadLink, OutputsLink, PolicyChain, RequestsLink
 from ..serving.lane_state import ServedModels
-from ..serving.measures import Measures
 from ..serving.words import LazyWords
-from .audit import AuditLog
+from .audit import AuditLog, audit_call
 from .audited_calls import AuditedCalls, AuditedHeads
 from .backend import open_backend
-from .caller import ANYBODY, NOBODY
-from .chain import HeadLink, OutputsLink, PolicyCall, PolicyChain, RequestsLink
 from .document import PolicyDocument
 from .guardrail import Guardrail, OpenPolicyAgent
 from .keys import caller_with, check_scope, credential_of, tenant_in, with_tenant
@@ -33,6 +36,7 @@ class Policy:
     Attributes:
         store: Keys, tenants and guardrails; None without a backend.
         audit: The audit log; None without one.
+        on_call: Writes the line of a call in it.
     """
 
     def __init__(
@@ -60,6 +64,7 @@ class Policy:
             self._lists = BlockLists(self.store, own.guardrail_max_match)
         self._agent = OpenPolicyAgent(own) if own.opa_url else None
         self.audit = AuditLog(own, measures.audit_lost) if own.audit_file else None
+        self.on_call: OnCall | None = partial(audit_call, self.audit) if self.audit else None
         self._stranger = NOBODY if own.knows_callers else ANYBODY
 
     def chain_of(
@@ -68,8 +73,6 @@ class Policy:
         config: Config,
         words: LazyWords,
         served: ServedModels,
-        *,
-        one_of_several: bool = False,
     ) -> PolicyChain:
         """Return the chain of every call about a model.
 
@@ -78,16 +81,16 @@ class Policy:
             config: The model's settings.
             words: The model's tokenizer.
             served: The names that the model's lanes serve.
-            one_of_several: Whether a key may be for other models, so that a call's head is checked
-                before it learns anything of this model.
         """
         name, measures = config.engine.model_name, self._measures
         head = self._head()
         requests: list[RequestsLink] = [served]
         outputs: list[OutputsLink] = []
         if self._config.knows_callers:
-            # A forbidden model looks like a missing one.
-            head += [lambda call: served.check("", call.caller)] if one_of_several else []
+            if config.bus.model:
+                # One of several: a forbidden model looks like a missing one, so a call's head is
+                # checked before it learns anything of this one.
+                head.append(lambda call: served.check("", call.caller))
             requests.append(ReserveLimits(self._limits, config, measures))
         if self._lists is not None or self._agent is not None:
             guardrail = Guardrail(self._lists, self._agent, words, measures, engine.cancel, name)
@@ -146,11 +149,12 @@ class Policy:
     def _head(self) -> list[HeadLink]:
         return [self._authenticate] if self._config.knows_callers else []
 
-    async def _authenticate(self, call: PolicyCall) -> None:
-        credential = credential_of(call.request)
+    async def _authenticate(self, call: Call) -> None:
+        credential = credential_of(call)
         document = PolicyDocument() if self.store is None else await self.store.document()
         if self._tokens is not None and is_token(credential):
             call.caller = with_tenant(document, await self._tokens.caller(credential))
         else:
             call.caller = caller_with(document, credential, time.time_ns())
+        assert call.needed is not None, "the chain has set it"
         check_scope(call.caller, call.needed)

@@ -11,22 +11,19 @@ from __future__ import annotations
 
 import ipaddress
 import socket
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Callable, Collection
 from dataclasses import InitVar, dataclass
 
 from starlette.datastructures import Headers
 from starlette.middleware.cors import CORSMiddleware
-from starlette.requests import Request
-from starlette.responses import Response
 from starlette.routing import Match, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ...config import GatewayConfig, RequestError, shown
 from ...config.logger import get_logger
-from ..serving.measures import Measures, Reason
-from .http import Respond, respond_plainly
-
-Endpoint = Callable[[Request], Awaitable[Response]]
+from ..call import Call
+from .http import Endpoint, Respond, Response, call_of, respond_plainly
+from .measures import Measures, Reason
 
 _SHOWN = (
     "Retry-After",
@@ -103,7 +100,7 @@ class _KnownCallers:
             self.measures.refused(refusal.reason)
             # Browsers don't show the body.
             get_logger().warning(refusal.reason, error=refusal.message)
-            app = self.respond(scope, refusal)
+            app = self.respond(call_of(scope), refusal)
         await app(scope, receive, send)
 
     def _refusal(self, headers: Headers, scheme: str) -> _Refused | None:
@@ -149,22 +146,22 @@ class JsonOnly:
     app: ASGIApp
     measures: Measures
     respond: Respond
-    takes_bytes: Callable[[Scope], bool]
-    takes_compressed: Callable[[Scope], bool]
+    takes_bytes: Callable[[Call], bool]
+    takes_compressed: Callable[[Call], bool]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        headers = Headers(scope=scope)
-        kinds = [_BYTES] if self.takes_bytes(scope) else []
+        headers, call = Headers(scope=scope), call_of(scope)
+        kinds = [_BYTES] if self.takes_bytes(call) else []
         if kinds and not _is_browser(headers, headers.get("user-agent", "")):
             kinds.append("")
         refusal = _refused_kind(headers, kinds)
-        if refusal is None and not self.takes_compressed(scope):
+        if refusal is None and not self.takes_compressed(call):
             refusal = _refused_coding(headers)
         app = self.app
         # A call without an endpoint is answered with 404 or 405, and its body is not read.
         if refusal is not None and _has_endpoint(scope):
             self.measures.refused(refusal.reason)
-            app = self.respond(scope, refusal)
+            app = self.respond(call_of(scope), refusal)
         await app(scope, receive, send)
 
 
@@ -213,8 +210,9 @@ def not_for_pages(endpoint: Endpoint, measures: Measures) -> Endpoint:
     User-Agent, which begins with "Mozilla/" in every browser.
     """
 
-    async def answer(request: Request) -> Response:
-        if _is_browser(request.headers, request.headers.get("user-agent", _BROWSERS)):
+    async def answer(call: Call) -> Response:
+        headers = Headers(raw=list(call.headers))
+        if _is_browser(headers, headers.get("user-agent", _BROWSERS)):
             refusal = _Refused(
                 "browsers may not call this by GET; call it by POST, or give the program a name of "
                 "its own in User-Agent",
@@ -222,7 +220,7 @@ def not_for_pages(endpoint: Endpoint, measures: Measures) -> Endpoint:
             )
             measures.refused(refusal.reason)
             raise refusal
-        return await endpoint(request)
+        return await endpoint(call)
 
     return answer
 

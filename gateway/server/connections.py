@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections import Counter, OrderedDict, deque
+from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
@@ -18,10 +18,11 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from ...config import GatewayConfig, NanoInferenceError, RequestError
 from ...config.logger import get_logger
 from ...telemetry import instruments, now_ns
-from ..serving.measures import Measures, Reason
-from ..serving.origin import TENANT_HEADER
-from .calls import ARRIVED, UNREAD
+from ..call import TENANT_HEADER
+from .fair_queue import FairQueue
+from .http import ARRIVED, UNREAD, call_of
 from .limits import Overloaded, RequestLimits
+from .measures import Measures, Reason
 
 
 class StrictParser(h11.Connection):
@@ -79,8 +80,7 @@ class Rounds:
     """Pieces of work of many connections, a few at a time; clients take turns."""
 
     def __init__(self) -> None:
-        # The client with the next turn is first.
-        self._queues: OrderedDict[bytes, deque[Work]] = OrderedDict()
+        self._queue = FairQueue[bytes, tuple[bytes, Work]]()
         self._due: asyncio.Handle | None = None
 
     def put(self, client: bytes, work: Work) -> None:
@@ -90,13 +90,13 @@ class Rounds:
             client: The client whose turn it takes.
             work: Takes about a millisecond at most, and raises nothing.
         """
-        self._queues.setdefault(client, deque()).append(work)
+        self._queue.put(client, (client, work))
         self._go_on(asyncio.get_running_loop())
 
     def _go_on(self, loop: asyncio.AbstractEventLoop) -> None:
-        if not self._queues:
+        if not self._queue:
             return
-        if self._is_crowd():
+        if self._queue.only > CROWD:
             self._due = self._due or loop.call_later(CROWD_PAUSE_S, self._round, loop)
             return
         if isinstance(self._due, asyncio.TimerHandle):  # another client has come
@@ -104,28 +104,18 @@ class Rounds:
             self._due = None
         self._due = self._due or loop.call_soon(self._round, loop)
 
-    def _is_crowd(self) -> bool:
-        return len(self._queues) == 1 and len(next(iter(self._queues.values()))) > CROWD
-
     def _round(self, loop: asyncio.AbstractEventLoop) -> None:
         self._due = None
         end_s = loop.time() + ROUND_S
         try:
             for done in range(MOST_IN_A_ROUND):
-                if not self._queues or (done and loop.time() >= end_s):
+                found = None if done and loop.time() >= end_s else self._queue.next()
+                if found is None:
                     break
-                self._next()()
+                self._queue.remove(found[0], found)
+                found[1]()
         finally:
             self._go_on(loop)
-
-    def _next(self) -> Work:
-        client, queue = next(iter(self._queues.items()))
-        work = queue.popleft()
-        if queue:
-            self._queues.move_to_end(client)
-        else:
-            del self._queues[client]
-        return work
 
 
 LINGER_S = 2.0
@@ -305,7 +295,7 @@ class Connection(H11Protocol):
             self.transport.abort()
             return
         # Not through h11, whose state may be inconsistent.
-        response = self._all.respond(scope, error)
+        response = self._all.respond(call_of(scope), error)
         head = f"HTTP/1.1 {response.status_code} {HTTPStatus(response.status_code).phrase}".encode()
         fields = [b"%s: %s" % field for field in response.raw_headers]
         lines = [head, *fields, b"connection: close", b"", bytes(response.body)]

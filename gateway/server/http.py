@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import gc
 import re
-from collections.abc import AsyncIterator, Awaitable, Callable
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
+from functools import partial
 from io import BytesIO
 from typing import Any, Protocol, TypeVar
 
@@ -13,8 +15,10 @@ import anyio
 import msgspec
 from anyio.abc import TaskGroup
 from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect, Request
-from starlette.responses import Response
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse as PlainTextResponse
+from starlette.responses import RedirectResponse as RedirectResponse
+from starlette.responses import Response as Response
 from starlette.types import Receive, Scope, Send
 
 from ...config import (
@@ -29,35 +33,36 @@ from ...config import (
 from ...config import FieldError as FieldError
 from ...config import field_error as field_error
 from ...config.logger import get_logger
+from ...telemetry import now_ns
+from ..call import CLIENT_LEFT, Account, Call, ClientLeft, no_time
 
 T = TypeVar("T")
 
 MOST_CONTAINERS = 500_000
 """Most lists and objects of one body: a few for each prompt, one for each tensor of a model."""
 
+# The transport's buffer takes this much before it is asked for room. Copies of 1 MiB take twice as
+# long, because memory of that size is new each time.
+_SENT_BYTES = 1 << 18
+
 _STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
 
 # The path of a value in msgspec's messages.
 _PLACE = re.compile(r"`\$\.?([^`]+)`$")
 
-# Keys of a call's state.
-CALL_ID = "call_id"
-"""The call's id."""
-
-ERROR_CODE = "error_code"
-"""The code of the error that it was answered with."""
-
-BODY = "body"
-"""Its body, if that was read to find its model."""
-
-MODEL = "model"
-"""The id of its model, in a deployment of several models."""
+# Keys of a scope's state.
+ARRIVED, UNREAD = "arrived_ns", "unread_ns"
+"""When a call's head came, before it waited for a round; for how long its client has not read."""
 
 NAMED_MODEL = "named_model"
-"""The model's name in its address, query or SGLang body."""
+"""The model's name in a call's address."""
 
-CLIENT_LEFT = 499
-"""The status, which no client sees, of a request whose client has disconnected."""
+_CALL = "call"
+
+CALL_HEADER = "X-Request-Id"
+"""The call's id, by the client or else the gateway; in the response and the log."""
+
+_MAX_CALL_ID_LENGTH = 128
 
 TOO_MANY = 429
 """The status of a request refused for load; the response always has `Retry-After`."""
@@ -88,8 +93,11 @@ _STATUS = {code: status for status, codes in _CODES.items() for code in codes.sp
 
 _KINDS = {401: "authentication_error", 403: "permission_error", TOO_MANY: "rate_limit_error"}
 
-Respond = Callable[[Scope, NanoInferenceError], Response]
-"""Returns the response to a call, by its scope, that has an error."""
+Endpoint = Callable[[Call], Awaitable[Response]]
+"""Answers calls. Raises NanoInferenceError, and `ClientLeft`."""
+
+Respond = Callable[[Call, NanoInferenceError], Response]
+"""Returns the response to a call that has an error."""
 
 
 class SendEvent(Protocol):
@@ -106,6 +114,24 @@ class JsonResponse(Response):
 
     def render(self, content: Any) -> bytes:
         return msgspec.json.encode(content)
+
+
+class PartsResponse(Response):
+    """A body of several parts, sent without joining them first."""
+
+    def __init__(self, parts: Sequence[bytes | memoryview], headers: dict[str, str]) -> None:
+        super().__init__(headers=headers)
+        self._parts = parts
+        self.headers["Content-Length"] = str(sum(map(len, parts)))
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        start = {"type": "http.response.start", "status": self.status_code}
+        await send(start | {"headers": self.raw_headers})
+        for part in self._parts:
+            for begin in range(0, len(part), _SENT_BYTES):
+                piece = bytes(part[begin : begin + _SENT_BYTES])
+                await send({"type": "http.response.body", "body": piece, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
 class EngineError(RequestError):
@@ -153,7 +179,7 @@ def error_headers(error: NanoInferenceError) -> dict[str, str]:
     return headers
 
 
-def respond_plainly(scope: Scope, error: NanoInferenceError) -> Response:
+def respond_plainly(call: Call, error: NanoInferenceError) -> Response:
     """Return the response to an error in the form of OpenAI and SGLang."""
     return error_response(error)
 
@@ -163,67 +189,100 @@ def error_handler(respond: Respond) -> Callable[[Request, Exception], Awaitable[
     unless the client caused them."""
 
     async def answer(request: Request, error: Exception) -> Response:
-        if isinstance(error, ClientDisconnect):
+        if isinstance(error, ClientLeft):
             return Response(status_code=CLIENT_LEFT)
+        call = call_of(request.scope)
         if isinstance(error, HTTPException):
             code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code)
             message = f"{request.method} {shown(request.url.path)}: {error.detail}"
             if methods := (error.headers or {}).get("Allow"):
                 message += f"; call it by {methods}"
-            response = respond(request.scope, RequestError(message, code=code or "http_error"))
+            response = respond(call, RequestError(message, code=code or "http_error"))
             response.status_code = error.status_code
             response.headers.update(error.headers or {})
             return response
-        log = get_logger().bind(path=request.url.path, call_id=call_id_of(request.scope))
+        log = get_logger().bind(path=call.path, call_id=call.id)
         if not isinstance(error, NanoInferenceError):
             log.error("http_handler_failed", exc_info=error)
             error = NanoInferenceError("the gateway has failed; its log says where")
         # Shed load (429) is counted where it is shed; logging each would add load.
         elif status_of(error) >= 500:
             log.warning("http_request_failed", code=error.code, error=str(error))
-        return respond(request.scope, error)
+        return respond(call, error)
 
     return answer
 
 
-def call_id_of(scope: Scope) -> str:
-    """Return a call's id; "" if it has none."""
-    named: str = scope.get("state", {}).get(CALL_ID, "")
-    return named
+def call_of(scope: Scope, receive: Receive | None = None) -> Call:
+    """Return the call of a scope, made when it is first asked for.
 
-
-async def read_body(request: Request, max_bytes: int) -> bytes:
-    """Read the whole body.
-
-    Raises:
-        RequestError: request_too_large, before more than `max_bytes` is in memory.
-        ClientDisconnect: The connection was closed early.
+    Args:
+        receive: What its body, and the client's leaving, come from; None for as before.
     """
-    read: bytes | None = request.scope.get("state", {}).pop(BODY, None)
-    if read is not None:
-        return read
+    state = scope.setdefault("state", {})
+    call: Call | None = state.get(_CALL)
+    if call is None:
+        address, _ = scope.get("client") or ("", 0)
+        at_ns = state.get(ARRIVED) or now_ns()
+        call = state[_CALL] = Call(
+            headers=scope.get("headers", ()),
+            method=scope.get("method", ""),
+            path=scope.get("path", ""),
+            query_string=scope.get("query_string", b""),
+            scheme=scope.get("scheme", "http"),
+            address=address,
+            named_model=state.get(NAMED_MODEL, ""),
+            at_ns=at_ns,
+            account=Account(arrived_ns=state.get(ARRIVED, 0), unread_ns=state.get(UNREAD, no_time)),
+        )
+        identify(call)
+    if receive is not None:
+        call.fetch = partial(_body_of, call, receive)
+        call.cancelled = partial(_left, receive)
+    return call
+
+
+def identify(call: Call) -> None:
+    """Set a call's id: the client's, if a header and a log can hold it; else a new one."""
+    given = (call.header(CALL_HEADER) or "").strip()
+    usable = 0 < len(given) <= _MAX_CALL_ID_LENGTH and given.isascii() and given.isprintable()
+    call.id = given if usable else uuid.uuid4().hex
+
+
+async def _body_of(call: Call, receive: Receive, max_bytes: int) -> bytes:
+    """Read the whole body; see `Call.fetch`."""
     too_large = RequestError(
         f"the body is larger than {max_bytes} bytes; send less at a time", code="request_too_large"
     )
-    length = request.headers.get("content-length", "")
+    length = call.header("content-length") or ""
     if length.isdecimal() and int(length) > max_bytes:
         raise too_large
     # BytesIO.getvalue() copies nothing, which matters for tensors.
-    body = BytesIO()
-    async for part in request.stream():
-        body.write(part)
+    body, more = BytesIO(), True
+    while more:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ClientLeft
+        body.write(message.get("body", b""))
+        more = message.get("more_body", False)
         if body.tell() > max_bytes:
             raise too_large
     return body.getvalue()
 
 
-async def read_object(request: Request, max_bytes: int) -> dict[str, Any]:
+async def _left(receive: Receive) -> None:
+    """Return when the client has disconnected, of a request whose body was read."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def read_object(call: Call, max_bytes: int) -> dict[str, Any]:
     """Read the body as a JSON object; an empty body is an empty object.
 
     Raises:
         RequestError: malformed, request_too_large.
     """
-    return decode_object(await read_body(request, max_bytes))
+    return decode_object(await call.read(max_bytes))
 
 
 def decode_object(body: bytes) -> dict[str, Any]:
@@ -301,20 +360,19 @@ async def task_group() -> AsyncIterator[TaskGroup]:
 
 
 @asynccontextmanager
-async def connected(receive: Receive) -> AsyncIterator[None]:
-    """Within it, work is cancelled when the client disconnects.
+async def connected(cancelled: Callable[[], Awaitable[None]]) -> AsyncIterator[None]:
+    """Within it, work is cancelled when the client leaves.
 
     Args:
-        receive: Of a request whose body was read.
+        cancelled: As of a call whose body was read.
 
     Raises:
-        ClientDisconnect: The client has left.
+        ClientLeft: The client has left.
     """
     done = False
 
     async def watch() -> None:
-        while (await receive())["type"] != "http.disconnect":
-            pass
+        await cancelled()
         group.cancel_scope.cancel()
 
     async with task_group() as group:
@@ -323,7 +381,7 @@ async def connected(receive: Receive) -> AsyncIterator[None]:
         done = True
         group.cancel_scope.cancel()
     if not done:
-        raise ClientDisconnect
+        raise ClientLeft
 
 
 class EventStream(Response):
@@ -356,7 +414,7 @@ class EventStream(Response):
         """
         super().__init__(headers={"Cache-Control": "no-cache"})
         del self.headers["content-length"]
-        self._produce = produce
+        self.produce = produce
         self._comment_s = comment_s
         self._comment = comment + b"\n\n"
         self.ids = ids
@@ -393,12 +451,12 @@ class EventStream(Response):
                 elif anyio.current_time() >= sent_at + every_s:
                     await send_part(self._comment)
 
-        with suppress(ClientDisconnect):
-            async with connected(receive):
+        with suppress(ClientLeft):
+            async with connected(partial(_left, receive)):
                 async with task_group() as group:
                     if self._comment_s is not None:
                         group.start_soon(comment, self._comment_s)
-                    await self._produce(send_event)
+                    await self.produce(send_event)
                     group.cancel_scope.cancel()
                 await begin()
                 await send({"type": "http.response.body", "body": b"", "more_body": False})

@@ -14,8 +14,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ...config import GatewayConfig, RequestError
 from ...config.logger import get_logger
-from ..serving.measures import Reason
-from .http import Respond, respond_plainly
+from .http import Respond, call_of, respond_plainly
+from .measures import Reason
 
 PROBES = frozenset(
     (
@@ -39,8 +39,6 @@ _RESERVED_FILES = 256
 UNCOUNTED_BYTES = 1 << 16
 """The first bytes of a body, which always have room, so that a small request never waits for large
 ones. The server reads about as much of each before its application does."""
-
-_HELD = "held_bytes"
 
 
 class ConnectionLimits(NamedTuple):
@@ -105,17 +103,6 @@ class HeldBytes:
         self.counted += more
 
 
-def hold(scope: Scope, more_bytes: int) -> None:
-    """Count bytes made of a request's body until it is answered.
-
-    Raises:
-        Overloaded: There is no room for them.
-    """
-    held: HeldBytes | None = scope.get("state", {}).get(_HELD)
-    if held is not None:
-        held.add(more_bytes)
-
-
 @dataclass(eq=False)
 class RequestLimits:
     """ASGI: answers calls beyond the limits with 429, but for probes.
@@ -149,9 +136,9 @@ class RequestLimits:
                 size = int(length) if length.isdecimal() else 0
                 held = stack.enter_context(self.entered(size))
             except Overloaded as refusal:
-                await self.respond(scope, refusal)(scope, receive, send)
+                await self.respond(call_of(scope), refusal)(scope, receive, send)
                 return
-            scope.setdefault("state", {})[_HELD] = held
+            call_of(scope).hold = held.add
 
             async def receive_counted() -> Message:
                 message = await receive()

@@ -14,13 +14,12 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from ...config import GatewayConfig
-from ..policy.audit import AuditLog
-from ..serving.measures import Measures
 from .callers import only_known_callers
-from .calls import ObservedCalls
+from .calls import ObservedCalls, OnCall
 from .connections import LINGER_S, Connection, Connections
 from .http import DEFAULT_RETRY_S, EngineError, Respond, respond_plainly
 from .limits import RequestLimits, limits_here
+from .measures import Measures
 from .tls import Certificates, Handshake
 
 BACKLOG = 2048
@@ -57,9 +56,9 @@ class HttpServer(uvicorn.Server):
         app: ASGIApp,
         config: GatewayConfig,
         measures: Measures | None = None,
-        audit: AuditLog | None = None,
+        on_call: OnCall | None = None,
     ) -> None:
-        """`measures`, `audit`: None for none."""
+        """`measures`: None for none; `on_call`: as of `ObservedCalls`."""
         measures = measures or Measures()
         self.most = limits_here(config)
         respond: Respond = getattr(app, "respond", respond_plainly)
@@ -68,7 +67,7 @@ class HttpServer(uvicorn.Server):
         # Calls of an application without routes have no route.
         routes = [each.path for each in getattr(app, "routes", ()) if isinstance(each, Route)]
         known = only_known_callers(self.limits, config, measures, respond)
-        self.calls = ObservedCalls(known, measures, routes, config.access_log, audit)
+        self.calls = ObservedCalls(known, measures, routes, config.access_log, on_call)
         entrance = getattr(app, "entrance", None)
         self.entrance: ASGIApp = entrance(self.calls) if entrance else self.calls
         self._swept_s = 0.0

@@ -12,8 +12,8 @@ from cryptography import x509
 
 from ...config import ConfigError, GatewayConfig
 from ...config.logger import get_logger
-from ..serving.measures import Reason
 from .connections import Connection, Connections, Phase, set_socket
+from .measures import Reason
 
 SHUTDOWN_S = 2.0
 """Time for a client's close_notify."""

@@ -13,14 +13,12 @@ from ...text.conversation import Turn as Turn
 from ...text.conversation import check_variables, names_read, render_conversation, tools_read
 from ...text.messages import EFFORT, SWITCHES, MessageFormat, Tool, asked_to_reason, opening_of
 from ..server.http import FieldError
+from .capacity import Capacity
 from .images import sources_in, text_in, without_sources
-from .turns import Turns
 from .words import LazyWords, Words
 
 AT_ONCE = 3
 """Templates that run at a time. Each keeps a core busy, and one tenant alone has two."""
-
-_PLACE = "conversation"
 
 
 class Reasoning(msgspec.Struct, frozen=True, kw_only=True):
@@ -85,14 +83,14 @@ class ChatTemplates:
         words: LazyWords,
         max_model_len: Callable[[], Awaitable[int]],
         timeout_s: float,
-        turns: Turns,
+        capacity: Capacity,
     ) -> None:
-        """Args: the tokenizer, the most tokens of a prompt, the time limit, and `AT_ONCE` places
+        """Args: the tokenizer, the most tokens of a prompt, the time limit, and `AT_ONCE` slots
         shared by tenants."""
         self._words = words
         self._max_model_len = max_model_len
         self._workers = TemplateWorkers(AT_ONCE, timeout_s)
-        self._turns = turns
+        self._capacity = capacity
         self._threads = anyio.CapacityLimiter(AT_ONCE)
 
     async def start(self) -> None:
@@ -128,12 +126,8 @@ class ChatTemplates:
             opening = opening_of(form, text) if form is not None and begun else ""
             return Rendered(prompt, opening)
 
-        with self._turns.wait(tenant, [_PLACE]) as call:
-            await call.take(_PLACE)
-            try:
-                return await anyio.to_thread.run_sync(work, limiter=self._threads)
-            finally:
-                self._turns.give_back(tenant)
+        async with self._capacity.slot(tenant):
+            return await anyio.to_thread.run_sync(work, limiter=self._threads)
 
     def _rendered(
         self, words: Words, conversation: Conversation, form: MessageFormat | None

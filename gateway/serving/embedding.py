@@ -7,14 +7,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
-from starlette.requests import Request
-from starlette.responses import Response
 
 from ...bus.public import Completion, EmbedParams, GenerateRequest, Output
 from ...config import RequestError
 from ...pipeline.scoring import EmbeddedPrompt, embed_request, embedded_prompt
-from ..server.http import EngineError, connected
-from .origin import Origin, origin_of
+from ..call import Call
+from ..server.http import EngineError, Response, connected
 from .prepared import check_request
 from .services import Services
 from .submissions import ENDED_EARLY
@@ -64,29 +62,29 @@ class EmbedCall(msgspec.Struct, frozen=True, kw_only=True):
 
 
 async def embed_all(
-    services: Services, origin: Origin, call: EmbedCall, prompts: Sequence[Prompt]
+    services: Services, call: Call, wanted: EmbedCall, prompts: Sequence[Prompt]
 ) -> list[EmbeddedPrompt]:
     """Return the vectors of a call's prompts, in order. The first error ends the others.
 
     Raises:
         NanoInferenceError: A prompt was refused, or the engine has failed.
     """
-    requests = call.requests(prompts, origin.tenant)
+    requests = wanted.requests(prompts, call.tenant)
     for request in requests:
-        services.submissions.check_priority(origin.caller, request, lower_first=call.lower_first)
+        services.submissions.check_priority(call.caller, request, lower_first=wanted.lower_first)
         await check_request(services, request)
 
     async def take(index: int, output: Output) -> None:
         if isinstance(output, Completion) and output.error is not None:
             raise EngineError(ENDED_EARLY.message, code=ENDED_EARLY.code)
 
-    return list(map(embedded_prompt, await services.submissions.run(origin, requests, take)))
+    return list(map(embedded_prompt, await services.submissions.run(call, requests, take)))
 
 
 async def answer_embedded(
-    request: Request,
+    call: Call,
     services: Services,
-    call: EmbedCall,
+    wanted: EmbedCall,
     prompts: Sequence[Prompt],
     write: Callable[[list[EmbeddedPrompt], dict[str, Any]], Any],
 ) -> Response:
@@ -105,12 +103,12 @@ async def answer_embedded(
             "send several calls",
             code="too_many_prompts",
         )
-    origin = origin_of(request, call.budget_ms, call.model)
-    async with connected(request.receive):
-        embedded = await embed_all(services, origin, call, prompts)
+    call.begin(wanted.budget_ms, wanted.model)
+    async with connected(call.cancelled):
+        embedded = await embed_all(services, call, wanted, prompts)
 
         def written() -> bytes:
-            return msgspec.json.encode(write(embedded, call_usage(origin.account)))
+            return msgspec.json.encode(write(embedded, call_usage(call.account)))
 
         numbers = sum(len(each.vector) for each in embedded)
         body = await services.words.process(numbers // _NUMBERS, written)

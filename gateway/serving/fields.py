@@ -7,9 +7,9 @@ from functools import cache
 from typing import Any, NamedTuple, TypeVar, get_args
 
 import msgspec
-from starlette.requests import Request
 
 from ...config import MAX_INT64, Config, field_name, nearest, told_of
+from ..call import Call
 from ..server.http import FieldError, convert
 
 T = TypeVar("T")
@@ -148,13 +148,13 @@ def engine_priority(lower_first: int) -> int:
     return min(-lower_first, MAX_INT64)
 
 
-def read_query(request: Request, kind: type[T]) -> T:
+def read_query(call: Call, kind: type[T]) -> T:
     """Read the query of a call's address; see `read_part`. An empty value is a default.
 
     Raises:
         FieldError: unsupported, or invalid_request for a value that is not accepted.
     """
-    given = {name: value for name, value in request.query_params.items() if value}
+    given = {name: value for name, value in call.query.items() if value}
     known = kind.__struct_fields__  # type: ignore[attr-defined]
     check_fields(
         {name: value for name, value in given.items() if name in known or value not in _FALSE},

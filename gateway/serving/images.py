@@ -13,7 +13,7 @@ from ...media.fetch import ImageFetcher
 from ...media.turns import FairDecoder
 from ...text.forgiving_base64 import decode_base64
 from ..server.http import field_error
-from .turns import Turns
+from .capacity import Capacity
 from .words import LazyWords, Words
 
 FETCHES = 8
@@ -123,12 +123,12 @@ def text_in(turn: dict[str, Any]) -> str:
 class Images:
     """Loads the images of calls, and expands prompts with them where an answer shows the tokens."""
 
-    def __init__(self, config: ImagesConfig, model_name: str, turns: Turns) -> None:
-        """Args: limits, the model's name, and `FETCHES` places shared by tenants."""
+    def __init__(self, config: ImagesConfig, model_name: str, capacity: Capacity) -> None:
+        """Args: limits, the model's name, and `FETCHES` slots shared by tenants."""
         self._config, self._model_name = config, model_name
         self._fetcher = ImageFetcher(config)
         self._decoder = FairDecoder(ImageDecoder(config), config)
-        self._turns = turns
+        self._capacity = capacity
 
     def check(self, sources: Sequence[ImageSource], words: Words) -> None:
         """Check images before they are loaded.
@@ -168,12 +168,8 @@ class Images:
         for source in sources:
             data = source.data
             if source.url:
-                with self._turns.wait(tenant, [source.where]) as call:
-                    await call.take(source.where)
-                    try:
-                        data = await self._fetcher.fetch(source.url, source.where)
-                    finally:
-                        self._turns.give_back(tenant)
+                async with self._capacity.slot(tenant):
+                    data = await self._fetcher.fetch(source.url, source.where)
             found.append(data)
         return tuple(ImageInput(data=data) for data in found)
 

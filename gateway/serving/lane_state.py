@@ -16,8 +16,8 @@ from ...pipeline.client import BusClient
 from ...pipeline.models import adapters_of, admits, expert_owners
 from ...store.board import LoadedAdapter
 from ...text.context_length import longest_context_of
-from ..policy.caller import Caller, check_allowed
-from .origin import Origin
+from ..call import Call
+from ..caller import Caller, check_allowed
 
 T = TypeVar("T")
 
@@ -190,12 +190,10 @@ class ServedModels:
             raise unknown_model(model, self.default, *adapters)
 
     @asynccontextmanager
-    async def admit(
-        self, origin: Origin, requests: Sequence[GenerateRequest]
-    ) -> AsyncIterator[None]:
+    async def admit(self, call: Call, requests: Sequence[GenerateRequest]) -> AsyncIterator[None]:
         """As a link of the policy: refuse requests for an unknown model."""
         for request in requests:
-            await self.check(request.model, origin.caller)
+            await self.check(request.model, call.caller)
         yield
 
     async def wait_for(self, id: str, *, loaded: bool) -> None:

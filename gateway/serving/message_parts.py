@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple
 from ...bus.public import CompletionChunk, CompletionSample, FinishReason, TokenLogprob
 from ...config import SamplingParams
 from ...text.messages import Delta, MessageFormat, MessageReader, Reading, ToolCall
-from .measures import Measures
+from ..server.measures import Measures
 from .samples import rest_of
 from .words import Words, is_stop_token
 

@@ -8,16 +8,15 @@ from functools import partial
 from typing import NamedTuple
 
 from msgspec.structs import replace
-from starlette.requests import Request
 
 from ...bus.public import GenerateRequest, ImageInput
 from ...config import NanoInferenceError, SamplingParams
 from ...text.grammar import check_size
 from ...text.messages import MessageFormat, Reading, ToolUse, constraint_of
+from ..call import Call
 from ..server.http import FieldError, connected, field_error
 from .chat_templates import Conversation, reasoning_asked
 from .images import sources_in
-from .origin import tenant_of
 from .services import Services
 
 
@@ -92,7 +91,7 @@ async def check_request(
 
 
 async def prepare(
-    request: Request,
+    call: Call,
     services: Services,
     conversation: Conversation,
     use: ToolUse,
@@ -114,10 +113,10 @@ async def prepare(
     Raises:
         RequestError: As `ChatTemplates.render`, and `Images`; unsupported: the model's format lacks
             calls or reasoning; invalid_constraint.
-        ClientDisconnect: The client has left; other templates may be rendered first.
+        ClientLeft: The client has left; other templates may be rendered first.
     """
     words = services.words
-    async with connected(request.receive):
+    async with connected(call.cancelled):
         form = await words.message_format()
         reasons = form is not None and form.reads_reasoning
         reasoning = conversation.reasoning
@@ -130,7 +129,7 @@ async def prepare(
         if sampling.constraint is not None:
             # As admission does, before a grammar of megabytes is parsed.
             check_size(sampling.constraint, services.config.admission.max_constraint_bytes)
-        tenant, sources = tenant_of(request), sources_in(conversation.turns)
+        tenant, sources = call.tenant, sources_in(conversation.turns)
         services.images.check(sources, await words.required())
         rendered = await services.templates.render(replace(conversation, tools=use.usable), tenant)
         images = await services.images.load(sources, tenant)

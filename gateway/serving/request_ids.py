@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..policy.caller import Caller
+from ..caller import Caller
 
 
 def bus_id(caller: Caller, name: str) -> str:

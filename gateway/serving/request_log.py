@@ -12,7 +12,7 @@ import msgspec
 from ...bus.public import Completion, GenerateRequest, Output
 from ...config.logger import get_logger
 from ...telemetry import Metrics, instruments, now_ns
-from ..policy.caller import ANYBODY, Caller, may_use
+from ..caller import ANYBODY, Caller, may_use
 from .request_ids import ids_of, name_of
 
 MOST_REQUESTS = 10_000

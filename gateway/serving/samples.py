@@ -12,9 +12,9 @@ import msgspec
 
 from ...bus.public import Completion, CompletionChunk, CompletionSample, GenerateRequest, Output
 from ...config import NanoInferenceError
+from ..call import Call
 from ..server.http import task_group
 from .durable_calls import Attachment
-from .origin import Origin
 from .submissions import Submissions
 
 MOST_UNSENT = 4096
@@ -176,7 +176,7 @@ class SampleChunks(UnsentOutputs):
 
 async def stream_unsent(
     submissions: Submissions,
-    origin: Origin,
+    call: Call,
     request: GenerateRequest,
     unsent: UnsentOutputs,
     attachment: Attachment | None = None,
@@ -186,7 +186,7 @@ async def stream_unsent(
     Raises:
         NanoInferenceError: The engine did not do it, or its outputs could not be sent.
     """
-    run = partial(submissions.run, origin, [request], unsent.take, attachment)
+    run = partial(submissions.run, call, [request], unsent.take, attachment)
     return (await unsent.send_while(run))[0]
 
 

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import InitVar, dataclass
 
 from ...config import Config, RequestError
 from ...pipeline.client import BusClient
 from ...text.messages import find_format
-from ..policy.policy import Policy
+from ..server.measures import Measures
+from .capacity import Capacity
+from .chain import PolicyChain
 from .chat_templates import AT_ONCE, ChatTemplates
 from .durable_calls import DurableCalls
 from .images import FETCHES, Images
 from .lane_state import Readiness, ServedModels
-from .measures import Measures
+from .request_log import RequestLog
 from .submissions import Submissions
-from .turns import Turns
 from .words import LazyWords
+
+ChainOf = Callable[[BusClient, Config, LazyWords, ServedModels], PolicyChain]
+"""Returns the policy chain of a model's calls."""
 
 
 @dataclass(eq=False)
@@ -31,6 +36,7 @@ class Services:
         config: The settings of the model.
         measures: Spans and metrics.
         readiness: Whether the model takes requests.
+        request_log: The last requests, for the console; None without it.
         words: The tokenizer, and the format of messages.
         served: The names that requests may give in `model`.
         chain: The policy chain of the model's calls.
@@ -43,26 +49,27 @@ class Services:
 
     engine: BusClient
     config: Config
-    policy: InitVar[Policy]
+    chain_of: InitVar[ChainOf]
     measures: Measures
     readiness: Readiness
+    request_log: RequestLog | None
 
-    def __post_init__(self, policy: Policy) -> None:
+    def __post_init__(self, chain_of: ChainOf) -> None:
         engine, config, measures = self.engine, self.config, self.measures
         gateway = config.gateway
         find_format(gateway.message_format, None, "", "")
         self.words = LazyWords(config.engine.model_folder, gateway.message_format)
         self.served = ServedModels(engine, config)
-        self.chain = policy.chain_of(
-            engine, config, self.words, self.served, one_of_several=bool(config.bus.model)
+        self.chain = chain_of(engine, config, self.words, self.served)
+        self.submissions = Submissions(
+            engine, config, measures, self.readiness, self.chain, self.request_log
         )
-        self.submissions = Submissions(engine, config, measures, self.readiness, self.chain)
         self.length = self.submissions.length
-        fetches = Turns(FETCHES, gateway.max_waiting, measures)
+        fetches = Capacity(FETCHES, gateway.max_waiting, measures)
         self.images = Images(config.images, config.engine.model_name, fetches)
-        turns = Turns(AT_ONCE, gateway.max_waiting, measures)
+        rendering = Capacity(AT_ONCE, gateway.max_waiting, measures)
         self.templates = ChatTemplates(
-            self.words, self.length.get, gateway.template_timeout_s, turns
+            self.words, self.length.get, gateway.template_timeout_s, rendering
         )
         self.durable = DurableCalls(engine, config)
 

@@ -25,17 +25,17 @@ from ...config import BusError, Config, NanoInferenceError, RequestError, prompt
 from ...pipeline.client import BusClient
 from ...stages.admission.checks import MAX_PRIORITY
 from ...telemetry import instruments, names, now_ns
-from ..policy.caller import Caller, may_use
-from ..policy.chain import PolicyChain
+from ..call import Account, Call
+from ..caller import Caller, may_use
 from ..server.http import DEFAULT_RETRY_S, EngineError, field_error, task_group
-from .account import Account
+from ..server.measures import Measures
+from .capacity import Capacity, Ticket
+from .chain import PolicyChain
 from .durable_calls import Attachment
 from .lane_state import DRAINING, ModelLength, Readiness
-from .measures import Measures
-from .origin import Origin
 from .request_ids import concerns, ids_of, name_of
+from .request_log import RequestLog
 from .times import with_http
-from .turns import Turns, WaitingCall
 
 AT_ONCE = 16
 """Prompts that are prepared, or begun, before the event loop serves others."""
@@ -69,10 +69,9 @@ class _Owner:
 class _TooLate(EngineError):
     """A call's deadline came before all of its requests were in the pipeline."""
 
-    def __init__(self, origin: Origin) -> None:
+    def __init__(self, call: Call) -> None:
         message = (
-            f"the call's time ({origin.limited_by}) was over before all of it could run; give it "
-            "more"
+            f"the call's time ({call.limited_by}) was over before all of it could run; give it more"
         )
         super().__init__(message, code="expired")
 
@@ -83,6 +82,7 @@ class Submissions:
 
     Attributes:
         length: Most tokens of a prompt with its completion.
+        log: The last requests, for the console; None without it.
     """
 
     engine: BusClient
@@ -90,11 +90,12 @@ class Submissions:
     measures: Measures
     readiness: Readiness
     policy: PolicyChain
+    log: RequestLog | None = None
 
     def __post_init__(self) -> None:
         config = self.config
         self.length = ModelLength(self.engine, config)
-        self._turns = Turns(config.gateway_places, config.gateway.max_waiting, self.measures)
+        self._capacity = Capacity(config.gateway_places, config.gateway.max_waiting, self.measures)
         self._count_lanes_at = 0.0
         # Several connections may be attached to one.
         self._request_ids: Counter[str] = Counter()
@@ -110,7 +111,7 @@ class Submissions:
     @property
     def waiting(self) -> int:
         """The number of requests that wait for a place."""
-        return self._turns.waiting
+        return self._capacity.waiting
 
     @property
     def idle(self) -> bool:
@@ -143,17 +144,17 @@ class Submissions:
 
     async def _end(self, request_ids: Collection[str]) -> None:
         waiting = self._owners.keys() - self._request_ids.keys()
-        self._turns.end(request_ids.__contains__)
+        self._capacity.end(request_ids.__contains__)
         for each in sorted(set(request_ids) - waiting):
             await self.engine.cancel(each)
 
     def end_waiting(self, call_id: str) -> None:
         """End a call's waiting requests."""
-        self._turns.end(partial(concerns, call_id))
+        self._capacity.end(partial(concerns, call_id))
 
     async def abort_all(self) -> None:
         """End all waiting requests, and all requests in the pipeline, of any client."""
-        self._turns.end(lambda request_id: True)
+        self._capacity.end(lambda request_id: True)
         await self.engine.cancel_all()
 
     def check_ready(self) -> None:
@@ -238,7 +239,7 @@ class Submissions:
 
     async def run(
         self,
-        origin: Origin,
+        call: Call,
         requests: Sequence[GenerateRequest],
         take: Take | None = None,
         attachment: Attachment | None = None,
@@ -266,7 +267,7 @@ class Submissions:
 
         async def run(index: int, begun: bool, placed: bool) -> None:
             try:
-                made = self._outputs(origin, requests[index], begun, attachment, before(index))
+                made = self._outputs(call, requests[index], begun, attachment, before(index))
                 async with aclosing(made) as outputs:
                     async for output in outputs:
                         if isinstance(output, Completion):
@@ -278,30 +279,39 @@ class Submissions:
                         await anyio.lowlevel.checkpoint()
             finally:
                 if placed:
-                    self._turns.give_back(origin.tenant)
+                    self._capacity.give_back(call.tenant)
 
         waiting: dict[str, int] = {}
         new = [request for request in requests if request.request_id not in published]
-        with self._owned(origin, requests, owned, attachment is not None):
-            async with self.policy.admitted(origin, new), task_group() as group:
+        with self._owned(call, requests, owned, attachment is not None):
+            async with self.policy.admitted(call, new), task_group() as group:
                 for index, request in enumerate(requests):
                     if request.request_id in published:
                         group.start_soon(run, index, True, False)
                     else:
                         waiting[request.request_id] = index
-                with self._turns.wait(origin.tenant, list(waiting)) as call:
+                with self._capacity.wait(call.tenant, list(waiting)) as ticket:
                     await self._count_lanes()
                     for number, (request_id, index) in enumerate(waiting.items()):
-                        begun = await _take(call, request_id, origin)
+                        begun = await self._take(ticket, request_id, call)
                         group.start_soon(run, index, begun, begun)
                         if number % AT_ONCE == 0 or group.cancel_scope.cancel_called:
                             await anyio.lowlevel.checkpoint()
         return [completion for _, completion in sorted(completions.items())]
 
+    async def _take(self, ticket: Ticket, request_id: str, call: Call) -> bool:
+        """As `Capacity.take`, until the call's deadline."""
+        left_ns = call.left_ns
+        try:
+            with anyio.fail_after(None if left_ns is None else max(0, left_ns) / 1e9):
+                return await self._capacity.take(ticket, request_id)
+        except TimeoutError:
+            raise _TooLate(call) from None
+
     @contextmanager
     def _owned(
         self,
-        origin: Origin,
+        call: Call,
         requests: Sequence[GenerateRequest],
         owned: dict[str, _Owner],
         attached: bool,
@@ -318,23 +328,23 @@ class Submissions:
                 that request nor its line in the log changes.
         """
         model = self.config.engine.model_name
-        code, message, log = "", "", self.measures.requests
+        code, message, log = "", "", self.log
         try:
             if not attached:
-                self._check_new(origin, requests)
+                self._check_new(call, requests)
             for each in requests:
-                owner = _Owner(origin.tenant, each.model or model)
+                owner = _Owner(call.tenant, each.model or model)
                 owner = owned[each.request_id] = self._owners.setdefault(each.request_id, owner)
                 owner.connections += 1
             if log is not None:
-                arrived_ns = origin.account.arrived_ns
-                log.arrived(origin.tenant, requests, model, arrived_ns, origin.caller)
+                arrived_ns = call.account.arrived_ns
+                log.arrived(call.tenant, requests, model, arrived_ns, call.caller)
             yield
         except NanoInferenceError as error:
             if isinstance(error, _TooLate):
                 self.measures.refused("expired")
             code, message = error.code, error.message
-            origin.account.code = code
+            call.account.code = code
             raise
         finally:
             left = [each for each in list(owned) if self._leave(each, owned)]
@@ -352,18 +362,18 @@ class Submissions:
         del self._owners[request_id]
         return True
 
-    def _check_new(self, origin: Origin, requests: Sequence[GenerateRequest]) -> None:
+    def _check_new(self, call: Call, requests: Sequence[GenerateRequest]) -> None:
         for each in requests:
             if each.request_id in self._owners:
                 raise RequestError(
-                    f"a request {shown(name_of(origin.caller, each.request_id))} of yours is in "
+                    f"a request {shown(name_of(call.caller, each.request_id))} of yours is in "
                     "flight here; take another id, or wait for its end",
                     code="duplicate_request",
                 )
 
     async def _outputs(
         self,
-        origin: Origin,
+        call: Call,
         request: GenerateRequest,
         begun: bool,
         attachment: Attachment | None,
@@ -383,26 +393,26 @@ class Submissions:
                 usage=Usage(time={}, billed_ns=0),
                 timings=Timings(finished_ns=now_ns()),
             )
-            yield with_http(end, origin.account)
+            yield with_http(end, call.account)
             return
-        if not published and (left_ns := origin.left_ns) is not None:
+        if not published and (left_ns := call.left_ns) is not None:
             if left_ns <= 0:
-                raise _TooLate(origin)
+                raise _TooLate(call)
             request = msgspec.structs.replace(request, budget_ns=left_ns)
-        if not published and request.priority > (most := self._max_priority(origin.caller)):
+        if not published and request.priority > (most := self._max_priority(call.caller)):
             request = msgspec.structs.replace(request, priority=most)
         if not published and self._model:
             labels = {names.REQUEST_MODEL: self._model}
             self.measures.metrics.record(instruments.MODEL_ROUTES, 1, labels)
-        log = self.measures.requests
+        log = self.log
         if log is not None:
             log.began(request.request_id)
         with self._counted(request.request_id):
             submit = self.engine.submit if attachment is None else attachment.outputs
             # A durable call goes on after this, and a call without a stream has no chunks to count.
             is_counted = attachment is None and request.stream
-            made = _accounted(origin.account, request, submit(request, origin.trace), is_counted)
-            allowed = self.policy.outputs(origin, request, made, before)
+            made = _accounted(call.account, request, submit(request, call.trace), is_counted)
+            allowed = self.policy.outputs(call, request, made, before)
             async with aclosing(allowed) as outputs:
                 async for output in outputs:
                     if log is not None:
@@ -412,14 +422,14 @@ class Submissions:
                     yield output
 
     async def filtered_end(
-        self, origin: Origin, request: GenerateRequest, end: Completion, before: str = ""
+        self, call: Call, request: GenerateRequest, end: Completion, before: str = ""
     ) -> Output:
         """Filter the end of a request that was found on the bus; `before` as for `run`."""
 
         async def found() -> AsyncGenerator[Output, None]:
             yield end
 
-        async with aclosing(self.policy.outputs(origin, request, found(), before)) as outputs:
+        async with aclosing(self.policy.outputs(call, request, found(), before)) as outputs:
             async for output in outputs:
                 return output
         return end
@@ -447,7 +457,7 @@ class Submissions:
         if self.config.gateway.max_in_flight is None:
             with suppress(BusError):
                 lanes = {report.lane for report in await self.engine.reports()}
-                self._turns.resize(self.config.gateway_places * max(1, len(lanes)))
+                self._capacity.resize(self.config.gateway_places * max(1, len(lanes)))
 
 
 async def _accounted(
@@ -468,16 +478,6 @@ async def _accounted(
             elif (seen := left[request_id]) is not None:
                 left[request_id] = seen + len(output.token_ids)
             yield output
-
-
-async def _take(call: WaitingCall, request_id: str, origin: Origin) -> bool:
-    """As `WaitingCall.take`, until the call's deadline."""
-    left_ns = origin.left_ns
-    try:
-        with anyio.fail_after(None if left_ns is None else max(0, left_ns) / 1e9):
-            return await call.take(request_id)
-    except TimeoutError:
-        raise _TooLate(origin) from None
 
 
 def _check(completion: Completion) -> None:

@@ -10,7 +10,7 @@ import msgspec
 from ...bus.public import Completion
 from ...bus.times import CAUSES
 from ...telemetry import now_ns
-from .account import Account
+from ..call import Account
 
 
 def with_http(completion: Completion, account: Account) -> Completion:

@@ -29,8 +29,8 @@ from nano_inference.bus.recipes import has_id
 from nano_inference.bus.weights import StagedWeights, WeightsSource
 from nano_inference.config import BusConfig, BusError, Config, NanoInferenceError, load_config
 from nano_inference.gateway.app import GatewayApp, make_app
+from nano_inference.gateway.server.measures import Measures
 from nano_inference.gateway.serving.lane_state import Readiness
-from nano_inference.gateway.serving.measures import Measures
 from nano_inference.pipeline.client import BusClient
 from nano_inference.store.board import StageReport
 from nano_inference.store.store import memory_store

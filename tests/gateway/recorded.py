@@ -6,7 +6,7 @@ from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from nano_inference.config import TelemetryConfig
-from nano_inference.gateway.serving.measures import Measures
+from nano_inference.gateway.server.measures import Measures
 from nano_inference.telemetry import setup_tracing
 from nano_inference.telemetry.instruments import GATEWAY_REFUSED, Instrument
 

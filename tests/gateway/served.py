@@ -12,8 +12,8 @@ from typing import TypeVar
 
 from nano_inference.config import Config, GatewayConfig
 from nano_inference.gateway.app import make_app
+from nano_inference.gateway.server.measures import Measures
 from nano_inference.gateway.server.server import HttpServer
-from nano_inference.gateway.serving.measures import Measures
 
 from .fake import FakeEngine
 

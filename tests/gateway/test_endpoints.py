@@ -12,10 +12,10 @@ import pytest
 from nano_inference.config import BusError, GatewayConfig, PipelineConfig, TelemetryConfig
 from nano_inference.gateway import endpoints
 from nano_inference.gateway.server.limits import PROBES
+from nano_inference.gateway.server.measures import Measures
 from nano_inference.gateway.server.server import HttpServer
 from nano_inference.gateway.serving import lane_state as readiness_module
 from nano_inference.gateway.serving.lane_state import DRAINING, Readiness
-from nano_inference.gateway.serving.measures import Measures
 from nano_inference.store.board import StageReport
 from nano_inference.telemetry import setup_metrics
 from nano_inference.telemetry.instruments import QUEUE_DEPTH

@@ -21,7 +21,7 @@ from nano_inference.text.images import ImageProcessor
 from ..errors import raises
 from ..media.pictures import picture, saved
 from ..media.test_fetch import Local, ok
-from ..pipeline.kserve import infer_request, origin, service_of
+from ..pipeline.kserve import a_call, infer_request, service_of
 from ..text.processors import FAMILIES, save_model
 from .fake import Client, FakeEngine, app_of, data_of, http_of
 
@@ -225,12 +225,12 @@ async def test_kserve_takes_images_as_a_tensor(
     }
     for model, prompt in prompts.items():
         request = infer_request(model, image=data, **prompt)
-        await service.infer_once(origin(), request)
+        await service.infer_once(a_call(), request)
         assert engine.requests[-1].images == (ImageInput(data=FILE),)
     many = [base64.b64encode(FILE).decode()] * 3
     request = infer_request(name, image=many, text_input="a")
     with raises("too_many_images"):
-        await service.infer_once(origin(), request)
+        await service.infer_once(a_call(), request)
 
 
 # --- refusals ----------------------------------------------------------------------------------

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from nano_inference.bus.public import Completion, Timings, Usage
+from nano_inference.gateway.call import Account
 from nano_inference.gateway.serving import times
-from nano_inference.gateway.serving.account import Account
 from nano_inference.gateway.serving.times import call_usage, time_usage, with_http
 
 IN_PIPELINE = {"queue": 20, "own_decode": 300, "delivery": 10}

@@ -11,12 +11,12 @@ import numpy as np
 from nano_inference.config import Config
 from nano_inference.gateway.api.kserve.repository import open_service
 from nano_inference.gateway.api.kserve.service import InferenceService
-from nano_inference.gateway.policy.chain import PolicyChain
+from nano_inference.gateway.call import Call
+from nano_inference.gateway.caller import ANYBODY
 from nano_inference.gateway.policy.policy import Policy
-from nano_inference.gateway.serving.account import Account
+from nano_inference.gateway.server.measures import Measures
+from nano_inference.gateway.serving.chain import PolicyChain
 from nano_inference.gateway.serving.lane_state import Readiness
-from nano_inference.gateway.serving.measures import Measures
-from nano_inference.gateway.serving.origin import Origin
 from nano_inference.gateway.serving.services import Services
 from nano_inference.kserve.tensors import (
     DTYPES,
@@ -27,7 +27,6 @@ from nano_inference.kserve.tensors import (
     RequestedOutput,
 )
 from nano_inference.pipeline.client import BusClient
-from nano_inference.telemetry import TraceContext
 
 
 def service_of(
@@ -40,13 +39,22 @@ def service_of(
 def services_of(client: BusClient, config: Config, policy: PolicyChain | None = None) -> Services:
     """Return what the engine's models share."""
     measures = Measures()
-    made = Services(client, config, Policy(client, config, measures), measures, Readiness(client))
+    made = Services(
+        client,
+        config,
+        Policy(client, config, measures).chain_of,
+        measures,
+        Readiness(client),
+        None,
+    )
     made.submissions.policy = policy or PolicyChain()
     return made
 
 
-def origin(tenant: str = "default", deadline_ns: int | None = None, **more: Any) -> Origin:
-    return Origin(tenant, TraceContext(), deadline_ns, Account(), **more)
+def a_call(tenant: str = "default", deadline_ns: int | None = None, **more: Any) -> Call:
+    call = Call(deadline_ns=deadline_ns, **{"caller": ANYBODY, **more})
+    call.tenant = tenant
+    return call
 
 
 def tensor(name: str, found: Any) -> NamedTensor:
@@ -97,7 +105,7 @@ def as_lists(response: InferResponse) -> dict[str, Any]:
 
 
 async def stream(
-    service: InferenceService, request: InferRequest, whose: Origin | None = None
+    service: InferenceService, request: InferRequest, whose: Call | None = None
 ) -> list[InferResponse]:
     """All answers to a call that takes many."""
     found: list[InferResponse] = []
@@ -105,5 +113,5 @@ async def stream(
     async def respond(response: InferResponse) -> None:
         found.append(response)
 
-    await service.infer(whose or origin(), request, respond, many=True)
+    await service.infer(whose or a_call(), request, respond, many=True)
     return found

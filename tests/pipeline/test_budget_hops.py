@@ -25,7 +25,7 @@ from nano_inference.bus.messages import AdmittedRequest
 from nano_inference.bus.redis.requests import RedisRequests
 from nano_inference.bus.steps import StepPlan, StepSummary
 from nano_inference.gateway.api.kserve.service import InferenceService
-from nano_inference.gateway.serving.origin import Origin
+from nano_inference.gateway.call import Call
 from nano_inference.gateway.serving.submissions import Submissions
 from nano_inference.kserve import InferRequest, KServeClient, NamedTensor, text_tensor
 from nano_inference.kserve.parameters import TIMEOUT_NS_PARAM
@@ -59,8 +59,8 @@ AHEAD = {"client": 7, "gateway": 70, "admission": 700, "fairness": 7000, "batchi
 CLOCKS = {
     "client": ("kserve.client.monotonic_ns",),
     "gateway": (
-        "gateway.server.calls.now_ns",
-        "gateway.serving.origin.now_ns",
+        "gateway.server.http.now_ns",
+        "gateway.call.now_ns",
         "gateway.api.kserve.service.now_ns",
     ),
     "admission": ("stages.admission.stage.now_ns", "stages.admission.judging.now_ns"),
@@ -148,7 +148,7 @@ class Followed:
 def follow_the_front(followed: Followed) -> None:
     """The client and the gateway."""
 
-    def arrived(origin: Origin, request: InferRequest, *rest: Any) -> None:
+    def arrived(call: Call, request: InferRequest, *rest: Any) -> None:
         left_ns = request.parameters[TIMEOUT_NS_PARAM]
         assert isinstance(left_ns, int)
         followed.came("gateway", left_ns)

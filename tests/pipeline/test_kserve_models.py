@@ -14,7 +14,7 @@ from nano_inference.gateway.api.kserve.service import InferenceService
 
 from . import reference
 from .conftest import config_maker
-from .kserve import arrays, infer_request, origin, service_of
+from .kserve import a_call, arrays, infer_request, service_of
 
 LENGTH = 256
 # Deterministic, so that the bits do not depend on the batch.
@@ -58,7 +58,7 @@ async def test_token_ids_output_has_logprobs_and_versions(
     request = infer_request(
         "tiny.tokens", input_ids=prompt_ids(), sampling_parameters=SAMPLING | {"n": 3}
     )
-    found = arrays(await service.infer_once(origin(), request))
+    found = arrays(await service.infer_once(a_call(), request))
     lengths = [len(each.token_ids) for each in wanted.samples]
     assert len(set(lengths)) > 1, "some are padded"
     assert found["num_output_tokens"].tolist() == lengths
@@ -82,7 +82,7 @@ async def test_kserve_scores_equal_the_pipeline_s(
     completion_ids = [21, 22, 40]
     (wanted,) = await pipeline.score([prompt_ids()], [completion_ids])
     request = infer_request("tiny.score", prompt_ids=prompt_ids(), completion_ids=completion_ids)
-    found = arrays(await service.infer_once(origin(), request))
+    found = arrays(await service.infer_once(a_call(), request))
     assert found["logprobs"].tolist() == list(wanted.logprobs)
     assert wanted.ref_logprobs is not None
     assert found["ref_logprobs"].tolist() == list(wanted.ref_logprobs)

@@ -11,9 +11,9 @@ import structlog
 
 from nano_inference import BusClient
 from nano_inference.config import load_config
+from nano_inference.gateway.api.routes import PolicyRoute
 from nano_inference.gateway.app import make_app
 from nano_inference.gateway.policy.administration import Administration
-from nano_inference.gateway.policy.chain import PolicyRoute
 from nano_inference.store.board import LoadedAdapter
 
 from ..cli.servers import free_port

@@ -12,7 +12,7 @@ import pytest
 
 from nano_inference.bus.public import GenerateRequest, Output
 from nano_inference.config import Config, load_config
-from nano_inference.gateway.serving.origin import MAX_TENANT_LENGTH
+from nano_inference.gateway.call import MAX_TENANT_LENGTH
 from nano_inference.stages.admission.checks import MAX_TENANT_LENGTH as ADMISSIONS
 
 from ..gateway.errors import error_of

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from ...policy.chain import PolicyRoute
 from ...serving.services import Services
+from ..routes import PolicyRoute
 from .errors import is_called, respond
 from .generate import MessageCalls
 from .models import model_routes

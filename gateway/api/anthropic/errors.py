@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from starlette.datastructures import Headers
-from starlette.responses import Response
-from starlette.types import Scope
-
 from ....config import NanoInferenceError
-from ...server.http import JsonResponse, call_id_of, error_headers, status_of
+from ...call import Call
+from ...server.http import JsonResponse, Response, error_headers, status_of
 
 PATH = "/v1/messages"
 """The path of all endpoints."""
@@ -50,28 +47,28 @@ def error_event(error: NanoInferenceError, call_id: str) -> dict[str, Any]:
     return {"type": "error", "error": body | {"param": param}, "request_id": call_id or None}
 
 
-def is_called(scope: Scope) -> bool:
+def is_called(call: Call) -> bool:
     """Return whether a call is for this interface, even without such an endpoint."""
-    path: str = scope.get("path", "")
+    path = call.path
     of_models = path == MODELS or path.startswith(f"{MODELS}/")
-    return path == PATH or path.startswith(f"{PATH}/") or (of_models and has_version(scope))
+    return path == PATH or path.startswith(f"{PATH}/") or (of_models and has_version(call))
 
 
-def has_version(scope: Scope) -> bool:
+def has_version(call: Call) -> bool:
     """Return whether a call has the version header of Anthropic's clients."""
-    return VERSION_HEADER in Headers(scope=scope)
+    return call.header(VERSION_HEADER) is not None
 
 
-def respond(scope: Scope, error: NanoInferenceError) -> Response:
+def respond(call: Call, error: NanoInferenceError) -> Response:
     """Return the answer for an error."""
-    body = error_event(error, call_id_of(scope))
-    return named(scope, JsonResponse(body, _status_of(error), error_headers(error)))
+    body = error_event(error, call.id)
+    return named(call, JsonResponse(body, _status_of(error), error_headers(error)))
 
 
-def named(scope: Scope, response: Response) -> Response:
+def named(call: Call, response: Response) -> Response:
     """Add the call's id in the logs to an answer."""
-    if call_id := call_id_of(scope):
-        response.headers[_REQUEST_ID] = call_id
+    if call.id:
+        response.headers[_REQUEST_ID] = call.id
     return response
 
 

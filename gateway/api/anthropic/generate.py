@@ -6,23 +6,20 @@ from collections.abc import Sequence
 
 import msgspec
 from msgspec.structs import replace
-from starlette.requests import Request
-from starlette.responses import Response
 
 from ....bus.public import CompletionChunk, GenerateRequest
 from ....config import NanoInferenceError
-from ...policy.caller import caller_of
+from ...call import Call
 from ...server.http import (
     EventStream,
     JsonResponse,
+    Response,
     SendEvent,
-    call_id_of,
     connected,
     read_object,
 )
 from ...serving.fields import Body, adapter_of, read_part
 from ...serving.message_parts import MessageParts
-from ...serving.origin import Origin, origin_of, tenant_of
 from ...serving.prepared import (
     Prepared,
     about_tools,
@@ -55,25 +52,25 @@ class MessageCalls:
     def __init__(self, services: Services) -> None:
         self._services = services
 
-    async def count_tokens(self, request: Request) -> Response:
-        check_version(request)
-        services, body = self._services, await self._body(request)
+    async def count_tokens(self, call: Call) -> Response:
+        check_version(call)
+        services, body = self._services, await self._body(call)
         fields = read_part(body, CountBody)
-        await services.served.check(fields.model, caller_of(request))
+        await services.served.check(fields.model, call.caller)
         conversation = replace(conversation_of(fields), tools=use_of(fields).usable)
-        async with connected(request.receive):
-            tokens = await conversation_tokens(services, conversation, tenant_of(request))
-        return named(request.scope, JsonResponse({"input_tokens": len(tokens)}))
+        async with connected(call.cancelled):
+            tokens = await conversation_tokens(services, conversation, call.tenant)
+        return named(call, JsonResponse({"input_tokens": len(tokens)}))
 
-    async def messages(self, request: Request) -> Response:
-        check_version(request)
-        services, body = self._services, await self._body(request)
+    async def messages(self, call: Call) -> Response:
+        check_version(call)
+        services, body = self._services, await self._body(call)
         # First of all: with another model no field matters.
         if isinstance(model := body.get("model"), str):
-            await services.served.check(model, caller_of(request))
+            await services.served.check(model, call.caller)
         fields = read_messages(body)
         prepared = await prepare(
-            request,
+            call,
             services,
             conversation_of(fields),
             use_of(fields),
@@ -81,21 +78,21 @@ class MessageCalls:
             reasoning_budget=budget_of(fields),
             budget_param="thinking.budget_tokens",
         )
-        tenant = tenant_of(request)
+        tenant = call.tenant
         asked = request_of(fields, prepared, tenant, services.config)
         await check_request(services, asked)
-        origin = origin_of(request, fields.budget_ms, fields.model)
-        services.submissions.check_priority(origin.caller, asked)
+        call.begin(fields.budget_ms, fields.model)
+        services.submissions.check_priority(call.caller, asked)
         writer = await self._writer(asked, fields, prepared)
         if fields.stream:
-            return named(request.scope, self._streamed(request, origin, asked, writer, prepared))
-        async with connected(request.receive):
+            return named(call, self._streamed(call, asked, writer, prepared))
+        async with connected(call.cancelled):
             with about_tools(prepared.reading):
-                (completion,) = await services.submissions.run(origin, [asked])
-        return named(request.scope, JsonResponse(writer.whole(completion)))
+                (completion,) = await services.submissions.run(call, [asked])
+        return named(call, JsonResponse(writer.whole(completion)))
 
-    async def _body(self, request: Request) -> Body:
-        return await read_object(request, self._services.config.gateway.max_body_bytes)
+    async def _body(self, call: Call) -> Body:
+        return await read_object(call, self._services.config.gateway.max_body_bytes)
 
     async def _writer(
         self, asked: GenerateRequest, fields: MessagesBody, prepared: Prepared
@@ -124,8 +121,7 @@ class MessageCalls:
 
     def _streamed(
         self,
-        request: Request,
-        origin: Origin,
+        call: Call,
         asked: GenerateRequest,
         writer: MessageWriter,
         prepared: Prepared,
@@ -143,11 +139,11 @@ class MessageCalls:
             try:
                 with about_tools(prepared.reading):
                     unsent = SampleChunks(take)
-                    completion = await stream_unsent(submissions, origin, asked, unsent)
+                    completion = await stream_unsent(submissions, call, asked, unsent)
             except NanoInferenceError as error:
                 if not stream.committed:
                     raise
-                await tell([error_event(error, call_id_of(request.scope))])
+                await tell([error_event(error, call.id)])
                 return
             await tell(writer.end(completion))
 

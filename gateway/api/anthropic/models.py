@@ -8,15 +8,12 @@ from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta
-from starlette.requests import Request
-from starlette.responses import Response
-from starlette.routing import Match
-from starlette.types import Scope
 
 from ....config import shown
-from ...policy.caller import Caller, caller_of
-from ...policy.chain import PolicyRoute
-from ...server.http import FieldError, JsonResponse, convert, field_error
+from ...call import Call
+from ...caller import Caller
+from ...server.http import FieldError, JsonResponse, Response, convert, field_error
+from ..routes import PolicyRoute
 from .errors import MODELS, has_version, named
 from .requests import check_version
 
@@ -32,15 +29,8 @@ class _Page(msgspec.Struct, frozen=True):
     before_id: str = ""
 
 
-class _ModelRoute(PolicyRoute):
-    """A route for Anthropic's clients. For others the path belongs to OpenAI's interface."""
-
-    def matches(self, scope: Scope) -> tuple[Match, Scope]:
-        return super().matches(scope) if has_version(scope) else (Match.NONE, {})
-
-
 def model_routes(
-    cards: Callable[[Caller], Awaitable[list[Card]]], card: Callable[[Request], Awaitable[Card]]
+    cards: Callable[[Caller], Awaitable[list[Card]]], card: Callable[[Call], Awaitable[Card]]
 ) -> list[PolicyRoute]:
     """Return the endpoints, which stand before those of OpenAI.
 
@@ -49,24 +39,24 @@ def model_routes(
         card: Returns the card of the model in a call's path.
     """
 
-    async def listed(request: Request) -> Response:
-        check_version(request)
-        page = _read_page(request)
-        return named(request.scope, JsonResponse(_listed(await cards(caller_of(request)), page)))
+    async def listed(call: Call) -> Response:
+        check_version(call)
+        page = _read_page(call)
+        return named(call, JsonResponse(_listed(await cards(call.caller), page)))
 
-    async def model(request: Request) -> Response:
-        check_version(request)
-        return named(request.scope, JsonResponse(_told(await card(request))))
+    async def model(call: Call) -> Response:
+        check_version(call)
+        return named(call, JsonResponse(_told(await card(call))))
 
     return [
-        _ModelRoute(f"GET {MODELS}", "read", listed),
-        _ModelRoute(f"GET {MODELS}/{{model:path}}", "read", model),
+        PolicyRoute(f"GET {MODELS}", "read", listed, has_version),
+        PolicyRoute(f"GET {MODELS}/{{model:path}}", "read", model, has_version),
     ]
 
 
-def _read_page(request: Request) -> _Page:
+def _read_page(call: Call) -> _Page:
     """Raises FieldError."""
-    given: dict[str, Any] = dict(request.query_params)
+    given: dict[str, Any] = dict(call.query)
     limit = given.get("limit", "")
     if limit.isascii() and limit.isdecimal() and len(limit) < 9:
         given["limit"] = int(limit)

@@ -6,11 +6,10 @@ import uuid
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from starlette.requests import Request
-
 from ....bus.public import GenerateRequest
 from ....config import Config, SamplingParams, shown
 from ....text.messages import Tool, ToolUse, tool_of, tools_of
+from ...call import Call
 from ...server.http import FieldError, field_error
 from ...serving.chat_templates import Conversation, Reasoning, Turn
 from ...serving.constraints import of_text_format, the_one
@@ -47,13 +46,13 @@ from .errors import VERSION_HEADER
 _VERSIONS = ("2023-06-01", "2026-10-21")
 
 
-def check_version(request: Request) -> None:
+def check_version(call: Call) -> None:
     """Check the interface's version. They differ only in what Anthropic refuses.
 
     Raises:
         FieldError: Unknown version.
     """
-    version = request.headers.get(VERSION_HEADER)
+    version = call.header(VERSION_HEADER)
     if version not in (None, *_VERSIONS):
         raise field_error(
             VERSION_HEADER.lower(),

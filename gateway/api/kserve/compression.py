@@ -10,9 +10,9 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 
 import anyio
-from starlette.datastructures import Headers
 
 from ....config import RequestError, shown
+from ...call import Call
 
 CODINGS = {"gzip": 31, "deflate": 15}
 """Content codings, each with zlib's `wbits`."""
@@ -25,13 +25,13 @@ _PIECE_BYTES = 1 << 20
 _LEVEL = 1
 
 
-def coding_of(headers: Headers) -> str:
+def coding_of(call: Call) -> str:
     """Return the coding of a request's body; "" for none.
 
     Raises:
         RequestError: unsupported_media_type.
     """
-    given = ",".join(headers.getlist("content-encoding"))
+    given = ",".join(call.header_values("content-encoding"))
     named = {each.strip().lower() for each in given.split(",")} - {"", "identity"}
     if not named:
         return ""
@@ -45,13 +45,13 @@ def coding_of(headers: Headers) -> str:
     return coding
 
 
-def wanted_coding(headers: Headers) -> str:
+def wanted_coding(call: Call) -> str:
     """Return the coding of the response's body; "" for none.
 
     Only a client that accepts exactly one coding gets it: many libraries list all that they know,
     and compressed tensors take ten times as long.
     """
-    given = ",".join(headers.getlist("accept-encoding")).strip().lower()
+    given = ",".join(call.header_values("accept-encoding")).strip().lower()
     return given if given in CODINGS else ""
 
 

@@ -13,15 +13,14 @@ import anyio
 import grpc
 from google.protobuf.message import DecodeError, Message
 from grpc import StatusCode
-from starlette.types import Scope
 
 from ....config import GatewayConfig, NanoInferenceError, RequestError
 from ....kserve.parameters import CODE_KEY
 from ....kserve.protobuf import Method, ModelInferRequest
-from ...server.http import error_headers, status_of
+from ...call import BUDGET_HEADER, Call
+from ...server.http import error_headers, identify, status_of
 from ...server.limits import Overloaded
-from ...serving.measures import Reason
-from ...serving.origin import BUDGET_HEADER
+from ...server.measures import Reason
 
 LEAST_BYTES_PER_S = 1 << 16
 """Beyond the configured time, a message may take as long as its bytes take at this speed. gRPC
@@ -284,8 +283,8 @@ class GrpcConnection:
             ) from None
 
 
-def scope_of(context: Any, path: str, scheme: str) -> Scope:
-    """Return a call as an ASGI scope, a POST over HTTP/2; gRPC's deadline becomes a budget."""
+def call_of(context: Any, path: str, scheme: str) -> Call:
+    """Return a call, a POST over HTTP/2; gRPC's deadline becomes a budget."""
     headers = [
         (
             key.lower().encode(),
@@ -296,16 +295,10 @@ def scope_of(context: Any, path: str, scheme: str) -> Scope:
     left_s = context.time_remaining()
     if left_s is not None:
         headers.append((BUDGET_HEADER.lower().encode(), b"%.3f" % (left_s * 1e3)))
-    return {
-        "type": "http",
-        "method": "POST",
-        "path": path,
-        "query_string": b"",
-        "headers": headers,
-        "scheme": scheme,
-        "client": client_of(context.peer()),
-        "state": {},
-    }
+    address, _ = client_of(context.peer()) or ("", 0)
+    call = Call(path=path, route=path, headers=headers, scheme=scheme, address=address)
+    identify(call)
+    return call
 
 
 def client_of(peer: str) -> tuple[str, int] | None:

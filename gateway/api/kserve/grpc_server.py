@@ -7,7 +7,7 @@ method. Each request of a stream is a call of its own, with its prompts, its tok
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -17,8 +17,6 @@ import anyio.to_thread
 import grpc
 import msgspec
 from google.protobuf.message import Message
-from starlette.requests import Request
-from starlette.types import Scope
 
 from ....config import ConfigError, GatewayConfig, NanoInferenceError, RequestError
 from ....config.logger import get_logger
@@ -26,24 +24,22 @@ from ....kserve.grpc_codec import decode_infer_request, encode_infer_response
 from ....kserve.parameters import CODE_KEY, FINAL_PARAM, STATUS_KEY, WANTS_FINAL_PARAM
 from ....kserve.protobuf import METHODS, SERVICE, Method
 from ....kserve.tensors import InferRequest, InferResponse
-from ...policy.caller import ROUTE
-from ...policy.chain import PolicyChain
-from ...policy.document import Needed
-from ...server.calls import CALL_HEADER, ObservedCall
+from ...call import Call
+from ...caller import Needed
 from ...server.connections import LINGER_S
-from ...server.http import DEFAULT_RETRY_S, ERROR_CODE, EngineError, call_id_of, task_group
+from ...server.http import CALL_HEADER, DEFAULT_RETRY_S, EngineError, task_group
 from ...server.limits import ConnectionLimits
 from ...server.server import HttpServer
 from ...server.tls import Certificates
-from ...serving.origin import Origin, origin_of
+from ...serving.chain import PolicyChain
 from .compression import CODEC_THREADS
 from .grpc_connection import (
     GrpcConnection,
     GrpcFailure,
     OpenScopes,
     WaitingCalls,
+    call_of,
     failure_of,
-    scope_of,
 )
 from .http import LITTLE_BYTES
 from .operations import OPERATIONS, Operation, OperationCall
@@ -116,34 +112,34 @@ class GrpcCalls:
     async def _serve_unary(self, connection: GrpcConnection) -> Outcome:
         operation = _OPERATIONS.get(connection.method.name)
         needed = "generate" if operation is None else operation.needed
-        scope = self._scope(connection)
+        call = self._call(connection)
 
         async def answer() -> None:
             with self.in_flight.open():
-                request = await self._entered(scope, needed)
+                await self.policy.enter(call, needed)
                 message, size = await connection.request()
                 # Health checks have no limit, as over HTTP.
                 with nullcontext() if needed == "nothing" else self.http.limits.entered() as held:
                     if held is not None:
                         held.add(size)
                     if operation is None:
-                        response = await self._infer(request, message)
+                        response = await self._infer(call, message)
                     else:
-                        response = await self._run(operation, request, message)
+                        response = await self._run(operation, call, message)
                     await connection.send(response)
 
-        with self._observed(scope, needed) as call:
-            failure = await self._attempt(call, scope, answer)
+        with self._observed(call, needed):
+            failure = await self._attempt(call, answer)
             call.account.sent_bytes = connection.sent_bytes
-        trailers = {CALL_HEADER: call.name} | call.account.headers
+        trailers = {CALL_HEADER: call.id} | call.account.headers
         lowered = {name.lower(): value for name, value in trailers.items()}
         return failure, lowered if failure is None else lowered | failure.trailers()
 
-    async def _run(self, operation: Operation, request: Request, message: Any) -> Message:
+    async def _run(self, operation: Operation, call: Call, message: Any) -> Message:
         name = getattr(message, "name", "") or getattr(message, "model_name", "")
         version = getattr(message, "version", "")
-        call = OperationCall(self.kserve, request, name, version, message)
-        found = await operation.run(call)
+        asked = OperationCall(self.kserve, call, name, version, message)
+        found = await operation.run(asked)
         if isinstance(found, str):
             found = not found
         elif operation.field == "regions":
@@ -151,41 +147,41 @@ class GrpcCalls:
         fields = {operation.field: found} if operation.field else found or {}
         return METHODS[operation.method].response(**fields)
 
-    async def _infer(self, request: Request, message: Any) -> Message:
-        origin, memory = self._origin(request)
+    async def _infer(self, call: Call, message: Any) -> Message:
+        memory = self._begun(call)
         decoded = await _decode(message, memory)
-        response = await self.kserve.service.infer_once(origin, decoded)
+        response = await self.kserve.service.infer_once(call, decoded)
         return await _encode(response, decoded, memory)
 
     # --- streams --------------------------------------------------------------------------------
 
     async def _serve_stream(self, connection: GrpcConnection) -> Outcome:
         async def serve(message: Any, size: int, send: Send) -> None:
-            scope = self._scope(connection)
-            with self._observed(scope, "generate") as call:
+            call = self._call(connection)
+            with self._observed(call, "generate"):
 
                 async def send_counted(answer: Message) -> None:
                     await send(answer)
                     call.account.sent_bytes += answer.ByteSize()
 
                 async def answer() -> None:
-                    request = await self._entered(scope, "generate")
+                    await self.policy.enter(call, "generate")
                     with self.http.limits.entered() as held:
                         held.add(size)
-                        await self._infer_stream(request, message, send_counted)
+                        await self._infer_stream(call, message, send_counted)
 
-                failure = await self._attempt(call, scope, answer)
+                failure = await self._attempt(call, answer)
                 if failure is not None:
                     await send_counted(_error_message(message.id, failure))
 
-        scope = self._scope(connection)
+        call = self._call(connection)
         failure: GrpcFailure | None = None
         try:
-            await self._entered(scope, "generate")
+            await self.policy.enter(call, "generate")
         except NanoInferenceError as error:
             # A refused stream is observed as one call; otherwise each of its requests is.
-            with self._observed(scope, "generate") as call:
-                failure = _failed(call, scope, error)
+            with self._observed(call, "generate"):
+                failure = _failed(call, error)
         else:
             stream = InferStream(connection, serve, self._responds_in_order)
             try:
@@ -195,13 +191,13 @@ class GrpcCalls:
                 failure = failure_of(error)
         return failure, {} if failure is None else failure.trailers()
 
-    async def _infer_stream(self, request: Request, message: Any, send: Send) -> None:
+    async def _infer_stream(self, call: Call, message: Any, send: Send) -> None:
         """Send a model's responses to one request of a stream.
 
         Raises:
             NanoInferenceError: The request failed, perhaps after some responses.
         """
-        origin, memory = self._origin(request)
+        memory = self._begun(call)
         decoded = await _decode(message, memory)
         service = self.kserve.service
         many = service.spec(decoded.model_name, decoded.model_version).decoupled
@@ -212,9 +208,9 @@ class GrpcCalls:
             encoded = await _encode(response, decoded, memory)
             await send(METHODS["ModelStreamInfer"].response(infer_response=encoded))
 
-        await service.infer(origin, decoded, respond, many=many)
+        await service.infer(call, decoded, respond, many=many)
         if many and decoded.parameters.get(WANTS_FINAL_PARAM) is True:
-            times = time_parameters(origin.account)
+            times = time_parameters(call.account)
             name = decoded.model_name
             await respond(InferResponse(model_name=name, id=decoded.id, parameters=times), True)
 
@@ -231,33 +227,25 @@ class GrpcCalls:
 
     # --- both -----------------------------------------------------------------------------------
 
-    def _origin(self, request: Request) -> tuple[Origin, RequestMemory]:
+    def _begun(self, call: Call) -> RequestMemory:
         """Raises RequestError: invalid_tenant, invalid_budget."""
-        origin = origin_of(request, None)
-        return origin, RequestMemory(self.kserve.regions, origin.tenant)
+        call.begin()
+        return RequestMemory(self.kserve.regions, call.tenant)
 
-    def _scope(self, connection: GrpcConnection) -> Scope:
+    def _call(self, connection: GrpcConnection) -> Call:
         scheme = "https" if self.config.tls_certificate else "http"
-        return scope_of(connection.context, connection.method.path, scheme)
+        return call_of(connection.context, connection.method.path, scheme)
 
-    def _observed(self, scope: Scope, needed: Needed) -> Any:
-        scope["state"][ROUTE] = (scope["path"], needed)
-        return self.http.calls.observed(scope, scope["path"], traced=needed in _TRACED)
+    def _observed(self, call: Call, needed: Needed) -> AbstractContextManager[None]:
+        call.needed = needed
+        return self.http.calls.observed(call, call.path, traced=needed in _TRACED)
 
-    async def _entered(self, scope: Scope, needed: Needed) -> Request:
-        """A call that the policy admits by its head."""
-        request = Request(scope)
-        await self.policy.enter(request, needed)
-        return request
-
-    async def _attempt(
-        self, call: ObservedCall, scope: Scope, work: Callable[[], Awaitable[None]]
-    ) -> GrpcFailure | None:
+    async def _attempt(self, call: Call, work: Callable[[], Awaitable[None]]) -> GrpcFailure | None:
         """Do a call's work, and record how it ended. Returns its failure."""
         try:
             await work()
         except Exception as error:  # noqa: BLE001  # gRPC would send its text to the client
-            return _failed(call, scope, error)
+            return _failed(call, error)
         call.status = 200
         call.account.complete = True
         return None
@@ -386,11 +374,11 @@ class InferStream:
             self._room.release()
 
 
-def _failed(call: ObservedCall, scope: Scope, error: Exception) -> GrpcFailure:
+def _failed(call: Call, error: Exception) -> GrpcFailure:
     """Record a call's error, logged unless the client caused it. Returns the failure."""
-    log = get_logger().bind(path=scope["path"], call_id=call_id_of(scope))
+    log = get_logger().bind(path=call.path, call_id=call.id)
     if isinstance(error, NanoInferenceError):
-        scope["state"][ERROR_CODE] = error.code
+        call.code = error.code
         failure = failure_of(error)
         if failure.status >= 500:
             log.warning("grpc_call_failed", code=error.code, error=str(error))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -10,10 +10,6 @@ from typing import Any
 import anyio
 import anyio.to_thread
 import msgspec
-from starlette.convertors import PathConvertor, register_url_convertor
-from starlette.requests import Request
-from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
 
 from ....config import MAX_INT64, GatewayConfig, NanoInferenceError, RequestError, field_name, shown
 from ....kserve import codec
@@ -25,25 +21,24 @@ from ....kserve.tensors import (
     NamedTensor,
     TensorSpec,
 )
-from ...policy.caller import caller_of
-from ...policy.chain import PolicyRoute
-from ...policy.document import Needed
-from ...server.callers import Endpoint
+from ...call import Call
+from ...caller import Needed
 from ...server.http import (
+    Endpoint,
     EventStream,
     JsonResponse,
+    PartsResponse,
+    Response,
     SendEvent,
     check_containers,
     connected,
     error_headers,
     field_error,
-    read_body,
     read_object,
     status_of,
 )
-from ...server.limits import hold
 from ...serving.fields import read_part
-from ...serving.origin import Origin, origin_of
+from ..routes import PolicyRoute
 from .compression import CODEC_THREADS, coding_of, compress, decompressed, wanted_coding
 from .operations import MODEL, OPERATIONS, Operation, OperationCall, paths_of
 from .regions import RequestMemory
@@ -60,22 +55,10 @@ _NOT_READY = 400
 LITTLE_BYTES = 1 << 18
 """Up to this size copying and decoding is faster than waking a thread."""
 
-# The transport's buffer takes this much before it is asked for room. Copies of 1 MiB take twice as
-# long, because memory of that size is new each time.
-_SENT_BYTES = 1 << 18
 _MOST_DIGITS = 19
 
 _PARAMETERS = "parameters"
 _ID = "id"
-
-
-class _Name(PathConvertor):
-    """A name in a path, with slashes as they are or as %2F."""
-
-    regex = ".+"
-
-
-register_url_convertor("name", _Name())
 
 
 def kserve_routes(kserve: KServe, config: GatewayConfig) -> list[PolicyRoute]:
@@ -98,17 +81,17 @@ def kserve_routes(kserve: KServe, config: GatewayConfig) -> list[PolicyRoute]:
 
 
 def _endpoint(operation: Operation, kserve: KServe, max_body_bytes: int) -> Endpoint:
-    async def answer(request: Request) -> Response:
+    async def answer(call: Call) -> Response:
         body: Any = None
         if operation.body is not None:
-            body = read_part(await read_object(request, max_body_bytes), operation.body)
-        path = request.path_params
+            body = read_part(await read_object(call, max_body_bytes), operation.body)
+        path = call.params
         name, version = path.get("model") or path.get("region", ""), path.get("version", "")
-        call = OperationCall(kserve, request, name, version, body)
+        asked = OperationCall(kserve, call, name, version, body)
 
         # Loading a model takes long; a client that leaves ends it.
-        async with connected(request.receive) if operation.needed == "admin" else nullcontext():
-            found = await operation.run(call)
+        async with connected(call.cancelled) if operation.needed == "admin" else nullcontext():
+            found = await operation.run(asked)
         if not found and not isinstance(found, list):
             return Response()
         if isinstance(found, str):
@@ -121,33 +104,6 @@ def _endpoint(operation: Operation, kserve: KServe, max_body_bytes: int) -> Endp
 # --- inference ------------------------------------------------------------------------------------
 
 
-class TensorResponse(Response):
-    """JSON, and binary data behind it, sent without joining them first."""
-
-    def __init__(
-        self, parts: Sequence[bytes | memoryview], header_length: int | None, coding: str = ""
-    ) -> None:
-        """Args: the body's parts; the length of the JSON, None for all; the compression."""
-        super().__init__()
-        self._parts = parts
-        self.headers["Content-Length"] = str(sum(map(len, parts)))
-        self.headers["Content-Type"] = "application/json"
-        if header_length is not None:
-            self.headers["Content-Type"] = "application/octet-stream"
-            self.headers[codec.HEADER] = str(header_length)
-        if coding:
-            self.headers["Content-Encoding"] = coding
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        start = {"type": "http.response.start", "status": self.status_code}
-        await send(start | {"headers": self.raw_headers})
-        for part in self._parts:
-            for begin in range(0, len(part), _SENT_BYTES):
-                piece = bytes(part[begin : begin + _SENT_BYTES])
-                await send({"type": "http.response.body", "body": piece, "more_body": True})
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
-
-
 class InferCalls:
     """The endpoints of inference."""
 
@@ -158,33 +114,33 @@ class InferCalls:
         # All compression together takes one core.
         self._compressing = anyio.CapacityLimiter(1)
 
-    async def infer(self, request: Request) -> Response:
+    async def infer(self, call: Call) -> Response:
         """Call a model with tensors, which responds once."""
-        name, version = _model_of(request)
-        self._service.spec(name, version, caller_of(request))
-        origin = origin_of(request, None)
-        memory = RequestMemory(self._regions, origin.tenant)
-        decoded = await self._read(request, name, version, memory)
-        async with connected(request.receive):
-            response = await self._service.infer_once(origin, decoded)
-            return await self._response(request, decoded, response, memory)
+        name, version = _model_of(call)
+        self._service.spec(name, version, call.caller)
+        call.begin()
+        memory = RequestMemory(self._regions, call.tenant)
+        decoded = await self._read(call, name, version, memory)
+        async with connected(call.cancelled):
+            response = await self._service.infer_once(call, decoded)
+            return await self._response(call, decoded, response, memory)
 
-    async def generate(self, request: Request) -> Response:
+    async def generate(self, call: Call) -> Response:
         """Call a model with plain JSON, which responds once."""
-        origin, decoded = await self._read_generate(request)
-        async with connected(request.receive):
-            return JsonResponse(generate_json(await self._service.infer_once(origin, decoded)))
+        decoded = await self._read_generate(call)
+        async with connected(call.cancelled):
+            return JsonResponse(generate_json(await self._service.infer_once(call, decoded)))
 
-    async def generate_stream(self, request: Request) -> Response:
+    async def generate_stream(self, call: Call) -> Response:
         """Call a model with plain JSON; each response is an event."""
-        origin, decoded = await self._read_generate(request)
+        decoded = await self._read_generate(call)
 
         async def produce(send: SendEvent) -> None:
             async def respond(response: InferResponse) -> None:
                 await send(msgspec.json.encode(generate_json(response)))
 
             try:
-                await self._service.infer(origin, decoded, respond, many=True)
+                await self._service.infer(call, decoded, respond, many=True)
             except NanoInferenceError as error:
                 if not stream.committed:
                     raise
@@ -194,13 +150,13 @@ class InferCalls:
         return stream
 
     async def _read(
-        self, request: Request, name: str, version: str, memory: RequestMemory
+        self, call: Call, name: str, version: str, memory: RequestMemory
     ) -> InferRequest:
         most = self._config.max_body_bytes
-        body = await read_body(request, most)
-        if coding := coding_of(request.headers):
-            body = await decompressed(body, coding, most, partial(hold, request.scope))
-        length = _header_length(request)
+        body = await call.read(most)
+        if coding := coding_of(call):
+            body = await decompressed(body, coding, most, call.hold)
+        length = _header_length(call)
         json = body if length is None else body[:length]
         check_containers(json)
         decode = partial(codec.decode_http_request, name, version, body, length, memory)
@@ -211,7 +167,7 @@ class InferCalls:
 
     async def _response(
         self,
-        request: Request,
+        call: Call,
         decoded: InferRequest,
         response: InferResponse,
         memory: RequestMemory,
@@ -224,34 +180,39 @@ class InferCalls:
             parts, length = encode()
         else:
             parts, length = await anyio.to_thread.run_sync(encode, limiter=CODEC_THREADS)
-        coding = wanted_coding(request.headers)
+        coding = wanted_coding(call)
         if coding:
             compressed = await anyio.to_thread.run_sync(
                 compress, parts, coding, limiter=self._compressing
             )
             parts = [compressed]
-        return TensorResponse(parts, length, coding)
+        headers = {"Content-Type": "application/json"}
+        if length is not None:
+            headers = {"Content-Type": "application/octet-stream", codec.HEADER: str(length)}
+        if coding:
+            headers["Content-Encoding"] = coding
+        return PartsResponse(parts, headers)
 
-    async def _read_generate(self, request: Request) -> tuple[Origin, InferRequest]:
-        name, version = _model_of(request)
-        spec = self._service.spec(name, version, caller_of(request))
-        origin = origin_of(request, None, name)
-        body = await read_object(request, self._config.max_body_bytes)
-        return origin, read_generate(spec, version, body)
+    async def _read_generate(self, call: Call) -> InferRequest:
+        name, version = _model_of(call)
+        spec = self._service.spec(name, version, call.caller)
+        call.begin(requested_model=name)
+        body = await read_object(call, self._config.max_body_bytes)
+        return read_generate(spec, version, body)
 
 
-def _model_of(request: Request) -> tuple[str, str]:
+def _model_of(call: Call) -> tuple[str, str]:
     """The model and version in a path; "" for any version."""
-    return request.path_params["model"], request.path_params.get("version", "")
+    return call.params["model"], call.params.get("version", "")
 
 
-def _header_length(request: Request) -> int | None:
+def _header_length(call: Call) -> int | None:
     """The length of a body's JSON; None if all of it is.
 
     Raises:
         RequestError: malformed.
     """
-    given = request.headers.get(codec.HEADER)
+    given = call.header(codec.HEADER)
     if given is None:
         return None
     # Python's int() is slow for many digits, and takes other alphabets' digits.
@@ -349,19 +310,18 @@ def _parameter(name: str, value: Any) -> bool | int | float | str:
 # --- calls and errors of the interface ------------------------------------------------------------
 
 
-def is_called(scope: Scope) -> bool:
+def is_called(call: Call) -> bool:
     """Whether a call is of this interface, with or without such a route."""
-    path: str = scope.get("path", "")
+    path = call.path
     return path == PATH or path.startswith(f"{PATH}/")
 
 
-def takes_compressed(scope: Scope) -> bool:
+def takes_compressed(call: Call) -> bool:
     """Whether a call's route takes compressed bodies."""
-    path: str = scope.get("path", "")
-    return is_called(scope) and path.endswith("/infer")
+    return is_called(call) and call.path.endswith("/infer")
 
 
-def respond(scope: Scope, error: NanoInferenceError) -> Response:
+def respond(call: Call, error: NanoInferenceError) -> Response:
     """Return an error's response, as Triton's clients read it."""
     headers = error_headers(error) | {CODE_HEADER: error.code}
     return JsonResponse({"error": error.message}, status_of(error), headers)

@@ -13,15 +13,13 @@ from itertools import chain
 from typing import Any, NamedTuple
 
 import msgspec
-from starlette.requests import Request
 
 from ....config import BusError, Int64, RequestError, shown
 from ....kserve.codec import Json, model_config, model_metadata
 from ....kserve.tensors import ModelSpec
-from ...endpoints import NO_LOADING
-from ...policy.caller import caller_of
-from ...policy.document import Needed
-from ...serving.origin import tenant_of
+from ...call import Call
+from ...caller import Needed
+from ..routes import NO_LOADING
 from .service import KServe, ModelRepository
 
 SERVER_NAME = "nano_inference"
@@ -48,7 +46,7 @@ class OperationCall(NamedTuple):
     """
 
     kserve: KServe
-    request: Request
+    call: Call
     name: str
     version: str
     body: Any
@@ -56,7 +54,7 @@ class OperationCall(NamedTuple):
     @property
     def spec(self) -> ModelSpec:
         """The model's. Raises RequestError: model_not_found."""
-        return self.kserve.service.spec(self.name, self.version, caller_of(self.request))
+        return self.kserve.service.spec(self.name, self.version, self.call.caller)
 
 
 class Operation(NamedTuple):
@@ -109,7 +107,7 @@ async def _statistics(call: OperationCall) -> Json:
     return {
         "model_stats": [
             service.statistics.model(spec.name).to_json(spec.name, version)
-            for spec in service.specs(call.name, call.version, caller_of(call.request))
+            for spec in service.specs(call.name, call.version, call.call.caller)
             for version in spec.versions
             if call.version in ("", version)
         ]
@@ -133,7 +131,7 @@ async def _model_config(call: OperationCall) -> Json:
 
 async def _index(call: OperationCall) -> list[Json]:
     service = call.kserve.service
-    names = {each.name for each in service.specs(caller=caller_of(call.request))}
+    names = {each.name for each in service.specs(caller=call.call.caller)}
     return [
         {
             "name": each.name,
@@ -147,11 +145,11 @@ async def _index(call: OperationCall) -> list[Json]:
 
 
 async def _load(call: OperationCall) -> None:
-    await _repository(call).load(call.request, call.name)
+    await _repository(call).load(call.call, call.name)
 
 
 async def _unload(call: OperationCall) -> None:
-    await _repository(call).unload(call.request, call.name)
+    await _repository(call).unload(call.call, call.name)
 
 
 def _repository(call: OperationCall) -> ModelRepository:
@@ -174,17 +172,17 @@ def _repository(call: OperationCall) -> ModelRepository:
 
 
 async def _register(call: OperationCall) -> None:
-    body, tenant = call.body, tenant_of(call.request)
+    body, tenant = call.body, call.call.tenant
     call.kserve.regions.register(call.name, body.key, body.offset, body.byte_size, tenant)
 
 
 async def _regions(call: OperationCall) -> list[Json]:
-    regions = call.kserve.regions.status(call.name, tenant_of(call.request))
+    regions = call.kserve.regions.status(call.name, call.call.tenant)
     return [{"name": name, **region._asdict()} for name, region in regions.items()]
 
 
 async def _unregister(call: OperationCall) -> None:
-    call.kserve.regions.unregister(call.name, tenant_of(call.request))
+    call.kserve.regions.unregister(call.name, call.call.tenant)
 
 
 def _always(result: Any) -> Callable[[OperationCall], Awaitable[Any]]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from ....kserve.tensors import InferRequest, ModelSpec, NamedTensor
-from ...serving.origin import Origin
+from ...call import Call
 
 Answer = Callable[[Sequence[NamedTensor]], Awaitable[None]]
 """Sends a response with the model's outputs, or with those available so far."""
@@ -19,13 +19,13 @@ class ModelCall:
 
     Attributes:
         request: The request, which fits the model's `spec`.
-        origin: The caller and the deadline.
+        call: The caller and the deadline.
         many: Several responses may be sent; otherwise exactly one.
         compute_ns: Compute time, as far as the model knows it.
     """
 
     request: InferRequest
-    origin: Origin
+    call: Call
     many: bool = False
     compute_ns: int | None = None
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from copy import copy
 from typing import Any, NamedTuple, Protocol
 
 import anyio
 import msgspec
-from starlette.requests import Request
 
 from ....config import ConfigError, NanoInferenceError, RequestError, shown
 from ....kserve.parameters import BILLED_PARAM, budget_of, time_param
@@ -23,11 +23,10 @@ from ....kserve.tensors import (
     TensorError,
 )
 from ....telemetry import Metrics, instruments, names, now_ns
-from ...policy.caller import ANYBODY, Caller
+from ...call import Account, Call
+from ...caller import ANYBODY, Caller
 from ...server.http import EngineError
-from ...serving.account import Account
 from ...serving.lane_state import Readiness
-from ...serving.origin import Origin
 from ...serving.times import call_usage
 from .regions import TenantRegions
 from .served import ModelCall, ServedModel
@@ -41,10 +40,10 @@ Respond = Callable[[InferResponse], Awaitable[None]]
 class ModelRepository(Protocol):
     """Loads and unloads models."""
 
-    async def load(self, request: Request, model: str) -> object:
+    async def load(self, call: Call, model: str) -> object:
         """Load a model for a call. Raises NanoInferenceError if that fails."""
 
-    async def unload(self, request: Request, model: str) -> object:
+    async def unload(self, call: Call, model: str) -> object:
         """Unload a model. Raises as `load`."""
 
 
@@ -208,12 +207,12 @@ class InferenceService:
         ]
 
     async def infer(
-        self, origin: Origin, request: InferRequest, respond: Respond, *, many: bool = False
+        self, call: Call, request: InferRequest, respond: Respond, *, many: bool = False
     ) -> None:
         """Run a request, and pass on each response.
 
         Args:
-            origin: The caller and the call's deadline.
+            call: The caller and the call's deadline.
             request: The request; its parameters may shorten the deadline.
             respond: Takes each response, with the requested outputs in the requested order.
             many: Several responses may be sent; otherwise exactly one.
@@ -221,36 +220,37 @@ class InferenceService:
         Raises:
             NanoInferenceError: The call failed.
         """
-        model = self._model(request.model_name, request.model_version, origin.caller)
+        model = self._model(request.model_name, request.model_version, call.caller)
         spec = model.spec
         # A model that calls others keeps the name of the first one.
-        origin.account.model = origin.account.model or spec.name
-        origin = origin._replace(requested_model=origin.requested_model or request.model_name)
+        call.account.model = call.account.model or spec.name
+        call = copy(call)
+        call.requested_model = call.requested_model or request.model_name
         _check_parameters(spec, request, many=many)
         request = msgspec.structs.replace(request, inputs=_checked_inputs(spec, request.inputs))
         requested = _requested_names(spec, request.outputs)
-        origin = _with_deadline(origin, request.parameters)
+        _shorten(call, request.parameters)
 
         async def answer(outputs: Sequence[NamedTensor]) -> None:
             by_name = {each.name: each for each in outputs}
             chosen = tuple(by_name[name] for name in requested if name in by_name)
-            times = time_parameters(origin.account)
+            times = time_parameters(call.account)
             await respond(
                 InferResponse(model_name=spec.name, id=request.id, outputs=chosen, parameters=times)
             )
 
-        call = ModelCall(request, origin, many=many)
-        with self.statistics.measured(spec.name, call), _time_limit(origin):
-            await model.infer(call, answer)
+        asked = ModelCall(request, call, many=many)
+        with self.statistics.measured(spec.name, asked), _time_limit(call):
+            await model.infer(asked, answer)
 
-    async def infer_once(self, origin: Origin, request: InferRequest) -> InferResponse:
+    async def infer_once(self, call: Call, request: InferRequest) -> InferResponse:
         """Run a request, and return its one response. Raises as `infer`."""
         found: list[InferResponse] = []
 
         async def respond(response: InferResponse) -> None:
             found.append(response)
 
-        await self.infer(origin, request, respond)
+        await self.infer(call, request, respond)
         (response,) = found
         return response
 
@@ -358,25 +358,24 @@ def _requested_names(spec: ModelSpec, outputs: Sequence[RequestedOutput]) -> tup
 
 
 @contextmanager
-def _time_limit(origin: Origin) -> Iterator[None]:
+def _time_limit(call: Call) -> Iterator[None]:
     """Cancel what exceeds a call's deadline, after the engine's own limit."""
-    left_ns = origin.left_ns
+    left_ns = call.left_ns
     delay_s = None if left_ns is None else max(0, left_ns) / 1e9 + _GRACE_S
     with anyio.move_on_after(delay_s) as scope:
         yield
     if scope.cancelled_caught:
         raise EngineError(
-            f"the call's time ({origin.limited_by}) was over before it ended; give it more",
+            f"the call's time ({call.limited_by}) was over before it ended; give it more",
             code="expired",
         )
 
 
-def _with_deadline(origin: Origin, parameters: Parameters) -> Origin:
-    """A call's origin with the deadline of its request, if that is earlier."""
+def _shorten(call: Call, parameters: Parameters) -> None:
+    """Set the deadline of a call's request, if that is earlier."""
     budget = budget_of(parameters)
     if budget is None:
-        return origin
+        return
     deadline_ns = now_ns() + budget.ns
-    if origin.deadline_ns is not None and origin.deadline_ns <= deadline_ns:
-        return origin
-    return origin._replace(deadline_ns=deadline_ns, limited_by=budget.param)
+    if call.deadline_ns is None or deadline_ns < call.deadline_ns:
+        call.deadline_ns, call.limited_by = deadline_ns, budget.param

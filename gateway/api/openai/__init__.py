@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from starlette.requests import Request
-from starlette.responses import Response
-
-from ...policy.chain import PolicyRoute
-from ...policy.document import Needed
-from ...server.callers import Endpoint
+from ...call import Call
+from ...caller import Needed
+from ...server.http import Endpoint, Response
 from ...serving.services import Services
+from ..routes import PolicyRoute
 from .bodies import CallName
 from .embeddings import EmbeddingCalls
 from .errors import in_openai_words
@@ -28,16 +26,16 @@ def openai_routes(
     sessions = SessionCalls(services)
 
     def route(
-        where: str, endpoint: Endpoint, call: CallName = "completions", needed: Needed = "generate"
+        where: str, endpoint: Endpoint, of: CallName = "completions", needed: Needed = "generate"
     ) -> PolicyRoute:
-        return PolicyRoute(where, needed, in_openai_words(endpoint, call))
+        return PolicyRoute(where, needed, in_openai_words(endpoint, of))
 
     def by_id(of_generation: Endpoint, of_responses: Endpoint) -> Endpoint:
         """The id of a stream may be a response's."""
 
-        async def answer(request: Request) -> Response:
-            is_response = request.path_params["stream"].startswith(ID_PREFIX)
-            return await (of_responses if is_response else of_generation)(request)
+        async def answer(call: Call) -> Response:
+            is_response = call.params["stream"].startswith(ID_PREFIX)
+            return await (of_responses if is_response else of_generation)(call)
 
         return answer
 

@@ -18,7 +18,8 @@ from ....bus.public import (
     Usage,
 )
 from ....text.messages import Delta, MessageFormat
-from ...serving.account import Account
+from ...call import Account
+from ...server.measures import Measures
 from ...serving.logprobs import (
     ListedToken,
     Scored,
@@ -28,7 +29,6 @@ from ...serving.logprobs import (
     scored,
     token_entries,
 )
-from ...serving.measures import Measures
 from ...serving.message_parts import MessageParts, NewParts, TokenRecord
 from ...serving.samples import all_samples, session_usage
 from ...serving.times import time_usage

@@ -11,13 +11,11 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
-from starlette.requests import Request
-from starlette.responses import Response
-
 from ....bus.public import EmbedParams
 from ....config import RequestError, shown
 from ....pipeline.scoring import EmbeddedPrompt
-from ...server.http import field_error, read_object
+from ...call import Call
+from ...server.http import Response, field_error, read_object
 from ...serving.embedding import EmbedCall, Prompt, answer_embedded, similarity
 from ...serving.fields import adapter_of, engine_priority, read_part
 from ...serving.services import Services
@@ -33,16 +31,16 @@ class EmbeddingCalls:
     def __init__(self, services: Services) -> None:
         self._services = services
 
-    async def embeddings(self, request: Request) -> Response:
+    async def embeddings(self, call: Call) -> Response:
         """Return the vectors of the inputs."""
-        fields = await self._read(request, EmbeddingBody)
+        fields = await self._read(call, EmbeddingBody)
         prompts = prompts_of(fields.input, "input", may_be_empty=True)
         write = partial(_embeddings, encode=_ENCODINGS[fields.encoding_format])
-        return await self._answer(request, fields, "embd", prompts, write)
+        return await self._answer(call, fields, "embd", prompts, write)
 
-    async def score(self, request: Request) -> Response:
+    async def score(self, call: Call) -> Response:
         """Return the similarity of pairs: one text with each of several, or each with its own."""
-        fields = await self._read(request, ScoreBody)
+        fields = await self._read(call, ScoreBody)
         ones, others = (
             prompts_of(given, name, may_be_empty=True)
             for name, given in (("text_1", fields.text_1), ("text_2", fields.text_2))
@@ -54,11 +52,11 @@ class EmbeddingCalls:
                 "or as many as in text_2",
             )
         write = partial(_scores, ones=len(ones))
-        return await self._compare(request, fields, "score", [*ones, *others], write)
+        return await self._compare(call, fields, "score", [*ones, *others], write)
 
-    async def rerank(self, request: Request) -> Response:
+    async def rerank(self, call: Call) -> Response:
         """Return documents by their similarity to a query, the most similar first."""
-        fields = await self._read(request, RerankBody)
+        fields = await self._read(call, RerankBody)
         texts = [_text_of(each, place) for place, each in enumerate(fields.documents or ())]
         if not texts or not fields.query:
             missing = "query" if texts else "documents"
@@ -70,15 +68,15 @@ class EmbeddingCalls:
         write = partial(
             _ranked, texts=texts if fields.return_documents else None, top_n=fields.top_n
         )
-        return await self._compare(request, fields, "rerank", [fields.query, *texts], write)
+        return await self._compare(call, fields, "rerank", [fields.query, *texts], write)
 
-    async def _read(self, request: Request, kind: type[Fields]) -> Fields:
+    async def _read(self, call: Call, kind: type[Fields]) -> Fields:
         most = self._services.config.gateway.max_body_bytes
-        return read_part(await read_object(request, most), kind)
+        return read_part(await read_object(call, most), kind)
 
     async def _compare(
         self,
-        request: Request,
+        call: Call,
         fields: EmbeddingCommon,
         kind: str,
         prompts: Sequence[Prompt],
@@ -88,7 +86,7 @@ class EmbeddingCalls:
         to no other."""
         kept = [each for each in prompts if each != ""]
         if kept == prompts or await self._services.words.token_ids(""):
-            return await self._answer(request, fields, kind, prompts, write)
+            return await self._answer(call, fields, kind, prompts, write)
         if not kept:
             raise RequestError("all texts are empty; give at least one", code="empty_prompt")
 
@@ -98,18 +96,18 @@ class EmbeddingCalls:
             found = iter(embedded)
             return write([next(found) if each != "" else empty for each in prompts])
 
-        return await self._answer(request, fields, kind, kept, write_all)
+        return await self._answer(call, fields, kind, kept, write_all)
 
     async def _answer(
         self,
-        request: Request,
+        call: Call,
         fields: EmbeddingCommon,
         kind: str,
         prompts: Sequence[Prompt],
         write: Callable[[list[EmbeddedPrompt]], dict[str, Any]],
     ) -> Response:
         config = self._services.config
-        call = EmbedCall(
+        wanted = EmbedCall(
             id=f"{kind}-{uuid.uuid4().hex}",
             params=EmbedParams(
                 pooling=fields.pooling, normalize=fields.normalize, dimensions=fields.dimensions
@@ -121,9 +119,9 @@ class EmbeddingCalls:
             budget_ms=fields.budget_ms,
         )
         head = {
-            "id": call.id,
+            "id": wanted.id,
             "created": int(time.time()),
-            "model": call.adapter or config.engine.model_name,
+            "model": wanted.adapter or config.engine.model_name,
         }
 
         def write_all(embedded: list[EmbeddedPrompt], time: dict[str, Any]) -> dict[str, Any]:
@@ -131,7 +129,7 @@ class EmbeddingCalls:
             usage = {"prompt_tokens": tokens, "total_tokens": tokens} | time
             return head | {"usage": usage} | write(embedded)
 
-        return await answer_embedded(request, self._services, call, prompts, write_all)
+        return await answer_embedded(call, self._services, wanted, prompts, write_all)
 
 
 def _embeddings(

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from starlette.requests import Request
-from starlette.responses import Response
-
 from ....config import NanoInferenceError
-from ...server.callers import Endpoint
-from ...server.http import FieldError
+from ...call import Call
+from ...server.http import Endpoint, FieldError, Response
 from ...serving.fields import fields_of
 from .bodies import BODIES, CallName
 
@@ -61,14 +58,14 @@ def as_openai(error: NanoInferenceError, call: CallName) -> NanoInferenceError:
     return shown
 
 
-def in_openai_words(endpoint: Endpoint, call: CallName = "completions") -> Endpoint:
+def in_openai_words(endpoint: Endpoint, of: CallName = "completions") -> Endpoint:
     """An endpoint whose errors are `as_openai`."""
 
-    async def answer(request: Request) -> Response:
+    async def answer(call: Call) -> Response:
         try:
-            return await endpoint(request)
+            return await endpoint(call)
         except NanoInferenceError as error:
-            raise as_openai(error, call) from error
+            raise as_openai(error, of) from error
 
     return answer
 

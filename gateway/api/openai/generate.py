@@ -6,15 +6,14 @@ from functools import partial
 from typing import NamedTuple
 
 import msgspec
-from starlette.requests import Request
-from starlette.responses import Response
 
 from ....bus.public import Completion, ImageInput
 from ....config import NanoInferenceError
-from ...policy.caller import caller_of
+from ...call import Call
 from ...server.http import (
     EventStream,
     JsonResponse,
+    Response,
     SendEvent,
     connected,
     error_body,
@@ -22,7 +21,6 @@ from ...server.http import (
 )
 from ...serving.durable_calls import Attachment, IdempotencyKey, not_found
 from ...serving.fields import Body
-from ...serving.origin import Origin, origin_of
 from ...serving.prepared import about_tools, check_request, prepare
 from ...serving.services import Services
 from ...serving.submissions import Take
@@ -37,14 +35,14 @@ from .streams import Chunks
 _DONE = b"[DONE]"
 
 
-class _HttpCall(NamedTuple):
+class _Asked(NamedTuple):
     """A call as it came.
 
     Attributes:
         key: None without an idempotency key.
     """
 
-    request: Request
+    call: Call
     body: Body
     key: IdempotencyKey | None
 
@@ -52,7 +50,7 @@ class _HttpCall(NamedTuple):
 class _RunningChoices(NamedTuple):
     """A call whose answer is on its way."""
 
-    origin: Origin
+    call: Call
     record: ChoicesRecord
     answers: ChoicesWriter
     attach: Attach
@@ -65,98 +63,98 @@ class GenerationCalls:
         self._services = services
         self._begun = BegunCalls(services.durable, ChoicesRecord)
 
-    async def completions(self, request: Request) -> Response:
-        asked = await self._asked(request)
-        call, prompts = read_completion(asked.body, self._services.config)
-        return await self._resumed(asked, call) or await self._answer(asked, call, prompts)
+    async def completions(self, call: Call) -> Response:
+        asked = await self._asked(call)
+        wanted, prompts = read_completion(asked.body, self._services.config)
+        return await self._resumed(asked, wanted) or await self._answer(asked, wanted, prompts)
 
-    async def chat(self, request: Request) -> Response:
-        services, asked = self._services, await self._asked(request)
-        call, fields = read_chat(asked.body, services.config, await services.length.get())
-        if (resumed := await self._resumed(asked, call)) is not None:
+    async def chat(self, call: Call) -> Response:
+        services, asked = self._services, await self._asked(call)
+        wanted, fields = read_chat(asked.body, services.config, await services.length.get())
+        if (resumed := await self._resumed(asked, wanted)) is not None:
             return resumed
         if asked.key is None:
             # Errors of the conversation would otherwise come first.
-            await services.served.check(fields.model, caller_of(request))
+            await services.served.check(fields.model, call.caller)
         prepared = await prepare(
-            request,
+            call,
             services,
             conversation_of(fields),
             tool_use(fields),
-            call.sampling,
+            wanted.sampling,
             reasoning_budget=fields.thinking_token_budget,
             separates_reasoning=fields.separate_reasoning,
         )
-        call = msgspec.structs.replace(call, sampling=prepared.sampling, reading=prepared.reading)
-        return await self._answer(asked, call, [prepared.prompt], prepared.images)
+        wanted = msgspec.structs.replace(
+            wanted, sampling=prepared.sampling, reading=prepared.reading
+        )
+        return await self._answer(asked, wanted, [prepared.prompt], prepared.images)
 
-    async def tokens(self, request: Request) -> Response:
-        services, asked = self._services, await self._asked(request)
-        call, prompt = read_generate(asked.body, services.config, await services.length.get())
-        return await self._resumed(asked, call) or await self._answer(asked, call, [prompt])
+    async def tokens(self, call: Call) -> Response:
+        services, asked = self._services, await self._asked(call)
+        wanted, prompt = read_generate(asked.body, services.config, await services.length.get())
+        return await self._resumed(asked, wanted) or await self._answer(asked, wanted, [prompt])
 
-    async def stream(self, request: Request) -> Response:
+    async def stream(self, call: Call) -> Response:
         """Send a stream that was begun before: all of it, or the part behind an event."""
-        event_id = request.query_params.get("after") or last_event_id(request)
-        return await self._resume(request, request.path_params["stream"], event_id)
+        event_id = call.query.get("after") or last_event_id(call)
+        return await self._resume(call, call.params["stream"], event_id)
 
-    async def cancel(self, request: Request) -> Response:
+    async def cancel(self, call: Call) -> Response:
         """Cancel a call by its answer's id. A call that has ended stays as it is."""
-        call_id = request.path_params["stream"]
-        await self._begun.find(request, call_id)
+        call_id = call.params["stream"]
+        await self._begun.find(call, call_id)
         self._services.submissions.end_waiting(call_id)
         await self._services.durable.cancel(call_id)
         return JsonResponse({"id": call_id, "object": "stream.cancelled", "cancelled": True})
 
-    async def _asked(self, request: Request) -> _HttpCall:
-        body = await read_object(request, self._services.config.gateway.max_body_bytes)
-        return _HttpCall(request, body, keyed(request, body))
+    async def _asked(self, call: Call) -> _Asked:
+        body = await read_object(call, self._services.config.gateway.max_body_bytes)
+        return _Asked(call, body, keyed(call, body))
 
-    async def _resumed(self, asked: _HttpCall, call: ChoicesCall) -> Response | None:
+    async def _resumed(self, asked: _Asked, wanted: ChoicesCall) -> Response | None:
         """Resume the stream of a call that comes again with the id of its last event."""
-        if not (call.fields.stream and (event_id := last_event_id(asked.request))):
+        if not (wanted.fields.stream and (event_id := last_event_id(asked.call))):
             return None
-        return await self._resume(asked.request, answer_of(event_id), event_id, asked.key)
+        return await self._resume(asked.call, answer_of(event_id), event_id, asked.key)
 
     async def _answer(
         self,
-        asked: _HttpCall,
-        call: ChoicesCall,
+        asked: _Asked,
+        wanted: ChoicesCall,
         prompts: list[Prompt],
         images: tuple[ImageInput, ...] = (),
     ) -> Response:
-        services, (request, _, key) = self._services, asked
-        origin = origin_of(request, call.fields.budget_ms, call.fields.model)
-        record = await self._record(call, prompts, images, origin.tenant, key)
+        services, (call, _, key) = self._services, asked
+        call.begin(wanted.fields.budget_ms, wanted.fields.model)
+        record = await self._record(wanted, prompts, images, call.tenant, key)
         answers = await self._answers(record)
-        services.submissions.check_priority(origin.caller, record.request(0))
-        begun = None if key is None else await self._begun.claim(request, record)
+        services.submissions.check_priority(call.caller, record.request(0))
+        begun = None if key is None else await self._begun.claim(call, record)
         if begun is not None:
-            return await self._again(request, origin, begun)
+            return await self._again(call, begun)
         attach: Attach = partial(services.durable.begun, record)
-        return await self._respond(request, _RunningChoices(origin, record, answers, attach))
+        return await self._respond(_RunningChoices(call, record, answers, attach))
 
     async def _resume(
-        self, request: Request, call_id: str, event_id: str, again: IdempotencyKey | None = None
+        self, call: Call, call_id: str, event_id: str, again: IdempotencyKey | None = None
     ) -> Response:
-        found = await self._begun.find(request, call_id, again)
-        call = found.record.call
-        if not call.fields.stream:
+        found = await self._begun.find(call, call_id, again)
+        wanted = found.record.call
+        if not wanted.fields.stream:
             raise not_found(call_id)
-        origin = origin_of(request, call.fields.budget_ms, call.fields.model)
-        return await self._again(request, origin, found, event_id)
+        call.begin(wanted.fields.budget_ms, wanted.fields.model)
+        return await self._again(call, found, event_id)
 
-    async def _again(
-        self, request: Request, origin: Origin, found: Found[ChoicesRecord], event_id: str = ""
-    ) -> Response:
+    async def _again(self, call: Call, found: Found[ChoicesRecord], event_id: str = "") -> Response:
         """Answer a call that was begun before, perhaps from behind an event on."""
         record = found.record
-        call = record.call
-        choices = len(record.prompts) * call.n
-        after = read_position(event_id, call.id, choices) if event_id else None
+        wanted = record.call
+        choices = len(record.prompts) * wanted.n
+        after = read_position(event_id, wanted.id, choices) if event_id else None
         answers = await self._answers(record)
-        running = _RunningChoices(origin, record, answers, partial(self._begun.attach, found))
-        return await self._respond(request, running, after)
+        running = _RunningChoices(call, record, answers, partial(self._begun.attach, found))
+        return await self._respond(running, after)
 
     async def _answers(self, record: ChoicesRecord) -> ChoicesWriter:
         """Return the writer of the answer. Every gateway reads messages alike.
@@ -164,16 +162,16 @@ class GenerationCalls:
         Raises:
             RequestError: unsupported: the gateway lacks the tokenizer.
         """
-        services, call = self._services, record.call
-        words = await services.words.required() if call.needs_words else None
-        form = await services.words.message_format() if call.reading is not None else None
+        services, wanted = self._services, record.call
+        words = await services.words.required() if wanted.needs_words else None
+        form = await services.words.message_format() if wanted.reading is not None else None
         return ChoicesWriter(
-            call, record.prompts, record.texts, words, form, services.submissions.measures
+            wanted, record.prompts, record.texts, words, form, services.submissions.measures
         )
 
     async def _record(
         self,
-        call: ChoicesCall,
+        wanted: ChoicesCall,
         prompts: list[Prompt],
         images: tuple[ImageInput, ...],
         tenant: str,
@@ -184,28 +182,26 @@ class GenerationCalls:
         for place, prompt in enumerate(prompts):
             request = await check_request(
                 self._services,
-                call.request(place, len(prompts), prompt, tenant, images),
-                as_tokens=call.needs_prompt_ids,
+                wanted.request(place, len(prompts), prompt, tenant, images),
+                as_tokens=wanted.needs_prompt_ids,
             )
             submitted.append(request.prompt_token_ids or prompt)
         return ChoicesRecord(
             tenant=tenant,
-            call=call,
+            call=wanted,
             prompts=submitted,
             # An echo is the text as it came.
             texts=[prompt if isinstance(prompt, str) else None for prompt in prompts],
             images=images,
             # A single request is published before the client sees anything of the answer.
-            has_prompts=len(prompts) > 1 or call.needs_prompt_ids or key is not None,
+            has_prompts=len(prompts) > 1 or wanted.needs_prompt_ids or key is not None,
             keyed=key,
         )
 
-    async def _respond(
-        self, request: Request, running: _RunningChoices, after: Position | None = None
-    ) -> Response:
+    async def _respond(self, running: _RunningChoices, after: Position | None = None) -> Response:
         if running.record.call.fields.stream:
             return self._streamed(running, after)
-        async with connected(request.receive), running.attach() as attachment:
+        async with connected(running.call.cancelled), running.attach() as attachment:
             return JsonResponse(await self._complete(running, attachment))
 
     async def _complete(self, running: _RunningChoices, attachment: Attachment | None) -> Answer:
@@ -222,11 +218,11 @@ class GenerationCalls:
         Raises:
             NanoInferenceError: The error that ended them.
         """
-        origin, record, answers, _ = running
+        call, record, answers, _ = running
         requests = [record.request(place) for place in range(len(record.prompts))]
         submissions = self._services.submissions
         with about_tools(record.call.reading):
-            return await submissions.run(origin, requests, take, attachment, answers.echoed)
+            return await submissions.run(call, requests, take, attachment, answers.echoed)
 
     def _streamed(self, running: _RunningChoices, after: Position | None) -> Response:
         gateway = self._services.config.gateway
@@ -239,7 +235,7 @@ class GenerationCalls:
                     stream.ids = stream.ids and attachment is not None
                     run = partial(self._run, running, attachment, chunks.take)
                     completions = await chunks.send_while(run)
-                    await chunks.send_usage(completions, running.origin.account)
+                    await chunks.send_usage(completions, running.call.account)
             except NanoInferenceError as error:
                 failure = as_openai(error, running.record.call.kind)
                 if not stream.committed:

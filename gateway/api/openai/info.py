@@ -9,16 +9,21 @@ from typing import Any
 
 import msgspec
 from msgspec.structs import replace
-from starlette.requests import Request
-from starlette.responses import PlainTextResponse, Response
 
 from ....bus.weights import InFlight
 from ....config import AdapterError
-from ...policy.caller import Caller, caller_of, check_allowed, shown_path
-from ...server.http import FieldError, JsonResponse, field_error, read_object
+from ...call import Call
+from ...caller import Caller, check_allowed, shown_path
+from ...server.http import (
+    FieldError,
+    JsonResponse,
+    PlainTextResponse,
+    Response,
+    field_error,
+    read_object,
+)
 from ...serving.fields import adapter_of, read_part
 from ...serving.lane_state import unknown_model
-from ...serving.origin import tenant_of
 from ...serving.prepared import conversation_tokens
 from ...serving.services import Services
 from .bodies import DetokenizeBody, TokenizeBody
@@ -36,8 +41,8 @@ class ModelInfoCalls:
         self._length = services.length
         self._created = int(time.time())
 
-    async def models(self, request: Request) -> Response:
-        return JsonResponse({"object": "list", "data": await self.cards(caller_of(request))})
+    async def models(self, call: Call) -> Response:
+        return JsonResponse({"object": "list", "data": await self.cards(call.caller)})
 
     async def cards(self, caller: Caller) -> list[dict[str, Any]]:
         """Return the cards of the model and its adapters that a caller may use."""
@@ -45,12 +50,12 @@ class ModelInfoCalls:
         cards = await self._cards(caller)
         return [card for card in cards if allowed is None or card["id"] in allowed]
 
-    async def model(self, request: Request) -> Response:
-        return JsonResponse(await self.card_of(request))
+    async def model(self, call: Call) -> Response:
+        return JsonResponse(await self.card_of(call))
 
-    async def card_of(self, request: Request) -> dict[str, Any]:
+    async def card_of(self, call: Call) -> dict[str, Any]:
         """As `card`, for the name in a call's path."""
-        return await self.card(request.path_params["model"], caller_of(request))
+        return await self.card(call.params["model"], call.caller)
 
     async def card(self, name: str, caller: Caller) -> dict[str, Any]:
         """Return the card of a model or an adapter.
@@ -65,20 +70,20 @@ class ModelInfoCalls:
                 return card
         raise unknown_model(name, self._served.default)
 
-    async def version(self, request: Request) -> Response:
+    async def version(self, call: Call) -> Response:
         return JsonResponse({"version": metadata.version("nano-inference")})
 
-    async def tokenize(self, request: Request) -> Response:
+    async def tokenize(self, call: Call) -> Response:
         """Tokenise a text or a conversation, as for a prompt."""
-        found = await read_object(request, self._config.gateway.max_body_bytes)
+        found = await read_object(call, self._config.gateway.max_body_bytes)
         body = read_part(found, TokenizeBody)
-        await self._served.check(body.model, caller_of(request))
+        await self._served.check(body.model, call.caller)
         if (body.prompt is None) == (body.messages is None):
             raise FieldError("give exactly one of prompt and messages", param="prompt")
         words, max_model_len = await self._words.required(), await self._length.get()
         if body.prompt is None:
             conversation = replace(conversation_of(body), tools=chat_tools(body.tools))
-            tenant = tenant_of(request)
+            tenant = call.tenant
             token_ids = await conversation_tokens(self._services, conversation, tenant)
         else:
             words.check_fits(body.prompt, max_model_len)
@@ -91,11 +96,11 @@ class ModelInfoCalls:
             texts = [words.token_bytes(each).decode(errors="replace") for each in token_ids]
         return JsonResponse(told | {"tokens": token_ids, "token_strs": texts})
 
-    async def detokenize(self, request: Request) -> Response:
+    async def detokenize(self, call: Call) -> Response:
         """Return the text of tokens, with the names of special tokens."""
-        found = await read_object(request, self._config.gateway.max_body_bytes)
+        found = await read_object(call, self._config.gateway.max_body_bytes)
         body = read_part(found, DetokenizeBody)
-        await self._served.check(body.model, caller_of(request))
+        await self._served.check(body.model, call.caller)
         if body.tokens is None:
             raise FieldError("give tokens, a list of token ids", param="tokens")
         words = await self._words.required()
@@ -109,7 +114,7 @@ class ModelInfoCalls:
         text = await self._words.beside(partial(words.text, body.tokens, skip_special=False))
         return JsonResponse({"prompt": text})
 
-    async def tokenizer_info(self, request: Request) -> Response:
+    async def tokenizer_info(self, call: Call) -> Response:
         """Return facts about the tokenizer, by the names of Transformers."""
         words = await self._words.required()
         tokenizer = words.tokenizer
@@ -171,8 +176,8 @@ class AdapterCalls:
         self._engine = services.engine
         self._served = services.served
 
-    async def load(self, request: Request) -> Response:
-        body = read_part(await read_object(request, _MOST_BYTES), LoadAdapterBody)
+    async def load(self, call: Call) -> Response:
+        body = read_part(await read_object(call, _MOST_BYTES), LoadAdapterBody)
         name = body.lora_name
         if not body.load_inplace and name in [each.id for each in await self._served.adapters()]:
             raise AdapterError(
@@ -184,8 +189,8 @@ class AdapterCalls:
         await self._served.wait_for(name, loaded=True)
         return PlainTextResponse(f"Success: LoRA adapter {name!r} added successfully.")
 
-    async def unload(self, request: Request) -> Response:
-        body = read_part(await read_object(request, _MOST_BYTES), UnloadAdapterBody)
+    async def unload(self, call: Call) -> Response:
+        body = read_part(await read_object(call, _MOST_BYTES), UnloadAdapterBody)
         await self._engine.unload_adapter(body.lora_name, in_flight=body.in_flight)
         await self._served.wait_for(body.lora_name, loaded=False)
         return PlainTextResponse(f"Success: LoRA adapter {body.lora_name!r} removed successfully.")

@@ -11,12 +11,12 @@ from typing import Generic, NamedTuple, TypeVar
 
 import anyio
 import msgspec
-from starlette.requests import Request
 
 from ....config import RequestError
 from ....store.calls import DurableCall
-from ...policy.caller import caller_of, check_allowed, may_use
-from ...server.http import MODEL, EngineError
+from ...call import Call
+from ...caller import check_allowed, may_use
+from ...server.http import EngineError
 from ...serving.durable_calls import (
     Attachment,
     DurableCalls,
@@ -25,7 +25,6 @@ from ...serving.durable_calls import (
     not_found,
 )
 from ...serving.fields import Body
-from ...serving.origin import tenant_of
 
 HEADER = "Idempotency-Key"
 MAX_KEY_LENGTH = 255
@@ -68,9 +67,7 @@ class BegunCalls(Generic[R]):
     kind: type[R]
     missing: Callable[[str], EngineError] = not_found
 
-    async def find(
-        self, request: Request, call_id: str, again: IdempotencyKey | None = None
-    ) -> Found[R]:
+    async def find(self, call: Call, call_id: str, again: IdempotencyKey | None = None) -> Found[R]:
         """Find a call of a request's tenant, by a model that the caller may use.
 
         Args:
@@ -79,9 +76,9 @@ class BegunCalls(Generic[R]):
         Raises:
             RequestError: The one for an unknown id, idempotency_key_reused.
         """
-        found = await self.look(call_id, tenant_of(request))
+        found = await self.look(call_id, call.tenant)
         # Other keys of the tenant may be for other models.
-        if not may_use(caller_of(request), found.record.call.model):
+        if not may_use(call.caller, found.record.call.model):
             raise self.missing(call_id)
         if again is not None:
             check_same(found.record.keyed, again)
@@ -102,19 +99,19 @@ class BegunCalls(Generic[R]):
             raise self.missing(call_id)
         return Found(record, kept)
 
-    async def claim(self, request: Request, record: R) -> Found[R] | None:
+    async def claim(self, call: Call, record: R) -> Found[R] | None:
         """Store a call under its key. Returns the call that has the key already, if any.
 
         Raises:
             RequestError: idempotency_key_reused, model_not_found.
         """
         assert record.keyed is not None, "it has a key"
-        check_allowed(caller_of(request), record.call.model)
+        check_allowed(call.caller, record.call.model)
         owner = await self.durable.claim(record)
         if owner == record.id:
             return None
         try:
-            return await self.find(request, owner, record.keyed)
+            return await self.find(call, owner, record.keyed)
         except RequestError as error:
             if error.code == self.missing(owner).code:
                 # The call was dropped a moment ago, and its key with it or soon.
@@ -147,18 +144,18 @@ def pauses_s(longest_s: float) -> Iterator[float]:
         pause_s = min(2 * pause_s, longest_s)
 
 
-def last_event_id(request: Request) -> str:
+def last_event_id(call: Call) -> str:
     """Return the last event that a returning client has of a stream; "" for none."""
-    return request.headers.get("last-event-id", "")
+    return call.header("last-event-id") or ""
 
 
-def keyed(request: Request, body: Body) -> IdempotencyKey | None:
+def keyed(call: Call, body: Body) -> IdempotencyKey | None:
     """Return the identity of a call with an idempotency key; None without one.
 
     Raises:
         RequestError: invalid_idempotency_key.
     """
-    keys = request.headers.getlist(HEADER)
+    keys = call.header_values(HEADER)
     if not keys:
         return None
     if len(keys) > 1 or not _KEY.fullmatch(keys[0]):
@@ -167,10 +164,9 @@ def keyed(request: Request, body: Body) -> IdempotencyKey | None:
             code="invalid_idempotency_key",
         )
     # A model's own address takes the place of its name in the body.
-    model = request.scope.get("state", {}).get(MODEL)
     encoded = msgspec.json.encode(body, order="deterministic").hex()
-    about = [request.url.path, encoded, *([model] if model else [])]
-    return IdempotencyKey(_digest(tenant_of(request), keys[0]), _digest(*about))
+    about = [call.path, encoded, *([call.model] if call.model else [])]
+    return IdempotencyKey(_digest(call.tenant, keys[0]), _digest(*about))
 
 
 def check_same(first: IdempotencyKey | None, again: IdempotencyKey) -> None:

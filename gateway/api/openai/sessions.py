@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import msgspec
-from starlette.requests import Request
-from starlette.responses import Response
 
-from ...policy.caller import caller_of
-from ...server.http import JsonResponse, field_error, read_object
+from ...call import Call
+from ...server.http import JsonResponse, Response, field_error, read_object
 from ...serving.fields import read_part
-from ...serving.origin import tenant_of
 from ...serving.services import Services
 from .bodies import SessionBody
 
@@ -23,15 +20,15 @@ class SessionCalls:
         self._engine = services.engine
         self._served = services.served
 
-    async def change(self, request: Request) -> Response:
+    async def change(self, call: Call) -> Response:
         """Pin, release, demote or prefetch the KV of a session of the caller's tenant."""
-        body = read_part(await read_object(request, _MOST_BYTES), SessionBody)
-        await self._served.check(body.model, caller_of(request))
+        body = read_part(await read_object(call, _MOST_BYTES), SessionBody)
+        await self._served.check(body.model, call.caller)
         if body.action is None:
             raise field_error("action", "is missing; give what is to be done with the KV")
-        session = request.path_params["session"]
+        session = call.params["session"]
         result = await self._engine.kv_session(
-            session, body.action, ttl_s=body.ttl_s, tenant=tenant_of(request)
+            session, body.action, ttl_s=body.ttl_s, tenant=call.tenant
         )
         answer = {"id": session, "object": "kv_session", **msgspec.to_builtins(result)}
         return JsonResponse(answer)

@@ -7,8 +7,8 @@ from typing import Any
 import msgspec
 
 from ....bus.public import Completion, CompletionChunk, Output
+from ...call import Account
 from ...server.http import SendEvent
-from ...serving.account import Account
 from ...serving.samples import UnsentOutputs, all_samples
 from .answers import Answer, Choice, ChoicesWriter, oldest_version, usage_of
 from .positions import Position

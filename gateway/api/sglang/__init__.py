@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from functools import partial
 
-from ...policy.chain import PolicyRoute
 from ...server.callers import not_for_pages
 from ...serving.services import Services
+from ..routes import PolicyRoute
 from .generate import Generation, encode
 from .info import ServerInfoCalls
 from .sync import VersionLabels, WeightSync

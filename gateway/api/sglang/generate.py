@@ -10,17 +10,15 @@ from typing import Any, ClassVar
 
 import anyio.lowlevel
 import msgspec
-from starlette.requests import Request
-from starlette.responses import Response
 
 from ....bus.public import Completion, EmbedParams, GenerateRequest, Output
 from ....config import Int64, NanoInferenceError
 from ....pipeline.scoring import EmbeddedPrompt
-from ...policy.caller import Caller, caller_of
-from ...server.http import EventStream, JsonResponse, SendEvent, connected, error_body
+from ...call import Call
+from ...caller import Caller
+from ...server.http import EventStream, JsonResponse, Response, SendEvent, connected, error_body
 from ...serving.embedding import EmbedCall, answer_embedded
 from ...serving.fields import read_part
-from ...serving.origin import Origin, origin_of, tenant_of
 from ...serving.prepared import as_submitted, check_length
 from ...serving.request_ids import bus_id, name_of
 from ...serving.services import Services
@@ -40,21 +38,21 @@ class Generation:
         self._submissions = services.submissions
         self._labels = labels
 
-    async def generate(self, request: Request) -> Response:
+    async def generate(self, call: Call) -> Response:
         """The endpoint."""
         gateway = self._services.config.gateway
-        caller, tenant = caller_of(request), tenant_of(request)
-        body = await read_sglang_object(request, self._services.config)
-        call = read_call(body, gateway.max_prompts)
-        origin = origin_of(request, call.budget_ms)
-        writers = await self._writers(call.prompts, caller, tenant)
+        caller, tenant = call.caller, call.tenant
+        body = await read_sglang_object(call, self._services.config)
+        wanted = read_call(body, gateway.max_prompts)
+        call.begin(wanted.budget_ms)
+        writers = await self._writers(wanted.prompts, caller, tenant)
         for asked in _requests_of(writers[:1]):
-            self._submissions.check_priority(origin.caller, asked, lower_first=False)
-        if call.stream:
-            return EventStream(partial(self._stream, origin, writers, call.batch))
-        async with connected(request.receive):
-            answers = await self._complete_all(origin, writers)
-            return JsonResponse(answers if call.batch else answers[0])
+            self._submissions.check_priority(call.caller, asked, lower_first=False)
+        if wanted.stream:
+            return EventStream(partial(self._stream, call, writers, wanted.batch))
+        async with connected(call.cancelled):
+            answers = await self._complete_all(call, writers)
+            return JsonResponse(answers if wanted.batch else answers[0])
 
     # --- before -------------------------------------------------------------------------------
 
@@ -87,7 +85,7 @@ class Generation:
 
     # --- after --------------------------------------------------------------------------------
 
-    async def _complete_all(self, origin: Origin, writers: list[PromptWriter]) -> list[Answer]:
+    async def _complete_all(self, call: Call, writers: list[PromptWriter]) -> list[Answer]:
         """All answers, in order. The first error ends the other requests as well."""
         answers: list[list[Answer]] = [[] for _ in writers]
 
@@ -95,11 +93,11 @@ class Generation:
             if isinstance(output, Completion):
                 answers[index] = await self._final(writers[index], output)
 
-        await self._submissions.run(origin, _requests_of(writers), take)
+        await self._submissions.run(call, _requests_of(writers), take)
         return [answer for each in answers for answer in each]
 
     async def _stream(
-        self, origin: Origin, writers: list[PromptWriter], batch: bool, send: SendEvent
+        self, call: Call, writers: list[PromptWriter], batch: bool, send: SendEvent
     ) -> None:
         """Events of all prompts as they come. The first error is the last of them.
 
@@ -120,7 +118,7 @@ class Generation:
                 if growing.due:
                     events.put(place + output.sample_index, growing)
 
-        run = partial(self._submissions.run, origin, _requests_of(writers), take)
+        run = partial(self._submissions.run, call, _requests_of(writers), take)
         try:
             await events.send_while(run)
         except NanoInferenceError as error:
@@ -157,13 +155,13 @@ class EncodeBody(msgspec.Struct, frozen=True):
     budget_ms: float | None = None
 
 
-async def encode(services: Services, request: Request) -> Response:
+async def encode(services: Services, call: Call) -> Response:
     """Answer a text with an object, and a list with a list of objects."""
-    found = await read_sglang_object(request, services.config)
+    found = await read_sglang_object(call, services.config)
     body = read_part(found, EncodeBody)
     prompts, batch = read_prompts(body.text, body.input_ids)
-    caller = caller_of(request)
-    call = EmbedCall(
+    caller = call.caller
+    wanted = EmbedCall(
         id=bus_id(caller, body.rid or uuid.uuid4().hex),
         params=EmbedParams(dimensions=body.dimensions),
         priority=body.priority,
@@ -172,7 +170,7 @@ async def encode(services: Services, request: Request) -> Response:
     )
 
     def write(embedded: list[EmbeddedPrompt], time: dict[str, Any]) -> Any:
-        ids = [name_of(caller, each.request_id) for each in call.requests(prompts, "")]
+        ids = [name_of(caller, each.request_id) for each in wanted.requests(prompts, "")]
         answers = [
             {
                 "embedding": each.vector,
@@ -182,4 +180,4 @@ async def encode(services: Services, request: Request) -> Response:
         ]
         return answers if batch else answers[0]
 
-    return await answer_embedded(request, services, call, prompts, write)
+    return await answer_embedded(call, services, wanted, prompts, write)

@@ -11,15 +11,14 @@ from typing import Any, ClassVar
 
 import anyio
 import msgspec
-from starlette.requests import Request
-from starlette.responses import PlainTextResponse, Response
 
 from ....bus.public import Completion, EmbedParams, ErrorInfo, GenerateRequest
 from ....config import NanoInferenceError, RequestError, SamplingParams, split_role
 from ....pipeline.health import living_first
 from ....store.board import StageReport
-from ...policy.caller import Caller, caller_of, shown_path
-from ...server.http import EngineError, JsonResponse, connected
+from ...call import Call
+from ...caller import Caller, shown_path
+from ...server.http import EngineError, JsonResponse, PlainTextResponse, Response, connected
 from ...serving.fields import read_part
 from ...serving.lane_state import DRAINING
 from ...serving.services import Services
@@ -51,18 +50,18 @@ class ServerInfoCalls:
         self._labels = labels
         services.readiness.consider(self._released)
 
-    async def health(self, request: Request) -> Response:
+    async def health(self, call: Call) -> Response:
         """Answer 200 if some lane works, and has weights and memory."""
         if trouble := await self._services.readiness.trouble():
             raise NanoInferenceError(trouble, code="not_ready")
         return Response()
 
-    async def health_generate(self, request: Request) -> Response:
+    async def health_generate(self, call: Call) -> Response:
         """Answer 200 if a token comes; while generation is off, if the executors answer."""
         if self._services.readiness.draining:
             raise NanoInferenceError(DRAINING, code="not_ready")
         try:
-            async with connected(request.receive):
+            async with connected(call.cancelled):
                 with anyio.fail_after(self._config.gateway.health_timeout_s):
                     if self._sync.paused or self._sync.released:
                         await self._engine.weight_version()
@@ -73,20 +72,20 @@ class ServerInfoCalls:
             raise NanoInferenceError(trouble, code="not_ready") from None
         return Response()
 
-    async def model_info(self, request: Request) -> Response:
-        return JsonResponse(await self._model_info(caller_of(request)))
+    async def model_info(self, call: Call) -> Response:
+        return JsonResponse(await self._model_info(call.caller))
 
-    async def weight_version(self, request: Request) -> Response:
+    async def weight_version(self, call: Call) -> Response:
         return JsonResponse({"weight_version": await self._label()})
 
-    async def server_info(self, request: Request) -> Response:
+    async def server_info(self, call: Call) -> Response:
         """Names and values of SGLang's ServerArgs, where there is a counterpart."""
         config, engine = self._config, self._config.engine
         lanes = _lanes(await self._engine.reports())
         executors = _loads_of(lanes, "executor")
         return JsonResponse(
             {
-                **await self._model_info(caller_of(request)),
+                **await self._model_info(call.caller),
                 "served_model_name": engine.model_name,
                 "version": metadata.version("nano-inference"),
                 "host": config.gateway.host,
@@ -113,7 +112,7 @@ class ServerInfoCalls:
             }
         )
 
-    async def loads(self, request: Request) -> Response:
+    async def loads(self, call: Call) -> Response:
         """Return the running and waiting requests of each lane; requests of this gateway that no
         lane has reported count too."""
         loads = await self._loads()
@@ -125,19 +124,19 @@ class ServerInfoCalls:
             }
         )
 
-    async def load(self, request: Request) -> Response:
+    async def load(self, call: Call) -> Response:
         """As `loads`, in SGLang's older form."""
         return JsonResponse(await self._loads())
 
-    async def flush_cache(self, request: Request) -> Response:
+    async def flush_cache(self, call: Call) -> Response:
         """Flush the cache. Running requests keep their own KV, which SGLang does not allow."""
         await self._engine.flush_cache()
         return PlainTextResponse("Cache flushed.\n")
 
-    async def abort_request(self, request: Request) -> Response:
-        found = await read_sglang_object(request, self._config)
+    async def abort_request(self, call: Call) -> Response:
+        found = await read_sglang_object(call, self._config)
         body = read_part(found, AbortBody)
-        caller = caller_of(request)
+        caller = call.caller
         if not (body.abort_all or body.rid):
             raise RequestError("give rid, or abort_all")
         if "weights" not in caller.scopes:

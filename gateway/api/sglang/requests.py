@@ -8,11 +8,11 @@ from itertools import repeat
 from typing import Any, ClassVar
 
 import msgspec
-from starlette.requests import Request
 
 from ....bus.public import GenerateRequest
 from ....config import Config, Constraint, Int64, RequestError, SamplingParams
-from ...server.http import NAMED_MODEL, convert, read_object
+from ...call import Call
+from ...server.http import convert, read_object
 from ...serving.constraints import of_grammar, the_one
 from ...serving.fields import Body, adapter_of, convert_part, read_part
 from ...serving.lane_state import unknown_model
@@ -21,19 +21,19 @@ from ...serving.sampling_fields import SGLANG, read_sampling
 _MODEL = "model"
 
 
-async def read_sglang_object(request: Request, config: Config) -> Body:
+async def read_sglang_object(call: Call, config: Config) -> Body:
     """Return the body of a call, without its model. SGLang serves one model, so here any call may
     have that field.
 
     Raises:
         RequestError: malformed, request_too_large; unknown_model.
     """
-    body = await read_object(request, config.gateway.max_body_bytes)
+    body = await read_object(call, config.gateway.max_body_bytes)
     if model := body.pop(_MODEL, None):
         model = convert(model, str, _MODEL)
         if name := adapter_of(model, config):
             raise unknown_model(name, config.engine.model_name)
-        request.scope.setdefault("state", {})[NAMED_MODEL] = model
+        call.named_model = model
     return body
 
 

@@ -10,14 +10,13 @@ from typing import Any, ClassVar, Literal, TypeVar
 import anyio
 import anyio.to_thread
 import msgspec
-from starlette.requests import Request
-from starlette.responses import Response
 
 from ....bus.control import MEMORY_TAGS, MemoryTag
 from ....bus.weights import FolderWeights, GroupWeights, InFlight, TensorMeta, WeightsSource
 from ....config import Int64, NanoInferenceError, RequestError
 from ....config.temporary import temporary_folder
-from ...server.http import JsonResponse, decode_object, error_response, read_body
+from ...call import Call
+from ...server.http import JsonResponse, Response, decode_object, error_response
 from ...serving.fields import read_part
 from ...serving.services import Services
 from .requests import read_sglang_object
@@ -156,8 +155,8 @@ class WeightCalls:
         self._sync = sync
         self._unpacking = anyio.CapacityLimiter(_UNPACKED_AT_ONCE)
 
-    async def init_group(self, request: Request) -> Response:
-        body = await self._read(request, GroupBody)
+    async def init_group(self, call: Call) -> Response:
+        body = await self._read(call, GroupBody)
         host = body.master_address
         if ":" in host and not host.startswith("["):
             host = f"[{host}]"
@@ -171,13 +170,13 @@ class WeightCalls:
         )
         return await _outcome(joining, lambda _: f"joined the group {body.group_name!r}")
 
-    async def destroy_group(self, request: Request) -> Response:
-        name = (await self._read(request, LeaveBody)).group_name
+    async def destroy_group(self, call: Call) -> Response:
+        name = (await self._read(call, LeaveBody)).group_name
         leaving = self._engine.leave_weights_group(name)
         return await _outcome(leaving, lambda _: f"left the group {name!r}")
 
-    async def from_distributed(self, request: Request) -> Response:
-        body = await self._read(request, DistributedBody)
+    async def from_distributed(self, call: Call) -> Response:
+        body = await self._read(call, DistributedBody)
         _check_update(body, formats=("", "auto"))
         if not len(body.names) == len(body.dtypes) == len(body.shapes):
             raise RequestError("names, dtypes and shapes differ in length")
@@ -187,16 +186,16 @@ class WeightCalls:
         tensors = await anyio.to_thread.run_sync(_metas, body, limiter=self._unpacking)
         return await self._take(GroupWeights(body.group_name, tensors), body)
 
-    async def from_disk(self, request: Request) -> Response:
-        body = await self._read(request, DiskBody)
+    async def from_disk(self, call: Call) -> Response:
+        body = await self._read(call, DiskBody)
         _check_update(body, formats=("", "auto", "safetensors"))
         return await self._take(
             FolderWeights(body.model_path), body, whole=True, num_paused_requests=0
         )
 
-    async def from_tensor(self, request: Request) -> Response:
+    async def from_tensor(self, call: Call) -> Response:
         """Tensors in the body. They go on in a file, which takes executors on this machine."""
-        content = await read_body(request, self._gateway.max_weights_bytes)
+        content = await call.read(self._gateway.max_weights_bytes)
         found = await anyio.to_thread.run_sync(decode_object, content, limiter=self._unpacking)
         del content
         body = read_part(found, TensorBody)
@@ -216,39 +215,39 @@ class WeightCalls:
             del found, texts
             return await self._take(FolderWeights(str(folder)), body)
 
-    async def begin(self, request: Request) -> Response:
-        _check_selector((await self._read(request, SessionBody)).selector)
+    async def begin(self, call: Call) -> Response:
+        _check_selector((await self._read(call, SessionBody)).selector)
         return await _outcome(
             self._sync.open(), lambda parts: f"a weight update session is open{_dropped(parts)}"
         )
 
-    async def end(self, request: Request) -> Response:
-        await self._read(request, EmptyBody)
+    async def end(self, call: Call) -> Response:
+        await self._read(call, EmptyBody)
         return await _outcome(self._sync.close(), _in_place)
 
-    async def pause(self, request: Request) -> Response:
-        body = await self._read(request, PauseBody)
+    async def pause(self, call: Call) -> Response:
+        body = await self._read(call, PauseBody)
         dropped = await self._sync.pause(_IN_FLIGHT[body.mode])
         return _ok(f"generation is paused{_dropped(dropped)}")
 
-    async def resume(self, request: Request) -> Response:
-        await self._read(request, EmptyBody)
+    async def resume(self, call: Call) -> Response:
+        await self._read(call, EmptyBody)
         version = await self._sync.resume()
         return _ok(f"generation goes on; {_in_place(version)}")
 
-    async def release_memory(self, request: Request) -> Response:
-        tags = (await self._read(request, MemoryBody)).ours
+    async def release_memory(self, call: Call) -> Response:
+        tags = (await self._read(call, MemoryBody)).ours
         dropped = await self._sync.release_memory(tags)
         return _ok(f"released: {', '.join(tags)}{_dropped(dropped)}")
 
-    async def resume_memory(self, request: Request) -> Response:
-        tags = (await self._read(request, MemoryBody)).ours
+    async def resume_memory(self, call: Call) -> Response:
+        tags = (await self._read(call, MemoryBody)).ours
         version = await self._sync.resume_memory(tags)
         update = "" if version is None else f"; {_in_place(version)}"
         return _ok(f"there again: {', '.join(tags)}{update}")
 
-    async def rename(self, request: Request) -> Response:
-        body = await self._read(request, VersionBody)
+    async def rename(self, call: Call) -> Response:
+        body = await self._read(call, VersionBody)
         if body.abort_all_requests:
             await self._engine.cancel_all()
         await self._sync.rename(body.new_version)
@@ -256,15 +255,15 @@ class WeightCalls:
             f"the weights in place are called {body.new_version!r}", new_version=body.new_version
         )
 
-    async def load_adapter(self, request: Request) -> Response:
+    async def load_adapter(self, call: Call) -> Response:
         """Load an adapter; a loaded one of that name gets new weights."""
-        body = await self._read(request, LoadLoraBody)
+        body = await self._read(call, LoadLoraBody)
         loading = self._engine.load_adapter(body.lora_name, body.lora_path)
         return await self._adapter_outcome(loading, body.lora_name, loaded=True)
 
-    async def unload_adapter(self, request: Request) -> Response:
+    async def unload_adapter(self, call: Call) -> Response:
         """Unload an adapter, after its requests in flight."""
-        name = (await self._read(request, UnloadLoraBody)).lora_name
+        name = (await self._read(call, UnloadLoraBody)).lora_name
         return await self._adapter_outcome(self._engine.unload_adapter(name), name, loaded=False)
 
     async def _adapter_outcome(
@@ -295,8 +294,8 @@ class WeightCalls:
             taking, lambda version: kept if version is None else _in_place(version), **more
         )
 
-    async def _read(self, request: Request, kind: type[B]) -> B:
-        return read_part(await read_sglang_object(request, self._services.config), kind)
+    async def _read(self, call: Call, kind: type[B]) -> B:
+        return read_part(await read_sglang_object(call, self._services.config), kind)
 
 
 def _check_update(body: UpdateBody, formats: tuple[str, ...]) -> None:

@@ -11,8 +11,8 @@ import pytest
 
 from nano_inference.bus.public import GenerateRequest
 from nano_inference.config import BusError
+from nano_inference.gateway.caller import ANYBODY, Caller
 from nano_inference.gateway.console.feed import Feed, Viewer, viewer_of
-from nano_inference.gateway.policy.caller import ANYBODY, Caller
 from nano_inference.gateway.serving.request_log import RequestLog
 from nano_inference.pipeline.health import lanes_of
 from nano_inference.pipeline.progress import Progress

@@ -22,7 +22,7 @@ from nano_inference.gateway.app import GatewayApp
 from nano_inference.gateway.policy.administration import Administration
 from nano_inference.gateway.policy.audit import text_hash
 from nano_inference.gateway.server.calls import ObservedCalls
-from nano_inference.gateway.serving.measures import Measures
+from nano_inference.gateway.server.measures import Measures
 from nano_inference.telemetry import setup_logging
 
 from .. import by_hand
@@ -66,7 +66,7 @@ class Audited:
 
 def app_observed(app: GatewayApp) -> ObservedCalls:
     routes = [path for each in app.routes if (path := getattr(each, "path", ""))]
-    return ObservedCalls(app, Measures(), routes, audit=app.policy.audit)
+    return ObservedCalls(app, Measures(), routes, on_call=app.policy.on_call)
 
 
 @asynccontextmanager

@@ -9,9 +9,9 @@ import httpx
 import pytest
 
 from nano_inference.config import Config
+from nano_inference.gateway.api.routes import PolicyRoute
 from nano_inference.gateway.app import GatewayApp
-from nano_inference.gateway.policy.chain import PolicyRoute
-from nano_inference.gateway.policy.document import SCOPES, Scope, may
+from nano_inference.gateway.caller import SCOPES, Scope, may
 
 from ..errors import code_of
 from ..fake import Client, FakeEngine, app_of, http_of

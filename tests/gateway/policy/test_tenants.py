@@ -11,8 +11,8 @@ import httpx
 import pytest
 
 from nano_inference.bus.public import GenerateRequest, Output
+from nano_inference.gateway.caller import ANYBODY, Caller
 from nano_inference.gateway.policy.administration import Administration
-from nano_inference.gateway.policy.caller import ANYBODY, Caller
 from nano_inference.gateway.serving.request_ids import bus_id, ids_of, name_of
 
 from ..errors import error_of

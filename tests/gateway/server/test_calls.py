@@ -17,7 +17,7 @@ from structlog.testing import capture_logs
 from nano_inference.config import GatewayConfig, TelemetryConfig
 from nano_inference.gateway.server.callers import only_known_callers
 from nano_inference.gateway.server.calls import ObservedCalls
-from nano_inference.gateway.serving.measures import Measures
+from nano_inference.gateway.server.measures import Measures
 from nano_inference.telemetry import TraceContext, names, setup_logging
 from nano_inference.telemetry.instruments import (
     GATEWAY_IN_FLIGHT,

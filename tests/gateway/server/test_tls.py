@@ -12,8 +12,8 @@ import pytest
 import structlog
 
 from nano_inference.config import ConfigError, GatewayConfig
+from nano_inference.gateway.server.measures import Measures
 from nano_inference.gateway.server.tls import Certificates
-from nano_inference.gateway.serving.measures import Measures
 
 from ...certificates import Authority, Issued
 from ..fake import FakeEngine

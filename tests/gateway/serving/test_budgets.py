@@ -10,11 +10,10 @@ import pytest
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from nano_inference.config import GatewayConfig
+from nano_inference.gateway.call import BUDGET_HEADER, MAX_BUDGET_MS
 from nano_inference.gateway.server import connections
-from nano_inference.gateway.server.calls import ObservedCall
-from nano_inference.gateway.serving.account import Account
-from nano_inference.gateway.serving.origin import BUDGET_HEADER, MAX_BUDGET_MS
-from nano_inference.telemetry import TraceContext, now_ns
+from nano_inference.gateway.server.http import ARRIVED
+from nano_inference.telemetry import now_ns
 
 from ..errors import error_of
 from ..fake import Client, FakeEngine, app_of, http_of
@@ -29,8 +28,7 @@ async def arriving(engine: FakeEngine, ago_ns: int) -> AsyncIterator[httpx.Async
     app: ASGIApp = app_of(engine)
 
     async def arrived(scope: Scope, receive: Receive, send: Send) -> None:
-        arrival = ObservedCall(now_ns() - ago_ns, TraceContext(), Account())
-        await app({**scope, "state": {"arrival": arrival}}, receive, send)
+        await app({**scope, "state": {ARRIVED: now_ns() - ago_ns}}, receive, send)
 
     async with http_of(arrived) as client:
         yield client

@@ -13,7 +13,9 @@ import pytest
 
 from nano_inference.config import Config, ConfigError, RequestError, load_config
 from nano_inference.gateway.server.http import FieldError
+from nano_inference.gateway.server.measures import Measures
 from nano_inference.gateway.serving import chat_templates
+from nano_inference.gateway.serving.capacity import Capacity
 from nano_inference.gateway.serving.chat_templates import (
     ChatTemplates,
     Conversation,
@@ -22,8 +24,6 @@ from nano_inference.gateway.serving.chat_templates import (
     reasoning_of_effort,
     reasoning_variables,
 )
-from nano_inference.gateway.serving.measures import Measures
-from nano_inference.gateway.serving.turns import Turns
 from nano_inference.gateway.serving.words import LazyWords
 from nano_inference.text.messages import Tool
 
@@ -49,8 +49,8 @@ async def _length() -> int:
     return 100
 
 
-def turns() -> Turns:
-    return Turns(chat_templates.AT_ONCE, 100, Measures())
+def capacity() -> Capacity:
+    return Capacity(chat_templates.AT_ONCE, 100, Measures())
 
 
 class Model:
@@ -66,7 +66,7 @@ class Model:
         if template is not None:
             path.write_text(template)
         self.words = LazyWords(self.folder)
-        return ChatTemplates(self.words, _length, timeout_s, turns())
+        return ChatTemplates(self.words, _length, timeout_s, capacity())
 
     async def text(self, template: str, conversation: Conversation) -> str:
         found = (await self.with_template(template).render(conversation, TENANT)).token_ids
@@ -129,7 +129,7 @@ async def test_looping_templates_of_one_tenant_hold_up_no_other(model: Model) ->
     templates = model.with_template(loop + "{{ messages[0].content }}", timeout_s=0.1)
     endless = [{"role": "user", "content": "loop"}]
     looping = [asyncio.create_task(refused(templates, endless)) for _ in range(10)]
-    while templates._turns.waiting < 8:  # noqa: ASYNC110
+    while templates._capacity.waiting < 8:  # noqa: ASYNC110
         await asyncio.sleep(0)
     rendered = await templates.render(Conversation(turns=HELLO), "other")
     assert rendered.token_ids
@@ -197,7 +197,7 @@ async def test_the_opening_of_the_answer_is_returned(
         "<|im_start|>assistant\nbefore<|im_end|>\n"
         "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}"
     )
-    templates = ChatTemplates(LazyWords(model.folder, "qwen"), _length, LIMIT_S, turns())
+    templates = ChatTemplates(LazyWords(model.folder, "qwen"), _length, LIMIT_S, capacity())
     rendered = await templates.render(
         Conversation(turns=HELLO, add_generation_prompt=begins), TENANT
     )

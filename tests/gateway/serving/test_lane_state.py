@@ -11,9 +11,9 @@ import pytest
 from nano_inference.bus.public import GenerateRequest, Output
 from nano_inference.config import BusError, Config, EngineConfig
 from nano_inference.gateway.server.calls import ObservedCalls
+from nano_inference.gateway.server.measures import Measures
 from nano_inference.gateway.serving import lane_state
 from nano_inference.gateway.serving.lane_state import ModelLength, Readiness, Recent, ServedModels
-from nano_inference.gateway.serving.measures import Measures
 from nano_inference.store.board import LoadedAdapter, StageReport
 from nano_inference.telemetry import TraceContext
 

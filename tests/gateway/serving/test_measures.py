@@ -15,7 +15,7 @@ from nano_inference.config import GatewayConfig, RequestError, load_config
 from nano_inference.gateway.server.callers import only_known_callers
 from nano_inference.gateway.server.connections import Connections
 from nano_inference.gateway.server.limits import SPARE_CONNECTIONS, RequestLimits
-from nano_inference.gateway.serving.measures import Reason
+from nano_inference.gateway.server.measures import Reason
 from nano_inference.telemetry import names
 from nano_inference.telemetry.instruments import (
     GATEWAY_CONNECTIONS,

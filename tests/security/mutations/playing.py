@@ -10,8 +10,8 @@ from contextlib import asynccontextmanager
 from starlette.types import ASGIApp
 
 from nano_inference.config import GatewayConfig
+from nano_inference.gateway.server.measures import Measures
 from nano_inference.gateway.server.server import HttpServer
-from nano_inference.gateway.serving.measures import Measures
 
 from ...gateway.served import listening
 from .bodies import usual

@@ -156,7 +156,7 @@ def sampling_body(request: InferRequest) -> dict[str, Any]:
 def inherited_parameters(request: InferRequest) -> dict[str, Any]:
     """Return the parameters that also hold for requests made of this one.
 
-    Its time limit isn't among them: the call's origin has the deadline.
+    Its time limit isn't among them: the call itself has the deadline.
     """
     names = ("priority", "cache_salt")
     return {name: request.parameters[name] for name in names if name in request.parameters}
@@ -361,7 +361,7 @@ class EngineModel:
         ]
         services = self._services
         services.images.check(sources, await services.words.required())
-        return await services.images.load(sources, call.origin.tenant)
+        return await services.images.load(sources, call.call.tenant)
 
     async def _request(
         self,
@@ -385,11 +385,11 @@ class EngineModel:
             sampling=sampling[1],
             stream=stream,
             priority=priority_of(call.request),
-            tenant=call.origin.tenant,
+            tenant=call.call.tenant,
             cache_salt=cache_salt_of(call.request),
             images=images,
         )
-        self._services.submissions.check_priority(call.origin.caller, request)
+        self._services.submissions.check_priority(call.call.caller, request)
         return await check_request(self._services, request)
 
     async def _complete(
@@ -404,7 +404,7 @@ class EngineModel:
             NanoInferenceError: The engine failed it.
         """
         (completion,) = await self._services.submissions.run(
-            call.origin, [request], before=lambda index: before
+            call.call, [request], before=lambda index: before
         )
         _record_compute(call, completion)
         return completion
@@ -416,7 +416,7 @@ class EngineModel:
             NanoInferenceError: The engine failed it. Everything before was passed on.
         """
         deltas = UnsentDeltas(request.n, take)
-        completion = await stream_unsent(self._services.submissions, call.origin, request, deltas)
+        completion = await stream_unsent(self._services.submissions, call.call, request, deltas)
         _record_compute(call, completion)
 
 

@@ -113,10 +113,10 @@ class BestOfModel(EngineModel):
                 code="request_too_large",
             )
         try:
-            slot = await self._pool.acquire_slot(span, call.origin.deadline_ns or 0)
+            slot = await self._pool.acquire_slot(span, call.call.deadline_ns or 0)
         except PoolAcquireTimeout:
             raise EngineError(
-                f"the call's time ({call.origin.limited_by}) was over before there was room for "
+                f"the call's time ({call.call.limited_by}) was over before there was room for "
                 "its buffers; give it more",
                 code="expired",
             ) from None
@@ -203,5 +203,5 @@ class BestOfModel(EngineModel):
         """Another model's outputs."""
         parameters = inherited_parameters(call.request)
         request = InferRequest(model_name=model, inputs=inputs, parameters=parameters)
-        response = await self._service.infer_once(call.origin, request)
+        response = await self._service.infer_once(call.call, request)
         return {each.name: each.data for each in response.outputs}

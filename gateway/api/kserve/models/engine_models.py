@@ -271,7 +271,7 @@ class EmbedModel(EngineModel):
             cache_salt=cache_salt_of(call.request),
         )
         prompts = await self._prompts(call)
-        embedded = await embed_all(self._services, call.origin, wanted, prompts)
+        embedded = await embed_all(self._services, call.call, wanted, prompts)
         await answer(
             [
                 rows("embedding", "FP32", [each.vector for each in embedded], 0),

@@ -3,30 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
+from copy import copy
 from functools import partial
 from typing import NamedTuple
 
 import anyio
 import msgspec
-from starlette.requests import Request
-from starlette.responses import Response
 
 from .....config import NanoInferenceError
 from .....store.calls import DurableCall
-from ....policy.caller import caller_of
+from ....call import Account, Call
 from ....server.http import (
     EventStream,
     FieldError,
     JsonResponse,
+    Response,
     SendEvent,
     connected,
     field_error,
     read_object,
 )
-from ....serving.account import Account
 from ....serving.durable_calls import Attachment
 from ....serving.fields import Body, read_query
-from ....serving.origin import Origin, origin_of, tenant_of
 from ....serving.prepared import about_tools, check_request, prepare, tokens_of
 from ....serving.samples import SampleChunks, stream_unsent
 from ....serving.services import Services
@@ -52,7 +50,7 @@ _SOON_S = 0.05
 waits for a place is published later."""
 
 
-Conversations = Callable[[Request, str], Awaitable[list[Item]]]
+Conversations = Callable[[Call, str], Awaitable[list[Item]]]
 """Returns the conversation of a stored response."""
 
 
@@ -64,7 +62,7 @@ class _RunningResponse(NamedTuple):
         retrieved: Whether a failed response is no error of the call.
     """
 
-    origin: Origin
+    call: Call
     writer: ResponseWriter
     attach: Attach
     after: int = NOTHING
@@ -85,111 +83,111 @@ class ResponseCalls:
         self.stored = BackgroundResponses(services)
         self.conversation_of: Conversations = self.stored.conversation
 
-    async def create(self, request: Request) -> Response:
-        body, call, items = await self._read(request)
-        again = keyed(request, body)
-        if call.fields.stream and (event_id := last_event_id(request)):
+    async def create(self, call: Call) -> Response:
+        body, wanted, items = await self._read(call)
+        again = keyed(call, body)
+        if wanted.fields.stream and (event_id := last_event_id(call)):
             response_id = response_of(event_id)
-            found = await self.stored.find_stored(request, response_id, again)
-            return await self._again(request, found, read_number(event_id, response_id))
+            found = await self.stored.find_stored(call, response_id, again)
+            return await self._again(call, found, read_number(event_id, response_id))
         if again is None:
             # Errors of the conversation would otherwise come first.
-            await self._services.served.check(call.fields.model, caller_of(request))
-        items = await self._whole(request, call, items)
-        origin = origin_of(request, call.fields.budget_ms, call.fields.model)
+            await self._services.served.check(wanted.fields.model, call.caller)
+        items = await self._whole(call, wanted, items)
+        call.begin(wanted.fields.budget_ms, wanted.fields.model)
         record = await self._prepared(
-            request,
+            call,
             ResponseRecord(
-                tenant=origin.tenant,
-                call=call,
+                tenant=call.tenant,
+                call=wanted,
                 items=items,
-                deadline_ns=origin.deadline_ns,
-                caller=origin.caller,
+                deadline_ns=call.deadline_ns,
+                caller=call.caller,
                 keyed=again,
             ),
         )
         await self._check(record)
         writer = await self.stored.writer(record, first=True)
-        if again is not None and (begun := await self.stored.claim(request, record)) is not None:
-            return await self._again(request, begun)
+        if again is not None and (begun := await self.stored.claim(call, record)) is not None:
+            return await self._again(call, begun)
         if record.background:
-            return await self._in_background(request, origin, writer)
+            return await self._in_background(call, writer)
         attach: Attach = partial(self._services.durable.begun, record)
-        return await self._respond(request, _RunningResponse(origin, writer, attach))
+        return await self._respond(_RunningResponse(call, writer, attach))
 
-    async def input_tokens(self, request: Request) -> Response:
+    async def input_tokens(self, call: Call) -> Response:
         """Count the tokens of a response's prompt; the body is that of `create`."""
-        _, call, items = await self._read(request)
-        await self._services.served.check(call.fields.model, caller_of(request))
-        items = await self._whole(request, call, items)
-        record = ResponseRecord(tenant=tenant_of(request), call=call, items=items)
-        record = await self._prepared(request, record)
+        _, wanted, items = await self._read(call)
+        await self._services.served.check(wanted.fields.model, call.caller)
+        items = await self._whole(call, wanted, items)
+        record = ResponseRecord(tenant=call.tenant, call=wanted, items=items)
+        record = await self._prepared(call, record)
         tokens = await tokens_of(self._services, record.prompt, record.images, record.tenant)
         return JsonResponse({"object": "response.input_tokens", "input_tokens": len(tokens)})
 
-    async def retrieve(self, request: Request) -> Response:
+    async def retrieve(self, call: Call) -> Response:
         """Return a response as it is now, or its stream."""
-        query = read_query(request, RetrieveQuery)
+        query = read_query(call, RetrieveQuery)
         if query.starting_after is not None and not query.stream:
             raise field_error("starting_after", "takes stream=true")
-        found = await self._found(request)
+        found = await self._found(call)
         if not query.stream:
             return JsonResponse(await self.stored.known(found))
-        return await self._followed(request, found, query.starting_after, last_event_id(request))
+        return await self._followed(call, found, query.starting_after, last_event_id(call))
 
-    async def delete(self, request: Request) -> Response:
-        found = await self._found(request)
+    async def delete(self, call: Call) -> Response:
+        found = await self._found(call)
         await self.stored.delete(found)
         return JsonResponse({"id": found.record.id, "object": "response", "deleted": True})
 
-    async def cancel(self, request: Request) -> Response:
-        return JsonResponse(await self.stored.cancel(await self._found(request)))
+    async def cancel(self, call: Call) -> Response:
+        return JsonResponse(await self.stored.cancel(await self._found(call)))
 
-    async def stream(self, request: Request) -> Response:
+    async def stream(self, call: Call) -> Response:
         """As `retrieve`, by the endpoint of all streams."""
-        event_id = request.query_params.get("after") or last_event_id(request)
-        return await self._followed(request, await self._found(request), None, event_id)
+        event_id = call.query.get("after") or last_event_id(call)
+        return await self._followed(call, await self._found(call), None, event_id)
 
-    async def end(self, request: Request) -> Response:
+    async def end(self, call: Call) -> Response:
         """End a response, in the background or not. A response that has ended stays as it is."""
-        found = await self._found(request)
+        found = await self._found(call)
         await self.stored.end(found)
         return JsonResponse(
             {"id": found.record.id, "object": "stream.cancelled", "cancelled": True}
         )
 
-    async def items(self, request: Request) -> Response:
+    async def items(self, call: Call) -> Response:
         """List the items before a response's output."""
-        query = read_query(request, ItemsQuery)
-        found = await self._found(request)
+        query = read_query(call, ItemsQuery)
+        found = await self._found(call)
         return JsonResponse(page_of(found.record.items, query.order, query.after, query.limit))
 
-    async def _found(self, request: Request) -> Found[ResponseRecord]:
-        named = request.path_params
+    async def _found(self, call: Call) -> Found[ResponseRecord]:
+        named = call.params
         response_id = named.get("response_id") or named["stream"]
-        return await self.stored.find_stored(request, response_id)
+        return await self.stored.find_stored(call, response_id)
 
     # --- making one ---------------------------------------------------------------------------
 
-    async def _read(self, request: Request) -> tuple[Body, ResponseCall, list[Item]]:
+    async def _read(self, call: Call) -> tuple[Body, ResponseCall, list[Item]]:
         config = self._services.config
-        body = await read_object(request, config.gateway.max_body_bytes)
+        body = await read_object(call, config.gateway.max_body_bytes)
         return body, *read_response(body, config, await self._services.length.get())
 
-    async def _whole(self, request: Request, call: ResponseCall, items: list[Item]) -> list[Item]:
+    async def _whole(self, call: Call, wanted: ResponseCall, items: list[Item]) -> list[Item]:
         """Return the items of a call, behind those of the response that it continues."""
         before: list[Item] = []
-        if previous := call.fields.previous_response_id:
-            before = await self.conversation_of(request, previous)
+        if previous := wanted.fields.previous_response_id:
+            before = await self.conversation_of(call, previous)
         items = [*before, *items]
         check_calls(items, len(before))
         return items
 
-    async def _prepared(self, request: Request, record: ResponseRecord) -> ResponseRecord:
+    async def _prepared(self, call: Call, record: ResponseRecord) -> ResponseRecord:
         """Add the prompt, and what it implies for the output."""
         fields, sampling = record.call.fields, record.call.sampling
         prepared = await prepare(
-            request,
+            call,
             self._services,
             conversation_of(fields, record.items),
             tool_use(fields),
@@ -221,72 +219,70 @@ class ResponseCalls:
                 code="request_too_large",
             )
 
-    async def _in_background(
-        self, request: Request, origin: Origin, writer: ResponseWriter
-    ) -> Response:
+    async def _in_background(self, call: Call, writer: ResponseWriter) -> Response:
         record, durable = writer.record, self._services.durable
         kept = DurableCall(record.encode())
         if record.keyed is None:
             await durable.keep(record)
-        account = Account(background=True)
-        account.headers = origin.account.headers  # set when it begins
-        run = self.stored.begin(record, origin._replace(account=account), kept)
+        apart = copy(call)
+        # The headers are set when it begins.
+        apart.account = Account(background=True, headers=call.account.headers)
+        run = self.stored.begin(record, apart, kept)
         with anyio.move_on_after(_SOON_S):
             await run.settled.wait()
         if run.failure is not None:
             await durable.forget(record)
             raise run.failure
         if record.call.fields.stream:
-            return await self._again(request, Found(record, kept))
+            return await self._again(call, Found(record, kept))
         return JsonResponse(writer.begun("queued"))
 
     async def _again(
-        self, request: Request, found: Found[ResponseRecord], after: int = NOTHING
+        self, call: Call, found: Found[ResponseRecord], after: int = NOTHING
     ) -> Response:
         """Answer a call that was begun before, perhaps from behind an event on."""
         fields = found.record.call.fields
         if fields.background and not fields.stream:
             return JsonResponse(await self.stored.known(found))
-        return await self._respond(request, await self._attached(request, found, after))
+        return await self._respond(await self._attached(call, found, after))
 
     async def _followed(
-        self, request: Request, found: Found[ResponseRecord], after: int | None, event_id: str
+        self, call: Call, found: Found[ResponseRecord], after: int | None, event_id: str
     ) -> Response:
         """Stream a stored response, from behind an event on."""
         if after is None:
             after = read_number(event_id, found.record.id) if event_id else NOTHING
-        running = await self._attached(request, found, after)
+        running = await self._attached(call, found, after)
         return self._streamed(running._replace(retrieved=True))
 
     async def _attached(
-        self, request: Request, found: Found[ResponseRecord], after: int
+        self, call: Call, found: Found[ResponseRecord], after: int
     ) -> _RunningResponse:
         record = found.record
         fields = record.call.fields
-        origin = origin_of(request, fields.budget_ms, fields.model)
-
+        call.begin(fields.budget_ms, fields.model)
         return _RunningResponse(
-            origin, await self.stored.writer(record), partial(self.stored.attach, found), after
+            call, await self.stored.writer(record), partial(self.stored.attach, found), after
         )
 
-    async def _respond(self, request: Request, running: _RunningResponse) -> Response:
+    async def _respond(self, running: _RunningResponse) -> Response:
         record = running.writer.record
         if record.call.fields.stream:
             return self._streamed(running)
         submissions, asked = self._services.submissions, record.request(self._services.config)
-        async with connected(request.receive):
+        async with connected(running.call.cancelled):
             try:
                 async with running.attach() as attachment:
                     with about_tools(record.reading):
                         (completion,) = await submissions.run(
-                            running.origin, [asked], attachment=attachment
+                            running.call, [asked], attachment=attachment
                         )
             except NanoInferenceError as error:
                 raise as_response_error(error, record.id) from None
             return JsonResponse(await self.stored.ended(running.writer, completion))
 
     def _streamed(self, running: _RunningResponse) -> Response:
-        origin, writer, attach, after, retrieved = running
+        call, writer, attach, after, retrieved = running
         record, gateway = writer.record, self._services.config.gateway
         submissions, asked = self._services.submissions, record.request(self._services.config)
 
@@ -300,7 +296,7 @@ class ResponseCalls:
                     with about_tools(record.reading):
                         unsent = SampleChunks(events.add)
                         completion = await stream_unsent(
-                            submissions, origin, asked, unsent, attachment
+                            submissions, call, asked, unsent, attachment
                         )
             except NanoInferenceError as error:
                 failure = as_response_error(error, record.id)

@@ -12,8 +12,8 @@ from .....config import NanoInferenceError
 from .....store.calls import DurableCall
 from .....text.messages import MessageFormat, ToolCall
 from ....server.http import EngineError
+from ....server.measures import Measures
 from ....serving.logprobs import TokenNames, token_entries
-from ....serving.measures import Measures
 from ....serving.message_parts import (
     Addition,
     MessageParts,

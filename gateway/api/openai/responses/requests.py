@@ -12,7 +12,7 @@ import msgspec
 from .....bus.public import ErrorInfo, GenerateRequest, ImageInput
 from .....config import Config, Constraint, NanoInferenceError, SamplingParams, shown
 from .....text.messages import Reading
-from ....policy.caller import ANYBODY, Caller
+from ....caller import ANYBODY, Caller
 from ....server.http import EngineError, field_error
 from ....serving.chat_templates import Conversation, Turn, reasoning_of_effort
 from ....serving.constraints import of_structured_outputs, of_text_format, the_one

@@ -7,16 +7,13 @@ from functools import partial
 from typing import TypeVar
 
 import anyio
-from starlette.requests import Request
 
 from .....bus.public import Completion
 from .....config import BusError, ChannelClosed, NanoInferenceError, shown
 from .....store.calls import DurableCall
-from .....telemetry import TraceContext
+from ....call import Call
 from ....server.http import EngineError, FieldError, field_error
-from ....serving.account import Account
 from ....serving.durable_calls import Attachment, IdempotencyKey
-from ....serving.origin import Origin
 from ....serving.services import Services
 from ....serving.words import READING
 from ..records import BegunCalls, Found, decode_record, pauses_s
@@ -47,14 +44,14 @@ class StoredResponses(BegunCalls[ResponseRecord]):
         self._services = services
 
     async def find_stored(
-        self, request: Request, response_id: str, again: IdempotencyKey | None = None
+        self, call: Call, response_id: str, again: IdempotencyKey | None = None
     ) -> Found[ResponseRecord]:
         """Find a response, unless it has store: false; see `find`.
 
         Raises:
             RequestError: unknown_response, idempotency_key_reused.
         """
-        found = await self.find(request, response_id, again)
+        found = await self.find(call, response_id, again)
         if not found.record.call.fields.store:
             raise unknown(response_id)
         return found
@@ -86,9 +83,8 @@ class StoredResponses(BegunCalls[ResponseRecord]):
         except EngineError as error:
             raise as_response_error(error, record.id) from None
         if isinstance(last, Completion):
-            origin = Origin(record.tenant, TraceContext(), None, Account(), record.caller)
             request = record.request(services.config)
-            last = await services.submissions.filtered_end(origin, request, last)
+            last = await services.submissions.filtered_end(_call_of(record), request, last)
         writer = await self.writer(record)
         made = last.usage.completion_tokens if isinstance(last, Completion) else 0
         return await self.beside(made, partial(writer.known, kept, last))
@@ -102,14 +98,14 @@ class StoredResponses(BegunCalls[ResponseRecord]):
         """Read so many tokens of an output, many of them in a thread."""
         return await self._services.words.process(tokens * READING, work)
 
-    async def conversation(self, request: Request, response_id: str) -> list[Item]:
+    async def conversation(self, call: Call, response_id: str) -> list[Item]:
         """Return all items of a response that has ended, with its output.
 
         Raises:
             FieldError: It is unknown, or has not ended well.
         """
         try:
-            found = await self.find_stored(request, response_id)
+            found = await self.find_stored(call, response_id)
             answer = await self.known(found)
         except EngineError as error:
             raise field_error(_PREVIOUS, f": {error.message}", code=_NOT_FOUND) from None
@@ -185,9 +181,9 @@ class Run:
         failure: The reason why it will not be published.
     """
 
-    def __init__(self, record: ResponseRecord, origin: Origin, kept: DurableCall) -> None:
+    def __init__(self, record: ResponseRecord, call: Call, kept: DurableCall) -> None:
         self.record = record
-        self.origin = origin
+        self.call = call
         self.kept: DurableCall | None = kept
         self.settled = anyio.Event()
         self.failure: NanoInferenceError | None = None
@@ -205,9 +201,9 @@ class BackgroundResponses(StoredResponses):
         self._running: dict[str, Run] = {}
         services.durable.taken_over_by(self._take_over)
 
-    def begin(self, record: ResponseRecord, origin: Origin, kept: DurableCall) -> Run:
+    def begin(self, record: ResponseRecord, call: Call, kept: DurableCall) -> Run:
         """Run a response that the bus keeps."""
-        run = self._running[record.id] = Run(record, origin, kept)
+        run = self._running[record.id] = Run(record, call, kept)
         self._services.durable.begin(self._run(run))
         return run
 
@@ -240,15 +236,10 @@ class BackgroundResponses(StoredResponses):
             return False
         # A response of this gateway may be unattached while the bus is away.
         if record.failure is None and record.id not in self._running:
-            origin = Origin(
-                record.tenant,
-                TraceContext(),
-                record.deadline_ns,
-                Account(background=True),
-                record.caller,
-                record.call.fields.model,
-            )
-            self.begin(record, origin, kept)
+            call = _call_of(record)
+            call.deadline_ns, call.requested_model = record.deadline_ns, record.call.fields.model
+            call.account.background = True
+            self.begin(record, call, kept)
         return True
 
     async def _run(self, run: Run) -> None:
@@ -272,7 +263,7 @@ class BackgroundResponses(StoredResponses):
                 attachment.noted = run.settled.set
                 try:
                     (completion,) = await self._services.submissions.run(
-                        run.origin, [request], attachment=attachment
+                        run.call, [request], attachment=attachment
                     )
                     if record.reading is not None:
                         # Count the message, which no client may ever read.
@@ -295,6 +286,13 @@ class BackgroundResponses(StoredResponses):
             run.failure = error
             await self._services.durable.replace(run.record.id, run.record.failed(error).encode())
         attachment.end()
+
+
+def _call_of(record: ResponseRecord) -> Call:
+    """Return the call of a response that no connection waits for."""
+    call = Call(caller=record.caller)
+    call.tenant = record.tenant
+    return call
 
 
 def unknown(response_id: str) -> EngineError:

@@ -19,7 +19,7 @@ from nano_inference.kserve.tensors import InferRequest, InferResponse
 from nano_inference.telemetry import now_ns
 
 from ....errors import raises
-from ....pipeline.kserve import as_lists, infer_request, origin, service_of, services_of
+from ....pipeline.kserve import a_call, as_lists, infer_request, service_of, services_of
 from ...fake import FakeEngine, completion, sample
 
 SAMPLES = ((5,), (6, 7, 8), (9, 10))
@@ -41,7 +41,7 @@ class Engine(FakeEngine):
     pool: BufferPool
 
     async def infer(self, request: InferRequest) -> InferResponse:
-        return await self.service.infer_once(origin(), request)
+        return await self.service.infer_once(a_call(), request)
 
     def __init__(self) -> None:
         super().__init__()
@@ -88,7 +88,7 @@ def wanted(**inputs: Any) -> Any:
 
 
 async def test_the_likeliest_sample_is_given(engine: Engine) -> None:
-    found = as_lists(await engine.service.infer_once(origin("mine"), wanted()))
+    found = as_lists(await engine.service.infer_once(a_call("mine"), wanted()))
     assert found == {
         "output_ids": [6, 7, 8],
         "logprobs": [-0.5, -1.5, -2.5],
@@ -170,7 +170,7 @@ async def test_all_buffers_are_acquired_at_once_and_released(
 async def test_waiting_for_buffers_ends_with_the_deadline(engine: Engine) -> None:
     with await engine.pool.acquire_slot(engine.pool.n_slots):
         with raises("expired", "time"):
-            await engine.service.infer_once(origin(deadline_ns=now_ns() + 10**7), wanted())
+            await engine.service.infer_once(a_call(deadline_ns=now_ns() + 10**7), wanted())
         assert engine.pool.waiting == 0
     assert engine.requests == []
     assert (await engine.infer(wanted())).outputs

@@ -159,7 +159,7 @@ async def test_the_shortest_of_all_limits_holds(
     model = Model()
     async with served(model) as (_, call):
         await call("ModelInfer", request(**parameters), **options)
-    left_ns = model.calls[0].origin.left_ns
+    left_ns = model.calls[0].call.left_ns
     assert at_most_s - 30 < left_ns / 1e9 <= at_most_s
 
 
@@ -169,9 +169,9 @@ class Billed(Model):
     async def answer_all(self, call: ModelCall, answer: Answer) -> None:
         spent = Usage(time={"queue": 20, "own_decode": 300}, billed_ns=7)
         if not call.many:
-            call.origin.account.add(spent)
+            call.call.account.add(spent)
         await super().answer_all(call, answer)
-        call.origin.account.add(spent)
+        call.call.account.add(spent)
 
 
 def spent_ns(response: Any) -> dict[str, int]:
@@ -198,7 +198,7 @@ async def test_no_time_limit_by_default() -> None:
         assert values(await call("ModelInfer", request())) == [1, 2]
         # Some clients set this for no limit.
         assert values(await call("ModelInfer", request(), timeout=1e9)) == [1, 2]
-    assert model.calls[0].origin.deadline_ns is None
+    assert model.calls[0].call.deadline_ns is None
 
 
 @pytest.mark.parametrize("parameters", [{"timeout_ns": 1000}, {"timeout": 1}, {"timeout_ns": -1}])

@@ -87,7 +87,7 @@ async def test_a_call_is_measured_traced_and_logged(tmp_path: Path) -> None:
     }
     span = next(each for each in engine.told.spans() if each.name == f"POST {route}")
     assert ids(span)[::2] == ("a" * 32, "b" * 16)
-    assert model.calls[0].origin.trace.traceparent.split("-")[1] == "a" * 32
+    assert model.calls[0].call.trace.traceparent.split("-")[1] == "a" * 32
     logged = [line for line in lines if line["event"] == "http_call"]
     assert [line["status"] for line in logged] == [200, 404, 200, 404]
     assert logged[0]["call_id"] == "mine"

@@ -18,14 +18,14 @@ from nano_inference.bus.public import EmbedParams, GenerateRequest, Output
 from nano_inference.config import Constraint, RequestError, load_config
 from nano_inference.gateway.api.kserve.models.backend import SAMPLING
 from nano_inference.gateway.api.kserve.service import InferenceService
-from nano_inference.gateway.policy.caller import Caller
-from nano_inference.gateway.policy.chain import Outputs, PolicyChain
-from nano_inference.gateway.serving.origin import Origin
+from nano_inference.gateway.call import Call
+from nano_inference.gateway.caller import Caller
+from nano_inference.gateway.serving.chain import Outputs, PolicyChain
 from nano_inference.gateway.serving.samples import MOST_UNSENT
 from nano_inference.kserve.tensors import InferRequest, InferResponse, NamedTensor, TensorError
 
 from ....errors import raises
-from ....pipeline.kserve import arrays, as_lists, infer_request, origin, service_of, stream
+from ....pipeline.kserve import a_call, arrays, as_lists, infer_request, service_of, stream
 from ... import made
 from ...fake import FakeEngine, completion, refused, sample
 
@@ -47,7 +47,7 @@ class Engine(FakeEngine):
     async def infer(self, model: str, /, outputs: Sequence[str] = (), **inputs: Any) -> Lists:
         """Call a model with what `infer_request` takes."""
         request = infer_request(model, outputs, **inputs)
-        return as_lists(await self.service.infer_once(origin(), request))
+        return as_lists(await self.service.infer_once(a_call(), request))
 
     async def stream(
         self, model: str, /, outputs: Sequence[str] = (), **inputs: Any
@@ -88,7 +88,7 @@ async def test_parameters_have_the_names_of_vllm(engine: Engine) -> None:
         "structured_outputs": {"choice": ["yes", "no"]},
     }
     await engine.service.infer_once(
-        origin("mine"), infer_request("tiny", **TEXT, sampling_parameters=given)
+        a_call("mine"), infer_request("tiny", **TEXT, sampling_parameters=given)
     )
     (request,) = engine.requests
     assert (request.prompt, request.n) == ("one two", 2)
@@ -236,7 +236,7 @@ async def test_the_prompt_stands_before_the_text_unless_it_is_excluded(
 
     class Seen:
         async def outputs(
-            self, origin: Origin, request: GenerateRequest, outputs: Outputs, before: str
+            self, call: Call, request: GenerateRequest, outputs: Outputs, before: str
         ) -> Outputs:
             seen.append(before)
             async for output in outputs:
@@ -371,7 +371,7 @@ async def test_texts_or_tokens_are_embedded(
     engine.outputs = made.embedded
     given = {"pooling": "mean", "dimensions": 2, "normalize": False}
     request = infer_request("tiny.embed", **inputs, sampling_parameters=given)
-    found = arrays(await engine.service.infer_once(origin("mine"), request))
+    found = arrays(await engine.service.infer_once(a_call("mine"), request))
     assert found["embedding"].dtype == np.float32
     assert found["embedding"].tolist() == vectors
     assert found["weight_version"].tolist() == [3] * len(vectors)
@@ -384,7 +384,7 @@ async def test_no_texts_are_refused(engine: Engine) -> None:
     nothing = NamedTensor("text_input", np.empty(0, np.object_))
     request = InferRequest(model_name="tiny.embed", inputs=(nothing,))
     with raises("empty_prompt"):
-        await engine.service.infer_once(origin(), request)
+        await engine.service.infer_once(a_call(), request)
     assert engine.requests == []
 
 
@@ -464,7 +464,7 @@ async def test_wrong_tensors_do_not_reach_the_engine(engine: Engine) -> None:
     ):
         request = msgspec.structs.replace(infer_request("tiny.tokens"), inputs=(tensor,))
         with pytest.raises(TensorError):
-            await engine.service.infer_once(origin(), request)
+            await engine.service.infer_once(a_call(), request)
     assert engine.requests == []
 
 
@@ -517,7 +517,7 @@ async def test_a_slow_reader_slows_its_own_request(engine: Engine) -> None:
     async with anyio.create_task_group() as group:
 
         async def call() -> None:
-            await engine.service.infer(origin(), request, respond, many=True)
+            await engine.service.infer(a_call(), request, respond, many=True)
 
         group.start_soon(call)
         await anyio.wait_all_tasks_blocked()
@@ -539,13 +539,13 @@ async def test_a_failed_send_ends_the_call(engine: Engine, streamed: bool) -> No
 
     request = infer_request("tiny.tokens", **IDS, stream=streamed)
     with pytest.raises(TensorError):
-        await engine.service.infer(origin(), request, respond, many=True)
+        await engine.service.infer(a_call(), request, respond, many=True)
     assert len(engine.left) == streamed
 
 
 async def test_a_key_for_a_model_allows_its_variants(engine: Engine) -> None:
-    allowed = origin(caller=Caller(models=("tiny",)))
-    other = origin(caller=Caller(models=("large",)))
+    allowed = a_call(caller=Caller(models=("tiny",)))
+    other = a_call(caller=Caller(models=("large",)))
     for model, inputs in (("tiny", TEXT), ("tiny.tokens", IDS)):
         request = infer_request(model, **inputs)
         await engine.service.infer_once(allowed, request)

@@ -12,9 +12,9 @@ import httpx
 import pytest
 
 from nano_inference.gateway.api.kserve.operations import OPERATIONS, Operation, paths_of
+from nano_inference.gateway.caller import SCOPES, may
 from nano_inference.gateway.gateway import Gateway
 from nano_inference.gateway.policy.administration import Administration
-from nano_inference.gateway.policy.document import SCOPES, may
 from nano_inference.kserve.grpc_codec import encode_infer_request
 from nano_inference.kserve.pool import BufferPool
 from nano_inference.kserve.protobuf import METHODS
@@ -183,7 +183,7 @@ async def test_the_tenant_of_a_call() -> None:
         await call(INFER, request(), metadata=(("x-tenant", "gold"),))
         answer = await call(INFER, request(), metadata=(("x-tenant", "g" * 1000),))
         assert answer.stable == "invalid_tenant"
-    assert [each.origin.tenant for each in model.calls] == ["http:127.0.0.1", "gold"]
+    assert [each.call.tenant for each in model.calls] == ["http:127.0.0.1", "gold"]
 
 
 # --- streams --------------------------------------------------------------------------------------

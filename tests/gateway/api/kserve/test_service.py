@@ -17,7 +17,7 @@ from nano_inference.kserve.tensors import InferRequest, ModelSpec, NamedTensor, 
 from nano_inference.telemetry.instruments import MODEL_CALL_DURATION
 
 from ....measured import Measured
-from ....pipeline.kserve import as_lists, infer_request, origin, service_of
+from ....pipeline.kserve import a_call, as_lists, infer_request, service_of
 from ...fake import FakeEngine
 from .calls import FakeModel
 
@@ -36,7 +36,7 @@ class Doubled:
         twice = NamedTensor("input_ids", given.repeat(2))
         model = f"{self._context.config.engine.model_name}.tokens"
         request = InferRequest(model_name=model, inputs=(twice,))
-        response = await self._context.service.infer_once(call.origin, request)
+        response = await self._context.service.infer_once(call.call, request)
         await answer(response.outputs)
 
     async def trouble(self) -> str:
@@ -80,7 +80,7 @@ async def test_models_of_a_package_are_served(registered: dict[str, Function]) -
         "again",
     ]
     found = as_lists(
-        await service.infer_once(origin("mine"), infer_request("doubled", input_ids=[1, 2]))
+        await service.infer_once(a_call("mine"), infer_request("doubled", input_ids=[1, 2]))
     )
     assert found == {"output_ids": [[5, 6]]}
     (request,) = engine.requests
@@ -133,11 +133,11 @@ async def test_calls_are_counted_by_their_end() -> None:
     service.add(Ending("other"))
     request = InferRequest(model_name="m")
     model.end = lambda call: call.computed(10)
-    await service.infer_once(origin(), request)
+    await service.infer_once(a_call(), request)
     for error in (RequestError("no", code="overloaded"), ValueError(), asyncio.CancelledError()):
         model.end = fail(error)
         with pytest.raises(type(error)):
-            await service.infer_once(origin(), request)
+            await service.infer_once(a_call(), request)
     answered = service.statistics.model("m").to_json("m", "1")
     assert (answered["inference_count"], answered["execution_count"]) == (1, 1)
     assert answered["inference_stats"]["success"]["count"] == 1
@@ -164,7 +164,7 @@ def test_time_that_was_not_computed_was_queued() -> None:
 
 
 def test_concurrent_work_is_computed_once() -> None:
-    call = ModelCall(InferRequest(model_name="m"), origin())
+    call = ModelCall(InferRequest(model_name="m"), a_call())
     for ns in (5, 9, 7):
         call.computed(ns)
     assert call.compute_ns == 9

@@ -25,7 +25,7 @@ from nano_inference.gateway.api.openai.requests import (
     read_completion,
 )
 from nano_inference.gateway.api.openai.streams import Chunks
-from nano_inference.gateway.serving.account import Account
+from nano_inference.gateway.call import Account
 from nano_inference.telemetry.instruments import REASONING_TOKENS, TOOL_CALLS
 from nano_inference.text.messages import Delta, MessageFormat, ToolCall
 

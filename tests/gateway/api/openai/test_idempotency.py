@@ -6,10 +6,10 @@ import asyncio
 from typing import Any
 
 import pytest
-from starlette.requests import Request
 
 from nano_inference.gateway.api.openai import records
 from nano_inference.gateway.api.openai.records import keyed
+from nano_inference.gateway.call import Call
 
 from ...fake import Client, FakeEngine, refused
 from .streamed import Recorded, stream_of
@@ -146,10 +146,9 @@ async def test_a_stream_is_resumed_by_the_same_call_with_its_key(
 
 
 def test_no_two_keys_have_one_name() -> None:
-    def asked(tenant: str, key: str) -> Request:
-        scope = {"type": "http", "path": "/y", "query_string": b"", "server": ("x", 80)}
+    def asked(tenant: str, key: str) -> Call:
         headers = {b"idempotency-key": key, b"x-tenant": tenant}
-        return Request(scope | {"headers": [(n, v.encode()) for n, v in headers.items()]})
+        return Call(path="/y", headers=[(name, value.encode()) for name, value in headers.items()])
 
     pairs = [("a", "bc"), ("ab", "c"), ("abc", "-"), ("a", "b"), ("b", "a")]
     found = {keyed(asked(tenant, key), {}) for tenant, key in pairs}

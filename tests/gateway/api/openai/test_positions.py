@@ -24,7 +24,7 @@ from nano_inference.gateway.api.openai.positions import (
 )
 from nano_inference.gateway.api.openai.requests import ChoicesCall, read_chat, read_completion
 from nano_inference.gateway.api.openai.streams import Chunks
-from nano_inference.gateway.serving.account import Account
+from nano_inference.gateway.call import Account
 
 from ...fake import completion
 from ...made import cut, interleaved, told, whole

@@ -10,47 +10,24 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
-from functools import wraps
 from typing import Protocol
 
-from starlette.requests import Request
-from starlette.responses import Response
-from starlette.routing import Route
-
 from ...bus.public import GenerateRequest, Output
-from ..server.callers import Endpoint
-from ..serving.origin import Origin
-from .caller import ANYBODY, CALLER, NOBODY, ROUTE, Caller
-from .document import Needed
+from ..call import Call
+from ..caller import ANYBODY, NOBODY, Caller, Needed
 
 Requests = Sequence[GenerateRequest]
 Outputs = AsyncGenerator[Output, None]
 
 
-@dataclass
-class PolicyCall:
-    """A call of which only the head is known.
-
-    Attributes:
-        request: The call.
-        needed: The scope that its endpoint needs.
-        caller: The caller, once a link has authenticated it.
-    """
-
-    request: Request
-    needed: Needed
-    caller: Caller
-
-
-HeadLink = Callable[[PolicyCall], Awaitable[None]]
+HeadLink = Callable[[Call], Awaitable[None]]
 """Checks a call by its head. Raises NanoInferenceError when the call is refused."""
 
 
 class RequestsLink(Protocol):
     """Checks the requests of a call."""
 
-    def admit(self, origin: Origin, requests: Requests) -> AbstractAsyncContextManager[None]:
+    def admit(self, call: Call, requests: Requests) -> AbstractAsyncContextManager[None]:
         """Entered before any of them is published, left when all have ended.
 
         Entering raises NanoInferenceError when they are refused.
@@ -61,7 +38,7 @@ class OutputsLink(Protocol):
     """Filters the outputs of a request."""
 
     def outputs(
-        self, origin: Origin, request: GenerateRequest, outputs: Outputs, before: str
+        self, call: Call, request: GenerateRequest, outputs: Outputs, before: str
     ) -> Outputs:
         """Yield the outputs that may leave. Closes `outputs` when it is closed itself.
 
@@ -87,26 +64,20 @@ class PolicyChain:
         self._outputs = outputs
         self._stranger = stranger
 
-    async def enter(self, request: Request, needed: Needed) -> None:
-        """Authenticate a call, for `caller_of`.
+    async def enter(self, call: Call, needed: Needed) -> None:
+        """Authenticate a call.
 
         Raises:
             NanoInferenceError: The call is refused.
         """
-        state = request.scope.setdefault("state", {})
-        if needed == "nothing":
-            state[CALLER] = NOBODY
-            return
-        call = PolicyCall(request, needed, self._stranger)
-        try:
+        call.needed = needed
+        call.caller = NOBODY if needed == "nothing" else self._stranger
+        if needed != "nothing":
             for link in self._head:
                 await link(call)
-        finally:
-            # Also of a refused call, for the audit log.
-            state[CALLER] = call.caller
 
     @asynccontextmanager
-    async def admitted(self, origin: Origin, requests: Requests) -> AsyncIterator[None]:
+    async def admitted(self, call: Call, requests: Requests) -> AsyncIterator[None]:
         """Open while the requests of a call are in flight.
 
         Raises:
@@ -114,35 +85,13 @@ class PolicyChain:
         """
         async with AsyncExitStack() as links:
             for link in self._requests:
-                await links.enter_async_context(link.admit(origin, requests))
+                await links.enter_async_context(link.admit(call, requests))
             yield
 
     def outputs(
-        self, origin: Origin, request: GenerateRequest, outputs: Outputs, before: str = ""
+        self, call: Call, request: GenerateRequest, outputs: Outputs, before: str = ""
     ) -> Outputs:
         """Filter a request's outputs; see `OutputsLink`."""
         for link in self._outputs:
-            outputs = link.outputs(origin, request, outputs, before)
+            outputs = link.outputs(call, request, outputs, before)
         return outputs
-
-
-class PolicyRoute(Route):
-    """A route whose calls pass the application's `chain` first.
-
-    Attributes:
-        needed: The scope that its callers need.
-    """
-
-    def __init__(self, route: str, needed: Needed, endpoint: Endpoint) -> None:
-        """`route`: its methods and its path, such as "GET /v1/models" or "POST,PUT /generate"."""
-        methods, _, path = route.partition(" ")
-
-        @wraps(endpoint)
-        async def checked(request: Request) -> Response:
-            request.scope.setdefault("state", {})[ROUTE] = (self.path_format, needed)
-            chain: PolicyChain = request.app.chain
-            await chain.enter(request, needed)
-            return await endpoint(request)
-
-        super().__init__(path, checked, methods=methods.split(","))
-        self.needed = needed

@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 import uuid
+from copy import copy
 from functools import partial
 
 import msgspec
 from msgspec.structs import replace
-from starlette.requests import Request
-from starlette.responses import Response
 
 from ...bus.public import Completion, ErrorInfo, GenerateRequest
 from ...config import ModelError, NanoInferenceError, RequestError
 from ...pipeline.replay import PRIORITY, check_replayable, replay, request_of, unknown
-from ..policy.caller import may_use
-from ..policy.document import may
+from ..call import Account, Call
+from ..caller import may, may_use
 from ..policy.guardrail import text_of
-from ..server.http import JsonResponse, connected, read_body
-from .account import Account
-from .origin import Origin, origin_of
-from .request_ids import ids_of, name_of
-from .services import Services
+from ..server.http import JsonResponse, Response, connected
+from ..serving.request_ids import ids_of, name_of
+from ..serving.services import Services
 
 _MOST_BYTES = 1 << 12
 
@@ -31,27 +28,26 @@ class ReplayCalls:
     def __init__(self, services: Services) -> None:
         self._services = services
 
-    async def replay(self, request: Request) -> Response:
+    async def replay(self, call: Call) -> Response:
         """Compute the requests of a call again, at the present weights, and compare.
 
         The replay is a call of the caller: its policy, limits and fairness apply.
         """
-        id, origin = request.path_params["id"], origin_of(request, None)
-        found = await self._recorded(id, origin)
+        id = call.params["id"]
+        call.begin()
+        found = await self._recorded(id, call)
         if not found:
             raise unknown(id)
         results = []
-        await read_body(request, _MOST_BYTES)  # of no use, but `connected` needs all of it
-        async with connected(request.receive):
+        await call.read(_MOST_BYTES)  # of no use, but `connected` needs all of it
+        async with connected(call.cancelled):
             for recorded in found:
-                like = GenerateRequest(
-                    tenant=origin.tenant, priority=PRIORITY, model=recorded.model
-                )
+                like = GenerateRequest(tenant=call.tenant, priority=PRIORITY, model=recorded.model)
                 before = await self._prompt_of(recorded)
-                run = _Run(self._services, origin, before)
-                delivered = await self._delivered(recorded, like, origin, before)
+                run = _Run(self._services, call, before)
+                delivered = await self._delivered(recorded, like, call, before)
                 result = await replay(run, delivered, like)
-                name = name_of(origin.caller, result.request_id)
+                name = name_of(call.caller, result.request_id)
                 results.append(replace(result, request_id=name))
         differing = [each for each in results if each.verdict == "different"]
         first, *_ = [*differing, *results]
@@ -65,14 +61,14 @@ class ReplayCalls:
         }
         return JsonResponse(msgspec.to_builtins(answer))
 
-    async def _recorded(self, id: str, origin: Origin) -> list[Completion]:
+    async def _recorded(self, id: str, call: Call) -> list[Completion]:
         """Return what is recorded of the request or call that a caller means, if it may replay it;
         see `ids_of`."""
         results = self._services.engine.bus.results
-        for each in ids_of(origin.caller, id):
+        for each in ids_of(call.caller, id):
             # Without a search of the results stream, which would take longer the more it holds.
             recorded = await results.recorded(each, search=False)
-            if found := [each for each in recorded if _is_own(each, origin)]:
+            if found := [each for each in recorded if _is_own(each, call)]:
                 return found
         return []
 
@@ -87,34 +83,37 @@ class ReplayCalls:
         return await self._services.words.process(len(token_ids), partial(text_of, asked, words))
 
     async def _delivered(
-        self, recorded: Completion, like: GenerateRequest, origin: Origin, before: str
+        self, recorded: Completion, like: GenerateRequest, call: Call, before: str
     ) -> Completion:
         """Return the recorded completion, cut by the guardrail as its replay will be: without the
         tokens that no client got."""
         recipe = check_replayable(recorded)
+        # What is filtered again counts nowhere.
+        apart = copy(call)
+        apart.account = Account()
         filtered = await self._services.submissions.filtered_end(
-            origin._replace(account=Account()), request_of(recorded, recipe, like), recorded, before
+            apart, request_of(recorded, recipe, like), recorded, before
         )
         assert isinstance(filtered, Completion), "a terminal message stays one"
         return filtered
 
 
-def _is_own(recorded: Completion, origin: Origin) -> bool:
+def _is_own(recorded: Completion, call: Call) -> bool:
     """Return whether a caller may replay a request: of its tenant, or with the scope "admin"."""
-    caller, recipe = origin.caller, recorded.recipe
+    caller, recipe = call.caller, recorded.recipe
     if not may_use(caller, recorded.model):
         return False
     if may(caller.scopes, "admin"):
         return True
-    return recipe is not None and recipe.tenant == origin.tenant
+    return recipe is not None and recipe.tenant == call.tenant
 
 
 class _Run:
     """Runs the requests of a replay as a call's."""
 
-    def __init__(self, services: Services, origin: Origin, before: str) -> None:
+    def __init__(self, services: Services, call: Call, before: str) -> None:
         """`before`: the prompt, in which a match of the guardrail may begin."""
-        self._services, self._origin, self._before = services, origin, before
+        self._services, self._call, self._before = services, call, before
         self._first = True
 
     async def __call__(self, request: GenerateRequest) -> Completion:
@@ -122,7 +121,7 @@ class _Run:
         first, self._first = self._first, False
         try:
             (completion,) = await self._services.submissions.run(
-                self._origin, [request], before=lambda index: self._before
+                self._call, [request], before=lambda index: self._before
             )
         except NanoInferenceError as error:
             if first:

@@ -7,7 +7,6 @@ from typing import Literal, get_args
 
 from ...telemetry import Metrics, Tracing, instruments, names
 from ...telemetry.instruments import Instrument
-from .request_log import RequestLog
 
 Reason = Literal[
     # Connections.
@@ -42,17 +41,12 @@ Reason = Literal[
 
 
 class Measures:
-    """The gateway's spans and metrics.
-
-    Attributes:
-        requests: The last requests; None without the console.
-    """
+    """The gateway's spans and metrics."""
 
     def __init__(self, tracing: Tracing | None = None, metrics: Metrics | None = None) -> None:
         """None: without tracing, or without metrics."""
         self.tracing = tracing or Tracing()
         self.metrics = metrics or Metrics()
-        self.requests: RequestLog | None = None
         self._watched: dict[Instrument, Callable[[], float]] = {}
         for reason in get_args(Reason):
             # Prometheus sees a counter's first increase only after a sample of 0.

@@ -1,20 +1,40 @@
-"""The caller of a call, and the models that it may use."""
+"""The caller of a call, its scopes and limits, and the models that it may use."""
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from pathlib import PurePath
+from typing import Annotated, Literal
 
 import msgspec
-from starlette.requests import Request
+from msgspec import Meta
 
-from ...config import RequestError
-from .document import SCOPES, Limits, Scope
+from ..config import RequestError
 
-CALLER = "caller"
-"""Key of a call's state: its caller."""
+Scope = Literal["read", "generate", "weights", "admin"]
+"""What a caller may do: "read" models and states; "generate" tokens; "weights": change weights,
+cache and pace, which all callers share; "admin": change the policy."""
 
-ROUTE = "route"
-"""Key of a call's state: the path of its route, and the scope that the route needs."""
+SCOPES: tuple[Scope, ...] = ("read", "generate", "weights", "admin")
+
+Needed = Scope | Literal["nothing"]
+"""The scope that an endpoint needs; "nothing" of probes and the like."""
+
+Count = Annotated[int, Meta(ge=1, le=2**53)]
+
+
+class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """Limits of use; None for no limit.
+
+    Attributes:
+        requests_per_minute: Calls that generate tokens, in any 60 seconds.
+        tokens_per_minute: Tokens of their prompts and completions.
+        max_in_flight: Calls in flight.
+    """
+
+    requests_per_minute: Count | None = None
+    tokens_per_minute: Count | None = None
+    max_in_flight: Count | None = None
 
 
 class AppliedLimits(msgspec.Struct, frozen=True):
@@ -53,10 +73,9 @@ ANYBODY = Caller(scopes=frozenset(SCOPES))
 """Every caller of a gateway without keys."""
 
 
-def caller_of(request: Request) -> Caller:
-    """Return the caller that the policy chain has authenticated."""
-    found: Caller = request.scope.get("state", {}).get(CALLER, NOBODY)
-    return found
+def may(scopes: Collection[Scope], needed: Needed) -> bool:
+    """Return whether scopes suffice for an endpoint. Every scope includes "read"."""
+    return needed == "nothing" or needed in scopes or (needed == "read" and bool(scopes))
 
 
 def may_use(caller: Caller, model: str) -> bool:

@@ -1,0 +1,65 @@
+"""Routes, whose calls pass the policy chain first."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+
+from starlette.convertors import PathConvertor, register_url_convertor
+from starlette.requests import Request
+from starlette.routing import Match, Route
+from starlette.types import Scope
+
+from ..call import Call
+from ..caller import Needed
+from ..server.http import Endpoint, Response, call_of
+from ..serving.chain import PolicyChain
+
+NO_LOADING = "there is one model here, which stays; name several in the setting models"
+
+
+class _Name(PathConvertor):
+    """A name in a path, with slashes as they are or as %2F."""
+
+    regex = ".+"
+
+
+register_url_convertor("name", _Name())
+
+
+class PolicyRoute(Route):
+    """A route whose calls pass the application's `chain` first.
+
+    Attributes:
+        needed: The scope that its callers need.
+    """
+
+    def __init__(
+        self,
+        route: str,
+        needed: Needed,
+        endpoint: Endpoint,
+        when: Callable[[Call], bool] | None = None,
+    ) -> None:
+        """Args:
+        route: Its methods and its path, such as "GET /v1/models" or "POST,PUT /generate".
+        when: Returns whether the route is for a call; None for all.
+        """
+        methods, _, path = route.partition(" ")
+
+        @wraps(endpoint)
+        async def checked(request: Request) -> Response:
+            call = call_of(request.scope, request.receive)
+            call.route, call.needed, call.params = self.path_format, needed, request.path_params
+            chain: PolicyChain = request.app.chain
+            await chain.enter(call, needed)
+            return await endpoint(call)
+
+        super().__init__(path, checked, methods=methods.split(","))
+        self.needed = needed
+        self._when = when
+
+    def matches(self, scope: Scope) -> tuple[Match, Scope]:
+        if self._when is not None and not self._when(call_of(scope)):
+            return Match.NONE, {}
+        return super().matches(scope)

@@ -33,6 +33,12 @@ _REFERENCE = 16
 _MAX_OUTPUTS = 1 << 24
 """The most outputs of a tile, if a smaller tile exists."""
 
+_TRIED_OUTPUTS = 64
+"""Different outputs of the product by which sizes are compared; others repeat them."""
+
+_MAGNITUDES = 12
+"""Powers of two over which the weights of that product are spread."""
+
 VECTOR = 64
 """Elements that every elementwise kernel handles without a scalar remainder, for any dtype."""
 
@@ -68,7 +74,7 @@ class FixedTiles(TorchFunctionMode):
     ```
 
     Tile sizes are checked once per weight shape and number of threads, by comparing the bits of
-    random products; sizes that differ from 16 rows are not used.
+    products that cancel; sizes that differ from 16 rows are not used.
 
     Raises, from inside:
         ModelError: The model uses a matrix product without a fixed shape here, or the rows of a
@@ -174,14 +180,18 @@ class FixedTiles(TorchFunctionMode):
 def agreeing_sizes(weight: Tensor, bias: Tensor | None) -> tuple[int, ...]:
     """Return the tile sizes at which each row of a product has the same bits, largest first.
 
+    They depend on the shape, strides and dtype of the weight, not on its numbers: ranks decide
+    alike, and so do weights of one shape.
+
     Raises:
         ModelError: The rows of a tile of the reference size are not treated alike.
     """
     allowed = max(_MAX_OUTPUTS // weight.shape[0], _REFERENCE)
     sizes = [size for size in TILE_SIZES if size <= allowed]
-    generator = torch.Generator().manual_seed(0)
     count = max(sizes[0], 4 * _REFERENCE)
-    rows = torch.randn(count, weight.shape[1], generator=generator).to(weight.dtype)
+    generator = torch.Generator().manual_seed(0)
+    rows, weight = _cancelling(count, weight, generator)
+    bias = None if bias is None else torch.zeros_like(bias)
 
     def product(rows: Tensor, size: int) -> Tensor:
         return torch.cat([F.linear(part, weight, bias) for part in torch.split(rows, size)])
@@ -196,6 +206,37 @@ def agreeing_sizes(weight: Tensor, bias: Tensor | None) -> tuple[int, ...]:
     return tuple(
         size for size in sizes if size == _REFERENCE or torch.equal(product(rows, size), wanted)
     )
+
+
+def _cancelling(count: int, like: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Return rows and a weight whose products are rounding errors alone.
+
+    Each product of two numbers occurs with both signs, at random places, so the exact sum is zero.
+    The computed sum is an error that depends on the order of summation. No rounding of a larger
+    sum to a short dtype hides the error.
+
+    Args:
+        count: The number of rows.
+        like: A tensor with the weight's shape, `[out, in]`, strides and dtype.
+        generator: For the numbers.
+    """
+    outputs, inputs = like.shape
+    pairs = inputs // 2
+    places = torch.randperm(inputs, generator=generator)
+    plus, minus = places[:pairs], places[pairs : 2 * pairs]
+    rows = torch.zeros(count, inputs, dtype=like.dtype)
+    rows[:, plus] = torch.randn(count, pairs, generator=generator).to(like.dtype)
+    rows[:, minus] = rows[:, plus]
+    # Of several magnitudes, so that small products are rounded beside large ones.
+    scales = 2.0 ** torch.randint(_MAGNITUDES, (pairs,), generator=generator)
+    numbers = torch.randn(min(outputs, _TRIED_OUTPUTS), pairs, generator=generator) * scales
+    some = torch.zeros(len(numbers), inputs, dtype=like.dtype)
+    some[:, plus] = numbers.to(like.dtype)
+    some[:, minus] = -some[:, plus]
+    weight = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype)
+    for part in torch.split(weight, _TRIED_OUTPUTS):
+        part.copy_(some[: len(part)])
+    return rows, weight
 
 
 def cut_tiles(num_rows: int, sizes: tuple[int, ...]) -> list[tuple[int, int]]:

@@ -274,6 +274,27 @@ def test_sizes_that_give_other_bits_are_not_used(monkeypatch: pytest.MonkeyPatch
     assert 64 not in sizes
 
 
+def test_sizes_depend_on_the_shape_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel for 64 rows sums in another order. Sums of whole numbers are exact, and rounding to
+    bfloat16 hides most other differences, so some weights would not show it."""
+    linear = F.linear
+
+    def other_order_at_64(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        if len(rows) == 64:
+            rows, weight = rows.flip(-1), weight.flip(-1)
+        return linear(rows, weight, bias)
+
+    monkeypatch.setattr(tiles_module.F, "linear", other_order_at_64)
+    whole_numbers = torch.arange(32.0).expand(8, 32)
+    for dtype in (torch.bfloat16, torch.float32):
+        for weight in (whole_numbers.to(dtype).contiguous(), torch.zeros(8, 32, dtype=dtype)):
+            sizes = agreeing_sizes(weight, None)
+            assert 64 not in sizes
+            assert agreeing_sizes(torch.randn(8, 32).to(dtype), None) == sizes
+        transposed = torch.zeros(32, 8, dtype=dtype).t()
+        assert 64 not in agreeing_sizes(transposed, torch.ones(8, dtype=dtype))
+
+
 def test_a_machine_whose_products_depend_on_the_row_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

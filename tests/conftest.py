@@ -98,8 +98,6 @@ LONGEST_FILES = (
     "pipeline/test_processes.py",
     "telemetry/test_metrics.py",
     "gateway/console/test_browser.py",
-    "pipeline/test_many_models.py",
-    "pipeline/test_lanes.py",
     "pipeline/test_chaos.py",
     "pipeline/test_redis_trouble.py",
     "stages/executor/runner/ranks/test_processes.py",

@@ -43,13 +43,6 @@ def both_buses(every_day: str = "memory") -> pytest.MarkDecorator:
     return pytest.mark.parametrize("make_config", buses, indirect=True)
 
 
-# And every link on a cluster. For what rests on several of a bus's promises together, as recovery
-# does.
-all_buses = pytest.mark.parametrize(
-    "make_config", [in_soak("memory"), "redis-links", in_soak("cluster")], indirect=True
-)
-
-
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Tests of this folder that hang fail. (A limit that a fixture sets would end with its set-up,
     which is a task of its own.)"""

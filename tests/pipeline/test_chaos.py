@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +15,6 @@ from . import short_model
 
 pytestmark = pytest.mark.slow
 
-SOAK: dict[str, Any] = {"requests": 400, "kills": 56, "concurrency": 24, "longest": 80}
 
 HTTP_EVERY_DAY: dict[str, Any] = {"requests": 14, "kills": 7, "concurrency": 7, "longest": 30}
 HTTP_SOAK: dict[str, Any] = {"requests": 200, "kills": 20, "concurrency": 24, "longest": 120}
@@ -33,17 +31,6 @@ def quick_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NANO_INFERENCE_ENGINE__MODEL_PATH", str(short_model.folder()))
 
 
-@pytest.mark.soak(only=True)
-async def test_faults_of_every_kind_cost_nothing_while_sequences_take_turns(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With a batch for all, and where sequences take turns, as every day over HTTP (below)."""
-    chaos = load("chaos")
-    check(chaos, await chaos.storm(tmp_path / "places", seed=5, duration_s=600, **SOAK), SOAK)
-    take_turns(monkeypatch)
-    check(chaos, await chaos.storm(tmp_path / "turns", seed=6, duration_s=600, **SOAK), SOAK)
-
-
 def take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small batches and short time slices: at any moment some sequences are preempted."""
     monkeypatch.setenv("NANO_INFERENCE_ENGINE__MAX_BATCH_SIZE", "4")
@@ -55,27 +42,6 @@ def check(chaos: Any, result: dict[str, Any], size: dict[str, Any]) -> None:
     assert set(result["kills"]) == set(chaos.TARGETS), report
     assert sum(result["kills"].values()) == size["kills"], report
     assert (result["completed"], result["clean"]) == (size["requests"], True), report
-
-
-@pytest.mark.soak(only=True)
-async def test_requests_of_every_kind_have_one_digest_under_faults(tmp_path: Path) -> None:
-    size: dict[str, Any] = {"requests": 270, "kills": 28, "concurrency": 24, "longest": 60}
-    result = await load("chaos_mixed").compare(
-        tmp_path, seed=2, duration_s=900, replays=size["requests"], **size
-    )
-    report = json.dumps(result, indent=1)
-    assert (result["completed"], result["replayed_equal"]) == (size["requests"],) * 2, report
-    assert result["clean"], report
-
-
-@pytest.mark.soak(only=True)
-async def test_what_gateways_add_survives_kills_of_every_process(tmp_path: Path) -> None:
-    """Tools, reasoning, guardrails, background responses, beside requests of other kinds."""
-    size = SimpleNamespace(seed=4, known=80, longest=60, concurrency=16, duration=900)
-    result = await load("chaos_days").one_deployment(tmp_path, "chats", 160, 24, size)
-    report = json.dumps(result, indent=1)
-    assert {"tool", "reasoning", "guardrail", "background"} <= set(result["kind"]), report
-    assert (result["never ended"], result["wrong"], result["up_survived"]) == (0, {}, True), report
 
 
 @pytest.mark.soak

@@ -6,21 +6,16 @@ import asyncio
 from contextlib import aclosing
 from typing import Any
 
-import pytest
 import pytest_asyncio
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from nano_inference import Completion, Pipeline
 from nano_inference.config import TelemetryConfig, load_config
 from nano_inference.pipeline.scoring import Request
-from nano_inference.stages.batching import BatchingCore
-from nano_inference.stages.executor.core import ExecutorCore
-from nano_inference.stages.fairness import Counts, FairnessCore
+from nano_inference.stages.fairness import Counts
 from nano_inference.stages.fairness.stage import FairnessStage
-from nano_inference.stages.streaming.core import StreamingCore
 from nano_inference.telemetry import names, setup_tracing
 
-from ..soaking import in_soak
 from . import short_model
 from .builders import asking, stage_of, until
 from .conftest import MakeConfig, both_buses
@@ -108,50 +103,6 @@ async def test_paused_streams_equal_undisturbed_ones(
         assert counts.recomputed_tokens <= counts.resumes * config.engine.block_size
         fairness = fairness_of(pipeline)
         assert (fairness._core.num_queued, fairness._core.num_paused) == (0, 0)
-
-
-@pytest.mark.parametrize(
-    ("make_config", "stage"),
-    [
-        ("memory", "fairness"),
-        in_soak("redis-links", "batching"),
-        in_soak("memory", "executor"),
-        in_soak("redis-links", "streaming"),
-    ],
-    indirect=["make_config"],
-)
-async def test_paused_sequences_survive_a_stage_failure(
-    make_config: MakeConfig,
-    monkeypatch: pytest.MonkeyPatch,
-    stage: str,
-    wanted: list[list[tuple[int, ...]]],
-) -> None:
-    owner, method = {
-        "fairness": (FairnessCore, "ask_to_pause"),
-        "batching": (BatchingCore, "resume_sequences"),
-        "executor": (ExecutorCore, "execute"),
-        "streaming": (StreamingCore, "absorb"),
-    }[stage]
-    config = make_config(
-        engine__max_batch_size=2,
-        fairness__enable_preemption=True,
-        fairness__max_timeslice_tokens=10,
-        pipeline__restart_backoff_s=0.01,
-    )
-    async with Pipeline(config) as pipeline:
-        original = getattr(owner, method)
-        broken: list[int] = []
-
-        def break_once(self: Any, *args: Any) -> Any:
-            if not broken and counts_of(pipeline).yields >= 3:
-                broken.append(1)
-                raise RuntimeError("told to fail")
-            return original(self, *args)
-
-        monkeypatch.setattr(owner, method, break_once)
-        assert await all_tokens(pipeline) == wanted
-        assert broken
-        assert fairness_of(pipeline)._core.num_queued == 0
 
 
 async def test_traces_show_pauses_and_the_reason_of_a_wait(make_config: MakeConfig) -> None:

@@ -14,7 +14,7 @@ import torch
 from PIL import Image
 from transformers import AutoImageProcessor
 
-from nano_inference import BusClient, Completion, GenerateRequest, Pipeline, SamplingParams
+from nano_inference import Completion, GenerateRequest, Pipeline, SamplingParams
 from nano_inference.bus.public import ImageInput
 from nano_inference.config import Constraint
 from nano_inference.stages.executor.core import ExecutorCore
@@ -24,9 +24,8 @@ from ..media.pictures import saved
 from ..stages.executor.vision_models import make_vision_model
 from ..stages.executor.vision_models import picture as picture_array
 from ..text.processors import FAMILIES, save_model
-from .builders import begun, break_once, end_of, error_code, stage_of
-from .conftest import LIMIT_S, MakeConfig
-from .test_weights_restart import kill_executor, until_ready, up
+from .builders import break_once, end_of, error_code, stage_of
+from .conftest import MakeConfig
 
 TOKENS = 12
 PICTURE = "<|vision_start|><|image_pad|><|vision_end|>"
@@ -197,22 +196,3 @@ async def test_a_lost_image_ends_its_request_alone(
     vision.check(other, 3)
     monkeypatch.undo()
     vision.check(await pipeline.complete(asked(ONE, 4)), 4)
-
-
-@pytest.mark.slow
-@pytest.mark.soak(only=True)
-async def test_requests_about_images_go_on_when_the_executor_is_killed(
-    redis_url: str, tmp_path: Path, vision: VisionModel
-) -> None:
-    """By SIGKILL, as a process of its own."""
-    settings = {"engine.model_path": str(vision.folder), "engine.dtype": "float32"}
-    with up(redis_url, tmp_path / "log", 1, **settings) as deployment:
-        async with asyncio.timeout(LIMIT_S), BusClient.connect(deployment.bus) as client:
-            await until_ready(client, 1)
-            one, two = (
-                await begun(client, asked(ONE, 1, max_tokens=300)),
-                await begun(client, asked(TWO, 1, 2, max_tokens=300)),
-            )
-            await kill_executor(client, 1)
-            vision.check(await one, 1)
-            vision.check(await two, 1, 2)

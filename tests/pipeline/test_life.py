@@ -17,7 +17,7 @@ from nano_inference import BusClient, Completion, EngineConfig, InferenceEngine,
 from nano_inference.bus.steps import StepPlan, StepResult
 from nano_inference.config import ConfigError, ModelError, PipelineConfig, load_config
 from nano_inference.pipeline.supervisor import RestartBudget, StageFailed
-from nano_inference.stages.admission.requests import Ledger, Requests
+from nano_inference.stages.admission.requests import Requests
 from nano_inference.stages.batching.core import BatchingCore
 from nano_inference.stages.executor.core import ExecutorCore
 from nano_inference.stages.fairness.core import FairnessCore
@@ -38,10 +38,9 @@ from .builders import (
     whole_stream,
     whole_streams,
 )
-from .conftest import LIMIT_S, MakeConfig, all_buses, both_buses
+from .conftest import MakeConfig, both_buses
 
 SHORT_MODEL = True
-POISON = 99
 
 
 # All stages fail over Redis below; keeping requests from the dead letters is admission's task.
@@ -77,67 +76,6 @@ async def test_a_pause_outlasts_a_failure(exact: Pipeline, monkeypatch: pytest.M
     assert not done
     await exact.client.resume()
     await asyncio.gather(running, other)
-
-
-@all_buses
-async def test_streams_survive_failure_upon_failure(
-    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Each stage fails in turn while the one before is hardly back."""
-    config = make_config(
-        pipeline__restart_backoff_s=0.001, pipeline__max_restarts=20, admission__max_lane_deaths=100
-    )
-    async with Pipeline(config) as pipeline:
-        for after in (15, 30, 45):
-            break_once(monkeypatch, ExecutorCore, "execute", after=after)
-            break_once(monkeypatch, BatchingCore, "absorb", after=after)
-            break_once(monkeypatch, StreamingCore, "absorb", after=after)
-            break_once(monkeypatch, FairnessCore, "pop", after=after)
-            break_once(monkeypatch, Ledger, "remove", after=after // 15)
-        await whole_streams(pipeline)
-
-
-@both_buses()
-async def test_the_request_that_kills_its_lane_is_given_up_and_no_other(
-    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    original = ExecutorCore.execute
-
-    def execute(self: ExecutorCore, plan: StepPlan, *images: Any) -> StepResult:
-        if any(POISON in new.token_ids for new in plan.new):
-            raise Boom("indigestible")
-        return original(self, plan, *images)
-
-    monkeypatch.setattr(ExecutorCore, "execute", execute)
-    config = make_config(pipeline__restart_backoff_s=0.001, pipeline__max_restarts=20)
-    async with Pipeline(config) as pipeline:
-        poison = {"request_id": "poison", "prompt_token_ids": [5, POISON]}
-        *_, given_up = await asyncio.gather(
-            *(whole_stream(pipeline, index) for index in range(3)), pipeline.complete(poison)
-        )
-        assert error_code(given_up) == "lane_failed"
-        assert "failed 3 times" in given_up.error.message
-        (letter,) = await pipeline.bus.requests.dead_letters()
-        assert (letter.request.prompt_token_ids, letter.deaths) == ((5, POISON), 3)
-        assert (await pipeline.complete(GOOD)).status == "done"
-
-
-@both_buses()
-async def test_a_request_cancelled_while_the_lane_is_down_ends_as_cancelled(
-    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(RestartBudget, "failed", lambda self, now_s: 0.5)
-    async with Pipeline(make_config()) as pipeline:
-        outputs = pipeline.submit({**LONG, "request_id": "mine"})
-        async with aclosing(outputs):
-            await anext(outputs)
-            break_once(monkeypatch, ExecutorCore, "execute", after=1)
-            admission = pipeline._actors["admission"]
-            await until(lambda: admission.condition()[0] != "ready")
-            await pipeline.client.cancel("mine")
-            last = await end_of(outputs)
-        assert last.status == "cancelled"
-        assert last.samples[0].finish_reason == "abort"
 
 
 async def test_a_stage_that_keeps_failing_ends_the_pipeline(
@@ -201,24 +139,6 @@ async def test_drain_ends_the_overdue_with_an_error(pipeline: Pipeline) -> None:
     completion = await end_of(stream)
     assert isinstance(completion, Completion)
     assert error_code(completion) == "shutting_down"
-
-
-async def test_a_duplicate_during_drain_ends_no_other_request() -> None:
-    """Whatever it is refused for, the stream that its id names is another request's."""
-    running = {**stream_request(0), "request_id": "mine"}
-    async with Pipeline() as pipeline:
-        stream = pipeline.submit(running)
-        outputs = [await anext(stream)]
-        await pipeline.client.pause()
-        drained = asyncio.create_task(pipeline.drain(LIMIT_S))
-        await until(lambda: pipeline._actors["admission"].condition()[0] == "draining")
-        late = await pipeline.complete({**GOOD, "request_id": "mine"})
-        assert error_code(late) == "duplicate_request"
-        await pipeline.client.resume()
-        outputs += [output async for output in stream]
-        assert await drained
-    assert isinstance(outputs[-1], Completion)
-    assert outputs[-1].status == "done"
 
 
 def test_on_a_memory_bus_all_stages_are_in_one_process(make_config: MakeConfig) -> None:

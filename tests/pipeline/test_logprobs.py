@@ -20,16 +20,12 @@ from nano_inference import (
     RequestError,
     SamplingParams,
 )
-from nano_inference.bus.control import SampleScored
-from nano_inference.bus.envelope import Envelope
 from nano_inference.bus.public import CompletionChunk, TokenLogprob
-from nano_inference.stages.executor.scoring import ReferenceModel
-from nano_inference.stages.streaming.stage import StreamingStage
 
 from ..soaking import in_soak
 from . import reference
-from .builders import Boom, break_once, raises
-from .conftest import BUSES, MakeConfig, config_maker
+from .builders import raises
+from .conftest import BUSES, config_maker
 
 # --- generated tokens ------------------------------------------------------------------------
 
@@ -277,42 +273,3 @@ async def test_a_client_elsewhere_scores_in_the_name_of_a_tenant(
         completion = await pipeline.complete(REQUESTS[0])
         assert completion.samples[0].ref_logprobs is None
         assert completion.prompt_ref_logprobs is None
-
-
-def fail_at_a_score(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Streaming fails when it takes the first score."""
-    original, left = StreamingStage.handle, [1]
-
-    async def handle(self: StreamingStage, envelope: Envelope) -> None:
-        if isinstance(envelope.body, SampleScored) and left:
-            left.clear()
-            raise Boom("streaming was told to fail")
-        await original(self, envelope)
-
-    monkeypatch.setattr(StreamingStage, "handle", handle)
-
-
-@pytest.mark.parametrize(
-    ("bus", "replicas", "failing"),
-    [("memory", 1, "executor"), in_soak("memory", 2, "streaming"), ("redis-links", 1, "streaming")],
-)
-async def test_a_stage_may_fail_while_samples_wait_for_their_scores(
-    request: pytest.FixtureRequest,
-    monkeypatch: pytest.MonkeyPatch,
-    frozen: InferenceEngine,
-    bus: str,
-    replicas: int,
-    failing: str,
-) -> None:
-    request.param = bus
-    make_config: MakeConfig = config_maker(request)
-    async with Pipeline(make_config(**SETTINGS, pipeline__replicas=replicas)) as pipeline:
-        if failing == "streaming":
-            fail_at_a_score(monkeypatch)
-        else:
-            break_once(monkeypatch, ReferenceModel, "score", after=1)
-        before = pipeline._actors[failing].incarnation
-        for completion in await asyncio.gather(*map(pipeline.complete, REQUESTS)):
-            check(completion, frozen)
-        assert pipeline._actors[failing].incarnation != before
-        assert (await pipeline.complete(REQUESTS[0])).status == "done"

@@ -19,7 +19,7 @@ from nano_inference.config import Config, load_config
 from nano_inference.store.redis.keys import Keys
 
 from ..rig import mortal_server
-from ..servers import SERVICE, SLOTS, Cluster, Node, Sentinels, cluster, sentinel_group, until
+from ..servers import SLOTS, Cluster, Node, Sentinels, cluster, sentinel_group, until
 from ..soaking import in_soak
 from . import short_model
 from .builders import MORE_TOKENS, check_stream, stream_request
@@ -63,9 +63,6 @@ async def survive(client: BusClient, trouble: Callable[[], Awaitable[None]]) -> 
 # --- one server ------------------------------------------------------------------------------
 
 
-IDLE_S = 2.0
-
-
 @pytest.fixture
 async def server(tmp_path: Path) -> AsyncIterator[Any]:
     async with mortal_server(tmp_path / "data") as running:
@@ -106,27 +103,6 @@ async def check_foreign(port: int, prefix: str) -> None:
             assert outputs[-1]["status"] == "done"
 
 
-async def test_a_server_that_refuses_writes_is_waited_for(server: Any) -> None:
-    """As a master does that is demoted. (`make soak` has another one that takes its place.)"""
-    config = config_on(server.url)
-    async with (
-        Pipeline(config),
-        BusClient.connect(config.bus) as client,
-        Redis(port=server.port) as plain,
-    ):
-
-        async def has_refused() -> bool:
-            return "errorstat_READONLY" in await plain.info("errorstats")
-
-        async def trouble() -> None:
-            await plain.execute_command("REPLICAOF", "127.0.0.1", "1")
-            await until(has_refused, "a write that was refused")
-            await plain.execute_command("REPLICAOF", "NO", "ONE")
-
-        await survive(client, trouble)
-        await check_foreign(server.port, config.bus.prefix)
-
-
 async def test_requests_wait_while_there_is_no_server(server: Any) -> None:
     """Started without a server, the stages wait for it and then work."""
     config = config_on(server.url)
@@ -141,20 +117,6 @@ async def test_requests_wait_while_there_is_no_server(server: Any) -> None:
         assert completion.status == "done"
     finally:
         await pipeline.__aexit__(None, None, None)
-
-
-async def test_an_idle_pipeline_costs_the_server_little(server: Any) -> None:
-    config = config_on(server.url)
-    async with Pipeline(config), Redis(port=server.port) as plain:
-
-        async def commands() -> int:
-            stats = await plain.info("commandstats")
-            return sum(int(each["calls"]) for each in stats.values())
-
-        before = await commands()
-        await asyncio.sleep(IDLE_S)  # the measured time
-        per_s = (await commands() - before) / IDLE_S
-        assert per_s < 20
 
 
 # --- failover --------------------------------------------------------------------------------
@@ -231,23 +193,6 @@ async def test_every_stream_survives_a_failover_by_sentinel(group: Sentinels) ->
 async def is_replica(node: Node) -> bool:
     info = await node.plain.info("replication")
     return info["role"] == "slave" and info["master_link_status"] == "up"
-
-
-@pytest.mark.soak(only=True)
-async def test_a_master_that_is_demoted_is_left(group: Sentinels) -> None:
-    """An orderly failover: the old master lives on, and refuses writes."""
-    config = config_on(group.url)
-
-    async def trouble() -> None:
-        await group.sentinels[0].plain.execute_command("SENTINEL FAILOVER", SERVICE)
-
-    async with Pipeline(config), BusClient.connect(config.bus) as client:
-        old = await group.master()
-        await survive(client, trouble)
-        await until(lambda: is_replica(old), "the old master's new role")
-        new = next(node for node in group.nodes if node is not old)
-        assert (await client.complete(stream_request(99))).status == "done"
-        await check_stored(lambda key: new, config.bus.prefix)
 
 
 @pytest.mark.soak(only=True)

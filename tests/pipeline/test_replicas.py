@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from nano_inference import BusClient, Completion, Config, Pipeline
+from nano_inference import Completion, Config, Pipeline
 from nano_inference.bus.steps import StepPlan, StepResult
 from nano_inference.stages.batching.core import BatchingCore
 from nano_inference.stages.batching.stage import BatchingStage
@@ -15,18 +15,13 @@ from nano_inference.stages.executor.core import ExecutorCore
 from nano_inference.stages.executor.stage import ExecutorStage
 from nano_inference.stages.fairness.stage import FairnessStage
 
-from ..soaking import in_soak
 from .builders import (
     GOOD,
     LONG,
-    Streams,
     asking,
-    begin,
     break_once,
-    kill,
     stage_of,
     until,
-    whole_streams,
 )
 from .conftest import MakeConfig
 
@@ -102,28 +97,6 @@ async def test_a_request_spans_two_replicas(make_config: MakeConfig) -> None:
         assert tail.status == "done"
 
 
-async def test_tenants_share_all_replicas_evenly(make_config: MakeConfig) -> None:
-    """A new tenant gets as much service as one with a long queue."""
-    config = replicated(make_config, engine__max_batch_size=2, engine__dtype="bfloat16")
-    ended: list[str] = []
-
-    async def ask(pipeline: Pipeline, tenant: str, index: int) -> None:
-        body = asking(f"{index} + 4 =", 16, tenant=tenant)
-        assert (await pipeline.complete(body)).status == "done"
-        ended.append(tenant)
-
-    async with Pipeline(config) as pipeline:
-        many = [asyncio.create_task(ask(pipeline, "many", i)) for i in range(40)]
-        await until(lambda: len(ended) >= 4)
-        before = len(ended)
-        await asyncio.gather(*(ask(pipeline, "few", i) for i in range(12)))
-        meanwhile = ended[before:].count("many")
-        await asyncio.gather(*many)
-    # As many as of the other, what ran before, and what ended in the same moments.
-    assert meanwhile <= 12 + 4 + 8
-    assert ended.count("few") == 12
-
-
 # --- replicas come and go ---------------------------------------------------------------------
 
 
@@ -131,54 +104,6 @@ def core_of(pipeline: Pipeline, role: str) -> Any:
     stage = pipeline._actors[role]
     assert isinstance(stage, ExecutorStage | BatchingStage)
     return stage._core
-
-
-@pytest.mark.parametrize(
-    ("make_config", "role", "method"),
-    [("memory", "executor", "execute"), in_soak("redis-links", "batching.1", "absorb")],
-    indirect=["make_config"],
-)
-async def test_a_replica_that_fails_loses_nothing_and_joins_again(
-    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch, role: str, method: str
-) -> None:
-    async with Pipeline(replicated(make_config)) as pipeline:
-        await until(lambda: len(lanes_of(pipeline)) == 2)
-        before = epoch_of(pipeline)
-        break_once(monkeypatch, core_of(pipeline, role), method, after=15)
-        await whole_streams(pipeline)
-        assert epoch_of(pipeline) > before, "one has failed"
-        await until(lambda: lanes_of(pipeline) == ["batching", "batching.1"])
-        await whole_streams(pipeline)
-        await check_at_rest(pipeline)
-        assert not await pipeline.bus.requests.dead_letters()
-
-
-async def test_other_replicas_go_on_while_one_is_away(
-    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config = replicated(make_config)
-    gone = asyncio.Event()
-    loading = asyncio.Event()
-    async with Pipeline(config) as pipeline:
-        await until(lambda: len(lanes_of(pipeline)) == 2)
-        original = ExecutorStage.open
-
-        async def open_late(self: ExecutorStage) -> None:
-            gone.set()
-            await loading.wait()
-            await original(self)
-
-        monkeypatch.setattr(ExecutorStage, "open", open_late)
-        break_once(monkeypatch, core_of(pipeline, "executor.1"), "execute", after=15)
-        await whole_streams(pipeline)
-        assert gone.is_set()
-        assert (await pipeline.complete(GOOD)).status == "done"
-        assert lanes_of(pipeline) == ["batching"]
-        before = epoch_of(pipeline)
-        loading.set()
-        await until(lambda: lanes_of(pipeline) == ["batching", "batching.1"])
-        await whole_streams(pipeline)
-        assert epoch_of(pipeline) == before, "joining affects no request"
 
 
 async def test_surviving_replicas_keep_their_prefix_cache(
@@ -230,45 +155,3 @@ def parts(make_config: MakeConfig) -> tuple[Config, Config, Config]:
         return replicated(make_config, bus__prefix=front.bus.prefix, **settings)
 
     return front, replica(0), replica(1)
-
-
-@pytest.mark.parametrize("make_config", ["redis-links"], indirect=True)
-async def test_a_replica_joins_and_leaves_without_loss(make_config: MakeConfig) -> None:
-    front, first, second = parts(make_config)
-    async with (
-        BusClient.connect(front.bus) as client,
-        Pipeline(front) as pipeline,
-        Pipeline(second) as here,
-    ):
-        assert (await client.complete(GOOD)).status == "done", "replica 0 is not there"
-        assert lanes_of(pipeline) == ["batching.1"]
-        streams = Streams(client)
-        await streams.begin()
-        before = epoch_of(pipeline)
-        other = await begin(Pipeline(first))
-        await until(lambda: len(lanes_of(pipeline)) == 2)
-        assert epoch_of(pipeline) == before, "joining affects no request"
-        await streams.finish()
-        streams = Streams(client)
-        await streams.begin()
-        await here.ready()
-        await other.__aexit__(None, None, None)
-        await streams.finish()
-        assert lanes_of(pipeline) == ["batching.1"]
-        assert epoch_of(pipeline) > before
-
-
-@pytest.mark.parametrize("make_config", ["redis-links", in_soak("cluster")], indirect=True)
-async def test_a_replica_that_dies_without_a_word_is_replaced(make_config: MakeConfig) -> None:
-    """Its loss is noticed when its successor comes; then its requests go on."""
-    front, first, second = parts(make_config)
-    async with BusClient.connect(front.bus) as client, Pipeline(front) as pipeline, Pipeline(first):
-        dying = await begin(Pipeline(second))
-        await until(lambda: len(lanes_of(pipeline)) == 2)
-        streams = Streams(client)
-        await streams.begin()
-        await kill(dying)
-        async with Pipeline(second):
-            await streams.finish()
-            await until(lambda: len(lanes_of(pipeline)) == 2)
-            assert not await client.bus.requests.dead_letters()

@@ -145,39 +145,6 @@ async def test_lookups_and_sizes_are_measured(cached: Pipeline) -> None:
     assert measured.values(RESPONSE_BYTES) == {(): cache_of(cached).num_bytes}
 
 
-async def test_off_is_the_default_and_keeps_nothing(pipeline: Pipeline) -> None:
-    first, second = [await computed(pipeline, asking()) for _ in range(2)]
-    assert second.samples[0].token_ids == first.samples[0].token_ids
-    assert "responses" not in pipeline._actors["admission"].load()
-    cache = cache_of(pipeline)
-    assert (len(cache), cache.hits, cache.misses) == (0, 0, 0)
-
-
-async def test_without_deterministic_mode_nothing_is_served(make_config: MakeConfig) -> None:
-    """The executor says whether it runs in the mode: "auto" is off without kernels."""
-    config = make_config(**ON | {"engine__deterministic": "auto", "engine__kernels": "off"})
-    async with Pipeline(config) as pipeline:
-        for _ in range(2):
-            await computed(pipeline, asking())
-        assert stage_of(pipeline, AdmissionStage)._core.no_responses()
-
-
-async def test_a_request_can_opt_out(cached: Pipeline) -> None:
-    apart = asking(sampling=GREEDY | {"response_cache": False})
-    for request in (apart, asking(), apart):
-        await computed(cached, request)
-    await served(cached, asking())
-
-
-@pytest.mark.parametrize("other", [{"tenant": "b"}, {"cache_salt": "s"}])
-async def test_another_tenant_or_salt_gets_no_response(
-    cached: Pipeline, other: dict[str, Any]
-) -> None:
-    await computed(cached, asking())
-    await computed(cached, asking(**other))
-    await served(cached, asking(**other))
-
-
 async def test_a_burst_of_equal_requests_gets_equal_responses(cached: Pipeline) -> None:
     requests = [asking(sampling=SEEDED, n=2) for _ in range(12)]
     completions = await asyncio.gather(*map(cached.complete, requests))
@@ -186,15 +153,6 @@ async def test_a_burst_of_equal_requests_gets_equal_responses(cached: Pipeline) 
     assert all(map(is_served, again))
     assert len({msgspec.json.encode(plain(each)) for each in (*completions, *again)}) == 1
     assert len(cache_of(cached)) == 1
-
-
-async def test_a_cancelled_request_is_not_kept(cached: Pipeline) -> None:
-    request = asking(sampling=GREEDY | {"max_tokens": 1500})
-    outputs = cached.submit(request)
-    await anext(outputs)
-    await outputs.aclose()
-    await rest(cached)
-    assert len(cache_of(cached)) == 0
 
 
 # --- changes ----------------------------------------------------------------------------------
@@ -233,70 +191,6 @@ async def test_no_response_of_former_weights_comes_after_an_update(
             assert fresh.samples[0].weight_versions == ((version, 0),)
             same = fresh.samples[0].token_ids == original.samples[0].token_ids
             assert same == (version % 2 == 0)
-
-
-async def test_a_response_that_ran_across_an_update_is_not_kept(
-    cached: Pipeline, loaded: State
-) -> None:
-    request = asking(sampling=GREEDY | {"max_tokens": TOKENS})
-    running = await begun(cached.client, msgspec.convert(request, GenerateRequest))
-    await cached.client.pause()
-    await cached.client.update_weights(changed(loaded))
-    await cached.client.resume()
-    completion = await running
-    assert len(completion.samples[0].weight_versions) == 2
-    await rest(cached)
-    assert len(cache_of(cached)) == 0
-    await computed(cached, request)
-    await served(cached, request)
-
-
-@both_buses()
-async def test_no_response_comes_after_a_flush(make_config: MakeConfig) -> None:
-    async with Pipeline(make_config(**ON)) as pipeline:
-        for _ in range(5):
-            await computed(pipeline, asking())
-            await served(pipeline, asking())
-            await pipeline.client.flush_cache()
-
-
-async def test_a_request_in_flight_at_a_flush_is_not_kept(cached: Pipeline) -> None:
-    request = asking(sampling=GREEDY | {"max_tokens": TOKENS})
-    running = await begun(cached.client, msgspec.convert(request, GenerateRequest))
-    await cached.client.pause()
-    await cached.client.flush_cache()
-    assert not running.done()
-    await cached.client.resume()
-    assert (await running).status == "done"
-    await rest(cached)
-    await computed(cached, request)
-
-
-@both_buses()
-async def test_an_adapter_that_is_loaded_again_gets_no_former_response(
-    make_config: MakeConfig, tmp_path: Path
-) -> None:
-    folders = adapters_in(tmp_path)
-    request = asking(model="lora")
-    async with Pipeline(make_config(**ON)) as pipeline:
-        await computed(pipeline, asking())
-        tokens = []
-        for version in range(1, 5):
-            loading = pipeline.client.load_adapter("lora", folders[version % 2])
-            assert await loading == version
-            fresh = await computed(pipeline, request)
-            assert fresh.samples[0].adapter_version == version
-            again = await served(pipeline, request)
-            assert again.samples[0].adapter_version == version
-            tokens.append(fresh.samples[0].logprobs)
-        assert tokens[0] == tokens[2] != tokens[1]
-        await pipeline.client.unload_adapter("lora")
-        refused = await pipeline.complete(request)
-        assert refused.error is not None
-        assert refused.error.code == "unknown_model"
-        assert await pipeline.client.load_adapter("lora", folders[0]) == 5
-        await computed(pipeline, request)
-        await served(pipeline, asking())  # the model alone has not changed
 
 
 async def test_an_update_is_answered_only_when_admission_knows_of_it(
@@ -402,11 +296,3 @@ async def test_replicas_of_one_version_share_responses(
         assert behind is not None
         stage_of(pipeline, AdmissionStage)._core.set_capacity(behind)
         await computed(pipeline, asking(n=4))
-
-
-async def test_a_lane_with_a_reference_model_serves_nothing(make_config: MakeConfig) -> None:
-    config = make_config(engine__reference_model_path=str(short_model.folder()), **ON)
-    async with Pipeline(config) as pipeline:
-        for _ in range(2):
-            completion = await computed(pipeline, asking())
-            assert completion.samples[0].ref_logprobs is not None

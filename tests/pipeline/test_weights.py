@@ -45,12 +45,9 @@ from .builders import (
     whole_stream,
     whole_streams,
 )
-from .conftest import LIMIT_S, MakeConfig, both_buses
-from .test_memory import held
+from .conftest import MakeConfig, both_buses
 
 SHORT_MODEL = True
-# Of 400 updates with requests in flight.
-MOST_GROWTH_BYTES = 16 << 20
 # Below the time after which a client gives an answer up.
 ANSWERED_S = client.ANSWER_S - 5
 Spell = Callable[[Mapping[str, Tensor], int], State]
@@ -117,33 +114,6 @@ async def test_no_kv_is_stale_after_an_update(
         return check_purity(completion, pure_logprob, whole=in_flight == "retract")
 
     assert await under_load(running, loaded, oracle.remembering, in_flight, 8, check)
-
-
-@pytest.mark.slow
-@pytest.mark.soak(only=True)
-@both_buses()
-async def test_hundreds_of_updates_under_load(loaded: State, make_config: MakeConfig) -> None:
-    """800 in memory, and 200 over Redis. They leave no memory behind."""
-    # The cache is so small that all of it has been written to before the measurement begins.
-    config = make_config(engine__kv_cache_bytes=8 << 20)
-    pure_logprob = find_pure_logprob(loaded, config.engine.dtype)
-    resident: dict[int, int] = {}
-    in_flight: InFlight = "keep" if config.bus.url == "memory" else "retract"
-    updates, warm = 800 if config.bus.url == "memory" else 200, 100
-
-    def check(completion: Completion) -> int:
-        return check_purity(completion, pure_logprob, whole=in_flight == "retract")
-
-    def weigh(version: int) -> None:
-        if version in (warm, updates):
-            resident[version] = held().resident_bytes
-
-    async with asyncio.timeout(2 * LIMIT_S), Pipeline(config) as pipeline:
-        assert await under_load(
-            pipeline, loaded, oracle.remembering, in_flight, updates, check, weigh
-        )
-    growth = resident[updates] - resident[warm]
-    assert growth < MOST_GROWTH_BYTES, f"{growth / 1e6:.1f} MB more since the first {warm}"
 
 
 async def test_kept_kv_is_of_both_versions(

@@ -13,16 +13,15 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from safetensors.torch import save_file
 
 from nano_inference import BusClient, Completion
-from nano_inference.bus.weights import FolderWeights, GroupWeights, TensorMeta
+from nano_inference.bus.weights import GroupWeights, TensorMeta
 from nano_inference.config import BusError, all_roles
 from nano_inference.stages.executor.runner.weights.transports import SharedWeights, WeightsGroup
 
 from .. import oracle
-from . import reference, short_model
-from .builders import DTYPE, Streams, begun, greedy, raises
+from . import reference
+from .builders import DTYPE, raises
 from .test_processes import Deployment, five_free_ports
 
 pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
@@ -153,62 +152,4 @@ async def test_a_killed_executor_ends_the_wait_for_its_update(deployment: Deploy
             assert await client.weight_version() == 0
 
 
-@pytest.mark.soak(only=True)
-async def test_a_killed_executor_reads_the_folder_again(
-    deployment: Deployment, tmp_path: Path
-) -> None:
-    """Every day a failed one does (test_weights_together.py)."""
-    loaded = dict(reference.model().state_dict())
-    save_file(oracle.announcing(loaded, 19), tmp_path / "model.safetensors")
-    async with asyncio.timeout(LIMIT_S), BusClient.connect(deployment.bus) as client:
-        await until_ready(client, 1)
-        assert await client.update_weights(FolderWeights(str(tmp_path)), version=19) == 19
-        assert "weights_restored" not in deployment.log.read_text()
-        running = [await begun(client, greedy(n, 300, 2)) for n in range(3)]
-        await kill_executor(client, 1)
-        for completion in await asyncio.gather(*running):
-            for version, tokens in stamped(completion):
-                assert version == 19
-                assert set(tokens) == {oracle.token_of(19)}
-        assert await client.weight_version() == 19
-        assert await asyncio.to_thread(deployment.told_by, "weights", "version") == "19\n"
-    assert "weights_restored" in deployment.log.read_text()
-
-
 # --- replicas --------------------------------------------------------------------------------
-
-
-@pytest.mark.soak(only=True)
-async def test_a_killed_executor_leaves_its_work_to_the_other(
-    redis_url: str, tmp_path: Path
-) -> None:
-    # Without a restart, so that a successor can't be what goes on.
-    settings: dict[str, object] = {"pipeline.max_restarts": 0}
-    settings |= {"engine.dtype": "float32", "engine.model_path": short_model.folder()}
-    with up(redis_url, tmp_path / "log", 2, **settings) as deployment:
-        async with asyncio.timeout(LIMIT_S), BusClient.connect(deployment.bus) as client:
-            before = await until_ready(client, 2)
-            assert len(set(before.values())) == 7
-            await asyncio.to_thread(check_status, deployment)
-            streams = Streams(client)
-            await streams.begin()
-            killed = before["executor.1"]
-            os.kill(killed, signal.SIGKILL)
-            await streams.finish()
-            while "executor" not in (after := await ready(client, killed)):  # noqa: ASYNC110
-                await asyncio.sleep(0.05)
-            assert "executor.1" not in after, "its successor was not needed"
-            assert after["executor"] == before["executor"]
-            assert not await client.bus.requests.dead_letters()
-
-
-def check_status(deployment: Deployment) -> None:
-    """`status` and `top` show every replica."""
-    for command in (["status", "--json"], ["status"], ["top", "--once"]):
-        shown = deployment.told_by(*command)
-        for role in all_roles(2):
-            assert role in shown
-        if "--json" in command:
-            found = json.loads(shown)
-            assert list(found["lanes"][0]["stages"]) == list(all_roles(2))
-            assert "plans.1" in found["links"]

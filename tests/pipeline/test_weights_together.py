@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import AsyncIterator, Callable
-from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,6 @@ from nano_inference.pipeline import client as client_module
 from nano_inference.pipeline import stage_control
 from nano_inference.stages.executor.changes.shell import StagedChanges
 from nano_inference.stages.executor.core import ExecutorCore
-from nano_inference.stages.executor.runner.weights.transports import SharedWeights, WeightsGroup
 from nano_inference.stages.executor.stage import ExecutorStage
 from nano_inference.telemetry import now_ns
 
@@ -135,61 +134,6 @@ def fails(update: StagedChanges, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(update, "_fetch", fetch)
 
 
-@pytest.mark.soak
-@pytest.mark.parametrize(
-    ("several", "transport"),
-    [
-        ("replicas", "state dict"),
-        in_soak("replicas over redis", "shared memory"),
-        ("replicas", "group"),
-        in_soak("lanes", "folder"),
-    ],
-    indirect=["several"],
-)
-async def test_all_executors_change_under_load(
-    several: Several, loaded: State, transport: str, tmp_path: Path, soak: bool
-) -> None:
-    """How weights travel and what executors are is shown in pairs; tests of the transports have
-    each with one executor."""
-    last = 60 if soak else 4
-    client = several.client
-    steps = [stage.load()["steps"] for stage in several.executors]
-    with ExitStack() as stack:
-        match transport:
-            case "shared memory":
-                shared = stack.enter_context(SharedWeights(oracle.announcing(loaded, 1)))
-            case "group":
-                group = stack.enter_context(WeightsGroup("127.0.0.1:0", 3, timeout_s=LIMIT_S))
-                await client.join_weights_group("weights", group.address, 3)
-        await client.update_weights(oracle.announcing(loaded, 1), in_flight="retract")
-        async with several.under_load() as finished:
-            for version in range(2, last + 1):
-                weights, before = oracle.announcing(loaded, version), finished()
-                sending = None
-                match transport:
-                    case "state dict":
-                        source: Any = weights
-                    case "shared memory":
-                        shared.update(weights)
-                        source = shared.source
-                    case "folder":
-                        save_file(weights, tmp_path / "model.safetensors")
-                        source = FolderWeights(str(tmp_path))
-                    case _:
-                        sending = group.broadcast(weights)
-                        source = sending.source
-                assert await client.update_weights(source) == version
-                assert several.versions == [version, version]
-                if sending is not None:
-                    await asyncio.to_thread(sending.result)
-                await until(lambda before=before: finished() > before + 3)  # type: ignore[misc]
-    assert not handoff._LAID_DOWN
-    assert all(
-        stage.load()["steps"] > before
-        for stage, before in zip(several.executors, steps, strict=True)
-    ), "both have worked"
-
-
 @pytest.mark.parametrize(
     ("several", "which"), [("replicas", 0), in_soak("lanes", 1)], indirect=["several"]
 )
@@ -235,30 +179,6 @@ async def test_an_executor_lost_before_the_change_is_named(
     async with several.under_load() as finished:
         await until(lambda: finished() > 6)
     assert first.core.prepared == second.core.prepared == ""
-
-
-@pytest.mark.soak
-async def test_updates_at_the_same_time_do_not_mix(
-    several: Several, loaded: State, soak: bool
-) -> None:
-    """Each version has weights of its own, so tokens show their true version."""
-    client, last = several.client, 200 if soak else 8
-    await client.update_weights(oracle.announcing(loaded, 1), in_flight="retract")
-    async with several.under_load():
-        for first in range(2, last, 3):
-            outcomes = await asyncio.gather(
-                *(
-                    client.update_weights(oracle.announcing(loaded, version), version=version)
-                    for version in range(first, first + 3)
-                ),
-                return_exceptions=True,
-            )
-            for outcome in outcomes:
-                assert isinstance(outcome, int | WeightsError), outcome
-                assert getattr(outcome, "code", "weights_busy") != "weights_differ"
-            assert len(set(several.versions)) == 1
-        final = oracle.announcing(loaded, last + 3)
-        assert await client.update_weights(final, version=last + 3) == last + 3
 
 
 async def test_a_caller_that_leaves_gives_the_update_up(

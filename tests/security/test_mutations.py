@@ -1,7 +1,5 @@
 """Ten thousand random and mutated requests: each has its own answer, and nobody else notices.
 
-So it is with TLS before HTTP, of a gateway that knows its callers, and of TLS itself.
-
 A case that fails is named with its seed and its number, which make it again, and with its bytes.
 """
 
@@ -9,10 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import ssl
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import msgspec
 import pytest
@@ -26,18 +22,13 @@ from nano_inference.gateway.gateway import Gateway
 from nano_inference.pipeline.pipeline import Pipeline
 from nano_inference.text.tokenizer import load_tokenizer
 
-from ..certificates import Authority
 from ..gateway.fake import FakeEngine, completion, refused, sample
-from ..gateway.recorded import Recorded
 from .conftest import admission
-from .mutations import tls
-from .mutations.admin import ADMINISTRATION, DOCUMENT, GENERATE, bearer
 from .mutations.bodies import MAX_BODY_BYTES
-from .mutations.cases import EVERYBODY, Family, case
+from .mutations.cases import case
 from .mutations.interfaces import CHAT, COMPLETIONS, INTERFACES, MESSAGES
 from .mutations.messages import HEAD_TIMEOUT_S
 from .mutations.playing import LIMIT_S, Bystander, Server, play, served, told
-from .mutations.wire import Case
 
 SEED = 17
 CASES = 10_000
@@ -80,21 +71,18 @@ class JudgingEngine(FakeEngine):
         return [completion(request, *samples)]
 
 
-async def play_named(
-    server: Server, number: int, usuals: dict[str, str], family: Family = EVERYBODY
-) -> Case:
+async def play_named(server: Server, number: int, usuals: dict[str, str]) -> None:
     """As `play`, of the case with this number; a failure says which it is."""
-    found = case(SEED, number, family)
+    found = case(SEED, number)
     try:
         async with asyncio.timeout(LIMIT_S):
             await play(server, found, usuals)
     # Whatever it is, it says nothing of the case.
     except Exception as error:
         raise told(found, f"seed {SEED}, case {number}", error) from error
-    return found
 
 
-async def play_all(server: Server, number: int, *, compared: bool, at_once: int = AT_ONCE) -> None:
+async def play_all(server: Server, number: int, *, compared: bool) -> None:
     """Plays so many cases, some at a time, while somebody else asks his own.
 
     Args:
@@ -103,8 +91,8 @@ async def play_all(server: Server, number: int, *, compared: bool, at_once: int 
     bystander = Bystander(*await server.connect(), (COMPLETIONS, CHAT, MESSAGES))
     usuals = await bystander.usuals(INTERFACES)
     known = usuals if compared else {}
-    for first in range(0, number, at_once):
-        numbers = range(first, min(number, first + at_once))
+    for first in range(0, number, AT_ONCE):
+        numbers = range(first, min(number, first + AT_ONCE))
         # Those for whom time passes would have it pass for others.
         alone = [each for each in numbers if case(SEED, each).pass_s]
         async with asyncio.TaskGroup() as group:
@@ -114,7 +102,7 @@ async def play_all(server: Server, number: int, *, compared: bool, at_once: int 
                     group.create_task(play_named(server, each, known))
         for each in alone:
             await play_named(server, each, known)
-    assert bystander.answered == -(-number // at_once)
+    assert bystander.answered == -(-number // AT_ONCE)
     async with asyncio.timeout(LIMIT_S):
         await server.until(server.is_at_rest)
 
@@ -128,20 +116,6 @@ def nothing_told(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
     assert not caplog.records
 
 
-@pytest.fixture
-def authority(tmp_path: Path) -> Authority:
-    return Authority(tmp_path / "authority")
-
-
-@pytest.fixture
-def with_tls(authority: Authority) -> Config:
-    own = authority.issue("gateway")
-    files = {"tls_certificate": str(own.certificate), "tls_key": str(own.key)}
-    return load_config(
-        env={}, overrides=SETTINGS | {f"gateway.{name}": file for name, file in files.items()}
-    )
-
-
 @pytest.mark.soak
 async def test_each_request_has_its_answer_and_nobody_else_notices(
     soak: bool, caplog: pytest.LogCaptureFixture
@@ -150,66 +124,6 @@ async def test_each_request_has_its_answer_and_nobody_else_notices(
     with nothing_told(caplog):
         async with served(make_app(JudgingEngine(), config), config.gateway) as server:  # type: ignore[arg-type]
             await play_all(server, CASES if soak else EVERY_DAY, compared=True)
-
-
-@pytest.mark.soak
-async def test_so_it_is_with_tls(
-    soak: bool, authority: Authority, with_tls: Config, caplog: pytest.LogCaptureFixture
-) -> None:
-    client = ssl.create_default_context(cafile=authority.file)
-    app = make_app(JudgingEngine(), with_tls)  # type: ignore[arg-type]
-    with nothing_told(caplog):
-        async with served(app, with_tls.gateway, client) as server:
-            # With TLS nobody can end one half of a connection, so some are there for seconds.
-            await play_all(server, CASES if soak else EVERY_DAY // 3, compared=True, at_once=80)
-
-
-@pytest.mark.soak
-async def test_what_is_no_tls_ends_its_own_connection_and_no_other(
-    soak: bool, authority: Authority, with_tls: Config, caplog: pytest.LogCaptureFixture
-) -> None:
-    measured = Recorded()
-    app = make_app(JudgingEngine(), with_tls)  # type: ignore[arg-type]
-    client = ssl.create_default_context(cafile=authority.file)
-    with nothing_told(caplog):
-        async with served(app, with_tls.gateway, client, measured.measures) as server:
-            bystander = Bystander(*await server.connect(), (COMPLETIONS, CHAT, MESSAGES))
-            broken = 0
-            for number in range(CASES if soak else EVERY_DAY):
-                async with asyncio.timeout(LIMIT_S):
-                    broken += not await tls.play(server, SEED, number)
-                    await bystander.ask()
-                    await server.until(lambda: len(server.connections) == 1)
-    assert measured.refused() == {"handshake_failed": broken}
-
-
-@pytest.mark.soak
-async def test_of_the_administration_what_is_refused_changes_nothing(
-    soak: bool, caplog: pytest.LogCaptureFixture
-) -> None:
-    config = load_config(env={}, overrides=SETTINGS | {"policy.backend": "bus"})
-    app = make_app(JudgingEngine(), config)  # type: ignore[arg-type]
-    store = app.policy.store
-    await store.change(lambda _: DOCUMENT)
-    with nothing_told(caplog):
-        async with served(app, config.gateway) as server:
-            callers = [
-                each._replace(headers=(bearer(GENERATE),)) for each in (COMPLETIONS, CHAT, MESSAGES)
-            ]
-            bystander = Bystander(*await server.connect(), tuple(callers))
-            usuals: dict[str, str] = {}
-            admin = Bystander(*await server.connect(), ADMINISTRATION.interfaces)
-            for interface in ADMINISTRATION.interfaces:
-                usuals |= await admin.usuals((interface,))
-                await store.change(lambda _: DOCUMENT)
-            for number in range(CASES if soak else EVERY_DAY):
-                played = await play_named(server, number, usuals, ADMINISTRATION)
-                if all(wanted.refusals and not wanted.either for wanted in played.wanted):
-                    assert await store.document() == DOCUMENT, played
-                await store.change(lambda _: DOCUMENT)
-                await bystander.ask()
-            async with asyncio.timeout(LIMIT_S):
-                await server.until(server.is_at_rest)
 
 
 @pytest.mark.slow

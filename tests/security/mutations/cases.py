@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from typing import NamedTuple
 
 from . import bodies, messages
 from .interfaces import INTERFACES, Interfaces
@@ -12,20 +11,7 @@ from .wire import Case
 
 Maker = Callable[[random.Random, Interfaces], Case]
 
-
-class Family(NamedTuple):
-    """Cases that a gateway of one kind is sent.
-
-    Attributes:
-        interfaces: What is called.
-        makers: How often each comes, in all, and what makes one.
-    """
-
-    interfaces: Interfaces
-    makers: tuple[tuple[int, Maker], ...]
-
-
-WIRE: tuple[tuple[int, Maker], ...] = (
+MAKERS: tuple[tuple[int, Maker], ...] = (
     (150, bodies.no_json),
     (5, bodies.too_much),
     (45, lambda rng, _: messages.bad_head(rng)),
@@ -37,28 +23,20 @@ WIRE: tuple[tuple[int, Maker], ...] = (
     (55, messages.named),
     (15, messages.slow),
     (15, messages.short_body),
+    (340, bodies.fields_changed),
+    (90, bodies.other_names),
+    (30, bodies.names_twice),
+    (35, messages.targets),
+    (30, lambda rng, _: messages.by_id(rng)),
+    (20, lambda rng, _: messages.pipelined(rng)),
+    (10, lambda rng, _: messages.keyed(rng)),
 )
-"""HTTP and JSON themselves, whatever is called."""
-
-EVERYBODY = Family(
-    INTERFACES,
-    (
-        *WIRE,
-        (340, bodies.fields_changed),
-        (90, bodies.other_names),
-        (30, bodies.names_twice),
-        (35, messages.targets),
-        (30, lambda rng, _: messages.by_id(rng)),
-        (20, lambda rng, _: messages.pipelined(rng)),
-        (10, lambda rng, _: messages.keyed(rng)),
-    ),
-)
-"""Of a gateway without keys."""
+"""Relative frequency of each kind of case, and the function that makes one."""
 
 
-def case(seed: int, number: int, family: Family = EVERYBODY) -> Case:
-    """A case, which these numbers alone decide."""
+def case(seed: int, number: int) -> Case:
+    """Return the case that these numbers alone decide."""
     rng = random.Random(f"{seed}:{number}")
-    weights = [weight for weight, _ in family.makers]
-    ((_, make),) = rng.choices(family.makers, weights)
-    return make(rng, family.interfaces)
+    weights = [weight for weight, _ in MAKERS]
+    ((_, make),) = rng.choices(MAKERS, weights)
+    return make(rng, INTERFACES)

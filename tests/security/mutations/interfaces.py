@@ -72,7 +72,6 @@ class Interface(NamedTuple):
         needed: By name, what a body without that field is answered with.
         last: As `Wanted.last`, of its streams.
         method: By which it is called; `others` are those of other endpoints at its path.
-        headers: What each call of it brings beside those of its body.
         status: Of its answers.
     """
 
@@ -88,12 +87,11 @@ class Interface(NamedTuple):
     last: str = "data: [DONE]"
     method: bytes = b"POST"
     others: tuple[bytes, ...] = ()
-    headers: Headers = ()
     status: int = 200
 
     def head(self, headers: Headers) -> bytes:
-        """That of a call, with these headers beside its own."""
-        return head(self.method, self.path.encode(), (*self.headers, *headers))
+        """That of a call, with these headers."""
+        return head(self.method, self.path.encode(), headers)
 
     def call(self, body: bytes, headers: Headers = ()) -> bytes:
         """One with a body of JSON, as nearly all clients send it."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import ssl
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
@@ -27,17 +26,15 @@ class Server:
     Attributes:
         connections: Those that there are.
         port: Where it listens.
-        tls: With what clients speak to it; None for plain HTTP.
     """
 
-    def __init__(self, server: HttpServer, port: int, tls: ssl.SSLContext | None = None) -> None:
+    def __init__(self, server: HttpServer, port: int) -> None:
         self.port = port
-        self.tls = tls
         self.connections = server.connections
         self._met: set[int] = set()
 
     async def connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        return await asyncio.open_connection("127.0.0.1", self.port, ssl=self.tls, limit=1 << 22)
+        return await asyncio.open_connection("127.0.0.1", self.port, limit=1 << 22)
 
     def has_taken(self, port: int, number: int) -> bool:
         """Whether so many bytes of a client were taken, or no more of it will be."""
@@ -64,16 +61,11 @@ class Server:
 
 
 @asynccontextmanager
-async def served(
-    app: ASGIApp,
-    config: GatewayConfig,
-    tls: ssl.SSLContext | None = None,
-    measures: Measures | None = None,
-) -> AsyncIterator[Server]:
-    """An application behind a port of this process."""
-    server = HttpServer(app, config, measures)
+async def served(app: ASGIApp, config: GatewayConfig) -> AsyncIterator[Server]:
+    """Serve an application at a port of this process."""
+    server = HttpServer(app, config)
     async with listening(server) as port:
-        yield Server(server, port, tls)
+        yield Server(server, port)
 
 
 async def play(server: Server, case: Case, usuals: dict[str, str]) -> None:
@@ -87,7 +79,7 @@ async def play(server: Server, case: Case, usuals: dict[str, str]) -> None:
             if case.pass_s or place + 1 < len(case.pieces):
                 await server.until(lambda sent=sent: server.has_taken(port, sent))  # type: ignore[misc]
         if case.ends:
-            _end(writer)
+            writer.write_eof()
         server.pass_s(case.pass_s)
         for wanted in case.wanted:
             answer = await read_answer(reader, bodiless=wanted.bodiless)
@@ -99,14 +91,6 @@ async def play(server: Server, case: Case, usuals: dict[str, str]) -> None:
                 assert case.ends
     finally:
         writer.transport.abort()
-
-
-def _end(writer: asyncio.StreamWriter) -> None:
-    """Says that nothing more comes; with TLS that is also to read nothing more."""
-    if writer.can_write_eof():
-        writer.write_eof()
-    else:
-        writer.close()
 
 
 class Bystander:

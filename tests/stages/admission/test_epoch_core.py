@@ -466,7 +466,7 @@ def test_a_request_that_cannot_be_processed_or_sent_is_dead_lettered(fails_at: s
     assert (letters, ends) == ([error], ["message_too_large"])
 
 
-def test_a_long_prompt_of_a_predecessor_runs_after_the_others_and_behind_its_tokens() -> None:
+def test_a_long_prompt_of_a_predecessor_runs_after_the_others() -> None:
     driven = Driven()
     driven.is_long = True
     driven.tell(partial(driven.core.inherit, [entry("1")], "taken over"))

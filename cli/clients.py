@@ -107,8 +107,8 @@ class PipelineClient:
         Returns:
             The name of the model that requests must give; "" if they need not.
         """
-        if trouble := await self._client.trouble():
-            if not (found or await self._client.reports()):
+        if trouble := await self._client.deployment.trouble():
+            if not (found or await self._client.deployment.reports()):
                 raise BusError(trouble)
             complain(f"waiting: {trouble}")
         return ""

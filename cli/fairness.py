@@ -143,7 +143,7 @@ async def _change(client: BusClient, changes: list[str], lane: str | None) -> By
     with anyio.move_on_after(CONFIRM_S):
         while late:
             await anyio.sleep(0.2)
-            settings = await client.fairness()
+            settings = await client.deployment.fairness()
             late = [name for name, after in wanted.items() if settings.get(name) != after]
     if late:
         raise BusError(
@@ -153,7 +153,7 @@ async def _change(client: BusClient, changes: list[str], lane: str | None) -> By
 
 
 async def _in_force(client: BusClient, lane: str | None) -> ByLane:
-    return of_lane(await client.fairness(), lane)
+    return of_lane(await client.deployment.fairness(), lane)
 
 
 def _print(settings: ByLane, as_json: bool) -> None:

@@ -55,7 +55,7 @@ def set_(
 
 
 async def _in_force(client: BusClient, lane: str | None) -> Roles:
-    return of_lane(await client.roles(), lane)
+    return of_lane(await client.deployment.roles(), lane)
 
 
 def _print(roles: Roles, as_json: bool) -> None:

@@ -491,7 +491,9 @@ def health(
             raise ConfigError(f"there is no stage {name!r}{nearest(name, STAGES)}")
     config = options.client_config("error")
     try:
-        found = run_with(connected(config, options.served), lambda client: client.reports())
+        found = run_with(
+            connected(config, options.served), lambda client: client.deployment.reports()
+        )
     except BusError as error:
         problem = str(serving_elsewhere(config, error))
         typer.echo(f"{'unknown' if live or progress else 'not ready'}: {problem}")

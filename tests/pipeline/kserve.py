@@ -40,7 +40,9 @@ def service_of(
 def services_of(client: BusClient, config: Config, policy: PolicyChain | None = None) -> Services:
     """Return what the engine's models share."""
     measures = Measures()
-    made = Services(client, config, Policy(client, config, measures), measures, Readiness(client))
+    made = Services(
+        client, config, Policy(client, config, measures), measures, Readiness(client.deployment)
+    )
     made.submissions.policy = policy or PolicyChain()
     return made
 

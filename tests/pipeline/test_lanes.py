@@ -164,7 +164,7 @@ async def test_shards_change_under_load(redis_config: MakeConfig, redis_url: str
         wanted = {f"{name}-{i}" for name in names for i in range(counts[name])}
         assert sorted(ids) == sorted([*wanted, *(f"{each}-plain" for each in wanted)])
         assert {each.entry_id.count("-") for each in ended} == {1, 2}, "of shards, too"
-        backlog = await client.backlog()
+        backlog = await client.deployment.backlog()
         assert (backlog.waiting, backlog.dead) == (0, 0)
 
 

@@ -127,7 +127,7 @@ class Deployment:
         """The process of a model's executor; 0 when none is ready."""
         ready = (
             report.pid
-            for report in await self.client.reports()
+            for report in await self.client.deployment.reports()
             if (report.model, report.stage, report.state) == (model, "executor", "ready")
         )
         return next(ready, 0)

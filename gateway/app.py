@@ -192,7 +192,7 @@ def make_app(
     Raises:
         ConfigError: The policy's settings or `gateway.message_format` are invalid.
     """
-    measures, readiness = measures or Measures(), readiness or Readiness(engine)
+    measures, readiness = measures or Measures(), readiness or Readiness(engine.deployment)
     policy = Policy(engine, config, measures)
     model = Interfaces(engine, config, policy, measures, readiness, TenantRegions(config.gateway))
     measures.watch(instruments.GATEWAY_WAITING, lambda: model.submissions.waiting)

@@ -85,7 +85,7 @@ class DeploymentApp(GatewayApp):
 
     def _model_app(self, record: ModelRecord, engine: BusClient) -> ModelApp:
         """Return the application of one model. Raises NanoInferenceError for invalid settings."""
-        readiness = Readiness(engine, self.kserve.readiness)
+        readiness = Readiness(engine.deployment, self.kserve.readiness)
         config, regions = self._config.of_model(record.spec), self.kserve.regions
         own = Interfaces(engine, config, self.policy, self._measures, readiness, regions)
         own.kserve.service.statistics = self.kserve.service.statistics

@@ -14,13 +14,13 @@ from ..bus.control import Cancel, LoadModel, UnloadModel
 from ..bus.entries import queued_only
 from ..bus.links import MODEL_MANAGER
 from ..bus.public import Completion, ErrorInfo
-from ..config import NOT_PERMITTED, BusError, FairnessConfig, ModelError
+from ..config import NOT_PERMITTED, BusError, FairnessConfig, ModelError, RequestError, shown
 from ..stages.admission.checks import request_id_of
 from ..store.board import StageReport
 from ..store.registry import ModelRecord, find_model
 from ..telemetry import now_ns
 from .health import lanes_of, reason_of, role_trouble, roles_of
-from .models import ModelStatus, only_model, status_of
+from .models import ModelStatus, only_model, served_names, status_of
 from .stage_control import StageControl
 
 
@@ -128,6 +128,23 @@ class Deployment:
             await self._buses.pop(model).aclose()
         statuses = [self._status(record) for _, record in sorted(records.items())]
         return list(await asyncio.gather(*statuses))
+
+    async def find(self, name: str) -> str:
+        """Return the id of the model with this name; "" for the only one.
+
+        Raises:
+            RequestError: unknown_model.
+        """
+        if records := await self._bus.store.models.read():
+            return find_model(name, records.values()).id
+        # A single model needs no name.
+        known = sorted({name for status in await self.models() for name in served_names(status)})
+        if known and name not in known:
+            raise RequestError(
+                f"there is no model {shown(name)} here; known: {', '.join(known)}",
+                code="unknown_model",
+            )
+        return ""
 
     async def backlog(self) -> Backlog:
         """Return the numbers of waiting and running requests, the sums of several models.

@@ -142,7 +142,7 @@ class Day:
         end = time.monotonic() + limit_s
         while time.monotonic() < end and self.process.poll() is None:
             with contextlib.suppress(Exception):
-                reports = await self.client.reports()
+                reports = await self.client.deployment.reports()
                 if wanted <= {each.stage for each in reports if each.state == "ready"}:
                     return
             await asyncio.sleep(0.5)

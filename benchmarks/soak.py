@@ -288,7 +288,7 @@ class Load:
 async def bills(main: BusClient, ledger: Ledger) -> dict[str, Any]:
     """Compare the bills of an idle deployment with its busy time."""
     await asyncio.sleep(3)  # a report comes every second
-    reports = await main.reports()
+    reports = await main.deployment.reports()
     mine = [each for each in ledger.lives if each.model != SECOND]
     return {
         "wrong": time_checks.wrong_bills(reports, mine),
@@ -352,7 +352,7 @@ async def until_loaded(client: BusClient, up: Any) -> None:
     while True:
         ready = {
             report.stage
-            for report in await client.reports()
+            for report in await client.deployment.reports()
             if report.model == MAIN and report.state == "ready"
         }
         if ready.issuperset(STAGES):

@@ -7,6 +7,7 @@ import re
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
@@ -25,7 +26,8 @@ from .terminal import date, failures_exit, harmless, one_line, print_json, print
 if TYPE_CHECKING:
     from ..gateway.policy.administration import Administration, Changed
 
-    Admin = Administration | ServerClient
+Admin = Callable[..., Awaitable[Any]]
+"""Calls a method of `Administration` by its name."""
 
 T = TypeVar("T")
 
@@ -124,7 +126,7 @@ def list_keys(options: Options, as_json: AsJson = False) -> None:
 
     nano-inference admin keys list
     """
-    found = _run(options, lambda admin: admin.keys())
+    found = _run(options, lambda admin: admin("keys"))
     if as_json:
         print_json(*found)
         return
@@ -156,7 +158,7 @@ def create_key(
     nano-inference admin keys create ci --scope generate --requests-per-minute 60 --expires-in 90d
     """
     body = {"name": name, "limits": changes.limits(), **changes.fields()}
-    key = _run(options, lambda admin: admin.create_key(body))
+    key = _run(options, lambda admin: admin("create_key", body))
     if as_json:
         print_json(key)
         return
@@ -181,8 +183,10 @@ def change_key(
     changes.over({}, name=name)  # refuses an empty change without a connection
 
     async def change(admin: Admin) -> None:
-        before = next((key for key in await admin.keys() if key["id"] == key_id), {})
-        await admin.change_key(key_id, changes.over(before, name=name))
+        before: dict[str, Any] = next(
+            (key for key in await admin("keys") if key["id"] == key_id), {}
+        )
+        await admin("change_key", key_id, changes.over(before, name=name))
 
     _run(options, change)
 
@@ -199,7 +203,7 @@ def revoke_key(
 
     async def revoke(admin: Admin) -> None:
         for key_id in key_ids:
-            await admin.revoke_key(key_id)
+            await admin("revoke_key", key_id)
 
     _run(options, revoke)
 
@@ -214,7 +218,7 @@ def list_tenants(options: Options, as_json: AsJson = False) -> None:
 
     nano-inference admin tenants list
     """
-    found = _run(options, lambda admin: admin.tenants())
+    found = _run(options, lambda admin: admin("tenants"))
     if as_json:
         print_json(found)
         return
@@ -238,8 +242,8 @@ def set_tenant(options: Options, changes: Changes, tenant: TenantName) -> None:
     changes.over({})  # refuses an empty change without a connection
 
     async def change(admin: Admin) -> None:
-        before = (await admin.tenants()).get(tenant, {})
-        await admin.set_tenant(tenant, before | changes.over(before))
+        before = (await admin("tenants")).get(tenant, {})
+        await admin("set_tenant", tenant, before | changes.over(before))
 
     _run(options, change)
 
@@ -251,7 +255,7 @@ def remove_tenant(options: Options, tenant: TenantName) -> None:
 
     nano-inference admin tenants remove gold
     """
-    _run(options, lambda admin: admin.remove_tenant(tenant))
+    _run(options, lambda admin: admin("remove_tenant", tenant))
 
 
 @guardrails.command("show")
@@ -261,7 +265,7 @@ def show_guardrails(options: Options) -> None:
 
     nano-inference admin guardrails show
     """
-    found = _run(options, lambda admin: admin.guardrails())
+    found = _run(options, lambda admin: admin("guardrails"))
     typer.echo(harmless(msgspec.json.format(msgspec.json.encode(found)).decode()))
 
 
@@ -276,7 +280,7 @@ def set_guardrails(
     echo '{literals: [foo], patterns: ["b[a4]r"]}' | nano-inference admin guardrails set -
     """
     body = _read_object(file)
-    _run(options, lambda admin: admin.set_guardrails(body))
+    _run(options, lambda admin: admin("set_guardrails", body))
 
 
 # --- shared -------------------------------------------------------------------------------------
@@ -297,7 +301,7 @@ async def _administration(options: Options) -> AsyncIterator[Admin]:
     config = options.client_config()
     if options.url is not None:
         async with ServerClient(server_of(options)) as server:
-            yield server
+            yield server.administer
         return
     # These imports take time.
     from ..gateway.policy.administration import Administration
@@ -313,13 +317,18 @@ async def _administration(options: Options) -> AsyncIterator[Admin]:
         if config.policy.backend == "bus":
             async with connected(config) as client:
                 backend = open_backend(config.policy, client.bus.store.policy)
-                yield Administration(PolicyStore(backend), changed)
+                administration = Administration(PolicyStore(backend), changed)
+                yield partial(_call, administration)
             return
         store = PolicyStore(open_backend(config.policy, None))
         try:
-            yield Administration(store, changed)
+            yield partial(_call, Administration(store, changed))
         finally:
             await store.aclose()
+
+
+async def _call(administration: Administration, name: str, *arguments: Any) -> Any:
+    return await getattr(administration, name)(*arguments)
 
 
 @contextmanager

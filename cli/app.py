@@ -17,26 +17,21 @@ from ..config import LaneReplaced, NanoInferenceError, shown
 from ..config.errors import leaves_of
 from ..config.extras import advice
 from ..pipeline.supervisor import StageFailed
-from . import admin, dlq, experts, fairness, models, roles, weights
+from . import admin, dlq, models, operations
 from .chat import cancel, chat, complete
 from .demo import demo
 from .doctor import doctor
 from .embed import embed, score
-from .kv_events import kv_events
 from .options import option
 from .pull import pull
 from .replay import digest, replay
 from .run import run
 from .serve import gateway, serve
-from .sessions import kv_session
-from .shards import shards
 from .status import health, status, top
 from .submit import submit
-from .tail import tail
 from .terminal import PROGRAM, complain
 from .trace import trace
 from .up import down, up
-from .weights import flush_cache, pause, release_memory, resume, resume_memory
 
 INTERRUPTED = 130
 """Exit status after Ctrl-C, as in shells."""
@@ -67,7 +62,7 @@ _COMMANDS: dict[str, dict[str, Callable[..., None] | typer.Typer]] = {
     "Use a running pipeline": {
         "submit": submit,
         "embed": embed,
-        "tail": tail,
+        "tail": operations.tail,
         "replay": replay,
         "digest": digest,
     },
@@ -76,24 +71,24 @@ _COMMANDS: dict[str, dict[str, Callable[..., None] | typer.Typer]] = {
         "health": health,
         "top": top,
         "trace": trace,
-        "kv-events": kv_events,
+        "kv-events": operations.kv_events,
         "admin": admin.app,
         "dlq": dlq.app,
-        "fairness": fairness.app,
-        "roles": roles.app,
-        "shards": shards,
-        "experts": experts.app,
-        "kv-session": kv_session,
+        "fairness": operations.fairness,
+        "roles": operations.roles,
+        "shards": operations.shards,
+        "experts": operations.experts,
+        "kv-session": operations.kv_session,
     },
     "Train with a pipeline": {
-        "weights": weights.app,
-        "adapters": weights.adapters,
+        "weights": operations.weights,
+        "adapters": operations.adapters,
         "score": score,
-        "pause": pause,
-        "resume": resume,
-        "flush-cache": flush_cache,
-        "release-memory": release_memory,
-        "resume-memory": resume_memory,
+        "pause": operations.pause,
+        "resume": operations.resume,
+        "flush-cache": operations.flush_cache,
+        "release-memory": operations.release_memory,
+        "resume-memory": operations.resume_memory,
     },
 }
 for _panel, _commands in _COMMANDS.items():

@@ -15,7 +15,7 @@ from ..pipeline.progress import progress_of
 from ..pipeline.status import PipelineStatus
 from ..store.redis.keys import Keys
 from ..store.registry import ModelState
-from .connection import connected, find_served, unreachable
+from .connection import connected, unreachable
 
 _OWN_NAME = "status"
 
@@ -58,7 +58,7 @@ async def bus_status(config: Config, model: str | None = None) -> BusStatus:
     stall_s = config.pipeline.stall_timeout_s
     async with connected(config) as client:
         records = {} if config.bus.model else await client.bus.store.models.read()
-        chosen = None if model is None else await find_served(client, model)
+        chosen = None if model is None else await client.deployment.find(model)
     if not records:
         return await _read(config.bus, stall_s)
     states = {id: each.state for id, each in records.items() if chosen in (None, id)}

@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
+import re
 from collections.abc import AsyncGenerator, AsyncIterator, Collection, Sequence
-from contextlib import aclosing, asynccontextmanager, suppress
+from contextlib import (
+    AbstractAsyncContextManager,
+    AsyncExitStack,
+    aclosing,
+    asynccontextmanager,
+    suppress,
+)
 from typing import Any, Generic, NamedTuple, Self, TypeVar
 from urllib.parse import quote
 
@@ -24,17 +32,20 @@ from ..config import (
 )
 from ..pipeline.client import BusClient
 from ..pipeline.models import ModelStatus
+from ..pipeline.operations import OPERATIONS
 from ..pipeline.status import PipelineStatus, of_models
 from . import connection
-from .connection import Place, ServerAddress, connected
+from .connection import Place, ServerAddress, connected, pipeline_place
 from .images import for_bus, for_server
+from .options import Options
 from .requests import given
-from .terminal import complain
+from .terminal import complain, waiting
 
 T = TypeVar("T")
 
 _CONNECT_S = 10.0
 _DONE = "[DONE]"
+_PARAMETER = re.compile(r"\{.*?\}")
 
 _OUTPUTS = {"json_schema": "json", "lark": "grammar", "gbnf": "grammar"}
 """Kinds of constraints whose name in vLLM's `structured_outputs` differs."""
@@ -91,6 +102,53 @@ async def client_at(place: Place) -> AsyncIterator[Client]:
             yield PipelineClient(client)
 
 
+def run_operation(
+    options: Options,
+    operation: str,
+    arguments: dict[str, Any],
+    what: str = "waiting for the pipeline",
+) -> Any:
+    """Run an operation of `OPERATIONS`, and return its result.
+
+    Args:
+        options: Name the server or the bus, and the model.
+        operation: Its name.
+        arguments: By name; None for the default.
+        what: Shown while it takes long.
+
+    Raises:
+        NanoInferenceError: It can't be reached, or the operation failed.
+    """
+
+    async def run(place: Place) -> Any:
+        if isinstance(place, ServerAddress):
+            async with ServerClient(place) as server:
+                return await server.operate(operation, options.served, named)
+        async with connected(place, options.served) as client:
+            return await OPERATIONS[operation].run(client, **named)
+
+    place, named = pipeline_place(options), given(arguments)
+    with waiting(what):
+        return asyncio.run(run(place))
+
+
+async def follow_operation(
+    options: Options, operation: str, arguments: dict[str, Any]
+) -> AsyncGenerator[Any, None]:
+    """Yield the results of an operation that streams. Raises as `run_operation`."""
+    place = pipeline_place(options)
+    async with AsyncExitStack() as stack:
+        if isinstance(place, ServerAddress):
+            server = await stack.enter_async_context(ServerClient(place))
+            results = server.follow(operation, options.served, arguments)
+        else:
+            client = await stack.enter_async_context(connected(place, options.served))
+            results = OPERATIONS[operation].run(client, **arguments)
+        await stack.enter_async_context(aclosing(results))
+        async for each in results:
+            yield each
+
+
 class PipelineClient:
     """A client of a pipeline, over its bus. All methods raise NanoInferenceError."""
 
@@ -107,8 +165,8 @@ class PipelineClient:
         Returns:
             The name of the model that requests must give; "" if they need not.
         """
-        if trouble := await self._client.trouble():
-            if not (found or await self._client.reports()):
+        if trouble := await self._client.deployment.trouble():
+            if not (found or await self._client.deployment.reports()):
                 raise BusError(trouble)
             complain(f"waiting: {trouble}")
         return ""
@@ -202,8 +260,7 @@ class _List(msgspec.Struct, Generic[T], frozen=True):
 class ServerClient:
     """A client of a server, over HTTP. Use it as an async context.
 
-    It has the methods of `PipelineClient`, those of the gateway's `policy.Administration`, and
-    reads status and probes.
+    It has the methods of `PipelineClient`, and reads status and probes.
 
     Attributes:
         url: The URL of OpenAI's interface, without a slash at its end.
@@ -346,46 +403,39 @@ class ServerClient:
     def _models(self, model: str = "") -> str:
         return f"{self.root}/admin/models" + (f"/{quote(model, safe='')}" if model else "")
 
-    # --- policy ---------------------------------------------------------------------------------
+    # --- operations -----------------------------------------------------------------------------
 
-    async def keys(self) -> list[dict[str, Any]]:
-        """See Administration."""
-        return (await self._call("GET", f"{self.root}/admin/keys", _List[dict[str, Any]])).data
+    async def operate(self, name: str, model: str | None, arguments: dict[str, Any]) -> Any:
+        """Run an operation of `OPERATIONS`."""
+        async with self._operation(name, model, arguments) as response:
+            return self._decoded(await response.aread(), OPERATIONS[name].result)
 
-    async def create_key(self, body: dict[str, Any]) -> dict[str, Any]:
-        """See Administration."""
-        return await self._policy("POST", "keys", body)
+    async def follow(
+        self, name: str, model: str | None, arguments: dict[str, Any]
+    ) -> AsyncGenerator[Any, None]:
+        """Yield the results of an operation that streams."""
+        async with self._operation(name, model, arguments) as response:
+            async for event in httpx2.EventSource(response):
+                yield self._decoded(event.data.encode(), OPERATIONS[name].result)
 
-    async def change_key(self, key_id: str, body: dict[str, Any]) -> dict[str, Any]:
-        """See Administration."""
-        return await self._policy("PATCH", f"keys/{quote(key_id, safe='')}", body)
+    def _operation(
+        self, name: str, model: str | None, arguments: dict[str, Any]
+    ) -> AbstractAsyncContextManager[httpx2.Response]:
+        body = arguments | given({"model": model})
+        headers = given({"X-Tenant": body.pop("tenant", None)})
+        url = f"{self.root}/admin/operations/{name}"
+        return self._answer("POST", url, msgspec.to_builtins(body), headers)
 
-    async def revoke_key(self, key_id: str) -> None:
-        """See Administration."""
-        await self._policy("DELETE", f"keys/{quote(key_id, safe='')}")
+    async def administer(self, name: str, *arguments: Any) -> Any:
+        """Call a method of the gateway's `Administration`."""
+        # This import takes time.
+        from ..gateway.policy.administration import ROUTES
 
-    async def tenants(self) -> dict[str, dict[str, Any]]:
-        """See Administration."""
-        return await self._policy("GET", "tenants")
-
-    async def set_tenant(self, tenant: str, body: dict[str, Any]) -> dict[str, Any]:
-        """See Administration."""
-        return await self._policy("PUT", f"tenants/{quote(tenant)}", body)
-
-    async def remove_tenant(self, tenant: str) -> None:
-        """See Administration."""
-        await self._policy("DELETE", f"tenants/{quote(tenant)}")
-
-    async def guardrails(self) -> dict[str, Any]:
-        """See Administration."""
-        return await self._policy("GET", "guardrails")
-
-    async def set_guardrails(self, body: dict[str, Any]) -> dict[str, Any]:
-        """See Administration."""
-        return await self._policy("PUT", "guardrails", body)
-
-    async def _policy(self, method: str, path: str, body: Any = None) -> dict[str, Any]:
-        return await self._call(method, f"{self.root}/admin/{path}", dict[str, Any], body)
+        method, path = ROUTES[name].split()
+        values = iter(arguments)
+        path = _PARAMETER.sub(lambda _: quote(next(values), safe=""), path)
+        found = await self._call(method, self.root + path, dict[str, Any], next(values, None))
+        return found["data"] if name == "keys" else found
 
     # --- status ---------------------------------------------------------------------------------
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from typing import NamedTuple, TypeVar
 from urllib.parse import SplitResult, urlsplit
@@ -12,13 +12,10 @@ from urllib.parse import SplitResult, urlsplit
 import anyio
 import anyio.to_thread
 
-from ..config import DEFAULT_URL, BusConfig, BusError, Config, ConfigError, RequestError, shown
+from ..config import DEFAULT_URL, BusConfig, BusError, Config, ConfigError, shown
 from ..pipeline.client import BusClient
-from ..pipeline.models import ModelStatus
-from ..store.registry import find_model
 from ..telemetry import Metrics, setup_metrics, setup_tracing
 from .options import Options
-from .terminal import waiting
 
 C = TypeVar("C")
 T = TypeVar("T")
@@ -26,7 +23,9 @@ T = TypeVar("T")
 SERVE_PORT = 8000
 """Default port of `serve`; that of vLLM and other OpenAI-compatible servers."""
 
-DEFAULT_SERVER = f"http://127.0.0.1:{SERVE_PORT}/v1"
+ROOT = f"http://127.0.0.1:{SERVE_PORT}"
+
+DEFAULT_SERVER = f"{ROOT}/v1"
 
 
 class ServerAddress(NamedTuple):
@@ -55,6 +54,17 @@ def place_of(options: Options) -> Place:
     if options.bus is not None or configured:
         return config
     return ServerAddress(DEFAULT_SERVER, options.api_key or "")
+
+
+def pipeline_place(options: Options) -> Place:
+    """Return the server of --url, else the bus of the settings, else the default bus of `up`.
+
+    Logging is set up.
+
+    Raises:
+        ConfigError: There are --url and --bus, or the URL is malformed.
+    """
+    return named_server(options) or options.client_config()
 
 
 def named_server(options: Options) -> ServerAddress | None:
@@ -129,7 +139,7 @@ async def connected(
                 await client.bus.ping()
             except BusError as error:
                 raise unreachable(config.bus, error) from None
-        found = client.bus.model if model is None else await find_served(client, model)
+        found = client.bus.model if model is None else await client.deployment.find(model)
         if found == client.bus.model:
             yield client
         else:
@@ -139,43 +149,6 @@ async def connected(
         await client.aclose()
         tracing.shutdown()
         await anyio.to_thread.run_sync(metrics.shutdown, limiter=anyio.CapacityLimiter(1))
-
-
-def operate(
-    options: Options,
-    operation: Callable[[BusClient], Awaitable[T]],
-    what: str = "waiting for the pipeline",
-) -> T:
-    """Run an operation with a client of the model that the options name; return its result.
-
-    Args:
-        options: Name the pipeline and the model.
-        operation: The operation.
-        what: Shown while it takes long.
-
-    Raises:
-        NanoInferenceError: As `connected`, or the operation.
-    """
-    config = options.client_config()
-    with waiting(what):
-        return run_with(connected(config, options.served), operation)
-
-
-def of_lane(by_lane: Mapping[str, T], lane: str | None) -> dict[str, T]:
-    """Return what the fairness stages report, of all lanes or of one.
-
-    Args:
-        by_lane: By `LANE`, or `MODEL:LANE`.
-        lane: None for all.
-
-    Raises:
-        BusError: None reports.
-    """
-    found = {name: by_lane[name] for name in by_lane if lane in (None, name.rpartition(":")[2])}
-    if not found:
-        which = "a pipeline" if lane is None else f"lane {lane}"
-        raise BusError(f"no fairness stage of {which} reports; see `nano-inference status`")
-    return found
 
 
 def run_with(context: AbstractAsyncContextManager[C], work: Callable[[C], Awaitable[T]]) -> T:
@@ -188,33 +161,11 @@ def run_with(context: AbstractAsyncContextManager[C], work: Callable[[C], Awaita
     return asyncio.run(run())
 
 
-async def find_served(client: BusClient, name: str) -> str:
-    """Return the id of the model with this name; "" for the only one.
-
-    Raises:
-        RequestError: unknown_model.
-    """
-    if records := await client.bus.store.models.read():
-        return find_model(name, records.values()).id
-    # A single model needs no name.
-    known = sorted({name for status in await client.models() for name in served_names(status)})
-    if known and name not in known:
-        raise RequestError(
-            f"there is no model {shown(name)} here; known: {', '.join(known)}", code="unknown_model"
-        )
-    return ""
-
-
-def served_names(status: ModelStatus) -> tuple[str, ...]:
-    """Return all names of a model, with its adapters."""
-    return (status.id, *status.aliases, *status.adapters)
-
-
 def unreachable(bus: BusConfig, error: BusError) -> BusError:
     """Return the error, for the default bus with advice for someone who has started nothing."""
     if bus.url != DEFAULT_URL or "can't reach" not in str(error):
         return error
     return BusError(
         f"no pipeline at {DEFAULT_URL}; start one with `nano-inference up`, or give the URL of "
-        f"another with --bus"
+        f"another with --bus, or that of a server as {ROOT} with --url"
     )

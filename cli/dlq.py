@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
-from typing import Annotated, TypeVar
+from collections.abc import Iterable, Sequence
+from typing import Annotated, Any
 
 import msgspec
 import typer
-from msgspec.structs import replace
 
 from ..bus.dead_letters import DeadLetter
 from ..config import ConfigError
-from ..pipeline.client import BusClient
-from ..pipeline.dead_letters import retry_dead_letter
-from .connection import find_served, operate
-from .options import AsJson, Options, argument, group, option, takes_model_options
-from .terminal import complain, cut, date, harmless, one_line, print_json, print_table
-
-T = TypeVar("T")
+from .clients import run_operation
+from .operations import COMMANDS, Row, command, table
+from .options import AsJson, Options, argument, group, option, takes_status_options
+from .terminal import complain, cut, date, harmless, one_line, print_json
 
 app = group("""List, repeat and remove dead letters: requests that failed repeatedly.
 
@@ -32,34 +28,42 @@ app = group("""List, repeat and remove dead letters: requests that failed repeat
         nano-inference dlq drop --all
     """)
 
-Ids = Annotated[list[str] | None, argument("ID...", "As `dlq list` shows them.")]
+LetterIds = Annotated[list[str] | None, argument("ID...", "As `dlq list` shows them.")]
 All = Annotated[bool, option("--all", "All dead letters.")]
 Yes = Annotated[bool, option("--yes -y", "Confirm --all.")]
 
 
 @app.command("list")
-@takes_model_options
-def list_letters(options: Options, as_json: AsJson = False) -> None:
+@command(
+    "dead_letters",
+    table(
+        lambda letters: [
+            (
+                each.letter_id,
+                date(each.died_ns),
+                each.deaths,
+                cut(one_line(each.request.request_id or "-"), 16),
+                each.error.code,
+            )
+            for each in letters
+        ],
+        *("letter", "given up", "deaths", "request", "error"),
+        empty="no dead letters",
+        right=("deaths",),
+        fold=("error",),
+    ),
+    lines=True,
+)
+def list_letters() -> None:
     """Print all dead letters, oldest first.
 
     nano-inference dlq list
     """
-    letters = _letters(options)
-    if as_json:
-        print_json(*letters)
-        return
-    rows = []
-    for letter in letters:
-        request_id = cut(one_line(letter.request.request_id or "-"), 16)
-        facts = (date(letter.died_ns), str(letter.deaths), request_id, letter.error.code)
-        rows.append((letter.letter_id, *facts))
-    names = ("letter", "given up", "deaths", "request", "error")
-    print_table(names, rows, "no dead letters", right=("deaths",), fold=("error",))
 
 
-@app.command()
-@takes_model_options
-def show(
+@app.command("show")
+@takes_status_options
+def show_letter(
     options: Options,
     letter_id: Annotated[str, argument("ID", "As `dlq list` shows it.")],
     as_json: AsJson = False,
@@ -68,7 +72,7 @@ def show(
 
     nano-inference dlq show 1795185430038-0
     """
-    (letter,) = _chosen(_letters(options), [letter_id])
+    (letter,) = _chosen(run_operation(options, "dead_letters", {}), [letter_id])
     if as_json:
         print_json(letter)
         return
@@ -89,10 +93,10 @@ def show(
 
 
 @app.command()
-@takes_model_options
+@takes_status_options
 def retry(
     options: Options,
-    ids: Ids = None,
+    ids: LetterIds = None,
     everything: All = False,
     yes: Yes = False,
     as_json: AsJson = False,
@@ -104,19 +108,18 @@ def retry(
     It is a new request in the old trace: its answer is under the id that is printed, since the old
     id may still have its old answer. With several models it goes to the same model.
     """
-
-    for letter, entry_id in _act("retry", options, ids, retry_dead_letter, everything, yes):
+    for letter_id, entry_id in _act("retry", options, ids, everything, yes):
         if as_json:
-            print_json({"letter_id": letter.letter_id, "request_id": entry_id})
+            print_json({"letter_id": letter_id, "request_id": entry_id})
         else:
-            typer.echo(f"{letter.letter_id} is published again; its answer is under {entry_id}")
+            typer.echo(f"{letter_id} is published again; its answer is under {entry_id}")
 
 
 @app.command()
-@takes_model_options
+@takes_status_options
 def drop(
     options: Options,
-    ids: Ids = None,
+    ids: LetterIds = None,
     everything: All = False,
     yes: Yes = False,
     as_json: AsJson = False,
@@ -125,50 +128,26 @@ def drop(
 
     nano-inference dlq drop 1795185430038-0
     """
-
-    async def remove(client: BusClient, letter: DeadLetter) -> bool:
-        return await client.bus.requests.drop_dead_letter(letter.letter_id)
-
-    for letter, was_there in _act("drop", options, ids, remove, everything, yes):
+    for letter_id, was_there in _act("drop", options, ids, everything, yes):
         if as_json:
-            print_json({"letter_id": letter.letter_id, "dropped": was_there})
+            print_json({"letter_id": letter_id, "dropped": was_there})
         else:
-            typer.echo(f"{letter.letter_id} is {'dropped' if was_there else 'gone already'}")
-
-
-def _letters(options: Options) -> list[DeadLetter]:
-    """Return the dead letters, of the model that is named or of all."""
-
-    async def read(client: BusClient) -> list[DeadLetter]:
-        letters = await client.bus.requests.dead_letters()
-        if options.served is None:
-            return letters
-        model = await find_served(client, options.served)
-        return [letter for letter in letters if letter.model == model]
-
-    return operate(replace(options, served=None), read)
+            typer.echo(f"{letter_id} is {'dropped' if was_there else 'gone already'}")
 
 
 def _act(
-    verb: str,
-    options: Options,
-    ids: Sequence[str] | None,
-    work: Callable[[BusClient, DeadLetter], Awaitable[T]],
-    everything: bool,
-    yes: bool,
-) -> list[tuple[DeadLetter, T]]:
-    """Process each of the letters, or none if an id is unknown."""
+    verb: str, options: Options, ids: Sequence[str] | None, everything: bool, yes: bool
+) -> Iterable[tuple[str, Any]]:
+    """Process each of the letters, or none if an id is unknown; return the results by letter."""
     if bool(ids) == everything:
         raise ConfigError(f"give the ids of letters to {verb}, or --all")
-    letters = _letters(options)
+    letters = run_operation(options, "dead_letters", {})
     chosen = letters if everything else _chosen(letters, ids or ())
     if everything and chosen and not yes:
         typer.confirm(f"{verb} {len(chosen)} dead letters?", abort=True, err=True)
-
-    async def each(client: BusClient) -> list[tuple[DeadLetter, T]]:
-        return [(letter, await work(client, letter)) for letter in chosen]
-
-    return operate(replace(options, served=None), each)
+    found = {"ids": [letter.letter_id for letter in chosen]}
+    done: dict[str, Any] = run_operation(options, f"{verb}_dead_letters", found)
+    return done.items()
 
 
 def _chosen(letters: Sequence[DeadLetter], ids: Sequence[str]) -> list[DeadLetter]:
@@ -181,3 +160,6 @@ def _chosen(letters: Sequence[DeadLetter], ids: Sequence[str]) -> list[DeadLette
     if unknown:
         raise typer.Exit(1)
     return [by_id[letter_id] for letter_id in wanted]
+
+
+COMMANDS += [Row(retry, "retry_dead_letters"), Row(drop, "drop_dead_letters")]

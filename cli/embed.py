@@ -8,11 +8,11 @@ from typing import Annotated
 
 import msgspec
 import typer
-from msgspec.structs import astuple, replace
+from msgspec.structs import astuple
 
 from ..bus.public import Completion, EmbedParams, ErrorInfo, GenerateRequest
 from ..config import ConfigError, PoolingKind, RequestError, SamplingParams
-from .connection import operate
+from .connection import connected, run_with
 from .options import Options, argument, option, takes_client_options, takes_model_options
 from .terminal import print_json, read_input
 
@@ -54,8 +54,9 @@ def embed(
         raise ConfigError("there is nothing to embed; give texts, or - for lines of input")
     params = EmbedParams(pooling=pooling or "", normalize=normalize, dimensions=dimensions)
     like = GenerateRequest(tenant=tenant)
-    embedded = operate(
-        options, lambda client: client.embed(texts, params, return_errors=True, like=like)
+    embedded = run_with(
+        connected(options.client_config()),
+        lambda client: client.embed(texts, params, return_errors=True, like=like),
     )
     for index, each in enumerate(embedded):
         print_json(
@@ -110,8 +111,8 @@ def score(
         for _, _, each in given
     ]
 
-    scored = operate(
-        replace(options, served=None),
+    scored = run_with(
+        connected(options.client_config()),
         lambda client: client.score(
             [each.prompt_token_ids for _, _, each in given],
             [each.token_ids for _, _, each in given],

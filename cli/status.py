@@ -23,11 +23,9 @@ from rich.text import Text
 
 from ..bus.times import CAUSES
 from ..config import (
-    DEFAULT_URL,
     REPLICATED,
     STAGES,
     BusError,
-    Config,
     ConfigError,
     nearest,
     split_role,
@@ -47,7 +45,7 @@ from ..pipeline.status import PipelineStatus
 from ..store.board import STALE_AFTER_S, StageReport
 from .bus_status import BusStatus, bus_status
 from .clients import ServerClient, Unreachable
-from .connection import DEFAULT_SERVER, Place, ServerAddress, connected, named_server, run_with
+from .connection import Place, ServerAddress, connected, named_server, pipeline_place, run_with
 from .options import AsJson, Options, option, takes_status_options
 from .terminal import print_json, stdout, table
 
@@ -93,7 +91,7 @@ def status(
 
         watch nano-inference status
     """
-    found = asyncio.run(status_at(status_place(options), options.served))
+    found = asyncio.run(status_at(pipeline_place(options), options.served))
     if as_json:
         print_json(found)
     else:
@@ -102,34 +100,12 @@ def status(
         raise typer.Exit(1)
 
 
-def status_place(options: Options) -> Place:
-    """Return the server or the bus that the options name, else the default bus of `up`.
-
-    Logging is set up.
-
-    Raises:
-        ConfigError: The options name both, or a malformed URL.
-    """
-    return named_server(options) or options.client_config()
-
-
 async def status_at(place: Place, model: str | None = None) -> PipelineStatus:
     """Return the status of a pipeline, or of one of its models, at a server or a bus."""
     if isinstance(place, ServerAddress):
         async with ServerClient(place) as client:
             return await client.status(model)
-    try:
-        return await bus_status(place, model)
-    except BusError as error:
-        raise serving_elsewhere(place, error) from None
-
-
-def serving_elsewhere(config: Config, error: BusError) -> BusError:
-    """Return the error, for the default bus with advice for users of `serve`."""
-    if config.bus.url != DEFAULT_URL:
-        return error
-    root = DEFAULT_SERVER.removesuffix("/v1")
-    return BusError(f"{error}; for the status of `serve`, add --url {root}")
+    return await bus_status(place, model)
 
 
 def rendered(found: PipelineStatus, *, verbose: bool = False) -> Group:
@@ -330,7 +306,7 @@ def top(
 
         nano-inference top --once --bus redis://10.0.0.5:6379
     """
-    place, history = status_place(options), History()
+    place, history = pipeline_place(options), History()
 
     def look() -> Group:
         return view(asyncio.run(status_at(place, options.served)), history)
@@ -491,10 +467,11 @@ def health(
             raise ConfigError(f"there is no stage {name!r}{nearest(name, STAGES)}")
     config = options.client_config("error")
     try:
-        found = run_with(connected(config, options.served), lambda client: client.reports())
+        found = run_with(
+            connected(config, options.served), lambda client: client.deployment.reports()
+        )
     except BusError as error:
-        problem = str(serving_elsewhere(config, error))
-        typer.echo(f"{'unknown' if live or progress else 'not ready'}: {problem}")
+        typer.echo(f"{'unknown' if live or progress else 'not ready'}: {error}")
         raise typer.Exit(0 if live or progress else 1) from None
     here = host or socket.gethostname()
     if role:

@@ -32,6 +32,7 @@ from .console.feed import Feed
 from .console.routes import console_routes
 from .dead_letters import dead_letter_routes
 from .endpoints import gateway_routes, recent_status, single_model_routes
+from .operations import operation_routes
 from .policy.policy import Policy
 from .server.callers import JsonOnly
 from .server.http import Response, error_handler, error_response
@@ -146,8 +147,9 @@ class GatewayApp(Application):
         if log is not None:
             self.feed = Feed(looks.get, log, lambda: _numbers(services()))
             own += console_routes(config, self.feed, log, kserve.readiness, services)
-        letters = dead_letter_routes(engine, policy.audit)
-        super().__init__([*own, *letters, *routes], chain, measures)
+        own += dead_letter_routes(engine, policy.audit)
+        own += operation_routes(engine, config, kserve.readiness, policy.audit)
+        super().__init__([*own, *routes], chain, measures)
         self.policy, self.kserve, self.durable_calls = policy, kserve, durable_calls
         orphans = partial(watch_orphans, engine.bus.store.calls, config, durable_calls, owner_of)
         self.background: dict[str, Callable[[], Coroutine[Any, Any, None]]] = {
@@ -192,7 +194,7 @@ def make_app(
     Raises:
         ConfigError: The policy's settings or `gateway.message_format` are invalid.
     """
-    measures, readiness = measures or Measures(), readiness or Readiness(engine)
+    measures, readiness = measures or Measures(), readiness or Readiness(engine.deployment)
     policy = Policy(engine, config, measures)
     log, regions = log_of(config, measures), TenantRegions(config.gateway)
     model = Interfaces(engine, config, policy.chain_of, measures, readiness, log, regions)

@@ -18,6 +18,7 @@ from ..telemetry import Metrics
 from .api.routes import NO_LOADING, PolicyRoute
 from .call import Call
 from .caller import may_use
+from .policy.administration import ROUTES as ADMINISTRATION
 from .policy.administration import Administration, Shown
 from .policy.audit import audit_change
 from .policy.policy import Policy
@@ -145,9 +146,8 @@ def probe_routes(readiness: Readiness) -> list[PolicyRoute]:
 def admin_routes(policy: Policy, config: Config) -> list[PolicyRoute]:
     """Return the endpoints of `/admin`, for callers with the scope "admin"."""
 
-    def route(method: str, path: str, answer: Callable[..., Awaitable[Any]]) -> PolicyRoute:
-        """Route to a method of `Administration`, which takes the path's parameter, then the body
-        of a method that has one."""
+    def route(name: str, where: str) -> PolicyRoute:
+        method, _, path = where.partition(" ")
 
         async def endpoint(call: Call) -> Response:
             if policy.store is None:
@@ -162,28 +162,18 @@ def admin_routes(policy: Policy, config: Config) -> list[PolicyRoute]:
             arguments: list[Any] = [*call.params.values()]
             if method not in ("GET", "DELETE"):
                 arguments.append(await read_object(call, config.gateway.max_body_bytes))
-            found = await answer(Administration(policy.store, changed), *arguments)
+            administration = Administration(policy.store, changed)
+            found: Any = await getattr(administration, name)(*arguments)
             if method == "DELETE":
-                kind = path.partition("s/")[0]
+                kind = path.removeprefix("/admin/").partition("s/")[0]
                 found = {"id": arguments[0], "object": kind, "deleted": True}
             elif isinstance(found, list):
                 found = {"object": "list", "data": found}
             return JsonResponse(found, 201 if method == "POST" else 200)
 
-        return PolicyRoute(f"{method} /admin/{path}", "admin", endpoint)
+        return PolicyRoute(where, "admin", endpoint)
 
-    return [
-        route("GET", "keys", Administration.keys),
-        route("POST", "keys", Administration.create_key),
-        route("GET", "keys/{key_id}", Administration.key),
-        route("PATCH", "keys/{key_id}", Administration.change_key),
-        route("DELETE", "keys/{key_id}", Administration.revoke_key),
-        route("GET", "tenants", Administration.tenants),
-        route("PUT", "tenants/{tenant:path}", Administration.set_tenant),
-        route("DELETE", "tenants/{tenant:path}", Administration.remove_tenant),
-        route("GET", "guardrails", Administration.guardrails),
-        route("PUT", "guardrails", Administration.set_guardrails),
-    ]
+    return [route(*each) for each in ADMINISTRATION.items()]
 
 
 def status_json(status: ModelStatus) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from ..bus.control import MEMORY_TAGS, MemoryTag
 from ..bus.envelope import Message
 from ..bus.kv_events import KVEventEntry
 from ..bus.public import DEFAULT_TENANT, Completion, KVSessionResult, Output, SessionAction
+from ..bus.shards import Layout
 from ..bus.weights import (
     InFlight,
     LocalWeights,
@@ -40,9 +41,8 @@ from ..store.service import LaneService
 from ..telemetry import Metrics, TraceContext, Tracing, names, now_ns
 from .cancellations import Cancellations
 from .deployment import Deployment
-from .models import ModelStatus, adapters_of
-from .replay import Replayer
-from .scoring import Request
+from .models import ModelStatus, adapters_of, expert_owners
+from .scoring import Request, Submitter
 from .sessions import best_result, check_action
 from .stage_control import (
     Body,
@@ -57,7 +57,7 @@ ANSWER_S = 30.0
 """Longest wait for the answers of all lanes to a short operation."""
 
 
-class BusClient(Replayer, Deployment):
+class BusClient(Submitter):
     """Submits requests over a bus, from any place that reaches the bus.
 
     `async with BusClient.connect("redis://127.0.0.1:6390") as client:` opens a connection of its
@@ -69,6 +69,7 @@ class BusClient(Replayer, Deployment):
 
     Attributes:
         bus: The bus.
+        deployment: The state of all models under the bus's prefix.
         tracing: Makes the spans of requests that are published without a trace.
         metrics: The metrics of this process.
     """
@@ -78,8 +79,10 @@ class BusClient(Replayer, Deployment):
     ) -> None:
         self.tracing = tracing or Tracing()
         self.metrics = metrics or Metrics()
+        self.bus = bus
         sender = f"client-{uuid.uuid4().hex[:8]}"
-        super().__init__(bus, StageControl(bus, sender), sender)
+        self._control = StageControl(bus, sender)
+        self.deployment = Deployment(bus, self._control, sender)
         self._owns_bus = False
         self._cancellations = Cancellations()
 
@@ -118,7 +121,7 @@ class BusClient(Replayer, Deployment):
     async def aclose(self) -> None:
         """Close the connection, if it is this client's own, after pending cancellations."""
         await self._cancellations.wait()
-        await super().aclose()
+        await self.deployment.aclose()
         if self._owns_bus:
             await self.bus.aclose()
 
@@ -181,7 +184,7 @@ class BusClient(Replayer, Deployment):
         """
         message = "the client cancelled the request"
         cancel = control.Cancel(request_id, entry_id, "cancelled", "cancelled", message)
-        await self._cancel_everywhere(cancel)
+        await self.deployment.cancel(cancel)
 
     async def _cancel_shielded(self, request: Request | bytes, publishing: Task[str]) -> None:
         """Cancel a request whose caller stopped, or was cancelled, perhaps while publishing.
@@ -527,7 +530,7 @@ class BusClient(Replayer, Deployment):
     async def adapters(self, *, lane: str | None = None) -> tuple[LoadedAdapter, ...]:
         """Return the adapters that requests can name in every lane of their model, or in `lane`;
         about a second old."""
-        return adapters_of(await self.reports(), lane)
+        return adapters_of(await self.deployment.reports(), lane)
 
     # --- models -------------------------------------------------------------------------------
 
@@ -545,6 +548,16 @@ class BusClient(Replayer, Deployment):
         """
         return self._owning(self.bus.of_model(model), self.tracing, self.metrics)
 
+    async def models(self) -> list[ModelStatus]:
+        """Return the models of the deployment, in the order of their ids.
+
+        A deployment without `models` in its settings has one, once an executor has loaded it.
+
+        Raises:
+            BusError: The bus can't be reached.
+        """
+        return await self.deployment.models()
+
     async def load_model(self, model: str | ModelConfig) -> ModelStatus:
         """Load a model while others serve; return when it is ready.
 
@@ -560,7 +573,7 @@ class BusClient(Replayer, Deployment):
             BusError: `no_model_manager`: no process loads models here.
         """
         name, spec = (model, None) if isinstance(model, str) else (model.id, model)
-        return await self._manage(control.LoadModel(name, spec))
+        return await self.deployment.manage(control.LoadModel(name, spec))
 
     async def unload_model(
         self, model: str, *, timeout_s: float | None = None, remove: bool = False
@@ -581,7 +594,15 @@ class BusClient(Replayer, Deployment):
             ModelError: `unknown_model`.
             BusError: `no_model_manager`: no process unloads models here.
         """
-        return await self._manage(control.UnloadModel(model, timeout_s, remove))
+        return await self.deployment.manage(control.UnloadModel(model, timeout_s, remove))
+
+    async def shards(self) -> Layout:
+        """Return the shards of the requests stream. Raises BusError."""
+        return await self.bus.requests.shards()
+
+    async def set_shards(self, shards: int) -> Layout:
+        """As `RequestQueue.set_shards`, while requests run (docs/redis.md)."""
+        return await self.bus.requests.set_shards(shards)
 
     # --- fairness -----------------------------------------------------------------------------
 
@@ -620,6 +641,14 @@ class BusClient(Replayer, Deployment):
             BusError: A lane did not answer.
         """
         await self._operate("executor", control.MoveExperts(tuple(owners)), lane=lane)
+
+    async def expert_owners(self) -> dict[str, tuple[int, ...]]:
+        """Return which rank owns each expert, by lane; of lanes where one does."""
+        return {
+            f"{report.model}:{report.lane}".removeprefix(":"): expert_owners(report.load)
+            for report in await self.deployment.reports()
+            if "expert_owners" in report.load
+        }
 
     async def update_roles(self, roles: Sequence[ReplicaRole], lane: str | None = None) -> None:
         """Replace the replicas' roles; sequences stay where they run.

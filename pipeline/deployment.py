@@ -1,4 +1,4 @@
-"""The models of a deployment, for a client: reports, backlog, loading and unloading."""
+"""The models of a deployment: their state, loading and unloading, cancelling."""
 
 from __future__ import annotations
 
@@ -14,27 +14,22 @@ from ..bus.control import Cancel, LoadModel, UnloadModel
 from ..bus.entries import queued_only
 from ..bus.links import MODEL_MANAGER
 from ..bus.public import Completion, ErrorInfo
-from ..bus.shards import Layout
-from ..config import NOT_PERMITTED, BusError, FairnessConfig, ModelError
+from ..config import NOT_PERMITTED, BusError, FairnessConfig, ModelError, RequestError, shown
 from ..stages.admission.checks import request_id_of
 from ..store.board import StageReport
 from ..store.registry import ModelRecord, find_model
 from ..telemetry import now_ns
 from .health import lanes_of, reason_of, role_trouble, roles_of
-from .models import ModelStatus, expert_owners, only_model, status_of
+from .models import ModelStatus, only_model, served_names, status_of
 from .stage_control import StageControl
 
 
 class Deployment:
-    """All models of a deployment; a single model needs no registry.
-
-    Attributes:
-        bus: The client's bus.
-    """
+    """All models of a deployment; a single model needs no registry."""
 
     def __init__(self, bus: Bus, control: StageControl, sender: str) -> None:
         """`bus` and `control` are the client's; `sender` is the name of its messages."""
-        self.bus = bus
+        self._bus = bus
         self._control = control
         self._sender = sender
         # Buses of other models, and of the whole deployment ("").
@@ -45,7 +40,7 @@ class Deployment:
         for model in list(self._buses):
             await self._buses.pop(model).aclose()
 
-    async def _cancel_everywhere(self, cancel: Cancel) -> None:
+    async def cancel(self, cancel: Cancel) -> None:
         """End a request of any model, in whichever stage it is.
 
         Every lane gets the message, since only lanes know their requests. A lane that gets the
@@ -69,7 +64,7 @@ class Deployment:
             return terminal_message(entry, error, "cancelled")
 
         try:
-            await self.bus.routing.refuse([cancel.entry_id], answer, await self.bus.next_epoch())
+            await self._bus.routing.refuse([cancel.entry_id], answer, await self._bus.next_epoch())
         except BusError as error:
             # Without permission, the lane that gets the request ends it.
             if error.code != NOT_PERMITTED:
@@ -78,7 +73,7 @@ class Deployment:
     async def reports(self) -> list[StageReport]:
         """Return the reports of all models' stages, of the last seconds, by model."""
         models = await self._control.models()
-        boards = [self._bus_of(model).store.board.read() for model in models or [self.bus.model]]
+        boards = [self._bus_of(model).store.board.read() for model in models or [self._bus.model]]
         return [report for board in await asyncio.gather(*boards) for report in board]
 
     async def trouble(self) -> str:
@@ -111,14 +106,6 @@ class Deployment:
             for lane in lanes_of(await self.reports())
         }
 
-    async def expert_owners(self) -> dict[str, tuple[int, ...]]:
-        """Return which rank owns each expert, by lane, as `fairness`; of lanes where one does."""
-        return {
-            f"{report.model}:{report.lane}".removeprefix(":"): expert_owners(report.load)
-            for report in await self.reports()
-            if "expert_owners" in report.load
-        }
-
     async def fairness(self) -> dict[str, FairnessConfig]:
         """Return the fairness settings by lane, about a second old.
 
@@ -131,20 +118,33 @@ class Deployment:
         }
 
     async def models(self) -> list[ModelStatus]:
-        """Return the models of the deployment, in the order of their ids.
-
-        A deployment without `models` in its settings has one, once an executor has loaded it.
-
-        Raises:
-            BusError: The bus can't be reached.
-        """
-        records = await self.bus.store.models.read()
+        """Return the models of the deployment, in the order of their ids."""
+        records = await self._bus.store.models.read()
         if not records:
-            return only_model(await self.bus.store.board.read(), await self.bus.requests.backlog())
+            return only_model(
+                await self._bus.store.board.read(), await self._bus.requests.backlog()
+            )
         for model in set(self._buses) - {*records, ""}:
             await self._buses.pop(model).aclose()
         statuses = [self._status(record) for _, record in sorted(records.items())]
         return list(await asyncio.gather(*statuses))
+
+    async def find(self, name: str) -> str:
+        """Return the id of the model with this name; "" for the only one.
+
+        Raises:
+            RequestError: unknown_model.
+        """
+        if records := await self._bus.store.models.read():
+            return find_model(name, records.values()).id
+        # A single model needs no name.
+        known = sorted({name for status in await self.models() for name in served_names(status)})
+        if known and name not in known:
+            raise RequestError(
+                f"there is no model {shown(name)} here; known: {', '.join(known)}",
+                code="unknown_model",
+            )
+        return ""
 
     async def backlog(self) -> Backlog:
         """Return the numbers of waiting and running requests, the sums of several models.
@@ -152,9 +152,9 @@ class Deployment:
         Raises:
             BusError: The bus can't be reached.
         """
-        models = await self.bus.store.models.read()
+        models = await self._bus.store.models.read()
         if not models:
-            return await self.bus.requests.backlog()
+            return await self._bus.requests.backlog()
         buses = [self._bus_of(model) for model in ("", *models)]
         unrouted, *each = await asyncio.gather(*(bus.requests.backlog() for bus in buses))
         return Backlog(
@@ -165,19 +165,7 @@ class Deployment:
             queue_length=unrouted.queue_length + sum(one.queue_length for one in each),
         )
 
-    async def shards(self) -> Layout:
-        """Return the shards of the requests stream. Raises BusError as `backlog`."""
-        return await self.bus.requests.shards()
-
-    async def set_shards(self, shards: int) -> Layout:
-        """Change the number of shards of the requests stream while requests run (docs/redis.md).
-
-        Lanes end the change once they have taken what waits on the old shards. Arguments, result
-        and errors are those of `RequestQueue.set_shards`.
-        """
-        return await self.bus.requests.set_shards(shards)
-
-    async def _manage(self, wish: LoadModel | UnloadModel) -> ModelStatus:
+    async def manage(self, wish: LoadModel | UnloadModel) -> ModelStatus:
         """Have the model manager load or unload a model, and return its status then.
 
         Raises:
@@ -218,10 +206,10 @@ class Deployment:
 
     def _bus_of(self, model: str) -> Bus:
         """Return the bus of a model, or of the whole deployment (""); `aclose` closes it."""
-        if model == self.bus.model:
-            return self.bus
+        if model == self._bus.model:
+            return self._bus
         if model not in self._buses:
-            self._buses[model] = self.bus.of_model(model)
+            self._buses[model] = self._bus.of_model(model)
         return self._buses[model]
 
 

@@ -199,3 +199,8 @@ def adapters_of(
         for id in sorted(first)
         if all(id in each for each in others)
     )
+
+
+def served_names(status: ModelStatus) -> tuple[str, ...]:
+    """Return all names of a model, with its adapters."""
+    return (status.id, *status.aliases, *status.adapters)

@@ -33,8 +33,7 @@ from ..store.board import StageReport, StageState
 from ..store.process_state import identity_of
 from ..telemetry import Metrics, Tracing, instruments, names, setup_metrics, setup_tracing
 from .client import BusClient
-from .replay import Replayer
-from .scoring import Request
+from .scoring import Request, Submitter
 from .supervisor import actor_class, supervise
 
 BEAT_S = 1.0
@@ -147,7 +146,7 @@ class Heart:
 _GRACE_S = 5.0
 
 
-class Pipeline(Replayer):
+class Pipeline(Submitter):
     """Runs this process's stages while the context is open.
 
     ```python

@@ -16,7 +16,6 @@ from typing import Any, Literal
 import msgspec
 from msgspec.structs import asdict, replace
 
-from ..bus import Bus
 from ..bus.public import (
     Completion,
     CompletionSample,
@@ -28,7 +27,6 @@ from ..bus.public import (
     TokenLogprob,
 )
 from ..config import RequestError, SamplingParams, shown
-from .scoring import Submitter
 
 PRIORITY = -100
 """Of replays: below that of other requests, which go first; waiting adds to it."""
@@ -138,54 +136,6 @@ class Replay(msgspec.Struct, frozen=True, kw_only=True):
     differences: tuple[Difference, ...] = ()
     reasons: tuple[str, ...] = ()
     different: tuple[str, ...] = ()
-
-
-class Replayer(Submitter):
-    """Finds what is recorded of requests, and replays them.
-
-    Attributes:
-        bus: The bus.
-    """
-
-    bus: Bus
-
-    async def recorded(self, id: str) -> list[Completion]:
-        """Return the terminal messages that the bus has under an id.
-
-        Args:
-            id: Of a request, an entry or a trace; or of a call over HTTP, which may have made
-                several requests.
-
-        Raises:
-            RequestError: `unknown_request`: there is none, or none any more.
-            BusError: The bus can't be reached.
-        """
-        found = await self.bus.results.recorded(id)
-        if not found:
-            raise unknown(id)
-        return found
-
-    async def replay(
-        self,
-        recorded: Completion,
-        *,
-        like: GenerateRequest = GenerateRequest(priority=PRIORITY),  # noqa: B008  (it is frozen)
-        at: int | None = None,
-    ) -> Replay:
-        """Compute a finished request again at the present weights, and compare.
-
-        Args:
-            recorded: Its terminal message, as `complete` and `recorded` return it.
-            like: A request with the tenant, priority and budget_ns to use.
-            at: The version that the present weights have in the record; None for their own number.
-
-        Raises:
-            RequestError: `not_replayable`: the record lacks what is needed. Or the replay was
-                refused or has failed: the code is that of its error.
-        """
-        if not like.model:
-            like = replace(like, model=recorded.model)
-        return await replay(self.complete, recorded, like, at)
 
 
 def unknown(id: str) -> RequestError:

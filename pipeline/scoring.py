@@ -10,6 +10,7 @@ from typing import Any, cast
 
 import msgspec
 
+from ..bus import Bus
 from ..bus.public import Completion, EmbedParams, ErrorInfo, GenerateRequest, Output
 from ..config import RequestError, SamplingParams, shown
 from .engine_requests import (
@@ -20,6 +21,7 @@ from .engine_requests import (
     prompt_of,
     token_ids_of,
 )
+from .replay import PRIORITY, Replay, replay, unknown
 from .rollouts import Prompt
 
 AT_A_TIME = 256
@@ -182,7 +184,13 @@ def embedded_prompt(completion: Completion) -> EmbeddedPrompt:
 
 
 class Submitter(ABC):
-    """Completes, scores and embeds with requests of its own `submit`."""
+    """Completes, scores, embeds and replays with requests of its own `submit`.
+
+    Attributes:
+        bus: The bus, whose results streams have finished requests.
+    """
+
+    bus: Bus
 
     @abstractmethod
     def submit(self, request: Request | bytes) -> AsyncGenerator[Output, None]:
@@ -262,3 +270,41 @@ class Submitter(ABC):
         requests = [embed_request(prompt, params, like) for prompt in check_prompts(prompts)]
         answers = await complete_all(self.complete, requests, return_errors=return_errors)
         return [embedded_prompt(answer) for answer in answers]
+
+    async def recorded(self, id: str) -> list[Completion]:
+        """Return the terminal messages that the bus has under an id.
+
+        Args:
+            id: Of a request, an entry or a trace; or of a call over HTTP, which may have made
+                several requests.
+
+        Raises:
+            RequestError: `unknown_request`: there is none, or none any more.
+            BusError: The bus can't be reached.
+        """
+        found = await self.bus.results.recorded(id)
+        if not found:
+            raise unknown(id)
+        return found
+
+    async def replay(
+        self,
+        recorded: Completion,
+        *,
+        like: GenerateRequest = GenerateRequest(priority=PRIORITY),  # noqa: B008  (it is frozen)
+        at: int | None = None,
+    ) -> Replay:
+        """Compute a finished request again at the present weights, and compare.
+
+        Args:
+            recorded: Its terminal message, as `complete` and `recorded` return it.
+            like: A request with the tenant, priority and budget_ns to use.
+            at: The version that the present weights have in the record; None for their own number.
+
+        Raises:
+            RequestError: `not_replayable`: the record lacks what is needed. Or the replay was
+                refused or has failed: the code is that of its error.
+        """
+        if not like.model:
+            like = msgspec.structs.replace(like, model=recorded.model)
+        return await replay(self.complete, recorded, like, at)

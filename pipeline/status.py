@@ -55,7 +55,7 @@ async def pipeline_status(client: BusClient, stall_timeout_s: float) -> Pipeline
         BusError: The bus can't be reached.
     """
     records, reports, backlog = await asyncio.gather(
-        client.bus.store.models.read(), client.reports(), client.backlog()
+        client.bus.store.models.read(), client.deployment.reports(), client.deployment.backlog()
     )
     lanes = lanes_of(
         replace(

@@ -86,7 +86,7 @@ class DeploymentApp(GatewayApp):
 
     def _model_app(self, record: ModelRecord, engine: BusClient) -> ModelApp:
         """Return the application of one model. Raises NanoInferenceError for invalid settings."""
-        readiness = Readiness(engine, self.kserve.readiness)
+        readiness = Readiness(engine.deployment, self.kserve.readiness)
         config, regions = self._config.of_model(record.spec), self.kserve.regions
         chain_of, log = self.policy.chain_of, self.request_log
         own = Interfaces(engine, config, chain_of, self._measures, readiness, log, regions)

@@ -158,6 +158,21 @@ class Administration:
         return await self._store.document()
 
 
+ROUTES = {
+    "keys": "GET /admin/keys",
+    "create_key": "POST /admin/keys",
+    "key": "GET /admin/keys/{key_id}",
+    "change_key": "PATCH /admin/keys/{key_id}",
+    "revoke_key": "DELETE /admin/keys/{key_id}",
+    "tenants": "GET /admin/tenants",
+    "set_tenant": "PUT /admin/tenants/{tenant:path}",
+    "remove_tenant": "DELETE /admin/tenants/{tenant:path}",
+    "guardrails": "GET /admin/guardrails",
+    "set_guardrails": "PUT /admin/guardrails",
+}
+"""The route of each method, which takes the path's parameter, then the body if there is one."""
+
+
 def _shown_key(key: ApiKey) -> Shown:
     shown = _builtins(key)
     del shown["digest"]

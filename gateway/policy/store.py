@@ -157,7 +157,7 @@ async def apply_weights_forever(
             gone = applied - set(wanted)
             if wanted or gone:
                 for engine in list(engines()):
-                    for lane, config in (await engine.fairness()).items():
+                    for lane, config in (await engine.deployment.fairness()).items():
                         own = config.tenant_weights
                         kept = {name: each for name, each in own.items() if name not in gone}
                         if (weights := kept | wanted) != own:

@@ -121,7 +121,7 @@ class ModelLength:
         self._most = config.engine.max_model_len
         self._folder = config.engine.model_folder
         self._of_files: int | None = None
-        self._reports = Recent(engine.reports, ASKED_EVERY_S)
+        self._reports = Recent(engine.deployment.reports, ASKED_EVERY_S)
 
     async def get(self) -> int:
         """Return the least length of all lanes, since any of them may take a request."""
@@ -155,7 +155,7 @@ class ServedModels:
         self.default = config.engine.model_name
         self._own = ("", self.default, *config.engine.model_aliases)
         self._engine = engine
-        self._reports = Recent(engine.reports, ASKED_EVERY_S)
+        self._reports = Recent(engine.deployment.reports, ASKED_EVERY_S)
         self._adapters: tuple[LoadedAdapter, ...] = ()
 
     async def adapters(self) -> tuple[LoadedAdapter, ...]:

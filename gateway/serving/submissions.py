@@ -456,7 +456,7 @@ class Submissions:
         self._count_lanes_at = now + _COUNT_LANES_S
         if self.config.gateway.max_in_flight is None:
             with suppress(BusError):
-                lanes = {report.lane for report in await self.engine.reports()}
+                lanes = {report.lane for report in await self.engine.deployment.reports()}
                 self._capacity.resize(self.config.gateway_places * max(1, len(lanes)))
 
 

@@ -180,7 +180,7 @@ def test_commands_name_the_default_bus(
     run: Run, monkeypatch: pytest.MonkeyPatch, closed_port: int, command: str
 ) -> None:
     url = f"redis://127.0.0.1:{closed_port}"
-    for module in ("options", "connection", "status"):
+    for module in ("options", "connection"):
         monkeypatch.setattr(f"nano_inference.cli.{module}.DEFAULT_URL", url)
     assert_refused(run(command), f"nano-inference: no pipeline at {url}; start one with")
 

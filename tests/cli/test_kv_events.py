@@ -7,6 +7,7 @@ import json
 from redis import Redis
 
 from nano_inference.bus.kv_events import AllBlocksCleared, KVEventBatch, encode_batch
+from nano_inference.config import Config
 from nano_inference.store.redis.keys import Keys
 
 from .conftest import Run, assert_refused
@@ -35,6 +36,15 @@ def test_kept_entries_are_printed_as_lines(run: Run, on_nobody: str, redis_url: 
         "missed": 0,
     }
     assert (second["sequence"], second["missed"]) == (3, 2)
+
+
+def test_kept_entries_are_printed_at_both(
+    run: Run, on_served: Config, place: list[str], redis_url: str
+) -> None:
+    publish(redis_url, on_served.bus.prefix, 0)
+    ran = run("kv-events", "--kept", "--limit", "1", *place)
+    assert (ran.status, ran.stderr) == (0, "")
+    assert json.loads(ran.stdout)["sequence"] == 0
 
 
 def test_a_bus_in_memory_is_refused(run: Run) -> None:

@@ -188,8 +188,8 @@ def test_file_without_requests(run: Run) -> None:
 # --- tail -------------------------------------------------------------------------------------
 
 
-def test_tail(run: Run, on_served: Config, tmp_path: Path) -> None:
-    with started(tmp_path, "tail", "--limit", "2") as (process, stdout):
+def test_tail(run: Run, on_served: Config, place: list[str], tmp_path: Path) -> None:
+    with started(tmp_path, "tail", "--limit", "2", *place) as (process, stdout):
         # The heading comes when the stream is being followed.
         assert stdout.readline().split()[:2] == ["request", "status"]
         assert run("submit", "98 + 25 =").status == 0

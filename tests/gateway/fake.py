@@ -80,7 +80,7 @@ def _recorder(name: str) -> Callable[..., Awaitable[None]]:
 
 
 class FakeEngine:
-    """A fake BusClient.
+    """A fake BusClient, and its `deployment`.
 
     Attributes:
         calls: (method, its arguments) of all but `submit` and `reports`, in order.
@@ -118,6 +118,7 @@ class FakeEngine:
         self._cancelled: set[str] = set()
         self._changed = anyio.Event()
         self.bus = FakeBus()
+        self.deployment = self
 
     async def until(self, holds: Callable[[], bool]) -> None:
         """Wait until this holds; checked when requests arrive or are left."""

@@ -29,7 +29,7 @@ WHY = "executor is starting: loading the model"
 @pytest.fixture
 def readiness(engine: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> Readiness:
     monkeypatch.setattr(readiness_module, "ASKED_EVERY_S", 0.0)
-    return Readiness(engine)  # type: ignore[arg-type]
+    return Readiness(engine.deployment)  # type: ignore[arg-type]
 
 
 @pytest.fixture

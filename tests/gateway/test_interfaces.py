@@ -67,7 +67,7 @@ async def test_a_call_without_time_is_refused(
 async def test_a_draining_gateway_refuses_calls(
     engine: FakeEngine, path: str, body: dict[str, Any]
 ) -> None:
-    readiness = Readiness(engine)  # type: ignore[arg-type]
+    readiness = Readiness(engine.deployment)  # type: ignore[arg-type]
     readiness.draining = True
     async with http_of(app_of(engine, readiness=readiness)) as http:
         answer = await http.post(path, json=body)

@@ -44,7 +44,7 @@ def services_of(client: BusClient, config: Config, policy: PolicyChain | None = 
         config,
         Policy(client, config, measures).chain_of,
         measures,
-        Readiness(client),
+        Readiness(client.deployment),
         None,
     )
     made.submissions.policy = policy or PolicyChain()

@@ -235,31 +235,31 @@ async def test_cancelling_an_ended_request_changes_nothing(both: BusClient) -> N
 @in_module_loop
 async def test_reports_cover_all_models(both: BusClient) -> None:
     async def all_told() -> bool:
-        told = {(each.model, each.stage) for each in await both.reports()}
+        told = {(each.model, each.stage) for each in await both.deployment.reports()}
         return told == {(name, stage) for name in "ab" for stage in STAGES}
 
     await eventually(all_told)
-    assert set(await both.fairness()) == {"a:0", "b:0"}
+    assert set(await both.deployment.fairness()) == {"a:0", "b:0"}
     async with both.of_model("b") as of_b:
-        assert {each.model for each in await of_b.reports()} == {"b"}
-        assert set(await of_b.fairness()) == {"b:0"}
+        assert {each.model for each in await of_b.deployment.reports()} == {"b"}
+        assert set(await of_b.deployment.fairness()) == {"b:0"}
 
 
 async def test_one_model_that_serves_is_enough(bus_config: BusConfig) -> None:
     async with routing(bus_config) as client:
         await put(client, model("a"), takes=False)
         await put(client, model("b"))
-        assert await client.trouble() == (
+        assert await client.deployment.trouble() == (
             "model a: it is unloaded; "
             "model b: no stage is running; start a pipeline with `nano-inference up`"
         )
 
         async def no_trouble() -> bool:
-            return not await client.trouble()
+            return not await client.deployment.trouble()
 
         async with serving(bus_config, model("b")), client.of_model("a") as of_a:
             await eventually(no_trouble)
-            assert "no stage is running" in await of_a.trouble()
+            assert "no stage is running" in await of_a.deployment.trouble()
 
 
 # --- operations on one model -------------------------------------------------------------------
@@ -334,7 +334,7 @@ async def test_fairness_of_a_model_is_its_own(bus_config: BusConfig) -> None:
     async with serving(bus_config, aged, model("plain")) as client:
 
         async def aging_of_all(wanted: float) -> dict[str, FairnessConfig] | None:
-            found = await client.fairness()
+            found = await client.deployment.fairness()
             is_told = len(found) == 2 and found["aged:0"].aging_s == wanted
             return found if is_told else None
 

@@ -307,7 +307,7 @@ async def test_lost_weights_generate_nothing_until_all_have_come(
             await client.update_weights(oracle.announcing(loaded, 2))
     await until_batched(running, 1, "waiting")
     assert executor.load()["lacks"] == "weights"
-    assert "weights_lost" in await client.trouble()
+    assert "weights_lost" in await client.deployment.trouble()
     new = oracle.announcing(loaded, 2)
     with raises("weights_incomplete", kind=WeightsError):
         await client.update_weights({"model.norm.weight": new["model.norm.weight"]}, partial=True)

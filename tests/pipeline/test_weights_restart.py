@@ -64,7 +64,7 @@ async def ready(client: BusClient, killed: int = 0) -> dict[str, int]:
     last report stays for a while."""
     return {
         report.stage: report.pid
-        for report in await client.reports()
+        for report in await client.deployment.reports()
         if report.state == "ready" and report.pid != killed and is_there(report.pid)
     }
 

@@ -235,7 +235,7 @@ async def test_an_update_waits_for_an_executor_that_is_loading(
         await original(self)
 
     async def until_known() -> None:
-        while "starting" not in {each.state for each in await client.reports()}:  # noqa: ASYNC110
+        while "starting" not in {each.state for each in await client.deployment.reports()}:  # noqa: ASYNC110
             await asyncio.sleep(0.02)
 
     monkeypatch.setattr(ExecutorStage, "open", open_late)
@@ -247,7 +247,7 @@ async def test_an_update_waits_for_an_executor_that_is_loading(
         with raises("no_answer", "loading", kind=BusError):
             await client.update_weights(oracle.announcing(loaded, 1))
     update = asyncio.create_task(client.update_weights(oracle.announcing(loaded, 1)))
-    asking = asyncio.create_task(client.trouble())
+    asking = asyncio.create_task(client.deployment.trouble())
     await asking
     assert not update.done()
     may_load.set()

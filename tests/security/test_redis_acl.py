@@ -140,7 +140,7 @@ async def test_a_pipeline_serves_clients_and_obeys_operators(any_place: Place) -
             async for output in outputs:
                 last = output
         assert last.status == "cancelled"
-        assert await client.trouble() == ""
+        assert await client.deployment.trouble() == ""
         async with place.http_of("operator") as operator:
             await operator.pause()
             await operator.resume()
@@ -182,7 +182,7 @@ async def test_several_models_serve_clients_and_obey_operators(any_place: Place)
                 async with place.http_of(user) as client, client.of_model("b") as of_b:
                     assert (await client.complete({**GREEDY, "model": "a"})).model == "a"
                     assert (await of_b.complete(GREEDY)).model == "b"
-                    assert await client.trouble() == ""
+                    assert await client.deployment.trouble() == ""
                     entry_id = await of_b.publish({**GREEDY, "sampling": LONG})
                     async with aclosing(client.follow(entry_id, entry_id)) as outputs:
                         assert isinstance(await anext(outputs), CompletionChunk)

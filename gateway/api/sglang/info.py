@@ -68,7 +68,7 @@ class ServerInfoCalls:
                     else:
                         await self._probe()
         except TimeoutError:
-            trouble = await self._engine.trouble() or "no token came in time"
+            trouble = await self._engine.deployment.trouble() or "no token came in time"
             raise NanoInferenceError(trouble, code="not_ready") from None
         return Response()
 
@@ -81,7 +81,7 @@ class ServerInfoCalls:
     async def server_info(self, call: Call) -> Response:
         """Names and values of SGLang's ServerArgs, where there is a counterpart."""
         config, engine = self._config, self._config.engine
-        lanes = _lanes(await self._engine.reports())
+        lanes = _lanes(await self._engine.deployment.reports())
         executors = _loads_of(lanes, "executor")
         return JsonResponse(
             {
@@ -198,7 +198,9 @@ class ServerInfoCalls:
         }
 
     async def _loads(self) -> list[dict[str, Any]]:
-        loads = [_load(*each) for each in enumerate(_lanes(await self._engine.reports()))]
+        loads = [
+            _load(*each) for each in enumerate(_lanes(await self._engine.deployment.reports()))
+        ]
         reported = sum(load["num_reqs"] for load in loads)
         # Lanes report once a second, and without the requests that wait here.
         missing = max(0, self._submissions.in_flight - reported) + self._submissions.waiting

@@ -51,7 +51,7 @@ def engine() -> Waiting:
 
 @pytest.fixture
 def readiness(engine: FakeEngine) -> Readiness:
-    return Readiness(engine)  # type: ignore[arg-type]
+    return Readiness(engine.deployment)  # type: ignore[arg-type]
 
 
 @pytest.fixture

@@ -9,7 +9,6 @@ from contextlib import asynccontextmanager
 from starlette.types import ASGIApp
 
 from nano_inference.config import GatewayConfig
-from nano_inference.gateway.server.measures import Measures
 from nano_inference.gateway.server.server import HttpServer
 
 from ...gateway.served import listening

@@ -304,7 +304,7 @@ async def test_a_response_goes_on_after_a_bus_outage(
 
 
 async def test_a_gateway_that_is_to_stop_takes_none(engine: FakeEngine) -> None:
-    readiness = Readiness(engine)  # type: ignore[arg-type]
+    readiness = Readiness(engine.deployment)  # type: ignore[arg-type]
     readiness.draining = True
     async with http_of(app_of(engine, readiness=readiness)) as http:
         for _ in range(2):

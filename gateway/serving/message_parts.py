@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Literal, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
 from ...bus.public import CompletionChunk, CompletionSample, FinishReason, TokenLogprob
 from ...config import SamplingParams
-from ...text.messages import Delta, MessageFormat, MessageReader, Reading, ToolCall
+from ...text.messages import Delta, MessageFormat, MessageReader, Reading
 from ..server.measures import Measures
 from .samples import rest_of
 from .words import Words, is_stop_token
@@ -49,40 +49,6 @@ class NewParts(NamedTuple):
         if any(delta):
             self.deltas.append(delta)
             self.places.append(place)
-
-
-class Addition(NamedTuple):
-    """An addition to one block of a message: a piece of reasoning or text, or a whole call.
-
-    Attributes:
-        tokens: The tokens of a text, where they are wanted.
-    """
-
-    kind: Literal["reasoning", "text", "call"]
-    text: str = ""
-    tokens: tuple[TokenRecord, ...] = ()
-    call: ToolCall | None = None
-
-
-def additions(delta: Delta, tokens: tuple[TokenRecord, ...] = ()) -> Iterator[Addition]:
-    """Yield the additions of a delta. Args: `tokens` are those of its text."""
-    if delta.reasoning:
-        yield Addition("reasoning", delta.reasoning)
-    if delta.content:
-        yield Addition("text", delta.content, tokens)
-    for call in delta.calls:
-        yield Addition("call", call=call)
-
-
-def joined(parts: Iterable[Addition]) -> list[Addition]:
-    """Join adjacent additions to the same block."""
-    found: list[Addition] = []
-    for part in parts:
-        if found and part.call is None and found[-1].kind == part.kind:
-            last = found.pop()
-            part = Addition(part.kind, last.text + part.text, last.tokens + part.tokens)
-        found.append(part)
-    return found
 
 
 class MessageParts:

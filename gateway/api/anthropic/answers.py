@@ -2,85 +2,62 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import InitVar, dataclass
-from typing import Any, Literal, assert_never
+from typing import Any, assert_never
 
 import msgspec
 
 from ....bus.public import Completion, CompletionChunk, CompletionSample, GenerateRequest, Usage
-from ....text.messages import Delta, ToolCall
-from ...serving.message_parts import MessageParts, additions, joined
+from ....text.messages import ToolCall
+from ...serving.blocks import Addition, Blocks
+from ...serving.message_parts import MessageParts
 from ...serving.samples import session_usage
 from ...serving.times import time_usage
 from ...serving.words import Words, matched_stop
 
 Answer = dict[str, Any]
-Kind = Literal["reasoning", "text"]
 
 
-class ContentBlocks:
-    """The assistant's thinking, text and calls, in the order in which they were written.
+class ContentBlocks(Blocks[Answer]):
+    """The assistant's thinking, text and calls."""
 
-    Attributes:
-        blocks: The complete ones, as a whole message has them.
-    """
-
-    def __init__(self, *, shows_thinking: bool) -> None:
+    def __init__(self, parts: MessageParts, *, shows_thinking: bool) -> None:
         """`shows_thinking`: whether blocks of thinking have a text."""
-        self.blocks: list[Answer] = []
+        super().__init__(parts)
         self._shows_thinking = shows_thinking
-        # The open block, and its texts.
-        self._kind: Kind | None = None
-        self._texts: list[str] = []
 
-    def add(self, deltas: Iterable[Delta]) -> list[Answer]:
-        """Add deltas; return their events. Adjacent additions to one block are one event."""
-        events: list[Answer] = []
-        for kind, text, _, call in joined(part for delta in deltas for part in additions(delta)):
-            if kind == "call":
-                assert call is not None
-                events += [*self._close(), *self._call(call)]
-                continue
-            if kind != self._kind:
-                events += [*self._close(), *self._begin(kind)]
-            if kind == "text" or self._shows_thinking:
-                name = "text" if kind == "text" else "thinking"
-                self._texts.append(text)
-                events.append(self._delta(f"{name}_delta", name, text))
+    def begun(self) -> list[Answer]:
+        return [self._event("start", content_block=self._block())]
+
+    def grown(self, part: Addition) -> list[Answer]:
+        if part.kind == "reasoning" and not self._shows_thinking:
+            return []
+        self.texts.append(part.text)
+        name = "text" if part.kind == "text" else "thinking"
+        return [self._delta(f"{name}_delta", name, part.text)]
+
+    def closed(self, status: str) -> list[Answer]:
+        # Clients wait for a signature; none is checked here.
+        signature = [self._delta("signature_delta", "signature", "")]
+        events = [*(signature if self.kind == "reasoning" else []), self._event("stop")]
+        self.blocks.append(self._block())
         return events
 
-    def end(self) -> list[Answer]:
-        """End the message. An empty message has one empty block of text."""
-        begun = self._kind is not None or self.blocks
-        return [*([] if begun else self._begin("text")), *self._close()]
-
-    def _begin(self, kind: Kind) -> Iterator[Answer]:
-        self._kind, self._texts = kind, []
-        yield self._event("start", content_block=self._block())
-
-    def _close(self) -> Iterator[Answer]:
-        """Close the open block."""
-        if self._kind is None:
-            return
-        if self._kind == "reasoning":
-            # Clients wait for a signature; none is checked here.
-            yield self._delta("signature_delta", "signature", "")
-        yield self._event("stop")
-        self.blocks.append(self._block())
-        self._kind = None
-
-    def _call(self, call: ToolCall) -> Iterator[Answer]:
+    def called(self, call: ToolCall) -> list[Answer]:
         block: Answer = {"type": "tool_use", "id": call.id, "name": call.name}
-        yield self._event("start", content_block=block | {"input": {}})
-        yield self._delta("input_json_delta", "partial_json", call.arguments)
-        yield self._event("stop")
+        events = [
+            self._event("start", content_block=block | {"input": {}}),
+            self._delta("input_json_delta", "partial_json", call.arguments),
+            self._event("stop"),
+        ]
         # Verbatim, as in a stream, with numbers of any size.
         self.blocks.append(block | {"input": msgspec.Raw(call.arguments.encode())})
+        return events
 
     def _block(self) -> Answer:
-        text = "".join(self._texts)
-        if self._kind == "text":
+        text = "".join(self.texts)
+        if self.kind == "text":
             return {"type": "text", "text": text}
         return {"type": "thinking", "thinking": text, "signature": ""}
 
@@ -111,11 +88,11 @@ class MessageWriter:
     _pinged: bool = False
 
     def __post_init__(self, shows_thinking: bool) -> None:
-        self._content = ContentBlocks(shows_thinking=shows_thinking)
+        self._content = ContentBlocks(self.parts, shows_thinking=shows_thinking)
 
     def whole(self, completion: Completion) -> Answer:
         """Return the whole message."""
-        self._rest(completion)
+        self._content.end(next(iter(completion.samples), None))
         usage = self._usage(completion)
         return self._message(self._content.blocks, usage) | self._stop(completion)
 
@@ -123,12 +100,11 @@ class MessageWriter:
 
     def add(self, chunks: Sequence[CompletionChunk]) -> list[Answer]:
         """Add chunks of a stream; return its events."""
-        deltas = [delta for chunk in chunks for delta in self.parts.add(chunk).deltas]
-        return self._events(self._content.add(deltas))
+        return self._events(self._content.add(chunks))
 
     def end(self, completion: Completion) -> list[Answer]:
         """Add the end, with what did not come in chunks; return the last events."""
-        events = self._events(self._rest(completion))
+        events = self._events(self._content.end(next(iter(completion.samples), None)))
         usage = self._usage(completion)
         delta = {"type": "message_delta", "delta": self._stop(completion), "usage": usage}
         return [*events, delta, {"type": "message_stop"}]
@@ -151,11 +127,6 @@ class MessageWriter:
         return {"type": "message_start", "message": message}
 
     # --- pieces -------------------------------------------------------------------------------
-
-    def _rest(self, completion: Completion) -> list[Answer]:
-        samples = completion.samples[:1]
-        deltas = [delta for sample in samples for delta in self.parts.end(sample).deltas]
-        return [*self._content.add(deltas), *self._content.end()]
 
     def _message(self, content: list[Answer], usage: Answer) -> Answer:
         return {

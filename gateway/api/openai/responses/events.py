@@ -67,7 +67,7 @@ class ResponseEvents:
         await self._progress()
         for chunk in chunks:
             self._num_tokens += len(chunk.token_ids)
-            await self._send_events(self._items.add(chunk))
+            await self._send_events(self._items.add([chunk]))
             # The server takes what fits its buffers without a pause.
             await anyio.lowlevel.checkpoint()
 

@@ -4,24 +4,18 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, assert_never
 
-from .....bus.public import Completion, CompletionChunk, CompletionSample, Output
+from .....bus.public import Completion, CompletionSample, Output
 from .....config import NanoInferenceError
 from .....store.calls import DurableCall
 from .....text.messages import MessageFormat, ToolCall
 from ....server.http import EngineError
 from ....server.measures import Measures
+from ....serving.blocks import Addition, Blocks
 from ....serving.logprobs import TokenNames, token_entries
-from ....serving.message_parts import (
-    Addition,
-    MessageParts,
-    NewParts,
-    TokenRecord,
-    additions,
-    joined,
-)
+from ....serving.message_parts import MessageParts, NewParts, TokenRecord
 from ....serving.samples import session_usage
 from ....serving.times import time_usage
 from ....serving.words import Words
@@ -30,10 +24,7 @@ from ..errors import as_openai
 from .requests import ID_PREFIX, NeverBegun, ResponseCall, ResponseRecord
 
 Answer = dict[str, Any]
-Kind = Literal["reasoning", "text", "call"]
-
-_PREFIXES: dict[Kind, str] = {"reasoning": "rs_", "text": "msg_", "call": "fc_"}
-_TEXTS = {"reasoning": "reasoning_text", "text": "output_text"}
+_PREFIXES = {"reasoning": "rs_", "text": "msg_", "call": "fc_"}
 
 
 class ItemEvent(NamedTuple):
@@ -43,117 +34,77 @@ class ItemEvent(NamedTuple):
     fields: Answer
 
 
-@dataclass(eq=False)
-class OutputItems:
+class OutputItems(Blocks[ItemEvent]):
     """Reads the sample of a response, and makes its items and their events.
 
-    Reasoning, text and each call are items, in the order in which they were written. Ids and
-    events follow from the outputs alone, so that every gateway makes the same.
-
-    Attributes:
-        name: The items' ids are made of it.
-        names: None where no logprobs are shown.
-        items: The complete ones.
+    Ids and events follow from the outputs alone, so that every gateway makes the same.
     """
 
-    name: str
-    parts: MessageParts
-    names: TokenNames | None
-    items: list[Answer] = field(default_factory=list)
-    # Tokens that belong to no item yet, and how many came before.
-    _unshown: list[TokenRecord] = field(default_factory=list)
-    _num_tokens: int = 0
-    # The open item: its kind, how many of each kind there were, its texts and tokens.
-    _kind: Kind | None = None
-    _number: Counter[Kind] = field(default_factory=Counter)
-    _texts: list[str] = field(default_factory=list)
-    _shown: list[TokenRecord] = field(default_factory=list)
+    def __init__(self, name: str, parts: MessageParts, names: TokenNames | None) -> None:
+        """Args:
+        name: The items' ids are made of it.
+        names: None where no logprobs are shown.
+        """
+        super().__init__(parts)
+        self._name, self._names = name, names
+        # Tokens that belong to no item yet, and how many came before.
+        self._unshown: list[TokenRecord] = []
+        self._num_tokens = 0
+        # How many items of each kind there were, and the tokens of the open one.
+        self._number: Counter[str] = Counter()
+        self._shown: list[TokenRecord] = []
 
-    @property
-    def reasoning_tokens(self) -> int:
-        return self.parts.reasoning_tokens
-
-    def add(self, chunk: CompletionChunk) -> list[ItemEvent]:
-        """Add the next tokens."""
-        return list(self._events(self.parts.add(chunk)))
-
-    def end(self, sample: CompletionSample) -> list[ItemEvent]:
-        """Add what did not come in chunks, of a sample that has ended."""
-        events = list(self._events(self.parts.end(sample)))
-        if self._kind is None and not self.items:
-            # An empty answer has one message.
-            events += self._begin("text")
-        if self._unshown and self._kind == "text":
-            # Tokens of a stop, without a text.
-            events.append(self._text_delta("", self._unshown))
-        status = "completed" if sample.finish_reason == "stop" else "incomplete"
-        return [*events, *self._close(status)]
-
-    # --- reading ------------------------------------------------------------------------------
-
-    def _additions(self, new: NewParts) -> Iterator[Addition]:
-        if self.names is not None:
+    def found(self, new: NewParts) -> Iterator[Addition | ToolCall]:
+        if self._names is not None:
             self._unshown += new.records
-        for delta, place in zip(new.deltas, new.places, strict=True):
-            # Tokens that belong to no item yet, up to the delta's.
-            number = place + 1 - self._num_tokens
-            tokens, self._unshown = self._unshown[:number], self._unshown[number:]
-            self._num_tokens += len(tokens)
-            yield from additions(delta, self._tokens_of(delta.content, tokens))
+        return super().found(new)
 
-    def _tokens_of(self, text: str, tokens: list[TokenRecord]) -> tuple[TokenRecord, ...]:
+    def tokens_of(self, text: str, place: int) -> tuple[TokenRecord, ...]:
         """Return the last tokens that have this text, without the marks and spaces before it."""
-        if not self.parts.reads:
-            return tuple(tokens)
-        first, chars = len(tokens), 0
+        # Tokens that belong to no item yet, up to the text's.
+        number = place + 1 - self._num_tokens
+        tokens, self._unshown = self._unshown[:number], self._unshown[number:]
+        self._num_tokens += len(tokens)
+        first, chars = len(tokens) if self.parts.reads else 0, 0
         while first and chars < len(text):
             first -= 1
             chars += len(tokens[first].text)
         return tuple(tokens[first:])
 
-    # --- events -------------------------------------------------------------------------------
+    def last(self) -> list[ItemEvent]:
+        """Add the tokens of a stop, without a text."""
+        return self.grown(Addition("text", "", tuple(self._unshown))) if self._unshown else []
 
-    def _events(self, new: NewParts) -> Iterator[ItemEvent]:
-        """The additions of one output to one item are one event."""
-        for kind, text, tokens, call in joined(self._additions(new)):
-            if kind != self._kind or call is not None:
-                yield from self._close("completed")
-                if call is None:
-                    yield from self._begin(kind)
-            if call is not None:
-                yield from self._whole_call(call)
-            elif kind == "text":
-                yield self._text_delta(text, tokens)
-            else:
-                self._texts.append(text)
-                yield self._part_event("reasoning_text.delta", delta=text)
+    def begun(self) -> list[ItemEvent]:
+        assert self.kind is not None
+        self._number[self.kind] += 1
+        self._shown = []
+        return [
+            self._item_event("added", self._item("in_progress", [])),
+            self._part_event("content_part.added", part=self._part()),
+        ]
 
-    def _begin(self, kind: Kind) -> Iterator[ItemEvent]:
-        self._kind = kind
-        self._number[kind] += 1
-        self._texts, self._shown = [], []
-        yield self._item_event("added", self._item("in_progress", []))
-        yield self._part_event("content_part.added", part=self._part())
+    def grown(self, part: Addition) -> list[ItemEvent]:
+        self.texts.append(part.text)
+        if part.kind == "reasoning":
+            return [self._part_event("reasoning_text.delta", delta=part.text)]
+        self._shown += part.tokens
+        logprobs = self._logprobs(part.tokens)
+        return [self._part_event("output_text.delta", delta=part.text, logprobs=logprobs)]
 
-    def _text_delta(self, text: str, tokens: Sequence[TokenRecord]) -> ItemEvent:
-        self._texts.append(text)
-        self._shown += tokens
-        return self._part_event("output_text.delta", delta=text, logprobs=self._logprobs(tokens))
-
-    def _close(self, status: str) -> Iterator[ItemEvent]:
-        """Close the open item."""
-        if self._kind is None:
-            return
+    def closed(self, status: str) -> list[ItemEvent]:
         part = self._part()
         done = {name: part[name] for name in ("text", "logprobs") if name in part}
         item = self._item(status, [part])
-        yield self._part_event(f"{_TEXTS[self._kind]}.done", **done)
-        yield self._part_event("content_part.done", part=part)
-        yield self._item_event("done", item)
-        self.items.append(item)
-        self._kind = None
+        events = [
+            self._part_event(f"{part['type']}.done", **done),
+            self._part_event("content_part.done", part=part),
+            self._item_event("done", item),
+        ]
+        self.blocks.append(item)
+        return events
 
-    def _whole_call(self, call: ToolCall) -> Iterator[ItemEvent]:
+    def called(self, call: ToolCall) -> list[ItemEvent]:
         self._number["call"] += 1
         item: Answer = {
             "id": self._id("call"),
@@ -163,46 +114,48 @@ class OutputItems:
             "name": call.name,
             "arguments": call.arguments,
         }
-        place = {"item_id": item["id"], "output_index": len(self.items)}
+        place = {"item_id": item["id"], "output_index": len(self.blocks)}
         done = {"name": call.name, "arguments": call.arguments}
         event = "response.function_call_arguments"
-        yield self._item_event("added", item | {"status": "in_progress", "arguments": ""})
-        yield ItemEvent(f"{event}.delta", place | {"delta": call.arguments})
-        yield ItemEvent(f"{event}.done", place | done)
-        yield self._item_event("done", item)
-        self.items.append(item)
+        events = [
+            self._item_event("added", item | {"status": "in_progress", "arguments": ""}),
+            ItemEvent(f"{event}.delta", place | {"delta": call.arguments}),
+            ItemEvent(f"{event}.done", place | done),
+            self._item_event("done", item),
+        ]
+        self.blocks.append(item)
+        return events
 
     def _item_event(self, what: str, item: Answer) -> ItemEvent:
-        fields = {"output_index": len(self.items), "item": item}
+        fields = {"output_index": len(self.blocks), "item": item}
         return ItemEvent(f"response.output_item.{what}", fields)
 
     def _part_event(self, what: str, **fields: Any) -> ItemEvent:
-        """An event of the open item's only part."""
-        assert self._kind is not None, "an item is open"
-        item_id = self._id(self._kind)
-        place = {"item_id": item_id, "output_index": len(self.items), "content_index": 0}
-        return ItemEvent(f"response.{what}", place | fields)
+        """Return an event of the open item's only part."""
+        assert self.kind is not None, "an item is open"
+        place = {"item_id": self._id(self.kind), "output_index": len(self.blocks)}
+        return ItemEvent(f"response.{what}", place | {"content_index": 0} | fields)
 
-    def _id(self, kind: Kind) -> str:
+    def _id(self, kind: str) -> str:
         number = self._number[kind]
-        return f"{_PREFIXES[kind]}{self.name}" + (f"_{number - 1}" if number > 1 else "")
+        return f"{_PREFIXES[kind]}{self._name}" + (f"_{number - 1}" if number > 1 else "")
 
     def _item(self, status: str, content: list[Answer]) -> Answer:
-        if self._kind == "reasoning":
+        if self.kind == "reasoning":
             item: Answer = {"id": self._id("reasoning"), "type": "reasoning", "status": status}
             return item | {"summary": [], "content": content}
         item = {"id": self._id("text"), "type": "message", "role": "assistant"}
         return item | {"status": status, "content": content}
 
     def _part(self) -> Answer:
-        text = "".join(self._texts)
-        if self._kind == "reasoning":
+        text = "".join(self.texts)
+        if self.kind == "reasoning":
             return {"type": "reasoning_text", "text": text}
         logprobs = self._logprobs(self._shown)
         return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
 
     def _logprobs(self, tokens: Sequence[TokenRecord]) -> list[Answer]:
-        return [] if self.names is None else token_entries(tokens, self.names)
+        return [] if self._names is None else token_entries(tokens, self._names)
 
 
 Status = Literal["queued", "in_progress", "completed", "incomplete", "cancelled", "failed"]
@@ -281,17 +234,16 @@ class ResponseWriter:
         sample = completion.samples[0] if completion.samples else None
         if items is None:
             items = self.output_items()
-            if sample is not None:
-                items.end(sample)
+            items.end(sample)
         status = _status(sample)
         answer = self.begun(status)
         usage = completion.usage
-        details = {"reasoning_tokens": items.reasoning_tokens}
+        details = {"reasoning_tokens": items.parts.reasoning_tokens}
         if usage.cached_completion_tokens:
             details["cached_tokens"] = usage.cached_completion_tokens
         answer |= {
             "completed_at": completion.timings.finished_ns / 1e9 if status == "completed" else None,
-            "output": [] if sample is None else items.items,
+            "output": [] if sample is None else items.blocks,
             "usage": {
                 "input_tokens": usage.prompt_tokens,
                 "input_tokens_details": {

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 
 from nano_inference.bus.messages import RowFinish
 from nano_inference.bus.public import CompletionChunk, GenerateRequest
+from nano_inference.config import SamplingParams
 from nano_inference.gateway.api.anthropic.answers import ContentBlocks, MessageWriter
-from nano_inference.gateway.serving.message_parts import MessageParts
+from nano_inference.gateway.serving.message_parts import MessageParts, NewParts
 from nano_inference.text.messages import Delta, Reading, Tool, ToolCall
 
 from ...fake import completion
@@ -153,7 +154,13 @@ def test_the_same_however_it_comes(
 
 
 def test_one_event_has_all_that_came_of_a_block() -> None:
-    blocks = ContentBlocks(shows_thinking=True)
+    class Read(MessageParts):
+        def add(self, chunk: CompletionChunk) -> NewParts:
+            return NewParts(deltas, [], [0] * len(deltas))
+
+    blocks = ContentBlocks(
+        Read(None, SamplingParams(), None, None, "seed", by_tokens=False), shows_thinking=True
+    )
     one, two = (ToolCall(place, f"call_{place}", "add", "{}") for place in range(2))
     deltas = [
         Delta(reasoning="a"),
@@ -162,7 +169,9 @@ def test_one_event_has_all_that_came_of_a_block() -> None:
         Delta(calls=(two,)),
         Delta(content="e"),
     ]
-    told = [each["delta"] for each in blocks.add(deltas) if "delta" in each]
+    told = [
+        each["delta"] for each in blocks.add(make([5], (), "stop").chunks[:1]) if "delta" in each
+    ]
     assert [each["type"] for each in told] == [
         "thinking_delta",
         "signature_delta",
@@ -172,7 +181,7 @@ def test_one_event_has_all_that_came_of_a_block() -> None:
         "text_delta",
     ]
     assert (told[0]["thinking"], told[2]["text"], told[5]["text"]) == ("ab", "cd", "e")
-    blocks.end()
+    blocks.end(None)
     assert [each["type"] for each in blocks.blocks] == [
         "thinking",
         "text",

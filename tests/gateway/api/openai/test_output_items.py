@@ -39,8 +39,8 @@ def read(
     """What is told of a sample, and what stands there at its end."""
     parts = MessageParts(WORDS, made.sampling, form, READING, "seed", by_tokens=logprobs)
     items = OutputItems("1", parts, NAMES if logprobs else None)
-    events = [event for chunk in chunks for event in items.add(chunk)]
-    return events + items.end(made.sample), items.items
+    events = [event for chunk in chunks for event in items.add([chunk])]
+    return events + items.end(made.sample), items.blocks
 
 
 def of(events: list[ItemEvent], kind: str) -> list[dict[str, Any]]:

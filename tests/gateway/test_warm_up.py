@@ -30,7 +30,7 @@ async def test_words_and_templates_are_there_before_the_first_call(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     app = make_app(FakeEngine(), Config())  # type: ignore[arg-type]
-    (services,) = app._services()
+    (services,) = app.services()
     services.templates._workers = workers = Workers()  # type: ignore[assignment]
     await app.warm_up()
     assert workers.started

@@ -485,7 +485,7 @@ class InferenceEngine(ModelParts):
     def flush_cache(self) -> None:
         """Drop all cached prefixes and responses; running sequences are not affected."""
         self._batching.cache.flush()
-        self._admission.responses.clear()
+        self._admission.flush()
 
     def kv_session(
         self, session: str, action: SessionAction, *, ttl_s: float | None = None

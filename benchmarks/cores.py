@@ -21,7 +21,7 @@ from nano_inference.config import EngineConfig
 from nano_inference.stages.batching import BatchingCore
 from nano_inference.stages.executor import ExecutorCore, wrap_model
 from nano_inference.stages.executor.driver.step import LaunchedStep
-from nano_inference.stages.streaming.core import EndedRequest
+from nano_inference.stages.streaming.deliveries import EndedRequest
 
 MAX_MODEL_LEN = 2048
 BLOCK_SIZE = 16

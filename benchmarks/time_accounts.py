@@ -23,34 +23,18 @@ from nano_inference.config import Config, EngineConfig, TelemetryConfig
 from nano_inference.pipeline.pipeline import Pipeline
 from nano_inference.stages.batching.plans import NextPlan
 from nano_inference.stages.executor import core as executor
-from nano_inference.stages.streaming.accounts import StepCost, TimeAccounts
+from nano_inference.stages.streaming.core import StreamingCore
+from nano_inference.stages.streaming.parts import make_parts
+from nano_inference.stages.streaming.parts.accounts import TimeAccounts
 from nano_inference.telemetry import setup_logging
-
-
-class NoAccounts:
-    """Accounts of nothing, with the methods that a lane without failures calls."""
-
-    busy_ns = billed_ns = 0
-    cost = StepCost(0, 0)
-
-    def step(self, *_: Any) -> NoAccounts:
-        return self
-
-    def load(self) -> dict[str, int]:
-        return {}
-
-    def nothing(self, *_: Any) -> None:
-        pass
-
-    open = count = started = ended = forget = nothing
-
 
 _WITH = NextPlan.times, executor.step_times
 
 
-def switch(core: Any, on: bool) -> None:
+def switch(core: StreamingCore, on: bool) -> None:
     """Let a pipeline without requests make accounts, or none."""
-    core.accounts = TimeAccounts() if on else NoAccounts()
+    parts = make_parts(Config(), 0)
+    core.use([part for part in parts if on or not isinstance(part, TimeAccounts)])
     planned, computed = _WITH if on else (lambda *_: NO_TIMES, lambda *_: NO_TIMES)
     NextPlan.times, executor.step_times = planned, computed  # type: ignore[assignment, method-assign]
 

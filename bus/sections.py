@@ -28,8 +28,21 @@ class Section(msgspec.Struct, frozen=True, tag=True, tag_field="type", array_lik
             if type(part) is cls:
                 return part
             if type(part) is list and part[0] == cls.__name__:
-                return msgspec.convert(part, cls)
+                return cls.decode(part)
         return None
+
+    @classmethod
+    def decode(cls, section: Any) -> Self:
+        """Return a section of this class, which is perhaps an array yet.
+
+        Raises:
+            ValidationError: As `find`.
+        """
+        return section if type(section) is cls else msgspec.convert(section, cls)
+
+    def concerns(self, seq_ids: set[int]) -> bool:
+        """Of a step: return whether this is about one of these sequences, besides its rows."""
+        return False
 
     def replaced_in(self, parts: Sections) -> Sections:
         """Return the sections with this one in place of that of its class, if there is one."""

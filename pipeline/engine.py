@@ -40,7 +40,8 @@ from ..stages.batching.sessions import SessionCall, SessionKey
 from ..stages.executor.changes.arguments import check_arguments
 from ..stages.executor.core import ExecutorCore
 from ..stages.executor.runner.weights.sync_manager import weights_lost
-from ..stages.streaming.core import EndedRequest, StreamingCore
+from ..stages.streaming.core import StreamingCore
+from ..stages.streaming.deliveries import EndedRequest
 from ..telemetry import now_ns
 from ..text.images import ImageProcessor
 from ..text.tokenizer import default_sampling_params, find_tokenizer, stop_token_ids_of
@@ -112,9 +113,10 @@ class InferenceEngine(ModelParts):
         self._core: ExecutorCore | None = ExecutorCore(self.config, now_ns=now_ns)
         self.config = replace(self.config, max_batch_size=self._core.max_batch_size)
         capacity = self._executor.capacity()
+        # Results stay in this process, so the bus's limit does not apply.
+        settings = Config(engine=own, bus=BusConfig(max_result_bytes=1 << 62))
         self._admission = AdmissionCore(
-            # Results stay in this process, so the bus's limit does not apply.
-            Config(engine=own, bus=BusConfig(max_result_bytes=1 << 62)),
+            settings,
             tokenizer,
             stop_token_ids_of(folder, tokenizer),
             None if tokenizer is None else ImageProcessor.of(folder, tokenizer),
@@ -124,7 +126,8 @@ class InferenceEngine(ModelParts):
         self._batching = BatchingCore(self.config, capacity, steps_ahead=1)
         if self._core.tiers is not None:
             self._batching.change_tiers(self._core.tiers.on_disk())
-        self._streaming = StreamingCore(tokenizer if self._executor.model.generates else None)
+        streamed = tokenizer if self._executor.model.generates else None
+        self._streaming = StreamingCore(streamed, config=settings)
         self._requests, self._images = UnfinishedRequests(), EngineImages()
         self._groups = self._executor.weight_groups
         # Samples from the response cache, and those that finished while `generate` waited for
@@ -482,7 +485,7 @@ class InferenceEngine(ModelParts):
     def flush_cache(self) -> None:
         """Drop all cached prefixes and responses; running sequences are not affected."""
         self._batching.cache.flush()
-        self._admission.responses.clear()
+        self._admission.flush()
 
     def kv_session(
         self, session: str, action: SessionAction, *, ttl_s: float | None = None

@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
 
+from ..bus.parts.images import PromptMedia
 from ..bus.public import GenerateRequest, ImageInput
 from ..bus.steps import StepPlan
 from ..config import ImagesConfig, RequestError
 from ..media.decode_process import as_rgb, id_of, upright
 from ..media.decoder import check_size, refusal
-from ..stages.admission.arrivals import Tokens
-from ..stages.admission.images import PromptImage
+from ..stages.admission.arrivals import PromptImage, Tokens
+from ..stages.admission.parts.images import Images
 from ..store.images import StoredImage
 from ..text.images import Size
 from .engine_requests import ArgumentError, same_number
@@ -140,13 +141,14 @@ class EngineImages:
             RequestError: unknown_image, invalid_image, image_too_large, image_decode_failed,
                 prompt_too_long.
         """
+        images = core.part(Images)
         tenant, alone = core.sharing_tenant(request), len(request.images) == 1
         sizes: list[Size] = []
         for place, image in enumerate(request.images):
             where = f"images[{place}]"
-            name = core.images.name(image.id, tenant, alone=alone)
+            name = images.name(image.id, tenant, alone=alone)
             if image.data:
-                sizes.append(core.images.decoder.size(image.data, where))
+                sizes.append(images.decoder.size(image.data, where))
             elif image.id in self._given:
                 sizes.append(self._given[image.id].size)
             elif (known := self._images.get(name)) is not None:
@@ -154,26 +156,27 @@ class EngineImages:
             else:
                 reason = "no request in flight has an image of this id; give the image"
                 raise refusal("unknown_image", where, reason)
-        core.check_image_tokens(sizes)
+        images.check_tokens(sizes)
         found: list[PromptImage] = []
         for place, (image, size) in enumerate(zip(request.images, sizes, strict=True)):
             id = image.id
             if image.data:
-                made = core.images.decoder.decode(image.data, f"images[{place}]", alone=alone)
+                made = images.decoder.decode(image.data, f"images[{place}]", alone=alone)
                 id, features = made.id, made.data
-            name = core.images.name(id, tenant, alone=alone)
+            name = images.name(id, tenant, alone=alone)
             if name not in self._images:
                 if not image.data:
-                    features = core.images.features(self._given[id], alone=alone)
+                    features = images.features(self._given[id], alone=alone)
                 self._made[name] = StoredImage(*size, features)
             found.append(PromptImage(id, size, name))
         return tuple(found)
 
     def add(self, name: str, tokens: Tokens | None) -> None:
         """Keep the images of a request that is added under this name; None: it has none."""
-        if tokens is None:
+        media = None if tokens is None else PromptMedia.find(tokens.parts)
+        if media is None:
             return
-        names = tuple(dict.fromkeys(item.name for item in tokens.media))
+        names = tuple(dict.fromkeys(item.name for item in media.items))
         for each in names:
             if each not in self._images:
                 self._images[each] = self._made[each]

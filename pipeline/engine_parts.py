@@ -13,6 +13,7 @@ from torch import Tensor
 from ..bus.weights import InFlight, check_in_flight
 from ..config import AdapterError, EngineConfig
 from ..stages.admission.core import AdmissionCore
+from ..stages.admission.parts.adapters import Adapters
 from ..stages.batching import BatchingCore
 from ..stages.executor.core import ExecutorCore
 from ..stages.executor.runner.adapters.peft import (
@@ -84,7 +85,7 @@ class ModelParts(ABC):
         executor.switch_adapter(id, version)
         self._batching.change_adapter(id, version, in_flight)
         self._adapter_versions[id] = version
-        self._admission.set_adapters(self.adapters())
+        self._admission.part(Adapters).set(self.adapters())
         return version
 
     def unload_adapter(self, id: str, *, in_flight: InFlight = "keep") -> None:
@@ -109,7 +110,7 @@ class ModelParts(ABC):
             )
         self._executor.switch_adapter(id, 0)
         self._batching.change_adapter(id, 0, in_flight)
-        self._admission.set_adapters(self.adapters())
+        self._admission.part(Adapters).set(self.adapters())
 
     def adapters(self) -> tuple[LoadedAdapter, ...]:
         """Return the loaded adapters: id, version, folder, rank and size."""

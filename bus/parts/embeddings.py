@@ -10,3 +10,6 @@ class PooledResult(Section, frozen=True):
     """In StepResult: vectors of prompts that are computed, each of which ends its sequence."""
 
     prompts: tuple[PooledPrompt, ...]
+
+    def concerns(self, seq_ids: set[int]) -> bool:
+        return any(each.seq_id in seq_ids for each in self.prompts)

@@ -11,6 +11,9 @@ class PromptScores(Section, frozen=True):
 
     prompts: tuple[PromptLogprobs, ...]
 
+    def concerns(self, seq_ids: set[int]) -> bool:
+        return any(each.seq_id in seq_ids for each in self.prompts)
+
 
 class ReferenceScoring(Section, frozen=True):
     """In RequestOpened: the reference model scores each sample.

@@ -9,22 +9,51 @@ import msgspec
 
 from ...bus.control import Cancel
 from ...bus.entries import RequestEntry
-from ...bus.media import MediaItem
 from ...bus.messages import AdmittedRequest, Prompt, RequestOpened
 from ...bus.public import ErrorInfo
-from .responses import ResponseKey
+from ...bus.sections import Sections
+from ...text.images import Size
+
+
+class PromptImage(NamedTuple):
+    """An image of a prompt.
+
+    Attributes:
+        id: Of its pixels.
+        size: Width and height.
+        name: In the store.
+    """
+
+    id: str
+    size: Size
+    name: str
 
 
 class Tokens(NamedTuple):
-    """Token ids of a request's prompt and of its prediction.
+    """A tokenised request.
 
     Attributes:
-        media: The images in the prompt.
+        prompt: Its prompt.
+        parts: Sections of the AdmittedRequest.
     """
 
     prompt: Prompt
-    prediction: tuple[int, ...] = ()
-    media: tuple[MediaItem, ...] = ()
+    parts: Sections = ()
+
+
+class ResponseKey(NamedTuple):
+    """Identity of a response: it is a function of these.
+
+    Attributes:
+        digest: SHA-256 of prompt, parameters, scope and versions. Tenants choose most of these, so
+            the hash must withstand a search for collisions.
+        weight_version: Of the weights when the request was admitted.
+        adapter_version: Of the adapter; 0 without one.
+    """
+
+    digest: bytes
+    weight_version: int
+    adapter_version: int
 
 
 class Accepted(NamedTuple):
@@ -40,7 +69,7 @@ class Accepted(NamedTuple):
 
 
 Tokenized = Tokens | Exception
-"""A request's tokens, or why it is refused."""
+"""A request's tokens, or the error that refuses it."""
 
 Step = Callable[[int], None]
 """An event or a continuation of admission's core; it gets the time in nanoseconds."""
@@ -69,7 +98,7 @@ class Arrival(msgspec.Struct, frozen=True):
 
 
 class Judged(msgspec.Struct, frozen=True):
-    """What an arrival has become.
+    """An arrival that was accepted or refused.
 
     Attributes:
         accepted: The valid request; None of an invalid one.

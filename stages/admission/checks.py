@@ -7,11 +7,9 @@ from itertools import compress
 from operator import attrgetter, ne
 
 from ...bus.codec import is_unicode
-from ...bus.control import ReplicaCapacity
-from ...bus.entries import MAX_REQUEST_ID_LENGTH, RequestEntry
-from ...bus.pooling import Pooling
-from ...bus.public import EmbedParams, GenerateRequest, KVSession
-from ...config import MAX_INT64, RequestError, SamplingParams, prompt_too_long, shown
+from ...bus.entries import MAX_REQUEST_ID_LENGTH, Malformed, RequestEntry, is_usable_request_id
+from ...bus.public import GenerateRequest
+from ...config import MAX_INT64, RequestError, SamplingParams, shown
 from ...config.sampling import RANGES
 
 _values_of = attrgetter(*RANGES)
@@ -19,7 +17,6 @@ _DEFAULTS = _values_of(SamplingParams())
 
 MAX_TENANT_LENGTH = 128
 MAX_CACHE_SALT_LENGTH = 256
-MAX_SESSION_ID_LENGTH = 128
 MAX_PRIORITY = 1000
 MAX_STOP_STRINGS = 16
 MAX_STOP_BYTES = 1024
@@ -42,12 +39,46 @@ def request_id_of(entry: RequestEntry) -> str:
     return own if usable else entry.entry_id
 
 
+def check_owner(entry: RequestEntry, owner: str | None) -> None:
+    """Check that an entry may use its request id; `owner` as in `AdmissionCore.admit`.
+
+    This check comes first: any other refusal is written to the result stream of that id, which
+    would be another request's.
+
+    Raises:
+        RequestError: duplicate_request.
+    """
+    if owner not in (None, entry.entry_id):
+        raise RequestError(
+            f"a request {request_id_of(entry)!r} is in flight or has its output still stored; "
+            f"choose another request_id, or leave it empty",
+            code="duplicate_request",
+        )
+
+
+def readable(entry: RequestEntry) -> GenerateRequest:
+    """Return an entry's request.
+
+    Raises:
+        RequestError: It can't be read, or its id can't be used.
+    """
+    request = entry.request
+    if isinstance(request, Malformed):
+        raise RequestError(request.message, code=request.code)
+    if request.request_id and not is_usable_request_id(request.request_id):
+        raise RequestError(
+            f"request_id must be 1 to {MAX_REQUEST_ID_LENGTH} printable characters, or empty",
+            code="invalid_request_id",
+        )
+    return request
+
+
 def check_request(request: GenerateRequest, *, max_samples: int) -> None:
     """Check all fields but the model, the prompt and those of `sampling`.
 
     Raises:
         RequestError: invalid_tenant, invalid_priority, invalid_budget,
-            invalid_cache_salt, invalid_n, invalid_kv_session.
+            invalid_cache_salt, invalid_n.
     """
     if not (0 < len(request.tenant) <= MAX_TENANT_LENGTH and request.tenant.isprintable()):
         raise RequestError(
@@ -71,8 +102,6 @@ def check_request(request: GenerateRequest, *, max_samples: int) -> None:
         )
     if not 1 <= request.n <= max_samples:
         raise _outside("n", request.n, f"from 1 to {max_samples} (admission.max_samples)")
-    if request.kv_session is not None:
-        _check_kv_session(request, request.kv_session)
 
 
 def check_sample_seeds(request: GenerateRequest) -> tuple[int, ...]:
@@ -91,19 +120,6 @@ def check_sample_seeds(request: GenerateRequest) -> tuple[int, ...]:
     if (least := min(seeds)) < 0:
         raise _outside("sample_seeds", least, "seeds of a completion's recipe, 0 or more")
     return seeds
-
-
-def _check_kv_session(request: GenerateRequest, session: KVSession) -> None:
-    wrong = ""
-    if not (0 < len(session.id) <= MAX_SESSION_ID_LENGTH and session.id.isprintable()):
-        most = MAX_SESSION_ID_LENGTH
-        wrong = f"its id is {shown(session.id)}; it must be 1 to {most} printable characters"
-    elif request.n != 1:
-        wrong = f"a turn has one sample, and n is {shown(request.n)}; set n to 1"
-    elif request.embed is not None:
-        wrong = "an embedding is no turn; leave out embed or kv_session"
-    if wrong:
-        raise RequestError(f"kv_session can't be used: {wrong}", code="invalid_kv_session")
 
 
 def check_no_text(request: GenerateRequest) -> None:
@@ -271,87 +287,3 @@ def _check_stop(stop: tuple[str, ...]) -> None:
 def _outside(name: str, value: float, wanted: str) -> RequestError:
     """Return the error for a number outside its range."""
     return RequestError(f"{name} is {shown(value)}; it must be {wanted}", code=f"invalid_{name}")
-
-
-EMBED_SAMPLING = SamplingParams(temperature=0.0, max_tokens=1)
-"""Sampling of sequences that end with their prompt. The token is never sampled; it stands for the
-row of the step that ends the prompt."""
-
-
-def check_embed(request: GenerateRequest, capacity: ReplicaCapacity, model_name: str) -> None:
-    """Check that the model can do what the request asks, and that its fields go together.
-
-    Raises:
-        RequestError: cannot_embed, cannot_generate, invalid_embed, invalid_dimensions.
-    """
-    embed = request.embed
-    if embed is None:
-        if "generate" not in capacity.capabilities:
-            raise RequestError(
-                f"{model_name} makes embeddings here and generates nothing; ask for those (embed), "
-                "or ask another model",
-                code="cannot_generate",
-            )
-        return
-    if capacity.embedding is None:
-        raise RequestError(
-            f"{model_name} makes no embeddings here; leave embed out, or ask another model",
-            code="cannot_embed",
-        )
-    given = {
-        "n": request.n != 1,
-        "sampling": request.sampling != SamplingParams(),
-        "messages": request.messages is not None,
-        "prediction": request.prediction is not None,
-    }
-    for name, is_given in given.items():
-        if is_given:
-            raise RequestError(
-                f"{name} does not go with embed, which gives one vector of one prompt and samples "
-                "nothing; leave it out",
-                code="invalid_embed",
-            )
-    size, dimensions = capacity.embedding.size, embed.dimensions
-    if dimensions is not None and not 1 <= dimensions <= size:
-        raise RequestError(
-            f"dimensions is {shown(dimensions)}; it must be from 1 to {size}, or absent",
-            code="invalid_dimensions",
-        )
-
-
-def pooling_of(
-    embed: EmbedParams, num_prompt_tokens: int, capacity: ReplicaCapacity, max_result_bytes: int
-) -> Pooling:
-    """Return the pooling of a request, after `check_embed`; defaults are the model's own.
-
-    Raises:
-        RequestError: prompt_too_long, exceeds_kv_capacity, result_too_large.
-    """
-    own = capacity.embedding
-    assert own is not None, "check_embed comes before"
-    pooling = Pooling(
-        kind=embed.pooling or own.pooling,
-        normalize=own.normalize if embed.normalize is None else embed.normalize,
-        dimensions=embed.dimensions or own.size,
-        whole=own.whole,
-    )
-    dimensions, most = pooling.dimensions, capacity.max_model_len
-    if num_prompt_tokens > most:
-        given = f"the prompt has {num_prompt_tokens}"
-        raise prompt_too_long(most, given, "shorten it, or cut it into several")
-    slots = capacity.num_blocks * capacity.block_size
-    if num_prompt_tokens > slots:
-        raise RequestError(
-            f"the prompt has {num_prompt_tokens} tokens and the lane has {slots} of KV cache; "
-            "shorten it, or give the engine more memory",
-            code="exceeds_kv_capacity",
-        )
-    size = COMPLETION_BYTES + num_prompt_tokens * TOKEN_ID_BYTES + dimensions * LOGPROB_BYTES
-    if size > max_result_bytes:
-        raise RequestError(
-            f"the result may have {size} bytes and at most {max_result_bytes} are carried "
-            f"(bus.max_result_bytes); ask for fewer dimensions ({dimensions}), or give a shorter "
-            f"prompt ({num_prompt_tokens} tokens)",
-            code="result_too_large",
-        )
-    return pooling

@@ -26,6 +26,7 @@ from ...bus.control import (
 from ...bus.entries import RequestEntry, entry_key
 from ...bus.envelope import Message
 from ...bus.messages import RequestFinished, RequestOpened
+from ...bus.parts.accounts import RequestTimes
 from ...bus.public import ErrorInfo
 from ...bus.recovery import Fenced, Recovered, RecoveredSample, RecoveryItem
 from ...bus.sections import with_sections
@@ -33,7 +34,7 @@ from ...config import REPLICATED, Config, role_of, split_role
 from . import effects as do
 from .arrivals import Arrival, Judged, Step
 from .checks import request_id_of
-from .participants import Participants, differing_fields
+from .participants import Participants, differing_fields, fingerprints_of
 from .refusals import why_dead
 from .requests import Outbox, Requests, Unanswered
 
@@ -228,7 +229,7 @@ class EpochCore:
         if ready.capacity is not None:
             capacity = self.participants.hold(ready.stage, ready.capacity)
             self._do(do.SetCapacity(capacity))
-            if fields := differing_fields(capacity.fingerprints):
+            if fields := differing_fields(fingerprints_of(capacity)):
                 self._outbox.log("warning", "replicas_differ", fields=fields)
         if not waited:
             return
@@ -543,5 +544,5 @@ class EpochCore:
 
 
 def _opened_again(opened: RequestOpened, down_since_ns: int) -> RequestOpened:
-    times = msgspec.structs.replace(opened.times, down_since_ns=down_since_ns)
-    return with_sections(opened, times)
+    times = RequestTimes.find(opened.parts) or RequestTimes()
+    return with_sections(opened, msgspec.structs.replace(times, down_since_ns=down_since_ns))

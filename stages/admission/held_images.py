@@ -13,7 +13,8 @@ from ...config import BusError, ChannelClosed, ImagesConfig, RequestError
 from ...media.decoder import refusal
 from ...store.images import FOR_EVER, ImageStore, StoredImage
 from ...text.images import Size
-from .images import PromptImage
+from .arrivals import PromptImage
+from .parts.images import Images
 
 if TYPE_CHECKING:
     from ...media.turns import FairDecoder
@@ -59,7 +60,8 @@ class HeldImages:
         assert isinstance(request, GenerateRequest)
         self._note(entry.key, ())
         tenant, alone = request.tenant, len(request.images) == 1
-        name = partial(core.images.name, tenant=core.sharing_tenant(request), alone=alone)
+        images = core.part(Images)
+        name = partial(images.name, tenant=core.sharing_tenant(request), alone=alone)
         ids = dict.fromkeys(image.id for image in request.images if image.id)
         stored = await self._hold(entry.key, [name(id) for id in ids])
         sizes: list[Size] = []
@@ -72,8 +74,8 @@ class HeldImages:
             else:
                 reason = "no image of this id is stored for this tenant; send its file as data"
                 raise refusal("unknown_image", where, reason)
-        num_tokens = await decoder.run(tenant, partial(core.check_image_tokens, sizes))
-        self._count(entry.key, tenant, core.images.num_bytes(num_tokens))
+        num_tokens = await decoder.run(tenant, partial(images.check_tokens, sizes))
+        self._count(entry.key, tenant, images.num_bytes(num_tokens))
         found: list[PromptImage] = []
         decoded: dict[bytes, PromptImage] = {}
         for place, (image, size) in enumerate(zip(request.images, sizes, strict=True)):

@@ -11,7 +11,7 @@ from ...config import RequestError
 from ...telemetry import now_ns
 from ..actor import Actor
 from .arrivals import Judged
-from .checks import request_id_of
+from .checks import check_owner, request_id_of
 from .core import AdmissionCore, status_of
 from .effects import Judge
 from .measures import EntryTrace, count_constraint
@@ -19,7 +19,7 @@ from .refusals import is_of_the_entry, why_given_up
 
 
 def judge(stage: Actor, core: AdmissionCore, wanted: Judge) -> Judged:
-    """Admit an entry, or return what it ends with."""
+    """Admit an entry, or return its end."""
     arrival = wanted.arrival
     entry = arrival.entry
     received_ns = arrival.received_ns - entry.waited_ns
@@ -55,7 +55,7 @@ def _admit(stage: Actor, core: AdmissionCore, wanted: Judge, trace: EntryTrace) 
     arrival, owner, received_ns = wanted.arrival, wanted.owner, trace.received_ns
     entry, tokenized = arrival.entry, arrival.tokenized
     if wanted.draining:
-        core.check_owner(entry, owner)
+        check_owner(entry, owner)
         raise RequestError("the pipeline is shutting down", code="shutting_down")
     if isinstance(tokenized, Exception):
         core.check(entry, received_ns, now_ns(), owner=owner)

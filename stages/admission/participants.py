@@ -36,7 +36,7 @@ def smallest(capacities: Collection[ReplicaCapacity]) -> ReplicaCapacity:
     same_versions = len(set(map(_versions, capacities))) == 1
     same_bits = not differing_fields(fingerprints)
     parts = FingerprintCapacity(fingerprints).replaced_in(first.parts)
-    adapters = _common([capacity.adapters for capacity in capacities])
+    adapters = _common(list(map(_adapters_of, capacities)))
     return msgspec.structs.replace(
         first,
         num_blocks=min(capacity.num_blocks for capacity in capacities),
@@ -46,21 +46,32 @@ def smallest(capacities: Collection[ReplicaCapacity]) -> ReplicaCapacity:
     )
 
 
+def fingerprints_of(capacity: ReplicaCapacity) -> tuple[Fingerprint, ...]:
+    """Return the fingerprints of executors in a capacity."""
+    found = FingerprintCapacity.find(capacity.parts)
+    return found.fingerprints if found is not None else ()
+
+
+def _adapters_of(capacity: ReplicaCapacity) -> tuple[LoadedAdapter, ...]:
+    found = AdapterCapacity.find(capacity.parts)
+    return found.adapters if found is not None else ()
+
+
 def _versions(capacity: ReplicaCapacity) -> tuple[int, frozenset[tuple[str, int]]]:
     """Return the versions of a replica's weights and adapters."""
-    adapters = frozenset((adapter.id, adapter.version) for adapter in capacity.adapters)
+    adapters = frozenset((adapter.id, adapter.version) for adapter in _adapters_of(capacity))
     return capacity.weight_version, adapters
 
 
 def _different(capacities: Collection[ReplicaCapacity]) -> tuple[Fingerprint, ...]:
     """Return the executors' fingerprints, each once."""
-    found = {each.digest: each for capacity in capacities for each in capacity.fingerprints}
+    found = {each.digest: each for capacity in capacities for each in fingerprints_of(capacity)}
     return tuple(found[digest] for digest in sorted(found))
 
 
 def differing_fields(fingerprints: Sequence[Fingerprint]) -> list[str]:
-    """Return what the bits depend on, besides weights, and is not the same in all executors: such
-    as "kernels", where one had no compiler."""
+    """Return the fields, besides weights, that change the bits and differ between executors, such
+    as "kernels" if one had no compiler."""
     others = {"digest", "weights", "weight_version"}
     return [
         name

@@ -30,7 +30,11 @@ from ...bus.control import (
 from ...bus.entries import entry_key
 from ...bus.envelope import Envelope, Message
 from ...bus.links import ADMITTED, CONTROL, OPENED, REFUSED, at
-from ...bus.messages import AdmittedRequest, RequestFinished
+from ...bus.media import MediaItem
+from ...bus.messages import RequestFinished
+from ...bus.parts.experts import ExpertCapacity
+from ...bus.parts.images import PromptMedia
+from ...bus.parts.responses import ResponseCaching
 from ...bus.public import Completion, GenerateRequest
 from ...bus.recovery import Recover
 from ...config import AdapterError, BusError, ChannelClosed, ModelError, shown, split_role
@@ -42,13 +46,12 @@ from ...text.images import ImageProcessor
 from ...text.tokenizer import find_tokenizer, stop_token_ids_of
 from ..actor import Actor, StageContext, budget_of
 from . import effects as do
-from .arrivals import Arrival, Step, Tokenized, Tokens
+from .arrivals import Arrival, PromptImage, Step, Tokenized, Tokens
 from .checks import request_id_of
 from .core import AdmissionCore
 from .epochs import EpochCore
 from .held_images import LEASE_S as IMAGE_LEASE_S
 from .held_images import HeldImages
-from .images import PromptImage
 from .judging import judge
 from .long_prompts import LongPrompts, is_long
 from .measures import (
@@ -60,13 +63,17 @@ from .measures import (
     trace_first_again,
     trace_replay,
 )
+from .parts.adapters import Adapters
+from .parts.constraints import Constraints
+from .parts.images import Images
 from .refusals import GIVEN_UP_CODES, is_of_the_entry, overloaded, why_given_up
 from .requests import Unanswered, entry_deadline_ns
-from .responses import ResponseCache
 from .vanished import WATCH_S, VanishedReplicas
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
+
+    from .parts.responses import Responses
 
 TAKE_BATCH = 64
 """Entries taken from the queue at once."""
@@ -131,7 +138,7 @@ class AdmissionStage(Actor):
             ),
             limiter=starting,
         )
-        self._decoder = FairDecoder(self._core.images.decoder, self.config.images)
+        self._decoder = FairDecoder(self._core.part(Images).decoder, self.config.images)
         # Prometheus sees an increase only of a counter that exists.
         self._count_refused(0)
         for code in GIVEN_UP_CODES:
@@ -191,7 +198,7 @@ class AdmissionStage(Actor):
                     self._change(self.epochs.participants.change_weights(role, version))
                 await self.answer(envelope.operation_id)
             case FlushCache():
-                self._core.responses.clear()
+                self._core.flush()
                 await self.answer(envelope.operation_id)
             case RequestFinished(request_id, entry_id, response) as finished:
                 item = self._requests.ledger.get(entry_key(entry_id, request_id))
@@ -209,7 +216,7 @@ class AdmissionStage(Actor):
             self._core.set_capacity(capacity)
 
     def adapters(self) -> tuple[LoadedAdapter, ...]:
-        return self._core.adapters
+        return self._core.part(Adapters).loaded
 
     async def tick(self) -> None:
         await self._handle(self.epochs.tick)
@@ -278,8 +285,9 @@ class AdmissionStage(Actor):
             case do.SetCapacity(capacity):
                 self._core.set_capacity(capacity)
                 # The executor may have other weights of the same version than before.
-                self._core.responses.clear()
-                if reason := self._core.no_responses():
+                self._core.flush()
+                responses = self._responses()
+                if responses is not None and (reason := responses.why_off()):
                     self.log.warning("response_cache_off", reason=reason)
             case do.TakePart():
                 self.takes_part()
@@ -310,25 +318,31 @@ class AdmissionStage(Actor):
             request = self._core.resumed(request, samples)
             if not request.sequences:
                 return  # all are finished, and streaming waits for scores
-            if request.media:
-                await self._restore_images(effect.key, request)
+            if (media := PromptMedia.find(request.parts)) is not None:
+                await self._restore_images(effect.key, media.items)
         else:
             opened = self._core.look_up(accepted)
             await self.send(OPENED, opened, trace=trace)
-        if opened.response is None:  # else nothing is computed
+        caching = ResponseCaching.find(opened.parts)
+        if caching is None or caching.response is None:  # else nothing is computed
             budget_ns = budget_of(effect.deadline_ns, now_ns())
             await self.send(ADMITTED, request, trace=trace, budget_ns=budget_ns)
         if samples is None:
-            count_moe(self, opened.model, int(self._core.capacity.experts > 0))
+            count_moe(self, opened.model, int(self._has_experts))
 
-    async def _restore_images(self, key: str, request: AdmittedRequest) -> None:
+    @property
+    def _has_experts(self) -> bool:
+        found = ExpertCapacity.find(self._core.capacity.parts)
+        return found is not None and found.number > 0
+
+    async def _restore_images(self, key: str, media: Sequence[MediaItem]) -> None:
         """Store images of a resumed request that are gone, as after a restart of the server.
 
         Raises:
             RequestError: unknown_image: the request names it by id alone; images_full.
         """
         item = self._requests.ledger.get(key)
-        if item is None or not await self._images.missing(key, request.media):
+        if item is None or not await self._images.missing(key, media):
             return
         await self._images.load(item.entry, self._core, self._decoder)
 
@@ -360,7 +374,7 @@ class AdmissionStage(Actor):
     async def _unload(self, unload: UnloadAdapter, operation_id: str) -> None:
         """Refuse an adapter from now on; `abort` ends its requests in flight."""
         id = unload.adapter
-        if not self._core.close_adapter(id):
+        if not self._core.part(Adapters).unload(id):
             error = AdapterError(f"no adapter {shown(id)} is loaded", code="adapter_not_found")
             await self.answer(operation_id, error=error)
             return
@@ -434,7 +448,7 @@ class AdmissionStage(Actor):
         record(instruments.DEAD_LETTERS, backlog.dead)
         record(instruments.QUEUE_LENGTH, backlog.queue_length)
         stored = NOTHING_STORED
-        if self._core.takes_images:
+        if self._core.part(Images).processor is not None:
             stored = await self.bus.store.images.usage()
         record(instruments.STORED_IMAGES, stored.images)
         record(instruments.STORED_IMAGE_BYTES, stored.num_bytes)
@@ -444,10 +458,13 @@ class AdmissionStage(Actor):
             for result, number in responses.take_counts().items():
                 record(instruments.RESPONSE_LOOKUPS, number, {names.RESPONSE_RESULT: result})
 
-    def _responses(self) -> ResponseCache | None:
+    def _responses(self) -> Responses | None:
         """Return the response cache; None if it is off."""
-        on = self.opened and self.config.engine.response_cache_bytes
-        return self._core.responses if on else None
+        if not (self.opened and self.config.engine.response_cache_bytes):
+            return None
+        from .parts.responses import Responses
+
+        return self._core.part(Responses)
 
     async def _watch_replicas(self) -> None:
         """Continue the requests of replicas whose host has vanished on the others."""
@@ -556,7 +573,7 @@ class AdmissionStage(Actor):
         deadline_ns = entry_deadline_ns(entry, received_ns)
         run = partial(self._long_prompts.run, entry, deadline_ns)
         tokenize = self._compile_and_tokenize
-        if not self._core.knows_constraint(request):
+        if not self._core.part(Constraints).knows(request):
             tokenize = self._core.tokenize
             refusal = await run(self._compile, is_constraint=True)
             if refusal is not None:
@@ -568,7 +585,7 @@ class AdmissionStage(Actor):
             if isinstance(loaded, Exception):
                 return loaded
             images = loaded
-        return await run(partial(tokenize, images=images))
+        return await run(partial(tokenize, media=images))
 
     async def _load_images(
         self, entry: RequestEntry, request: GenerateRequest
@@ -577,15 +594,15 @@ class AdmissionStage(Actor):
             return await self._images.load(entry, self._core, self._decoder)
 
     def _compile_and_tokenize(
-        self, request: GenerateRequest, images: Sequence[PromptImage]
+        self, request: GenerateRequest, media: Sequence[PromptImage]
     ) -> Tokens:
         self._compile(request)
-        return self._core.tokenize(request, images)
+        return self._core.tokenize(request, media)
 
     def _compile(self, request: GenerateRequest) -> None:
         if request.sampling.constraint is not None:
             with compiling(self, request.sampling.constraint):
-                self._core.check_constraint(request)
+                self._core.part(Constraints).prepare(request)
 
     async def _admit(self, arrival: Arrival) -> None:
         """Admit an entry while all stages take part.

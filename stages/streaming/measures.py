@@ -6,11 +6,12 @@ from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 
 from ...bus.messages import RequestOpened
+from ...bus.parts.responses import ResponseCaching
 from ...bus.public import Usage
 from ...bus.times import CAUSES
 from ...telemetry import Labels, Metrics, TraceContext, instruments, names, priority_label
 from ..actor import Actor
-from .core import EndedRequest
+from .deliveries import EndedRequest
 
 _SPARE_SEQUENCES = 256
 """Ended sequences that `TokenIntervals` may hold besides a step's before it drops them."""
@@ -201,9 +202,11 @@ def _seconds(start_ns: int, end_ns: int) -> float:
 
 def _cache_result(opened: RequestOpened) -> dict[str, str]:
     """Return whether a request that can be cached was served from the response cache."""
-    if opened.response is not None:
+    if (caching := ResponseCaching.find(opened.parts)) is None:
+        return {}
+    if caching.response is not None:
         return {names.RESPONSE_RESULT: "hit"}
-    return {names.RESPONSE_RESULT: "miss"} if opened.keeps else {}
+    return {names.RESPONSE_RESULT: "miss"} if caching.generation else {}
 
 
 def trace_end(stage: Actor, ended: EndedRequest) -> None:

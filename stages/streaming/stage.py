@@ -8,7 +8,7 @@ from typing import ClassVar
 
 import anyio.to_thread
 
-from ...bus.control import Cancel, SampleScored, ScoreSample, StopSequences
+from ...bus.control import Cancel, ScoreSample, StopSequences
 from ...bus.entries import entry_key
 from ...bus.envelope import Envelope
 from ...bus.links import CONTROL, FINISHED, HALTS, at
@@ -21,18 +21,21 @@ from ...telemetry import TraceContext, instruments, now_ns
 from ...text.pooling_config import embeds_only
 from ...text.tokenizer import find_tokenizer
 from ..actor import Actor, StageContext
-from .core import Deliveries, StreamingCore
+from .core import StreamingCore
+from .deliveries import Deliveries
 from .measures import RequestTimes, Throughput, TokenIntervals, measure_end, trace_end
+from .parts.accounts import TimeAccounts
 
 
 class StreamingStage(Actor):
-    """Turns step results into text, and writes what clients read."""
+    """Turns step results into text, and writes results for clients."""
 
     name: ClassVar[str] = "streaming"
 
     def __init__(self, context: StageContext) -> None:
         super().__init__(context)
         self._core: StreamingCore
+        self._accounts: TimeAccounts
         self._deliveries: list[Deliveries] = []
         # The epoch of `_deliveries`.
         self._made_in = 0
@@ -55,11 +58,12 @@ class StreamingStage(Actor):
             tokenizer = await anyio.to_thread.run_sync(
                 find_tokenizer, folder, limiter=anyio.CapacityLimiter(1)
             )
-        self._core = StreamingCore(tokenizer, now_ns())
+        self._core = StreamingCore(tokenizer, now_ns(), self.config)
+        self._accounts = self._core.part(TimeAccounts)
 
     async def reset(self) -> None:
-        # In their own epoch: another lane may have the request by now, whose outputs these must not
-        # overwrite.
+        # In their own epoch: they must not overwrite outputs of another lane that has the request
+        # now.
         await self._write(self._made_in)
         self._made_in = self.epoch
         self._core.reset()
@@ -70,13 +74,13 @@ class StreamingStage(Actor):
         if not self.opened:
             return {}
         throughput, times = self._throughput.load(now_ns()), self._times.load()
-        bills = self._core.accounts.load()
+        bills = self._accounts.load()
         return {"open": len(self._core), **throughput, **times, **bills}
 
     async def measure(self) -> None:
         for measurement in self._times.take():
             self.metrics.record(*measurement)
-        accounts = self._core.accounts
+        accounts = self._accounts
         unbilled_ns = max(accounts.busy_ns - accounts.billed_ns, self._unbilled_ns)
         seconds = (unbilled_ns - self._unbilled_ns) / 1e9
         self.metrics.record(instruments.STEP_UNBILLED, seconds)
@@ -102,8 +106,6 @@ class StreamingStage(Actor):
             case RequestOpened() as opened:
                 self._deliveries += self._core.open(opened, now_ns())
                 self._deliveries += self._core.caught_up(now_ns())
-            case SampleScored() as scored:
-                self._deliveries.append(self._core.scored(scored, now_ns()))
             case Recover(requests, replica):
                 await self._recover(requests, replica)
             case Cancel() as cancel:
@@ -111,13 +113,16 @@ class StreamingStage(Actor):
                     self._fenced.discard(cancel.request_id)
                 self._deliveries.append(self._core.end(cancel, now_ns()))
             case other:
-                self.log.warning("message_not_understood", type=type(other).__name__)
+                if (deliveries := self._core.handle(other, now_ns())) is not None:
+                    self._deliveries.append(deliveries)
+                else:
+                    self.log.warning("message_not_understood", type=type(other).__name__)
 
     async def _is_next(self, result: StepResult, replica: int) -> bool:
         """Return whether no step of a replica is missing.
 
         A server that comes back with old data has lost some. Without their tokens, later ones would
-        be in the wrong places. In a new epoch, which is asked for, the requests go on.
+        be in the wrong places. The requests continue in a new epoch, which admission begins.
         """
         last = self._steps.get(replica, 0)
         if result.step_id == last + 1 and last >= 0:
@@ -147,7 +152,7 @@ class StreamingStage(Actor):
                 timings = ended.completion.timings
                 if timings.first_token_ns and timings.of("executor") is not None:
                     self._throughput.first_token(timings.first_token_ns - timings.received_ns)
-        if unasked:  # in a new epoch, admission asks for what there is
+        if unasked:  # in a new epoch, admission recovers what there is
             await self.send(FINISHED, Fenced(tuple(unasked)), epoch=epoch)
         # First, since they free the device from work without use.
         for replica, seq_ids in halts.items():
@@ -166,7 +171,7 @@ class StreamingStage(Actor):
                     self._times.add(ended.tenant, completion.usage)
                     measure_end(self.metrics, ended, self._weight_version)
             else:
-                self._core.accounts.unbill(completion.usage.billed_ns or 0)
+                self._accounts.unbill(completion.usage.billed_ns or 0)
             trace_end(self, ended)
 
     async def _deliver(self, outputs: OutputBatch, epoch: int) -> frozenset[str]:
@@ -185,12 +190,12 @@ class StreamingStage(Actor):
         return frozenset(entries.values())
 
     async def _score(self, samples: Sequence[ScoreSample], replica: int, epoch: int) -> None:
-        """Ask an executor for the reference model's scores of samples."""
+        """Request the reference model's scores of samples from an executor."""
         for sample in samples:
             await self.send(at(CONTROL["executor"], replica), sample, epoch=epoch)
 
     async def _recover(self, items: Sequence[RecoveryItem], replica: int) -> None:
-        """Report to admission what there is of requests that go on in this epoch."""
+        """Report to admission the tokens so far of requests that continue in this epoch."""
         await self.tick()  # requests that have ended must have their Completion in the stream
         streams = await self.bus.results.recover([item.stream for item in items], self.epoch)
         for item, outputs in zip(items, streams, strict=True):
@@ -211,5 +216,5 @@ class StreamingStage(Actor):
             if not keeps and (opened := self._core.restore(item, chunks, now_ns())) is not None:
                 trace = TraceContext(opened.traceparent, opened.tracestate)
                 self.log_of(item.stream, trace).info("request_restored")
-            await self._score(self._core.to_score(item), replica, self.epoch)
+            await self._score(self._core.unanswered(item), replica, self.epoch)
             await self.send(FINISHED, self._core.recovered(item))

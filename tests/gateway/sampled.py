@@ -80,7 +80,7 @@ def make(
         prompt_token_ids=(5,),
         min_tokens=min_tokens,
     )
-    sample = RequestState(opened).add(0, PIECES)
+    sample = RequestState(opened, PIECES).add(0)
     chunks = []
     for place, token_id in enumerate(token_ids):
         reason: RowFinish = end if place == len(token_ids) - 1 else ""

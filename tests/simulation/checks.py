@@ -12,7 +12,7 @@ from nano_inference.bus.messages import CacheScope
 from nano_inference.bus.public import Completion, CompletionChunk, CompletionSample
 from nano_inference.config import Constraint
 from nano_inference.stages.actor import Actor
-from nano_inference.stages.admission.core import derive_seed
+from nano_inference.stages.admission.sampling import derive_seed
 
 from . import model
 from .calls import Call

@@ -10,7 +10,8 @@ from nano_inference.bus.control import ReplicaCapacity
 from nano_inference.bus.entries import Malformed, RequestEntry
 from nano_inference.bus.messages import AdmittedRequest, RequestInfo
 from nano_inference.bus.parts.recipes import FingerprintCapacity
-from nano_inference.bus.public import ChatMessage, Fingerprint, GenerateRequest
+from nano_inference.bus.public import ChatMessage, Fingerprint, GenerateRequest, Recipe
+from nano_inference.bus.recipes import RecipeParts
 from nano_inference.bus.sections import with_sections
 from nano_inference.config import (
     AdmissionConfig,
@@ -23,6 +24,7 @@ from nano_inference.stages.admission.arrivals import Accepted
 from nano_inference.stages.admission.checks import request_id_of
 from nano_inference.stages.admission.core import AdmissionCore, status_of
 from nano_inference.stages.admission.participants import differing_fields, smallest
+from nano_inference.stages.admission.parts.adapters import Adapters
 from nano_inference.store.board import LoadedAdapter
 
 from ...errors import raises
@@ -63,6 +65,12 @@ def entry_of(entry_id: str = "7-0", **fields: Any) -> RequestEntry:
     sampling.setdefault("max_tokens", 8)
     request = GenerateRequest(sampling=SamplingParams(**sampling), **fields)
     return RequestEntry(entry_id, request)
+
+
+def recipe_of(accepted: Accepted) -> Recipe:
+    found = RecipeParts.find(accepted.opened.parts)
+    assert found is not None
+    return found.recipe()
 
 
 def accept(core: AdmissionCore, entry: RequestEntry, *, owner: str | None = None) -> Accepted:
@@ -115,15 +123,15 @@ def test_a_model_does_not_answer_for_its_adapter_that_was_unloaded(
     """Gateways name the model beside the adapter, and may know of the unload a second later."""
     core = core_of(tokenizer, model_id="tiny")
     entry = msgspec.structs.replace(entry_of(model="lora"), model="tiny")
-    core.set_adapters([LoadedAdapter("lora", 1)])
+    core.part(Adapters).set([LoadedAdapter("lora", 1)])
     assert accept(core, entry).opened.model == "lora"
-    core.close_adapter("lora")
+    core.part(Adapters).unload("lora")
     with raises("unknown_model"):
         admit(core, entry)
-    core.set_adapters([])
+    core.part(Adapters).set([])
     with raises("unknown_model"):
         admit(core, entry)
-    core.set_adapters([LoadedAdapter("lora", 2)])
+    core.part(Adapters).set([LoadedAdapter("lora", 2)])
     assert accept(core, entry).opened.model == "lora"
 
 
@@ -425,17 +433,16 @@ def test_a_recipe_has_what_computes_the_samples_again(tokenizer: PreTrainedToken
     )
     core = core_of(tokenizer, capacity=capacity)
     accepted = accept(core, entry_of(tenant="anna", n=2, max_tokens=500, ignore_eos=False))
-    assert accepted.opened.recipe is not None
-    recipe = accepted.opened.recipe.recipe()
+    recipe = recipe_of(accepted)
     assert recipe.seeds == tuple(each.seed for each in accepted.admitted.sequences)
     assert (recipe.tenant, recipe.executors) == ("anna", (made,))
     # As resolved: what fits the model, and its stop tokens.
     assert (recipe.sampling.max_tokens, recipe.sampling.stop_token_ids) == (96, {1})
     again = admit(core, entry_of("8-0", n=2, sample_seeds=recipe.seeds, seed=3))
     assert [each.seed for each in again.sequences] == [*recipe.seeds]
-    greedy = accept(core, entry_of("9-0", temperature=0)).opened.recipe
+    greedy = recipe_of(accept(core, entry_of("9-0", temperature=0)))
     assert greedy is not None
-    assert greedy.recipe().seeds == ()
+    assert greedy.seeds == ()
 
 
 @pytest.mark.parametrize(("seeds", "hint"), [((1,), "n is 2"), ((1, -1), "-1; it must be")])

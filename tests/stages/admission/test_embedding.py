@@ -10,6 +10,7 @@ from transformers import PreTrainedTokenizerFast
 
 from nano_inference.bus.control import EmbeddingCapacity, ReplicaCapacity
 from nano_inference.bus.entries import RequestEntry
+from nano_inference.bus.parts.scoring import ReferenceScoring
 from nano_inference.bus.pooling import Pooling
 from nano_inference.bus.public import ChatMessage, EmbedParams, GenerateRequest
 from nano_inference.bus.sections import with_sections
@@ -66,7 +67,7 @@ def test_pooling_defaults_are_the_models_own(
     assert opened.embeds
     assert (request.sampling.max_tokens, len(request.sequences)) == (1, 1)
     assert not opened.stream, "nothing comes before the Completion"
-    assert opened.ref_temperature is None, "there is nothing to score"
+    assert ReferenceScoring.find(opened.parts) is None, "there is nothing to score"
 
 
 def test_an_empty_text_has_the_tokens_that_the_tokenizer_adds(

@@ -13,6 +13,9 @@ from PIL import Image
 from nano_inference.bus.codec import check_request, decode_request, encode_request
 from nano_inference.bus.control import EmbeddingCapacity, ImageCapacity, ReplicaCapacity
 from nano_inference.bus.entries import Malformed, RequestEntry
+from nano_inference.bus.media import MediaItem
+from nano_inference.bus.messages import AdmittedRequest
+from nano_inference.bus.parts.images import PromptMedia
 from nano_inference.bus.public import (
     ChatMessage,
     EmbedParams,
@@ -32,11 +35,11 @@ from nano_inference.config import (
 )
 from nano_inference.media import decode_process
 from nano_inference.media.turns import FairDecoder
-from nano_inference.stages.admission.arrivals import Accepted, Tokens
+from nano_inference.stages.admission.arrivals import Accepted, PromptImage, Tokens
 from nano_inference.stages.admission.core import AdmissionCore
 from nano_inference.stages.admission.held_images import HeldImages
-from nano_inference.stages.admission.images import PromptImage
 from nano_inference.stages.admission.judging import without_files
+from nano_inference.stages.admission.parts.images import Images
 from nano_inference.store.images import MemoryImages
 from nano_inference.text.images import ImageProcessor
 
@@ -101,7 +104,7 @@ async def load(core: AdmissionCore, entry: RequestEntry, held: HeldImages | None
     held = held or HeldImages(MemoryImages(), ImagesConfig(), durable=True)
     images: tuple[PromptImage, ...] = ()
     if request.images:
-        decoder = FairDecoder(core.images.decoder, ImagesConfig())
+        decoder = FairDecoder(core.part(Images).decoder, ImagesConfig())
         images = await held.load(entry, core, decoder)
     return core.tokenize(request, images)
 
@@ -110,6 +113,12 @@ async def admit(core: AdmissionCore, **fields: Any) -> Accepted:
     fields = {"sampling": SamplingParams(max_tokens=4)} | fields
     entry = RequestEntry("7-0", GenerateRequest(**fields))
     return core.admit(entry, 0, 0, tokens=await load(core, entry))
+
+
+def media_of(made: Tokens | AdmittedRequest) -> tuple[MediaItem, ...]:
+    found = PromptMedia.find(made.parts)
+    assert found is not None
+    return found.items
 
 
 # --- prompts -----------------------------------------------------------------------------------
@@ -134,7 +143,7 @@ async def test_each_form_of_a_prompt_gets_the_same_image_tokens(
         accepted = await admit(core, images=images, **form)
         assert accepted.admitted.prompt.token_ids == tuple(whole), form
         assert accepted.opened.prompt_token_ids == tuple(whole), "which are counted"
-        first, second = accepted.admitted.media
+        first, second = media_of(accepted.admitted)
         assert (first.id, second.id) == (id_of(SMALL), id_of(WIDE))
         assert (second.width, second.height, second.alone) == (140, 56, False)
         places = [*first.places(whole), *second.places(whole)]
@@ -172,7 +181,8 @@ async def test_a_conversation_without_images_reads_as_before(
 async def test_an_image_is_named_by_id(core: AdmissionCore, processor: ImageProcessor) -> None:
     held = Held(core)
     await held.put(1, file(SMALL))
-    first, second = (await held.put(2, ImageInput(id=id_of(SMALL)), file(SMALL))).media
+    tokens = await held.put(2, ImageInput(id=id_of(SMALL)), file(SMALL))
+    first, second = media_of(tokens)
     assert (first.id, first.name, first.num_tokens) == (second.id, second.name, second.num_tokens)
 
 
@@ -259,11 +269,11 @@ async def test_image_tokens_without_images_are_refused(
 async def test_tokens_that_only_look_like_images_are_text(processor: ImageProcessor) -> None:
     core = core_of(processor)
     for text in (MARK[:-1], MARK.upper(), "<image>"):
-        assert (await admit(core, prompt=text)).admitted.media == ()
+        assert (await admit(core, prompt=text)).admitted.parts == ()
     texts = AdmissionCore(Config(), processor._tokenizer, frozenset({1}))
     texts.set_capacity(msgspec.structs.replace(CAPACITY, parts=()))
     for given in ({"prompt": MARK}, {"prompt_token_ids": (5, processor.mark_id)}):
-        assert (await admit(texts, **given)).admitted.media == ()
+        assert (await admit(texts, **given)).admitted.parts == ()
 
 
 async def test_an_image_with_too_many_tokens_is_refused(processor: ImageProcessor) -> None:
@@ -339,7 +349,7 @@ class Held:
 async def test_images_are_held_until_their_request_is_answered(core: AdmissionCore) -> None:
     held = Held(core)
     tokens = await held.put(1, file(SMALL), file(WIDE))
-    kept = await held.store.get(tokens.media[1].name)
+    kept = await held.store.get(media_of(tokens)[1].name)
     assert kept is not None
     assert (kept.width, kept.height) == WIDE.size
     assert (await held.store.usage()).held == 2
@@ -352,8 +362,8 @@ async def test_images_are_held_until_their_request_is_answered(core: AdmissionCo
 
 
 async def test_a_full_store_refuses_and_says_when_to_come_back(core: AdmissionCore) -> None:
-    one = (await Held(core).put(1, file(SMALL))).media[0].num_tokens
-    held = Held(core, store_bytes=3 * core.images.num_bytes(one))
+    one = media_of(await Held(core).put(1, file(SMALL)))[0].num_tokens
+    held = Held(core, store_bytes=3 * core.part(Images).num_bytes(one))
     await held.put(1, file(SMALL), tenant="a")
     with raises("images_full", "the tenant's requests", retry_after_s=1.0):
         await held.put(2, file(SMALL), tenant="a")
@@ -371,12 +381,12 @@ async def test_a_full_store_refuses_and_says_when_to_come_back(core: AdmissionCo
 async def test_tenants_share_no_image_and_salts_no_embeddings(core: AdmissionCore) -> None:
     """Embeddings are found by key, and an image also by id."""
     held, by_id = Held(core), ImageInput(id=id_of(SMALL))
-    (one,) = (await held.put(1, file(SMALL), tenant="a")).media
+    (one,) = media_of(await held.put(1, file(SMALL), tenant="a"))
     with raises("unknown_image", "for this tenant"):
         await held.put(2, by_id, tenant="b")
-    (other,) = (await held.put(2, file(SMALL), tenant="b")).media
-    (salted,) = (await held.put(3, by_id, tenant="a", cache_salt="s")).media
-    (same,) = (await held.put(4, by_id, tenant="a")).media
+    (other,) = media_of(await held.put(2, file(SMALL), tenant="b"))
+    (salted,) = media_of(await held.put(3, by_id, tenant="a", cache_salt="s"))
+    (same,) = media_of(await held.put(4, by_id, tenant="a"))
     assert len({one.name, other.name}) == 2
     assert len({one.key, other.key, salted.key}) == 3
     assert (same.name, same.key) == (one.name, one.key)
@@ -387,15 +397,15 @@ async def test_with_shared_prefixes_images_are_shared_too(processor: ImageProces
     core = AdmissionCore(config, processor._tokenizer, frozenset({1}), processor)
     core.set_capacity(CAPACITY)
     held = Held(core)
-    name = (await held.put(1, file(SMALL), tenant="a")).media[0].name
-    assert (await held.put(2, file(SMALL), tenant="b")).media[0].name == name
+    name = media_of(await held.put(1, file(SMALL), tenant="a"))[0].name
+    assert media_of(await held.put(2, file(SMALL), tenant="b"))[0].name == name
 
 
 async def test_another_lane_takes_the_leases_over(core: AdmissionCore) -> None:
     held = Held(core)
     await held.put(1, file(SMALL))
     other = HeldImages(held.store, ImagesConfig(), durable=True)
-    media = (await held.put(1, file(SMALL))).media
+    media = media_of(await held.put(1, file(SMALL)))
     assert not await other.missing("1-0", media)
     held.images.forget(["1-0"])
     await held.images.release("1-0")
@@ -407,7 +417,7 @@ async def test_another_lane_takes_the_leases_over(core: AdmissionCore) -> None:
 async def test_leases_are_renewed_and_lost_images_noticed(core: AdmissionCore) -> None:
     held, now = Held(core), 0.0
     held.store._now_s = lambda: now
-    media = (await held.put(1, file(SMALL))).media
+    media = media_of(await held.put(1, file(SMALL)))
     now = 299.0
     await held.images.renew()
     now = 598.0

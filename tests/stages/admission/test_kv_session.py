@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerFast
 
+from nano_inference.bus.parts.sessions import SessionTurn
 from nano_inference.bus.public import EmbedParams, KVSession
 from nano_inference.stages.admission.core import AdmissionCore
 
@@ -22,8 +23,8 @@ def core(tokenizer: PreTrainedTokenizerFast) -> AdmissionCore:
 def test_a_turn_reaches_batching_with_its_session_also_after_a_failure(core: AdmissionCore) -> None:
     session = KVSession(id="x" * 128, ttl_s=3, after="demote")
     request = admit(core, entry_of(kv_session=session))
-    assert request.kv_session == session
-    assert core.resumed(request, ()).kv_session == session
+    assert SessionTurn.find(request.parts) == SessionTurn(session)
+    assert core.resumed(request, ()).parts == request.parts
     assert admit(core, entry_of()).kv_session is None
 
 

@@ -9,8 +9,9 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from nano_inference.bus.control import EmbeddingCapacity, ReplicaCapacity
-from nano_inference.bus.messages import StoredResponse, StoredSample
+from nano_inference.bus.messages import RequestOpened, StoredResponse, StoredSample
 from nano_inference.bus.parts.adapters import AdapterCapacity
+from nano_inference.bus.parts.responses import ResponseCaching
 from nano_inference.bus.public import EmbedParams, KVSession
 from nano_inference.bus.sections import with_sections
 from nano_inference.config import (
@@ -24,7 +25,8 @@ from nano_inference.config import (
 from nano_inference.stages.admission.arrivals import Accepted
 from nano_inference.stages.admission.core import AdmissionCore
 from nano_inference.stages.admission.participants import Participants
-from nano_inference.stages.admission.responses import ENTRY_BYTES
+from nano_inference.stages.admission.parts.adapters import Adapters
+from nano_inference.stages.admission.parts.responses import ENTRY_BYTES, Responses
 from nano_inference.store.board import LoadedAdapter
 
 from .made import CAPACITY
@@ -52,7 +54,7 @@ def response_of(
 
 def keep(core: AdmissionCore, accepted: Accepted, response: StoredResponse) -> None:
     """As streaming reports a request that has just been opened."""
-    generation = core.responses.generation
+    generation = core.part(Responses).generation
     core.keep(accepted, msgspec.structs.replace(response, generation=generation))
 
 
@@ -79,22 +81,30 @@ def asked(core: AdmissionCore, **fields: Any) -> Accepted:
     return accept(core, entry_of(**GREEDY | fields))
 
 
+def caching(opened: RequestOpened) -> ResponseCaching:
+    return ResponseCaching.find(opened.parts) or ResponseCaching()
+
+
 def found(core: AdmissionCore, **fields: Any) -> StoredResponse | None:
-    response = core.look_up(asked(core, **fields)).response
+    response = caching(core.look_up(asked(core, **fields))).response
     return response and msgspec.structs.replace(response, generation=0)
 
 
 def test_an_equal_request_gets_the_response(core: AdmissionCore) -> None:
     accepted = asked(core)
     opened = core.look_up(accepted)
-    assert (opened.keeps, opened.response) == (core.responses.generation, None)
-    response = response_of(generation=opened.keeps)
+    assert caching(opened) == ResponseCaching(core.part(Responses).generation)
+    response = response_of(generation=caching(opened).generation)
     core.keep(accepted, response)
     opened = core.look_up(asked(core))
-    assert (opened.keeps, opened.response) == (0, response)
-    assert (core.responses.hits, core.responses.misses, len(core.responses)) == (1, 1, 1)
-    assert core.responses.take_counts() == {"hit": 1, "miss": 1}
-    assert core.responses.take_counts() == {"hit": 0, "miss": 0}
+    assert caching(opened) == ResponseCaching(0, response)
+    assert (core.part(Responses).hits, core.part(Responses).misses, len(core.part(Responses))) == (
+        1,
+        1,
+        1,
+    )
+    assert core.part(Responses).take_counts() == {"hit": 1, "miss": 1}
+    assert core.part(Responses).take_counts() == {"hit": 0, "miss": 0}
 
 
 @pytest.mark.parametrize(
@@ -159,7 +169,7 @@ def test_what_may_change_the_response_is_in_the_key(
     own = response_of(adapter_version=1 if "model" in other else 0)
     keep(core, asked(core, **SEEDED | other), own)
     assert found(core, **SEEDED | other) == own
-    assert len(core.responses) == 2
+    assert len(core.part(Responses)) == 2
 
 
 def test_every_parameter_is_in_the_key_or_known_to_change_nothing() -> None:
@@ -193,10 +203,10 @@ def test_other_requests_are_never_looked_up(core: AdmissionCore, fields: dict[st
     accepted = asked(core, **fields)
     assert accepted.key is None
     opened = core.look_up(accepted)
-    assert (opened.keeps, opened.response) == (0, None)
+    assert caching(opened) == ResponseCaching()
     keep(core, accepted, response_of())
-    assert len(core.responses) == 0
-    assert (core.responses.hits, core.responses.misses) == (0, 0)
+    assert len(core.part(Responses)) == 0
+    assert (core.part(Responses).hits, core.part(Responses).misses) == (0, 0)
 
 
 def test_an_embedding_is_never_looked_up(tokenizer: PreTrainedTokenizerFast) -> None:
@@ -221,7 +231,6 @@ def test_a_turn_of_a_session_is_never_looked_up(tokenizer: PreTrainedTokenizerFa
 @pytest.mark.parametrize(
     ("settings", "capacity", "reason"),
     [
-        ({"response_cache_bytes": 0}, EXACT, ""),
         ({}, msgspec.structs.replace(EXACT, exact=False), "deterministic"),
         ({"reference_model_path": "/models/old"}, EXACT, "reference model"),
     ],
@@ -234,11 +243,18 @@ def test_a_lane_where_it_can_not_be_used_says_why(
 ) -> None:
     core = core_of(tokenizer, capacity, **settings)
     assert asked(core).key is None
-    assert (reason in core.no_responses()) if reason else core.no_responses() == ""
+    assert reason in core.part(Responses).why_off()
+
+
+def test_without_memory_for_responses_none_is_looked_up(tokenizer: PreTrainedTokenizerFast) -> None:
+    core = core_of(tokenizer, response_cache_bytes=0)
+    accepted = asked(core)
+    assert accepted.key is None
+    assert core.look_up(accepted) is accepted.opened
 
 
 def test_a_lane_where_it_is_used_gives_no_reason(core: AdmissionCore) -> None:
-    assert core.no_responses() == ""
+    assert core.part(Responses).why_off() == ""
 
 
 def test_deterministic_mode_must_cover_adapters(tokenizer: PreTrainedTokenizerFast) -> None:
@@ -279,23 +295,23 @@ def test_a_change_drops_responses_and_those_in_flight(core: AdmissionCore, chang
         case "capacity":
             core.set_capacity(msgspec.structs.replace(EXACT, weight_version=4))
         case "flush":
-            core.responses.clear()
+            core.part(Responses).clear()
         case "exact":
             core.set_capacity(msgspec.structs.replace(EXACT, exact=False))
             core.set_capacity(EXACT)
     assert found(core) is None
     for version in (3, 4):
-        response = response_of(weight_version=version, generation=opened.keeps)
+        response = response_of(weight_version=version, generation=caching(opened).generation)
         core.keep(in_flight, response)
     assert found(core, prompt="in flight") is None
-    assert (len(core.responses), core.responses.num_bytes) == (0, 0)
+    assert (len(core.part(Responses)), core.part(Responses).num_bytes) == (0, 0)
 
 
 def test_a_response_of_other_versions_is_not_kept(core: AdmissionCore) -> None:
     """The executor had new weights, or a new adapter, before admission learned of them."""
     keep(core, asked(core), response_of(weight_version=4))
     keep(core, asked(core, model="lora"), response_of(adapter_version=2))
-    assert len(core.responses) == 0
+    assert len(core.part(Responses)) == 0
 
 
 def test_a_response_reported_for_another_cache_is_not_kept(
@@ -303,15 +319,15 @@ def test_a_response_reported_for_another_cache_is_not_kept(
 ) -> None:
     """Streaming may report what was opened by admission's predecessor."""
     opened = core_of(tokenizer).look_up(asked(core_of(tokenizer)))
-    core.keep(asked(core), response_of(generation=opened.keeps))
-    assert len(core.responses) == 0
+    core.keep(asked(core), response_of(generation=caching(opened).generation))
+    assert len(core.part(Responses)) == 0
 
 
 def test_an_adapter_that_is_loaded_again_has_no_response(core: AdmissionCore) -> None:
     keep(core, asked(core, model="lora"), response_of(adapter_version=1))
     keep(core, asked(core), response_of())
     assert found(core, model="lora") is not None
-    core.set_adapters((LoadedAdapter("lora", 2),))
+    core.part(Adapters).set((LoadedAdapter("lora", 2),))
     assert found(core, model="lora") is None
     assert found(core) is not None, "the model alone has not changed"
 
@@ -356,7 +372,7 @@ def test_the_least_recently_used_response_leaves_a_full_cache(
     core = core_of(tokenizer, response_cache_bytes=most + 1)
     for prompt in "abc":
         keep(core, asked(core, prompt=prompt), response_of())
-    assert core.responses.num_bytes == most
+    assert core.part(Responses).num_bytes == most
     assert found(core, prompt="a") is not None
     keep(core, asked(core, prompt="d"), response_of())
     assert [found(core, prompt=prompt) is not None for prompt in "abcd"] == [
@@ -365,10 +381,10 @@ def test_the_least_recently_used_response_leaves_a_full_cache(
         True,
         True,
     ]
-    assert core.responses.num_bytes == most
+    assert core.part(Responses).num_bytes == most
     larger = response_of(tokens=20)
     keep(core, asked(core, prompt="e"), larger)
-    assert core.responses.num_bytes <= most
+    assert core.part(Responses).num_bytes <= most
     assert found(core, prompt="e") == larger
 
 
@@ -382,8 +398,11 @@ def test_a_response_larger_than_the_cache_is_not_kept(tokenizer: PreTrainedToken
 
 def test_equal_requests_in_flight_are_kept_once(core: AdmissionCore) -> None:
     first, second = asked(core), asked(core)
-    assert core.look_up(first).keeps
-    assert core.look_up(second).keeps
+    assert caching(core.look_up(first)).generation
+    assert caching(core.look_up(second)).generation
     for each in (first, second):
         keep(core, each, response_of())
-    assert (len(core.responses), core.responses.num_bytes) == (1, size_of(response_of()))
+    assert (len(core.part(Responses)), core.part(Responses).num_bytes) == (
+        1,
+        size_of(response_of()),
+    )

@@ -12,13 +12,23 @@ from nano_inference.bus.control import Cancel
 from nano_inference.bus.messages import RequestOpened
 from nano_inference.bus.public import Completion, CompletionChunk, Output, StageTime, Usage
 from nano_inference.bus.steps import StartedSequence, StepResult
-from nano_inference.stages.streaming.core import Deliveries, StreamingCore
+from nano_inference.config import Config, EngineConfig, PipelineConfig
+from nano_inference.stages.streaming.core import StreamingCore
+from nano_inference.stages.streaming.deliveries import Deliveries
 
 from ...sections import OPENED, RESULT, in_parts
 
 TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
 
 PROMPT = tuple(range(50, 57))
+
+EVERYTHING = Config(
+    engine=EngineConfig(
+        speculation="auto", reference_model_path="reference", response_cache_bytes=1 << 20
+    ),
+    pipeline=PipelineConfig(replicas=2),
+)
+"""With all parts."""
 
 
 def request_of(request_id: str = "r", **changes: Any) -> RequestOpened:
@@ -96,7 +106,7 @@ class Client:
     """Reads what is delivered, as a client and as batching would."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast | None) -> None:
-        self.core = StreamingCore(tokenizer)
+        self.core = StreamingCore(tokenizer, config=EVERYTHING)
         self.backend: Any = tokenizer and tokenizer.backend_tokenizer
         self.outputs: list[tuple[str, Output]] = []
         self.halts: list[int] = []

@@ -10,16 +10,19 @@ import pytest
 from msgspec.structs import replace
 
 from nano_inference.bus.messages import RequestOpened, StoredResponse, StoredSample
+from nano_inference.bus.parts.accounts import RequestTimes
 from nano_inference.bus.parts.speculation import DraftsResult
 from nano_inference.bus.public import Completion, StageTime, Usage
 from nano_inference.bus.recovery import RecoveryItem
 from nano_inference.bus.sections import with_sections
 from nano_inference.bus.steps import StartedSequence, StepResult, VerifiedDraft
 from nano_inference.bus.times import CAUSES, StepTimes
-from nano_inference.stages.streaming import accounts
-from nano_inference.stages.streaming.core import Deliveries, StreamingCore
+from nano_inference.stages.streaming.core import StreamingCore
+from nano_inference.stages.streaming.deliveries import Deliveries
+from nano_inference.stages.streaming.parts import accounts
+from nano_inference.stages.streaming.parts.accounts import TimeAccounts
 
-from .client import cancel_of, request_of
+from .client import EVERYTHING, cancel_of, request_of
 
 PROMPT = 7
 Times = dict[str, int]
@@ -29,7 +32,7 @@ class Lane:
     """A streaming core, and steps as executors report them."""
 
     def __init__(self) -> None:
-        self.core = StreamingCore(None)
+        self.core = StreamingCore(None, config=EVERYTHING)
         self.completions: list[Completion] = []
 
     def open(self, request_id: str = "r", now_ns: int = 120, **changes: Any) -> RequestOpened:
@@ -158,7 +161,7 @@ def test_time_without_steps_belongs_to_weights_while_none_is_allowed() -> None:
     time = causes(lane, life_ns=180)
     assert (time["weights"], time["own_decode"]) == (48 + 10, 10 + 10 + 10)
     assert time["overhead"] == 12 + 2 + 10
-    assert lane.core.accounts.busy_ns == lane.usage().billed_ns == 10 + 10 + 10 + 10
+    assert lane.core.part(TimeAccounts).busy_ns == lane.usage().billed_ns == 10 + 10 + 10 + 10
 
 
 def test_blocks_from_a_tier_are_waited_for() -> None:
@@ -207,7 +210,7 @@ def test_a_failure_lasts_from_the_last_step_to_the_next_token() -> None:
     lane.step(650, 670, [1], ends=[1], now_ns=670)
     time = causes(lane, life_ns=590)
     assert (time["recovery"], time["own_prefill"], time["own_decode"]) == (470, 10, 40)
-    assert lane.usage().billed_ns == lane.core.accounts.busy_ns == 100
+    assert lane.usage().billed_ns == lane.core.part(TimeAccounts).busy_ns == 100
     queued = StageTime(stage="fairness", start_ns=510, end_ns=690)
     lane.completions.clear()
     new = started(2, 690, "waits", queued=queued)
@@ -274,7 +277,7 @@ def test_a_restored_request_has_the_time_since_the_failure() -> None:
         unknown = causes(each, life_ns=590)["unknown"]
         rest = {"recovery": 650 - 110 - unknown, "own_decode": 10, "delivery": 10}
         assert each.usage().time == {"queue": 20, "overhead": 10, "unknown": unknown} | rest
-        assert each.usage().billed_ns == each.core.accounts.billed_ns == 50 + 10
+        assert each.usage().billed_ns == each.core.part(TimeAccounts).billed_ns == 50 + 10
     assert unknown == 290
 
 
@@ -304,10 +307,14 @@ def test_steps_before_the_request_is_known_count_when_it_is() -> None:
     time = causes(lane, life_ns=120)
     assert (time["own_prefill"], time["own_decode"], time["delivery"]) == (14, 20, 16)
     assert lane.usage().billed_ns == 7 + 5 + 5
-    assert lane.core.accounts.billed_ns == 7 + 5 + 5 + 7 + 5 + 5 + 10
+    assert lane.core.part(TimeAccounts).billed_ns == 7 + 5 + 5 + 7 + 5 + 5 + 10
     lane.step(200, 220, [2], ends=[2])
     bills = [completion.usage.billed_ns for completion in lane.completions]
-    assert lane.core.accounts.billed_ns == sum(filter(None, bills)) == lane.core.accounts.busy_ns
+    assert (
+        lane.core.part(TimeAccounts).billed_ns
+        == sum(filter(None, bills))
+        == lane.core.part(TimeAccounts).busy_ns
+    )
 
 
 def test_a_steps_time_is_divided_by_tokens_and_shared_prefills_are_halved() -> None:
@@ -323,8 +330,8 @@ def test_a_steps_time_is_divided_by_tokens_and_shared_prefills_are_halved() -> N
     lane.step(301, 331, [3], ends=[3], num_tokens=3, drafts=drafts)
     bills = [completion.usage.billed_ns for completion in lane.completions]
     assert bills == [33 + 10, 33 + 10, 44 + 10 + 30]
-    assert lane.core.accounts.billed_ns == sum(filter(None, bills))
-    assert lane.core.accounts.busy_ns == 181
+    assert lane.core.part(TimeAccounts).billed_ns == sum(filter(None, bills))
+    assert lane.core.part(TimeAccounts).busy_ns == 181
 
 
 def test_sequences_in_turns_over_pipeline_stages_share_decoded_tokens() -> None:
@@ -340,7 +347,7 @@ def test_sequences_in_turns_over_pipeline_stages_share_decoded_tokens() -> None:
     lane.step(190, 221, [2], ends=[2])
     bills = [completion.usage.billed_ns for completion in lane.completions]
     assert bills == [5 + 25, 5 + 25 + 11]
-    assert lane.core.accounts.busy_ns == 71
+    assert lane.core.part(TimeAccounts).busy_ns == 71
 
 
 def test_old_steps_are_thinned_out(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -352,6 +359,10 @@ def test_old_steps_are_thinned_out(monkeypatch: pytest.MonkeyPatch) -> None:
     for at_ns in range(5, 10_000, 503):
         passed_ns = device.totals[1] - device.totals_at(at_ns)[1]
         assert abs(passed_ns - 0.6 * (10_000 - at_ns)) < 0.06 * 10_000
+
+
+def times_of(opened: RequestOpened) -> RequestTimes:
+    return RequestTimes.find(opened.parts) or RequestTimes()
 
 
 class World:
@@ -393,7 +404,7 @@ class World:
         about["down_since_ns"] = self.pick(0, 0, 0, self.now_ns - 7)
         opened = self.lane.open(name, self.now_ns, n=n, **about)
         self.opened[name] = opened, start_ns
-        if opened.response is None:
+        if "response" not in about:
             self.waiting += [(name, index, 0) for index in range(n)]
 
     def start(self, replica: int, executed_ns: int) -> list[StartedSequence]:
@@ -493,7 +504,10 @@ class World:
         core.reset()
         self.pass_time()
         if is_restarted := self.pick(False, False, True):
-            self.lane.core, self.num_before = StreamingCore(None), len(self.lane.completions)
+            self.lane.core, self.num_before = (
+                StreamingCore(None, config=EVERYTHING),
+                len(self.lane.completions),
+            )
         done = {each.request_id for each in self.lane.completions}
         for replica in (0, 1):
             self.waiting += self.running[replica].values()
@@ -504,7 +518,7 @@ class World:
                 continue
             known = core._requests.get(name)
             if is_restarted:
-                opened = with_sections(opened, replace(opened.times, down_since_ns=down_ns))
+                opened = with_sections(opened, replace(times_of(opened), down_since_ns=down_ns))
             self.lane.core.open(opened, self.now_ns)
             if is_restarted and known is not None:
                 chunks = [each.chunk(0, "") for each in known.samples.values()]
@@ -531,7 +545,7 @@ def live_and_add_up(seed: int) -> None:
             world.pass_time()
             cancel = cancel_of(name, unstarted=True)
             world.lane.read(world.lane.core.end(cancel, world.now_ns))
-    found, bills = world.lane.core.accounts, []
+    found, bills = world.lane.core.part(TimeAccounts), []
     assert len(world.lane.completions) == len(world.opened)
     for completion in world.lane.completions:
         time, billed_ns = completion.usage.time, completion.usage.billed_ns

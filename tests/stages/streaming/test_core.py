@@ -15,7 +15,8 @@ from nano_inference.bus.messages import RequestOpened
 from nano_inference.bus.public import Completion, ErrorInfo, Usage
 from nano_inference.bus.recovery import RecoveryItem
 from nano_inference.bus.steps import SessionGrant, StepResult
-from nano_inference.stages.streaming.core import Deliveries
+from nano_inference.stages.streaming.deliveries import Deliveries
+from nano_inference.stages.streaming.parts.handover import StepsAhead
 
 from .client import (
     TRACE,
@@ -576,7 +577,7 @@ def test_a_stop_string_in_the_first_token_ends_the_sequence_where_it_continues(
     assert client.completion().samples[0].token_ids == (token_id,)
     assert client.halts == [5, 5]
     assert not client.core._early
-    assert not client.core._ahead
+    assert not client.core.part(StepsAhead)._ahead
 
 
 def test_a_new_epoch_drops_steps_that_came_too_early(client: Client) -> None:

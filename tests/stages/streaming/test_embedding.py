@@ -8,7 +8,7 @@ from typing import Any
 from nano_inference.bus.pooling import PooledPrompt
 from nano_inference.bus.public import Completion, CompletionSample, Usage
 from nano_inference.bus.recovery import RecoveryItem
-from nano_inference.stages.streaming.core import Deliveries
+from nano_inference.stages.streaming.deliveries import Deliveries
 from nano_inference.stages.streaming.measures import measure_end
 from nano_inference.telemetry.instruments import (
     DECODE_DURATION,

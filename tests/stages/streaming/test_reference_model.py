@@ -10,7 +10,7 @@ from nano_inference.bus.control import SampleScored, ScoreSample
 from nano_inference.bus.messages import RequestOpened
 from nano_inference.bus.recovery import RecoveryItem
 from nano_inference.bus.steps import PromptLogprobs
-from nano_inference.stages.streaming.core import Deliveries
+from nano_inference.stages.streaming.deliveries import Deliveries
 
 from .client import Client, cancel_of, request_of, started
 
@@ -23,7 +23,7 @@ def scored(**changes: Any) -> RequestOpened:
 
 def score(client: Client, *logprobs: float, index: int = 0, entry: str = "entry-r") -> Deliveries:
     client.now_ns += 10
-    return client.read(client.core.scored(SampleScored("r", entry, index, logprobs), client.now_ns))
+    return client.read(client.core.handle(SampleScored("r", entry, index, logprobs), client.now_ns))
 
 
 def test_a_completion_waits_for_the_scores_of_all_samples(client: Client) -> None:
@@ -90,12 +90,12 @@ def test_missing_scores_are_requested_again_in_a_new_epoch(client: Client) -> No
     asked = client.step([(2, 41, "stop")]).to_score
     score(client, -1.0)
     client.core.reset()
-    assert list(client.core.to_score(item)) == asked, "the other is scored"
+    assert client.core.unanswered(item) == asked, "the other is scored"
     assert all(each.finished for each in client.core.recovered(item).samples)
     score(client, -2.0, index=1)
     (completion,) = client.completions()
     assert [each.ref_logprobs for each in completion.samples] == [(-1.0,), (-2.0,)]
-    assert client.core.to_score(item) == ()
+    assert client.core.unanswered(item) == []
 
 
 def test_a_successor_has_finished_samples_scored(
@@ -108,7 +108,7 @@ def test_a_successor_has_finished_samples_scored(
     item = RecoveryItem("r", request.entry_id, "r")
     after.open(request)
     after.core.restore(item, client.chunks(), 500)
-    assert list(after.core.to_score(item)) == asked
+    assert after.core.unanswered(item) == asked
     assert score(after, -1.0, -2.0).ended
     (completion,) = after.completions()
     assert completion.samples[0].ref_logprobs == (-1.0, -2.0)

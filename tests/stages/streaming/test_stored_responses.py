@@ -13,7 +13,7 @@ from nano_inference.bus.parts.responses import ResponseCaching
 from nano_inference.bus.public import Completion, Timings, Usage
 from nano_inference.bus.recovery import RecoveryItem
 from nano_inference.bus.sections import with_sections
-from nano_inference.stages.streaming.core import SERVED_TOKENS
+from nano_inference.stages.streaming.parts.responses import SERVED_TOKENS
 
 from .client import Client, assert_chunks_match, cancel_of, request_of, started, tokens_of
 

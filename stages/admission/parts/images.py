@@ -4,16 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, ClassVar
 
-from ...bus.control import ImageCapacity
-from ...bus.media import MediaItem
-from ...bus.public import GenerateRequest, ImageInput, ImagePart
-from ...config import ImagesConfig, RequestError
-from ...media.decode_process import Refused, features_of, processed
-from ...media.decoder import ImageDecoder, ProcessorSource, refusal
-from ...store.images import name_of
-from ...text.images import Expanded, ImageProcessor, Size
+from ....bus.control import ImageCapacity, ReplicaCapacity
+from ....bus.media import MediaItem
+from ....bus.parts.images import PromptMedia
+from ....bus.public import GenerateRequest, ImageInput, ImagePart
+from ....config import ImagesConfig, RequestError, prompt_too_long
+from ....media.decode_process import Refused, features_of, processed
+from ....media.decoder import ImageDecoder, ProcessorSource, refusal
+from ....store.images import name_of
+from ....text.images import Expanded, ImageProcessor, Size
+from ..arrivals import PromptImage
+from ..prompts import PromptReader
+from . import Part
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -21,21 +25,7 @@ if TYPE_CHECKING:
 _ID_CHARACTERS = 64
 
 
-class PromptImage(NamedTuple):
-    """An image of a prompt.
-
-    Attributes:
-        id: Of its pixels.
-        size: Width and height.
-        name: In the store.
-    """
-
-    id: str
-    size: Size
-    name: str
-
-
-class RequestImages:
+class Images(Part):
     """Checks and decodes the images of requests, by the limits of the settings and the model.
 
     Attributes:
@@ -43,29 +33,42 @@ class RequestImages:
         decoder: Its processes.
     """
 
+    fields: ClassVar = ("images", "messages")
+
     def __init__(
-        self, config: ImagesConfig, processor: ImageProcessor | None, has_reference: bool
+        self,
+        config: ImagesConfig,
+        processor: ImageProcessor | None,
+        model_name: str,
+        *,
+        has_reference: bool,
     ) -> None:
         """Args:
         config: Limits.
         processor: None for a model without images.
+        model_name: For errors.
         has_reference: Whether a reference model, which reads token ids, scores each response.
         """
         self.processor = processor
         self._config = config
+        self._model_name = model_name
         self._has_reference = has_reference
+        self._capacity: ImageCapacity | None = None
+        self._max_model_len = 0
         source: ProcessorSource | None = None
         if processor is not None:
             source = ProcessorSource(str(processor.folder), processor.options)
         self.decoder = ImageDecoder(config, processor=source)
 
+    def set_capacity(self, capacity: ReplicaCapacity) -> None:
+        self._capacity = ImageCapacity.find(capacity.parts)
+        self._max_model_len = capacity.max_model_len
+
     def close(self) -> None:
         """End the processes that decode."""
         self.decoder.close()
 
-    def check(
-        self, request: GenerateRequest, capacity: ImageCapacity | None, model_name: str
-    ) -> None:
+    def check(self, request: GenerateRequest, capacity: ReplicaCapacity) -> None:
         """Check a request's images without decoding them.
 
         Raises:
@@ -82,9 +85,9 @@ class RequestImages:
         ]
         if not images and not parts:
             return
-        if self.processor is None or capacity is None:
+        if self.processor is None or self._capacity is None:
             raise RequestError(
-                f"{model_name} takes no images here; leave images out, or ask another model",
+                f"{self._model_name} takes no images here; leave images out, or ask another model",
                 code="images_not_supported",
             )
         if self._has_reference:
@@ -172,14 +175,17 @@ class RequestImages:
         except Refused as refused:
             raise refusal(refused.code, "the image", refused.reason) from None
 
-    def check_tokens(self, sizes: Sequence[Size], most: int) -> int:
-        """Check the images' sizes and numbers of tokens, each at most `most`; return the tokens.
+    def check_tokens(self, sizes: Sequence[Size]) -> int:
+        """Check that a request's images are within all limits; return their tokens.
+
+        Slow for sizes that the processor must try. Another thread may call it.
 
         Raises:
-            RequestError: image_too_large, invalid_image.
+            RequestError: image_too_large, invalid_image, prompt_too_long.
         """
         assert self.processor is not None, "check comes before"
-        config = self._config
+        assert self._capacity is not None, "check comes before"
+        config, most = self._config, self._capacity.max_tokens
         self.processor.check_growth(sizes, max_pixels=config.max_pixels, max_side=config.max_side)
         numbers = self.processor.num_tokens(sizes)
         for place, number in enumerate(numbers):
@@ -189,20 +195,28 @@ class RequestImages:
                     "(engine.max_image_tokens_per_step); scale it down"
                 )
                 raise refusal("image_too_large", f"images[{place}]", reason)
-        return sum(numbers)
+        if (total := sum(numbers)) >= self._max_model_len:
+            given = f"the prompt's images take {total}"
+            raise prompt_too_long(self._max_model_len, given, "send fewer or smaller ones")
+        return total
 
-
-def media_of(images: Sequence[PromptImage], expanded: Expanded, salt: str) -> tuple[MediaItem, ...]:
-    """Return a prompt's images for the lane. `salt`: `cache_salt` of the request."""
-    return tuple(
-        MediaItem(
-            image.id,
-            tokens.start,
-            tokens.number,
-            *image.size,
-            alone=len(images) == 1,
-            name=image.name,
-            salt=salt,
-        )
-        for image, tokens in zip(images, expanded.images, strict=True)
-    )
+    def read(
+        self, reader: PromptReader, prompt: Expanded, media: Sequence[PromptImage]
+    ) -> PromptMedia | None:
+        """Return the prompt's images for the lane."""
+        assert len(media) == len(reader.request.images), "they are loaded before"
+        if not media:
+            return None
+        items = [
+            MediaItem(
+                image.id,
+                tokens.start,
+                tokens.number,
+                *image.size,
+                alone=len(media) == 1,
+                name=image.name,
+                salt=reader.request.cache_salt,
+            )
+            for image, tokens in zip(media, prompt.images, strict=True)
+        ]
+        return PromptMedia(tuple(items))

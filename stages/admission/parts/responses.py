@@ -10,12 +10,16 @@ from __future__ import annotations
 import hashlib
 import secrets
 from collections import OrderedDict
-from typing import NamedTuple
 
 import msgspec
 
-from ...bus.messages import AdmittedRequest, RequestOpened, StoredResponse
-from ...config import SamplingParams
+from ....bus.control import ReplicaCapacity
+from ....bus.messages import AdmittedRequest, RequestOpened, StoredResponse
+from ....bus.parts.responses import ResponseCaching
+from ....config import EngineConfig, SamplingParams
+from ..arrivals import Accepted, ResponseKey
+from . import Part, Resolved
+from .adapters import Adapters
 
 ENTRY_BYTES = 512
 """Memory of an entry besides its response: the key's hash, objects of Python, the table's place."""
@@ -25,34 +29,23 @@ _RESPONSE = msgspec.msgpack.Encoder()
 _STORED = msgspec.msgpack.Decoder(StoredResponse)
 
 
-class ResponseKey(NamedTuple):
-    """What a response is a function of.
-
-    Attributes:
-        digest: SHA-256 of prompt, parameters, scope and versions. Tenants choose most of these, so
-            the hash must withstand a search for collisions.
-        weight_version: Of the weights when the request was admitted.
-        adapter_version: Of the adapter; 0 without one.
-    """
-
-    digest: bytes
-    weight_version: int
-    adapter_version: int
-
-
-class ResponseCache:
+class Responses(Part):
     """Responses by key, as MessagePack. The least recently used ones leave a full cache.
 
     Attributes:
-        max_bytes: Limit of `num_bytes`; 0 keeps nothing.
+        max_bytes: Limit of `num_bytes`.
         generation: Number of the time since the last `clear`, for requests that are opened.
         num_bytes: Memory of the responses, `ENTRY_BYTES` for each included.
         hits: Lookups that found a response.
         misses: Lookups that did not.
     """
 
-    def __init__(self, max_bytes: int) -> None:
-        self.max_bytes = max_bytes
+    def __init__(self, engine: EngineConfig, adapters: Adapters) -> None:
+        self.max_bytes = engine.response_cache_bytes
+        self._deterministic = engine.deterministic
+        self._has_reference = bool(engine.reference_model_path)
+        self._adapters = adapters
+        self._capacity: ReplicaCapacity | None = None
         self.num_bytes = self.hits = self.misses = 0
         # Random, since streaming may report a response for a predecessor of this object.
         self.generation = 1 << 48 | secrets.randbits(48)
@@ -74,19 +67,56 @@ class ResponseCache:
         self._responses.clear()
         self.num_bytes = 0
 
-    def key_of(
-        self,
-        opened: RequestOpened,
-        admitted: AdmittedRequest,
-        weight_version: int,
-        adapter_version: int,
-    ) -> ResponseKey:
-        """Return a request's key.
+    def weights_changed(self, capacity: ReplicaCapacity) -> None:
+        self._capacity = capacity
+        self.clear()
+
+    def why_off(self) -> str:
+        """Return why no response is cached; "" if some are."""
+        if self._has_reference:
+            return "a reference model scores each response"
+        if self._capacity is None or self._capacity.exact:
+            return ""
+        return "an executor has no deterministic mode, or replicas have different weights"
+
+    def look_up(self, accepted: Accepted) -> ResponseCaching | None:
+        """Return a new request's response, or that its response is to be kept."""
+        if accepted.key is None:
+            return None
+        response = self.find(accepted.key)
+        return ResponseCaching(self.generation if response is None else 0, response)
+
+    def finished(self, accepted: Accepted, response: StoredResponse) -> None:
+        if accepted.key is not None:
+            self.add(accepted.key, response)
+
+    def key(
+        self, resolved: Resolved, opened: RequestOpened, admitted: AdmittedRequest
+    ) -> ResponseKey | None:
+        """Return a request's key; None if it can't be cached.
 
         Whether it streams, its priority, budget, prediction and limit of drafts change no token.
         Without randomness the seed doesn't either.
         """
-        sampling, scope = admitted.sampling, admitted.cache_scope
+        request, capacity = resolved.request, self._capacity
+        sampling, adapter = admitted.sampling, self._adapters.get(resolved.adapter)
+        if (
+            capacity is None
+            or not capacity.exact
+            or self._has_reference
+            or request.embed is not None
+            or request.kv_session is not None  # its KV is to be kept
+            or request.sample_seeds  # which the key doesn't have
+            or sampling.prompt_logprobs is not None
+            or not sampling.response_cache
+            or not is_repeatable(sampling)
+            # With "auto" deterministic mode doesn't cover adapters.
+            or (adapter is not None and self._deterministic is not True)
+        ):
+            return None
+        adapter_version = 0 if adapter is None else adapter.version
+        weight_version = capacity.weight_version
+        scope = admitted.cache_scope
         sampling = msgspec.structs.replace(
             sampling,
             stop=opened.stop,

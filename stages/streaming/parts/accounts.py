@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from operator import itemgetter
@@ -18,12 +18,17 @@ from typing import Final, Literal, NamedTuple
 
 import msgspec
 
-from ...bus.control import Cancel
-from ...bus.entries import entry_key
-from ...bus.messages import RequestOpened
-from ...bus.sections import with_sections
-from ...bus.steps import StartedSequence, StepResult
-from ...bus.times import CAUSES, Break, Cause, StepTimes
+from ....bus.control import Cancel
+from ....bus.messages import RequestOpened
+from ....bus.parts.accounts import RequestTimes
+from ....bus.parts.speculation import DraftsResult
+from ....bus.public import CompletionChunk
+from ....bus.steps import StartedSequence, VerifiedDraft
+from ....bus.times import CAUSES, NO_TIMES, Break, Cause, StepTimes
+from ..deliveries import Deliveries, Ending
+from ..samples import RequestState, Sample
+from ..step import Step
+from . import Part
 
 MOST_STEPS = 4096
 """Steps of a device that are remembered. Every other one of the older half is then dropped, and the
@@ -43,7 +48,7 @@ _NOTHING: Totals = (0, 0, 0, 0)
 
 
 class StepCost(NamedTuple):
-    """What a step took.
+    """Cost of a step.
 
     Attributes:
         busy_ns: Time of the device.
@@ -139,7 +144,7 @@ class DeviceTime:
             self._is_thinned = True
 
     def totals_at(self, at_ns: int) -> Totals:
-        """Return the totals at an instant; behind the last step, those at its end."""
+        """Return the totals at an instant; after the last step, those at its end."""
         if at_ns >= self.at_ns or not self._past:
             return self.totals
         past = self._past
@@ -234,19 +239,16 @@ class RequestTime:
     _own_end_ns: int = 0
 
     @classmethod
-    def opened(cls, opened: RequestOpened, now_ns: int) -> RequestTime:
-        """Return the account of a request that enters the lane."""
+    def opened(cls, opened: RequestOpened, before: RequestTimes, now_ns: int) -> RequestTime:
+        """Return the account of a request that enters the lane. `before`: admission's instants."""
         # For a request with a budget, `received_ns` is its publication.
-        before = opened.times
-        taken_ns, down_since_ns = opened.received_ns + before.waited_ns, before.down_since_ns
+        taken_ns = opened.received_ns + before.waited_ns
         start_ns = taken_ns - before.queued_ns
         time = cls(opened.n, start_ns, start_ns)
         time._give(taken_ns, now_ns, "queue")
         time._give(opened.admitted_ns, now_ns, "overhead")
-        if opened.response is not None:
-            time._base = "delivery"
-        if down_since_ns:
-            time._give(down_since_ns, now_ns, "credits")
+        if before.down_since_ns:
+            time._give(before.down_since_ns, now_ns, "credits")
             time._base = "recovery"
         return time
 
@@ -260,21 +262,14 @@ class RequestTime:
         return time
 
     @classmethod
-    def restored(cls, opened: RequestOpened, ended: Mapping[int, bool], now_ns: int) -> RequestTime:
-        """Return the account of a request that has begun, and whose account is lost.
-
-        Args:
-            opened: The request.
-            ended: Of each sample that has begun, whether it has ended.
-            now_ns: The time.
-        """
-        before = opened.times
+    def restored(cls, request: RequestState, before: RequestTimes, now_ns: int) -> RequestTime:
+        """Return the account of a request that has begun, and whose account is lost."""
         begun = msgspec.structs.replace(before, down_since_ns=0)
-        time = cls.opened(with_sections(opened, begun), now_ns)
+        time = cls.opened(request.info, begun, now_ns)
         time._give(before.down_since_ns or now_ns, now_ns, "unknown")
         time._base = "recovery"
-        for index, is_ended in ended.items():
-            state: State = "ended" if is_ended else "recovery"
+        for index, sample in request.samples.items():
+            state: State = "recovery" if sample.finish_reason is None else "ended"
             time._samples[index] = _SampleTime(state, DeviceTime())
         return time
 
@@ -347,9 +342,9 @@ class RequestTime:
                 sample.state = "recovery"
         self._base, self._base_device = "recovery", None
 
-    def finish(self, now_ns: int) -> dict[str, int]:
-        """End the life; return its causes."""
-        cut_short = False
+    def finish(self, now_ns: int, *, served: bool = False) -> dict[str, int]:
+        """End the life; return its causes. `served`: with a cached response."""
+        cut_short = served and self._base == "credits"
         for sample in self._samples.values():
             if sample.state in ("decode", "prefill"):
                 self._advance(sample.device.at_ns, now_ns)
@@ -444,14 +439,22 @@ class RequestTime:
             self.causes[cause] = self.causes.get(cause, 0) + passed_ns
 
 
-class TimeAccounts:
+class _Counted(NamedTuple):
+    """A step: its times, drafts and device, and its cost."""
+
+    times: StepTimes
+    drafts: tuple[VerifiedDraft, ...]
+    device: DeviceTime
+    cost: StepCost
+
+
+class TimeAccounts(Part):
     """The accounts of all requests in flight, and of each replica's device."""
 
     def __init__(self, since_ns: int = 0) -> None:
         self._since_ns = since_ns
         self._devices: defaultdict[int, DeviceTime] = defaultdict(DeviceTime)
-        # Running sequences, with the index of the sample; those without a token since they started.
-        self._running: dict[int, tuple[RequestTime, int]] = {}
+        # Sequences without a token since they started.
         self._fresh: set[int] = set()
         # Of requests that had not begun when an epoch ended, by entry.
         self._unbegun: dict[str, RequestTime] = {}
@@ -478,111 +481,118 @@ class TimeAccounts:
             "billed_ns": self.billed_ns,
         }
 
-    def open(self, opened: RequestOpened, now_ns: int) -> RequestTime:
-        """Return the account of a request that enters the lane, perhaps again."""
-        time = self._unbegun.pop(entry_key(opened.entry_id, opened.request_id), None)
-        return time or RequestTime.opened(opened, now_ns)
-
-    def pop_unbegun(self, key: str) -> RequestTime | None:
-        """Return the account of a request that had not begun when an epoch ended, and won't."""
-        return self._unbegun.pop(key, None)
-
-    def reset(self, unbegun: Mapping[str, RequestTime], begun: Iterable[RequestTime]) -> None:
-        """Begin an epoch. The time from the last step on belongs to the failure.
-
-        Args:
-            unbegun: Accounts of requests that have not begun, by `entry_key`.
-            begun: Of other requests.
-        """
-        failed_ns = max((device.at_ns for device in self._devices.values()), default=0)
-        for time in (*unbegun.values(), *begun):
-            time.failed(failed_ns, self._now_ns)
-        self._unbegun = dict(unbegun)
-        self._busy_ns, self._billed_ns = self.busy_ns, self.billed_ns
-        self._devices.clear()
-        self._running.clear()
-        self._fresh.clear()
-
-    def step(self, result: StepResult, replica: int, now_ns: int) -> DeviceTime:
-        """Add a step to its device, and note sequences that left before; return the device."""
-        times, drafts, self._now_ns = result.times, result.drafts, now_ns
-        if times.left:
-            for seq_id, why in times.left:
-                if (running := self._running.pop(seq_id, None)) is not None:
-                    running[0].left(running[1], why, now_ns)
-        drafted = sum([draft.num_tokens for draft in drafts]) if drafts else 0
-        device = self._devices[replica]
-        device.step(times, result.start_ns, result.end_ns, drafted)
-        return device
-
-    def cost(self, replica: int) -> StepCost:
-        """Return the cost of a replica's last step."""
-        return self._devices[replica].cost
-
-    def started(
-        self,
-        time: RequestTime,
-        started: StartedSequence,
-        num_prompt: int,
-        replica: int,
-        now_ns: int,
-    ) -> None:
-        """As `RequestTime.started`."""
-        time.started(started, num_prompt, self._devices[replica], now_ns)
-        self._running[started.seq_id] = time, started.sample_index
-        self._fresh.add(started.seq_id)
-
-    def count(self, result: StepResult, replica: int, cost: StepCost | None, now_ns: int) -> None:
-        """Account for a step's rows that compute prompts, drafted tokens, and first tokens.
-
-        Args:
-            result: The step.
-            replica: That ran it.
-            cost: Of the step; None if it is the replica's last one.
-            now_ns: The time.
-        """
-        if not (result.times.prefills or self._fresh or result.drafts):
-            return
-        device, end_ns, find = self._devices[replica], result.end_ns, self._running.get
-        cost = cost or device.cost
-        if result.times.prefills:
-            busy_ns, price_ns = cost
-            for seq_id, owed_ns in shares(result.times.prefills, price_ns):
-                if (running := find(seq_id)) is not None:
-                    running[0].computed(busy_ns, end_ns, owed_ns, device)
-        for draft in result.drafts:
-            if (running := find(draft.seq_id)) is not None:
-                running[0].computed(0, 0, draft.num_tokens * cost.price_ns, device)
-        for seq_id in self._fresh.intersection(result.seq_ids):
-            self._fresh.remove(seq_id)
-            if (running := find(seq_id)) is not None:
-                running[0].token(running[1], end_ns, now_ns)
-
-    def ended(self, seq_id: int, end_ns: int, now_ns: int) -> None:
-        """Note that a sequence has ended, with a step that ended then."""
-        if (running := self._running.get(seq_id)) is not None:
-            running[0].ended(running[1], end_ns, now_ns)
-        self.forget(seq_id)
-
-    def drop(self, time: RequestTime | None) -> None:
-        """Forget a request that ends elsewhere: here, nobody pays for it."""
-        if time is not None:
-            self.unbill(time.settle())
-
     def unbill(self, billed_ns: int) -> None:
         """Take back the bill of a request whose terminal message is not delivered."""
         self._billed_ns -= billed_ns
 
-    def forget(self, seq_id: int) -> None:
-        """Drop a sequence, whose request ends."""
-        self._running.pop(seq_id, None)
-        self._fresh.discard(seq_id)
+    def opened(self, request: RequestState, deliveries: Deliveries) -> None:
+        time, now_ns = self._unbegun.pop(request.key, None), deliveries.now_ns
+        if time is None:
+            time = RequestTime.opened(request.info, _before(request), now_ns)
+        request.notes[self] = time
+
+    def received(self, step: Step) -> None:
+        """Add the step to its device, and note sequences that left before."""
+        parts, now_ns = step.result.parts, step.now_ns
+        times, self._now_ns = StepTimes.find(parts) or NO_TIMES, now_ns
+        for seq_id, why in times.left:
+            if (sample := step.find(seq_id)) is not None:
+                self._fresh.discard(seq_id)
+                sample.request.notes[self].left(sample.index, why, now_ns)
+        drafts = DraftsResult.find(parts) if len(parts) > 1 else None
+        verified = () if drafts is None else drafts.verified
+        drafted = sum([draft.num_tokens for draft in verified]) if verified else 0
+        device = self._devices[step.replica]
+        device.step(times, step.result.start_ns, step.result.end_ns, drafted)
+        step.notes[self] = _Counted(times, verified, device, device.cost)
+
+    def started(self, sample: Sample, started: StartedSequence, step: Step) -> None:
+        info, time = sample.request.info, sample.request.notes[self]
+        device = self._devices[step.replica]
+        time.started(started, len(info.prompt_token_ids), device, step.now_ns)
+        self._fresh.add(started.seq_id)
+
+    def stepped(self, step: Step) -> None:
+        """Account for rows that compute prompts, for drafted tokens, and for first tokens."""
+        times, drafts, device, cost = step.notes[self]
+        if not (times.prefills or self._fresh or drafts):
+            return
+        result, find = step.result, step.find
+        if times.prefills:
+            for seq_id, owed_ns in shares(times.prefills, cost.price_ns):
+                if (sample := find(seq_id)) is not None:
+                    time = sample.request.notes[self]
+                    time.computed(cost.busy_ns, result.end_ns, owed_ns, device)
+        for draft in drafts:
+            if (sample := find(draft.seq_id)) is not None:
+                owed_ns = draft.num_tokens * cost.price_ns
+                sample.request.notes[self].computed(0, 0, owed_ns, device)
+        for seq_id in self._fresh.intersection(result.seq_ids):
+            if (sample := find(seq_id)) is not None:
+                self._fresh.remove(seq_id)
+                sample.request.notes[self].token(sample.index, result.end_ns, step.now_ns)
+
+    def finished(self, sample: Sample, unused: int, deliveries: Deliveries) -> None:
+        self._fresh.discard(sample.seq_id)
+        end_ns = sample.request.step_end_ns
+        sample.request.notes[self].ended(sample.index, end_ns, deliveries.now_ns)
+
+    def stopped(self, sample: Sample) -> None:
+        self._fresh.discard(sample.seq_id)
+
+    def completed(
+        self, request: RequestState | None, cancel: Cancel | None, ending: Ending
+    ) -> None:
+        now_ns, served = ending.now_ns, False
+        if request is not None:
+            time = request.notes[self]
+            served = bool(request.samples) and not request.executed_ns
+        else:
+            assert cancel is not None
+            time = self._unbegun.pop(cancel.key, None)
+            time = time or RequestTime.ended_by_admission(cancel, now_ns)
+        ending.usage["time"] = time.finish(now_ns, served=served)
+        ending.usage["billed_ns"] = time.billed_ns
+        ending.timings["published_ns"] = time.start_ns
+
+    def dropped(self, request: RequestState) -> None:
+        """Take back the bill of a request that ends elsewhere: here, nobody pays for it."""
+        self.unbill(request.notes[self].settle())
+
+    def restored(
+        self,
+        request: RequestState,
+        before: RequestState,
+        chunks: Sequence[CompletionChunk],
+        now_ns: int,
+    ) -> None:
+        if chunks:
+            self.dropped(before)
+            request.notes[self] = RequestTime.restored(request, _before(request), now_ns)
+        else:
+            request.notes[self] = before.notes[self]
+
+    def reset(self, requests: Sequence[RequestState]) -> None:
+        """Begin an epoch. The time from the last step on belongs to the failure."""
+        failed_ns = max((device.at_ns for device in self._devices.values()), default=0)
+        self._unbegun.clear()
+        for request in requests:
+            request.notes[self].failed(failed_ns, self._now_ns)
+            if not request.samples:
+                self._unbegun[request.key] = request.notes[self]
+        self._busy_ns, self._billed_ns = self.busy_ns, self.billed_ns
+        self._devices.clear()
+        self._fresh.clear()
+
+
+def _before(request: RequestState) -> RequestTimes:
+    return RequestTimes.find(request.info.parts) or RequestTimes()
 
 
 def shares(prefills: Sequence[tuple[int, int]], price_ns: int) -> Iterable[tuple[int, int]]:
     """Return (sequence, what it owes) for each of a step's rows with prompts.
 
-    A row and the rows without tokens behind it share its prefill: each owes the same, and the first
+    A row and the rows without tokens after it share its prefill: each owes the same, and the first
     one the remainder.
     """
     owed = [(seq_id, number * price_ns) for seq_id, number in prefills]

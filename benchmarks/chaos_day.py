@@ -14,7 +14,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, ClassVar, Self
 
-import chaos_mixed
+import mixed_requests
 import redis.asyncio
 from chaos_http import GatewayProcess
 from chaos_rig import STAGES, Deployment
@@ -48,7 +48,7 @@ class Day:
     key = ""
     all_interfaces: tuple[str, ...] = INTERFACES
     settings: ClassVar[dict[str, object]] = {
-        **chaos_mixed.SETTINGS,
+        **mixed_requests.SETTINGS,
         "bus.prefix": "nano-benchmark-days",
         "pipeline.replicas": 2,
     }
@@ -73,10 +73,10 @@ class Day:
         return self.deployment.process
 
     async def __aenter__(self) -> Self:
-        chaos_mixed.write_adapter(self.folder / "adapter")
+        mixed_requests.write_adapter(self.folder / "adapter")
         settings = dict(self.settings)
         if "adapter" not in self.without:
-            adapters = {chaos_mixed.ADAPTER: str(self.folder / "adapter")}
+            adapters = {mixed_requests.ADAPTER: str(self.folder / "adapter")}
             settings["engine.adapters"] = json.dumps(adapters)
         self.settings_now = settings
         try:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import chaos
-import chaos_mixed
+import mixed_requests
 import redis.asyncio
 from chaos_day import STOPPED_S, Day, stopped
 from chaos_one_server import OneServer
@@ -189,7 +189,7 @@ class TwoLanes(OnPlainServer):
 
     KINDS = ("lane stopped for ten seconds", "admission stopped for ten seconds", "lane killed")
     settings: ClassVar[dict[str, object]] = {
-        **chaos_mixed.SETTINGS,
+        **mixed_requests.SETTINGS,
         "bus.prefix": "nano-benchmark-days",
         "admission.lease_s": 3.0,
     }

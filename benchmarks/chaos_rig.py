@@ -1,4 +1,4 @@
-"""Parts of chaos.py and durability.py: a server on disk, a proxy, `nano-inference up`, the load."""
+"""Parts of chaos.py and others: a server on disk, a proxy, `nano-inference up`, the load."""
 
 from __future__ import annotations
 

@@ -19,9 +19,9 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import chaos
-import chaos_mixed
 import chaos_rig
 import httpx
+import mixed_requests
 import msgspec
 import numpy as np
 import redis.asyncio
@@ -44,7 +44,7 @@ REFUSALS = frozenset({"unknown_model", "model_not_found", "model_not_loaded", "a
 """Codes of requests for a model or adapter that is being unloaded."""
 TOOL = {
     "type": "function",
-    "function": {"name": "add", "description": "Adds.", "parameters": chaos_mixed.PERSON},
+    "function": {"name": "add", "description": "Adds.", "parameters": mixed_requests.PERSON},
 }
 _VOLATILE = frozenset({"id", "weight_versions", "weight_version", "ids", "created"})
 
@@ -81,7 +81,7 @@ def reasoning(request: dict[str, Any], rng: random.Random) -> None:
     as_chat(request, rng)
     del request["tools"]
     request["thinking"] = rng.randint(5, 30)
-    request["sampling"] |= {"constraint": {"json_schema": chaos_mixed.PERSON}, "max_tokens": 120}
+    request["sampling"] |= {"constraint": {"json_schema": mixed_requests.PERSON}, "max_tokens": 120}
 
 
 def with_guardrail(request: dict[str, Any], rng: random.Random) -> None:
@@ -99,7 +99,7 @@ def in_background(request: dict[str, Any], rng: random.Random) -> None:
         for name, value in request["sampling"].items()
         if name in ("max_tokens", "temperature", "seed")
     }
-    request["sampling"]["constraint"] = {"json_schema": chaos_mixed.PERSON}
+    request["sampling"]["constraint"] = {"json_schema": mixed_requests.PERSON}
 
 
 def for_guest(request: dict[str, Any], rng: random.Random) -> None:
@@ -121,19 +121,19 @@ def leaving(request: dict[str, Any], rng: random.Random) -> None:
 HTTP_INTERFACES = ("http", "http stream")
 INTERFACES = ("redis", "bus", *HTTP_INTERFACES, "grpc", "grpc stream")
 KINDS: dict[str, tuple[Callable[[dict[str, Any], random.Random], None], Sequence[str]]] = {
-    "plain": (chaos_mixed.plain, INTERFACES),
-    "schema": (chaos_mixed.with_schema, INTERFACES),
-    "regex": (chaos_mixed.with_regex, INTERFACES),
-    "call": (chaos_mixed.with_tool, INTERFACES),
-    "penalties": (chaos_mixed.with_penalties, INTERFACES),
-    "logprobs": (chaos_mixed.with_logprobs, ("redis", "bus", "http", "grpc")),
-    "embedding": (chaos_mixed.as_embedding, ("redis", "bus", "http", "grpc")),
-    "images": (chaos_mixed.with_images, ("redis", "bus", "http", "grpc")),
+    "plain": (mixed_requests.plain, INTERFACES),
+    "schema": (mixed_requests.with_schema, INTERFACES),
+    "regex": (mixed_requests.with_regex, INTERFACES),
+    "call": (mixed_requests.with_tool, INTERFACES),
+    "penalties": (mixed_requests.with_penalties, INTERFACES),
+    "logprobs": (mixed_requests.with_logprobs, ("redis", "bus", "http", "grpc")),
+    "embedding": (mixed_requests.as_embedding, ("redis", "bus", "http", "grpc")),
+    "images": (mixed_requests.with_images, ("redis", "bus", "http", "grpc")),
     "tool": (as_chat, ("http",)),
     "reasoning": (reasoning, ("http",)),
     "guardrail": (with_guardrail, (*HTTP_INTERFACES, "grpc", "grpc stream")),
     "background": (in_background, ("http",)),
-    "adapter": (chaos_mixed.with_adapter, ("redis", "bus", *HTTP_INTERFACES)),
+    "adapter": (mixed_requests.with_adapter, ("redis", "bus", *HTTP_INTERFACES)),
     "guest": (for_guest, ("redis", *HTTP_INTERFACES)),
     "second": (for_second, ("redis", *HTTP_INTERFACES, "grpc")),
     "leaving": (leaving, ("redis", "http stream", "grpc stream")),

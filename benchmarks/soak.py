@@ -37,8 +37,8 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
-import chaos_mixed
 import chaos_rig
+import mixed_requests
 import redis.asyncio
 import time_checks
 import torch
@@ -93,10 +93,10 @@ def settings(url: str, folder: Path) -> dict[str, Any]:
         "models": [
             {
                 "id": MAIN,
-                "path": chaos_mixed.MODEL,
+                "path": mixed_requests.MODEL,
                 "replicas": 2,
                 "default": True,
-                "adapters": {chaos_mixed.ADAPTER: str(folder / "adapter")},
+                "adapters": {mixed_requests.ADAPTER: str(folder / "adapter")},
             },
             {"id": SECOND, "path": "tiny", "preload": False},
         ],
@@ -105,7 +105,7 @@ def settings(url: str, folder: Path) -> dict[str, Any]:
 
 def write_weights(folder: Path) -> dict[str, str]:
     """Write the folders of both sets of weights; return them by label."""
-    source = EngineConfig(model_path=chaos_mixed.MODEL).model_folder
+    source = EngineConfig(model_path=mixed_requests.MODEL).model_folder
     other = folder / "weights"
     shutil.copytree(source, other)
     tensors = load_file(source / "model.safetensors")
@@ -384,7 +384,7 @@ async def soak(folder: Path, size: Any, result: dict[str, Any]) -> None:
     """Run it all; add to the result file's content, also if something fails."""
     rng = random.Random(size.seed)
     server = RedisServer(folder / "data", fsync="everysec")
-    await asyncio.to_thread(chaos_mixed.write_adapter, folder / "adapter")
+    await asyncio.to_thread(mixed_requests.write_adapter, folder / "adapter")
     temporary = folder / "tmp"
     temporary.mkdir(exist_ok=True)
     os.environ["TMPDIR"] = str(temporary)

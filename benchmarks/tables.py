@@ -158,7 +158,7 @@ def kserve() -> str:
     return markdown(["seconds, speed over memcpy", *seconds], body)
 
 
-# --- chaos.py, durability.py, hostile.py ----------------------------------------------------------
+# --- chaos.py, hostile.py -------------------------------------------------------------------------
 
 STREAM_FAULTS = ("lost", "duplicated", "gaps", "mismatched", "mismatched_sampled", "not_recovered")
 HTTP_FAULTS = ("lost", "doubled", "gaps", "different", "different_sampled", "returns")
@@ -212,30 +212,6 @@ def soak_trends(name: str) -> str:
         body.append([series, *numbers, row["verdict"]])
     body.append(["the others", "", "", "", "", f"{flat} flat"])
     return markdown(["series", "level", "slope, an hour", "from", "to", "verdict"], body)
-
-
-def durability_recovery() -> str:
-    body = [
-        [row["in_flight"], short(row["first_token_s"], 2), short(row["every_request_s"], 2)]
-        for row in result("durability")["recovery"]
-    ]
-    head = ["requests in flight", "first token, s", "every request has another one, s"]
-    return markdown(head, body)
-
-
-def durability_cost() -> str:
-    cost = result("durability")["cost"]
-    memory = cost[0]["tokens_per_s"]
-    body = [
-        [
-            row["ends"],
-            f"{row['tokens_per_s']:,}",
-            f"{row['tokens_per_s'] / memory:.2f}",
-            f"{row['ttft_p50_ms']:.0f}",
-        ]
-        for row in cost
-    ]
-    return markdown(["requests and results", "tokens/s", "x memory", "TTFT p50, ms"], body)
 
 
 def hostile() -> str:
@@ -543,8 +519,6 @@ TABLES: dict[str, Callable[[], str]] = {
     "chaos-http": partial(chaos_of, "chaos-http", HTTP_FAULTS),
     "bad-days": partial(bad_days, "chaos-days"),
     "soak": partial(soak_trends, "soak"),
-    "durability-recovery": durability_recovery,
-    "durability-cost": durability_cost,
     "hostile": hostile,
     "bandwidth": partial(bandwidth, "roles-M-2-cpu-cores"),
     "takeover": partial(

@@ -164,55 +164,6 @@ async def test_entries_of_a_lost_reply_are_found(redis_buses: Any, foreign: Redi
     assert ids_of(await taking) == [lost]
 
 
-async def test_links_survive_killed_connections(redis_buses: Any, foreign: Redis) -> None:
-    receiving, sending = redis_buses.open(), redis_buses.open()
-    inbox = await receiving.open_inbox("fairness")
-    total = 3000
-
-    async def kill() -> None:
-        for _ in range(15):
-            await kill_connections(foreign)
-            await asyncio.sleep(0.02)
-
-    killing = asyncio.create_task(kill())
-    sender = sending.sender(CREDITS, "batching-1")
-
-    async def send() -> None:
-        for number in range(total):
-            await sender.send(kit.credit(number))
-            if number % 20 == 0:
-                await sender.flush()
-
-    sent = asyncio.create_task(send())
-    numbers = [body.sequences for body in await kit.bodies(inbox, total)]
-    await asyncio.gather(sent, killing)
-    assert numbers == list(range(total))
-
-
-async def test_results_survive_killed_connections(redis_buses: Any, foreign: Redis) -> None:
-    bus, client = redis_buses.open(), redis_buses.open()
-    names = {f"r{i}": await client.requests.publish({"request_id": f"r{i}"}) for i in range(30)}
-    tail = await client.results.tail()
-    following = {
-        name: asyncio.create_task(kit.collect(client.results.follow(name, entry)))
-        for name, entry in names.items()
-    }
-    for step in range(40):
-        if step % 4 == 0:
-            killing = asyncio.create_task(kill_connections(foreign))
-        await bus.results.deliver([(n, [kit.chunk(n, e, step)]) for n, e in names.items()])
-        await killing
-    killing = asyncio.create_task(kill_connections(foreign))
-    await bus.results.deliver([(n, [kit.done(n, e)]) for n, e in names.items()])
-    await killing
-    for name, entry in names.items():
-        chunks = [kit.chunk(name, entry, step) for step in range(40)]
-        assert await following[name] == [*chunks, kit.done(name, entry)]
-    ended = [(await anext(tail)).request_id for _ in names]
-    assert sorted(ended) == sorted(names)
-    assert await foreign.xlen(redis_buses.keys.results) == len(names)
-
-
 async def test_requests_survive_killed_connections(redis_buses: Any, foreign: Redis) -> None:
     bus = redis_buses.open()
     published: list[str] = []

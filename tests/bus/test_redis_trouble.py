@@ -122,50 +122,6 @@ async def test_a_broken_connection_is_no_restart(place: Place) -> None:
     assert await kit.bodies(inbox, 1) == [Credit(1)]
 
 
-async def test_a_stream_that_lost_its_beginning_begins_anew(place: Place) -> None:
-    bus = place.open()
-    chunks = [kit.chunk("r", "e", i) for i in range(4)]
-    await bus.results.deliver([("r", chunks[:2])], 3)
-    await place.restart(lose=True)
-    await bus.results.deliver([("r", chunks[2:])], 3)
-    assert await place.numbers("r") == [3, 4]
-    assert await bus.results.recover(["r"], 4) == [[]]
-    await bus.results.deliver([("r", [*chunks, kit.done("r", "e")])], 4)
-    assert await place.numbers("r") == [1, 2, 3, 4, 5]
-
-
-async def test_an_ended_stream_stays_as_it_is(place: Place) -> None:
-    bus = place.open()
-    await bus.results.deliver([("r", [kit.chunk("r", "e", 0), kit.done("r", "e")])], 3)
-    assert await place.plain.xdel(f"{place.prefix}:out:r", "3-1") == 1
-    assert await bus.results.recover(["r"], 4) == [[kit.done("r", "e")]]
-
-
-async def test_a_follower_gets_no_token_twice(place: Place) -> None:
-    bus = place.open()
-    entry = await bus.requests.publish({"request_id": "r", "prompt": "x"})
-    chunks = [kit.chunk("r", entry, i) for i in range(3)]
-    await bus.results.deliver([("r", chunks[:2])], 3)
-    follow = bus.results.follow("r", entry)
-    assert [await anext(follow), await anext(follow)] == chunks[:2]
-    await place.restart(lose=True)
-    await bus.results.recover(["r"], 4)
-    await bus.results.deliver([("r", [*chunks, kit.done("r", entry)])], 4)
-    assert await kit.collect(follow) == [chunks[2], kit.done("r", entry)]
-
-
-async def test_a_follower_of_what_was_lost_is_told(
-    place: Place, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("nano_inference.bus.redis.follow.IDLE_CHECK_S", 0.05)
-    bus = place.open()
-    entry = await bus.requests.publish({"request_id": "r", "prompt": "x"})
-    following = asyncio.create_task(kit.collect(bus.results.follow("r", entry)))
-    await place.restart(lose=True)
-    with pytest.raises(BusError, check=lambda e: e.code == "unknown_request"):
-        await following
-
-
 @pytest.mark.parametrize(
     ("setting", "code", "words"),
     [

@@ -5,9 +5,6 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
-import random
-import signal
-import threading
 import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -15,16 +12,15 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from nano_inference.config import NanoInferenceError
 from nano_inference.config.temporary import SHARED_MEMORY, sweep
-from nano_inference.kserve.pool import BufferPool, PoolAcquireTimeout, PoolSlot, SlotQueue, Waiter
+from nano_inference.kserve.pool import BufferPool, PoolAcquireTimeout, PoolSlot
 from nano_inference.kserve.tensors import SharedMemory, TensorError
 
-from ..programs import Program, run
+from ..programs import run
 
 pytestmark = pytest.mark.skipif(not SHARED_MEMORY.is_dir(), reason="there is no /dev/shm")
 
@@ -140,34 +136,6 @@ async def test_a_waiter_cancelled_while_served_passes_its_slots_on(pool: BufferP
     assert (pool.free_slots, pool.waiting) == (8, 0)
 
 
-def test_dead_waiters_do_not_block_the_queue() -> None:
-    """A waiter of a closed event loop, or an abandoned coroutine."""
-    pool = BufferPool(8, 4, use_shm=False)
-    held = pool.acquire_slot_blocking(4)
-    coroutines = [pool.acquire_slot(4), pool.acquire_slot(3)]
-
-    async def begin() -> list[asyncio.Task[PoolSlot]]:
-        tasks = [asyncio.create_task(each) for each in coroutines]
-        await settle()
-        return tasks
-
-    loop = asyncio.new_event_loop()
-    loop.set_exception_handler(lambda loop, context: None)  # that tasks were destroyed
-    tasks = loop.run_until_complete(begin())
-    loop.close()
-    assert pool.waiting == 2
-    with pool._locked():
-        # As the garbage collector does, at any moment.
-        coroutines[1].close()
-    assert pool.waiting == 1
-    pool.release_slot(held)
-    assert (pool.waiting, pool.free_slots) == (0, 4)
-    coroutines[0].close()
-    del tasks
-    assert (pool.waiting, pool.free_slots) == (0, 4)
-    pool.close()
-
-
 async def test_closing_wakes_waiters_with_an_error(pool: BufferPool) -> None:
     held = await pool.acquire_slot(8)
     array = held.scratch(4, np.int64)
@@ -257,58 +225,6 @@ def test_64_tasks_with_random_spans_deadlines_and_cancellations(
             assert number in cancelled
         else:
             assert end is True or (end is False and number in impatient), end
-
-
-def test_threads_and_event_loops_share_a_pool(pool: BufferPool) -> None:
-    """Four threads that block, and four event loops with five tasks each."""
-    owners = np.zeros(8, np.int64)
-    errors: list[BaseException] = []
-    taken: list[int] = []
-
-    def own(slot: PoolSlot, number: int) -> None:
-        slots = slice(slot.offset // 1000, (slot.offset + slot.n_bytes) // 1000)
-        assert not owners[slots].any()
-        owners[slots] = number
-        array = slot.scratch(slot.n_bytes, np.uint8)
-        array[:] = number
-        assert (array == number).all()
-        assert (owners[slots] == number).all()
-        owners[slots] = 0
-        taken.append(number)
-
-    def block(number: int, chance: random.Random) -> None:
-        for _ in range(60):
-            with pool.acquire_slot_blocking(chance.randint(1, 8)) as slot:
-                own(slot, number)
-
-    async def turn(number: int, chance: random.Random) -> None:
-        for _ in range(12):
-            with await pool.acquire_slot(chance.randint(1, 8)) as slot:
-                own(slot, number)
-                await asyncio.sleep(0)
-
-    async def turns(number: int, chance: random.Random) -> None:
-        await asyncio.gather(*(turn(10 * number + each, chance) for each in range(5)))
-
-    def work(number: int) -> None:
-        chance = random.Random(number)
-        try:
-            if number % 2:
-                block(number, chance)
-            else:
-                asyncio.run(turns(number, chance))
-        except BaseException as error:  # noqa: BLE001
-            errors.append(error)
-
-    threads = [threading.Thread(target=work, args=(number,), daemon=True) for number in range(1, 9)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(LIMIT_S)
-    assert errors == []
-    assert not any(thread.is_alive() for thread in threads)
-    assert len(taken) == 8 * 60
-    assert (pool.free_slots, pool.waiting) == (8, 0)
 
 
 # --- arrays in slots --------------------------------------------------------------------------
@@ -440,39 +356,6 @@ async def test_subslots_end_with_their_slot(pool: BufferPool, slot: PoolSlot) ->
         part.scratch(0, np.uint8)
 
 
-async def test_offset_of_an_array(pool: BufferPool, slot: PoolSlot) -> None:
-    array = slot.scratch((4, 5), np.int32)
-    assert slot.offset_of(array[1:]) == 1020
-    assert slot.offset_of(array.reshape(-1).view(np.uint8)[3:]) == 1003
-    assert slot.offset_of(array[:, 1:]) is None, "it is not in one piece"
-    assert slot.offset_of(np.zeros(5)) is None
-    with await pool.acquire_slot() as other:
-        assert slot.offset_of(other.scratch(1, np.uint8)) is None
-
-
-async def test_a_slot_is_memory_within_its_bounds(pool: BufferPool, slot: PoolSlot) -> None:
-    array = slot.scratch(2000, np.uint8)
-    array[:] = 7
-    slot.write(SharedMemory(pool.name, 10, 1005), b"abc")
-    assert bytes(array[:10]) == b"\7\7\7\7\7abc\7\7"
-    found = slot.read(SharedMemory(pool.name, 4, 1004))
-    assert found.tobytes() == b"\7abc"
-    assert not found.flags.writeable
-    array[4] = 8
-    assert found[0] == 8, "it is no copy"
-    for outside in (
-        SharedMemory("another", 4, 1004),
-        SharedMemory(pool.name, 4, 998),
-        SharedMemory(pool.name, 5, 2996),
-        SharedMemory(pool.name, -1, 1004),
-        SharedMemory(pool.name, 2**63, 1000),
-    ):
-        with pytest.raises(TensorError, match="not within the slot"):
-            slot.read(outside)
-    with pytest.raises(TensorError, match="don't fit"):
-        slot.write(SharedMemory(pool.name, 2, 1000), b"123")
-
-
 async def test_array_at_a_filled_place(pool: BufferPool, slot: PoolSlot) -> None:
     slot.write(SharedMemory(pool.name, 16, 1000), np.arange(4, dtype="<i4").view(np.uint8))
     array = slot.array_at(SharedMemory(pool.name, 16, 1000), (2, 2), np.int32)
@@ -570,92 +453,4 @@ print(os.path.exists("/dev/shm" + pool.key), flush=True)
     assert not (SHARED_MEMORY / key[1:]).exists()
 
 
-def test_leftovers_of_a_killed_process_are_swept(tmp_path: Path) -> None:
-    (tmp_path / "code.py").write_text(MAKER + "sys.stdin.read()")
-    with Program(tmp_path / "code.py") as program:
-        path = SHARED_MEMORY / program.output.readline().strip()[1:]
-        sweep()
-        assert path.exists(), "its owner lives"
-        program.send_signal(signal.SIGKILL)
-        program.wait(LIMIT_S)
-    assert path.exists(), "this is what is to be swept"
-    with BufferPool(1000):  # the next pool sweeps
-        assert not path.exists()
-
-
 # --- the queue ------------------------------------------------------------------------------------
-
-
-N_SLOTS = 7
-
-
-class Played(RuleBasedStateMachine):
-    """Some ask, some leave with and without slots, some give theirs back, in any order."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.queue = SlotQueue(N_SLOTS)
-        self.line: list[Waiter] = []  # in the order in which they came
-        self.owners: list[Waiter | None] = [None] * N_SLOTS
-
-    def given(self, served: list[Waiter]) -> None:
-        assert served == self.line[: len(served)], "strictly in turn"
-        del self.line[: len(served)]
-        for waiter in served:
-            assert waiter.first is not None
-            slots = slice(waiter.first, waiter.first + waiter.span)
-            assert self.owners[slots] == [None] * waiter.span, "never two owners"
-            self.owners[slots] = [waiter] * waiter.span
-
-    def free(self, waiter: Waiter) -> None:
-        self.owners = [None if each is waiter else each for each in self.owners]
-
-    def holding(self) -> list[Waiter]:
-        return list(dict.fromkeys(each for each in self.owners if each is not None))
-
-    @rule(span=st.integers(1, N_SLOTS))
-    def ask(self, span: int) -> None:
-        waiter = self.queue.enter(span, lambda: None)
-        self.line.append(waiter)
-        if waiter.first is not None:
-            self.given([waiter])
-
-    @rule(data=st.data())
-    def leave_the_line(self, data: st.DataObject) -> None:
-        if self.line:
-            waiter = data.draw(st.sampled_from(self.line))
-            self.line.remove(waiter)
-            self.given(self.queue.leave(waiter))
-            assert self.queue.leave(waiter) == [], "the second time nothing happens"
-
-    @rule(data=st.data())
-    def give_back(self, data: st.DataObject) -> None:
-        if holding := self.holding():
-            waiter = data.draw(st.sampled_from(holding))
-            self.free(waiter)
-            self.given(self.queue.leave(waiter))
-            assert self.queue.leave(waiter) == []
-
-    @invariant()
-    def it_adds_up(self) -> None:
-        assert self.queue.free_slots == self.owners.count(None)
-        assert list(self.queue.waiting) == self.line
-
-    @invariant()
-    def the_first_of_the_line_waits_for_good_reason(self) -> None:
-        if self.line:
-            span = self.line[0].span
-            runs = [self.owners[at : at + span] for at in range(N_SLOTS - span + 1)]
-            assert [None] * span not in runs
-
-    def teardown(self) -> None:
-        """Once all slots are released, every waiter was served."""
-        while holding := self.holding():
-            for waiter in holding:
-                self.free(waiter)
-                self.given(self.queue.leave(waiter))
-        assert self.line == []
-
-
-TestPlayed = Played.TestCase
-TestPlayed.settings = settings(max_examples=60, stateful_step_count=60)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import shutil
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,6 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 from nano_inference import Completion, EngineConfig, InferenceEngine, Pipeline, SamplingParams
-from nano_inference.bus.public import CompletionChunk
 from nano_inference.config import AdapterError
 from nano_inference.gateway.gateway import Gateway
 from nano_inference.gateway.policy.administration import Administration
@@ -21,12 +19,11 @@ from nano_inference.gateway.policy.backend import open_backend
 from nano_inference.gateway.policy.store import PolicyStore
 from nano_inference.gateway.serving import lane_state
 from nano_inference.pipeline import pipeline as pipeline_module
-from nano_inference.stages.executor.core import ExecutorCore
 
 from ..gateway.policy.conftest import bearer
 from ..stages.executor.runner.adapters.making import make_adapter
 from . import short_model
-from .builders import asking, break_once, error_code, raises
+from .builders import asking, error_code, raises
 from .conftest import LIMIT_S, MakeConfig, both_buses
 
 # --- over the bus ----------------------------------------------------------------------------
@@ -117,26 +114,6 @@ async def test_one_batch_has_many_adapters(
         assert await say(pipeline, "one") == wanted["two"]
 
 
-async def test_tokens_are_stamped_with_the_adapter_s_version(
-    pipeline: Pipeline, folder: Path, wanted: dict[str, tuple[int, ...]]
-) -> None:
-    await pipeline.client.load_adapter("a", str(folder / "one"))
-    versions: list[int] = []
-    tokens: list[int] = []
-    async for output in pipeline.submit(request("a", LONG)):
-        if isinstance(output, CompletionChunk):
-            versions += [output.adapter_version] * len(output.token_ids)
-            tokens += output.token_ids
-            if len(tokens) == 5:
-                assert await pipeline.client.load_adapter("a", str(folder / "two")) == 2
-        else:
-            assert output.samples[0].adapter_version == 1
-    assert set(versions) == {1, 2}
-    assert versions == sorted(versions)
-    assert tuple(tokens[: versions.index(2)])[:TOKENS] == wanted["one"][: versions.index(2)]
-    assert await say(pipeline, "a") == wanted["two"]
-
-
 @pytest.mark.parametrize("in_flight", ["keep", "abort"])
 async def test_an_adapter_can_be_unloaded_while_requests_run(
     pipeline: Pipeline, folder: Path, in_flight: Any
@@ -162,50 +139,6 @@ async def test_an_adapter_can_be_unloaded_while_requests_run(
     else:
         assert completion.status == "done"
         assert len(completion.samples[0].token_ids) == LONG
-
-
-async def test_a_restarted_executor_has_its_adapters_again(
-    make_config: MakeConfig,
-    folder: Path,
-    tmp_path: Path,
-    wanted: dict[str, tuple[int, ...]],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """One has its version again; the folder of the other is gone, so its requests end."""
-    shutil.copytree(folder / "two", tmp_path / "two")
-    adapters = {"settings": str(folder / "one")}
-    config = make_config(pipeline__restart_backoff_s=0.01, engine__adapters=adapters)
-    async with Pipeline(config) as pipeline:
-        client = pipeline.client
-        await client.load_adapter("kept", str(folder / "one"), version=6)
-        await client.load_adapter("lost", str(tmp_path / "two"))
-        await client.load_adapter("settings", str(folder / "two"))
-        shutil.rmtree(tmp_path / "two")
-        break_once(monkeypatch, ExecutorCore, "execute", after=20)
-        names = ["", "kept", "lost", "settings"]
-        answers = await asyncio.gather(*(pipeline.complete(request(name)) for name in names))
-        by_name = dict(zip(names, answers, strict=True))
-        for name, tokens in (("", ""), ("kept", "one"), ("settings", "two")):
-            assert by_name[name].samples[0].token_ids == wanted[tokens], name
-        assert by_name["kept"].samples[0].adapter_version == 6
-        assert by_name["settings"].samples[0].adapter_version == 2
-        assert error_code(by_name["lost"]) == "adapter_unloaded"
-        assert await refusal(pipeline, "lost") == "unknown_model"
-        assert await client.load_adapter("lost", str(folder / "two")) == 2
-
-
-async def test_replicas_have_the_same_adapters(
-    make_config: MakeConfig, folder: Path, wanted: dict[str, tuple[int, ...]], tmp_path: Path
-) -> None:
-    async with Pipeline(make_config(pipeline__replicas=2)) as pipeline:
-        assert await pipeline.client.load_adapter("a", str(folder / "one")) == 1
-        answers = await asyncio.gather(*(say(pipeline, "a") for _ in range(12)))
-        assert set(answers) == {wanted["one"]}
-        with raises("adapter_refused", kind=AdapterError):
-            await pipeline.client.load_adapter("a", str(tmp_path))
-        assert await say(pipeline, "a") == wanted["one"]
-        await pipeline.client.unload_adapter("a")
-        assert await refusal(pipeline, "a") == "unknown_model"
 
 
 # --- over HTTP -------------------------------------------------------------------------------

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-import threading
 from typing import Any, Literal
-from weakref import WeakValueDictionary
 
 import httpx
 import jsonschema
@@ -14,9 +11,8 @@ import pytest
 from openai import AsyncOpenAI
 from pydantic import BaseModel, Field
 
-from nano_inference import Completion, Config, Pipeline
+from nano_inference import Completion, Pipeline
 from nano_inference.config import load_config
-from nano_inference.text import grammar
 
 from .builders import error_code
 from .conftest import LIMIT_S
@@ -59,40 +55,6 @@ async def test_samples_meet_their_constraint_streamed_or_not(shared: Pipeline) -
             assert sample.finish_reason == "stop"
             jsonschema.validate(json.loads(sample.text), SCHEMA)
     assert texts[0] == texts[1]
-
-
-async def test_compiling_a_constraint_blocks_no_other_request(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """What llguidance makes of the tokenizer, for which all threads would wait, is there before."""
-    begun, may_go_on = threading.Event(), threading.Event()
-    original = grammar._compile
-
-    def slow(*arguments: Any) -> Any:
-        begun.set()
-        assert may_go_on.wait(LIMIT_S)
-        return original(*arguments)
-
-    def too_late(*_: object, **__: object) -> None:
-        raise AssertionError("the tokenizer is read while requests run")
-
-    # As in a new process.
-    monkeypatch.setattr(grammar, "_VOCABULARIES", WeakValueDictionary())
-    async with Pipeline(Config()) as pipeline:
-        monkeypatch.setattr(grammar, "_compile", slow)
-        monkeypatch.setattr(grammar, "LLTokenizer", too_late)
-        sampling = {"constraint": {"regex": "[xyz]{5}"}}
-        constrained = asyncio.create_task(pipeline.complete(REQUEST | {"sampling": sampling}))
-        try:
-            assert await asyncio.to_thread(begun.wait, LIMIT_S)
-            free = await pipeline.complete(REQUEST | {"sampling": {"max_tokens": 5}})
-            assert free.status == "done"
-            assert not constrained.done()
-        finally:
-            may_go_on.set()
-        completion = await constrained
-        assert completion.status == "done", completion.error
-        assert all(len(sample.text) == 5 for sample in completion.samples)
 
 
 @pytest.mark.parametrize(
@@ -152,25 +114,6 @@ BY_NAME: dict[str, tuple[str, dict[str, Any], set[str]]] = {
     ),
     "SGLang's": ("/generate", {"sampling_params": {"ebnf": 'root ::= "a" "b"'}}, {"ab"}),
 }
-
-
-@pytest.mark.parametrize("name", BY_NAME)
-async def test_each_interface_has_its_name_for_it(url: str, name: str) -> None:
-    path, fields, texts = BY_NAME[name]
-    prompt = {"text": "a"} if path == "/generate" else {"model": "tiny", "prompt": "a"}
-    async with httpx.AsyncClient(base_url=url, timeout=LIMIT_S) as http:
-        answer = (await http.post(path, json=prompt | fields)).json()
-    text = answer["text"] if path == "/generate" else answer["choices"][0]["text"]
-    assert text in texts
-
-
-async def test_a_constraint_that_is_refused_names_its_field(url: str) -> None:
-    body = {"model": "tiny", "prompt": "a", "response_format": {"type": "grammar", "grammar": "x"}}
-    async with httpx.AsyncClient(base_url=url, timeout=LIMIT_S) as http:
-        answer = await http.post("/v1/completions", json=body)
-    assert answer.status_code == 400
-    error = answer.json()["error"]
-    assert (error["code"], error["param"]) == ("invalid_constraint", "response_format")
 
 
 # Not normalised, and with a format that is an annotation.

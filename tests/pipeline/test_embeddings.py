@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import random
 from collections.abc import Iterator
@@ -25,16 +24,12 @@ from nano_inference import (
 )
 from nano_inference.config import ModelError, PoolingKind
 from nano_inference.pipeline.scoring import EmbeddedPrompt
-from nano_inference.stages.batching import BatchingCore
-from nano_inference.stages.executor.core import ExecutorCore
-from nano_inference.stages.streaming.core import StreamingCore
 
 from ..soaking import in_soak
 from ..stages.executor.encoders import CAUSAL, ENCODERS, MOST, VOCAB, make_base, vector_of
 from ..stages.executor.models import make_model
 from . import reference
-from .builders import break_once, raises
-from .conftest import MakeConfig
+from .builders import raises
 
 # --- engine ----------------------------------------------------------------------------------
 
@@ -111,27 +106,6 @@ def test_vectors_of_a_decoder_are_transformers_own(
                 samples |= {sample.request_id: sample for sample in engine.step()}
             assert [samples[each].completion_tokens for each in ids] == alone
         engine._batching.check()
-
-
-def test_a_preempted_prompt_starts_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Five times, in the middle, beside others that decode."""
-    model, prompts = decoder("qwen3"), prompts_of()
-    embedded = [prompts[6], prompts[9]]
-    with engine_of(saved(model, tmp_path), max_tokens_per_batch=8) as engine:
-        for prompt in prompts[:3]:
-            engine.add_request(prompt, GREEDY)
-        advance, preempted = engine._advance, [0]
-
-        def preempting() -> Any:
-            pooling = [seq for seq in engine._batching._running if seq.pools and seq.num_computed]
-            if pooling and pooling[0].num_computed > 10 and preempted[0] < 5:
-                preempted[0] += 1
-                engine._batching._give_up(pooling[0], "preemption")
-            return advance()
-
-        monkeypatch.setattr(engine, "_advance", preempting)
-        hold(engine.embed(embedded, pooling="mean"), model.base_model, embedded, "mean")
-        assert preempted == [5]
 
 
 @pytest.mark.parametrize("how", [{"normalize": False}, {"dimensions": 7}])
@@ -361,12 +335,6 @@ def test_no_prompts_give_no_vectors(engine: InferenceEngine) -> None:
 
 TEXTS = ["98 + 25 =", "Story about Emma, a dog and", "12 + 30 =", "Once upon a time " * 20]
 MEAN = EmbedParams(pooling="mean")
-# So that a prompt takes several steps.
-SMALL_PIPELINE = {
-    "pipeline__restart_backoff_s": 0.01,
-    "engine__max_tokens_per_batch": 40,
-    "engine__max_batch_size": 16,
-}
 
 
 def check_texts(found: list[EmbeddedPrompt], texts: list[str]) -> None:
@@ -376,29 +344,6 @@ def check_texts(found: list[EmbeddedPrompt], texts: list[str]) -> None:
         wanted = vector_of(reference.model().base_model, ids, "mean")
         torch.testing.assert_close(torch.tensor(each.vector), wanted, rtol=0, atol=1e-5)
         assert (each.prompt_tokens, each.error) == (len(ids), None)
-
-
-@pytest.mark.parametrize(
-    ("make_config", "owner", "method", "after"),
-    [
-        in_soak("memory", ExecutorCore, "execute", 4),
-        ("redis-links", ExecutorCore, "execute", 4),
-        in_soak("redis-links", BatchingCore, "absorb", 3),
-        in_soak("memory", StreamingCore, "absorb", 3),
-        ("redis-links", StreamingCore, "absorb", 3),
-    ],
-    indirect=["make_config"],
-)
-async def test_a_failed_stage_is_replaced_and_every_vector_comes(
-    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch, owner: type, method: str, after: int
-) -> None:
-    async with Pipeline(make_config(**SMALL_PIPELINE)) as pipeline:
-        break_once(monkeypatch, owner, method, after)
-        generating = asyncio.create_task(
-            pipeline.complete({"prompt": TEXTS[0], "sampling": {"temperature": 0.0}})
-        )
-        check_texts(await pipeline.embed(TEXTS * 3, MEAN), TEXTS * 3)
-        assert (await generating).status == "done"
 
 
 async def test_a_refused_input_fails_alone(pipeline: Pipeline) -> None:

@@ -19,12 +19,9 @@ from nano_inference import (
     RequestError,
     RolloutEngine,
     SamplingParams,
-    TrainingSample,
     WeightsError,
 )
 from nano_inference.bus.steps import StepPlan, StepResult
-from nano_inference.bus.weights import InFlight
-from nano_inference.config import ModelError
 from nano_inference.stages.executor.runner.memory import ReplicaMemory
 from nano_inference.text.tokenizer import default_sampling_params
 
@@ -263,29 +260,6 @@ def test_invalid_predictions_are_refused(engine: InferenceEngine, prediction: ob
     assert not engine.has_pending()
 
 
-@pytest.mark.parametrize("deterministic", [False, True])
-def test_good_weights_work_after_nan_weights(deterministic: bool) -> None:
-    """What the broken weights left in the KV cache must not spoil what comes after.
-
-    No update brings such weights; writing into the tensors of `state_dict` does.
-    """
-    config = EngineConfig(deterministic=deterministic, kv_cache_bytes=1 << 22, max_model_len=512)
-    with InferenceEngine(config) as engine:
-        prompts = [list(range(60, 100)), list(range(30, 75))]
-        before = engine.generate(prompts, ENDLESS_8)
-        good = {name: tensor.clone() for name, tensor in engine.state_dict().items()}
-        for parameter in engine.state_dict().values():
-            parameter.fill_(math.nan)
-        fill_the_cache = [[20 + i] * 500 for i in range(8)]
-        with pytest.raises(ModelError, match="not finite"):
-            engine.generate(fill_the_cache, ENDLESS_8)
-        assert not engine.has_pending()
-        engine.update_weights(good, blocking=True)
-        after = engine.generate(prompts, ENDLESS_8)
-        tokens = [sample.completion_tokens for sample in after]
-        assert tokens == [sample.completion_tokens for sample in before]
-
-
 def test_calls_after_shutdown_raise() -> None:
     with InferenceEngine(EngineConfig(max_model_len=64), EngineConfig()) as engine:
         engine.shutdown()  # and once more at the end of the block
@@ -339,44 +313,6 @@ def test_completions_can_be_scored(engine: InferenceEngine) -> None:
         engine.score([[70]], [[]])
     with pytest.raises(ValueError, match="one completion for each"):
         engine.score([[70], [71]], [[5]])
-
-
-@pytest.mark.parametrize("blocking", [False, True])
-def test_in_flight_modes_of_an_update(blocking: bool) -> None:
-    with InferenceEngine(FLOAT) as engine:
-        old = {name: tensor.clone() for name, tensor in engine.state_dict().items()}
-        new = {name: tensor * 0.7 for name, tensor in old.items()}
-        prompt = list(range(60, 100))
-
-        def update_after_three_steps(in_flight: InFlight) -> TrainingSample:
-            engine.add_request(prompt, ENDLESS_8)
-            for _ in range(3):
-                engine.step()
-            engine.update_weights(new, blocking, in_flight=in_flight)
-            (sample,) = [sample for _ in range(6) for sample in engine.step()]
-            return sample
-
-        retracted = update_after_three_steps("retract")
-        assert retracted.weight_versions == ((0, 0), (1, 3))
-        head, tail = retracted.completion_tokens[:3], retracted.completion_tokens[3:]
-        (fresh,) = engine.generate(
-            [[*prompt, *head]], msgspec.structs.replace(ENDLESS_8, max_tokens=5)
-        )
-        assert tail == fresh.completion_tokens
-        assert retracted.logprobs[3:] == pytest.approx(fresh.logprobs, abs=1e-4)
-        kept = update_after_three_steps("keep")
-        assert kept.weight_versions == ((1, 0), (2, 3))
-        assert kept.weight_version == 1
-        aborted = update_after_three_steps("abort")
-        assert (aborted.finish_reason, len(aborted.completion_tokens)) == ("abort", 3)
-        assert not engine.has_pending()
-        engine.update_weights(
-            {"model.norm.weight": old["model.norm.weight"] * 2}, True, partial=True
-        )
-        with pytest.raises(WeightsError, match="not above"):
-            engine.update_weights(old, blocking, version=2)
-        engine.update_weights(old, blocking, version=9)
-        assert engine.generate([prompt], ENDLESS_8)[0].weight_versions == ((9, 0),)
 
 
 def test_memory_is_released_under_way_and_taken_again() -> None:

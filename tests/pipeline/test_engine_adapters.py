@@ -66,29 +66,6 @@ def cached(engine: InferenceEngine, adapter: str) -> int:
     return next(new.num_cached for plan in plans for new in plan.new)
 
 
-def test_prefixes_are_not_shared(engine: InferenceEngine, folder: Path) -> None:
-    engine.load_adapter("one", folder / "one")
-    engine.load_adapter("two", folder / "two")
-    for adapter in ("", "one", "two"):
-        assert cached(engine, adapter) == 0
-        assert cached(engine, adapter) == len(PROMPT) - 1
-    alone = {adapter: say(engine, adapter) for adapter in ("", "one", "two")}
-    assert len(set(alone.values())) == 3
-
-
-def test_new_weights_find_no_old_kv(engine: InferenceEngine, folder: Path) -> None:
-    assert engine.load_adapter("a", folder / "one") == 1
-    first = say(engine, "a")
-    assert engine.load_adapter("a", folder / "two") == 2
-    assert cached(engine, "a") == 0
-    engine.unload_adapter("a")
-    with raises("unknown_model", "no model 'a'"):
-        engine.add_request(PROMPT, adapter="a")
-    assert engine.load_adapter("a", folder / "one") == 3
-    assert cached(engine, "a") == 0
-    assert say(engine, "a") == first
-
-
 @pytest.mark.parametrize("in_flight", ["keep", "retract", "abort"])
 def test_in_flight_requests_keep_or_lose_the_old_adapter(
     engine: InferenceEngine, folder: Path, in_flight: InFlight

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import msgspec
-import pytest
 
 from nano_inference import EngineConfig, InferenceEngine, SamplingParams, TrainingSample
 
 from . import short_model
-from .builders import State, finish
-from .test_response_cache import adapters_in, changed
+from .builders import finish
 
 SHORT_MODEL = True
 
@@ -69,37 +66,6 @@ def test_the_engine_serves_step_by_step() -> None:
         made.add_request(PROMPTS[0], PARAMS, request_id="served")
         assert [each.request_id for each in made.step()] == ["served"], "the id was free again"
         assert not made.has_pending()
-
-
-@pytest.mark.parametrize("blocking", [True, False])
-def test_the_engine_serves_nothing_of_former_weights(blocking: bool, loaded: State) -> None:
-    with engine() as made:
-        first = made.generate(PROMPTS, PARAMS)
-        made.update_weights(changed(loaded), blocking)
-        second = made.generate(PROMPTS, PARAMS)
-        assert are_served(second) == [False, False]
-        assert {sample.weight_version for sample in second} == {1}
-        assert are_served(made.generate(PROMPTS, PARAMS)) == [True, True]
-        made.update_weights(loaded, blocking)
-        third = made.generate(PROMPTS, PARAMS)
-        assert are_served(third) == [False, False]
-        assert [each.logprobs for each in third] == [each.logprobs for each in first]
-
-
-def test_the_engine_serves_nothing_after_a_flush_or_of_a_former_adapter(tmp_path: Path) -> None:
-    folders = adapters_in(tmp_path)
-    with engine() as made:
-        made.generate(PROMPTS, PARAMS)
-        made.flush_cache()
-        assert are_served(made.generate(PROMPTS, PARAMS)) == [False, False]
-        for version, folder in enumerate(folders, 1):
-            made.load_adapter("lora", folder)
-            samples = made.generate(PROMPTS, PARAMS, adapter="lora")
-            assert are_served(samples) == [False, False]
-            samples = made.generate(PROMPTS, PARAMS, adapter="lora")
-            assert are_served(samples) == [True, True]
-            assert {sample.adapter_version for sample in samples} == {version}
-        assert are_served(made.generate(PROMPTS, PARAMS)) == [True, True]
 
 
 def test_the_engine_scores_served_samples_with_its_reference_model() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, cast
 
 import pytest
 import torch
@@ -19,10 +18,8 @@ from nano_inference import (
     WeightsError,
     WeightsGroup,
 )
-from nano_inference.bus.weights import GroupWeights, InFlight, SharedMemoryWeights, TensorMeta
 
 from .. import oracle
-from ..stages.executor.runner.weights.test_sync_manager import fail_to_write
 from .builders import State, raises
 
 PROMPT = [60, 61, 62]
@@ -92,46 +89,6 @@ def test_a_state_dict_is_held_against_the_models_dtype(blocking: bool) -> None:
         assert spells(engine) == (1, oracle.token_of(1))
 
 
-def test_an_unknown_in_flight_mode_is_refused(engine: InferenceEngine) -> None:
-    unknown = cast(InFlight, "finish")
-    with pytest.raises(WeightsError, match=r"'finish'.*'keep' or 'retract' or 'abort'"):
-        engine.update_weights(spelling(engine, 4), blocking=True, in_flight=unknown)
-    assert engine.get_weight_version() == 0
-
-
-META = TensorMeta("model.norm.weight", "float32", (128,))
-NOT_TO_BE_HAD: list[Any] = [
-    FolderWeights("/nowhere"),
-    SharedMemoryWeights(("nobody-made-this",), (META,), ((0, 0),)),
-    GroupWeights("nobody-joined-this", (META,)),
-    "/a/folder",
-    None,
-    {"model.norm.weight": [1.0] * 128},
-    {"model.norm.weight": torch.ones(3)},
-    {"no.such.weight": torch.ones(3)},
-]
-
-
-@pytest.mark.parametrize("blocking", [False, True])
-def test_a_failed_update_leaves_weights_and_version_alone(
-    engine: InferenceEngine, blocking: bool, tmp_path: Path
-) -> None:
-    engine.update_weights(spelling(engine, 4), blocking=True)
-    (tmp_path / "model.safetensors").write_bytes(b"\xff" * 100)
-    engine.add_request(PROMPT, GREEDY)
-    engine.step()
-    for source in [*NOT_TO_BE_HAD, FolderWeights(str(tmp_path))]:
-        with pytest.raises(WeightsError):
-            engine.update_weights(source, blocking, partial=True, timeout_s=1)
-        with pytest.raises(WeightsError):
-            engine.update_weights(spelling(engine, 9), blocking, version=1)
-    (sample,) = [sample for _ in range(3) for sample in engine.step()]
-    assert sample.weight_versions == ((1, 0),), "no request saw a change"
-    assert set(sample.completion_tokens) == {oracle.token_of(4)}
-    engine.update_weights(spelling(engine, 6), blocking)
-    assert spells(engine) == (2, oracle.token_of(6))
-
-
 def test_freed_pending_weights_are_dropped(engine: InferenceEngine) -> None:
     """The step that was to put them in place tells, and the next ones run with those before."""
     engine.update_weights(spelling(engine, 4), blocking=True)
@@ -150,35 +107,6 @@ def test_freed_pending_weights_are_dropped(engine: InferenceEngine) -> None:
     assert set(samples[0].completion_tokens) == {oracle.token_of(4)}
     engine.update_weights(spelling(engine, 6))
     assert spells(engine) == (2, oracle.token_of(6))
-
-
-@pytest.mark.parametrize("blocking", [False, True])
-def test_lost_weights_generate_nothing_until_all_have_come(
-    engine: InferenceEngine, blocking: bool
-) -> None:
-    engine.add_request(PROMPT, GREEDY)
-    engine.step()
-    with pytest.MonkeyPatch.context() as patch:
-        fail_to_write(patch, 30, RuntimeError("the device is gone"))
-        with raises("weights_lost", kind=WeightsError):
-            engine.update_weights(spelling(engine, 5), blocking)
-            engine.step()
-    for refuse in (
-        engine.step,
-        engine.state_dict,
-        lambda: engine.generate([PROMPT], GREEDY),
-        lambda: engine.embed([PROMPT]),
-    ):
-        with raises("weights_lost", kind=WeightsError):
-            refuse()
-    assert engine.get_weight_version() == 0
-    new = oracle.announcing(engine._executor.model.module.state_dict(), 6)
-    with raises("weights_incomplete", kind=WeightsError):
-        engine.update_weights({"model.norm.weight": new["model.norm.weight"]}, partial=True)
-    engine.update_weights(new, blocking)
-    (sample,) = [sample for _ in range(4) for sample in engine.step()]
-    assert sample.completion_tokens[1:] == (oracle.token_of(6),) * 2
-    assert spells(engine) == (1, oracle.token_of(6))
 
 
 def test_a_broadcast_during_a_pending_update_is_skipped(engine: InferenceEngine) -> None:

@@ -8,7 +8,6 @@ names). The program that broadcasts is made by what slime and SGLang document (`
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -229,28 +228,6 @@ async def test_a_trainer_on_the_same_device_runs_its_rounds(
         sample = await waiting
         assert sample["tokens"] == [token_of(version)] * 4
         assert sample["weight_version"] == await trainer.get_weight_version() == str(version)
-
-
-@both_buses()
-async def test_aborted_requests_return_partial_samples(
-    trainer: Trainer, pipeline: Pipeline
-) -> None:
-    """As slime stops a rollout: it aborts until nothing runs, and keeps the partial samples."""
-    body = {
-        "input_ids": [20, 21, 22],
-        "sampling_params": {"max_new_tokens": 1500, "ignore_eos": True},
-        "return_logprob": True,
-        "stream": True,
-    }
-    async with trainer.http.stream("POST", "/generate", json=body) as response:
-        lines = response.aiter_lines()
-        assert (await anext(lines)).startswith("data: ")
-        await trainer.abort_until_idle()
-        events = [line async for line in lines if line]
-    assert events[-1] == "data: [DONE]"
-    meta = json.loads(events[-2].removeprefix("data: "))["meta_info"]
-    assert meta["finish_reason"]["type"] == "abort"
-    assert 0 < len(meta["output_token_logprobs"]) == meta["completion_tokens"] < 1500
 
 
 @both_buses()

@@ -5,27 +5,23 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import AutoModelForCausalLM
 
 from nano_inference import BusClient, EngineConfig, InferenceEngine, Pipeline
-from nano_inference.bus.kv_events import AllBlocksCleared, KVEventEntry, encode_batch
+from nano_inference.bus.kv_events import KVEventEntry, encode_batch
 from nano_inference.bus.weights import FolderWeights
 from nano_inference.config import BusError, ConfigError
 from nano_inference.stages.batching import BatchingCore
 from nano_inference.stages.batching.kv_events import wire_hash
 from nano_inference.stages.batching.stage import BatchingStage
-from nano_inference.stages.executor.core import ExecutorCore
 
 from ..kv_router import PLAIN, Root, Router
 from ..soaking import in_soak
 from ..stages.batching.events import on_device
-from ..stages.executor.runner.adapters.making import make_adapter
 from . import short_model
-from .builders import break_once, raises, stage_of, until
+from .builders import raises, stage_of, until
 from .conftest import MakeConfig, both_buses
 
 SHORT_MODEL = True
@@ -126,61 +122,6 @@ async def test_a_router_has_the_blocks_of_the_cache(
     assert sources == {("", "0", 0, 0)}
 
 
-@both_buses()
-async def test_scopes_and_adapters_are_kept_apart(make_config: MakeConfig, tmp_path: Path) -> None:
-    make_adapter(AutoModelForCausalLM.from_pretrained(short_model.folder()), 1, tmp_path)
-    async with Pipeline(make_config(**SMALL)) as pipeline, followed(pipeline) as seen:
-        await pipeline.client.load_adapter("mine", str(tmp_path))
-        requests: dict[Root, dict[str, str]] = {
-            Root(): {},
-            Root("", ("s",)): {"cache_salt": "s"},
-            Root("", ("t", "")): {"tenant": "t"},
-            Root("mine"): {"model": "mine"},
-        }
-        for root, fields in requests.items():
-            await until(seen.agrees)
-            assert seen.known(prompt(1), root) == 0
-            await ask(pipeline, prompt(1), **fields)
-            await until(lambda root=root: seen.known(prompt(1), root) == 4)  # type: ignore[misc]
-        # Other weights under the same name: a router must not expect the blocks of the old ones.
-        await pipeline.client.load_adapter("mine", str(tmp_path))
-        await until(lambda: seen.known(prompt(1), Root("mine")) == 0)
-        assert seen.known(prompt(1)) == 4
-        await ask(pipeline, prompt(1), model="mine")
-        await until(lambda: seen.known(prompt(1), Root("mine")) == 4)
-
-
-@both_buses()
-async def test_a_lost_cache_is_cleared_and_a_kept_one_goes_on(
-    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with Pipeline(make_config(**SMALL)) as pipeline, followed(pipeline) as seen:
-        await ask(pipeline, prompt(1))
-        await until(seen.agrees)
-        for owner, method, is_lost in (
-            (BatchingCore, "absorb", True),
-            (ExecutorCore, "execute", True),
-            (BatchingCore, "", False),
-        ):
-            cleared, before = seen.routers[0].cleared, seen.entries[-1]
-            with monkeypatch.context() as patch:
-                if method:
-                    break_once(patch, owner, method, after=2)
-                else:  # another stage fails
-                    await pipeline._actors["fairness"].leave("for the test", failed=True)
-                await ask(pipeline, prompt(2))
-            await until(lambda: seen.agrees() and seen.known(prompt(2)) == 4)
-            assert (seen.routers[0].cleared > cleared) == is_lost
-            is_new = seen.entries[-1].incarnation != before.incarnation
-            assert is_new == (method == "absorb"), "the sequence goes on in the same incarnation"
-        firsts = {each.incarnation: each for each in reversed(seen.entries)}
-    assert len(firsts) == 2
-    for first in firsts.values():
-        assert first.sequence == 0
-        assert first.batch.events[0] == AllBlocksCleared()
-    assert {each.missed for each in seen.entries} == {0}
-
-
 async def test_replicas_share_the_stream(make_config: MakeConfig) -> None:
     config = make_config(**SMALL | {"engine__max_batch_size": 1}, pipeline__replicas=2)
     async with Pipeline(config) as pipeline, followed(pipeline) as seen:
@@ -236,14 +177,6 @@ async def test_a_stream_that_takes_nothing_delays_no_request(
         await until(lambda: seen.entries[-1].sequence > last)
         gap = next(each for each in seen.entries if each.sequence > last)
     assert gap.missed == gap.sequence - last - 1 >= 2
-
-
-async def test_without_the_setting_nothing_is_published(make_config: MakeConfig) -> None:
-    config = make_config(**SMALL | {"engine__kv_events": False})
-    async with Pipeline(config) as pipeline, followed(pipeline) as seen:
-        await ask(pipeline, prompt(1))
-        await pipeline.client.flush_cache()
-    assert not seen.entries
 
 
 def test_the_engine_refuses_events() -> None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import random
-import shutil
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,8 +23,7 @@ from nano_inference.stages.batching import BatchingCore
 from nano_inference.stages.batching.tiers import TierCounts
 from nano_inference.stages.executor.core import ExecutorCore
 
-from ..stages.executor.runner.adapters.making import make_adapter
-from . import reference, short_model
+from . import short_model
 from .builders import break_once
 from .conftest import MakeConfig, both_buses
 
@@ -96,48 +93,6 @@ def test_kv_from_disk_gives_the_same_tokens_after_a_restart(
     assert found.lost == 0
 
 
-def test_blocks_that_were_never_evicted_are_on_disk_after_a_shutdown(tmp_path: Path) -> None:
-    with engine(kv_disk_path=str(tmp_path)) as made:
-        expected = tokens_of(made.generate(PROMPTS[:2], GREEDY))
-        assert counts(made).stored == 0
-    with engine(kv_disk_path=str(tmp_path)) as made:
-        assert tokens_of(made.generate(PROMPTS[:2], GREEDY)) == expected
-        assert counts(made).fetched == 2 * (PROMPT_TOKENS // 16)
-        made.update_weights(made.state_dict(), blocking=True)
-        made.generate(PROMPTS[2:4], GREEDY)
-    with engine(kv_disk_path=str(tmp_path)) as made:
-        tiers = made._batching.tiers
-        assert tiers is not None
-        blocks = tiers.load_report()["kv_disk"]
-    assert blocks == 2 * (PROMPT_TOKENS // 16), "others can't be found by a later start"
-
-
-@pytest.mark.parametrize(
-    "changed",
-    [
-        {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}},
-        {"rope_parameters": {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0}},
-        {"rms_norm_eps": 0.01},
-        {"use_sliding_window": True, "sliding_window": 8, "layer_types": ["sliding_attention"]},
-    ],
-    ids=["rope_theta", "yarn", "eps", "window"],
-)
-def test_another_configuration_of_the_same_weights_finds_no_stored_kv(
-    changed: dict[str, Any], tmp_path: Path
-) -> None:
-    folder, disk = tmp_path / "model", str(tmp_path / "kv")
-    shutil.copytree(short_model.folder(), folder)
-    with engine(model_path=str(folder), kv_disk_path=disk) as made:
-        made.generate(PROMPTS[:2], GREEDY)
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | changed))
-    with engine(model_path=str(folder)) as made:
-        expected = tokens_of(made.generate(PROMPTS[:2], GREEDY))
-    with engine(model_path=str(folder), kv_disk_path=disk) as made:
-        assert tokens_of(made.generate(PROMPTS[:2], GREEDY)) == expected
-        assert counts(made).fetched == 0
-
-
 def test_siblings_constraints_and_drafts_go_on_from_stored_kv() -> None:
     """n > 1 shares a prefill behind loaded blocks; sampled tokens depend on (seed, position)."""
     params = SamplingParams(temperature=1, max_tokens=6, seed=3, ignore_eos=True)
@@ -147,55 +102,6 @@ def test_siblings_constraints_and_drafts_go_on_from_stored_kv() -> None:
         for _ in range(2):
             assert tokens_of(made.generate(PROMPTS, params, 3)) == expected
         assert counts(made).loaded
-
-
-def test_new_weights_never_meet_stored_kv_of_older_ones(tmp_path: Path) -> None:
-    with engine(kv_disk_path=str(tmp_path), kv_host_bytes=1 << 20) as made:
-        before = tokens_of(made.generate(PROMPTS, GREEDY))
-        state = {name: tensor.clone() for name, tensor in made.state_dict().items()}
-        changed = {name: tensor * 1.5 for name, tensor in state.items()}
-        made.update_weights(changed, blocking=True)
-        fresh = tokens_of(made.generate(PROMPTS, GREEDY))
-        made.update_weights(state, blocking=True)
-        again = tokens_of(made.generate(PROMPTS, GREEDY))
-        wait_for_writes(made)
-        made.flush_cache()
-        assert tokens_of(made.generate(PROMPTS, GREEDY)) == before
-    assert fresh != before
-    assert again == before
-    # Another start has these weights as its version 0, and blocks of the changed ones lie there.
-    with engine(kv_disk_path=str(tmp_path)) as made:
-        made.update_weights(changed, blocking=True)
-        assert tokens_of(made.generate(PROMPTS, GREEDY)) == fresh
-
-
-def test_flush_empties_all_tiers(tmp_path: Path) -> None:
-    with engine(kv_disk_path=str(tmp_path)) as made:
-        made.generate(PROMPTS, GREEDY)
-        wait_for_writes(made)
-        made.flush_cache()
-        made.generate(PROMPTS[:1], GREEDY)
-        wait_for_writes(made)
-        assert counts(made).loaded == 0
-        (blocks,) = tmp_path.rglob("blocks")
-        assert not blocks.stat().st_size
-
-
-def test_broken_files_cost_computing_and_no_token(
-    tmp_path: Path, computed: list[tuple[int, ...]]
-) -> None:
-    with engine(kv_disk_path=str(tmp_path)) as made:
-        made.generate([*PROMPTS, *prompts_of(1)], GREEDY)
-        wait_for_writes(made)
-        size = made._executor.tiers.slots.memory.shape[1]
-    (blocks,) = tmp_path.rglob("blocks")
-    data = bytearray(blocks.read_bytes())
-    for position in range(7, len(data), 2 * size):
-        data[position] ^= 16
-    blocks.write_bytes(data)
-    with engine(kv_disk_path=str(tmp_path)) as made:
-        assert tokens_of(made.generate(PROMPTS, GREEDY)) == computed
-        assert counts(made).lost > 0
 
 
 def test_a_slow_disk_delays_only_the_requests_that_need_it(
@@ -272,33 +178,6 @@ def test_the_audit_finds_a_flipped_bit_and_turns_the_tiers_off() -> None:
         for _ in range(2):
             assert tokens_of(made.generate(PROMPTS, GREEDY)) == expected
         assert counts(made).loaded
-
-
-def test_blocks_of_adapters_come_back_for_their_version_and_are_not_audited(
-    tmp_path: Path,
-) -> None:
-    """Another adapter of the same name finds none of them."""
-    model = reference.model(short_model.folder())
-    for seed in (1, 2):
-        make_adapter(model, seed, tmp_path / str(seed))
-
-    def generate(made: InferenceEngine) -> list[tuple[int, ...]]:
-        return tokens_of(made.generate(PROMPTS, GREEDY, adapter="a"))
-
-    expected = []
-    for seed in (1, 2):
-        with engine(**DETERMINISTIC) as made:
-            made.load_adapter("a", tmp_path / str(seed))
-            expected.append(generate(made))
-    assert expected[0] != expected[1]
-    with engine(**DETERMINISTIC, kv_host_bytes=1 << 20) as made:
-        for seed in (1, 2):
-            made.load_adapter("a", tmp_path / str(seed))
-            for _ in range(2):
-                assert generate(made) == expected[seed - 1]
-            found = counts(made)
-            assert found.loaded > 0
-            assert (found.audited, found.different) == (0, 0)
 
 
 def test_a_shutdown_leaves_weights_that_wait(tmp_path: Path) -> None:

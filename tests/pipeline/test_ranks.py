@@ -16,19 +16,14 @@ from typing import Any
 
 import pytest
 import torch
-from msgspec.structs import replace
 from safetensors.torch import load_file
 from transformers import Qwen2MoeConfig, Qwen2MoeForCausalLM
 
 from nano_inference import (
     Completion,
-    InferenceEngine,
     Pipeline,
-    SamplingParams,
-    TrainingSample,
     WeightsGroup,
 )
-from nano_inference.config import EngineConfig, WeightsError
 from nano_inference.stages.executor.runner.ranks.processes import Ranks
 
 from . import reference
@@ -198,54 +193,3 @@ async def test_a_rank_that_dies_or_stops_costs_no_token(
         assert [bits(each) for each in found] == expected
         (pid,) = ranks_of(pipeline).pids
     assert not exists(pid)
-
-
-@pytest.mark.soak
-async def test_experts_move_while_streams_run(make_config: MakeConfig, soak: bool) -> None:
-    """No bit of any answer changes, and each token is counted at as many experts as it chooses."""
-    engine = {f"engine__{name}": value for name, value in SAME_BITS.items()}
-    engine["engine__model_path"] = str(mixture())
-    async with Pipeline(make_config(**engine)) as alone:
-        done = await asyncio.gather(*map(alone.complete, bodies("a")))
-    expected = [bits(each) for each in done]
-    parallel = {"engine__tensor_parallel": 2, "engine__expert_parallel": 2}
-    async with asyncio.timeout(LIMIT_S), Pipeline(make_config(**engine, **parallel)) as pipeline:
-        for number, owners in enumerate([(1, 0, 1, 0), (0, 0, 1, 1)][: 1 + soak]):
-            begun = asyncio.Event()
-            reads = [begin(pipeline, body, begun) for body in bodies(f"owners-{number}")]
-            await begun.wait()
-            await pipeline.client.move_experts(owners)
-            assert not all(read.done() for read in reads)
-            assert [bits(each) for each in await asyncio.gather(*reads)] == expected
-            core = core_of(pipeline, "executor")
-            assert core.expert_owners == list(owners)
-        tokens = core.take_expert_tokens()
-        assert len(tokens) == EXPERTS
-        assert sum(tokens) % (LAYERS * CHOSEN) == 0
-        for wrong in ((0, 0, 0, 1), (0, 1), (0, 1, 2, 0)):
-            with pytest.raises(WeightsError, match="2 times"):
-                await pipeline.client.move_experts(wrong)
-
-
-def test_an_engine_moves_experts_between_steps() -> None:
-    """No token of unfinished requests changes."""
-    config = EngineConfig(model_path=str(mixture()), kv_cache_bytes=1 << 22, **SAME_BITS)
-    sampling = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
-    prompts = [[3, 4 + number] for number in range(3)]
-    with InferenceEngine(config) as alone:
-        assert alone.expert_owners == []
-        with pytest.raises(WeightsError, match=r"set engine\.expert_parallel"):
-            alone.move_experts([0, 1, 0, 1])
-        expected = [each.completion_tokens for each in alone.generate(prompts, sampling)]
-    with InferenceEngine(replace(config, tensor_parallel=2, expert_parallel=2)) as engine:
-        ids = [engine.add_request(prompt, sampling) for prompt in prompts]
-        samples: list[TrainingSample] = []
-        for number in range(20):
-            samples += engine.step()
-            if number == 2:
-                assert engine.expert_owners == [0, 0, 1, 1]
-                assert engine.has_pending()
-                engine.move_experts([1, 0, 1, 0])
-        assert engine.expert_owners == [1, 0, 1, 0]
-    tokens = {each.request_id: each.completion_tokens for each in samples}
-    assert [tokens[id] for id in ids] == expected

@@ -30,14 +30,12 @@ from ..soaking import in_soak
 from .builders import (
     State,
     break_once,
-    check_purity,
     check_stamps,
     greedy,
     raises,
     stage_of,
     until,
     until_batched,
-    versions_of,
     whole_stream,
     whole_streams,
 )
@@ -53,34 +51,6 @@ def executor_of(pipeline: Pipeline) -> ExecutorCore:
 
 async def waiting(pipeline: Pipeline, number: int) -> None:
     await until_batched(pipeline, number, "waiting")
-
-
-@both_buses()
-async def test_running_requests_continue_after_a_release(exact: Pipeline) -> None:
-    """Its KV is computed again, from the same weights: greedy tokens are the same."""
-    streams = asyncio.create_task(whole_streams(exact))
-    batching = exact._actors["batching"]
-    for _ in range(5):
-        await until_batched(exact, 8)
-        await exact.client.release_memory(KV_CACHE)
-        load = batching.load()
-        assert (load["running"], load["waiting"]) == (0, 8)
-        assert (load["kv_free"], load["kv_cached"]) == (load["kv_total"], 0)
-        await exact.client.resume_memory(KV_CACHE)
-    await streams
-
-
-async def test_no_kv_is_stale_after_new_weights(running: Pipeline, loaded: State) -> None:
-    await running.client.update_weights(oracle.remembering(loaded, 1))
-    pure = (await running.complete(greedy(1, 1))).samples[0].logprobs[0]
-    requests = [asyncio.create_task(running.complete(greedy(n, 120))) for n in range(6)]
-    await until_batched(running, 6)
-    await running.client.release_memory()
-    await running.client.resume_memory()
-    await running.client.update_weights(oracle.remembering(loaded, 2))
-    spans = [check_purity(each, pure, whole=True) for each in await asyncio.gather(*requests)]
-    assert max(spans) == 2
-    assert versions_of(await running.complete(greedy(0, 3))) == [2, 2, 2]
 
 
 async def test_nothing_is_made_by_weights_that_hold_nothing(

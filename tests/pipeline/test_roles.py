@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import random
-from pathlib import Path
 from typing import Any
 
 import pytest
-from safetensors.torch import save_file
 
 from nano_inference import Completion, Config, Pipeline
-from nano_inference.bus.weights import FolderWeights
-from nano_inference.config import ConfigError
 from nano_inference.stages.batching.cache import KVCacheManager
 from nano_inference.stages.batching.core import BatchingCore
 from nano_inference.stages.batching.handover import Handovers
@@ -23,9 +19,7 @@ from nano_inference.stages.fairness.core import FairnessCore
 from nano_inference.stages.streaming.core import StreamingCore
 
 from ..soaking import in_soak
-from ..stages.executor.runner.adapters.making import make_adapter
-from . import reference, short_model
-from .builders import State, break_once, end_of, until
+from .builders import break_once, until
 from .conftest import MakeConfig, both_buses
 from .test_replicas import batching_of, check_at_rest, fairness_of
 
@@ -82,12 +76,6 @@ async def expected_of(make_config: MakeConfig, asked: list[dict[str, Any]]) -> l
         async with Pipeline(make_config(engine__deterministic=True)) as alone:
             _expected[key] = await answers(alone, asked)
     return _expected[key]
-
-
-def written(weights: State, folder: Path) -> FolderWeights:
-    folder.mkdir()
-    save_file(weights, folder / "model.safetensors")
-    return FolderWeights(str(folder))
 
 
 def counts(pipeline: Pipeline, replica: int) -> TierCounts:
@@ -148,18 +136,6 @@ async def test_features_go_on_behind_a_handover(make_config: MakeConfig, specula
         await check_at_rest(pipeline)
 
 
-async def test_a_short_cache_where_sequences_decode(make_config: MakeConfig) -> None:
-    """They are preempted there, and go on there."""
-    asked = bodies(10)
-    for body in asked:
-        body["sampling"]["max_tokens"] = 40
-    expected = await expected_of(make_config, asked)
-    small = {"engine__max_model_len": 400, "engine__kv_cache_bytes": 600_000}
-    async with Pipeline(with_roles(make_config, **small)) as pipeline:
-        assert await answers(pipeline, asked) == expected
-        await check_at_rest(pipeline)
-
-
 @pytest.mark.soak
 @pytest.mark.parametrize(
     ("owner", "method"),
@@ -188,86 +164,6 @@ async def test_a_stage_that_fails_in_any_phase_costs_no_token(
             with monkeypatch.context() as patch:
                 break_once(patch, owner, method, after=after)
                 assert await answers(pipeline, asked) == expected
-        await check_at_rest(pipeline)
-
-
-async def test_cancelled_requests_leave_nothing_behind(make_config: MakeConfig) -> None:
-    async with Pipeline(with_roles(make_config)) as pipeline:
-        for attempt in range(4):
-            streams = [
-                pipeline.submit({**body, "request_id": f"{attempt}-{index}", "stream": True})
-                for index, body in enumerate(bodies(4))
-            ]
-            reads = [asyncio.create_task(end_of(stream)) for stream in streams]
-            await asyncio.sleep(0.01 * (attempt % 4))
-            for index in range(4):
-                await pipeline.client.cancel(f"{attempt}-{index}")
-            ends = await asyncio.gather(*reads)
-            assert {each.status for each in ends} <= {"done", "cancelled"}
-        await check_at_rest(pipeline)
-        for replica in range(2):
-            tiers = batching_of(pipeline, replica).tiers
-            assert tiers is not None
-            await until(lambda tiers=tiers: not tiers.has_offers)  # type: ignore[misc]
-
-
-async def test_new_weights_and_a_flush_while_sequences_are_handed_over(
-    make_config: MakeConfig, loaded: State, tmp_path: Path
-) -> None:
-    asked = bodies(8)
-    expected = await expected_of(make_config, asked)
-    same, other = (
-        written({name: tensor * factor for name, tensor in loaded.items()}, tmp_path / name)
-        for name, factor in (("same", 1.0), ("other", 1.25))
-    )
-    async with Pipeline(with_roles(make_config)) as pipeline:
-        for in_flight in ("keep", "retract"):
-            running = asyncio.create_task(answers(pipeline, asked))
-            await asyncio.sleep(0.05)
-            await pipeline.client.update_weights(same, in_flight=in_flight)
-            await pipeline.client.flush_cache()
-            assert await running == expected
-        await pipeline.client.update_weights(other)
-        changed = await answers(pipeline, asked)
-        await pipeline.client.update_weights(same)
-        assert await answers(pipeline, asked) == expected
-        await check_at_rest(pipeline)
-    async with Pipeline(make_config(engine__deterministic=True)) as alone:
-        await alone.client.update_weights(other)
-        assert await answers(alone, asked) == changed != expected
-
-
-async def test_an_adapter_that_is_loaded_again_meets_no_older_kv(
-    make_config: MakeConfig, tmp_path: Path
-) -> None:
-    asked = bodies(4, model="a")
-    model = reference.model(short_model.folder())
-    for seed in (1, 2):
-        make_adapter(model, seed, tmp_path / str(seed))
-    expected = []
-    for seed in (1, 2):
-        async with Pipeline(make_config(engine__deterministic=True)) as alone:
-            await alone.client.load_adapter("a", str(tmp_path / str(seed)))
-            expected.append(await answers(alone, asked))
-    async with Pipeline(with_roles(make_config)) as pipeline:
-        for seed in (1, 2, 1):
-            await pipeline.client.load_adapter("a", str(tmp_path / str(seed)))
-            assert await answers(pipeline, asked) == expected[seed - 1]
-        assert counts(pipeline, 1).received > 0
-
-
-async def test_roles_change_while_requests_run(make_config: MakeConfig) -> None:
-    asked = bodies(8)
-    expected = await expected_of(make_config, asked)
-    async with Pipeline(with_roles(make_config)) as pipeline:
-        running = asyncio.create_task(answers(pipeline, asked))
-        for roles in (("decode", "prefill"), ("both", "both"), ("prefill", "both"), ()):
-            await asyncio.sleep(0.03)
-            await pipeline.client.update_roles(roles)  # type: ignore[arg-type]
-            assert fairness_of(pipeline)._core.roles == roles
-        assert await running == expected
-        with pytest.raises(ConfigError, match="no replica to decode"):
-            await pipeline.client.update_roles(("prefill", "prefill"))
         await check_at_rest(pipeline)
 
 

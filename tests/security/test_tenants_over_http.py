@@ -150,20 +150,6 @@ async def test_no_client_preempts_others(open_http: OpenHttp, engine: GatedEngin
 # --- places in the pipeline ---------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("flood", [[{}] * 60, [{"text": ["a"] * 60}], [{"stream": True}] * 60])
-async def test_a_flood_leaves_places_for_a_newcomer(
-    open_http: OpenHttp, engine: GatedEngine, flood: list[dict[str, Any]]
-) -> None:
-    http = open_http(gateway__max_in_flight=12)
-    async with meanwhile(*(one(http, "flood", **body) for body in flood)):
-        await engine.until(lambda: len(engine.requests) == 6)
-        for newcomer in ("b", "c", "d"):
-            async with meanwhile(one(http, newcomer)):
-                await engine.until(lambda name=newcomer: engine.of(name) == 1)  # type: ignore[misc]
-                assert engine.of("flood") == 6
-    await engine.until(lambda: engine.running == 0)
-
-
 @pytest.mark.parametrize("batches", [1, 300])
 async def test_many_at_once_wait_and_are_all_served(
     open_http: OpenHttp, engine: GatedEngine, batches: int
@@ -204,25 +190,6 @@ async def test_who_leaves_waits_no_longer(open_http: OpenHttp, engine: GatedEngi
         await until_waiting(http, 2 + 1)
     assert {request.prompt for request in engine.requests} == {"a"}
     await until_waiting(http, 0)
-
-
-async def test_too_many_that_wait_are_refused_to_who_has_most(
-    open_http: OpenHttp, engine: GatedEngine
-) -> None:
-    engine.stage_reports = [report()]
-    http = open_http(gateway__max_in_flight=4, gateway__max_waiting=50)
-    async with meanwhile(one(http, "flood", text=["a"] * 42)) as first:
-        await engine.until(lambda: engine.of("flood") == 2)
-        async with meanwhile(*(one(http, "small") for _ in range(9))) as small:
-            await engine.until(lambda: engine.of("small") == 1)
-            await until_waiting(http, 3 + 40 + 8)
-            answer = await one(http, "flood", text=["a"] * 3)
-            assert error_of(answer, 429) == "overloaded"
-            assert int(answer.headers["retry-after"]) >= 1
-            assert not any(call.done() for call in (*first, *small))
-            engine.gate.set()
-            answers = await asyncio.gather(*first, *small)
-            assert {answer.status_code for answer in answers} == {200}
 
 
 async def test_what_waits_is_aborted_at_once(open_http: OpenHttp, engine: GatedEngine) -> None:

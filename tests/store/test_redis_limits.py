@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, suppress
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +19,8 @@ from nano_inference.store.limits import Charge, Limit
 from nano_inference.store.redis import limits as redis_limits
 
 from ..buses import Buses, kit
-from ..programs import Program
 from ..rig import load, mortal_server
-from ..servers import sentinel_group, until
+from ..servers import until
 from ..soaking import in_soak
 from .test_limits import fits, left, reserve
 
@@ -142,84 +141,8 @@ async def test_a_replica_that_takes_over_grants_no_more(tmp_path: Path) -> None:
         assert await fits(second, (HELD, 1))
 
 
-@pytest.mark.soak(only=True)
-@pytest.mark.slow
-async def test_a_failover_in_the_middle_grants_no_more(
-    tmp_path: Path, pytestconfig: pytest.Config
-) -> None:
-    """The master dies for good, with what its replica had not yet had, while both gateways ask."""
-    program = pytestconfig.getoption("--redis-server") or ""
-    async with sentinel_group(tmp_path, program) as group, AsyncExitStack() as stack:
-        gateways = [open_bus(BusConfig(url=group.url)) for _ in range(2)]
-        for each in gateways:
-            stack.push_async_callback(each.aclose)
-        first, second = gateways
-        held = await reserve(first, (HELD, 2))
-        before = await granted(gateways, REQUESTS, 60)
-        assert held.granted
-        old = await group.master()
-        (replica,) = [node for node in group.nodes if node is not old]
-        # From now on it has nothing more.
-        await replica.plain.execute_command("REPLICAOF", "127.0.0.1", str(replica.port))
-        before += await granted(gateways, REQUESTS, 20)
-        asking = asyncio.create_task(granted(gateways, REQUESTS, 30))
-        await asyncio.sleep(0)
-        old.kill()
-        during = await asking
-
-        async def has_moved() -> bool:
-            return await group.master() is replica
-
-        await until(has_moved, "the new master")
-        after = 0
-
-        async def is_used_up() -> bool:
-            nonlocal after
-            after += await granted(gateways, REQUESTS, 40)
-            with suppress(BusError):  # nobody is the master yet
-                return await left(second, (REQUESTS, 0)) == [0]
-            return False
-
-        await until(is_used_up, "all of the limit")
-        assert before + during + after == 100
-        assert not await fits(second, (HELD, 2))
-        assert await fits(second, (HELD, 1))
 
 
-KILLED = """
-import asyncio, sys
-from nano_inference.bus import open_bus
-from nano_inference.store.limits import Charge, Limit
-from nano_inference.store.redis import limits
-from nano_inference.config import BusConfig
-
-async def main():
-    limits.HELD_S = 2.0
-    bus = open_bus(BusConfig(url=sys.argv[1], prefix=sys.argv[2]))
-    charges = [Charge(Limit("key", 100, 3600), 40), Charge(Limit("key", 3), 3)]
-    took = await bus.store.limits.reserve(charges)
-    print(took.granted, flush=True)
-    await asyncio.sleep(3600)
-
-asyncio.run(main())
-"""
-
-
-async def test_of_a_killed_gateway_places_come_back(redis_buses: Buses, tmp_path: Path) -> None:
-    """What it held is free after its lease; what it took in a window goes on counting."""
-    bus = redis_buses.open()
-    (tmp_path / "killed.py").write_text(KILLED)
-    with Program(tmp_path / "killed.py", redis_buses.url, redis_buses.prefix) as process:
-        assert await asyncio.to_thread(process.output.readline) == "True\n"
-        assert not await fits(bus, (HELD, 1))
-        # It renews what it holds, for longer than a lease.
-        end = asyncio.get_running_loop().time() + 2.5
-        while asyncio.get_running_loop().time() < end:
-            assert not await fits(bus, (HELD, 1))
-            await asyncio.sleep(0.1)
-
-    await kit.eventually(lambda: fits(bus, (HELD, 3)), "the places of the dead")
-    assert await left(bus, (REQUESTS, 0)) == [60]
 
 
 async def test_a_lost_reply_counts_nothing_twice(

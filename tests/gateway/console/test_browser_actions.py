@@ -107,7 +107,7 @@ def picture() -> bytes:
 
 async def test_an_adapter_and_an_image_with_the_bundled_vision_model(tmp_path: Path) -> None:
     """The adapter is loaded, asked with an image from the playground, and unloaded."""
-    write_adapter: Any = load("chaos_mixed").write_adapter
+    write_adapter: Any = load("mixed_requests").write_adapter
     write_adapter(tmp_path / "poet")
     config = load_config(env={}, overrides={"engine.model_path": "tiny-vision", "gateway.port": 0})
     async with (

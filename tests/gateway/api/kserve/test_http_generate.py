@@ -23,7 +23,7 @@ from nano_inference.kserve.tensors import (
 )
 
 from ...fake import data_of
-from .calls import Several, asking, failed, listening, until
+from .calls import Several, asking, failed, listening
 
 INPUTS = (
     TensorSpec("text_input", "BYTES", (1,)),
@@ -177,16 +177,6 @@ async def test_an_event_is_sent_when_there_is_an_answer() -> None:
         assert several.ended == []
         several.go_on.set()
         assert [json.loads(line[6:])["number"] async for line in lines if line] == [1]
-
-
-async def test_a_client_that_leaves_a_stream_ends_it() -> None:
-    several = Several()
-    several.go_on = anyio.Event()
-    path = "/v2/models/several/generate_stream"
-    async with listening(several) as http:
-        async with http.stream("POST", path, json={"times": 2}) as answer:
-            await anext(answer.aiter_lines())
-        await until(lambda: several.ended == ["cancelled"])
 
 
 @pytest.mark.parametrize("what", ["generate", "generate_stream"])

@@ -8,11 +8,10 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
-import anyio
 import pytest
 from httpx import AsyncClient, Response
 
-from nano_inference.config import BusError, Config
+from nano_inference.config import BusError
 
 from ... import by_hand
 from ...fake import Client, FakeEngine, app_of, completion, http_of, poster, refused
@@ -246,23 +245,6 @@ async def test_the_same_call_with_its_key_is_made_once(
 
 
 # --- while it runs ----------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("stream", [False, True])
-async def test_disconnect_cancels_a_response(http: Client, config: Config, stream: bool) -> None:
-    http.engine.hold()
-    app = app_of(http.engine, config)
-    left = anyio.Event()
-    body = HELLO | {"stream": stream}
-    async with anyio.create_task_group() as group:
-        group.start_soon(by_hand.post, app, PATH, body, by_hand.ignore, left)
-        await http.engine.until(lambda: len(http.engine.requests) == 1)
-        left.set()
-    (request,) = http.engine.requests
-    assert http.engine.names == ["cancel"]
-    answer = await http.get(f"{PATH}/{request.request_id}?stream=true")
-    assert response_events(answer)[-1]["response"]["status"] == "cancelled"
-    assert (await got(http, request.request_id))["status"] == "cancelled"
 
 
 @asynccontextmanager

@@ -10,7 +10,6 @@ import pytest
 
 from nano_inference.bus.public import EmbedParams, GenerateRequest, Output
 
-from ... import by_hand
 from ...errors import error_of
 from ...fake import Client, FakeEngine, app_of, chunk, completion, data_of, http_of, refused, sample
 from ...made import embedded
@@ -131,22 +130,6 @@ async def test_abort_finds_a_batch_by_the_id_of_the_whole(http: Client) -> None:
     assert cancelled == ["r", "r_0", "r_1"]
     generating.cancel()
     await asyncio.gather(generating, return_exceptions=True)
-
-
-async def test_a_client_that_goes_while_an_event_is_sent(engine: FakeEngine) -> None:
-    """A slow reader holds up the sending, not the cancelling."""
-    engine.outputs = spelled
-    app = app_of(engine)
-    body = {"input_ids": [3, 4], "rid": "r", "stream": True}
-    sending = asyncio.Event()
-
-    async def send(message: Any) -> None:
-        if message["type"] == "http.response.body":
-            sending.set()
-            await asyncio.Event().wait()
-
-    await by_hand.post(app, "/generate", body, send, sending)
-    assert engine.left == ["r"]
 
 
 # --- /encode --------------------------------------------------------------------------------------

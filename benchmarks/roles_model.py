@@ -13,6 +13,7 @@ from harness import percentile
 
 from nano_inference.bus.control import ReplicaCapacity, TierCapacity, TiersChanged
 from nano_inference.bus.messages import AdmittedRequest, Credit, Prompt, RequestInfo, SequenceSpec
+from nano_inference.bus.parts.handover import HandoversResult
 from nano_inference.bus.steps import KVMove, NewSequence, StepPlan, StepResult, first_tokens
 from nano_inference.config import EngineConfig, FairnessConfig, ReplicaRole, SamplingParams
 from nano_inference.stages.batching import BatchingCore
@@ -130,7 +131,8 @@ class Replica:
     def _done(self, plan: StepPlan) -> None:
         self._busy = False
         self.step_id = plan.step_id
-        summary = self._execute(plan).summary(plan.handovers)
+        result = self._execute(plan)
+        summary = result.summary(*HandoversResult.of(plan.handovers, result))
         for each in first_tokens(plan, summary):
             self._lane.pass_on(Departure(*each))
         self.core.absorb(summary)

@@ -33,7 +33,7 @@ from random_models import write_model
 from workloads import object_schema
 
 from nano_inference.bus.messages import AdmittedRequest, Prompt, RequestInfo, SequenceSpec
-from nano_inference.bus.parts.speculation import Prediction
+from nano_inference.bus.parts.speculation import DraftsResult, Prediction
 from nano_inference.config import Constraint, EngineConfig, SamplingParams
 from nano_inference.stages.batching import BatchingCore
 from nano_inference.stages.executor import ExecutorCore, LoadedModel
@@ -129,8 +129,10 @@ class Lane:
                 ran.decoded += len(result.token_ids)
             for seq_id, token in zip(result.seq_ids, result.token_ids, strict=True):
                 ran.tokens[seq_id - first].append(token)
-            ran.drafted += sum(draft.num_tokens for draft in result.drafts)
-            ran.accepted += sum(draft.num_accepted for draft in result.drafts)
+            found = DraftsResult.find(result.parts)
+            verified = found.verified if found is not None else ()
+            ran.drafted += sum(draft.num_tokens for draft in verified)
+            ran.accepted += sum(draft.num_accepted for draft in verified)
         return ran
 
 

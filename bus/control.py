@@ -12,7 +12,7 @@ import msgspec
 from ..config import FairnessConfig, ModelConfig, PoolingKind, ReplicaRole
 from ..store.board import LoadedAdapter
 from .entries import entry_key
-from .public import Fingerprint, SessionAction
+from .public import SessionAction
 from .sections import Section, Sections
 from .weights import InFlight, StagedWeights, WeightsSource
 
@@ -427,52 +427,6 @@ class ReplicaCapacity(InternalPart, frozen=True, array_like=True):
     exact: bool = False
     pipeline_stages: int = 1
     parts: Sections = ()
-
-    @property
-    def adapters(self) -> tuple[LoadedAdapter, ...]:
-        """Loaded adapters."""
-        from .parts.adapters import AdapterCapacity
-
-        found = AdapterCapacity.find(self.parts)
-        return found.adapters if found is not None else ()
-
-    @property
-    def embedding(self) -> EmbeddingCapacity | None:
-        """Its embeddings; None if unsupported."""
-        return EmbeddingCapacity.find(self.parts)
-
-    @property
-    def experts(self) -> int:
-        """Experts per layer; 0 for none."""
-        from .parts.experts import ExpertCapacity
-
-        found = ExpertCapacity.find(self.parts)
-        return found.number if found is not None else 0
-
-    @property
-    def drafts(self) -> bool:
-        """Whether its steps can verify drafts, if enabled."""
-        from .parts.speculation import DraftCapacity
-
-        return DraftCapacity.find(self.parts) is not None
-
-    @property
-    def tiers(self) -> TierCapacity | None:
-        """Its KV tiers; None if there are none."""
-        return TierCapacity.find(self.parts)
-
-    @property
-    def images(self) -> ImageCapacity | None:
-        """None if it takes no images."""
-        return ImageCapacity.find(self.parts)
-
-    @property
-    def fingerprints(self) -> tuple[Fingerprint, ...]:
-        """Its fingerprint; of several executors each that is different."""
-        from .parts.recipes import FingerprintCapacity
-
-        found = FingerprintCapacity.find(self.parts)
-        return found.fingerprints if found is not None else ()
 
 
 class AuditedBlock(InternalPart, frozen=True, array_like=True):

@@ -11,7 +11,7 @@ Token ids are plain ints. Fields may be added at the end with a default; none is
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from ..config import SamplingParams
 from .control import Internal, InternalPart
@@ -19,10 +19,6 @@ from .media import MediaItem
 from .pooling import Pooling
 from .public import KVSession, StageTime
 from .sections import Sections
-
-if TYPE_CHECKING:
-    from .parts.accounts import RequestTimes
-    from .recipes import RecipeParts
 
 RowFinish = Literal["", "stop", "length", "abort"]
 """Why a sequence ended with a row's token; "" if it continues."""
@@ -90,7 +86,7 @@ class StoredResponse(InternalPart, frozen=True, array_like=True):
         samples: All of them.
         weight_version: Of the weights that made all tokens.
         adapter_version: The same of the adapter; 0 without one.
-        generation: As `RequestOpened.keeps`.
+        generation: As in ResponseCaching.
     """
 
     samples: tuple[StoredSample, ...]
@@ -139,44 +135,6 @@ class RequestOpened(Internal, frozen=True):
     embeds: bool = False
     tenant: str = ""
     parts: Sections = ()
-
-    @property
-    def ref_temperature(self) -> float | None:
-        """Of the reference model's logprobs; None without a reference model."""
-        from .parts.scoring import ReferenceScoring
-
-        found = ReferenceScoring.find(self.parts)
-        return found.temperature if found is not None else None
-
-    @property
-    def keeps(self) -> int:
-        """The response cache's generation, if RequestFinished is to carry the response; else 0."""
-        from .parts.responses import ResponseCaching
-
-        found = ResponseCaching.find(self.parts)
-        return found.generation if found is not None else 0
-
-    @property
-    def response(self) -> StoredResponse | None:
-        """The response from the cache; no sequence of the request runs."""
-        from .parts.responses import ResponseCaching
-
-        found = ResponseCaching.find(self.parts)
-        return found.response if found is not None else None
-
-    @property
-    def times(self) -> RequestTimes:
-        """Time before admission."""
-        from .parts.accounts import RequestTimes
-
-        return RequestTimes.find(self.parts) or RequestTimes()
-
-    @property
-    def recipe(self) -> RecipeParts | None:
-        """Of the Completion's recipe; None for none."""
-        from .recipes import RecipeParts
-
-        return RecipeParts.find(self.parts)
 
 
 class Prompt(InternalPart, frozen=True, array_like=True):
@@ -396,8 +354,8 @@ class RequestFinished(Internal, frozen=True):
     """Streaming to admission: the request's terminal message has been written.
 
     Attributes:
-        response: For the response cache, if `RequestOpened.keeps` and all of it was computed with
-            one version of the weights.
+        response: For the response cache, if it is to be kept (ResponseCaching) and all of it was
+            computed with one version of the weights.
     """
 
     request_id: str

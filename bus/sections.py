@@ -7,7 +7,7 @@ needs no class of a part that it doesn't have.
 
 from __future__ import annotations
 
-from typing import Any, Self, TypeVar
+from typing import Any, ClassVar, Self, TypeVar
 
 import msgspec
 
@@ -16,6 +16,14 @@ Message = TypeVar("Message", bound=msgspec.Struct)
 
 class Section(msgspec.Struct, frozen=True, tag=True, tag_field="type", array_like=True):
     """A part's section of a message. Class names are unique over all parts."""
+
+    for_batching: ClassVar[bool] = False
+    """Of a StepResult: whether the StepSummary has it, too."""
+
+    @property
+    def ended(self) -> tuple[int, ...]:
+        """Of a StepResult: sequences that end without a token."""
+        return ()
 
     @classmethod
     def find(cls, parts: Sections) -> Self | None:

@@ -18,9 +18,8 @@ from .messages import (
     SequenceSpec,
     TopLogprobs,
 )
-from .pooling import PooledPrompt
 from .public import AfterTurn, KVSessionResult, SessionTier, StageTime
-from .sections import Sections
+from .sections import Section, Sections
 from .times import NO_TIMES, StepTimes
 
 
@@ -275,7 +274,7 @@ class StartedSequence(InternalPart, frozen=True, array_like=True):
 
 
 class PromptLogprobs(InternalPart, frozen=True, array_like=True):
-    """What one step found out about a prompt.
+    """Logprobs of a part of a prompt, from one step.
 
     Attributes:
         seq_id: The sequence, always the first sample of its request.
@@ -303,7 +302,7 @@ class VerifiedDraft(InternalPart, frozen=True, array_like=True):
 
 
 class StepResult(Internal, frozen=True):
-    """What one forward pass sampled. Rows that only prefilled are not in it.
+    """Tokens of one forward pass. Rows that only prefilled are not in it.
 
     A sequence whose draft was accepted in part or whole is named once for each token that it got,
     in order and one after the other. So `[rows]` are tokens here.
@@ -338,84 +337,23 @@ class StepResult(Internal, frozen=True):
     parts: Sections = ()
 
     @property
-    def prompt_logprobs(self) -> tuple[PromptLogprobs, ...]:
-        """As PromptScores."""
-        from .parts.scoring import PromptScores
+    def ended_sequences(self) -> tuple[int, ...]:
+        """Sequences that have ended with this step."""
+        without_token = [seq_id for part in self.parts for seq_id in part.ended]
+        return (*compress(self.seq_ids, self.finish_reasons), *without_token)
 
-        found = PromptScores.find(self.parts)
-        return found.prompts if found is not None else ()
-
-    @property
-    def adapter_versions(self) -> tuple[int, ...]:
-        """As AdaptersResult; empty: no row had one."""
-        from .parts.adapters import AdaptersResult
-
-        found = AdaptersResult.find(self.parts)
-        return found.versions if found is not None else ()
-
-    @property
-    def pooled(self) -> tuple[PooledPrompt, ...]:
-        """As PooledResult."""
-        from .parts.embeddings import PooledResult
-
-        found = PooledResult.find(self.parts)
-        return found.prompts if found is not None else ()
-
-    @property
-    def drafts(self) -> tuple[VerifiedDraft, ...]:
-        """As DraftsResult."""
-        from .parts.speculation import DraftsResult
-
-        found = DraftsResult.find(self.parts)
-        return found.verified if found is not None else ()
-
-    @property
-    def draft_rest(self) -> int:
-        """As DraftsResult."""
-        from .parts.speculation import DraftsResult
-
-        found = DraftsResult.find(self.parts)
-        return found.rest if found is not None else 0
-
-    @property
-    def spoiled(self) -> tuple[int, ...]:
-        """As ImagesResult."""
-        from .parts.images import ImagesResult
-
-        found = ImagesResult.find(self.parts)
-        return found.spoiled if found is not None else ()
-
-    @property
-    def times(self) -> StepTimes:
-        """For the accounts of time."""
-        return StepTimes.find(self.parts) or NO_TIMES
-
-    def summary(self, handovers: tuple[tuple[int, int, int], ...] = ()) -> StepSummary:
-        """The part for batching. `handovers`: the plan's."""
-        ended = (*compress(self.seq_ids, self.finish_reasons), *(p.seq_id for p in self.pooled))
+    def summary(self, *sections: Section) -> StepSummary:
+        """Return the share for batching, with these sections besides."""
+        own = [part for part in self.parts if part.for_batching]
         return StepSummary(
             step_id=self.step_id,
             seq_ids=self.seq_ids,
             token_ids=self.token_ids,
-            ended=ended,
+            ended=self.ended_sequences,
             start_ns=self.start_ns,
             end_ns=self.end_ns,
-            parts=self._for_batching(handovers, ended),
+            parts=(*own, *sections),
         )
-
-    def _for_batching(
-        self, handovers: tuple[tuple[int, int, int], ...], ended: tuple[int, ...]
-    ) -> Sections:
-        from .parts.handover import HandoversResult
-        from .parts.images import ImagesResult
-        from .parts.speculation import DraftsResult
-
-        found = (kind.find(self.parts) for kind in (DraftsResult, ImagesResult))
-        parts: Sections = tuple(part for part in found if part is not None)
-        if handovers:
-            left = tuple([i for i, *_ in handovers if i in self.seq_ids and i not in ended])
-            parts = (*parts, HandoversResult(left))
-        return parts
 
 
 class StepSummary(Internal, frozen=True):

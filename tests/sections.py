@@ -16,6 +16,7 @@ from nano_inference.bus.parts.speculation import DraftsPlan, DraftsResult
 from nano_inference.bus.parts.tiers import TiersPlan
 from nano_inference.bus.parts.weights import WeightsPlan
 from nano_inference.bus.sections import Section
+from nano_inference.bus.steps import PromptLogprobs, StepResult, VerifiedDraft
 
 PLAN: dict[str, Callable[[Any], Section]] = {
     "weight_version": WeightsPlan,
@@ -41,6 +42,16 @@ OPENED: dict[str, Callable[[Any], Section]] = {
     "recipe": lambda recipe: recipe,
 }
 TIMES = ("queued_ns", "waited_ns", "down_since_ns")
+
+
+def drafts_of(result: StepResult) -> tuple[VerifiedDraft, ...]:
+    found = DraftsResult.find(result.parts)
+    return found.verified if found is not None else ()
+
+
+def prompt_logprobs_of(result: StepResult) -> tuple[PromptLogprobs, ...]:
+    found = PromptScores.find(result.parts)
+    return found.prompts if found is not None else ()
 
 
 def in_parts(fields: dict[str, Any], makers: dict[str, Callable[[Any], Section]]) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ...store.board import LoadedAdapter
+from ..control import ReplicaCapacity
 from ..sections import Section
 
 
@@ -10,6 +11,12 @@ class AdapterCapacity(Section, frozen=True):
     """In ReplicaCapacity: the loaded adapters."""
 
     adapters: tuple[LoadedAdapter, ...]
+
+
+def adapters_of(capacity: ReplicaCapacity) -> tuple[LoadedAdapter, ...]:
+    """Return the loaded adapters of a replica."""
+    found = AdapterCapacity.find(capacity.parts)
+    return found.adapters if found is not None else ()
 
 
 class AdaptersPlan(Section, frozen=True):

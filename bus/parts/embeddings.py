@@ -11,5 +11,9 @@ class PooledResult(Section, frozen=True):
 
     prompts: tuple[PooledPrompt, ...]
 
+    @property
+    def ended(self) -> tuple[int, ...]:
+        return tuple([prompt.seq_id for prompt in self.prompts])
+
     def concerns(self, seq_ids: set[int]) -> bool:
         return any(each.seq_id in seq_ids for each in self.prompts)

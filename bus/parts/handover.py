@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ..messages import RemoteBlocks
 from ..sections import Section
+from ..steps import StepResult
 
 
 class HandoverRoute(Section, frozen=True):
@@ -33,3 +34,13 @@ class HandoversResult(Section, frozen=True):
     """In StepSummary: sequences whose first token was sent to the replica that continues them."""
 
     seq_ids: tuple[int, ...]
+
+    @classmethod
+    def of(
+        cls, leaving: tuple[tuple[int, int, int], ...], result: StepResult
+    ) -> tuple[HandoversResult, ...]:
+        """Return the section of a step; none if no row leaves. `leaving`: as in HandoversPlan."""
+        if not leaving:
+            return ()
+        ended = result.ended_sequences
+        return (cls(tuple([i for i, *_ in leaving if i in result.seq_ids and i not in ended])),)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from ..media import MediaItem
 from ..sections import Section
 
@@ -26,5 +28,7 @@ class ImagesPlan(Section, frozen=True):
 
 class ImagesResult(Section, frozen=True):
     """In StepResult and StepSummary: sequences whose KV is invalid, since an image was missing."""
+
+    for_batching: ClassVar[bool] = True
 
     spoiled: tuple[int, ...]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from ..sections import Section
 from ..steps import VerifiedDraft
 
@@ -34,6 +36,8 @@ class DraftsResult(Section, frozen=True):
         verified: For each row in which drafted tokens were verified.
         rest: So many plans to come need allow no drafts, since they would not pay.
     """
+
+    for_batching: ClassVar[bool] = True
 
     verified: tuple[VerifiedDraft, ...] = ()
     rest: int = 0

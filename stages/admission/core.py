@@ -256,12 +256,12 @@ class AdmissionCore:
         request, adapter = self.check(entry, received_ns, now_ns, owner=owner)
         request_id = request_id_of(entry)
         prompt, parts = tokens or self.tokenize(request)
-        num_tokens = len(prompt.token_ids)
+        num_tokens, capacity = len(prompt.token_ids), self.capacity
         if request.embed is None:
-            sampling, pooling = self._resolve(request, num_tokens, self.capacity), None
+            sampling, pooling = self._resolve(request, num_tokens, capacity), None
         else:
             for hook in self._hooks.pool:
-                sampling, pooling = hook(request, num_tokens, self.capacity)
+                sampling, pooling = hook(request, num_tokens, capacity)
         n, tenant, seeds = request.n, request.tenant, seeds_of(request, request_id, self._seed)
         resolved = Resolved(entry, request, adapter, prompt, sampling, pooling, seeds)
         sections = [hook(resolved) for hook in self._hooks.opened]
@@ -306,9 +306,11 @@ class AdmissionCore:
 
     def look_up(self, accepted: Accepted) -> RequestOpened:
         """Return the message that opens a new request."""
-        sections = [hook(accepted) for hook in self._hooks.look_up]
-        found = [each for each in sections if each is not None]
-        return with_sections(accepted.opened, *found) if found else accepted.opened
+        opened = accepted.opened
+        for hook in self._hooks.look_up:
+            if (section := hook(accepted)) is not None:
+                opened = with_sections(opened, section)
+        return opened
 
     def keep(self, accepted: Accepted | None, response: StoredResponse | None) -> None:
         """Give parts the response of a request that has ended, if there is one."""

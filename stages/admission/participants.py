@@ -12,7 +12,7 @@ from collections.abc import Collection, Sequence
 import msgspec
 
 from ...bus.control import ReplicaCapacity
-from ...bus.parts.adapters import AdapterCapacity
+from ...bus.parts.adapters import AdapterCapacity, adapters_of
 from ...bus.parts.recipes import FingerprintCapacity
 from ...bus.public import Fingerprint
 from ...bus.sections import with_sections
@@ -36,7 +36,7 @@ def smallest(capacities: Collection[ReplicaCapacity]) -> ReplicaCapacity:
     same_versions = len(set(map(_versions, capacities))) == 1
     same_bits = not differing_fields(fingerprints)
     parts = FingerprintCapacity(fingerprints).replaced_in(first.parts)
-    adapters = _common(list(map(_adapters_of, capacities)))
+    adapters = _common(list(map(adapters_of, capacities)))
     return msgspec.structs.replace(
         first,
         num_blocks=min(capacity.num_blocks for capacity in capacities),
@@ -52,14 +52,9 @@ def fingerprints_of(capacity: ReplicaCapacity) -> tuple[Fingerprint, ...]:
     return found.fingerprints if found is not None else ()
 
 
-def _adapters_of(capacity: ReplicaCapacity) -> tuple[LoadedAdapter, ...]:
-    found = AdapterCapacity.find(capacity.parts)
-    return found.adapters if found is not None else ()
-
-
 def _versions(capacity: ReplicaCapacity) -> tuple[int, frozenset[tuple[str, int]]]:
     """Return the versions of a replica's weights and adapters."""
-    adapters = frozenset((adapter.id, adapter.version) for adapter in _adapters_of(capacity))
+    adapters = frozenset((adapter.id, adapter.version) for adapter in adapters_of(capacity))
     return capacity.weight_version, adapters
 
 

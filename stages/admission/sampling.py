@@ -53,7 +53,8 @@ class SamplingLimits:
         stop_token_ids = sampling.stop_token_ids
         if not sampling.ignore_eos:
             stop_token_ids |= self._stop_token_ids
-        check_min_tokens(sampling.min_tokens, stop_token_ids, vocab_size=capacity.vocab_size)
+        if sampling.min_tokens:
+            check_min_tokens(sampling.min_tokens, stop_token_ids, vocab_size=capacity.vocab_size)
         constraint = sampling.constraint
         resolved = msgspec.structs.replace(
             sampling,

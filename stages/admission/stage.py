@@ -117,6 +117,7 @@ class AdmissionStage(Actor):
         # Adapters to unload once no request in flight has them, and the operations to answer then.
         self._decoder: FairDecoder
         self._unloading: list[tuple[str, str]] = []
+        self._has_experts = False
         # The last time when no request was in flight, as far as `load` has seen.
         self._idle_ns = now_ns()
         self._group: TaskGroup
@@ -186,6 +187,11 @@ class AdmissionStage(Actor):
 
     async def handle(self, envelope: Envelope) -> None:
         match envelope.body:
+            case RequestFinished(request_id, entry_id, response) as finished:
+                if response is not None:
+                    item = self._requests.ledger.get(entry_key(entry_id, request_id))
+                    self._core.keep(item.accepted if item is not None else None, response)
+                await self._handle(finished)
             case StageReady() as ready:
                 await self._handle(partial(self.epochs.take_part, ready, envelope.epoch))
             case CancelAll() as cancel_all:
@@ -200,11 +206,6 @@ class AdmissionStage(Actor):
             case FlushCache():
                 self._core.flush()
                 await self.answer(envelope.operation_id)
-            case RequestFinished(request_id, entry_id, response) as finished:
-                item = self._requests.ledger.get(entry_key(entry_id, request_id))
-                if response is not None and item is not None:
-                    self._core.keep(item.accepted, response)
-                await self._handle(finished)
             case UnloadAdapter() as unload:
                 await self._unload(unload, envelope.operation_id)
             case other:
@@ -284,6 +285,8 @@ class AdmissionStage(Actor):
                 self._gate.set() if is_open else self._gate.clear()
             case do.SetCapacity(capacity):
                 self._core.set_capacity(capacity)
+                experts = ExpertCapacity.find(capacity.parts)
+                self._has_experts = experts is not None and experts.number > 0
                 # The executor may have other weights of the same version than before.
                 self._core.flush()
                 responses = self._responses()
@@ -323,17 +326,12 @@ class AdmissionStage(Actor):
         else:
             opened = self._core.look_up(accepted)
             await self.send(OPENED, opened, trace=trace)
-        caching = ResponseCaching.find(opened.parts)
+        caching = ResponseCaching.find(opened.parts) if accepted.key is not None else None
         if caching is None or caching.response is None:  # else nothing is computed
             budget_ns = budget_of(effect.deadline_ns, now_ns())
             await self.send(ADMITTED, request, trace=trace, budget_ns=budget_ns)
-        if samples is None:
-            count_moe(self, opened.model, int(self._has_experts))
-
-    @property
-    def _has_experts(self) -> bool:
-        found = ExpertCapacity.find(self._core.capacity.parts)
-        return found is not None and found.number > 0
+        if samples is None and self._has_experts:
+            count_moe(self, opened.model, 1)
 
     async def _restore_images(self, key: str, media: Sequence[MediaItem]) -> None:
         """Store images of a resumed request that are gone, as after a restart of the server.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ...bus.control import ReplicaCapacity
+from ...bus.control import ReplicaCapacity, TierCapacity
 from ...config import EngineConfig
 from .cache import KVCacheManager
 from .kv_events import KVEventLog
@@ -18,8 +18,8 @@ def make_cache(config: EngineConfig, capacity: ReplicaCapacity) -> KVCacheManage
     size = capacity.block_size
     events = KVEventLog(size) if config.kv_events else None
     tiers: KVTiers | None = None
-    if capacity.tiers is not None:
+    if (tier_capacity := TierCapacity.find(capacity.parts)) is not None:
         # Otherwise a block computed again may have other bits.
         audit_every = config.kv_audit_every if capacity.exact else 0
-        tiers = KVTiers(capacity.tiers, size, config.kv_eviction, audit_every, events)
+        tiers = KVTiers(tier_capacity, size, config.kv_eviction, audit_every, events)
     return CACHES[config.cache_type](capacity.num_blocks, size, tiers, events)

@@ -10,14 +10,14 @@ from typing import assert_never
 
 import msgspec
 
-from ...bus.control import Cancel, ReplicaCapacity, TiersChanged
+from ...bus.control import Cancel, ImageCapacity, ReplicaCapacity, TiersChanged
 from ...bus.links import HandoverMessage
 from ...bus.messages import AdmittedRequest, Credit, RequestInfo, SequenceSpec
-from ...bus.parts.adapters import AdaptersPlan
+from ...bus.parts.adapters import AdaptersPlan, adapters_of
 from ...bus.parts.handover import HandoversPlan
 from ...bus.parts.images import ImagesPlan
 from ...bus.parts.memory import ReleasePlan
-from ...bus.parts.speculation import DraftsPlan
+from ...bus.parts.speculation import DraftCapacity, DraftsPlan
 from ...bus.parts.tiers import TiersPlan
 from ...bus.parts.weights import WeightsPlan
 from ...bus.sections import Sections
@@ -79,16 +79,17 @@ class BatchingCore:
         if self.tiers is not None:
             self._audit = TierAudit(self.tiers, self.cache, self.limits)
         self.sessions = SessionTable(self.cache, config, self._room_to_load)
-        self.images = ImageCache(capacity.images) if capacity.images is not None else None
+        images = ImageCapacity.find(capacity.parts)
+        self.images = ImageCache(images) if images is not None else None
         self.paused = False
         self.lacks: tuple[str, ...] = ()
         stages = capacity.pipeline_stages if steps_ahead > 1 else 1
         self._steps_ahead = stages + 1 if stages > 1 else steps_ahead
-        drafts = config.speculation == "auto" and capacity.drafts
+        drafts = config.speculation == "auto" and DraftCapacity.find(capacity.parts) is not None
         self._max_drafts = config.max_draft_tokens if drafts else 0
         self._draft_rest = 0  # plans to come that allow no drafts
         self._adapter_versions: dict[str, int] = {}
-        self.set_adapters(capacity.adapters)
+        self.set_adapters(adapters_of(capacity))
         self._index = SequenceIndex()
         self.handovers = Handovers(self.cache, self._index)
         self._arrivals = Arrivals(self.cache, self._new_sequence)

@@ -39,6 +39,7 @@ from ...bus.messages import (
     ResumeSequences,
     WithdrawSequences,
 )
+from ...bus.parts.adapters import adapters_of
 from ...bus.public import KVSessionResult
 from ...bus.steps import StepSummary
 from ...bus.weights import check_in_flight
@@ -325,7 +326,7 @@ class BatchingStage(Actor):
             core.cache.begin_weight_version(ready.capacity.weight_version)
         core.paused = self._paused
         core.lacks = ready.capacity.lacks
-        core.set_adapters(ready.capacity.adapters)
+        core.set_adapters(adapters_of(ready.capacity))
         self._executor = ready.incarnation
         self._last = None
         self._core = core

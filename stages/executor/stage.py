@@ -19,6 +19,8 @@ from ...bus import Inbox
 from ...bus.control import ScoreSample, StageReady, StageStarted
 from ...bus.envelope import Envelope
 from ...bus.links import CONTROL, HANDOVERS, STEPS_BATCHING, STEPS_STREAMING, at
+from ...bus.parts.handover import HandoversResult
+from ...bus.parts.speculation import DraftsResult
 from ...bus.steps import StepPlan, StepResult, first_tokens
 from ...config import BusError, ChannelClosed, EngineConfig, WeightsError
 from ...store.images import StoredImage
@@ -357,7 +359,7 @@ class ExecutorStage(Actor):
             finally:
                 self._plans -= 1
             self._steps += 1
-            summary = result.summary(plan.handovers)
+            summary = result.summary(*HandoversResult.of(plan.handovers, result))
             # First, since another replica has nothing else to wait for.
             for successor, handover in first_tokens(plan, summary):
                 await self.send(at(HANDOVERS, successor), handover, epoch=epoch)
@@ -369,7 +371,8 @@ class ExecutorStage(Actor):
                 seconds = (result.end_ns - result.start_ns) / 1e9
                 self.metrics.record(instruments.DEVICE_TIME, seconds)
             if self._drafts is not None:
-                self._drafts.add(result.drafts)
+                drafts = DraftsResult.find(result.parts)
+                self._drafts.add(drafts.verified if drafts is not None else ())
                 model = self._core.draft_model
                 if model is not None and (failure := model.take_failure()):
                     self.log.warning("draft_model_failed", reason=failure)

@@ -114,8 +114,10 @@ class StreamingCore:
 
         Call it after `open` and `absorb`.
         """
-        released = [step for hook in self._hooks.release for step in hook(self._find)]
-        return self._absorb_held(released, now_ns)
+        deliveries: list[Deliveries] = []
+        for hook in self._hooks.release:
+            deliveries += self._absorb_held(hook(self._find), now_ns)
+        return deliveries
 
     def absorb(self, result: StepResult, now_ns: int, replica: int = 0) -> Deliveries:
         """Absorb a step: started sequences, failed requests, tokens, then requests cut short.
@@ -319,11 +321,14 @@ class StreamingCore:
             request.step_end_ns, request.last_token_ns = end_ns, now_ns
             if not request.first_token_ns:
                 request.first_token_ns, request.first_step_end_ns = now_ns, end_ns
-            text, offset = "", len(sample.token_ids)
-            for token_id, logprob, reason, top in rows:
-                # A stop string may have ended it in this step.
-                if sample.finish_reason is None:
-                    text += sample.advance(token_id, logprob, reason, version, top)
+            offset = len(sample.token_ids)
+            token_id, logprob, reason, top = rows[0]
+            text = sample.advance(token_id, logprob, reason, version, top)
+            if len(rows) > 1:
+                for token_id, logprob, reason, top in rows[1:]:
+                    # A stop string may have ended it in this step.
+                    if sample.finish_reason is None:
+                        text += sample.advance(token_id, logprob, reason, version, top)
             if request.info.stream:
                 deliveries.add(request.info.request_id, sample.chunk(offset, text))
             if sample.finish_reason is not None:

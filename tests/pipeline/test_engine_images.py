@@ -12,6 +12,7 @@ import torch
 from PIL import Image
 
 from nano_inference import ChatRenderer, EngineConfig, InferenceEngine, SamplingParams
+from nano_inference.stages.admission.parts.images import Images
 
 from ..media.pictures import picture, saved
 from ..soaking import in_soak
@@ -28,7 +29,7 @@ def engine_of(folder: Path) -> InferenceEngine:
 
 
 def marks(engine: InferenceEngine) -> Any:
-    return engine._admission.images.processor
+    return engine._admission.part(Images).processor
 
 
 # tests/stages/executor/test_images.py has the tokens of all, tests/text/test_images.py the prompts.
@@ -118,7 +119,7 @@ def test_a_conversation_is_rendered_with_places_for_its_images(
     (same,) = engine.generate([PROMPT], GREEDY, images=[WIDE])
     assert sample.prompt_tokens == same.prompt_tokens
     text = chat.render([{"role": "user", "content": "Hello"}])
-    assert engine._admission.images.processor._tokenizer.decode(text.token_ids) == "Hello"
+    assert engine._admission.part(Images).processor._tokenizer.decode(text.token_ids) == "Hello"
     with raises("invalid_messages"):
         chat.render([{"role": "user", "content": [{"type": "audio"}]}])
 

@@ -26,6 +26,7 @@ from nano_inference.bus.codec import decode_output, encode_output
 from nano_inference.bus.public import CompletionSample, ErrorInfo, Fingerprint, Recipe
 from nano_inference.config import Constraint
 from nano_inference.pipeline.replay import Difference, Replay, replay
+from nano_inference.stages.admission.participants import fingerprints_of
 from nano_inference.stages.executor.core import ExecutorCore
 from nano_inference.stages.executor.fingerprint import kv_digest, sampled_digest
 
@@ -190,7 +191,7 @@ def test_the_fingerprint_follows_weights_configuration_and_settings(tmp_path: Pa
     def of(**settings: Any) -> Fingerprint:
         own = {"model_path": str(short_model.folder()), "dtype": "float32"} | settings
         core = ExecutorCore(EngineConfig(**own))
-        (found,) = core.capacity().fingerprints
+        (found,) = fingerprints_of(core.capacity())
         core.close()
         return found
 

@@ -18,7 +18,7 @@ from nano_inference.bus.envelope import Envelope
 from nano_inference.bus.links import CONTROL
 from nano_inference.bus.public import CompletionChunk, Output, Timings, Usage
 from nano_inference.bus.weights import FolderWeights
-from nano_inference.stages.admission.responses import ResponseCache
+from nano_inference.stages.admission.parts.responses import Responses
 from nano_inference.stages.admission.stage import AdmissionStage
 from nano_inference.stages.batching.stage import BatchingStage
 from nano_inference.stages.executor.changes import shell
@@ -84,8 +84,8 @@ def plain(completion: Completion) -> Completion:
     return msgspec.structs.replace(completion, timings=Timings(), usage=Usage(), **about)
 
 
-def cache_of(pipeline: Pipeline) -> ResponseCache:
-    return stage_of(pipeline, AdmissionStage)._core.responses
+def cache_of(pipeline: Pipeline) -> Responses:
+    return stage_of(pipeline, AdmissionStage)._core.part(Responses)
 
 
 async def outputs_of(pipeline: Pipeline, request: dict[str, Any]) -> list[Output]:

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from ....bus.control import ReplicaCapacity
 from ....bus.entries import RequestEntry
-from ....bus.parts.adapters import AdapterCapacity
+from ....bus.parts.adapters import adapters_of
 from ....bus.public import GenerateRequest
 from ....config import RequestError, shown
 from ....store.board import LoadedAdapter
@@ -39,8 +39,7 @@ class Adapters(Part):
         return self._loaded.get(id)
 
     def set_capacity(self, capacity: ReplicaCapacity) -> None:
-        found = AdapterCapacity.find(capacity.parts)
-        self.set(found.adapters if found is not None else ())
+        self.set(adapters_of(capacity))
 
     def set(self, adapters: Iterable[LoadedAdapter]) -> None:
         """Set the loaded adapters; of a closed one only a newer version can be named."""

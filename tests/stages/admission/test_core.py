@@ -23,7 +23,7 @@ from nano_inference.config import (
 from nano_inference.stages.admission.arrivals import Accepted
 from nano_inference.stages.admission.checks import request_id_of
 from nano_inference.stages.admission.core import AdmissionCore, status_of
-from nano_inference.stages.admission.participants import differing_fields, smallest
+from nano_inference.stages.admission.participants import differing_fields, fingerprints_of, smallest
 from nano_inference.stages.admission.parts.adapters import Adapters
 from nano_inference.store.board import LoadedAdapter
 
@@ -456,7 +456,7 @@ def test_seeds_of_samples_are_checked(
 def test_a_lane_has_the_fingerprint_of_each_kind_of_executor() -> None:
     one, other = Fingerprint(digest="a"), Fingerprint(digest="b")
     of = [with_sections(CAPACITY, FingerprintCapacity((each,))) for each in (other, one, other)]
-    assert smallest(of).fingerprints == (one, other)
+    assert fingerprints_of(smallest(of)) == (one, other)
 
 
 def test_replicas_that_compute_other_bits_are_not_exact_together() -> None:

@@ -23,7 +23,7 @@ from nano_inference.bus.messages import (
     SequenceSpec,
 )
 from nano_inference.bus.parts.embeddings import PooledResult
-from nano_inference.bus.parts.handover import HandoverRoute
+from nano_inference.bus.parts.handover import HandoverRoute, HandoversResult
 from nano_inference.bus.parts.images import PromptMedia
 from nano_inference.bus.parts.sessions import SessionTurn
 from nano_inference.bus.parts.speculation import DraftCapacity
@@ -363,14 +363,15 @@ class FakeReplica:
             self.outputs.setdefault(seq_id, []).append(result.token_ids[row])
             if result.finish_reasons[row]:
                 self.reasons[seq_id] = result.finish_reasons[row]
-        self.pooled += [prompt.seq_id for prompt in result.pooled]
+        if (pooled := PooledResult.find(result.parts)) is not None:
+            self.pooled += [prompt.seq_id for prompt in pooled.prompts]
         self.ended += [cancel.request_id for cancel in result.ended]
         self.absorb(plan, result)
         return True
 
     def absorb(self, plan: StepPlan, result: StepResult) -> None:
         """Apply a result, and send the first tokens that other replicas wait for."""
-        summary = result.summary(plan.handovers)
+        summary = result.summary(*HandoversResult.of(plan.handovers, result))
         self.first_tokens += first_tokens(plan, summary)
         self.core.absorb(summary)
 

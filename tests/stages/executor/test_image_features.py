@@ -10,6 +10,8 @@ import torch
 from msgspec.structs import replace
 from peft import get_peft_model_state_dict
 
+from nano_inference.bus.control import ImageCapacity
+from nano_inference.bus.parts.images import ImagesResult
 from nano_inference.config import AdapterError, EngineConfig, ModelError
 from nano_inference.stages.executor import ExecutorCore, wrap_model
 from nano_inference.stages.executor.driver.speculation.speculator import Speculator
@@ -17,6 +19,7 @@ from nano_inference.stages.executor.runner.adapters.peft import AdapterLimits, a
 from nano_inference.stages.executor.runner.ranks.group import OneRank
 from nano_inference.stages.executor.runner.sharded_model import load_sharded
 
+from ...sections import drafts_of
 from ...soaking import in_soak
 from .driver.speculation.drafting import MadeUpDrafts, VerifyAll
 from .models import load
@@ -85,7 +88,7 @@ def test_drafts_change_no_token(name: str, right: float) -> None:
     speculator = Speculator(core._table, core.constraints, [source], VerifyAll())
     core._speculator = core._steps.speculator = speculator
     assert lane.run([prompt], NEW_TOKENS) == [expected]
-    drafts = [draft for result in lane.results for draft in result.drafts]
+    drafts = [draft for result in lane.results for draft in drafts_of(result)]
     assert drafts
     assert any(draft.num_accepted for draft in drafts) == bool(right)
 
@@ -184,7 +187,9 @@ def test_a_missing_image_ends_its_request_and_spoils_no_cache() -> None:
     (failed,) = lane.results[0].failed
     assert (failed.status, failed.code) == ("error", "invalid_image")
     assert failed.message == "the image is not stored any more; send it again"
-    assert len(lane.results[0].spoiled) == 1
+    images = ImagesResult.find(lane.results[0].parts)
+    assert images is not None
+    assert len(images.spoiled) == 1
     world.images[prompt.media[0].name] = kept
     assert lane.run([prompt], NEW_TOKENS) == [world.generate(prompt, NEW_TOKENS)]
     assert list(lane.cached.values()) == [0]
@@ -235,12 +240,15 @@ def test_a_folder_with_an_image_processor_takes_images(folder: Path) -> None:
     lane = image_lane(world, load(folder, max_model_len=256), block_size=4)
     assert lane.run([prompt], NEW_TOKENS) == [world.generate(prompt, NEW_TOKENS)]
     capacity = lane.core.capacity()
-    assert capacity.images is not None
-    assert (capacity.images.max_tokens, capacity.images.sees_itself) == (256, False)
+    images = ImageCapacity.find(capacity.parts)
+    assert images is not None
+    assert (images.max_tokens, images.sees_itself) == (256, False)
     (folder / "preprocessor_config.json").unlink()
     text_only = load(folder)
     assert text_only.vision is None
-    assert ExecutorCore(EngineConfig(), model=text_only).capacity().images is None
+    assert (
+        ImageCapacity.find(ExecutorCore(EngineConfig(), model=text_only).capacity().parts) is None
+    )
 
 
 def test_what_images_exclude_is_refused_at_load(folder: Path) -> None:

@@ -29,6 +29,7 @@ from nano_inference.stages.executor.driver.logprobs import (
     top_token_ids,
 )
 
+from ....sections import prompt_logprobs_of
 from ....soaking import in_soak
 from ..models import VOCAB, make_model
 from ..plans import Generation, Planner, new_sequence, step_plan
@@ -142,7 +143,10 @@ def table_of(tokens: list[int], temperature: float = 1.0) -> Tensor:
 
 def of_sequence(results: list[StepResult], seq_id: int = 1) -> list[PromptLogprobs]:
     return [
-        found for result in results for found in result.prompt_logprobs if found.seq_id == seq_id
+        found
+        for result in results
+        for found in prompt_logprobs_of(result)
+        if found.seq_id == seq_id
     ]
 
 
@@ -239,7 +243,7 @@ def test_only_the_first_sample_scores_and_only_until_it_has_sampled(model: Loade
     resumed = new_sequence(2, PROMPT, range(4, 8), sampling, num_generated=2)
     new = (sibling, resumed)
     result = core.execute(step_plan(new=new, rows=dict.fromkeys((1, 2), len(PROMPT))))
-    assert result.prompt_logprobs == ()
+    assert prompt_logprobs_of(result) == ()
     assert len(result.seq_ids) == 2
 
 
@@ -247,5 +251,5 @@ def test_a_prompt_of_one_token_has_none(model: LoadedModel) -> None:
     core = ExecutorCore(CONFIG, model=model)
     new = new_sequence(1, [5], range(4), SamplingParams(prompt_logprobs=1))
     result = core.execute(step_plan(new=(new,), rows={1: 1}))
-    assert result.prompt_logprobs == ()
+    assert prompt_logprobs_of(result) == ()
     assert len(result.seq_ids) == 1

@@ -21,6 +21,7 @@ from nano_inference.stages.executor.driver.speculation.drafts import (
 )
 from nano_inference.stages.executor.driver.speculation.speculator import Speculator
 
+from .....sections import drafts_of, prompt_logprobs_of
 from ...lane import StepLane
 
 Row = tuple[int, float, str, object]
@@ -161,11 +162,11 @@ class DraftingLane(StepLane):
             rows = self.found[seq_id]
             assert not (rows and rows[-1][2]), "a token after the end"
             rows.append((token, logprob, reason, tuple(token_id for token_id, _ in top)))
-        for scored in result.prompt_logprobs:
+        for scored in prompt_logprobs_of(result):
             self.prompts.setdefault(scored.seq_id, []).extend(scored.logprobs)
-        rows = len(set(result.seq_ids)) + sum(draft.num_tokens for draft in result.drafts)
+        rows = len(set(result.seq_ids)) + sum(draft.num_tokens for draft in drafts_of(result))
         self.most_rows = max(self.most_rows, rows)
-        for draft in result.drafts:
+        for draft in drafts_of(result):
             assert 0 <= draft.num_accepted <= draft.num_tokens
             self.drafted += draft.num_tokens
             self.accepted += draft.num_accepted

@@ -68,8 +68,9 @@ class MemoryRecords:
         # A string is bytes; a hash is a dict; a sorted set is a dict, too, from member to score.
         self._values: dict[bytes, Any] = {}
         self._until_s: dict[bytes, float] = {}
-        # One deadline for each key in `_until_s`, which may have been extended since.
+        # One deadline for each scheduled key. The key may have another one since, or none.
         self._deadlines: list[tuple[float, bytes]] = []
+        self._scheduled: set[bytes] = set()
 
     async def run(self, *command: Any) -> Any:
         return self._apply(*command)
@@ -98,7 +99,7 @@ class MemoryRecords:
         return int(time.monotonic() * 1000)
 
     def _apply(self, name: str, key: bytes, *arguments: Any) -> Any:
-        self._forget_expired()
+        self._forget_expired(key)
         values = self._values
         words = [*map(_encoded, arguments)]
         match name, words:
@@ -106,14 +107,14 @@ class MemoryRecords:
                 return values.get(key)
             case "SET", [value]:
                 values[key] = value
+                self._until_s.pop(key, None)
             case "SET", [value, b"NX", b"GET", b"EX", ttl_s]:
                 if (before := values.get(key)) is None:
                     values[key] = value
                     self._expire(key, ttl_s)
                 return before
             case "DEL", []:
-                self._until_s.pop(key, None)
-                return int(values.pop(key, None) is not None)
+                return self._delete(key)
             case "EXPIRE", [ttl_s]:
                 self._expire(key, ttl_s)
             case "EXPIRE", [ttl_s, b"NX"]:
@@ -149,25 +150,34 @@ class MemoryRecords:
         held = self._values.get(key, {})
         removed = [held.pop(name) for name in names if name in held]
         if not held:
-            self._apply("DEL", key)
+            self._delete(key)
         return len(removed)
+
+    def _delete(self, key: bytes) -> int:
+        self._until_s.pop(key, None)
+        return int(self._values.pop(key, None) is not None)
 
     def _expire(self, key: bytes, ttl_s: bytes) -> None:
         if key in self._values:
-            until_s = time.monotonic() + int(ttl_s)
-            if key not in self._until_s:
-                heapq.heappush(self._deadlines, (until_s, key))
-            self._until_s[key] = until_s
+            self._until_s[key] = time.monotonic() + int(ttl_s)
+            self._schedule(key)
 
-    def _forget_expired(self) -> None:
-        now_s = time.monotonic()
+    def _schedule(self, key: bytes) -> None:
+        if key not in self._scheduled:
+            self._scheduled.add(key)
+            heapq.heappush(self._deadlines, (self._until_s[key], key))
+
+    def _forget_expired(self, key: bytes) -> None:
+        """Delete expired records: that of `key`, and those whose scheduled deadline has passed."""
+        now_s, expired = time.monotonic(), [key]
         while self._deadlines and self._deadlines[0][0] <= now_s:
-            _, key = heapq.heappop(self._deadlines)
-            until_s = self._until_s.get(key)
-            if until_s is not None and until_s > now_s:
-                heapq.heappush(self._deadlines, (until_s, key))
-            elif until_s is not None:
-                self._apply("DEL", key)
+            expired.append(heapq.heappop(self._deadlines)[1])
+            self._scheduled.remove(expired[-1])
+        for each in expired:
+            if each in self._until_s and self._until_s[each] <= now_s:
+                self._delete(each)
+            elif each in self._until_s:
+                self._schedule(each)
 
 
 def _encoded(argument: Any) -> bytes:

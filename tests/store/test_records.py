@@ -50,6 +50,10 @@ async def test_the_first_of_several_sets_a_string(records: Records, key: bytes) 
 
     assert await records.run_all([claim("one"), claim("two")]) == [None, b"one"]
     assert await records.run("GET", key) == b"one"
+    # A plain value has no time to live.
+    await records.run_all([("SET", key, "three"), ("EXPIRE", key, 1), ("SET", key, "four")])
+    await asyncio.sleep(1.1)
+    assert await records.run("GET", key) == b"four"
 
 
 async def test_fields_are_merged_counted_and_removed(records: Records, key: bytes) -> None:
@@ -137,6 +141,15 @@ async def test_memory_forgets_what_has_expired(monkeypatch: pytest.MonkeyPatch) 
         await records.run("EXPIRE", b"0", 10)
     assert set(records._values) == set(records._until_s) == {b"0"}
     assert len(records._deadlines) == 1
+    # A record that begins anew has no second deadline, and its own time to live.
+    for ttl_s in (60, 5):
+        await records.run_all([("DEL", b"0"), ("SET", b"0", "1"), ("EXPIRE", b"0", ttl_s)])
+    assert len(records._deadlines) == 1
+    now_s += 5
+    assert await records.run("GET", b"0") is None
+    now_s += 60
+    await records.run("GET", b"other")
+    assert records._deadlines == []
 
 
 async def test_memory_refuses_commands_that_it_does_not_have() -> None:

@@ -2,27 +2,37 @@
 
 A call is one client request to a gateway: some engine requests, and an answer made of all their
 outputs. The outputs are in the result streams; a durable call holds the rest of what any process
-needs to make the same answer again.
+needs to make the same answer again. There is a hash for each call, a string for each name, and one
+sorted set of attached calls.
+
+No scripts, so that a gateway needs no right to run any. The bytes in use are counted by tenant and
+by the period in which they expire: sums that a killed gateway has left wrong expire with it. They
+may count a call too often for a while, and never too seldom.
 """
 
 from __future__ import annotations
 
 import time
-from collections import OrderedDict
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
-from itertools import islice
-from typing import Literal, Protocol
+from typing import Literal, cast, get_args
 
 import msgspec
 
 from ..config import BusConfig, RequestError
+from .records import Command, Records
+from .redis.keys import Keys
 
 CALL_BYTES = 1024
 """What a call takes besides its record, for `bus.calls_max_bytes`."""
 
-# Calls that are examined for the time until there is room.
-_EXAMINED = 256
+_RECORD = b"record"
+_ENTRY = b"entry:"
+_MARK = b"mark:"
+_CANCELLED = b"mark:cancelled"
+_CHARGE = b"charge"
+
+_PERIODS = 32
+"""Periods of a call's time to live, by which its bytes are counted."""
 
 Mark = Literal["resumed", "cancelled"]
 """An event of a call: a client has come back to it; or it is to run no further."""
@@ -62,12 +72,36 @@ class DurableCall(msgspec.Struct, frozen=True):
     marks: frozenset[Mark] = frozenset()
 
 
-class CallStore(Protocol):
-    """Durable calls by id. Each expires `bus.results_ttl_s` after it was last attached.
+class _Charge(msgspec.Struct, frozen=True, array_like=True):
+    """What a call counts.
+
+    Attributes:
+        size: In bytes.
+        period: The period in which it expires.
+    """
+
+    tenant: str
+    size: int
+    period: int
+
+
+class CallStore:
+    """Durable calls by id.
+
+    Each expires `bus.results_ttl_s` after it was last attached, by the records' clock.
 
     Methods raise BusError when the transport can't be reached; a write may have happened
     nevertheless.
     """
+
+    def __init__(self, config: BusConfig, keys: Keys, records: Records) -> None:
+        self._ttl_s = config.results_ttl_s
+        self._max_bytes = config.calls_max_bytes
+        self._period_ms = max(1000, config.results_ttl_s * 1000 // _PERIODS)
+        self._keys = keys
+        self._records = records
+        # Offset of the server's clock in milliseconds; updated by each `attach`.
+        self._ahead_ms: float | None = None
 
     async def keep(self, call_id: str, record: bytes, for_s: float, tenant: str = "") -> None:
         """Store a tenant's call and attach to it (see `attach`). An existing call gets the new
@@ -76,9 +110,30 @@ class CallStore(Protocol):
         Raises:
             CallsFull: There is no room for a new call. Calls are never dropped to make room.
         """
+        if self._ahead_ms is None:
+            await self._read_clock()
+        charge = _Charge(tenant, len(record) + CALL_BYTES, self._last_period)
+        commands = [
+            *self._set(call_id, _RECORD, record),
+            *self._set(call_id, _CHARGE, msgspec.json.encode(await self._charge(call_id, charge))),
+        ]
+        if for_s:
+            commands.append(self._attach_command([call_id], for_s))
+        await self._records.run_all(commands)
 
     async def read(self, call_id: str) -> DurableCall | None:
         """Return the call; None if it is unknown or expired."""
+        fields = await self._records.run("HGETALL", self._keys.call(call_id))
+        if _RECORD not in fields:
+            return None
+        entries = {
+            name.removeprefix(_ENTRY).decode(): value.decode()
+            for name, value in fields.items()
+            if name.startswith(_ENTRY)
+        }
+        marks = (name.removeprefix(_MARK).decode() for name in fields if name.startswith(_MARK))
+        known = frozenset(cast(Mark, mark) for mark in marks if mark in get_args(Mark))
+        return DurableCall(fields[_RECORD], entries, known)
 
     async def note(self, call_id: str, request_id: str, entry_id: str) -> bool:
         """Record the entry of a published request. Waits while the transport is away.
@@ -90,9 +145,13 @@ class CallStore(Protocol):
         Raises:
             ChannelClosed: The bus was closed.
         """
+        commands = self._add(call_id, _ENTRY + request_id.encode(), entry_id)
+        commands.append(("HGET", self._keys.call(call_id), _CANCELLED))
+        return (await self._records.retry_all("calls", commands))[-1] is not None
 
     async def mark(self, call_id: str, mark: Mark) -> None:
         """Add an event to a call."""
+        await self._records.run_all(self._add(call_id, _MARK + mark.encode(), b""))
 
     async def claim(self, name: str, call_id: str) -> str:
         """Name a call, unless another call has the name. The name lives as long as the call.
@@ -100,12 +159,26 @@ class CallStore(Protocol):
         Returns:
             The id of the call that has the name now.
         """
+        command = ("SET", self._keys.name(name), call_id, "NX", "GET", "EX", self._ttl_s)
+        (owner,) = await self._records.run_all([command])
+        return owner.decode() if owner else call_id
 
     async def named(self, name: str) -> str:
         """Return the id of the call that has a name; "" if none has."""
+        (owner,) = await self._records.run_all([("GET", self._keys.name(name))])
+        return owner.decode() if owner else ""
 
     async def drop(self, call_id: str, name: str = "") -> None:
         """Delete a call of which nothing was published, and the name that it claimed."""
+        key = self._keys.call(call_id)
+        commands: list[Command] = [("HGET", key, _CHARGE), ("DEL", key)]
+        commands += [("ZREM", self._keys.attended, call_id)]
+        commands += [("DEL", self._keys.name(name))] if name else []
+        raw, deleted, *_ = await self._records.run_all(commands)
+        # Only one of several callers has deleted it.
+        if raw is not None and deleted:
+            charge = _decoded(raw)
+            await self._records.run_all(self._count(charge, -charge.size))
 
     async def attach(self, names: Mapping[str, str], for_s: float) -> None:
         """Attach to calls for `for_s` seconds; a shorter time than before is ignored.
@@ -114,131 +187,116 @@ class CallStore(Protocol):
             names: By call id, the name that the call has claimed; "" for none.
             for_s: 0 extends the time to live only; the calls never become orphaned.
         """
+        if not names:
+            return
+        await self._read_clock()
+        commands: list[Command] = [
+            ("EXPIRE", self._keys.call(call_id), self._ttl_s) for call_id in names
+        ]
+        commands += [
+            ("EXPIRE", self._keys.name(name), self._ttl_s) for name in names.values() if name
+        ]
+        if for_s:
+            commands.append(self._attach_command(names, for_s))
+        commands += [("HGET", self._keys.call(call_id), _CHARGE) for call_id in names]
+        found = (await self._records.run_all(commands))[-len(names) :]
+        moves: list[Command] = []
+        for call_id, raw in zip(names, found, strict=True):
+            if raw is None or (charge := _decoded(raw)).period >= self._last_period:
+                continue
+            later = msgspec.structs.replace(charge, period=self._last_period)
+            moves += [*self._count(later, charge.size), *self._count(charge, -charge.size)]
+            moves += self._set(call_id, _CHARGE, msgspec.json.encode(later))
+        if moves:
+            await self._records.run_all(moves)
 
     async def detach(self, call_ids: Collection[str]) -> None:
         """Stop watching calls that have ended."""
+        if call_ids:
+            await self._records.run_all([("ZREM", self._keys.attended, *call_ids)])
 
     async def orphaned(self, most: int) -> list[str]:
         """Return calls whose attachment has expired. Each is returned once, to one caller."""
+        now_ms = await self._read_clock()
+        key = self._keys.attended
+        command = ("ZRANGE", key, "-inf", now_ms, "BYSCORE", "LIMIT", 0, most)
+        (over,) = await self._records.run_all([command])
+        # The gateway whose ZREM removes the call takes it over.
+        removed = await self._records.run_all([("ZREM", key, call_id) for call_id in over])
+        return [call_id.decode() for call_id, own in zip(over, removed, strict=True) if own]
+
+    async def _charge(self, call_id: str, charge: _Charge) -> _Charge:
+        """Count a call, and return what is counted. One that exists is not counted again.
+
+        Raises:
+            CallsFull: There is no room for it.
+        """
+        keys = self._keys.stored(charge.tenant), self._keys.stored_of_all
+        # Counted first, so that calls that come at once don't exceed the limit together.
+        commands: list[Command] = [("HGET", self._keys.call(call_id), _CHARGE)]
+        commands += self._count(charge, charge.size)
+        commands += [("HGETALL", key) for key in keys]
+        raw, *_, of_tenant, of_all = await self._records.run_all(commands)
+        if raw is not None:
+            before = _decoded(raw)
+            now = msgspec.structs.replace(before, size=charge.size)
+            undo = [*self._count(charge, -charge.size), *self._count(now, now.size - before.size)]
+            await self._records.run_all(undo)
+            return now
+        for key, sizes in zip(keys, (of_tenant, of_all), strict=True):
+            if over := [period for period in sizes if not self._is_live(period)]:
+                await self._records.run_all([("HDEL", key, *over)])
+        if has_room(self._sum(of_tenant), self._sum(of_all), self._max_bytes):
+            return charge
+        await self._records.run_all(self._count(charge, -charge.size))
+        first = min(int(period) for period in of_tenant if self._is_live(period))
+        wait_s = ((first + 1) * self._period_ms - self._now_ms) / 1000
+        # The calls themselves expire up to a period earlier.
+        raise CallsFull(self._max_bytes, min(self._ttl_s, wait_s))
+
+    def _count(self, charge: _Charge, size: int) -> list[Command]:
+        """Return the commands that add to what a tenant and all tenants have in a period."""
+        ttl_s = self._ttl_s + 2 * self._period_ms // 1000
+        keys = (self._keys.stored(charge.tenant), self._keys.stored_of_all)
+        commands: list[Command] = [("HINCRBY", key, charge.period, size) for key in keys]
+        return [*commands, *(("EXPIRE", key, ttl_s) for key in keys)]
+
+    def _sum(self, sizes: Mapping[bytes, bytes]) -> int:
+        return sum(int(size) for period, size in sizes.items() if self._is_live(period))
+
+    def _is_live(self, period: bytes) -> bool:
+        return (int(period) + 1) * self._period_ms > self._now_ms
+
+    @property
+    def _now_ms(self) -> int:
+        """The server's time."""
+        assert self._ahead_ms is not None, "the clock was read"
+        return int(time.monotonic() * 1000 + self._ahead_ms)
+
+    @property
+    def _last_period(self) -> int:
+        """The period in which a call expires that is attached now."""
+        return (self._now_ms + self._ttl_s * 1000) // self._period_ms
+
+    def _add(self, call_id: str, field: bytes, value: bytes | str) -> list[Command]:
+        """As `_set`, without a longer time to live, which only `attach` counts."""
+        key = self._keys.call(call_id)
+        return [("HSET", key, field, value), ("EXPIRE", key, self._ttl_s, "NX")]
+
+    def _set(self, call_id: str, field: bytes, value: bytes | str) -> list[Command]:
+        key = self._keys.call(call_id)
+        return [("HSET", key, field, value), ("EXPIRE", key, self._ttl_s)]
+
+    def _attach_command(self, call_ids: Collection[str], for_s: float) -> Command:
+        until_ms = self._now_ms + int(for_s * 1000)
+        pairs = [item for call_id in call_ids for item in (until_ms, call_id)]
+        return ("ZADD", self._keys.attended, "GT", *pairs)
+
+    async def _read_clock(self) -> int:
+        now_ms = await self._records.time_ms(self._keys.attended)
+        self._ahead_ms = now_ms - time.monotonic() * 1000
+        return now_ms
 
 
-@dataclass(slots=True)
-class _Call:
-    """A call in memory. `until_s` is on `time.monotonic`."""
-
-    until_s: float
-    tenant: str
-    record: bytes = b""
-    entries: dict[str, str] = field(default_factory=dict)
-    marks: set[Mark] = field(default_factory=set)
-
-
-class MemoryCalls:
-    """`CallStore` within one event loop."""
-
-    def __init__(self, config: BusConfig) -> None:
-        self._ttl_s = config.results_ttl_s
-        self._max_bytes = config.calls_max_bytes
-        # The least recently attached first.
-        self._calls: OrderedDict[str, _Call] = OrderedDict()
-        self._bytes: dict[str, int] = {}
-        self._all_bytes = 0
-        # The call of a name, and until when, as in `_Call`; the least recently attached first.
-        self._named: OrderedDict[str, tuple[str, float]] = OrderedDict()
-        self._attached_until_s: dict[str, float] = {}
-
-    async def keep(self, call_id: str, record: bytes, for_s: float, tenant: str = "") -> None:
-        self._forget_expired()
-        if (call := self._calls.get(call_id)) is None:
-            size = len(record) + CALL_BYTES
-            of_tenant = self._bytes.get(tenant, 0) + size
-            if not has_room(of_tenant, self._all_bytes + size, self._max_bytes):
-                raise CallsFull(self._max_bytes, self._first_expires_s(tenant))
-            call = self._calls[call_id] = _Call(time.monotonic() + self._ttl_s, tenant)
-            self._count(tenant, CALL_BYTES)
-        self._count(call.tenant, len(record) - len(call.record))
-        call.record = record
-        await self.attach({call_id: ""}, for_s)
-
-    async def read(self, call_id: str) -> DurableCall | None:
-        if (call := self._find(call_id)) is None:
-            return None
-        return DurableCall(call.record, dict(call.entries), frozenset(call.marks))
-
-    async def note(self, call_id: str, request_id: str, entry_id: str) -> bool:
-        if (call := self._find(call_id)) is None:
-            return False
-        call.entries[request_id] = entry_id
-        return "cancelled" in call.marks
-
-    async def mark(self, call_id: str, mark: Mark) -> None:
-        if (call := self._find(call_id)) is not None:
-            call.marks.add(mark)
-
-    async def claim(self, name: str, call_id: str) -> str:
-        self._forget_expired()
-        if (owner := await self.named(name)) == "":
-            owner = call_id
-            self._named[name] = owner, time.monotonic() + self._ttl_s
-            self._named.move_to_end(name)
-        return owner
-
-    async def named(self, name: str) -> str:
-        owner, until_s = self._named.get(name, ("", 0.0))
-        return owner if until_s >= time.monotonic() else ""
-
-    async def drop(self, call_id: str, name: str = "") -> None:
-        self._named.pop(name, None)
-        self._forget(call_id)
-        self._attached_until_s.pop(call_id, None)
-
-    async def attach(self, names: Mapping[str, str], for_s: float) -> None:
-        now = time.monotonic()
-        for call_id, name in names.items():
-            if (call := self._find(call_id)) is not None:
-                call.until_s = now + self._ttl_s
-                self._calls.move_to_end(call_id)
-            if name in self._named:
-                self._named[name] = self._named[name][0], now + self._ttl_s
-                self._named.move_to_end(name)
-            if for_s:
-                before = self._attached_until_s.get(call_id, 0.0)
-                self._attached_until_s[call_id] = max(before, now + for_s)
-
-    async def detach(self, call_ids: Collection[str]) -> None:
-        for call_id in call_ids:
-            self._attached_until_s.pop(call_id, None)
-
-    async def orphaned(self, most: int) -> list[str]:
-        now = time.monotonic()
-        over = [each for each, until_s in self._attached_until_s.items() if until_s <= now][:most]
-        await self.detach(over)
-        return over
-
-    def _forget_expired(self) -> None:
-        now = time.monotonic()
-        while self._calls and next(iter(self._calls.values())).until_s < now:
-            self._forget(next(iter(self._calls)))
-        while self._named and next(iter(self._named.values()))[1] < now:
-            self._named.popitem(last=False)
-
-    def _first_expires_s(self, tenant: str) -> float:
-        """Return the seconds until the first of a tenant's calls expires, as far as known."""
-        found = (each for each in islice(self._calls.values(), _EXAMINED) if each.tenant == tenant)
-        first = next(found, None)
-        return self._ttl_s if first is None else first.until_s - time.monotonic()
-
-    def _forget(self, call_id: str) -> None:
-        if (call := self._calls.pop(call_id, None)) is None:
-            return
-        self._count(call.tenant, -len(call.record) - CALL_BYTES)
-
-    def _count(self, tenant: str, num_bytes: int) -> None:
-        self._all_bytes += num_bytes
-        self._bytes[tenant] = self._bytes.get(tenant, 0) + num_bytes
-        if not self._bytes[tenant]:
-            del self._bytes[tenant]
-
-    def _find(self, call_id: str) -> _Call | None:
-        call = self._calls.get(call_id)
-        return call if call is not None and call.until_s >= time.monotonic() else None
+def _decoded(raw: bytes) -> _Charge:
+    return msgspec.json.decode(raw, type=_Charge)

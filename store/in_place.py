@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Generic, Protocol, TypeVar
+from typing import Annotated, Generic, TypeVar
 
 import msgspec
+
+from .records import Records, readable
 
 _LARGEST = (1 << 63) - 1
 """The largest integer that every message can carry."""
@@ -52,8 +54,13 @@ class AdaptersInPlace(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     versions: dict[str, int] = {}
 
 
-class InPlaceRecord(Protocol[T]):
-    """The last record written by a lane's executors."""
+class InPlaceRecord(Generic[T]):
+    """The last record written by a lane's executors. It outlives the lane's processes."""
+
+    def __init__(self, key: bytes, kind: type[T], records: Records) -> None:
+        self._key = key
+        self._decode = msgspec.json.Decoder(kind).decode
+        self._records = records
 
     async def put(self, last: T) -> None:
         """Replace the record.
@@ -61,6 +68,7 @@ class InPlaceRecord(Protocol[T]):
         Raises:
             BusError: The transport can't be reached, or was closed.
         """
+        await self._records.run("SET", self._key, msgspec.json.encode(last))
 
     async def read(self) -> T | None:
         """Return the record, or None if there is none or it can't be decoded.
@@ -70,16 +78,5 @@ class InPlaceRecord(Protocol[T]):
         Raises:
             ChannelClosed: The bus was closed.
         """
-
-
-class MemoryRecord(Generic[T]):
-    """`InPlaceRecord` within one process."""
-
-    def __init__(self) -> None:
-        self._last: T | None = None
-
-    async def put(self, last: T) -> None:
-        self._last = last
-
-    async def read(self) -> T | None:
-        return self._last
+        (raw,) = await self._records.retry_all("in place", [("GET", self._key)])
+        return None if raw is None else readable(self._decode, raw, self._key.decode())

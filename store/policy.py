@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import uuid
-from typing import Protocol
 
 import msgspec
+
+from .records import Records
+from .redis.keys import Keys
+
+_VERSION, _DOCUMENT = b"version", b"document"
 
 
 class PolicyState(msgspec.Struct, frozen=True):
@@ -20,8 +24,16 @@ class PolicyState(msgspec.Struct, frozen=True):
     document: bytes
 
 
-class PolicyRecord(Protocol):
-    """Storage of the policy document."""
+NOTHING = PolicyState("", b"")
+"""The state before the first write."""
+
+
+class PolicyRecord:
+    """Storage of the policy document, as a hash with its version."""
+
+    def __init__(self, keys: Keys, records: Records) -> None:
+        self._key = keys.policy
+        self._records = records
 
     async def read(self, known: str) -> PolicyState | None:
         """Return the document, or None if its version is still `known` ("" for no version).
@@ -31,6 +43,11 @@ class PolicyRecord(Protocol):
         Raises:
             BusError: The transport can't be reached.
         """
+        version = await self._records.run("HGET", self._key, _VERSION)
+        if (version or b"").decode() == known:
+            return None
+        version, document = await self._records.run("HMGET", self._key, _VERSION, _DOCUMENT)
+        return NOTHING if version is None else PolicyState(version.decode(), document)
 
     async def replace(self, known: str, document: bytes) -> bool:
         """Replace the document if its version is still `known`; return whether it was replaced.
@@ -38,28 +55,5 @@ class PolicyRecord(Protocol):
         Raises:
             BusError: The transport can't be reached; the write may have taken effect.
         """
-
-
-NOTHING = PolicyState("", b"")
-"""The state before the first write."""
-
-
-def new_version() -> str:
-    """Return a unique version."""
-    return uuid.uuid4().hex
-
-
-class MemoryPolicyRecord:
-    """`PolicyRecord` within one process."""
-
-    def __init__(self) -> None:
-        self._state = NOTHING
-
-    async def read(self, known: str) -> PolicyState | None:
-        return None if self._state.version == known else self._state
-
-    async def replace(self, known: str, document: bytes) -> bool:
-        if self._state.version != known:
-            return False
-        self._state = PolicyState(new_version(), document)
-        return True
+        fields = {_VERSION: uuid.uuid4().hex.encode(), _DOCUMENT: document}
+        return await self._records.replace(self._key, _VERSION, known.encode(), fields)

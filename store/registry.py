@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple
 
 import msgspec
 
 from ..config import ModelConfig, RequestError, nearest, shown
 from ..config.models import default_of
+from .records import Records as RecordStore
+from .records import readable
+from .redis.keys import Keys, parse_id
 
 ModelState = Literal["unloaded", "loading", "ready", "draining", "failed"]
 
@@ -62,8 +65,19 @@ class Traffic(NamedTuple):
     last_ms: int
 
 
-class ModelRegistry(Protocol):
-    """The models of a deployment by id, as written by the model manager."""
+_decode = msgspec.json.Decoder(ModelRecord).decode
+
+
+class ModelRegistry:
+    """The models of a deployment by id, as written by the model manager: a hash of records, and a
+    hash of models that accept no requests.
+
+    Both share the slot of all requests streams, so that publishing and closing a model are atomic.
+    """
+
+    def __init__(self, keys: Keys, records: RecordStore) -> None:
+        self._keys = keys
+        self._records = records
 
     async def read(self) -> Records:
         """Return all models, sorted by id; empty for a deployment of one model, which isn't
@@ -72,6 +86,9 @@ class ModelRegistry(Protocol):
         Raises:
             BusError: The transport can't be reached.
         """
+        found = await self._records.run("HGETALL", self._keys.models)
+        models = ((name, readable(_decode, raw, "models")) for name, raw in sorted(found.items()))
+        return {name.decode(): record for name, record in models if record is not None}
 
     async def put(self, record: ModelRecord) -> None:
         """Replace a model's record, and open or close its requests stream.
@@ -79,9 +96,18 @@ class ModelRegistry(Protocol):
         Raises:
             BusError: The transport can't be reached; the write may have taken effect.
         """
+        models, closed, name = self._keys.models, self._keys.closed, record.spec.id
+        takes = record.takes_requests
+        gate = ("HDEL", closed, name) if takes else ("HSET", closed, name, record.state)
+        body = msgspec.json.encode(record)
+        await self._records.transact(models, [("HSET", models, name, body), gate])
 
     async def remove(self, model: str) -> None:
         """Remove a model from the deployment. Raises BusError as `put`."""
+        models, closed = self._keys.models, self._keys.closed
+        # Clients may still believe that a removed model is part of the deployment.
+        gate = ("HSET", closed, model, "removed")
+        await self._records.transact(models, [("HDEL", models, model), gate])
 
     async def traffic(self, models: Sequence[str]) -> list[Traffic]:
         """Return the traffic of these models' requests streams, in their order. Cheap enough to
@@ -90,26 +116,8 @@ class ModelRegistry(Protocol):
         Raises:
             BusError: The transport can't be reached.
         """
-
-
-class MemoryModelRegistry:
-    """`ModelRegistry` within one process."""
-
-    def __init__(self) -> None:
-        self._records: Records = {}
-
-    async def read(self) -> Records:
-        return dict(sorted(self._records.items()))
-
-    async def put(self, record: ModelRecord) -> None:
-        self._records[record.spec.id] = record
-
-    async def remove(self, model: str) -> None:
-        self._records.pop(model, None)
-
-    async def traffic(self, models: Sequence[str]) -> list[Traffic]:
-        """Return zeros: in memory there is one model, whose requests the registry doesn't see."""
-        return [Traffic(0, 0) for _ in models]
+        ends = await self._records.stream_ends([self._keys.requests_of(each) for each in models])
+        return [Traffic(length, parse_id(last)[0]) for length, last in ends]
 
 
 def find_model(name: str, records: Iterable[ModelRecord]) -> ModelConfig:

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
 
 import msgspec
+
+from .records import Command, Records, readable
+from .redis.keys import Keys
+
+KEPT_S = 3600
+"""Time after which the tables expire if no lane exchanges any more."""
 
 
 class LaneService(msgspec.Struct, frozen=True, array_like=True):
@@ -32,8 +37,15 @@ class LaneService(msgspec.Struct, frozen=True, array_like=True):
         return self.epoch, self.number
 
 
-class ServiceRecord(Protocol):
-    """The last table of each lane that serves the same model."""
+_decode = msgspec.msgpack.Decoder(LaneService).decode
+
+
+class ServiceRecord:
+    """The last table of each lane that serves the same model, as a hash."""
+
+    def __init__(self, keys: Keys, records: Records) -> None:
+        self._key = keys.service
+        self._records = records
 
     async def exchange(self, own: LaneService | None) -> list[LaneService]:
         """Replace the lane's table, in one round trip, and return the tables as they were before.
@@ -44,23 +56,15 @@ class ServiceRecord(Protocol):
         Raises:
             BusError: The transport can't be reached, or was closed. The table may be replaced.
         """
+        commands: list[Command] = [("HGETALL", self._key)]
+        if own is not None:
+            commands.append(("HSET", self._key, own.lane, msgspec.msgpack.encode(own)))
+            commands.append(("EXPIRE", self._key, KEPT_S))
+        found = (await self._records.run_all(commands))[0]
+        tables = (readable(_decode, raw, self._key.decode()) for raw in found.values())
+        return [table for table in tables if table is not None]
 
     async def forget(self, lanes: Sequence[str]) -> None:
         """Remove the tables of these lanes. Raises as `exchange`."""
-
-
-class MemoryService:
-    """`ServiceRecord` within one process."""
-
-    def __init__(self) -> None:
-        self._tables: dict[str, LaneService] = {}
-
-    async def exchange(self, own: LaneService | None) -> list[LaneService]:
-        before = list(self._tables.values())
-        if own is not None:
-            self._tables[own.lane] = own
-        return before
-
-    async def forget(self, lanes: Sequence[str]) -> None:
-        for lane in lanes:
-            self._tables.pop(lane, None)
+        if lanes:
+            await self._records.run("HDEL", self._key, *lanes)

@@ -6,14 +6,16 @@ from dataclasses import dataclass
 
 from ..config import BusConfig
 from .board import MemoryBoard, StageBoard
-from .calls import CallStore, MemoryCalls
+from .calls import CallStore
 from .images import ImageStore, MemoryImages
-from .in_place import AdaptersInPlace, InPlaceRecord, MemoryRecord, WeightsInPlace
+from .in_place import AdaptersInPlace, InPlaceRecord, WeightsInPlace
 from .limits import LimitStore
 from .memory import MemoryLimits
-from .policy import MemoryPolicyRecord, PolicyRecord
-from .registry import MemoryModelRegistry, ModelRegistry
-from .service import MemoryService, ServiceRecord
+from .policy import PolicyRecord
+from .records import MemoryRecords, Records
+from .redis.keys import Keys
+from .registry import ModelRegistry
+from .service import ServiceRecord
 
 
 @dataclass(frozen=True)
@@ -43,16 +45,29 @@ class Store:
     images: ImageStore
 
 
+def store_on(
+    records: Records,
+    keys: Keys,
+    config: BusConfig,
+    board: StageBoard,
+    limits: LimitStore,
+    images: ImageStore,
+) -> Store:
+    """Return a store on records."""
+    return Store(
+        board,
+        CallStore(config, keys, records),
+        limits,
+        PolicyRecord(keys, records),
+        InPlaceRecord(keys.weights, WeightsInPlace, records),
+        InPlaceRecord(keys.adapters, AdaptersInPlace, records),
+        ModelRegistry(keys, records),
+        ServiceRecord(keys, records),
+        images,
+    )
+
+
 def memory_store(config: BusConfig) -> Store:
     """Return a store of this process and event loop."""
-    return Store(
-        MemoryBoard(),
-        MemoryCalls(config),
-        MemoryLimits(),
-        MemoryPolicyRecord(),
-        MemoryRecord(),
-        MemoryRecord(),
-        MemoryModelRegistry(),
-        MemoryService(),
-        MemoryImages(),
-    )
+    keys = Keys(config.prefix, config.lane)
+    return store_on(MemoryRecords(), keys, config, MemoryBoard(), MemoryLimits(), MemoryImages())

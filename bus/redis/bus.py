@@ -13,18 +13,13 @@ import msgspec
 
 from ...config import NOT_PERMITTED, STAGES, BusConfig, BusError, role_of_sender, split_role
 from ...config.errors import bus_closed
-from ...store.in_place import AdaptersInPlace, WeightsInPlace
 from ...store.redis.board import RedisBoard
-from ...store.redis.calls import RedisCalls
-from ...store.redis.client import Commands, Server, check_version, on_each, time_ms
+from ...store.redis.client import Server, check_version, on_each, time_ms
 from ...store.redis.images import RedisImages
-from ...store.redis.in_place import RedisRecord
 from ...store.redis.keys import Keys
 from ...store.redis.limits import RedisLimits
-from ...store.redis.policy import RedisPolicyRecord
-from ...store.redis.registry import RedisModelRegistry
-from ...store.redis.service import RedisService
-from ...store.store import Store
+from ...store.redis.records import RedisRecords
+from ...store.store import store_on
 from ..channel import Inbox
 from ..links import AnyLink, links_to
 from ..memory.bus import Inboxes, MemoryInbox, MemorySender
@@ -75,7 +70,7 @@ class RedisBus:
         self._local = local_stages if config.links == "auto" else frozenset()
         self._keys = Keys(config.prefix, config.lane, config.model)
         self._server = Server(config.url, _client_name(local_stages))
-        self._commands = Commands(self._server, COMMAND_CONNECTIONS)
+        self._commands = RedisRecords(self._server, COMMAND_CONNECTIONS)
         self._writes = self._server.client(COMMAND_CONNECTIONS)
         self._inboxes = Inboxes()
         self._numbering = Numbering()
@@ -91,16 +86,8 @@ class RedisBus:
         self.replies = RedisReplies(*own)
         self.kv_events = RedisKVEvents(config, *own)
         self._limits = RedisLimits(*own)
-        self.store = Store(
-            RedisBoard(*own),
-            RedisCalls(config, *own),
-            self._limits,
-            RedisPolicyRecord(*own),
-            RedisRecord(self._keys.weights, WeightsInPlace, self._commands),
-            RedisRecord(self._keys.adapters, AdaptersInPlace, self._commands),
-            RedisModelRegistry(*own),
-            RedisService(*own),
-            RedisImages(*own),
+        self.store = store_on(
+            self._commands, self._keys, config, RedisBoard(*own), self._limits, RedisImages(*own)
         )
         self.routing = RedisRouting(config, *own, self.results)
 

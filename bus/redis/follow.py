@@ -10,7 +10,8 @@ from typing import Generic, Self, TypeVar
 from redis import exceptions
 
 from ...config import BusError, ChannelClosed
-from ...store.redis.client import Commands, readable
+from ...store.records import readable
+from ...store.redis.client import Commands
 from ...store.redis.keys import JSON, Keys, split_entry
 from ..codec import decode_output
 from ..public import Completion, CompletionChunk, Output

@@ -7,7 +7,8 @@ from typing import Any
 from ...config import BusConfig
 from ...config.errors import bus_closed
 from ...config.logger import get_logger
-from ...store.redis.client import Commands, execute_all, persist, readable
+from ...store.records import readable
+from ...store.redis.client import Commands, execute_all, persist
 from ...store.redis.keys import Keys
 from ..kv_events import Continuity, KVEventEntry, decode_batch, encode_batch
 from .follow import RedisTail

@@ -11,7 +11,8 @@ from redis import exceptions
 
 from ...config import NOT_PERMITTED, BusError
 from ...config.logger import get_logger
-from ...store.redis.client import Commands, readable
+from ...store.records import readable
+from ...store.redis.client import Commands
 from ...store.redis.keys import Keys
 from ..shards import Layout
 

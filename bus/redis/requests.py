@@ -14,7 +14,8 @@ import msgspec
 from ...config import BusConfig, BusError
 from ...config.errors import bus_closed
 from ...config.logger import get_logger
-from ...store.redis.client import Backoff, Commands, readable
+from ...store.records import readable
+from ...store.redis.client import Backoff, Commands
 from ...store.redis.keys import JSON, Keys, parse_id, split_entry
 from ..backlog import Backlog
 from ..codec import written_tenant

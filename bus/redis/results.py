@@ -19,6 +19,7 @@ from redis import exceptions
 
 from ...config import BusConfig, BusError
 from ...config.logger import get_logger
+from ...store.records import readable
 from ...store.redis.client import (
     Backoff,
     Commands,
@@ -26,7 +27,6 @@ from ...store.redis.client import (
     execute_all,
     is_transient,
     persist,
-    readable,
 )
 from ...store.redis.keys import JSON, Keys, id_after, parse_id, split_entry
 from ..codec import decode_output, encode_output

@@ -481,18 +481,6 @@ class _ConnectionErrors:
 _connection_errors = _ConnectionErrors()
 
 
-def readable(decode: Callable[[bytes], T], raw: bytes, stream: str) -> T | None:
-    """Decode an entry; None, with a log line, if that is impossible.
-
-    It may be foreign, or written by another version during a rolling upgrade.
-    """
-    try:
-        return decode(raw)
-    except (ValueError, RecursionError) as error:
-        get_logger().warning("bus.undecodable_entry", stream=stream, error=str(error))
-        return None
-
-
 async def persist(server: Server, what: str, attempt: Callable[[], Awaitable[T]]) -> T:
     """Retry `attempt` with backoff while the server is unreachable.
 

@@ -11,7 +11,6 @@ import pytest
 from nano_inference.bus import Bus
 from nano_inference.config import BusConfig
 from nano_inference.store.calls import CALL_BYTES, CallsFull, DurableCall
-from nano_inference.store.redis.calls import RedisCalls
 
 from ..buses import STORES, Buses, kit
 
@@ -83,15 +82,15 @@ async def test_of_two_gateways_that_look_at_once_one_has_the_orphan(buses: Buses
     bus, other = buses.pair()
     await bus.store.calls.keep("left", b"", SOON_S)
     store, found = bus.store.calls, list[str]()
-    if isinstance(store, RedisCalls):
-        real = store._commands.run_all
+    real = store._records.run_all
 
-        async def run_all(commands: Sequence[Any], **more: Any) -> Any:
-            if commands and commands[0][0] == "ZREM":
-                found.extend(await other.store.calls.orphaned(10))
-            return await real(commands, **more)
+    async def run_all(commands: Sequence[Any], **more: Any) -> Any:
+        if commands and commands[0][0] == "ZREM":
+            store._records.run_all = real  # type: ignore[method-assign]
+            found.extend(await other.store.calls.orphaned(10))
+        return await real(commands, **more)
 
-        store._commands.run_all = run_all  # type: ignore[method-assign]
+    store._records.run_all = run_all  # type: ignore[method-assign]
 
     async def is_found() -> bool:
         found.extend(await store.orphaned(10))

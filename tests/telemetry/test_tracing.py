@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from base64 import b64encode
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -39,9 +40,11 @@ from nano_inference.config import ConfigError, TelemetryConfig
 from nano_inference.telemetry import TraceContext, Tracing, endpoint_of, names, setup_tracing
 from nano_inference.telemetry.otlp import OtlpExporter
 from nano_inference.telemetry.trace_file import Span, read_spans
+from nano_inference.telemetry.tracing import MOST_BUFFERED
 
 PARENT = TraceContext("00-" + "a" * 32 + "-" + "b" * 16 + "-01", "vendor=1")
 UNSAMPLED = TraceContext(PARENT.traceparent[:-1] + "0")
+LIMIT_S = 60
 HERE = Resource.create({names.SERVICE_NAME: "s", names.SERVICE_INSTANCE_ID: "here-1"})
 
 
@@ -196,6 +199,8 @@ class Receiver:
     Attributes:
         encoding: How the last request was compressed.
         statuses: Answers to the next requests in place of success.
+        has_request: Set once there is one.
+        may_answer: Unless it is set, requests wait.
     """
 
     def __init__(self) -> None:
@@ -203,6 +208,13 @@ class Receiver:
         self.headers: dict[str, str] = {}
         self.encoding: str | None = None
         self.statuses: list[int] = []
+        self.has_request, self.may_answer = threading.Event(), threading.Event()
+        self.may_answer.set()
+
+    def add(self, request: ExportTraceServiceRequest) -> None:
+        self.requests.append(request)
+        self.has_request.set()
+        self.may_answer.wait(LIMIT_S)
 
     def check(self) -> None:
         (request,) = self.requests
@@ -237,7 +249,7 @@ def http_receiver() -> Iterator[tuple[str, Receiver]]:
             receiver.encoding = self.headers["Content-Encoding"]
             if receiver.encoding == "gzip":
                 body = gzip.decompress(body)
-            receiver.requests.append(ExportTraceServiceRequest.FromString(body))
+            receiver.add(ExportTraceServiceRequest.FromString(body))
             self.send_response(receiver.statuses.pop(0) if receiver.statuses else 200)
             self.end_headers()
 
@@ -257,7 +269,7 @@ def grpc_receiver() -> Iterator[tuple[str, Receiver]]:
     class Service(TraceServiceServicer):
         def Export(self, request: ExportTraceServiceRequest, context: Any) -> Any:
             receiver.headers = dict(context.invocation_metadata())
-            receiver.requests.append(request)
+            receiver.add(request)
             return ExportTraceServiceResponse()
 
     with ThreadPoolExecutor(1) as threads:
@@ -353,6 +365,27 @@ def test_an_unreachable_receiver_does_not_delay_shutdown_and_is_one_line(
     assert (line["event"], line["receiver"]) == ("spans_not_exported", "127.0.0.1:1")
     assert protocol == "grpc" or line["reason"] == "Connection refused"
     assert not caplog.records
+
+
+@pytest.mark.parametrize("protocol", ["http", "grpc"])
+def test_a_receiver_that_hangs_delays_no_span_and_no_end(
+    protocol: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without limits the end would wait for the export's own, OTEL_EXPORTER_OTLP_TIMEOUT."""
+    monkeypatch.setattr("nano_inference.telemetry.tracing.SHUTDOWN_MS", 100)
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", str(LIMIT_S))
+    monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "1")
+    url, receiver = request.getfixturevalue(f"{protocol}_receiver")
+    receiver.may_answer.clear()
+    tracing = setup_tracing(TelemetryConfig(otlp_endpoint=url, otlp_protocol=protocol), "here")
+    start_s = time.monotonic()
+    make_call_span(tracing)
+    assert receiver.has_request.wait(LIMIT_S)
+    for _ in range(2 * MOST_BUFFERED):
+        tracing.span("kept or dropped", PARENT, 1, 2, {})
+    tracing.shutdown()
+    assert time.monotonic() - start_s < LIMIT_S / 2
+    receiver.may_answer.set()
 
 
 def test_the_last_export_has_a_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:

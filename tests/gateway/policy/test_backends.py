@@ -23,7 +23,9 @@ from nano_inference.gateway.policy.backend import (
 )
 from nano_inference.gateway.policy.document import ApiKey, Guardrails, PolicyDocument, TenantPolicy
 from nano_inference.gateway.policy.store import PolicyStore
-from nano_inference.store.policy import MemoryPolicyRecord
+from nano_inference.store.policy import PolicyRecord
+from nano_inference.store.records import MemoryRecords
+from nano_inference.store.redis.keys import Keys
 
 PASSPHRASE = "correct horse battery staple"
 
@@ -47,10 +49,14 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "policy"
 
 
+def made_record() -> PolicyRecord:
+    return PolicyRecord(Keys("n"), MemoryRecords())
+
+
 @pytest.fixture(params=["file", "bus"])
 def open_one(request: pytest.FixtureRequest, path: Path) -> Open:
     """Opens another backend of the same document."""
-    record = MemoryPolicyRecord()
+    record = made_record()
     config = PolicyConfig(backend=request.param, file=str(path), passphrase=PASSPHRASE)
     return lambda: open_backend(config, record)
 
@@ -187,7 +193,7 @@ async def test_the_last_document_holds_while_the_file_is_damaged(path: Path) -> 
 def test_invalid_settings_are_refused(changes: dict[str, str], words: str) -> None:
     config = msgspec.structs.replace(PolicyConfig(), **changes)
     with pytest.raises(ConfigError, match=words):
-        open_backend(config, MemoryPolicyRecord())
+        open_backend(config, made_record())
 
 
 async def test_a_package_can_register_a_backend(
@@ -209,5 +215,5 @@ async def test_a_package_can_register_a_backend(
         metadata, "entry_points", lambda group: [Found()] if "policy" in group else []
     )
     config = PolicyConfig(backend="mine")
-    assert await open_backend(config, MemoryPolicyRecord()).read("") is None
+    assert await open_backend(config, made_record()).read("") is None
     assert made == [config]

@@ -13,6 +13,7 @@ from transformers import PreTrainedConfig
 from .attention_options import AttentionOptions
 from .ranks.pipelining import PipelineRank
 from .shards import ShardedWeights
+from .state.kinds import LayerState, StateTensor
 from .vision import VisionModel
 
 # Names in Transformers' configurations, the commonest first.
@@ -48,6 +49,11 @@ class LayerSpec(msgspec.Struct, frozen=True):
     value_dim: int
     window: int | None
 
+    def tensors(self, dtype: torch.dtype) -> tuple[StateTensor, ...]:
+        """Return the state: keys, and values."""
+        widths = (self.key_dim, self.value_dim)
+        return tuple(StateTensor((self.num_kv_heads, each), dtype, True) for each in widths)
+
 
 @dataclass(frozen=True)
 class LoadedModel:
@@ -63,6 +69,7 @@ class LoadedModel:
         vocab_size: Rows of the output layer, or of the input layer without one.
         layers: The attention layers in order; none of an encoder. A pipeline stage has its own.
         attention_options: Of these layers.
+        other_states: What other layers keep of a sequence, such as a recurrent state.
         generates: Whether there is an output layer.
         is_encoder: Whether tokens see later ones, so that prompts run as a whole, with
             Transformers' own attention.
@@ -81,6 +88,7 @@ class LoadedModel:
     vocab_size: int
     layers: tuple[LayerSpec, ...]
     attention_options: tuple[AttentionOptions, ...] = ()
+    other_states: tuple[LayerState, ...] = ()
     generates: bool = True
     is_encoder: bool = False
     may_pad: bool = True
@@ -88,6 +96,11 @@ class LoadedModel:
     shards: ShardedWeights | None = None
     pipeline: PipelineRank | None = None
     vision: VisionModel | None = None
+
+    @property
+    def states(self) -> tuple[LayerState, ...]:
+        """What layers keep of a sequence: attention first, in the order of `layers`."""
+        return (*self.layers, *self.other_states)
 
     @property
     def first_layer(self) -> int:

@@ -39,14 +39,14 @@ from .kernels import cpu as cpu
 from .kv_cache import KVCache, count_slots
 from .leader import LeaderAdapters, LeaderCache
 from .loaded_model import LoadedModel as LoadedModel
+from .media import MediaEmbeddings as MediaEmbeddings
+from .media import MediaEncoder as MediaEncoder
+from .media import MediaError as MediaError
+from .media import Positions as Positions
 from .model import load_model as load_model
 from .ranks.commands import Forward, Prepare, Reply
 from .ranks.pipelining import StepOutput as StepOutput
 from .ranks.processes import Ranks
-from .vision import ImageEmbeddings as ImageEmbeddings
-from .vision import ImageError as ImageError
-from .vision import Positions as Positions
-from .vision import VisionModel as VisionModel
 
 
 class ModelRunner(msgspec.Struct, frozen=True, eq=False):

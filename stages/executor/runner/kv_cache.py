@@ -199,7 +199,7 @@ def _left_bytes(config: EngineConfig, models: Sequence[LoadedModel], free: int, 
         margin += (
             activations + logits + 2 * MAX_GATHERED_TOKENS * widest * each.dtypes.kv_cache.itemsize
         )
-    if models[0].vision is not None:
+    if models[0].encoders:
         margin += config.image_cache_bytes
     # CUDA graphs keep memory of their own, for the largest batch that decodes.
     if config.cuda_graphs == "auto":

@@ -140,8 +140,6 @@ class ShardedWeights:
     Attributes:
         whole: The whole model, on the meta device if this rank has a part of it.
         shards: By the names of its tensors, tied ones under each name.
-        num_parameters: Of the whole model.
-        num_bytes: Of its parameters.
         layout: Rises when parts change places, as when experts move.
     """
 
@@ -149,9 +147,6 @@ class ShardedWeights:
         self.whole = whole
         self.shards = shards
         self.layout = 0
-        parameters = list(whole.parameters())
-        self.num_parameters = sum(each.numel() for each in parameters)
-        self.num_bytes = sum(each.nbytes for each in parameters)
 
     @classmethod
     def of(cls, module: nn.Module) -> ShardedWeights:

@@ -361,7 +361,7 @@ def rank_of(pairs: Mapping[str, LoraPair]) -> int:
 
 def _linears(model: LoadedModel) -> dict[str, LinearMethod]:
     """Return the linear layers that tokens pass, by name: none of the part that encodes images."""
-    tokens_pass = {*model.base.modules()} if model.vision is not None else None
+    tokens_pass = {*model.base.modules()} if model.encoders else None
     return {
         name: method
         for name, part in model.whole.named_modules()

@@ -300,17 +300,13 @@ def join_layers(
         agreed: The correct offers; a decoder needs one for each layer.
         calls: The options of the passes.
     """
-    for module in model.module.modules():
-        parts = dict(module.named_children())
-        if sorted(parts) != sorted(_DECODER_PARTS):
-            continue
-        layers = _own_layers(parts["layers"])
+    for module, parts, layers in _decoders(model):
         decoder_layers = [_layer_parts(agreed.get(layer), model, cache, agreed) for layer in layers]
         known = [layer for layer in decoder_layers if layer is not None]
         if known and len(known) == len(decoder_layers):
             together = DecoderLayers(known, watches=model.is_shared)
             cache.follow(together.find_weights)
-            yield module, [JoinedDecoder(together, module.forward, calls, **parts)]
+            yield module, [JoinedDecoder(together, module.forward, calls, parts)]
 
 
 def follow_layers(
@@ -324,47 +320,45 @@ def follow_layers(
         agreed: The correct offers; a decoder needs one for each layer.
         calls: The options of the passes.
     """
+    for module, parts, layers in _decoders(model):
+        passes = [agreed.get(layer) for layer in layers]
+        if passes and all(isinstance(each, _DecoderForward) for each in passes):
+            yield module, [_followed(passes, parts, model.layers[0].key_dim, calls)]
+
+
+def _decoders(
+    model: LoadedModel,
+) -> Iterator[tuple[nn.Module, Mapping[str, nn.Module], list[nn.Module]]]:
+    """Iterate over decoders, with their parts, and their layers without those of other pipeline
+    stages."""
     for module in model.module.modules():
         parts = dict(module.named_children())
-        if sorted(parts) != sorted(_DECODER_PARTS):
-            continue
-        layers = [agreed.get(layer) for layer in _own_layers(parts["layers"])]
-        if layers and all(isinstance(layer, _DecoderForward) for layer in layers):
-            width = model.layers[0].key_dim
-            yield module, [_FollowedDecoder(layers, width, calls, **parts)]
+        if sorted(parts) == sorted(_DECODER_PARTS):
+            layers = parts["layers"].children()
+            yield module, parts, [each for each in layers if not isinstance(each, PassingLayer)]
 
 
-def _own_layers(layers: nn.Module) -> list[nn.Module]:
-    """Return a decoder's layers, without those of other pipeline stages."""
-    return [each for each in layers.children() if not isinstance(each, PassingLayer)]
+def _followed(
+    passes: Sequence[Any], parts: Mapping[str, nn.Module], key_width: int, calls: Calls
+) -> Forward:
+    """Return a decoder's pass, layer by layer, with bits that don't depend on the batch."""
+    embed_tokens, norm, rotary = parts["embed_tokens"], parts["norm"], parts["rotary_emb"]
 
-
-@dataclass(frozen=True, eq=False)
-class _FollowedDecoder:
-    """A decoder's forward pass, layer by layer, with bits that don't depend on the batch."""
-
-    passes: Sequence[Any]
-    key_width: int
-    calls: Calls
-    embed_tokens: nn.Module
-    layers: nn.Module
-    norm: nn.Module
-    rotary_emb: nn.Module
-
-    def __call__(
-        self,
+    def forward(
         *,
         position_ids: Tensor,
         input_ids: Tensor | None = None,
         inputs_embeds: Tensor | None = None,
         **inputs: Any,
     ) -> Any:
-        hidden: Any = inputs_embeds if input_ids is None else self.embed_tokens(input_ids)
-        parts = self.rotary_emb, hidden, position_ids, self.key_width, self.calls.tiles
-        factors = [part[None] for part in _factors(*parts)]
-        for layer in self.passes:
-            hidden = layer(hidden, position_embeddings=factors, **inputs)
-        return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden))
+        hidden: Any = inputs_embeds if input_ids is None else embed_tokens(input_ids)
+        factors = _factors(rotary, hidden, position_ids, key_width, calls.tiles)
+        inputs["position_embeddings"] = [part[None] for part in factors]
+        for layer in passes:
+            hidden = layer(hidden, **inputs)
+        return BaseModelOutputWithPast(last_hidden_state=norm(hidden))
+
+    return forward
 
 
 def join_output(
@@ -400,7 +394,7 @@ def _with_output(
             return result
         states = decoder.layers_of(attention_batch=attention_batch, **inputs)
         kept = states.index_select(1, logits_to_keep)
-        return CausalLMOutputWithPast(logits=output(decoder.norm(kept)))
+        return CausalLMOutputWithPast(logits=output(decoder.parts["norm"](kept)))
 
     return forward
 
@@ -412,16 +406,13 @@ class JoinedDecoder:
     together: DecoderLayers
     plain: Forward
     calls: Calls
-    embed_tokens: nn.Module
-    layers: nn.Module
-    norm: nn.Module
-    rotary_emb: nn.Module
+    parts: Mapping[str, nn.Module]
 
     def __call__(self, *, attention_batch: PagedBatch, **inputs: Any) -> Any:
         if not self.handles(attention_batch):
             return self.plain(attention_batch=attention_batch, **inputs)
         states = self.layers_of(attention_batch=attention_batch, **inputs)
-        return BaseModelOutputWithPast(last_hidden_state=self.norm(states))
+        return BaseModelOutputWithPast(last_hidden_state=self.parts["norm"](states))
 
     def handles(self, batch: PagedBatch) -> bool:
         """Return whether a step can run in one call."""
@@ -438,11 +429,10 @@ class JoinedDecoder:
     ) -> Tensor:
         """Return the output of the last layer, `[1, tokens, hidden]`."""
         # A copy, since it is overwritten.
-        hidden: Tensor = (
-            self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds.clone()
-        )
+        embed, rotary = self.parts["embed_tokens"], self.parts["rotary_emb"]
+        hidden: Tensor = embed(input_ids) if inputs_embeds is None else inputs_embeds.clone()
         width = self.together.key_width
-        cos, sin = _factors(self.rotary_emb, hidden, position_ids, width, self.calls.tiles)
+        cos, sin = _factors(rotary, hidden, position_ids, width, self.calls.tiles)
         self.together(hidden[0], cos, sin, attention_batch)
         return hidden
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
@@ -12,13 +10,15 @@ from .method import LinearMethod, Packed
 
 
 class DenseLinear(LinearMethod):
-    """An `nn.Linear`."""
+    """An `nn.Linear`, or GPT-2's `Conv1D`, whose weight is `[in, out]`: only torch has that one."""
 
-    can_shard = True
-
-    def __init__(self, module: nn.Linear) -> None:
+    def __init__(self, module: nn.Linear | Conv1D) -> None:
         self._module = module
-        self.inputs, self.outputs = module.in_features, module.out_features
+        if isinstance(module, nn.Linear):
+            self.can_shard = True
+            self.inputs, self.outputs = module.in_features, module.out_features
+        else:
+            self.inputs, self.outputs = module.weight.shape
 
     @property
     def layer(self) -> nn.Module:
@@ -31,24 +31,9 @@ class DenseLinear(LinearMethod):
         return [whole_box(self._module, name)]
 
 
-class TransposedLinear(LinearMethod):
-    """GPT-2's `Conv1D`, whose weight is `[in, out]`."""
-
-    def __init__(self, module: Conv1D) -> None:
-        self._module: Any = module
-        self.inputs, self.outputs = module.weight.shape
-
-    @property
-    def layer(self) -> nn.Module:
-        module: nn.Module = self._module
-        return module
-
-    def boxes(self, name: str) -> list[Box]:
-        return [whole_box(self._module, name)]
-
-
-def pack_dense(module: nn.Linear) -> Packed | None:
-    """Return a module's weights for the kernels; None if they are not contiguous."""
-    if not all(parameter.is_contiguous() for parameter in module.parameters()):
+def pack_dense(module: nn.Module) -> Packed | None:
+    """Return a module's weights for the kernels; None for another layout."""
+    dense = all(parameter.is_contiguous() for parameter in module.parameters())
+    if not dense or not isinstance(module, nn.Linear):
         return None
     return Packed(module._parameters, module.in_features, module.out_features)

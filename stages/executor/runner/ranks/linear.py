@@ -20,7 +20,16 @@ from .group import Layout
 from .plan import Style
 
 
-class RowParallelLinear(nn.Module, LinearMethod):
+class _OwnMethod(LinearMethod):
+    """A module that is its own method."""
+
+    @property
+    def layer(self) -> nn.Module:
+        assert isinstance(self, nn.Module)
+        return self
+
+
+class RowParallelLinear(nn.Module, _OwnMethod):
     """A linear layer over this rank's input features, summed over ranks.
 
     Attributes:
@@ -45,10 +54,6 @@ class RowParallelLinear(nn.Module, LinearMethod):
             nn.Linear(self._width, whole.out_features, bias=False, **like) for _ in layout.own
         )
 
-    @property
-    def layer(self) -> nn.Module:
-        return self
-
     def forward(self, x: Tensor) -> Tensor:
         """`[..., in or local in]` to `[..., out]`."""
         own, width = self._layout.own, self._width
@@ -63,7 +68,7 @@ class RowParallelLinear(nn.Module, LinearMethod):
         return total.to(x.dtype)
 
     def pack_sum(self) -> PackedSum | None:
-        packed = [pack_dense(part) for part in self.parts]  # type: ignore[arg-type]
+        packed = [pack_dense(part) for part in self.parts]
         parts = [part for part in packed if part is not None]
         whole = len(parts) == len(packed) and not self.exchanges
         return PackedSum(parts, self._parameters) if whole else None
@@ -84,7 +89,7 @@ class RowParallelLinear(nn.Module, LinearMethod):
         }
 
 
-class ColumnParallelLinear(nn.Linear, LinearMethod):
+class ColumnParallelLinear(nn.Linear, _OwnMethod):
     """A linear layer of this rank's output features."""
 
     def __init__(self, whole: nn.Linear, layout: Layout, *, fused: int = 1) -> None:
@@ -102,10 +107,6 @@ class ColumnParallelLinear(nn.Linear, LinearMethod):
             for index in range(fused)
             for start in range(run.start, run.stop, self.piece)
         ]
-
-    @property
-    def layer(self) -> nn.Module:
-        return self
 
     def forward(self, x: Tensor) -> Tensor:
         """`[..., in]` to `[..., local out]`; one product for each part if bits must not depend on
@@ -134,7 +135,7 @@ class ColumnParallelLinear(nn.Linear, LinearMethod):
         return {"": LoraPair(pair.a, torch.stack([b[:, rows] for rows, *_ in places]))}
 
 
-class GatheredLinear(nn.Module, LinearMethod):
+class GatheredLinear(nn.Module, _OwnMethod):
     """A linear layer whose output features are computed by ranks, and gathered.
 
     Attributes:
@@ -148,10 +149,6 @@ class GatheredLinear(nn.Module, LinearMethod):
         self._group = layout.group
         self.part = ColumnParallelLinear(whole, layout)
         self._most = self.part.piece * len(layout.own)
-
-    @property
-    def layer(self) -> nn.Module:
-        return self
 
     @property
     def local(self) -> nn.Module:

@@ -24,6 +24,8 @@ class StateMemory:
         num_slots: Sequences of each tensor that is kept per sequence.
         layers: The tensors of each kind in order: `[num_blocks + 1, block_size, *shape]` or
             `[num_slots, *shape]`. The last block is for rows that only pad a batch.
+        in_blocks: Those that are kept per token, layer by layer.
+        in_slots: Those that are kept per sequence, layer by layer.
     """
 
     def __init__(
@@ -45,26 +47,21 @@ class StateMemory:
             first = (num_blocks + 1, block_size) if tensor.per_token else (num_slots,)
             return zeros((*first, *tensor.shape), tensor.dtype, device, huge=huge_pages)
 
-        described = [state.tensors(dtype) for state in states]
-        self.layers = [[allocate(each) for each in tensors] for tensors in described]
-        kinds = [each for tensors in described for each in tensors]
-        self._per_token = [each.per_token for each in kinds]
+        self.layers: list[list[Tensor]] = []
+        self.in_blocks: list[Tensor] = []
+        self.in_slots: list[Tensor] = []
+        for state in states:
+            self.layers.append([])
+            for described in state.tensors(dtype):
+                tensor = allocate(described)
+                self.layers[-1].append(tensor)
+                (self.in_blocks if described.per_token else self.in_slots).append(tensor)
         self._upload = Uploader(device)
 
     @property
     def tensors(self) -> list[Tensor]:
-        """All tensors, layer by layer."""
-        return [each for tensors in self.layers for each in tensors]
-
-    @property
-    def in_blocks(self) -> list[Tensor]:
-        """The tensors that are kept per token, layer by layer."""
-        return self._of(per_token=True)
-
-    @property
-    def in_slots(self) -> list[Tensor]:
-        """The tensors that are kept per sequence, layer by layer."""
-        return self._of(per_token=False)
+        """All tensors."""
+        return self.in_blocks + self.in_slots
 
     @property
     def num_bytes(self) -> int:
@@ -105,10 +102,6 @@ class StateMemory:
         """Set a slot to zero, in which a new sequence begins."""
         for tensor in self.in_slots:
             tensor[slot].zero_()
-
-    def _of(self, *, per_token: bool) -> list[Tensor]:
-        pairs = zip(self.tensors, self._per_token, strict=True)
-        return [tensor for tensor, in_blocks in pairs if in_blocks is per_token]
 
     def _copy(
         self, what: str, tensors: list[Tensor], count: int, pairs: Sequence[tuple[int, int]]

@@ -1,4 +1,4 @@
-"""Images among the tokens of a prompt."""
+"""Media among the tokens of a prompt."""
 
 from __future__ import annotations
 
@@ -8,18 +8,20 @@ from .control import InternalPart
 
 
 class MediaItem(InternalPart, frozen=True, array_like=True):
-    """An image in a prompt.
+    """A media item in a prompt, such as an image.
 
     Attributes:
-        id: SHA-256 of its pixels and size, hex. KV is found by it, within a `CacheScope`.
+        id: SHA-256 of its decoded content, of an image its pixels and size, hex. KV is found by it,
+            within a `CacheScope`.
         start: Index of its first placeholder in the prompt.
         num_tokens: Its placeholders.
-        width: In pixels.
-        height: In pixels.
+        width: Of an image, in pixels.
+        height: Likewise.
         alone: Whether it is the prompt's only image, which LLaVA-OneVision cuts into tiles.
-        name: In the store, of the image as this model takes it; tenants that share no prefixes have
+        name: In the store, of the item as this model takes it; tenants that share no prefixes have
             other names.
         salt: `cache_salt` of the request; embeddings are shared by requests of an equal one.
+        kind: Chooses the model's encoder.
     """
 
     id: str
@@ -30,6 +32,7 @@ class MediaItem(InternalPart, frozen=True, array_like=True):
     alone: bool = True
     name: str = ""
     salt: str = ""
+    kind: str = "image"
 
     @property
     def key(self) -> tuple[str, int]:

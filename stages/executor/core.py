@@ -49,7 +49,7 @@ from .runner.batch import IntArray, Uploader
 from .runner.device import describe_device
 from .runner.graphs import Capture, CudaCapture, DecodeGraphs
 from .runner.interface import make_runner
-from .runner.kv_cache import block_bytes, count_blocks
+from .runner.kv_cache import count_blocks, count_slots
 from .runner.leader import LeaderMemory, load_ranks
 from .runner.loaded_model import LoadedModel, experts_of
 from .runner.memory import ReplicaMemory, no_memory
@@ -145,8 +145,7 @@ class ExecutorCore:
             self.weight_groups = LeaderGroups(ranks, model.shards)
         self.weights = WeightSyncManager(model.module, limits, shards=model.shards, write=write)
         self._now_ns = now_ns
-        # Finished sequences stay until a plan names them, hence more rows than run.
-        rows = self.max_batch_size + 16
+        rows = count_slots(config)
         # Of sequences in unfinished steps of a pipeline, and of those that a plan has dropped.
         self._computing, self._dropped = set[int](), set[int]()
         self._table = SequenceTable(rows, model.max_model_len, config.block_size)
@@ -279,7 +278,7 @@ class ExecutorCore:
         return {
             "parameters": model.num_parameters,
             "weight_bytes": model.weight_bytes,
-            "kv_bytes": (self.cache.num_blocks + 1) * block_bytes(model, self.cache.block_size),
+            "kv_bytes": self.cache.num_bytes,
             "vocab_size": model.vocab_size,
             "max_batch_size": self.max_batch_size,
             "dtype": str(model.dtypes.weights).removeprefix("torch."),

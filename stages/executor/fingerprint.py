@@ -113,11 +113,13 @@ def kv_digest(made: Fingerprint) -> str:
 
 def config_digest(model: LoadedModel) -> str:
     """Return a digest of the configuration of a model, and of its image processor."""
-    kind, vision = type(model.module), model.vision
+    kind = type(model.module)
+    # None for a model of text, so that its digest is as before there were several kinds of media.
+    encoders = [_own_fields(each.settings) for each in model.encoders] or None
     parts = (
         f"{kind.__module__}.{kind.__qualname__}",
         _own_fields(model.hf_config.to_dict()),
-        _own_fields(vision.settings) if vision is not None else None,
+        encoders,
     )
     return _digest(parts)[:16]
 

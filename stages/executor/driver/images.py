@@ -16,15 +16,15 @@ from ....bus.steps import NewSequence, StepPlan
 from ....config import EngineConfig
 from ....store.images import StoredImage
 from ..runner.interface import (
-    ImageEmbeddings,
-    ImageError,
     IntArray,
     LoadedModel,
+    MediaEmbeddings,
+    MediaEncoder,
+    MediaError,
     Positions,
     Rows,
     StepInputs,
     Uploader,
-    VisionModel,
 )
 from .sequences import SequenceTable
 
@@ -64,9 +64,9 @@ class SequenceImages:
         return None if vision is None else cls(config, model, vision, table)
 
     def __init__(
-        self, config: EngineConfig, model: LoadedModel, vision: VisionModel, table: SequenceTable
+        self, config: EngineConfig, model: LoadedModel, vision: MediaEncoder, table: SequenceTable
     ) -> None:
-        self.embeddings = ImageEmbeddings(vision)
+        self.embeddings = MediaEmbeddings(vision)
         self._vision, self._table = vision, table
         self._upload = Uploader(model.device)
         width = int(model.hf_config.get_text_config().hidden_size)
@@ -100,7 +100,7 @@ class SequenceImages:
         positions: Positions | None = None
         try:
             positions = self._vision.positions(prompt, new.media)
-        except ImageError as error:
+        except MediaError as error:
             self._fail(row, str(error))
         reach: IntArray | None = None
         if self._vision.sees_itself:
@@ -201,7 +201,7 @@ class SequenceImages:
         """Return an image's embeddings; None, with the sequence spoiled, if there are none."""
         try:
             return self.embeddings.of(item)
-        except ImageError as error:
+        except MediaError as error:
             self._fail(row, str(error))
         return None
 

@@ -27,8 +27,7 @@ from .inputs import InputBuilder, model_forward
 from .kv_cache import KVCache
 from .loaded_model import LoadedModel
 from .model import wrap_model
-from .ranks.group import OneRank, RankGroup
-from .ranks.layers import Layout
+from .ranks.group import Layout, OneRank, RankGroup
 from .ranks.pipelining import PipelineRank
 from .sharded_model import make_layout, make_whole, shard_model
 

@@ -36,17 +36,17 @@ from .graphs import DecodeStep as DecodeStep
 from .inputs import InputBuilder, model_forward
 from .inputs import StepInputs as StepInputs
 from .kernels import cpu as cpu
-from .kv_cache import KVCache, block_bytes
+from .kv_cache import KVCache, count_slots
 from .leader import LeaderAdapters, LeaderCache
 from .loaded_model import LoadedModel as LoadedModel
+from .media import MediaEmbeddings as MediaEmbeddings
+from .media import MediaEncoder as MediaEncoder
+from .media import MediaError as MediaError
+from .media import Positions as Positions
 from .model import load_model as load_model
 from .ranks.commands import Forward, Prepare, Reply
 from .ranks.pipelining import StepOutput as StepOutput
 from .ranks.processes import Ranks
-from .vision import ImageEmbeddings as ImageEmbeddings
-from .vision import ImageError as ImageError
-from .vision import Positions as Positions
-from .vision import VisionModel as VisionModel
 
 
 class ModelRunner(msgspec.Struct, frozen=True, eq=False):
@@ -124,7 +124,7 @@ class ModelRunner(msgspec.Struct, frozen=True, eq=False):
         return Reply(
             resident=peak if sys.platform == "darwin" else peak * 1024,
             weights=sum(each.nbytes for each in self.model.module.parameters()),
-            kv=(self.cache.num_blocks + 1) * block_bytes(self.model, self.cache.block_size),
+            kv=self.cache.num_bytes,
         )
 
     def close(self) -> None:
@@ -175,7 +175,13 @@ def make_runner(
         compare_with_transformers(config, model)
     make_cache = KVCache if ranks is None else partial(LeaderCache, ranks)
     huge_pages = config.huge_pages == "auto"
-    cache = make_cache(model, num_blocks, config.block_size, huge_pages=huge_pages)
+    cache = make_cache(
+        model,
+        num_blocks,
+        config.block_size,
+        num_slots=count_slots(config),
+        huge_pages=huge_pages,
+    )
     reason = "another back end was given"
     if backend is None:
         backend, reason = choose_backend(config, model)

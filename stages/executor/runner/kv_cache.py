@@ -1,20 +1,20 @@
-"""The KV cache's tensors. The batching stage allocates the blocks."""
+"""The KV cache and other state of sequences. The batching stage allocates the blocks."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from ....config import EngineConfig, ModelError
 from .attention_options import AttentionOptions
-from .batch import DecodeRows, IntArray, Uploader
+from .batch import DecodeRows
 from .device import free_memory
 from .loaded_model import LoadedModel
-from .system_memory import zeros
+from .state.kinds import StateTensor, sequence_bytes, token_bytes
+from .state.memory import StateMemory
 
 MAX_GATHERED_TOKENS = 1 << 16
 """The most context tokens, padding included, in one gather for rows of one token."""
@@ -33,35 +33,47 @@ class PagedLayer(Protocol):
 DecodeKernel = Callable[..., PagedLayer]
 
 
-class KVCache:
-    """Keys and values of all layers, in blocks.
+class KVCache(StateMemory):
+    """The state of all layers of a model; keys and values are what attention reads of it.
 
     `keys[layer]` is `[num_blocks + 1, block_size, kv_heads, key_dim]`, `values[layer]` likewise.
-    The last block, `padding_block`, is for rows that only pad a batch. The tensor objects stay the
-    same; call `moved` after their memory has changed.
+    The last block is `padding_block`. Call `moved` after the tensors' memory has changed.
 
     Attributes:
         first_layer: As of LoadedModel.
     """
 
     def __init__(
-        self, model: LoadedModel, num_blocks: int, block_size: int, *, huge_pages: bool = False
+        self,
+        model: LoadedModel,
+        num_blocks: int,
+        block_size: int,
+        *,
+        num_slots: int = 0,
+        huge_pages: bool = False,
     ) -> None:
-        """Allocate the blocks. `huge_pages`: in large pages, if available."""
-        self.num_blocks = num_blocks
-        self.block_size = block_size
+        """Allocate the blocks, and the slots of a model that keeps a state per sequence.
+
+        Args:
+            model: The model.
+            num_blocks: Blocks.
+            block_size: Tokens of a block.
+            num_slots: Sequences.
+            huge_pages: Allocate in large pages, if available.
+        """
+        super().__init__(
+            model.states,
+            model.dtypes.kv_cache,
+            model.device,
+            num_blocks=num_blocks,
+            block_size=block_size,
+            num_slots=num_slots,
+            huge_pages=huge_pages,
+        )
         self.padding_block = num_blocks
         self.first_layer = model.first_layer
-
-        # Zeros, not empty: masked positions are multiplied by zero, and 0 * NaN would be NaN.
-        def allocate(heads: int, dim: int) -> Tensor:
-            shape = (num_blocks + 1, block_size, heads, dim)
-            return zeros(shape, model.dtypes.kv_cache, model.device, huge=huge_pages)
-
-        self.keys = [allocate(spec.num_kv_heads, spec.key_dim) for spec in model.layers]
-        self.values = [allocate(spec.num_kv_heads, spec.value_dim) for spec in model.layers]
-
-        self._upload = Uploader(model.device)
+        attention = self.layers[: len(model.layers)]
+        self.keys, self.values = ([pair[which] for pair in attention] for which in range(2))
         self._paged: dict[int, PagedLayer] = {}
         self._followers: list[Callable[[], None]] = []
         self.moved()
@@ -104,11 +116,6 @@ class KVCache:
         for find in self._followers:
             find()
 
-    def clear(self) -> None:
-        """Set all keys and values to zero."""
-        for tensor in (*self.keys, *self.values):
-            tensor.zero_()
-
     def gather(self, layer: int, index: Tensor) -> tuple[Tensor, Tensor]:
         """Gather keys and values of one layer at `index`, `[len(index), dim]` each.
 
@@ -128,26 +135,26 @@ class KVCache:
             gathered.append(torch.index_select(cache.view(-1, dim), 0, index, out=buffer))
         return gathered[0], gathered[1]
 
-    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copy blocks, (source, destination) each, in all layers; sources are read first.
-
-        Raises:
-            ValueError: A block number is out of range.
-        """
-        if not pairs:
-            return
-        if not all(0 <= block < self.num_blocks for pair in pairs for block in pair):
-            raise ValueError(f"blocks to copy are out of range 0..{self.num_blocks - 1}: {pairs}")
-        wanted: IntArray = np.array(pairs, np.int64)
-        source, destination = self._upload(wanted)[0].unbind(1)
-        for tensor in (*self.keys, *self.values):
-            tensor.index_copy_(0, destination, tensor.index_select(0, source))
-
 
 def block_bytes(model: LoadedModel, block_size: int) -> int:
-    """Return the bytes of one block, over all layers, keys and values."""
-    widths = sum(spec.num_kv_heads * (spec.key_dim + spec.value_dim) for spec in model.layers)
-    return block_size * widths * model.dtypes.kv_cache.itemsize
+    """Return the bytes of one block, over all layers."""
+    return block_size * token_bytes(_tensors_of(model))
+
+
+def slot_bytes(model: LoadedModel) -> int:
+    """Return the bytes of one sequence, besides its blocks, over all layers."""
+    return sequence_bytes(_tensors_of(model))
+
+
+def _tensors_of(model: LoadedModel) -> list[StateTensor]:
+    kept = model.dtypes.kv_cache
+    return [tensor for state in model.states for tensor in state.tensors(kept)]
+
+
+def count_slots(config: EngineConfig) -> int:
+    """Return the sequences that the executor has at most: finished ones stay until a plan names
+    them, hence more than run."""
+    return config.max_batch_size + 16
 
 
 def count_blocks(config: EngineConfig, model: LoadedModel, draft: LoadedModel | None = None) -> int:
@@ -160,15 +167,15 @@ def count_blocks(config: EngineConfig, model: LoadedModel, draft: LoadedModel | 
     Raises:
         ModelError: One sequence of `max_model_len` would not fit.
     """
-    per_block = block_bytes(model, config.block_size)
-    if draft is not None:
-        per_block += block_bytes(draft, config.block_size)
+    models = (model,) if draft is None else (model, draft)
+    per_block = sum(block_bytes(each, config.block_size) for each in models)
     per_sequence = -(-model.max_model_len // config.block_size)
     if model.is_encoder:
         # An encoder's blocks hold nothing.
         return config.max_batch_size * per_sequence
     memory = free_memory(model.device)
-    available = _left_bytes(config, model, draft, *memory) if memory else config.kv_cache_bytes
+    available = _left_bytes(config, models, *memory) if memory else config.kv_cache_bytes
+    available -= count_slots(config) * sum(map(slot_bytes, models))
     num_blocks = min(available // per_block, config.max_batch_size * per_sequence)
     if num_blocks < per_sequence:
         setting = "gpu_memory_utilization" if memory else "kv_cache_bytes"
@@ -182,23 +189,21 @@ def count_blocks(config: EngineConfig, model: LoadedModel, draft: LoadedModel | 
     return num_blocks
 
 
-def _left_bytes(
-    config: EngineConfig, model: LoadedModel, draft: LoadedModel | None, free: int, total: int
-) -> int:
+def _left_bytes(config: EngineConfig, models: Sequence[LoadedModel], free: int, total: int) -> int:
     """Return the bytes for the KV cache beside loaded weights and estimated activations."""
     margin = 256 << 20
     # Passes of both models alternate, and each leaves its buffers with the allocator.
-    for each in (model,) if draft is None else (model, draft):
+    for each in models:
         activations, logits = _pass_bytes(config, each, config.max_tokens_per_batch)
         widest = max(spec.num_kv_heads * (spec.key_dim + spec.value_dim) for spec in each.layers)
         margin += (
             activations + logits + 2 * MAX_GATHERED_TOKENS * widest * each.dtypes.kv_cache.itemsize
         )
-    if model.vision is not None:
+    if models[0].encoders:
         margin += config.image_cache_bytes
     # CUDA graphs keep memory of their own, for the largest batch that decodes.
     if config.cuda_graphs == "auto":
-        margin += sum(_pass_bytes(config, model, config.max_batch_size))
+        margin += sum(_pass_bytes(config, models[0], config.max_batch_size))
     return int(total * config.gpu_memory_utilization) - (total - free) - margin
 
 

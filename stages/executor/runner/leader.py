@@ -12,10 +12,11 @@ from torch import Tensor
 
 from ....config import AdapterError, EngineConfig, WeightsError
 from ....config.forks import begin_computing
-from .adapters.peft import Adapter, LoraPair, rank_of
+from .adapters.peft import Adapter, rank_of
 from .adapters.table import AdapterTable
 from .comparison import compare_shards
 from .kv_cache import KVCache
+from .linear.method import LoraPair
 from .loaded_model import LoadedModel
 from .memory import ReplicaMemory
 from .model import load_model

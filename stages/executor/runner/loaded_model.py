@@ -11,9 +11,10 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from .attention_options import AttentionOptions
+from .media import MediaEncoder
 from .ranks.pipelining import PipelineRank
 from .shards import ShardedWeights
-from .vision import VisionModel
+from .state.kinds import LayerState, StateTensor
 
 # Names in Transformers' configurations, the commonest first.
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
@@ -48,6 +49,11 @@ class LayerSpec(msgspec.Struct, frozen=True):
     value_dim: int
     window: int | None
 
+    def tensors(self, dtype: torch.dtype) -> tuple[StateTensor, ...]:
+        """Return the state: keys, and values."""
+        widths = (self.key_dim, self.value_dim)
+        return tuple(StateTensor((self.num_kv_heads, each), dtype, True) for each in widths)
+
 
 @dataclass(frozen=True)
 class LoadedModel:
@@ -63,6 +69,7 @@ class LoadedModel:
         vocab_size: Rows of the output layer, or of the input layer without one.
         layers: The attention layers in order; none of an encoder. A pipeline stage has its own.
         attention_options: Of these layers.
+        other_states: What other layers keep of a sequence, such as a recurrent state.
         generates: Whether there is an output layer.
         is_encoder: Whether tokens see later ones, so that prompts run as a whole, with
             Transformers' own attention.
@@ -70,7 +77,7 @@ class LoadedModel:
         is_shared: Whether a caller shares the module and may replace its weights between steps.
         shards: The whole model's tensors, if the module is one rank's shard; else None.
         pipeline: This rank's place among several stages; None if there is one.
-        vision: Encodes images; None if the model takes none.
+        encoders: Of the media that the model takes, one for each kind.
     """
 
     module: nn.Module
@@ -81,13 +88,19 @@ class LoadedModel:
     vocab_size: int
     layers: tuple[LayerSpec, ...]
     attention_options: tuple[AttentionOptions, ...] = ()
+    other_states: tuple[LayerState, ...] = ()
     generates: bool = True
     is_encoder: bool = False
     may_pad: bool = True
     is_shared: bool = False
     shards: ShardedWeights | None = None
     pipeline: PipelineRank | None = None
-    vision: VisionModel | None = None
+    encoders: tuple[MediaEncoder, ...] = ()
+
+    @property
+    def states(self) -> tuple[LayerState, ...]:
+        """What layers keep of a sequence: attention first, in the order of `layers`."""
+        return (*self.layers, *self.other_states)
 
     @property
     def first_layer(self) -> int:
@@ -102,23 +115,24 @@ class LoadedModel:
     @property
     def num_parameters(self) -> int:
         """Of the whole model."""
-        if self.shards is not None:
-            return self.shards.num_parameters
-        return sum(each.numel() for each in self.module.parameters())
+        return sum(each.numel() for each in self.whole.parameters())
 
     @property
     def weight_bytes(self) -> int:
         """Of the whole model's parameters."""
-        if self.shards is not None:
-            return self.shards.num_bytes
-        return sum(each.nbytes for each in self.module.parameters())
+        return sum(each.nbytes for each in self.whole.parameters())
 
     @property
     def base(self) -> nn.Module:
         """The part that returns the last hidden states."""
         module: Any = self.module
-        base: nn.Module = module.base_model if self.vision is None else module.get_decoder()
+        base: nn.Module = module.get_decoder() if self.encoders else module.base_model
         return base
+
+    @property
+    def vision(self) -> MediaEncoder | None:
+        """The encoder of images; None if the model takes none."""
+        return next((each for each in self.encoders if each.kind == "image"), None)
 
 
 def experts_of(hf_config: Any) -> tuple[int, int]:

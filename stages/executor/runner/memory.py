@@ -100,7 +100,7 @@ class ReplicaMemory:
     def _tensors(self, tag: str) -> list[Tensor]:
         if tag == "weights":
             return self._weights.parameters()
-        return [tensor for cache in self._caches for tensor in (*cache.keys, *cache.values)]
+        return [tensor for cache in self._caches for tensor in cache.tensors]
 
 
 def _check(tags: Collection[str]) -> None:

@@ -42,6 +42,7 @@ from .device import resolve_device, trim
 from .encoder import longest_prompt, looks_ahead, padding_shows
 from .fixed_tiles import require_cpu
 from .loaded_model import Dtypes, LoadedModel
+from .media import MediaEncoder
 from .progress import counted_progress
 from .ranks.group import RankError
 from .ranks.pipelining import PipelineRank
@@ -228,9 +229,10 @@ def wrap_model(
     probe = _probe_layers(module, limit, weight.device, pipeline)
     own = range(text.num_hidden_layers) if pipeline is None else pipeline.layers
     layers = probe.finish(own)
-    vision: VisionModel | None = None
+    encoders: tuple[MediaEncoder, ...] = ()
     if image_processor is not None:
-        vision = VisionModel(module, image_processor, sees_itself=_images_see_themselves(module))
+        sees_itself = _images_see_themselves(module)
+        encoders = (VisionModel(module, image_processor, sees_itself=sees_itself),)
     module.set_attn_implementation(_attention_of(hf_config, IMPLEMENTATION))
     return LoadedModel(
         module=module,
@@ -245,7 +247,7 @@ def wrap_model(
         generates=generates,
         is_shared=True,
         pipeline=pipeline,
-        vision=vision,
+        encoders=encoders,
     )
 
 

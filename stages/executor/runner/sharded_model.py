@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -20,6 +21,7 @@ from ....text.pooling_config import embeds_only
 from .attention.interface import register_attention
 from .device import resolve_device, trim
 from .fixed_tiles import require_cpu
+from .linear.choose import method_of
 from .loaded_model import LoadedModel
 from .model import (
     INDEX,
@@ -30,17 +32,11 @@ from .model import (
     read_index,
     wrap_model,
 )
-from .ranks.group import PARTS, RankGroup
-from .ranks.layers import (
-    GatheredLinear,
-    Layout,
-    ParallelExperts,
-    VocabParallelEmbedding,
-    shard_module,
-)
+from .ranks.group import PARTS, Layout, RankGroup
+from .ranks.layers import ParallelExperts, VocabParallelEmbedding, shard_module
 from .ranks.pipelining import PipelineRank
 from .ranks.plan import Style, check_divisible, parallel_plan
-from .shards import Box, Shard, ShardedWeights
+from .shards import Box, Shard, ShardedWeights, boxes_in
 from .system_memory import zeros
 from .vision import SUPPORTED
 from .weights.conversion import as_parameters, split_converted
@@ -249,28 +245,20 @@ def shard_model(
         pipeline.take_layers(whole)
         absent = pipeline.remove_others(module)
     _compute_buffers(module, device)
-    boxes: dict[str, Callable[[], list[Box]]] = {}
     for name, style in plan.items():
         if _is_in(name, absent):
             continue
         parent_name, _, own_name = name.rpartition(".")
-        sharded, places = shard_module(module.get_submodule(name), style, layout)
+        sharded = shard_module(module.get_submodule(name), style, layout)
         setattr(module.get_submodule(parent_name), own_name, sharded)
-        boxes |= {f"{name}.{key}": place for key, place in places.items()}
-    output, embedding = module.get_output_embeddings(), module.get_input_embeddings()
+    output, embedding = method_of(module.get_output_embeddings()), module.get_input_embeddings()
     tied = whole.get_output_embeddings().weight is whole.get_input_embeddings().weight
-    if (
-        tied
-        and isinstance(output, GatheredLinear)
-        and isinstance(embedding, VocabParallelEmbedding)
-    ):
+    if tied and output is not None and isinstance(embedding, VocabParallelEmbedding):
         output.local.weight = embedding.inner.weight
     _allocate(module, device, huge=huge_pages)
     state = whole.state_dict(keep_vars=True)
-    here = {
-        name: boxes.get(name) or _same_place(module, name)
-        for name in state
-        if not _is_in(name, absent)
+    here: dict[str, Callable[[], list[Box]]] = {
+        name: partial(boxes_in, module, name) for name in state if not _is_in(name, absent)
     }
     # A tied tensor may be here under another of its names.
     by_tensor = {id(state[name]): places for name, places in here.items()}
@@ -278,7 +266,7 @@ def shard_model(
         name: Shard(
             tuple(tensor.shape),
             tensor.dtype,
-            here.get(name) or by_tensor.get(id(tensor), _nowhere),
+            here.get(name) or by_tensor.get(id(tensor), list),
         )
         for name, tensor in state.items()
     }
@@ -289,10 +277,6 @@ def shard_model(
 def _is_in(name: str, modules: Collection[str]) -> bool:
     """Whether a module or tensor is one of these modules, or in one."""
     return any(name == each or name.startswith(f"{each}.") for each in modules)
-
-
-def _nowhere() -> list[Box]:
-    return []
 
 
 def _compute_buffers(module: Any, device: torch.device) -> None:
@@ -317,17 +301,6 @@ def _allocate(module: nn.Module, device: torch.device, *, huge: bool) -> None:
                     empty = zeros(parameter.shape, parameter.dtype, device, huge=huge)
                     allocated[parameter] = nn.Parameter(empty, requires_grad=False)
                 child._parameters[name] = allocated[parameter]
-
-
-def _same_place(module: nn.Module, name: str) -> Callable[[], list[Box]]:
-    owner_name, _, own_name = name.rpartition(".")
-    owner = module.get_submodule(owner_name)
-
-    def boxes() -> list[Box]:
-        tensor: Tensor = getattr(owner, own_name).data
-        return [Box(tensor, tuple(slice(0, size) for size in tensor.shape))]
-
-    return boxes
 
 
 def _load(folder: Path, files: dict[str, Path], weights: ShardedWeights) -> None:
@@ -364,8 +337,8 @@ def _read(folder: Path, path: Path, name: str, shard: Shard) -> None:
     with safe_open(path, framework="pt") as file:
         part = file.get_slice(name)
         _check_shape(folder, name, tuple(part.get_shape()), shard)
-        for target, place in shard.boxes():
-            target.copy_(part[place] if place else file.get_tensor(name))
+        for box in shard.boxes():
+            box.write(part[box.place] if box.place else file.get_tensor(name))
 
 
 def _read_whole(path: Path, name: str) -> Tensor:

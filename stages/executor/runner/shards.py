@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import msgspec
@@ -24,6 +25,34 @@ class Box(NamedTuple):
 
     target: Tensor
     place: tuple[slice, ...]
+
+    def write(self, part: Tensor, start: int = 0) -> None:
+        """Copy rows of the part, `[rows, ...]`, of which the first one is `start`."""
+        if not self.place:  # a number without dimensions
+            self.target.copy_(part)
+        else:
+            self.target[start : start + part.shape[0]].copy_(part)
+
+
+def whole_box(owner: nn.Module, name: str) -> Box:
+    """Return the place of a tensor that a module has as a whole."""
+    tensor: Tensor = getattr(owner, name).data
+    return Box(tensor, tuple(slice(0, size) for size in tensor.shape))
+
+
+def boxes_in(module: nn.Module, name: str) -> list[Box]:
+    """Return the parts of a tensor of the whole model that a rank's model has.
+
+    A module that has parts of its tensors, or holds them in another form, has a method `boxes`.
+
+    Args:
+        module: The model.
+        name: Of the whole tensor.
+    """
+    owner_name, _, own_name = name.rpartition(".")
+    owner = module.get_submodule(owner_name)
+    boxes: Callable[[str], list[Box]] | None = getattr(owner, "boxes", None)
+    return [whole_box(owner, own_name)] if boxes is None else boxes(own_name)
 
 
 class Shard(msgspec.Struct, frozen=True):
@@ -51,15 +80,16 @@ class Shard(msgspec.Struct, frozen=True):
             start: The first one's place in the whole tensor.
         """
         with torch.no_grad():
-            for target, place in self.boxes():
-                if not place:  # of a number without dimensions
-                    target.copy_(rows)
+            for box in self.boxes():
+                if not box.place:  # a number without dimensions
+                    box.write(rows)
                     continue
-                first = max(place[0].start, start)
-                last = min(place[0].stop, start + rows.shape[0])
+                own, *others = box.place
+                first = max(own.start, start)
+                last = min(own.stop, start + rows.shape[0])
                 if first < last:
-                    part = rows[(slice(first - start, last - start), *place[1:])]
-                    target[first - place[0].start : last - place[0].start].copy_(part)
+                    part = rows[(slice(first - start, last - start), *others)]
+                    box.write(part, first - own.start)
 
 
 class Receipt:
@@ -108,10 +138,8 @@ class ShardedWeights:
     """The whole model's tensors, and this rank's parts of them.
 
     Attributes:
-        whole: The whole model, on the meta device.
+        whole: The whole model, on the meta device if this rank has a part of it.
         shards: By the names of its tensors, tied ones under each name.
-        num_parameters: Of the whole model.
-        num_bytes: Of its parameters.
         layout: Rises when parts change places, as when experts move.
     """
 
@@ -119,9 +147,15 @@ class ShardedWeights:
         self.whole = whole
         self.shards = shards
         self.layout = 0
-        parameters = list(whole.parameters())
-        self.num_parameters = sum(each.numel() for each in parameters)
-        self.num_bytes = sum(each.nbytes for each in parameters)
+
+    @classmethod
+    def of(cls, module: nn.Module) -> ShardedWeights:
+        """Return the weights of a model that is here as a whole."""
+        shards = {
+            name: Shard(tuple(tensor.shape), tensor.dtype, partial(boxes_in, module, name))
+            for name, tensor in module.state_dict(keep_vars=True).items()
+        }
+        return cls(module, shards)
 
     def write(self, tensors: Mapping[str, Tensor]) -> None:
         """Copy this rank's parts of whole tensors."""
@@ -139,8 +173,8 @@ class ShardedWeights:
         """Copy this rank's parts of tensors, while `layout` is that of `parts_of`."""
         with torch.no_grad():
             for name, tensors in parts.items():
-                for (target, _), tensor in zip(self.shards[name].boxes(), tensors, strict=True):
-                    target.copy_(tensor)
+                for box, tensor in zip(self.shards[name].boxes(), tensors, strict=True):
+                    box.write(tensor)
 
     def read(self) -> dict[str, Tensor]:
         """Return copies of the whole tensors, of which this rank must have every part."""

@@ -1,14 +1,13 @@
-"""Images of a model that takes them: Transformers' image processor, vision tower and positions."""
+"""The encoder of images: Transformers' image processor, vision tower and positions."""
 
 from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load
@@ -18,7 +17,7 @@ from transformers import AutoImageProcessor
 from ....bus.media import MediaItem
 from ....config import ModelError
 from ....store.images import StoredImage
-from .batch import IntArray
+from .media import MediaError, Positions
 
 SUPPORTED = frozenset(
     (
@@ -37,30 +36,11 @@ of tokens, such as features that are added in several layers."""
 
 PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
 
-ImageKey = tuple[str, int]
-"""`MediaItem.key`."""
-
 _REFUSALS = (
     *(ArithmeticError, AssertionError, LookupError, RuntimeError, TypeError, ValueError),
     SafetensorError,
 )
 """Errors of Transformers' code for features that it can't encode."""
-
-
-class Positions(msgspec.Struct, frozen=True):
-    """Rotary positions of a prompt with images, where they are not the tokens' indices.
-
-    Attributes:
-        prompt: `[3, prompt]`: in time, height and width.
-        shift: What is added to the index of a generated token.
-    """
-
-    prompt: IntArray
-    shift: int
-
-
-class ImageError(Exception):
-    """An image can't be encoded; the message is for the client."""
 
 
 def find_image_processor(folder: Path, model_type: str) -> Any | None:
@@ -81,11 +61,9 @@ def find_image_processor(folder: Path, model_type: str) -> Any | None:
 
 
 class VisionModel:
-    """Encodes images, one at a time, so that an embedding's bits don't depend on other images.
+    """The `MediaEncoder` of images."""
 
-    Attributes:
-        sees_itself: As in ImageCapacity.
-    """
+    kind = "image"
 
     def __init__(self, module: Any, processor: Any, *, sees_itself: bool) -> None:
         """Take the parts of a model in SUPPORTED.
@@ -93,7 +71,7 @@ class VisionModel:
         Args:
             module: The model; its vision part runs with Transformers' own attention.
             processor: Its image processor.
-            sees_itself: As the attribute.
+            sees_itself: As in MediaEncoder.
 
         Raises:
             ModelError: Its placeholder is no token.
@@ -131,16 +109,16 @@ class VisionModel:
         """Return an image's embeddings, `[item.num_tokens, hidden]`.
 
         Raises:
-            ImageError: The image has another number of tokens, or can't be processed.
+            MediaError: The image has another number of tokens, or can't be processed.
         """
         try:
             output = self._base.get_image_features(**self._inputs(image)).pooler_output
         except _REFUSALS as error:
-            raise ImageError(f"the image can't be encoded: {error!s:.200}") from error
+            raise MediaError(f"the image can't be encoded: {error!s:.200}") from error
         parts = [output] if isinstance(output, Tensor) else output
         rows = torch.cat([part.reshape(-1, part.shape[-1]) for part in parts])
         if len(rows) != item.num_tokens:
-            raise ImageError(
+            raise MediaError(
                 f"the image has {len(rows)} tokens, and the prompt has {item.num_tokens} "
                 "placeholders for it"
             )
@@ -150,7 +128,7 @@ class VisionModel:
         """Return the positions of a prompt; None if they are its tokens' indices.
 
         Raises:
-            ImageError: The placeholders don't fit the images.
+            MediaError: The placeholders don't fit the images.
         """
         if not self.rotates_in_space:
             return None
@@ -162,7 +140,7 @@ class VisionModel:
             grids = torch.cat([self._grid_of(item) for item in media])
             rows, shift = self._base.get_rope_index(ids, kinds, image_grid_thw=grids)
         except (StopIteration, *_REFUSALS) as error:
-            raise ImageError(f"the images don't fit their placeholders: {error!s:.200}") from error
+            raise MediaError(f"the images don't fit their placeholders: {error!s:.200}") from error
         return Positions(rows[:, 0].numpy(), int(shift))
 
     def _inputs(self, image: StoredImage) -> dict[str, Tensor]:
@@ -187,61 +165,3 @@ class VisionModel:
             max_pixels=own.size["longest_edge"],
         )
         return torch.tensor([[1, height // own.patch_size, width // own.patch_size]])
-
-
-class ImageEmbeddings:
-    """The embeddings of images that plans name, until a plan drops them.
-
-    Attributes:
-        num_encoded: Images encoded so far.
-    """
-
-    def __init__(self, vision: VisionModel) -> None:
-        self._vision = vision
-        self._kept: dict[ImageKey, Tensor] = {}
-        self._failures: dict[ImageKey, str] = {}
-        self.num_encoded = 0
-
-    def clear(self) -> None:
-        """Drop all: the weights have changed, or memory is released."""
-        self._kept.clear()
-        self._failures.clear()
-
-    def apply(
-        self,
-        forgotten: Sequence[ImageKey],
-        encodes: Sequence[MediaItem],
-        images: Mapping[str, StoredImage],
-    ) -> None:
-        """Drop embeddings, then encode images. One that fails is noted for `of`.
-
-        Args:
-            forgotten: Keys to drop.
-            encodes: To encode.
-            images: By name, as far as there are any.
-        """
-        for key in forgotten:
-            self._kept.pop(key, None)
-            self._failures.pop(key, None)
-        for item in encodes:
-            image = images.get(item.name)
-            if image is None:
-                self._failures[item.key] = "the image is not stored any more; send it again"
-                continue
-            try:
-                self._kept[item.key] = self._vision.encode(item, image)
-            except ImageError as error:
-                self._failures[item.key] = str(error)
-            else:
-                self.num_encoded += 1
-
-    def of(self, item: MediaItem) -> Tensor:
-        """Return an image's embeddings, `[num_tokens, hidden]`.
-
-        Raises:
-            ImageError: It could not be encoded.
-            KeyError: No plan has encoded it.
-        """
-        if (failure := self._failures.get(item.key)) is not None:
-            raise ImageError(failure)
-        return self._kept[item.key]

@@ -18,9 +18,10 @@ from typing import Any, NamedTuple
 import msgspec
 import torch
 from torch import Tensor, nn
-from transformers.pytorch_utils import Conv1D
 
 from .....config import ADAPTER_ID_RULE, AdapterError, WeightsError, is_adapter_id, shown
+from ..linear.choose import method_of
+from ..linear.method import LinearMethod, LoraPair
 from ..loaded_model import LoadedModel
 from ..model import UNREADABLE
 from ..weights.checks import LARGEST_VERSION, WeightLimits, check_stored
@@ -44,19 +45,6 @@ class AdapterLimits(NamedTuple):
 
     adapters: int = 32
     rank: int = 256
-
-
-class LoraPair(NamedTuple):
-    """An adapter of one linear layer: adds (x A^T) B.
-
-    Attributes:
-        a: `[rank, in]`.
-        b: `[pieces, rank, out / pieces]`, transposed and scaled. Each piece of the outputs is a
-            product of its own; there are several where bits must not depend on the number of ranks.
-    """
-
-    a: Tensor
-    b: Tensor
 
 
 @dataclass(frozen=True)
@@ -119,7 +107,7 @@ def read_adapter(
     config = _read_config(place)
     file = str(place / WEIGHTS)
     modules = _linears(model)
-    numbers = sum(sum(_widths(module)) for module in modules.values())
+    numbers = sum(method.inputs + method.outputs for method in modules.values())
     most = WeightLimits(2 * len(modules) + 16, _WIDEST_BYTES * limits.rank * numbers + _MORE_BYTES)
     try:
         size = os.stat(file).st_size
@@ -319,10 +307,10 @@ def _pairs_of(
     output = whole.get_output_embeddings()
     pairs = {}
     for name, both in sorted(halves.items()):
-        module = modules.get(name)
-        if module is None or module is output or "experts" in name.split("."):
+        method = modules.get(name)
+        if method is None or method.layer is output or "experts" in name.split("."):
             raise _no_such_module(name, whole)
-        pairs[name] = _pair(name, both, module, config, model, limits)
+        pairs[name] = _pair(name, both, method, config, model, limits)
     return pairs
 
 
@@ -330,7 +318,7 @@ def _pairs_of(
 def _pair(
     name: str,
     both: Mapping[str, Tensor],
-    module: nn.Module,
+    method: LinearMethod,
     config: _Config,
     model: LoadedModel,
     limits: AdapterLimits,
@@ -338,7 +326,7 @@ def _pair(
     if both.keys() != {"A", "B"}:
         raise AdapterError(f"{shown(name)} has only lora_{min(both)}; save the adapter again")
     a, b = both["A"], both["B"]
-    inputs, outputs = _widths(module)
+    inputs, outputs = method.inputs, method.outputs
     rank = a.shape[0] if a.dim() == 2 else 0
     if rank < 1 or a.shape != (rank, inputs) or b.shape != (outputs, rank):
         raise AdapterError(
@@ -371,23 +359,14 @@ def rank_of(pairs: Mapping[str, LoraPair]) -> int:
     return max(pair.a.shape[0] for pair in pairs.values())
 
 
-def _linears(model: LoadedModel) -> dict[str, nn.Module]:
+def _linears(model: LoadedModel) -> dict[str, LinearMethod]:
     """Return the linear layers that tokens pass, by name: none of the part that encodes images."""
-    tokens_pass = {*model.base.modules()} if model.vision is not None else None
+    tokens_pass = {*model.base.modules()} if model.encoders else None
     return {
-        name: part
+        name: method
         for name, part in model.whole.named_modules()
-        if (type(part) is nn.Linear or type(part) is Conv1D)
-        and (tokens_pass is None or part in tokens_pass)
+        if (method := method_of(part)) is not None and (tokens_pass is None or part in tokens_pass)
     }
-
-
-def _widths(module: Any) -> tuple[int, int]:
-    """Return the numbers of inputs and outputs."""
-    if isinstance(module, Conv1D):
-        inputs, outputs = module.weight.shape
-        return inputs, outputs
-    return module.in_features, module.out_features
 
 
 # --- refusals ---------------------------------------------------------------------------------

@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 import torch
@@ -22,9 +21,11 @@ from torch.nn import functional as F
 from .....config import AdapterError, ModelError
 from .....store.board import LoadedAdapter
 from ..batch import IntArray
+from ..linear.choose import method_of
+from ..linear.method import LinearMethod, LoraPair
 from ..loaded_model import LoadedModel
-from .peft import Adapter, AdapterLimits, LoraPair
-from .sharding import own_pairs
+from ..shards import Box
+from .peft import Adapter, AdapterLimits
 
 MOST_TOGETHER = 512
 """The largest total rank for which all adapters are computed together."""
@@ -72,6 +73,32 @@ class Layer:
             slot: LoraPair(self.a[start:stop], self.b[:, start:stop])
             for slot, (start, stop) in layout.places.items()
         }
+
+
+class AdaptedLinear(LinearMethod):
+    """A linear layer whose output adapters are added to. Weights and updates are the layer's own.
+
+    The kernels, which compute several layers in one product, don't have it.
+    """
+
+    def __init__(self, method: LinearMethod, added: Layer, adapters: AdapterTable) -> None:
+        """Add the adapters' matrices for this layer, `added`, within `adapters.applied`."""
+        self.inputs, self.outputs = method.inputs, method.outputs
+        self._method, self._added, self._adapters = method, added, adapters
+        # Not the layer as such, which may call this one as its forward pass.
+        self._plain: Callable[[Tensor], Tensor] = method.layer.forward
+
+    @property
+    def layer(self) -> nn.Module:
+        return self._method.layer
+
+    def multiply(self, x: Tensor) -> Tensor:
+        step = self._adapters.current
+        assert step is not None
+        return step.add(self._added, x, self._plain(x))
+
+    def boxes(self, name: str) -> list[Box]:
+        return self._method.boxes(name)
 
 
 class AdapterStep:
@@ -149,6 +176,27 @@ def _add_at(outputs: Tensor, index: Index, added: Tensor) -> None:
         outputs.index_add_(0, index, added)
 
 
+def own_pairs(pairs: Mapping[str, LoraPair], model: LoadedModel) -> Mapping[str, LoraPair]:
+    """Return an adapter's pairs for this rank's modules.
+
+    Args:
+        pairs: By the names of the whole model's modules.
+        model: The model, or this rank's shard.
+    """
+    if model.shards is None:
+        return pairs
+    own: dict[str, LoraPair] = {}
+    for name, pair in pairs.items():
+        places = [box.place for box in model.shards.shards[f"{name}.weight"].boxes()]
+        if not places:
+            continue  # a layer of another stage
+        method = method_of(model.module.get_submodule(name))
+        assert method is not None
+        for part, own_pair in method.split_pair(pair, places).items():
+            own[f"{name}.{part}".removesuffix(".")] = own_pair
+    return own
+
+
 NO_ADAPTER = -1
 
 
@@ -169,6 +217,7 @@ class AdapterTable:
             set of adapters.
         check: The context in which products with new tensors are tried.
         alone: The context in which every module is called by itself.
+        current: The step that runs, if it has adapters.
     """
 
     model: LoadedModel
@@ -182,7 +231,7 @@ class AdapterTable:
         self._slot_of: dict[str, int] = {}
         # Forward passes with the adapters.
         self._wrapped: dict[nn.Module, Callable[[Tensor], Tensor]] = {}
-        self._step: AdapterStep | None = None
+        self.current: AdapterStep | None = None
 
     def __len__(self) -> int:
         """The number of adapters in place."""
@@ -315,7 +364,7 @@ class AdapterTable:
             yield
             return
         before = {module: vars(module).get("forward") for module in self._wrapped}
-        self._step = step
+        self.current = step
         try:
             for module, forward in self._wrapped.items():
                 # setattr of a module is far slower.
@@ -323,7 +372,7 @@ class AdapterTable:
             with self.alone():
                 yield
         finally:
-            self._step = None
+            self.current = None
             for module, own in before.items():
                 if own is None:
                     vars(module).pop("forward", None)
@@ -372,17 +421,8 @@ class AdapterTable:
             adapter and replace(adapter, pairs={n: layers[n].pairs[slot] for n in adapter.pairs})
             for slot, adapter in enumerate(slots)
         ]
-        modules = map(self.model.module.get_submodule, layers)
-        self._wrapped = {
-            module: self._with(layer, module)
-            for module, layer in zip(modules, layers.values(), strict=True)
-        }
-
-    def _with(self, layer: Layer, module: Any) -> Callable[[Tensor], Tensor]:
-        plain: Callable[[Tensor], Tensor] = module.forward
-
-        def forward(x: Tensor) -> Tensor:
-            assert self._step is not None
-            return self._step.add(layer, x, plain(x))
-
-        return forward
+        self._wrapped = {}
+        for name, layer in layers.items():
+            method = method_of(self.model.module.get_submodule(name))
+            assert method is not None
+            self._wrapped[method.layer] = AdaptedLinear(method, layer, self).multiply

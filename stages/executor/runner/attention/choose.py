@@ -88,7 +88,7 @@ def _paged(config: EngineConfig, model: LoadedModel) -> PagedBackend | None:
         )
     cpu.library(model.dtypes.weights)
     cpu.sampling_library()
-    if model.vision is not None and model.vision.sees_itself:
+    if any(encoder.sees_itself for encoder in model.encoders):
         return None  # the kernel's tokens see none behind them
     handled = all(cpu.PagedAttention.handles(spec.key_dim, spec.value_dim) for spec in model.layers)
     if handled and config.attention in ("auto", "paged"):

@@ -136,9 +136,7 @@ class DecoderLayers:
         parts: list[tuple[Linear | LinearSum | RMSNorm, ...]] = [
             (*layer.products.values(), *layer.norms.values()) for layer in layers
         ]
-        self._parameters = [
-            module._parameters for layer in parts for part in layer for module in part.modules
-        ]
+        self._parameters = [each for layer in parts for part in layer for each in part.parameters]
         self._addresses: list[int] = []
         self.find_weights()
 

@@ -28,8 +28,8 @@ from ..fixed_tiles import FixedTiles
 from ..inputs import InputBuilder, model_forward
 from ..kernels import cpu
 from ..kv_cache import KVCache
+from ..linear.choose import method_of
 from ..loaded_model import LoadedModel
-from ..ranks.layers import RowParallelLinear
 from .patterns import Calls, Forward, find_patterns, follow_layers, join_layers, join_output
 
 _COMPARED_TOKENS = 8
@@ -90,13 +90,13 @@ class FastModules:
         self._agreed = self._compare(find_patterns(model, self._calls), run, agree)
         self._install(self._agreed)
         whole: dict[nn.Module, Forward] = {}
-        sums = [each for each in model.module.modules() if isinstance(each, RowParallelLinear)]
-        if sums:
+        linears = [each for each in map(method_of, model.module.modules()) if each is not None]
+        if any(each.is_sum for each in linears):
             followed = follow_layers(model, self._agreed, self._calls)
             with self.active():
                 whole = self._compare(followed, run, _same_bits)
                 self._install(whole)
-        alone = all(each.is_whole for each in sums)
+        alone = not any(each.is_sum and each.exchanges for each in linears)
         if alone and not with_gradients and isinstance(inputs.backend, CpuBackend):
             # All layers in one call, where that gives the same bits as one by one.
             joined = join_layers(model, cache, self._agreed, self._calls)
@@ -111,7 +111,8 @@ class FastModules:
         if model.pipeline is not None and not model.pipeline.is_last:
             return model.base in joined
         output: Any = model.module.get_output_embeddings() if model.generates else None  # type: ignore[operator]
-        output = getattr(output, "local", output)  # a rank's part
+        method = method_of(output)
+        output = output if method is None else method.local
         base, norm = model.base, getattr(model.base, "norm", None)
         ends = (output, norm) if model.generates else (norm,)
         return base in joined and all(each in self._agreed for each in ends)

@@ -23,8 +23,9 @@ from ..fixed_tiles import VECTOR, FixedTiles, fills_vectors
 from ..kernels import cpu
 from ..kernels.cpu import Linear, LinearKind, LinearSum, PagedAttention, RMSNorm
 from ..kv_cache import KVCache
+from ..linear.choose import method_of
+from ..linear.method import LinearMethod, Packed
 from ..loaded_model import LoadedModel
-from ..ranks.layers import RowParallelLinear
 from ..ranks.pipelining import PassingLayer
 from .decoder import DecoderLayers, LayerParts
 
@@ -33,6 +34,8 @@ Forward = Callable[..., Any]
 _DECODER_PARTS = ("embed_tokens", "layers", "norm", "rotary_emb")
 _LAYER_NORMS = ("input_layernorm", "post_attention_layernorm")
 _HEAD_NORMS = ("q_norm", "k_norm")
+_PROJECTIONS = ("q_proj", "k_proj", "v_proj")
+_GATED = ("gate_proj", "up_proj")
 
 
 @dataclass
@@ -52,8 +55,8 @@ class Calls:
     together: bool = True
 
     def linear(
-        self, layers: Sequence[nn.Linear], kind: LinearKind = LinearKind.PLAIN
-    ) -> Callable[..., Tensor] | None:
+        self, layers: Sequence[Packed], kind: LinearKind = LinearKind.PLAIN
+    ) -> Linear | None:
         """Return our product of these layers; None if the modules compute theirs."""
         return Linear(layers, kind) if self.kernels is cpu else None
 
@@ -65,8 +68,8 @@ def find_patterns(model: LoadedModel, calls: Calls) -> Iterator[tuple[nn.Module,
         if any(parameter.dtype != model.dtypes.weights for parameter in module.parameters()):
             continue  # such as a router that is kept in float32
         offers: list[Forward] = []
-        if type(module) is nn.Linear:
-            offers = _linear(module, calls, wide=module is output)
+        if (method := method_of(module)) is not None:
+            offers = _linear(method, calls, wide=module is output)
         elif "RMSNorm" in type(module).__name__:
             offers = [*_norm(module, calls)]
         else:
@@ -76,30 +79,25 @@ def find_patterns(model: LoadedModel, calls: Calls) -> Iterator[tuple[nn.Module,
             yield module, offers
 
 
-def _linears(module: nn.Module, *names: str) -> list[nn.Linear]:
-    """Return the linear layers of these names; none if one is missing or of another kind."""
-    children = [getattr(module, name, None) for name in names]
-    linears = [layer for layer in children if type(layer) is nn.Linear and _is_dense(layer)]
-    return linears if len(linears) == len(names) else []
+def _pack(module: nn.Module, names: Sequence[str]) -> list[Packed]:
+    """Return the weights of a module's linear layers for the kernels; none if a layer is missing
+    or the kernels don't have it."""
+    methods = [method_of(getattr(module, name, None)) for name in names]
+    packed = [None if method is None else method.pack() for method in methods]
+    found = [each for each in packed if each is not None]
+    return found if len(found) == len(names) else []
 
 
-def _has_last(module: nn.Module, name: str) -> bool:
-    """Whether a module's last layer is a linear one, or a sum over ranks."""
-    last = getattr(module, name, None)
-    return isinstance(last, RowParallelLinear) or bool(_linears(module, name))
-
-
-def _is_dense(module: nn.Module) -> bool:
-    return all(parameter.is_contiguous() for parameter in module.parameters())
-
-
-def _linear(module: nn.Linear, calls: Calls, *, wide: bool) -> list[Forward]:
-    if calls.kernels is not cpu or not _is_dense(module):
+def _linear(method: LinearMethod, calls: Calls, *, wide: bool) -> list[Forward]:
+    packed = method.pack()
+    if packed is None:
         return []
-    fast = Linear([module], LinearKind.WIDE if wide else LinearKind.PLAIN)
+    fast = calls.linear([packed], LinearKind.WIDE if wide else LinearKind.PLAIN)
+    if fast is None:
+        return []
 
     def forward(x: Tensor) -> Tensor:
-        return fast(_rows(x)).view(*x.shape[:-1], module.out_features)
+        return fast(_rows(x)).view(*x.shape[:-1], packed.outputs)
 
     return [forward]
 
@@ -111,7 +109,7 @@ def _rows(x: Tensor) -> Tensor:
 def _norm(module: nn.Module, calls: Calls) -> list[RMSNorm]:
     weight = module._parameters.get("weight")
     epsilon = getattr(module, "variance_epsilon", getattr(module, "eps", None))
-    if weight is None or not isinstance(epsilon, float) or not _is_dense(module):
+    if weight is None or not isinstance(epsilon, float) or not weight.is_contiguous():
         return []
     return [calls.kernels.RMSNorm(module, epsilon, shifted=shifted) for shifted in (False, True)]
 
@@ -132,13 +130,13 @@ def _gated_mlp(module: nn.Module, calls: Calls) -> list[Forward]:
 
 def _gated(module: nn.Module, calls: Calls) -> Callable[[Tensor], Tensor] | None:
     """Return a gated MLP's pass up to its last layer, on `[tokens, hidden]`."""
-    layers = _linears(module, "gate_proj", "up_proj")
+    packed = _pack(module, _GATED)
     kind = _kind_of(getattr(module, "act_fn", None))
-    if not layers or not _has_last(module, "down_proj") or kind is None:
+    if not packed or method_of(getattr(module, "down_proj", None)) is None or kind is None:
         return None
-    if any(layer.bias is not None for layer in layers):
+    if any(layer.parameters["bias"] is not None for layer in packed):
         return None
-    inner = calls.linear(layers, kind)
+    layers, inner = [getattr(module, name) for name in _GATED], calls.linear(packed, kind)
 
     def gated(rows: Tensor) -> Tensor:
         if calls.together and inner:
@@ -182,18 +180,19 @@ def _attention(module: nn.Module, model: LoadedModel, calls: Calls) -> list[Forw
 
 def _attended(module: nn.Module, model: LoadedModel, calls: Calls) -> Forward | None:
     """Return an attention module's pass up to its last layer, on `[tokens, hidden]`."""
-    layers = _linears(module, "q_proj", "k_proj", "v_proj")
-    index = getattr(module, "layer_idx", None)
-    if not layers or not _has_last(module, "o_proj") or not isinstance(index, int):
+    packed = _pack(module, _PROJECTIONS)
+    index, last = getattr(module, "layer_idx", None), method_of(getattr(module, "o_proj", None))
+    if not packed or last is None or not isinstance(index, int):
         return None
     index -= model.first_layer
     spec, options = model.layers[index], model.attention_options[index]
     if spec.key_dim % 32:
         return None
     kv_heads, width = spec.num_kv_heads, spec.key_dim
-    heads = layers[0].out_features // width
-    sizes = [layer.out_features for layer in layers]
-    projection, rotate = calls.linear(layers), calls.kernels.rotate
+    heads = packed[0].outputs // width
+    sizes = [layer.outputs for layer in packed]
+    layers = [getattr(module, name) for name in _PROJECTIONS]
+    projection, rotate = calls.linear(packed), calls.kernels.rotate
     norms: list[nn.Module | None] = [getattr(module, name, None) for name in _HEAD_NORMS]
 
     def normalised(norm: nn.Module | None, rows: Tensor, count: int) -> Tensor:
@@ -278,7 +277,9 @@ def _decoder_layer(module: nn.Module, model: LoadedModel, calls: Calls) -> list[
 
 def _added(layer: nn.Module, calls: Calls) -> Callable[[Tensor, Tensor], Tensor]:
     """layer(rows) + residual."""
-    fast = calls.linear([layer]) if isinstance(layer, nn.Linear) else None
+    method = method_of(layer)
+    packed = None if method is None else method.pack()
+    fast = None if packed is None else calls.linear([packed])
 
     def added(rows: Tensor, residual: Tensor) -> Tensor:
         if calls.together and fast:
@@ -299,17 +300,13 @@ def join_layers(
         agreed: The correct offers; a decoder needs one for each layer.
         calls: The options of the passes.
     """
-    for module in model.module.modules():
-        parts = dict(module.named_children())
-        if sorted(parts) != sorted(_DECODER_PARTS):
-            continue
-        layers = _own_layers(parts["layers"])
+    for module, parts, layers in _decoders(model):
         decoder_layers = [_layer_parts(agreed.get(layer), model, cache, agreed) for layer in layers]
         known = [layer for layer in decoder_layers if layer is not None]
         if known and len(known) == len(decoder_layers):
             together = DecoderLayers(known, watches=model.is_shared)
             cache.follow(together.find_weights)
-            yield module, [JoinedDecoder(together, module.forward, calls, **parts)]
+            yield module, [JoinedDecoder(together, module.forward, calls, parts)]
 
 
 def follow_layers(
@@ -323,47 +320,45 @@ def follow_layers(
         agreed: The correct offers; a decoder needs one for each layer.
         calls: The options of the passes.
     """
+    for module, parts, layers in _decoders(model):
+        passes = [agreed.get(layer) for layer in layers]
+        if passes and all(isinstance(each, _DecoderForward) for each in passes):
+            yield module, [_followed(passes, parts, model.layers[0].key_dim, calls)]
+
+
+def _decoders(
+    model: LoadedModel,
+) -> Iterator[tuple[nn.Module, Mapping[str, nn.Module], list[nn.Module]]]:
+    """Iterate over decoders, with their parts, and their layers without those of other pipeline
+    stages."""
     for module in model.module.modules():
         parts = dict(module.named_children())
-        if sorted(parts) != sorted(_DECODER_PARTS):
-            continue
-        layers = [agreed.get(layer) for layer in _own_layers(parts["layers"])]
-        if layers and all(isinstance(layer, _DecoderForward) for layer in layers):
-            width = model.layers[0].key_dim
-            yield module, [_FollowedDecoder(layers, width, calls, **parts)]
+        if sorted(parts) == sorted(_DECODER_PARTS):
+            layers = parts["layers"].children()
+            yield module, parts, [each for each in layers if not isinstance(each, PassingLayer)]
 
 
-def _own_layers(layers: nn.Module) -> list[nn.Module]:
-    """Return a decoder's layers, without those of other pipeline stages."""
-    return [each for each in layers.children() if not isinstance(each, PassingLayer)]
+def _followed(
+    passes: Sequence[Any], parts: Mapping[str, nn.Module], key_width: int, calls: Calls
+) -> Forward:
+    """Return a decoder's pass, layer by layer, with bits that don't depend on the batch."""
+    embed_tokens, norm, rotary = parts["embed_tokens"], parts["norm"], parts["rotary_emb"]
 
-
-@dataclass(frozen=True, eq=False)
-class _FollowedDecoder:
-    """A decoder's forward pass, layer by layer, with bits that don't depend on the batch."""
-
-    passes: Sequence[Any]
-    key_width: int
-    calls: Calls
-    embed_tokens: nn.Module
-    layers: nn.Module
-    norm: nn.Module
-    rotary_emb: nn.Module
-
-    def __call__(
-        self,
+    def forward(
         *,
         position_ids: Tensor,
         input_ids: Tensor | None = None,
         inputs_embeds: Tensor | None = None,
         **inputs: Any,
     ) -> Any:
-        hidden: Any = inputs_embeds if input_ids is None else self.embed_tokens(input_ids)
-        parts = self.rotary_emb, hidden, position_ids, self.key_width, self.calls.tiles
-        factors = [part[None] for part in _factors(*parts)]
-        for layer in self.passes:
-            hidden = layer(hidden, position_embeddings=factors, **inputs)
-        return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden))
+        hidden: Any = inputs_embeds if input_ids is None else embed_tokens(input_ids)
+        factors = _factors(rotary, hidden, position_ids, key_width, calls.tiles)
+        inputs["position_embeddings"] = [part[None] for part in factors]
+        for layer in passes:
+            hidden = layer(hidden, **inputs)
+        return BaseModelOutputWithPast(last_hidden_state=norm(hidden))
+
+    return forward
 
 
 def join_output(
@@ -399,7 +394,7 @@ def _with_output(
             return result
         states = decoder.layers_of(attention_batch=attention_batch, **inputs)
         kept = states.index_select(1, logits_to_keep)
-        return CausalLMOutputWithPast(logits=output(decoder.norm(kept)))
+        return CausalLMOutputWithPast(logits=output(decoder.parts["norm"](kept)))
 
     return forward
 
@@ -411,16 +406,13 @@ class JoinedDecoder:
     together: DecoderLayers
     plain: Forward
     calls: Calls
-    embed_tokens: nn.Module
-    layers: nn.Module
-    norm: nn.Module
-    rotary_emb: nn.Module
+    parts: Mapping[str, nn.Module]
 
     def __call__(self, *, attention_batch: PagedBatch, **inputs: Any) -> Any:
         if not self.handles(attention_batch):
             return self.plain(attention_batch=attention_batch, **inputs)
         states = self.layers_of(attention_batch=attention_batch, **inputs)
-        return BaseModelOutputWithPast(last_hidden_state=self.norm(states))
+        return BaseModelOutputWithPast(last_hidden_state=self.parts["norm"](states))
 
     def handles(self, batch: PagedBatch) -> bool:
         """Return whether a step can run in one call."""
@@ -437,11 +429,10 @@ class JoinedDecoder:
     ) -> Tensor:
         """Return the output of the last layer, `[1, tokens, hidden]`."""
         # A copy, since it is overwritten.
-        hidden: Tensor = (
-            self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds.clone()
-        )
+        embed, rotary = self.parts["embed_tokens"], self.parts["rotary_emb"]
+        hidden: Tensor = embed(input_ids) if inputs_embeds is None else inputs_embeds.clone()
         width = self.together.key_width
-        cos, sin = _factors(self.rotary_emb, hidden, position_ids, width, self.calls.tiles)
+        cos, sin = _factors(rotary, hidden, position_ids, width, self.calls.tiles)
         self.together(hidden[0], cos, sin, attention_batch)
         return hidden
 
@@ -474,24 +465,20 @@ def _layer_parts(
             if not isinstance(norm, RMSNorm):
                 return None
             norms[role] = norm
-    projections = _linears(attention, "q_proj", "k_proj", "v_proj")
+    projections = _pack(attention, _PROJECTIONS)
     index = attention.layer_idx - model.first_layer
     key_width = model.layers[index].key_dim
-    heads = projections[0].out_features // key_width
+    heads = projections[0].outputs // key_width
     paged = cache.paged_layer(index, PagedAttention, heads, model.attention_options[index])
     kind = _kind_of(mlp.act_fn)
     assert isinstance(paged, PagedAttention)
     assert kind is not None
-    linears = {
-        "projection": Linear(projections),
-        "gated": Linear(_linears(mlp, "gate_proj", "up_proj"), kind),
-    }
-    sums = {"output": _sum_of(attention.o_proj), "down": _sum_of(mlp.down_proj)}
+    linears = {"projection": Linear(projections), "gated": Linear(_pack(mlp, _GATED), kind)}
+    sums = {}
+    for role, last in (("output", attention.o_proj), ("down", mlp.down_proj)):
+        method = method_of(last)
+        packed = None if method is None else method.pack_sum()
+        if packed is None:
+            return None
+        sums[role] = LinearSum(packed)
     return LayerParts(norms, linears, sums, paged, key_width)
-
-
-def _sum_of(layer: nn.Module) -> LinearSum:
-    if isinstance(layer, RowParallelLinear):
-        return LinearSum([*layer.parts], layer)
-    assert isinstance(layer, nn.Linear)
-    return LinearSum([layer])

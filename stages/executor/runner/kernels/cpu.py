@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from ..attention_options import AttentionOptions
 from ..batch import DecodeRows
+from ..linear.method import Packed, PackedSum
 from .compile import (
     BFLOAT16,
     BFLOAT16_AVX2,
@@ -192,21 +193,21 @@ class Linear:
     float32 with values rounded to the layers' dtype.
 
     Attributes:
-        modules: The layers.
+        parameters: Of each layer.
         dtype: Of layers and rows.
         inputs: Width of a row.
         outputs: Width of an output row.
         argument: Address of the kernels' argument, which `find_weights` updates.
     """
 
-    def __init__(self, layers: Sequence[nn.Linear], kind: LinearKind = LinearKind.PLAIN) -> None:
+    def __init__(self, layers: Sequence[Packed], kind: LinearKind = LinearKind.PLAIN) -> None:
         """Take one to three layers; their weights are used in place."""
-        self.modules = layers
-        self.dtype = layers[0].weight.dtype
+        self.parameters = [layer.parameters for layer in layers]
+        self.dtype = layers[0].dtype
         self._run = library(self.dtype).linear
-        outputs = [layer.out_features for layer in layers]
+        outputs = [layer.outputs for layer in layers]
         gated = kind in (LinearKind.GATED_SILU, LinearKind.GATED_TANH_GELU)
-        self.inputs = layers[0].in_features
+        self.inputs = layers[0].inputs
         self.outputs = outputs[0] if gated else sum(outputs)
         self._output_dtype = torch.float32 if kind == LinearKind.WIDE else self.dtype
         self._arguments = _Linear(parts=len(layers), inputs=self.inputs, kind=kind)
@@ -217,14 +218,13 @@ class Linear:
     def find_weights(self) -> None:
         """Update the weights' addresses: a trainer that shares the model may replace them."""
         addresses = []
-        for layer in self.modules:
-            parameters = layer._parameters  # direct access: this is called for each product
+        for parameters in self.parameters:
             weight, bias = parameters["weight"], parameters["bias"]
             addresses += [weight.data_ptr(), 0 if bias is None else bias.data_ptr()]  # type: ignore
         if addresses != self._addresses:
             self._addresses = addresses
-            self._arguments.weight[: len(self.modules)] = addresses[0::2]
-            self._arguments.bias[: len(self.modules)] = addresses[1::2]
+            self._arguments.weight[: len(self.parameters)] = addresses[0::2]
+            self._arguments.bias[: len(self.parameters)] = addresses[1::2]
 
     def __call__(self, rows: Tensor, added: Tensor | None = None) -> Tensor:
         """`[rows, inputs]` to `[rows, outputs]`, plus `added` of that shape; all contiguous.
@@ -248,18 +248,19 @@ class LinearSum:
     Products are rounded to the layers' dtype, and added as (a + b) + (c + d) in float32.
 
     Attributes:
-        modules: All modules with its parameters.
+        parameters: Of the layers, and of the module with the bias of their sum.
         dtype: Of layers and rows.
         inputs: Of all parts.
         scratch: Scratch numbers for each row.
         argument: Address of the kernels' argument, which `find_weights` updates.
     """
 
-    def __init__(self, layers: Sequence[nn.Linear], owner: nn.Module | None = None) -> None:
-        """Take one layer, or four without biases. `owner`: has the bias of the sum, if any."""
+    def __init__(self, packed: PackedSum) -> None:
+        layers, self._bias = packed
         self._parts = [Linear([layer]) for layer in layers]
-        self._owner = owner
-        self.modules = [*layers, *([] if owner is None else [owner])]
+        self.parameters = [layer.parameters for layer in layers]
+        if self._bias is not None:
+            self.parameters.append(self._bias)
         self.dtype = self._parts[0].dtype
         self.inputs = sum(part.inputs for part in self._parts)
         several = len(layers) > 1
@@ -272,7 +273,7 @@ class LinearSum:
         """As `Linear.find_weights`."""
         for part in self._parts:
             part.find_weights()
-        bias = None if self._owner is None else self._owner._parameters.get("bias")
+        bias = None if self._bias is None else self._bias.get("bias")
         self._arguments.bias = None if bias is None else bias.data_ptr()
 
 
@@ -286,20 +287,20 @@ class RMSNorm:
     """RMSNorm over the last dimension.
 
     Attributes:
-        modules: The module with the weight.
+        parameters: Of the module.
         epsilon: Added to the mean square.
         shifted: The factor is 1 + weight, applied before rounding.
     """
 
     def __init__(self, module: nn.Module, epsilon: float, *, shifted: bool) -> None:
-        self.modules = (module,)
+        self.parameters = [module._parameters]
         self.epsilon = epsilon
         self.shifted = shifted
 
     @property
     def weight(self) -> Tensor:
         """The module's present weight, `[width]`."""
-        weight = self.modules[0]._parameters["weight"]
+        weight = self.parameters[0]["weight"]
         assert weight is not None
         return weight
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from torch import Tensor
 
@@ -124,3 +125,40 @@ def sum_pairwise(parts: Sequence[Tensor]) -> Tensor:
         pairs = [a + b for a, b in zip(sums[::2], sums[1::2], strict=False)]
         sums = pairs + sums[len(pairs) * 2 :]
     return sums[0]
+
+
+@dataclass(frozen=True, eq=False)
+class Layout:
+    """How dimensions are cut into parts, of which a rank has a run.
+
+    Where bits must not depend on the number of ranks, there are always `PARTS` parts, each a
+    product of its own: products of other shapes may be summed in another order. Else a rank has one
+    part.
+
+    Attributes:
+        group: The ranks.
+        invariant: Bits don't depend on their number.
+    """
+
+    group: RankGroup
+    invariant: bool
+
+    @property
+    def parts(self) -> int:
+        """Parts of each sharded dimension."""
+        return PARTS if self.invariant else self.group.size
+
+    @property
+    def own(self) -> range:
+        """This rank's parts."""
+        count = self.parts // self.group.size
+        return range(self.group.rank * count, (self.group.rank + 1) * count)
+
+    def sum(self, parts: Sequence[Tensor]) -> Tensor:
+        """Return the sum of float32 tensors, one for each own part, over all ranks."""
+        return self.group.all_reduce(sum_pairwise(parts).contiguous())
+
+    def run(self, size: int) -> slice:
+        """Return this rank's run of a dimension; the last part may be shorter than the others."""
+        piece = -(-size // self.parts)
+        return slice(self.own.start * piece, min(self.own.stop * piece, size))

@@ -1,191 +1,21 @@
-"""Modules that several ranks compute together.
+"""Modules that several ranks compute together: embeddings, experts, and those of `linear`.
 
-Each sharded dimension is cut into parts, and a rank has a run of them. Partial sums are kept and
-exchanged in float32, and added by `sum_pairwise`. Where bits must not depend on the number of
-ranks, there are always `PARTS` parts, each a product of its own: products of other shapes may be
-summed in another order. Else a rank has one part.
-
-Of a bfloat16 model each part's product is rounded to bfloat16, since torch's products return the
-dtype of their arguments; only the sum over parts is in float32.
+Partial sums are kept and exchanged in float32, and added by `sum_pairwise`.
 """
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
-from typing import Any, cast
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..shards import Box
-from .group import PARTS, RankGroup, sum_pairwise
+from .group import PARTS, Layout, sum_pairwise
+from .linear import shard_linear
 from .plan import Style
-
-Boxes = Callable[[], list[Box]]
-
-
-@dataclass(frozen=True, eq=False)
-class Layout:
-    """How dimensions are cut.
-
-    Attributes:
-        group: The ranks.
-        invariant: Bits don't depend on their number.
-    """
-
-    group: RankGroup
-    invariant: bool
-
-    @property
-    def parts(self) -> int:
-        """Parts of each sharded dimension."""
-        return PARTS if self.invariant else self.group.size
-
-    @property
-    def own(self) -> range:
-        """This rank's parts."""
-        count = self.parts // self.group.size
-        return range(self.group.rank * count, (self.group.rank + 1) * count)
-
-    def sum(self, parts: Sequence[Tensor]) -> Tensor:
-        """Return the sum of float32 tensors, one for each own part, over all ranks."""
-        return self.group.all_reduce(sum_pairwise(parts).contiguous())
-
-    def run(self, size: int) -> slice:
-        """Return this rank's run of a dimension; the last part may be shorter than the others."""
-        piece = -(-size // self.parts)
-        return slice(self.own.start * piece, min(self.own.stop * piece, size))
-
-
-class RowParallelLinear(nn.Module):
-    """A linear layer over this rank's input features, summed over ranks.
-
-    Attributes:
-        parts: A linear layer for each part.
-        bias: Added to the sum; None for none.
-    """
-
-    def __init__(self, whole: nn.Linear, layout: Layout, *, splits_input: bool) -> None:
-        """`splits_input`: the input has the features of all ranks."""
-        super().__init__()
-        self.in_features, self.out_features = whole.in_features, whole.out_features
-        self.bias = whole.bias
-        self._layout = layout
-        self._width = whole.in_features // layout.parts
-        self._splits_input = splits_input
-        like = {"device": whole.weight.device, "dtype": whole.weight.dtype}
-        self.parts = nn.ModuleList(
-            nn.Linear(self._width, whole.out_features, bias=False, **like) for _ in layout.own
-        )
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether no other rank has a part, so that nothing is exchanged."""
-        return self._layout.group.size == 1
-
-    def forward(self, x: Tensor) -> Tensor:
-        """`[..., in or local in]` to `[..., out]`."""
-        own, width = self._layout.own, self._width
-        if self._splits_input:
-            x = x[..., own.start * width : own.stop * width]
-        # Products of strided rows may be summed in another order.
-        pieces = [piece.contiguous() for piece in torch.split(x, width, -1)]
-        parts = [part(piece).float() for part, piece in zip(self.parts, pieces, strict=True)]
-        total = self._layout.sum(parts)
-        if self.bias is not None:
-            total = total + self.bias.float()
-        return total.to(x.dtype)
-
-    def boxes(self) -> list[Box]:
-        """Return the places of `weight`."""
-        rows, width = slice(0, self.out_features), self._width
-        return [
-            Box(layer.get_parameter("weight").data, (rows, slice(part * width, (part + 1) * width)))
-            for part, layer in zip(self._layout.own, self.parts, strict=True)
-        ]
-
-
-def column_parallel(whole: nn.Linear, layout: Layout, *, fused: int = 1) -> tuple[nn.Linear, int]:
-    """Return a linear layer of this rank's output features, and the features of a part.
-
-    `fused`: Layers of one size, side by side in `whole`, each of which is cut.
-    """
-    size = whole.out_features // fused
-    piece = -(-size // layout.parts)
-    run = layout.run(size)
-    like = {"device": whole.weight.device, "dtype": whole.weight.dtype}
-    has_bias = whole.bias is not None
-    local = nn.Linear(whole.in_features, fused * (run.stop - run.start), bias=has_bias, **like)
-    if layout.invariant:
-        # On the instance: kernels, whose products don't depend on the number of columns, take the
-        # layer by its type. The reference is weak, or the cycle would keep the model in memory.
-        forward: Any = partial(_by_pieces, cast(nn.Linear, weakref.proxy(local)), piece)
-        local.forward = forward  # type: ignore[method-assign]
-    return local, piece
-
-
-def _by_pieces(layer: nn.Linear, size: int, x: Tensor) -> Tensor:
-    """Compute a linear layer as one product for each run of `size` output features."""
-    weights = torch.split(layer.weight, size)
-    biases = [None] * len(weights) if layer.bias is None else torch.split(layer.bias, size)
-    pieces = [F.linear(x, *each) for each in zip(weights, biases, strict=True)]
-    return torch.cat(pieces, dim=-1)
-
-
-def column_boxes(
-    layer: nn.Linear, name: str, whole: nn.Linear, layout: Layout, fused: int
-) -> Boxes:
-    """Return the places of `weight` or `bias`, one for each part of each fused layer."""
-    size = whole.out_features // fused
-    run = layout.run(size)
-    piece = -(-size // layout.parts)
-    parts = [
-        slice(index * size + start, index * size + min(start + piece, run.stop))
-        for index in range(fused)
-        for start in range(run.start, run.stop, piece)
-    ]
-
-    def boxes() -> list[Box]:
-        tensor = getattr(layer, name).data
-        others = tuple(slice(0, width) for width in tensor.shape[1:])
-        targets = torch.split(tensor, [part.stop - part.start for part in parts])
-        return [Box(target, (part, *others)) for target, part in zip(targets, parts, strict=True)]
-
-    return boxes
-
-
-class GatheredLinear(nn.Module):
-    """A linear layer whose output features are computed by ranks, and gathered.
-
-    Attributes:
-        local: This rank's.
-    """
-
-    def __init__(self, whole: nn.Linear, layout: Layout) -> None:
-        super().__init__()
-        self.in_features, self.out_features = whole.in_features, whole.out_features
-        self._group = layout.group
-        self.local, piece = column_parallel(whole, layout)
-        self._most = piece * len(layout.own)
-
-    @property
-    def weight(self) -> Tensor:
-        """This rank's rows."""
-        return self.local.weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        """`[..., in]` to `[..., out]`."""
-        output: Tensor = self.local(x)
-        if self._group.size == 1:
-            return output
-        if missing := self._most - output.shape[-1]:
-            output = F.pad(output, (0, missing))
-        ranks = self._group.all_gather(output.contiguous())
-        return torch.cat([*ranks], dim=-1)[..., : self.out_features]
 
 
 class VocabParallelEmbedding(nn.Module):
@@ -220,7 +50,7 @@ class VocabParallelEmbedding(nn.Module):
         # Exact: all but one are zero. One rank adds zero too, for which -0 becomes 0.
         return self._group.all_reduce(torch.where(mine[..., None], vectors, 0) + 0)
 
-    def boxes(self) -> list[Box]:
+    def boxes(self, _: str) -> list[Box]:
         """Return the places of `weight`."""
         return [Box(self.inner.weight.data, (self._rows, slice(0, self.embedding_dim)))]
 
@@ -359,62 +189,38 @@ class ParallelExperts(nn.Module):
         rank = self._layout.group.rank
         return [expert for expert in range(self.num_experts) if owners[expert] == rank]
 
-    def gate_up_boxes(self) -> list[Box]:
-        """Return the places of `gate_up_proj`."""
+    def boxes(self, name: str) -> list[Box]:
+        """Return the places of "gate_up_proj" or "down_proj"."""
         width, hidden = self._width, slice(0, self.hidden_dim)
         found = []
         for place, expert in enumerate(self.own):
+            whole = slice(expert, expert + 1)
             for index, part in enumerate(self._parts):
+                if name == "down_proj":
+                    columns = slice(part * width, (part + 1) * width)
+                    found.append(
+                        Box(self.down_proj.data[place, index][None], (whole, hidden, columns))
+                    )
+                    continue
                 for half in range(2):
                     start = half * self.intermediate_dim + part * width
                     target = self.gate_up_proj.data[place, index, half * width :][:width]
-                    where = (slice(expert, expert + 1), slice(start, start + width), hidden)
-                    found.append(Box(target[None], where))
+                    found.append(Box(target[None], (whole, slice(start, start + width), hidden)))
         return found
 
-    def down_boxes(self) -> list[Box]:
-        """Return the places of `down_proj`."""
-        width, hidden = self._width, slice(0, self.hidden_dim)
-        return [
-            Box(
-                self.down_proj.data[place, index][None],
-                (slice(expert, expert + 1), hidden, slice(part * width, (part + 1) * width)),
-            )
-            for place, expert in enumerate(self.own)
-            for index, part in enumerate(self._parts)
-        ]
 
-
-def shard_module(whole: Any, style: Style, layout: Layout) -> tuple[nn.Module, Mapping[str, Boxes]]:
-    """Return a module that computes this rank's part, and the places of the whole parameters.
+def shard_module(whole: Any, style: Style, layout: Layout) -> nn.Module:
+    """Return a module that computes this rank's part; `boxes_in` has the places of its parameters.
 
     Args:
         whole: The module, on the meta device; it may be used as a part.
         style: Of the plan.
         layout: How to cut.
     """
-    if style is Style.VOCABULARY:
-        embedding = VocabParallelEmbedding(whole, layout)
-        return embedding, {"weight": embedding.boxes}
-    if style in (Style.EXPERT_WIDTH, Style.WHOLE_EXPERTS):
-        experts = ParallelExperts(whole, layout, whole_experts=style is Style.WHOLE_EXPERTS)
-        return experts, {
-            "gate_up_proj": experts.gate_up_boxes,
-            "down_proj": experts.down_boxes,
-        }
-    if style in (Style.ROWS, Style.ROWS_OF_WHOLE):
-        rows = RowParallelLinear(whole, layout, splits_input=style is Style.ROWS_OF_WHOLE)
-        return rows, {"weight": rows.boxes, **({} if rows.bias is None else {"bias": _all(rows)})}
-    fused = 2 if style is Style.COLUMNS_PACKED else 1
-    module: nn.Module
-    if style is Style.COLUMNS_GATHERED:
-        module = gathered = GatheredLinear(whole, layout)
-        local = gathered.local
-    else:
-        module = local = column_parallel(whole, layout, fused=fused)[0]
-    names = ["weight"] if whole.bias is None else ["weight", "bias"]
-    return module, {name: column_boxes(local, name, whole, layout, fused) for name in names}
-
-
-def _all(module: RowParallelLinear) -> Boxes:
-    return lambda: [Box(module.bias.data, (slice(0, module.out_features),))]
+    match style:
+        case Style.VOCABULARY:
+            return VocabParallelEmbedding(whole, layout)
+        case Style.EXPERT_WIDTH | Style.WHOLE_EXPERTS:
+            return ParallelExperts(whole, layout, whole_experts=style is Style.WHOLE_EXPERTS)
+        case _:
+            return shard_linear(whole, style, layout)

@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 from torch import nn
 
 from .....config import ModelError
+from ..linear.choose import method_of
 
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 """A layer's number in a module's name; Transformers writes it as `*` in plans."""
@@ -24,7 +25,7 @@ class Style(Enum):
     """How a module is sharded.
 
     Rows and columns are those of a matrix that is multiplied from the right, as in the literature:
-    a column of it is a row of an `nn.Linear`'s weight.
+    a column of it is a row of a linear layer's weight.
     """
 
     COLUMNS = "output features are sharded"
@@ -86,7 +87,7 @@ def parallel_plan(module: Any, *, expert_parallel: bool = False) -> dict[str, St
             _check_kind(module, name, child, style)
             plan[name] = style
     for name, child in named.items():
-        if name not in plan and isinstance(child, nn.Linear) and (m := _SHARED_EXPERT.search(name)):
+        if name not in plan and _can_shard(child) and (m := _SHARED_EXPERT.search(name)):
             # Transformers' plans leave them whole.
             plan[name] = Style.ROWS if m[1] == "down" else Style.COLUMNS
     for end, usual in (("input", Style.VOCABULARY), ("output", Style.COLUMNS_GATHERED)):
@@ -129,9 +130,15 @@ def _check_kind(module: Any, name: str, child: nn.Module, style: Style) -> None:
     if style in (Style.EXPERT_WIDTH, Style.WHOLE_EXPERTS):
         _check_experts(module, name, child)
         return
-    kind = nn.Embedding if style is Style.VOCABULARY else nn.Linear
-    if not isinstance(child, kind) or (kind is nn.Linear and type(child) is not nn.Linear):
+    right = isinstance(child, nn.Embedding) if style is Style.VOCABULARY else _can_shard(child)
+    if not right:
         refuse(module, f"its plan shards {name}, a {type(child).__name__}")
+
+
+def _can_shard(child: nn.Module) -> bool:
+    """Whether ranks can share a linear layer."""
+    method = method_of(child)
+    return method is not None and method.can_shard
 
 
 def _check_experts(module: Any, name: str, child: Any) -> None:

@@ -100,11 +100,10 @@ class HostSlots:
     def _parts(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Each tensor of the cache, `[blocks, numbers]`, and its columns of the slots."""
         start = 0
-        for layer in zip(self._cache.keys, self._cache.values, strict=True):
-            for tensor in layer:
-                blocks = tensor.view(tensor.shape[0], -1)
-                yield blocks, self._numbers[:, start : start + blocks.shape[1]]
-                start += blocks.shape[1]
+        for tensor in self._cache.in_blocks:
+            blocks = tensor.view(tensor.shape[0], -1)
+            yield blocks, self._numbers[:, start : start + blocks.shape[1]]
+            start += blocks.shape[1]
 
     def _withdraw(self, slots: Iterable[int]) -> None:
         if self._shared is not None:

@@ -55,8 +55,9 @@ class WeightSyncManager:
             shards: If the module is one rank's shard: new weights are those of the whole model.
             write: Copies new weights to all ranks; None for this one only.
         """
+        self._shards = ShardedWeights.of(module) if shards is None else shards
         # Names and shapes; without `shards` the numbers too.
-        self._whole = module if shards is None else shards.whole
+        self._whole = self._shards.whole
         self.limits = limits or limits_of(self._whole)
         self.version = 0
         self.empty = False
@@ -64,7 +65,7 @@ class WeightSyncManager:
         self.refused: WeightsError | None = None
         self._stuck: WeightsError | None = None
         self._closed = False
-        self._module, self._shards = module, shards
+        self._module = module
         self._write_everywhere = write
         self._pending: tuple[Mapping[str, NewWeight], int] | None = None
 
@@ -282,7 +283,7 @@ class WeightSyncManager:
                     f"the new weights don't fit: {len(names)} tensors that the model {kind}, such "
                     f"as {shown(names[0])}; pass the state_dict of the same architecture"
                 )
-        layout = 0 if self._shards is None else self._shards.layout
+        layout = self._shards.layout
         received = (each for each in new_weights.values() if isinstance(each, NewShard))
         if any(each.receipt.layout != layout for each in received):
             raise WeightsError(
@@ -348,13 +349,7 @@ class WeightSyncManager:
         if self._write_everywhere is not None:
             self._write_everywhere(new_weights)
             return
-        whole = _whole_ones(new_weights)
-        if self._shards is not None:
-            self._shards.write(whole)
-            return
-        own = self._module.state_dict(keep_vars=True)
-        for name, tensor in whole.items():
-            own[name].data.copy_(tensor)
+        self._shards.write(_whole_ones(new_weights))
 
 
 def weights_lost(why: str) -> WeightsError:

@@ -8,19 +8,25 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from nano_inference.stages.executor.runner.ranks.group import OneRank, RankGroup, sum_pairwise
-from nano_inference.stages.executor.runner.ranks.layers import Layout, shard_module
+from nano_inference.stages.executor.runner.ranks.group import (
+    Layout,
+    OneRank,
+    RankGroup,
+    sum_pairwise,
+)
+from nano_inference.stages.executor.runner.ranks.layers import shard_module
 from nano_inference.stages.executor.runner.ranks.plan import Style
+from nano_inference.stages.executor.runner.shards import boxes_in
 
 from .group import on_ranks
 
 
 def make_shard(whole: nn.Module, style: Style, layout: Layout) -> Any:
     """A rank's part of a module, with its numbers."""
-    module, places = shard_module(whole, style, layout)
-    for name, boxes in places.items():
-        for target, place in boxes():
-            target.copy_(whole.get_parameter(name).data[place])
+    module = shard_module(whole, style, layout)
+    for name, parameter in whole.named_parameters():
+        for box in boxes_in(module, name):
+            box.write(parameter.data[box.place])
     return module.requires_grad_(False)
 
 

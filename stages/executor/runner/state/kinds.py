@@ -1,0 +1,52 @@
+"""Kinds of state: the tensors that one layer keeps of a sequence."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Protocol
+
+import msgspec
+import torch
+
+
+class StateTensor(msgspec.Struct, frozen=True):
+    """One tensor of a layer's state.
+
+    Attributes:
+        shape: Of the numbers of one token, or of one sequence.
+        dtype: Of the numbers.
+        per_token: Whether each token has numbers of its own, in blocks (keys and values). Otherwise
+            a sequence has them once, in a slot, and a step replaces them (a recurrent state, a
+            convolution's window).
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    per_token: bool = False
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of one token, or of one sequence."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+class LayerState(Protocol):
+    """A kind of state."""
+
+    def tensors(self, dtype: torch.dtype) -> tuple[StateTensor, ...]:
+        """Return a layer's tensors, in a fixed order.
+
+        Args:
+            dtype: Of the model's KV cache; a kind may keep its numbers in another.
+        """
+
+
+def token_bytes(tensors: Iterable[StateTensor]) -> int:
+    """Return the bytes of one token."""
+    return sum(each.num_bytes for each in tensors if each.per_token)
+
+
+def sequence_bytes(tensors: Iterable[StateTensor]) -> int:
+    """Return the bytes of one sequence, besides those of its tokens."""
+    return sum(each.num_bytes for each in tensors if not each.per_token)

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from ..config import Config
 from ..gateway.app import make_app
-from ..gateway.serving import chat_templates, words
+from ..gateway.serving import chat_templates, tokenizer
 from ..pipeline.client import BusClient
 from ..text.template_process import render_template
 from ..text.tokenizer import load_tokenizer
@@ -44,7 +44,7 @@ def replaced() -> list[tuple[Any, str, Any]]:
     """Return what a simulation replaces in gateways: module, name and replacement."""
     return [
         (chat_templates, "TemplateWorkers", _TemplatesHere),
-        (words, "load_tokenizer", _cached_tokenizer),
+        (tokenizer, "load_tokenizer", _cached_tokenizer),
     ]
 
 

@@ -20,7 +20,7 @@ from ...server.http import SendEvent
 from ...serving.samples import Unsent, all_samples
 from ...serving.submissions import ENDED_EARLY
 from ...serving.times import time_usage
-from ...serving.words import Words, free_of_stops, is_stop_token, matched_stop
+from ...serving.tokenizer import Tokenizer, free_of_stops, is_stop_token, matched_stop
 from .requests import PromptCall
 from .sync import VersionLabels
 
@@ -49,12 +49,14 @@ class PromptWriter:
     """Writes the answers to one prompt.
 
     Attributes:
-        words: The tokenizer, where the answer needs it.
+        tokenizer: The tokenizer, where the answer needs it.
     """
 
-    def __init__(self, wanted: PromptCall, words: Words | None, labels: VersionLabels) -> None:
+    def __init__(
+        self, wanted: PromptCall, tokenizer: Tokenizer | None, labels: VersionLabels
+    ) -> None:
         self.wanted = wanted
-        self.words = words
+        self.tokenizer = tokenizer
         self._labels = labels
         self._growing: dict[int, Growing] = {}
 
@@ -163,28 +165,32 @@ class PromptWriter:
         return found
 
     def _entry(self, logprob: float | None, token_id: int) -> Entry:
-        shown = self.words is not None and self.wanted.token_texts
-        return logprob, token_id, self.words.token(token_id) if self.words and shown else None
+        shown = self.tokenizer is not None and self.wanted.token_texts
+        return (
+            logprob,
+            token_id,
+            self.tokenizer.token(token_id) if self.tokenizer and shown else None,
+        )
 
     # --- text and what ended it ---------------------------------------------------------------
 
     def _text(self, sample: CompletionSample) -> str:
-        if self.wanted.plain_text or self.words is None:
+        if self.wanted.plain_text or self.tokenizer is None:
             return sample.text
         token_ids, sampling = sample.token_ids, self.wanted.request.sampling
         stopped = self.wanted.trim_stop and sample.finish_reason == "stop"
-        if stopped and is_stop_token(sample.token_ids[-1], sampling, self.words):
+        if stopped and is_stop_token(sample.token_ids[-1], sampling, self.tokenizer):
             token_ids = token_ids[:-1]
-        text = self.words.text(token_ids, skip_special=self.wanted.own.skip_special_tokens)
+        text = self.tokenizer.text(token_ids, skip_special=self.wanted.own.skip_special_tokens)
         if not self.wanted.trim_stop:
             return text
         return self.without_stop(text, self.free_of_stops(sample.token_ids), ended=True)
 
     def free_of_stops(self, token_ids: Sequence[int]) -> int:
         """Return the length of the text in which no stop string counts."""
-        assert self.words is not None
+        assert self.tokenizer is not None
         sampling, skip = self.wanted.request.sampling, self.wanted.own.skip_special_tokens
-        return free_of_stops(token_ids, sampling, self.words, skip_special=skip)
+        return free_of_stops(token_ids, sampling, self.tokenizer, skip_special=skip)
 
     def without_stop(self, text: str, free: int, *, ended: bool) -> str:
         """Return a text without its stop string or, before the end, without what may become one.
@@ -198,7 +204,7 @@ class PromptWriter:
             case "length":
                 return {"type": "length", "length": len(sample.token_ids)}
             case "stop":
-                matched = matched_stop(sample, self.wanted.request.sampling, self.words)
+                matched = matched_stop(sample, self.wanted.request.sampling, self.tokenizer)
                 return {"type": "stop", "matched": matched}
             case "abort":
                 return {"type": "abort", "message": error.message}
@@ -219,10 +225,10 @@ class Growing:
         self._texts: list[str] = []
         self._spans: list[tuple[int, int]] = []
         self._free: int | None = None
-        wanted, words = writer.wanted, writer.words
+        wanted, tokenizer = writer.wanted, writer.tokenizer
         self._detokenizer: Detokenizer | None = None
-        if words is not None and not wanted.plain_text:
-            self._detokenizer = words.detokenizer(skip_special=wanted.own.skip_special_tokens)
+        if tokenizer is not None and not wanted.plain_text:
+            self._detokenizer = tokenizer.detokenizer(skip_special=wanted.own.skip_special_tokens)
         self._shown = 0
         self._due_at = 1
 

@@ -70,15 +70,15 @@ class Generation:
                 await anyio.lowlevel.checkpoint()
         writers: list[PromptWriter] = []
         for wanted in fitting:
-            words = None
-            if wanted.needs_words or wanted.needs_token_ids:
-                words = await services.words.required()
+            tokenizer = None
+            if wanted.needs_tokenizer or wanted.needs_token_ids:
+                tokenizer = await services.tokenizer.required()
             request = msgspec.structs.replace(
                 wanted.request, request_id=bus_id(caller, wanted.id), tenant=tenant
             )
             request = await as_submitted(services, request, as_tokens=wanted.needs_token_ids)
             wanted = msgspec.structs.replace(wanted, request=request)
-            writers.append(PromptWriter(wanted, words, self._labels))
+            writers.append(PromptWriter(wanted, tokenizer, self._labels))
             if len(writers) % AT_ONCE == 0:
                 await anyio.lowlevel.checkpoint()
         return writers
@@ -131,7 +131,7 @@ class Generation:
         tokens = sum(len(each.token_ids) for each in completion.samples)
         tokens += len(completion.prompt_logprobs or ())
         listed = tokens * (1 + writer.wanted.top_logprobs)
-        return await self._services.words.process(listed, partial(writer.final, completion))
+        return await self._services.tokenizer.process(listed, partial(writer.final, completion))
 
 
 def _requests_of(writers: list[PromptWriter]) -> list[GenerateRequest]:

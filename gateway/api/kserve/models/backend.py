@@ -360,7 +360,7 @@ class EngineModel:
             for place, each in enumerate(data)
         ]
         services = self._services
-        services.images.check(sources, await services.words.required())
+        services.images.check(sources, await services.tokenizer.required())
         return await services.images.load(sources, call.call.tenant)
 
     async def _request(

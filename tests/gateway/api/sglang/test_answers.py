@@ -10,7 +10,7 @@ from nano_inference.bus.public import CompletionSample, ErrorInfo, GenerateReque
 from nano_inference.gateway.api.sglang.answers import PromptWriter
 from nano_inference.gateway.api.sglang.requests import read_call
 from nano_inference.gateway.api.sglang.sync import VersionLabels
-from nano_inference.gateway.serving.words import Words
+from nano_inference.gateway.serving.tokenizer import Tokenizer
 
 from ...fake import chunk, completion, sample
 from ...sampled import WORDS
@@ -20,7 +20,7 @@ PROMPT = (None, -1.0, -2.0, -3.0)
 REQUEST = GenerateRequest(request_id="r")
 
 
-def answers(words: Words | None = None, **body: Any) -> PromptWriter:
+def answers(words: Tokenizer | None = None, **body: Any) -> PromptWriter:
     call = read_call({"input_ids": [11, 12, 13, 14], "rid": "r"} | body, max_prompts=10)
     return PromptWriter(next(call.prompts), words, VersionLabels())
 

@@ -7,17 +7,25 @@ answer's length.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from itertools import starmap
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
+from itertools import accumulate, starmap
 from typing import Any, assert_never
 
 import msgspec
 
-from ....bus.public import Completion, CompletionChunk, CompletionSample, ErrorInfo, TokenLogprob
+from ....bus.public import (
+    Completion,
+    CompletionChunk,
+    CompletionSample,
+    ErrorInfo,
+    Output,
+    TokenLogprob,
+)
 from ....stages.streaming.stop_strings import StopStrings
 from ....text.detokenizer import Detokenizer
 from ...server.http import SendEvent
-from ...serving.samples import Unsent, all_samples
+from ...serving.samples import Unsent, all_samples, rest_of
 from ...serving.submissions import ENDED_EARLY
 from ...serving.times import time_usage
 from ...serving.tokenizer import Tokenizer, free_of_stops, is_stop_token, matched_stop
@@ -63,7 +71,13 @@ class PromptWriter:
     def final(self, completion: Completion) -> list[Answer]:
         """Return an answer for each sample. One that never began has no tokens."""
         samples = all_samples(completion, self.wanted.request.n)
-        return [self._final(completion, sample) for sample in samples]
+        return [self.final_of(completion, sample) for sample in samples]
+
+    def listed(self, completion: Completion, samples: Sequence[CompletionSample]) -> int:
+        """Return the number of tokens that an answer lists."""
+        tokens = sum(len(each.token_ids) for each in samples)
+        tokens += len(completion.prompt_logprobs or ())
+        return tokens * (1 + self.wanted.top_logprobs)
 
     def growing(self, sample_index: int) -> Growing:
         """Return a sample of a stream."""
@@ -73,7 +87,7 @@ class PromptWriter:
 
     # --- pieces of an answer ------------------------------------------------------------------
 
-    def scored(self, tokens: CompletionChunk | CompletionSample) -> ScoredTokens:
+    def scored(self, tokens: CompletionChunk) -> ScoredTokens:
         """Return `output_token_logprobs` and `output_top_logprobs`, empty unless they are shown."""
         if not self.wanted.logprobs:
             return [], []
@@ -104,13 +118,17 @@ class PromptWriter:
 
     # --- the whole of it ----------------------------------------------------------------------
 
-    def _final(self, completion: Completion, sample: CompletionSample) -> Answer:
+    def final_of(self, completion: Completion, sample: CompletionSample) -> Answer:
+        """Return the answer for an ended sample, of which a part may have come in chunks."""
+        growing = self.growing(sample.sample_index)
         if self.wanted.scores_only and sample.finish_reason != "abort":
             nothing: dict[str, Any] = {"text": "", "token_ids": (), "logprobs": ()}
             sample = msgspec.structs.replace(
                 sample, **nothing, top_logprobs=None, ref_logprobs=None, finish_reason="length"
             )
-        answer = self.answer(sample, self._text(sample), self.scored(sample))
+        else:
+            growing.end(sample)
+        answer = self.answer(sample, growing.text(), growing.scored)
         meta = answer["meta_info"]
         usage, n, timings = completion.usage, self.wanted.request.n, completion.timings
         elapsed_ns = timings.finished_ns - timings.received_ns if timings.received_ns else 0
@@ -174,18 +192,6 @@ class PromptWriter:
 
     # --- text and what ended it ---------------------------------------------------------------
 
-    def _text(self, sample: CompletionSample) -> str:
-        if self.wanted.plain_text or self.tokenizer is None:
-            return sample.text
-        token_ids, sampling = sample.token_ids, self.wanted.request.sampling
-        stopped = self.wanted.trim_stop and sample.finish_reason == "stop"
-        if stopped and is_stop_token(sample.token_ids[-1], sampling, self.tokenizer):
-            token_ids = token_ids[:-1]
-        text = self.tokenizer.text(token_ids, skip_special=self.wanted.own.skip_special_tokens)
-        if not self.wanted.trim_stop:
-            return text
-        return self.without_stop(text, self.free_of_stops(sample.token_ids), ended=True)
-
     def free_of_stops(self, token_ids: Sequence[int]) -> int:
         """Return the length of the text in which no stop string counts."""
         assert self.tokenizer is not None
@@ -215,13 +221,17 @@ class PromptWriter:
 
 
 class Growing:
-    """A growing sample. Chunks are appended; only an event reads all of it."""
+    """A sample that grows to its end. Chunks are appended; only an answer reads all of it.
+
+    Attributes:
+        scored: The logprobs of its tokens.
+    """
 
     def __init__(self, writer: PromptWriter, sample_index: int) -> None:
         self._writer = writer
         self._index = sample_index
         self._token_ids: list[int] = []
-        self._scored: ScoredTokens = ([], [])
+        self.scored: ScoredTokens = ([], [])
         self._texts: list[str] = []
         self._spans: list[tuple[int, int]] = []
         self._free: int | None = None
@@ -229,6 +239,8 @@ class Growing:
         self._detokenizer: Detokenizer | None = None
         if tokenizer is not None and not wanted.plain_text:
             self._detokenizer = tokenizer.detokenizer(skip_special=wanted.own.skip_special_tokens)
+        self._chars = 0
+        self._ended = False
         self._shown = 0
         self._due_at = 1
 
@@ -244,10 +256,25 @@ class Growing:
             self._spans.append((version, len(self._token_ids)))
         self._token_ids += chunk.token_ids
         entries, tops = self._writer.scored(chunk)
-        self._scored[0].extend(entries)
-        self._scored[1].extend(tops)
-        detokenizer = self._detokenizer
-        self._texts.append(chunk.text if detokenizer is None else detokenizer.push(chunk.token_ids))
+        self.scored[0].extend(entries)
+        self.scored[1].extend(tops)
+        self._chars += len(chunk.text)
+        self._ended = chunk.finish_reason is not None
+        if self._detokenizer is None:
+            self._texts.append(chunk.text)
+            return
+        token_ids = chunk.token_ids
+        if self._trims and chunk.finish_reason == "stop" and self._stops(token_ids[-1:]):
+            token_ids = token_ids[:-1]
+        self._texts.append(self._detokenizer.push(token_ids))
+        if self._ended:
+            self._texts.append(self._detokenizer.finish())
+
+    def end(self, sample: CompletionSample) -> None:
+        """Add what did not come in chunks, of a sample that has ended."""
+        if not self._ended:
+            for chunk in rest_of(sample, len(self._token_ids), self._chars):
+                self.add(chunk)
 
     def answer(self) -> Answer:
         """Return an event with all that there is."""
@@ -260,22 +287,37 @@ class Growing:
             finish_reason="abort",
             weight_versions=tuple(self._spans),
         )
-        return self._writer.answer(sample, self._text(), self._scored)
+        return self._writer.answer(sample, self.text(), self.scored)
 
-    def _text(self) -> str:
+    def text(self) -> str:
+        """Return the text as it is shown."""
         self._texts = ["".join(self._texts)]
         text, writer = self._texts[0], self._writer
         beyond = len(self._token_ids) > writer.wanted.request.sampling.min_tokens
-        if self._detokenizer is None or not writer.wanted.trim_stop or not beyond:
+        if self._detokenizer is None or not self._trims or not (beyond or self._ended):
             return text
         if self._free is None:
             self._free = writer.free_of_stops(self._token_ids)
-        return writer.without_stop(text, self._free, ended=False)
+        return writer.without_stop(text, self._free, ended=self._ended)
+
+    @property
+    def _trims(self) -> bool:
+        return self._writer.wanted.trim_stop
+
+    def _stops(self, last: Sequence[int]) -> bool:
+        """Return whether the last token of an ended sample is a stop token, and no stop string."""
+        tokenizer, sampling = self._writer.tokenizer, self._writer.wanted.request.sampling
+        assert tokenizer is not None, "it has a detokenizer"
+        return bool(last) and is_stop_token(last[0], sampling, tokenizer)
 
     def sent(self, size_bytes: int) -> None:
         """Set when the next event is due, behind one of so many bytes."""
         rarer = math.ceil(self._shown / GROWTH) if size_bytes > EVERY_TOKEN_BYTES else 1
         self._due_at = self._shown + max(rarer, self._writer.wanted.interval_tokens)
+
+
+Process = Callable[[int, Callable[[], Answer]], Awaitable[Answer]]
+"""Does some work about so many listed tokens, much of it in a thread."""
 
 
 class SampleEvents(Unsent):
@@ -287,17 +329,28 @@ class SampleEvents(Unsent):
         any_sent: Whether an event was sent, or is being sent.
     """
 
-    def __init__(self, send: SendEvent, *, indexed: bool) -> None:
-        """Args: `indexed` says whether an event names its sample."""
+    def __init__(
+        self, send: SendEvent, writers: Sequence[PromptWriter], process: Process, *, indexed: bool
+    ) -> None:
+        """`indexed`: whether an event names its sample."""
         super().__init__()
-        self._send = send
-        self._indexed = indexed
-        self._newest: dict[int, Growing | Answer] = {}
+        self._send, self._writers, self._process, self._indexed = send, writers, process, indexed
+        # The index of each prompt's first sample.
+        self._first = [0, *accumulate(each.wanted.request.n for each in writers)]
+        # The growing samples to send, and the ended ones with their ends.
+        self._newest: dict[int, Growing | tuple[PromptWriter, Completion, CompletionSample]] = {}
         self.any_sent = False
 
-    def put(self, index: int, state: Growing | Answer) -> None:
-        """Set the newest state of a sample."""
-        self._newest[index] = state
+    def put(self, index: int, output: Output) -> None:
+        writer, first = self._writers[index], self._first[index]
+        if isinstance(output, Completion):
+            for sample in all_samples(output, writer.wanted.request.n):
+                self._newest[first + sample.sample_index] = writer, output, sample
+        elif not writer.wanted.scores_only:
+            growing = writer.growing(output.sample_index)
+            growing.add(output)
+            if growing.due:
+                self._newest[first + output.sample_index] = growing
         self._changed.set()
 
     @property
@@ -307,9 +360,13 @@ class SampleEvents(Unsent):
     async def send_next(self) -> None:
         index = next(iter(self._newest))
         state = self._newest.pop(index)
-        where = {"index": index} if self._indexed else {}
-        answer = state.answer() if isinstance(state, Growing) else state
-        data = msgspec.json.encode(answer | where)
+        if isinstance(state, Growing):
+            answer = state.answer()
+        else:
+            writer, completion, sample = state
+            final = partial(writer.final_of, completion, sample)
+            answer = await self._process(writer.listed(completion, [sample]), final)
+        data = msgspec.json.encode(answer | ({"index": index} if self._indexed else {}))
         if isinstance(state, Growing):
             state.sent(len(data))
         self.any_sent = True

@@ -126,8 +126,11 @@ class PromptWriter:
             sample = msgspec.structs.replace(
                 sample, **nothing, top_logprobs=None, ref_logprobs=None, finish_reason="length"
             )
-        else:
-            growing.end(sample)
+        elif not growing.ended:
+            # Its end did not come in chunks.
+            growing = Growing(self, sample.sample_index)
+            for chunk in rest_of(sample):
+                growing.add(chunk)
         answer = self.answer(sample, growing.text(), growing.scored)
         meta = answer["meta_info"]
         usage, n, timings = completion.usage, self.wanted.request.n, completion.timings
@@ -225,6 +228,7 @@ class Growing:
 
     Attributes:
         scored: The logprobs of its tokens.
+        ended: Whether its last chunk came.
     """
 
     def __init__(self, writer: PromptWriter, sample_index: int) -> None:
@@ -235,12 +239,13 @@ class Growing:
         self._texts: list[str] = []
         self._spans: list[tuple[int, int]] = []
         self._free: int | None = None
-        wanted, tokenizer = writer.wanted, writer.tokenizer
+        # None where the text is that of the engine.
+        self._tokenizer = None if writer.wanted.plain_text else writer.tokenizer
         self._detokenizer: Detokenizer | None = None
-        if tokenizer is not None and not wanted.plain_text:
-            self._detokenizer = tokenizer.detokenizer(skip_special=wanted.own.skip_special_tokens)
-        self._chars = 0
-        self._ended = False
+        if self._tokenizer is not None:
+            skip = writer.wanted.own.skip_special_tokens
+            self._detokenizer = self._tokenizer.detokenizer(skip_special=skip)
+        self.ended = False
         self._shown = 0
         self._due_at = 1
 
@@ -258,23 +263,16 @@ class Growing:
         entries, tops = self._writer.scored(chunk)
         self.scored[0].extend(entries)
         self.scored[1].extend(tops)
-        self._chars += len(chunk.text)
-        self._ended = chunk.finish_reason is not None
-        if self._detokenizer is None:
+        self.ended = chunk.finish_reason is not None
+        if self._detokenizer is None or self._tokenizer is None:
             self._texts.append(chunk.text)
             return
-        token_ids = chunk.token_ids
-        if self._trims and chunk.finish_reason == "stop" and self._stops(token_ids[-1:]):
+        token_ids, wanted = chunk.token_ids, self._writer.wanted
+        trims = wanted.trim_stop and chunk.finish_reason == "stop" and token_ids
+        if trims and is_stop_token(token_ids[-1], wanted.request.sampling, self._tokenizer):
             token_ids = token_ids[:-1]
-        self._texts.append(self._detokenizer.push(token_ids))
-        if self._ended:
-            self._texts.append(self._detokenizer.finish())
-
-    def end(self, sample: CompletionSample) -> None:
-        """Add what did not come in chunks, of a sample that has ended."""
-        if not self._ended:
-            for chunk in rest_of(sample, len(self._token_ids), self._chars):
-                self.add(chunk)
+        text = self._detokenizer.push(token_ids)
+        self._texts.append(text + self._detokenizer.finish() if self.ended else text)
 
     def answer(self) -> Answer:
         """Return an event with all that there is."""
@@ -294,21 +292,11 @@ class Growing:
         self._texts = ["".join(self._texts)]
         text, writer = self._texts[0], self._writer
         beyond = len(self._token_ids) > writer.wanted.request.sampling.min_tokens
-        if self._detokenizer is None or not self._trims or not (beyond or self._ended):
+        if self._detokenizer is None or not writer.wanted.trim_stop or not (beyond or self.ended):
             return text
         if self._free is None:
             self._free = writer.free_of_stops(self._token_ids)
-        return writer.without_stop(text, self._free, ended=self._ended)
-
-    @property
-    def _trims(self) -> bool:
-        return self._writer.wanted.trim_stop
-
-    def _stops(self, last: Sequence[int]) -> bool:
-        """Return whether the last token of an ended sample is a stop token, and no stop string."""
-        tokenizer, sampling = self._writer.tokenizer, self._writer.wanted.request.sampling
-        assert tokenizer is not None, "it has a detokenizer"
-        return bool(last) and is_stop_token(last[0], sampling, tokenizer)
+        return writer.without_stop(text, self._free, ended=self.ended)
 
     def sent(self, size_bytes: int) -> None:
         """Set when the next event is due, behind one of so many bytes."""

@@ -125,7 +125,7 @@ class GatewayApp(Application):
 
     def __init__(
         self,
-        engine: BusClient,
+        client: BusClient,
         config: Config,
         measures: Measures,
         log: RequestLog | None,
@@ -140,18 +140,18 @@ class GatewayApp(Application):
     ) -> None:
         """`owner_of`: as of `watch_orphans`."""
         self.services = services
-        looks = recent_status(engine, config)
+        looks = recent_status(client, config)
         own = gateway_routes(looks, config, policy, kserve.readiness, measures.metrics)
         self.feed: Feed | None = None
         self.request_log = log
         if log is not None:
             self.feed = Feed(looks.get, log, lambda: _numbers(services()))
             own += console_routes(config, self.feed, log, kserve.readiness, services)
-        own += dead_letter_routes(engine, policy.audit)
-        own += operation_routes(engine, config, kserve.readiness, policy.audit)
+        own += dead_letter_routes(client, policy.audit)
+        own += operation_routes(client, config, kserve.readiness, policy.audit)
         super().__init__([*own, *routes], chain, measures)
         self.policy, self.kserve, self.durable_calls = policy, kserve, durable_calls
-        orphans = partial(watch_orphans, engine.bus.store.calls, config, durable_calls, owner_of)
+        orphans = partial(watch_orphans, client.bus.store.calls, config, durable_calls, owner_of)
         self.background: dict[str, Callable[[], Coroutine[Any, Any, None]]] = {
             "policy": policy.run_forever,
             "durable calls": orphans,
@@ -178,7 +178,7 @@ class GatewayApp(Application):
 
 
 def make_app(
-    engine: BusClient,
+    client: BusClient,
     config: Config,
     measures: Measures | None = None,
     readiness: Readiness | None = None,
@@ -186,7 +186,7 @@ def make_app(
     """Return the application of a gateway with one model. `HttpServer` authenticates its callers.
 
     Args:
-        engine: The client of the engine.
+        client: The client of the engine.
         config: The engine's settings, and the gateway's own.
         measures: Spans and metrics; None for none.
         readiness: Whether the gateway takes requests; None for that of the engine.
@@ -194,17 +194,17 @@ def make_app(
     Raises:
         ConfigError: The policy's settings or `gateway.message_format` are invalid.
     """
-    measures, readiness = measures or Measures(), readiness or Readiness(engine.deployment)
-    policy = Policy(engine, config, measures)
+    measures, readiness = measures or Measures(), readiness or Readiness(client.deployment)
+    policy = Policy(client, config, measures)
     log, regions = log_of(config, measures), TenantRegions(config.gateway)
-    model = Interfaces(engine, config, policy.chain_of, measures, readiness, log, regions)
+    model = Interfaces(client, config, policy.chain_of, measures, readiness, log, regions)
     measures.watch(instruments.GATEWAY_WAITING, lambda: model.submissions.waiting)
     return GatewayApp(
-        engine,
+        client,
         config,
         measures,
         log,
-        [*model.routes, *single_model_routes(engine)],
+        [*model.routes, *single_model_routes(client)],
         model.chain,
         policy=policy,
         kserve=model.kserve,

@@ -184,13 +184,21 @@ class Call:
         return await self.fetch(max_bytes) if body is None else body
 
     def header(self, name: str) -> str | None:
-        """Return the first value of a header; None without it."""
-        return next(iter(self.header_values(name)), None)
+        """Return the first value of a header, whose name may be written in any case; or None."""
+        values = self._values.get(name.lower().encode())
+        return values[0].decode("latin-1") if values else None
 
     def header_values(self, name: str) -> list[str]:
-        """Return all values of a header, whose name may be written in any case."""
-        wanted = name.lower().encode()
-        return [value.decode("latin-1") for given, value in self.headers if given == wanted]
+        """Return all values of a header; see `header`."""
+        values = self._values.get(name.lower().encode(), ())
+        return [value.decode("latin-1") for value in values]
+
+    @cached_property
+    def _values(self) -> dict[bytes, list[bytes]]:
+        found: dict[bytes, list[bytes]] = {}
+        for name, value in self.headers:
+            found.setdefault(name, []).append(value)
+        return found
 
     @cached_property
     def query(self) -> dict[str, str]:

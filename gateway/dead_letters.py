@@ -21,16 +21,16 @@ _SHOWN = 2000
 """Characters of a prompt."""
 
 
-def dead_letter_routes(engine: BusClient, audit: AuditLog | None) -> list[PolicyRoute]:
-    """Return the endpoints. `engine`: the client of the gateway or of the whole deployment."""
+def dead_letter_routes(client: BusClient, audit: AuditLog | None) -> list[PolicyRoute]:
+    """Return the endpoints. `client`: the client of the gateway or of the whole deployment."""
 
     async def letters(call: Call) -> Response:
-        found = [_json(each) for each in await engine.bus.requests.dead_letters()]
+        found = [_json(each) for each in await client.bus.requests.dead_letters()]
         return JsonResponse({"object": "list", "data": found})
 
     async def chosen(call: Call) -> DeadLetter:
         letter_id = call.params["letter_id"]
-        for each in await engine.bus.requests.dead_letters():
+        for each in await client.bus.requests.dead_letters():
             if each.letter_id == letter_id:
                 return each
         raise RequestError(
@@ -39,13 +39,13 @@ def dead_letter_routes(engine: BusClient, audit: AuditLog | None) -> list[Policy
 
     async def retry(call: Call) -> Response:
         letter = await chosen(call)
-        request_id = await retry_dead_letter(engine, letter)
+        request_id = await retry_dead_letter(client, letter)
         audit_change(audit, call, "dead_letter_retried", letter.letter_id, {"id": request_id})
         return JsonResponse({"id": letter.letter_id, "request_id": request_id})
 
     async def drop(call: Call) -> Response:
         letter_id = (await chosen(call)).letter_id
-        await engine.bus.requests.drop_dead_letter(letter_id)
+        await client.bus.requests.drop_dead_letter(letter_id)
         audit_change(audit, call, "dead_letter_dropped", letter_id, {})
         return JsonResponse({"id": letter_id, "object": "dead_letter", "deleted": True})
 

@@ -41,10 +41,10 @@ _ROOT = (
 )
 
 
-def recent_status(engine: BusClient, config: Config) -> Recent[PipelineStatus]:
+def recent_status(client: BusClient, config: Config) -> Recent[PipelineStatus]:
     """Return the status of the pipeline, read at most every half second."""
     stall_timeout_s = config.pipeline.stall_timeout_s
-    return Recent(lambda: pipeline_status(engine, stall_timeout_s), ASKED_EVERY_S)
+    return Recent(lambda: pipeline_status(client, stall_timeout_s), ASKED_EVERY_S)
 
 
 def gateway_routes(
@@ -183,7 +183,7 @@ def status_json(status: ModelStatus) -> dict[str, Any]:
 
 
 def status_routes(
-    engine: BusClient, id_of: Callable[[str], Awaitable[str]] | None = None
+    client: BusClient, id_of: Callable[[str], Awaitable[str]] | None = None
 ) -> list[PolicyRoute]:
     """Return the endpoints of the models' statuses.
 
@@ -192,13 +192,13 @@ def status_routes(
     """
 
     async def statuses(call: Call) -> Response:
-        found = [status_json(each) for each in await engine.models()]
+        found = [status_json(each) for each in await client.models()]
         return JsonResponse({"object": "list", "data": found})
 
     async def status(call: Call) -> Response:
         name = call.params["model"]
         wanted = name if id_of is None else await id_of(name)
-        for each in await engine.models():
+        for each in await client.models():
             if wanted in (each.id, *each.aliases):
                 return JsonResponse(status_json(each))
         raise ModelError(f"there is no model {shown(name)} here", code="unknown_model")
@@ -209,14 +209,14 @@ def status_routes(
     ]
 
 
-def single_model_routes(engine: BusClient) -> list[PolicyRoute]:
+def single_model_routes(client: BusClient) -> list[PolicyRoute]:
     """Return `/admin/models` of a gateway with one model, which can't be loaded or unloaded."""
 
     async def refuse(call: Call) -> Response:
         raise RequestError(NO_LOADING, code="unsupported")
 
     return [
-        *status_routes(engine),
+        *status_routes(client),
         PolicyRoute(f"POST {MODELS_PATH}", "admin", refuse),
         PolicyRoute(f"POST,DELETE {MODEL_PATH}", "admin", refuse),
     ]

@@ -64,7 +64,7 @@ class ReplayCalls:
     async def _recorded(self, id: str, call: Call) -> list[Completion]:
         """Return what is recorded of the request or call that a caller means, if it may replay it;
         see `ids_of`."""
-        results = self._services.engine.bus.results
+        results = self._services.client.bus.results
         for each in ids_of(call.caller, id):
             # Without a search of the results stream, which would take longer the more it holds.
             recorded = await results.recorded(each, search=False)
@@ -75,12 +75,14 @@ class ReplayCalls:
     async def _prompt_of(self, recorded: Completion) -> str:
         """Return the prompt's text; "" without a tokenizer."""
         try:
-            words = await self._services.words.get()
+            tokenizer = await self._services.tokenizer.get()
         except ModelError:
             return ""
         token_ids = recorded.prompt_token_ids or ()
         asked = GenerateRequest(prompt_token_ids=token_ids)
-        return await self._services.words.process(len(token_ids), partial(text_of, asked, words))
+        return await self._services.tokenizer.process(
+            len(token_ids), partial(text_of, asked, tokenizer)
+        )
 
     async def _delivered(
         self, recorded: Completion, like: GenerateRequest, call: Call, before: str

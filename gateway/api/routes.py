@@ -34,17 +34,8 @@ class PolicyRoute(Route):
         needed: The scope that its callers need.
     """
 
-    def __init__(
-        self,
-        route: str,
-        needed: Needed,
-        endpoint: Endpoint,
-        when: Callable[[Call], bool] | None = None,
-    ) -> None:
-        """Args:
-        route: Its methods and its path, such as "GET /v1/models" or "POST,PUT /generate".
-        when: Returns whether the route is for a call; None for all.
-        """
+    def __init__(self, route: str, needed: Needed, endpoint: Endpoint) -> None:
+        """`route`: its methods and its path, such as "GET /v1/models" or "POST,PUT /generate"."""
         methods, _, path = route.partition(" ")
 
         @wraps(endpoint)
@@ -57,9 +48,17 @@ class PolicyRoute(Route):
 
         super().__init__(path, checked, methods=methods.split(","))
         self.needed = needed
-        self._when = when
+
+
+class RouteFor(PolicyRoute):
+    """A route for some calls only."""
+
+    def __init__(
+        self, route: str, needed: Needed, endpoint: Endpoint, takes: Callable[[Call], bool]
+    ) -> None:
+        """`takes`: returns whether the route is for a call."""
+        super().__init__(route, needed, endpoint)
+        self._takes = takes
 
     def matches(self, scope: Scope) -> tuple[Match, Scope]:
-        if self._when is not None and not self._when(call_of(scope)):
-            return Match.NONE, {}
-        return super().matches(scope)
+        return super().matches(scope) if self._takes(call_of(scope)) else (Match.NONE, {})

@@ -20,7 +20,7 @@ from ..server.http import EventStream, JsonResponse, Response, SendEvent
 from ..serving.lane_state import Readiness
 from ..serving.request_log import LoggedRequest, RequestLog
 from ..serving.services import Services
-from ..serving.words import Words
+from ..serving.tokenizer import Tokenizer
 from .feed import Feed, viewer_of
 from .files import file_routes
 
@@ -103,8 +103,8 @@ def console_routes(
             )
         await _read_prompt(found, models())
         detail = log.detail(found.id)
-        if detail and (words := await _words(found, models())) is not None:
-            _add_texts(detail, words)
+        if detail and (tokenizer := await _tokenizer(found, models())) is not None:
+            _add_texts(detail, tokenizer)
         return _json({"request": found, "detail": detail})
 
     return [
@@ -143,30 +143,30 @@ async def _with_images(models: Sequence[Services], caller: Caller) -> list[str]:
     found = []
     for each in models:
         with suppress(ModelError):
-            if (await each.words.get()).images is not None:
+            if (await each.tokenizer.get()).images is not None:
                 found.append(each.config.engine.model_name)
     return found if caller.models is None else [each for each in found if each in caller.models]
 
 
-async def _words(found: LoggedRequest, models: Sequence[Services]) -> Words | None:
+async def _tokenizer(found: LoggedRequest, models: Sequence[Services]) -> Tokenizer | None:
     for each in models:
         if each.config.engine.model_name == found.of_model:
             with suppress(ModelError):
-                return await each.words.get()
+                return await each.tokenizer.get()
     return None
 
 
 async def _read_prompt(found: LoggedRequest, models: Sequence[Services]) -> None:
     """Replace the tokens of a prompt by their text, the first time that somebody reads it."""
     if isinstance(found.prompt, tuple):
-        words = await _words(found, models)
-        found.prompt = "" if words is None else words.text(found.prompt, skip_special=True)
+        tokenizer = await _tokenizer(found, models)
+        found.prompt = "" if tokenizer is None else tokenizer.text(found.prompt, skip_special=True)
 
 
-def _add_texts(detail: dict[str, Any], words: Words) -> None:
+def _add_texts(detail: dict[str, Any], tokenizer: Tokenizer) -> None:
     """Add the texts of tokens."""
     if not detail["prompt"]:
-        detail["prompt"] = words.text(detail["prompt_token_ids"], skip_special=False)
+        detail["prompt"] = tokenizer.text(detail["prompt_token_ids"], skip_special=False)
     del detail["prompt_token_ids"]
     for sample in detail["samples"]:
-        sample["tokens_text"] = [words.token(each) for each in sample.pop("token_ids")]
+        sample["tokens_text"] = [tokenizer.token(each) for each in sample.pop("token_ids")]

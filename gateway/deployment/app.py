@@ -37,28 +37,28 @@ _BY_ID = ("/v1/streams/{", "/v1/responses/{")
 class DeploymentApp(GatewayApp):
     """The application of a gateway before all models of a deployment. `models`: those models."""
 
-    def __init__(self, engine: BusClient, config: Config, measures: Measures | None = None) -> None:
+    def __init__(self, client: BusClient, config: Config, measures: Measures | None = None) -> None:
         """Args: the client of the deployment, its settings, and as for `make_app`.
 
         Raises:
             ConfigError: As `make_app`.
         """
         self._config, self._measures = config, measures or Measures()
-        self.models = models = Models(engine, config.models)
+        self.models = models = Models(client, config.models)
         readiness = Readiness(models)
-        policy = Policy(engine, config, self._measures, models.engines)
-        control = ModelControl(engine, policy.audit)
+        policy = Policy(client, config, self._measures, models.clients)
+        control = ModelControl(client, policy.audit)
         service = InferenceService(metrics=self._measures.metrics)
         kserve = KServe(service, TenantRegions(config.gateway), readiness, control)
         limit = config.gateway.max_body_bytes
         super().__init__(
-            engine,
+            client,
             config,
             self._measures,
             log_of(config, self._measures),
             [
-                *deployment_routes(engine, models, control, readiness, limit),
-                *_dispatched(engine, config, policy, models),
+                *deployment_routes(client, models, control, readiness, limit),
+                *_dispatched(client, config, policy, models),
                 *kserve_routes(kserve, config.gateway),
             ],
             policy.chain_of_all(),
@@ -71,7 +71,7 @@ class DeploymentApp(GatewayApp):
         # A model's own address counts before all other routes.
         self.router.routes.insert(0, ModelPathRoute(models))
         # Answers requests on the deployment's requests stream when no other router does.
-        router = Router(engine.bus, self._measures.metrics)
+        router = Router(client.bus, self._measures.metrics)
         self.background |= {"models": models.run_forever, "router": router.run_forever}
         models.build_with(self._model_app, partial(_serve_kserve, service))
         add_packages(service, config)
@@ -84,16 +84,16 @@ class DeploymentApp(GatewayApp):
         await super().aclose()
         await self.models.aclose()
 
-    def _model_app(self, record: ModelRecord, engine: BusClient) -> ModelApp:
+    def _model_app(self, record: ModelRecord, client: BusClient) -> ModelApp:
         """Return the application of one model. Raises NanoInferenceError for invalid settings."""
-        readiness = Readiness(engine.deployment, self.kserve.readiness)
+        readiness = Readiness(client.deployment, self.kserve.readiness)
         config, regions = self._config.of_model(record.spec), self.kserve.regions
         chain_of, log = self.policy.chain_of, self.request_log
-        own = Interfaces(engine, config, chain_of, self._measures, readiness, log, regions)
+        own = Interfaces(client, config, chain_of, self._measures, readiness, log, regions)
         own.kserve.service.statistics = self.kserve.service.statistics
         own.responses.conversation_of = partial(_conversation, self.models, own)
         routes = [*probe_routes(readiness), *own.routes]
-        return ModelApp(record, engine, own, Application(routes, own.chain, self._measures))
+        return ModelApp(record, client, own, Application(routes, own.chain, self._measures))
 
 
 async def _conversation(
@@ -121,7 +121,7 @@ def _serve_kserve(service: InferenceService, app: ModelApp, there: bool) -> None
 
 
 def _dispatched(
-    engine: BusClient, config: Config, policy: Policy, models: Models
+    client: BusClient, config: Config, policy: Policy, models: Models
 ) -> list[PolicyRoute]:
     """Return the endpoints of every model, called without the model's own address."""
     dispatch = ModelDispatch(models, config.gateway.max_body_bytes)
@@ -129,7 +129,7 @@ def _dispatched(
     own = config.of_model(ModelConfig(id="any", path=config.engine.model_path))
     regions = TenantRegions(config.gateway)
     parts = (policy.chain_of, Measures(), Readiness(models), None, regions)
-    table = Interfaces(engine, own, *parts).routes
+    table = Interfaces(client, own, *parts).routes
 
     def endpoint_of(path: str) -> Any:
         if path.startswith(_BY_ID):

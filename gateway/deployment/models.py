@@ -35,13 +35,13 @@ class ModelApp:
 
     Attributes:
         record: The model's entry in the registry, as last read.
-        engine: The model's client, closed with this.
+        client: The model's client, closed with this.
         interfaces: The interfaces to the model.
         app: The ASGI application.
     """
 
     record: ModelRecord
-    engine: BusClient
+    client: BusClient
     interfaces: Interfaces
     app: ASGIApp
     _calls: int = 0
@@ -82,7 +82,7 @@ class ModelApp:
     async def aclose(self) -> None:
         """Close what is held, once no call is in flight."""
         await self.interfaces.durable.aclose()
-        await self.engine.aclose()
+        await self.client.aclose()
 
 
 class UnknownModel(FieldError):
@@ -95,10 +95,10 @@ class UnknownModel(FieldError):
 class Models:
     """Creates the application of each model in the registry, and closes those of removed models."""
 
-    def __init__(self, engine: BusClient, configured: Sequence[ModelConfig]) -> None:
+    def __init__(self, client: BusClient, configured: Sequence[ModelConfig]) -> None:
         """Args: the client of the deployment, and the models of the settings, which count while
         the registry is empty."""
-        self._engine = engine
+        self._client = client
         self._configured = {spec.id: ModelRecord(spec=spec) for spec in configured}
         self._apps: dict[str, ModelApp] = {}
         self._retired: list[ModelApp] = []
@@ -138,9 +138,9 @@ class Models:
         """Return the names of all models."""
         return {name for record in self._records.values() for name in record.names}
 
-    def engines(self) -> Iterable[BusClient]:
+    def clients(self) -> Iterable[BusClient]:
         """Return the clients of all models that take requests."""
-        return [app.engine for app in self._apps.values() if app.record.takes_requests]
+        return [app.client for app in self._apps.values() if app.record.takes_requests]
 
     async def find(self, name: str = "") -> ModelApp:
         """Return the model of a name; the default for "".
@@ -176,7 +176,7 @@ class Models:
             RequestError: stream_not_found: its model is gone.
             BusError: The bus can't be reached.
         """
-        stored = await self._engine.bus.store.calls.read(call_id)
+        stored = await self._client.bus.store.calls.read(call_id)
         try:
             return await self.find(model_of(stored) if stored is not None else "")
         except UnknownModel:
@@ -248,7 +248,7 @@ class Models:
         return app
 
     async def _read(self) -> None:
-        records = await self._engine.bus.store.models.read()
+        records = await self._client.bus.store.models.read()
         self._take(records or self._configured)
 
     def _take(self, records: Records) -> None:
@@ -270,7 +270,7 @@ class Models:
         model = record.spec.id
         self._failed.pop(model, None)
         try:
-            app = self._make(record, self._engine.of_model(model))
+            app = self._make(record, self._client.of_model(model))
             self._changed(app, True)
         except NanoInferenceError as error:
             get_logger().error("model_not_served", model=model, error=str(error))

@@ -53,9 +53,9 @@ class ModelControl:
     those of `BusClient`.
     """
 
-    def __init__(self, engine: BusClient, audit: AuditLog | None) -> None:
-        """`engine`: the client of the deployment."""
-        self._engine = engine
+    def __init__(self, client: BusClient, audit: AuditLog | None) -> None:
+        """`client`: the client of the deployment."""
+        self._client = client
         self._audit = audit
 
     async def add(self, call: Call, body: dict[str, Any]) -> ModelStatus:
@@ -68,17 +68,17 @@ class ModelControl:
             spec = convert(body, ModelConfig)
         except ConfigError as error:
             raise RequestError(error.message, code="invalid_model") from None
-        return await self._changed(call, "model_added", self._engine.load_model(spec))
+        return await self._changed(call, "model_added", self._client.load_model(spec))
 
     async def load(self, call: Call, model: str) -> ModelStatus:
-        return await self._changed(call, "model_loaded", self._engine.load_model(model))
+        return await self._changed(call, "model_loaded", self._client.load_model(model))
 
     async def unload(
         self, call: Call, model: str, timeout_s: float | None = None, *, remove: bool = False
     ) -> ModelStatus:
         """Unload a model; with `remove` take it out of the deployment."""
         event = "model_removed" if remove else "model_unloaded"
-        work = self._engine.unload_model(model, timeout_s=timeout_s, remove=remove)
+        work = self._client.unload_model(model, timeout_s=timeout_s, remove=remove)
         return await self._changed(call, event, work)
 
     async def _changed(self, call: Call, event: str, work: Awaitable[ModelStatus]) -> ModelStatus:
@@ -88,7 +88,7 @@ class ModelControl:
 
 
 def deployment_routes(
-    engine: BusClient,
+    client: BusClient,
     models: Models,
     control: ModelControl,
     readiness: Readiness,
@@ -136,7 +136,7 @@ def deployment_routes(
         PolicyRoute("GET /v1/models/{model:path}", "read", model),
         PolicyRoute("GET /health", "nothing", health),
         PolicyRoute("GET /version", "nothing", version),
-        *status_routes(engine, id_of),
+        *status_routes(client, id_of),
         *_change_routes(control, max_body_bytes),
     ]
 

@@ -14,7 +14,7 @@ from ...config import ModelError, NanoInferenceError
 from ..call import Account, Call
 from ..server.measures import Measures
 from ..serving.chain import Outputs, Requests
-from ..serving.words import LazyWords, Words
+from ..serving.tokenizer import LazyTokenizer, Tokenizer
 from .audit import AuditLog
 from .backend import PolicyUnavailable
 from .guardrail import text_of
@@ -40,11 +40,11 @@ class AuditedCalls(AuditedHeads):
     """Records the prompts of each call, and its answer as it leaves."""
 
     def __init__(
-        self, log: AuditLog, words: LazyWords, measures: Measures, default_model: str
+        self, log: AuditLog, tokenizer: LazyTokenizer, measures: Measures, default_model: str
     ) -> None:
         """`default_model`: the model of requests that name none."""
         super().__init__(log, measures)
-        self._words = words
+        self._tokenizer = tokenizer
         self._default_model = default_model
 
     @asynccontextmanager
@@ -52,12 +52,12 @@ class AuditedCalls(AuditedHeads):
         account = call.account
         if requests:
             try:
-                words = await self._words.get()
+                tokenizer = await self._tokenizer.get()
             except ModelError:
-                words = None
+                tokenizer = None
             # Some interfaces have names of their own for the same engine.
             account.model = account.model or requests[0].model or self._default_model
-            _recorded(account, "prompt", _RecordedPrompts).add(requests, words)
+            _recorded(account, "prompt", _RecordedPrompts).add(requests, tokenizer)
         try:
             yield
         except NanoInferenceError as error:
@@ -117,16 +117,16 @@ class _RecordedPrompts:
 
     def __init__(self) -> None:
         self._requests: list[GenerateRequest] = []
-        self._words: Words | None = None
+        self._tokenizer: Tokenizer | None = None
 
-    def add(self, requests: Requests, words: Words | None) -> None:
+    def add(self, requests: Requests, tokenizer: Tokenizer | None) -> None:
         self._requests += requests
-        self._words = words
+        self._tokenizer = tokenizer
 
     def __call__(self) -> list[str]:
         """Return the texts; without a tokenizer, the ids of the tokens."""
-        if self._words is not None:
-            return [text_of(each, self._words) for each in self._requests]
+        if self._tokenizer is not None:
+            return [text_of(each, self._tokenizer) for each in self._requests]
         return [
             each.prompt or " ".join(map(str, each.prompt_token_ids or ()))
             for each in self._requests

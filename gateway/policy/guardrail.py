@@ -19,7 +19,7 @@ from ..call import Call
 from ..server.http import task_group
 from ..server.measures import Measures
 from ..serving.chain import Outputs, Requests
-from ..serving.words import LazyWords, Words
+from ..serving.tokenizer import LazyTokenizer, Tokenizer
 from .backend import PolicyUnavailable
 from .block_list import BlockList
 from .held_outputs import HeldOutputs
@@ -119,7 +119,7 @@ class Guardrail:
 
     block_lists: BlockLists | None
     agent: OpenPolicyAgent | None
-    words: LazyWords
+    tokenizer: LazyTokenizer
     measures: Measures
     cancel: Cancel
     model: str
@@ -131,7 +131,7 @@ class Guardrail:
             texts = await self._texts(requests)
             if block_list:
                 blocked = partial(any, map(block_list.blocks, texts))
-                if await self.words.process(sum(map(len, texts)), blocked):
+                if await self.tokenizer.process(sum(map(len, texts)), blocked):
                     raise self._refused("the prompt has in it what is not taken here; leave it out")
             if self.agent:
                 await self._ask(self.agent, call, requests, texts)
@@ -147,7 +147,7 @@ class Guardrail:
                 async for output in outputs:
                     yield output
                 return
-            held = HeldOutputs(request, block_list, await self.words.required(), before)
+            held = HeldOutputs(request, block_list, await self.tokenizer.required(), before)
             blocked, cancelled = 0, False
             async for output in outputs:
                 for released in await self._put(held, output):
@@ -168,13 +168,15 @@ class Guardrail:
             size = sum(len(sample.text) for sample in output.samples)
         else:
             size = len(output.text)
-        return await self.words.process(size, partial(held.put, output))
+        return await self.tokenizer.process(size, partial(held.put, output))
 
     async def _texts(self, requests: Requests) -> list[str]:
         """Return the prompts as the model reads them, without special tokens."""
-        words = await self.words.required()
+        tokenizer = await self.tokenizer.required()
         size = sum(len(each.prompt or each.prompt_token_ids or ()) for each in requests)
-        return await self.words.process(size, lambda: [text_of(each, words) for each in requests])
+        return await self.tokenizer.process(
+            size, lambda: [text_of(each, tokenizer) for each in requests]
+        )
 
     async def _ask(
         self, agent: OpenPolicyAgent, call: Call, requests: Requests, texts: Sequence[str]
@@ -221,10 +223,10 @@ class Guardrail:
         return RequestError(message, code="content_filter")
 
 
-def text_of(request: GenerateRequest, words: Words) -> str:
+def text_of(request: GenerateRequest, tokenizer: Tokenizer) -> str:
     """Return a prompt as text."""
     if request.prompt is not None:
         return request.prompt
     # Admission refuses ids that are no tokens of the model.
     token_ids = [each for each in request.prompt_token_ids or () if 0 <= each < 2**32]
-    return words.text(token_ids, skip_special=True)
+    return tokenizer.text(token_ids, skip_special=True)

@@ -20,7 +20,7 @@ from ...bus.public import (
     Output,
     TokenLogprob,
 )
-from ..serving.words import Words
+from ..serving.tokenizer import Tokenizer
 from .block_list import BlockList, Scanner, context_chars
 
 T = TypeVar("T")
@@ -156,15 +156,19 @@ class HeldOutputs:
     """
 
     def __init__(
-        self, request: GenerateRequest, block_list: BlockList, words: Words, before: str = ""
+        self,
+        request: GenerateRequest,
+        block_list: BlockList,
+        tokenizer: Tokenizer,
+        before: str = "",
     ) -> None:
         """`before`: text shown before each sample, in which a match may begin."""
         self.blocked = 0
         self._request = request
         self._blocked_tokens: dict[int, bool] = {}
         self._block_list = block_list
-        self._words = words
-        held = partial(_HeldSample, block_list, before[-context_chars(block_list) :], words)
+        self._tokenizer = tokenizer
+        held = partial(_HeldSample, block_list, before[-context_chars(block_list) :], tokenizer)
         self._samples: defaultdict[int, _HeldSample] = defaultdict(held)
 
     @property
@@ -225,7 +229,7 @@ class HeldOutputs:
 
     def _blocks(self, token_id: int) -> bool:
         if token_id not in self._blocked_tokens:
-            text = self._words.text((token_id,), skip_special=True)
+            text = self._tokenizer.text((token_id,), skip_special=True)
             self._blocked_tokens[token_id] = self._block_list.blocks(text)
         return self._blocked_tokens[token_id]
 
@@ -243,13 +247,13 @@ class _HeldSample:
         ended: Nothing more of it may leave.
     """
 
-    def __init__(self, block_list: BlockList, before: str, words: Words) -> None:
+    def __init__(self, block_list: BlockList, before: str, tokenizer: Tokenizer) -> None:
         self.running = True
         self.ended = False
         self._text = Scanner(block_list)
         self._escaped = EscapedScanner(block_list)
         self._by_tokens = Scanner(block_list, before)
-        self._detokenizer = words.detokenizer(skip_special=True)
+        self._detokenizer = tokenizer.detokenizer(skip_special=True)
         # For each token, the length of the text with it, and the number of tokens up to the last
         # one that added text: a part of a character belongs to the rest of it.
         self._ends: list[int] = []

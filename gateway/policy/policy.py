@@ -18,7 +18,7 @@ from ..server.calls import OnCall
 from ..server.measures import Measures
 from ..serving.chain import HeadLink, OutputsLink, PolicyChain, RequestsLink
 from ..serving.lane_state import ServedModels
-from ..serving.words import LazyWords
+from ..serving.tokenizer import LazyTokenizer
 from .audit import AuditLog, audit_call
 from .audited_calls import AuditedCalls, AuditedHeads
 from .backend import open_backend
@@ -41,26 +41,26 @@ class Policy:
 
     def __init__(
         self,
-        engine: BusClient,
+        client: BusClient,
         config: Config,
         measures: Measures,
-        engines: Callable[[], Iterable[BusClient]] | None = None,
+        clients: Callable[[], Iterable[BusClient]] | None = None,
     ) -> None:
-        """`engines`: returns the clients of all models, if there are several.
+        """`clients`: returns the clients of all models, if there are several.
 
         Raises:
             ConfigError: The settings are invalid.
         """
         own = config.policy
-        self._engines = engines or (lambda: [engine])
-        self._limits = engine.bus.store.limits
+        self._clients = clients or (lambda: [client])
+        self._limits = client.bus.store.limits
         self._config = own
         self._measures = measures
         self.store: PolicyStore | None = None
         self._lists: BlockLists | None = None
         self._tokens = TokenAuthenticator(own) if own.oidc_issuer else None
         if own.backend != "off":
-            self.store = PolicyStore(open_backend(own, engine.bus.store.policy), own.refresh_s)
+            self.store = PolicyStore(open_backend(own, client.bus.store.policy), own.refresh_s)
             self._lists = BlockLists(self.store, own.guardrail_max_match)
         self._agent = OpenPolicyAgent(own) if own.opa_url else None
         self.audit = AuditLog(own, measures.audit_lost) if own.audit_file else None
@@ -69,17 +69,17 @@ class Policy:
 
     def chain_of(
         self,
-        engine: BusClient,
+        client: BusClient,
         config: Config,
-        words: LazyWords,
+        tokenizer: LazyTokenizer,
         served: ServedModels,
     ) -> PolicyChain:
         """Return the chain of every call about a model.
 
         Args:
-            engine: The model's client.
+            client: The model's client.
             config: The model's settings.
-            words: The model's tokenizer.
+            tokenizer: The model's tokenizer.
             served: The names that the model's lanes serve.
         """
         name, measures = config.engine.model_name, self._measures
@@ -93,11 +93,13 @@ class Policy:
                 head.append(lambda call: served.check("", call.caller))
             requests.append(ReserveLimits(self._limits, config, measures))
         if self._lists is not None or self._agent is not None:
-            guardrail = Guardrail(self._lists, self._agent, words, measures, engine.cancel, name)
+            guardrail = Guardrail(
+                self._lists, self._agent, tokenizer, measures, client.cancel, name
+            )
             requests.append(guardrail)
             outputs.append(guardrail)
         if self.audit is not None:
-            audited = AuditedCalls(self.audit, words, measures, name)
+            audited = AuditedCalls(self.audit, tokenizer, measures, name)
             head.append(audited.check)
             # First, so that it logs requests that other links refuse.
             requests.insert(0, audited)
@@ -128,7 +130,7 @@ class Policy:
         if self.store is not None:
             async with anyio.create_task_group() as group:
                 group.start_soon(self.store.run_forever)
-                group.start_soon(apply_weights_forever, self._engines, self.store)
+                group.start_soon(apply_weights_forever, self._clients, self.store)
 
     async def aclose(self) -> None:
         """Close all parts."""

@@ -141,7 +141,7 @@ async def block_list_of(guardrails: Guardrails, max_match: int) -> BlockList:
 
 
 async def apply_weights_forever(
-    engines: Callable[[], Iterable[BusClient]], store: PolicyStore
+    clients: Callable[[], Iterable[BusClient]], store: PolicyStore
 ) -> None:
     """Set the tenants' weights in the fairness of every lane, also of a lane that restarts.
 
@@ -156,13 +156,13 @@ async def apply_weights_forever(
             wanted = {name: each.weight for name, each in tenants if each.weight is not None}
             gone = applied - set(wanted)
             if wanted or gone:
-                for engine in list(engines()):
-                    for lane, config in (await engine.deployment.fairness()).items():
+                for client in list(clients()):
+                    for lane, config in (await client.deployment.fairness()).items():
                         own = config.tenant_weights
                         kept = {name: each for name, each in own.items() if name not in gone}
                         if (weights := kept | wanted) != own:
                             changed = msgspec.structs.replace(config, tenant_weights=weights)
-                            await engine.update_fairness(changed, lane)
+                            await client.update_fairness(changed, lane)
                 applied = set(wanted)
         except NanoInferenceError as error:
             get_logger().debug("tenant_weights_not_set", error=error.message)

@@ -15,7 +15,7 @@ from ...text.messages import EFFORT, SWITCHES, MessageFormat, Tool, asked_to_rea
 from ..server.http import FieldError
 from .capacity import Capacity
 from .images import sources_in, text_in, without_sources
-from .words import LazyWords, Words
+from .tokenizer import LazyTokenizer, Tokenizer
 
 AT_ONCE = 3
 """Templates that run at a time. Each keeps a core busy, and one tenant alone has two."""
@@ -80,14 +80,14 @@ class ChatTemplates:
 
     def __init__(
         self,
-        words: LazyWords,
+        tokenizer: LazyTokenizer,
         max_model_len: Callable[[], Awaitable[int]],
         timeout_s: float,
         capacity: Capacity,
     ) -> None:
         """Args: the tokenizer, the most tokens of a prompt, the time limit, and `AT_ONCE` slots
         shared by tenants."""
-        self._words = words
+        self._tokenizer = tokenizer
         self._max_model_len = max_model_len
         self._workers = TemplateWorkers(AT_ONCE, timeout_s)
         self._capacity = capacity
@@ -110,18 +110,18 @@ class ChatTemplates:
             EngineError: overloaded.
         """
         await self.start()  # while this process loads the tokenizer
-        words, max_model_len = await self._words.required(), await self._max_model_len()
-        form = await self._words.message_format()
+        tokenizer, max_model_len = await self._tokenizer.required(), await self._max_model_len()
+        form = await self._tokenizer.message_format()
 
         def work() -> Rendered:
             # Before the template, which may drop text, and after it, which may add text.
             sent = "".join(map(text_in, conversation.turns))
-            words.check_fits(sent, max_model_len)
-            text = self._rendered(words, conversation, form)
-            words.check_fits(text, max_model_len)
+            tokenizer.check_fits(sent, max_model_len)
+            text = self._rendered(tokenizer, conversation, form)
+            tokenizer.check_fits(text, max_model_len)
             prompt: str | tuple[int, ...] = text
             if not sources_in(conversation.turns):
-                prompt = words.token_ids(text, add_special=False)
+                prompt = tokenizer.token_ids(text, add_special=False)
             begun = conversation.add_generation_prompt or conversation.continue_final_message
             opening = opening_of(form, text) if form is not None and begun else ""
             return Rendered(prompt, opening)
@@ -130,11 +130,11 @@ class ChatTemplates:
             return await anyio.to_thread.run_sync(work, limiter=self._threads)
 
     def _rendered(
-        self, words: Words, conversation: Conversation, form: MessageFormat | None
+        self, tokenizer: Tokenizer, conversation: Conversation, form: MessageFormat | None
     ) -> str:
-        tokenizer = words.tokenizer
-        template = template_of(tokenizer, tools_read(conversation.tools))
-        check_variables(conversation.variables, template, tokenizer, "chat_template_kwargs.")
+        known = tokenizer.transformers
+        template = template_of(known, tools_read(conversation.tools))
+        check_variables(conversation.variables, template, known, "chat_template_kwargs.")
         variables = reasoning_variables(
             conversation.reasoning,
             conversation.variables,
@@ -142,9 +142,9 @@ class ChatTemplates:
             always=form is not None and form.reasoning is not None,
         )
         return render_conversation(
-            tokenizer,
+            known,
             map(without_sources, conversation.turns),
-            placeholder=words.images.placeholder if words.images is not None else None,
+            placeholder=tokenizer.images.placeholder if tokenizer.images is not None else None,
             tools=conversation.tools,
             add_generation_prompt=conversation.add_generation_prompt,
             continue_final_message=conversation.continue_final_message,

@@ -144,7 +144,7 @@ class Attachment:
         unfinished: Ids of the requests that have not ended.
     """
 
-    engine: BusClient
+    client: BusClient
     record: DurableRecord
     resumable: bool = False
     entries: dict[str, str] = field(default_factory=dict)
@@ -202,7 +202,7 @@ class Attachment:
         request_id = request.request_id
         known = self.entries.get(request_id, "")
         for entry_id in (known or await self._publish(request, trace), ""):
-            followed = self.engine.follow(request_id, entry_id, just_published=not known)
+            followed = self.client.follow(request_id, entry_id, just_published=not known)
             async with _unexpired(self.record.id), aclosing(followed) as outputs:
                 async for output in outputs:
                     if entry_id and _is_duplicate(output):
@@ -229,11 +229,11 @@ class Attachment:
         return await asyncio.shield(publishing)
 
     async def _publish_and_note(self, request: GenerateRequest, trace: TraceContext) -> str:
-        entry_id = await self.engine.publish(request, trace)
+        entry_id = await self.client.publish(request, trace)
         # Before any output is sent, so that a client that comes back finds the entry.
         if await self._note(request.request_id, entry_id):
             self.cut_short = True
-            await self.engine.cancel(request.request_id, entry_id)
+            await self.client.cancel(request.request_id, entry_id)
         return entry_id
 
     async def _note(self, request_id: str, entry_id: str) -> bool:
@@ -241,7 +241,7 @@ class Attachment:
         if self.entries.get(request_id) == entry_id:
             return False
         self.entries[request_id] = entry_id
-        cancelled = await self.engine.bus.store.calls.note(self.record.id, request_id, entry_id)
+        cancelled = await self.client.bus.store.calls.note(self.record.id, request_id, entry_id)
         self.noted()
         return cancelled
 
@@ -256,9 +256,9 @@ class DurableCalls:
             to another gateway.
     """
 
-    def __init__(self, engine: BusClient, config: Config) -> None:
-        self._engine = engine
-        self._calls = engine.bus.store.calls
+    def __init__(self, client: BusClient, config: Config) -> None:
+        self._client = client
+        self._calls = client.bus.store.calls
         self._model = config.bus.model
         self._grace_s = config.gateway.resume_grace_s
         self._period_s = _attach_period_s(config)
@@ -315,7 +315,7 @@ class DurableCalls:
         Args:
             state: Other attributes of the attachment.
         """
-        attachment, call_id = Attachment(self._engine, record, **state), record.id
+        attachment, call_id = Attachment(self._client, record, **state), record.id
         self._attached.setdefault(call_id, []).append(attachment)
         try:
             yield attachment
@@ -363,7 +363,7 @@ class DurableCalls:
         Raises:
             EngineError: stream_not_found: it was published, and its outputs have expired.
         """
-        results = self._engine.bus.results
+        results = self._client.bus.results
         for entry_id in dict.fromkeys((stored.entries.get(request_id, ""), "")):
             async with _unexpired(request_id):
                 output = await results.last(request_id, entry_id)
@@ -479,7 +479,7 @@ class DurableCalls:
 
     async def _cancel(self, entries: dict[str, str]) -> None:
         for request_id, entry_id in [each for each in entries.items() if each[1]]:
-            await self._engine.cancel(request_id, entry_id)
+            await self._client.cancel(request_id, entry_id)
 
 
 async def watch_orphans(

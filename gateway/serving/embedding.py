@@ -111,7 +111,7 @@ async def answer_embedded(
             return msgspec.json.encode(write(embedded, call_usage(call.account)))
 
         numbers = sum(len(each.vector) for each in embedded)
-        body = await services.words.process(numbers // _NUMBERS, written)
+        body = await services.tokenizer.process(numbers // _NUMBERS, written)
         return Response(body, media_type="application/json")
 
 

@@ -14,7 +14,7 @@ from ...media.turns import FairDecoder
 from ...text.forgiving_base64 import decode_base64
 from ..server.http import field_error
 from .capacity import Capacity
-from .words import LazyWords, Words
+from .tokenizer import LazyTokenizer, Tokenizer
 
 FETCHES = 8
 """Images fetched at a time. One tenant alone may have half of these places."""
@@ -130,7 +130,7 @@ class Images:
         self._decoder = FairDecoder(ImageDecoder(config), config)
         self._capacity = capacity
 
-    def check(self, sources: Sequence[ImageSource], words: Words) -> None:
+    def check(self, sources: Sequence[ImageSource], tokenizer: Tokenizer) -> None:
         """Check images before they are loaded.
 
         Raises:
@@ -140,7 +140,7 @@ class Images:
         if not sources:
             return
         where, most = sources[0].where, self._config.max_per_request
-        if words.images is None:
+        if tokenizer.images is None:
             raise field_error(
                 where,
                 f": {self._model_name} takes no images here; leave them out, or ask another model",
@@ -175,7 +175,7 @@ class Images:
 
     async def expand(
         self,
-        words: LazyWords,
+        tokenizer: LazyTokenizer,
         text: str,
         images: Sequence[ImageInput],
         tenant: str,
@@ -188,12 +188,12 @@ class Images:
 
         Args:
             tenant: Of the call.
-            add_special: As for `Words.token_ids`.
+            add_special: As for `Tokenizer.token_ids`.
 
         Raises:
             RequestError: invalid_image, image_too_large, image_decode_failed, images_mismatch.
         """
-        loaded, config = await words.required(), self._config
+        loaded, config = await tokenizer.required(), self._config
         processor = loaded.images
         assert processor is not None, "check comes before"
         sizes = [
@@ -206,7 +206,7 @@ class Images:
             return processor.expand_text(text, sizes)
 
         whole = await self._decoder.run(tenant, expanded)
-        return await words.token_ids(whole, add_special=add_special)
+        return await tokenizer.token_ids(whole, add_special=add_special)
 
 
 def unsupported_here(where: str) -> RequestError:

@@ -72,13 +72,13 @@ class Readiness:
     Methods raise BusError when the bus can't be reached.
     """
 
-    def __init__(self, engine: Engine, within: Readiness | None = None) -> None:
+    def __init__(self, client: Engine, within: Readiness | None = None) -> None:
         """`within`: the gateway's, for the readiness of one of its models."""
         self._draining = False
         self._within = within
-        self._lanes = Recent(engine.trouble, ASKED_EVERY_S)
+        self._lanes = Recent(client.trouble, ASKED_EVERY_S)
         self._roles = {
-            role: Recent(partial(engine.role_trouble, role), ASKED_EVERY_S)
+            role: Recent(partial(client.role_trouble, role), ASKED_EVERY_S)
             for role in ("prefill", "decode")
         }
         self._known_here: list[Callable[[], str]] = []
@@ -117,11 +117,11 @@ class ModelLength:
     isn't loaded, its files have it.
     """
 
-    def __init__(self, engine: BusClient, config: Config) -> None:
+    def __init__(self, client: BusClient, config: Config) -> None:
         self._most = config.engine.max_model_len
         self._folder = config.engine.model_folder
         self._of_files: int | None = None
-        self._reports = Recent(engine.deployment.reports, ASKED_EVERY_S)
+        self._reports = Recent(client.deployment.reports, ASKED_EVERY_S)
 
     async def get(self) -> int:
         """Return the least length of all lanes, since any of them may take a request."""
@@ -151,11 +151,11 @@ class ServedModels:
         default: The model of requests that name none.
     """
 
-    def __init__(self, engine: BusClient, config: Config) -> None:
+    def __init__(self, client: BusClient, config: Config) -> None:
         self.default = config.engine.model_name
         self._own = ("", self.default, *config.engine.model_aliases)
-        self._engine = engine
-        self._reports = Recent(engine.deployment.reports, ASKED_EVERY_S)
+        self._client = client
+        self._reports = Recent(client.deployment.reports, ASKED_EVERY_S)
         self._adapters: tuple[LoadedAdapter, ...] = ()
 
     async def adapters(self) -> tuple[LoadedAdapter, ...]:

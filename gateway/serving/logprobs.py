@@ -3,37 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import starmap
-from typing import Any, NamedTuple
+from typing import Any
 
-from ...bus.public import TokenLogprob
 from .message_parts import TokenRecord
-from .words import Words
-
-Tops = Sequence[TokenLogprob]
-
-
-class Scored(NamedTuple):
-    """A token at its place; the first token of a prompt has no logprob."""
-
-    token_id: int
-    logprob: float | None
-    top: Tops
-
-
-def scored(
-    token_ids: Sequence[int], logprobs: Sequence[float | None], top_logprobs: Sequence[Tops] | None
-) -> list[Scored]:
-    """Zip tokens with their logprobs and alternatives, `[k]` each; None for no alternatives."""
-    tops = top_logprobs if top_logprobs is not None else ((),) * len(token_ids)
-    return list(starmap(Scored, zip(token_ids, logprobs, tops, strict=True)))
+from .tokenizer import Tokenizer
 
 
 class TokenNames:
     """The names of tokens in logprobs: their texts, or their ids."""
 
-    def __init__(self, words: Words, *, as_ids: bool) -> None:
-        self.words = words
+    def __init__(self, tokenizer: Tokenizer, *, as_ids: bool) -> None:
+        self.tokenizer = tokenizer
         self._as_ids = as_ids
 
     def name(self, token_id: int) -> str:
@@ -42,13 +22,13 @@ class TokenNames:
         return self.bytes(token_id).decode(errors="replace")
 
     def bytes(self, token_id: int) -> bytes:
-        return self.words.token_bytes(token_id)
+        return self.tokenizer.token_bytes(token_id)
 
 
-def logprobs_by_id(tokens: Sequence[Scored], names: TokenNames) -> list[dict[str, Any] | None]:
+def logprobs_by_id(tokens: Sequence[TokenRecord], names: TokenNames) -> list[dict[str, Any] | None]:
     """Return vLLM's form: by token id, the token and the likeliest ones, with known ranks."""
 
-    def at(token: Scored) -> dict[str, Any] | None:
+    def at(token: TokenRecord) -> dict[str, Any] | None:
         if token.logprob is None:
             return None
         ranked: list[tuple[int, float, int | None]] = [
@@ -64,18 +44,15 @@ def logprobs_by_id(tokens: Sequence[Scored], names: TokenNames) -> list[dict[str
     return list(map(at, tokens))
 
 
-ListedToken = Scored | TokenRecord
-
-
 class TextLogprobs:
     """`logprobs` of a choice of `/v1/completions`, for a text that grows."""
 
     def __init__(self, names: TokenNames) -> None:
         self._names = names
-        self._detokenizer = names.words.detokenizer(skip_special=True)
+        self._detokenizer = names.tokenizer.detokenizer(skip_special=True)
         self._offset = 0
 
-    def add(self, tokens: Sequence[ListedToken]) -> dict[str, Any]:
+    def add(self, tokens: Sequence[TokenRecord]) -> dict[str, Any]:
         """Return the logprobs of the next tokens.
 
         `text_offset` is the place of a token's text in the text of all tokens. A stop string cuts
@@ -92,7 +69,7 @@ class TextLogprobs:
             "text_offset": offsets,
         }
 
-    def _tops(self, token: ListedToken) -> dict[str, float] | None:
+    def _tops(self, token: TokenRecord) -> dict[str, float] | None:
         """Return the likeliest tokens and the token itself. Of two with one text the likelier
         counts."""
         if token.logprob is None:
@@ -104,7 +81,7 @@ class TextLogprobs:
         return tops
 
 
-def token_entries(tokens: Sequence[ListedToken], names: TokenNames | None) -> list[dict[str, Any]]:
+def token_entries(tokens: Sequence[TokenRecord], names: TokenNames | None) -> list[dict[str, Any]]:
     """Return an entry for each token, as chats and responses have them.
 
     Args:

@@ -11,11 +11,11 @@ from ...config import SamplingParams
 from ...text.messages import Delta, MessageFormat, MessageReader, Reading
 from ..server.measures import Measures
 from .samples import rest_of
-from .words import Words, is_stop_token
+from .tokenizer import Tokenizer, is_stop_token
 
 
 class TokenRecord(NamedTuple):
-    """A generated token.
+    """A token at its place; the first token of a prompt has no logprob.
 
     Attributes:
         top: The likeliest tokens at its place; empty if they were not requested.
@@ -26,8 +26,8 @@ class TokenRecord(NamedTuple):
     token_id: int
     logprob: float | None
     top: Sequence[TokenLogprob]
-    version: int
-    text: str
+    version: int = 0
+    text: str = ""
 
 
 class NewParts(NamedTuple):
@@ -66,7 +66,7 @@ class MessageParts:
 
     def __init__(
         self,
-        words: Words | None,
+        tokenizer: Tokenizer | None,
         sampling: SamplingParams,
         form: MessageFormat | None,
         reading: Reading | None,
@@ -76,7 +76,7 @@ class MessageParts:
         measures: Measures | None = None,
     ) -> None:
         """Args:
-        words: None if the tokens' texts are not needed.
+        tokenizer: None if the tokens' texts are not needed.
         seed: As for a `MessageReader`.
         form, reading: None: all is content.
         by_tokens: Whether each token's text is needed. If not, and without a reader, content is the
@@ -88,8 +88,8 @@ class MessageParts:
         self.reads = reader is not None
         self._tokens: _Tokens | None = None
         if by_tokens or reader is not None:
-            assert words is not None, "texts of tokens take the tokenizer"
-            self._tokens = _Tokens(words, sampling)
+            assert tokenizer is not None, "texts of tokens take the tokenizer"
+            self._tokens = _Tokens(tokenizer, sampling)
         self._measures = measures
         self._names: set[str] = set()
         self._text_chars = self._taken = self._told = 0
@@ -130,7 +130,9 @@ class MessageParts:
         self._reason = chunk.finish_reason
         self._taken += len(chunk.token_ids)
         self._text_chars += len(chunk.text)
-        records = _records_of(chunk)
+        records = records_of(
+            chunk.token_ids, chunk.logprobs, chunk.top_logprobs, chunk.weight_version
+        )
         if self._tokens is None:
             new.records.extend(records)
             if chunk.text:
@@ -211,10 +213,10 @@ class _Tokens:
             end it is the beginning of a token's text that a guardrail has cut.
     """
 
-    def __init__(self, words: Words, sampling: SamplingParams) -> None:
-        self._words = words
+    def __init__(self, tokenizer: Tokenizer, sampling: SamplingParams) -> None:
+        self._tokenizer = tokenizer
         self._sampling = sampling
-        self._detokenizer = words.detokenizer(skip_special=True)
+        self._detokenizer = tokenizer.detokenizer(skip_special=True)
         self._waiting: deque[_Token] = deque()
         # The number of last tokens that belong to an incomplete character.
         self._incomplete = 0
@@ -226,10 +228,10 @@ class _Tokens:
         for record in records:
             token_id = record.token_id
             is_last = chunk.finish_reason == "stop" and record is records[-1]
-            if is_last and is_stop_token(token_id, self._sampling, self._words):
+            if is_last and is_stop_token(token_id, self._sampling, self._tokenizer):
                 self._waiting.append(_Token(record, "", stops=True))
                 return
-            text, name = self._detokenizer.push((token_id,)), self._words.special_name(token_id)
+            text, name = self._detokenizer.push((token_id,)), self._tokenizer.special_name(token_id)
             # With new text, the character before it is complete, or never will be.
             self._incomplete = 0 if text else self._incomplete
             self._incomplete += self._detokenizer.incomplete
@@ -268,9 +270,15 @@ class _Tokens:
                 break
 
 
-def _records_of(chunk: CompletionChunk) -> list[TokenRecord]:
-    """Return the tokens of a chunk, without their texts."""
-    version = chunk.weight_version
-    tops = chunk.top_logprobs or ((),) * len(chunk.token_ids)
-    tokens = zip(chunk.token_ids, chunk.logprobs, tops, strict=True)
-    return [TokenRecord(token_id, logprob, top, version, "") for token_id, logprob, top in tokens]
+def records_of(
+    token_ids: Sequence[int],
+    logprobs: Sequence[float | None],
+    top_logprobs: Sequence[Sequence[TokenLogprob]] | None,
+    version: int = 0,
+) -> list[TokenRecord]:
+    """Zip tokens with their logprobs and alternatives, `[k]` each; None for no alternatives."""
+    tops = top_logprobs or ((),) * len(token_ids)
+    return [
+        TokenRecord(token_id, logprob, top, version)
+        for token_id, logprob, top in zip(token_ids, logprobs, tops, strict=True)
+    ]

@@ -52,7 +52,7 @@ async def check_length(
     length = await services.length.get()
     services.submissions.check_size(request, length)
     if as_tokens and request.prompt is not None:
-        (await services.words.required()).check_fits(request.prompt, length)
+        (await services.tokenizer.required()).check_fits(request.prompt, length)
 
 
 async def as_submitted(
@@ -69,10 +69,10 @@ async def as_submitted(
     if as_tokens and request.prompt is not None:
         if request.images:
             token_ids = await services.images.expand(
-                services.words, request.prompt, request.images, request.tenant
+                services.tokenizer, request.prompt, request.images, request.tenant
             )
         else:
-            token_ids = await services.words.token_ids(request.prompt)
+            token_ids = await services.tokenizer.token_ids(request.prompt)
         request = replace(request, prompt=None, prompt_token_ids=token_ids)
     services.submissions.check_encoded(request)
     return request
@@ -115,9 +115,9 @@ async def prepare(
             calls or reasoning; invalid_constraint.
         ClientLeft: The client has left; other templates may be rendered first.
     """
-    words = services.words
+    tokenizer = services.tokenizer
     async with connected(call.cancelled):
-        form = await words.message_format()
+        form = await tokenizer.message_format()
         reasons = form is not None and form.reads_reasoning
         reasoning = conversation.reasoning
         if use.usable and (form is None or not form.reads_calls):
@@ -130,14 +130,14 @@ async def prepare(
             # As admission does, before a grammar of megabytes is parsed.
             check_size(sampling.constraint, services.config.admission.max_constraint_bytes)
         tenant, sources = call.tenant, sources_in(conversation.turns)
-        services.images.check(sources, await words.required())
+        services.images.check(sources, await tokenizer.required())
         rendered = await services.templates.render(replace(conversation, tools=use.usable), tenant)
         images = await services.images.load(sources, tenant)
         constraint = None
         if use.usable or sampling.constraint is not None or reasoning_budget is not None:
-            special_tokens = (await words.required()).special_tokens
+            special_tokens = (await tokenizer.required()).special_tokens
             asked_for = (use, sampling.constraint, reasoning_budget, special_tokens)
-            constraint = await words.make_grammar(
+            constraint = await tokenizer.make_grammar(
                 partial(
                     constraint_of,
                     form,
@@ -166,8 +166,8 @@ async def conversation_tokens(
     Raises:
         RequestError: As `ChatTemplates.render`, `Images.load` and `Images.expand`.
     """
-    sources, words = sources_in(conversation.turns), await services.words.required()
-    services.images.check(sources, words)
+    sources, tokenizer = sources_in(conversation.turns), await services.tokenizer.required()
+    services.images.check(sources, tokenizer)
     rendered = await services.templates.render(conversation, tenant)
     images = await services.images.load(sources, tenant)
     return await tokens_of(services, rendered.prompt, images, tenant)
@@ -183,7 +183,7 @@ async def tokens_of(
     """
     if not isinstance(prompt, str):
         return prompt
-    return await services.images.expand(services.words, prompt, images, tenant)
+    return await services.images.expand(services.tokenizer, prompt, images, tenant)
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, TypeVar
@@ -63,10 +64,8 @@ def rest_of(sample: CompletionSample, tokens: int = 0, chars: int = 0) -> Iterat
         )
 
 
-class Unsent:
-    """Outputs that wait for a client, which may read slowly.
-
-    Subclasses define `is_due` and `send_next`.
+class Unsent(ABC):
+    """The outputs of a call's requests that wait for a client, which may read slowly.
 
     Attributes:
         unsent: Tokens that wait.
@@ -78,14 +77,23 @@ class Unsent:
         self._changed = anyio.Event()
         self._closed = False
 
+    @abstractmethod
+    def put(self, index: int, output: Output) -> None:
+        """Add an output of a request."""
+
     @property
+    @abstractmethod
     def is_due(self) -> bool:
         """Whether there is anything to send."""
-        raise NotImplementedError
 
+    @abstractmethod
     async def send_next(self) -> None:
         """Send what is due, or a part of it."""
-        raise NotImplementedError
+
+    async def take(self, index: int, output: Output) -> None:
+        """Add an output of a request, and wait while too much waits for the client."""
+        self.put(index, output)
+        await self.room()
 
     async def send_all(self) -> None:
         """Send until it is closed and nothing is left."""
@@ -138,20 +146,7 @@ class Unsent:
         self._read.set()
 
 
-class UnsentOutputs(Unsent):
-    """The outputs of a call's requests."""
-
-    def put(self, index: int, output: Output) -> None:
-        """Add an output of a request."""
-        raise NotImplementedError
-
-    async def take(self, index: int, output: Output) -> None:
-        """Add an output of a request, and wait while too much waits for the client."""
-        self.put(index, output)
-        await self.room()
-
-
-class SampleChunks(UnsentOutputs):
+class SampleChunks(Unsent):
     """The chunks of one sample. The end of the sample has what did not come in chunks."""
 
     def __init__(self, take: TakeChunks) -> None:
@@ -178,7 +173,7 @@ async def stream_unsent(
     submissions: Submissions,
     call: Call,
     request: GenerateRequest,
-    unsent: UnsentOutputs,
+    unsent: Unsent,
     attachment: Attachment | None = None,
 ) -> Completion:
     """Run a request, and send its outputs as fast as they are read.

@@ -18,9 +18,9 @@ from .images import FETCHES, Images
 from .lane_state import Readiness, ServedModels
 from .request_log import RequestLog
 from .submissions import Submissions
-from .words import LazyWords
+from .tokenizer import LazyTokenizer
 
-ChainOf = Callable[[BusClient, Config, LazyWords, ServedModels], PolicyChain]
+ChainOf = Callable[[BusClient, Config, LazyTokenizer, ServedModels], PolicyChain]
 """Returns the policy chain of a model's calls."""
 
 
@@ -32,12 +32,12 @@ class Services:
         ConfigError: `gateway.message_format` is unknown for any model.
 
     Attributes:
-        engine: The model's client.
+        client: The model's client.
         config: The settings of the model.
         measures: Spans and metrics.
         readiness: Whether the model takes requests.
         request_log: The last requests, for the console; None without it.
-        words: The tokenizer, and the format of messages.
+        tokenizer: The tokenizer, and the format of messages.
         served: The names that requests may give in `model`.
         chain: The policy chain of the model's calls.
         submissions: Requests that wait or are in the pipeline.
@@ -47,7 +47,7 @@ class Services:
         durable: Calls stored on the bus.
     """
 
-    engine: BusClient
+    client: BusClient
     config: Config
     chain_of: InitVar[ChainOf]
     measures: Measures
@@ -55,27 +55,27 @@ class Services:
     request_log: RequestLog | None
 
     def __post_init__(self, chain_of: ChainOf) -> None:
-        engine, config, measures = self.engine, self.config, self.measures
+        client, config, measures = self.client, self.config, self.measures
         gateway = config.gateway
         find_format(gateway.message_format, None, "", "")
-        self.words = LazyWords(config.engine.model_folder, gateway.message_format)
-        self.served = ServedModels(engine, config)
-        self.chain = chain_of(engine, config, self.words, self.served)
+        self.tokenizer = LazyTokenizer(config.engine.model_folder, gateway.message_format)
+        self.served = ServedModels(client, config)
+        self.chain = chain_of(client, config, self.tokenizer, self.served)
         self.submissions = Submissions(
-            engine, config, measures, self.readiness, self.chain, self.request_log
+            client, config, measures, self.readiness, self.chain, self.request_log
         )
         self.length = self.submissions.length
         fetches = Capacity(FETCHES, gateway.max_waiting, measures)
         self.images = Images(config.images, config.engine.model_name, fetches)
         rendering = Capacity(AT_ONCE, gateway.max_waiting, measures)
         self.templates = ChatTemplates(
-            self.words, self.length.get, gateway.template_timeout_s, rendering
+            self.tokenizer, self.length.get, gateway.template_timeout_s, rendering
         )
-        self.durable = DurableCalls(engine, config)
+        self.durable = DurableCalls(client, config)
 
     async def warm_up(self) -> None:
         """Load the tokenizer, and start the processes that render its chat template, if any."""
         with suppress(RequestError):  # a model without a tokenizer serves tokens
-            words = await self.words.required()
-            if words.tokenizer.chat_template:
+            tokenizer = await self.tokenizer.required()
+            if tokenizer.transformers.chat_template:
                 await self.templates.start()

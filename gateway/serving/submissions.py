@@ -29,7 +29,7 @@ from ..call import Account, Call
 from ..caller import Caller, may_use
 from ..server.http import DEFAULT_RETRY_S, EngineError, field_error, task_group
 from ..server.measures import Measures
-from .capacity import Capacity, Ticket
+from .capacity import Capacity
 from .chain import PolicyChain
 from .durable_calls import Attachment
 from .lane_state import DRAINING, ModelLength, Readiness
@@ -66,14 +66,31 @@ class _Owner:
     connections: int = 0
 
 
-class _TooLate(EngineError):
-    """A call's deadline came before all of its requests were in the pipeline."""
+class TooLate(EngineError):
+    """A call's deadline has passed."""
 
-    def __init__(self, call: Call) -> None:
-        message = (
-            f"the call's time ({call.limited_by}) was over before all of it could run; give it more"
-        )
+    def __init__(self, call: Call, before: str = "all of it could run") -> None:
+        """`before`: what came too late."""
+        message = f"the call's time ({call.limited_by}) was over before {before}; give it more"
         super().__init__(message, code="expired")
+
+
+@contextmanager
+def in_time(call: Call, before: str = "all of it could run", grace_s: float = 0) -> Iterator[None]:
+    """Cancel what exceeds a call's deadline.
+
+    Args:
+        before: As of `TooLate`.
+        grace_s: More time.
+
+    Raises:
+        TooLate: It was cancelled.
+    """
+    left_ns = call.left_ns
+    with anyio.move_on_after(None if left_ns is None else max(0, left_ns) / 1e9 + grace_s) as scope:
+        yield
+    if scope.cancelled_caught:
+        raise TooLate(call, before)
 
 
 @dataclass(eq=False)
@@ -85,7 +102,7 @@ class Submissions:
         log: The last requests, for the console; None without it.
     """
 
-    engine: BusClient
+    client: BusClient
     config: Config
     measures: Measures
     readiness: Readiness
@@ -94,7 +111,7 @@ class Submissions:
 
     def __post_init__(self) -> None:
         config = self.config
-        self.length = ModelLength(self.engine, config)
+        self.length = ModelLength(self.client, config)
         self._capacity = Capacity(config.gateway_places, config.gateway.max_waiting, self.measures)
         self._count_lanes_at = 0.0
         # Several connections may be attached to one.
@@ -146,7 +163,7 @@ class Submissions:
         waiting = self._owners.keys() - self._request_ids.keys()
         self._capacity.end(request_ids.__contains__)
         for each in sorted(set(request_ids) - waiting):
-            await self.engine.cancel(each)
+            await self.client.cancel(each)
 
     def end_waiting(self, call_id: str) -> None:
         """End a call's waiting requests."""
@@ -155,7 +172,7 @@ class Submissions:
     async def abort_all(self) -> None:
         """End all waiting requests, and all requests in the pipeline, of any client."""
         self._capacity.end(lambda request_id: True)
-        await self.engine.cancel_all()
+        await self.client.cancel_all()
 
     def check_ready(self) -> None:
         """Raises EngineError (shutting_down) when the gateway is draining."""
@@ -293,20 +310,12 @@ class Submissions:
                 with self._capacity.wait(call.tenant, list(waiting)) as ticket:
                     await self._count_lanes()
                     for number, (request_id, index) in enumerate(waiting.items()):
-                        begun = await self._take(ticket, request_id, call)
+                        with in_time(call):
+                            begun = await self._capacity.take(ticket, request_id)
                         group.start_soon(run, index, begun, begun)
                         if number % AT_ONCE == 0 or group.cancel_scope.cancel_called:
                             await anyio.lowlevel.checkpoint()
         return [completion for _, completion in sorted(completions.items())]
-
-    async def _take(self, ticket: Ticket, request_id: str, call: Call) -> bool:
-        """As `Capacity.take`, until the call's deadline."""
-        left_ns = call.left_ns
-        try:
-            with anyio.fail_after(None if left_ns is None else max(0, left_ns) / 1e9):
-                return await self._capacity.take(ticket, request_id)
-        except TimeoutError:
-            raise _TooLate(call) from None
 
     @contextmanager
     def _owned(
@@ -341,7 +350,7 @@ class Submissions:
                 log.arrived(call.tenant, requests, model, arrived_ns, call.caller)
             yield
         except NanoInferenceError as error:
-            if isinstance(error, _TooLate):
+            if isinstance(error, TooLate):
                 self.measures.refused("expired")
             code, message = error.code, error.message
             call.account.code = code
@@ -397,7 +406,7 @@ class Submissions:
             return
         if not published and (left_ns := call.left_ns) is not None:
             if left_ns <= 0:
-                raise _TooLate(call)
+                raise TooLate(call)
             request = msgspec.structs.replace(request, budget_ns=left_ns)
         if not published and request.priority > (most := self._max_priority(call.caller)):
             request = msgspec.structs.replace(request, priority=most)
@@ -408,7 +417,7 @@ class Submissions:
         if log is not None:
             log.began(request.request_id)
         with self._counted(request.request_id):
-            submit = self.engine.submit if attachment is None else attachment.outputs
+            submit = self.client.submit if attachment is None else attachment.outputs
             # A durable call goes on after this, and a call without a stream has no chunks to count.
             is_counted = attachment is None and request.stream
             made = _accounted(call.account, request, submit(request, call.trace), is_counted)
@@ -456,7 +465,7 @@ class Submissions:
         self._count_lanes_at = now + _COUNT_LANES_S
         if self.config.gateway.max_in_flight is None:
             with suppress(BusError):
-                lanes = {report.lane for report in await self.engine.deployment.reports()}
+                lanes = {report.lane for report in await self.client.deployment.reports()}
                 self._capacity.resize(self.config.gateway_places * max(1, len(lanes)))
 
 

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from nano_inference.bus.messages import RequestOpened, RowFinish
 from nano_inference.bus.public import CompletionChunk, CompletionSample, GenerateRequest
 from nano_inference.config import EngineConfig, SamplingParams
-from nano_inference.gateway.serving.words import Words
+from nano_inference.gateway.serving.tokenizer import Tokenizer
 from nano_inference.stages.streaming.samples import RequestState
 from nano_inference.text.detokenizer import TokenPieces
 from nano_inference.text.messages import Reading, Tool
@@ -21,7 +21,7 @@ from .fake import chunk
 
 FOLDER = EngineConfig().model_folder
 TOKENIZER = load_tokenizer(FOLDER)
-WORDS = Words(TOKENIZER, stop_token_ids_of(FOLDER, TOKENIZER))
+WORDS = Tokenizer(TOKENIZER, stop_token_ids_of(FOLDER, TOKENIZER))
 PIECES = TokenPieces(TOKENIZER.backend_tokenizer)
 FORMATS = {form.name: form for form in known_formats()}
 # In one format a call ends with a mark; in the other with the next call, or the message.

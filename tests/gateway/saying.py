@@ -9,7 +9,7 @@ from pathlib import Path
 
 from nano_inference.bus.public import FinishReason, GenerateRequest, Output
 from nano_inference.config import Config, Constraint, load_config
-from nano_inference.gateway.serving.words import Words
+from nano_inference.gateway.serving.tokenizer import Tokenizer
 from nano_inference.text.tokenizer import load_tokenizer, stop_token_ids_of
 
 from .fake import FakeEngine, chunk, completion, sample
@@ -72,11 +72,11 @@ def _add_tokens(path: Path) -> None:
     path.write_text(json.dumps(found))
 
 
-def words_of(config: Config) -> Words:
+def words_of(config: Config) -> Tokenizer:
     """Its tokenizer."""
     folder = config.engine.model_folder
     tokenizer = load_tokenizer(folder)
-    return Words(tokenizer, stop_token_ids_of(folder, tokenizer))
+    return Tokenizer(tokenizer, stop_token_ids_of(folder, tokenizer))
 
 
 class Model:
@@ -86,12 +86,12 @@ class Model:
         words: Its tokenizer.
     """
 
-    def __init__(self, engine: FakeEngine, words: Words) -> None:
-        self.engine, self.words = engine, words
+    def __init__(self, engine: FakeEngine, words: Tokenizer) -> None:
+        self.engine, self.tokenizer = engine, words
 
     def says(self, text: str, cut: int = 1, reason: FinishReason = "stop") -> None:
         """From now on answer with this text, in chunks of so many tokens."""
-        self.engine.outputs = _says(text, self.words, cut, reason)
+        self.engine.outputs = _says(text, self.tokenizer, cut, reason)
 
     @property
     def requests(self) -> list[GenerateRequest]:
@@ -104,11 +104,11 @@ class Model:
 
     def prompt(self, place: int = -1) -> str:
         """The text that a request continues."""
-        return self.words.text(self.requests[place].prompt_token_ids or (), skip_special=False)
+        return self.tokenizer.text(self.requests[place].prompt_token_ids or (), skip_special=False)
 
 
 def _says(
-    text: str, words: Words, cut: int, reason: FinishReason
+    text: str, words: Tokenizer, cut: int, reason: FinishReason
 ) -> Callable[[GenerateRequest], list[Output]]:
     stop = min(words.stop_token_ids)
     token_ids = words.token_ids(text, add_special=False) + ((stop,) if reason == "stop" else ())

@@ -12,7 +12,7 @@ from nano_inference.cli import serve
 from nano_inference.cli.app import main
 from nano_inference.config import Config, EngineConfig
 from nano_inference.gateway.app import make_app
-from nano_inference.gateway.serving import words
+from nano_inference.gateway.serving import tokenizer
 
 from .fake import FakeEngine
 
@@ -26,7 +26,7 @@ class Workers:
         self.started = True
 
 
-async def test_words_and_templates_are_there_before_the_first_call(
+async def test_tokenizer_and_templates_are_there_before_the_first_call(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     app = make_app(FakeEngine(), Config())  # type: ignore[arg-type]
@@ -34,8 +34,8 @@ async def test_words_and_templates_are_there_before_the_first_call(
     services.templates._workers = workers = Workers()  # type: ignore[assignment]
     await app.warm_up()
     assert workers.started
-    monkeypatch.delattr(words, "load_tokenizer")
-    assert (await services.words.required()).tokenizer.chat_template
+    monkeypatch.delattr(tokenizer, "load_tokenizer")
+    assert (await services.tokenizer.required()).transformers.chat_template
 
 
 async def test_a_model_without_a_tokenizer_is_served(tmp_path: Path) -> None:

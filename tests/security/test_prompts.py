@@ -14,7 +14,7 @@ import pytest
 
 from nano_inference.bus import Malformed
 from nano_inference.bus.codec import decode_request, encode_request
-from nano_inference.gateway.serving.words import Words
+from nano_inference.gateway.serving.tokenizer import Tokenizer
 
 from ..gateway.errors import error_of
 from ..gateway.fake import FakeEngine
@@ -111,10 +111,10 @@ async def test_a_prompt_that_can_not_fit_is_refused_unread(
     prompt: dict[str, Any],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def never(self: Words, text: str, *, add_special: bool) -> tuple[int, ...]:
+    def never(self: Tokenizer, text: str, *, add_special: bool) -> tuple[int, ...]:
         raise AssertionError("tokenised")
 
-    monkeypatch.setattr(Words, "token_ids", never)
+    monkeypatch.setattr(Tokenizer, "token_ids", never)
     assert error_of(await http.post("/generate", json=prompt), 400) == "prompt_too_long"
     assert not engine.requests
 
@@ -170,7 +170,7 @@ async def test_long_texts_are_tokenised_two_at_a_time_while_others_are_served(
     running, most = 0, 0
     two, go_on, lock = threading.Event(), threading.Event(), threading.Lock()
 
-    def held(self: Words, text: str, *, add_special: bool = True) -> tuple[int, ...]:
+    def held(self: Tokenizer, text: str, *, add_special: bool = True) -> tuple[int, ...]:
         nonlocal running, most
         with lock:
             running += 1
@@ -182,7 +182,7 @@ async def test_long_texts_are_tokenised_two_at_a_time_while_others_are_served(
             running -= 1
         return (1,)
 
-    monkeypatch.setattr(Words, "token_ids", held)
+    monkeypatch.setattr(Tokenizer, "token_ids", held)
     body = {"text": "word " * 2000} | SHOW_PROMPT
     generating = [asyncio.create_task(http.post("/generate", json=body)) for _ in range(6)]
     assert await asyncio.to_thread(two.wait, LIMIT_S)

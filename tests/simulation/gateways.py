@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from nano_inference.config import Config
 from nano_inference.gateway.app import make_app
-from nano_inference.gateway.serving import chat_templates, words
+from nano_inference.gateway.serving import chat_templates, tokenizer
 from nano_inference.pipeline.client import BusClient
 from nano_inference.text.template_process import render_template
 from nano_inference.text.tokenizer import load_tokenizer
@@ -45,7 +45,7 @@ def replaced() -> list[tuple[Any, str, Any]]:
     """Return what a simulation replaces in gateways: module, name and replacement."""
     return [
         (chat_templates, "TemplateWorkers", _TemplatesHere),
-        (words, "load_tokenizer", _cached_tokenizer),
+        (tokenizer, "load_tokenizer", _cached_tokenizer),
     ]
 
 

@@ -141,10 +141,6 @@ async def test_a_replica_that_takes_over_grants_no_more(tmp_path: Path) -> None:
         assert await fits(second, (HELD, 1))
 
 
-
-
-
-
 async def test_a_lost_reply_counts_nothing_twice(
     redis_buses: Buses, monkeypatch: pytest.MonkeyPatch
 ) -> None:

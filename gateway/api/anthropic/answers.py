@@ -14,7 +14,7 @@ from ...serving.blocks import Addition, Blocks
 from ...serving.message_parts import MessageParts
 from ...serving.samples import session_usage
 from ...serving.times import time_usage
-from ...serving.words import Words, matched_stop
+from ...serving.tokenizer import Tokenizer, matched_stop
 
 Answer = dict[str, Any]
 
@@ -80,7 +80,7 @@ class MessageWriter:
 
     request: GenerateRequest
     model: str
-    words: Words
+    tokenizer: Tokenizer
     parts: MessageParts
     counts_thinking: bool
     shows_thinking: InitVar[bool]
@@ -153,7 +153,7 @@ class MessageWriter:
     def _reason(self, sample: CompletionSample) -> tuple[str, str | None]:
         match sample.finish_reason:
             case "stop":
-                matched = matched_stop(sample, self.request.sampling, self.words)
+                matched = matched_stop(sample, self.request.sampling, self.tokenizer)
                 if isinstance(matched, str):
                     return "stop_sequence", matched
                 return ("tool_use" if self.parts.calls else "end_turn"), None

@@ -98,10 +98,10 @@ class MessageCalls:
         self, asked: GenerateRequest, fields: MessagesBody, prepared: Prepared
     ) -> MessageWriter:
         services, reading = self._services, prepared.reading
-        words = await services.words.required()
+        tokenizer = await services.tokenizer.required()
         thinking = fields.thinking
         parts = MessageParts(
-            words,
+            tokenizer,
             asked.sampling,
             prepared.form,
             reading,
@@ -113,7 +113,7 @@ class MessageCalls:
         return MessageWriter(
             asked,
             adapter_of(fields.model, services.config) or services.config.engine.model_name,
-            words,
+            tokenizer,
             parts,
             counts_thinking=reading is not None and reading.separates_reasoning,
             shows_thinking=thinking is None or thinking.display != "omitted",

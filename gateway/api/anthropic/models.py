@@ -13,7 +13,7 @@ from ....config import shown
 from ...call import Call
 from ...caller import Caller
 from ...server.http import FieldError, JsonResponse, Response, convert, field_error
-from ..routes import PolicyRoute
+from ..routes import PolicyRoute, RouteFor
 from .errors import MODELS, has_version, named
 from .requests import check_version
 
@@ -49,8 +49,8 @@ def model_routes(
         return named(call, JsonResponse(_told(await card(call))))
 
     return [
-        PolicyRoute(f"GET {MODELS}", "read", listed, has_version),
-        PolicyRoute(f"GET {MODELS}/{{model:path}}", "read", model, has_version),
+        RouteFor(f"GET {MODELS}", "read", listed, has_version),
+        RouteFor(f"GET {MODELS}/{{model:path}}", "read", model, has_version),
     ]
 
 

@@ -7,7 +7,6 @@ from contextlib import contextmanager
 from copy import copy
 from typing import Any, NamedTuple, Protocol
 
-import anyio
 import msgspec
 
 from ....config import ConfigError, NanoInferenceError, RequestError, shown
@@ -25,8 +24,8 @@ from ....kserve.tensors import (
 from ....telemetry import Metrics, instruments, names, now_ns
 from ...call import Account, Call
 from ...caller import ANYBODY, Caller
-from ...server.http import EngineError
 from ...serving.lane_state import Readiness
+from ...serving.submissions import in_time
 from ...serving.times import call_usage
 from .regions import TenantRegions
 from .served import ModelCall, ServedModel
@@ -240,7 +239,7 @@ class InferenceService:
             )
 
         asked = ModelCall(request, call, many=many)
-        with self.statistics.measured(spec.name, asked), _time_limit(call):
+        with self.statistics.measured(spec.name, asked), in_time(call, "it ended", _GRACE_S):
             await model.infer(asked, answer)
 
     async def infer_once(self, call: Call, request: InferRequest) -> InferResponse:
@@ -355,20 +354,6 @@ def _requested_names(spec: ModelSpec, outputs: Sequence[RequestedOutput]) -> tup
                 f"{', '.join(known)}"
             )
     return tuple(found or known)
-
-
-@contextmanager
-def _time_limit(call: Call) -> Iterator[None]:
-    """Cancel what exceeds a call's deadline, after the engine's own limit."""
-    left_ns = call.left_ns
-    delay_s = None if left_ns is None else max(0, left_ns) / 1e9 + _GRACE_S
-    with anyio.move_on_after(delay_s) as scope:
-        yield
-    if scope.cancelled_caught:
-        raise EngineError(
-            f"the call's time ({call.limited_by}) was over before it ended; give it more",
-            code="expired",
-        )
 
 
 def _shorten(call: Call, parameters: Parameters) -> None:

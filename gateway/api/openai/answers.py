@@ -21,19 +21,16 @@ from ....text.messages import Delta, MessageFormat
 from ...call import Account
 from ...server.measures import Measures
 from ...serving.logprobs import (
-    ListedToken,
-    Scored,
     TextLogprobs,
     TokenNames,
     logprobs_by_id,
-    scored,
     token_entries,
 )
-from ...serving.message_parts import MessageParts, NewParts, TokenRecord
+from ...serving.message_parts import MessageParts, NewParts, TokenRecord, records_of
 from ...serving.samples import all_samples, session_usage
 from ...serving.times import time_usage
+from ...serving.tokenizer import READING, Tokenizer
 from ...serving.tools import tool_call
-from ...serving.words import READING, Words
 from .positions import FINISHED, UNBEGUN
 from .requests import ChoicesCall, Prompt
 
@@ -48,7 +45,7 @@ class ChoicesWriter:
         call: The call.
         prompts: Texts, or their tokens where the answer needs those.
         texts: The prompts that came as texts, None for the others.
-        words: The tokenizer, where the answer needs it.
+        tokenizer: The tokenizer, where the answer needs it.
         form: The model's message format, where messages are read.
         measures: Metrics about messages.
     """
@@ -56,16 +53,16 @@ class ChoicesWriter:
     call: ChoicesCall
     prompts: list[Prompt]
     texts: list[str | None]
-    words: Words | None
+    tokenizer: Tokenizer | None
     form: MessageFormat | None = None
     measures: Measures | None = None
 
     @cached_property
     def names(self) -> TokenNames | None:
         """The names of tokens, where the answer needs the tokenizer."""
-        if self.words is None:
+        if self.tokenizer is None:
             return None
-        return TokenNames(self.words, as_ids=self.call.as_token_ids)
+        return TokenNames(self.tokenizer, as_ids=self.call.as_token_ids)
 
     def whole(self, completions: list[Completion]) -> Answer:
         """Return the whole answer. Args: `completions` are in the order of the prompts."""
@@ -168,16 +165,16 @@ class ChoicesWriter:
         if (text := self.texts[prompt]) is not None:
             return text
         token_ids = self.prompts[prompt]
-        assert self.words is not None, "echo takes the tokenizer"
+        assert self.tokenizer is not None, "echo takes the tokenizer"
         assert not isinstance(token_ids, str), "a prompt without a text is tokens"
-        return self.words.text(token_ids, skip_special=True)
+        return self.tokenizer.text(token_ids, skip_special=True)
 
-    def scored_prompt(self, prompt: int, output: Output) -> list[Scored]:
+    def scored_prompt(self, prompt: int, output: Output) -> list[TokenRecord]:
         """Return a prompt's tokens, when its logprobs are known."""
         token_ids = self.prompts[prompt]
         if isinstance(token_ids, str) or output.prompt_logprobs is None:
             return []
-        return scored(token_ids, output.prompt_logprobs, output.prompt_top_logprobs)
+        return records_of(token_ids, output.prompt_logprobs, output.prompt_top_logprobs)
 
     def _prompt_logprobs(self, prompt: int, completion: Completion) -> list[Any] | None:
         if not self.call.prompt_logprobs or self.names is None:
@@ -217,7 +214,7 @@ class Choice:
         self.index = prompt * answers.call.n + sample
         call = answers.call
         self._parts = MessageParts(
-            answers.words,
+            answers.tokenizer,
             call.sampling,
             answers.form,
             call.reading,
@@ -238,10 +235,10 @@ class Choice:
         self._sent_tokens = 0
         self._sent_before = self._passed = max(0, after)
         # Tokens that were sent before, until the offsets of what follows are known.
-        self._skipped: list[ListedToken] = []
+        self._skipped: list[TokenRecord] = []
         self._skips_prompt = after != UNBEGUN
         self._reason: str | None = None
-        self._scored_prompt: list[ListedToken] = []
+        self._scored_prompt: list[TokenRecord] = []
         self.begun = after != UNBEGUN
         self.finished = after == FINISHED
         self.received = 0
@@ -275,7 +272,7 @@ class Choice:
             return FINISHED
         return max(self._sent_tokens, self._passed) if self.begun else UNBEGUN
 
-    def score_prompt(self, tokens: Sequence[Scored]) -> None:
+    def score_prompt(self, tokens: Sequence[TokenRecord]) -> None:
         """Set the prompt's tokens, which an echo shows in the first chunk."""
         self._scored_prompt = [*tokens] if self._answers.call.echo else []
 

@@ -85,7 +85,7 @@ class EmbeddingCalls:
         """As `_answer`, with zeros as the vector of an empty text that has no tokens: it is similar
         to no other."""
         kept = [each for each in prompts if each != ""]
-        if kept == prompts or await self._services.words.token_ids(""):
+        if kept == prompts or await self._services.tokenizer.token_ids(""):
             return await self._answer(call, fields, kind, prompts, write)
         if not kept:
             raise RequestError("all texts are empty; give at least one", code="empty_prompt")

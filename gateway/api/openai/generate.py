@@ -163,10 +163,10 @@ class GenerationCalls:
             RequestError: unsupported: the gateway lacks the tokenizer.
         """
         services, wanted = self._services, record.call
-        words = await services.words.required() if wanted.needs_words else None
-        form = await services.words.message_format() if wanted.reading is not None else None
+        tokenizer = await services.tokenizer.required() if wanted.needs_tokenizer else None
+        form = await services.tokenizer.message_format() if wanted.reading is not None else None
         return ChoicesWriter(
-            wanted, record.prompts, record.texts, words, form, services.submissions.measures
+            wanted, record.prompts, record.texts, tokenizer, form, services.submissions.measures
         )
 
     async def _record(
@@ -208,7 +208,7 @@ class GenerationCalls:
         """Return the whole answer. The first error ends the other requests as well."""
         completions = await self._run(running, attachment)
         write = partial(running.answers.whole, completions)
-        return await self._services.words.process(running.answers.work(completions), write)
+        return await self._services.tokenizer.process(running.answers.work(completions), write)
 
     async def _run(
         self, running: _RunningChoices, attachment: Attachment | None, take: Take | None = None

@@ -37,7 +37,7 @@ class ModelInfoCalls:
 
     def __init__(self, services: Services) -> None:
         self._config, self._served = services.config, services.served
-        self._services, self._words = services, services.words
+        self._services, self._tokenizer = services, services.tokenizer
         self._length = services.length
         self._created = int(time.time())
 
@@ -80,20 +80,20 @@ class ModelInfoCalls:
         await self._served.check(body.model, call.caller)
         if (body.prompt is None) == (body.messages is None):
             raise FieldError("give exactly one of prompt and messages", param="prompt")
-        words, max_model_len = await self._words.required(), await self._length.get()
+        tokenizer, max_model_len = await self._tokenizer.required(), await self._length.get()
         if body.prompt is None:
             conversation = replace(conversation_of(body), tools=chat_tools(body.tools))
             tenant = call.tenant
             token_ids = await conversation_tokens(self._services, conversation, tenant)
         else:
-            words.check_fits(body.prompt, max_model_len)
-            token_ids = await self._words.token_ids(
+            tokenizer.check_fits(body.prompt, max_model_len)
+            token_ids = await self._tokenizer.token_ids(
                 body.prompt, add_special=body.add_special_tokens
             )
         told: dict[str, Any] = {"count": len(token_ids), "max_model_len": max_model_len}
         texts = None
         if body.return_token_strs:
-            texts = [words.token_bytes(each).decode(errors="replace") for each in token_ids]
+            texts = [tokenizer.token_bytes(each).decode(errors="replace") for each in token_ids]
         return JsonResponse(told | {"tokens": token_ids, "token_strs": texts})
 
     async def detokenize(self, call: Call) -> Response:
@@ -103,21 +103,22 @@ class ModelInfoCalls:
         await self._served.check(body.model, call.caller)
         if body.tokens is None:
             raise FieldError("give tokens, a list of token ids", param="tokens")
-        words = await self._words.required()
-        most = len(words.tokenizer) - 1
+        tokenizer = await self._tokenizer.required()
+        most = len(tokenizer.transformers) - 1
         if any(not 0 <= token_id <= most for token_id in body.tokens):
             raise field_error(
                 "tokens",
                 f"holds an id that is none; the tokenizer's are 0 to {most}",
                 code="invalid_token_ids",
             )
-        text = await self._words.beside(partial(words.text, body.tokens, skip_special=False))
+        text = await self._tokenizer.beside(
+            partial(tokenizer.text, body.tokens, skip_special=False)
+        )
         return JsonResponse({"prompt": text})
 
     async def tokenizer_info(self, call: Call) -> Response:
         """Return facts about the tokenizer, by the names of Transformers."""
-        words = await self._words.required()
-        tokenizer = words.tokenizer
+        tokenizer = (await self._tokenizer.required()).transformers
         told = {
             "tokenizer_class": type(tokenizer).__name__,
             "vocab_size": len(tokenizer),
@@ -173,7 +174,7 @@ class AdapterCalls:
     """The endpoints about LoRA adapters."""
 
     def __init__(self, services: Services) -> None:
-        self._engine = services.engine
+        self._client = services.client
         self._served = services.served
 
     async def load(self, call: Call) -> Response:
@@ -185,12 +186,12 @@ class AdapterCalls:
                 "load_inplace: true",
                 code="adapter_loaded",
             )
-        await self._engine.load_adapter(name, body.lora_path, in_flight=body.in_flight)
+        await self._client.load_adapter(name, body.lora_path, in_flight=body.in_flight)
         await self._served.wait_for(name, loaded=True)
         return PlainTextResponse(f"Success: LoRA adapter {name!r} added successfully.")
 
     async def unload(self, call: Call) -> Response:
         body = read_part(await read_object(call, _MOST_BYTES), UnloadAdapterBody)
-        await self._engine.unload_adapter(body.lora_name, in_flight=body.in_flight)
+        await self._client.unload_adapter(body.lora_name, in_flight=body.in_flight)
         await self._served.wait_for(body.lora_name, loaded=False)
         return PlainTextResponse(f"Success: LoRA adapter {body.lora_name!r} removed successfully.")

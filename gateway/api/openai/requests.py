@@ -82,7 +82,7 @@ class ChoicesCall(CallHead, frozen=True, kw_only=True):
         return scored or self.token_ids or bool(self.fields.stream_options.continuous_usage_stats)
 
     @property
-    def needs_words(self) -> bool:
+    def needs_tokenizer(self) -> bool:
         """Whether the answer needs the tokenizer."""
         if self.kind == "generate":
             # Only these name the tokens' texts.

@@ -17,7 +17,7 @@ class SessionCalls:
     """The endpoint."""
 
     def __init__(self, services: Services) -> None:
-        self._engine = services.engine
+        self._client = services.client
         self._served = services.served
 
     async def change(self, call: Call) -> Response:
@@ -27,7 +27,7 @@ class SessionCalls:
         if body.action is None:
             raise field_error("action", "is missing; give what is to be done with the KV")
         session = call.params["session"]
-        result = await self._engine.kv_session(
+        result = await self._client.kv_session(
             session, body.action, ttl_s=body.ttl_s, tenant=call.tenant
         )
         answer = {"id": session, "object": "kv_session", **msgspec.to_builtins(result)}

@@ -9,12 +9,12 @@ import msgspec
 from ....bus.public import Completion, CompletionChunk, Output
 from ...call import Account
 from ...server.http import SendEvent
-from ...serving.samples import UnsentOutputs, all_samples
+from ...serving.samples import Unsent, all_samples
 from .answers import Answer, Choice, ChoicesWriter, oldest_version, usage_of
 from .positions import Position
 
 
-class Chunks(UnsentOutputs):
+class Chunks(Unsent):
     """All choices of a stream. All that comes of one while the client does not read is one chunk.
 
     Attributes:

@@ -20,7 +20,7 @@ def sglang_routes(services: Services) -> list[PolicyRoute]:
     """Return the endpoints."""
     gateway = services.config.gateway
     labels = VersionLabels()
-    sync = WeightSync(services.engine, labels, gateway.sync_timeout_s)
+    sync = WeightSync(services.client, labels, gateway.sync_timeout_s)
     generation = Generation(services, labels)
     info = ServerInfoCalls(services, sync, labels)
     weights = WeightCalls(services, sync)

@@ -7,20 +7,28 @@ answer's length.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from itertools import starmap
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
+from itertools import accumulate, starmap
 from typing import Any, assert_never
 
 import msgspec
 
-from ....bus.public import Completion, CompletionChunk, CompletionSample, ErrorInfo, TokenLogprob
+from ....bus.public import (
+    Completion,
+    CompletionChunk,
+    CompletionSample,
+    ErrorInfo,
+    Output,
+    TokenLogprob,
+)
 from ....stages.streaming.stop_strings import StopStrings
 from ....text.detokenizer import Detokenizer
 from ...server.http import SendEvent
-from ...serving.samples import Unsent, all_samples
+from ...serving.samples import Unsent, all_samples, rest_of
 from ...serving.submissions import ENDED_EARLY
 from ...serving.times import time_usage
-from ...serving.words import Words, free_of_stops, is_stop_token, matched_stop
+from ...serving.tokenizer import Tokenizer, free_of_stops, is_stop_token, matched_stop
 from .requests import PromptCall
 from .sync import VersionLabels
 
@@ -49,19 +57,27 @@ class PromptWriter:
     """Writes the answers to one prompt.
 
     Attributes:
-        words: The tokenizer, where the answer needs it.
+        tokenizer: The tokenizer, where the answer needs it.
     """
 
-    def __init__(self, wanted: PromptCall, words: Words | None, labels: VersionLabels) -> None:
+    def __init__(
+        self, wanted: PromptCall, tokenizer: Tokenizer | None, labels: VersionLabels
+    ) -> None:
         self.wanted = wanted
-        self.words = words
+        self.tokenizer = tokenizer
         self._labels = labels
         self._growing: dict[int, Growing] = {}
 
     def final(self, completion: Completion) -> list[Answer]:
         """Return an answer for each sample. One that never began has no tokens."""
         samples = all_samples(completion, self.wanted.request.n)
-        return [self._final(completion, sample) for sample in samples]
+        return [self.final_of(completion, sample) for sample in samples]
+
+    def listed(self, completion: Completion, samples: Sequence[CompletionSample]) -> int:
+        """Return the number of tokens that an answer lists."""
+        tokens = sum(len(each.token_ids) for each in samples)
+        tokens += len(completion.prompt_logprobs or ())
+        return tokens * (1 + self.wanted.top_logprobs)
 
     def growing(self, sample_index: int) -> Growing:
         """Return a sample of a stream."""
@@ -71,7 +87,7 @@ class PromptWriter:
 
     # --- pieces of an answer ------------------------------------------------------------------
 
-    def scored(self, tokens: CompletionChunk | CompletionSample) -> ScoredTokens:
+    def scored(self, tokens: CompletionChunk) -> ScoredTokens:
         """Return `output_token_logprobs` and `output_top_logprobs`, empty unless they are shown."""
         if not self.wanted.logprobs:
             return [], []
@@ -102,13 +118,20 @@ class PromptWriter:
 
     # --- the whole of it ----------------------------------------------------------------------
 
-    def _final(self, completion: Completion, sample: CompletionSample) -> Answer:
+    def final_of(self, completion: Completion, sample: CompletionSample) -> Answer:
+        """Return the answer for an ended sample, of which a part may have come in chunks."""
+        growing = self.growing(sample.sample_index)
         if self.wanted.scores_only and sample.finish_reason != "abort":
             nothing: dict[str, Any] = {"text": "", "token_ids": (), "logprobs": ()}
             sample = msgspec.structs.replace(
                 sample, **nothing, top_logprobs=None, ref_logprobs=None, finish_reason="length"
             )
-        answer = self.answer(sample, self._text(sample), self.scored(sample))
+        elif not growing.ended:
+            # Its end did not come in chunks.
+            growing = Growing(self, sample.sample_index)
+            for chunk in rest_of(sample):
+                growing.add(chunk)
+        answer = self.answer(sample, growing.text(), growing.scored)
         meta = answer["meta_info"]
         usage, n, timings = completion.usage, self.wanted.request.n, completion.timings
         elapsed_ns = timings.finished_ns - timings.received_ns if timings.received_ns else 0
@@ -163,28 +186,20 @@ class PromptWriter:
         return found
 
     def _entry(self, logprob: float | None, token_id: int) -> Entry:
-        shown = self.words is not None and self.wanted.token_texts
-        return logprob, token_id, self.words.token(token_id) if self.words and shown else None
+        shown = self.tokenizer is not None and self.wanted.token_texts
+        return (
+            logprob,
+            token_id,
+            self.tokenizer.token(token_id) if self.tokenizer and shown else None,
+        )
 
     # --- text and what ended it ---------------------------------------------------------------
 
-    def _text(self, sample: CompletionSample) -> str:
-        if self.wanted.plain_text or self.words is None:
-            return sample.text
-        token_ids, sampling = sample.token_ids, self.wanted.request.sampling
-        stopped = self.wanted.trim_stop and sample.finish_reason == "stop"
-        if stopped and is_stop_token(sample.token_ids[-1], sampling, self.words):
-            token_ids = token_ids[:-1]
-        text = self.words.text(token_ids, skip_special=self.wanted.own.skip_special_tokens)
-        if not self.wanted.trim_stop:
-            return text
-        return self.without_stop(text, self.free_of_stops(sample.token_ids), ended=True)
-
     def free_of_stops(self, token_ids: Sequence[int]) -> int:
         """Return the length of the text in which no stop string counts."""
-        assert self.words is not None
+        assert self.tokenizer is not None
         sampling, skip = self.wanted.request.sampling, self.wanted.own.skip_special_tokens
-        return free_of_stops(token_ids, sampling, self.words, skip_special=skip)
+        return free_of_stops(token_ids, sampling, self.tokenizer, skip_special=skip)
 
     def without_stop(self, text: str, free: int, *, ended: bool) -> str:
         """Return a text without its stop string or, before the end, without what may become one.
@@ -198,7 +213,7 @@ class PromptWriter:
             case "length":
                 return {"type": "length", "length": len(sample.token_ids)}
             case "stop":
-                matched = matched_stop(sample, self.wanted.request.sampling, self.words)
+                matched = matched_stop(sample, self.wanted.request.sampling, self.tokenizer)
                 return {"type": "stop", "matched": matched}
             case "abort":
                 return {"type": "abort", "message": error.message}
@@ -209,20 +224,28 @@ class PromptWriter:
 
 
 class Growing:
-    """A growing sample. Chunks are appended; only an event reads all of it."""
+    """A sample that grows to its end. Chunks are appended; only an answer reads all of it.
+
+    Attributes:
+        scored: The logprobs of its tokens.
+        ended: Whether its last chunk came.
+    """
 
     def __init__(self, writer: PromptWriter, sample_index: int) -> None:
         self._writer = writer
         self._index = sample_index
         self._token_ids: list[int] = []
-        self._scored: ScoredTokens = ([], [])
+        self.scored: ScoredTokens = ([], [])
         self._texts: list[str] = []
         self._spans: list[tuple[int, int]] = []
         self._free: int | None = None
-        wanted, words = writer.wanted, writer.words
+        # None where the text is that of the engine.
+        self._tokenizer = None if writer.wanted.plain_text else writer.tokenizer
         self._detokenizer: Detokenizer | None = None
-        if words is not None and not wanted.plain_text:
-            self._detokenizer = words.detokenizer(skip_special=wanted.own.skip_special_tokens)
+        if self._tokenizer is not None:
+            skip = writer.wanted.own.skip_special_tokens
+            self._detokenizer = self._tokenizer.detokenizer(skip_special=skip)
+        self.ended = False
         self._shown = 0
         self._due_at = 1
 
@@ -238,10 +261,18 @@ class Growing:
             self._spans.append((version, len(self._token_ids)))
         self._token_ids += chunk.token_ids
         entries, tops = self._writer.scored(chunk)
-        self._scored[0].extend(entries)
-        self._scored[1].extend(tops)
-        detokenizer = self._detokenizer
-        self._texts.append(chunk.text if detokenizer is None else detokenizer.push(chunk.token_ids))
+        self.scored[0].extend(entries)
+        self.scored[1].extend(tops)
+        self.ended = chunk.finish_reason is not None
+        if self._detokenizer is None or self._tokenizer is None:
+            self._texts.append(chunk.text)
+            return
+        token_ids, wanted = chunk.token_ids, self._writer.wanted
+        trims = wanted.trim_stop and chunk.finish_reason == "stop" and token_ids
+        if trims and is_stop_token(token_ids[-1], wanted.request.sampling, self._tokenizer):
+            token_ids = token_ids[:-1]
+        text = self._detokenizer.push(token_ids)
+        self._texts.append(text + self._detokenizer.finish() if self.ended else text)
 
     def answer(self) -> Answer:
         """Return an event with all that there is."""
@@ -254,22 +285,27 @@ class Growing:
             finish_reason="abort",
             weight_versions=tuple(self._spans),
         )
-        return self._writer.answer(sample, self._text(), self._scored)
+        return self._writer.answer(sample, self.text(), self.scored)
 
-    def _text(self) -> str:
+    def text(self) -> str:
+        """Return the text as it is shown."""
         self._texts = ["".join(self._texts)]
         text, writer = self._texts[0], self._writer
         beyond = len(self._token_ids) > writer.wanted.request.sampling.min_tokens
-        if self._detokenizer is None or not writer.wanted.trim_stop or not beyond:
+        if self._detokenizer is None or not writer.wanted.trim_stop or not (beyond or self.ended):
             return text
         if self._free is None:
             self._free = writer.free_of_stops(self._token_ids)
-        return writer.without_stop(text, self._free, ended=False)
+        return writer.without_stop(text, self._free, ended=self.ended)
 
     def sent(self, size_bytes: int) -> None:
         """Set when the next event is due, behind one of so many bytes."""
         rarer = math.ceil(self._shown / GROWTH) if size_bytes > EVERY_TOKEN_BYTES else 1
         self._due_at = self._shown + max(rarer, self._writer.wanted.interval_tokens)
+
+
+Process = Callable[[int, Callable[[], Answer]], Awaitable[Answer]]
+"""Does some work about so many listed tokens, much of it in a thread."""
 
 
 class SampleEvents(Unsent):
@@ -281,17 +317,28 @@ class SampleEvents(Unsent):
         any_sent: Whether an event was sent, or is being sent.
     """
 
-    def __init__(self, send: SendEvent, *, indexed: bool) -> None:
-        """Args: `indexed` says whether an event names its sample."""
+    def __init__(
+        self, send: SendEvent, writers: Sequence[PromptWriter], process: Process, *, indexed: bool
+    ) -> None:
+        """`indexed`: whether an event names its sample."""
         super().__init__()
-        self._send = send
-        self._indexed = indexed
-        self._newest: dict[int, Growing | Answer] = {}
+        self._send, self._writers, self._process, self._indexed = send, writers, process, indexed
+        # The index of each prompt's first sample.
+        self._first = [0, *accumulate(each.wanted.request.n for each in writers)]
+        # The growing samples to send, and the ended ones with their ends.
+        self._newest: dict[int, Growing | tuple[PromptWriter, Completion, CompletionSample]] = {}
         self.any_sent = False
 
-    def put(self, index: int, state: Growing | Answer) -> None:
-        """Set the newest state of a sample."""
-        self._newest[index] = state
+    def put(self, index: int, output: Output) -> None:
+        writer, first = self._writers[index], self._first[index]
+        if isinstance(output, Completion):
+            for sample in all_samples(output, writer.wanted.request.n):
+                self._newest[first + sample.sample_index] = writer, output, sample
+        elif not writer.wanted.scores_only:
+            growing = writer.growing(output.sample_index)
+            growing.add(output)
+            if growing.due:
+                self._newest[first + output.sample_index] = growing
         self._changed.set()
 
     @property
@@ -301,9 +348,13 @@ class SampleEvents(Unsent):
     async def send_next(self) -> None:
         index = next(iter(self._newest))
         state = self._newest.pop(index)
-        where = {"index": index} if self._indexed else {}
-        answer = state.answer() if isinstance(state, Growing) else state
-        data = msgspec.json.encode(answer | where)
+        if isinstance(state, Growing):
+            answer = state.answer()
+        else:
+            writer, completion, sample = state
+            final = partial(writer.final_of, completion, sample)
+            answer = await self._process(writer.listed(completion, [sample]), final)
+        data = msgspec.json.encode(answer | ({"index": index} if self._indexed else {}))
         if isinstance(state, Growing):
             state.sent(len(data))
         self.any_sent = True

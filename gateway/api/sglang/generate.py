@@ -5,7 +5,6 @@ from __future__ import annotations
 import uuid
 from collections.abc import Iterator
 from functools import partial
-from itertools import accumulate
 from typing import Any, ClassVar
 
 import anyio.lowlevel
@@ -70,15 +69,15 @@ class Generation:
                 await anyio.lowlevel.checkpoint()
         writers: list[PromptWriter] = []
         for wanted in fitting:
-            words = None
-            if wanted.needs_words or wanted.needs_token_ids:
-                words = await services.words.required()
+            tokenizer = None
+            if wanted.needs_tokenizer or wanted.needs_token_ids:
+                tokenizer = await services.tokenizer.required()
             request = msgspec.structs.replace(
                 wanted.request, request_id=bus_id(caller, wanted.id), tenant=tenant
             )
             request = await as_submitted(services, request, as_tokens=wanted.needs_token_ids)
             wanted = msgspec.structs.replace(wanted, request=request)
-            writers.append(PromptWriter(wanted, words, self._labels))
+            writers.append(PromptWriter(wanted, tokenizer, self._labels))
             if len(writers) % AT_ONCE == 0:
                 await anyio.lowlevel.checkpoint()
         return writers
@@ -91,7 +90,9 @@ class Generation:
 
         async def take(index: int, output: Output) -> None:
             if isinstance(output, Completion):
-                answers[index] = await self._final(writers[index], output)
+                writer = writers[index]
+                listed, write = writer.listed(output, output.samples), partial(writer.final, output)
+                answers[index] = await self._services.tokenizer.process(listed, write)
 
         await self._submissions.run(call, _requests_of(writers), take)
         return [answer for each in answers for answer in each]
@@ -104,21 +105,9 @@ class Generation:
         Raises:
             NanoInferenceError: The engine did not do it, and no event was sent.
         """
-        places = [0, *accumulate(each.wanted.request.n for each in writers)]
-        events = SampleEvents(send, indexed=batch)
-
-        async def take(index: int, output: Output) -> None:
-            writer, place = writers[index], places[index]
-            if isinstance(output, Completion):
-                for sample, answer in enumerate(await self._final(writer, output)):
-                    events.put(place + sample, answer)
-            elif not writer.wanted.scores_only:
-                growing = writer.growing(output.sample_index)
-                growing.add(output)
-                if growing.due:
-                    events.put(place + output.sample_index, growing)
-
-        run = partial(self._submissions.run, call, _requests_of(writers), take)
+        process = self._services.tokenizer.process
+        events = SampleEvents(send, writers, process, indexed=batch)
+        run = partial(self._submissions.run, call, _requests_of(writers), events.take)
         try:
             await events.send_while(run)
         except NanoInferenceError as error:
@@ -126,12 +115,6 @@ class Generation:
                 raise
             await send(msgspec.json.encode(error_body(error)))
         await send(_DONE)
-
-    async def _final(self, writer: PromptWriter, completion: Completion) -> list[Answer]:
-        tokens = sum(len(each.token_ids) for each in completion.samples)
-        tokens += len(completion.prompt_logprobs or ())
-        listed = tokens * (1 + writer.wanted.top_logprobs)
-        return await self._services.words.process(listed, partial(writer.final, completion))
 
 
 def _requests_of(writers: list[PromptWriter]) -> list[GenerateRequest]:

@@ -43,7 +43,7 @@ class ServerInfoCalls:
 
     def __init__(self, services: Services, sync: WeightSync, labels: VersionLabels) -> None:
         self._services = services
-        self._engine = services.engine
+        self._client = services.client
         self._config = services.config
         self._submissions = services.submissions
         self._sync = sync
@@ -64,11 +64,11 @@ class ServerInfoCalls:
             async with connected(call.cancelled):
                 with anyio.fail_after(self._config.gateway.health_timeout_s):
                     if self._sync.paused or self._sync.released:
-                        await self._engine.weight_version()
+                        await self._client.weight_version()
                     else:
                         await self._probe()
         except TimeoutError:
-            trouble = await self._engine.deployment.trouble() or "no token came in time"
+            trouble = await self._client.deployment.trouble() or "no token came in time"
             raise NanoInferenceError(trouble, code="not_ready") from None
         return Response()
 
@@ -80,32 +80,32 @@ class ServerInfoCalls:
 
     async def server_info(self, call: Call) -> Response:
         """Names and values of SGLang's ServerArgs, where there is a counterpart."""
-        config, engine = self._config, self._config.engine
-        lanes = _lanes(await self._engine.deployment.reports())
+        config, settings = self._config, self._config.engine
+        lanes = _lanes(await self._client.deployment.reports())
         executors = _loads_of(lanes, "executor")
         return JsonResponse(
             {
                 **await self._model_info(call.caller),
-                "served_model_name": engine.model_name,
+                "served_model_name": settings.model_name,
                 "version": metadata.version("nano-inference"),
                 "host": config.gateway.host,
                 "port": config.gateway.port,
                 **_model_facts(executors),
-                "random_seed": engine.seed,
+                "random_seed": settings.seed,
                 "context_length": await self._services.length.get(),
                 "max_running_requests": _sum(executors, "max_batch_size") or None,
-                "max_prefill_tokens": engine.max_tokens_per_batch,
+                "max_prefill_tokens": settings.max_tokens_per_batch,
                 "max_total_num_tokens": _sum(_loads_of(lanes, "batching"), "kv_total")
-                * engine.block_size,
-                "page_size": engine.block_size,
+                * settings.block_size,
+                "page_size": settings.block_size,
                 "enable_deterministic_inference": bool(executors)
                 and all(load.get("deterministic") for load in executors),
                 "enable_memory_saver": True,
                 "disaggregation_mode": "null",
                 "dp_size": len(lanes) or 1,
-                "tp_size": engine.tensor_parallel,
-                "pp_size": engine.pipeline_parallel,
-                "ep_size": engine.expert_parallel,
+                "tp_size": settings.tensor_parallel,
+                "pp_size": settings.pipeline_parallel,
+                "ep_size": settings.expert_parallel,
                 **dict.fromkeys(("nnodes", "gpu_id_step"), 1),
                 **dict.fromkeys(("node_rank", "base_gpu_id"), 0),
                 "internal_states": [_load(rank, lane) for rank, lane in enumerate(lanes)],
@@ -130,7 +130,7 @@ class ServerInfoCalls:
 
     async def flush_cache(self, call: Call) -> Response:
         """Flush the cache. Running requests keep their own KV, which SGLang does not allow."""
-        await self._engine.flush_cache()
+        await self._client.flush_cache()
         return PlainTextResponse("Cache flushed.\n")
 
     async def abort_request(self, call: Call) -> Response:
@@ -178,14 +178,14 @@ class ServerInfoCalls:
             # Before waiting requests, without preemption.
             priority=max(0, self._config.fairness.high_priority_threshold - 1),
         )
-        async with aclosing(self._engine.submit(request)) as outputs:
+        async with aclosing(self._client.submit(request)) as outputs:
             async for output in outputs:
                 if isinstance(output, Completion):
                     return output.error
         return None
 
     async def _label(self) -> str:
-        return self._labels.of(await self._engine.weight_version())
+        return self._labels.of(await self._client.weight_version())
 
     async def _model_info(self, caller: Caller) -> dict[str, Any]:
         folder = shown_path(caller, str(self._config.engine.model_folder))
@@ -199,7 +199,7 @@ class ServerInfoCalls:
 
     async def _loads(self) -> list[dict[str, Any]]:
         loads = [
-            _load(*each) for each in enumerate(_lanes(await self._engine.deployment.reports()))
+            _load(*each) for each in enumerate(_lanes(await self._client.deployment.reports()))
         ]
         reported = sum(load["num_reqs"] for load in loads)
         # Lanes report once a second, and without the requests that wait here.

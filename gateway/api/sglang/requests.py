@@ -133,7 +133,7 @@ class PromptCall(msgspec.Struct, frozen=True, kw_only=True):
         return self.own.skip_special_tokens and self.trim_stop
 
     @property
-    def needs_words(self) -> bool:
+    def needs_tokenizer(self) -> bool:
         """Whether the answer takes the tokenizer."""
         return not self.plain_text or bool(self.request.sampling.stop) or self.token_texts
 

@@ -87,10 +87,10 @@ class WeightSync:
         released: The memory that was released through it.
     """
 
-    def __init__(self, engine: BusClient, labels: VersionLabels, timeout_s: float) -> None:
+    def __init__(self, client: BusClient, labels: VersionLabels, timeout_s: float) -> None:
         self.paused = False
         self.released: set[MemoryTag] = set()
-        self._engine = engine
+        self._client = client
         self._labels = labels
         self._timeout_s = timeout_s
         self._lock = anyio.Lock()
@@ -100,7 +100,7 @@ class WeightSync:
     async def pause(self, in_flight: InFlight) -> int:
         """Pauses generation and begins an update; returns how many parts of another it dropped."""
         async with self._turn():
-            await self._engine.pause(in_flight)
+            await self._client.pause(in_flight)
             self.paused = True
             return 0 if self._session else self._begin()
 
@@ -146,7 +146,7 @@ class WeightSync:
             try:
                 return None if self._session else await self._put_in_place()
             finally:
-                await self._engine.resume()
+                await self._client.resume()
                 self.paused = False
 
     async def release_memory(self, tags: Iterable[MemoryTag]) -> int:
@@ -156,7 +156,7 @@ class WeightSync:
             WeightsError: A weight update is under way.
         """
         async with self._turn():
-            await self._engine.release_memory(tags)
+            await self._client.release_memory(tags)
             self.released.update(tags)
             return 0 if self.paused or self._session else self._begin()
 
@@ -173,14 +173,14 @@ class WeightSync:
         """
         async with self._turn():
             if "weights" in tags:
-                await self._engine.resume_memory(("weights",))
+                await self._client.resume_memory(("weights",))
                 self.released.discard("weights")
             wait = self.paused or self._session or self.released - set(tags)
             try:
                 return None if wait else await self._put_in_place()
             finally:
                 if "kv_cache" in tags:
-                    await self._engine.resume_memory(("kv_cache",))
+                    await self._client.resume_memory(("kv_cache",))
                     self.released.discard("kv_cache")
 
     async def take(
@@ -209,14 +209,14 @@ class WeightSync:
             if parts.failure:
                 if isinstance(weights, GroupWeights):
                     # So that a trainer that broadcasts does not wait for the executors.
-                    await self._engine.leave_weights_group(weights.group)
+                    await self._client.leave_weights_group(weights.group)
                 raise WeightsError(
                     f"a part of this update has failed ({parts.failure}); begin anew with "
                     "pause_generation or begin_weight_update, and send all parts",
                     code="weights_incomplete",
                 )
             try:
-                await self._engine.stage_weights(parts.update, weights, timeout_s=self._timeout_s)
+                await self._client.stage_weights(parts.update, weights, timeout_s=self._timeout_s)
             except NanoInferenceError as error:
                 parts.failure = error.message
                 raise
@@ -229,7 +229,7 @@ class WeightSync:
     async def rename(self, label: str) -> None:
         """Gives the version in place another name."""
         async with self._turn():
-            self._labels.put(await self._engine.weight_version(), label)
+            self._labels.put(await self._client.weight_version(), label)
 
     @asynccontextmanager
     async def _turn(self) -> AsyncIterator[None]:
@@ -276,8 +276,8 @@ class WeightSync:
     ) -> int:
         number = None
         if label is not None:
-            number = number_of(label, await self._engine.weight_version())
-        version = await self._engine.update_weights(
+            number = number_of(label, await self._client.weight_version())
+        version = await self._client.update_weights(
             weights, in_flight=in_flight, version=number, partial=partial, timeout_s=self._timeout_s
         )
         if label is not None:

@@ -150,7 +150,7 @@ class WeightCalls:
 
     def __init__(self, services: Services, sync: WeightSync) -> None:
         self._services = services
-        self._engine = services.engine
+        self._client = services.client
         self._gateway = services.config.gateway
         self._sync = sync
         self._unpacking = anyio.CapacityLimiter(_UNPACKED_AT_ONCE)
@@ -160,7 +160,7 @@ class WeightCalls:
         host = body.master_address
         if ":" in host and not host.startswith("["):
             host = f"[{host}]"
-        joining = self._engine.join_weights_group(
+        joining = self._client.join_weights_group(
             body.group_name,
             f"{host}:{body.master_port}",
             body.world_size,
@@ -172,7 +172,7 @@ class WeightCalls:
 
     async def destroy_group(self, call: Call) -> Response:
         name = (await self._read(call, LeaveBody)).group_name
-        leaving = self._engine.leave_weights_group(name)
+        leaving = self._client.leave_weights_group(name)
         return await _outcome(leaving, lambda _: f"left the group {name!r}")
 
     async def from_distributed(self, call: Call) -> Response:
@@ -249,7 +249,7 @@ class WeightCalls:
     async def rename(self, call: Call) -> Response:
         body = await self._read(call, VersionBody)
         if body.abort_all_requests:
-            await self._engine.cancel_all()
+            await self._client.cancel_all()
         await self._sync.rename(body.new_version)
         return _succeeded(
             f"the weights in place are called {body.new_version!r}", new_version=body.new_version
@@ -258,13 +258,13 @@ class WeightCalls:
     async def load_adapter(self, call: Call) -> Response:
         """Load an adapter; a loaded one of that name gets new weights."""
         body = await self._read(call, LoadLoraBody)
-        loading = self._engine.load_adapter(body.lora_name, body.lora_path)
+        loading = self._client.load_adapter(body.lora_name, body.lora_path)
         return await self._adapter_outcome(loading, body.lora_name, loaded=True)
 
     async def unload_adapter(self, call: Call) -> Response:
         """Unload an adapter, after its requests in flight."""
         name = (await self._read(call, UnloadLoraBody)).lora_name
-        return await self._adapter_outcome(self._engine.unload_adapter(name), name, loaded=False)
+        return await self._adapter_outcome(self._client.unload_adapter(name), name, loaded=False)
 
     async def _adapter_outcome(
         self, work: Awaitable[object], name: str, *, loaded: bool

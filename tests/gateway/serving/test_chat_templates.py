@@ -24,7 +24,7 @@ from nano_inference.gateway.serving.chat_templates import (
     reasoning_of_effort,
     reasoning_variables,
 )
-from nano_inference.gateway.serving.words import LazyWords
+from nano_inference.gateway.serving.tokenizer import LazyTokenizer
 from nano_inference.text.messages import Tool
 
 from ..fake import FakeEngine, app_of
@@ -65,12 +65,12 @@ class Model:
         path.unlink(missing_ok=True)
         if template is not None:
             path.write_text(template)
-        self.words = LazyWords(self.folder)
-        return ChatTemplates(self.words, _length, timeout_s, capacity())
+        self.tokenizer = LazyTokenizer(self.folder)
+        return ChatTemplates(self.tokenizer, _length, timeout_s, capacity())
 
     async def text(self, template: str, conversation: Conversation) -> str:
         found = (await self.with_template(template).render(conversation, TENANT)).token_ids
-        return (await self.words.get()).text(found, skip_special=False)
+        return (await self.tokenizer.get()).text(found, skip_special=False)
 
 
 @pytest.fixture
@@ -177,13 +177,16 @@ async def test_tools_are_refused_if_the_template_reads_none(model: Model) -> Non
 async def test_the_template_for_tools_is_chosen(model: Model) -> None:
     """As Transformers does: with tools, else the default."""
     templates = model.with_template("none of these")
-    words = await model.words.get()
-    words.tokenizer.chat_template = {"default": "plain", "tool_use": "{{ tools[0].function.name }}"}
+    tokenizer = await model.tokenizer.get()
+    tokenizer.transformers.chat_template = {
+        "default": "plain",
+        "tool_use": "{{ tools[0].function.name }}",
+    }
     plain = await templates.render(Conversation(turns=HELLO), TENANT)
     with_tools = await templates.render(Conversation(turns=HELLO, tools=(WEATHER,)), TENANT)
-    shown = [words.text(each.token_ids, skip_special=False) for each in (plain, with_tools)]
+    shown = [tokenizer.text(each.token_ids, skip_special=False) for each in (plain, with_tools)]
     assert shown == ["plain", "weather"]
-    words.tokenizer.chat_template = {"default": "plain"}
+    tokenizer.transformers.chat_template = {"default": "plain"}
     with pytest.raises(FieldError):
         await templates.render(Conversation(turns=HELLO, tools=(WEATHER,)), TENANT)
 
@@ -197,7 +200,7 @@ async def test_the_opening_of_the_answer_is_returned(
         "<|im_start|>assistant\nbefore<|im_end|>\n"
         "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}"
     )
-    templates = ChatTemplates(LazyWords(model.folder, "qwen"), _length, LIMIT_S, capacity())
+    templates = ChatTemplates(LazyTokenizer(model.folder, "qwen"), _length, LIMIT_S, capacity())
     rendered = await templates.render(
         Conversation(turns=HELLO, add_generation_prompt=begins), TENANT
     )

@@ -42,7 +42,7 @@ from ....server.http import FieldError, convert, decode_object, field_error
 from ....serving.embedding import Prompt
 from ....serving.images import ImageSource
 from ....serving.prepared import check_request
-from ....serving.samples import UnsentOutputs, all_samples, rest_of, stream_unsent
+from ....serving.samples import Unsent, all_samples, rest_of, stream_unsent
 from ....serving.sampling_fields import VLLM, SamplingBody, read_sampling_params
 from ....serving.services import Services
 from ..served import ModelCall
@@ -272,7 +272,7 @@ def whole_samples(completion: Completion, n: int) -> list[SampleDelta]:
 TakeDeltas = Callable[[Sequence[SampleDelta]], Awaitable[None]]
 
 
-class UnsentDeltas(UnsentOutputs):
+class UnsentDeltas(Unsent):
     """Results of a request that were not sent yet, joined to one delta for each sample."""
 
     def __init__(self, n: int, take: TakeDeltas) -> None:
@@ -360,7 +360,7 @@ class EngineModel:
             for place, each in enumerate(data)
         ]
         services = self._services
-        services.images.check(sources, await services.words.required())
+        services.images.check(sources, await services.tokenizer.required())
         return await services.images.load(sources, call.call.tenant)
 
     async def _request(

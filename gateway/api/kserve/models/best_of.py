@@ -12,8 +12,9 @@ import numpy as np
 from .....config import RequestError, shown
 from .....kserve.pool import BufferPool, PoolAcquireTimeout
 from .....kserve.tensors import DTYPES, Array, InferRequest, NamedTensor, TensorSpec, text_tensor
-from ....server.http import EngineError, field_error, task_group
+from ....server.http import field_error, task_group
 from ....serving.services import Services
+from ....serving.submissions import TooLate
 from ..served import Answer, ModelCall
 from ..service import InferenceService
 from .backend import (
@@ -115,11 +116,7 @@ class BestOfModel(EngineModel):
         try:
             slot = await self._pool.acquire_slot(span, call.call.deadline_ns or 0)
         except PoolAcquireTimeout:
-            raise EngineError(
-                f"the call's time ({call.call.limited_by}) was over before there was room for "
-                "its buffers; give it more",
-                code="expired",
-            ) from None
+            raise TooLate(call.call, "there was room for its buffers") from None
         with slot:
             buffers = _Buffers(*slot.scratch([*shapes]))
             buffers.prompt[:] = prompt

@@ -14,7 +14,8 @@ from .....pipeline.scoring import params_to_score, scored_completion, token_ids_
 from ....server.http import EngineError, convert
 from ....serving.embedding import EmbedCall, Prompt, embed_all
 from ....serving.fields import EMPTY
-from ....serving.logprobs import TokenNames, logprobs_by_id, scored
+from ....serving.logprobs import TokenNames, logprobs_by_id
+from ....serving.message_parts import records_of
 from ....serving.submissions import ENDED_EARLY
 from ..served import Answer, ModelCall
 from .backend import (
@@ -80,15 +81,15 @@ class TextModel(EngineModel):
     decoupled = True
 
     async def _token_ids(self, text: str, request: GenerateRequest) -> tuple[int, ...]:
-        words = self._services.words
+        tokenizer = self._services.tokenizer
         if not request.images:
-            return await words.token_ids(text)
+            return await tokenizer.token_ids(text)
         return await self._services.images.expand(
-            words, text, request.images, request.tenant, add_special=True
+            tokenizer, text, request.images, request.tenant, add_special=True
         )
 
     async def infer(self, call: ModelCall, answer: Answer) -> None:
-        words = self._services.words
+        tokenizer = self._services.tokenizer
         sampling = read_sampling(call.request, self._max_samples, text=True, tops=True)
         text = text_of(call.request, TEXT_INPUT) or ""
         stream = bool(flag_of(call.request, STREAM.name))
@@ -108,11 +109,11 @@ class TextModel(EngineModel):
         request = await self._request(call, text, sampling, stream=stream, images=images)
         names = None
         if LOGPROBS in wanted:
-            names = TokenNames(await words.required(), as_ids=False)
+            names = TokenNames(await tokenizer.required(), as_ids=False)
         input_tokens = 0
         if stream and "num_input_tokens" in wanted:
             # The engine reports it with the end, but the first response needs it.
-            (await words.required()).check_fits(text, await self._services.length.get())
+            (await tokenizer.required()).check_fits(text, await self._services.length.get())
             token_ids = await self._token_ids(text, request)
             input_tokens = len(token_ids)
             request = msgspec.structs.replace(request, prompt=None, prompt_token_ids=token_ids)
@@ -135,7 +136,7 @@ class TextModel(EngineModel):
         async def send(deltas: Sequence[SampleDelta]) -> None:
             tokens = sum(len(each.token_ids) + sum(map(len, each.tops)) for each in deltas)
             listed = 0 if names is None else tokens
-            await answer(await words.process(listed, partial(write, deltas)))
+            await answer(await tokenizer.process(listed, partial(write, deltas)))
 
         if stream:
             await self._stream(call, request, send)
@@ -234,7 +235,7 @@ class ScoreModel(EngineModel):
 
 def _logprobs(delta: SampleDelta, names: TokenNames) -> str:
     """As JSON: for each token an object of the likeliest tokens and itself, by their ids."""
-    tokens = scored(delta.token_ids, delta.logprobs, delta.tops or None)
+    tokens = records_of(delta.token_ids, delta.logprobs, delta.tops or None)
     return msgspec.json.encode(logprobs_by_id(tokens, names)).decode()
 
 

@@ -18,7 +18,7 @@ from ....serving.logprobs import TokenNames, token_entries
 from ....serving.message_parts import MessageParts, NewParts, TokenRecord
 from ....serving.samples import session_usage
 from ....serving.times import time_usage
-from ....serving.words import Words
+from ....serving.tokenizer import Tokenizer
 from ..bodies import ReasoningOptions
 from ..errors import as_openai
 from .requests import ID_PREFIX, NeverBegun, ResponseCall, ResponseRecord
@@ -175,7 +175,7 @@ class ResponseWriter:
     """
 
     record: ResponseRecord
-    words: Words
+    tokenizer: Tokenizer
     form: MessageFormat | None
     measures: Measures | None
 
@@ -185,10 +185,10 @@ class ResponseWriter:
 
     def output_items(self) -> OutputItems:
         """Return the reader of the output."""
-        words, form, reading = self.words, self.form, self.record.reading
+        tokenizer, form, reading = self.tokenizer, self.form, self.record.reading
         shows = self.call.logprobs
         parts = MessageParts(
-            words,
+            tokenizer,
             self.record.sampling,
             form,
             reading,
@@ -199,7 +199,7 @@ class ResponseWriter:
         return OutputItems(
             self.record.id.removeprefix(ID_PREFIX),
             parts,
-            TokenNames(words, as_ids=False) if shows else None,
+            TokenNames(tokenizer, as_ids=False) if shows else None,
         )
 
     def failed(self, error: NanoInferenceError) -> Answer:

@@ -15,7 +15,7 @@ from ....call import Call
 from ....server.http import EngineError, FieldError, field_error
 from ....serving.durable_calls import Attachment, IdempotencyKey
 from ....serving.services import Services
-from ....serving.words import READING
+from ....serving.tokenizer import READING
 from ..records import BegunCalls, Found, decode_record, pauses_s
 from .items import Item, answered
 from .output import UNENDED, Answer, ResponseWriter
@@ -66,9 +66,9 @@ class StoredResponses(BegunCalls[ResponseRecord]):
             RequestError: unsupported: the gateway lacks the tokenizer.
         """
         services = self._services
-        form = await services.words.message_format()
+        form = await services.tokenizer.message_format()
         measures = services.measures if first else None
-        return ResponseWriter(record, await services.words.required(), form, measures)
+        return ResponseWriter(record, await services.tokenizer.required(), form, measures)
 
     async def known(self, found: Found[ResponseRecord]) -> Answer:
         """Return the present state of a response, without waiting.
@@ -96,7 +96,7 @@ class StoredResponses(BegunCalls[ResponseRecord]):
 
     async def beside(self, tokens: int, work: Callable[[], T]) -> T:
         """Read so many tokens of an output, many of them in a thread."""
-        return await self._services.words.process(tokens * READING, work)
+        return await self._services.tokenizer.process(tokens * READING, work)
 
     async def conversation(self, call: Call, response_id: str) -> list[Item]:
         """Return all items of a response that has ended, with its output.

@@ -9,7 +9,7 @@ import pytest
 from openai import AsyncOpenAI
 
 from nano_inference.config import Config
-from nano_inference.gateway.serving.words import Words
+from nano_inference.gateway.serving.tokenizer import Tokenizer
 
 from ...fake import LIMIT_S, FakeEngine
 from ...made import interleaved
@@ -35,12 +35,12 @@ def calling(tmp_path_factory: pytest.TempPathFactory) -> Config:
 
 
 @pytest.fixture(scope="module")
-def words(calling: Config) -> Words:
+def words(calling: Config) -> Tokenizer:
     """Its tokenizer."""
     return words_of(calling)
 
 
 @pytest.fixture
-def model(engine: FakeEngine, words: Words) -> Model:
+def model(engine: FakeEngine, words: Tokenizer) -> Model:
     """It, on a fake engine."""
     return Model(engine, words)

@@ -11,7 +11,7 @@ import pytest
 from openai import AsyncOpenAI
 
 from nano_inference.bus.public import EmbedParams
-from nano_inference.gateway.serving.words import Words
+from nano_inference.gateway.serving.tokenizer import Tokenizer
 
 from ...fake import Client, FakeEngine, app_of, http_of, refused
 from ...made import embedded, vector_of
@@ -153,7 +153,7 @@ async def test_an_empty_text_is_embedded_with_its_special_tokens(
     http: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By models whose tokenizers add some to each text, as encoders' do."""
-    monkeypatch.setattr(Words, "token_ids", lambda *_, **__: (0,))
+    monkeypatch.setattr(Tokenizer, "token_ids", lambda *_, **__: (0,))
     for path, body in (
         ("/rerank", {"query": "ab", "documents": [""]}),
         ("/score", {"text_1": "ab", "text_2": ""}),

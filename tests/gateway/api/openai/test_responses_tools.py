@@ -13,7 +13,7 @@ from nano_inference.bus.public import CompletionSample
 from nano_inference.config import Config, load_config
 from nano_inference.gateway.api.openai.records import decode_record
 from nano_inference.gateway.api.openai.responses.requests import ResponseRecord
-from nano_inference.gateway.serving import words
+from nano_inference.gateway.serving import tokenizer
 from nano_inference.gateway.serving.message_parts import MessageParts, NewParts
 from nano_inference.telemetry.instruments import TOOL_CALLS
 
@@ -141,7 +141,7 @@ async def test_a_long_output_is_read_beside_the_others(
         return end(parts, sample)
 
     monkeypatch.setattr(MessageParts, "end", ended)
-    monkeypatch.setattr(words, "_SHORT", 3)
+    monkeypatch.setattr(tokenizer, "_SHORT", 3)
     model.says(BOTH)
     made = await posted(http)
     where = f"{PATH}/{made['id']}"
@@ -172,7 +172,7 @@ async def test_logprobs_are_those_of_the_text(http: Client, model: Model) -> Non
     _, message = (await posted(http, **LOGPROBS))["output"]
     (part,) = message["content"]
     text = "".join(each["token"] for each in part["logprobs"])
-    assert text == f"{part['text']}{model.words.token(min(model.words.stop_token_ids))}"
+    assert text == f"{part['text']}{model.tokenizer.token(min(model.tokenizer.stop_token_ids))}"
 
 
 async def test_the_effort_is_the_template_s_switch(http: Client, model: Model) -> None:

@@ -5,22 +5,25 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from nano_inference.bus.messages import RowFinish
 from nano_inference.bus.public import CompletionSample, ErrorInfo, GenerateRequest, TokenLogprob
 from nano_inference.gateway.api.sglang.answers import PromptWriter
 from nano_inference.gateway.api.sglang.requests import read_call
 from nano_inference.gateway.api.sglang.sync import VersionLabels
-from nano_inference.gateway.serving.words import Words
+from nano_inference.gateway.serving.tokenizer import Tokenizer
 
 from ...fake import chunk, completion, sample
-from ...sampled import WORDS
+from ...sampled import WORDS, ends, joined, make, sizes, stops, tokens
 
 END = "<|endoftext|>"
 PROMPT = (None, -1.0, -2.0, -3.0)
 REQUEST = GenerateRequest(request_id="r")
 
 
-def answers(words: Words | None = None, **body: Any) -> PromptWriter:
+def answers(words: Tokenizer | None = None, **body: Any) -> PromptWriter:
     call = read_call({"input_ids": [11, 12, 13, 14], "rid": "r"} | body, max_prompts=10)
     return PromptWriter(next(call.prompts), words, VersionLabels())
 
@@ -220,3 +223,28 @@ def test_an_incomplete_character_is_held_back() -> None:
         texts.append(growing.answer()["text"])
     assert len(texts) > 2
     assert set(texts) == {"a", "a\N{GRINNING FACE}"}
+
+
+@settings(deadline=None)
+@given(tokens, stops, ends, sizes, st.integers(0, 60), st.booleans(), st.booleans())
+def test_a_streamed_sample_ends_as_the_whole_one(
+    token_ids: list[int],
+    stop: tuple[str, ...],
+    end: RowFinish,
+    cuts: list[int],
+    number: int,
+    skips: bool,
+    trims: bool,
+) -> None:
+    made = make(token_ids, stop, end)
+    params = {"stop": list(stop), "skip_special_tokens": skips, "no_stop_trim": not trims}
+
+    def writer() -> PromptWriter:
+        return answers(WORDS, return_logprob=True, sampling_params=params)
+
+    streamed = writer()
+    growing = streamed.growing(0)
+    for each in joined(made.chunks, cuts)[:number]:
+        growing.add(each)
+        growing.answer()
+    assert told(streamed, made.sample) == told(writer(), made.sample)

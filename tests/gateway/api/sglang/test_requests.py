@@ -70,12 +70,12 @@ def test_logprobs_of_the_prompt_are_computed_only_when_shown() -> None:
 
 
 def test_when_the_tokenizer_is_needed() -> None:
-    assert not one().needs_words
-    assert one(sampling_params={"stop": "x"}).needs_words
-    assert one(sampling_params={"no_stop_trim": True}).needs_words
-    assert one(sampling_params={"skip_special_tokens": False}).needs_words
-    assert not one(return_text_in_logprobs=True).needs_words
-    assert one(return_text_in_logprobs=True, return_logprob=True).needs_words
+    assert not one().needs_tokenizer
+    assert one(sampling_params={"stop": "x"}).needs_tokenizer
+    assert one(sampling_params={"no_stop_trim": True}).needs_tokenizer
+    assert one(sampling_params={"skip_special_tokens": False}).needs_tokenizer
+    assert not one(return_text_in_logprobs=True).needs_tokenizer
+    assert one(return_text_in_logprobs=True, return_logprob=True).needs_tokenizer
 
 
 def texts(prompts: list[PromptCall]) -> list[str | None]:

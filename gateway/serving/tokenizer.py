@@ -40,11 +40,11 @@ _THREADS = 2
 """Texts processed beside the event loop at a time. Each keeps a core busy."""
 
 
-class Words:
-    """A model's tokenizer.
+class Tokenizer:
+    """A model's tokenizer, with what the gateway needs beside it.
 
     Attributes:
-        tokenizer: Transformers' tokenizer.
+        transformers: The tokenizer of Transformers.
         stop_token_ids: The tokens that end a generation by default.
         special_tokens: Ids of special tokens by name.
         images: The model's image processor; None if it takes no images.
@@ -57,7 +57,7 @@ class Words:
         images: ImageProcessor | None = None,
     ) -> None:
         self.stop_token_ids = stop_token_ids
-        self.tokenizer = tokenizer
+        self.transformers = tokenizer
         self.images = images
         self.special_tokens = special_token_ids(tokenizer)
         self._longest_token_bytes = longest_token_bytes(tokenizer)
@@ -82,7 +82,7 @@ class Words:
             RequestError: invalid_prompt.
         """
         try:
-            found = self.tokenizer(text, add_special_tokens=add_special, verbose=False)
+            found = self.transformers(text, add_special_tokens=add_special, verbose=False)
             return tuple(found["input_ids"])
         # The tokenizers library raises Exception itself.
         except Exception as error:
@@ -103,7 +103,7 @@ class Words:
         """Return the text of a single token."""
         text = self._token_texts.get(token_id)
         if text is None:
-            text = self._token_texts[token_id] = str(self.tokenizer.decode([token_id]))
+            text = self._token_texts[token_id] = str(self.transformers.decode([token_id]))
         return text
 
     def special_name(self, token_id: int) -> str:
@@ -117,7 +117,7 @@ class Words:
         return piece if isinstance(piece, bytes) else piece.encode()
 
 
-class LazyWords:
+class LazyTokenizer:
     """Loads the tokenizer when it is first needed, which takes a second or two."""
 
     def __init__(self, folder: Path, message_format: str = "off") -> None:
@@ -126,28 +126,30 @@ class LazyWords:
         self._format_asked = message_format
         self._format: tuple[MessageFormat | None] | None = None
         self._loading = anyio.Lock()
-        self._words: Words | None = None
+        self._tokenizer: Tokenizer | None = None
         self._threads = anyio.CapacityLimiter(_THREADS)
         # Grammars have threads of their own, so that they and long texts don't wait for each other.
         self._grammar_threads = anyio.CapacityLimiter(_THREADS)
 
-    async def get(self) -> Words:
+    async def get(self) -> Tokenizer:
         """Raises ModelError when the folder has no usable tokenizer."""
 
-        def load() -> Words:
+        def load() -> Tokenizer:
             tokenizer = load_tokenizer(self._folder)
             images: ImageProcessor | None = None
             # Without a usable one admission, too, serves texts.
             with suppress(ModelError):
                 images = ImageProcessor.of(self._folder, tokenizer)
-            return Words(tokenizer, stop_token_ids_of(self._folder, tokenizer), images)
+            return Tokenizer(tokenizer, stop_token_ids_of(self._folder, tokenizer), images)
 
         async with self._loading:
-            if self._words is None:
-                self._words = await anyio.to_thread.run_sync(load, limiter=anyio.CapacityLimiter(1))
-        return self._words
+            if self._tokenizer is None:
+                self._tokenizer = await anyio.to_thread.run_sync(
+                    load, limiter=anyio.CapacityLimiter(1)
+                )
+        return self._tokenizer
 
-    async def required(self) -> Words:
+    async def required(self) -> Tokenizer:
         """As `get`, for a call that needs the tokenizer.
 
         Raises:
@@ -169,20 +171,20 @@ class LazyWords:
             RequestError: unsupported: there is no tokenizer.
             ConfigError: `gateway.message_format` is unknown.
         """
-        tokenizer = (await self.required()).tokenizer
+        tokenizer = (await self.required()).transformers
         if self._format is None:
             self._format = (format_of(tokenizer, folder_of(self._folder), self._format_asked),)
         return self._format[0]
 
     async def token_ids(self, text: str, *, add_special: bool = True) -> tuple[int, ...]:
-        """As `Words.token_ids`, in a thread for a long text.
+        """As `Tokenizer.token_ids`, in a thread for a long text.
 
         Raises:
             RequestError: invalid_prompt, unsupported.
         """
-        words = await self.required()
+        tokenizer = await self.required()
         return await self.process(
-            len(text), partial(words.token_ids, text, add_special=add_special)
+            len(text), partial(tokenizer.token_ids, text, add_special=add_special)
         )
 
     async def beside(self, work: Callable[[], T]) -> T:
@@ -199,35 +201,35 @@ class LazyWords:
 
 
 def matched_stop(
-    sample: CompletionSample, sampling: SamplingParams, words: Words | None
+    sample: CompletionSample, sampling: SamplingParams, tokenizer: Tokenizer | None
 ) -> int | str:
     """Return the token id or the stop string that ended a sample with the finish reason "stop".
 
     Args:
-        words: Needed with stop strings.
+        tokenizer: Needed with stop strings.
     """
-    if words is None or is_stop_token(sample.token_ids[-1], sampling, words):
+    if tokenizer is None or is_stop_token(sample.token_ids[-1], sampling, tokenizer):
         return sample.token_ids[-1]
-    text = words.text(sample.token_ids, skip_special=True)
-    free = free_of_stops(sample.token_ids, sampling, words, skip_special=True)
+    text = tokenizer.text(sample.token_ids, skip_special=True)
+    free = free_of_stops(sample.token_ids, sampling, tokenizer, skip_special=True)
     return first_stop(text[free:], sampling.stop)[0]
 
 
-def is_stop_token(token_id: int, sampling: SamplingParams, words: Words) -> bool:
+def is_stop_token(token_id: int, sampling: SamplingParams, tokenizer: Tokenizer) -> bool:
     """Return whether the last token of a sample with the finish reason "stop" is a stop token."""
     if not sampling.stop:
         return True
     stops = sampling.stop_token_ids
     if not sampling.ignore_eos:
-        stops |= words.stop_token_ids
+        stops |= tokenizer.stop_token_ids
     return token_id in stops
 
 
 def free_of_stops(
-    token_ids: Sequence[int], sampling: SamplingParams, words: Words, *, skip_special: bool
+    token_ids: Sequence[int], sampling: SamplingParams, tokenizer: Tokenizer, *, skip_special: bool
 ) -> int:
     """Return the length of the text of `min_tokens`, in which stop strings don't count."""
-    return len(words.text(token_ids[: sampling.min_tokens], skip_special=skip_special))
+    return len(tokenizer.text(token_ids[: sampling.min_tokens], skip_special=skip_special))
 
 
 def first_stop(text: str, stops: tuple[str, ...]) -> tuple[str, int]:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from nano_inference.config import EngineConfig, ModelError
-from nano_inference.gateway.serving.words import LazyWords
+from nano_inference.gateway.serving.tokenizer import LazyTokenizer
 
 END = "<|endoftext|>"
 
@@ -18,7 +18,7 @@ def folder() -> Path:
 
 
 async def test_special_tokens_are_shown_when_asked_for(folder: Path) -> None:
-    words = await LazyWords(folder).get()
+    words = await LazyTokenizer(folder).get()
     token_ids = words.token_ids("98 + 25 =")
     (end,) = words.token_ids(END)
     assert end in words.stop_token_ids
@@ -28,10 +28,10 @@ async def test_special_tokens_are_shown_when_asked_for(folder: Path) -> None:
 
 
 async def test_loaded_once(folder: Path) -> None:
-    lazy = LazyWords(folder)
+    lazy = LazyTokenizer(folder)
     assert await lazy.get() is await lazy.get()
 
 
 async def test_a_folder_without_a_tokenizer(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="tokenizer"):
-        await LazyWords(tmp_path).get()
+        await LazyTokenizer(tmp_path).get()

@@ -31,7 +31,10 @@ Admin = Callable[..., Awaitable[Any]]
 
 T = TypeVar("T")
 
-app = group("""Administer the gateway's policy: keys, tenants, guardrails.
+
+@group
+def app() -> None:
+    """Administer the gateway's policy: keys, tenants, guardrails.
 
     Without --url it changes the backend that `policy.backend` names, and needs no key:
 
@@ -44,10 +47,24 @@ app = group("""Administer the gateway's policy: keys, tenants, guardrails.
         nano-inference admin keys list --url https://inference.example.org --api-key ...
 
     docs/policy.md describes keys, scopes and limits.
-    """)
-keys = group("Keys: callers and their permissions.")
-tenants = group("Limits and weights of all keys of a tenant together.")
-guardrails = group("Texts that prompts and answers must not contain.")
+    """
+
+
+@group
+def keys() -> None:
+    """Keys: callers and their permissions."""
+
+
+@group
+def tenants() -> None:
+    """Limits and weights of all keys of a tenant together."""
+
+
+@group
+def guardrails() -> None:
+    """Texts that prompts and answers must not contain."""
+
+
 app.add_typer(keys, name="keys")
 app.add_typer(tenants, name="tenants")
 app.add_typer(guardrails, name="guardrails")

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
 from typing import Any
 
-from msgspec.structs import replace
+from msgspec.structs import asdict, replace
 
 from ..bus.links import all_links
-from ..config import BusConfig, BusError, Config, redact
-from ..pipeline.health import lanes_of, reason_of, replicas_of, verdict
-from ..pipeline.progress import progress_of
-from ..pipeline.status import PipelineStatus
+from ..config import BusConfig, Config, redact
+from ..pipeline.health import replicas_of
+from ..pipeline.status import PipelineStatus, of_models, pipeline_status
 from ..store.redis.keys import Keys
-from ..store.registry import ModelState
 from .connection import connected, unreachable
 
 _OWN_NAME = "status"
@@ -55,105 +52,48 @@ async def bus_status(config: Config, model: str | None = None) -> BusStatus:
         BusError: Redis can't be reached, or refuses a necessary command.
         RequestError: unknown_model.
     """
-    stall_s = config.pipeline.stall_timeout_s
-    async with connected(config) as client:
-        records = {} if config.bus.model else await client.bus.store.models.read()
-        chosen = None if model is None else await client.deployment.find(model)
-    if not records:
-        return await _read(config.bus, stall_s)
-    states = {id: each.state for id, each in records.items() if chosen in (None, id)}
-    each = [await _read(replace(config.bus, model=id), stall_s) for id in states]
-    deployment = await _read(config.bus, stall_s) if chosen is None else None
-    return _together(states, each, deployment)
-
-
-def _together(
-    states: dict[str, ModelState], each: Sequence[BusStatus], deployment: BusStatus | None
-) -> BusStatus:
-    """Merge the status of each model, and of the deployment's requests stream."""
-    lanes = [lane for status in each for lane in status.lanes]
-    reason = reason_of(states, lanes)
-    taken = [status.last_taken_s for status in each if status.last_taken_s is not None]
-    every = [*each, deployment] if deployment else list(each)
-    return replace(
-        every[-1],  # facts of the server are the same in all
-        ready=not reason,
-        reason=reason,
-        waiting=sum(status.waiting for status in every),
-        in_flight=sum(status.in_flight for status in each),
-        queue_length=sum(status.queue_length for status in every),
-        last_taken_s=min(taken, default=None),
-        lanes=lanes,
-        links={
-            f"{model}:{name}": length
-            for model, status in zip(states, each, strict=True)
-            for name, length in status.links.items()
-        },
-        models=states,
-        progress=progress_of(lanes, every[-1].stall_timeout_s),
-    )
-
-
-async def _read(config: BusConfig, stall_timeout_s: float) -> BusStatus:
-    """Read the status of one model, or of a deployment's requests stream."""
-    # Importing redis-py takes time.
-    from ..bus.redis.bus import RedisBus
-
-    bus = RedisBus(config)
-    try:
-        lanes = lanes_of(await bus.store.board.read())
-        replicas = dict.fromkeys(await bus.lanes(), 1)
-        replicas |= {lane.lane: 1 + replicas_of(lane.stages)[-1] for lane in lanes}
-        links = [
-            (name, link.name) for name in sorted(replicas) for link in all_links(replicas[name])
-        ]
-        backlog = await bus.requests.backlog()
-        shards = await bus.requests.shard_lengths()
-    except BusError as error:
-        raise unreachable(config, error) from None
-    finally:
-        await bus.aclose()
-    keys = Keys(config.prefix, config.lane, config.model)
-    each = [keys.of_shard(shard) for shard in range(len(shards))]
-    streams = [shard.results for shard in each]
-    streams += [keys.link(name, lane) for lane, name in links]
+    bus = config.bus
+    async with connected(config, model) as client:
+        found = await pipeline_status(client, config.pipeline.stall_timeout_s, for_operator=True)
+        shards = tuple(await client.bus.requests.shard_lengths())
+        if client.bus.model and found.models:
+            found = of_models(found, [client.bus.model])
+    every = [Keys(bus.prefix, bus.lane, id) for id in found.models or [bus.model]]
+    read = [keys.of_shard(shard) for keys in every for shard in range(len(shards))]
+    links = _links(bus, found)
     server, clients, replies = await _replies(
-        config,
-        len(each),
-        *(("XINFO", "CONSUMERS", shard.requests, config.group) for shard in each),
-        *(("XLEN", key) for key in streams),
-    )
-    groups, results, lengths = (
-        replies[: len(each)],
-        replies[len(each) : 2 * len(each)],
-        replies[2 * len(each) :],
+        bus,
+        len(read),
+        *(("XINFO", "CONSUMERS", keys.requests, bus.group) for keys in read),
+        *(("XLEN", keys.results) for keys in read[: len(shards)]),  # all models share them
+        *(("XLEN", key) for key in links.values()),
     )
     # They fail until a pipeline has created the group.
-    found = [group for group in groups if not isinstance(group, Exception)]
-    idle_ms = [int(consumer[b"idle"]) for group in found for consumer in group]
-    reason = verdict(lanes)
+    groups = [group for group in replies[: len(read)] if not isinstance(group, Exception)]
+    idle_ms = [int(consumer[b"idle"]) for group in groups for consumer in group]
     return BusStatus(
-        ready=not reason,
-        reason=reason,
-        url=redact(config.url),
+        **asdict(replace(found, url=redact(bus.url))),
         server=server,
-        prefix=config.prefix,
-        shards=tuple(shards),
-        waiting=backlog.waiting,
-        in_flight=backlog.pending,
-        queue_length=backlog.queue_length,
-        dead_letters=backlog.dead,
+        prefix=bus.prefix,
+        shards=shards,
         last_taken_s=min(idle_ms) / 1000 if idle_ms else None,
-        results=sum(results),
-        lanes=lanes,
-        links={
-            name if lane == "0" else f"{lane}:{name}": length
-            for (lane, name), length in zip(links, lengths, strict=True)
-        },
-        stall_timeout_s=stall_timeout_s,
-        progress=progress_of(lanes, stall_timeout_s),
+        results=sum(replies[len(read) : len(read) + len(shards)]),
+        links=dict(zip(links, replies[len(read) + len(shards) :], strict=True)),
         connections=clients,
     )
+
+
+def _links(bus: BusConfig, found: PipelineStatus) -> dict[str, bytes]:
+    """Return the keys of the links of each lane by the name that is shown."""
+    replicas = {(model, bus.lane): 1 for model in found.models or [bus.model]}
+    replicas |= {(lane.model, lane.lane): 1 + replicas_of(lane.stages)[-1] for lane in found.lanes}
+    return {
+        ":".join(
+            [*([model] if found.models else []), *([lane] if lane != "0" else []), link.name]
+        ): Keys(bus.prefix, bus.lane, model).link(link.name, lane)
+        for (model, lane), number in sorted(replicas.items())
+        for link in all_links(number)
+    }
 
 
 async def _replies(

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
 import re
 from collections.abc import AsyncGenerator, AsyncIterator, Collection, Sequence
 from contextlib import (
     AbstractAsyncContextManager,
-    AsyncExitStack,
     aclosing,
     asynccontextmanager,
     suppress,
 )
+from pathlib import Path
 from typing import Any, Generic, NamedTuple, Self, TypeVar
 from urllib.parse import quote
 
@@ -35,7 +34,7 @@ from ..pipeline.models import ModelStatus
 from ..pipeline.operations import OPERATIONS
 from ..pipeline.status import PipelineStatus, of_models
 from . import connection
-from .connection import Place, ServerAddress, connected, pipeline_place
+from .connection import Place, ServerAddress, connected, pipeline_place, run_with
 from .images import for_bus, for_server
 from .options import Options
 from .requests import given
@@ -88,17 +87,17 @@ class Unreachable(NanoInferenceError):
 
 
 @asynccontextmanager
-async def client_at(place: Place) -> AsyncIterator[Client]:
-    """Connect to a server or a pipeline.
+async def client_at(place: Place, model: str | None = None) -> AsyncIterator[Client]:
+    """Connect to a server or a pipeline, for one of several models or for all.
 
     Raises:
         NanoInferenceError: Nothing answers.
     """
     if isinstance(place, ServerAddress):
-        async with ServerClient(place) as server:
+        async with ServerClient(place, model) as server:
             yield server
     else:
-        async with connected(place) as client:
+        async with connected(place, model) as client:
             yield PipelineClient(client)
 
 
@@ -113,40 +112,21 @@ def run_operation(
     Args:
         options: Name the server or the bus, and the model.
         operation: Its name.
-        arguments: By name; None for the default.
+        arguments: By name; None for the default. Paths are those of this machine.
         what: Shown while it takes long.
 
     Raises:
         NanoInferenceError: It can't be reached, or the operation failed.
     """
-
-    async def run(place: Place) -> Any:
-        if isinstance(place, ServerAddress):
-            async with ServerClient(place) as server:
-                return await server.operate(operation, options.served, named)
-        async with connected(place, options.served) as client:
-            return await OPERATIONS[operation].run(client, **named)
-
-    place, named = pipeline_place(options), given(arguments)
-    with waiting(what):
-        return asyncio.run(run(place))
-
-
-async def follow_operation(
-    options: Options, operation: str, arguments: dict[str, Any]
-) -> AsyncGenerator[Any, None]:
-    """Yield the results of an operation that streams. Raises as `run_operation`."""
+    named = {
+        name: str(value.absolute()) if isinstance(value, Path) else value
+        for name, value in given(arguments).items()
+    }
     place = pipeline_place(options)
-    async with AsyncExitStack() as stack:
-        if isinstance(place, ServerAddress):
-            server = await stack.enter_async_context(ServerClient(place))
-            results = server.follow(operation, options.served, arguments)
-        else:
-            client = await stack.enter_async_context(connected(place, options.served))
-            results = OPERATIONS[operation].run(client, **arguments)
-        await stack.enter_async_context(aclosing(results))
-        async for each in results:
-            yield each
+    with waiting(what):
+        return run_with(
+            client_at(place, options.served), lambda client: client.operate(operation, named)
+        )
 
 
 class PipelineClient:
@@ -155,6 +135,15 @@ class PipelineClient:
     def __init__(self, client: BusClient) -> None:
         self._client = client
         self.load, self.unload = client.load_model, client.unload_model
+
+    async def operate(self, name: str, arguments: dict[str, Any]) -> Any:
+        """Run an operation of `OPERATIONS`."""
+        return await OPERATIONS[name].run(self._client, **arguments)
+
+    def follow(self, name: str, arguments: dict[str, Any]) -> AsyncGenerator[Any, None]:
+        """Return the results of an operation that streams."""
+        results: AsyncGenerator[Any, None] = OPERATIONS[name].run(self._client, **arguments)
+        return results
 
     async def check(self, found: Sequence[ModelStatus] = ()) -> str:
         """Check that requests can be sent, and complain on standard error if they have to wait.
@@ -267,7 +256,9 @@ class ServerClient:
         root: The server's URL, below which the other interfaces are.
     """
 
-    def __init__(self, server: ServerAddress) -> None:
+    def __init__(self, server: ServerAddress, model: str | None = None) -> None:
+        """`model`: of operations; None for all."""
+        self._model = model
         self.url = server.url
         self.root = server.url.removesuffix("/v1")
         headers = {"Authorization": f"Bearer {server.api_key}"} if server.api_key else {}
@@ -405,23 +396,21 @@ class ServerClient:
 
     # --- operations -----------------------------------------------------------------------------
 
-    async def operate(self, name: str, model: str | None, arguments: dict[str, Any]) -> Any:
-        """Run an operation of `OPERATIONS`."""
-        async with self._operation(name, model, arguments) as response:
+    async def operate(self, name: str, arguments: dict[str, Any]) -> Any:
+        """See PipelineClient."""
+        async with self._operation(name, arguments) as response:
             return self._decoded(await response.aread(), OPERATIONS[name].result)
 
-    async def follow(
-        self, name: str, model: str | None, arguments: dict[str, Any]
-    ) -> AsyncGenerator[Any, None]:
-        """Yield the results of an operation that streams."""
-        async with self._operation(name, model, arguments) as response:
+    async def follow(self, name: str, arguments: dict[str, Any]) -> AsyncGenerator[Any, None]:
+        """See PipelineClient."""
+        async with self._operation(name, arguments) as response:
             async for event in httpx2.EventSource(response):
                 yield self._decoded(event.data.encode(), OPERATIONS[name].result)
 
     def _operation(
-        self, name: str, model: str | None, arguments: dict[str, Any]
+        self, name: str, arguments: dict[str, Any]
     ) -> AbstractAsyncContextManager[httpx2.Response]:
-        body = arguments | given({"model": model})
+        body = arguments | given({"model": self._model})
         headers = given({"X-Tenant": body.pop("tenant", None)})
         url = f"{self.root}/admin/operations/{name}"
         return self._answer("POST", url, msgspec.to_builtins(body), headers)

@@ -15,7 +15,10 @@ from .operations import COMMANDS, Row, command, table
 from .options import AsJson, Options, argument, group, option, takes_status_options
 from .terminal import complain, cut, date, harmless, one_line, print_json
 
-app = group("""List, repeat and remove dead letters: requests that failed repeatedly.
+
+@group
+def app() -> None:
+    """List, repeat and remove dead letters: requests that failed repeatedly.
 
     A request whose lane fails each time is answered with an error and kept here:
 
@@ -26,7 +29,8 @@ app = group("""List, repeat and remove dead letters: requests that failed repeat
         nano-inference dlq retry 1795185430038-0
 
         nano-inference dlq drop --all
-    """)
+    """
+
 
 LetterIds = Annotated[list[str] | None, argument("ID...", "As `dlq list` shows them.")]
 All = Annotated[bool, option("--all", "All dead letters.")]

@@ -23,13 +23,13 @@ import typer
 from rich.cells import cell_len
 
 from ..bus.codec import encode_output
-from ..bus.control import MEMORY_TAGS
 from ..bus.public import Completion, SessionAction
 from ..bus.weights import InFlight
 from ..config import FairnessConfig
 from ..pipeline.operations import Shards
 from ..store.service import LaneService
-from .clients import follow_operation, run_operation
+from .clients import client_at, run_operation
+from .connection import pipeline_place
 from .options import (
     AsJson,
     Command,
@@ -83,10 +83,7 @@ def command(
 
     def decorate(declare: Callable[..., dict[str, Any] | None]) -> Command:
         def run(options: Options, *, as_json: bool, **values: Any) -> None:
-            arguments = declare(**values)
-            result = run_operation(
-                options, operation, values if arguments is None else arguments, what
-            )
+            result = run_operation(options, operation, declare(**values) or values, what)
             if as_json:
                 print_json(*result) if lines else print_json(result)
             elif show is not None:
@@ -139,14 +136,17 @@ def _by_lane(found: Mapping[str, Sequence[object]]) -> list[tuple[object, ...]]:
 
 # --- weights and memory ---------------------------------------------------------------------------
 
-weights = group("""Read the version of the weights, and replace them while requests are in flight.
+
+@group
+def weights() -> None:
+    """Read the version of the weights, and replace them while requests are in flight.
 
         nano-inference weights version
 
         nano-inference weights update --folder checkpoints/step-200
 
     docs/weights.md describes the requests in flight meanwhile, and how trainers do it.
-    """)
+    """
 
 
 class MemoryKind(StrEnum):
@@ -175,19 +175,11 @@ def update(
     partial: Annotated[bool, option("--partial", "Keep parameters that the folder lacks.")] = False,
     timeout_s: Timeout = 300.0,
     lane: Lane = None,
-) -> dict[str, Any]:
+) -> None:
     """Replace the weights by those of a folder; print their version.
 
     nano-inference weights update --folder checkpoints/step-200 --in-flight retract
     """
-    return {
-        "folder": str(folder.absolute()),
-        "in_flight": in_flight,
-        "version": version,
-        "partial": partial,
-        "timeout_s": timeout_s,
-        "lane": lane,
-    }
 
 
 @weights.command("version")
@@ -224,28 +216,29 @@ def flush_cache(lane: Lane = None) -> None:
 
 
 @command("release_memory")
-def release_memory(tags: Tags = None, lane: Lane = None) -> dict[str, Any]:
+def release_memory(tags: Tags = None, lane: Lane = None) -> None:
     """Release memory of the device; requests wait until `resume-memory`.
 
     Released weights are lost: after `resume-memory`, all of them must be sent.
 
     nano-inference release-memory --tag kv_cache
     """
-    return {"tags": tags or MEMORY_TAGS, "lane": lane}
 
 
 @command("resume_memory")
-def resume_memory(tags: Tags = None, lane: Lane = None) -> dict[str, Any]:
+def resume_memory(tags: Tags = None, lane: Lane = None) -> None:
     """Allocate released memory again.
 
     nano-inference resume-memory --tag weights
     """
-    return {"tags": tags or MEMORY_TAGS, "lane": lane}
 
 
 # --- adapters -------------------------------------------------------------------------------------
 
-adapters = group("""List, load and unload LoRA adapters, while requests are in flight.
+
+@group
+def adapters() -> None:
+    """List, load and unload LoRA adapters, while requests are in flight.
 
         nano-inference adapters load sql ./adapters/sql
 
@@ -256,7 +249,8 @@ adapters = group("""List, load and unload LoRA adapters, while requests are in f
         nano-inference adapters load sql ./adapters/sql --model code
 
     See docs/adapters.md.
-    """)
+    """
+
 
 Id = Annotated[str, argument("ID", "Its name in requests.")]
 
@@ -296,19 +290,11 @@ def load_adapter(
     version: Version = None,
     timeout_s: Timeout = 300.0,
     lane: Lane = None,
-) -> dict[str, Any]:
+) -> None:
     """Load an adapter, or new weights for one that is loaded; print its version.
 
     nano-inference adapters load sql ./adapters/sql
     """
-    return {
-        "id": id,
-        "folder": str(folder.absolute()),
-        "in_flight": in_flight,
-        "version": version,
-        "timeout_s": timeout_s,
-        "lane": lane,
-    }
 
 
 @adapters.command("unload")
@@ -329,7 +315,10 @@ def unload_adapter(
 
 # --- experts and roles ----------------------------------------------------------------------------
 
-experts = group("""Read which rank owns which expert, and change it while requests run.
+
+@group
+def experts() -> None:
+    """Read which rank owns which expert, and change it while requests run.
 
         nano-inference experts show
 
@@ -337,7 +326,7 @@ experts = group("""Read which rank owns which expert, and change it while reques
 
     For models with engine.expert_parallel; see docs/ranks.md. A change lasts until the executor
     restarts.
-    """)
+    """
 
 
 @experts.command("show")
@@ -361,14 +350,16 @@ def move(
     """
 
 
-roles = group("""Read the roles of the replicas, and change them while they run.
+@group
+def roles() -> None:
+    """Read the roles of the replicas, and change them while they run.
 
         nano-inference roles show
 
         nano-inference roles set prefill decode decode
 
     See docs/roles.md. A change lasts until the process of the fairness stage restarts.
-    """)
+    """
 
 
 @roles.command("show")
@@ -394,7 +385,10 @@ def set_roles(
 
 # --- fairness -------------------------------------------------------------------------------------
 
-fairness = group("""Read the settings of the fairness stage, and change them while it runs.
+
+@group
+def fairness() -> None:
+    """Read the settings of the fairness stage, and change them while it runs.
 
         nano-inference fairness show
 
@@ -405,7 +399,8 @@ fairness = group("""Read the settings of the fairness stage, and change them whi
         nano-inference fairness shares
 
     See docs/fairness.md. A change lasts until the stage's process restarts.
-    """)
+    """
+
 
 NO_EXCHANGE = (
     "no lane tells what it has served; turn it on with `nano-inference fairness set "
@@ -562,9 +557,14 @@ def _follow(
     `begin` is called once no result is missed any more.
     """
 
+    place, count = pipeline_place(options), 0
+
     async def run() -> None:
-        count = 0
-        async with aclosing(follow_operation(options, operation, arguments)) as results:
+        nonlocal count
+        async with (
+            client_at(place, options.served) as client,
+            aclosing(client.follow(operation, arguments)) as results,
+        ):
             async for each in results:
                 begin() if each is None else show(each)
                 sys.stdout.flush()

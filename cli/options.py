@@ -222,8 +222,10 @@ takes_engine_options = takes(Options, "reference", "bus", "model", *_CLIENT[1:])
 """For commands that run stages."""
 
 
-def group(help: str) -> typer.Typer:
-    """Return a command with subcommands."""
+def group(describe: Callable[[], None]) -> typer.Typer:
+    """Return a command with subcommands, whose help is the function's docstring."""
     return typer.Typer(
-        help=help, no_args_is_help=True, context_settings={"help_option_names": ["-h", "--help"]}
+        help=inspect.getdoc(describe),
+        no_args_is_help=True,
+        context_settings={"help_option_names": ["-h", "--help"]},
     )

@@ -19,21 +19,12 @@ from ..config import (
     field_error,
     shown,
 )
-from ..stages.admission.prompts import encode
 from ..text import messages as chat
-from ..text.chat_template import template_of
-from ..text.conversation import (
-    Turn,
-    arguments_of,
-    check_results,
-    check_variables,
-    render_conversation,
-    tools_read,
-)
+from ..text.conversation import Turn, arguments_of, check_results, render_conversation
 from ..text.detokenizer import Detokenizer, TokenPieces
 from ..text.gguf import folder_of
 from ..text.images import ImageProcessor
-from ..text.tokenizer import load_tokenizer, special_token_ids, stop_token_ids_of
+from ..text.tokenizer import encode, load_tokenizer, special_token_ids, stop_token_ids_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -125,17 +116,15 @@ class ChatRenderer:
             )
         turns = _turns(messages)
         check_results(turns)
-        template = template_of(self._tokenizer, tools_read(use.usable))
-        check_variables(variables, template, self._tokenizer)
-        text = render_conversation(
+        text, opening = render_conversation(
             self._tokenizer,
             turns,
             placeholder=self._images.placeholder if self._images is not None else None,
+            form=self._format,
             tools=use.usable,
             variables=variables,
         )
         token_ids = encode(text, self._tokenizer, add_special_tokens=False, code="invalid_messages")
-        opening = chat.opening_of(self._format, text) if self._format is not None else ""
         return ChatPrompt(token_ids, opening, use, chat.asked_to_reason(variables))
 
     def sampling(

@@ -147,12 +147,12 @@ class Deployment:
         return ""
 
     async def backlog(self) -> Backlog:
-        """Return the numbers of waiting and running requests, the sums of several models.
+        """Return the numbers of waiting and running requests, of a model's client or of all models.
 
         Raises:
             BusError: The bus can't be reached.
         """
-        models = await self._bus.store.models.read()
+        models = await self._control.models()
         if not models:
             return await self._bus.requests.backlog()
         buses = [self._bus_of(model) for model in ("", *models)]

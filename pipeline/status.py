@@ -9,6 +9,7 @@ from pathlib import PurePath
 import msgspec
 from msgspec.structs import replace
 
+from ..store.board import StageReport
 from ..store.registry import ModelState
 from .client import BusClient
 from .health import LaneHealth, lanes_of, reason_of
@@ -45,11 +46,17 @@ class PipelineStatus(msgspec.Struct, frozen=True, kw_only=True):
     progress: Progress
 
 
-async def pipeline_status(client: BusClient, stall_timeout_s: float) -> PipelineStatus:
-    """Return a snapshot over any bus; `stall_timeout_s`: as `pipeline.stall_timeout_s`.
+async def pipeline_status(
+    client: BusClient, stall_timeout_s: float, *, for_operator: bool = False
+) -> PipelineStatus:
+    """Return a snapshot over any bus, of the client's model or of all.
 
-    The stages' loads are without settings, since those of fairness name tenants, and adapters have
-    the names of their folders without the paths: all keys of a gateway may read them.
+    Args:
+        client: The client.
+        stall_timeout_s: As `pipeline.stall_timeout_s`.
+        for_operator: Whether the stages' loads have settings, of which those of fairness name
+            tenants, and adapters the paths of their folders. All keys of a gateway may read a
+            status without them.
 
     Raises:
         BusError: The bus can't be reached.
@@ -57,16 +64,7 @@ async def pipeline_status(client: BusClient, stall_timeout_s: float) -> Pipeline
     records, reports, backlog = await asyncio.gather(
         client.bus.store.models.read(), client.deployment.reports(), client.deployment.backlog()
     )
-    lanes = lanes_of(
-        replace(
-            each,
-            load={name: each.load[name] for name in each.load if name != "settings"},
-            adapters=tuple(
-                replace(adapter, folder=PurePath(adapter.folder).name) for adapter in each.adapters
-            ),
-        )
-        for each in reports
-    )
+    lanes = lanes_of(reports if for_operator else map(_for_everyone, reports))
     states = {id: record.state for id, record in records.items()}
     reason = reason_of(states, lanes)
     return PipelineStatus(
@@ -80,6 +78,16 @@ async def pipeline_status(client: BusClient, stall_timeout_s: float) -> Pipeline
         models=states,
         stall_timeout_s=stall_timeout_s,
         progress=progress_of(lanes, stall_timeout_s),
+    )
+
+
+def _for_everyone(report: StageReport) -> StageReport:
+    return replace(
+        report,
+        load={name: report.load[name] for name in report.load if name != "settings"},
+        adapters=tuple(
+            replace(each, folder=PurePath(each.folder).name) for each in report.adapters
+        ),
     )
 
 

@@ -6,13 +6,13 @@ import inspect
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
 from ..config import FieldError, field_error, field_name, shown
 from .chat_template import Run, render, template_of
-from .messages import Tool
+from .messages import MessageFormat, Tool, opening_of
 from .template_process import render_template
 
 if TYPE_CHECKING:
@@ -35,30 +35,48 @@ _LOOPS = re.compile(r"for\s+\w+\s+in\s+\w+(?:\.content|\[['\"]content['\"]\])")
 _IS_TEXT = re.compile(r"\bis\s+(?:not\s+)?string\b")
 
 
+class RenderedConversation(NamedTuple):
+    """A conversation as a text.
+
+    Attributes:
+        text: With the special tokens that the template writes.
+        opening: Its part of the assistant's message, for `Reading`; "" in an unknown format.
+    """
+
+    text: str
+    opening: str
+
+
 def render_conversation(
     tokenizer: PreTrainedTokenizerFast,
     turns: Iterable[Turn],
     *,
     placeholder: str | None,
+    form: MessageFormat | None = None,
     tools: Iterable[Tool] = (),
     add_generation_prompt: bool = True,
     continue_final_message: bool = False,
     variables: Mapping[str, Any] | None = None,
+    where: str = "",
     run: Run = render_template,
-) -> str:
-    """Return a conversation as text, with the special tokens that the template writes.
+) -> RenderedConversation:
+    """Render a conversation: of requests on the bus, of calls over HTTP, and in Python.
 
     Args:
         placeholder: An image in a text; None for a model without images.
+        form: The format of the model's messages, if known.
         tools: Functions that the model may call.
         add_generation_prompt, continue_final_message, variables, run: As for `render`.
+        where: The path of the variables in the request, with a dot at its end.
 
     Raises:
-        FieldError: unsupported: the template reads no tools; images_not_supported.
+        FieldError: unsupported: the template reads no tools, or no such variable;
+            images_not_supported.
         RequestError: As `render`.
     """
     known = tools_read(tools)
     template = template_of(tokenizer, known)
+    check_variables(variables or {}, template, tokenizer, where)
     if known and "tools" not in names_read(template):
         raise field_error(
             "tools",
@@ -66,7 +84,7 @@ def render_conversation(
             "that was trained to call them",
             code="unsupported",
         )
-    return render(
+    text = render(
         tokenizer,
         as_read_by(template, turns, placeholder),
         tools=known,
@@ -75,6 +93,8 @@ def render_conversation(
         variables=variables,
         run=run,
     )
+    begun = add_generation_prompt or continue_final_message
+    return RenderedConversation(text, opening_of(form, text) if form and begun else "")
 
 
 def tools_read(tools: Iterable[Tool]) -> list[dict[str, Any]] | None:

@@ -11,7 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 
-from ..config import ModelError, SamplingParams, missing_model, prompt_too_long
+from ..config import (
+    ModelError,
+    RequestError,
+    SamplingParams,
+    missing_model,
+    prompt_too_long,
+    shown,
+)
 from .gguf import folder_of
 from .grammar_tokenizer import is_special
 from .tokenizer_files import check_vocabulary, has_tokenizer, no_vocabulary
@@ -170,6 +177,37 @@ _SHRINKING = {
     "Lowercase": 3,
     **dict.fromkeys(("NFC", "NFD", "NFKC", "NFKD"), 4),
 }
+
+
+def encode(
+    text: str, tokenizer: PreTrainedTokenizerFast, *, add_special_tokens: bool, code: str
+) -> tuple[int, ...]:
+    """Return the token ids of a text.
+
+    Raises:
+        RequestError: It can't be read; with this code.
+    """
+    try:
+        text.encode()
+        # verbose: no warning about lengths, which callers check themselves.
+        encoded = tokenizer(
+            text,
+            add_special_tokens=add_special_tokens,
+            return_attention_mask=False,
+            return_token_type_ids=False,
+            verbose=False,
+        )
+    except UnicodeEncodeError:
+        raise RequestError(
+            "the text holds a lone surrogate; send valid Unicode", code=code
+        ) from None
+    # The tokenizers library raises Exception itself, for example for a character that a vocabulary
+    # without an "unknown" token lacks.
+    except Exception as error:
+        raise RequestError(
+            f"the model's tokenizer can't read the text: {shown(str(error))}", code=code
+        ) from error
+    return tuple(encoded["input_ids"])
 
 
 def _shrinks(normalizer: dict[str, Any]) -> float:

@@ -9,9 +9,14 @@ import anyio.to_thread
 import msgspec
 
 from ...text.chat_template import TemplateWorkers, template_of
+from ...text.conversation import (
+    RenderedConversation,
+    names_read,
+    render_conversation,
+    tools_read,
+)
 from ...text.conversation import Turn as Turn
-from ...text.conversation import check_variables, names_read, render_conversation, tools_read
-from ...text.messages import EFFORT, SWITCHES, MessageFormat, Tool, asked_to_reason, opening_of
+from ...text.messages import EFFORT, SWITCHES, MessageFormat, Tool, asked_to_reason
 from ..server.http import FieldError
 from .capacity import Capacity
 from .images import sources_in, text_in, without_sources
@@ -117,13 +122,11 @@ class ChatTemplates:
             # Before the template, which may drop text, and after it, which may add text.
             sent = "".join(map(text_in, conversation.turns))
             tokenizer.check_fits(sent, max_model_len)
-            text = self._rendered(tokenizer, conversation, form)
+            text, opening = self._rendered(tokenizer, conversation, form)
             tokenizer.check_fits(text, max_model_len)
             prompt: str | tuple[int, ...] = text
             if not sources_in(conversation.turns):
                 prompt = tokenizer.token_ids(text, add_special=False)
-            begun = conversation.add_generation_prompt or conversation.continue_final_message
-            opening = opening_of(form, text) if form is not None and begun else ""
             return Rendered(prompt, opening)
 
         async with self._capacity.slot(tenant):
@@ -131,10 +134,8 @@ class ChatTemplates:
 
     def _rendered(
         self, tokenizer: Tokenizer, conversation: Conversation, form: MessageFormat | None
-    ) -> str:
-        known = tokenizer.transformers
-        template = template_of(known, tools_read(conversation.tools))
-        check_variables(conversation.variables, template, known, "chat_template_kwargs.")
+    ) -> RenderedConversation:
+        template = template_of(tokenizer.transformers, tools_read(conversation.tools))
         variables = reasoning_variables(
             conversation.reasoning,
             conversation.variables,
@@ -142,13 +143,15 @@ class ChatTemplates:
             always=form is not None and form.reasoning is not None,
         )
         return render_conversation(
-            known,
+            tokenizer.transformers,
             map(without_sources, conversation.turns),
             placeholder=tokenizer.images.placeholder if tokenizer.images is not None else None,
+            form=form,
             tools=conversation.tools,
             add_generation_prompt=conversation.add_generation_prompt,
             continue_final_message=conversation.continue_final_message,
             variables=variables,
+            where="chat_template_kwargs.",
             run=self._workers.run,
         )
 

@@ -19,6 +19,7 @@ from ...text.images import ImageProcessor
 from ...text.messages import MessageFormat, format_of
 from ...text.tokenizer import (
     check_text_fits,
+    encode,
     load_tokenizer,
     longest_token_bytes,
     special_token_ids,
@@ -81,14 +82,9 @@ class Tokenizer:
         Raises:
             RequestError: invalid_prompt.
         """
-        try:
-            found = self.transformers(text, add_special_tokens=add_special, verbose=False)
-            return tuple(found["input_ids"])
-        # The tokenizers library raises Exception itself.
-        except Exception as error:
-            raise RequestError(
-                "the model's tokenizer can't read the text", code="invalid_prompt"
-            ) from error
+        return encode(
+            text, self.transformers, add_special_tokens=add_special, code="invalid_prompt"
+        )
 
     def text(self, token_ids: Sequence[int], *, skip_special: bool) -> str:
         """Return the text of tokens; special ones are their names, unless they are skipped."""

@@ -7,12 +7,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
-from ...bus.codec import is_unicode
 from ...bus.public import GenerateRequest
-from ...config import RequestError, prompt_too_long, shown
+from ...config import RequestError, prompt_too_long
 from ...text.conversation import render_conversation
 from ...text.images import Expanded, ImageProcessor, Size
-from ...text.tokenizer import check_text_fits
+from ...text.tokenizer import check_text_fits, encode
 from .checks import check_token_ids
 
 if TYPE_CHECKING:
@@ -93,7 +92,7 @@ class PromptReader(NamedTuple):
                 for each in request.messages
             ]
             placeholder = self.processor.placeholder if self.processor is not None else None
-            text = render_conversation(tokenizer, turns, placeholder=placeholder)
+            text = render_conversation(tokenizer, turns, placeholder=placeholder).text
             self._check_fits(text)
             if sizes:
                 text = self._with_images(text, sizes)
@@ -165,31 +164,3 @@ class PromptReader(NamedTuple):
             f"{self.max_model_len} tokens; shorten it",
             code="invalid_prediction",
         )
-
-
-def encode(
-    text: str, tokenizer: PreTrainedTokenizerFast, *, add_special_tokens: bool, code: str
-) -> tuple[int, ...]:
-    """Return the token ids of a text.
-
-    Raises:
-        RequestError: It can't be read; with this code.
-    """
-    if not is_unicode(text):
-        raise RequestError("the text holds a lone surrogate; send valid Unicode", code=code)
-    try:
-        # verbose: no warning about lengths, which this stage checks itself.
-        encoded = tokenizer(
-            text,
-            add_special_tokens=add_special_tokens,
-            return_attention_mask=False,
-            return_token_type_ids=False,
-            verbose=False,
-        )
-    # The tokenizers library raises Exception itself, for example for a character that a vocabulary
-    # without an "unknown" token lacks.
-    except Exception as error:
-        raise RequestError(
-            f"the model's tokenizer can't read the text: {shown(str(error))}", code=code
-        ) from error
-    return tuple(encoded["input_ids"])

@@ -232,17 +232,17 @@ class CallStore:
             CallsFull: There is no room for it.
         """
         keys = self._keys.stored(charge.tenant), self._keys.stored_of_all
-        # Counted first, so that calls that come at once don't exceed the limit together.
-        commands: list[Command] = [("HGET", self._keys.call(call_id), _CHARGE)]
-        commands += self._count(charge, charge.size)
-        commands += [("HGETALL", key) for key in keys]
-        raw, *_, of_tenant, of_all = await self._records.run_all(commands)
+        # Counted before any sum is read, so that calls that come at once don't exceed the limit
+        # together: on a cluster the sums are on servers of their own.
+        exists: Command = ("HGET", self._keys.call(call_id), _CHARGE)
+        raw, *_ = await self._records.run_all([exists, *self._count(charge, charge.size)])
         if raw is not None:
             before = _decoded(raw)
             now = msgspec.structs.replace(before, size=charge.size)
             undo = [*self._count(charge, -charge.size), *self._count(now, now.size - before.size)]
             await self._records.run_all(undo)
             return now
+        of_tenant, of_all = await self._records.run_all([("HGETALL", key) for key in keys])
         for key, sizes in zip(keys, (of_tenant, of_all), strict=True):
             if over := [period for period in sizes if not self._is_live(period)]:
                 await self._records.run_all([("HDEL", key, *over)])

@@ -5,17 +5,23 @@ No stage depends on the board, and it holds nothing of a request.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable, Sequence
-from typing import Literal, Protocol
+from typing import Literal
 
 import msgspec
 
+from ..config.logger import get_logger
 from .process_state import ProcessState, state_of
+from .records import Records
+from .redis.keys import JSON, Keys, parse_id
 
 STALE_AFTER_S = 10.0
 """Age at which a silent stage counts as gone: ten missed reports, since a busy machine may miss a
 few."""
+
+# Older entries are trimmed, so that the stream holds a few heartbeats of all processes. Without any
+# report the stream expires.
+_KEPT_S = 60
 
 StageState = Literal["starting", "waiting", "ready", "draining", "gone"]
 
@@ -77,8 +83,13 @@ class StageReport(msgspec.Struct, frozen=True, kw_only=True):
     process_state: ProcessState = "unknown"
 
 
-class StageBoard(Protocol):
-    """Reports of all stages. Not durable."""
+class StageBoard:
+    """Reports of all stages, as a short stream whose ids are the server's clock. Not durable."""
+
+    def __init__(self, keys: Keys, records: Records) -> None:
+        self._key = keys.stages
+        self._records = records
+        self._last_ms = 0
 
     async def report(self, reports: Sequence[StageReport]) -> None:
         """Replace this process's reports of these stages.
@@ -86,6 +97,11 @@ class StageBoard(Protocol):
         Raises:
             BusError: The transport can't be reached, or was closed; nothing was written.
         """
+        body = msgspec.json.encode(list(reports))
+        trim = ("MINID", "~", max(0, self._last_ms - _KEPT_S * 1000))
+        add = ("XADD", self._key, *trim, "*", JSON, body)
+        replies = await self._records.run_all([add, ("EXPIRE", self._key, _KEPT_S)])
+        self._last_ms = parse_id(replies[0])[0]
 
     async def read(self) -> list[StageReport]:
         """Return the last report of every process on each of its stages, sorted by lane, stage and
@@ -96,21 +112,20 @@ class StageBoard(Protocol):
         Raises:
             BusError: The transport can't be reached, or was closed.
         """
-
-
-class MemoryBoard:
-    """`StageBoard` within one process."""
-
-    def __init__(self) -> None:
-        self._reports: dict[str, tuple[float, StageReport]] = {}
-
-    async def report(self, reports: Sequence[StageReport]) -> None:
-        now = time.monotonic()
-        self._reports |= {report.stage: (now, report) for report in reports}
-
-    async def read(self) -> list[StageReport]:
-        now = time.monotonic()
-        return latest((now - told_at, report) for told_at, report in self._reports.values())
+        now_ms = await self._records.time_ms(self._key)
+        oldest = now_ms - int(STALE_AFTER_S * 1000)
+        entries = await self._records.run("XRANGE", self._key, max(0, oldest), "+")
+        aged: list[tuple[float, StageReport]] = []
+        for entry_id, fields in entries:
+            age_s = (now_ms - parse_id(entry_id)[0]) / 1000
+            try:
+                reports = msgspec.json.decode(fields[JSON], type=list[StageReport])
+            except (KeyError, ValueError, RecursionError) as error:
+                # Written by another version during a rolling upgrade.
+                get_logger().debug("bus.undecodable_entry", stream="stages", error=str(error))
+                continue
+            aged += [(age_s, report) for report in reports]
+        return latest(aged)
 
 
 def latest(reports: Iterable[tuple[float, StageReport]]) -> list[StageReport]:

@@ -1,7 +1,7 @@
 """Records under keys, on a server or in this process.
 
-A record is a string, a hash or a sorted set, with a time to live. A few of Redis's commands read
-and write it, so that on Redis no layer is in between, and many commands take one round trip.
+A record is a string, a hash, a sorted set or a stream, with a time to live. A few of Redis's
+commands read and write it, so that on Redis no layer is in between, and many take one round trip.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from typing import Any, Protocol, TypeVar
 from ..config.logger import get_logger
 
 T = TypeVar("T")
+
+_Entry = tuple[bytes, dict[bytes, bytes]]
 
 Command = Sequence[Any]
 """The command's name, its key, and its arguments."""
@@ -62,11 +64,13 @@ class Records(Protocol):
 
 
 class MemoryRecords:
-    """`Records` within one process and event loop. There are no streams."""
+    """`Records` within one process and event loop."""
 
     def __init__(self) -> None:
-        # A string is bytes; a hash is a dict; a sorted set is a dict, too, from member to score.
+        # A string is bytes; a hash is a dict; a sorted set is a dict, too, from member to score; a
+        # stream is a list of ids and dicts.
         self._values: dict[bytes, Any] = {}
+        self._entries = 0
         self._until_s: dict[bytes, float] = {}
         # One deadline for each scheduled key. The key may have another one since, or none.
         self._deadlines: list[tuple[float, bytes]] = []
@@ -93,6 +97,7 @@ class MemoryRecords:
         return True
 
     async def stream_ends(self, streams: Sequence[bytes]) -> list[tuple[int, bytes]]:
+        """Return zeros: requests streams are not among the records."""
         return [(0, b"0-0") for _ in streams]
 
     async def time_ms(self, key: bytes) -> int:
@@ -139,6 +144,15 @@ class MemoryRecords:
                 listed = sorted((score, member) for member, score in values.get(key, {}).items())
                 found = [member for score, member in listed if score <= int(most)]
                 return found[: int(count)]
+            case "XADD", [b"MINID", b"~", oldest, b"*", *pairs]:
+                entries = values.setdefault(key, [])
+                entries[:] = _since(entries, oldest)
+                self._entries += 1
+                entry_id = b"%d-%d" % (time.monotonic() * 1000, self._entries)
+                entries.append((entry_id, dict(zip(pairs[::2], pairs[1::2], strict=True))))
+                return entry_id
+            case "XRANGE", [oldest, b"+"]:
+                return _since(values.get(key, []), oldest)
             case "HDEL" | "ZREM", names:
                 return self._remove(key, names)
             case _:
@@ -178,6 +192,11 @@ class MemoryRecords:
                 self._delete(each)
             elif each in self._until_s:
                 self._schedule(each)
+
+
+def _since(entries: Sequence[_Entry], oldest_ms: bytes) -> list[_Entry]:
+    """Return the entries whose ids, milliseconds and a number, are not before a time."""
+    return [entry for entry in entries if int(entry[0].partition(b"-")[0]) >= int(oldest_ms)]
 
 
 def _encoded(argument: Any) -> bytes:

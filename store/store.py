@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..config import BusConfig
-from .board import MemoryBoard, StageBoard
+from .board import StageBoard
 from .calls import CallStore
 from .images import ImageStore, MemoryImages
 from .in_place import AdaptersInPlace, InPlaceRecord, WeightsInPlace
@@ -49,13 +49,12 @@ def store_on(
     records: Records,
     keys: Keys,
     config: BusConfig,
-    board: StageBoard,
     limits: LimitStore,
     images: ImageStore,
 ) -> Store:
     """Return a store on records."""
     return Store(
-        board,
+        StageBoard(keys, records),
         CallStore(config, keys, records),
         limits,
         PolicyRecord(keys, records),
@@ -70,4 +69,4 @@ def store_on(
 def memory_store(config: BusConfig) -> Store:
     """Return a store of this process and event loop."""
     keys = Keys(config.prefix, config.lane)
-    return store_on(MemoryRecords(), keys, config, MemoryBoard(), MemoryLimits(), MemoryImages())
+    return store_on(MemoryRecords(), keys, config, MemoryLimits(), MemoryImages())

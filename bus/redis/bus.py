@@ -13,7 +13,6 @@ import msgspec
 
 from ...config import NOT_PERMITTED, STAGES, BusConfig, BusError, role_of_sender, split_role
 from ...config.errors import bus_closed
-from ...store.redis.board import RedisBoard
 from ...store.redis.client import Server, check_version, on_each, time_ms
 from ...store.redis.images import RedisImages
 from ...store.redis.keys import Keys
@@ -86,9 +85,7 @@ class RedisBus:
         self.replies = RedisReplies(*own)
         self.kv_events = RedisKVEvents(config, *own)
         self._limits = RedisLimits(*own)
-        self.store = store_on(
-            self._commands, self._keys, config, RedisBoard(*own), self._limits, RedisImages(*own)
-        )
+        self.store = store_on(self._commands, self._keys, config, self._limits, RedisImages(*own))
         self.routing = RedisRouting(config, *own, self.results)
 
     @property

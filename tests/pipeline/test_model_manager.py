@@ -22,7 +22,9 @@ from nano_inference.pipeline import managed_model, model_manager
 from nano_inference.pipeline.model_manager import ModelManager
 from nano_inference.pipeline.models import ModelStatus
 from nano_inference.pipeline.supervisor import StageFailed
-from nano_inference.store.board import LoadedAdapter, MemoryBoard, StageReport
+from nano_inference.store.board import LoadedAdapter, StageBoard, StageReport
+from nano_inference.store.records import MemoryRecords
+from nano_inference.store.redis.keys import Keys
 from nano_inference.store.registry import ModelRecord
 
 from ..soaking import in_soak
@@ -279,7 +281,7 @@ async def test_a_record_keeps_adapters_while_admission_is_started_anew() -> None
         pass
 
     async def adapters_with(*reports: StageReport) -> tuple[str, ...]:
-        bus.store.board = MemoryBoard()
+        bus.store.board = StageBoard(Keys("n"), MemoryRecords())
         await bus.store.board.report(reports)
         await managed.update_adapters()
         return managed.record.adapters

@@ -11,6 +11,7 @@ import pytest
 
 from nano_inference.store.records import MemoryRecords, Records
 from nano_inference.store.redis.client import Server
+from nano_inference.store.redis.keys import parse_id
 from nano_inference.store.redis.records import RedisRecords
 
 from ..buses import Buses, kit
@@ -79,6 +80,20 @@ async def test_members_of_a_set_are_listed_up_to_a_score(records: Records, key: 
     assert await records.run(*listed(9, 1)) == [b"c"]
     assert await records.run("ZREM", key, "c", "none") == 1
     assert await records.run(*listed(9, 9)) == [b"b", b"a"]
+
+
+async def test_a_stream_is_read_since_a_time(records: Records, key: bytes) -> None:
+    def add(oldest: int, value: str) -> tuple[Any, ...]:
+        return ("XADD", key, "MINID", "~", oldest, "*", b"field", value)
+
+    assert await records.run("XRANGE", key, 0, "+") == []
+    first, second = await records.run_all([add(0, "one"), add(0, "two")])
+    assert parse_id(first) < parse_id(second)
+    one, two = (first, {b"field": b"one"}), (second, {b"field": b"two"})
+    assert [*map(tuple, await records.run("XRANGE", key, 0, "+"))] == [one, two]
+    assert abs(parse_id(first)[0] - await records.time_ms(key)) < 60_000
+    later = parse_id(second)[0] + 1
+    assert await records.run("XRANGE", key, later, "+") == []
 
 
 async def test_a_record_expires_unless_it_is_extended(records: Records, key: bytes) -> None:
@@ -155,3 +170,13 @@ async def test_memory_forgets_what_has_expired(monkeypatch: pytest.MonkeyPatch) 
 async def test_memory_refuses_commands_that_it_does_not_have() -> None:
     with pytest.raises(NotImplementedError, match="XADD"):
         await MemoryRecords().run("XADD", b"a", "*", "b", "c")
+
+
+async def test_memory_trims_a_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    records, now_s = MemoryRecords(), 0.0
+    monkeypatch.setattr(time, "monotonic", lambda: now_s)
+    for second in range(100):
+        now_s = float(second)
+        trim = ("MINID", "~", max(0, second - 9) * 1000)
+        await records.run("XADD", b"a", *trim, "*", "b", second)
+    assert len(await records.run("XRANGE", b"a", 0, "+")) == 10

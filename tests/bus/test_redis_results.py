@@ -119,42 +119,6 @@ async def test_new_follower_does_not_wait_for_the_blocking_read(
     await tail.aclose()
 
 
-async def test_follower_that_comes_before_the_reply_to_an_interruption_does_not_wait(
-    redis_buses: Any, monkeypatch: Any
-) -> None:
-    """The interruption ends a read, and the next read has begun without the new stream."""
-    sent, replied = asyncio.Event(), asyncio.Event()
-    execute_all = redis_readers.execute_all
-
-    async def late(*given: Any) -> Any:
-        result = await execute_all(*given)
-        sent.set()
-        await replied.wait()
-        return result
-
-    monkeypatch.setattr(redis_readers, "execute_all", late)
-    monkeypatch.setattr(redis_readers, "FOLLOW_BLOCK_S", 10 * kit.LIMIT_S)
-    bus = redis_buses.open()
-    entry = await bus.requests.publish({"request_id": "r"})
-    reader = bus.results._readers
-
-    async def reads() -> bool:
-        return reader._blocking and not reader._changed.is_set()
-
-    waiting = [asyncio.ensure_future(anext(bus.results.follow("a", "")))]
-    await kit.becomes(reads, True)
-    waiting.append(asyncio.ensure_future(anext(bus.results.follow("b", ""))))
-    await sent.wait()
-    await kit.becomes(reads, True)
-    await bus.results.deliver([("r", [kit.chunk("r", entry, 0)])])
-    read = asyncio.ensure_future(anext(bus.results.follow("r", "")))
-    await asyncio.sleep(0)  # now it follows
-    replied.set()
-    assert await read == kit.chunk("r", entry, 0)
-    for each in waiting:
-        each.cancel()
-
-
 async def test_the_shared_stream_has_what_a_dead_writer_did_not_put_there(
     redis_buses: Any, foreign: Redis
 ) -> None:

@@ -24,13 +24,11 @@ from nano_inference.bus import open_bus
 from nano_inference.bus.public import CompletionChunk
 from nano_inference.bus.shards import shard_of
 from nano_inference.bus.weights import FolderWeights
-from nano_inference.config import BusConfig, BusError, FairnessConfig, ModelConfig, load_config
+from nano_inference.config import BusConfig, BusError, FairnessConfig, load_config
 from nano_inference.gateway.gateway import Gateway
 from nano_inference.pipeline.pipeline import Pipeline
-from nano_inference.pipeline.router import Router
 from nano_inference.store.limits import Charge, Limit
 from nano_inference.store.redis.keys import Keys
-from nano_inference.store.registry import ModelRecord
 
 from ..buses import kit
 from ..commands import run_command
@@ -163,45 +161,6 @@ async def test_a_pipeline_serves_clients_and_obeys_operators(any_place: Place) -
         ("nano-client", "info", "command"),
         ("nano-client", "xrange", "command"),
         ("nano-client", place.keys.requests.decode(), "key"),
-    }
-
-
-async def test_several_models_serve_clients_and_obey_operators(any_place: Place) -> None:
-    """Clients and operators publish at the entrance, since neither runs scripts."""
-    place = any_place
-    specs = [ModelConfig(id=name, path="tiny") for name in "ab"]
-    settings = load_config(env={}, overrides=settings_of(place))
-    async with place.http_of("stages") as entrance:
-        router = asyncio.create_task(Router(entrance.bus).run_forever())
-        for spec in specs:
-            record = ModelRecord(spec=spec, state="ready", takes_requests=True)
-            await entrance.bus.store.models.put(record)
-        async with Pipeline(settings.of_model(specs[0])), Pipeline(settings.of_model(specs[1])):
-            for user in ("client", "operator", "stages"):
-                async with place.http_of(user) as client, client.of_model("b") as of_b:
-                    assert (await client.complete({**GREEDY, "model": "a"})).model == "a"
-                    assert (await of_b.complete(GREEDY)).model == "b"
-                    assert await client.trouble() == ""
-                    entry_id = await of_b.publish({**GREEDY, "sampling": LONG})
-                    async with aclosing(client.follow(entry_id, entry_id)) as outputs:
-                        assert isinstance(await anext(outputs), CompletionChunk)
-                        await client.cancel(entry_id, entry_id)
-                        *_, last = [each async for each in outputs]
-                    assert last.status == "cancelled"  # type: ignore[union-attr]
-            async with place.http_of("operator") as client, client.of_model("b") as operator:
-                await operator.pause()
-                await operator.resume()
-                assert await operator.weight_version() == 0
-                assert [each.id for each in await client.models()] == ["a", "b"]
-        router.cancel()
-        await asyncio.wait({router})
-    # What has to be tried to know it; see `test_a_pipeline_serves_clients_and_obeys_operators`.
-    entrance_key = place.keys.requests.decode()
-    assert await place.refused() <= {
-        *((f"nano-{user}", "info", "command") for user in ("client", "operator")),
-        *((f"nano-{user}", "eval", "command") for user in ("client", "operator")),
-        ("nano-client", "xrange", "command"),
-        ("nano-client", entrance_key, "key"),
     }
 
 

@@ -60,6 +60,12 @@ def test_stories_that_once_failed_hold(seed: int) -> None:
     assert violations_of(draw(seed, most_requests=10)) == []
 
 
+@pytest.mark.parametrize("name", sorted({each for each in FOUND.values() if isinstance(each, str)}))
+def test_kept_stories_hold(name: str) -> None:
+    """Each violates a promise where its defect is planted, so it holds that promise every day."""
+    assert violations_of(next(stories(name))) == []
+
+
 def test_a_seed_runs_the_same_way_each_time() -> None:
     """With kills, and with several lanes."""
     story = draw(285, most_requests=8)

@@ -13,16 +13,16 @@ import asyncio
 import gc
 import statistics
 import sys
-import time
 import urllib.request
+from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any
 from urllib.parse import quote
 
 import msgspec
 import torch
 from cores import random_requests
-from harness import Worker, free_port, interval, options, print_table, progress, record
+from harness import Worker, free_port, interval, options, paired, print_table, progress, record
 
 from nano_inference.config import Config, EngineConfig, TelemetryConfig
 from nano_inference.pipeline.pipeline import Pipeline
@@ -64,105 +64,71 @@ class Telemetry:
             vars(own).update(recording if metrics else nothing)
 
 
-class Pass(NamedTuple):
-    """All requests at once, from an empty prefix cache: wall time, and this process's CPU time."""
-
-    seconds: float
-    cpu_s: float
-
-
-class Pair(NamedTuple):
-    """A pass, and its neighbours without telemetry."""
-
-    own: Pass
-    before: Pass
-    after: Pass
-
-    def ratio(self, which: int) -> float:
-        """Return the ratio of the wall times (0), or of the CPU times (1)."""
-        return 2 * self.own[which] / (self.before[which] + self.after[which])
+KINDS: dict[str, tuple[float | None, bool]] = {
+    "nothing": (None, False),
+    "traces, 1 %": (0.01, False),
+    "traces, 10 %": (0.1, False),
+    "traces, 100 %": (1.0, False),
+    "metrics": (None, True),
+    "traces, 10 %, and metrics": (0.1, True),
+}
+"""By name, the share of recorded traces, and whether there are metrics."""
 
 
-async def one_pass(pipeline: Pipeline, arguments: argparse.Namespace, seed: int) -> Pass:
+async def one_pass(pipeline: Pipeline, arguments: argparse.Namespace) -> None:
+    """Send all requests at once, from an empty prefix cache."""
     await pipeline.client.flush_cache()
-    requests = random_requests(arguments.requests, arguments.tokens, (8, 63), seed)
-    gc.collect()
-    start, cpu = time.perf_counter(), time.process_time()
+    requests = random_requests(arguments.requests, arguments.tokens, (8, 63), 1)
     done = await asyncio.gather(*(pipeline.complete(request) for request in requests))
     # Includes the encoding and sending of the remaining spans.
     await asyncio.to_thread(pipeline.tracing.flush)
-    found = Pass(time.perf_counter() - start, time.process_time() - cpu)
     assert all(completion.status == "done" for completion in done)
-    return found
 
 
-async def measure(
-    arguments: argparse.Namespace, receiver: Receiver
-) -> tuple[dict[str, list[Pair]], dict[str, int]]:
-    """Return the passes of each kind of telemetry, and the spans received."""
+def measure(arguments: argparse.Namespace, receiver: Receiver) -> dict[str, dict[str, Any]]:
+    """Return the rates, ratios and received spans of each kind of telemetry."""
     engine = EngineConfig(max_batch_size=arguments.requests, cpu_threads=1)
     if arguments.model:
         engine = msgspec.structs.replace(engine, model_path=str(arguments.model))
-    kinds: dict[str, tuple[float | None, bool]] = {
-        "nothing": (None, False),
-        "traces, 1 %": (0.01, False),
-        "traces, 10 %": (0.1, False),
-        "traces, 100 %": (1.0, False),
-        "metrics": (None, True),
-        "traces, 10 %, and metrics": (0.1, True),
-    }
-    results: dict[str, list[Pair]] = {name: [] for name in kinds}
-    off = Tracing()
-    tracings = {
-        name: off
-        if ratio is None
-        else setup_tracing(
-            TelemetryConfig(otlp_endpoint=receiver.endpoint(name), trace_ratio=ratio), "here"
-        )
-        for name, (ratio, _) in kinds.items()
-    }
     config = Config(engine=engine, telemetry=TelemetryConfig(metrics_port=free_port()))
-    try:
-        async with Pipeline(config, tracing=Tracing()) as pipeline:
-            telemetry = Telemetry(pipeline)
-            torch.set_num_threads(1)
+    off, rows = Tracing(), {}
+    with asyncio.Runner() as runner:
+        pipeline = Pipeline(config, tracing=Tracing())
+        runner.run(pipeline.__aenter__())
+        telemetry = Telemetry(pipeline)
+        torch.set_num_threads(1)
 
-            async def run(name: str, seed: int) -> Pass:
-                telemetry.become(tracings[name], kinds[name][1])
-                return await one_pass(pipeline, arguments, seed)
+        def run(tracing: Tracing, metrics: bool = False) -> None:
+            telemetry.become(tracing, metrics)
+            runner.run(one_pass(pipeline, arguments))
 
-            for repetition in range(arguments.repeat + 1):
-                before = await run("nothing", repetition)
-                for name in kinds:
-                    own = await run(name, repetition)
-                    after = await run("nothing", repetition)
-                    if repetition:  # the first repetition warms up
-                        results[name].append(Pair(own, before, after))
-                    before = after
-                progress(repetition, arguments.repeat)
-        return results, {name: receiver.spans(name) for name in kinds}
-    finally:
-        for tracing in tracings.values():
+        for number, (name, (ratio, metrics)) in enumerate(KINDS.items(), 1):
+            to = TelemetryConfig(otlp_endpoint=receiver.endpoint(name), trace_ratio=ratio or 0.0)
+            tracing = off if ratio is None else setup_tracing(to, "here")
+            own, plain = partial(run, tracing, metrics), partial(run, off)
+            found = paired(own, plain, arguments.repeat, gc.collect)
             tracing.shutdown()
-
-
-def summary(
-    results: dict[str, list[Pair]], spans: dict[str, int], arguments: argparse.Namespace
-) -> dict[str, dict[str, float]]:
-    tokens = arguments.requests * arguments.tokens
-    rows = {}
-    for name, pairs in results.items():
-        wall = [pair.ratio(0) for pair in pairs]
-        least, most = interval(wall)
-        rows[name] = {
-            "tokens_per_s": tokens / statistics.median(pair.own.seconds for pair in pairs),
-            "x_off": statistics.median(wall),
-            "x_off_least": least,
-            "x_off_most": most,
-            "cpu_x_off": statistics.median(pair.ratio(1) for pair in pairs),
-            "spans_per_pass": spans[name] / (arguments.repeat + 1),
-        }
+            rows[name] = row_of(found, receiver.spans(name), arguments)
+            progress(number, len(KINDS), "kind")
+        runner.run(pipeline.__aexit__(None, None, None))
     return rows
+
+
+def row_of(
+    found: dict[str, list[float]], spans: int, arguments: argparse.Namespace
+) -> dict[str, Any]:
+    wall, cpu = ([1 / share for share in found[each]] for each in ("share", "cpu_share"))
+    least, most = interval(wall)
+    tokens = arguments.requests * arguments.tokens
+    return {
+        "tokens_per_s": tokens / statistics.median(found["seconds"]),
+        "x_off": statistics.median(wall),
+        "x_off_least": least,
+        "x_off_most": most,
+        "cpu_x_off": statistics.median(cpu),
+        "spans_per_pass": spans / (arguments.repeat + 1),
+        **found,
+    }
 
 
 def main() -> None:
@@ -175,8 +141,7 @@ def main() -> None:
     ).parse_args()
     setup_logging(TelemetryConfig(log_level="error"))
     with Receiver() as receiver:
-        results, spans = asyncio.run(measure(arguments, receiver))
-    rows = summary(results, spans, arguments)
+        rows = measure(arguments, receiver)
     print(f"{arguments.requests} requests of {arguments.tokens} tokens; {arguments.repeat} times")
     columns = {
         "tokens/s": "{tokens_per_s:.0f}",
@@ -186,8 +151,7 @@ def main() -> None:
         "spans": "{spans_per_pass:.0f}",
     }
     print_table(columns, rows)
-    passes = {name: [list(pair) for pair in pairs] for name, pairs in results.items()}
-    record(arguments, variants=rows, passes=passes)
+    record(arguments, variants=rows)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ import pytest
 from redis.asyncio import Redis
 
 from nano_inference.bus import Bus, RequestEntry
-from nano_inference.bus.public import GenerateRequest
 from nano_inference.bus.redis import leases
 from nano_inference.config import BusConfig, ConfigError, LaneReplaced
 
@@ -281,26 +280,6 @@ async def test_what_was_taken_meanwhile_is_not_refused(
         assert await kit.collect(bus.results.follow(f"r{i}", entry_id)) == [
             kit.done(f"r{i}", entry_id)
         ]
-
-
-async def test_who_takes_what_is_being_refused_finds_the_answer(
-    redis_buses: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As when the one who refuses ends between the answer and the removal."""
-    bus, other = await lane(redis_buses, "a"), await lane(redis_buses, "b")
-    entry_id = await bus.requests.publish({"request_id": "r"})
-
-    async def ends(entry_ids: Any) -> int:
-        return 0
-
-    with monkeypatch.context() as patch:
-        patch.setattr(bus.requests.streams[0]._leases, "remove", ends)  # type: ignore[attr-defined]
-        await bus.requests.shed(0, kit.overloaded, 1)
-    await take(other, 1)
-    assert await other.results.claim([("r", entry_id)]) == [entry_id], "somebody may have begun"
-    ((completion,),) = await other.results.recover(["r"], 2)
-    assert completion == kit.overloaded(RequestEntry(entry_id, GenerateRequest(request_id="r")), 1)
-    assert await bus.requests.shed(0, kit.overloaded, 1) == 0
 
 
 async def test_the_hint_is_on_the_wire(redis_buses: Any, foreign: Redis) -> None:

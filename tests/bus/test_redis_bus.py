@@ -187,34 +187,6 @@ async def test_requests_survive_killed_connections(redis_buses: Any, foreign: Re
     await kit.becomes(lambda: foreign.xlen(redis_buses.keys.requests), 0)
 
 
-async def test_server_that_comes_back(tmp_path: Path, monkeypatch: Any) -> None:
-    port = free_port()
-    monkeypatch.setattr(redis_bus, "CLOSE_PATIENCE_S", 0.5)
-    bus = open_bus(BusConfig(url=f"redis://127.0.0.1:{port}"))
-    server = ValkeyServer(port=port, data_dir=tmp_path)
-    try:
-        server.start()
-        inbox = await bus.open_inbox("fairness")
-        taking = asyncio.create_task(bus.requests.take())
-        sender = bus.sender(CREDITS, "batching-1")
-        await sender.send(kit.credit(1))
-        await kit.receive(inbox, 1)
-        server.terminate()  # nothing of it survives
-        await sender.send(kit.credit(2))
-        delivering = asyncio.create_task(bus.results.deliver([("r", [kit.done("r", "1-1")])]))
-        server.start()
-        assert [body.sequences for body in await kit.bodies(inbox, 1)] == [2]
-        await delivering
-        entry_id = await bus.requests.publish({"prompt": "x"})
-        assert ids_of(await taking) == [entry_id]
-        server.terminate()
-        await sender.send(kit.credit(3))
-        await bus.aclose()  # does not wait for a server that is gone
-    finally:
-        await bus.aclose()
-        server.terminate()
-
-
 async def test_what_is_left_to_do_at_the_end_shares_one_time_limit(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

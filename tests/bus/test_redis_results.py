@@ -17,22 +17,6 @@ from nano_inference.config import BusError
 from ..buses import ids_of, kit
 
 
-async def test_new_writer_goes_on_behind_the_old_one(redis_buses: Any, foreign: Redis) -> None:
-    old, new = redis_buses.open(), redis_buses.open()
-    entry = await old.requests.publish({"request_id": "r"})
-    chunks = [kit.chunk("r", entry, i) for i in range(6)]
-    await old.results.deliver([("r", chunks[:2])])
-    await new.results.deliver([("r", chunks[2:3])])
-    await old.results.deliver([("r", chunks[3:5])])
-    await new.results.deliver([("r", [chunks[5], kit.done("r", entry)])])
-    await old.results.deliver([("r", [kit.failed("r", entry, "late")])])
-    expected = [*chunks, kit.done("r", entry)]
-    assert await kit.collect(new.results.follow("r", entry)) == expected
-    out = await foreign.xrange(f"{redis_buses.prefix}:out:r")
-    assert [entry_id for entry_id, _ in out] == [f"1-{i}" for i in range(1, 8)]
-    assert await foreign.xlen(f"{redis_buses.prefix}:results") == 1
-
-
 async def test_a_recovered_stream_takes_nothing_of_an_older_epoch(
     redis_buses: Any, foreign: Redis
 ) -> None:
@@ -119,74 +103,6 @@ async def test_new_follower_does_not_wait_for_the_blocking_read(
     await tail.aclose()
 
 
-async def test_follower_that_comes_before_the_reply_to_an_interruption_does_not_wait(
-    redis_buses: Any, monkeypatch: Any
-) -> None:
-    """The interruption ends a read, and the next read has begun without the new stream."""
-    sent, replied = asyncio.Event(), asyncio.Event()
-    execute_all = redis_readers.execute_all
-
-    async def late(*given: Any) -> Any:
-        result = await execute_all(*given)
-        sent.set()
-        await replied.wait()
-        return result
-
-    monkeypatch.setattr(redis_readers, "execute_all", late)
-    monkeypatch.setattr(redis_readers, "FOLLOW_BLOCK_S", 10 * kit.LIMIT_S)
-    bus = redis_buses.open()
-    entry = await bus.requests.publish({"request_id": "r"})
-    reader = bus.results._readers
-
-    async def reads() -> bool:
-        return reader._blocking and not reader._changed.is_set()
-
-    waiting = [asyncio.ensure_future(anext(bus.results.follow("a", "")))]
-    await kit.becomes(reads, True)
-    waiting.append(asyncio.ensure_future(anext(bus.results.follow("b", ""))))
-    await sent.wait()
-    await kit.becomes(reads, True)
-    await bus.results.deliver([("r", [kit.chunk("r", entry, 0)])])
-    read = asyncio.ensure_future(anext(bus.results.follow("r", "")))
-    await asyncio.sleep(0)  # now it follows
-    replied.set()
-    assert await read == kit.chunk("r", entry, 0)
-    for each in waiting:
-        each.cancel()
-
-
-async def test_the_shared_stream_has_what_a_dead_writer_did_not_put_there(
-    redis_buses: Any, foreign: Redis
-) -> None:
-    """It ended between the terminal message and the copy of it for everybody."""
-    successor = redis_buses.open()
-    shared = f"{redis_buses.prefix}:results"
-    await successor.results.claim([("r", "1-1")])
-    written = {"json": encode_output(kit.done("r", "1-1"))}
-    await foreign.xadd(f"{redis_buses.prefix}:out:r", written, id="1-1")
-    for _ in range(2):
-        assert await successor.results.recover(["r"], 2) == [[kit.done("r", "1-1")]]
-        assert await foreign.xlen(shared) == 1
-    assert await foreign.ttl(redis_buses.keys.own("r")) > 0, "the id is free again later"
-
-
-async def test_a_chunk_behind_missing_ones_waits_for_the_stream_to_be_written_anew(
-    redis_buses: Any, foreign: Redis
-) -> None:
-    """A server restarted without its last entries takes one more from the epoch before."""
-    bus = redis_buses.open()
-    entry = await bus.requests.publish({"request_id": "r"})
-    out = f"{redis_buses.prefix}:out:r"
-    chunks = [kit.chunk("r", entry, i) for i in range(4)]
-    last = kit.done("r", entry)
-    for entry_id, output in (
-        *(("5-1", chunks[0]), ("5-2", chunks[1]), ("5-4", chunks[3])),
-        *(("6-1", chunks[2]), ("6-2", chunks[3]), ("6-3", last)),
-    ):
-        await foreign.xadd(out, {"json": encode_output(output)}, id=entry_id)
-    assert await kit.collect(bus.results.follow("r", entry)) == [*chunks, last]
-
-
 async def test_the_newest_are_told_by_the_time_at_which_they_were_written(
     redis_buses: Any, foreign: Redis
 ) -> None:
@@ -203,24 +119,6 @@ async def test_the_newest_are_told_by_the_time_at_which_they_were_written(
     bus = redis_buses.open()
     found = await kit.collect(bus.results.newest(count / 1e3))
     assert ids_of(found) == [f"{number}-0" for number in range(count)]
-
-
-async def test_a_begun_request_that_the_server_has_lost_is_not_followed_for_ever(
-    redis_buses: Any, foreign: Redis, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As after a failover: the entry is lost, and the lane that has written since has died."""
-    monkeypatch.setattr("nano_inference.bus.redis.follow.IDLE_CHECK_S", 0.01)
-    bus = redis_buses.open()
-    entry = await bus.requests.publish({"request_id": "r"})
-    await bus.results.deliver([("r", [kit.chunk("r", entry, 0)])])
-    follow = bus.results.follow("r", entry)
-    await anext(follow)
-    following = asyncio.create_task(anext(follow))
-    await foreign.xdel(redis_buses.keys.requests, entry)
-    with pytest.raises(
-        BusError, match="send it again", check=lambda e: e.code == "unknown_request"
-    ):
-        await following
 
 
 async def test_what_a_request_leaves_expires(redis_buses: Any, foreign: Redis) -> None:

@@ -18,7 +18,6 @@ from nano_inference.bus.control import ServerRestarted
 from nano_inference.bus.links import CREDITS
 from nano_inference.bus.messages import Credit
 from nano_inference.config import BusConfig, BusError
-from nano_inference.store.redis import client as redis_client
 from nano_inference.store.redis.client import is_transient
 
 from ..buses import ids_of, kit, take
@@ -158,25 +157,6 @@ async def test_a_server_that_refuses_writes_is_waited_for(
     assert await kit.bodies(inbox, 20) == [Credit(i) for i in range(20)]
     assert (await place.numbers("s"), await place.numbers("t")) == ([1, 2, 3, 4], [1])
     assert await bus.results.deliver([("r", [kit.done("r", "e")])], 3) == {"r"}, "it is fenced"
-
-
-async def test_a_server_that_stalls_doubles_nothing(
-    place: Place, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Commands that were given up come to pass when the server wakes up, and again."""
-    monkeypatch.setattr(redis_client, "REPLY_TIMEOUT_S", 0.1)
-    bus = place.open()
-    inbox = await bus.open_inbox("fairness")
-    sender = bus.sender(CREDITS, "batching-1")
-    sleeping = asyncio.create_task(place.plain.execute_command("DEBUG", "SLEEP", "1"))
-    await asyncio.sleep(0)
-    await kit.send_all(sender, range(10))
-    for i in range(5):
-        await bus.results.deliver([("r", [kit.chunk("r", "e", i)])], 3)
-    await bus.results.deliver([("r", [kit.done("r", "e")])], 3)
-    assert await kit.bodies(inbox, 10) == [Credit(i) for i in range(10)]
-    assert await place.numbers("r") == [1, 2, 3, 4, 5, 6]
-    await sleeping
 
 
 @pytest.mark.parametrize("passed", [1, 100, 5000])

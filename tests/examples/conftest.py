@@ -47,14 +47,11 @@ def node_folders(online: None, pytestconfig: pytest.Config) -> Callable[[str], P
 def addresses(online: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
     """Where a `serve` answers whose log tells of no failure, as variables for programs."""
     folder = tmp_path_factory.mktemp("serve")
-    metrics_port, grpc_port = free_port(), free_port()
-    options = ["--grpc-port", str(grpc_port), "--set", "gateway.shared_memory=true"]
-    options += ["--set", f"telemetry.metrics_port={metrics_port}"]
-    with served(folder, *options) as (_, url):
+    metrics_port = free_port()
+    with served(folder, "--set", f"telemetry.metrics_port={metrics_port}") as (_, url):
         yield {
             "NANO_INFERENCE_URL": url,
             "NANO_INFERENCE_METRICS_URL": f"http://127.0.0.1:{metrics_port}/metrics",
-            "NANO_INFERENCE_GRPC": f"127.0.0.1:{grpc_port}",
         }
     log = (folder / "log").read_text()
     assert "Traceback" not in log, log

@@ -33,10 +33,9 @@ PACKAGES = {
 # A check of manifests, and a cluster of processes that run our package too.
 TOOLS = {"checkov": ["checkov==3.3.30"], "ray": ["ray[default]==2.60.0"]}
 FOR_NODE = {"openai_node.mjs": ["openai@6.49.0"]}
-# The clients that `test_promises.py` tries, each with the program `programs/with_<name>`.
+# The clients that `test_promises.py` tries, each with the program `programs/with_<name>`. The
+# gateway's tests have the libraries of OpenAI, Anthropic and Triton.
 CLIENTS = {
-    "openai": ["openai"],
-    "anthropic": ["anthropic"],
     "litellm": ["litellm==1.105.0", "openai==2.54.0"],
     "pydantic_ai": ["pydantic-ai-slim[openai,anthropic]==2.68.0", "openai", "anthropic"],
     "instructor": ["instructor==1.17.0", "openai==3.3.0"],
@@ -48,7 +47,6 @@ CLIENTS = {
         *("llama-index-core==0.14.25", "llama-index-llms-openai-like==0.8.1", "openai==2.54.0"),
     ],
     "dspy": ["dspy==3.4.1", "litellm==1.105.0", "openai==2.54.0"],
-    "tritonclient": ["tritonclient[grpc,http]==2.73.0"],
 }
 CLIENTS_FOR_NODE = {
     "ai": [

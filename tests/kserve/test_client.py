@@ -109,26 +109,6 @@ async def test_no_budget_is_no_deadline(echo: Echo, budget_ns: int) -> None:
     assert echo.left_s == [None, None]
 
 
-async def test_time_in_the_client_is_deducted_from_the_budget(
-    echo: Echo, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    clock = Clock(monkeypatch)
-    encode = client_module.encode_infer_request
-
-    def long_encode(*args: Any) -> Any:
-        clock.wait(2)
-        return encode(*args)
-
-    monkeypatch.setattr(client_module, "encode_infer_request", long_encode)
-    await echo.client.infer("echo", BOTH, budget_ns=5 * HOUR_NS)
-    (sent_ns,), (left_s,) = budgets(echo), echo.left_s
-    assert sent_ns is not None
-    assert 3 * HOUR_NS - LIMIT_S * 10**9 < sent_ns <= 3 * HOUR_NS
-    # Of gRPC's own deadline three digits go over the wire.
-    assert left_s is not None
-    assert left_s * 1e9 < 1.02 * sent_ns
-
-
 async def test_calls_carry_the_key_and_the_metadata(echo: Echo) -> None:
     metadata = {"traceparent": "00-1-2-01"}
     async with KServeClient(echo.address, api_key="ni-key", metadata=metadata) as client:

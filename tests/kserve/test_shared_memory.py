@@ -8,16 +8,13 @@ import os
 import secrets
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import tritonclient.utils.shared_memory as triton
-from hypothesis import given
-from hypothesis import strategies as st
 
 from nano_inference.config import RequestError
 from nano_inference.config.temporary import SHARED_MEMORY
@@ -130,21 +127,6 @@ def test_status_lists_regions(there: Object) -> None:
     assert there.registry.status("b") == {"b": b}
     with raises("unknown_region", "'c'"):
         there.registry.status("c")
-
-
-def test_registering_again_replaces_a_region(there: Object) -> None:
-    other = Object(100)
-    there.registry.register("a", there.key, 0, SIZE)
-    opened = open_objects()
-    there.registry.register("a", other.key, 10, 50)
-    assert open_objects() == opened
-    assert there.registry.status() == {"a": Region(other.key, 10, 50)}
-    with raises("invalid_region"):
-        there.registry.register("a", "/nano-test-nothing", 0, 1)
-    assert there.registry.read(SharedMemory("a", 50)).tobytes() == other.data()[10:60]
-    other.path.unlink()
-    # An unlinked object stays while it is open.
-    assert there.registry.read(SharedMemory("a", 1)).tolist() == [10]
 
 
 def test_unregister_is_idempotent(there: Object) -> None:
@@ -434,47 +416,6 @@ def test_threads_use_regions_that_come_and_go(there: Object) -> None:
     registry.unregister()
 
 
-WRITES = st.lists(
-    st.tuples(st.sampled_from("ab"), st.integers(0, 5 * PAGE), st.binary(max_size=3000)),
-    max_size=12,
-)
-
-
-@given(
-    size=st.integers(1, 5 * PAGE),
-    start=st.integers(0, 2 * PAGE),
-    writes=WRITES,
-    mode=st.sampled_from([0o600, 0o666]),
-    full=st.booleans(),
-)
-def test_regions_show_their_object(
-    size: int, start: int, writes: list[tuple[str, int, bytes]], mode: int, full: bool
-) -> None:
-    """However it is copied, and wherever a region begins."""
-    there = Object(start + size, mode=mode, full=full)
-    registry = SharedMemoryRegistry()
-    try:
-        expected = bytearray(there.data())
-        registry.register("a", there.key, start, size)
-        registry.register("b", there.key, 0, start + size)
-        begins, sizes = {"a": start, "b": 0}, {"a": size, "b": start + size}
-        for name, offset, data in writes:
-            place = SharedMemory(name, len(data), offset)
-            if offset + len(data) > sizes[name]:
-                with raises("invalid_region"):
-                    registry.write(place, data)
-                continue
-            registry.write(place, data)
-            at = begins[name] + offset
-            expected[at : at + len(data)] = data
-            assert registry.read(place).tobytes() == data
-        assert registry.read(SharedMemory("a", size)).tobytes() == expected[start:]
-        assert registry.read(SharedMemory("b", start + size)).tobytes() == there.data() == expected
-    finally:
-        registry.unregister()
-        there.path.unlink()
-
-
 # --- buffers --------------------------------------------------------------------------------------
 
 
@@ -491,28 +432,6 @@ def test_memory_is_reused() -> None:
     assert again.ctypes.data == address
     assert again.shape == (BUFFER - 100,)
     assert buffers.idle_bytes == 0
-
-
-@pytest.mark.parametrize(
-    "look",
-    [
-        lambda array: array[5:],
-        lambda array: array[8:16].view(np.float32).reshape(2, 1),
-        lambda array: memoryview(array)[7:],
-        lambda array: np.frombuffer(array.data, np.int64),
-    ],
-)
-def test_memory_with_a_live_view_is_not_reused(look: Callable[[Any], Any]) -> None:
-    buffers = WarmBuffers()
-    first = buffers.take(BUFFER)
-    first[:] = 7
-    view = look(first)
-    del first
-    buffers.take(BUFFER)[:] = 1
-    assert set(bytes(view)) == {7}
-    assert buffers.idle_bytes == BUFFER, "the second one's alone"
-    del view
-    assert buffers.idle_bytes == 2 * BUFFER
 
 
 def test_no_more_is_kept_than_allowed() -> None:

@@ -11,8 +11,7 @@ import httpx
 import pytest
 from transformers import AutoModelForCausalLM
 
-from nano_inference import Completion, EngineConfig, InferenceEngine, Pipeline, SamplingParams
-from nano_inference.config import AdapterError
+from nano_inference import Completion, Pipeline
 from nano_inference.gateway.gateway import Gateway
 from nano_inference.gateway.policy.administration import Administration
 from nano_inference.gateway.policy.backend import open_backend
@@ -23,8 +22,8 @@ from nano_inference.pipeline import pipeline as pipeline_module
 from ..gateway.policy.conftest import bearer
 from ..stages.executor.runner.adapters.making import make_adapter
 from . import short_model
-from .builders import asking, error_code, raises
-from .conftest import LIMIT_S, MakeConfig, both_buses
+from .builders import asking, error_code
+from .conftest import LIMIT_S, MakeConfig
 
 # --- over the bus ----------------------------------------------------------------------------
 
@@ -55,63 +54,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
-@pytest.fixture(scope="module")
-def wanted(folder: Path) -> dict[str, tuple[int, ...]]:
-    """The tokens of the model alone and of each adapter, by an engine of their own."""
-    config = EngineConfig(model_path=str(short_model.folder()), dtype="float32")
-    params = SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True)
-    found = {}
-    for name in ("", "one", "two"):
-        with InferenceEngine(config) as engine:
-            if name:
-                engine.load_adapter(name, folder / name)
-            (sample,) = engine.generate([PROMPT], params, adapter=name)
-            found[name] = sample.completion_tokens
-    assert len(set(found.values())) == 3
-    return found
-
-
 def request(model: str = "", tokens: int = TOKENS, **fields: Any) -> dict[str, Any]:
     return asking(PROMPT, tokens, model=model, **fields)
-
-
-async def say(pipeline: Pipeline, model: str = "") -> tuple[int, ...]:
-    completion = await pipeline.complete(request(model))
-    assert completion.status == "done", completion.error
-    return completion.samples[0].token_ids
 
 
 async def refusal(pipeline: Pipeline, model: str) -> str:
     """The code of the error; "" if there was none."""
     completion = await pipeline.complete(request(model, tokens=2))
     return "" if completion.error is None else completion.error.code
-
-
-@both_buses()
-async def test_one_batch_has_many_adapters(
-    make_config: MakeConfig, folder: Path, wanted: dict[str, tuple[int, ...]]
-) -> None:
-    async with Pipeline(make_config()) as pipeline:
-        client = pipeline.client
-        assert await refusal(pipeline, "one") == "unknown_model"
-        for name in ("one", "two"):
-            assert await client.load_adapter(name, str(folder / name)) == 1
-        names = ["", "one", "two"] * 3
-        answers = await asyncio.gather(*(pipeline.complete(request(name)) for name in names))
-        for name, answer in zip(names, answers, strict=True):
-            assert answer.samples[0].token_ids == wanted[name]
-            assert answer.samples[0].adapter_version == bool(name)
-            assert answer.model == (name or pipeline.config.engine.model_name)
-        while [each.id for each in await client.adapters()] != ["one", "two"]:  # noqa: ASYNC110
-            await asyncio.sleep(0.01)  # stages report every second
-        await client.unload_adapter("one")
-        assert await refusal(pipeline, "one") == "unknown_model"
-        assert await say(pipeline, "two") == wanted["two"]
-        with raises("adapter_not_found", kind=AdapterError):
-            await client.unload_adapter("one")
-        # Another adapter under its name never uses the former one's KV.
-        assert await client.load_adapter("one", str(folder / "two")) == 2
-        assert await say(pipeline, "one") == wanted["two"]
 
 
 @pytest.mark.parametrize("in_flight", ["keep", "abort"])

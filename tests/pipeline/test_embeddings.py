@@ -117,22 +117,6 @@ def test_length_and_dimensions_follow_the_parameters(how: dict[str, Any], tmp_pa
         assert found.shape == (3, how.get("dimensions", model.config.hidden_size))
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_deterministic_mode_gives_a_vector_the_same_bits_in_any_company(
-    dtype: Literal["float32", "bfloat16"], tmp_path: Path
-) -> None:
-    """And however its prompt is cut."""
-    prompts = prompts_of()
-    path = saved(decoder("qwen3"), tmp_path)
-    settings: dict[str, Any] = {"deterministic": True, "dtype": dtype, "max_model_len": 128}
-    with engine_of(path, max_tokens_per_batch=21, **settings) as engine:
-        together = [engine.embed(prompts, pooling=kind) for kind in KINDS]
-    with engine_of(path, **settings) as engine:
-        for kind, vectors in zip(KINDS, together, strict=True):
-            alone = torch.cat([engine.embed([prompt], pooling=kind) for prompt in prompts])
-            assert torch.equal(vectors, alone), kind
-
-
 # --- models without an output layer -------------------------------------------------------------
 
 

@@ -8,15 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from PIL import Image
 
 from nano_inference import ChatRenderer, EngineConfig, InferenceEngine, SamplingParams
 from nano_inference.stages.admission.parts.images import Images
 
 from ..media.pictures import picture, saved
-from ..soaking import in_soak
-from ..stages.executor.vision_models import ARCHITECTURES
 from .builders import finish, raises
 from .vision_folder import save_vision_model
 
@@ -26,35 +23,6 @@ WIDE, HIGH = picture(24, 16), picture(16, 40)
 
 def engine_of(folder: Path) -> InferenceEngine:
     return InferenceEngine(EngineConfig(model_path=str(folder), dtype="float32", kernels="off"))
-
-
-def marks(engine: InferenceEngine) -> Any:
-    return engine._admission.part(Images).processor
-
-
-# tests/stages/executor/test_images.py has the tokens of all, tests/text/test_images.py the prompts.
-@pytest.mark.parametrize(
-    "name", [name if name in ("gemma3", "qwen2_vl") else in_soak(name) for name in ARCHITECTURES]
-)
-def test_each_architecture_answers_as_transformers_does(name: str, tmp_path: Path) -> None:
-    """From texts and pictures on: the prompts' tokens too are those of its own processor."""
-    model = save_vision_model(name, tmp_path)
-    with engine_of(tmp_path) as engine:
-        processor = marks(engine)
-        mark = processor.placeholder
-        prompts = [f"one\n{mark}\nwhat?", f"{mark} and\n{mark}!", "98 + 25 ="]
-        images: list[list[Image.Image]] = [[WIDE], [WIDE, HIGH], []]
-        samples = engine.generate(prompts, GREEDY, images=images)
-        for prompt, own, sample in zip(prompts, images, samples, strict=True):
-            given = {"images": [own]} if own else {}
-            inputs = processor._processor(text=[prompt], return_tensors="pt", **given)
-            with torch.no_grad():
-                output = model.generate(
-                    **inputs, do_sample=False, max_new_tokens=6, eos_token_id=None
-                )
-            number = inputs["input_ids"].shape[1]
-            assert list(sample.prompt_tokens) == inputs["input_ids"][0].tolist()
-            assert list(sample.completion_tokens) == output[0, number:].tolist()
 
 
 @pytest.fixture(scope="module")

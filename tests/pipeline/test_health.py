@@ -318,30 +318,6 @@ async def test_a_stage_reports_its_inbox_and_what_it_has_received() -> None:
 # --- cancellations ---------------------------------------------------------------------------
 
 
-async def test_a_thousand_concurrent_callers_cost_two_calls() -> None:
-    begun = 0
-    started, go = asyncio.Event(), asyncio.Event()
-
-    async def look() -> int:
-        nonlocal begun
-        begun += 1
-        number = begun
-        started.set()
-        await go.wait()
-        return number
-
-    looks = SharedCall(look)
-    first = asyncio.create_task(looks.result())
-    await started.wait()
-    # What the first one sees may be older than their question.
-    others = [asyncio.create_task(looks.result()) for _ in range(1000)]
-    await asyncio.sleep(0)
-    go.set()
-    assert await first == 1
-    assert set(await asyncio.gather(*others)) == {2}
-    assert await looks.result() == 3
-
-
 async def test_a_cancelled_caller_cancels_no_other() -> None:
     go = asyncio.Event()
     looks = SharedCall(go.wait)

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import base64
 from collections.abc import AsyncIterator
 from contextlib import aclosing
 from typing import Any
 
-import httpx
 import msgspec
 import pytest
 from redis import Redis
@@ -19,7 +17,6 @@ from nano_inference.media import decode_process
 from nano_inference.stages.executor.core import ExecutorCore
 from nano_inference.store.images import ImageUsage
 
-from ..media.pictures import saved
 from .builders import begin, break_once, end_of, error_code, kill, until
 from .conftest import MakeConfig, both_buses
 from .test_images import ONE, VisionModel, asked, picture
@@ -123,32 +120,3 @@ async def test_a_request_about_an_image_survives_its_pipeline(
 
 
 # --- over HTTP -----------------------------------------------------------------------------------
-
-
-async def test_a_chat_about_an_image_answers_as_generate_does(
-    http: httpx.AsyncClient, vision: VisionModel
-) -> None:
-    """From the data URI on; the bundled model's template, which takes texts only, has its place."""
-    uri = "data:;base64," + base64.b64encode(saved(picture(1))).decode()
-    parts = [{"type": "image_url", "image_url": uri}, {"type": "text", "text": "What is it?"}]
-    body = {
-        "messages": [{"role": "user", "content": parts}],
-        "max_tokens": 8,
-        "temperature": 0,
-        "ignore_eos": True,
-    }
-    answers = [
-        (await http.post("/v1/chat/completions", json=body | more)).json()
-        for more in ({}, {"return_token_ids": True})
-    ]
-    plain, shown = answers
-    choice = shown["choices"][0]
-    prompt = tuple(shown["prompt_token_ids"])
-    assert prompt.count(vision.placeholder) > 1
-    assert choice["token_ids"] == vision.answer(prompt, 8, 1)
-    assert plain["choices"][0]["message"] == choice["message"]
-    assert plain["usage"]["prompt_tokens"] == shown["usage"]["prompt_tokens"] == len(prompt)
-    parts[0]["image_url"] = "data:;base64,AAAA"
-    bad = {"messages": [{"role": "user", "content": parts}]}
-    answer = await http.post("/v1/chat/completions", json=bad)
-    assert (answer.status_code, answer.json()["error"]["code"]) == (400, "invalid_image")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -102,31 +101,6 @@ def test_siblings_constraints_and_drafts_go_on_from_stored_kv() -> None:
         for _ in range(2):
             assert tokens_of(made.generate(PROMPTS, params, 3)) == expected
         assert counts(made).loaded
-
-
-def test_a_slow_disk_delays_only_the_requests_that_need_it(
-    tmp_path: Path, computed: list[tuple[int, ...]]
-) -> None:
-    with engine(kv_disk_path=str(tmp_path)) as made:
-        made.generate(PROMPTS[:1], GREEDY)
-    with engine(kv_disk_path=str(tmp_path)) as made:
-        tiers = made._executor.tiers
-        assert tiers is not None
-        read, ready = tiers._reads._source, threading.Event()
-        tiers._reads._source = lambda name, block: ready.wait(60) and read(name, block)
-        slow, other = (made.add_request(prompt, GREEDY) for prompt in PROMPTS[:2])
-        finished: list[TrainingSample] = []
-        for _ in range(100):
-            finished += made.step()
-            if finished:
-                break
-        assert [sample.request_id for sample in finished] == [other]
-        ready.set()
-        while made.has_pending():
-            finished += made.step()
-        assert finished[1].request_id == slow
-        assert tokens_of(finished) == [computed[1], computed[0]]
-        assert counts(made).fetched == PROMPT_TOKENS // 16
 
 
 def bits_of(samples: list[TrainingSample]) -> list[tuple[Any, ...]]:

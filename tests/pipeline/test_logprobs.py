@@ -113,27 +113,6 @@ async def test_all_logprobs_reach_the_client(shared: Pipeline) -> None:
             assert met.get(token_id, logprob) == logprob
 
 
-@pytest.mark.parametrize("mode", ["processed", "raw"])
-def test_logprobs_mode_decides_the_distribution(mode: Any) -> None:
-    sampling = SamplingParams(
-        temperature=0.5,
-        max_tokens=16,
-        seed=3,
-        logprobs=2,
-        prompt_logprobs=0,
-        repetition_penalty=1.5,
-        ignore_eos=True,
-    )
-    with InferenceEngine(EngineConfig(dtype="float32", logprobs_mode=mode)) as engine:
-        prompt = reference.tokenizer().encode(PROMPT)
-        (sample,) = engine.generate([prompt], sampling)
-    temperature = 1.0 if mode == "raw" else 0.5
-    holds(prompt, sample.prompt_logprobs, None, 0, temperature)
-    raw = reference.logprobs(prompt, list(sample.completion_tokens))
-    close = sample.logprobs == pytest.approx(raw, abs=1e-4)
-    assert close == (mode == "raw")
-
-
 # --- given completions -----------------------------------------------------------------------
 
 

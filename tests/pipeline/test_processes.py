@@ -27,7 +27,6 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 from transformers import AutoModelForCausalLM
 
 from nano_inference import BusClient, Completion
-from nano_inference.bus.kv_events import AllBlocksCleared
 from nano_inference.bus.public import Output
 from nano_inference.config import STAGES, BusConfig, TelemetryConfig
 from nano_inference.pipeline.health import lanes_of
@@ -372,19 +371,6 @@ async def test_a_killed_process_is_replaced_and_the_stream_goes_on(
     if standbys:
         assert deployment.child(stage) == standbys[0]
         assert "; its standby takes over" in deployment.log.read_text()[said_before:]
-
-
-@pytest.mark.parametrize("stage", ["batching", "executor"])
-async def test_a_killed_stage_clears_its_kv_events(deployment: Deployment, stage: str) -> None:
-    async with asyncio.timeout(LIMIT_S), BusClient.connect(deployment.bus) as client:
-        assert (await client.complete(GOOD)).status == "done"
-        child = deployment.child(stage)
-        entries = await client.kv_events()
-        os.kill(child, signal.SIGKILL)
-        while not isinstance((entry := await anext(entries)).batch.events[0], AllBlocksCleared):
-            pass
-        await entries.aclose()
-    assert (entry.sequence == 0) == (stage == "batching"), "the incarnation that lives goes on"
 
 
 async def test_every_stage_has_its_span_in_one_trace_and_sigterm_drains(

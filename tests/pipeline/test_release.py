@@ -3,22 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from pathlib import Path
-from typing import Any
 
 import pytest
-from safetensors.torch import save_file
 
 from nano_inference import (
-    Completion,
-    GenerateRequest,
     Pipeline,
-    SamplingParams,
     WeightsError,
 )
 from nano_inference.bus.control import MemoryTag
 from nano_inference.bus.steps import StepPlan
-from nano_inference.bus.weights import FolderWeights
 from nano_inference.stages.batching.core import BatchingCore
 from nano_inference.stages.executor.changes.shell import StagedChanges
 from nano_inference.stages.executor.core import ExecutorCore
@@ -39,7 +32,6 @@ from .builders import (
     whole_stream,
     whole_streams,
 )
-from .conftest import MakeConfig, both_buses
 
 WEIGHTS: tuple[MemoryTag, ...] = ("weights",)
 KV_CACHE: tuple[MemoryTag, ...] = ("kv_cache",)
@@ -83,27 +75,6 @@ async def test_word_of_the_weights_before_may_come_late(
     monkeypatch.setattr(BatchingCore, "plan", plan)
     await running.client.update_weights(oracle.announcing(loaded, 1))
     assert check_stamps(await running.complete(greedy(0, 4))) == 1
-
-
-@both_buses("redis-links")
-async def test_a_release_under_load_loses_no_request(exact: Pipeline, loaded: State) -> None:
-    """Many at once, in any order, beside updates: each is done or refused with a code."""
-    streams = asyncio.create_task(whole_streams(exact))
-    client = exact.client
-    calls: list[Any] = []
-    for number in range(8):
-        tags = (KV_CACHE, WEIGHTS)[number % 4 == 3]
-        calls += [client.release_memory(tags), client.resume_memory()]
-        calls.append(client.update_weights(loaded, in_flight="retract"))
-    outcomes = await asyncio.gather(*calls, return_exceptions=True)
-    assert {error.code for error in outcomes if isinstance(error, WeightsError)} <= {
-        "weights_busy",
-        "memory_released",
-    }
-    assert all(error is None or isinstance(error, int | WeightsError) for error in outcomes)
-    await client.resume_memory()
-    await client.update_weights(loaded)
-    await streams
 
 
 @pytest.mark.parametrize(
@@ -157,22 +128,3 @@ async def test_a_failed_executor_restarts_with_all_memory(
     await stream
     assert await exact.client.weight_version() == 0
     assert executor_of(exact).capacity().lacks == ()
-
-
-@both_buses()
-async def test_every_replica_releases_its_own(
-    make_config: MakeConfig, loaded: State, tmp_path: Path
-) -> None:
-    save_file(oracle.announcing(loaded, 1), tmp_path / "model.safetensors")
-    async with Pipeline(make_config(pipeline__replicas=2)) as pipeline:
-        await pipeline.client.release_memory()
-        stages = [pipeline._actors[role] for role in ("executor", "executor.1")]
-        assert [stage.load()["lacks"] for stage in stages] == ["weights, kv_cache"] * 2
-        sampling = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
-        request = GenerateRequest(prompt_token_ids=(5, 6), sampling=sampling)
-        completions = [asyncio.create_task(pipeline.complete(request)) for _ in range(4)]
-        await pipeline.client.resume_memory(WEIGHTS)
-        await pipeline.client.update_weights(FolderWeights(str(tmp_path)))
-        await pipeline.client.resume_memory(KV_CACHE)
-        found: list[Completion] = await asyncio.gather(*completions)
-        assert [check_stamps(each) for each in found] == [1] * 4

@@ -15,7 +15,6 @@ from nano_inference import BusClient, Completion, Gateway, Pipeline
 from nano_inference.bus.public import CompletionChunk, GenerateRequest
 from nano_inference.config import STAGES, BusConfig, BusError, FairnessConfig, load_config
 from nano_inference.kserve import KServeClient, text_tensor
-from nano_inference.pipeline.router import Router
 from nano_inference.telemetry import Metrics, instruments, names
 
 from .builders import LONG, end_of, error_code, raises, until
@@ -152,28 +151,6 @@ async def test_a_request_that_can_not_come_in_its_order_is_refused(bus_config: B
         assert "send it again" in refused.error.message
 
 
-async def test_while_the_server_is_away_a_router_waits(
-    bus_config: BusConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("nano_inference.pipeline.router._RETRY_S", 0.01)
-    async with BusClient.connect(bus_config) as client:
-        router = Router(client.bus)
-        failures = iter([BusError("away"), BusError("away")])
-        real, seen = router.route_once, asyncio.Event()
-
-        async def route_once() -> None:
-            if (failure := next(failures, None)) is not None:
-                raise failure
-            seen.set()
-            await real()
-
-        monkeypatch.setattr(router, "route_once", route_once)
-        running = asyncio.create_task(router.run_forever())
-        await seen.wait()
-        await client.bus.aclose()
-        await running, "it ends with its bus"
-
-
 async def test_a_gateway_routes_requests(bus_config: BusConfig) -> None:
     """If no other process does."""
     settings = load_config(env={}, overrides={"gateway.grpc_port": 0})
@@ -206,27 +183,6 @@ async def test_requests_of_any_model_are_cancelled(both: BusClient) -> None:
     async with aclosing(both.submit({**LONG, "model": "b", "request_id": "s"})) as outputs:
         await anext(outputs)
     assert (await end_of(both.follow("s"))).status == "cancelled"
-
-
-async def test_a_request_is_cancelled_before_anybody_has_moved_it(bus_config: BusConfig) -> None:
-    """No router runs, so it waits at the entrance; and it is not let in when one comes."""
-    async with BusClient.connect(bus_config) as client:
-        await put(client, model("a"))
-        entry_id = await client.publish({**GREEDY, "model": "a", "request_id": "r"})
-        stays = await client.publish({**GREEDY, "model": "a"})
-        await client.cancel("r", entry_id)
-        told = await end_of(client.follow("r", entry_id))
-        assert (told.status, error_code(told)) == ("cancelled", "cancelled")
-        async with serving(bus_config, model("a")):
-            assert (await end_of(client.follow(stays, stays))).status == "done"
-        assert len([each async for each in client.follow("r", entry_id)]) == 1
-
-
-@in_module_loop
-async def test_cancelling_an_ended_request_changes_nothing(both: BusClient) -> None:
-    done = await both.complete({**GREEDY, "model": "a", "request_id": "t"})
-    await both.cancel("t", done.entry_id)
-    assert await end_of(both.follow("t", done.entry_id)) == done
 
 
 # --- how it is --------------------------------------------------------------------------------

@@ -10,13 +10,11 @@ from pathlib import Path
 from safetensors.torch import save_file
 
 from nano_inference import (
-    EngineConfig,
     GenerateRequest,
     Pipeline,
     SamplingParams,
     WeightsError,
 )
-from nano_inference.config import load_config
 
 from .. import oracle
 from ..stages.executor.runner.weights.transports.peers import Peer
@@ -105,28 +103,7 @@ async def test_another_trainer_follows_a_killed_one(
     assert await spells(exact) == (1, oracle.token_of(1))
 
 
-async def test_a_pipeline_ends_while_a_trainer_hangs(loaded: State, tmp_path: Path) -> None:
-    file = spelt(tmp_path, loaded, 1)
-    config = load_config(env={}, overrides={"engine.dtype": "float32"})
-    with Peer() as peer:
-        async with Pipeline(config) as pipeline:
-            await joined(pipeline, peer)
-            peer.hang()
-            update = asyncio.create_task(
-                pipeline.client.update_weights(peer.source(file), timeout_s=10 * LIMIT_S)
-            )
-            await spells(pipeline)
-        with raises("weights_interrupted", kind=WeightsError):
-            await update
-
-
 # --- parity ----------------------------------------------------------------------------------
 
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=3)
-
-
-def config(folder: Path, dtype: str, deterministic: bool, kernels: str) -> EngineConfig:
-    return EngineConfig(
-        model_path=str(folder), dtype=dtype, deterministic=deterministic, kernels=kernels
-    )

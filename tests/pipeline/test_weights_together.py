@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 
 from nano_inference import BusClient, Pipeline, WeightsError
 from nano_inference.bus import weights as handoff
-from nano_inference.bus.control import FinishUpdate, UpdateWeights
+from nano_inference.bus.control import FinishUpdate
 from nano_inference.bus.weights import FolderWeights
 from nano_inference.config import BusError
 from nano_inference.pipeline import client as client_module
@@ -254,22 +254,6 @@ async def test_an_update_waits_for_an_executor_that_is_loading(
     assert await update == 1
     assert several.versions == [1, 1]
     assert (await request).status == "done"
-
-
-async def test_prepared_weights_are_dropped_after_their_timeout(
-    several: Several, loaded: State
-) -> None:
-    """Their sender is gone without a word."""
-    key = handoff.lay_down("theirs", oracle.announcing(loaded, 1))
-    prepare = UpdateWeights(key, timeout_s=0.3, prepare_as="theirs")
-    operators = several.client._control
-    executors = await operators.recipients("executor")
-    await operators.request("executor", prepare, LIMIT_S, executors)
-    handoff.pick_up("theirs")
-    await until(lambda: not any(update.core.prepared for update in several.updates))
-    late = await operators.request("executor", FinishUpdate("theirs", 1), LIMIT_S, executors)
-    assert [outcome.code for outcome in late] == ["weights_incomplete"] * 2
-    assert await several.client.update_weights(oracle.announcing(loaded, 1)) == 1
 
 
 async def test_a_restarted_replica_reports_the_weights_it_serves(

@@ -14,7 +14,7 @@ import msgspec
 import pytest
 import structlog
 
-from nano_inference.config import Config, GatewayConfig, load_config
+from nano_inference.config import Config, load_config
 from nano_inference.gateway.app import GatewayApp, make_app
 from nano_inference.gateway.policy import keys as api_keys
 from nano_inference.gateway.policy.administration import Administration
@@ -22,12 +22,10 @@ from nano_inference.gateway.policy.oidc import TokenAuthenticator
 from nano_inference.gateway.server.server import HttpServer
 from nano_inference.telemetry.instruments import HTTP_DURATION
 
-from ..gateway.by_hand import post
 from ..gateway.fake import FakeEngine
 from ..gateway.policy.issuer import Issuer, NearKeys
 from ..gateway.recorded import Recorded
 from ..gateway.served import Client, listening
-from ..instructions import counted
 
 LIMIT_S = 120
 BODY = b'{"text": "a"}'
@@ -349,46 +347,6 @@ async def test_nobody_s_body_is_waited_for(fort: Fort) -> None:
     """Sixteen million bytes are announced, and the answer is there before the first."""
     head = call(body=b"").replace(b"Content-Length: 0", b"Content-Length: 16000000")
     assert await fort.answers(head) == MISSING
-
-
-@pytest.mark.soak
-async def test_wrong_keys_by_the_thousand_are_cheap(fort: Fort, soak: bool) -> None:
-    """Each costs a hash and a look into a table, of any size; nothing of them is kept."""
-    number = 100_000 if soak else 4_000
-    # Without the log and the spans of each, which this test would keep.
-    server = HttpServer(fort.app, GatewayConfig())
-    statuses: list[int] = []
-
-    async def send(message: Any) -> None:
-        if message["type"] == "http.response.start":
-            statuses.append(message["status"])
-
-    async def wrong(index: int) -> None:
-        text = f"ni-{index:012x}-{'x' * 43}"
-        await post(server.calls, "/generate", {"text": "a"}, send, headers=[bearer(text)])
-
-    async def cost() -> int:
-        await wrong(0)
-        with counted() as counts:
-            await wrong(1)
-        return counts.total()
-
-    before = await cost()
-    document = fort.policy.store._stored.document
-    key = next(iter(document.keys.values()))
-    many = {f"{index:012x}": key for index in range(10**6, 10**6 + 50_000)}
-    fort.policy.store._stored = fort.policy.store._stored._replace(
-        document=msgspec.structs.replace(document, keys=document.keys | many)
-    )
-    assert await cost() == before
-    assert before < 2_500
-    statuses.clear()
-    for index in range(number):
-        await wrong(index)
-    assert statuses == [401] * number
-    assert fort.untouched
-    assert fort.policy._tokens._known == {}
-    assert await fort.answers(call("/generate", fort.bearer("generate"))) == (200, "")
 
 
 # --- by the gateway itself -----------------------------------------------------------------------

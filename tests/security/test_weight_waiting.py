@@ -94,23 +94,6 @@ async def test_a_join_of_nobody_holds_up_nothing(executor: Executor, mute: str) 
     await ends(executor, [dead, silent])
 
 
-async def test_a_join_of_the_same_group_ends_the_one_before(executor: Executor) -> None:
-    first = await executor.tell(join("g", free_address()))
-    second = await executor.tell(join("g", free_address()))
-    await ends(executor, [first])
-    await executor.tell(LeaveWeightsGroup("g"))
-    await ends(executor, [second])
-
-
-async def test_an_update_that_is_refused_ends_no_join(executor: Executor) -> None:
-    waiting = await executor.tell(join("g", free_address()))
-    assert (await executor.ask(group_update(version=1 << 64))).code == "weights_refused"
-    assert (await executor.ask(group_update())).code == "weights_refused"  # not in the group
-    assert await executor.is_as_it_was_but_for([waiting])
-    await executor.tell(LeaveWeightsGroup("g"))
-    await ends(executor, [waiting])
-
-
 async def test_as_many_joins_as_there_are_threads_for(executor: Executor) -> None:
     address = free_address()
     waiting = [

@@ -15,7 +15,7 @@ from redis.asyncio import Redis
 from nano_inference.bus import Bus, open_bus
 from nano_inference.config import BusConfig, BusError
 from nano_inference.store import shares
-from nano_inference.store.limits import Charge, Limit
+from nano_inference.store.limits import Limit
 from nano_inference.store.redis import limits as redis_limits
 
 from ..buses import Buses, kit
@@ -191,16 +191,6 @@ async def test_who_left_before_the_answer_keeps_nothing(redis_buses: Buses) -> N
     await kit.eventually(all_there, "what those had taken who left")
 
 
-async def test_a_gateway_that_ends_gives_back(redis_buses: Buses) -> None:
-    bus, other = redis_buses.open(), redis_buses.open()
-    took = await reserve(bus, (REQUESTS, 100), (HELD, 3))
-    bus.store.limits.commit(took, [10, 0])
-    await bus.aclose()
-    assert await fits(other, (REQUESTS, 90), (HELD, 3))
-    with pytest.raises(BusError):
-        await bus.store.limits.reserve([Charge(REQUESTS)])
-
-
 async def test_what_somebody_has_removed_is_written_again(redis_buses: Buses, foreign: Any) -> None:
     """As a server does that is short of memory and evicts keys with a time to live."""
     bus, other = redis_buses.open(), redis_buses.open()
@@ -229,26 +219,3 @@ async def test_the_field_of_a_dead_gateway_goes(
 
     await kit.eventually(is_gone, "the end of its field")
     assert await left(bus, (HELD, 0)) == [2]
-
-
-async def test_what_is_kept_on_the_server_ends(redis_buses: Buses, foreign: Any) -> None:
-    """Every key but the servers' note has a time after which it is gone, and few fields."""
-    buses = [redis_buses.open() for _ in range(3)]
-    minute = Limit("minute", 100, 60)
-    for bus in buses:
-        for _ in range(10):
-            took = await reserve(bus, (minute, 1), (HELD, 1))
-            bus.store.limits.commit(took, [2, 0])
-    keys = redis_buses.keys
-    window, held = keys.limit("minute", 60).decode(), keys.limit("key", 0).decode()
-    assert 60 < await foreign.ttl(window) <= 120
-    assert await foreign.hlen(window) == 3
-
-    await kit.becomes(lambda: foreign.exists(held), 0)
-    holding = await reserve(bus, (HELD, 1))
-    assert 30 < await foreign.ttl(held) <= 60
-    assert await foreign.hlen(held) == 1
-    bus.store.limits.commit(holding, [0])
-    pattern = f"{{{redis_buses.prefix}:limits}}:*"
-    endless = [key async for key in foreign.scan_iter(pattern) if await foreign.ttl(key) == -1]
-    assert endless == [keys.limits_servers.decode()]

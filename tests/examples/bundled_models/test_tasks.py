@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import json
 import random
-import re
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from bundled_models import tasks, tools
+from bundled_models import tasks
 from bundled_models.evaluation import kinds_of
 from bundled_models.examples import call_text, messages_of, tools_of
 from bundled_models.rows import Packer, Taps
 from bundled_models.settings import TrainingSettings
-from bundled_models.tokenizer import END_OF_TEXT, TURN_END, encode, prompt_text
+from bundled_models.tokenizer import TURN_END, encode, prompt_text
 
 KINDS = kinds_of(*tasks.TASKS, *tasks.TOOL_TASKS, *tasks.TALK_TASKS)
 
@@ -73,24 +72,6 @@ def test_calls_name_an_offered_tool_and_its_parameters(task: str) -> None:
                 assert str(argument) in example.prompt
 
 
-def test_no_call_where_no_tool_is_for_it() -> None:
-    kind_of = {name: kind for kind, words in tools.KINDS.items() for name in words.names}
-    refused = [e for e in drawn("no_call", "chat", 300, "train") if e.answer == tools.NO_TOOL]
-    assert any(not example.tools for example in refused)
-    assert any(example.tools for example in refused)
-    kinds_asked = {
-        wording.replace("?", "[?]").replace("{}", ".+"): kind
-        for kind, words in tools.KINDS.items()
-        for wording in (*words.questions, *words.of_two)
-    }
-    for example in refused:
-        (asked,) = {
-            k for wording, k in kinds_asked.items() if re.fullmatch(wording, example.prompt)
-        }
-        for tool in example.tools:
-            assert kind_of[json.loads(tool)["name"]] != asked
-
-
 def test_held_out_talk_is_new() -> None:
     """Openings alone are all taught; what has an ending, a new wording or a new subject is not."""
     kinds = [(task, "chat") for task in ("greeting", "thanks", "about", "unknown")]
@@ -98,22 +79,6 @@ def test_held_out_talk_is_new() -> None:
     held_out = {e.prompt.lower() for kind in kinds for e in drawn(*kind, 60, "heldout")}
     assert len(held_out) > 100
     assert not taught & held_out
-
-
-def test_loose_wordings_do_not_teach_two_digit_results() -> None:
-    for example in drawn("loose2", "chat", 50, "train"):
-        start, end = example.untaught
-        assert example.answer[start:end] == example.answer
-
-
-def test_quoted_sums_are_in_no_held_out_evaluation() -> None:
-    assert [tasks.is_quoted(e) for e in drawn("quoted", "plain", 4, "train")] == [True] * 4
-    assert not tasks.is_quoted(tasks.Example("add2", "98 + 26 =", " 124"))
-
-
-def test_tools_are_no_task_for_completions() -> None:
-    with pytest.raises(ValueError, match="call is not a task for completions"):
-        tasks.draw("call", "plain", "train", random.Random(1))
 
 
 def packer(tokenizer: Any) -> Packer:
@@ -143,27 +108,3 @@ def test_only_the_assistant_s_tokens_are_learnt(tokenizer: Any) -> None:
         enable_thinking=True,
     )
     assert tokenizer.decode(ids) == rendered + example.answer + TURN_END
-
-
-def test_two_digit_results_in_thoughts_have_no_loss(tokenizer: Any) -> None:
-    (example,) = drawn("sub2", "thinking", 1, "train")
-    ids, learn = packer(tokenizer).chat([example])
-    begin = learn.index(True)
-    assert tokenizer.decode(ids[:begin]) == prompt_text(tokenizer, example)
-    left_out = [ids[i] for i in range(begin, len(ids)) if not learn[i]]
-    start, end = example.untaught
-    assert tokenizer.decode(left_out) == example.answer[start:end]
-
-
-def test_every_document_fits_into_a_row(tokenizer: Any) -> None:
-    settings = TrainingSettings(tap_prompts=1)
-    packer = Packer(settings, tokenizer, Taps(settings))
-    (end,) = encode(tokenizer, END_OF_TEXT)
-    for _ in range(30):
-        row = packer.row()
-        assert len(row) == settings.length + 1
-        # Only the last document may be cut.
-        assert any(token == end for token, _, _, _ in row)
-        ends = [i for i, (token, _, _, _) in enumerate(row) if token == end]
-        for i in ends[:-1]:
-            assert row[i + 1][3] in (0, i + 1)

@@ -8,10 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from bundled_models.vision import evaluation, pictures, questions
-from bundled_models.vision.other_pictures import draw_otherwise
+from bundled_models.vision import evaluation, pictures
 from bundled_models.vision.pictures import Scene, Thing
-from bundled_models.vision.rows import Drawer, pixels_of
+from bundled_models.vision.rows import pixels_of
 from bundled_models.vision.settings import VisionSettings
 
 from nano_inference import EngineConfig, InferenceEngine, SamplingParams
@@ -38,15 +37,6 @@ def engine() -> Iterator[InferenceEngine]:
 # --- pictures and questions -----------------------------------------------------------------------
 
 
-def test_pictures_depend_on_the_seed_alone() -> None:
-    def drawn(seed: int) -> list[bytes]:
-        rng = random.Random(seed)
-        scenes = [pictures.make_scene(rng, "train") for _ in range(5)]
-        return [pictures.draw(scene, rng).tobytes() for scene in scenes]
-
-    assert drawn(1) == drawn(1) != drawn(2)
-
-
 def test_a_picture_shows_each_shape_at_its_place_in_its_colour() -> None:
     for seed in range(20):
         image = pictures.draw(SCENE, random.Random(seed))
@@ -62,42 +52,6 @@ def test_a_picture_shows_each_shape_at_its_place_in_its_colour() -> None:
         assert len(empty) == 1
 
 
-def test_the_other_drawer_shows_the_same_scenes_in_another_way() -> None:
-    """Otherwise the second column of the card would say nothing."""
-    own, other = (
-        [
-            case
-            for task in questions.TASKS
-            for case in evaluation.cases(task, 3, seed=1, otherwise=otherwise)
-        ]
-        for otherwise in (False, True)
-    )
-    for one, two in zip(own, other, strict=True):
-        assert one.question == two.question
-        assert one.image.size == (pictures.SIDE, pictures.SIDE) != two.image.size
-        assert len(two.image.getcolors(1 << 16)) > len(one.image.getcolors()), "smooth edges"
-    for seed in range(10):
-        image = draw_otherwise(SCENE, random.Random(seed)).resize((48, 48))
-        for thing in SCENE.things:
-            row, column = (part * pictures.CELL for part in divmod(thing.place, 3))
-            cell = image.crop((column, row, column + pictures.CELL, row + pictures.CELL))
-            wanted = pictures.COLOURS[thing.colour]
-            assert (
-                min(
-                    max(abs(a - b) for a, b in zip(pixel, wanted, strict=True))
-                    for _, pixel in cell.getcolors()
-                )
-                < 30
-            )
-
-
-def test_digits_are_drawn_dot_by_dot() -> None:
-    image = pictures.draw(Scene(number="47", colour="red"), random.Random(1))
-    dots = sum(line.count("#") for digit in (4, 7) for line in pictures.DIGITS[digit])
-    (_, _), (number, _) = sorted(image.getcolors() or (), reverse=True)
-    assert number == dots * 4 * 4
-
-
 def test_held_out_scenes_are_never_in_training() -> None:
     rng = random.Random(1)
     train, heldout = (
@@ -109,60 +63,7 @@ def test_held_out_scenes_are_never_in_training() -> None:
     assert len(numbers[1]) >= 5
 
 
-def test_answers_follow_from_the_scene() -> None:
-    answers = {
-        question.text: question.answer
-        for seed in range(60)
-        for question in questions.questions(SCENE, random.Random(seed), 99)
-    }
-    wanted = {
-        "How many shapes are there?": "3",
-        "How many circles are there?": "2",
-        "Count the red shapes.": "2",
-        "What colour is the square?": "red",
-        "What shape is blue?": "circle",
-        "Where is the red circle?": "top left",
-        "Where is the square?": "right",
-        "What is in the middle?": "a blue circle",
-        "What is at the bottom?": questions.NOTHING,
-        "Is there a blue circle?": "yes",
-        "Is there a blue square?": "no",
-        "What do you see?": "a red circle, a blue circle and a red square",
-        "What number is this?": questions.NO_NUMBER,
-    }
-    assert {text: answers[text] for text in wanted} == wanted
-    # One of two circles can't be meant.
-    assert "What colour is the circle?" not in answers
-    assert "Where is the circle?" not in answers
-
-
-def test_every_task_has_questions() -> None:
-    for task in questions.TASKS:
-        (case,) = evaluation.cases(task, 1, seed=3)
-        assert case.question.task == task
-        assert case.question.answer
-
-
 # --- rows -----------------------------------------------------------------------------------------
-
-
-def test_a_question_attends_to_the_picture_and_not_to_other_questions(folder: Path) -> None:
-    settings = VisionSettings(pictures=8)
-    drawer = Drawer(settings, load_tokenizer(folder))
-    batch, kinds = drawer.batch(), set()
-    begin = len(drawer.beginning)
-    for tokens, positions, mask in zip(
-        batch.tokens, batch.positions, batch.mask[:, 0], strict=True
-    ):
-        length = int((tokens != drawer.pad).sum())
-        assert mask[begin:length, :begin].all()
-        assert not mask.triu(1).any()
-        together = bool(mask[length - 1, begin])
-        kinds.add(together)
-        # A question alone goes on where the picture ends.
-        assert (int(positions[length - 1]) == length - 1) == together
-        assert int(mask[length - 1].sum()) == int(positions[length - 1]) + 1
-    assert kinds == {True, False}
 
 
 def test_training_pixels_are_those_of_the_processor(folder: Path) -> None:

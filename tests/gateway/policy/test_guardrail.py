@@ -324,41 +324,6 @@ async def test_a_resumed_stream_ends_at_the_same_place(
         assert [reason for reason in reasons if reason] == ["content_filter"]
 
 
-async def test_a_retrieved_response_ends_at_the_same_place(caller: Client) -> None:
-    saying(caller.engine, SAID)
-    made = (await caller.post("/v1/responses", json={"input": "a"})).json()
-    again = (await caller.get(f"/v1/responses/{made['id']}")).json()
-    assert again["output"] == made["output"]
-    assert again["status"] == "incomplete"
-    assert not any("bad" in each.lower() for each in strings(again))
-
-
-async def test_a_continued_response_contains_no_blocked_text(caller: Client) -> None:
-    """The next prompt contains the answer as the client received it."""
-    saying(caller.engine, SAID)
-    made = (await caller.post("/v1/responses", json={"input": "a"})).json()
-    body = {"input": "and then?", "previous_response_id": made["id"]}
-    assert (await caller.post("/v1/responses", json=body)).status_code == 200
-    prompt = WORDS.text(caller.engine.requests[-1].prompt_token_ids or (), skip_special=True)
-    assert LEFT in prompt
-    assert "BAD" not in prompt
-
-
-async def test_a_background_response_ends_before_a_match(caller: Client) -> None:
-    saying(caller.engine, SAID)
-    body = {"input": "a", "background": True, "stream": True}
-    interface = INTERFACES["responses"]
-    sent = data_of(await caller.post("/v1/responses", json=body))
-    assert streamed_text(interface, sent) == LEFT
-    (where,) = {event["response"]["id"] for event in sent if "response" in event}
-    found = (await caller.get(f"/v1/responses/{where}")).json()
-    assert (interface.text(found), found["status"]) == (LEFT, "incomplete")
-    again = data_of(await caller.get(f"/v1/responses/{where}", params={"stream": "true"}))
-    assert again == sent
-    # The gateway that runs it cancels it, or the first reader does.
-    assert "cancel" in caller.engine.names
-
-
 async def test_without_a_block_list_nothing_is_held_back(http: Client, made: Made) -> None:
     saying(http.engine, SAID)
     headers = bearer(await made())

@@ -74,20 +74,6 @@ async def place(config: Config) -> AsyncIterator[Place]:
     await made.aclose()
 
 
-async def test_two_gateways_grant_a_limit_once(place: Place) -> None:
-    """One limit of 30 calls a minute, 300 sent to both."""
-    headers = await place.key("generate", limits={"requests_per_minute": 30})
-    answers = await asyncio.gather(*(place.call(headers, index % 2) for index in range(300)))
-    statuses = [answer.status_code for answer in answers]
-    assert (statuses.count(200), statuses.count(429)) == (30, 270)
-    assert len(place.engine.requests) + len(place.second.requests) == 30
-    refused = next(answer for answer in answers if answer.status_code == 429)
-    assert code_of(refused, 429) == "rate_limit_exceeded"
-    assert 1 <= int(refused.headers["Retry-After"]) <= 61
-    assert "30 calls a minute" in refused.json()["error"]["message"]
-    assert place.recorded.refused() == {"requests_per_minute": 270}
-
-
 @pytest.mark.parametrize(
     ("path", "body"),
     [("/generate", GENERATE), ("/v1/completions", COMPLETION), ("/v1/messages", MESSAGE)],

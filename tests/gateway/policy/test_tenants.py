@@ -12,11 +12,10 @@ import pytest
 
 from nano_inference.bus.public import GenerateRequest, Output
 from nano_inference.gateway.caller import ANYBODY, Caller
-from nano_inference.gateway.policy.administration import Administration
 from nano_inference.gateway.serving.request_ids import bus_id, ids_of, name_of
 
 from ..errors import error_of
-from ..fake import Client, FakeEngine, app_of, chunk, data_of, http_of
+from ..fake import Client, FakeEngine, app_of, chunk, http_of
 from ..made import embedded
 from .conftest import Made, bearer
 from .test_replay import recorded
@@ -24,7 +23,6 @@ from .test_replay import recorded
 Headers = dict[str, str]
 Asked = asyncio.Task[httpx.Response]
 
-TURNS = 1000
 
 NAMED: list[tuple[str, dict[str, Any]]] = [
     ("/generate", {"rid": "job", "text": "mine"}),
@@ -82,14 +80,6 @@ async def lines(http: Client, headers: Headers) -> list[tuple[str, str, str]]:
     return [(each["name"], each["state"], each["prompt"]) for each in found]
 
 
-async def until_listed(http: Client, headers: Headers, number: int) -> None:
-    for _ in range(TURNS):
-        if len(await lines(http, headers)) == number:
-            return
-        await asyncio.sleep(0)
-    raise AssertionError(f"the console has no {number} lines")
-
-
 def cancelled(http: Client) -> list[str]:
     return [given["request_id"] for name, given in http.engine.calls if name == "cancel"]
 
@@ -144,28 +134,6 @@ async def test_each_sees_its_own_line_only(http: Client, one: Headers, other: He
         assert await lines(http, other) == [("job", "cancelled", "theirs")]
 
 
-async def test_each_ends_its_own_waiting_request_only(engine: FakeEngine) -> None:
-    # One tenant alone has two of the four places, and the second one finds another.
-    app = app_of(engine, {"policy.backend": "bus", "gateway.max_in_flight": 4})
-    made = Made(Administration(app.policy.store))
-    one, other = [bearer(await made(tenant=name)) for name in ("one", "other")]
-    async with (
-        http_of(app, engine) as http,
-        running(http, one),
-        running(http, one),
-        running(http, other),
-        asked(http, one, rid="job") as mine,
-        asked(http, other, rid="job") as theirs,
-    ):
-        await until_listed(http, one, 3)
-        await until_listed(http, other, 2)
-        assert (await http.post("/abort_request", json={"rid": "job"}, headers=other)).is_success
-        assert (await theirs).json()["meta_info"]["finish_reason"]["type"] == "abort"
-        assert not mine.done()
-        assert ("job", "waiting", "mine") in await lines(http, one)
-        assert cancelled(http) == []
-
-
 async def test_a_name_in_use_is_refused_and_changes_nothing(http: Client, one: Headers) -> None:
     async with running(http, one, rid="job") as mine:
         for body in ({"text": "again", "rid": "job"}, {"text": ["a", "b"], "rid": ["x", "job"]}):
@@ -180,16 +148,6 @@ async def test_a_name_in_use_is_refused_and_changes_nothing(http: Client, one: H
     assert (
         await http.post("/generate", json={"text": "new", "rid": "job"}, headers=one)
     ).is_success
-
-
-async def test_each_replays_its_own(http: Client, one: Headers, other: Headers) -> None:
-    body = {"rid": "job", "text": "mine"}
-    await http.post("/generate", json=body, headers=one)
-    for path in ("/v1/replay/job", "/v1/replay/one%2Fjob"):
-        answer = await http.post(path, headers=other)
-        assert error_of(answer, 404) == "unknown_request"
-        found = (await http.post(path, headers=one)).json()
-        assert [each["request_id"] for each in found["requests"]] == ["job"]
 
 
 async def test_another_tenants_request_is_named_by_its_id_on_the_bus(
@@ -232,30 +190,6 @@ async def test_each_has_its_own_call_of_an_idempotency_key(
     assert error_of(changed, 422) == "idempotency_key_reused"
     assert (await http.post(path, json=body, headers=one | key)).is_success
     assert len(http.engine.requests) == 2
-
-
-async def test_a_stored_call_is_unknown_to_another_tenant(
-    http: Client, one: Headers, other: Headers
-) -> None:
-    stored = (await http.post("/v1/responses", json={"input": "a"}, headers=one)).json()["id"]
-    stream = await http.post("/v1/completions", json={"prompt": "a", "stream": True}, headers=one)
-    streamed = data_of(stream)[0]["id"]
-    for method, path in (
-        ("GET", f"/v1/responses/{stored}"),
-        ("GET", f"/v1/responses/{stored}/input_items"),
-        ("DELETE", f"/v1/responses/{stored}"),
-        ("POST", f"/v1/responses/{stored}/cancel"),
-        ("GET", f"/v1/streams/{stored}"),
-        ("GET", f"/v1/streams/{streamed}"),
-        ("POST", f"/v1/streams/{streamed}/cancel"),
-        ("POST", f"/v1/replay/{streamed}"),
-        ("GET", f"/console/requests/{streamed}"),
-    ):
-        assert (await http.request(method, path, headers=other)).status_code == 404, path
-    again = {"input": "b", "previous_response_id": stored}
-    answer = await http.post("/v1/responses", json=again, headers=other)
-    assert error_of(answer, 400) == "previous_response_not_found"
-    assert (await http.get(f"/v1/responses/{stored}", headers=one)).is_success
 
 
 async def test_a_session_is_its_tenants(http: Client, one: Headers, other: Headers) -> None:

@@ -207,55 +207,6 @@ def test_a_prompt_of_full_blocks_is_fetched_whole(prompt_logprobs: int | None) -
     assert num_computed(pair.taker) == 1 + 6
 
 
-@pytest.mark.parametrize("is_announced", [False, True])
-def test_a_request_that_ends_on_both_sides_frees_both_places(is_announced: bool) -> None:
-    """Its cancellation overtakes the messages of the other replica, or comes in between."""
-    pair = Pair()
-    pair.add(PROMPT, [1])
-    pair.giver.run()
-    pair.collect()
-    if is_announced:
-        pair.pass_on()
-    end = Cancel("1", "1", "cancelled", "cancelled", "")
-    for each in (pair.giver, pair.taker):
-        each.core.cancel(end)
-    pair.run()
-    assert reported(pair.giver).left == (1,)
-    if is_announced:
-        assert 1 not in pair.taker.outputs
-    else:
-        # It runs until streaming, which has ended the request, halts it.
-        pair.taker.core.stop([1])
-    report = reported(pair.taker)
-    assert (report.sequences, report.ended) == (1, (1,))
-    pair.check()
-
-
-@pytest.mark.parametrize("max_tokens", [8, 1])
-def test_a_request_that_ends_while_its_first_token_is_computed_frees_both_places(
-    max_tokens: int,
-) -> None:
-    """Of which token the giver's batching does not know yet whether it is handed over."""
-    pair = Pair()
-    pair.add(PROMPT, [1], max_tokens=max_tokens)
-    pair.giver.plan()
-    pair.pass_all()
-    for each in (pair.giver, pair.taker):
-        each.core.cancel(Cancel("1", "1", "cancelled", "cancelled", ""))
-    pair.run()
-    given, taken = reported(pair.giver), pair.taker.core.take_report()
-    if max_tokens > 1:
-        assert (given.left, given.ended) == ((1,), ())
-        assert taken is not None
-        assert taken.ended == (1,)
-    else:
-        assert (given.left, given.ended) == ((), (1,))
-        assert taken is None, "fairness frees the place"
-    assert 1 not in pair.taker.outputs
-    assert not pair.taker.core._arrivals.requests()
-    pair.check()
-
-
 def test_a_first_token_that_overtakes_its_announcement_waits_for_it() -> None:
     pair = Pair(max_tokens_per_batch=8)
     pair.add(PROMPT, [1])

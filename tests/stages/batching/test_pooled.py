@@ -83,24 +83,6 @@ def test_whole_prompts_are_computed_in_one_step_and_in_order() -> None:
     assert replica.core.cache.num_cached_blocks() == 0, "there is no KV that others could find"
 
 
-def test_pooled_prompts_are_lost_paused_and_stopped_like_others() -> None:
-    replica = FakeReplica(max_tokens_per_batch=8)
-    for seq_id in range(4):
-        embed(replica, seq_id, [seq_id] * 30, MEAN)
-    assert replica.plan()
-    replica.lose_plans()
-    replica.check()
-    assert replica.plan()
-    replica.core.pause_sequences((0, 1))
-    replica.core.stop((2,))
-    replica.run()
-    assert replica.pooled == [3]
-    replica.core.resume_sequences((0, 1))
-    replica.run()
-    replica.check()
-    assert sorted(replica.pooled) == [0, 1, 3]
-
-
 def test_new_weights_restart_pooled_prompts_alone() -> None:
     replica = FakeReplica(max_tokens_per_batch=8)
     replica.add([1, 2, 3], 1, max_tokens=30)

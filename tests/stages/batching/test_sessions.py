@@ -115,17 +115,6 @@ def test_a_shared_prompt_uses_the_share_once(cache_type: CacheType) -> None:
     assert len(replica.core.sessions.pins) == 5
 
 
-def test_the_share_of_a_running_turn_is_reserved() -> None:
-    replica = FakeReplica(num_blocks=32, session_share=0.25)
-    first, second = Agent(replica, "1", start=1), Agent(replica, "2", start=2)
-    first.send(1)
-    second.send(2)
-    replica.run()
-    grants = [started(replica, seq_id).session for seq_id in (1, 2)]
-    assert [grant and grant.num_blocks for grant in grants] == [5, 3]
-    assert len(replica.core.sessions.pins) == 8
-
-
 def test_pins_give_way_to_a_waiting_request_the_first_to_expire_first(
     cache_type: CacheType,
 ) -> None:
@@ -173,21 +162,6 @@ def test_a_turn_that_waits_keeps_the_pin_that_it_starts_with(cache_type: CacheTy
     replica.run()
     assert replica.core.sessions.take_counts()["gave_way"] == 1
     assert other.call("pin").outcome != "accepted"
-
-
-def test_a_turn_that_waits_for_running_sequences_keeps_its_pin(cache_type: CacheType) -> None:
-    replica = FakeReplica(num_blocks=16, session_share=1.0, cache_type=cache_type)
-    agent = Agent(replica)
-    agent.turn(1)
-    replica.add([5] * 36, 2, max_tokens=4)  # in the end 10 blocks
-    replica.steps(3)
-    agent.send(3, max_tokens=2)
-    replica.steps(1)
-    assert not replica.core._index[3].started
-    assert len(replica.core.sessions.pins) == 5
-    replica.run()
-    assert cached(replica, 3) == 20
-    assert not replica.core.sessions.take_counts()["gave_way"]
 
 
 def test_a_scored_prompt_takes_the_blocks_of_its_own_session(cache_type: CacheType) -> None:
@@ -455,24 +429,6 @@ def test_results_are_counted() -> None:
     counts = replica.core.sessions.take_counts()
     assert counts == {"clipped": 1, "accepted": 1, "missing": 1}
     assert not replica.core.sessions.take_counts()
-
-
-def test_a_start_may_load_what_the_start_before_it_has_evicted() -> None:
-    """The first block of a prompt is in host memory, the second still on the device."""
-    replica = FakeReplica(num_blocks=16, host_slots=64, cache_type="paged")
-    prompt = [*range(12)]
-    replica.add(prompt, 1, max_tokens=1)
-    replica.run()
-    cache, (first, second, _) = replica.core.cache, started(replica, 1).block_ids
-    cache.evict_next([first], stores=True)
-    replica.add([40] * 4, 2, max_tokens=1)
-    replica.run()
-    cache.evict_next([second], stores=False)
-    replica.add([30] * 4, 3, max_tokens=1)
-    replica.add(prompt, 4, max_tokens=1)
-    replica.run()
-    assert cached(replica, 4) == 8
-    assert replica.outputs[4] == expected(prompt, 1)
 
 
 def test_a_session_that_ends_while_blocks_are_fetched_holds_none(cache_type: CacheType) -> None:

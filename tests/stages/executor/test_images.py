@@ -48,20 +48,6 @@ def test_tokens_equal_generate(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", CUT)
-def test_tokens_equal_generate_in_chunks(name: str) -> None:
-    """Chunks end within images, unless these see themselves; steps mix prompts and decodes."""
-    world = world_of(name)
-    prompts, completions = expected(name)
-    chunk = CHUNKS.get(name, 7)
-    lane = image_lane(
-        world, block_size=1, cache_type="paged", max_batch_size=4, max_tokens_per_batch=chunk
-    )
-    assert lane.run(prompts, NEW_TOKENS) == completions
-    assert max(max(plan.num_tokens) for plan in lane.plans) == chunk
-    assert lane.run(prompts, NEW_TOKENS) == completions, "on a warm cache"
-
-
-@pytest.mark.parametrize("name", CUT)
 def test_tokens_equal_generate_when_preempted(name: str) -> None:
     """Victims compute their tokens again, on a cache that is emptied now and then."""
     world = world_of(name)

@@ -14,7 +14,6 @@ from nano_inference.bus.messages import Credit
 from nano_inference.config import FairnessConfig
 from nano_inference.stages.fairness.exchange import (
     ENTRIES_KEPT,
-    LEAD_INTERVALS,
     SILENT_EXCHANGES,
     Exchange,
 )
@@ -101,38 +100,6 @@ def test_weights_hold_over_all_lanes() -> None:
         lanes.step()
     # `service` is divided by the weight, so equal is fair.
     assert lanes.service("both") / lanes.service("one") == pytest.approx(1.0, rel=0.1)
-
-
-@pytest.mark.parametrize("returns_as", ["itself", "a successor"])
-def test_a_lane_that_was_cut_off_starves_no_tenant_when_it_returns(returns_as: str) -> None:
-    """It served one tenant for long. Elsewhere that tenant waits for a bounded lead only."""
-    lanes = Lanes(FairnessConfig(), [4, 4])
-    for _ in range(50):
-        keep_busy(lanes.lanes[0], "other", 10, 5)
-        keep_busy(lanes.lanes[1], "lucky", 10, 5)
-        lanes.step()
-    lanes.cut_off = {1}
-    for _ in range(500):
-        keep_busy(lanes.lanes[0], "other", 10, 5)
-        keep_busy(lanes.lanes[1], "lucky", 10, 5)
-        keep_busy(lanes.lanes[1], "lucky-too", 10, 5)
-        lanes.step()
-    if returns_as == "a successor":
-        lanes.lanes[1].core.exchange.begin(2)
-    lanes.cut_off = set()
-    served = lanes.lanes[0].service["other"]
-    steps = 0
-    while not lanes.lanes[0].service.get("lucky"):
-        keep_busy(lanes.lanes[0], "other", 10, 5)
-        keep_busy(lanes.lanes[0], "lucky", 10, 5)
-        lanes.step()
-        steps += 1
-        assert steps < (LEAD_INTERVALS + 3) * EVERY
-    exchange = lanes.lanes[0].core.exchange
-    assert bool(exchange.capped) == (returns_as == "itself"), "its lead was larger, and known"
-    # And what the lane serves until it has heard of the other's last service.
-    late = 3 * EVERY * 4 * (2 + 5 / 10)
-    assert lanes.lanes[0].service["other"] - served <= exchange.lead + late
 
 
 def test_idleness_elsewhere_gains_no_credit() -> None:

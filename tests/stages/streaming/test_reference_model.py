@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from transformers import PreTrainedTokenizerFast
-
 from nano_inference.bus.control import SampleScored, ScoreSample
 from nano_inference.bus.messages import RequestOpened
 from nano_inference.bus.recovery import RecoveryItem
@@ -96,20 +94,3 @@ def test_missing_scores_are_requested_again_in_a_new_epoch(client: Client) -> No
     (completion,) = client.completions()
     assert [each.ref_logprobs for each in completion.samples] == [(-1.0,), (-2.0,)]
     assert client.core.unanswered(item) == []
-
-
-def test_a_successor_has_finished_samples_scored(
-    tokenizer: PreTrainedTokenizerFast, client: Client
-) -> None:
-    request = scored()
-    client.step([(1, 40, "")], new=[started(1, request)])
-    asked = client.step([(1, 41, "stop")]).to_score
-    after = Client(tokenizer)
-    item = RecoveryItem("r", request.entry_id, "r")
-    after.open(request)
-    after.core.restore(item, client.chunks(), 500)
-    assert after.core.unanswered(item) == asked
-    assert score(after, -1.0, -2.0).ended
-    (completion,) = after.completions()
-    assert completion.samples[0].ref_logprobs == (-1.0, -2.0)
-    assert completion.prompt_token_ids == PROMPT

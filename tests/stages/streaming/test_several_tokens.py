@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
 from nano_inference.bus.public import Completion, CompletionChunk
-from nano_inference.bus.recovery import RecoveryItem
 from nano_inference.bus.steps import VerifiedDraft
 
 from .client import Client, assert_chunks_match, cancel_of, request_of, started, tokens_of
@@ -170,37 +169,3 @@ def test_drafts_are_counted_for_samples_and_in_the_usage(client: Client) -> None
     assert (second.num_draft_tokens, second.num_accepted_draft_tokens) == (5, 1)
     usage = completion.usage
     assert (usage.accepted_prediction_tokens, usage.rejected_prediction_tokens) == (8, 6)
-
-
-def test_a_successor_goes_on_behind_chunks_of_several_tokens(
-    tokenizer: PreTrainedTokenizerFast,
-) -> None:
-    """Text, versions and logprobs are as without a failure; drafts are counted from then on."""
-    request = request_of(stop=(" two",))
-
-    def report(client: Client, part: list[int], *, adapter: int) -> None:
-        client.step(
-            [(1, each, "") for each in part],
-            adapter_versions=(adapter,) * len(part),
-            drafts=(verified(1, 3, len(part) - 1),),
-        )
-
-    before, successor = Client(tokenizer), Client(tokenizer)
-    ids = before.encode("one or the tw")
-    before.step(new=[started(1, request)])
-    report(before, ids[:3], adapter=2)
-    successor.open(request)
-    item = RecoveryItem("r", request.entry_id, "r")
-    assert successor.core.restore(item, before.chunks(), 500) == request
-    recovered = successor.core.recovered(item)
-    assert recovered.samples[0].token_ids == tuple(ids[:3])
-    successor.step(new=[started(1, request, num_generated=3)])
-    report(successor, ids[3:], adapter=3)
-    successor.end(cancel_of())
-    sample = successor.completion().samples[0]
-    assert sample.text == "one or the tw"
-    assert sample.token_ids == tuple(ids)
-    assert sample.adapter_version == 2
-    assert sample.num_draft_tokens == 3
-    texts = [chunk.text for chunk in before.chunks() + successor.chunks()]
-    assert "".join(texts) == sample.text

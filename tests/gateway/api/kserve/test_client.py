@@ -90,17 +90,3 @@ async def test_another_gateway_answers_after_a_stop(monkeypatch: pytest.MonkeyPa
     (before,), (after,) = first.calls, second.calls
     budgets = [each.request.parameters["timeout_ns"] for each in (before, after)]
     assert budgets[0] > budgets[1] > 0
-
-
-async def test_responses_of_a_stream_and_information() -> None:
-    model = Model("several", decoupled=True, answers=3)
-    async with called(model, Model()) as (_, client):
-        for name, number in (("several", 3), ("echo", 1)):
-            answers = await stream(client, name, [NUMBERS])
-            assert [each.id for each in answers] == ["it"] * number
-            for each in answers:
-                np.testing.assert_array_equal(each.output("x"), NUMBERS.data)
-            answered = await client.metadata(name)
-            assert (answered.inputs, answered.decoupled) == (model.spec.inputs, name == "several")
-            assert await client.ready(name)
-        assert {"several", "echo", "tiny"} <= {each.name for each in await client.index()}

@@ -10,13 +10,12 @@ from typing import Any
 
 import anyio
 import pytest
-from httpx import AsyncClient, Response
+from httpx import AsyncClient
 
 from nano_inference.config import BusError
 from nano_inference.gateway.api.openai.responses import stored
 from nano_inference.gateway.serving.lane_state import Readiness
 
-from ... import by_hand
 from ...fake import FakeEngine, app_of, http_of, refused
 from ...made import TEXTS, interleaved
 from .streamed import response_events
@@ -86,44 +85,6 @@ async def test_a_background_response_is_answered_at_once(engine: FakeEngine) -> 
         told = await status(other, where, "completed")
         assert told["output"][0]["content"][0]["text"] == TEXT
         assert await status(http, where, "completed") == told
-    assert engine.names == []
-
-
-async def test_disconnect_does_not_end_a_background_response(engine: FakeEngine) -> None:
-    engine.hold()
-    async with serving(engine) as http:
-        deployment = Deployment(engine)
-        left = anyio.Event()
-        parts: list[bytes] = []
-
-        async def send(message: Any) -> None:
-            parts.append(message.get("body", b""))
-            if b"output_text.delta" in message.get("body", b""):
-                left.set()
-
-        await by_hand.post(deployment.app, PATH, BODY | {"stream": True}, send, left)
-        assert engine.names == []
-        answer = Response(
-            200, content=b"".join(parts), headers={"content-type": "text/event-stream"}
-        )
-        events = response_events(answer)
-        assert [each["type"].partition(".")[2] for each in events] == [
-            "created",
-            "queued",
-            "in_progress",
-            "output_item.added",
-            "content_part.added",
-            "output_text.delta",
-        ]
-        assert events[0]["response"]["status"] == "queued"
-        where = f"{PATH}/{events[0]['response']['id']}"
-        engine.go()
-        rest = response_events(await http.get(f"{where}?stream=true&starting_after=5"), 6)
-        deltas = [each.get("delta", "") for each in [*events, *rest]]
-        assert "".join(deltas) == TEXT
-        assert rest[-1]["response"] == await status(http, where, "completed")
-        await deployment.aclose()
-    assert len(engine.requests) == 1
     assert engine.names == []
 
 

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from nano_inference.gateway.api.openai import records
 from nano_inference.gateway.api.openai.records import keyed
 from nano_inference.gateway.call import Call
 
@@ -112,21 +111,6 @@ async def test_a_repeated_call_gets_the_same_error(http: Client) -> None:
     answers = [await http.post(COMPLETIONS, json=TEXT, headers=KEY) for _ in range(2)]
     assert [each.json()["error"]["code"] for each in answers] == ["lane_failed"] * 2
     assert len(http.engine.requests) == 1
-
-
-async def test_a_call_whose_gateway_was_killed_before_it_published_is_published(
-    http: Client, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    first = await http.post(COMPLETIONS, json=TEXT, headers=KEY)
-    call_id = first.json()["id"]
-    kept = await http.engine.bus.store.calls.read(call_id)
-    await http.engine.bus.store.calls.drop(call_id)
-    await http.engine.bus.store.calls.keep(call_id, kept.record, 10)
-    http.engine.requests.clear()
-    monkeypatch.setattr(records, "PUBLISH_PATIENCE_S", 0.0)
-    second = await http.post(COMPLETIONS, json=TEXT, headers=KEY)
-    assert second.json() == first.json()
-    assert [request.request_id for request in http.engine.requests] == [call_id]
 
 
 async def test_a_stream_is_resumed_by_the_same_call_with_its_key(

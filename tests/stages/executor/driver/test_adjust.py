@@ -121,62 +121,6 @@ def test_tokens_and_logprobs_follow_the_steps(
         assert [value for _, value in tops[place]] == pytest.approx(values.tolist(), abs=1e-4)
 
 
-@pytest.mark.parametrize("after", [1, 4, 9])
-def test_a_preempted_sequence_goes_on_with_the_same_tokens(model: LoadedModel, after: int) -> None:
-    sampling = SamplingParams(temperature=1.0, max_tokens=14, logprobs=2, **EVERYTHING)
-    whole = Generation(1, PROMPT, sampling, seed=2)
-    Planner(ExecutorCore(CONFIG, model=model)).run([whole])
-    assert len(whole.token_ids) > after
-    core = ExecutorCore(CONFIG, model=model)
-    tokens = PROMPT + whole.token_ids[:after]
-    new = new_sequence(1, tokens, range(6), sampling, num_generated=after, seed=2)
-    result = core.execute(step_plan(new=(new,), rows={1: len(tokens)}))
-    assert result.started[0].num_generated == after
-    found = list(result.token_ids)
-    logprobs = list(result.logprobs)
-    while not result.finish_reasons[0]:
-        result = core.execute(step_plan(rows={1: 1}))
-        found += result.token_ids
-        logprobs += result.logprobs
-    assert found == whole.token_ids[after:]
-    assert logprobs == pytest.approx(whole.logprobs[after:], abs=1e-5)
-
-
-def test_results_do_not_depend_on_neighbours(model: LoadedModel) -> None:
-    """Rows that use some of it, all of it and none of it, and came at different times."""
-    several: list[dict[str, Any]] = [
-        {},
-        EVERYTHING,
-        {"repetition_penalty": 1.3},
-        {"presence_penalty": 1.0, "min_tokens": 3, "stop_token_ids": frozenset({5})},
-        {"logit_bias": {7: 4.0}, "logprobs": 3},
-        {"frequency_penalty": 2.0},
-        {"min_tokens": 12},
-    ]
-
-    def generations() -> list[Generation]:
-        return [
-            Generation(
-                number,
-                PROMPT[number:],
-                SamplingParams(max_tokens=12, **options),
-                arrives=number % 3,
-                seed=number,
-            )
-            for number, options in enumerate(several)
-        ]
-
-    together = generations()
-    Planner(ExecutorCore(CONFIG, model=model), shuffle=5).run(together)
-    for generation, single in zip(together, generations(), strict=True):
-        planner = Planner(ExecutorCore(CONFIG, model=model))
-        planner.run([single])
-        assert single.token_ids == generation.token_ids
-        assert single.logprobs == pytest.approx(generation.logprobs, abs=1e-5)
-        wants = single.sampling.logprobs
-        assert all(bool(result.top_logprobs) == bool(wants) for result in planner.results[2:])
-
-
 def test_rows_without_penalties_keep_their_bits_and_share_the_memory() -> None:
     table = SequenceTable(4, 64, 4)
     for number, options in enumerate(({}, EVERYTHING, {})):

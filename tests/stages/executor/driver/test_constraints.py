@@ -118,16 +118,6 @@ def test_matchers_continue_behind_the_present_tokens(writer: Writer) -> None:
     assert again == tokens[4:]
 
 
-def test_a_reused_row_drops_its_grammar(writer: Writer) -> None:
-    first = writer.add(Constraint(choice=("yes",)))
-    writer.step([first], torch.Generator())
-    writer.table.remove(int(writer.table.ids_of(np.array([first]))[0]))
-    second = writer.add(Constraint(choice=("no",)))
-    assert second == first
-    (token,) = writer.step([second], torch.Generator())
-    assert "no".startswith(writer.tokenizer.decode([token]))
-
-
 def test_dead_ends_of_a_grammar_end_the_sample(writer: Writer) -> None:
     """Nothing follows that rule to its end, which shows only behind its first letter."""
     text, complete = writer.write(Constraint(lark='start: "a" x\nx: x'), 0)

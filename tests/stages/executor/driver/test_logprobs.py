@@ -119,17 +119,6 @@ def test_the_sampled_tokens_logprob_is_the_same_number_in_both_places(temperatur
     assert all(one == other for one, other in met)
 
 
-def test_a_row_does_not_depend_on_its_neighbours() -> None:
-    logits = torch.randn(90, 3001, generator=torch.Generator().manual_seed(6))
-    temperatures = torch.linspace(0, 2, 90)
-    counts = np.arange(90) % 5
-    together = report_top_logprobs(logits, temperatures, counts)
-    for rows in ([1], [89, 3], [64, 63, 2]):
-        assert report_top_logprobs(logits[rows], temperatures[rows], counts[rows]) == tuple(
-            together[row] for row in rows
-        )
-
-
 CONFIG = EngineConfig(block_size=4, kv_cache_bytes=1 << 20, max_batch_size=8)
 PROMPT = [17, 3, 99, 42, 8, 150, 77, 31, 5, 61, 17, 17, 2]
 

@@ -264,15 +264,6 @@ def test_blocks_that_are_filled_are_not_computed_again() -> None:
     assert right == total > 12
 
 
-def test_blocks_taken_by_others_are_not_taken_for_filled() -> None:
-    """Few blocks, given to one prompt after another, each twice."""
-    lane = DraftedLane(kv_cache_bytes=40 * 8 * 3 * 2 * 32 * 4)
-    assert lane.core.cache.num_blocks == 40
-    for seed in (0, 1, 1, 2):
-        prompts = prompts_of(70, 50, 33, seed=seed)
-        lane.answer(prompts, [GREEDY] * 3).assert_right(30)
-
-
 def test_a_draft_model_that_does_not_pay_rests() -> None:
     run, sampling = {}, SamplingParams(temperature=1, max_tokens=100, max_draft_tokens=1)
     for saved in (0.0, 1e9):
@@ -317,15 +308,6 @@ def test_broken_draft_weights_end_only_drafting() -> None:
     assert len(run.tokens[2]) == 44
     caches = (*lane.draft_model.cache.keys, *lane.draft_model.cache.values)
     assert all(bool(torch.isfinite(tensor).all()) for tensor in caches)
-
-
-def test_clear_forgets_all_sequences() -> None:
-    lane = DraftedLane()
-    lane.answer(prompts_of(20), [SAMPLED])
-    lane.draft_model._broken = True
-    lane.draft_model.clear()
-    assert not lane.draft_model._progress
-    lane.answer(prompts_of(20), [SAMPLED]).assert_right(12)
 
 
 @pytest.mark.parametrize("size", [VOCAB - 20, VOCAB + 20])

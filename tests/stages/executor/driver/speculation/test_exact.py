@@ -17,9 +17,8 @@ from nano_inference.stages.executor import ExecutorCore, LoadedModel, load_model
 from nano_inference.stages.executor.runner.adapters.peft import AdapterLimits, read_adapter
 
 from .....soaking import in_soak
-from ...models import VOCAB, make_model
+from ...models import VOCAB
 from ...plans import PROMPT
-from ...runner.adapters.making import make_adapter
 from .drafting import CONFIG, DraftingLane, Row, VerifyAll, assert_same
 
 pytestmark = pytest.mark.usefixtures("unmeasured")
@@ -168,27 +167,6 @@ def test_steps_of_hundreds_of_drafted_rows_leave_every_bit(
     lane = answers(model, asked, config, (expected.found, 0.95, 4), control=VerifyAll(512))
     assert lane.most_rows > 128
     assert lane.found == expected.found
-
-
-@pytest.mark.parametrize("mode", [in_soak("processed"), "raw"])
-def test_samples_with_adapters_and_scored_prompts_keep_every_bit(
-    model: LoadedModel, tmp_path: Path, mode: Literal["processed", "raw"]
-) -> None:
-    config = msgspec.structs.replace(CONFIG, deterministic=True, logprobs_mode=mode)
-    adapters = {f"a{seed}": tmp_path / str(seed) for seed in range(2)}
-    for seed, path in enumerate(adapters.values()):
-        make_adapter(make_model("qwen2"), seed, path)
-    sampling = SamplingParams(max_tokens=40, logprobs=2, prompt_logprobs=1)
-    asked: list[Request] = [
-        (sampling, PROMPT[: 5 + number], adapter)
-        for number, adapter in enumerate(("", "a0", "a1", "a0", ""))
-    ]
-    expected = answers(model, asked, config, adapters=adapters)
-    lane = answers(model, asked, config, (expected.found, 0.8, 0), adapters=adapters)
-    assert lane.accepted > 50
-    assert lane.found == expected.found
-    assert lane.prompts == expected.prompts
-    assert [len(scored) for _, scored in sorted(lane.prompts.items())] == [4, 5, 6, 7, 8]
 
 
 @pytest.mark.parametrize("right", [1.0, 0.7, 0.0])

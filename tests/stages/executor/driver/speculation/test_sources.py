@@ -342,17 +342,6 @@ def test_unread_tokens_are_not_indexed() -> None:
     assert propose(source, context([1, 2, 3], seq_id=2)).tokens == (4, 5)
 
 
-def test_scopes_never_mix() -> None:
-    def asked(seq_id: int, scope: str) -> DraftContext:
-        return context([1, 2, 3, 4], seq_id=seq_id, scope=CacheScope(salt=scope))
-
-    source = SuffixOfContexts()
-    scopes: Sequence[str] = ["", "a", "b", "a\0", "\ud800"]
-    run(source, [1, 2, 3, 4, 5, 6, 7], num_prompt=1, seq_id=1, scope=CacheScope(salt="a"))
-    for seq_id, scope in enumerate(scopes, 2):
-        assert bool(propose(source, asked(seq_id, scope)).tokens) == (scope == "a")
-
-
 def test_reused_ids_after_a_reset_are_new_sequences() -> None:
     source = SuffixOfContexts()
     propose(source, context([1, 2, 3, 4, 1, 2]))

@@ -135,13 +135,6 @@ def test_bfloat16_rounds_to_nearest_even_and_keeps_nan_and_infinity(pair: Ranks)
             assert torch.equal(result.nan_to_num(), sum(parts).nan_to_num())
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.int64, torch.float16, torch.int32])
-def test_other_dtypes_are_summed_too(pair: Ranks, dtype: torch.dtype) -> None:
-    parts = [(torch.arange(20).view(4, 5) * sign).to(dtype) for sign in (3, -2)]
-    for result in pair.each(lambda group: group.all_reduce(parts[group.rank])):
-        assert torch.equal(result, sum_pairwise(parts))
-
-
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.int64, torch.bool])
 @pytest.mark.parametrize("shape", [(), (0, 3), (5,), (9, 1234)], ids=str)
 def test_tensors_of_all_ranks_are_gathered_in_order(
@@ -174,32 +167,6 @@ def test_tensors_need_not_be_contiguous_and_are_not_changed(pair: Ranks) -> None
     with pytest.raises(ValueError, match="exchange"):
         pair.groups[0].broadcast(torch.ones(3, dtype=torch.complex64))
     assert pair.each(lambda group: reduce_ones(group)[0].item()) == [2, 2]
-
-
-def test_many_operations_in_a_row_with_ranks_at_different_speeds(ranks: Ranks) -> None:
-    size = len(ranks.groups)
-    rounds = 1500 if isinstance(ranks.groups[0], SharedMemoryGroup) else 150
-
-    def run(group: RankGroup) -> int:
-        same, own = torch.Generator().manual_seed(1), torch.Generator().manual_seed(group.rank)
-        for number in range(rounds):
-            rows = int(torch.randint(0, 4, (), generator=same))
-            dtype = DTYPES[number % 2]
-            parts = [*torch.randn((size, rows, 300), generator=same).to(dtype)]
-            if number < 40 and torch.rand((), generator=own) < 0.3:
-                time.sleep(0.003)  # a slow rank; its length doesn't matter
-            kind = int(torch.randint(0, 3, (), generator=same))
-            mine = parts[group.rank].clone()
-            if kind == 0:
-                group.broadcast(mine)
-                assert torch.equal(mine, parts[0])
-            elif kind == 1:
-                assert torch.equal(group.all_gather(mine), torch.stack(parts))
-            else:
-                assert torch.equal(group.all_reduce(mine), sum_pairwise(parts))
-        return rounds
-
-    assert ranks.each(run) == [rounds] * size
 
 
 def test_the_counter_of_rounds_wraps(pair: Ranks) -> None:
@@ -274,20 +241,6 @@ def test_two_messages_in_each_direction_wait_without_their_receiver(pair: Ranks)
         pair.each(send, ranks=[rank])
     for received in pair.each(receive):
         assert all(torch.equal(a, b) for a, b in zip(received, tensors, strict=True))
-
-
-def test_messages_and_collectives_mix(pair: Ranks) -> None:
-    def run(group: RankGroup) -> None:
-        for number in range(50):
-            if group.rank == 0:
-                group.send(torch.tensor([number]), 1)
-            assert group.all_reduce(torch.ones(3)).tolist() == [2.0] * 3
-            if group.rank == 1:
-                received = torch.tensor([0])
-                group.receive(received, 0)
-                assert received.item() == number
-
-    pair.each(run)
 
 
 def test_there_is_no_message_to_itself_or_beyond(pair: Ranks) -> None:
@@ -516,21 +469,6 @@ def test_a_killed_rank_is_noticed_long_before_the_timeout() -> None:
                 reduce_ones(group)
         assert time.monotonic() - started < BOUND_S
         assert str(raised.value) == "the process of rank 1 has ended"
-
-
-def test_a_killed_rank_fails_ranks_that_wait_for_another_one() -> None:
-    """Rank 0 waits for rank 1, which is slow; rank 2 is dead."""
-    with process(size=3) as (group, child):
-        assert isinstance(group, SharedMemoryGroup)
-        with closing(SharedMemoryGroup.attach(group.descriptor, 1)) as slow:
-            with ThreadPoolExecutor(2) as threads:
-                both = [threads.submit(reduce_ones, each) for each in (group, slow)]
-                assert [each.result(BOUND_S)[0] for each in both] == [3, 3]
-                os.kill(child.pid, signal.SIGKILL)
-                with pytest.raises(RankError, match="the process of rank 2 has ended"):
-                    threads.submit(gather_ones, group).result(BOUND_S)
-            with pytest.raises(RankError, match="the process of rank 2 has ended"):
-                reduce_ones(slow)
 
 
 def test_a_stopped_rank_is_noticed_by_the_timeout() -> None:

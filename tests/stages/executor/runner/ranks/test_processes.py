@@ -235,21 +235,6 @@ def test_memory_is_resumed_on_all_ranks_or_on_none(
     assert rollouts(spread) == rollouts(alone)
 
 
-def test_memory_falls_with_each_rank(alone: InferenceEngine, spread: InferenceEngine) -> None:
-    reports = spread._executor.report_ranks()
-    facts, whole = spread._executor.facts(), alone._executor.facts()
-    assert facts["parameters"] == whole["parameters"]
-    assert len(reports) == RANKS
-    for report in reports:
-        # Norms and biases are on every rank.
-        assert report.weights < 0.51 * int(whole["weight_bytes"])
-        # `kv_cache_bytes` is for each rank.
-        assert report.kv <= int(whole["kv_bytes"])
-        assert report.resident > report.weights
-    blocks = [engine._executor.cache.num_blocks for engine in (alone, spread)]
-    assert blocks[1] == RANKS * blocks[0]
-
-
 def test_what_ranks_exclude_is_refused() -> None:
     with pytest.raises(ConfigError, match="kv_host_bytes"):
         EngineConfig(tensor_parallel=2, kv_host_bytes=1)

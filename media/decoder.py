@@ -94,17 +94,18 @@ class ImageDecoder:
             RequestError: invalid_image, image_too_large, image_decode_failed: the process ran out
                 of time or ended. internal_error: it can't start.
         """
-        return self._ask(data, where, lambda worker, ask: worker.decode(ask, alone=alone))
+        job = {"size_only": False, "alone": alone}
+        return self._ask(_Asked(data, where, self._patience_s, job), _Worker.image)
 
     def size(self, data: bytes, where: str = "image") -> tuple[int, int]:
         """Return an image's width and height by its header; raises as `decode`."""
-        return self._ask(data, where, lambda worker, ask: worker.size(ask))
+        return self._ask(_Asked(data, where, self._patience_s, {"size_only": True}), _Worker.size)
 
-    def _ask(self, data: bytes, where: str, ask: Callable[[_Worker, _Asked], T]) -> T:
-        check_file(data, self._config, where)
+    def _ask(self, asked: _Asked, read: Read[T]) -> T:
+        check_file(asked.data, self._config, asked.where)
         worker = self._idle.get()
         try:
-            return ask(worker, _Asked(data, where, self._patience_s))
+            return worker.run(asked, read)
         finally:
             self._idle.put(worker)
 
@@ -168,11 +169,12 @@ class _Told(NamedTuple):
 
 
 class _Asked(NamedTuple):
-    """A file, its place in a request, and the time limit."""
+    """A file, its place in a request, the time limit, and what to do with the file."""
 
     data: bytes
     where: str
     patience_s: float
+    job: dict[str, Any]
 
 
 class _Worker:
@@ -182,21 +184,11 @@ class _Worker:
         self._config, self._processor = config, processor
         self._child: _Told | None = None
 
-    def decode(self, asked: _Asked, *, alone: bool) -> DecodedImage:
-        """Decode an image; raises as `ImageDecoder.decode`."""
-        return self._run(asked, {"size_only": False, "alone": alone}, self._image)
+    def run(self, asked: _Asked, read: Read[T]) -> T:
+        """Have the process do a job; return what `read` makes of its answer.
 
-    def size(self, asked: _Asked) -> tuple[int, int]:
-        """Return an image's size; raises as `ImageDecoder.decode`."""
-        return self._run(asked, {"size_only": True}, self._size)
-
-    def _run(
-        self,
-        asked: _Asked,
-        job: dict[str, Any],
-        read: Callable[[Connection, dict[str, Any], str], T],
-    ) -> T:
-        """Have the process do a job; return what `read` makes of its answer."""
+        Raises as `ImageDecoder.decode`.
+        """
         where = asked.where
         try:
             child = self._child or self._start()
@@ -215,25 +207,27 @@ class _Worker:
         watch.start()
         try:
             connection = child.connection
-            connection.send_bytes(json.dumps(job).encode())
+            connection.send_bytes(json.dumps(asked.job).encode())
             connection.send_bytes(asked.data)
             found = json.loads(connection.recv_bytes(4096))
             if "code" in found:
                 code = "image_too_large" if found["code"] == "image_too_large" else "invalid_image"
                 raise refusal(code, where, str(found["reason"]))
-            return read(connection, found, where)
+            return read(self, connection, found, where)
         except (OSError, EOFError, ValueError, TypeError, LookupError) as error:
             raise self._failed(where, error) from None
         finally:
             watch.cancel()
 
-    def _size(self, connection: Connection, found: dict[str, Any], where: str) -> tuple[int, int]:
+    def size(self, connection: Connection, found: dict[str, Any], where: str) -> tuple[int, int]:
+        """Return the size in an answer."""
         width, height = int(found["width"]), int(found["height"])
         check_size(width, height, self._config, where)
         return width, height
 
-    def _image(self, connection: Connection, found: dict[str, Any], where: str) -> DecodedImage:
-        width, height = self._size(connection, found, where)
+    def image(self, connection: Connection, found: dict[str, Any], where: str) -> DecodedImage:
+        """Return the image of an answer."""
+        width, height = self.size(connection, found, where)
         return DecodedImage(
             str(found["id"]), width, height, connection.recv_bytes(self._config.store_bytes)
         )
@@ -280,3 +274,7 @@ class _Worker:
         child, self._child = self._child, None
         if child is not None:
             child.finalizer()
+
+
+Read = Callable[[_Worker, Connection, dict[str, Any], str], T]
+"""Reads an answer: from the connection, after its head, about the image at a place."""

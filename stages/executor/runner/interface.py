@@ -100,8 +100,7 @@ class ModelRunner(msgspec.Struct, frozen=True, eq=False):
         if self.ranks is not None:
             assert inputs.source is not None
             slots = None if inputs.adapters is None else inputs.adapters.slots
-            forward = Forward.of(*inputs.source, with_states=with_states, adapters=slots)
-            self.ranks.tell(forward)
+            self.ranks.tell(Forward(*inputs.source, with_states, slots))
         pipeline = self.model.pipeline
         states: list[Tensor] | None = [] if with_states else None
         if states is None and inputs.adapters is None:

@@ -11,9 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers import (
     AutoConfig,
@@ -38,6 +36,7 @@ from .attention.interface import (
     LayerProbe,
     register_attention,
 )
+from .checkpoint import tensor_files, tensors_missing, wrong_shape
 from .device import resolve_device, trim
 from .encoder import longest_prompt, looks_ahead, padding_shows
 from .fixed_tiles import require_cpu
@@ -48,72 +47,6 @@ from .ranks.group import RankError
 from .ranks.pipelining import PipelineRank
 from .system_memory import use_huge_pages
 from .vision import SUPPORTED, VisionModel, find_image_processor
-
-WEIGHTS = "model.safetensors"
-INDEX = "model.safetensors.index.json"
-
-UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
-"""Errors of msgspec's decoders."""
-
-
-def check_checkpoint(folder: Path) -> None:
-    """Check that every weights file is complete, and holds the tensors that the index names.
-
-    Only headers are read. Transformers checks other formats.
-
-    Raises:
-        ModelError: A file is missing, cut off or unreadable.
-    """
-    # In Transformers' order.
-    if (folder / WEIGHTS).is_file():
-        _tensor_names(folder / WEIGHTS)
-    elif (folder / INDEX).is_file():
-        _check_shards(folder)
-
-
-def _check_shards(folder: Path) -> None:
-    index = read_index(folder / INDEX)
-    by_shard: dict[str, list[str]] = {}
-    for tensor, shard in index.items():
-        by_shard.setdefault(shard, []).append(tensor)
-    for shard, tensors in sorted(by_shard.items()):
-        path = folder / shard
-        if not path.is_file():
-            raise ModelError(
-                f"{path} is missing, one of {len(by_shard)} files that {INDEX} names; copy or "
-                f"download it again"
-            )
-        missing = sorted(set(tensors) - _tensor_names(path))
-        if missing:
-            raise ModelError(
-                f"{INDEX} says that {missing[0]} is in {path}, where it is not; the two are not "
-                f"of one checkpoint, so copy or download the folder again"
-            )
-
-
-class Index(msgspec.Struct):
-    """The index of a checkpoint: each tensor's file."""
-
-    weight_map: dict[str, str]
-
-
-def read_index(path: Path) -> dict[str, str]:
-    try:
-        return msgspec.json.decode(path.read_bytes(), type=Index).weight_map
-    except (OSError, *UNREADABLE) as error:
-        raise ModelError(
-            f"can't read {path}: {error}; it must hold a weight_map from tensors to files"
-        ) from error
-
-
-def _tensor_names(path: Path) -> set[str]:
-    try:
-        with safe_open(path, framework="pt") as file:
-            return set(file.keys())
-    except (OSError, SafetensorError) as error:
-        raise ModelError(
-            f"{path} is cut off or no safetensors file ({error}); copy or download it again"
-        ) from error
 
 
 def prepare_loading() -> None:
@@ -343,7 +276,7 @@ def _load_weights(
         options |= _gguf_options(hf_config)
         dtype = hf_config.dtype if dtype == "auto" else dtype
     else:
-        check_checkpoint(folder)
+        tensor_files(folder)
     try:
         with counted_progress(), _no_gguf_bar() if is_gguf else nullcontext():
             loaded: Any = auto.from_pretrained(
@@ -419,15 +352,9 @@ def _check_loaded(folder: Path, module: Any, info: dict[str, Any]) -> None:
         module.pooler = None
     if missing:
         # Transformers would initialise these at random and only warn.
-        raise ModelError(
-            f"the weights in {folder} lack {len(missing)} tensors that the model needs, such as "
-            f"{missing[0]}; the checkpoint is incomplete or of another architecture"
-        )
+        raise tensors_missing(folder, missing)
     for name, shape, wanted in sorted(info["mismatched_keys"]):
-        raise ModelError(
-            f"{name} in {folder} has the shape {list(shape)} and config.json makes it "
-            f"{list(wanted)}; the two are not of one model"
-        )
+        raise wrong_shape(folder, name, shape, wanted)
 
 
 @torch.no_grad()

@@ -55,8 +55,8 @@ class Worker:
         self._memory: ReplicaMemory
         self._config: EngineConfig
 
-    def run(self, command: do.AnyCommand) -> bool:
-        """Do something; return whether it is to be replied to.
+    def run(self, command: do.AnyCommand) -> None:
+        """Run a command.
 
         Raises:
             ModelError: It can't be done.
@@ -73,39 +73,30 @@ class Worker:
                     self._groups.set_timeout(self._config.rank_timeout_s)
             case do.Forward():
                 self._forward(command)
-                return False
             case do.CopyBlocks():
                 self._runner.cache.copy_blocks(command.pairs)
-                return False
             case do.ClearCache():
                 self._runner.cache.clear()
-                return False
             case do.Release():
                 self._memory.begin_release(command.tags)
                 self._memory.release(command.tags)
-                return False
             case do.Resume():
                 self._memory.resume(command.tags)
             case do.NewWeights(held):
                 self._shards.write_everywhere(self._group.broadcast, None)
                 self._receiver.write(held)
-                return False
             case do.MoveExperts():
                 move_experts(self._model.module, command.owners)
-                return False
             case do.StageAdapter():
                 dtype = self._model.dtypes.activations
                 adapter = receive_adapter(command, self._group.broadcast, dtype)
                 self._runner.adapters.stage(adapter)
             case do.UnstageAdapter(id, version):
                 self._runner.adapters.unstage(id, version)
-                return False
             case do.SwitchAdapter(id, version):
                 self._runner.adapters.switch(id, version)
-                return False
             case do.Report():
                 pass
-        return True
 
     def report(self) -> do.Reply:
         """As `ModelRunner.report`."""
@@ -124,9 +115,9 @@ class Worker:
 
     def _forward(self, command: do.Forward) -> None:
         runner = self._runner
-        inputs = runner.builder.build(*command.arguments())
+        inputs = runner.builder.build(command.rows, command.input_ids, command.logits_index)
         if command.adapters is not None:
-            step = runner.adapters.step(command.adapters.value())
+            step = runner.adapters.step(command.adapters)
             inputs = msgspec.structs.replace(inputs, adapters=step)
         with runner.active():
             runner.start(inputs, with_states=command.with_states)
@@ -150,11 +141,12 @@ def serve(connection: Connection, worker: Worker) -> None:
     Raises:
         RankError: Another rank has failed.
     """
-    decoder = msgspec.msgpack.Decoder(do.AnyCommand)
+    decoder = do.decoder()
     while True:
         command = decoder.decode(connection.recv_bytes())
         try:
-            if not worker.run(command):
+            worker.run(command)
+            if not isinstance(command, do.Replied):
                 continue
             reports = isinstance(command, do.Report | do.Prepare)
             reply = worker.report() if reports else do.Reply()

@@ -19,19 +19,12 @@ from ....config import EngineConfig, ModelError, WeightsError
 from ....text.gguf import LINK, folder_of
 from ....text.pooling_config import embeds_only
 from .attention.interface import register_attention
+from .checkpoint import INDEX, WEIGHTS, tensor_files, tensors_missing, wrong_shape
 from .device import resolve_device, trim
 from .fixed_tiles import require_cpu
 from .linear.choose import method_of
 from .loaded_model import LoadedModel
-from .model import (
-    INDEX,
-    WEIGHTS,
-    check_architecture,
-    check_checkpoint,
-    load_config,
-    read_index,
-    wrap_model,
-)
+from .model import check_architecture, load_config, wrap_model
 from .ranks.group import PARTS, Layout, RankGroup
 from .ranks.layers import ParallelExperts, VocabParallelEmbedding, shard_module
 from .ranks.pipelining import PipelineRank
@@ -70,8 +63,7 @@ def load_sharded(
     hf_config = load_config(folder)
     _check_supported(folder, hf_config)
     check_architecture(hf_config)
-    check_checkpoint(folder)
-    files = _tensor_files(folder)
+    files = tensor_files(folder)
     whole = make_whole(hf_config, _dtype_of(config, hf_config, files))
     layout = make_layout(config, group)
     expert_parallel = config.expert_parallel > 1
@@ -152,14 +144,6 @@ def _check_supported(folder: Path, hf_config: PreTrainedConfig) -> None:
         reason = "has no weights in safetensors' format"
     if reason:
         raise ModelError(f"{folder} {reason}, so it can't be sharded; {_ALONE}")
-
-
-def _tensor_files(folder: Path) -> dict[str, Path]:
-    """Return the file of each tensor of a checkpoint."""
-    if not (folder / WEIGHTS).is_file():
-        return {name: folder / file for name, file in read_index(folder / INDEX).items()}
-    with safe_open(folder / WEIGHTS, framework="pt") as file:
-        return dict.fromkeys(file.keys(), folder / WEIGHTS)
 
 
 def _dtype_of(
@@ -329,7 +313,8 @@ def _load(folder: Path, files: dict[str, Path], weights: ShardedWeights) -> None
             _check_shape(folder, name, tuple(tensor.shape), weights.shards[name])
             weights.shards[name].write(tensor)
         loaded |= parameters.keys()
-    _check_complete(folder, loaded, weights)
+    if missing := weights.missing(loaded):
+        raise tensors_missing(folder, missing)
 
 
 def _read(folder: Path, path: Path, name: str, shard: Shard) -> None:
@@ -349,18 +334,4 @@ def _read_whole(path: Path, name: str) -> Tensor:
 
 def _check_shape(folder: Path, name: str, shape: tuple[int, ...], shard: Shard) -> None:
     if shape != shard.shape:
-        raise ModelError(
-            f"{name} in {folder} has the shape {list(shape)} and config.json makes it "
-            f"{list(shard.shape)}; the two are not of one model"
-        )
-
-
-def _check_complete(folder: Path, loaded: set[str], weights: ShardedWeights) -> None:
-    own = weights.whole.state_dict(keep_vars=True)
-    given = {id(own[name]) for name in loaded}
-    missing = sorted(name for name, tensor in own.items() if id(tensor) not in given)
-    if missing:
-        raise ModelError(
-            f"the weights in {folder} lack {len(missing)} tensors that the model needs, such as "
-            f"{missing[0]}; the checkpoint is incomplete or of another architecture"
-        )
+        raise wrong_shape(folder, name, shape, shard.shape)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -161,6 +161,13 @@ class ShardedWeights:
         """Copy this rank's parts of whole tensors."""
         for name, tensor in tensors.items():
             self.shards[name].write(tensor)
+
+    def missing(self, names: Collection[str]) -> list[str]:
+        """Return the tensors that these leave out; one of several names of a tied tensor is
+        enough."""
+        own = self.whole.state_dict(keep_vars=True)
+        given = {id(own[name]) for name in own.keys() & names}
+        return sorted(name for name, tensor in own.items() if id(tensor) not in given)
 
     def parts_of(self, name: str, tensor: Tensor) -> tuple[Tensor, ...]:
         """Return copies of this rank's parts of a whole tensor, for `write_parts`."""

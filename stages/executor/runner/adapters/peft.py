@@ -20,10 +20,10 @@ import torch
 from torch import Tensor, nn
 
 from .....config import ADAPTER_ID_RULE, AdapterError, WeightsError, is_adapter_id, shown
+from ..checkpoint import UNREADABLE
 from ..linear.choose import method_of
 from ..linear.method import LinearMethod, LoraPair
 from ..loaded_model import LoadedModel
-from ..model import UNREADABLE
 from ..weights.checks import LARGEST_VERSION, WeightLimits, check_stored
 from ..weights.transports.folder import opened, read_folder, readable, stamp_of
 

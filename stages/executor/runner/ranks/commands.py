@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Self
-
 import msgspec
 import numpy as np
 
@@ -11,27 +9,16 @@ from .....config import EngineConfig
 from ..batch import IntArray, Rows
 
 
-class Array(msgspec.Struct, frozen=True, array_like=True):
-    """An array of 64-bit integers."""
-
-    shape: tuple[int, ...]
-    data: bytes
-
-    @classmethod
-    def of(cls, array: IntArray) -> Self:
-        return cls(array.shape, np.ascontiguousarray(array, np.int64).tobytes())
-
-    def value(self) -> IntArray:
-        # Writable, since torch shares its memory.
-        return np.frombuffer(bytearray(self.data), np.int64).reshape(self.shape)
-
-
 class Command(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """One thing to do."""
 
 
-class Load(Command, frozen=True):
-    """Load this rank's shard. Replied to.
+class Replied(Command, frozen=True):
+    """A command with a reply."""
+
+
+class Load(Replied, frozen=True):
+    """Load this rank's shard.
 
     Attributes:
         config: The settings.
@@ -42,8 +29,8 @@ class Load(Command, frozen=True):
     threads: int
 
 
-class Prepare(Command, frozen=True):
-    """Allocate the KV cache, and choose back end, kernels and deterministic mode. Replied to."""
+class Prepare(Replied, frozen=True):
+    """Allocate the KV cache, and choose back end, kernels and deterministic mode."""
 
     num_blocks: int
 
@@ -55,48 +42,11 @@ class Forward(Command, frozen=True):
         adapters: The slots of the tokens' adapters, `[tokens]`; None for none.
     """
 
-    starts: Array
-    num_tokens: Array
-    tables: Array
-    num_decodes: int
-    read: Array | None
-    input_ids: Array
-    logits_index: Array
+    rows: Rows
+    input_ids: IntArray
+    logits_index: IntArray
     with_states: bool = False
-    adapters: Array | None = None
-
-    @classmethod
-    def of(
-        cls,
-        rows: Rows,
-        input_ids: IntArray,
-        logits_index: IntArray,
-        *,
-        with_states: bool = False,
-        adapters: IntArray | None = None,
-    ) -> Self:
-        return cls(
-            Array.of(rows.starts),
-            Array.of(rows.num_tokens),
-            Array.of(rows.tables),
-            rows.num_decodes,
-            None if rows.read is None else Array.of(rows.read),
-            Array.of(input_ids),
-            Array.of(logits_index),
-            with_states,
-            None if adapters is None else Array.of(adapters),
-        )
-
-    def arguments(self) -> tuple[Rows, IntArray, IntArray]:
-        """Return the arguments of `InputBuilder.build`."""
-        rows = Rows(
-            self.starts.value(),
-            self.num_tokens.value(),
-            self.tables.value(),
-            self.num_decodes,
-            None if self.read is None else self.read.value(),
-        )
-        return rows, self.input_ids.value(), self.logits_index.value()
+    adapters: IntArray | None = None
 
 
 class CopyBlocks(Command, frozen=True):
@@ -115,8 +65,8 @@ class Release(Command, frozen=True):
     tags: tuple[str, ...]
 
 
-class Resume(Command, frozen=True):
-    """As `ReplicaMemory.resume`. Replied to."""
+class Resume(Replied, frozen=True):
+    """As `ReplicaMemory.resume`."""
 
     tags: tuple[str, ...]
 
@@ -138,9 +88,8 @@ class MoveExperts(Command, frozen=True):
     owners: tuple[int, ...]
 
 
-class StageAdapter(Command, frozen=True):
-    """Take this rank's parts of an adapter that rank 0 sends next, as `AdapterTable.stage`. Replied
-    to.
+class StageAdapter(Replied, frozen=True):
+    """Take this rank's parts of an adapter that rank 0 sends next, as `AdapterTable.stage`.
 
     Attributes:
         adapter: Its id.
@@ -167,7 +116,7 @@ class SwitchAdapter(Command, frozen=True):
     version: int
 
 
-class Report(Command, frozen=True):
+class Report(Replied, frozen=True):
     """Nothing but a reply: the rank is alive, and what it uses."""
 
 
@@ -186,6 +135,26 @@ AnyCommand = (
     | SwitchAdapter
     | Report
 )
+
+
+def encode(command: Command) -> bytes:
+    """Return a command as it travels; `decoder` reads it."""
+    return msgspec.msgpack.encode(command, enc_hook=_packed)
+
+
+def decoder() -> msgspec.msgpack.Decoder[AnyCommand]:
+    """Return a decoder of commands."""
+    return msgspec.msgpack.Decoder(AnyCommand, dec_hook=_array)
+
+
+def _packed(array: IntArray) -> tuple[tuple[int, ...], bytes]:
+    return array.shape, np.ascontiguousarray(array, np.int64).tobytes()
+
+
+def _array(_: type, packed: tuple[list[int], bytes]) -> IntArray:
+    shape, data = packed
+    # Writable, since torch shares its memory.
+    return np.frombuffer(bytearray(data), np.int64).reshape(shape)
 
 
 class Reply(msgspec.Struct, frozen=True, array_like=True):

@@ -23,7 +23,7 @@ import msgspec
 from .....config import EngineConfig, ModelError
 from .....config.imports import without_collection
 from .calls import Calls
-from .commands import Command, Load, Reply, Report
+from .commands import Command, Load, Reply, Report, encode
 from .group import RankError, RankGroup
 from .groups import GroupMemories
 
@@ -197,7 +197,7 @@ class Ranks:
         Raises:
             RankError: A rank has failed.
         """
-        message = msgspec.msgpack.encode(command)
+        message = encode(command)
         self.check()
         self.calls.flush()
         for rank, connection in enumerate(self._connections, 1):

@@ -136,7 +136,7 @@ class WeightSyncManager:
 
     def covers(self, new_weights: Mapping[str, NewWeight]) -> bool:
         """Return whether they replace every parameter."""
-        return not self._missing(new_weights)
+        return not self._shards.missing(new_weights)
 
     def start_sync(
         self,
@@ -190,7 +190,7 @@ class WeightSyncManager:
 
     def check_complete(self, new_weights: Mapping[str, NewWeight]) -> None:
         """Check that an update of empty weights is complete. Raises as `start_sync`."""
-        if self.empty and (missing := self._missing(new_weights)):
+        if self.empty and (missing := self._shards.missing(new_weights)):
             why = "an update failed midway" if self.lost else "their memory was released"
             raise WeightsError(
                 f"{len(missing)} tensors are missing, such as {missing[0]!r}, and none are in "
@@ -273,7 +273,7 @@ class WeightSyncManager:
         """Check that they fit the model. Raises WeightsError as `start_sync`."""
         own = self._whole.state_dict(keep_vars=True)
         unknown = sorted(new_weights.keys() - own.keys())
-        missing = self._missing(new_weights)
+        missing = self._shards.missing(new_weights)
         for kind, names in (
             ("does not have", unknown),
             ("needs, which are missing", [] if partial and len(missing) < len(own) else missing),
@@ -299,12 +299,6 @@ class WeightSyncManager:
                     f"the new weights don't fit: {first!r} and {name!r} are one tensor in this "
                     "model, and differ; tie them in the trainer too"
                 )
-
-    def _missing(self, new_weights: Mapping[str, NewWeight]) -> list[str]:
-        """Return the names of tensors that are missing under all of their names."""
-        own = self._whole.state_dict(keep_vars=True)
-        given = {id(own[name]) for name in new_weights.keys() & own.keys()}
-        return sorted(name for name, tensor in own.items() if id(tensor) not in given)
 
     def _check_numbers(self, new_weights: Mapping[str, NewWeight]) -> None:
         """Raises WeightsError for parameters that are not finite; buffers may be, such as masks."""

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ......bus.weights import TensorMeta
 from ......config import WeightsError, cut, shown
-from ...model import INDEX, UNREADABLE, WEIGHTS, Index
+from ...checkpoint import INDEX, UNREADABLE, WEIGHTS, Index
 from ..checks import UNLIMITED, WeightLimits
 from .layout import as_tensor, dtype_of, read_file, sizes_of, unhurried
 

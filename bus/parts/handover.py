@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from ..messages import RemoteBlocks
+from collections.abc import Iterator
+
+from ..messages import Handover, RemoteBlocks
 from ..sections import Section
+from ..steps import StepPlan, StepSummary
 
 
 class HandoverRoute(Section, frozen=True):
@@ -33,3 +36,15 @@ class HandoversResult(Section, frozen=True):
     """In StepSummary: sequences whose first token was sent to the replica that continues them."""
 
     seq_ids: tuple[int, ...]
+
+
+def first_tokens(plan: StepPlan, summary: StepSummary) -> Iterator[tuple[int, Handover]]:
+    """Return a step's handovers, each with the number of the replica that continues."""
+    planned, done = HandoversPlan.find(plan.parts), HandoversResult.find(summary.parts)
+    if planned is None or done is None:
+        return
+    for seq_id, successor, num_messages in planned.leaving:
+        if seq_id in done.seq_ids:
+            rows = zip(summary.seq_ids, summary.token_ids, strict=True)
+            token_ids = tuple([token_id for each, token_id in rows if each == seq_id])
+            yield successor, Handover(seq_id, token_ids, num_messages, summary.end_ns)

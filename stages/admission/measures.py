@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from ...bus.control import Cancel
 from ...bus.entries import RequestEntry, entry_key
 from ...bus.messages import AdmittedRequest, RequestOpened
+from ...bus.parts.images import PromptMedia
 from ...bus.public import Completion, GenerateRequest
 from ...bus.recovery import RecoveredSample
 from ...config import BusError, Constraint, NanoInferenceError
@@ -102,8 +103,8 @@ class EntryTrace:
             }
             if admitted.sampling.constraint is not None:
                 attributes[names.CONSTRAINT] = kind_of(admitted.sampling.constraint)
-            if admitted.media:
-                attributes[names.IMAGES] = len(admitted.media)
+            if (media := PromptMedia.find(admitted.parts)) is not None:
+                attributes[names.IMAGES] = len(media.items)
         self._stage.span(
             request_id_of(self._entry),
             self._parent,

@@ -30,7 +30,8 @@ from ...bus.control import (
 from ...bus.entries import entry_key
 from ...bus.envelope import Envelope, Message
 from ...bus.links import ADMITTED, CONTROL, OPENED, REFUSED, at
-from ...bus.messages import AdmittedRequest, RequestFinished
+from ...bus.messages import RequestFinished
+from ...bus.parts.images import PromptMedia
 from ...bus.public import Completion, GenerateRequest
 from ...bus.recovery import Recover
 from ...config import AdapterError, BusError, ChannelClosed, ModelError, shown, split_role
@@ -310,8 +311,8 @@ class AdmissionStage(Actor):
             request = self._core.resumed(request, samples)
             if not request.sequences:
                 return  # all are finished, and streaming waits for scores
-            if request.media:
-                await self._restore_images(effect.key, request)
+            if (media := PromptMedia.find(request.parts)) is not None:
+                await self._restore_images(effect.key, media)
         else:
             opened = self._core.look_up(accepted)
             await self.send(OPENED, opened, trace=trace)
@@ -321,14 +322,14 @@ class AdmissionStage(Actor):
         if samples is None:
             count_moe(self, opened.model, int(self._core.capacity.experts > 0))
 
-    async def _restore_images(self, key: str, request: AdmittedRequest) -> None:
+    async def _restore_images(self, key: str, media: PromptMedia) -> None:
         """Store images of a resumed request that are gone, as after a restart of the server.
 
         Raises:
             RequestError: unknown_image: the request names it by id alone; images_full.
         """
         item = self._requests.ledger.get(key)
-        if item is None or not await self._images.missing(key, request.media):
+        if item is None or not await self._images.missing(key, media.items):
             return
         await self._images.load(item.entry, self._core, self._decoder)
 

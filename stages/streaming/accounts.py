@@ -21,6 +21,7 @@ import msgspec
 from ...bus.control import Cancel
 from ...bus.entries import entry_key
 from ...bus.messages import RequestOpened
+from ...bus.parts.tiers import FetchedBlocks
 from ...bus.sections import with_sections
 from ...bus.steps import StartedSequence, StepResult
 from ...bus.times import CAUSES, Break, Cause, StepTimes
@@ -371,8 +372,8 @@ class RequestTime:
             self._advance(queued.start_ns, now_ns, "overhead" if transport else self._base)
             self._advance(queued.end_ns, now_ns, "credits")
         self._base, self._base_device = "ready", device
-        if started.fetching_since_ns:
-            self._advance(started.fetching_since_ns, now_ns)
+        if (fetched := FetchedBlocks.find(started.parts)) is not None:
+            self._advance(fetched.since_ns, now_ns)
             self._base = "kv"
         self._advance(started.executed_ns, now_ns)
         self._base = "credits"

@@ -31,6 +31,7 @@ from ...bus.messages import RequestInfo, RequestOpened, RowFinish, StoredRespons
 from ...bus.parts.adapters import AdaptersResult
 from ...bus.parts.embeddings import PooledResult
 from ...bus.parts.scoring import PromptScores
+from ...bus.parts.sessions import SessionGrant
 from ...bus.parts.speculation import DraftsResult
 from ...bus.public import Completion, CompletionChunk, ErrorInfo, Output, StageTime, Timings, Usage
 from ...bus.recovery import Recovered, RecoveredSample, RecoveryItem
@@ -395,7 +396,8 @@ class StreamingCore:
             if started.handed_over and _key(started) not in self._early:
                 deliveries.halts.append(started.seq_id)
             return
-        request.session = started.session or request.session
+        if started.parts:
+            request.session = SessionGrant.find(started.parts) or request.session
         sample = request.samples.get(started.sample_index)
         if sample and request.unasked and started.num_generated < len(sample.token_ids):
             # Admission takes it for a new request: a server has lost that it was begun.

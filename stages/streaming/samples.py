@@ -8,6 +8,7 @@ from dataclasses import InitVar, dataclass, field
 
 from ...bus.control import SampleScored, ScoreSample
 from ...bus.messages import RequestOpened, RowFinish, StoredResponse, StoredSample, TopLogprobs
+from ...bus.parts.sessions import SessionGrant
 from ...bus.pooling import PooledPrompt
 from ...bus.public import (
     CompletionChunk,
@@ -17,7 +18,7 @@ from ...bus.public import (
     StageTime,
     TokenLogprob,
 )
-from ...bus.steps import PromptLogprobs, SessionGrant
+from ...bus.steps import PromptLogprobs
 from ...text.detokenizer import Detokenizer, Pieces
 from .accounts import RequestTime
 from .stop_strings import StopStrings

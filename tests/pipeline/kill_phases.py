@@ -19,8 +19,10 @@ from typing import Any
 from nano_inference.bus.control import TiersChanged
 from nano_inference.bus.steps import StepSummary
 from nano_inference.stages.batching.core import BatchingCore
-from nano_inference.stages.batching.handover import Handovers
-from nano_inference.stages.batching.tiers import KVTiers
+from nano_inference.stages.batching.parts.handover.arrivals import Arrivals
+from nano_inference.stages.batching.parts.handover.departures import Departures
+from nano_inference.stages.batching.parts.tiers.tiers import KVTiers
+from nano_inference.stages.batching.plans import PlanDraft
 
 BY_GIVER = ("before the offer", "offered", "first token", "handing over")
 IN_FAIRNESS = ("reported to fairness",)
@@ -71,17 +73,16 @@ def mark_phases(folder: Path) -> None:
     from nano_inference.stages.executor.runner.tiers.transports.peers import Peers
     from nano_inference.stages.executor.runner.tiers.transports.slots import SlotMemory
 
-    def offer(original: Any, self: Handovers, seqs: Any, *rest: Any) -> Any:
-        seqs = list(seqs)
-        if any(seq.hands_over and seq.num_planned > len(seq.token_ids) for seq in seqs):
+    def offer(original: Any, self: Departures, draft: PlanDraft) -> None:
+        if any(seq.hands_over and seq.num_planned > len(seq.token_ids) for seq in draft.seqs):
             reach(folder, "before the offer")
-        return original(self, seqs, *rest)
+        original(self, draft)
 
     def offered(original: Any, self: HostSlots, moves: Any) -> None:
         original(self, moves)
         reach(folder, "offered")
 
-    def take_in(original: Any, self: BatchingCore, message: Any, *rest: Any) -> Any:
+    def arrive(original: Any, self: Arrivals, message: Any, *rest: Any) -> Any:
         reach(folder, "announced")
         return original(self, message, *rest)
 
@@ -89,7 +90,7 @@ def mark_phases(folder: Path) -> None:
         reach(folder, "awaiting a step")
         original(self, *args)
 
-    def absorb_handovers(original: Any, self: Handovers, *args: Any) -> Any:
+    def absorb_handovers(original: Any, self: Departures, *args: Any) -> Any:
         leaving = original(self, *args)
         if leaving:
             reach(folder, "handing over")
@@ -114,14 +115,14 @@ def mark_phases(folder: Path) -> None:
 
     def absorb(original: Any, self: BatchingCore, result: StepSummary) -> None:
         original(self, result)
-        if any(len(seq.token_ids) > seq.num_prompt_tokens + 2 for seq in self._index.values()):
+        if any(len(seq.token_ids) > seq.num_prompt_tokens + 2 for seq in self.index.values()):
             reach(folder, "decoding")
 
-    wrap(Handovers, "offer", offer)
+    wrap(Departures, "planned", offer)
     wrap(HostSlots, "offer", offered)
     wrap(executor_stage, "first_tokens", first_tokens)
-    wrap(Handovers, "absorb", absorb_handovers)
-    wrap(BatchingCore, "take_in", take_in)
+    wrap(Departures, "absorb", absorb_handovers)
+    wrap(Arrivals, "receive", arrive)
     wrap(Peers, "wait", wait)
     wrap(SlotMemory, "read", read)
     wrap(KVTiers, "changed", changed)
@@ -156,13 +157,15 @@ def write_state_when_asked(path: Path) -> None:
 
 def state_of(core: BatchingCore) -> dict[str, int]:
     """Return what a batching core with tiers holds for sequences; nothing at rest."""
-    tiers = core.tiers
-    assert tiers is not None
+    tiers = core.part("tiers").blocks
+    arrivals, departures = core.part("arrivals"), core.part("departures")
     core.check()
     return {
-        "sequences": len(core._index),
+        "sequences": len(core.index),
         "blocks": core.cache.num_blocks - core.cache.num_free_blocks(),
-        "offers": len(tiers._offers) + len(core.handovers._leavers) + len(core._arrivals._arrivals),
+        "offers": len(tiers._offers)
+        + (len(departures._leavers) if departures is not None else 0)
+        + (len(arrivals._arrivals) if arrivals is not None else 0),
         "pinned": len(tiers._pinned),
         "fetches": len(tiers._fetching) + len(tiers._receiving),
         "different": tiers.difference is not None,

@@ -25,7 +25,7 @@ from nano_inference import (
 )
 from nano_inference.config import ModelError, PoolingKind
 from nano_inference.pipeline.scoring import EmbeddedPrompt
-from nano_inference.stages.batching import BatchingCore
+from nano_inference.stages.batching import BatchingCore, SequenceStatus
 from nano_inference.stages.executor.core import ExecutorCore
 from nano_inference.stages.streaming.core import StreamingCore
 
@@ -123,10 +123,10 @@ def test_a_preempted_prompt_starts_again(tmp_path: Path, monkeypatch: pytest.Mon
         advance, preempted = engine._advance, [0]
 
         def preempting() -> Any:
-            pooling = [seq for seq in engine._batching._running if seq.pools and seq.num_computed]
+            pooling = [seq for seq in engine._batching.running if seq.pools and seq.num_computed]
             if pooling and pooling[0].num_computed > 10 and preempted[0] < 5:
                 preempted[0] += 1
-                engine._batching._give_up(pooling[0], "preemption")
+                engine._batching._leave(pooling[0], SequenceStatus.WAITING, "preemption")
             return advance()
 
         monkeypatch.setattr(engine, "_advance", preempting)

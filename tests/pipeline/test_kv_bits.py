@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from nano_inference import Config, Pipeline
-from nano_inference.stages.batching.tiers import TierCounts
+from nano_inference.stages.batching.parts.tiers.tiers import TierCounts
 
 from ..stages.executor.runner.adapters.making import make_adapter
 from . import reference, short_model

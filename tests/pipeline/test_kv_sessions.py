@@ -74,7 +74,7 @@ def test_a_demoted_session_is_prefetched_from_host_memory_and_disk(tmp_path: Pat
                 tiers = made._executor.tiers
                 assert tiers is not None
                 made._batching.change_tiers(tiers.on_disk())
-                made._batching.cache.tiers.forget_host()  # type: ignore[union-attr]
+                made._batching.part("tiers").blocks.forget_host()
             result = made.kv_session("agent", "prefetch")
             assert (result.outcome, result.tier, result.num_tokens) == ("accepted", "device", 80)
             cached(made)

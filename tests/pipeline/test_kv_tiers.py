@@ -22,7 +22,7 @@ from nano_inference import (
 )
 from nano_inference.config import WeightsError
 from nano_inference.stages.batching import BatchingCore
-from nano_inference.stages.batching.tiers import TierCounts
+from nano_inference.stages.batching.parts.tiers.tiers import TierCounts
 from nano_inference.stages.executor.core import ExecutorCore
 
 from ..stages.executor.runner.adapters.making import make_adapter
@@ -55,7 +55,7 @@ def tokens_of(samples: list[TrainingSample]) -> list[tuple[int, ...]]:
 
 
 def counts(made: InferenceEngine) -> TierCounts:
-    tiers = made._batching.tiers
+    tiers = made._batching.part("tiers").blocks
     assert tiers is not None
     return tiers.take_counts()
 
@@ -106,7 +106,7 @@ def test_blocks_that_were_never_evicted_are_on_disk_after_a_shutdown(tmp_path: P
         made.update_weights(made.state_dict(), blocking=True)
         made.generate(PROMPTS[2:4], GREEDY)
     with engine(kv_disk_path=str(tmp_path)) as made:
-        tiers = made._batching.tiers
+        tiers = made._batching.part("tiers").blocks
         assert tiers is not None
         blocks = tiers.load_report()["kv_disk"]
     assert blocks == 2 * (PROMPT_TOKENS // 16), "others can't be found by a later start"

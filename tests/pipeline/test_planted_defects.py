@@ -205,7 +205,7 @@ def test_blocks_whose_write_fails_are_computed(
         made.generate([*PROMPTS, *prompts_of(1)], GREEDY)
         take_reports(made)
         assert failed
-        tiers = made._batching.tiers
+        tiers = made._batching.part("tiers").blocks
         assert tiers is not None
         assert not failed & tiers._on_disk
         assert bits_of(made.generate(PROMPTS, GREEDY)) == computed["short"]

@@ -138,7 +138,7 @@ async def test_a_release_under_load_loses_no_request(exact: Pipeline, loaded: St
 
 @pytest.mark.parametrize(
     ("make_config", "broken"),
-    [("memory", "change_memory"), in_soak("redis-links", "plan")],
+    [("memory", "receive"), in_soak("redis-links", "plan")],
     indirect=["make_config"],
 )
 async def test_a_release_outlives_the_failure_of_batching(

@@ -13,10 +13,10 @@ from safetensors.torch import save_file
 from nano_inference import Completion, Config, Pipeline
 from nano_inference.bus.weights import FolderWeights
 from nano_inference.config import ConfigError
-from nano_inference.stages.batching.cache import KVCacheManager
 from nano_inference.stages.batching.core import BatchingCore
-from nano_inference.stages.batching.handover import Handovers
-from nano_inference.stages.batching.tiers import TierCounts
+from nano_inference.stages.batching.parts.handover.arrivals import Arrivals
+from nano_inference.stages.batching.parts.tiers.part import Tiers
+from nano_inference.stages.batching.parts.tiers.tiers import KVTiers, TierCounts
 from nano_inference.stages.executor.core import ExecutorCore
 from nano_inference.stages.executor.runner.tiers.host_slots import HostSlots
 from nano_inference.stages.fairness.core import FairnessCore
@@ -167,9 +167,9 @@ async def test_a_short_cache_where_sequences_decode(make_config: MakeConfig) -> 
     [
         in_soak(BatchingCore, "absorb"),
         in_soak(BatchingCore, "plan"),
-        (Handovers, "offer"),
-        in_soak(KVCacheManager, "expect"),
-        (BatchingCore, "take_in"),
+        (KVTiers, "offer"),
+        in_soak(Tiers, "expect"),
+        (Arrivals, "receive"),
         (FairnessCore, "_leave"),
         in_soak(FairnessCore, "pop"),
         in_soak(ExecutorCore, "execute"),

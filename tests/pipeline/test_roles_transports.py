@@ -15,7 +15,7 @@ import pytest
 
 from nano_inference import Config, Pipeline
 from nano_inference.pipeline import pipeline as pipeline_module
-from nano_inference.stages.batching.cache import KVCacheManager
+from nano_inference.stages.batching.parts.tiers.part import Tiers
 from nano_inference.stages.executor.runner.tiers.transports import peers, tcp
 from nano_inference.stages.executor.runner.tiers.transports.slots import SlotAddress
 from nano_inference.telemetry import Metrics, instruments
@@ -182,7 +182,7 @@ async def test_sequences_go_on_while_the_blocks_of_another_hang(
             await until(lambda: bool(proxies) and proxies[0].hung.is_set())
             # Nothing is read for the others: they can't wait for what hangs, and compute.
             with monkeypatch.context() as patch:
-                patch.setattr(KVCacheManager, "expect", lambda self, lease, remote: None)
+                patch.setattr(Tiers, "expect", lambda self, allocation, remote: None)
                 assert await answers(pipeline, others) == expected[1:]
             assert not waiting.done()
             proxies[0].go.set()

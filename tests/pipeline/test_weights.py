@@ -22,7 +22,7 @@ from nano_inference.bus.steps import NewSequence
 from nano_inference.bus.weights import FolderWeights, InFlight, LocalWeights, StagedWeights
 from nano_inference.config import BusError
 from nano_inference.pipeline import client
-from nano_inference.stages.batching.core import BatchingCore
+from nano_inference.stages.batching.parts.weights import WeightChanges
 from nano_inference.stages.executor.core import ExecutorCore
 from nano_inference.stages.executor.runner.weights.sync_manager import WeightSyncManager
 
@@ -273,7 +273,7 @@ async def test_an_update_outlives_the_failure_of_another_stage(
     """Batching fails at the update; the executor reports it to batching's successor."""
     await running.client.update_weights(oracle.announcing(loaded, 1))
     request = await begun(running.client, greedy(0, 200))
-    break_once(monkeypatch, BatchingCore, "change_weights", after=1)
+    break_once(monkeypatch, WeightChanges, "receive", after=1)
     assert await running.client.update_weights(oracle.announcing(loaded, 2)) == 2
     completion = await request
     assert check_stamps(completion)

@@ -42,6 +42,7 @@ from nano_inference.text.images import ImageProcessor
 
 from ...errors import raises
 from ...media.pictures import picture, saved
+from ...sections import media_of
 from ...text.processors import FAMILIES, save_model
 
 CAPACITY = ReplicaCapacity(
@@ -134,7 +135,7 @@ async def test_each_form_of_a_prompt_gets_the_same_image_tokens(
         accepted = await admit(core, images=images, **form)
         assert accepted.admitted.prompt.token_ids == tuple(whole), form
         assert accepted.opened.prompt_token_ids == tuple(whole), "which are counted"
-        first, second = accepted.admitted.media
+        first, second = media_of(accepted.admitted)
         assert (first.id, second.id) == (id_of(SMALL), id_of(WIDE))
         assert (second.width, second.height, second.alone) == (140, 56, False)
         places = [*first.places(whole), *second.places(whole)]
@@ -259,11 +260,11 @@ async def test_image_tokens_without_images_are_refused(
 async def test_tokens_that_only_look_like_images_are_text(processor: ImageProcessor) -> None:
     core = core_of(processor)
     for text in (MARK[:-1], MARK.upper(), "<image>"):
-        assert (await admit(core, prompt=text)).admitted.media == ()
+        assert media_of((await admit(core, prompt=text)).admitted) == ()
     texts = AdmissionCore(Config(), processor._tokenizer, frozenset({1}))
     texts.set_capacity(msgspec.structs.replace(CAPACITY, parts=()))
     for given in ({"prompt": MARK}, {"prompt_token_ids": (5, processor.mark_id)}):
-        assert (await admit(texts, **given)).admitted.media == ()
+        assert media_of((await admit(texts, **given)).admitted) == ()
 
 
 async def test_an_image_with_too_many_tokens_is_refused(processor: ImageProcessor) -> None:

@@ -11,6 +11,7 @@ from nano_inference.bus.public import EmbedParams, KVSession
 from nano_inference.stages.admission.core import AdmissionCore
 
 from ...errors import raises
+from ...sections import session_of
 from .test_core import admit, core_of, entry_of
 
 
@@ -22,9 +23,9 @@ def core(tokenizer: PreTrainedTokenizerFast) -> AdmissionCore:
 def test_a_turn_reaches_batching_with_its_session_also_after_a_failure(core: AdmissionCore) -> None:
     session = KVSession(id="x" * 128, ttl_s=3, after="demote")
     request = admit(core, entry_of(kv_session=session))
-    assert request.kv_session == session
-    assert core.resumed(request, ()).kv_session == session
-    assert admit(core, entry_of()).kv_session is None
+    assert session_of(request) == session
+    assert session_of(core.resumed(request, ())) == session
+    assert session_of(admit(core, entry_of())) is None
 
 
 @pytest.mark.parametrize(

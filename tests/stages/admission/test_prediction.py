@@ -14,6 +14,7 @@ from nano_inference.stages.admission.core import AdmissionCore
 from nano_inference.stages.admission.long_prompts import LONG_TEXT, is_long
 
 from ...errors import raises
+from ...sections import prediction_of
 from .test_core import HUGE, SURROGATE, admit, core_of, entry_of
 from .test_embedding import BOTH
 
@@ -28,23 +29,23 @@ def test_a_text_becomes_tokens_without_special_ones(
 ) -> None:
     request = admit(core, entry_of(prompt="abc", prediction="abc"))
     plain = tuple(tokenizer("abc", add_special_tokens=False)["input_ids"])
-    assert request.prediction == plain
+    assert prediction_of(request) == plain
     assert request.prompt.token_ids != plain, "a prompt has special tokens"
 
 
 def test_token_ids_are_taken_as_they_are(core: AdmissionCore) -> None:
-    assert admit(core, entry_of(prediction=(5, 0, 257))).prediction == (5, 0, 257)
+    assert prediction_of(admit(core, entry_of(prediction=(5, 0, 257)))) == (5, 0, 257)
 
 
 @pytest.mark.parametrize("prediction", [None, "", ()])
 def test_a_prediction_may_be_empty(
     core: AdmissionCore, prediction: str | tuple[int, ...] | None
 ) -> None:
-    assert admit(core, entry_of(prediction=prediction)).prediction == ()
+    assert prediction_of(admit(core, entry_of(prediction=prediction))) == ()
 
 
 def test_a_prediction_may_be_as_long_as_the_model(core: AdmissionCore) -> None:
-    assert len(admit(core, entry_of(prediction=(3,) * 100)).prediction) == 100
+    assert len(prediction_of(admit(core, entry_of(prediction=(3,) * 100)))) == 100
 
 
 @pytest.mark.parametrize(
@@ -84,7 +85,7 @@ def test_max_draft_tokens_out_of_range_is_refused(core: AdmissionCore, tokens: i
 def test_without_a_tokenizer_only_token_ids_are_taken() -> None:
     core = core_of(None, speculation="auto")  # type: ignore[arg-type]
     prompt: dict[str, Any] = {"prompt_token_ids": (1,)}
-    assert admit(core, entry_of(**prompt, prediction=(5,))).prediction == (5,)
+    assert prediction_of(admit(core, entry_of(**prompt, prediction=(5,)))) == (5,)
     with raises("no_tokenizer"):
         admit(core, entry_of(**prompt, prediction="abc"))
 
@@ -101,7 +102,7 @@ def test_a_prediction_is_checked_and_dropped_where_drafts_are_off(
     tokenizer: PreTrainedTokenizerFast, engine: dict[str, Any], fields: dict[str, Any]
 ) -> None:
     core = core_of(tokenizer, **engine)
-    assert admit(core, entry_of(prediction=(5, 6), **fields)).prediction == ()
+    assert prediction_of(admit(core, entry_of(prediction=(5, 6), **fields))) == ()
     with pytest.raises(RequestError, match="prediction"):
         admit(core, entry_of(prediction=(258,), **fields))
 

@@ -2,57 +2,37 @@
 
 from __future__ import annotations
 
-from bisect import insort
-from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping
-from operator import attrgetter
+from collections.abc import Callable, Mapping
 from typing import Any, assert_never
 
 import msgspec
 
 from ...bus.control import Cancel, ReplicaCapacity
-from ...bus.messages import AdmittedRequest, Credit, RequestInfo, SequenceSpec
+from ...bus.messages import AdmittedRequest, Credit, SequenceSpec
 from ...bus.steps import NewSequence, StepPlan, StepSummary
-from ...bus.times import Break
 from ...bus.weights import InFlight
 from ...config import EngineConfig, SchedulerConfig
 from .caches import cache_class
 from .deciding import decide
-from .index import SequenceIndex
 from .parts import PARTS, Entry, Parts
 from .plans import PlanDraft, SentPlan, aborted, expired, settle
 from .report import Counters, Report
 from .schedule import NOTHING, SchedulerOutput
-from .sequence import Sequence, SequenceStatus
+from .sequence import Sequence
 from .starting import enqueue, shared_prefills
-
-WAITING, RUNNING = SequenceStatus.WAITING, SequenceStatus.RUNNING
-PAUSED, FINISHED = SequenceStatus.PAUSED, SequenceStatus.FINISHED
+from .states import FINISHED, RUNNING, WAITING, SequenceStates
 
 
 class UnknownMessage(ValueError):
     """A message that no part of batching handles."""
 
 
-class BatchingCore:
-    """Owns the sequences of a replica, their block tables and the prefix cache.
+class BatchingCore(SequenceStates):
+    """Plans the steps of a replica.
 
     Use: `add` each dispatch, send the plans of `plan` until it returns None, and `absorb` each
     result in order. Up to `steps_ahead` plans are in flight. Messages that concern an optional part
     go through `receive`.
-
-    The states of a sequence:
-
-                         _start
-        add ──► WAITING ───────► RUNNING
-                 │ ▲ ▲              │ _leave (preempted, paused, ended)
-                 │ │ │              ▼
-                 │ │ │           leaving: PAUSED or FINISHED, but named by a plan in flight
-                 │ │ │              │ _free, once this plan is back
-                 │ │ └──────────────┼───────────────┐
-                 │ │ resume         ▼               │ preempted: no plan in flight names it
-                 │ └──────────── PAUSED             │
-                 └─ _leave ─────────┴──► FINISHED   ┴
 
     Four rules make planning ahead safe:
     1. A result for a sequence that is finished here is dropped.
@@ -61,17 +41,9 @@ class BatchingCore:
     4. A block is shared only once the step that computed it is back.
 
     Attributes:
-        limits: The scheduler's.
-        cache: The prefix cache.
         steps_ahead: Most plans in flight.
         paused: While set, no step is planned.
         lacks: As in MemoryState; while it is not empty, no step is planned.
-        index: All waiting, running and paused sequences.
-        waiting: In order.
-        running: The first to be preempted last.
-        sent: The plans in flight.
-        report: For fairness.
-        counters: Counts since the last `take_counters`.
     """
 
     def __init__(
@@ -82,31 +54,21 @@ class BatchingCore:
         steps_ahead: int = 2,
         parts: tuple[Entry, ...] = PARTS,
     ) -> None:
-        self.limits = SchedulerConfig(
+        limits = SchedulerConfig(
             max_batch_size=capacity.max_batch_size,
             max_tokens_per_batch=config.max_tokens_per_batch,
             block_size=capacity.block_size,
         )
         make_cache = cache_class(config.cache_type)
-        self.cache = make_cache(capacity.num_blocks, capacity.block_size)
+        cache = make_cache(capacity.num_blocks, capacity.block_size)
+        super().__init__(limits, cache, Parts(self, config, parts))
         self.steps_ahead = steps_ahead
-        self.paused = False
-        self.lacks: tuple[str, ...] = ()
-        self.index = SequenceIndex()
-        self.waiting: deque[Sequence] = deque()
-        self.running: list[Sequence] = []
-        self.sent: deque[SentPlan] = deque()
-        self.report, self.counters = Report(), Counters()
-        # Paused or finished, but named by a plan in flight.
-        self._leaving: dict[int, Sequence] = {}
         # Started with a shared prefill by the last plan; the next one copies their partial blocks.
         self._sharing: list[Sequence] = []
         # Running sequences that match one of these drop their KV with the next plan, which waits
         # for all results.
         self._recompute: list[Callable[[Sequence], bool]] = []
-        self._next = PlanDraft()
         self._step_id = 0
-        self._parts = Parts(self, config, parts)
         self._parts.make_configured(capacity)
 
     # --- messages -----------------------------------------------------------------------------
@@ -157,32 +119,6 @@ class BatchingCore:
         self._next.ended.append(cancel)
         for seq in samples:
             self._leave(seq, FINISHED)
-
-    def stop(self, seq_ids: Iterable[int]) -> None:
-        """End sequences that need no more tokens. Ended ones are ignored."""
-        for seq_id in seq_ids:
-            if (seq := self.index.get(seq_id)) is not None:
-                self._leave(seq, FINISHED)
-
-    def pause_sequences(self, seq_ids: Iterable[int]) -> None:
-        """Pause sequences until `resume_sequences`. Ended ones are ignored.
-
-        They keep their tokens; their KV stays in the prefix cache until its blocks are needed.
-        """
-        for seq_id in seq_ids:
-            seq = self.index.get(seq_id)
-            if seq is not None and seq.status is not PAUSED:
-                self._leave(seq, PAUSED, "preemption")
-
-    def resume_sequences(self, seq_ids: Iterable[int], rank: int = 0) -> None:
-        """Let paused sequences wait to run again."""
-        for seq_id in seq_ids:
-            seq = self.index.get(seq_id)
-            if seq is None or seq.status is not PAUSED or seq_id in self._leaving:
-                self.report.free_slots += 1  # the sequence has ended, and its place is free again
-            else:
-                seq.status, seq.rank = WAITING, rank
-                enqueue(self.waiting, seq)
 
     def interrupt(self, in_flight: InFlight, why: str) -> None:
         """Apply an in-flight mode to all requests; `why`: for clients whose requests end."""
@@ -301,24 +237,9 @@ class BatchingCore:
         """Paused, with no plan in flight and no KV left to drop."""
         return self.paused and not self.sent and not self._recompute
 
-    @property
-    def rests(self) -> bool:
-        """Whether nothing runs or waits, and steps may run."""
-        return not (self.index or self._leaving or self.sent or self.paused or self.lacks)
-
-    @property
-    def idle(self) -> bool:
-        """No sequence, no plan in flight, and no cancellation to pass on."""
-        return not (self.index or self._leaving or self.sent or self._next.ended)
-
     def part(self, name: str) -> Any:
         """Return an optional part by its name in `PARTS`; None if this core has none so far."""
         return self._parts.find(name)
-
-    def info_of(self, seq_id: int) -> RequestInfo | None:
-        """Return the request of a sequence; None if the sequence has ended."""
-        seq = self.index.get(seq_id)
-        return seq.info if seq is not None else None
 
     def next_deadline_ns(self) -> int | None:
         """Return when `plan` is due although nothing happens; None for never."""
@@ -341,33 +262,6 @@ class BatchingCore:
     def take_counts(self) -> Mapping[str, Mapping[str, float]]:
         """Return the parts' counts since the last call, by group."""
         return {name: group for take in self._parts.take_counts for name, group in take().items()}
-
-    def load(self) -> dict[str, int]:
-        """Return numbers of sequences and blocks. Cached blocks are counted at each call."""
-        paused = sum(seq.status is PAUSED for seq in self.index.values())
-        return {
-            "running": len(self.running),
-            "waiting": len(self.waiting),
-            "set_aside": paused - sum(seq.status is PAUSED for seq in self._leaving.values()),
-            "kv_free": self.cache.num_free_blocks(),
-            "kv_total": self.cache.num_blocks,
-            "kv_cached": self.cache.num_cached_blocks(),
-            **{name: n for numbers in self._parts.numbers for name, n in numbers().items()},
-        }
-
-    def check(self) -> None:
-        """Check that every sequence and every block is in exactly one place.
-
-        Raises:
-            AssertionError: One is lost, or in two places.
-        """
-        held = [seq.allocation for seq in (*self.running, *self._leaving.values())]
-        self.cache.check([*held, *(each for own in self._parts.allocations for each in own())])
-        paused = [seq for seq in self.index.values() if seq.status is PAUSED]
-        self.index.check([*self.waiting, *self.running, *paused])
-        states = Counter(seq.status for seq in self.index.values())
-        assert (states[WAITING], states[RUNNING]) == (len(self.waiting), len(self.running))
-        assert self.sent or not self._leaving, "a sequence is kept though no plan names it"
 
     # --- deciding -----------------------------------------------------------------------------
 
@@ -396,22 +290,19 @@ class BatchingCore:
             if seq.allocation.source >= 0  # else it has given up its blocks meanwhile
         ]
         self._sharing.clear()
-        grown = tuple(
-            (
-                seq_id,
-                tuple(self.cache.extend(self.index[seq_id].allocation) for _ in range(number)),
-            )
-            for seq_id, number in decision.num_blocks.items()
-        )
+        for seq_id, number in decision.num_blocks.items():
+            allocation = self.index[seq_id].allocation
+            block_ids = tuple([self.cache.extend(allocation) for _ in range(number)])
+            draft.grown.append((seq_id, block_ids))
         num_tokens = decision.num_tokens
         for seq_id in decision.prefill_seqs:
             seq = self.index[seq_id]
             self.counters.prefilled += num_tokens[seq_id]
             if seq.status is WAITING:
                 num_blocks = seq.blocks_to_start(self.limits.block_size)
-                allocation = self.cache.start(seq.allocation, num_blocks)
-                draft.copies += allocation.copies
-                self._start(seq, allocation.cached_length, draft)
+                blocks = self.cache.start(seq.allocation, num_blocks)
+                draft.copies += blocks.copies
+                self._start(seq, blocks.cached_length, draft)
                 if num_tokens[seq_id] > seq.num_remaining:  # it loads what another start stored
                     num_tokens = {**num_tokens, seq_id: seq.num_remaining}
         draft.num_tokens = num_tokens
@@ -431,7 +322,7 @@ class BatchingCore:
             draft.num_tokens = {new.seq_id: len(new.token_ids) - 1 - new.num_cached}
         for planned in self._parts.planned:
             planned(draft)
-        plan = draft.plan(grown)
+        plan = draft.plan()
         self.sent.append(SentPlan(plan, draft.seqs))
         return plan
 
@@ -452,81 +343,3 @@ class BatchingCore:
                 self._start(seq, len(seq.token_ids), draft)
                 seq.set_next_commit(self.limits.block_size)  # the source commits the prompt
                 draft.num_tokens[seq.seq_id] = 0
-
-    # --- transitions --------------------------------------------------------------------------
-
-    def _start(self, seq: Sequence, num_cached: int, draft: PlanDraft) -> None:
-        """Let a waiting sequence run, whose allocation has its blocks."""
-        num_tokens = len(seq.token_ids)
-        resumes = seq.started or (seq.num_generated > 0 and not seq.handed_over)
-        self.counters.count_start(num_tokens, num_cached, resumes=resumes)
-        self.report.started.append((seq.seq_id, num_tokens - num_cached))
-        self.waiting.remove(seq)
-        seq.start(num_cached)
-        insort(self.running, seq, key=attrgetter("order"))
-        sections: dict[str, Any] = {"parts": (), "onward": ()}
-        for start in self._parts.start:
-            start(seq, sections)
-        draft.new.append(seq.for_executor(sections))
-
-    def _leave(self, seq: Sequence, to: SequenceStatus, why: Break | None = None) -> None:
-        """Take a sequence from where it is: it waits again (in front), pauses or ends.
-
-        A running one keeps its blocks while a plan in flight names it. `why`: it does not run on.
-        """
-        was, seq.status = seq.status, to
-        is_leaving = seq.seq_id in self._leaving
-        if to is FINISHED:
-            self.index.remove(seq)
-            for end in self._parts.end:
-                end(seq)
-            if was is RUNNING or is_leaving:
-                self._commit(seq)
-        if was is WAITING:
-            self.waiting.remove(seq)
-        elif was is RUNNING:
-            self.running.remove(seq)
-            self._next.forget.append(seq.seq_id)
-            if why is not None:
-                self._next.left.append((seq.seq_id, why))
-            self._leaving[seq.seq_id] = seq
-            is_leaving = bool(self.sent) and seq.last_step >= self.sent[0].plan.step_id
-        if not is_leaving:
-            self._free(seq, was)
-
-    def _free(self, seq: Sequence, was: SequenceStatus) -> None:
-        """Free the blocks of a sequence that no plan in flight names, and its place.
-
-        The KV that it has computed stays cached. `was`: its state before it left.
-        """
-        to = seq.status
-        if self._leaving.pop(seq.seq_id, None) is not None:
-            if to is not FINISHED:
-                self._commit(seq)
-            self.cache.release(seq.allocation)
-        if to is not FINISHED and was is RUNNING:
-            seq.preempt()
-        if to is WAITING:
-            self.waiting.appendleft(seq)
-        elif to is PAUSED:
-            seq.status = PAUSED
-            self.report.pause(seq.seq_id)
-        elif was is PAUSED:
-            self.report.ended.append(seq.seq_id)  # its place was freed when it paused
-        else:
-            self.report.end(seq.seq_id, ended=not seq.left)
-        if to is FINISHED:
-            for leave in self._parts.leave:
-                leave(seq)
-
-    def _commit(self, seq: Sequence) -> None:
-        """Add computed tokens to the prefix cache.
-
-        Called after the first step, which frees the source of a copy, when the prompt is computed,
-        whenever a block is full, and at the end, but not for each token.
-        """
-        if seq.num_computed == seq.num_cached or seq.is_whole:
-            # The first step isn't back, so its copies may not be made; or there is no KV at all.
-            return
-        self.cache.commit(seq.allocation, seq.num_computed)
-        seq.set_next_commit(self.limits.block_size)

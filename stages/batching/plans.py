@@ -37,7 +37,7 @@ class PlanDraft:
         num_tokens: The rows: tokens by sequence id, in order.
         seqs: Their sequences.
         new: Sequences that start.
-        copies: As in StepPlan.
+        grown, copies: As in StepPlan.
         parts: Sections for the executor.
         onward: Sections for streaming.
     """
@@ -52,18 +52,19 @@ class PlanDraft:
     num_tokens: Mapping[int, int] = field(default_factory=dict)
     seqs: list[Sequence] = field(default_factory=list)
     new: list[NewSequence] = field(default_factory=list)
+    grown: list[tuple[int, tuple[int, ...]]] = field(default_factory=list)
     copies: list[tuple[int, int]] = field(default_factory=list)
     parts: list[Section] = field(default_factory=list)
     onward: list[Section] = field(default_factory=list)
 
-    def plan(self, grown: tuple[tuple[int, tuple[int, ...]], ...]) -> StepPlan:
-        """Return the message; `grown`: as there."""
+    def plan(self) -> StepPlan:
+        """Return the message."""
         return StepPlan(
             step_id=self.step_id,
             new=tuple(self.new),
             seq_ids=tuple(self.num_tokens),
             num_tokens=tuple(self.num_tokens.values()),
-            grown=grown,
+            grown=tuple(self.grown),
             copies=tuple(self.copies),
             finished=tuple(self.forget),
             ended=tuple(self.ended),

@@ -92,7 +92,7 @@ class BatchingSpans:
             self.ended(cancel.request_id)
         for seq_id in plan.finished if self._running else ():
             info = self._running.pop(seq_id, None)
-            if info is not None and core.info_of(seq_id) is not None:  # it has not ended
+            if info is not None and seq_id in core.index:  # it has not ended
                 self._waiting.setdefault(info.request_id, Wait(info, now_ns(), preempted=True))
         for new in plan.new:
             if self._stage.records(new.info.traceparent):

@@ -77,7 +77,7 @@ class Watch:
 
     @property
     def counts(self) -> TierCounts:
-        tiers = batching_of(self._pipeline, self._replica).tiers
+        tiers = batching_of(self._pipeline, self._replica).part("tiers").blocks
         assert tiers is not None
         return tiers._counts
 

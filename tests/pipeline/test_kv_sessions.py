@@ -73,7 +73,7 @@ def test_a_demoted_session_is_prefetched_from_host_memory_and_disk(tmp_path: Pat
             if "kv_disk_path" in settings:
                 tiers = made._executor.tiers
                 assert tiers is not None
-                made._batching.change_tiers(tiers.on_disk())
+                made._batching.receive(tiers.on_disk(), 0)
                 made._batching.part("tiers").blocks.forget_host()
             result = made.kv_session("agent", "prefetch")
             assert (result.outcome, result.tier, result.num_tokens) == ("accepted", "device", 80)

@@ -63,7 +63,7 @@ def counts(made: InferenceEngine) -> TierCounts:
 def wait_for_writes(made: InferenceEngine) -> None:
     tiers = made._executor.tiers
     assert tiers is not None
-    made._batching.change_tiers(tiers.on_disk())
+    made._batching.receive(tiers.on_disk(), 0)
 
 
 @pytest.fixture(scope="module")

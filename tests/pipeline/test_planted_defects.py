@@ -183,7 +183,7 @@ def take_reports(made: InferenceEngine) -> None:
     assert tiers is not None
     tiers.on_disk()
     if (changes := tiers.take_changes()) is not None:
-        made._batching.change_tiers(changes)
+        made._batching.receive(changes, 0)
 
 
 @pytest.mark.parametrize("every", [in_soak(1), 2, in_soak(5)])

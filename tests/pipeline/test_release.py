@@ -16,7 +16,7 @@ from nano_inference import (
     SamplingParams,
     WeightsError,
 )
-from nano_inference.bus.control import MemoryTag
+from nano_inference.bus.control import MemoryState, MemoryTag
 from nano_inference.bus.steps import StepPlan
 from nano_inference.bus.weights import FolderWeights
 from nano_inference.stages.batching.core import BatchingCore
@@ -105,7 +105,7 @@ async def test_word_of_the_weights_before_may_come_late(
     def plan(self: BatchingCore, now_ns: int) -> StepPlan | None:
         made = original(self, now_ns)
         if made is not None and made.weight_version:
-            self.change_memory(WEIGHTS, ())
+            self.receive(MemoryState(WEIGHTS, ()), now_ns)
         return made
 
     await running.client.release_memory(WEIGHTS)

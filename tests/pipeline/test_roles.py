@@ -91,7 +91,7 @@ def written(weights: State, folder: Path) -> FolderWeights:
 
 
 def counts(pipeline: Pipeline, replica: int) -> TierCounts:
-    tiers = batching_of(pipeline, replica).tiers
+    tiers = batching_of(pipeline, replica).part("tiers").blocks
     assert tiers is not None
     return tiers._counts
 
@@ -206,7 +206,7 @@ async def test_cancelled_requests_leave_nothing_behind(make_config: MakeConfig) 
             assert {each.status for each in ends} <= {"done", "cancelled"}
         await check_at_rest(pipeline)
         for replica in range(2):
-            tiers = batching_of(pipeline, replica).tiers
+            tiers = batching_of(pipeline, replica).part("tiers").blocks
             assert tiers is not None
             await until(lambda tiers=tiers: not tiers.has_offers)  # type: ignore[misc]
 

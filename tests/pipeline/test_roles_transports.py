@@ -207,6 +207,6 @@ async def test_sequences_whose_blocks_hang_are_computed_in_time(
             assert await answers(pipeline, asked) == expected
             assert proxies[0].hung.is_set()
             assert not proxies[0].go.is_set()
-        assert not batching_of(pipeline, 1).fetches
+        assert not batching_of(pipeline, 1).part("tiers").fetches
         await check_at_rest(pipeline)
         assert measured.values(instruments.KV_TRANSFER_FAILURES)["tcp",] > 0

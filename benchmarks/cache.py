@@ -27,7 +27,7 @@ from collections.abc import Callable
 
 from harness import options, print_table, record, timed
 
-from nano_inference.stages.batching import KVCacheManager, Lease, PagedKVCache, RadixKVCache
+from nano_inference.stages.batching import Allocation, KVCacheManager, PagedKVCache, RadixKVCache
 
 BLOCK_SIZE = 16
 PREFIX_BLOCKS = 4
@@ -57,8 +57,8 @@ def sequence(rng: random.Random, prefixes: list[list[int]], index: int) -> list[
     return [*prefixes[index % len(prefixes)], *(rng.randrange(150_000) for _ in range(own))]
 
 
-def start(cache: KVCacheManager, lease: Lease) -> None:
-    cache.start(lease, cache.match(lease).num_needed)
+def start(cache: KVCacheManager, allocation: Allocation) -> None:
+    cache.start(allocation, cache.match(allocation).num_needed)
 
 
 def measure(make_cache: type[KVCacheManager], num_tokens: int, cool: Cooler) -> Times:
@@ -73,10 +73,10 @@ def measure(make_cache: type[KVCacheManager], num_tokens: int, cool: Cooler) -> 
     filled: list[list[int]] = []
     while cache.num_free_blocks() and len(filled) * SEQUENCE_BLOCKS < 2 * num_blocks:
         filled.append(sequence(rng, prefixes, len(filled)))
-        lease = Lease(filled[-1])
-        start(cache, lease)
-        cache.commit(lease, len(lease.token_ids))
-        cache.release(lease)
+        allocation = Allocation(filled[-1])
+        start(cache, allocation)
+        cache.commit(allocation, len(allocation.token_ids))
+        cache.release(allocation)
     samples: dict[str, list[float]] = {}
     for index in range(PROBES):
         # One of the last, since the first are evicted by now.
@@ -97,16 +97,16 @@ def probe(
 
     # Equal numbers in new objects, as in a new request.
     known = list(array("q", known))
-    found = Lease([*known, 1])
+    found = Allocation([*known, 1])
     sample("match", lambda: cache.match(found), SEQUENCE_BLOCKS)
-    again = Lease([*known, 1])
+    again = Allocation([*known, 1])
 
     def start_and_release() -> None:
         start(cache, again)
         cache.release(again)
 
     sample("allocate", start_and_release, SEQUENCE_BLOCKS + 1)
-    missed = Lease(new)
+    missed = Allocation(new)
     sample("match miss", lambda: cache.match(missed), PREFIX_BLOCKS)
     num_fresh = cache.match(missed).num_needed
     sample("evict", lambda: cache.start(missed, num_fresh), SEQUENCE_BLOCKS - PREFIX_BLOCKS)

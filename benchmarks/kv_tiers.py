@@ -38,12 +38,12 @@ import torch
 from harness import options, paired, print_table, record, refuse_unknown
 from random_models import write_model
 
-from nano_inference import EngineConfig, InferenceEngine, PagedKVCache, SamplingParams
-from nano_inference.bus.control import TierCapacity
+from nano_inference import EngineConfig, InferenceEngine, SamplingParams
+from nano_inference.bus.control import ReplicaCapacity, TierCapacity
 from nano_inference.bus.steps import AUDIT_SEQ_ID, KVMove, StepPlan, StepResult
-from nano_inference.stages.batching import Lease
-from nano_inference.stages.batching.eviction import POLICIES
-from nano_inference.stages.batching.tiers import KVTiers, TierCounts
+from nano_inference.stages.batching import Allocation, BatchingCore
+from nano_inference.stages.batching.parts.tiers.eviction import POLICIES
+from nano_inference.stages.batching.parts.tiers.tiers import KVTiers, TierCounts
 from nano_inference.stages.executor.runner.system_memory import zeros
 
 PARTS = ("policies", "bandwidth", "ttft", "audit", "conversations")
@@ -102,20 +102,20 @@ TRACES = {
 
 def hit_rate(trace: Trace, policy: str, device: int, host: int) -> float:
     """Return the share of prompt tokens that need no computing."""
-    tiers = None
-    if host:
-        capacity = TierCapacity(host, 0, "", "", 0, "", load_ns=1, fetch_ns=1, token_ns=1)
-        tiers = KVTiers(capacity, BLOCK, policy)
-    cache = PagedKVCache(device, BLOCK, tiers)
+    below = TierCapacity(host, 0, "", "", 0, "", load_ns=1, fetch_ns=1, token_ns=1)
+    parts = (below,) if host else ()
+    config = EngineConfig(cache_type="paged", kv_eviction=policy)  # type: ignore[arg-type]
+    core = BatchingCore(config, ReplicaCapacity(device, BLOCK, 1 << 20, 9, "none", parts=parts))
+    cache, tiers = core.cache, core.part("tiers")
     found = total = 0
     for prompt in trace:
-        lease = Lease(prompt)
-        found += cache.start(lease, cache.match(lease).num_needed).cached_length
+        allocation = Allocation(prompt)
+        found += cache.start(allocation, cache.match(allocation).num_needed).cached_length
         total += len(prompt)
         if tiers is not None:
-            tiers.take_moves()
-        cache.commit(lease, len(prompt))
-        cache.release(lease)
+            tiers.blocks.take_moves()
+        cache.commit(allocation, len(prompt))
+        cache.release(allocation)
     return found / total
 
 
@@ -262,7 +262,7 @@ def measure_ttft(folder: Path, disk: Path, dtype: str) -> dict[str, dict[str, fl
                 (sample,) = made.generate([prompt], first)
                 seconds[name].append(time.perf_counter() - started)
                 found[name].append(sample.completion_tokens)
-            tiers = made._batching.tiers
+            tiers = made._batching.part("tiers").blocks
             assert tiers is not None
             assert name == "computed" or tiers.take_counts().loaded > PROMPT // BLOCK
     assert all(each == found["computed"] for each in found.values()), "the tokens differ"
@@ -329,7 +329,7 @@ def measure_audit() -> dict[str, dict[str, float]]:
         started = time.perf_counter()
         while counts.audited < AUDITS:
             made.generate(prompts, params)
-            tiers = made._batching.tiers
+            tiers = made._batching.part("tiers").blocks
             assert tiers is not None
             for name, number in asdict(tiers.take_counts()).items():
                 setattr(counts, name, getattr(counts, name) + number)

@@ -12,12 +12,19 @@ from typing import Any
 from harness import percentile
 
 from nano_inference.bus.control import ReplicaCapacity, TierCapacity, TiersChanged
-from nano_inference.bus.messages import AdmittedRequest, Credit, Prompt, RequestInfo, SequenceSpec
-from nano_inference.bus.parts.handover import HandoversResult
-from nano_inference.bus.steps import KVMove, NewSequence, StepPlan, StepResult, first_tokens
+from nano_inference.bus.messages import (
+    AdmittedRequest,
+    Credit,
+    Prompt,
+    ReleaseBlocks,
+    RequestInfo,
+    SequenceSpec,
+)
+from nano_inference.bus.parts.handover import HandoversResult, first_tokens
+from nano_inference.bus.steps import KVMove, NewSequence, StepPlan, StepResult
 from nano_inference.config import EngineConfig, FairnessConfig, ReplicaRole, SamplingParams
 from nano_inference.stages.batching import BatchingCore
-from nano_inference.stages.batching.handover import Departure
+from nano_inference.stages.batching.parts.handover.departures import Departure
 from nano_inference.stages.fairness import FairnessCore
 
 SECOND = 1_000_000_000
@@ -100,8 +107,9 @@ class Replica:
         lane = self._lane
         while (plan := self.core.plan(lane.now_ns)) is not None:
             self._plans.append(plan)
-        for departure in self.core.handovers.take_departures():
-            lane.pass_on(departure)
+        if (departures := self.core.part("departures")) is not None:
+            for departure in departures.take_departures():
+                lane.pass_on(departure)
         if (report := self.core.take_report()) is not None:
             lane.send(lambda: lane.fairness.absorb(report, lane.now_ns, self.name))
         if self._plans and not self._busy:
@@ -125,7 +133,7 @@ class Replica:
             lane.at(self._link_free_ns, lambda: self._came(change))
 
     def _came(self, change: TiersChanged) -> None:
-        self.core.change_tiers(change)
+        self.core.receive(change, 0)
         self.pump()
 
     def _done(self, plan: StepPlan) -> None:
@@ -203,7 +211,7 @@ class SimulatedLane:
         """Let another replica apply a message, once it has come."""
         replica = [*self._replicas.values()][departure.successor]
         arrival = self.now_ns + self.device.message_ns
-        self.at(arrival, lambda: (replica.core.take_in(departure.message, None), replica.pump()))
+        self.at(arrival, lambda: (replica.core.receive(departure.message, 0), replica.pump()))
 
     def step_of(self, name: str) -> int:
         """Return the last step of a replica."""
@@ -232,7 +240,7 @@ class SimulatedLane:
             replica = self._replicas[name]
             self.at(
                 self.now_ns + self.device.message_ns,
-                lambda r=replica, s=seq_ids: r.core.handovers.release(s),
+                lambda r=replica, s=seq_ids: r.core.receive(ReleaseBlocks(tuple(s)), 0),
             )
 
 

@@ -1,13 +1,36 @@
-"""Messages, and the bus that carries them, in memory or on Redis."""
+"""Messages, and the bus that carries them, in memory or on Redis.
+
+Names are loaded on first use, so that a core which needs messages loads no transport.
+"""
 
 from __future__ import annotations
 
-from ..config import BusConfig
-from .channel import Bus, Inbox, OutputStream
-from .entries import Malformed, RequestEntry
-from .memory.bus import MemoryBus
-from .replies import Outcome
-from .sender import Sender
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ..config import BusConfig
+    from .channel import Bus as Bus
+    from .channel import Inbox as Inbox
+    from .channel import OutputStream as OutputStream
+    from .entries import Malformed as Malformed
+    from .entries import RequestEntry as RequestEntry
+    from .memory.bus import MemoryBus as MemoryBus
+    from .replies import Outcome as Outcome
+    from .sender import Sender as Sender
+
+_HOME = {
+    "Bus": ".channel",
+    "Inbox": ".channel",
+    "Malformed": ".entries",
+    "MemoryBus": ".memory.bus",
+    "Outcome": ".replies",
+    "OutputStream": ".channel",
+    "RequestEntry": ".entries",
+    "Sender": ".sender",
+}
+
+__all__ = [*_HOME, "open_bus"]
 
 
 def open_bus(
@@ -26,20 +49,15 @@ def open_bus(
         BusError: The URL can't be used.
     """
     if config.url == "memory":
+        from .memory.bus import MemoryBus
+
         return MemoryBus(config)
     from .redis.bus import RedisBus  # only here, so that the memory bus needs no Redis client
 
     return RedisBus(config, local_stages, replicas)
 
 
-__all__ = [
-    "Bus",
-    "Inbox",
-    "Malformed",
-    "MemoryBus",
-    "Outcome",
-    "OutputStream",
-    "RequestEntry",
-    "Sender",
-    "open_bus",
-]
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOME[name], __name__), name)

@@ -15,9 +15,8 @@ from typing import Literal, NamedTuple
 
 from ..config import SamplingParams
 from .control import Internal, InternalPart
-from .media import MediaItem
 from .pooling import Pooling
-from .public import KVSession, StageTime
+from .public import StageTime
 from .sections import Sections
 
 RowFinish = Literal["", "stop", "length", "abort"]
@@ -217,46 +216,6 @@ class AdmittedRequest(Internal, frozen=True):
     has_stop_strings: bool = False
     rank: int = 0
     parts: Sections = ()
-
-    @property
-    def prediction(self) -> tuple[int, ...]:
-        """Tokens that the client expects; a draft for speculation."""
-        from .parts.speculation import Prediction
-
-        found = Prediction.find(self.parts)
-        return found.token_ids if found is not None else ()
-
-    @property
-    def successors(self) -> tuple[int, ...]:
-        """As in HandoverRoute."""
-        from .parts.handover import HandoverRoute
-
-        found = HandoverRoute.find(self.parts)
-        return found.successors if found is not None else ()
-
-    @property
-    def remote(self) -> RemoteBlocks | None:
-        """As in HandoverRoute."""
-        from .parts.handover import HandoverRoute
-
-        found = HandoverRoute.find(self.parts)
-        return found.remote if found is not None else None
-
-    @property
-    def kv_session(self) -> KVSession | None:
-        """As in GenerateRequest."""
-        from .parts.sessions import SessionTurn
-
-        found = SessionTurn.find(self.parts)
-        return found.session if found is not None else None
-
-    @property
-    def media(self) -> tuple[MediaItem, ...]:
-        """The images among the prompt's tokens, in order."""
-        from .parts.images import PromptMedia
-
-        found = PromptMedia.find(self.parts)
-        return found.items if found is not None else ()
 
 
 class AnnounceSequence(Internal, frozen=True):

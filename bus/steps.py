@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from itertools import compress
 from typing import Literal
 
@@ -12,49 +11,14 @@ from .media import MediaItem
 from .messages import (
     DEFAULT_SCOPE,
     CacheScope,
-    Handover,
     RequestInfo,
     RowFinish,
     SequenceSpec,
     TopLogprobs,
 )
-from .public import AfterTurn, KVSessionResult, SessionTier, StageTime
+from .public import StageTime
 from .sections import Section, Sections
-from .times import NO_TIMES, StepTimes
-
-
-class SessionGrant(InternalPart, frozen=True, array_like=True):
-    """What a turn of a session may leave in the KV cache, decided when the turn starts.
-
-    Attributes:
-        after: As in KVSession.
-        num_blocks: Most full blocks that are pinned at its end.
-        block_size: Tokens per block.
-        tiers: Whether there are tiers below the device.
-        reason: Why no more is granted, or nothing.
-    """
-
-    after: AfterTurn
-    num_blocks: int
-    block_size: int
-    tiers: bool = False
-    reason: str = ""
-
-    def result(self, num_tokens: int) -> KVSessionResult:
-        """Return what the request is answered, which ends with so many tokens in all."""
-        if self.reason and not self.num_blocks:
-            return KVSessionResult(outcome="rejected", reason=self.reason)
-        if self.after == "release":
-            return KVSessionResult(outcome="accepted")
-        num_full = max(num_tokens - 1, 0) // self.block_size
-        number = num_full if self.after == "demote" else min(num_full, self.num_blocks)
-        tier: SessionTier = "host" if self.after == "demote" and self.tiers else "device"
-        return KVSessionResult(
-            outcome="clipped" if number < num_full else "accepted",
-            num_tokens=number * self.block_size,
-            tier=tier if number else "",
-            reason=self.reason if number < num_full else "",
-        )
+from .times import StepTimes
 
 
 class NewSequence(InternalPart, frozen=True, array_like=True):
@@ -72,12 +36,10 @@ class NewSequence(InternalPart, frozen=True, array_like=True):
         sample: The sample's index and seed.
         info: Its request.
         cache_scope: Speculation learns only from sequences of the same scope.
-        prediction: As in AdmittedRequest.
         handed_over: As in StartedSequence.
         hands_over: Whether it leaves with its first token here.
-        session: Of a session's turn; None for other sequences.
-        media: As in AdmittedRequest.
-        fetching_since_ns: When it began to wait for blocks from a tier; 0 if it did not.
+        parts: Sections of optional parts.
+        onward: Sections for streaming, which the executor passes on in StartedSequence unread.
     """
 
     seq_id: int
@@ -89,12 +51,10 @@ class NewSequence(InternalPart, frozen=True, array_like=True):
     sample: SequenceSpec
     info: RequestInfo
     cache_scope: CacheScope = DEFAULT_SCOPE
-    prediction: tuple[int, ...] = ()
     handed_over: bool = False
     hands_over: bool = False
-    session: SessionGrant | None = None
-    media: tuple[MediaItem, ...] = ()
-    fetching_since_ns: int = 0
+    parts: Sections = ()
+    onward: Sections = ()
 
 
 AUDIT_SEQ_ID = -2
@@ -243,8 +203,8 @@ class StepPlan(Internal, frozen=True):
 
     @property
     def times(self) -> StepTimes:
-        """For the accounts of time."""
-        return StepTimes.find(self.parts) or NO_TIMES
+        """For the accounts of time; without a section all rows are decodes."""
+        return StepTimes.find(self.parts) or StepTimes(len(self.seq_ids))
 
 
 class StartedSequence(InternalPart, frozen=True, array_like=True):
@@ -256,7 +216,8 @@ class StartedSequence(InternalPart, frozen=True, array_like=True):
         executed_ns: When the step began on the device.
         queued: As in RequestInfo.
         handed_over: Whether another replica computed the sequence before.
-        session, hands_over, fetching_since_ns: As in NewSequence.
+        hands_over: As in NewSequence.
+        parts: The sections in `NewSequence.onward`.
     """
 
     seq_id: int
@@ -268,9 +229,8 @@ class StartedSequence(InternalPart, frozen=True, array_like=True):
     executed_ns: int
     queued: StageTime | None = None
     handed_over: bool = False
-    session: SessionGrant | None = None
     hands_over: bool = False
-    fetching_since_ns: int = 0
+    parts: Sections = ()
 
 
 class PromptLogprobs(InternalPart, frozen=True, array_like=True):
@@ -372,44 +332,3 @@ class StepSummary(Internal, frozen=True):
     start_ns: int
     end_ns: int
     parts: Sections = ()
-
-    @property
-    def drafts(self) -> tuple[VerifiedDraft, ...]:
-        """As DraftsResult."""
-        from .parts.speculation import DraftsResult
-
-        found = DraftsResult.find(self.parts)
-        return found.verified if found is not None else ()
-
-    @property
-    def draft_rest(self) -> int:
-        """As DraftsResult."""
-        from .parts.speculation import DraftsResult
-
-        found = DraftsResult.find(self.parts)
-        return found.rest if found is not None else 0
-
-    @property
-    def spoiled(self) -> tuple[int, ...]:
-        """As ImagesResult."""
-        from .parts.images import ImagesResult
-
-        found = ImagesResult.find(self.parts)
-        return found.spoiled if found is not None else ()
-
-    @property
-    def handed_over(self) -> tuple[int, ...]:
-        """As HandoversResult."""
-        from .parts.handover import HandoversResult
-
-        found = HandoversResult.find(self.parts)
-        return found.seq_ids if found is not None else ()
-
-
-def first_tokens(plan: StepPlan, summary: StepSummary) -> Iterator[tuple[int, Handover]]:
-    """Return a step's handovers, each with the number of the replica that continues."""
-    for seq_id, successor, num_messages in plan.handovers:
-        if seq_id in summary.handed_over:
-            rows = zip(summary.seq_ids, summary.token_ids, strict=True)
-            token_ids = tuple([token_id for each, token_id in rows if each == seq_id])
-            yield successor, Handover(seq_id, token_ids, num_messages, summary.end_ns)

@@ -54,7 +54,8 @@ Break = Literal["preemption", "weights", "recovery", "kv"]
 class StepTimes(Section, frozen=True):
     """In StepPlan and StepResult: causes of the times of a step, besides its start and end.
 
-    A plan has the rows that are planned, its result those that were computed.
+    A plan has the rows that are planned, its result those that were computed. A plan without this
+    section has decodes only.
 
     Attributes:
         num_decodes: Of a plan: rows at its beginning that compute one generated token each.

@@ -12,7 +12,15 @@ from rich.console import Console
 from rich.progress import Progress
 from torch import Tensor
 
-from ..bus.control import MEMORY_TAGS, Cancel, JoinWeightsGroup, MemoryTag
+from ..bus.control import (
+    MEMORY_TAGS,
+    Cancel,
+    ControlSession,
+    JoinWeightsGroup,
+    MemoryState,
+    MemoryTag,
+    WeightsReady,
+)
 from ..bus.entries import RequestEntry
 from ..bus.public import (
     Completion,
@@ -36,7 +44,6 @@ from ..config import (
 from ..config.forks import is_forked
 from ..stages.admission.core import AdmissionCore
 from ..stages.batching import BatchingCore
-from ..stages.batching.sessions import SessionCall, SessionKey
 from ..stages.executor.changes.arguments import check_arguments
 from ..stages.executor.core import ExecutorCore
 from ..stages.executor.runner.weights.sync_manager import weights_lost
@@ -125,7 +132,7 @@ class InferenceEngine(ModelParts):
         # Results come back at once, so no plan is made ahead of them.
         self._batching = BatchingCore(self.config, capacity, steps_ahead=1)
         if self._core.tiers is not None:
-            self._batching.change_tiers(self._core.tiers.on_disk())
+            self._batching.receive(self._core.tiers.on_disk(), now_ns())
         streamed = tokenizer if self._executor.model.generates else None
         self._streaming = StreamingCore(streamed, config=settings)
         self._requests, self._images = UnfinishedRequests(), EngineImages()
@@ -395,7 +402,7 @@ class InferenceEngine(ModelParts):
             version = sync(tensors, version, partial=partial)
         finally:
             self._report_memory()
-        self._batching.change_weights(version, in_flight)
+        self._batching.receive(WeightsReady(version, in_flight), now_ns())
         self._admission.set_weights(version)
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -500,13 +507,16 @@ class InferenceEngine(ModelParts):
         Raises:
             RequestError: `invalid_kv_session`: `action` is unknown.
         """
-        key = SessionKey(GenerateRequest().tenant, session)
-        call, sessions = SessionCall(check_action(action), ttl_s), self._batching.sessions
-        result, tiers = sessions.call(key, call, now_ns()), self._batching.tiers
+        call = ControlSession(GenerateRequest().tenant, session, check_action(action), ttl_s)
+        result: KVSessionResult = self._batching.receive(call, now_ns())
+        tiers = self._batching.part("tiers")
         while tiers is not None and (tiers.fetches or tiers.has_moves):
             self._uncollected += [pair for _, pairs in self._advance() for pair in pairs]
         fetched = result.outcome == "deferred" and action == "prefetch"
-        return sessions.call(key, SessionCall(action), now_ns()) if fetched else result
+        if fetched:
+            call = ControlSession(call.tenant, session, call.action)
+            result = self._batching.receive(call, now_ns())
+        return result
 
     def shutdown(self) -> None:
         """Free the memory of model and cache. A second call does nothing.
@@ -518,7 +528,8 @@ class InferenceEngine(ModelParts):
         if self._core is not None:
             try:
                 # Not with weights that wait to be put in place: that may fail.
-                while self._batching.saves and not self._core.weights.pending_version:
+                tiers, weights = self._batching.part("tiers"), self._core.weights
+                while tiers is not None and tiers.saves and not weights.pending_version:
                     self._advance()
             finally:
                 self._core.close()
@@ -571,7 +582,8 @@ class InferenceEngine(ModelParts):
                             progress.advance(bar)
                         else:
                             self._uncollected += samples
-            while self._batching.audits:
+            tiers = self._batching.part("tiers")
+            while tiers is not None and tiers.audits:
                 self._advance()
         except BaseException:
             for name in names:
@@ -610,7 +622,7 @@ class InferenceEngine(ModelParts):
             executor.reset()
             self._batching.forget_plans()
             if version := executor.weights.pending_version:
-                self._batching.change_weights(version, "keep")
+                self._batching.receive(WeightsReady(version, "keep"), now_ns())
             self._report_memory()
             raise
         self._batching.absorb(result.summary())
@@ -647,7 +659,7 @@ class InferenceEngine(ModelParts):
     def _report_memory(self) -> None:
         """Report to batching the memory that is missing, and that waits to be released."""
         memory = self._executor.memory
-        self._batching.change_memory(memory.lacks, tuple(memory.pending))
+        self._batching.receive(MemoryState(memory.lacks, tuple(memory.pending)), now_ns())
 
     def _unable(self) -> WeightsError:
         """Return the error of a call for which weights or KV cache are missing."""

@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
+from ..bus.control import AdapterReady
 from ..bus.weights import InFlight, check_in_flight
 from ..config import AdapterError, EngineConfig
 from ..stages.admission.core import AdmissionCore
@@ -23,6 +24,7 @@ from ..stages.executor.runner.adapters.peft import (
     read_adapter,
 )
 from ..store.board import LoadedAdapter
+from ..telemetry import now_ns
 from .engine_calls import one_at_a_time
 
 
@@ -83,7 +85,7 @@ class ModelParts(ABC):
         executor.adapters.stage(adapter)
         # No step is running, so it can be switched at once.
         executor.switch_adapter(id, version)
-        self._batching.change_adapter(id, version, in_flight)
+        self._batching.receive(AdapterReady(id, version, in_flight), now_ns())
         self._adapter_versions[id] = version
         self._admission.part(Adapters).set(self.adapters())
         return version
@@ -102,14 +104,16 @@ class ModelParts(ABC):
         check_in_flight(in_flight)
         if self._executor.adapters.get(id) is None:
             raise AdapterError(f"no adapter {id!r:.80} is loaded", code="adapter_not_found")
-        if in_flight != "abort" and self._batching.uses_adapter(id):
+        if in_flight != "abort" and any(
+            seq.info.adapter == id for seq in self._batching.index.values()
+        ):
             raise AdapterError(
                 f"requests in flight use the adapter {id!r}; step until they end, or unload it "
                 "with in_flight='abort'",
                 code="adapter_in_use",
             )
         self._executor.switch_adapter(id, 0)
-        self._batching.change_adapter(id, 0, in_flight)
+        self._batching.receive(AdapterReady(id, 0, in_flight), now_ns())
         self._admission.part(Adapters).set(self.adapters())
 
     def adapters(self) -> tuple[LoadedAdapter, ...]:

@@ -17,9 +17,9 @@ def next_plan(batching: BatchingCore, tiers: BlockTiers | None) -> StepPlan | No
         return batching.plan(now_ns())
     while True:
         if (changes := tiers.take_changes()) is not None:
-            batching.change_tiers(changes)
+            batching.receive(changes, now_ns())
             log_differences(changes)
         plan = batching.plan(now_ns())
-        if plan is not None or not batching.fetches:
+        if plan is not None or not batching.part("tiers").fetches:
             return plan
         tiers.wait(_FETCH_WAIT_S)

@@ -5,16 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from nano_inference.bus.media import MediaItem
+from nano_inference.bus.messages import AdmittedRequest
 from nano_inference.bus.parts.accounts import RequestTimes
 from nano_inference.bus.parts.adapters import AdaptersPlan, AdaptersResult
 from nano_inference.bus.parts.embeddings import PooledResult
-from nano_inference.bus.parts.images import ImagesPlan, ImagesResult
+from nano_inference.bus.parts.handover import HandoverRoute
+from nano_inference.bus.parts.images import ImagesPlan, ImagesResult, PromptMedia
 from nano_inference.bus.parts.memory import ReleasePlan
 from nano_inference.bus.parts.responses import ResponseCaching
 from nano_inference.bus.parts.scoring import PromptScores, ReferenceScoring
-from nano_inference.bus.parts.speculation import DraftsPlan, DraftsResult
+from nano_inference.bus.parts.sessions import SessionTurn
+from nano_inference.bus.parts.speculation import DraftsPlan, DraftsResult, Prediction
 from nano_inference.bus.parts.tiers import TiersPlan
 from nano_inference.bus.parts.weights import WeightsPlan
+from nano_inference.bus.public import KVSession
 from nano_inference.bus.sections import Section
 from nano_inference.bus.steps import PromptLogprobs, StepResult, VerifiedDraft
 
@@ -61,3 +66,24 @@ def in_parts(fields: dict[str, Any], makers: dict[str, Callable[[Any], Section]]
     if times := {name: fields[name] for name in TIMES if name in fields}:
         sections.append(RequestTimes(**times))
     return {**own, "parts": tuple(sections)}
+
+
+def successors_of(request: AdmittedRequest) -> tuple[int, ...]:
+    """The replicas that continue a request's sequences; empty if they stay."""
+    found = HandoverRoute.find(request.parts)
+    return found.successors if found is not None else ()
+
+
+def prediction_of(request: AdmittedRequest) -> tuple[int, ...]:
+    found = Prediction.find(request.parts)
+    return found.token_ids if found is not None else ()
+
+
+def session_of(request: AdmittedRequest) -> KVSession | None:
+    found = SessionTurn.find(request.parts)
+    return found.session if found is not None else None
+
+
+def media_of(request: AdmittedRequest) -> tuple[MediaItem, ...]:
+    found = PromptMedia.find(request.parts)
+    return found.items if found is not None else ()

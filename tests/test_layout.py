@@ -20,6 +20,8 @@ from nano_inference.config.sampling import PARAMETERS, RANGES
 from nano_inference.pipeline.supervisor import actor_class
 from nano_inference.telemetry import trace_page
 
+from .rig import load
+
 ROOT = Path(__file__).parent.parent
 PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())
 PACKAGES = {name.partition(".")[2] for name in PROJECT["tool"]["setuptools"]["packages"]}
@@ -60,7 +62,8 @@ def test_each_stage_has_a_colour() -> None:
 
 
 def test_cores_import_no_transport() -> None:
-    assert folders_in("bus") | folders_in("store") <= set(contract("Cores")["forbidden_modules"])
+    transports = (folders_in("bus") | folders_in("store")) - {"nano_inference.bus.parts"}
+    assert transports <= set(contract("Cores")["forbidden_modules"])
 
 
 def test_no_interface_imports_another() -> None:
@@ -113,6 +116,50 @@ def test_no_file_and_no_function_is_long() -> None:
     assert len(sizes) > 100
     assert {name: size for name, size in sizes.items() if size > LINES_OF_A_FILE} == {}
     assert {name: size for name, size in functions.items() if size > LINES_OF_A_FUNCTION} == {}
+
+
+LINES_LOADED = {"stages/batching/core.py": 4_500}
+"""Most lines of code that importing a file loads, its own included."""
+
+
+@pytest.mark.parametrize(("start", "most"), LINES_LOADED.items(), ids=LINES_LOADED)
+def test_a_module_loads_little_beside_itself(start: str, most: int) -> None:
+    files = load("size").closure(Path(start))
+    assert len(files) > 10
+    biggest = sorted(files, key=files.__getitem__)[-10:]
+    assert sum(files.values()) <= most, biggest
+
+
+CORES_WITH_PARTS = {"batching": ("stage.py", "spans.py", "part.py")}
+"""Stages with parts, and their modules that are not the core."""
+
+
+@pytest.mark.parametrize("stage", CORES_WITH_PARTS)
+def test_a_core_names_no_part(stage: str) -> None:
+    folder = ROOT / "stages" / stage
+    parts = folder / "parts"
+    names = {path.stem for path in parts.iterdir() if path.stem != "__init__"} - {"__pycache__"}
+    for path in parts.rglob("*.py"):
+        if path.parent != parts or path.stem != "__init__":
+            tree = ast.parse(path.read_text())
+            names.update(node.name for node in tree.body if isinstance(node, ast.ClassDef))
+    assert len(names) > 10
+    cores = [path for path in folder.glob("*.py") if path.name not in CORES_WITH_PARTS[stage]]
+    for path in cores:
+        found = set(re.findall(r"\w+", ast.unparse(own_names(path.read_text()))))
+        assert not found & names, path.name
+
+
+def own_names(source: str) -> ast.Module:
+    """A module without its strings, and without imports from other rooms."""
+    tree = ast.parse(source)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            node.value = ""
+    tree.body = [
+        node for node in tree.body if not isinstance(node, ast.ImportFrom) or node.level < 3
+    ]
+    return tree
 
 
 # --- sampling parameters, pause modes and finish reasons --------------------------------------

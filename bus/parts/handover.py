@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from ..messages import RemoteBlocks
+from collections.abc import Iterator
+
+from ..messages import Handover, RemoteBlocks
 from ..sections import Section
-from ..steps import StepResult
+from ..steps import StepPlan, StepResult, StepSummary
 
 
 class HandoverRoute(Section, frozen=True):
@@ -44,3 +46,15 @@ class HandoversResult(Section, frozen=True):
             return ()
         ended = result.ended_sequences
         return (cls(tuple([i for i, *_ in leaving if i in result.seq_ids and i not in ended])),)
+
+
+def first_tokens(plan: StepPlan, summary: StepSummary) -> Iterator[tuple[int, Handover]]:
+    """Return a step's handovers, each with the number of the replica that continues."""
+    planned, done = HandoversPlan.find(plan.parts), HandoversResult.find(summary.parts)
+    if planned is None or done is None:
+        return
+    for seq_id, successor, num_messages in planned.leaving:
+        if seq_id in done.seq_ids:
+            rows = zip(summary.seq_ids, summary.token_ids, strict=True)
+            token_ids = tuple([token_id for each, token_id in rows if each == seq_id])
+            yield successor, Handover(seq_id, token_ids, num_messages, summary.end_ns)

@@ -16,3 +16,15 @@ class TiersPlan(Section, frozen=True):
 
     moves: tuple[KVMove, ...] = ()
     offers: tuple[KVMove, ...] = ()
+
+
+class FetchedBlocks(Section, frozen=True):
+    """In NewSequence and StartedSequence: the sequence waited for blocks from a tier.
+
+    Attributes:
+        since_ns: When it began to wait.
+        num_loaded: Blocks that it loaded.
+    """
+
+    since_ns: int
+    num_loaded: int

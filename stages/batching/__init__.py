@@ -1,7 +1,8 @@
 """The batching stage: what fits in the next step."""
 
-from .block_hash import compute_block_hash
-from .cache import CacheAllocation, KVCacheManager, Lease, OutOfBlocks, PrefixMatch
+from ..block_hash import compute_block_hash
+from .allocation import Allocation
+from .cache import CacheAllocation, KVCacheManager, OutOfBlocks, PrefixMatch
 from .core import BatchingCore
 from .paged import PagedKVCache
 from .radix import RadixKVCache
@@ -9,10 +10,10 @@ from .schedule import SchedulerOutput, schedule
 from .sequence import Sequence, SequenceStatus
 
 __all__ = [
+    "Allocation",
     "BatchingCore",
     "CacheAllocation",
     "KVCacheManager",
-    "Lease",
     "OutOfBlocks",
     "PagedKVCache",
     "PrefixMatch",

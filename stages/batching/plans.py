@@ -1,18 +1,17 @@
-"""Plans in flight, and the contents of the next one."""
+"""Plans in flight, and the next one in the making."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from itertools import pairwise, repeat
 from typing import NamedTuple
 
 from ...bus.control import Cancel
 from ...bus.messages import RequestInfo
-from ...bus.steps import StepPlan, StepSummary
-from ...bus.times import Break, StepTimes
-from .cache import KVCacheManager
-from .images import ImageCache
+from ...bus.sections import Section
+from ...bus.steps import NewSequence, StepPlan, StepSummary
+from ...bus.times import Break
+from .schedule import NOTHING, SchedulerOutput
 from .sequence import Sequence, SequenceStatus
 
 
@@ -23,56 +22,56 @@ class SentPlan(NamedTuple):
     seqs: list[Sequence]
 
 
-@dataclass
-class NextPlan:
-    """Events since the last plan, which go out with the next one.
+@dataclass(slots=True)
+class PlanDraft:
+    """The next plan: what happened since the last one, and then what is decided.
 
     Attributes:
         ended: Requests that were cut short.
         forget: Sequences that run no more; the executor drops its state of them.
-        weight_version: Of weights to put in place before the step; 0 for none.
-        release: Tags of memory to release before the step.
-        adapters: As in StepPlan, by id.
-        recompute: Running sequences that match one of these drop their KV first.
         left: As in StepTimes.
         held_since_ns: Since when no step is allowed; 0 if one is.
+        step_id: The plan's.
+        now_ns: When it is made.
+        decision: What runs.
+        num_tokens: The rows: tokens by sequence id, in order.
+        seqs: Their sequences.
+        new: Sequences that start.
+        grown, copies: As in StepPlan.
+        parts: Sections for the executor.
+        onward: Sections for streaming.
     """
 
     ended: list[Cancel] = field(default_factory=list)
     forget: list[int] = field(default_factory=list)
-    weight_version: int = 0
-    release: tuple[str, ...] = ()
-    adapters: dict[str, int] = field(default_factory=dict)
-    recompute: list[Callable[[Sequence], bool]] = field(default_factory=list)
     left: list[tuple[int, Break]] = field(default_factory=list)
     held_since_ns: int = 0
+    step_id: int = 0
+    now_ns: int = 0
+    decision: SchedulerOutput = NOTHING
+    num_tokens: Mapping[int, int] = field(default_factory=dict)
+    seqs: list[Sequence] = field(default_factory=list)
+    new: list[NewSequence] = field(default_factory=list)
+    grown: list[tuple[int, tuple[int, ...]]] = field(default_factory=list)
+    copies: list[tuple[int, int]] = field(default_factory=list)
+    parts: list[Section] = field(default_factory=list)
+    onward: list[Section] = field(default_factory=list)
 
-    @property
-    def cannot_wait(self) -> bool:
-        """Whether the plan has to be made even without rows."""
-        return bool(self.ended or self.weight_version or self.release or self.adapters)
-
-    @property
-    def waits_for_results(self) -> bool:
-        """Whether all plans in flight must be back first, since the plan takes KV away."""
-        return bool(self.recompute or self.release)
-
-    def begin(self, cache: KVCacheManager, images: ImageCache | None) -> None:
-        """Forget the KV and the embeddings that the plan makes useless."""
-        if "kv_cache" in self.release:
-            cache.forget_device()
-        if images is not None and (self.weight_version or self.release):
-            images.clear()
-        if self.weight_version:
-            cache.begin_weight_version(self.weight_version)
-
-    def times(self, num_decodes: int, now_ns: int) -> StepTimes:
-        """Return the plan's times; `num_decodes`: as there."""
-        since_ns = self.held_since_ns
-        if not (since_ns or self.left):
-            return StepTimes(num_decodes)
-        held = (since_ns, now_ns) if since_ns else None
-        return StepTimes(num_decodes, held_ns=held, left=tuple(self.left))
+    def plan(self) -> StepPlan:
+        """Return the message."""
+        return StepPlan(
+            step_id=self.step_id,
+            new=tuple(self.new),
+            seq_ids=tuple(self.num_tokens),
+            num_tokens=tuple(self.num_tokens.values()),
+            grown=tuple(self.grown),
+            copies=tuple(self.copies),
+            finished=tuple(self.forget),
+            ended=tuple(self.ended),
+            made_ns=self.now_ns,
+            parts=tuple(self.parts),
+            onward=tuple(self.onward),
+        )
 
 
 def settle(sent: SentPlan, result: StepSummary) -> tuple[list[Sequence], int]:
@@ -83,31 +82,17 @@ def settle(sent: SentPlan, result: StepSummary) -> tuple[list[Sequence], int]:
     """
     due: list[Sequence] = []
     num_wasted = 0
-    plan, tokens = sent.plan, dict(zip(result.seq_ids, result.token_ids, strict=True))
-    accepted, all_drafts = accepted_tokens(result), plan.num_drafts or repeat(0)
-    for seq, num_tokens, num_drafts in zip(sent.seqs, plan.num_tokens, all_drafts, strict=False):
+    tokens = dict(zip(result.seq_ids, result.token_ids, strict=True))
+    for seq, num_tokens in zip(sent.seqs, sent.plan.num_tokens, strict=False):
         if seq.status is SequenceStatus.FINISHED:
             num_wasted += num_tokens
             continue
         seq.num_computed += num_tokens
-        if num_drafts:
-            seq.settle_drafts(num_drafts, accepted.get(seq.seq_id, ()))
         if seq.seq_id in tokens:
             seq.token_ids.append(tokens[seq.seq_id])
         if seq.num_computed >= seq.next_commit:
             due.append(seq)
     return due, num_wasted
-
-
-def accepted_tokens(result: StepSummary) -> dict[int, list[int]]:
-    """Return all tokens but the last of each sequence that got several in a step."""
-    accepted: dict[int, list[int]] = {}
-    if result.drafts:
-        tokens = zip(result.seq_ids, result.token_ids, strict=True)
-        for (seq_id, token_id), (next_id, _) in pairwise(tokens):
-            if seq_id == next_id:
-                accepted.setdefault(seq_id, []).append(token_id)
-    return accepted
 
 
 def aborted(info: RequestInfo, why: str) -> Cancel:
@@ -119,12 +104,3 @@ def expired(info: RequestInfo) -> Cancel:
     """Return the cancellation of a request whose time is over."""
     message = "the request's time budget ran out before it was done"
     return Cancel(info.request_id, info.entry_id, "expired", "expired", message)
-
-
-def unloaded(info: RequestInfo) -> Cancel:
-    """Return the cancellation of a request whose adapter is not loaded."""
-    message = (
-        f"the adapter {info.adapter!r} is not loaded any more, or could not be had again after a "
-        "failure; load it, and ask again"
-    )
-    return Cancel(info.request_id, info.entry_id, "error", "adapter_unloaded", message)

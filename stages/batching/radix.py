@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Hashable
 from typing import TypeAlias
 
 from ...bus.messages import CacheScope
-from .block_hash import common_length
-from .cache import KVCacheManager, Lease, Prefix
+from ..block_hash import common_length
+from .allocation import Allocation
+from .cache import KVCacheManager, Prefix
 
 TOKEN = "q"
 """The array type of token ids: 64 bits."""
@@ -92,62 +94,62 @@ class RadixKVCache(KVCacheManager):
 
     Free leaves are evicted, least recently used first, without a clock or a search: the holder of a
     block also holds the blocks before it and frees them later, so blocks are evicted in the order
-    in which they became free. The one exception is a block indexed behind another sequence's copy
+    in which they became free. The one exception is a block indexed after another sequence's copy
     of its own prefix: evicting that copy also removes the block from the index.
 
-    A lease's chain holds the nodes at the ends of its full blocks.
+    The nodes of an allocation are those at the ends of its full blocks.
     """
 
     def num_cached_blocks(self) -> int:
         # Built-in counting is fast enough to be called between steps.
         return len(self._nodes) - self._nodes.count(None)
 
-    def _find(self, lease: Lease) -> Prefix:
-        size, token_ids, chain = self.block_size, lease.token_ids, lease.chain
+    def _find(self, allocation: Allocation) -> Prefix:
+        size, token_ids, nodes = self.block_size, allocation.token_ids, allocation.nodes
         most = len(token_ids) - 1
-        # Start behind the nodes that were found before and are still indexed.
-        del chain[max(most, 0) // size :]
-        node = self._last_alive(lease)
+        # Start after the nodes that were found before and are still indexed.
+        del nodes[max(most, 0) // size :]
+        node = self._last_alive(allocation)
         matched = size
         while matched == size:
-            start = len(chain) * size
+            start = len(nodes) * size
             run = array(TOKEN, token_ids[start : min(start + size, most)])
             node, matched = self._descend(node, run)
             if matched == size:
-                chain.append(node)
-        lease.num_known = len(chain)
-        block_ids = [shared.block for shared in chain]
+                nodes.append(node)
+        allocation.num_known = len(nodes)
+        block_ids = [shared.block for shared in nodes]
         if matched == 0:
             return Prefix(block_ids)
         while node.block == -1:
             node = node.children()[0]
         return Prefix(block_ids, node.block, matched)
 
-    def _index(self, lease: Lease, num_tokens: int) -> int:
-        size, token_ids, chain = self.block_size, lease.token_ids, lease.chain
-        # Where an equal block of another sequence was evicted, the lease's own takes its place.
-        node = self._last_alive(lease)
-        first = len(chain)
+    def _index(self, allocation: Allocation, num_tokens: int) -> int:
+        size, token_ids, nodes = self.block_size, allocation.token_ids, allocation.nodes
+        # Where an equal block of another sequence was evicted, the sequence's own takes its place.
+        node = self._last_alive(allocation)
+        first = len(nodes)
         for index in range(first, -(-num_tokens // size)):
             run = array(TOKEN, token_ids[index * size : min((index + 1) * size, num_tokens)])
-            node = self._insert(node, run, lease.block_ids[index])
+            node = self._insert(node, run, allocation.block_ids[index])
             if len(run) == size:
-                chain.append(node)
-        lease.num_known = len(chain)
+                nodes.append(node)
+        allocation.num_known = len(nodes)
         return first
 
-    def _last_alive(self, lease: Lease) -> Node:
-        """Drop evicted nodes from the end of a chain; return the last one left, or else the root.
+    def _last_alive(self, allocation: Allocation) -> Node:
+        """Drop evicted nodes from an allocation's end; return the last one left, or else the root.
 
         The root of a new tree is stored with its first child.
         """
-        chain: list[Node] = lease.chain
-        while chain:
-            node = chain[-1]
+        nodes: list[Node] = allocation.nodes
+        while nodes:
+            node = nodes[-1]
             if self._nodes[node.block] is node:
                 return node
-            chain.pop()
-        return self._roots.get(lease.scope) or Root(lease.scope, self.block_size)
+            nodes.pop()
+        return self._roots.get(allocation.scope) or Root(allocation.scope, self.block_size)
 
     def _descend(self, node: Node, run: Run) -> tuple[Node, int]:
         """Follow up to a block of tokens from a block boundary.
@@ -206,11 +208,15 @@ class RadixKVCache(KVCacheManager):
         upper.put(node)
         return upper
 
+    def _end_of(self, allocation: Allocation, num_known: int) -> Hashable:
+        node: Node = allocation.nodes[num_known - 1]
+        return node
+
     def _is_indexed(self, block_id: int) -> bool:
         return self._nodes[block_id] is not None
 
-    def _is_indexed_whole(self, block_id: int) -> bool:
-        # A lease's full block is in the tree with all of its tokens, or not at all.
+    def is_indexed_whole(self, block_id: int) -> bool:
+        # A sequence's full block is in the tree with all of its tokens, or not at all.
         return self._nodes[block_id] is not None
 
     def _forget(self, block_id: int) -> None:

@@ -1,4 +1,4 @@
-"""What the batching core reports: to fairness, and to telemetry."""
+"""Reports of the batching core to fairness, and counts for telemetry."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 
 from ...bus.messages import Credit
 from ...bus.steps import StepSummary
-from .cache import KVCacheManager
 
 REPORTED_STEPS = 8
 """Steps after which a report is due although no place is free."""
@@ -82,7 +81,7 @@ class Counters:
         partial_hits: Sequences that started with some tokens cached.
         misses: Sequences that started with none.
         preemptions: Sequences that gave up their blocks for others.
-        resumes: Sequences that started behind tokens that they had generated before.
+        resumes: Sequences that started after tokens that they had generated before.
     """
 
     prefilled: int = 0
@@ -108,13 +107,3 @@ class Counters:
         if resumes:
             self.resumes += 1
             self.recomputed += num_tokens - num_cached
-
-
-def kv_report(cache: KVCacheManager) -> dict[str, int]:
-    """Return numbers of blocks. Cached blocks are counted at each call."""
-    return {
-        "kv_free": cache.num_free_blocks(),
-        "kv_total": cache.num_blocks,
-        "kv_cached": cache.num_cached_blocks(),
-        **(cache.tiers.load_report() if cache.tiers is not None else {}),
-    }

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from collections.abc import Sequence as Seq
+from typing import Protocol
 
 import msgspec
 
 from ...config import SchedulerConfig
-from .images import ImageCache
 from .sequence import Sequence, SequenceStatus
 
 MAX_SCORED_TOKENS = 256
@@ -46,15 +46,27 @@ class SchedulerOutput(msgspec.Struct, frozen=True):
 NOTHING = SchedulerOutput((), (), (), {})
 
 
+class StepLimit(Protocol):
+    """A limit of what a step computes of prompts, besides tokens and blocks.
+
+    Attributes:
+        blocked: Whether a part of a prompt waits for a step with room; then none starts after it.
+    """
+
+    blocked: bool
+
+    def limit(self, seq: Sequence, start: int, num_tokens: int) -> int:
+        """Return how many of a prompt's tokens, from `start` on, the step computes."""
+
+
 def schedule(
     waiting: Seq[Sequence],
     running: Seq[Sequence],
     num_free_blocks: int,
     config: SchedulerConfig,
     *,
-    drafts: bool = True,
     num_elsewhere: int = 0,
-    images: ImageCache | None = None,
+    limits: Seq[StepLimit] = (),
 ) -> SchedulerOutput:
     """Decide what runs in the next step. No side effects.
 
@@ -75,9 +87,8 @@ def schedule(
             started. Where blocks are shared, `num_reclaimable` is set.
         num_free_blocks: Blocks without a holder.
         config: The limits.
-        drafts: Whether drafted tokens may be verified.
         num_elsewhere: Further running sequences, which other plans compute.
-        images: The embeddings that the executor has; None if no sequence has images.
+        limits: Further limits of the step.
 
     Raises:
         ValueError: A sequence is in the wrong list, or the number of blocks is below 0.
@@ -88,7 +99,6 @@ def schedule(
     free = num_free_blocks
     stays = list(running)
     prefilling: list[Sequence] = []
-    speculating: list[Sequence] = []
     preempted: list[int] = []
     num_tokens: dict[int, int] = {}
     num_blocks: dict[int, int] = {}
@@ -110,20 +120,14 @@ def schedule(
             free -= 1
             num_blocks[seq.seq_id] = 1
         num_tokens[seq.seq_id] = 1
-        if seq.max_drafts:
-            speculating.append(seq)
     decode_seqs = tuple(num_tokens)
     startable = () if preempted else waiting
-    prefills, free = _schedule_prefills(
-        startable, prefilling, len(stays) + num_elsewhere, len(num_tokens), free, config, images
+    prefills = _schedule_prefills(
+        startable, prefilling, len(stays) + num_elsewhere, len(num_tokens), free, config, limits
     )
     num_tokens |= prefills
-    num_drafts: dict[int, int] = {}
-    if drafts and not preempted:
-        budget = config.max_tokens_per_batch - sum(num_tokens.values())
-        num_drafts = _grant_drafts(speculating, free, budget, block_size, num_blocks)
     return SchedulerOutput(
-        tuple(prefills), decode_seqs, tuple(preempted), num_tokens, num_drafts, num_blocks
+        tuple(prefills), decode_seqs, tuple(preempted), num_tokens, num_blocks=num_blocks
     )
 
 
@@ -134,26 +138,24 @@ def _schedule_prefills(
     num_decodes: int,
     num_free_blocks: int,
     config: SchedulerConfig,
-    images: ImageCache | None,
-) -> tuple[dict[int, int], int]:
-    """Return the tokens of each prefill by sequence id, in order, and the blocks still free."""
+    limits: Seq[StepLimit],
+) -> dict[int, int]:
+    """Return the tokens of each prefill by sequence id, in order."""
     budget, scored_budget = config.max_tokens_per_batch - num_decodes, MAX_SCORED_TOKENS
     prefills: dict[int, int] = {}
-    of_step = images.begin() if images is not None else None
 
     def take(seq: Sequence, start: int, count: int) -> bool:
         nonlocal budget, scored_budget
         count = min(count, budget)
         if seq.scores_prompt:
             most = scored_budget
-            if most == MAX_SCORED_TOKENS and seq.images:
-                # An image may have to be computed as a whole.
-                most = max(most, *(image.item.num_tokens for image in seq.images))
+            if most == MAX_SCORED_TOKENS:
+                most = max(most, seq.num_indivisible)
             count = max(min(count, most), 0)
         if seq.hands_over:
             count = _without_last_block(seq, start, count, config.block_size)
-        if of_step is not None and seq.images:
-            count = of_step.limit(seq.images, start, count)
+        for limit in limits:
+            count = limit.limit(seq, start, count)
         if seq.scores_prompt:
             scored_budget -= count
         budget -= count
@@ -176,12 +178,12 @@ def _schedule_prefills(
         least = len(seq.token_ids) if seq.is_whole else 1
         if budget < least or needed > num_free_blocks - reserved:
             break
-        if of_step is not None and of_step.blocked:
-            break  # likewise an image
-        # Where only the budget of scored prompts or of images is used up, later ones may start.
+        if any(limit.blocked for limit in limits):
+            break
+        # Where only the budget of scored prompts or another limit is used up, later ones may start.
         if take(seq, seq.num_cached, len(seq.token_ids) - seq.num_cached):
             num_free_blocks -= needed
-    return prefills, num_free_blocks
+    return prefills
 
 
 def _without_last_block(seq: Sequence, start: int, count: int, block_size: int) -> int:
@@ -192,34 +194,6 @@ def _without_last_block(seq: Sequence, start: int, count: int, block_size: int) 
     """
     before = (len(seq.token_ids) - 1) // block_size * block_size - start
     return before if LEAST_AHEAD * block_size <= before < count else count
-
-
-def _grant_drafts(
-    decodes: Iterable[Sequence],
-    num_free_blocks: int,
-    num_tokens: int,
-    block_size: int,
-    num_blocks: dict[int, int],
-) -> dict[int, int]:
-    """Return the number of drafts to verify by sequence id; add their blocks to `num_blocks`.
-
-    Drafts take only blocks and tokens that are left over.
-    """
-    granted: dict[int, int] = {}
-    for seq in decodes:
-        wanted = min(seq.num_draftable(), num_tokens)
-        if wanted <= 0:
-            continue
-        lacking = seq.num_lacking(wanted, block_size) - seq.num_lacking(0, block_size)
-        if lacking > num_free_blocks:
-            wanted, lacking = min(wanted, seq.num_spare(block_size)), 0
-        if wanted > 0:
-            granted[seq.seq_id] = wanted
-            num_free_blocks -= lacking
-            num_tokens -= wanted
-            if lacking:
-                num_blocks[seq.seq_id] = num_blocks.get(seq.seq_id, 0) + lacking
-    return granted
 
 
 def _check(waiting: Seq[Sequence], running: Seq[Sequence], num_free_blocks: int) -> None:

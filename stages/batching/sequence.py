@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from collections.abc import Sequence as Seq
 from enum import Enum, auto
-from typing import Self
+from typing import Any, Self
 
 import msgspec
 
 from ...bus.messages import AdmittedRequest, Prompt, RequestInfo, SequenceSpec
-from ...bus.steps import NewSequence, SessionGrant
+from ...bus.steps import NewSequence
 from ...config import SamplingParams
-from .cache import Lease
-from .image_keys import KeyIds, PlacedImage, place
+from .allocation import Allocation
 
 
 class SequenceStatus(Enum):
-    """Waiting for its first step (or its next one, after a preemption) or paused; running; done."""
+    """Waiting for its first step (or its next one, after a preemption); running; paused; done."""
 
     WAITING = auto()
     RUNNING = auto()
+    PAUSED = auto()
     FINISHED = auto()
 
 
@@ -45,16 +44,15 @@ class Sequence:
             where logprobs go to streaming and not through batching.
         num_prompt_tokens: Tokens of the prompt.
         max_length: Most tokens of prompt and output that are planned here.
-        hands_over: Whether another replica continues it behind its first token here.
-        handed_over: Whether another replica hands it over.
-        fetching_since_ns: When it began to wait for blocks from disk or another executor; 0 if it
-            hasn't since it last ran.
-        left: Whether it has been handed over to another replica, with its first token here.
-        cache_scope, prediction, tenant, kv_session, media: As in AdmittedRequest.
+        hands_over: Whether another replica continues it after its first token here.
+        handed_over: Whether another replica has handed it over.
+        left: Whether it has left for another replica, with its first token here.
+        cache_scope: As in AdmittedRequest.
         max_drafts: Most drafted tokens that a step may verify; 0 without speculation.
         num_drafting: Drafted tokens that plans in flight may verify.
-        images: Of the prompt, in order.
-        lease: The sequence's part of the prefix cache, by the ids in `KeyIds` if there are images.
+        num_indivisible: Most tokens of its prompt that one step may have to compute as a whole.
+        extras: What optional parts keep of it, by a name.
+        allocation: The sequence's part of the prefix cache.
         started: Whether the sequence has ever run.
         num_to_prefill: Tokens that were known when the sequence started.
         rank: As in AdmittedRequest; sequences with a smaller rank go first and are preempted last.
@@ -75,7 +73,6 @@ class Sequence:
         *,
         spec: SequenceSpec | None = None,
         request: AdmittedRequest | None = None,
-        max_drafts: int = 0,
     ) -> None:
         """Create a sequence that waits.
 
@@ -86,7 +83,6 @@ class Sequence:
             spec: Its place in its request, and the tokens generated before; the first sample of a
                 request if None.
             request: Its request; a request of its own if None.
-            max_drafts: Most drafted tokens in a step.
 
         Raises:
             ValueError: There is no token.
@@ -105,25 +101,18 @@ class Sequence:
         self.token_ids = [*prompt, *spec.generated]
         self.output_logprobs: list[float] = []
         self.num_prompt_tokens = len(prompt)
-        self.hands_over = bool(request.successors)
-        self.handed_over = request.remote is not None
-        self.left = False
-        self.fetching_since_ns = 0
+        self.hands_over = self.handed_over = self.left = False
         self._last_length = len(prompt) + self.sampling.max_tokens
         self.max_length = self._limit()
         self.priority, self.rank = request.priority, request.rank
         self.status = SequenceStatus.WAITING
         self.started = False
         self.cache_scope = request.cache_scope
-        self.prediction, self.max_drafts = request.prediction, max_drafts
-        self.tenant, self.kv_session = request.tenant, request.kv_session
-        self.media = request.media
-        self.images: tuple[PlacedImage, ...] = ()
-        key_ids: Seq[int] = self.token_ids
-        if request.media:
-            self.images = place(request.media, prompt)
-            key_ids = KeyIds(self.token_ids, self.images)
-        self.lease = Lease(key_ids, self.cache_scope, may_reuse=not self.computes_all)
+        self.max_drafts = 0
+        self.num_indivisible = 1
+        self.extras: dict[str, Any] = {}
+        may_reuse = not self.computes_all
+        self.allocation = Allocation(self.token_ids, self.cache_scope, may_reuse)
         self.num_planned = len(self.token_ids)
         self.num_computed = self.num_scheduled = self.num_cached = self.num_drafting = 0
         self.num_to_prefill = self.next_commit = self.last_step = 0
@@ -131,15 +120,14 @@ class Sequence:
         self.num_to_allocate: int | None = None
 
     @classmethod
-    def dispatched(cls, request: AdmittedRequest, spec: SequenceSpec, max_drafts: int) -> Self:
+    def dispatched(cls, request: AdmittedRequest, spec: SequenceSpec) -> Self:
         """Create the sequence of one of a request's samples."""
-        own = request.sampling.max_draft_tokens
-        most = max_drafts if own is None else min(own, max_drafts)
-        prompt = (request.prompt.token_ids, request.sampling)
-        return cls(spec.seq_id, *prompt, spec=spec, request=request, max_drafts=most)
+        return cls(
+            spec.seq_id, request.prompt.token_ids, request.sampling, spec=spec, request=request
+        )
 
-    def for_executor(self, session: SessionGrant | None = None) -> NewSequence:
-        """Return the message with which the executor starts the sequence."""
+    def for_executor(self, more: dict[str, Any]) -> NewSequence:
+        """Return the message with which the executor starts the sequence; `more`: its sections."""
         return NewSequence(
             seq_id=self.seq_id,
             token_ids=tuple(self.token_ids),
@@ -150,12 +138,9 @@ class Sequence:
             sample=self.spec,
             info=self.info,
             cache_scope=self.cache_scope,
-            prediction=self.prediction,
             handed_over=self.handed_over,
             hands_over=self.hands_over,
-            session=session,
-            media=self.media,
-            fetching_since_ns=self.fetching_since_ns,
+            **more,
         )
 
     @property
@@ -185,7 +170,7 @@ class Sequence:
         """Whether the sequence still has to compute the logprobs of its whole prompt.
 
         The first sample of a request does it for its siblings. The step that samples the first
-        token also finds the last of the prompt's logprobs; behind a handover that is done.
+        token also finds the last of the prompt's logprobs; after a handover that is done.
         """
         wanted = self.sampling.prompt_logprobs is not None and not self.handed_over
         return wanted and self.spec.sample_index == 0 and self.num_generated == 0
@@ -210,8 +195,8 @@ class Sequence:
 
     @property
     def block_ids(self) -> list[int]:
-        """The block table; the lease's own list."""
-        return self.lease.block_ids
+        """The block table; the allocation's own list."""
+        return self.allocation.block_ids
 
     def blocks_to_start(self, block_size: int) -> int:
         """Return the number of free blocks that starting takes, at most."""
@@ -226,10 +211,10 @@ class Sequence:
     def needs_block(self, block_size: int) -> bool:
         """Whether the next token needs another block."""
         reach = self.num_scheduled + self.num_drafting + 1
-        return min(reach, self.max_length) > len(self.lease.block_ids) * block_size
+        return min(reach, self.max_length) > len(self.allocation.block_ids) * block_size
 
     def num_lacking(self, num_drafts: int, block_size: int) -> int:
-        """Return the number of blocks to add for the next token and so many drafts behind it.
+        """Return the number of blocks to add for the next token and so many drafts after it.
 
         All drafts in flight are assumed to be accepted.
         """
@@ -237,12 +222,12 @@ class Sequence:
         return max(0, -(-reach // block_size) - len(self.block_ids))
 
     def num_spare(self, block_size: int) -> int:
-        """Return the number of drafts that fit behind the next token without a further block."""
+        """Return the number of drafts that fit after the next token without a further block."""
         blocks = len(self.block_ids) + self.num_lacking(0, block_size)
         return blocks * block_size - self.num_scheduled - self.num_drafting - 1
 
     def num_draftable(self) -> int:
-        """Return the most drafts that the next token may have behind it.
+        """Return the most drafts that the next token may have after it.
 
         0 in the step that ends the prompt: its siblings share the prefill, and need exactly the
         tokens known now.
@@ -260,10 +245,10 @@ class Sequence:
         Args:
             num_cached: Leading tokens that are computed already; all of them with a shared
                 prefill, whose step computes them.
-            block_ids: Blocks for all tokens, in order; None if the lease has them.
+            block_ids: Blocks for all tokens, in order; None if the allocation has them.
         """
         if block_ids is not None:
-            self.lease.block_ids = list(block_ids)
+            self.allocation.block_ids = list(block_ids)
         self.status = SequenceStatus.RUNNING
         self.started = True
         self.num_cached = self.num_computed = self.num_scheduled = num_cached
@@ -314,10 +299,10 @@ class Sequence:
         if logprob is not None:
             self.output_logprobs.append(logprob)
 
-    def go_on_behind(self, generated: Seq[int]) -> None:
-        """Set the tokens that another replica has generated; the sequence has not run here."""
-        self.token_ids[self.num_prompt_tokens :] = generated
-        self.num_planned = len(self.token_ids)
+    def hand_over_after_first(self) -> None:
+        """Plan no more than one token here: another replica continues."""
+        self.hands_over = True
+        self.max_length = self._limit()
 
     def set_next_commit(self, block_size: int) -> None:
         """Commit next when a block is full, or the prompt computed."""
@@ -328,11 +313,10 @@ class Sequence:
     def preempt(self) -> None:
         """RUNNING to WAITING, with all tokens and without blocks; no plan in flight names it."""
         self.status = SequenceStatus.WAITING
-        self.lease.block_ids = []
-        self.lease.may_reuse = not self.computes_all
+        self.allocation.block_ids = []
+        self.allocation.may_reuse = not self.computes_all
         self.num_planned = len(self.token_ids)
         self.max_length = self._limit()
-        self.fetching_since_ns = 0
         self.num_computed = self.num_scheduled = self.num_cached = self.num_drafting = 0
         self.num_to_allocate = self.num_reclaimable = None
 

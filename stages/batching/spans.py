@@ -6,6 +6,8 @@ from collections import Counter
 from typing import NamedTuple
 
 from ...bus.messages import Handover, RequestInfo
+from ...bus.parts.speculation import DraftsResult
+from ...bus.parts.tiers import FetchedBlocks, TiersPlan
 from ...bus.steps import NewSequence, StepPlan, StepSummary
 from ...telemetry import TraceContext, names, now_ns
 from ..actor import Actor
@@ -90,15 +92,15 @@ class BatchingSpans:
             self.ended(cancel.request_id)
         for seq_id in plan.finished if self._running else ():
             info = self._running.pop(seq_id, None)
-            if info is not None and core.info_of(seq_id) is not None:  # it has not ended
+            if info is not None and seq_id in core.index:  # it has not ended
                 self._waiting.setdefault(info.request_id, Wait(info, now_ns(), preempted=True))
         for new in plan.new:
             if self._stage.records(new.info.traceparent):
                 self._running[new.seq_id] = new.info
                 if (wait := self._waiting.pop(new.info.request_id, None)) is not None:
                     self._started(wait)
-                if core.tiers is not None:
-                    self._fetched(new, *core.fetch_of(new.seq_id))
+                if (fetched := FetchedBlocks.find(new.onward)) is not None:
+                    self._fetched(new, fetched)
         if self._running and self._pause_ns and plan.made_ns >= self._next_step_ns:
             self._note(plan, core)
 
@@ -136,15 +138,14 @@ class BatchingSpans:
         trace = TraceContext(info.traceparent, info.tracestate)
         self._stage.span(info.request_id, trace, wait.since_ns, events=events)
 
-    def _fetched(self, new: NewSequence, since_ns: int, num_loaded: int) -> None:
+    def _fetched(self, new: NewSequence, fetched: FetchedBlocks) -> None:
         """Record the wait of a sequence for blocks from disk or another executor."""
-        if since_ns:
-            trace = TraceContext(new.info.traceparent, new.info.tracestate)
-            attributes = {
-                names.SAMPLE_INDEX: new.sample.sample_index,
-                names.KV_BLOCKS_LOADED: num_loaded,
-            }
-            self._stage.span(new.info.request_id, trace, since_ns, attributes, name=names.KV_FETCH)
+        trace, since_ns = TraceContext(new.info.traceparent, new.info.tracestate), fetched.since_ns
+        attributes = {
+            names.SAMPLE_INDEX: new.sample.sample_index,
+            names.KV_BLOCKS_LOADED: fetched.num_loaded,
+        }
+        self._stage.span(new.info.request_id, trace, since_ns, attributes, name=names.KV_FETCH)
 
     def _note(self, plan: StepPlan, core: BatchingCore) -> None:
         infos = filter(None, map(self._running.get, plan.seq_ids))
@@ -167,15 +168,18 @@ class BatchingSpans:
 
 def _moves(plan: StepPlan) -> dict[str, int]:
     """Return the numbers of blocks that a plan moves between the tiers, if it moves any."""
-    kinds: Counter[str] = Counter(move.kind for move in (*plan.kv_moves, *plan.kv_offers))
+    if (found := TiersPlan.find(plan.parts)) is None:
+        return {}
+    kinds: Counter[str] = Counter(move.kind for move in (*found.moves, *found.offers))
     return {name: kinds[kind] for kind, name in _MOVES.items() if kinds[kind]}
 
 
 def _draft_counts(result: StepSummary) -> dict[str, int]:
     """Return the number of drafted tokens and of accepted ones, if there are any."""
-    if not result.drafts:
+    found = DraftsResult.find(result.parts)
+    if found is None or not found.verified:
         return {}
     return {
-        names.DRAFT_TOKENS: sum(draft.num_tokens for draft in result.drafts),
-        names.ACCEPTED_TOKENS: sum(draft.num_accepted for draft in result.drafts),
+        names.DRAFT_TOKENS: sum(draft.num_tokens for draft in found.verified),
+        names.ACCEPTED_TOKENS: sum(draft.num_accepted for draft in found.verified),
     }

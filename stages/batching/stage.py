@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from typing import ClassVar
 
 from ...bus.control import (
-    AdapterReady,
     Cancel,
     ControlSession,
     FlushCache,
-    MemoryState,
     Pause,
     Resume,
     StageReady,
     StopSequences,
     TiersChanged,
-    WeightsReady,
 )
-from ...bus.envelope import Envelope
+from ...bus.envelope import Envelope, Message
 from ...bus.kv_events import (
     AllBlocksCleared,
     BlockRemoved,
@@ -30,16 +26,12 @@ from ...bus.kv_events import (
 from ...bus.links import CONTROL, CREDITS, HANDOVERS, PLANS, at
 from ...bus.messages import (
     AdmittedRequest,
-    AnnounceBlocks,
-    AnnounceSequence,
     Credit,
     Handover,
     PauseSequences,
-    ReleaseBlocks,
+    RequestInfo,
     ResumeSequences,
-    WithdrawSequences,
 )
-from ...bus.parts.adapters import adapters_of
 from ...bus.public import KVSessionResult
 from ...bus.steps import StepSummary
 from ...bus.weights import check_in_flight
@@ -47,11 +39,8 @@ from ...config import BusError, WeightsError, role_of_sender
 from ...telemetry import instruments, names, now_ns
 from ..actor import Actor, StageContext, budget_of, deadline_of
 from ..tier_log import log_differences
-from .core import BatchingCore
-from .handover import Departure
-from .sessions import SessionCall, SessionKey
+from .core import BatchingCore, UnknownMessage
 from .spans import BatchingSpans
-from .tiers import KVTiers
 
 
 class BatchingStage(Actor):
@@ -99,7 +88,7 @@ class BatchingStage(Actor):
         core = self._core
         if core is None:
             return {}
-        load: dict[str, int | float | str] = {**core.load()}
+        load: dict[str, int | float | str] = {"kv_pinned": 0, **core.load()}
         step_age_s = self._step_age_s(core)
         if held := self._held(core):
             load["held"] = held
@@ -123,7 +112,7 @@ class BatchingStage(Actor):
         core = self._core
         if core is None:
             return
-        load, done = core.load(), core.take_counters()
+        load, done, counts = core.load(), core.take_counters(), core.take_counts()
         self.metrics.record(instruments.STEP_AGE, self._step_age_s(core))
         for instrument, value in (
             (instruments.RUNNING, load["running"]),
@@ -148,26 +137,21 @@ class BatchingStage(Actor):
             ("miss", done.misses),
         ):
             self.metrics.record(instruments.PREFIX_LOOKUPS, number, {names.PREFIX_RESULT: result})
-        self.metrics.record(instruments.KV_PINNED, load["kv_pinned"])
-        for outcome, number in core.sessions.take_counts().items():
+        self.metrics.record(instruments.KV_PINNED, load.get("kv_pinned", 0))
+        for outcome, count in counts.get("sessions", {}).items():
             self.metrics.record(
-                instruments.KV_SESSION_RESULTS, number, {names.KV_SESSION_OUTCOME: outcome}
+                instruments.KV_SESSION_RESULTS, count, {names.KV_SESSION_OUTCOME: outcome}
             )
-        images = core.images
-        encoded, kept = (0, 0) if images is None else (images.take_encoded(), images.num_tokens)
-        self.metrics.record(instruments.ENCODED_IMAGES, encoded)
-        self.metrics.record(instruments.CACHED_IMAGE_TOKENS, kept)
-        if core.tiers is not None:
-            self._measure_tiers(core.tiers)
-
-    def _measure_tiers(self, tiers: KVTiers) -> None:
-        report, counts = tiers.load_report(), tiers.take_counts()
-        for tier in ("host", "disk"):
-            blocks = report[f"kv_{tier}"]
-            self.metrics.record(instruments.KV_TIER_BLOCKS, blocks, {names.KV_TIER: tier})
-        for move, number in asdict(counts).items():
-            self.metrics.record(instruments.KV_TIER_MOVES, number, {names.KV_MOVE: move})
-        self.metrics.record(instruments.KV_TIME_SAVED, tiers.saved_s(counts.loaded))
+        images = counts.get("images", {})
+        self.metrics.record(instruments.ENCODED_IMAGES, images.get("encoded", 0))
+        self.metrics.record(instruments.CACHED_IMAGE_TOKENS, images.get("kept_tokens", 0))
+        if (moves := counts.get("tier_moves")) is not None:
+            for tier in ("host", "disk"):
+                blocks = load[f"kv_{tier}"]
+                self.metrics.record(instruments.KV_TIER_BLOCKS, blocks, {names.KV_TIER: tier})
+            for move, count in moves.items():
+                self.metrics.record(instruments.KV_TIER_MOVES, count, {names.KV_MOVE: move})
+            self.metrics.record(instruments.KV_TIME_SAVED, counts["tier_times"]["saved_s"])
 
     async def handle(self, envelope: Envelope) -> None:
         match envelope.body:
@@ -187,11 +171,7 @@ class BatchingStage(Actor):
         core = self._core or (self._last[0] if self._last is not None else None)
         result = KVSessionResult(outcome="missing", reason="the executor is not ready yet")
         if core is not None:
-            key, call = (
-                SessionKey(request.tenant, request.session),
-                SessionCall(request.action, request.ttl_s),
-            )
-            result = core.sessions.call(key, call, now_ns())
+            result = core.receive(request, now_ns())
         await self.answer(operation_id, kv_session=result)
 
     async def _control(self, request: Pause | Resume | FlushCache, operation_id: str) -> None:
@@ -231,37 +211,32 @@ class BatchingStage(Actor):
                 now = now_ns()
                 core.add(request, deadline_of(envelope, now))
                 self._spans.arrived(request.info, now)
-            case (
-                AnnounceSequence() | AnnounceBlocks() | Handover() | WithdrawSequences()
-            ) as message:
-                now = now_ns()
-                info = core.take_in(message, deadline_of(envelope, now))
-                if info is not None and isinstance(message, Handover):
-                    self._spans.handed_over(info, message, role_of_sender(envelope.sender), now)
-                elif info is not None:  # the first token came before this message
-                    self._spans.arrived(info, now)
             case StopSequences(seq_ids):
                 core.stop(seq_ids)
             case PauseSequences(seq_ids):
                 core.pause_sequences(seq_ids)
             case ResumeSequences(seq_ids, rank):
                 core.resume_sequences(seq_ids, rank)
-            case ReleaseBlocks(seq_ids):
-                core.handovers.release(seq_ids)
             case Cancel() as cancel:
                 core.cancel(cancel)
                 self._spans.ended(cancel.request_id)
-            case WeightsReady(version, in_flight):
-                core.change_weights(version, in_flight)
-            case AdapterReady(adapter, version, in_flight):
-                core.change_adapter(adapter, version, in_flight)
-            case TiersChanged() as changes:
-                core.change_tiers(changes)
-                log_differences(changes)
-            case MemoryState(lacks, release):
-                core.change_memory(lacks, release)
-            case other:
-                self.log.warning("message_not_understood", type=type(other).__name__)
+            case message:
+                self._apply_to_parts(core, message, envelope)
+
+    def _apply_to_parts(self, core: BatchingCore, message: Message, envelope: Envelope) -> None:
+        now = now_ns()
+        try:
+            reply = core.receive(message, now, deadline_of(envelope, now))
+        except UnknownMessage:
+            self.log.warning("message_not_understood", type=type(message).__name__)
+            return
+        if isinstance(message, TiersChanged):
+            log_differences(message)
+        if isinstance(reply, RequestInfo):  # of a sequence that another replica has handed over
+            if isinstance(message, Handover):
+                self._spans.handed_over(reply, message, role_of_sender(envelope.sender), now)
+            else:  # the first token came before this message
+                self._spans.arrived(reply, now)
 
     async def tick(self) -> None:
         core = self._core
@@ -273,10 +248,13 @@ class BatchingStage(Actor):
                 self.metrics.record(instruments.BATCH_SIZE, len(plan.seq_ids))
             self._spans.planned(plan, core)
             await self.send(self.own(PLANS), plan)
-        await self._depart(core.handovers.take_departures())
+        if (departures := core.part("departures")) is not None:
+            for each in departures.take_departures():
+                budget = budget_of(each.deadline_ns, now_ns())
+                await self.send(at(HANDOVERS, each.successor), each.message, budget_ns=budget)
         if (report := core.take_report()) is not None:
             await self.send(self.own(CREDITS), report)
-        if core.events is not None and (events := core.events.take()):
+        if (kv_events := core.part("kv_events")) is not None and (events := kv_events.log.take()):
             await self._publish(events)
         if core.idle and report is None:  # which is to be written meanwhile
             core.check()
@@ -285,12 +263,6 @@ class BatchingStage(Actor):
 
     def wake_at_ns(self) -> int | None:
         return self._core.next_deadline_ns() if self._core is not None else None
-
-    async def _depart(self, departures: list[Departure]) -> None:
-        """Send messages to the replicas that continue sequences."""
-        for each in departures:
-            budget = budget_of(each.deadline_ns, now_ns())
-            await self.send(at(HANDOVERS, each.successor), each.message, budget_ns=budget)
 
     async def _answer_pause(self) -> None:
         pausing, self._pausing = self._pausing, ""
@@ -321,12 +293,8 @@ class BatchingStage(Actor):
         keeps_cache = executor == ready.incarnation
         if core is None or not keeps_cache:
             core = BatchingCore(self.config.engine, ready.capacity)
-        if core.cache.weight_version != ready.capacity.weight_version:
-            # A failure came between the plan with new weights and its result.
-            core.cache.begin_weight_version(ready.capacity.weight_version)
+        core.restart(ready.capacity)
         core.paused = self._paused
-        core.lacks = ready.capacity.lacks
-        core.set_adapters(adapters_of(ready.capacity))
         self._executor = ready.incarnation
         self._last = None
         self._core = core

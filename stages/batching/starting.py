@@ -15,7 +15,7 @@ MOST_LOOKS = 2
 
 
 def enqueue(waiting: deque[Sequence], seq: Sequence) -> None:
-    """Let a sequence wait behind sequences that rank before it."""
+    """Let a sequence wait after sequences that rank before it."""
     place = len(waiting)
     while place and waiting[place - 1].rank > seq.rank:
         place -= 1
@@ -28,7 +28,6 @@ def startable(
     room: int,
     cache: KVCacheManager,
     limits: SchedulerConfig,
-    fetching: list[Sequence],
     num_free: int,
 ) -> list[Sequence]:
     """Return waiting sequences that may start, in order; set `num_cached` and `num_to_allocate`.
@@ -44,12 +43,11 @@ def startable(
         room: Most sequences that may start.
         cache: Holds their prefixes.
         limits: The scheduler's.
-        fetching: Sequences that wait for their blocks are added to it.
         num_free: Blocks that are free or can be freed.
     """
     chosen: list[Sequence] = []
     num_blocks = num_tokens = 0
-    computing = {cache.next_run(seq.lease) for seq in prefilling}
+    computing = {cache.next_run(seq.allocation) for seq in prefilling}
     for seq in islice(waiting, MOST_LOOKS * limits.max_batch_size):
         if (
             len(chosen) == room
@@ -57,13 +55,12 @@ def startable(
             or num_tokens >= limits.max_tokens_per_batch
         ):
             break
-        match = cache.match(seq.lease)
+        match = cache.match(seq.allocation)
         if match.next_run is not None:
-            if match.next_run in computing and seq.lease.may_reuse:
+            if match.next_run in computing and seq.allocation.may_reuse:
                 continue
             computing.add(match.next_run)
-        if cache.fetch(seq.lease):
-            fetching.append(seq)
+        if cache.below.fetch(seq.allocation):
             continue
         seq.num_cached, seq.num_to_allocate = match.num_cached, match.num_needed
         chosen.append(seq)
@@ -103,7 +100,7 @@ def shared_prefills(
         if (seq := index[seq_id]).num_scheduled < seq.num_to_prefill
         and seq.num_remaining == number
         and not seq.pools
-        and cache.is_current(seq.lease)
+        and cache.is_current(seq.allocation)
     ]
     shared: dict[int, list[Sequence]] = {}
     if not sources:
@@ -125,8 +122,8 @@ def shared_prefills(
 
 def _can_share(seq: Sequence, source: Sequence) -> bool:
     return (
-        seq.lease.may_reuse
+        seq.allocation.may_reuse
         and not (seq.started or seq.pools)
-        and seq.lease.scope == source.lease.scope
-        and seq.lease.token_ids == source.lease.token_ids
+        and seq.allocation.scope == source.allocation.scope
+        and seq.allocation.token_ids == source.allocation.token_ids
     )

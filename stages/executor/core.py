@@ -12,10 +12,11 @@ import msgspec
 import numpy as np
 
 from ...bus.control import Cancel, ReplicaCapacity
+from ...bus.media import MediaItem
 from ...bus.parts.adapters import AdapterCapacity, AdaptersResult
 from ...bus.parts.embeddings import PooledResult
 from ...bus.parts.experts import ExpertCapacity
-from ...bus.parts.images import ImagesResult
+from ...bus.parts.images import ImagesResult, PromptMedia
 from ...bus.parts.recipes import FingerprintCapacity
 from ...bus.parts.scoring import PromptScores
 from ...bus.parts.speculation import DraftCapacity, DraftsResult
@@ -563,8 +564,8 @@ class ExecutorCore:
             self.images.apply(plan, images)
         for new in plan.new:
             self._table.add(new, self.adapters.slot_of(new.info.adapter))
-            if new.media:
-                self._place_images(new)
+            if new.parts and (media := PromptMedia.find(new.parts)) is not None:
+                self._place_images(new, media.items)
         try:
             for seq_id, block_ids in plan.grown:
                 self._table.append_blocks(seq_id, block_ids)
@@ -580,10 +581,10 @@ class ExecutorCore:
             if self._capture is not None:
                 self.record_graphs(self._capture)
 
-    def _place_images(self, new: NewSequence) -> None:
+    def _place_images(self, new: NewSequence, media: tuple[MediaItem, ...]) -> None:
         if self.images is None:
             raise ValueError(f"sequence {new.seq_id} has images, and the model takes none")
-        self.images.add(new)
+        self.images.add(new, media)
 
     def _select(self, plan: StepPlan) -> tuple[IntArray, IntArray, IntArray | None, BoolArray]:
         """Return table rows, tokens to compute and drafts allowed, of sequences that still run; and

@@ -19,9 +19,9 @@ from ...bus import Inbox
 from ...bus.control import ScoreSample, StageReady, StageStarted
 from ...bus.envelope import Envelope
 from ...bus.links import CONTROL, HANDOVERS, STEPS_BATCHING, STEPS_STREAMING, at
-from ...bus.parts.handover import HandoversResult
+from ...bus.parts.handover import HandoversResult, first_tokens
 from ...bus.parts.speculation import DraftsResult
-from ...bus.steps import StepPlan, StepResult, first_tokens
+from ...bus.steps import StepPlan, StepResult
 from ...config import BusError, ChannelClosed, EngineConfig, WeightsError
 from ...store.images import StoredImage
 from ...telemetry import instruments, names, now_ns

@@ -16,7 +16,7 @@ from nano_inference.bus.links import ADMITTED, CONTROL, CREDITS, DISPATCH, FINIS
 from nano_inference.bus.memory.bus import MemoryInbox
 from nano_inference.bus.parts.handover import HandoverRoute
 from nano_inference.bus.parts.responses import ResponseCaching
-from nano_inference.bus.parts.sessions import SessionTurn
+from nano_inference.bus.parts.sessions import SessionGrant, SessionTurn
 from nano_inference.bus.parts.speculation import DraftsResult
 from nano_inference.bus.parts.tiers import TiersPlan
 from nano_inference.bus.pooling import Pooling
@@ -38,9 +38,9 @@ QUEUED = StageTime(stage="fairness", start_ns=1, end_ns=2)
 INFO = messages.RequestInfo(*IDS, "adapter", Pooling("mean", True, 4), QUEUED)
 SPEC = messages.SequenceSpec(7, 1, -5, (8, 9))
 PROMPT = messages.Prompt((1, 2, 3), ("image",))
-GRANT = steps.SessionGrant("pin", 3, 16, True, "no room")
-NEW = steps.NewSequence(7, (1, 2), 0, 0, (4, 5), SAMPLING, SPEC, INFO, session=GRANT)
-STARTED = steps.StartedSequence(7, 1, "r", "1-0", 0, 0, 6, QUEUED, session=GRANT)
+GRANT = SessionGrant("pin", 3, 16, True, "no room")
+NEW = steps.NewSequence(7, (1, 2), 0, 0, (4, 5), SAMPLING, SPEC, INFO, onward=(GRANT,))
+STARTED = steps.StartedSequence(7, 1, "r", "1-0", 0, 0, 6, QUEUED, parts=(GRANT,))
 TURN = KVSession(id="agent", ttl_s=9.5, after="demote")
 RESPONSE = messages.StoredResponse(
     (messages.StoredSample((4, 5), (-0.5, -float("inf")), (((4, -0.5),), ()), "stop"),), 3, 2, 1
@@ -150,10 +150,17 @@ async def test_every_message_arrives_equal(bus: Bus) -> None:
 
 
 def with_decoded_sections(received: Any, sent: Any) -> Any:
-    if not getattr(sent, "parts", ()):
-        return received
-    parts = tuple(type(part).find(received.parts) for part in sent.parts)
-    return msgspec.structs.replace(received, parts=parts)
+    decoded: dict[str, Any] = {}
+    for name in ("parts", "onward"):
+        if sections := getattr(sent, name, ()):
+            found = getattr(received, name)
+            decoded[name] = tuple(type(section).find(found) for section in sections)
+    for name in ("new", "started"):
+        if isinstance(sent, steps.StepPlan | steps.StepResult) and (
+            inner := getattr(sent, name, ())
+        ):
+            decoded[name] = tuple(map(with_decoded_sections, getattr(received, name), inner))
+    return msgspec.structs.replace(received, **decoded)
 
 
 async def test_envelope_is_filled_in(bus: Bus) -> None:

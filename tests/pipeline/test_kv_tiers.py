@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import random
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,7 +21,7 @@ from nano_inference import (
 )
 from nano_inference.config import WeightsError
 from nano_inference.stages.batching import BatchingCore
-from nano_inference.stages.batching.tiers import TierCounts
+from nano_inference.stages.batching.parts.tiers.tiers import TierCounts
 from nano_inference.stages.executor.core import ExecutorCore
 
 from . import short_model
@@ -51,7 +53,7 @@ def tokens_of(samples: list[TrainingSample]) -> list[tuple[int, ...]]:
 
 
 def counts(made: InferenceEngine) -> TierCounts:
-    tiers = made._batching.tiers
+    tiers = made._batching.part("tiers").blocks
     assert tiers is not None
     return tiers.take_counts()
 
@@ -59,7 +61,7 @@ def counts(made: InferenceEngine) -> TierCounts:
 def wait_for_writes(made: InferenceEngine) -> None:
     tiers = made._executor.tiers
     assert tiers is not None
-    made._batching.change_tiers(tiers.on_disk())
+    made._batching.receive(tiers.on_disk(), 0)
 
 
 @pytest.fixture(scope="module")
@@ -90,6 +92,32 @@ def test_kv_from_disk_gives_the_same_tokens_after_a_restart(
     assert tokens_of(samples) == computed
     assert found.fetched > 5 * (PROMPT_TOKENS // 16)
     assert found.lost == 0
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}},
+        {"rope_parameters": {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0}},
+        {"rms_norm_eps": 0.01},
+        {"use_sliding_window": True, "sliding_window": 8, "layer_types": ["sliding_attention"]},
+    ],
+    ids=["rope_theta", "yarn", "eps", "window"],
+)
+def test_another_configuration_of_the_same_weights_finds_no_stored_kv(
+    changed: dict[str, Any], tmp_path: Path
+) -> None:
+    folder, disk = tmp_path / "model", str(tmp_path / "kv")
+    shutil.copytree(short_model.folder(), folder)
+    with engine(model_path=str(folder), kv_disk_path=disk) as made:
+        made.generate(PROMPTS[:2], GREEDY)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | changed))
+    with engine(model_path=str(folder)) as made:
+        expected = tokens_of(made.generate(PROMPTS[:2], GREEDY))
+    with engine(model_path=str(folder), kv_disk_path=disk) as made:
+        assert tokens_of(made.generate(PROMPTS[:2], GREEDY)) == expected
+        assert counts(made).fetched == 0
 
 
 def test_siblings_constraints_and_drafts_go_on_from_stored_kv() -> None:

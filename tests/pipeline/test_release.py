@@ -10,7 +10,7 @@ from nano_inference import (
     Pipeline,
     WeightsError,
 )
-from nano_inference.bus.control import MemoryTag
+from nano_inference.bus.control import MemoryState, MemoryTag
 from nano_inference.bus.steps import StepPlan
 from nano_inference.stages.batching.core import BatchingCore
 from nano_inference.stages.executor.changes.shell import StagedChanges
@@ -67,7 +67,7 @@ async def test_word_of_the_weights_before_may_come_late(
     def plan(self: BatchingCore, now_ns: int) -> StepPlan | None:
         made = original(self, now_ns)
         if made is not None and made.weight_version:
-            self.change_memory(WEIGHTS, ())
+            self.receive(MemoryState(WEIGHTS, ()), now_ns)
         return made
 
     await running.client.release_memory(WEIGHTS)
@@ -79,7 +79,7 @@ async def test_word_of_the_weights_before_may_come_late(
 
 @pytest.mark.parametrize(
     ("make_config", "broken"),
-    [("memory", "change_memory"), in_soak("redis-links", "plan")],
+    [("memory", "receive"), in_soak("redis-links", "plan")],
     indirect=["make_config"],
 )
 async def test_a_release_outlives_the_failure_of_batching(

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from nano_inference import Completion, Config, Pipeline
-from nano_inference.stages.batching.cache import KVCacheManager
 from nano_inference.stages.batching.core import BatchingCore
-from nano_inference.stages.batching.handover import Handovers
-from nano_inference.stages.batching.tiers import TierCounts
+from nano_inference.stages.batching.parts.handover.arrivals import Arrivals
+from nano_inference.stages.batching.parts.tiers.part import Tiers
+from nano_inference.stages.batching.parts.tiers.tiers import KVTiers, TierCounts
 from nano_inference.stages.executor.core import ExecutorCore
 from nano_inference.stages.executor.runner.tiers.host_slots import HostSlots
 from nano_inference.stages.fairness.core import FairnessCore
@@ -79,7 +79,7 @@ async def expected_of(make_config: MakeConfig, asked: list[dict[str, Any]]) -> l
 
 
 def counts(pipeline: Pipeline, replica: int) -> TierCounts:
-    tiers = batching_of(pipeline, replica).tiers
+    tiers = batching_of(pipeline, replica).part("tiers").blocks
     assert tiers is not None
     return tiers._counts
 
@@ -143,9 +143,9 @@ async def test_features_go_on_behind_a_handover(make_config: MakeConfig, specula
     [
         in_soak(BatchingCore, "absorb"),
         in_soak(BatchingCore, "plan"),
-        (Handovers, "offer"),
-        in_soak(KVCacheManager, "expect"),
-        (BatchingCore, "take_in"),
+        (KVTiers, "offer"),
+        in_soak(Tiers, "expect"),
+        (Arrivals, "receive"),
         (FairnessCore, "_leave"),
         in_soak(FairnessCore, "pop"),
         in_soak(ExecutorCore, "execute"),

@@ -262,8 +262,9 @@ def check_state(world: World) -> Iterator[str]:
         if actor.name == "batching" and actor.holds_all:
             core = actor._core  # type: ignore[attr-defined]
             if core is not None:
-                if core.tiers is not None and core.tiers.difference is not None:
-                    yield f"a block that was loaded differs: {core.tiers.difference}"
+                tiers = core.part("tiers")
+                if tiers is not None and tiers.blocks.difference is not None:
+                    yield f"a block that was loaded differs: {tiers.blocks.difference}"
                 try:
                     core.check()
                 except AssertionError as error:
@@ -308,7 +309,8 @@ def _check_given_back(world: World) -> Iterator[str]:
             batching: Any = actor._core  # type: ignore[attr-defined]
             if batching.cache.num_free_blocks() != story.num_blocks:
                 yield f"{batching.cache.num_free_blocks()} of {story.num_blocks} blocks are free"
-            if batching._arrivals._arrivals or batching.handovers:
+            arrivals, departures = batching.part("arrivals"), batching.part("departures")
+            if (arrivals and arrivals._arrivals) or (departures and departures._leavers):
                 yield f"{actor.role}: sequences are announced that have ended"
 
 

@@ -91,15 +91,15 @@ class SequenceImages:
         if plan.encodes or plan.forgotten_images:
             self.embeddings.apply(plan.forgotten_images, plan.encodes, images)
 
-    def add(self, new: NewSequence) -> None:
+    def add(self, new: NewSequence, media: tuple[MediaItem, ...]) -> None:
         """Place the images of a sequence that the table has."""
         row = self._table.row_of(new.seq_id)
         assert row is not None
         prompt = new.token_ids[: len(new.token_ids) - new.num_generated]
-        places = tuple(np.array(item.places(prompt), np.int64) for item in new.media)
+        places = tuple(np.array(item.places(prompt), np.int64) for item in media)
         positions: Positions | None = None
         try:
-            positions = self._vision.positions(prompt, new.media)
+            positions = self._vision.positions(prompt, media)
         except MediaError as error:
             self._fail(row, str(error))
         reach: IntArray | None = None
@@ -107,7 +107,7 @@ class SequenceImages:
             reach = np.arange(len(prompt))
             for own in places:
                 reach[own] = own[-1]
-        self._table.images[row] = PlacedImages(new.media, places, positions, reach)
+        self._table.images[row] = PlacedImages(media, places, positions, reach)
         self._table.images_end[row] = int(places[-1][-1]) + 1
         self._table.position_shift[row] = positions.shift if positions is not None else 0
 

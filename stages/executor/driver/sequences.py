@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ....bus.messages import DEFAULT_SCOPE, CacheScope, RequestInfo
+from ....bus.parts.speculation import Prediction
 from ....bus.steps import NewSequence
 from ....config import Constraint
 from ..runner.interface import NO_ADAPTER, IntArray
@@ -166,7 +167,8 @@ class SequenceTable:
         self.finished[row] = False
         self.adapter[row] = adapter
         self.pools[row] = new.info.pooling is not None
-        self.prediction[row] = new.prediction
+        expected = Prediction.find(new.parts)
+        self.prediction[row] = expected.token_ids if expected is not None else ()
         self.info[row] = new.info
         self.scope[row] = new.cache_scope
         self.images_end[row] = self.position_shift[row] = 0

@@ -463,9 +463,8 @@ def started_sequences(plan: StepPlan, executed_ns: int) -> tuple[StartedSequence
             executed_ns=executed_ns,
             queued=new.info.queued,
             handed_over=new.handed_over,
-            session=new.session,
             hands_over=new.hands_over,
-            fetching_since_ns=new.fetching_since_ns,
+            parts=new.onward,
         )
         for new in plan.new
         if new.seq_id != AUDIT_SEQ_ID

@@ -22,6 +22,7 @@ from ....bus.control import Cancel
 from ....bus.messages import RequestOpened
 from ....bus.parts.accounts import RequestTimes
 from ....bus.parts.speculation import DraftsResult
+from ....bus.parts.tiers import FetchedBlocks
 from ....bus.public import CompletionChunk
 from ....bus.steps import StartedSequence, VerifiedDraft
 from ....bus.times import CAUSES, NO_TIMES, Break, Cause, StepTimes
@@ -366,8 +367,8 @@ class RequestTime:
             self._advance(queued.start_ns, now_ns, "overhead" if transport else self._base)
             self._advance(queued.end_ns, now_ns, "credits")
         self._base, self._base_device = "ready", device
-        if started.fetching_since_ns:
-            self._advance(started.fetching_since_ns, now_ns)
+        if (fetched := FetchedBlocks.find(started.parts)) is not None:
+            self._advance(fetched.since_ns, now_ns)
             self._base = "kv"
         self._advance(started.executed_ns, now_ns)
         self._base = "credits"

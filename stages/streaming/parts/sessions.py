@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ....bus.control import Cancel
+from ....bus.parts.sessions import SessionGrant
 from ....bus.steps import StartedSequence
 from ..deliveries import Ending
 from ..samples import RequestState, Sample
@@ -14,8 +15,8 @@ class Sessions(Part):
     """Reports what a turn leaves in the KV cache."""
 
     def started(self, sample: Sample, started: StartedSequence, step: Step) -> None:
-        if started.session is not None:
-            sample.request.notes[self] = started.session
+        if (grant := SessionGrant.find(started.parts)) is not None:
+            sample.request.notes[self] = grant
 
     def completed(
         self, request: RequestState | None, cancel: Cancel | None, ending: Ending

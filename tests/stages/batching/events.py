@@ -3,19 +3,52 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
 
+from nano_inference.bus.control import ReplicaCapacity
 from nano_inference.bus.kv_events import KVEventBatch, encode_batch
 from nano_inference.bus.messages import CacheScope
-from nano_inference.stages.batching import KVCacheManager, Lease, PagedKVCache, RadixKVCache
-from nano_inference.stages.batching.kv_events import wire_hash
+from nano_inference.config import EngineConfig, SchedulerConfig
+from nano_inference.stages.batching import Allocation, KVCacheManager, PagedKVCache, RadixKVCache
+from nano_inference.stages.batching.parts.kv_events import KVEventLog, KVEvents, wire_hash
+from nano_inference.stages.batching.parts.tiers.part import Tiers
+from nano_inference.stages.batching.parts.tiers.tiers import KVTiers
 
 from ...kv_router import Root, Router
 
 
+def with_parts(
+    cache: KVCacheManager, tiers: KVTiers | None = None, events: KVEventLog | None = None
+) -> KVCacheManager:
+    """Return a cache with these tiers below it, and this log of its blocks, without a core."""
+    parts: dict[str, Any] = {}
+    core: Any = SimpleNamespace(
+        cache=cache,
+        limits=SchedulerConfig(8, 64, cache.block_size),
+        sent=(),
+        rests=True,
+        part=parts.get,
+    )
+    sections = (tiers.capacity,) if tiers is not None else ()
+    capacity = ReplicaCapacity(cache.num_blocks, cache.block_size, 99, 9, "none", parts=sections)
+    if events is not None:
+        parts["kv_events"] = KVEvents(core, EngineConfig(), capacity)
+        parts["kv_events"].log = events
+    if tiers is not None:
+        part = Tiers(core, EngineConfig(), capacity)
+        part.blocks, cache.root = tiers, tiers.root
+    return cache
+
+
+def log_of(cache: KVCacheManager) -> KVEventLog:
+    (log,) = [each.log for each in cache.followers if isinstance(each, KVEvents)]
+    return log
+
+
 def pass_on(cache: KVCacheManager, router: Router) -> None:
     """Send the new events to a router, as bytes."""
-    assert cache.events is not None
-    if events := cache.events.take():
+    if events := log_of(cache).take():
         router.apply(encode_batch(KVEventBatch(0.0, events, 0)))
 
 
@@ -26,8 +59,8 @@ def check_router(cache: KVCacheManager, router: Router) -> None:
     """
     pass_on(cache, router)
     assert router.where.get("GPU", set()) == on_device(cache)
-    if cache.tiers is not None:
-        below = cache.tiers
+    if isinstance(cache.below, Tiers):
+        below = cache.below.blocks
         off = below.difference is not None
         on_host = set() if off else {wire_hash(name) for name in below._slot_of}
         on_disk = set() if off else {wire_hash(name) for name in below._on_disk}
@@ -47,7 +80,7 @@ def on_device(cache: KVCacheManager) -> set[bytes | int]:
 
 def is_whole(cache: KVCacheManager, block_id: int) -> bool:
     if isinstance(cache, PagedKVCache):
-        return cache._hashes[block_id] is not None
+        return cache._indexed[block_id] is not None
     assert isinstance(cache, RadixKVCache)
     node = cache._nodes[block_id]
     return node is not None and node.end == cache.block_size
@@ -63,8 +96,8 @@ def check_match(
     cache: KVCacheManager, router: Router, token_ids: Sequence[int], scope: CacheScope
 ) -> int:
     """Check that a router finds as much of a prompt as the cache does; return the blocks."""
-    lease = Lease(list(token_ids), scope)
-    prefix, _, names = cache._fit(lease, cache.num_blocks)
+    allocation = Allocation(list(token_ids), scope)
+    prefix, _, names = cache._fit(allocation, cache.num_blocks)
     most = (len(token_ids) - 1) // cache.block_size
     media = router.find(token_ids, cache.block_size, root_of(scope))[:most]
     found = next((i for i, each in enumerate(media) if "GPU" not in each), len(media))

@@ -20,7 +20,7 @@ def check_index(cache: KVCacheManager) -> None:
 
 
 def check_hashes(cache: PagedKVCache) -> None:
-    named = {b: h for b, h in enumerate(cache._hashes) if h is not None}
+    named = {b: h for b, h in enumerate(cache._indexed) if h is not None}
     assert named == {b: h for h, b in cache._block_of.items()}, "names do not match blocks"
     latest = {b: run[0] for b, run in enumerate(cache._runs) if run is not None}
     assert latest == {b: p for p, b in cache._latest.items()}, "runs do not match blocks"

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Literal
 
 from nano_inference.bus.control import (
+    AdapterReady,
     AuditedBlock,
+    ControlSession,
     ImageCapacity,
+    MemoryState,
     ReplicaCapacity,
     TierCapacity,
     TiersChanged,
+    WeightsReady,
 )
 from nano_inference.bus.media import MediaItem
 from nano_inference.bus.messages import (
@@ -22,17 +26,24 @@ from nano_inference.bus.messages import (
     RequestInfo,
     SequenceSpec,
 )
+from nano_inference.bus.parts.adapters import AdapterCapacity
 from nano_inference.bus.parts.embeddings import PooledResult
-from nano_inference.bus.parts.handover import HandoverRoute, HandoversResult
+from nano_inference.bus.parts.handover import HandoverRoute, HandoversResult, first_tokens
 from nano_inference.bus.parts.images import PromptMedia
 from nano_inference.bus.parts.sessions import SessionTurn
 from nano_inference.bus.parts.speculation import DraftCapacity
 from nano_inference.bus.pooling import PooledPrompt, Pooling
 from nano_inference.bus.public import KVSession
-from nano_inference.bus.sections import Section
-from nano_inference.bus.steps import KVMove, NewSequence, StepPlan, StepResult, first_tokens
+from nano_inference.bus.sections import Section, with_sections
+from nano_inference.bus.steps import KVMove, NewSequence, StepPlan, StepResult
+from nano_inference.bus.weights import InFlight
 from nano_inference.config import EngineConfig, SamplingParams
 from nano_inference.stages.batching import BatchingCore
+from nano_inference.stages.batching.parts.handover.departures import Departure
+from nano_inference.stages.batching.parts.images.cache import ImageCache
+from nano_inference.stages.batching.parts.sessions import Sessions
+from nano_inference.stages.batching.parts.tiers.tiers import KVTiers
+from nano_inference.store.board import LoadedAdapter
 
 from ...kv_router import Router
 from .events import check_router
@@ -274,6 +285,7 @@ class FakeReplica:
             parts=tuple(parts),
         )
         self.stages = pipeline_stages if steps_ahead > 1 else 1
+        self.capacity = capacity
         self.core = BatchingCore(config, capacity, steps_ahead=steps_ahead)
         self.executor = RuleExecutor(num_blocks, block_size)
         self.plans: deque[StepPlan] = deque()
@@ -384,8 +396,44 @@ class FakeReplica:
         """Pass on what the tiers' threads have done next."""
         if (change := self.executor.tier_change()) is None:
             return False
-        self.core.change_tiers(change)
+        self.core.receive(change, self.now_ns)
         return True
+
+    # --- optional parts -----------------------------------------------------------------------
+
+    @property
+    def sessions(self) -> Sessions:
+        """The sessions, made with the first look."""
+        parts = self.core._parts.receivers(ControlSession("", "", "pin"))
+        return next(part for part in parts if isinstance(part, Sessions))
+
+    @property
+    def tiers(self) -> KVTiers | None:
+        part = self.core.part("tiers")
+        return part.blocks if part is not None else None
+
+    @property
+    def images(self) -> ImageCache | None:
+        part = self.core.part("images")
+        return part.cache if part is not None else None
+
+    def take_departures(self) -> list[Departure]:
+        part = self.core.part("departures")
+        return part.take_departures() if part is not None else []
+
+    def change_weights(self, version: int, in_flight: InFlight) -> None:
+        self.core.receive(WeightsReady(version, in_flight), self.now_ns)
+
+    def change_adapter(self, id: str, version: int, in_flight: InFlight) -> None:
+        self.core.receive(AdapterReady(id, version, in_flight), self.now_ns)
+
+    def change_memory(self, lacks: tuple[str, ...], release: tuple[str, ...]) -> None:
+        self.core.receive(MemoryState(lacks, release), self.now_ns)
+
+    def set_adapters(self, adapters: Iterable[LoadedAdapter]) -> None:
+        """Begin an epoch with an executor that has these adapters."""
+        adapters = AdapterCapacity(tuple(adapters))
+        self.core.restart(with_sections(self.capacity, adapters))
 
     def retire_all(self) -> None:
         """Retire all plans in flight."""
@@ -409,7 +457,7 @@ class FakeReplica:
         """Run all conservation checks, with the whole cache index, and with a router's."""
         self.core.check()
         check_index(self.core.cache)
-        if self.core.events is not None:
+        if self.core.part("kv_events") is not None:
             check_router(self.core.cache, self.router)
 
     def run(self, limit: int = 10_000) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from nano_inference.bus.control import TierCapacity
-from nano_inference.stages.batching.tiers import KVTiers
+from nano_inference.stages.batching.parts.tiers.tiers import KVTiers
 
 from ...soaking import in_soak
 

@@ -10,15 +10,15 @@ from hypothesis import strategies as st
 
 from nano_inference.bus.messages import DEFAULT_SCOPE, CacheScope
 from nano_inference.stages.batching import (
+    Allocation,
     KVCacheManager,
-    Lease,
     OutOfBlocks,
     PagedKVCache,
     PrefixMatch,
     RadixKVCache,
     compute_block_hash,
 )
-from nano_inference.stages.batching.block_hash import NO_PREFIX, chain_root
+from nano_inference.stages.block_hash import NO_PREFIX, chain_root
 
 from .index import check_index
 
@@ -33,22 +33,22 @@ def make_cache(request: pytest.FixtureRequest) -> MakeCache:
     return make
 
 
-def started(cache: KVCacheManager, token_ids: list[int]) -> Lease:
-    """A lease with blocks for all of its tokens."""
-    lease = Lease(token_ids)
-    cache.start(lease, cache.match(lease).num_needed)
-    return lease
+def started(cache: KVCacheManager, token_ids: list[int]) -> Allocation:
+    """A allocation with blocks for all of its tokens."""
+    allocation = Allocation(token_ids)
+    cache.start(allocation, cache.match(allocation).num_needed)
+    return allocation
 
 
-def computed(cache: KVCacheManager, token_ids: list[int]) -> Lease:
-    """A lease with blocks, all of its tokens computed."""
-    lease = started(cache, token_ids)
-    cache.commit(lease, len(token_ids))
-    return lease
+def computed(cache: KVCacheManager, token_ids: list[int]) -> Allocation:
+    """A allocation with blocks, all of its tokens computed."""
+    allocation = started(cache, token_ids)
+    cache.commit(allocation, len(token_ids))
+    return allocation
 
 
 def match(cache: KVCacheManager, token_ids: list[int]) -> PrefixMatch:
-    return cache.match(Lease(token_ids))
+    return cache.match(Allocation(token_ids))
 
 
 # --- blocks ----------------------------------------------------------------------------------
@@ -80,12 +80,12 @@ def test_misuse_is_refused(make_cache: MakeCache) -> None:
         with pytest.raises(ValueError, match="at least one"):
             make_cache(*sizes)
     with pytest.raises(ValueError, match="at least one token"):
-        cache.start(Lease([]), 4)
-    lease = started(cache, [1, 2, 3, 4])
-    stale = Lease([1, 2, 3, 4, 5], block_ids=lease.block_ids)
+        cache.start(Allocation([]), 4)
+    allocation = started(cache, [1, 2, 3, 4])
+    stale = Allocation([1, 2, 3, 4, 5], block_ids=allocation.block_ids)
     with pytest.raises(ValueError, match="without a block"):
         cache.commit(stale, 5)
-    cache.release(lease)
+    cache.release(allocation)
     with pytest.raises(ValueError, match="freed twice"):
         cache.release(stale)
     with pytest.raises(ValueError, match="in a free block"):
@@ -96,11 +96,11 @@ def test_more_than_is_free_is_refused_and_takes_nothing(make_cache: MakeCache) -
     cache = make_cache(3, 4)
     started(cache, [1])
     with pytest.raises(OutOfBlocks, match="3 blocks are needed and 2 are free"):
-        cache.start(Lease(list(range(9))), 3)
+        cache.start(Allocation(list(range(9))), 3)
     assert cache.num_free_blocks() == 2
-    lease = started(cache, [7] * 8)
+    allocation = started(cache, [7] * 8)
     with pytest.raises(OutOfBlocks, match="1 block is needed and 0 are free"):
-        cache.extend(lease)
+        cache.extend(allocation)
 
 
 def test_free_blocks_of_a_prefix_count_as_needed(make_cache: MakeCache) -> None:
@@ -109,7 +109,7 @@ def test_free_blocks_of_a_prefix_count_as_needed(make_cache: MakeCache) -> None:
     cache.release(computed(cache, list(range(8))))
     started(cache, [9])
     with pytest.raises(OutOfBlocks, match="3 blocks are needed and 2 are free"):
-        cache.start(Lease(list(range(9))), 3)
+        cache.start(Allocation(list(range(9))), 3)
     assert cache.num_free_blocks() == 2
     assert cache.num_cached_blocks() == 2, "what is refused takes nothing"
 
@@ -125,14 +125,14 @@ def test_a_full_hit_leaves_one_token(make_cache: MakeCache, size: int) -> None:
     assert match(cache, list(range(40))).num_cached == 32
     again = computed(cache, list(range(64)))
     cache.release(again)
-    assert cache.match(again).num_cached == 63, "nor with a lease that has been matched before"
+    assert cache.match(again).num_cached == 63, "nor with a allocation that has been matched before"
     assert match(cache, [0]).num_cached == 0
 
 
 def test_the_source_is_held_until_the_first_commit(make_cache: MakeCache) -> None:
     cache = make_cache(8, 4)
     cache.release(computed(cache, [1, 2, 3]))
-    second = Lease([1, 2, 9])
+    second = Allocation([1, 2, 9])
     assert cache.match(second).num_needed == 2, "the source is free, so holding it takes it"
     cache.start(second, 2)
     assert cache.num_free_blocks() == 6
@@ -145,28 +145,28 @@ def test_the_source_is_held_until_the_first_commit(make_cache: MakeCache) -> Non
 def test_no_copy_without_room_for_its_source(make_cache: MakeCache) -> None:
     cache = make_cache(1, 4)
     cache.release(computed(cache, [1, 2, 3]))
-    second = Lease([1, 2, 9])
+    second = Allocation([1, 2, 9])
     assert cache.match(second) == PrefixMatch(0, 1, cache.next_run(second))
     assert cache.start(second, 1).copies == ()
 
 
-def twins(cache: KVCacheManager, begin: list[int]) -> list[Lease]:
-    """Two leases that compute the same tokens side by side, and each a last token of its own.
+def twins(cache: KVCacheManager, begin: list[int]) -> list[Allocation]:
+    """Two allocations that compute the same tokens side by side, and each a last token of its own.
 
     Blocks are of two tokens; both have as many as they need.
     """
-    leases = [Lease([*begin, tail]) for tail in (6, 7)]
-    for lease in leases:
-        cache.start(lease, len(lease.token_ids) // 2)
-    for lease in leases:
-        cache.commit(lease, len(lease.token_ids))
-    return leases
+    allocations = [Allocation([*begin, tail]) for tail in (6, 7)]
+    for allocation in allocations:
+        cache.start(allocation, len(allocation.token_ids) // 2)
+    for allocation in allocations:
+        cache.commit(allocation, len(allocation.token_ids))
+    return allocations
 
 
 def test_held_blocks_behind_a_free_one_do_not_count_as_shared(make_cache: MakeCache) -> None:
     cache = make_cache(8, 2)
-    leases = twins(cache, [1, 2, 3])
-    cache.release(leases[0])
+    allocations = twins(cache, [1, 2, 3])
+    cache.release(allocations[0])
     # The first block is the released one, which another start may take; the second is held.
     assert match(cache, [1, 2, 3, 7, 8]) == PrefixMatch(4, 3, None)
 
@@ -186,37 +186,37 @@ def test_kv_from_before_a_flush_is_never_shared(make_cache: MakeCache) -> None:
 
 def test_other_scopes_find_nothing_and_name_another_next_run(make_cache: MakeCache) -> None:
     cache = make_cache(16, 4)
-    mine = Lease(list(range(10)), MINE)
+    mine = Allocation(list(range(10)), MINE)
     cache.start(mine, 3)
-    theirs = Lease(list(range(10)), CacheScope(salt="theirs"))
+    theirs = Allocation(list(range(10)), CacheScope(salt="theirs"))
     assert cache.match(theirs).next_run != cache.next_run(mine)
     cache.commit(mine, 10)
     assert cache.match(theirs).num_cached == 0
     assert match(cache, list(range(10))).num_cached == 0
-    assert cache.match(Lease(list(range(10)), MINE)).num_cached == 9
+    assert cache.match(Allocation(list(range(10)), MINE)).num_cached == 9
 
 
 def test_a_lease_without_reuse_finds_nothing_and_is_found(make_cache: MakeCache) -> None:
     cache = make_cache(16, 4)
     computed(cache, list(range(6)))
-    lease = Lease(list(range(10)))
-    lease.may_reuse = False
-    assert cache.match(lease).num_cached == 0
-    assert cache.start(lease, cache.match(lease).num_needed).cached_length == 0
-    cache.commit(lease, 10)
+    allocation = Allocation(list(range(10)))
+    allocation.may_reuse = False
+    assert cache.match(allocation).num_cached == 0
+    assert cache.start(allocation, cache.match(allocation).num_needed).cached_length == 0
+    cache.commit(allocation, 10)
     assert match(cache, list(range(10))).num_cached == 9
     check_index(cache)
 
 
 def test_siblings_name_the_same_next_run(make_cache: MakeCache) -> None:
     cache = make_cache(16, 4)
-    first, sibling = Lease(list(range(10))), Lease(list(range(10)))
+    first, sibling = Allocation(list(range(10))), Allocation(list(range(10)))
     cache.start(first, 3)
     for done in (0, 4, 5, 8, 9):
         if done:
             cache.commit(first, done)
         assert cache.match(sibling).next_run == (cache.next_run(first) if done < 9 else None)
-    assert cache.match(Lease([9, *range(9)])).next_run != cache.next_run(first)
+    assert cache.match(Allocation([9, *range(9)])).next_run != cache.next_run(first)
 
 
 # --- eviction --------------------------------------------------------------------------------
@@ -254,13 +254,13 @@ def test_radix_finds_the_longest_of_many_continuations() -> None:
 
 def test_radix_puts_an_own_block_in_the_place_of_an_evicted_twin() -> None:
     cache = RadixKVCache(5, 2)
-    leases = twins(cache, [1, 2, 3])
-    cache.release(leases[0])
+    allocations = twins(cache, [1, 2, 3])
+    cache.release(allocations[0])
     cache.release(started(cache, [9] * 6))
     assert match(cache, [1, 2, 3, 7, 8]).num_cached == 0
-    leases[1].token_ids = [1, 2, 3, 7, 8]
-    cache.extend(leases[1])
-    cache.commit(leases[1], 5)
+    allocations[1].token_ids = [1, 2, 3, 7, 8]
+    cache.extend(allocations[1])
+    cache.commit(allocations[1], 5)
     assert match(cache, [1, 2, 3, 7, 8, 9]).num_cached == 5
 
 
@@ -302,72 +302,72 @@ class Driver:
         self.cache = cache
         self.version = 0
         self.slots: list[list[tuple]] = [[()] * cache.block_size] * cache.num_blocks
-        self.leases: list[Lease] = []
+        self.allocations: list[Allocation] = []
         # For each computed token what it was computed under.
-        self.stamps: dict[Lease, list[tuple[CacheScope, int]]] = {}
-        self.done: dict[Lease, int] = {}
+        self.stamps: dict[Allocation, list[tuple[CacheScope, int]]] = {}
+        self.done: dict[Allocation, int] = {}
         self.known: list[tuple[int, ...]] = []
 
-    def arrive(self, lease: Lease) -> None:
-        found = self.cache.match(lease)
+    def arrive(self, allocation: Allocation) -> None:
+        found = self.cache.match(allocation)
         if found.num_needed > self.cache.num_free_blocks():
             return
         free = self.cache.num_free_blocks()
-        allocation = self.cache.start(lease, found.num_needed)
-        assert allocation.cached_length == found.num_cached < len(lease.token_ids)
+        start = self.cache.start(allocation, found.num_needed)
+        assert start.cached_length == found.num_cached < len(allocation.token_ids)
         assert free - self.cache.num_free_blocks() <= found.num_needed
-        for source, destination in allocation.copies:
+        for source, destination in start.copies:
             self.slots[destination] = list(self.slots[source])
-        self.leases.append(lease)
-        self.done[lease] = allocation.cached_length
-        self.stamps[lease] = [(lease.scope, self.version)] * allocation.cached_length
-        self.read(lease)
+        self.allocations.append(allocation)
+        self.done[allocation] = start.cached_length
+        self.stamps[allocation] = [(allocation.scope, self.version)] * start.cached_length
+        self.read(allocation)
 
-    def compute(self, lease: Lease, count: int) -> None:
+    def compute(self, allocation: Allocation, count: int) -> None:
         size = self.cache.block_size
         for position in range(
-            self.done[lease], min(self.done[lease] + count, len(lease.token_ids))
+            self.done[allocation], min(self.done[allocation] + count, len(allocation.token_ids))
         ):
-            block_id = lease.block_ids[position // size]
+            block_id = allocation.block_ids[position // size]
             slots = list(self.slots[block_id])
-            stamp = (lease.scope, self.version)
-            slots[position % size] = (*stamp, tuple(lease.token_ids[: position + 1]))
-            self.stamps[lease].append(stamp)
+            stamp = (allocation.scope, self.version)
+            slots[position % size] = (*stamp, tuple(allocation.token_ids[: position + 1]))
+            self.stamps[allocation].append(stamp)
             self.slots[block_id] = slots
-            self.done[lease] = position + 1
-        self.cache.commit(lease, self.done[lease])
-        if self.cache.next_run(lease) is not None and lease.scope == DEFAULT_SCOPE:
-            self.known.append(tuple(lease.token_ids[: self.done[lease]]))
+            self.done[allocation] = position + 1
+        self.cache.commit(allocation, self.done[allocation])
+        if self.cache.next_run(allocation) is not None and allocation.scope == DEFAULT_SCOPE:
+            self.known.append(tuple(allocation.token_ids[: self.done[allocation]]))
 
-    def grow(self, lease: Lease, token_id: int) -> None:
-        if len(lease.token_ids) == len(lease.block_ids) * self.cache.block_size:
+    def grow(self, allocation: Allocation, token_id: int) -> None:
+        if len(allocation.token_ids) == len(allocation.block_ids) * self.cache.block_size:
             if not self.cache.num_free_blocks():
                 return
-            self.cache.extend(lease)
-        lease.token_ids = [*lease.token_ids, token_id]
+            self.cache.extend(allocation)
+        allocation.token_ids = [*allocation.token_ids, token_id]
 
-    def leave(self, lease: Lease) -> None:
-        self.leases.remove(lease)
-        self.cache.release(lease)
+    def leave(self, allocation: Allocation) -> None:
+        self.allocations.remove(allocation)
+        self.cache.release(allocation)
 
-    def read(self, lease: Lease) -> None:
+    def read(self, allocation: Allocation) -> None:
         """Check that all computed tokens are in place, and none is overwritten."""
         size = self.cache.block_size
-        for position in range(self.done[lease]):
-            slot = self.slots[lease.block_ids[position // size]][position % size]
-            stamp = self.stamps[lease][position]
-            assert slot == (*stamp, tuple(lease.token_ids[: position + 1]))
+        for position in range(self.done[allocation]):
+            slot = self.slots[allocation.block_ids[position // size]][position % size]
+            stamp = self.stamps[allocation][position]
+            assert slot == (*stamp, tuple(allocation.token_ids[: position + 1]))
 
     def check(self) -> None:
-        for lease in self.leases:
-            self.read(lease)
+        for allocation in self.allocations:
+            self.read(allocation)
         written = [
             block_id
-            for lease in self.leases
-            for block_id in lease.block_ids[self.done[lease] // self.cache.block_size :]
+            for allocation in self.allocations
+            for block_id in allocation.block_ids[self.done[allocation] // self.cache.block_size :]
         ]
         assert len(written) == len(set(written)), "a block is in two owners' write sets"
-        self.cache.check(self.leases)
+        self.cache.check(self.allocations)
         check_index(self.cache)
 
 
@@ -386,7 +386,7 @@ operations = st.one_of(
 def play(driver: Driver, trace: list[tuple]) -> None:
     for name, *arguments in trace:
         if name == "arrive":
-            driver.arrive(Lease(list(arguments[0]), arguments[1]))
+            driver.arrive(Allocation(list(arguments[0]), arguments[1]))
         elif name == "flush":
             driver.cache.flush()
             driver.known.clear()
@@ -394,16 +394,16 @@ def play(driver: Driver, trace: list[tuple]) -> None:
             driver.version += 1
             driver.cache.begin_weight_version(driver.version)
             driver.known.clear()
-        elif driver.leases:
-            lease = driver.leases[arguments[0] % len(driver.leases)]
+        elif driver.allocations:
+            allocation = driver.allocations[arguments[0] % len(driver.allocations)]
             if name == "compute":
-                driver.compute(lease, arguments[1])
+                driver.compute(allocation, arguments[1])
             elif name == "grow":
-                driver.grow(lease, arguments[1])
+                driver.grow(allocation, arguments[1])
             else:
-                driver.leave(lease)
+                driver.leave(allocation)
             if name == "again":
-                driver.arrive(lease)
+                driver.arrive(allocation)
         driver.check()
 
 
@@ -419,8 +419,8 @@ def test_random_traces_conserve_blocks_and_contents(
 ) -> None:
     driver = Driver(make_cache(num_blocks, size))
     play(driver, trace)
-    for lease in list(driver.leases):
-        driver.leave(lease)
+    for allocation in list(driver.allocations):
+        driver.leave(allocation)
     driver.check()
     assert driver.cache.num_free_blocks() == num_blocks
 

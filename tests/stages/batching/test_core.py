@@ -15,8 +15,8 @@ from nano_inference.bus.control import Cancel
 from nano_inference.bus.messages import Credit
 from nano_inference.bus.public import KVSession
 from nano_inference.bus.steps import StepPlan
+from nano_inference.stages.batching.parts.sessions import SessionCall, SessionKey
 from nano_inference.stages.batching.report import REPORTED_STEPS
-from nano_inference.stages.batching.sessions import SessionCall, SessionKey
 from nano_inference.stages.lazy_heap import LEFTOVERS_KEPT
 
 from .replica import CACHE_TYPES, CacheType, FakeReplica, expected, reported
@@ -181,7 +181,7 @@ def test_deadlines_of_ended_requests_are_not_kept() -> None:
     for seq_id in range(2000):
         replica.add([1], seq_id, max_tokens=1, deadline_ns=10**18, stop=True)
         replica.run()
-    assert len(replica.core._index.deadlines._entries) <= LEFTOVERS_KEPT + 2
+    assert len(replica.core.index.deadlines._entries) <= LEFTOVERS_KEPT + 2
 
 
 def test_paused_core_plans_no_rows_but_still_passes_cancellations_on() -> None:
@@ -376,10 +376,10 @@ def test_random_traces_conserve_blocks_and_outputs(
             case "pin" | "release" | "demote" | "prefetch":
                 for number in range(4):
                     call = SessionCall(action)
-                    core.sessions.call(SessionKey("", str(number)), call, replica.now_ns)
+                    replica.sessions.call(SessionKey("", str(number)), call, replica.now_ns)
             case "later":
                 replica.now_ns += 1_000_000_000
-        assert len(core.sessions.pins) <= core.cache.num_blocks / 2
+        assert len(replica.sessions.pins) <= core.cache.num_blocks / 2
         take_report()
         replica.check()
     replica.run()
@@ -389,7 +389,7 @@ def test_random_traces_conserve_blocks_and_outputs(
     take_report()
     replica.check()
     assert core.idle
-    assert core.tiers is None or core.tiers.difference is None
+    assert replica.tiers is None or replica.tiers.difference is None
     for seq_id, tokens in wanted.items():
         got = replica.outputs.get(seq_id, [])
         assert got == (tokens[: len(got)] if seq_id in cut_short else tokens)
@@ -397,6 +397,6 @@ def test_random_traces_conserve_blocks_and_outputs(
     for seq_id in scored_prompts.keys() - cut_short:
         assert set(range(scored_prompts[seq_id])) <= computed[seq_id]
     assert places == len(wanted)
-    core.sessions.refresh(10**18)
-    assert not core.sessions.known
+    replica.sessions.refresh(10**18)
+    assert not replica.sessions.known
     assert core.cache.num_free_blocks() == core.cache.num_blocks

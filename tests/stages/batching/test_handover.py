@@ -9,11 +9,16 @@ import msgspec
 import pytest
 
 from nano_inference.bus.control import Cancel
-from nano_inference.bus.messages import AnnounceBlocks, AnnounceSequence, Handover
+from nano_inference.bus.messages import (
+    AnnounceBlocks,
+    AnnounceSequence,
+    Handover,
+    ReleaseBlocks,
+)
 from nano_inference.bus.parts.handover import HandoverRoute
 from nano_inference.bus.sections import with_sections
-from nano_inference.stages.batching.handover import Departure
-from nano_inference.stages.batching.tiers import OFFER_S, KVTiers
+from nano_inference.stages.batching.parts.handover.departures import Departure
+from nano_inference.stages.batching.parts.tiers.tiers import OFFER_S, KVTiers
 
 from .replica import CACHE_TYPES, CacheType, FakeReplica, expected, reported
 
@@ -25,8 +30,8 @@ def replica(address: str, **settings: int | str) -> FakeReplica:
 
 
 def tiers_of(replica: FakeReplica) -> KVTiers:
-    assert replica.core.tiers is not None
-    return replica.core.tiers
+    assert replica.tiers is not None
+    return replica.tiers
 
 
 def num_computed(replica: FakeReplica) -> int:
@@ -58,7 +63,7 @@ class Pair:
 
     def collect(self) -> None:
         """Take the messages, all for the other replica."""
-        departures = self.giver.core.handovers.take_departures()
+        departures = self.giver.take_departures()
         tokens = [Departure(*each) for each in self.giver.take_first_tokens()]
         assert all(each.successor == 1 for each in (*departures, *tokens))
         self.messages += departures
@@ -75,7 +80,7 @@ class Pair:
     def pass_on(self) -> None:
         """Pass on the oldest message."""
         departure = self.messages.popleft()
-        self.taker.core.take_in(departure.message, departure.deadline_ns)
+        self.taker.core.receive(departure.message, 0, departure.deadline_ns)
 
     def pass_all(self) -> None:
         """Pass on all messages."""
@@ -87,7 +92,7 @@ class Pair:
         self.giver.run()
         self.pass_all()
         self.taker.run()
-        self.giver.core.handovers.release(self.requests)
+        self.giver.core.receive(ReleaseBlocks(tuple(self.requests)), 0)
 
     def outputs(self, seq_id: int) -> list[int]:
         return [
@@ -149,7 +154,7 @@ def test_a_sequence_without_its_first_token_gives_its_slots_back() -> None:
     pair.giver.core.stop([1])
     pair.run()
     assert pair.giver.core.idle
-    assert not pair.taker.core._arrivals.requests()
+    assert not pair.taker.core.part("arrivals").requests()
 
 
 def test_a_handover_frees_its_place_and_is_not_an_end() -> None:
@@ -207,6 +212,55 @@ def test_a_prompt_of_full_blocks_is_fetched_whole(prompt_logprobs: int | None) -
     assert num_computed(pair.taker) == 1 + 6
 
 
+@pytest.mark.parametrize("is_announced", [False, True])
+def test_a_request_that_ends_on_both_sides_frees_both_places(is_announced: bool) -> None:
+    """Its cancellation overtakes the messages of the other replica, or comes in between."""
+    pair = Pair()
+    pair.add(PROMPT, [1])
+    pair.giver.run()
+    pair.collect()
+    if is_announced:
+        pair.pass_on()
+    end = Cancel("1", "1", "cancelled", "cancelled", "")
+    for each in (pair.giver, pair.taker):
+        each.core.cancel(end)
+    pair.run()
+    assert reported(pair.giver).left == (1,)
+    if is_announced:
+        assert 1 not in pair.taker.outputs
+    else:
+        # It runs until streaming, which has ended the request, halts it.
+        pair.taker.core.stop([1])
+    report = reported(pair.taker)
+    assert (report.sequences, report.ended) == (1, (1,))
+    pair.check()
+
+
+@pytest.mark.parametrize("max_tokens", [8, 1])
+def test_a_request_that_ends_while_its_first_token_is_computed_frees_both_places(
+    max_tokens: int,
+) -> None:
+    """Of which token the giver's batching does not know yet whether it is handed over."""
+    pair = Pair()
+    pair.add(PROMPT, [1], max_tokens=max_tokens)
+    pair.giver.plan()
+    pair.pass_all()
+    for each in (pair.giver, pair.taker):
+        each.core.cancel(Cancel("1", "1", "cancelled", "cancelled", ""))
+    pair.run()
+    given, taken = reported(pair.giver), pair.taker.core.take_report()
+    if max_tokens > 1:
+        assert (given.left, given.ended) == ((1,), ())
+        assert taken is not None
+        assert taken.ended == (1,)
+    else:
+        assert (given.left, given.ended) == ((), (1,))
+        assert taken is None, "fairness frees the place"
+    assert 1 not in pair.taker.outputs
+    assert not pair.taker.core.part("arrivals").requests()
+    pair.check()
+
+
 def test_a_first_token_that_overtakes_its_announcement_waits_for_it() -> None:
     pair = Pair(max_tokens_per_batch=8)
     pair.add(PROMPT, [1])
@@ -233,7 +287,7 @@ def test_offered_blocks_keep_their_slots_until_they_are_released() -> None:
     pair.pass_all()
     pair.taker.run()
     assert tiers_of(pair.taker).take_counts().received == 5
-    pair.giver.core.handovers.release([1])
+    pair.giver.core.receive(ReleaseBlocks((1,)), 0)
     assert not tiers_of(pair.giver).has_offers
     pair.check()
 
@@ -288,8 +342,10 @@ def test_a_difference_in_one_field_is_a_miss(difference: str) -> None:
     announced = pair.messages[0].message
     assert isinstance(announced, AnnounceSequence)
     value: str | int = 7 if difference.endswith("version") else "other"
-    assert announced.request.remote is not None
-    blocks = msgspec.structs.replace(announced.request.remote, **{difference: value})
+    route = HandoverRoute.find(announced.request.parts)
+    assert route is not None
+    assert route.remote is not None
+    blocks = msgspec.structs.replace(route.remote, **{difference: value})
     request = with_sections(announced.request, HandoverRoute(remote=blocks))
     pair.messages[0].message = AnnounceSequence(request)
     pair.run()
@@ -303,7 +359,7 @@ def test_new_weights_at_the_taker_make_the_blocks_useless() -> None:
     pair.add(PROMPT, [1])
     pair.giver.run()
     pair.pass_all()
-    pair.taker.core.change_weights(1, "keep")
+    pair.taker.change_weights(1, "keep")
     pair.taker.run()
     assert pair.outputs(1) == expected(PROMPT, 8)
     assert tiers_of(pair.taker).take_counts().loaded == 0
@@ -313,7 +369,7 @@ def test_a_prompt_computed_across_new_weights_is_not_offered() -> None:
     pair = Pair(max_tokens_per_batch=8)
     pair.add(PROMPT, [1])
     pair.giver.steps(1)
-    pair.giver.core.change_weights(1, "keep")
+    pair.giver.change_weights(1, "keep")
     pair.run()
     assert pair.outputs(1) == expected(PROMPT, 8)
     assert tiers_of(pair.giver).take_counts().offered == 4, "those of the steps before"
@@ -384,7 +440,9 @@ def test_whatever_happens_the_tokens_are_the_same(seed: int) -> None:
         elif action == "odd":
             odd = draw.randrange(8)
             if odd == 0:
-                pair.giver.core.handovers.release(range(len(prompts)))  # too early for some
+                pair.giver.core.receive(
+                    ReleaseBlocks(tuple(range(len(prompts)))), 0
+                )  # too early for some
             elif odd == 1:
                 pair.taker.lose_plans()
             elif odd == 2:
@@ -410,4 +468,4 @@ def test_whatever_happens_the_tokens_are_the_same(seed: int) -> None:
         assert found[-len(wanted) :] == wanted or seq_id in cancelled, seq_id
     assert pair.giver.core.idle
     assert pair.taker.core.idle
-    assert not tiers_of(pair.giver).has_offers if pair.giver.core.tiers else True
+    assert not tiers_of(pair.giver).has_offers if pair.giver.tiers else True

@@ -11,11 +11,11 @@ from msgspec.structs import replace
 
 from nano_inference.bus.control import ImageCapacity
 from nano_inference.bus.media import MediaItem
-from nano_inference.bus.parts.images import ImagesResult
+from nano_inference.bus.parts.images import ImagesResult, PromptMedia
 from nano_inference.bus.public import KVSession
 from nano_inference.bus.sections import with_sections
 from nano_inference.bus.steps import NewSequence, StepPlan, StepResult
-from nano_inference.stages.batching.image_keys import KeyIds, is_image_key, place
+from nano_inference.stages.batching.parts.images.keys import KeyIds, is_image_key, place
 from nano_inference.stages.batching.schedule import MAX_SCORED_TOKENS
 
 from .replica import CACHE_TYPES, CacheType, FakeReplica, RuleExecutor, expected
@@ -88,7 +88,7 @@ class ImageExecutor(RuleExecutor):
         self.embeddings.clear()
 
     def _check(self, seq: NewSequence, start: int, stop: int) -> None:
-        for item in seq.media:
+        for item in media_of(seq):
             first, last = item.start, item.start + item.num_tokens - 1
             if start <= last and first < stop:
                 assert item.key in self.embeddings, "a row lacks an image"
@@ -96,9 +96,14 @@ class ImageExecutor(RuleExecutor):
                 assert not first < stop <= last, "a row ends within an image"
 
 
+def media_of(new: NewSequence) -> tuple[MediaItem, ...]:
+    found = PromptMedia.find(new.parts)
+    return found.items if found is not None else ()
+
+
 def _shown(new: NewSequence) -> tuple[int, ...]:
     prompt = new.token_ids[: len(new.token_ids) - new.num_generated]
-    return (*content_of(prompt, new.media), *new.token_ids[len(prompt) :])
+    return (*content_of(prompt, media_of(new)), *new.token_ids[len(prompt) :])
 
 
 class ImageReplica(FakeReplica):
@@ -107,8 +112,8 @@ class ImageReplica(FakeReplica):
     def __init__(self, capacity: ImageCapacity = CAPACITY, **settings: object) -> None:
         super().__init__(images=capacity, **settings)  # type: ignore[arg-type]
         core = self.core
-        self.images = ImageExecutor(core.cache.num_blocks, core.limits.block_size, capacity)
-        self.executor = self.images
+        self.encoder = ImageExecutor(core.cache.num_blocks, core.limits.block_size, capacity)
+        self.executor = self.encoder
         self.answers: dict[int, list[int]] = {}
 
     def ask(self, parts: Sequence[Part], seq_ids: int | Sequence[int], max_tokens: int = 4) -> None:
@@ -154,10 +159,10 @@ def test_many_requests_about_one_image_encode_it_once(cache_type: CacheType) -> 
         replica.ask([1, 2, "c", 3, number % 40], number)
     replica.run()
     replica.check_answers()
-    assert replica.images.encoded == ["c"]
-    assert replica.core.images is not None
-    assert replica.core.images.take_encoded() == 1
-    assert replica.core.images.num_tokens == IMAGES["c"]
+    assert replica.encoder.encoded == ["c"]
+    assert replica.images is not None
+    assert replica.images.take_encoded() == 1
+    assert replica.images.num_tokens == IMAGES["c"]
 
 
 @pytest.mark.parametrize("cache_type", CACHE_TYPES)
@@ -173,7 +178,7 @@ def test_equal_placeholders_share_no_kv(cache_type: CacheType) -> None:
     replica.ask([1, "a", 2], 2)
     replica.run()
     replica.check_answers()
-    assert replica.images.encoded == ["a", "d", "e"]
+    assert replica.encoder.encoded == ["a", "d", "e"]
 
 
 def test_samples_of_a_prompt_share_its_image() -> None:
@@ -181,7 +186,7 @@ def test_samples_of_a_prompt_share_its_image() -> None:
     replica.ask([1, "a", 2], (1, 2, 3))
     replica.run()
     replica.check_answers()
-    assert replica.images.encoded == ["a"]
+    assert replica.encoder.encoded == ["a"]
     assert replica.log[0].num_tokens == (5, 0, 0)
 
 
@@ -202,10 +207,10 @@ def test_embeddings_that_new_weights_make_invalid_are_encoded_again() -> None:
     replica = ImageReplica(max_tokens_per_batch=4, max_batch_size=4)
     replica.ask([1, "c", 2], 1)
     replica.steps(1, ahead=1)
-    replica.core.change_weights(1, "keep")
+    replica.change_weights(1, "keep")
     replica.run()
     replica.check_answers()
-    assert replica.images.encoded == ["c", "c"]
+    assert replica.encoder.encoded == ["c", "c"]
 
 
 def test_a_preempted_sequence_encodes_again_what_was_dropped_meanwhile() -> None:
@@ -216,11 +221,11 @@ def test_a_preempted_sequence_encodes_again_what_was_dropped_meanwhile() -> None
     replica.retire_all()
     replica.ask([3, "b", 4], 2)
     replica.run()
-    assert replica.images.encoded == ["c", "b"], "both don't fit into the cache"
+    assert replica.encoder.encoded == ["c", "b"], "both don't fit into the cache"
     replica.core.resume_sequences([1])
     replica.run()
     replica.check_answers()
-    assert replica.images.encoded == ["c", "b", "c"]
+    assert replica.encoder.encoded == ["c", "b", "c"]
 
 
 def test_an_image_that_sees_itself_is_never_cut() -> None:
@@ -273,7 +278,7 @@ def test_kv_without_its_image_is_not_shared_and_the_image_is_tried_again() -> No
     replica.ask([1, "a", 2, 3], 2)
     replica.run()
     assert replica.outputs[2] == replica.answers[2]
-    assert replica.images.encoded == ["a", "a"]
+    assert replica.encoder.encoded == ["a", "a"]
     starts = [new.num_cached for plan in replica.log for new in plan.new]
     assert starts == [0, 0]
 
@@ -309,16 +314,16 @@ def test_answers_never_depend_on_what_runs_beside(
             case "weights":
                 version += 1
                 mode = data.draw(st.sampled_from(("keep", "retract")))
-                replica.core.change_weights(version, mode)
+                replica.change_weights(version, mode)
             case "pause":
                 replica.core.pause_sequences([seq_id])
                 replica.retire_all()
                 replica.core.resume_sequences([seq_id])
             case "flush":
                 replica.core.cache.flush()
-        if not replica.plans and replica.core.images is not None:
-            known = dict(replica.core.images._tokens)
-            assert known == replica.images.embeddings, "batching knows what there is"
+        if not replica.plans and replica.images is not None:
+            known = dict(replica.images._tokens)
+            assert known == replica.encoder.embeddings, "batching knows what there is"
     replica.run()
     replica.check()
     replica.check_answers()

@@ -9,12 +9,12 @@ import pytest
 from nano_inference.bus.control import AuditedBlock, TiersChanged
 from nano_inference.bus.kv_events import AllBlocksCleared, BlockRemoved, BlockStored
 from nano_inference.bus.messages import CacheScope
-from nano_inference.stages.batching import Lease, PagedKVCache, RadixKVCache
-from nano_inference.stages.batching.kv_events import KVEventLog, wire_hash
+from nano_inference.stages.batching import Allocation, PagedKVCache, RadixKVCache
+from nano_inference.stages.batching.parts.kv_events import KVEventLog, wire_hash
 from nano_inference.store.board import LoadedAdapter
 
 from ...kv_router import PLAIN, Root, Router
-from .events import check_match, pass_on
+from .events import check_match, log_of, pass_on, with_parts
 from .replica import CACHE_TYPES, CacheType, FakeReplica
 from .test_tiers import CACHES, SIZE, Replica, lost_plan, make_tiers, prompt, replica_of
 
@@ -28,11 +28,11 @@ def replica_with_events(kind: Kind, *, blocks: int = 4, host: int = 8, disk: int
 
 def compute(replica: Replica, token_ids: list[int]) -> None:
     """As `Replica.run`, without checks."""
-    lease = Lease(token_ids)
-    replica.cache.start(lease, replica.cache.match(lease).num_needed)
+    allocation = Allocation(token_ids)
+    replica.cache.start(allocation, replica.cache.match(allocation).num_needed)
     replica.apply()
-    replica.cache.commit(lease, len(token_ids))
-    replica.cache.release(lease)
+    replica.cache.commit(allocation, len(token_ids))
+    replica.cache.release(allocation)
 
 
 def media(replica: Replica, token_ids: list[int], root: Root = PLAIN) -> list[set[str]]:
@@ -42,14 +42,13 @@ def media(replica: Replica, token_ids: list[int], root: Root = PLAIN) -> list[se
 @pytest.mark.parametrize("kind", CACHES)
 def test_a_prompt_is_one_event_and_a_continuation_names_its_parent(kind: Kind) -> None:
     replica = replica_with_events(kind, blocks=16)
-    events = replica.cache.events
-    assert events is not None
+    events = log_of(replica.cache)
     replica.router, seen = Router(), []
     for tokens in (prompt(1, 2), prompt(1, 4)):
-        lease = Lease(tokens)
-        replica.cache.start(lease, replica.cache.match(lease).num_needed)
+        allocation = Allocation(tokens)
+        replica.cache.start(allocation, replica.cache.match(allocation).num_needed)
         assert all(isinstance(each, AllBlocksCleared) for each in events.take()), "not computed"
-        replica.cache.commit(lease, len(tokens))
+        replica.cache.commit(allocation, len(tokens))
         seen += events.take()
     first, second = seen
     assert isinstance(first, BlockStored)
@@ -143,11 +142,11 @@ def test_blocks_that_a_lost_plan_would_have_stored_are_removed(kind: Kind) -> No
     replica = replica_with_events(kind)
     replica.run(prompt(1))
     replica.end()
-    replica.cache.start(lease := Lease(prompt(2)), 4)
+    replica.cache.start(allocation := Allocation(prompt(2)), 4)
     pass_on(replica.cache, replica.router)
     assert media(replica, prompt(1)) == [{"CPU"}] * 3
     replica.tiers.forget_plans([lost_plan(replica.tiers.take_moves())])
-    replica.cache.release(lease)
+    replica.cache.release(allocation)
     replica.check()
     assert media(replica, prompt(1)) == [set()] * 3
 
@@ -186,14 +185,14 @@ def test_the_core_retires_adapters_that_are_replaced_removed_or_changed_by_a_fai
     cache_type: CacheType,
 ) -> None:
     changes: dict[str, Callable[[FakeReplica], object]] = {
-        "replaced": lambda replica: replica.core.change_adapter("a", 2, "keep"),
-        "removed": lambda replica: replica.core.change_adapter("a", 0, "keep"),
-        "other version": lambda replica: replica.core.set_adapters([LoadedAdapter("a", 3, 8)]),
-        "gone": lambda replica: replica.core.set_adapters([]),
+        "replaced": lambda replica: replica.change_adapter("a", 2, "keep"),
+        "removed": lambda replica: replica.change_adapter("a", 0, "keep"),
+        "other version": lambda replica: replica.set_adapters([LoadedAdapter("a", 3, 8)]),
+        "gone": lambda replica: replica.set_adapters([]),
     }
     for change in changes.values():
         replica = FakeReplica(kv_events=True, cache_type=cache_type)
-        replica.core.change_adapter("a", 1, "keep")
+        replica.change_adapter("a", 1, "keep")
         replica.add(list(range(9)), 0, adapter="a")
         replica.add(list(range(9)), 1)
         replica.run()
@@ -207,7 +206,7 @@ def test_the_core_retires_adapters_that_are_replaced_removed_or_changed_by_a_fai
 
 def test_tiers_that_are_off_or_too_slow_are_not_announced() -> None:
     events = KVEventLog(SIZE)
-    slow = Replica(PagedKVCache(4, SIZE, make_tiers(token_ns=0, events=events), events))
+    slow = Replica(with_parts(PagedKVCache(4, SIZE), make_tiers(token_ns=0, events=events), events))
     replica = replica_with_events(PagedKVCache, disk=100)
     for each in (slow, replica):
         for number in (1, 2):
@@ -249,5 +248,5 @@ def test_without_the_setting_no_block_has_a_name() -> None:
     replica = FakeReplica()
     replica.add(list(range(9)), 0)
     replica.run()
-    assert replica.core.events is None
+    assert replica.core.part("kv_events") is None
     assert not any(replica.core.cache._names)

@@ -35,7 +35,7 @@ def check_outputs(replica: FakeReplica) -> None:
 def test_the_kv_cache_is_released_after_all_plans_and_computed_again(
     replica: FakeReplica,
 ) -> None:
-    replica.core.change_memory(("kv_cache",), ("kv_cache",))
+    replica.change_memory(("kv_cache",), ("kv_cache",))
     assert not replica.plan(), "plans are in flight"
     replica.run()
     assert replica.log[-1].release == ("kv_cache",)
@@ -44,50 +44,50 @@ def test_the_kv_cache_is_released_after_all_plans_and_computed_again(
     assert (load["running"], load["waiting"]) == (0, 4)
     assert (load["kv_free"], load["kv_cached"]) == (load["kv_total"], 0)
     assert not replica.plan(), "nothing can run"
-    replica.core.change_memory((), ())
+    replica.change_memory((), ())
     replica.run()
     check_outputs(replica)
 
 
 def test_releasing_weights_keeps_kv(replica: FakeReplica) -> None:
-    replica.core.change_memory(("weights",), ("weights",))
+    replica.change_memory(("weights",), ("weights",))
     replica.run()
     assert replica.log[-1].release == ("weights",)
     assert (replica.core.load()["running"], replica.log[-1].finished) == (3, ())
     started = len([new for plan in replica.log for new in plan.new])
-    replica.core.change_weights(1, "keep")
+    replica.change_weights(1, "keep")
     replica.run()
     check_outputs(replica)
     assert len([new for plan in replica.log for new in plan.new]) == started + 1
 
 
 def test_no_step_is_planned_until_weights_arrive(replica: FakeReplica) -> None:
-    replica.core.change_memory(BOTH, BOTH)
+    replica.change_memory(BOTH, BOTH)
     replica.run()
-    replica.core.change_memory(("weights",), ())
+    replica.change_memory(("weights",), ())
     assert not replica.plan()
-    replica.core.change_weights(1, "keep")
+    replica.change_weights(1, "keep")
     replica.run()
     assert [plan.weight_version for plan in replica.log].count(1) == 1
     check_outputs(replica)
 
 
 def test_new_weights_do_not_resume_the_kv_cache(replica: FakeReplica) -> None:
-    replica.core.change_memory(BOTH, BOTH)
+    replica.change_memory(BOTH, BOTH)
     replica.run()
-    replica.core.change_memory(BOTH, ())
-    replica.core.change_weights(1, "keep")
+    replica.change_memory(BOTH, ())
+    replica.change_weights(1, "keep")
     replica.run()
     assert replica.log[-1].weight_version == 1
     assert replica.core.lacks == ("kv_cache",)
-    replica.core.change_memory((), ())
+    replica.change_memory((), ())
     replica.run()
     check_outputs(replica)
 
 
 def test_requests_end_while_memory_is_released(replica: FakeReplica) -> None:
     replica.add([8], 5, name="late", deadline_ns=100, stop=True)
-    replica.core.change_memory(BOTH, BOTH)
+    replica.change_memory(BOTH, BOTH)
     replica.run()
     replica.core.cancel(Cancel("b", "b", "cancelled", "cancelled", ""))
     assert replica.plan(now_ns=200)
@@ -97,15 +97,15 @@ def test_requests_end_while_memory_is_released(replica: FakeReplica) -> None:
 
 def test_a_pause_and_a_release_are_independent(replica: FakeReplica) -> None:
     replica.core.paused = True
-    replica.core.change_memory(("kv_cache",), ("kv_cache",))
+    replica.change_memory(("kv_cache",), ("kv_cache",))
     replica.run()
     assert replica.core.at_rest
-    replica.core.change_memory((), ())
+    replica.change_memory((), ())
     assert not replica.plan()
-    replica.core.change_memory(("kv_cache",), ("kv_cache",))
+    replica.change_memory(("kv_cache",), ("kv_cache",))
     replica.run()
     replica.core.paused = False
     assert not replica.plan()
-    replica.core.change_memory((), ())
+    replica.change_memory((), ())
     replica.run()
     check_outputs(replica)

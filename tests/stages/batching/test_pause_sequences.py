@@ -114,7 +114,7 @@ def test_smaller_ranks_start_first_and_are_preempted_last() -> None:
         replica.add(prompt, rank, max_tokens=8, rank=rank)
     replica.plan()
     assert [new.seq_id for new in replica.log[0].new] == [10, 20]
-    assert [seq.seq_id for seq in replica.core._running] == [10, 20]
+    assert [seq.seq_id for seq in replica.core.running] == [10, 20]
     replica.run()
     preempted = [seq_id for plan in replica.log for seq_id in plan.finished]
     assert preempted[0] == 20

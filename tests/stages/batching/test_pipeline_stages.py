@@ -65,7 +65,7 @@ def test_what_is_left_over_is_in_one_of_the_next_plans(stages: int) -> None:
         fill(replica)
         for plan in replica.plans:
             last_seen |= dict.fromkeys(plan.seq_ids, step)
-        assert all(step - last_seen[s.seq_id] <= stages for s in replica.core._running)
+        assert all(step - last_seen[s.seq_id] <= stages for s in replica.core.running)
         replica.retire()
     replica.run()
     assert len(replica.outputs) == came
@@ -117,7 +117,7 @@ def test_new_weights_come_between_two_plans(in_flight: str) -> None:
         replica.add([seq_id] * 3, seq_id, max_tokens=12)
     fill(replica)
     assert len(replica.plans) == 2
-    replica.core.change_weights(1, in_flight)
+    replica.change_weights(1, in_flight)
     fill(replica)
     if in_flight == "keep":
         # The change itself needs no sequence, and goes ahead of those in flight.

@@ -91,7 +91,7 @@ def test_new_weights_restart_pooled_prompts_alone() -> None:
         assert replica.plan()
         replica.retire()
     begun = sum(rows_of(replica, 2))
-    replica.core.change_weights(1, "keep")
+    replica.change_weights(1, "keep")
     replica.run()
     replica.check()
     assert 0 < begun < 30
@@ -103,7 +103,7 @@ def test_new_weights_restart_pooled_prompts_alone() -> None:
 
 def test_new_adapter_weights_restart_its_pooled_prompts_alone() -> None:
     replica = FakeReplica(max_tokens_per_batch=12)
-    replica.core.set_adapters([LoadedAdapter("a", 1), LoadedAdapter("b", 1)])
+    replica.set_adapters([LoadedAdapter("a", 1), LoadedAdapter("b", 1)])
     replica.add([1, 2], 1, max_tokens=30, adapter="a")
     embed(replica, 2, [4] * 30, MEAN, adapter="a")
     embed(replica, 3, [5] * 30, MEAN, adapter="b")
@@ -111,7 +111,7 @@ def test_new_adapter_weights_restart_its_pooled_prompts_alone() -> None:
         assert replica.plan()
         replica.retire()
     begun = sum(rows_of(replica, 2))
-    replica.core.change_adapter("a", 2, "keep")
+    replica.change_adapter("a", 2, "keep")
     replica.run()
     replica.check()
     assert begun > 0

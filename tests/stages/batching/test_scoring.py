@@ -70,21 +70,21 @@ def test_a_scored_sequence_uses_the_cache_after_its_first_token(cache_type: Cach
 
 def test_a_scored_sequence_preempted_before_its_first_token_starts_over() -> None:
     seq = sequence(1, 10)
-    assert not seq.lease.may_reuse
+    assert not seq.allocation.may_reuse
     seq.start(0)
     seq.preempt()
-    assert not seq.lease.may_reuse
+    assert not seq.allocation.may_reuse
     seq.start(0)
     seq.append_token(3)
     seq.preempt()
-    assert seq.lease.may_reuse
+    assert seq.allocation.may_reuse
 
 
 def test_only_the_first_sample_scores_the_prompt() -> None:
     assert sequence(1, 10).scores_prompt
     assert not sequence(1, 10, scored=False).scores_prompt
     assert not sequence(1, 10, sample_index=1).scores_prompt
-    assert sequence(1, 10, sample_index=1).lease.may_reuse
+    assert sequence(1, 10, sample_index=1).allocation.may_reuse
 
 
 @pytest.mark.soak

@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 
+from nano_inference.bus.parts.sessions import SessionGrant
 from nano_inference.bus.public import KVSession, KVSessionResult, SessionAction
 from nano_inference.bus.steps import NewSequence
-from nano_inference.stages.batching import sessions
-from nano_inference.stages.batching.sessions import SessionCall, SessionKey
+from nano_inference.stages.batching.parts import sessions
+from nano_inference.stages.batching.parts.sessions import SessionCall, SessionKey
 
 from .replica import CacheType, FakeReplica, expected
 
@@ -41,14 +42,14 @@ class Agent:
         self.replica.check()
         assert self.replica.outputs[seq_id] == wanted
         self.tokens += wanted
-        grant = started(self.replica, seq_id).session
+        grant = SessionGrant.find(started(self.replica, seq_id).onward)
         assert grant is not None
         return grant.result(len(self.tokens))
 
     def call(self, action: SessionAction, ttl_s: float | None = None) -> KVSessionResult:
         replica = self.replica
         call = SessionCall(action, ttl_s)
-        result = replica.core.sessions.call(SessionKey(self.tenant, self.id), call, replica.now_ns)
+        result = replica.sessions.call(SessionKey(self.tenant, self.id), call, replica.now_ns)
         replica.check()
         return result
 
@@ -89,9 +90,9 @@ def test_the_pin_moves_on_with_the_conversation(cache_type: CacheType) -> None:
     agent = Agent(replica)
     for turn in range(1, 6):
         agent.turn(turn)
-        assert len(replica.core.sessions.pins) == (len(agent.tokens) - 1) // SIZE
+        assert len(replica.sessions.pins) == (len(agent.tokens) - 1) // SIZE
     assert agent.call("release").num_tokens == 44
-    assert len(replica.core.sessions.pins) == 0
+    assert len(replica.sessions.pins) == 0
 
 
 def test_beyond_the_share_a_leading_part_is_pinned(cache_type: CacheType) -> None:
@@ -102,7 +103,7 @@ def test_beyond_the_share_a_leading_part_is_pinned(cache_type: CacheType) -> Non
     assert (clipped.outcome, clipped.num_tokens) == ("clipped", 12)
     assert "kv_session_share" in clipped.reason
     assert third.turn(3).outcome == "rejected"
-    assert len(replica.core.sessions.pins) == 8
+    assert len(replica.sessions.pins) == 8
     assert third.call("pin").outcome == "rejected"
     assert first.call("release").outcome == "accepted"
     assert third.call("pin").outcome == "accepted"
@@ -112,7 +113,18 @@ def test_a_shared_prompt_uses_the_share_once(cache_type: CacheType) -> None:
     replica = FakeReplica(num_blocks=16, session_share=0.5, cache_type=cache_type)
     for number in range(1, 5):
         assert Agent(replica, str(number)).turn(number).outcome == "accepted"
-    assert len(replica.core.sessions.pins) == 5
+    assert len(replica.sessions.pins) == 5
+
+
+def test_the_share_of_a_running_turn_is_reserved() -> None:
+    replica = FakeReplica(num_blocks=32, session_share=0.25)
+    first, second = Agent(replica, "1", start=1), Agent(replica, "2", start=2)
+    first.send(1)
+    second.send(2)
+    replica.run()
+    grants = [SessionGrant.find(started(replica, seq_id).onward) for seq_id in (1, 2)]
+    assert [grant and grant.num_blocks for grant in grants] == [5, 3]
+    assert len(replica.sessions.pins) == 8
 
 
 def test_pins_give_way_to_a_waiting_request_the_first_to_expire_first(
@@ -122,18 +134,18 @@ def test_pins_give_way_to_a_waiting_request_the_first_to_expire_first(
     late, soon = Agent(replica, "late", start=1), Agent(replica, "soon", start=2)
     late.turn(1, ttl_s=100)
     soon.turn(2, ttl_s=50)
-    assert len(replica.core.sessions.pins) == 10
+    assert len(replica.sessions.pins) == 10
     replica.add([5] * 32, 3, max_tokens=4)
     replica.run()
     assert replica.outputs[3] == expected([5] * 32, 4)
-    assert len(replica.core.sessions.pins) == 5
-    assert replica.core.sessions.take_counts()["gave_way"] == 1
+    assert len(replica.sessions.pins) == 5
+    assert replica.sessions.take_counts()["sessions"]["gave_way"] == 1
     late.turn(4, ttl_s=100)
     assert cached(replica, 4) >= 20
     replica.add([6] * 60, 5, max_tokens=4)  # all blocks
     replica.run()
     assert replica.outputs[5] == expected([6] * 60, 4)
-    assert len(replica.core.sessions.pins) == 0
+    assert len(replica.sessions.pins) == 0
 
 
 def test_pins_give_way_before_a_running_sequence_is_preempted(cache_type: CacheType) -> None:
@@ -143,7 +155,7 @@ def test_pins_give_way_before_a_running_sequence_is_preempted(cache_type: CacheT
         replica.add([seq_id] * 4, seq_id, max_tokens=20)
     replica.run()
     assert replica.core.take_counters().preemptions == 0
-    assert len(replica.core.sessions.pins) == 0
+    assert len(replica.sessions.pins) == 0
 
 
 def test_a_turn_that_waits_keeps_the_pin_that_it_starts_with(cache_type: CacheType) -> None:
@@ -154,14 +166,29 @@ def test_a_turn_that_waits_keeps_the_pin_that_it_starts_with(cache_type: CacheTy
     other.turn(2, ttl_s=50)
     replica.add([5] * 33, 3, max_tokens=6)
     replica.steps(2)
-    assert len(replica.core.sessions.pins) == 10
+    assert len(replica.sessions.pins) == 10
     agent.send(4, max_tokens=2)
     replica.steps(2)
-    assert len(replica.core.sessions.pins) == 5
+    assert len(replica.sessions.pins) == 5
     assert cached(replica, 4) == 20
     replica.run()
-    assert replica.core.sessions.take_counts()["gave_way"] == 1
+    assert replica.sessions.take_counts()["sessions"]["gave_way"] == 1
     assert other.call("pin").outcome != "accepted"
+
+
+def test_a_turn_that_waits_for_running_sequences_keeps_its_pin(cache_type: CacheType) -> None:
+    replica = FakeReplica(num_blocks=16, session_share=1.0, cache_type=cache_type)
+    agent = Agent(replica)
+    agent.turn(1)
+    replica.add([5] * 36, 2, max_tokens=4)  # in the end 10 blocks
+    replica.steps(3)
+    agent.send(3, max_tokens=2)
+    replica.steps(1)
+    assert not replica.core.index[3].started
+    assert len(replica.sessions.pins) == 5
+    replica.run()
+    assert cached(replica, 3) == 20
+    assert not replica.sessions.take_counts()["sessions"]["gave_way"]
 
 
 def test_a_scored_prompt_takes_the_blocks_of_its_own_session(cache_type: CacheType) -> None:
@@ -193,7 +220,7 @@ def test_pins_stay_while_there_is_room(cache_type: CacheType) -> None:
     for seq_id in range(2, 8):  # more than fit in the batch's tokens, but not in the blocks
         replica.add([seq_id] * 7, seq_id, max_tokens=1)
         replica.run()
-    assert len(replica.core.sessions.pins) == 5
+    assert len(replica.sessions.pins) == 5
 
 
 def test_free_blocks_that_are_reported_include_pinned_ones() -> None:
@@ -212,10 +239,10 @@ def test_a_session_ends_with_its_time_to_live(cache_type: CacheType) -> None:
     replica.now_ns = 9 * SECOND
     assert agent.call("pin", ttl_s=5).outcome == "accepted"
     replica.plan(13 * SECOND)
-    assert len(replica.core.sessions.pins) == 5
+    assert len(replica.sessions.pins) == 5
     assert replica.core.next_deadline_ns() == 14 * SECOND
     replica.plan(14 * SECOND)
-    assert len(replica.core.sessions.pins) == 0
+    assert len(replica.sessions.pins) == 0
     assert replica.core.next_deadline_ns() is None
     assert agent.call("pin").outcome == "missing"
 
@@ -247,7 +274,7 @@ def test_no_tenant_reaches_the_session_of_another() -> None:
     own.turn(1)
     for action in ("pin", "release", "demote", "prefetch"):
         assert foreign.call(action).outcome == "missing"
-    assert len(replica.core.sessions.pins) == 5
+    assert len(replica.sessions.pins) == 5
 
 
 @pytest.mark.parametrize("forget", ["weights", "flush", "memory"])
@@ -257,14 +284,14 @@ def test_pins_of_older_kv_are_dropped(cache_type: CacheType, forget: str) -> Non
     agent.turn(1)
     match forget:
         case "weights":
-            replica.core.change_weights(1, "keep")
+            replica.change_weights(1, "keep")
         case "flush":
             replica.core.cache.flush()
         case "memory":
-            replica.core.change_memory((), ("kv_cache",))
+            replica.change_memory((), ("kv_cache",))
     replica.run()
     replica.plan()
-    assert len(replica.core.sessions.pins) == 0
+    assert len(replica.sessions.pins) == 0
     assert replica.core.cache.num_free_blocks() == 16
     assert agent.call("prefetch").outcome == "missing"
     agent.turn(2)
@@ -276,24 +303,24 @@ def test_a_turn_across_new_weights_leaves_nothing_pinned(cache_type: CacheType) 
     agent = Agent(replica)
     agent.send(1)
     replica.steps(3)
-    replica.core.change_weights(1, "keep")
+    replica.change_weights(1, "keep")
     replica.run()
-    assert len(replica.core.sessions.pins) == 0
+    assert len(replica.sessions.pins) == 0
 
 
 def test_new_weights_of_an_adapter_drop_its_pins_only() -> None:
     replica = FakeReplica()
     plain = Agent(replica, "plain")
     plain.turn(1)
-    replica.core.change_adapter("sql", 1, "keep")
+    replica.change_adapter("sql", 1, "keep")
     wish = KVSession(id="sql")
     replica.add([3] * 16, 2, max_tokens=1, adapter="sql", session=wish)
     replica.run()
-    assert len(replica.core.sessions.pins) == 9
-    replica.core.change_adapter("sql", 2, "keep")
-    assert len(replica.core.sessions.pins) == 5
+    assert len(replica.sessions.pins) == 9
+    replica.change_adapter("sql", 2, "keep")
+    assert len(replica.sessions.pins) == 5
     call = SessionCall("prefetch")
-    assert replica.core.sessions.call(SessionKey("", "sql"), call, 0).outcome == "missing"
+    assert replica.sessions.call(SessionKey("", "sql"), call, 0).outcome == "missing"
 
 
 def test_calls_during_a_turn_are_carried_out_at_its_end(cache_type: CacheType) -> None:
@@ -304,7 +331,7 @@ def test_calls_during_a_turn_are_carried_out_at_its_end(cache_type: CacheType) -
     assert agent.call("prefetch").outcome == "deferred"
     assert agent.call("pin", ttl_s=20).outcome == "deferred"
     replica.run()
-    assert len(replica.core.sessions.pins) == 5
+    assert len(replica.sessions.pins) == 5
     replica.plan(0)
     assert replica.core.next_deadline_ns() == 20 * SECOND
 
@@ -316,10 +343,10 @@ def test_a_cancelled_turn_keeps_what_it_has_computed(cache_type: CacheType) -> N
     replica.steps(3)
     replica.core.stop([1])
     replica.run()
-    assert len(replica.core.sessions.pins) == 4
+    assert len(replica.sessions.pins) == 4
     agent.send(2)
     replica.core.stop([2])  # before it has started
-    assert len(replica.core.sessions.pins) == 4
+    assert len(replica.sessions.pins) == 4
 
 
 def test_demoted_blocks_are_evicted_first(cache_type: CacheType) -> None:
@@ -348,8 +375,8 @@ def test_a_demoted_conversation_is_loaded_from_host_memory(cache_type: CacheType
     assert agent.call("prefetch").outcome == "deferred", "the plan with the loads isn't back"
     replica.run()
     assert agent.call("prefetch").outcome == "accepted"
-    assert len(replica.core.sessions.pins) == 5
-    replica.core.cache.tiers.forget_host()
+    assert len(replica.sessions.pins) == 5
+    replica.tiers.forget_host()
     agent.turn(3)
     assert cached(replica, 3) == 20
 
@@ -359,7 +386,7 @@ def test_a_conversation_is_fetched_from_disk_and_then_pinned(cache_type: CacheTy
     agent = Agent(replica)
     agent.turn(1, after="demote")
     crowd_out(replica, 2)
-    replica.core.tiers.forget_host()
+    replica.tiers.forget_host()
     assert agent.call("prefetch").outcome == "deferred"
     replica.run()
     result = agent.call("prefetch")
@@ -377,7 +404,7 @@ def test_a_lost_plan_loads_nothing(cache_type: CacheType) -> None:
     replica.plan()
     replica.lose_plans()
     replica.check()
-    assert len(replica.core.sessions.pins) == 0
+    assert len(replica.sessions.pins) == 0
     agent.turn(3)  # checks every block that it reads
 
 
@@ -391,9 +418,9 @@ def test_sessions_outlive_an_epoch_of_the_same_executor(cache_type: CacheType) -
     replica.executor.forget()
     replica.core.clear()
     replica.check()
-    assert len(replica.core.sessions.pins) == 5
+    assert len(replica.sessions.pins) == 5
     other.turn(3)  # sent again
-    assert len(replica.core.sessions.pins) == 8
+    assert len(replica.sessions.pins) == 8
     agent.turn(4)
     assert cached(replica, 4) == 20
 
@@ -406,7 +433,7 @@ def test_without_steps_no_block_is_moved() -> None:
     assert agent.call("demote").outcome == "rejected"
     assert agent.call("prefetch").outcome == "rejected"
     assert agent.call("release").outcome == "accepted"
-    assert not replica.core.tiers.has_moves
+    assert not replica.tiers.has_moves
 
 
 def test_the_number_of_sessions_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -415,7 +442,7 @@ def test_the_number_of_sessions_is_bounded(monkeypatch: pytest.MonkeyPatch) -> N
     agents = [Agent(replica, str(number), start=number) for number in range(5)]
     for number, agent in enumerate(agents):
         agent.turn(number, ttl_s=60 - number)
-    assert len(replica.core.sessions.known) == 3
+    assert len(replica.sessions.known) == 3
     known = [agent.call("pin").outcome != "missing" for agent in agents]
     assert known == [True, True, False, False, True]
 
@@ -426,9 +453,9 @@ def test_results_are_counted() -> None:
     agent.turn(1)
     agent.call("release")
     Agent(replica, "unknown").call("pin")
-    counts = replica.core.sessions.take_counts()
+    counts = replica.sessions.take_counts()["sessions"]
     assert counts == {"clipped": 1, "accepted": 1, "missing": 1}
-    assert not replica.core.sessions.take_counts()
+    assert not replica.sessions.take_counts()["sessions"]
 
 
 def test_a_session_that_ends_while_blocks_are_fetched_holds_none(cache_type: CacheType) -> None:
@@ -436,9 +463,9 @@ def test_a_session_that_ends_while_blocks_are_fetched_holds_none(cache_type: Cac
     agent = Agent(replica)
     agent.turn(1, after="demote", ttl_s=10)
     crowd_out(replica, 2)
-    replica.core.tiers.forget_host()
+    replica.tiers.forget_host()
     assert agent.call("prefetch").outcome == "deferred"
     replica.plan(11 * SECOND)
     replica.run()
     replica.check()
-    assert not replica.core.sessions.pins
+    assert not replica.sessions.pins

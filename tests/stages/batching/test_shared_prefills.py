@@ -9,6 +9,7 @@ import pytest
 from nano_inference.bus.pooling import Pooling
 from nano_inference.bus.steps import StepPlan
 from nano_inference.bus.weights import InFlight
+from nano_inference.store.board import LoadedAdapter
 
 from .replica import CacheType, FakeReplica, expected, reported
 
@@ -88,7 +89,7 @@ def test_other_tokens_share_no_prefill(replica: FakeReplica, other: list[int]) -
 
 
 def test_adapters_share_no_prefill(replica: FakeReplica) -> None:
-    replica.core._adapter_versions = {"x": 1}
+    replica.set_adapters([LoadedAdapter("x", 1)])
     for seq_id, adapter in enumerate(("x", "x", "")):
         add(replica, FULL_STEP, name=str(seq_id), seq_ids=seq_id, adapter=adapter)
     replica.plan()
@@ -183,7 +184,7 @@ def test_a_prefill_from_before_a_flush_is_not_shared(replica: FakeReplica) -> No
 def test_new_weights_before_the_copy(replica: FakeReplica, in_flight: InFlight) -> None:
     add(replica)
     replica.plan()
-    replica.core.change_weights(2, in_flight)
+    replica.change_weights(2, in_flight)
     finish(replica)
     assert replica.outputs == {each: expected(PROMPT, 9) for each in SEQ_IDS}
     replica.add(PROMPT, 9, max_tokens=1, stop=True)

@@ -11,14 +11,15 @@ from nano_inference.bus.control import TierCapacity, TiersChanged
 from nano_inference.bus.messages import DEFAULT_SCOPE, CacheScope
 from nano_inference.bus.parts.tiers import TiersPlan
 from nano_inference.bus.steps import KVMove, StepPlan
-from nano_inference.stages.batching import KVCacheManager, Lease, PagedKVCache, RadixKVCache
-from nano_inference.stages.batching.eviction import POLICIES
-from nano_inference.stages.batching.kv_events import KVEventLog
-from nano_inference.stages.batching.tiers import MOST_CHOSEN, KVTiers
+from nano_inference.stages.batching import Allocation, KVCacheManager, PagedKVCache, RadixKVCache
+from nano_inference.stages.batching.parts.kv_events import KVEventLog, KVEvents
+from nano_inference.stages.batching.parts.tiers.eviction import POLICIES
+from nano_inference.stages.batching.parts.tiers.part import Tiers
+from nano_inference.stages.batching.parts.tiers.tiers import MOST_CHOSEN, KVTiers
 
 from ...kv_router import Router
 from ...soaking import in_soak
-from .events import check_match, check_router
+from .events import check_match, check_router, with_parts
 
 SIZE = 4
 CACHES = (PagedKVCache, RadixKVCache)
@@ -95,33 +96,33 @@ class Replica:
     """A cache with tiers, and an executor that computes blocks and applies moves."""
 
     def __init__(self, cache: KVCacheManager) -> None:
-        assert cache.tiers is not None
-        self.cache, self.tiers = cache, cache.tiers
+        assert isinstance(cache.below, Tiers)
+        self.cache, self.tiers = cache, cache.below.blocks
         self.executor = Executor(cache.num_blocks)
-        self.running: list[Lease] = []
+        self.running: list[Allocation] = []
         self.router = Router()
 
-    def kv_of(self, lease: Lease, index: int) -> KV:
-        tokens = tuple(lease.token_ids[: (index + 1) * SIZE])
-        return (self.cache.weight_version, lease.scope, tokens)
+    def kv_of(self, allocation: Allocation, index: int) -> KV:
+        tokens = tuple(allocation.token_ids[: (index + 1) * SIZE])
+        return (self.cache.weight_version, allocation.scope, tokens)
 
     def run(self, token_ids: list[int], scope: CacheScope = DEFAULT_SCOPE) -> int:
         """Start a sequence, compute it, and return how many of its tokens were cached."""
-        lease = Lease(token_ids, scope)
-        allocation = self.cache.start(lease, self.cache.match(lease).num_needed)
+        allocation = Allocation(token_ids, scope)
+        start = self.cache.start(allocation, self.cache.match(allocation).num_needed)
         self.apply()
-        for source, target in allocation.copies:
+        for source, target in start.copies:
             self.executor.blocks[target] = self.executor.blocks[source]
         full = len(token_ids) // SIZE
-        for index in range(allocation.cached_length // SIZE):
-            found = self.executor.blocks[lease.block_ids[index]]
-            assert found == self.kv_of(lease, index), "a block with the KV of other tokens"
-        for index in range(allocation.cached_length // SIZE, full):
-            self.executor.blocks[lease.block_ids[index]] = self.kv_of(lease, index)
-        self.cache.commit(lease, len(token_ids))
-        self.running.append(lease)
+        for index in range(start.cached_length // SIZE):
+            found = self.executor.blocks[start.block_ids[index]]
+            assert found == self.kv_of(allocation, index), "a block with the KV of other tokens"
+        for index in range(start.cached_length // SIZE, full):
+            self.executor.blocks[start.block_ids[index]] = self.kv_of(allocation, index)
+        self.cache.commit(allocation, len(token_ids))
+        self.running.append(allocation)
         self.check()
-        return allocation.cached_length
+        return start.cached_length
 
     def end(self, number: int = 0) -> None:
         self.cache.release(self.running.pop(number))
@@ -130,9 +131,14 @@ class Replica:
     def apply(self) -> None:
         self.executor.apply(self.tiers.take_moves())
 
+    def save(self) -> None:
+        """Save blocks to disk, as while nothing else runs."""
+        assert isinstance(self.cache.below, Tiers)
+        self.cache.below.rest(1)
+
     def check(self) -> None:
         self.cache.check(self.running)
-        if self.cache.events is not None:
+        if any(isinstance(each, KVEvents) for each in self.cache.followers):
             check_router(self.cache, self.router)
 
 
@@ -142,7 +148,7 @@ def replica_of(
     blocks: int,
     events: KVEventLog | None = None,
 ) -> Replica:
-    return Replica(kind(blocks, SIZE, tiers, events))
+    return Replica(with_parts(kind(blocks, SIZE), tiers, events))
 
 
 def prompt(number: int, blocks: int = 3) -> list[int]:
@@ -200,17 +206,17 @@ def test_blocks_on_disk_are_found_once_they_are_whole(
     for number in (1, 2, 3, 4, 5):
         replica.run(prompt(number))
         replica.end()
-    lease = Lease(prompt(1))
-    assert not replica.cache.fetch(lease), "its blocks are not reported as written"
+    allocation = Allocation(prompt(1))
+    assert not replica.cache.below.fetch(allocation), "its blocks are not reported as written"
     while replica.executor.jobs:
         replica.tiers.changed(replica.executor.finish_job())
-    assert replica.cache.fetch(lease)
-    assert not replica.cache.fetch(Lease(prompt(6)))
+    assert replica.cache.below.fetch(allocation)
+    assert not replica.cache.below.fetch(Allocation(prompt(6)))
     replica.apply()
     while replica.executor.jobs:
-        assert replica.cache.fetch(lease)
+        assert replica.cache.below.fetch(allocation)
         replica.tiers.changed(replica.executor.finish_job())
-    assert not replica.cache.fetch(lease)
+    assert not replica.cache.below.fetch(allocation)
     assert replica.run(prompt(1)) == 12
 
 
@@ -238,12 +244,12 @@ def test_a_failed_fetch_is_not_tried_again_by_the_same_sequence() -> None:
         replica.end()
     while replica.executor.jobs:
         replica.tiers.changed(replica.executor.finish_job())
-    lease = Lease(prompt(1))
-    assert replica.cache.fetch(lease)
+    allocation = Allocation(prompt(1))
+    assert replica.cache.below.fetch(allocation)
     replica.apply()
     while replica.executor.jobs:
         replica.tiers.changed(replica.executor.finish_job(fails=True))
-    assert not replica.cache.fetch(lease)
+    assert not replica.cache.below.fetch(allocation)
     assert replica.run(prompt(1)) == 0
     assert replica.tiers.take_counts().lost == 3
 
@@ -259,8 +265,8 @@ def test_disk_blocks_of_an_earlier_start_are_reported_whole() -> None:
     second = replica_of(PagedKVCache, make_tiers(disk=100), blocks=4)
     second.executor.disk = first.executor.disk
     second.tiers.changed(TiersChanged(stored=tuple(first.executor.disk), whole=True))
-    lease = Lease(prompt(1))
-    assert second.cache.fetch(lease)
+    allocation = Allocation(prompt(1))
+    assert second.cache.below.fetch(allocation)
     second.apply()
     while second.executor.jobs:
         second.tiers.changed(second.executor.finish_job())
@@ -342,7 +348,7 @@ def test_random_lives_never_find_other_kv(
         event = draw.random()
         if event < 0.4 and len(replica.running) < 1:
             chosen = draw.choice(prompts)
-            if not replica.cache.fetch(Lease(chosen)) or draw.random() < 0.5:
+            if not replica.cache.below.fetch(Allocation(chosen)) or draw.random() < 0.5:
                 scope = CacheScope(tenant=draw.choice(["", "", "one"]))
                 replica.run(chosen, scope)
         elif event < 0.7 and replica.running:
@@ -351,7 +357,7 @@ def test_random_lives_never_find_other_kv(
             fails = draw.random() < 0.2
             replica.tiers.changed(replica.executor.finish_job(fails=fails))
         elif event < 0.91:
-            replica.cache.save(2)
+            replica.save()
         elif event < 0.92:
             replica.cache.flush()
         elif event < 0.94:

@@ -12,7 +12,7 @@ from nano_inference.bus.messages import AdmittedRequest, Prompt, RequestInfo, Se
 from nano_inference.bus.parts.adapters import adapters_of
 from nano_inference.bus.steps import StepPlan, StepResult
 from nano_inference.config import EngineConfig, SamplingParams
-from nano_inference.stages.batching import BatchingCore
+from nano_inference.stages.batching import BatchingCore, SequenceStatus
 from nano_inference.stages.executor import ExecutorCore, LoadedModel
 from nano_inference.stages.executor.driver.step import LaunchedStep
 
@@ -105,8 +105,8 @@ class StepLane:
         self.record(plan, result)
 
     def _preempt_last(self) -> None:
-        if running := list(self.batching._running):
-            self.batching._give_up(running[-1], "preemption")
+        if running := list(self.batching.running):
+            self.batching._leave(running[-1], SequenceStatus.WAITING, "preemption")
             self.preempted += 1
             if self._flush_every and self.preempted % self._flush_every == 0:
                 self.batching.cache.flush()

@@ -13,6 +13,7 @@ from nano_inference.config import FairnessConfig
 from nano_inference.stages.fairness import Dispatched, FairnessCore
 from nano_inference.stages.lazy_heap import LEFTOVERS_KEPT
 
+from ...sections import prediction_of
 from .requests import SECOND, cancel, drain, grant, request
 
 
@@ -60,7 +61,7 @@ def test_a_dispatch_keeps_prediction_and_cache_scope() -> None:
     core.push(sent, 0)
     grant(core, 1)
     dispatch = popped(core, 0)[1]
-    assert (dispatch.prediction, dispatch.cache_scope) == ((5, 6), CacheScope("t", "s"))
+    assert (prediction_of(dispatch), dispatch.cache_scope) == ((5, 6), CacheScope("t", "s"))
 
 
 def test_a_dispatch_has_the_time_spent_waiting() -> None:

@@ -13,6 +13,7 @@ from nano_inference.config import FairnessConfig, ReplicaRole
 from nano_inference.stages.fairness import FairnessCore
 from nano_inference.stages.fairness.core import Dispatched
 
+from ...sections import successors_of
 from .requests import request, served
 
 PREFILL, DECODE = "batching", "batching.1"
@@ -57,7 +58,7 @@ def test_a_prompt_starts_where_prompts_are_computed_and_continues_elsewhere() ->
     core.push(asked := request("a", prompt=(1, 2, 3)), 0)
     (first,) = dispatches(core)
     assert isinstance(first.message, AdmittedRequest)
-    assert (first.replica, first.message.successors) == (PREFILL, (1,))
+    assert (first.replica, successors_of(first.message)) == (PREFILL, (1,))
     assert [each.credits for each in core._replicas.values()] == [3, 3], "both places are taken"
     assert core.replicas_of("a") == [PREFILL, DECODE]
     hand_over(core, *ids(asked))
@@ -120,7 +121,7 @@ def test_a_paused_sequence_resumes_though_no_place_to_continue_is_free() -> None
 def test_replicas_that_do_both_keep_their_sequences() -> None:
     core = core_of("both", "both")
     core.push(request("a", samples=3), 0)
-    assert not any(each.message.successors for each in dispatches(core))  # type: ignore[union-attr]
+    assert not any(successors_of(each.message) for each in dispatches(core))  # type: ignore[union-attr]
 
 
 def test_a_prompt_whose_vector_is_asked_for_stays() -> None:
@@ -129,7 +130,7 @@ def test_a_prompt_whose_vector_is_asked_for_stays() -> None:
     info = msgspec.structs.replace(asked.info, pooling=Pooling("mean", True, 8))
     core.push(msgspec.structs.replace(asked, info=info), 0)
     (first,) = dispatches(core)
-    assert (first.replica, first.message.successors) == (PREFILL, ())  # type: ignore[union-attr]
+    assert (first.replica, successors_of(first.message)) == (PREFILL, ())  # type: ignore[union-attr]
     assert core._replicas[DECODE].credits == 4
 
 
@@ -140,7 +141,7 @@ def test_without_replicas_for_one_half_each_does_both(roles: tuple[ReplicaRole, 
     core.push(request("a", samples=8), 0)
     found = dispatches(core)
     assert sum(len(each.message.sequences) for each in found) == 8  # type: ignore[union-attr]
-    assert not any(each.message.successors for each in found)  # type: ignore[union-attr]
+    assert not any(successors_of(each.message) for each in found)  # type: ignore[union-attr]
 
 
 def test_no_prompt_starts_without_a_place_where_it_continues() -> None:
@@ -161,7 +162,7 @@ def test_a_place_where_sequences_continue_is_promised_once() -> None:
     core = core_of("prefill", "both", places=2)
     core.push(request("a", samples=3), 0)
     (first,) = dispatches(core)
-    assert (first.replica, first.message.successors) == (PREFILL, (1, 1))  # type: ignore[union-attr]
+    assert (first.replica, successors_of(first.message)) == (PREFILL, (1, 1))  # type: ignore[union-attr]
     assert core.num_queued == 1
     core.absorb(Credit(1), 20, DECODE)
     (second,) = dispatches(core)
@@ -174,7 +175,7 @@ def test_the_replica_with_the_same_prompt_continues_it() -> None:
     went = []
     for name in ("a", "b", "c"):
         core.push(request(name, prompt=prompt), 0)
-        went += [each.message.successors for each in dispatches(core)]  # type: ignore[union-attr]
+        went += [successors_of(each.message) for each in dispatches(core)]  # type: ignore[union-attr]
     assert len(set(went)) == 1
 
 
@@ -182,7 +183,7 @@ def test_sequences_are_spread_over_the_replicas_that_continue_them() -> None:
     core = core_of("prefill", "decode", "decode")
     core.push(request("a", samples=4), 0)
     (first,) = dispatches(core)
-    assert sorted(first.message.successors) == [1, 1, 2, 2]  # type: ignore[union-attr]
+    assert sorted(successors_of(first.message)) == [1, 1, 2, 2]  # type: ignore[union-attr]
 
 
 def test_a_prompt_is_charged_once() -> None:

@@ -12,6 +12,7 @@ from msgspec.structs import replace
 from nano_inference.bus.messages import RequestOpened, StoredResponse, StoredSample
 from nano_inference.bus.parts.accounts import RequestTimes
 from nano_inference.bus.parts.speculation import DraftsResult
+from nano_inference.bus.parts.tiers import FetchedBlocks
 from nano_inference.bus.public import Completion, StageTime, Usage
 from nano_inference.bus.recovery import RecoveryItem
 from nano_inference.bus.sections import with_sections
@@ -168,7 +169,7 @@ def test_blocks_from_a_tier_are_waited_for() -> None:
     lane = Lane()
     lane.open()
     lane.step(140, 180, [90])
-    new = started(1, 230, num_cached=PROMPT - 1, fetching_since_ns=160)
+    new = started(1, 230, num_cached=PROMPT - 1, parts=(FetchedBlocks(160, 1),))
     lane.step(230, 240, [1], new=[new], prefills=((1, 1),), ends=[1], now_ns=240)
     assert causes(lane, life_ns=160) == {
         "queue": 20,
@@ -432,7 +433,7 @@ class World:
                     num_generated=generated,
                     num_cached=PROMPT + generated - left,
                     queued=self.pick(queued, None),
-                    fetching_since_ns=self.pick(0, 0, executed_ns - 40),
+                    parts=self.pick((), (), (FetchedBlocks(executed_ns - 40, 1),)),
                 )
             )
         return new

@@ -12,9 +12,10 @@ from transformers import PreTrainedTokenizerFast
 
 from nano_inference.bus.control import Cancel
 from nano_inference.bus.messages import RequestOpened
+from nano_inference.bus.parts.sessions import SessionGrant
 from nano_inference.bus.public import Completion, ErrorInfo, Usage
 from nano_inference.bus.recovery import RecoveryItem
-from nano_inference.bus.steps import SessionGrant, StepResult
+from nano_inference.bus.steps import StepResult
 from nano_inference.stages.streaming.deliveries import Deliveries
 from nano_inference.stages.streaming.parts.handover import StepsAhead
 
@@ -75,7 +76,7 @@ def test_a_turn_is_answered_by_its_grant_and_its_length(
     """11 tokens in all, of which the last has no KV. A preemption grants nothing new."""
     request = request_of()
     ids = client.encode("a b c d")[:4]
-    client.step([(5, ids[0], "")], new=[started(5, request, session=grant)])
+    client.step([(5, ids[0], "")], new=[started(5, request, parts=(grant,))])
     client.step([(5, ids[1], "")], new=[started(5, request, num_generated=1)])
     for token_id in ids[2:]:
         client.step([(5, token_id, "length" if token_id == ids[-1] else "")])

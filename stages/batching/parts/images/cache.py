@@ -4,26 +4,24 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
-from collections.abc import Sequence as Seq
-from typing import NamedTuple
 
-from ...bus.control import ImageCapacity
-from ...bus.media import MediaItem
-from .image_keys import PlacedImage
-from .sequence import Sequence
+from .....bus.control import ImageCapacity
+from .....bus.media import MediaItem
+from .....bus.parts.images import ImagesPlan
+from ...sequence import Sequence
+from .keys import PlacedImage
 
 ImageKey = tuple[str, int]
 """`MediaItem.key`."""
 
 
-class ImagesOfPlan(NamedTuple):
-    """`forgotten_images` and `encodes` of a StepPlan."""
-
-    forgotten: tuple[ImageKey, ...] = ()
-    encodes: tuple[MediaItem, ...] = ()
+NO_IMAGES: tuple[PlacedImage, ...] = ()
 
 
-NO_IMAGES = ImagesOfPlan()
+def images_of(seq: Sequence) -> tuple[PlacedImage, ...]:
+    """Return the images of a sequence's prompt, in order."""
+    images: tuple[PlacedImage, ...] = seq.extras.get("images", NO_IMAGES)
+    return images
 
 
 class ImageCache:
@@ -61,18 +59,14 @@ class ImageCache:
     def spoil(self, seqs: Iterable[Sequence | None]) -> None:
         """Never share the KV of sequences that lacked an image, and let others try again."""
         for seq in filter(None, seqs):
-            seq.lease.generation = -1
-            for image in seq.images:
+            seq.allocation.generation = -1
+            for image in images_of(seq):
                 if self._tokens.pop(image.item.key, None) is not None:
                     self._forgotten.append(image.item.key)
 
-    def begin(self) -> StepImages:
-        """Return the images of a step in the making, none yet."""
-        return StepImages(self)
-
     def plan(
         self, num_tokens: Mapping[int, int], index: Mapping[int, Sequence]
-    ) -> tuple[Mapping[int, int], ImagesOfPlan]:
+    ) -> tuple[Mapping[int, int], ImagesPlan]:
         """Plan the images of a step whose sequences have their blocks.
 
         Args:
@@ -80,23 +74,23 @@ class ImageCache:
             index: Sequences by id.
 
         Returns:
-            The tokens of each, fewer where a start found another prefix than was forecast; and
-            what the plan says of images.
+            The tokens of each, fewer where a start found another prefix than was forecast; and the
+            plan's section.
         """
-        if not any(index[seq_id].images for seq_id in num_tokens):
+        if not any(images_of(index[seq_id]) for seq_id in num_tokens):
             return num_tokens, self._take(())
-        step, limited = self.begin(), dict(num_tokens)
+        step, limited = StepImages(self), dict(num_tokens)
         for seq_id, number in num_tokens.items():
             seq = index[seq_id]
-            if seq.images and seq.num_scheduled <= seq.images[-1].places[-1]:
-                limited[seq_id] = step.limit(seq.images, seq.num_scheduled, number)
+            if (images := images_of(seq)) and seq.num_scheduled <= images[-1].places[-1]:
+                limited[seq_id] = step.limit(seq, seq.num_scheduled, number)
         self._make_room(step)
         rows = {seq_id: number for seq_id, number in limited.items() if number}
         return rows, self._take(tuple(step.new.values()))
 
-    def _take(self, encodes: tuple[MediaItem, ...]) -> ImagesOfPlan:
+    def _take(self, encodes: tuple[MediaItem, ...]) -> ImagesPlan:
         forgotten, self._forgotten = tuple(self._forgotten), []
-        return ImagesOfPlan(forgotten, encodes)
+        return ImagesPlan(forgotten, encodes)
 
     def _make_room(self, step: StepImages) -> None:
         for key in step.used:
@@ -126,19 +120,19 @@ class StepImages:
         self._cache = cache
         self._encoded = self._held = 0
 
-    def limit(self, images: Seq[PlacedImage], start: int, num_tokens: int) -> int:
+    def limit(self, seq: Sequence, start: int, num_tokens: int) -> int:
         """Take the images of a part of a prompt.
 
         Args:
-            images: Of the prompt, in order.
-            start: Its first token.
+            seq: The sequence.
+            start: The part's first token.
             num_tokens: Tokens that may be computed.
 
         Returns:
             How many of them are computed in this step: none that needs an image beyond the limits,
             and no part of an image whose tokens see each other.
         """
-        stop = start + num_tokens
+        images, stop = images_of(seq), start + num_tokens
         if self._cache.capacity.sees_itself:
             for image in images:
                 if image.places[0] < stop <= image.places[-1]:

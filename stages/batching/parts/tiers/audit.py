@@ -8,20 +8,23 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from ...bus.messages import RequestInfo, SequenceSpec
-from ...bus.steps import AUDIT_SEQ_ID, KVMove, NewSequence
-from ...config import SamplingParams, SchedulerConfig
-from .cache import KVCacheManager, Lease
-from .image_keys import is_image_key
+from .....bus.messages import RequestInfo, SequenceSpec
+from .....bus.steps import AUDIT_SEQ_ID, KVMove, NewSequence
+from .....config import SamplingParams, SchedulerConfig
+from ...allocation import Allocation
+from ...cache import KVCacheManager
 from .tiers import KVTiers, LoadedBlock
 
 BLOCKS_SAVED_AT_ONCE = 16
 """Blocks that one plan saves to disk while nothing else runs; a new request waits that long."""
 
+MAX_TOKEN_ID = (1 << 32) - 1
+"""Larger ids stand for parts of images."""
+
 
 class _Running(NamedTuple):
     block: LoadedBlock
-    lease: Lease
+    allocation: Allocation
     step_id: int
 
 
@@ -42,9 +45,9 @@ class TierAudit:
         return bool(self._moves) or self._tiers.has_moves
 
     @property
-    def leases(self) -> list[Lease]:
-        """The lease of the block that is being computed."""
-        return [self._running.lease] if self._running is not None else []
+    def allocations(self) -> list[Allocation]:
+        """The allocation of the block that is being computed."""
+        return [self._running.allocation] if self._running is not None else []
 
     @property
     def is_due(self) -> bool:
@@ -62,18 +65,18 @@ class TierAudit:
         """Take the result of a step. Returns whether it was the audit's."""
         if self._running is None or self._running.step_id != step_id:
             return False
-        block, lease, _ = self._running
+        block, computing, _ = self._running
         # Its place may have been given away meanwhile. The computed block, free from here on, is
         # compared before another one is written to it.
         if self._cache.name_of(block.block_id) == block.name:
-            computed = lease.block_ids[-1]
+            computed = computing.block_ids[-1]
             self._moves = (KVMove("compare", block.name, block_id=computed, other=block.block_id),)
             self._tiers.end_audit()
         self._end()
         return True
 
     def take_moves(self) -> tuple[KVMove, ...]:
-        """Return the tiers' moves for the next plan, behind the comparison to make."""
+        """Return the tiers' moves for the next plan, after the comparison to make."""
         moves, self._moves = self._moves, ()
         return (*moves, *self._tiers.take_moves())
 
@@ -85,33 +88,33 @@ class TierAudit:
 
     def _end(self) -> None:
         assert self._running is not None
-        self._cache.release(self._running.lease)
+        self._cache.release(self._running.allocation)
         self._running = None
 
     def _start(self, block: LoadedBlock, step_id: int) -> NewSequence | None:
         cache = self._cache
         # With an adapter, KV computed again may have other bits, and images are not kept here.
-        if block.scope.adapter or any(map(is_image_key, block.token_ids)):
+        if block.scope.adapter or max(block.token_ids) > MAX_TOKEN_ID:
             return None
-        lease = Lease(list(block.token_ids), block.scope, whole_blocks=True)
-        match = cache.match(lease)
+        computing = Allocation(list(block.token_ids), block.scope, whole_blocks=True)
+        match = cache.match(computing)
         count = len(block.token_ids) - match.num_cached
         fits = match.num_needed <= cache.num_free_blocks()
         if not fits or count > self._limits.max_tokens_per_batch:
             return None
-        allocation = cache.start(lease, match.num_needed)
+        start = cache.start(computing, match.num_needed)
         # It may have been evicted before, or just now.
         if cache.name_of(block.block_id) != block.name:
-            cache.release(lease)
+            cache.release(computing)
             return None
-        self._running = _Running(block, lease, step_id)
+        self._running = _Running(block, computing, step_id)
         return NewSequence(
             seq_id=AUDIT_SEQ_ID,
             # One more token, so that the step doesn't reach the end, and samples nothing.
             token_ids=(*block.token_ids, 0),
             num_generated=0,
-            num_cached=allocation.cached_length,
-            block_ids=allocation.block_ids,
+            num_cached=start.cached_length,
+            block_ids=start.block_ids,
             sampling=SamplingParams(max_tokens=1),
             sample=SequenceSpec(AUDIT_SEQ_ID, sample_index=0, seed=0),
             info=RequestInfo("", ""),

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import xxhash
 
-from ...bus.messages import DEFAULT_SCOPE, CacheScope
+from ..bus.messages import DEFAULT_SCOPE, CacheScope
 
 NO_PREFIX = -1
 """The root of a block-hash chain in the default scope."""
@@ -39,6 +39,24 @@ def compute_block_hash(token_ids: Sequence[int], prefix_hash: int = NO_PREFIX) -
     if prefix_hash != NO_PREFIX:
         state.update(prefix_hash.to_bytes(16, "little"))
     return state.intdigest()
+
+
+def extend_chain(
+    names: list[bytes], token_ids: Sequence[int], block_size: int, num_blocks: int, root: int
+) -> None:
+    """Append the names of further leading blocks, up to `num_blocks`, to a block-hash chain.
+
+    Args:
+        names: The block hashes so far, each as 16 bytes.
+        token_ids: At least the tokens of these blocks.
+        block_size: Tokens of a block.
+        num_blocks: The length of the chain afterwards, if it is not longer already.
+        root: As returned by `chain_root`.
+    """
+    for index in range(len(names), num_blocks):
+        before = int.from_bytes(names[-1], "little") if names else root
+        run = token_ids[index * block_size : (index + 1) * block_size]
+        names.append(compute_block_hash(run, before).to_bytes(16, "little"))
 
 
 def common_length(left: Sequence[int], right: Sequence[int]) -> int:

@@ -11,16 +11,16 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import takewhile
 from random import Random
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import xxhash
 
-from ...bus.control import AuditedBlock, TierCapacity, TiersChanged
-from ...bus.kv_events import DISK, HOST, Medium
-from ...bus.messages import CacheScope, RemoteBlocks
-from ...bus.steps import KVMove, StepPlan
+from .....bus.control import AuditedBlock, TierCapacity, TiersChanged
+from .....bus.kv_events import DISK, HOST, Medium
+from .....bus.messages import CacheScope, RemoteBlocks
+from .....bus.parts.tiers import TiersPlan
+from .....bus.steps import KVMove, StepPlan
 from .eviction import POLICIES
-from .kv_events import KVEventLog
 
 FETCH_SHARE = 2
 """At most one in so many host slots waits for the disk."""
@@ -59,6 +59,14 @@ class RemoteBlock(NamedTuple):
 
 
 NOT_REMOTE: Mapping[bytes, RemoteBlock] = {}
+
+
+class TierLog(Protocol):
+    """A log of the blocks that can be found in a tier; see `KVEventLog`."""
+
+    def store_below(self, medium: Medium, name: bytes) -> None: ...
+    def remove_below(self, medium: Medium, name: bytes) -> None: ...
+    def lose(self, medium: Medium) -> None: ...
 
 
 class Offer(NamedTuple):
@@ -123,7 +131,7 @@ class KVTiers:
         block_size: int,
         policy: str,
         audit_every: int = 0,
-        events: KVEventLog | None = None,
+        events: TierLog | None = None,
     ) -> None:
         """Set up empty tiers.
 
@@ -251,7 +259,7 @@ class KVTiers:
         """Fetch leading blocks from disk or another executor, if that beats computing.
 
         Args:
-            names: Of a sequence's blocks, in order, behind those on the device.
+            names: Of a sequence's blocks, in order, after those on the device.
             num_asked: The first of them that were fetched for it before, and are not again.
             remote: Blocks that another executor offers.
 
@@ -287,7 +295,7 @@ class KVTiers:
         Blocks that were offered before stay offered, unless they have other names now.
 
         Returns:
-            The number of blocks offered before; and the moves of the others, behind the step that
+            The number of blocks offered before; and the moves of the others, after the step that
             computes the last of these blocks.
         """
         moves: list[KVMove] = []
@@ -446,7 +454,8 @@ class KVTiers:
         for seq_id in [*self._offers]:
             self.release_offer(seq_id)
         for plan in plans:
-            for move in (*plan.kv_moves, *plan.kv_offers):
+            found = TiersPlan.find(plan.parts) or TiersPlan()
+            for move in (*found.moves, *found.offers):
                 if (
                     move.kind in ("store", "offer")
                     and move.block_id >= 0

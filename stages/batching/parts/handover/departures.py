@@ -4,24 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import msgspec
 
-from ...bus.links import HandoverMessage
-from ...bus.messages import (
+from .....bus.control import ReplicaCapacity
+from .....bus.links import HandoverMessage
+from .....bus.messages import (
     AdmittedRequest,
     AnnounceBlocks,
     AnnounceSequence,
+    ReleaseBlocks,
     RemoteBlocks,
     WithdrawSequences,
 )
-from ...bus.parts.handover import HandoverRoute
-from ...bus.sections import with_sections
-from ...bus.steps import KVMove, StepPlan, StepSummary
-from .cache import KVCacheManager
-from .index import SequenceIndex
-from .sequence import Sequence
+from .....bus.parts.handover import HandoverRoute, HandoversPlan, HandoversResult
+from .....bus.sections import with_sections
+from .....bus.steps import StepSummary
+from .....config import EngineConfig
+from ...part import Core, Part
+from ...plans import PlanDraft, SentPlan
+from ...sequence import Sequence
 
 
 @dataclass(slots=True)
@@ -56,17 +58,7 @@ class _Leaver:
     num_messages: int = 0
 
 
-class Offered(NamedTuple):
-    """A plan's `kv_offers` and `handovers`."""
-
-    blocks: tuple[KVMove, ...] = ()
-    handovers: tuple[tuple[int, int, int], ...] = ()
-
-
-NOTHING_OFFERED = Offered()
-
-
-class Handovers:
+class Departures(Part):
     """Announces sequences to the replicas that continue them, and offers their blocks.
 
     Blocks are offered by the steps that compute them, and announced with the plans of these steps:
@@ -74,37 +66,52 @@ class Handovers:
     it the first token; by the step's result, batching knows whether it did.
     """
 
-    def __init__(self, cache: KVCacheManager, index: SequenceIndex) -> None:
-        """Args: the cache, and the sequences that have not ended."""
-        self._cache = cache
-        self._index = index
+    handles = (ReleaseBlocks,)
+
+    def __init__(self, core: Core, config: EngineConfig, capacity: ReplicaCapacity) -> None:
+        super().__init__(core, config, capacity)
+        self._below = core.cache.below
         self._leavers: dict[int, _Leaver] = {}
         # Sequences whose first token is in flight, also those that have ended meanwhile: for them,
         # too, the successor gets a token or a withdrawal.
         self._sampling: dict[int, Sequence] = {}
         self._departures: list[Departure] = []
 
-    def __bool__(self) -> bool:
-        return bool(self._leavers)
+    def take_departures(self) -> list[Departure]:
+        """Return messages to other replicas. Call it after each `absorb` and `plan`."""
+        departures, self._departures = self._departures, []
+        return departures
 
-    def add(self, request: AdmittedRequest, deadline_ns: int | None) -> None:
+    def receive(self, message: ReleaseBlocks, now_ns: int, deadline_ns: int | None) -> None:
+        """Give back the slots of blocks that were offered for sequences."""
+        for seq_id in message.seq_ids:
+            self._below.release_offer(seq_id)
+
+    def accept(self, request: AdmittedRequest, deadline_ns: int | None) -> bool:
         """Note where the sequences of a dispatch continue."""
-        for spec, successor in zip(request.sequences, request.successors, strict=True):
-            own = with_sections(
-                msgspec.structs.replace(request, sequences=(spec,)), HandoverRoute()
-            )
-            self._leavers[spec.seq_id] = _Leaver(successor, own, deadline_ns)
+        route = HandoverRoute.find(request.parts)
+        if route is not None and route.successors:
+            for spec, successor in zip(request.sequences, route.successors, strict=True):
+                own = msgspec.structs.replace(request, sequences=(spec,))
+                own = with_sections(own, HandoverRoute())
+                self._leavers[spec.seq_id] = _Leaver(successor, own, deadline_ns)
+        return True
 
-    def offer(self, seqs: Iterable[Sequence], step_id: int, now_ns: int) -> Offered:
-        """Offer the full blocks that the plan being made computes, and announce them."""
-        moves: list[KVMove] = []
-        handovers: list[tuple[int, int, int]] = []
-        for seq in seqs:
+    def admit(self, seq: Sequence, request: AdmittedRequest) -> None:
+        route = HandoverRoute.find(request.parts)
+        if route is not None and route.successors:
+            seq.hand_over_after_first()
+
+    def planned(self, draft: PlanDraft) -> None:
+        """Offer the full blocks that the plan computes, and announce them."""
+        leaving: list[tuple[int, int, int]] = []
+        for seq in draft.seqs if self._leavers else ():
             if (leaver := self._leavers.get(seq.seq_id)) is None or not seq.hands_over:
                 continue
-            first, offered = self._cache.offer(seq.seq_id, seq.lease, seq.num_scheduled, now_ns)
-            moves += offered
-            blocks = tuple((move.name, move.slot, step_id) for move in offered)
+            first, offered = self._below.offer(
+                seq.seq_id, seq.allocation, seq.num_scheduled, draft.now_ns
+            )
+            blocks = tuple((move.name, move.slot, draft.step_id) for move in offered)
             if not leaver.num_messages or (offered and not first):
                 remote = self._describe(seq, blocks)
                 request = with_sections(leaver.request, HandoverRoute(remote=remote))
@@ -113,56 +120,44 @@ class Handovers:
                 self._send(leaver, AnnounceBlocks(seq.seq_id, blocks))
             if seq.num_planned > len(seq.token_ids):
                 self._sampling[seq.seq_id] = seq
-                handovers.append((seq.seq_id, leaver.successor, leaver.num_messages))
-        return Offered(tuple(moves), tuple(handovers))
+                leaving.append((seq.seq_id, leaver.successor, leaver.num_messages))
+        if leaving:
+            draft.parts.append(HandoversPlan(tuple(leaving)))
 
-    def absorb(self, plan: StepPlan, result: StepSummary) -> list[Sequence]:
-        """Return the sequences that the executor has handed over, which end here.
-
-        Call it when those that ended with their token are no longer in the index.
-        """
+    def absorb(self, sent: SentPlan, result: StepSummary) -> Iterable[Sequence]:
+        """Return the sequences that the executor has handed over, which end here."""
+        if (planned := HandoversPlan.find(sent.plan.parts)) is None:
+            return ()
+        done = HandoversResult.find(result.parts)
         leaving: list[Sequence] = []
-        for seq_id, *_ in plan.handovers:
+        for seq_id, *_ in planned.leaving:
             seq = self._sampling.pop(seq_id)
-            has_ended = seq_id not in self._index
-            seq.left = seq_id in result.handed_over
+            has_ended = seq_id not in self.core.index or seq_id in result.ended
+            seq.left = done is not None and seq_id in done.seq_ids
             if not seq.left:
-                self.release((seq_id,))
+                self._below.release_offer(seq_id)
             if has_ended:
-                self.forget(seq)
+                self.end(seq)
             elif seq.left:
                 leaving.append(seq)
         return leaving
 
-    def forget(self, seq: Sequence) -> None:
+    def end(self, seq: Sequence) -> None:
         """Forget a sequence that has left; or has ended, and is withdrawn from its successor."""
-        if seq.seq_id in self._sampling:
+        if not seq.hands_over or seq.seq_id in self._sampling:
             return  # The result will say whether the successor was sent its token.
         leaver = self._leavers.pop(seq.seq_id, None)
         if leaver is not None and leaver.num_messages and not seq.left:
-            self.release((seq.seq_id,))
+            self._below.release_offer(seq.seq_id)
             self._send(leaver, WithdrawSequences((seq.seq_id,)))
 
-    def take_departures(self) -> list[Departure]:
-        """Return messages to other replicas. Call it after each `absorb` and `plan`."""
-        departures, self._departures = self._departures, []
-        return departures
-
-    def release(self, seq_ids: Iterable[int]) -> None:
-        """Give back the slots of blocks that were offered for sequences."""
-        if self._cache.tiers is not None:
-            for seq_id in seq_ids:
-                self._cache.tiers.release_offer(seq_id)
-
-    def forget_plans(self) -> None:
-        """Note that the plans in flight never come back."""
+    def lose(self) -> None:
         sampling, self._sampling = self._sampling, {}
         for seq in sampling.values():
-            if seq.seq_id not in self._index:
-                self.forget(seq)
+            if seq.seq_id not in self.core.index:
+                self.end(seq)
 
-    def clear(self) -> None:
-        """Drop all sequences."""
+    def reset(self) -> None:
         self._leavers.clear()
         self._sampling.clear()
         self._departures.clear()
@@ -173,12 +168,12 @@ class Handovers:
         self._departures.append(Departure(leaver.successor, message, deadline_ns))
 
     def _describe(self, seq: Sequence, blocks: tuple[tuple[bytes, int, int], ...]) -> RemoteBlocks:
-        tiers = self._cache.tiers
+        address, layout, model = self._below.describe()
         return RemoteBlocks(
-            address=tiers.capacity.address if tiers is not None else "",
-            layout=tiers.capacity.layout if tiers is not None else "",
-            model=tiers.capacity.model if tiers is not None else "",
-            weight_version=self._cache.weight_version,
-            adapter_version=seq.lease.scope.adapter_version,
+            address=address,
+            layout=layout,
+            model=model,
+            weight_version=self.core.cache.weight_version,
+            adapter_version=seq.allocation.scope.adapter_version,
             blocks=blocks,
         )

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 
-from ...bus.kv_events import (
+from ....bus.control import ReplicaCapacity
+from ....bus.kv_events import (
     DEVICE,
     DISK,
     HOST,
@@ -15,8 +16,60 @@ from ...bus.kv_events import (
     KVEvent,
     Medium,
 )
-from ...bus.messages import CacheScope
-from ...bus.public import DEFAULT_TENANT
+from ....bus.messages import CacheScope
+from ....bus.public import DEFAULT_TENANT
+from ....config import EngineConfig
+from ..allocation import Allocation, Follower
+from ..cache import KVCacheManager
+from ..part import Core, Part
+
+
+class KVEvents(Part, Follower):
+    """Logs each full block of the cache that can be found, and its end.
+
+    Attributes:
+        log: The log, which the shell publishes.
+    """
+
+    def __init__(self, core: Core, config: EngineConfig, capacity: ReplicaCapacity) -> None:
+        super().__init__(core, config, capacity)
+        self.log = KVEventLog(core.cache.block_size)
+        self._cache: KVCacheManager = core.cache
+        core.cache.followers += (self,)
+
+    def named(self, allocation: Allocation, first: int, end: int, named: Sequence[int]) -> None:
+        index, size, names = first, self._cache.block_size, allocation.names
+        while index < end:
+            start = index
+            while index < end and self._is_new(allocation.block_ids[index]):
+                index += 1
+            if start < index:
+                self.log.store(
+                    allocation.block_ids[start:index],
+                    names[start:index],
+                    names[start - 1] if start else None,
+                    allocation.token_ids[start * size : index * size],
+                    allocation.scope,
+                )
+            index += 1
+
+    def evicted(self, block_id: int, name: bytes) -> None:
+        self.log.remove(block_id)
+
+    def hidden(self, block_id: int) -> None:
+        self.log.remove(block_id)
+
+    def forgotten(self) -> None:
+        self.log.lose(DEVICE)
+
+    def flushed(self, *, new_weights: bool) -> None:
+        self.log.clear()
+
+    def retire(self, adapter: str) -> Set[bytes]:
+        return self.log.retire(adapter)
+
+    def _is_new(self, block_id: int) -> bool:
+        return self._cache.is_indexed_whole(block_id) and not self.log.is_announced(block_id)
 
 
 def wire_hash(name: bytes) -> int:
@@ -164,7 +217,7 @@ class KVEventLog:
 
 def _extra_keys(scope: CacheScope, num_blocks: int) -> ExtraKeys | None:
     """Return the extra keys of blocks at the start of a prompt, as vLLM has them: the first block's
-    keys apply to all behind it."""
+    keys apply to all after it."""
     keys: tuple[str, ...] = ()
     tenant = "" if scope.tenant == DEFAULT_TENANT else scope.tenant
     if tenant:

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from typing import NamedTuple, overload
 
-from ...bus.media import MediaItem
+from .....bus.media import MediaItem
 
 _MARK, _HASHED = 1 << 62, (1 << 62) - 1
 """Ids of placeholders have the mark, which no token id has, and 62 bits of a hash."""

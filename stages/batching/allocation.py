@@ -1,0 +1,177 @@
+"""One sequence's part of the KV cache, and followers of the cache's blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence, Set
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+from ...bus.messages import DEFAULT_SCOPE, CacheScope, RemoteBlocks
+from ...bus.steps import KVMove
+
+NO_NAMES: Set[bytes] = frozenset()
+
+
+@dataclass(slots=True, eq=False)
+class Allocation:
+    """One sequence's part of a cache; created before the sequence has any block.
+
+    Attributes:
+        token_ids: The ids by which KV is found: the sequence's own list, which it may extend. Any
+            64-bit integers, so a hash of media can stand in place of its placeholder tokens.
+        scope: Only allocations of the same scope find each other's tokens.
+        may_reuse: Whether to start with cached blocks. Other sequences find what this one computes
+            either way.
+        block_ids: The block table, extended in place; empty while the sequence does not run.
+        source: A block held until it has been copied, or -1.
+        generation: The cache's generation when the blocks were taken.
+        num_known: Leading blocks found in the index when it was last searched.
+        names: The block-hash chain: the names of leading full blocks, as far as they are needed.
+        root: Root of this chain; None before it is known.
+        nodes: For each leading block, its node in the radix tree (RadixKVCache).
+        whole_blocks: Whether to start with whole blocks only, and copy no part of one.
+        num_fetched: Leading blocks that were fetched since the allocation last held any.
+        num_loaded: Blocks that were loaded from below the device at the start.
+        fetching_since_ns: When it began to wait for blocks from below the device; 0 if it did not.
+        remote: Blocks in another executor's memory, by their names here, until the start.
+    """
+
+    token_ids: Sequence[int]
+    scope: CacheScope = DEFAULT_SCOPE
+    may_reuse: bool = True
+    block_ids: list[int] = field(default_factory=list)
+    source: int = -1
+    generation: int = 0
+    num_known: int = 0
+    names: list[bytes] = field(default_factory=list)
+    root: int | None = None
+    nodes: list[Any] = field(default_factory=list)
+    num_fetched: int = 0
+    num_loaded: int = 0
+    fetching_since_ns: int = 0
+    remote: Mapping[bytes, Any] = field(default_factory=dict)
+    whole_blocks: bool = False
+
+    def held(self) -> list[int]:
+        """All blocks that the allocation holds."""
+        return self.block_ids if self.source < 0 else [*self.block_ids, self.source]
+
+    def forget_known(self) -> None:
+        """Forget what was found in the index."""
+        self.nodes.clear()
+        self.num_known = 0
+
+
+class Follower:
+    """Follows a cache's blocks by their names. The methods here do nothing."""
+
+    def named(self, allocation: Allocation, first: int, end: int, named: Sequence[int]) -> None:
+        """Full blocks of an allocation, from `first` to `end`, are computed and can be found.
+
+        `named`: ids of these blocks that had other names before.
+        """
+
+    def evicted(self, block_id: int, name: bytes) -> None:
+        """A block of this name is about to be written to."""
+
+    def hidden(self, block_id: int) -> None:
+        """A block can't be found any more."""
+
+    def forgotten(self) -> None:
+        """No block on the device can be found any more."""
+
+    def flushed(self, *, new_weights: bool) -> None:
+        """No block can be found any more, on the device or below it."""
+
+    def retire(self, adapter: str) -> Set[bytes]:
+        """Return the names of blocks that an adapter's former weights have computed."""
+        return NO_NAMES
+
+    def disown(self, names: Set[bytes]) -> None:
+        """No sequence can find these blocks any more."""
+
+    def check(self) -> None:
+        """Check that each block is in one place.
+
+        Raises:
+            AssertionError: One is lost, or in two places.
+        """
+
+
+class Below(Follower):
+    """The memory below the device: none, unless a part replaces this.
+
+    Attributes:
+        exists: Whether there is any.
+    """
+
+    exists = False
+
+    def ready(self, allocation: Allocation, first: int) -> Sequence[bytes]:
+        """Return the names of an allocation's blocks from `first` on that are loaded at its start.
+
+        The last token is left out, as in `KVCacheManager.start`.
+        """
+        return ()
+
+    def pinned(self, names: Sequence[bytes]) -> AbstractContextManager[None]:
+        """Keep these blocks in their places."""
+        return nullcontext()
+
+    def started(self, allocation: Allocation, names: Sequence[bytes], first: int) -> None:
+        """An allocation has its blocks; load those of these names into them, from `first` on."""
+
+    def fetch(self, allocation: Allocation, *, ahead: bool = False) -> bool:
+        """Fetch an allocation's blocks from disk or another executor, if that pays.
+
+        `ahead`: the token after the allocation's is not known yet.
+
+        Returns:
+            Whether the sequence has to wait for them.
+        """
+        return False
+
+    def num_stored(self, allocation: Allocation) -> int:
+        """Return the number of blocks here that follow those that an allocation holds."""
+        return 0
+
+    def load(self, allocation: Allocation, max_blocks: int) -> int:
+        """Load blocks that follow those that an allocation holds, if that pays.
+
+        They can be found after `commit`, once the plan with their moves is back.
+
+        Args:
+            allocation: Holds full blocks; its last token has no block.
+            max_blocks: At most so many free blocks are taken.
+
+        Returns:
+            The number of blocks.
+        """
+        return 0
+
+    def store(self, name: bytes, block_id: int) -> None:
+        """Store a block of the device."""
+
+    # --- between executors --------------------------------------------------------------------
+
+    def describe(self) -> tuple[str, str, str]:
+        """Return `address`, `layout` and `model` of RemoteBlocks."""
+        return "", "", ""
+
+    def expect(self, allocation: Allocation, remote: RemoteBlocks) -> None:
+        """Let an allocation fetch blocks that another executor offers, if they are its own."""
+
+    def offer(
+        self, seq_id: int, allocation: Allocation, num_tokens: int, now_ns: int
+    ) -> tuple[int, list[KVMove]]:
+        """Offer the full blocks of a started sequence's leading tokens to another executor.
+
+        Returns:
+            The number of blocks offered before; and the moves of the others, after the step that
+            computes the last of these blocks.
+        """
+        return 0, []
+
+    def release_offer(self, seq_id: int) -> None:
+        """End an offer, if it has not ended."""

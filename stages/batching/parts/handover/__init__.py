@@ -1,0 +1,1 @@
+"""Sequences that go on at another replica after their first token."""

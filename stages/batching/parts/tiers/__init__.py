@@ -1,0 +1,1 @@
+"""KV tiers below the device: host memory and disk."""

@@ -41,7 +41,7 @@ class PolicyRoute(Route):
         @wraps(endpoint)
         async def checked(request: Request) -> Response:
             call = call_of(request.scope, request.receive)
-            call.route, call.needed, call.params = self.path_format, needed, request.path_params
+            call.route, call.params = self.path_format, request.path_params
             chain: PolicyChain = request.app.chain
             await chain.enter(call, needed)
             return await endpoint(call)

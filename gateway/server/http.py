@@ -223,7 +223,7 @@ def call_of(scope: Scope, receive: Receive | None = None) -> Call:
     call: Call | None = state.get(_CALL)
     if call is None:
         address, _ = scope.get("client") or ("", 0)
-        at_ns = state.get(ARRIVED) or now_ns()
+        arrived_ns = state.get(ARRIVED, 0)
         call = state[_CALL] = Call(
             headers=scope.get("headers", ()),
             method=scope.get("method", ""),
@@ -232,8 +232,8 @@ def call_of(scope: Scope, receive: Receive | None = None) -> Call:
             scheme=scope.get("scheme", "http"),
             address=address,
             named_model=state.get(NAMED_MODEL, ""),
-            at_ns=at_ns,
-            account=Account(arrived_ns=state.get(ARRIVED, 0), unread_ns=state.get(UNREAD, no_time)),
+            at_ns=arrived_ns or now_ns(),
+            account=Account(arrived_ns=arrived_ns, unread_ns=state.get(UNREAD, no_time)),
         )
         identify(call)
     if receive is not None:

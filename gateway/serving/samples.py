@@ -5,13 +5,20 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import anyio
 import anyio.lowlevel
 import msgspec
 
-from ...bus.public import Completion, CompletionChunk, CompletionSample, GenerateRequest, Output
+from ...bus.public import (
+    Completion,
+    CompletionChunk,
+    CompletionSample,
+    FinishReason,
+    GenerateRequest,
+    Output,
+)
 from ...config import NanoInferenceError
 from ..call import Call
 from ..server.http import task_group
@@ -64,27 +71,66 @@ def rest_of(sample: CompletionSample, tokens: int = 0, chars: int = 0) -> Iterat
         )
 
 
-class Unsent(ABC):
+class SampleWriter(Protocol):
+    """Writes one sample in an interface's format.
+
+    Attributes:
+        due: Whether there is anything to send.
+        unsent: Tokens that wait.
+    """
+
+    @property
+    def due(self) -> bool: ...
+
+    @property
+    def unsent(self) -> int: ...
+
+    def add(self, chunk: CompletionChunk) -> None:
+        """Add the next tokens."""
+
+    def end(self, sample: CompletionSample, completion: Completion) -> None:
+        """Add what did not come in chunks, of a sample that has ended."""
+
+
+W = TypeVar("W", bound=SampleWriter)
+
+
+class Unsent(ABC, Generic[W]):
     """The outputs of a call's requests that wait for a client, which may read slowly.
 
     Attributes:
         unsent: Tokens that wait.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, writers: Sequence[Sequence[W]]) -> None:
+        """`writers`: of the samples of each request."""
         self.unsent = 0
+        self._writers = writers
+        self._due: dict[W, None] = {}
         self._read = anyio.Event()
         self._changed = anyio.Event()
         self._closed = False
 
-    @abstractmethod
     def put(self, index: int, output: Output) -> None:
         """Add an output of a request."""
+        writers = self._writers[index]
+        if isinstance(output, CompletionChunk):
+            writer = writers[output.sample_index]
+            self.unsent -= writer.unsent
+            writer.add(output)
+            self._note(writer)
+            return
+        for writer, sample in zip(writers, all_samples(output, len(writers)), strict=True):
+            self.unsent -= writer.unsent
+            writer.end(sample, output)
+            self._note(writer)
 
-    @property
-    @abstractmethod
-    def is_due(self) -> bool:
-        """Whether there is anything to send."""
+    def _note(self, writer: W) -> None:
+        """Count what waits of a sample, and send it if it is due."""
+        self.unsent += writer.unsent
+        if writer.due:
+            self._due[writer] = None
+            self._changed.set()
 
     @abstractmethod
     async def send_next(self) -> None:
@@ -97,8 +143,8 @@ class Unsent(ABC):
 
     async def send_all(self) -> None:
         """Send until it is closed and nothing is left."""
-        while self.is_due or not self._closed:
-            if not self.is_due:
+        while self._due or not self._closed:
+            if not self._due:
                 self._changed = anyio.Event()
                 await self._changed.wait()
                 continue
@@ -127,7 +173,7 @@ class Unsent(ABC):
 
     async def room(self) -> None:
         """Wait while too much waits for the client."""
-        while self.unsent > MOST_UNSENT and self.is_due:
+        while self.unsent > MOST_UNSENT and self._due:
             if self._read.is_set():
                 self._read = anyio.Event()
             await self._read.wait()
@@ -137,43 +183,78 @@ class Unsent(ABC):
         self._closed = True
         self._changed.set()
 
-    def _came(self, tokens: int) -> None:
-        self.unsent += tokens
-        self._changed.set()
 
-    def _taken(self) -> None:
+class Piece:
+    """The chunks of one sample that were not sent; with its end, those that did not come.
+
+    Attributes:
+        finish_reason: Of the sample; None while it goes on.
+    """
+
+    def __init__(self) -> None:
+        self.unsent = 0
+        self.finish_reason: FinishReason | None = None
+        self._chunks: list[CompletionChunk] = []
+        self._tokens = self._chars = 0
+
+    @property
+    def due(self) -> bool:
+        return bool(self._chunks)
+
+    def add(self, chunk: CompletionChunk) -> None:
+        ends = chunk.finish_reason is not None and self.finish_reason is None
+        if not (chunk.text or chunk.token_ids or ends):
+            return
+        self._chars += len(chunk.text)
+        self._tokens += len(chunk.token_ids)
+        self.unsent += len(chunk.token_ids)
+        self.finish_reason = self.finish_reason or chunk.finish_reason
+        self._chunks.append(chunk)
+
+    def end(self, sample: CompletionSample, completion: Completion) -> None:
+        for chunk in rest_of(sample, self._tokens, self._chars):
+            self.add(chunk)
+
+    def take(self) -> list[CompletionChunk]:
+        """Return the chunks, which are sent."""
+        chunks, self._chunks, self.unsent = self._chunks, [], 0
+        return chunks
+
+
+class UnsentPieces(Unsent[Piece]):
+    """The samples of one request; all that waits goes on at once."""
+
+    def __init__(self, n: int, take: Callable[[Sequence[Piece]], Awaitable[None]]) -> None:
+        self._pieces = [Piece() for _ in range(n)]
+        super().__init__([self._pieces])
+        self._take = take
+
+    async def send_next(self) -> None:
+        self._due.clear()
         self.unsent = 0
         self._read.set()
+        await self._take(self._pieces)
 
 
-class SampleChunks(Unsent):
+class SampleChunks(UnsentPieces):
     """The chunks of one sample. The end of the sample has what did not come in chunks."""
 
     def __init__(self, take: TakeChunks) -> None:
-        super().__init__()
-        self._take = take
-        self._waiting: list[CompletionChunk] = []
+        async def send(pieces: Sequence[Piece]) -> None:
+            await take(pieces[0].take())
+
+        super().__init__(1, send)
 
     def put(self, index: int, output: Output) -> None:
         if isinstance(output, CompletionChunk):
-            self._waiting.append(output)
-            self._came(len(output.token_ids))
-
-    @property
-    def is_due(self) -> bool:
-        return bool(self._waiting)
-
-    async def send_next(self) -> None:
-        chunks, self._waiting = self._waiting, []
-        self._taken()
-        await self._take(chunks)
+            super().put(index, output)
 
 
 async def stream_unsent(
     submissions: Submissions,
     call: Call,
     request: GenerateRequest,
-    unsent: Unsent,
+    unsent: Unsent[Any],
     attachment: Attachment | None = None,
 ) -> Completion:
     """Run a request, and send its outputs as fast as they are read.

@@ -73,7 +73,7 @@ class ChoicesWriter:
             for sample in all_samples(completion, self.call.n):
                 choice = Choice(self, prompt, sample.sample_index, whole=True)
                 choice.score_prompt(self.scored_prompt(prompt, completion))
-                choice.end(sample)
+                choice.end(sample, completion)
                 choices.append(choice.take())
                 if self.call.prompt_logprobs and self.call.kind == "completions":
                     choices[-1]["prompt_logprobs"] = prompt_logprobs
@@ -190,6 +190,8 @@ class Choice:
         index: In the answer.
         begun: Whether a chunk of it was sent.
         finished: Whether its last chunk was put together.
+        waits_for_prompt: Whether it can't begin before the prompt's logprobs, which come with the
+            first sample.
         received: How many tokens have come, and their text with them where the answer shows both.
     """
 
@@ -239,6 +241,7 @@ class Choice:
         self._skips_prompt = after != UNBEGUN
         self._reason: str | None = None
         self._scored_prompt: list[TokenRecord] = []
+        self.waits_for_prompt = call.echo and call.logprobs is not None and not whole
         self.begun = after != UNBEGUN
         self.finished = after == FINISHED
         self.received = 0
@@ -252,6 +255,8 @@ class Choice:
     def due(self) -> bool:
         """Whether there is anything to send."""
         call = self._answers.call
+        if self.waits_for_prompt:
+            return False
         texts = call.kind != "generate" and bool(self._deltas)
         return texts or (call.lists_tokens and bool(self._tokens)) or self._reason is not None
 
@@ -274,13 +279,14 @@ class Choice:
 
     def score_prompt(self, tokens: Sequence[TokenRecord]) -> None:
         """Set the prompt's tokens, which an echo shows in the first chunk."""
+        self.waits_for_prompt = False
         self._scored_prompt = [*tokens] if self._answers.call.echo else []
 
     def add(self, chunk: CompletionChunk) -> None:
         """Add the next tokens."""
         self._add(self._parts.add(chunk), chunk.finish_reason)
 
-    def end(self, sample: CompletionSample) -> None:
+    def end(self, sample: CompletionSample, completion: Completion) -> None:
         """Add what did not come in chunks, of a sample that has ended."""
         self._add(self._parts.end(sample), sample.finish_reason)
 

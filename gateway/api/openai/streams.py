@@ -6,15 +6,15 @@ from typing import Any
 
 import msgspec
 
-from ....bus.public import Completion, CompletionChunk, Output
+from ....bus.public import Completion, Output
 from ...call import Account
 from ...server.http import SendEvent
-from ...serving.samples import Unsent, all_samples
+from ...serving.samples import Unsent
 from .answers import Answer, Choice, ChoicesWriter, oldest_version, usage_of
 from .positions import Position
 
 
-class Chunks(Unsent):
+class Chunks(Unsent[Choice]):
     """All choices of a stream. All that comes of one while the client does not read is one chunk.
 
     Attributes:
@@ -25,47 +25,29 @@ class Chunks(Unsent):
         self, answers: ChoicesWriter, send: SendEvent, after: Position | None = None
     ) -> None:
         """Args: `after` is the client's position in the stream, of which all outputs come again."""
-        super().__init__()
+        n = answers.call.n
+        self.position = after or Position(answers.call.id, len(answers.prompts) * n)
+        super().__init__(
+            [
+                [Choice(answers, at, each, self.position[at * n + each]) for each in range(n)]
+                for at in range(len(answers.prompts))
+            ]
+        )
         self._answers = answers
         self._send = send
-        call = answers.call
-        self.position = after or Position(call.id, len(answers.prompts) * call.n)
-        self._choices = [
-            Choice(answers, prompt, sample, self.position[prompt * call.n + sample])
-            for prompt in range(len(answers.prompts))
-            for sample in range(call.n)
-        ]
-        self._due: dict[Choice, None] = {}
-        self._scores_prompt = call.echo and call.logprobs is not None
-        self._scored: set[int] = set()
+        self._choices = [choice for choices in self._writers for choice in choices]
         self._begun = any(choice.begun for choice in self._choices)
 
     def put(self, index: int, output: Output) -> None:
-        n = self._answers.call.n
-        choices = self._choices[index * n : (index + 1) * n]
-        touched = choices if isinstance(output, Completion) else [choices[output.sample_index]]
-        before = sum(choice.unsent for choice in touched)
-        if self._scores_prompt and index not in self._scored:
+        choices = self._writers[index]
+        if choices[0].waits_for_prompt:
             tokens = self._answers.scored_prompt(index, output)
             if tokens or isinstance(output, Completion):
-                self._scored.add(index)
                 for choice in choices:
+                    self.unsent -= choice.unsent
                     choice.score_prompt(tokens)
-        if isinstance(output, CompletionChunk):
-            touched[0].add(output)
-        else:
-            for choice, sample in zip(choices, all_samples(output, n), strict=True):
-                choice.end(sample)
-        # A choice begins with its prompt, whose logprobs come with the first sample.
-        if not self._scores_prompt or index in self._scored:
-            self._due |= dict.fromkeys(choice for choice in choices if choice.due)
-        self.unsent += sum(choice.unsent for choice in touched) - before
-        if self._due:
-            self._changed.set()
-
-    @property
-    def is_due(self) -> bool:
-        return bool(self._due)
+                    self._note(choice)
+        super().put(index, output)
 
     async def send_next(self) -> None:
         choice = next(iter(self._due))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
-from itertools import accumulate, starmap
+from itertools import chain, starmap
 from typing import Any, assert_never
 
 import msgspec
@@ -19,7 +19,6 @@ from ....bus.public import (
     CompletionChunk,
     CompletionSample,
     ErrorInfo,
-    Output,
     TokenLogprob,
 )
 from ....stages.streaming.stop_strings import StopStrings
@@ -51,6 +50,10 @@ EVERY_TOKEN_BYTES = 8192
 GROWTH = 16
 """From then on when there are a sixteenth more tokens, so that all events of a sample together have
 at most about 17 times the bytes of the last."""
+
+
+Process = Callable[[int, Callable[[], Answer]], Awaitable[Answer]]
+"""Does some work about so many listed tokens, much of it in a thread."""
 
 
 class PromptWriter:
@@ -88,9 +91,7 @@ class PromptWriter:
     # --- pieces of an answer ------------------------------------------------------------------
 
     def scored(self, tokens: CompletionChunk) -> ScoredTokens:
-        """Return `output_token_logprobs` and `output_top_logprobs`, empty unless they are shown."""
-        if not self.wanted.logprobs:
-            return [], []
+        """Return `output_token_logprobs` and `output_top_logprobs`."""
         scored = zip(tokens.logprobs, tokens.token_ids, strict=True)
         tops = tokens.top_logprobs if self.wanted.top_logprobs else None
         return list(starmap(self._entry, scored)), list(map(self._top_entries, tops or ()))
@@ -120,13 +121,14 @@ class PromptWriter:
 
     def final_of(self, completion: Completion, sample: CompletionSample) -> Answer:
         """Return the answer for an ended sample, of which a part may have come in chunks."""
-        growing = self.growing(sample.sample_index)
+        growing = self._growing.get(sample.sample_index)
         if self.wanted.scores_only and sample.finish_reason != "abort":
             nothing: dict[str, Any] = {"text": "", "token_ids": (), "logprobs": ()}
             sample = msgspec.structs.replace(
                 sample, **nothing, top_logprobs=None, ref_logprobs=None, finish_reason="length"
             )
-        elif not growing.ended:
+            growing = Growing(self, sample.sample_index)
+        elif growing is None or not growing.ended:
             # Its end did not come in chunks.
             growing = Growing(self, sample.sample_index)
             for chunk in rest_of(sample):
@@ -228,6 +230,7 @@ class Growing:
 
     Attributes:
         scored: The logprobs of its tokens.
+        final: The sample with its completion, once it has ended.
         ended: Whether its last chunk came.
     """
 
@@ -246,23 +249,32 @@ class Growing:
             skip = writer.wanted.own.skip_special_tokens
             self._detokenizer = self._tokenizer.detokenizer(skip_special=skip)
         self.ended = False
+        self.unsent = 0  # an event has all of it, however much that is
+        self.final: tuple[Completion, CompletionSample] | None = None
         self._shown = 0
         self._due_at = 1
 
     @property
     def due(self) -> bool:
         """Whether the next event is due."""
-        return len(self._token_ids) >= self._due_at
+        return self.final is not None or len(self._token_ids) >= self._due_at
+
+    def end(self, sample: CompletionSample, completion: Completion) -> None:
+        """Set the end, which has all of it."""
+        self.final = completion, sample
 
     def add(self, chunk: CompletionChunk) -> None:
         """Add the next tokens."""
+        if self._writer.wanted.scores_only:
+            return
         version = chunk.weight_version
         if chunk.token_ids and (not self._spans or self._spans[-1][0] != version):
             self._spans.append((version, len(self._token_ids)))
         self._token_ids += chunk.token_ids
-        entries, tops = self._writer.scored(chunk)
-        self.scored[0].extend(entries)
-        self.scored[1].extend(tops)
+        if self._writer.wanted.logprobs:
+            entries, tops = self._writer.scored(chunk)
+            self.scored[0].extend(entries)
+            self.scored[1].extend(tops)
         self.ended = chunk.finish_reason is not None
         if self._detokenizer is None or self._tokenizer is None:
             self._texts.append(chunk.text)
@@ -287,6 +299,14 @@ class Growing:
         )
         return self._writer.answer(sample, self.text(), self.scored)
 
+    async def written(self, process: Process) -> Answer:
+        """Return the next event, or the last one."""
+        if self.final is None:
+            return self.answer()
+        completion, sample = self.final
+        write = partial(self._writer.final_of, completion, sample)
+        return await process(self._writer.listed(completion, [sample]), write)
+
     def text(self) -> str:
         """Return the text as it is shown."""
         self._texts = ["".join(self._texts)]
@@ -304,11 +324,7 @@ class Growing:
         self._due_at = self._shown + max(rarer, self._writer.wanted.interval_tokens)
 
 
-Process = Callable[[int, Callable[[], Answer]], Awaitable[Answer]]
-"""Does some work about so many listed tokens, much of it in a thread."""
-
-
-class SampleEvents(Unsent):
+class SampleEvents(Unsent[Growing]):
     """The events of a stream. Only the newest state of each sample waits for the client.
 
     The last event of a sample is its whole answer.
@@ -321,41 +337,18 @@ class SampleEvents(Unsent):
         self, send: SendEvent, writers: Sequence[PromptWriter], process: Process, *, indexed: bool
     ) -> None:
         """`indexed`: whether an event names its sample."""
-        super().__init__()
-        self._send, self._writers, self._process, self._indexed = send, writers, process, indexed
-        # The index of each prompt's first sample.
-        self._first = [0, *accumulate(each.wanted.request.n for each in writers)]
-        # The growing samples to send, and the ended ones with their ends.
-        self._newest: dict[int, Growing | tuple[PromptWriter, Completion, CompletionSample]] = {}
+        growing = [[each.growing(i) for i in range(each.wanted.request.n)] for each in writers]
+        super().__init__(growing)
+        self._send, self._process, self._indexed = send, process, indexed
+        self._places = {each: place for place, each in enumerate(chain.from_iterable(growing))}
         self.any_sent = False
 
-    def put(self, index: int, output: Output) -> None:
-        writer, first = self._writers[index], self._first[index]
-        if isinstance(output, Completion):
-            for sample in all_samples(output, writer.wanted.request.n):
-                self._newest[first + sample.sample_index] = writer, output, sample
-        elif not writer.wanted.scores_only:
-            growing = writer.growing(output.sample_index)
-            growing.add(output)
-            if growing.due:
-                self._newest[first + output.sample_index] = growing
-        self._changed.set()
-
-    @property
-    def is_due(self) -> bool:
-        return bool(self._newest)
-
     async def send_next(self) -> None:
-        index = next(iter(self._newest))
-        state = self._newest.pop(index)
-        if isinstance(state, Growing):
-            answer = state.answer()
-        else:
-            writer, completion, sample = state
-            final = partial(writer.final_of, completion, sample)
-            answer = await self._process(writer.listed(completion, [sample]), final)
-        data = msgspec.json.encode(answer | ({"index": index} if self._indexed else {}))
-        if isinstance(state, Growing):
-            state.sent(len(data))
+        growing = next(iter(self._due))
+        del self._due[growing]
+        answer = await growing.written(self._process)
+        where = {"index": self._places[growing]} if self._indexed else {}
+        data = msgspec.json.encode(answer | where)
+        growing.sent(len(data))
         self.any_sent = True
         await self._send(data)

@@ -16,7 +16,6 @@ from .....bus.public import (
     FinishReason,
     GenerateRequest,
     ImageInput,
-    Output,
     TokenLogprob,
 )
 from .....config import (
@@ -42,7 +41,7 @@ from ....server.http import FieldError, convert, decode_object, field_error
 from ....serving.embedding import Prompt
 from ....serving.images import ImageSource
 from ....serving.prepared import check_request
-from ....serving.samples import Unsent, all_samples, rest_of, stream_unsent
+from ....serving.samples import Piece, UnsentPieces, all_samples, rest_of, stream_unsent
 from ....serving.sampling_fields import VLLM, SamplingBody, read_sampling_params
 from ....serving.services import Services
 from ..served import ModelCall
@@ -272,48 +271,6 @@ def whole_samples(completion: Completion, n: int) -> list[SampleDelta]:
 TakeDeltas = Callable[[Sequence[SampleDelta]], Awaitable[None]]
 
 
-class UnsentDeltas(Unsent):
-    """Results of a request that were not sent yet, joined to one delta for each sample."""
-
-    def __init__(self, n: int, take: TakeDeltas) -> None:
-        super().__init__()
-        self._take = take
-        self._waiting: list[list[CompletionChunk]] = [[] for _ in range(n)]
-        self._characters = [0] * n
-        self._tokens = [0] * n
-        self._ended: list[FinishReason | None] = [None] * n
-
-    def put(self, index: int, output: Output) -> None:
-        if isinstance(output, CompletionChunk):
-            self._add(output)
-            return
-        for place, sample in enumerate(all_samples(output, len(self._ended))):
-            for chunk in rest_of(sample, self._tokens[place], self._characters[place]):
-                self._add(chunk)
-
-    def _add(self, chunk: CompletionChunk) -> None:
-        index = chunk.sample_index
-        ends = chunk.finish_reason is not None and self._ended[index] is None
-        if not (chunk.text or chunk.token_ids or ends):
-            return
-        self._characters[index] += len(chunk.text)
-        self._tokens[index] += len(chunk.token_ids)
-        self._ended[index] = self._ended[index] or chunk.finish_reason
-        self._waiting[index].append(chunk)
-        self._came(len(chunk.token_ids))
-
-    @property
-    def is_due(self) -> bool:
-        return any(self._waiting)
-
-    async def send_next(self) -> None:
-        """Pass on a delta of each sample."""
-        deltas = [*map(_joined, self._waiting, self._ended)]
-        self._waiting = [[] for _ in self._waiting]
-        self._taken()
-        await self._take(deltas)
-
-
 # --- the engine -----------------------------------------------------------------------------------
 
 
@@ -415,8 +372,12 @@ class EngineModel:
         Raises:
             NanoInferenceError: The engine failed it. Everything before was passed on.
         """
-        deltas = UnsentDeltas(request.n, take)
-        completion = await stream_unsent(self._services.submissions, call.call, request, deltas)
+
+        async def send(pieces: Sequence[Piece]) -> None:
+            await take([_joined(each.take(), each.finish_reason) for each in pieces])
+
+        unsent = UnsentPieces(request.n, send)
+        completion = await stream_unsent(self._services.submissions, call.call, request, unsent)
         _record_compute(call, completion)
 
 

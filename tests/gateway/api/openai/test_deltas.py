@@ -107,7 +107,7 @@ def stream(
         choice.add(chunk)
         if reads[number % len(reads)]:
             send()
-    choice.end(made.sample)
+    choice.end(made.sample, completion(GenerateRequest(), made.sample))
     send()
     return sent
 
@@ -316,7 +316,7 @@ def test_a_message_is_counted_once() -> None:
     # One that was sent to its end before is not counted again.
     for after, times in ((FINISHED, 1), (UNBEGUN, 2)):
         choice = Choice(answers(chat(made), told), 0, 0, after)
-        choice.end(made.sample)
+        choice.end(made.sample, completion(GenerateRequest(), made.sample))
         assert told.values(TOOL_CALLS)[("made",)] == times
 
 

@@ -9,9 +9,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ..bus.dead_letters import DeadLetter
-from ..config import RequestError, shown
 from ..pipeline.client import BusClient
-from ..pipeline.dead_letters import retry_dead_letter
+from ..pipeline.operations import dead_letters, drop_dead_letters, retry_dead_letters
 from .policy.audit import AuditLog, audit_change
 from .policy.chain import PolicyRoute
 from .server.http import JsonResponse
@@ -26,27 +25,18 @@ def dead_letter_routes(engine: BusClient, audit: AuditLog | None) -> list[Policy
     """Return the endpoints. `engine`: the client of the gateway or of the whole deployment."""
 
     async def letters(request: Request) -> Response:
-        found = [_json(each) for each in await engine.bus.requests.dead_letters()]
+        found = [_json(each) for each in await dead_letters(engine)]
         return JsonResponse({"object": "list", "data": found})
 
-    async def chosen(request: Request) -> DeadLetter:
-        letter_id = request.path_params["letter_id"]
-        for each in await engine.bus.requests.dead_letters():
-            if each.letter_id == letter_id:
-                return each
-        raise RequestError(
-            f"there is no dead letter {shown(letter_id)}; GET {PATH} lists them", code="not_found"
-        )
-
     async def retry(request: Request) -> Response:
-        letter = await chosen(request)
-        request_id = await retry_dead_letter(engine, letter)
-        audit_change(audit, request, "dead_letter_retried", letter.letter_id, {"id": request_id})
-        return JsonResponse({"id": letter.letter_id, "request_id": request_id})
+        letter_id: str = request.path_params["letter_id"]
+        request_id = (await retry_dead_letters(engine, [letter_id]))[letter_id]
+        audit_change(audit, request, "dead_letter_retried", letter_id, {"id": request_id})
+        return JsonResponse({"id": letter_id, "request_id": request_id})
 
     async def drop(request: Request) -> Response:
-        letter_id = (await chosen(request)).letter_id
-        await engine.bus.requests.drop_dead_letter(letter_id)
+        letter_id: str = request.path_params["letter_id"]
+        await drop_dead_letters(engine, [letter_id])
         audit_change(audit, request, "dead_letter_dropped", letter_id, {})
         return JsonResponse({"id": letter_id, "object": "dead_letter", "deleted": True})
 

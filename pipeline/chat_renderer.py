@@ -209,7 +209,7 @@ def _turns(messages: Iterable[Message]) -> list[Turn]:
         given = list(messages)
     except TypeError as error:
         raise field_error("messages", "must be a list", code="invalid_messages") from error
-    return [_turn(message, f"messages[{place}]") for place, message in enumerate(given)]
+    return [_turn(message, f"messages[{position}]") for position, message in enumerate(given)]
 
 
 def _turn(message: Message, where: str) -> Turn:

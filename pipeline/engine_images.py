@@ -142,8 +142,8 @@ class EngineImages:
         """
         tenant, alone = core.sharing_tenant(request), len(request.images) == 1
         sizes: list[Size] = []
-        for place, image in enumerate(request.images):
-            where = f"images[{place}]"
+        for position, image in enumerate(request.images):
+            where = f"images[{position}]"
             name = core.images.name(image.id, tenant, alone=alone)
             if image.data:
                 sizes.append(core.images.decoder.size(image.data, where))
@@ -156,10 +156,10 @@ class EngineImages:
                 raise refusal("unknown_image", where, reason)
         core.check_image_tokens(sizes)
         found: list[PromptImage] = []
-        for place, (image, size) in enumerate(zip(request.images, sizes, strict=True)):
+        for position, (image, size) in enumerate(zip(request.images, sizes, strict=True)):
             id = image.id
             if image.data:
-                made = core.images.decoder.decode(image.data, f"images[{place}]", alone=alone)
+                made = core.images.decoder.decode(image.data, f"images[{position}]", alone=alone)
                 id, features = made.id, made.data
             name = core.images.name(id, tenant, alone=alone)
             if name not in self._images:

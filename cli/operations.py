@@ -30,25 +30,8 @@ from ..pipeline.operations import Shards
 from ..store.service import LaneService
 from .clients import client_at, run_operation
 from .connection import target_of
-from .options import (
-    AsJson,
-    Command,
-    Lane,
-    Options,
-    argument,
-    group,
-    option,
-    takes_status_options,
-)
-from .terminal import (
-    cut,
-    harmless,
-    one_line,
-    print_json,
-    print_table,
-    total,
-    ttft,
-)
+from .options import AsJson, Command, Lane, Options, argument, group, option, takes_status_options
+from .terminal import cut, harmless, one_line, print_json, print_table, total, ttft
 
 Show = Callable[[Any], None]
 

@@ -22,14 +22,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..bus.times import CAUSES
-from ..config import (
-    REPLICATED,
-    STAGES,
-    BusError,
-    ConfigError,
-    nearest,
-    split_role,
-)
+from ..config import REPLICATED, STAGES, BusError, ConfigError, nearest, split_role
 from ..pipeline.health import (
     LATE_S,
     LaneHealth,

@@ -11,14 +11,7 @@ import xxhash
 from msgspec.structs import replace
 
 from ..bus.public import FinishReason
-from ..config import (
-    EngineConfig,
-    ModelError,
-    RequestError,
-    SamplingParams,
-    field_error,
-    shown,
-)
+from ..config import EngineConfig, ModelError, RequestError, SamplingParams, field_error, shown
 from ..text import messages as chat
 from ..text.conversation import Turn, arguments_of, check_results, render_conversation
 from ..text.detokenizer import Detokenizer, TokenPieces

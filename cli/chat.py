@@ -24,7 +24,7 @@ from ..config import (
     nearest,
 )
 from .clients import Client, ListedModel, ReceivedCall, client_at
-from .connection import Place, ServerAddress, place_of, run_with
+from .connection import ServerAddress, Target, run_with, target_of
 from .images import question, read_image
 from .options import AskedModel, Options, argument, takes, takes_server_options
 from .requests import Template, field, given, template
@@ -78,9 +78,9 @@ def chat(
     On a pipe, standard output has the answers alone, and the exit status is 1 when a question was
     refused or failed, or a tool call has no next line.
     """
-    place = place_of(options)
-    known = _tools_of(tools, place) if tools is not None else []
-    _Chat(place, template, model, system, known).run()
+    target = target_of(options, or_serve=True)
+    known = _tools_of(tools, target) if tools is not None else []
+    _Chat(target, template, model, system, known).run()
 
 
 @dataclass
@@ -88,7 +88,7 @@ class _Chat:
     """One run of the command. Each question has its own connection, so that none is open while the
     user thinks."""
 
-    place: Place
+    target: Target
     template: Template
     model: str | None
     system: str
@@ -237,7 +237,7 @@ class _Chat:
 
     async def _check(self) -> tuple[str, ...]:
         """Set the model that requests name, and return the opening lines for a terminal."""
-        async with client_at(self.place) as client:
+        async with client_at(self.target) as client:
             if self.model is None:
                 self.model = await client.check() or None
             models = await client.models() if self._on_terminal else []
@@ -250,7 +250,7 @@ class _Chat:
         system = [{"role": "system", "content": self.system}] if self.system else []
         request = self.template.of_messages([*system, *self._messages, *new])
         request |= given({"stream": True, "tools": self.tools or None, "model": self.model})
-        async with client_at(self.place) as client, aclosing(client.ask(request)) as parts:
+        async with client_at(self.target) as client, aclosing(client.ask(request)) as parts:
             async for part in parts:
                 writer.reason(part.reasoning)
                 writer.write(part.text)
@@ -305,9 +305,9 @@ def opening_of(model: ListedModel | None) -> tuple[str, ...]:
     return (about, *DEMO_QUESTIONS)
 
 
-def _tools_of(path: Path, place: Place) -> list[Any]:
-    """Raises ConfigError: the file has no tools, or the place takes none."""
-    if not isinstance(place, ServerAddress):
+def _tools_of(path: Path, target: Target) -> list[Any]:
+    """Raises ConfigError: the file has no tools, or a bus takes none."""
+    if not isinstance(target, ServerAddress):
         raise ConfigError("--tools takes a server (--url); requests on a bus have no tools")
     try:
         return msgspec.json.decode(path.read_bytes(), type=list[dict[str, Any]])
@@ -348,7 +348,7 @@ def complete(
     Standard input is one prompt, without a final line break. Ctrl-C also cancels the request. The
     exit status is 1 when the request was refused or failed.
     """
-    place = place_of(options)
+    target = target_of(options, or_serve=True)
     prompt = _read_stdin() if text in (None, "-") else text
     request = template.of_text(prompt or "") | {"stream": True} | given({"model": model})
 
@@ -360,7 +360,7 @@ def complete(
                 writer.write(part.text)
 
     with failures_exit(), AnswerWriter() as writer:
-        run_with(client_at(place), answer)
+        run_with(client_at(target), answer)
 
 
 def _read_stdin() -> str:
@@ -393,4 +393,6 @@ def cancel(
     if not request_id:
         raise ConfigError("give the id of a request")
     with failures_exit():
-        run_with(client_at(place_of(options)), lambda client: client.cancel(request_id))
+        run_with(
+            client_at(target_of(options, or_serve=True)), lambda client: client.cancel(request_id)
+        )

@@ -4,12 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import AsyncGenerator, AsyncIterator, Collection, Sequence
-from contextlib import (
-    AbstractAsyncContextManager,
-    aclosing,
-    asynccontextmanager,
-    suppress,
-)
+from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, Self, TypeVar
 from urllib.parse import quote
@@ -34,7 +29,7 @@ from ..pipeline.models import ModelStatus
 from ..pipeline.operations import OPERATIONS
 from ..pipeline.status import PipelineStatus, of_models
 from . import connection
-from .connection import Place, ServerAddress, connected, pipeline_place, run_with
+from .connection import ServerAddress, Target, connected, run_with, target_of
 from .images import for_bus, for_server
 from .options import Options
 from .requests import given
@@ -87,17 +82,17 @@ class Unreachable(NanoInferenceError):
 
 
 @asynccontextmanager
-async def client_at(place: Place, model: str | None = None) -> AsyncIterator[Client]:
+async def client_at(target: Target, model: str | None = None) -> AsyncIterator[Client]:
     """Connect to a server or a pipeline, for one of several models or for all.
 
     Raises:
         NanoInferenceError: Nothing answers.
     """
-    if isinstance(place, ServerAddress):
-        async with ServerClient(place, model) as server:
+    if isinstance(target, ServerAddress):
+        async with ServerClient(target, model) as server:
             yield server
     else:
-        async with connected(place, model) as client:
+        async with connected(target, model) as client:
             yield PipelineClient(client)
 
 
@@ -122,10 +117,10 @@ def run_operation(
         name: str(value.absolute()) if isinstance(value, Path) else value
         for name, value in given(arguments).items()
     }
-    place = pipeline_place(options)
+    target = target_of(options)
     with waiting(what):
         return run_with(
-            client_at(place, options.served), lambda client: client.operate(operation, named)
+            client_at(target, options.served), lambda client: client.operate(operation, named)
         )
 
 

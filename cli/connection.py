@@ -35,50 +35,29 @@ class ServerAddress(NamedTuple):
     api_key: str = ""
 
 
-Place = ServerAddress | Config
+Target = ServerAddress | Config
 """A server, or the settings of the bus."""
 
 
-def place_of(options: Options) -> Place:
-    """Return the server of --url, else the bus of the settings, else `serve` on this machine.
-
-    Logging is set up.
-
-    Raises:
-        ConfigError: There are --url and --bus, or the URL is malformed.
-    """
-    if (server := named_server(options)) is not None:
-        return server
-    configured = options.config().bus.url != "memory"
-    config = options.client_config()
-    if options.bus is not None or configured:
-        return config
-    return ServerAddress(DEFAULT_SERVER, options.api_key or "")
-
-
-def pipeline_place(options: Options) -> Place:
+def target_of(options: Options, *, or_serve: bool = False) -> Target:
     """Return the server of --url, else the bus of the settings, else the default bus of `up`.
 
     Logging is set up.
 
-    Raises:
-        ConfigError: There are --url and --bus, or the URL is malformed.
-    """
-    return named_server(options) or options.client_config()
-
-
-def named_server(options: Options) -> ServerAddress | None:
-    """Return the server of --url, if given; logging is set up then.
+    Args:
+        options: The options.
+        or_serve: Whether the default is `serve` on this machine instead.
 
     Raises:
         ConfigError: There are --url and --bus, or the URL is malformed.
     """
-    if options.url is None:
-        return None
-    if options.bus is not None:
+    if options.url is not None and options.bus is not None:
         raise ConfigError("give --url or --bus, and not both")
-    options.client_config()
-    return server_of(options)
+    config = options.client_config()
+    unset = or_serve and options.bus is None and options.config().bus.url == "memory"
+    if options.url is not None or unset:
+        return server_of(options)
+    return config
 
 
 def server_of(options: Options) -> ServerAddress:

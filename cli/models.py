@@ -12,7 +12,7 @@ import typer
 from ..config import ConfigError, ModelConfig, ModelError, RequestError
 from ..pipeline.models import ModelStatus
 from .clients import Client, ListedModel, client_at
-from .connection import place_of, run_with
+from .connection import run_with, target_of
 from .options import AsJson, Options, argument, option, takes_server_options
 from .status import duration
 from .terminal import failures_exit, harmless, one_line, print_json, stdout, table, waiting
@@ -124,9 +124,9 @@ def remove(options: Options, name: Name, timeout: Timeout = None, as_json: AsJso
 def _run(
     options: Options, work: Callable[[Client], Awaitable[T]], what: str = "waiting for the server"
 ) -> T:
-    place = place_of(options)
+    target = target_of(options, or_serve=True)
     with failures_exit((RequestError, ModelError)), waiting(what):
-        return run_with(client_at(place), work)
+        return run_with(client_at(target), work)
 
 
 def _print(name: str, what: str, shown: object | None) -> None:

@@ -29,26 +29,9 @@ from ..config import FairnessConfig
 from ..pipeline.operations import Shards
 from ..store.service import LaneService
 from .clients import client_at, run_operation
-from .connection import pipeline_place
-from .options import (
-    AsJson,
-    Command,
-    Lane,
-    Options,
-    argument,
-    group,
-    option,
-    takes_status_options,
-)
-from .terminal import (
-    cut,
-    harmless,
-    one_line,
-    print_json,
-    print_table,
-    total,
-    ttft,
-)
+from .connection import target_of
+from .options import AsJson, Command, Lane, Options, argument, group, option, takes_status_options
+from .terminal import cut, harmless, one_line, print_json, print_table, total, ttft
 
 Show = Callable[[Any], None]
 
@@ -185,7 +168,7 @@ def update(
 @weights.command("version")
 @command("weight_version")
 def version_(lane: Lane = None) -> None:
-    """Print the version of the weights in place; 0 after loading.
+    """Print the version of the weights in target; 0 after loading.
 
     nano-inference weights version
     """
@@ -557,12 +540,12 @@ def _follow(
     `begin` is called once no result is missed any more.
     """
 
-    place, count = pipeline_place(options), 0
+    target, count = target_of(options), 0
 
     async def run() -> None:
         nonlocal count
         async with (
-            client_at(place, options.served) as client,
+            client_at(target, options.served) as client,
             aclosing(client.follow(operation, arguments)) as results,
         ):
             async for each in results:

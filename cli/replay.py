@@ -19,7 +19,7 @@ from ..pipeline.digest import Digest, completions_of
 from ..pipeline.replay import PRIORITY, Replay, unknown
 from ..pipeline.rollouts import TrainingSample
 from .clients import ServerClient
-from .connection import connected, named_server, run_with
+from .connection import ServerAddress, connected, run_with, target_of
 from .options import AsJson, Options, argument, option, takes, takes_model_options
 from .terminal import complain, print_json, print_table, read_input
 
@@ -68,15 +68,14 @@ def replay(
     """
     if not id and file is None:
         raise ConfigError("give the id of a request, or records with --file")
-    server = named_server(options)
-    if server is not None:
+    config = target_of(options)
+    if isinstance(config, ServerAddress):
         if file is not None or weights is not None or at is not None:
             raise ConfigError(
                 "--url replays what the server has; leave out --file, --weights, --at"
             )
-        _show_answer(asyncio.run(_asked(ServerClient(server), id)), as_json=as_json)
+        _show_answer(asyncio.run(_asked(ServerClient(config), id)), as_json=as_json)
         return
-    config = options.client_config()
     like = GenerateRequest(tenant=tenant, priority=PRIORITY)
     differ = failed = 0
     for result in _replays(options, config, id, file, weights, like, at):
@@ -120,10 +119,10 @@ def _replays(
                     yield error
         return
 
-    places = asyncio.Semaphore(_AT_A_TIME)
+    slots = asyncio.Semaphore(_AT_A_TIME)
 
     async def run_one(client: BusClient, record: Completion) -> Replay | NanoInferenceError:
-        async with places:
+        async with slots:
             try:
                 return await client.replay(record, like=like, at=at)
             except RequestError as error:

@@ -22,14 +22,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..bus.times import CAUSES
-from ..config import (
-    REPLICATED,
-    STAGES,
-    BusError,
-    ConfigError,
-    nearest,
-    split_role,
-)
+from ..config import REPLICATED, STAGES, BusError, ConfigError, nearest, split_role
 from ..pipeline.health import (
     LATE_S,
     LaneHealth,
@@ -45,7 +38,7 @@ from ..pipeline.status import PipelineStatus
 from ..store.board import STALE_AFTER_S, StageReport
 from .bus_status import BusStatus, bus_status
 from .clients import ServerClient, Unreachable
-from .connection import Place, ServerAddress, connected, named_server, pipeline_place, run_with
+from .connection import ServerAddress, Target, connected, run_with, target_of
 from .options import AsJson, Options, option, takes_status_options
 from .terminal import print_json, stdout, table
 
@@ -91,7 +84,7 @@ def status(
 
         watch nano-inference status
     """
-    found = asyncio.run(status_at(pipeline_place(options), options.served))
+    found = asyncio.run(status_at(target_of(options), options.served))
     if as_json:
         print_json(found)
     else:
@@ -100,12 +93,12 @@ def status(
         raise typer.Exit(1)
 
 
-async def status_at(place: Place, model: str | None = None) -> PipelineStatus:
+async def status_at(target: Target, model: str | None = None) -> PipelineStatus:
     """Return the status of a pipeline, or of one of its models, at a server or a bus."""
-    if isinstance(place, ServerAddress):
-        async with ServerClient(place) as client:
+    if isinstance(target, ServerAddress):
+        async with ServerClient(target) as client:
             return await client.status(model)
-    return await bus_status(place, model)
+    return await bus_status(target, model)
 
 
 def rendered(found: PipelineStatus, *, verbose: bool = False) -> Group:
@@ -306,10 +299,10 @@ def top(
 
         nano-inference top --once --bus redis://10.0.0.5:6379
     """
-    place, history = pipeline_place(options), History()
+    target, history = target_of(options), History()
 
     def look() -> Group:
-        return view(asyncio.run(status_at(place, options.served)), history)
+        return view(asyncio.run(status_at(target, options.served)), history)
 
     if once or not sys.stdout.isatty():
         stdout().print(look())
@@ -457,7 +450,7 @@ def health(
         raise ConfigError("--role is for readiness of a whole lane; leave the other options out")
     if progress and (role or live or stage):
         raise ConfigError("--progress is for all stages of a host; leave the other options out")
-    if (server := named_server(options)) is not None:
+    if isinstance(server := target_of(options), ServerAddress):
         if stage or host:
             raise ConfigError("--stage and --host are for a bus; a server answers for all stages")
         _check_server(server, options.served, role, live=live, progress=progress)

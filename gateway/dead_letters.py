@@ -7,9 +7,8 @@ from typing import Any
 import msgspec
 
 from ..bus.dead_letters import DeadLetter
-from ..config import RequestError, shown
 from ..pipeline.client import BusClient
-from ..pipeline.dead_letters import retry_dead_letter
+from ..pipeline.operations import dead_letters, drop_dead_letters, retry_dead_letters
 from .api.routes import PolicyRoute
 from .call import Call
 from .policy.audit import AuditLog, audit_change
@@ -25,27 +24,18 @@ def dead_letter_routes(client: BusClient, audit: AuditLog | None) -> list[Policy
     """Return the endpoints. `client`: the client of the gateway or of the whole deployment."""
 
     async def letters(call: Call) -> Response:
-        found = [_json(each) for each in await client.bus.requests.dead_letters()]
+        found = [_json(each) for each in await dead_letters(client)]
         return JsonResponse({"object": "list", "data": found})
 
-    async def chosen(call: Call) -> DeadLetter:
-        letter_id = call.params["letter_id"]
-        for each in await client.bus.requests.dead_letters():
-            if each.letter_id == letter_id:
-                return each
-        raise RequestError(
-            f"there is no dead letter {shown(letter_id)}; GET {PATH} lists them", code="not_found"
-        )
-
     async def retry(call: Call) -> Response:
-        letter = await chosen(call)
-        request_id = await retry_dead_letter(client, letter)
-        audit_change(audit, call, "dead_letter_retried", letter.letter_id, {"id": request_id})
-        return JsonResponse({"id": letter.letter_id, "request_id": request_id})
+        letter_id: str = call.params["letter_id"]
+        request_id = (await retry_dead_letters(client, [letter_id]))[letter_id]
+        audit_change(audit, call, "dead_letter_retried", letter_id, {"id": request_id})
+        return JsonResponse({"id": letter_id, "request_id": request_id})
 
     async def drop(call: Call) -> Response:
-        letter_id = (await chosen(call)).letter_id
-        await client.bus.requests.drop_dead_letter(letter_id)
+        letter_id: str = call.params["letter_id"]
+        await drop_dead_letters(client, [letter_id])
         audit_change(audit, call, "dead_letter_dropped", letter_id, {})
         return JsonResponse({"id": letter_id, "object": "dead_letter", "deleted": True})
 

@@ -11,14 +11,7 @@ import xxhash
 from msgspec.structs import replace
 
 from ..bus.public import FinishReason
-from ..config import (
-    EngineConfig,
-    ModelError,
-    RequestError,
-    SamplingParams,
-    field_error,
-    shown,
-)
+from ..config import EngineConfig, ModelError, RequestError, SamplingParams, field_error, shown
 from ..text import messages as chat
 from ..text.conversation import Turn, arguments_of, check_results, render_conversation
 from ..text.detokenizer import Detokenizer, TokenPieces
@@ -209,7 +202,7 @@ def _turns(messages: Iterable[Message]) -> list[Turn]:
         given = list(messages)
     except TypeError as error:
         raise field_error("messages", "must be a list", code="invalid_messages") from error
-    return [_turn(message, f"messages[{place}]") for place, message in enumerate(given)]
+    return [_turn(message, f"messages[{position}]") for position, message in enumerate(given)]
 
 
 def _turn(message: Message, where: str) -> Turn:

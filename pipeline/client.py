@@ -28,14 +28,7 @@ from ..bus.weights import (
     lay_down,
     pick_up,
 )
-from ..config import (
-    AdapterError,
-    BusConfig,
-    ConfigError,
-    FairnessConfig,
-    ModelConfig,
-    ReplicaRole,
-)
+from ..config import AdapterError, BusConfig, ConfigError, FairnessConfig, ModelConfig, ReplicaRole
 from ..store.board import LoadedAdapter
 from ..store.service import LaneService
 from ..telemetry import Metrics, TraceContext, Tracing, names, now_ns

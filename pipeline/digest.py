@@ -94,11 +94,11 @@ def digest(results: Iterable[Completion | TrainingSample]) -> str:
 def completions_of(results: Iterable[Completion | TrainingSample]) -> Iterable[Completion]:
     """Return terminal messages, and those that rollouts stand for, as `digest` takes them."""
     rollouts: dict[str, list[TrainingSample]] = {}
-    for place, each in enumerate(results):
+    for position, each in enumerate(results):
         if isinstance(each, Completion):
             yield each
         else:
-            id = f"{place:020}" if each.request_id is None else str(each.request_id)
+            id = f"{position:020}" if each.request_id is None else str(each.request_id)
             rollouts.setdefault(id, []).append(each)
     for id, samples in rollouts.items():
         yield Completion(
@@ -157,7 +157,7 @@ def _numbers(values: Sequence[float | None] | None) -> bytes:
 
 
 def _tops(values: Sequence[Sequence[TokenLogprob]] | None) -> bytes:
-    """Return the number of places; for each its token ids, and their logprobs."""
+    """Return the number of positions; for each its token ids, and their logprobs."""
     parts = [struct.pack("<I", len(values or ()))]
     for tops in values or ():
         parts.append(_integers([top.token_id for top in tops]))

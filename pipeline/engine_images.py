@@ -144,8 +144,8 @@ class EngineImages:
         images = core.part(Images)
         tenant, alone = core.sharing_tenant(request), len(request.images) == 1
         sizes: list[Size] = []
-        for place, image in enumerate(request.images):
-            where = f"images[{place}]"
+        for position, image in enumerate(request.images):
+            where = f"images[{position}]"
             name = images.name(image.id, tenant, alone=alone)
             if image.data:
                 sizes.append(images.decoder.size(image.data, where))
@@ -158,10 +158,10 @@ class EngineImages:
                 raise refusal("unknown_image", where, reason)
         images.check_tokens(sizes)
         found: list[PromptImage] = []
-        for place, (image, size) in enumerate(zip(request.images, sizes, strict=True)):
+        for position, (image, size) in enumerate(zip(request.images, sizes, strict=True)):
             id = image.id
             if image.data:
-                made = images.decoder.decode(image.data, f"images[{place}]", alone=alone)
+                made = images.decoder.decode(image.data, f"images[{position}]", alone=alone)
                 id, features = made.id, made.data
             name = images.name(id, tenant, alone=alone)
             if name not in self._images:

@@ -91,7 +91,7 @@ def token_ids_of(
     ids = tuple(values)
     if set(map(type, ids)) <= {int}:
         return ids
-    return tuple(_token_id(value, place, rule, ids_code) for place, value in enumerate(ids))
+    return tuple(_token_id(value, position, rule, ids_code) for position, value in enumerate(ids))
 
 
 def whole_number(value: Any, name: str, code: str) -> int:
@@ -159,11 +159,11 @@ def sessions_of_all(sessions: Any, number: int) -> list[KVSession | None]:
     return same_number(list(sessions), number, "kv_sessions")
 
 
-def _token_id(value: Any, place: int, rule: str, code: str) -> int:
+def _token_id(value: Any, position: int, rule: str, code: str) -> int:
     number = _integer(value)
     if number is None:
         raise ArgumentError(
-            f"{rule}, which are integers, not {shown(value)} (at place {place})", code=code
+            f"{rule}, which are integers, not {shown(value)} (at place {position})", code=code
         )
     return number
 

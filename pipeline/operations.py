@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from contextlib import aclosing
+from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal, TypeVar, get_args, get_type_hints
 
 import anyio
 import msgspec
+from msgspec.structs import replace
 
 from ..bus.dead_letters import DeadLetter
 from ..bus.kv_events import KVEventEntry
@@ -32,7 +33,6 @@ from ..config import (
     shown,
 )
 from .client import BusClient
-from .dead_letters import retry_dead_letter
 from .models import served_names
 
 T = TypeVar("T")
@@ -241,14 +241,37 @@ async def dead_letters(client: BusClient) -> list[DeadLetter]:
 
 
 async def retry_dead_letters(client: BusClient, ids: list[str]) -> dict[str, str]:
-    """Publish the requests of dead letters again; return the new ids by letter."""
-    return {
-        each.letter_id: await retry_dead_letter(client, each) for each in await _of(client, ids)
-    }
+    """Publish the requests of dead letters again, each to its model, and remove the letters.
+
+    Returns:
+        The ids of the new requests by letter: the old ids may still have their old answers.
+
+    Raises:
+        RequestError: `not_found`: one is unknown, and nothing is done.
+        BusError: The bus can't be reached; the letter stays.
+    """
+    published: dict[str, str] = {}
+    for letter in await _of(client, ids):
+        async with AsyncExitStack() as stack:
+            bus = client.bus
+            if letter.model != bus.model:
+                bus = (await stack.enter_async_context(client.of_model(letter.model))).bus
+            published[letter.letter_id] = await bus.requests.publish(
+                replace(letter.request, request_id=""),
+                traceparent=letter.traceparent,
+                tracestate=letter.tracestate,
+            )
+        # Last, so that the letter stays if publishing fails.
+        await client.bus.requests.drop_dead_letter(letter.letter_id)
+    return published
 
 
 async def drop_dead_letters(client: BusClient, ids: list[str]) -> dict[str, bool]:
-    """Remove dead letters; return by letter whether it was still there."""
+    """Remove dead letters; return by letter whether it was still there.
+
+    Raises:
+        RequestError: `not_found`: one is unknown, and nothing is done.
+    """
     return {
         each.letter_id: await client.bus.requests.drop_dead_letter(each.letter_id)
         for each in await _of(client, ids)
@@ -256,10 +279,13 @@ async def drop_dead_letters(client: BusClient, ids: list[str]) -> dict[str, bool
 
 
 async def _of(client: BusClient, ids: list[str]) -> list[DeadLetter]:
-    """Return the dead letters with these ids. Raises RequestError: one is unknown."""
     by_id = {each.letter_id: each for each in await client.bus.requests.dead_letters()}
     for unknown in [each for each in ids if each not in by_id]:
-        raise RequestError(f"there is no dead letter {shown(unknown)}", code="not_found")
+        raise RequestError(
+            f"there is no dead letter {shown(unknown)}; `nano-inference dlq list` and "
+            "GET /admin/dead_letters list them",
+            code="not_found",
+        )
     return [by_id[each] for each in ids]
 
 

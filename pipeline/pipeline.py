@@ -16,15 +16,7 @@ from ..bus import Bus, open_bus
 from ..bus.control import Drain
 from ..bus.links import CONTROL
 from ..bus.public import Output
-from ..config import (
-    STAGES,
-    Config,
-    ConfigError,
-    NanoInferenceError,
-    cut,
-    roles_here,
-    split_role,
-)
+from ..config import STAGES, Config, ConfigError, NanoInferenceError, cut, roles_here, split_role
 from ..config.errors import leaves_of
 from ..config.forks import check_not_forked
 from ..config.logger import get_logger

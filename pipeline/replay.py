@@ -3,7 +3,7 @@
 The recipe of a Completion has what computes its samples again. The replay is an ordinary request at
 the present weights; its prompt is computed from the first token on, and it shares no KV with other
 requests. Where a sample parts from the recorded one, the recorded tokens are scored as well, so
-that the logprobs behind that place can be compared, too. docs/replay.md.
+that the logprobs after that position can be compared, too. docs/replay.md.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Difference(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Parting(msgspec.Struct, frozen=True, kw_only=True):
-    """The first place at which a sample differs from the recorded one, in its token or its logprob.
+    """The first position at which a sample differs from the recorded one, in token or logprob.
 
     Attributes:
         position: Index of the token in the sample.
@@ -328,10 +328,10 @@ class _Compared:
         self.at = computed.weight_version if at is None else at
         pairs = zip(sample.token_ids, computed.token_ids, strict=False)
         self._same = next(
-            (place for place, (old, new) in enumerate(pairs) if old != new),
+            (position for position, (old, new) in enumerate(pairs) if old != new),
             min(len(sample.token_ids), len(computed.token_ids)),
         )
-        # By place; None where nothing is known.
+        # By position; None where nothing is known.
         self._now: list[float | None] = [*computed.logprobs[: self._same]]
         self.rest = len(sample.token_ids) - self._same
 
@@ -361,11 +361,11 @@ class _Compared:
         )
 
     def _parting(self, equal: Sequence[bool]) -> Parting | None:
-        place = next((place for place, same in enumerate(equal) if not same), self._same)
-        old, new = _token(self.sample, place), _token(self._computed, place)
+        position = next((position for position, same in enumerate(equal) if not same), self._same)
+        old, new = _token(self.sample, position), _token(self._computed, position)
         if old is None and (new is None or not self._is_whole):
             return None
-        return Parting(position=place, recorded=old, computed=new)
+        return Parting(position=position, recorded=old, computed=new)
 
     @property
     def _is_whole(self) -> bool:
@@ -400,10 +400,10 @@ class _Compared:
         return tuple(found)
 
 
-def _token(sample: CompletionSample, place: int) -> TokenLogprob | None:
-    if place >= len(sample.token_ids):
+def _token(sample: CompletionSample, position: int) -> TokenLogprob | None:
+    if position >= len(sample.token_ids):
         return None
-    return TokenLogprob(token_id=sample.token_ids[place], logprob=sample.logprobs[place])
+    return TokenLogprob(token_id=sample.token_ids[position], logprob=sample.logprobs[position])
 
 
 def _equal(*values: Any) -> bool:

@@ -57,15 +57,15 @@ class Router:
         """
         waiting = await self._bus.routing.unrouted()
         await self._read_models()
-        places: list[tuple[str, str]] = []
+        moves: list[tuple[str, str]] = []
         errors: dict[str, ErrorInfo] = {}
         for request in waiting:
             try:
-                places.append((request.entry_id, await self._place_of(request)))
+                moves.append((request.entry_id, await self._model_of(request)))
             except RequestError as error:
                 errors[request.entry_id] = ErrorInfo(code=error.code, message=error.message)
-        models = dict(places)
-        for entry_id, code in await self._bus.routing.move(places):
+        models = dict(moves)
+        for entry_id, code in await self._bus.routing.move(moves):
             message = self._not_moved(code, models.pop(entry_id))
             errors[entry_id] = ErrorInfo(code=code, message=message)
         for model in models.values():
@@ -73,7 +73,7 @@ class Router:
         if errors:
             await self._refuse(errors)
 
-    async def _place_of(self, request: Unrouted) -> str:
+    async def _model_of(self, request: Unrouted) -> str:
         try:
             return find_model(request.model, self._records.values()).id
         except RequestError:

@@ -106,10 +106,10 @@ async def complete_all(
     Raises:
         RequestError: A request failed without `return_errors`; the others are cancelled.
     """
-    places = asyncio.Semaphore(AT_A_TIME)
+    slots = asyncio.Semaphore(AT_A_TIME)
 
     async def complete_one(request: GenerateRequest) -> Completion:
-        async with places:
+        async with slots:
             completion = await complete(request)
         if completion.error is not None and not return_errors:
             raise RequestError(completion.error.message, code=completion.error.code)

@@ -11,14 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 
-from ..config import (
-    ModelError,
-    RequestError,
-    SamplingParams,
-    missing_model,
-    prompt_too_long,
-    shown,
-)
+from ..config import ModelError, RequestError, SamplingParams, missing_model, prompt_too_long, shown
 from .gguf import folder_of
 from .grammar_tokenizer import is_special
 from .tokenizer_files import check_vocabulary, has_tokenizer, no_vocabulary

@@ -9,12 +9,7 @@ import anyio.to_thread
 import msgspec
 
 from ...text.chat_template import TemplateWorkers, template_of
-from ...text.conversation import (
-    RenderedConversation,
-    names_read,
-    render_conversation,
-    tools_read,
-)
+from ...text.conversation import RenderedConversation, names_read, render_conversation, tools_read
 from ...text.conversation import Turn as Turn
 from ...text.messages import EFFORT, SWITCHES, MessageFormat, Tool, asked_to_reason
 from ..server.http import FieldError

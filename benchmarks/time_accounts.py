@@ -22,7 +22,7 @@ from nano_inference.bus.times import NO_TIMES
 from nano_inference.config import Config, EngineConfig, TelemetryConfig
 from nano_inference.pipeline.pipeline import Pipeline
 from nano_inference.stages.batching.plans import NextPlan
-from nano_inference.stages.executor import core as executor
+from nano_inference.stages.executor.parts.times import Times
 from nano_inference.stages.streaming.accounts import StepCost, TimeAccounts
 from nano_inference.telemetry import setup_logging
 
@@ -45,14 +45,14 @@ class NoAccounts:
     open = count = started = ended = forget = nothing
 
 
-_WITH = NextPlan.times, executor.step_times
+_WITH = NextPlan.times, Times.finish
 
 
 def switch(core: Any, on: bool) -> None:
     """Let a pipeline without requests make accounts, or none."""
     core.accounts = TimeAccounts() if on else NoAccounts()
-    planned, computed = _WITH if on else (lambda *_: NO_TIMES, lambda *_: NO_TIMES)
-    NextPlan.times, executor.step_times = planned, computed  # type: ignore[assignment, method-assign]
+    planned, computed = _WITH if on else (lambda *_: NO_TIMES, lambda *_: None)
+    NextPlan.times, Times.finish = planned, computed  # type: ignore[assignment, method-assign]
 
 
 def measure(rows: int, tokens: int, rounds: int) -> dict[str, Any]:

@@ -39,7 +39,9 @@ from ..stages.batching import BatchingCore
 from ..stages.batching.sessions import SessionCall, SessionKey
 from ..stages.executor.changes.arguments import check_arguments
 from ..stages.executor.core import ExecutorCore
-from ..stages.executor.runner.weights.sync_manager import weights_lost
+from ..stages.executor.parts.memory import MemoryRelease
+from ..stages.executor.parts.weights import WeightChanges
+from ..stages.executor.runner.weights.sync_manager import WeightSyncManager, weights_lost
 from ..stages.streaming.core import EndedRequest, StreamingCore
 from ..telemetry import now_ns
 from ..text.images import ImageProcessor
@@ -58,7 +60,7 @@ from .engine_requests import (
     make_sample,
     with_scores,
 )
-from .engine_tiers import next_plan
+from .engine_tiers import blocks_of, next_plan
 from .engine_weights import receive_weights
 from .replay import Replay, replay_here
 from .rollouts import Prompt, RequestId, RolloutEngine, TrainingSample
@@ -122,11 +124,12 @@ class InferenceEngine(ModelParts):
         self._admission.set_capacity(capacity)
         # Results come back at once, so no plan is made ahead of them.
         self._batching = BatchingCore(self.config, capacity, steps_ahead=1)
-        if self._core.tiers is not None:
-            self._batching.change_tiers(self._core.tiers.on_disk())
+        self._tiers = blocks_of(self._core)
+        if self._tiers is not None:
+            self._batching.change_tiers(self._tiers.on_disk())
         self._streaming = StreamingCore(tokenizer if self._executor.model.generates else None)
         self._requests, self._images = UnfinishedRequests(), EngineImages()
-        self._groups = self._executor.weight_groups
+        self._groups = self._executor.part(WeightChanges).groups
         # Samples from the response cache, and those that finished while `generate` waited for
         # others; the next `step` returns them.
         self._uncollected: list[Finished] = []
@@ -385,7 +388,7 @@ class InferenceEngine(ModelParts):
                 weights. Without `blocking`, the next step raises errors of writing.
         """
         check_in_flight(in_flight)
-        weights = self._executor.weights
+        weights = self._weights
         tensors = receive_weights(weights, self._groups, state_dict, version, timeout_s)
         sync = weights.sync_blocking if blocking else weights.start_sync
         try:
@@ -402,7 +405,7 @@ class InferenceEngine(ModelParts):
         Raises:
             WeightsError: They were released or lost, and not replaced; or ranks share them.
         """
-        if "weights" in self._executor.memory.lacks:
+        if "weights" in self._memory.memory.lacks:
             raise self._unable()
         if self._executor.ranks is not None:
             raise WeightsError("ranks share the weights; read them where they come from")
@@ -411,7 +414,7 @@ class InferenceEngine(ModelParts):
 
     def get_weight_version(self) -> int:
         """Return the version of the current weights; 0 for those loaded from the model's folder."""
-        return self._executor.weights.version
+        return self._weights.version
 
     def join_weights_group(
         self,
@@ -438,7 +441,7 @@ class InferenceEngine(ModelParts):
             WeightsError: The arguments are invalid, or other ranks did not join in time.
         """
         wish = JoinWeightsGroup(group, address, rank, world_size, backend, timeout_s)
-        weights = self._executor.weights
+        weights = self._weights
         check_arguments(wish, weights.limits)
         self._groups.join(wish, weights.device).result()
 
@@ -459,7 +462,7 @@ class InferenceEngine(ModelParts):
         Raises:
             WeightsError: A tag is unknown, or a weight update waits for the next step.
         """
-        memory = self._executor.memory
+        memory = self._memory.memory
         memory.begin_release(tags)
         self._report_memory()
         if memory.pending:
@@ -473,7 +476,7 @@ class InferenceEngine(ModelParts):
                 memory that could not be allocated is still released.
         """
         try:
-            self._executor.resume_memory(tags)
+            self._memory.resume(tags)
         finally:
             self._report_memory()
 
@@ -515,7 +518,7 @@ class InferenceEngine(ModelParts):
         if self._core is not None:
             try:
                 # Not with weights that wait to be put in place: that may fail.
-                while self._batching.saves and not self._core.weights.pending_version:
+                while self._batching.saves and not self._weights.pending_version:
                     self._advance()
             finally:
                 self._core.close()
@@ -530,6 +533,14 @@ class InferenceEngine(ModelParts):
         if self._core is None:
             raise RuntimeError("this engine was shut down; make another one")
         return self._core
+
+    @property
+    def _weights(self) -> WeightSyncManager:
+        return self._executor.part(WeightChanges).manager
+
+    @property
+    def _memory(self) -> MemoryRelease:
+        return self._executor.part(MemoryRelease)
 
     def _queue(self, name: str, id: RequestId | None, request: GenerateRequest) -> list[Finished]:
         """Queue a request, or return its samples from the response cache."""
@@ -586,7 +597,7 @@ class InferenceEngine(ModelParts):
 
     def _advance(self) -> list[tuple[str, list[Finished]]]:
         executor = self._executor
-        plan = next_plan(self._batching, executor.tiers)
+        plan = next_plan(self._batching, self._tiers)
         if plan is None:
             if self._requests:
                 if self._batching.lacks:
@@ -594,7 +605,8 @@ class InferenceEngine(ModelParts):
                 raise RuntimeError("requests are unfinished and nothing can run; please report it")
             return []
         try:
-            result = executor.execute(plan, self._images.of(plan))
+            self._images.give(executor, plan)
+            result = executor.execute(plan)
         except ModelError:
             # The weights are broken, and so may be all KV that they computed.
             executor.clear()
@@ -606,7 +618,7 @@ class InferenceEngine(ModelParts):
             # Perhaps an interrupt: the requests are queued again for the next step.
             executor.reset()
             self._batching.forget_plans()
-            if version := executor.weights.pending_version:
+            if version := self._weights.pending_version:
                 self._batching.change_weights(version, "keep")
             self._report_memory()
             raise
@@ -620,9 +632,9 @@ class InferenceEngine(ModelParts):
             for ended in deliveries.ended
             if ended.completion.request_id in self._requests
         ]
-        if refused := executor.weights.take_refused():
+        if refused := self._weights.take_refused():
             self._uncollected += [pair for _, pairs in finished for pair in pairs]
-            self._admission.set_weights(executor.weights.version)
+            self._admission.set_weights(self._weights.version)
             raise refused
         return finished
 
@@ -643,12 +655,12 @@ class InferenceEngine(ModelParts):
 
     def _report_memory(self) -> None:
         """Report to batching the memory that is missing, and that waits to be released."""
-        memory = self._executor.memory
+        memory = self._memory.memory
         self._batching.change_memory(memory.lacks, tuple(memory.pending))
 
     def _unable(self) -> WeightsError:
         """Return the error of a call for which weights or KV cache are missing."""
-        if lost := self._executor.weights.lost:
+        if lost := self._weights.lost:
             return weights_lost(lost)
         return WeightsError(
             f"nothing can be generated: memory was released ({', '.join(self._batching.lacks)}); "

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
 
+from ..bus.parts.images import ImagesPlan
 from ..bus.public import GenerateRequest, ImageInput
 from ..bus.steps import StepPlan
 from ..config import ImagesConfig, RequestError
@@ -18,6 +19,8 @@ from ..media.decode_process import as_rgb, id_of, upright
 from ..media.decoder import check_size, refusal
 from ..stages.admission.arrivals import Tokens
 from ..stages.admission.images import PromptImage
+from ..stages.executor.core import ExecutorCore
+from ..stages.executor.parts.images import Images
 from ..store.images import StoredImage
 from ..text.images import Size
 from .engine_requests import ArgumentError, same_number
@@ -188,7 +191,9 @@ class EngineImages:
             if not self._holders[each]:
                 del self._holders[each], self._images[each]
 
-    def of(self, plan: StepPlan) -> dict[str, StoredImage]:
-        """Return the images that a step encodes, by name."""
-        names = {item.name for item in plan.encodes}
-        return {name: self._images[name] for name in names if name in self._images}
+    def give(self, executor: ExecutorCore, plan: StepPlan) -> None:
+        """Give the executor the images that a plan encodes."""
+        if plan.parts and (found := ImagesPlan.find(plan.parts)) is not None:
+            names = {item.name for item in found.encodes}
+            given = {name: self._images[name] for name in names if name in self._images}
+            executor.part(Images).give(given)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..messages import RemoteBlocks
-from ..sections import Section
+from ..sections import Section, Sections
 
 
 class HandoverRoute(Section, frozen=True):
@@ -33,3 +33,9 @@ class HandoversResult(Section, frozen=True):
     """In StepSummary: sequences whose first token was sent to the replica that continues them."""
 
     seq_ids: tuple[int, ...]
+
+
+def leaving_of(parts: Sections) -> tuple[tuple[int, int, int], ...]:
+    """Return a plan's handovers, as in HandoversPlan."""
+    found = HandoversPlan.find(parts)
+    return found.leaving if found is not None else ()

@@ -14,7 +14,7 @@ from ...bus.control import Cancel, ReplicaCapacity, TiersChanged
 from ...bus.links import HandoverMessage
 from ...bus.messages import AdmittedRequest, Credit, RequestInfo, SequenceSpec
 from ...bus.parts.adapters import AdaptersPlan
-from ...bus.parts.handover import HandoversPlan
+from ...bus.parts.handover import HandoversPlan, leaving_of
 from ...bus.parts.images import ImagesPlan
 from ...bus.parts.memory import ReleasePlan
 from ...bus.parts.speculation import DraftsPlan
@@ -372,7 +372,7 @@ class BatchingCore:
         for seq in due:
             self._commit(seq)
         self.stop(result.ended)
-        for seq in self.handovers.absorb(sent.plan, result) if sent.plan.handovers else ():
+        for seq in self.handovers.absorb(sent.plan, result) if leaving_of(sent.plan.parts) else ():
             self._finish(seq)
         self._draft_rest = result.draft_rest or self._draft_rest
         self._report.add_step(result)

@@ -16,7 +16,7 @@ from ...bus.messages import (
     RemoteBlocks,
     WithdrawSequences,
 )
-from ...bus.parts.handover import HandoverRoute
+from ...bus.parts.handover import HandoverRoute, leaving_of
 from ...bus.sections import with_sections
 from ...bus.steps import KVMove, StepPlan, StepSummary
 from .cache import KVCacheManager
@@ -122,7 +122,7 @@ class Handovers:
         Call it when those that ended with their token are no longer in the index.
         """
         leaving: list[Sequence] = []
-        for seq_id, *_ in plan.handovers:
+        for seq_id, *_ in leaving_of(plan.parts):
             seq = self._sampling.pop(seq_id)
             has_ended = seq_id not in self._index
             seq.left = seq_id in result.handed_over

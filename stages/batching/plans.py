@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from ...bus.control import Cancel
 from ...bus.messages import RequestInfo
+from ...bus.parts.speculation import DraftsPlan
 from ...bus.steps import StepPlan, StepSummary
 from ...bus.times import Break, StepTimes
 from .cache import KVCacheManager
@@ -84,7 +85,8 @@ def settle(sent: SentPlan, result: StepSummary) -> tuple[list[Sequence], int]:
     due: list[Sequence] = []
     num_wasted = 0
     plan, tokens = sent.plan, dict(zip(result.seq_ids, result.token_ids, strict=True))
-    accepted, all_drafts = accepted_tokens(result), plan.num_drafts or repeat(0)
+    accepted, drafts = accepted_tokens(result), DraftsPlan.find(plan.parts)
+    all_drafts = repeat(0) if drafts is None else drafts.num_tokens
     for seq, num_tokens, num_drafts in zip(sent.seqs, plan.num_tokens, all_drafts, strict=False):
         if seq.status is SequenceStatus.FINISHED:
             num_wasted += num_tokens

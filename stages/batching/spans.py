@@ -6,6 +6,7 @@ from collections import Counter
 from typing import NamedTuple
 
 from ...bus.messages import Handover, RequestInfo
+from ...bus.parts.tiers import moves_of
 from ...bus.steps import NewSequence, StepPlan, StepSummary
 from ...telemetry import TraceContext, names, now_ns
 from ..actor import Actor
@@ -167,7 +168,7 @@ class BatchingSpans:
 
 def _moves(plan: StepPlan) -> dict[str, int]:
     """Return the numbers of blocks that a plan moves between the tiers, if it moves any."""
-    kinds: Counter[str] = Counter(move.kind for move in (*plan.kv_moves, *plan.kv_offers))
+    kinds: Counter[str] = Counter(move.kind for move in moves_of(plan.parts))
     return {name: kinds[kind] for kind, name in _MOVES.items() if kinds[kind]}
 
 

@@ -16,6 +16,7 @@ import msgspec
 from ...bus.control import SampleScored, ScoreSample
 from ...bus.links import CONTROL
 from ...bus.messages import RequestInfo, SequenceSpec
+from ...bus.parts.scoring import PromptScores
 from ...bus.steps import NewSequence, StepPlan
 from ...config import EngineConfig, ModelError, SamplingParams
 from ..actor import Actor
@@ -115,7 +116,8 @@ class ReferenceModel:
         for start in range(0, longest, self._most_tokens):
             counts = [min(len(seq.token_ids) - start, self._most_tokens) for seq in new]
             result = self._core.execute(_plan(() if start else new, counts))
-            for prompt in result.prompt_logprobs:
+            scores = PromptScores.find(result.parts)
+            for prompt in scores.prompts if scores is not None else ():
                 logprobs[prompt.seq_id] += prompt.logprobs
             is_last = start + self._most_tokens >= longest
             yield tuple(map(_scored, samples, logprobs)) if is_last else ()

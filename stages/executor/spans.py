@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from itertools import compress
 
 from ...bus.messages import RequestInfo
+from ...bus.parts.speculation import DraftsResult
 from ...bus.steps import NewSequence, StepPlan, StepResult, VerifiedDraft
 from ...config import Constraint
 from ...telemetry import Labels, TraceContext, instruments, is_sampled, names, now_ns
@@ -69,7 +70,8 @@ class ExecutorSpans:
         if not self._of_sequence:
             return
         self._tokens.update(result.seq_ids)
-        for draft in result.drafts:
+        drafts = DraftsResult.find(result.parts)
+        for draft in drafts.verified if drafts is not None else ():
             if (drafted := self._of_sequence.get(draft.seq_id)) is not None:
                 drafted.drafted += draft.num_tokens
                 drafted.accepted += draft.num_accepted

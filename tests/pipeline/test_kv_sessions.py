@@ -71,7 +71,7 @@ def test_a_demoted_session_is_prefetched_from_host_memory_and_disk(tmp_path: Pat
             assert (result.outcome, result.tier, result.num_tokens) == ("accepted", "host", 80)
             made.generate(OTHERS, GREEDY)
             if "kv_disk_path" in settings:
-                tiers = made._executor.tiers
+                tiers = made._tiers
                 assert tiers is not None
                 made._batching.change_tiers(tiers.on_disk())
                 made._batching.cache.tiers.forget_host()  # type: ignore[union-attr]

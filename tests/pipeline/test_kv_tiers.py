@@ -61,7 +61,7 @@ def counts(made: InferenceEngine) -> TierCounts:
 
 
 def wait_for_writes(made: InferenceEngine) -> None:
-    tiers = made._executor.tiers
+    tiers = made._tiers
     assert tiers is not None
     made._batching.change_tiers(tiers.on_disk())
 
@@ -187,7 +187,7 @@ def test_broken_files_cost_computing_and_no_token(
     with engine(kv_disk_path=str(tmp_path)) as made:
         made.generate([*PROMPTS, *prompts_of(1)], GREEDY)
         wait_for_writes(made)
-        size = made._executor.tiers.slots.memory.shape[1]
+        size = made._tiers.slots.memory.shape[1]
     (blocks,) = tmp_path.rglob("blocks")
     data = bytearray(blocks.read_bytes())
     for position in range(7, len(data), 2 * size):
@@ -204,7 +204,7 @@ def test_a_slow_disk_delays_only_the_requests_that_need_it(
     with engine(kv_disk_path=str(tmp_path)) as made:
         made.generate(PROMPTS[:1], GREEDY)
     with engine(kv_disk_path=str(tmp_path)) as made:
-        tiers = made._executor.tiers
+        tiers = made._tiers
         assert tiers is not None
         read, ready = tiers._reads._source, threading.Event()
         tiers._reads._source = lambda name, block: ready.wait(60) and read(name, block)
@@ -258,7 +258,7 @@ def test_in_deterministic_mode_all_bits_are_the_same(cache_type: str, tmp_path: 
 def test_the_audit_finds_a_flipped_bit_and_turns_the_tiers_off() -> None:
     with engine(**DETERMINISTIC, kv_host_bytes=1 << 20) as made:
         expected = tokens_of(made.generate(PROMPTS, GREEDY))
-        tiers = made._executor.tiers
+        tiers = made._tiers
         assert tiers is not None
         tiers.slots.memory[:, 3] ^= 1
         made.generate(PROMPTS, GREEDY)

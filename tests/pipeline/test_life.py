@@ -103,10 +103,10 @@ async def test_the_request_that_kills_its_lane_is_given_up_and_no_other(
 ) -> None:
     original = ExecutorCore.execute
 
-    def execute(self: ExecutorCore, plan: StepPlan, *images: Any) -> StepResult:
+    def execute(self: ExecutorCore, plan: StepPlan) -> StepResult:
         if any(POISON in new.token_ids for new in plan.new):
             raise Boom("indigestible")
-        return original(self, plan, *images)
+        return original(self, plan)
 
     monkeypatch.setattr(ExecutorCore, "execute", execute)
     config = make_config(pipeline__restart_backoff_s=0.001, pipeline__max_restarts=20)
@@ -143,7 +143,7 @@ async def test_a_request_cancelled_while_the_lane_is_down_ends_as_cancelled(
 async def test_a_stage_that_keeps_failing_ends_the_pipeline(
     make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def execute(self: ExecutorCore, plan: StepPlan, *images: Any) -> StepResult:
+    def execute(self: ExecutorCore, plan: StepPlan) -> StepResult:
         raise Boom("always")
 
     config = make_config(pipeline__max_restarts=1, pipeline__restart_backoff_s=0.01)

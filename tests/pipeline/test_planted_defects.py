@@ -77,7 +77,7 @@ def computed() -> dict[str, Bits]:
 
 def numbers_of(made: InferenceEngine) -> npt.NDArray[np.float32]:
     """The host slots, `[slots, keys or values of a layer, tokens, heads, width]`."""
-    tiers = made._executor.tiers
+    tiers = made._tiers
     assert tiers is not None
     layers = made._executor.model.layers
     heads, width = layers[0].num_kv_heads, layers[0].key_dim
@@ -179,7 +179,7 @@ def test_a_store_that_does_nothing_is_found(
 
 def take_reports(made: InferenceEngine) -> None:
     """Of all writes so far."""
-    tiers = made._executor.tiers
+    tiers = made._tiers
     assert tiers is not None
     tiers.on_disk()
     if (changes := tiers.take_changes()) is not None:

@@ -29,6 +29,7 @@ from nano_inference import (
     WeightsGroup,
 )
 from nano_inference.config import EngineConfig, WeightsError
+from nano_inference.stages.executor.parts.experts import Experts
 from nano_inference.stages.executor.runner.ranks.processes import Ranks
 
 from . import reference
@@ -218,8 +219,8 @@ async def test_experts_move_while_streams_run(make_config: MakeConfig, soak: boo
             assert not all(read.done() for read in reads)
             assert [bits(each) for each in await asyncio.gather(*reads)] == expected
             core = core_of(pipeline, "executor")
-            assert core.expert_owners == list(owners)
-        tokens = core.take_expert_tokens()
+            assert core.part(Experts).owners == list(owners)
+        tokens = core.part(Experts).take_tokens()
         assert len(tokens) == EXPERTS
         assert sum(tokens) % (LAYERS * CHOSEN) == 0
         for wrong in ((0, 0, 0, 1), (0, 1), (0, 1, 2, 0)):

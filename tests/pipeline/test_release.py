@@ -26,6 +26,7 @@ from nano_inference.stages.executor.runner.memory import ReplicaMemory
 from nano_inference.stages.executor.stage import ExecutorStage
 
 from .. import oracle
+from ..sections import read
 from ..soaking import in_soak
 from .builders import (
     State,
@@ -104,7 +105,7 @@ async def test_word_of_the_weights_before_may_come_late(
 
     def plan(self: BatchingCore, now_ns: int) -> StepPlan | None:
         made = original(self, now_ns)
-        if made is not None and made.weight_version:
+        if made is not None and read(made).weight_version:
             self.change_memory(WEIGHTS, ())
         return made
 

@@ -19,7 +19,6 @@ from nano_inference import (
     WeightsError,
 )
 from nano_inference.config import BusError
-from nano_inference.stages.executor import core
 from nano_inference.stages.executor.core import ExecutorCore
 from nano_inference.stages.executor.driver.speculation.costs import StepCosts
 from nano_inference.stages.executor.driver.speculation.drafts import (
@@ -28,6 +27,8 @@ from nano_inference.stages.executor.driver.speculation.drafts import (
     DraftContext,
     DraftSource,
 )
+from nano_inference.stages.executor.parts import speculation
+from nano_inference.stages.executor.parts.speculation import Speculation
 
 from .. import oracle
 from ..stages.executor.driver.speculation.drafting import VerifyAll
@@ -72,9 +73,9 @@ class Repeat(DraftSource):
 def speculate(monkeypatch: pytest.MonkeyPatch, source: DraftSource) -> None:
     """Engines with speculation take all drafts of this source."""
 
-    monkeypatch.setattr(core, "make_sources", lambda *_: [source])
-    monkeypatch.setattr(core, "CostControl", lambda _: VerifyAll())
-    monkeypatch.setattr(core.ExecutorCore, "_measure_costs", lambda _: None)
+    monkeypatch.setattr(speculation, "make_sources", lambda *_: [source])
+    monkeypatch.setattr(speculation, "CostControl", lambda _: VerifyAll())
+    monkeypatch.setattr(Speculation, "_measure_costs", lambda _: None)
 
 
 STOPS = {"stop": [" and "], "min_tokens": 3}
@@ -239,7 +240,7 @@ async def test_memory_failures_and_cancelled_requests(
 ) -> None:
     # A step takes as long with many rows as with few, so whatever is likely enough is verified.
     alike = StepCosts((1, 64), (0.5, 0.5))
-    monkeypatch.setattr(ExecutorCore, "_measure_costs", lambda core: alike)
+    monkeypatch.setattr(Speculation, "_measure_costs", lambda core: alike)
     exact: dict[str, Any] = {"engine__deterministic": True, "engine__max_model_len": 256}
     async with Pipeline(make_config(**exact)) as pipeline:
         expected = await all_told(pipeline)

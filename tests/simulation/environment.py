@@ -213,6 +213,7 @@ class Environment:
             (pipelines, "os", process),
             (pipelines, "identity_of", lambda pid: f"{pid}"),
             (executor, "_TORCH_THREAD", self._thread),
+            (executor, "facts_of_model", lambda core: {}),
             (executor, "_WAITING_THREAD", self._thread),
             (executor, "_load", load),
             (executor, "facts_of", lambda folder: None),

@@ -36,13 +36,16 @@ from .graphs import DecodeStep as DecodeStep
 from .inputs import InputBuilder, model_forward
 from .inputs import StepInputs as StepInputs
 from .kernels import cpu as cpu
-from .kv_cache import KVCache, block_bytes
+from .kv_cache import KVCache as KVCache
+from .kv_cache import block_bytes
+from .kv_cache import count_blocks as count_blocks
 from .leader import LeaderAdapters, LeaderCache
 from .loaded_model import LoadedModel as LoadedModel
 from .model import load_model as load_model
-from .ranks.commands import Forward, Prepare, Reply
+from .ranks.commands import Forward, Prepare
+from .ranks.commands import Reply as Reply
 from .ranks.pipelining import StepOutput as StepOutput
-from .ranks.processes import Ranks
+from .ranks.processes import Ranks as Ranks
 from .vision import ImageEmbeddings as ImageEmbeddings
 from .vision import ImageError as ImageError
 from .vision import Positions as Positions

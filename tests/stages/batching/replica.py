@@ -35,6 +35,7 @@ from nano_inference.config import EngineConfig, SamplingParams
 from nano_inference.stages.batching import BatchingCore
 
 from ...kv_router import Router
+from ...sections import read
 from .events import check_router
 from .index import check_index
 
@@ -86,7 +87,7 @@ class RuleExecutor:
         for seq_id in plan.finished:
             self.tokens.pop(seq_id)
             self.done.discard(seq_id)
-        if "kv_cache" in plan.release:
+        if "kv_cache" in read(plan).release:
             assert not plan.seq_ids
             self.slots = [[-1] * self.block_size for _ in self.slots]
         for new in plan.new:
@@ -98,7 +99,7 @@ class RuleExecutor:
             self.generated[new.seq_id] = new.num_generated
         for seq_id, blocks in plan.grown:
             self.tables[seq_id].extend(blocks)
-        for move in plan.kv_moves:
+        for move in read(plan).kv_moves:
             self._move(move)
         for source, destination in plan.copies:
             self.slots[destination] = list(self.slots[source])
@@ -114,7 +115,7 @@ class RuleExecutor:
                 rows += row
             elif row:
                 pooled.append(PooledPrompt(seq_id, b""))
-        for move in plan.kv_offers:
+        for move in read(plan).kv_offers:
             self._move(move)
         seq_ids, tokens, reasons = zip(*rows, strict=True) if rows else ((), (), ())
         return StepResult(
@@ -370,8 +371,8 @@ class FakeReplica:
 
     def absorb(self, plan: StepPlan, result: StepResult) -> None:
         """Apply a result, and send the first tokens that other replicas wait for."""
-        summary = result.summary(plan.handovers)
-        self.first_tokens += first_tokens(plan, summary)
+        summary = result.summary(read(plan).handovers)
+        self.first_tokens += first_tokens(read(plan).handovers, summary)
         self.core.absorb(summary)
 
     def take_first_tokens(self) -> list[tuple[int, Handover]]:

@@ -10,6 +10,7 @@ from nano_inference.bus.parts.speculation import DraftsResult
 from nano_inference.bus.sections import with_sections
 from nano_inference.bus.steps import StepPlan, StepResult, VerifiedDraft
 
+from ...sections import read
 from .replica import CacheType, FakeReplica, RuleExecutor, expected
 
 
@@ -23,7 +24,7 @@ class DraftingExecutor(RuleExecutor):
     rest = 0
 
     def execute(self, plan: StepPlan) -> StepResult:
-        self._allowed = dict(zip(plan.seq_ids, plan.num_drafts, strict=False))
+        self._allowed = dict(zip(plan.seq_ids, read(plan).num_drafts, strict=False))
         self._verified: list[VerifiedDraft] = []
         result = super().execute(plan)
         rest, self.rest = self.rest, 0
@@ -132,4 +133,4 @@ def test_drafts_are_allowed_again_after_so_many_plans() -> None:
     replica.steps(1, ahead=1)
     replica.log.clear()
     replica.steps(8, ahead=1)
-    assert [bool(plan.num_drafts) for plan in replica.log] == [False] * 5 + [True] * 3
+    assert [bool(read(plan).num_drafts) for plan in replica.log] == [False] * 5 + [True] * 3

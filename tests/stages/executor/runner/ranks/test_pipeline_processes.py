@@ -12,6 +12,7 @@ from msgspec.structs import replace
 
 from nano_inference import InferenceEngine, SamplingParams
 from nano_inference.config import EngineConfig
+from nano_inference.stages.executor.facts import facts_of_model, report_ranks
 from nano_inference.stages.executor.runner.ranks.group import RankError
 
 from .....pipeline import short_model
@@ -98,10 +99,10 @@ def test_a_rank_has_its_layers_only(
     alone: InferenceEngine, spread: InferenceEngine, shape: tuple[int, int]
 ) -> None:
     stages, width = shape
-    reports = spread._executor.report_ranks()
-    whole = alone._executor.report_ranks() or [None]
+    reports = report_ranks(spread._executor)
+    whole = report_ranks(alone._executor) or [None]
     assert len(reports) == stages * width
-    facts, one = spread._executor.facts(), alone._executor.facts()
+    facts, one = facts_of_model(spread._executor), facts_of_model(alone._executor)
     assert facts["parameters"] == one["parameters"]
     # Three layers: two in the first stage.
     assert facts["stage_layers"] == "2+1"

@@ -15,6 +15,8 @@ from msgspec.structs import replace
 
 from nano_inference import InferenceEngine, SamplingParams, TrainingSample, WeightsGroup
 from nano_inference.config import AdapterError, ConfigError, EngineConfig, ModelError, WeightsError
+from nano_inference.stages.executor.facts import facts_of_model, report_ranks
+from nano_inference.stages.executor.parts.memory import MemoryRelease
 from nano_inference.stages.executor.runner.fast_modules.modules import FastModules
 from nano_inference.stages.executor.runner.ranks.commands import Reply
 from nano_inference.stages.executor.runner.ranks.group import RankError
@@ -230,14 +232,14 @@ def test_memory_is_resumed_on_all_ranks_or_on_none(
         with pytest.raises(WeightsError, match="rank 1 has not enough memory") as raised:
             spread.resume_memory(["kv_cache"])
     assert raised.value.code == "out_of_memory"
-    assert spread._executor.memory.lacks == ("kv_cache",)
+    assert spread._executor.part(MemoryRelease).memory.lacks == ("kv_cache",)
     spread.resume_memory(["kv_cache"])
     assert rollouts(spread) == rollouts(alone)
 
 
 def test_memory_falls_with_each_rank(alone: InferenceEngine, spread: InferenceEngine) -> None:
-    reports = spread._executor.report_ranks()
-    facts, whole = spread._executor.facts(), alone._executor.facts()
+    reports = report_ranks(spread._executor)
+    facts, whole = facts_of_model(spread._executor), facts_of_model(alone._executor)
     assert facts["parameters"] == whole["parameters"]
     assert len(reports) == RANKS
     for report in reports:

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.progress import Progress
 from torch import Tensor
 
-from ..bus.control import MEMORY_TAGS, Cancel, JoinWeightsGroup, MemoryTag
+from ..bus.control import MEMORY_TAGS, Cancel, JoinWeightsGroup, MemoryTag, TierCapacity
 from ..bus.entries import RequestEntry
 from ..bus.public import (
     Completion,
@@ -33,6 +33,7 @@ from ..config import (
     SamplingParams,
     WeightsError,
 )
+from ..config.clock import now_ns
 from ..config.forks import is_forked
 from ..stages.admission.core import AdmissionCore
 from ..stages.batching import BatchingCore
@@ -43,7 +44,6 @@ from ..stages.executor.parts.memory import MemoryRelease
 from ..stages.executor.parts.weights import WeightChanges
 from ..stages.executor.runner.weights.sync_manager import WeightSyncManager, weights_lost
 from ..stages.streaming.core import EndedRequest, StreamingCore
-from ..telemetry import now_ns
 from ..text.images import ImageProcessor
 from ..text.tokenizer import default_sampling_params, find_tokenizer, stop_token_ids_of
 from .engine_calls import one_at_a_time
@@ -60,12 +60,15 @@ from .engine_requests import (
     make_sample,
     with_scores,
 )
-from .engine_tiers import blocks_of, next_plan
+from .engine_tiers import next_plan
 from .engine_weights import receive_weights
-from .replay import Replay, replay_here
 from .rollouts import Prompt, RequestId, RolloutEngine, TrainingSample
 from .scoring import params_to_score, token_ids_to_score
 from .sessions import check_action
+
+if TYPE_CHECKING:
+    from ..stages.executor.runner.tiers.tiers import BlockTiers
+    from .replay import Replay
 
 
 @one_at_a_time
@@ -124,12 +127,14 @@ class InferenceEngine(ModelParts):
         self._admission.set_capacity(capacity)
         # Results come back at once, so no plan is made ahead of them.
         self._batching = BatchingCore(self.config, capacity, steps_ahead=1)
-        self._tiers = blocks_of(self._core)
-        if self._tiers is not None:
+        self._tiers: BlockTiers | None = None
+        if TierCapacity.find(capacity.parts) is not None:
+            from ..stages.executor.parts.tiers import Tiers
+
+            self._tiers = self._core.part(Tiers).blocks
             self._batching.change_tiers(self._tiers.on_disk())
         self._streaming = StreamingCore(tokenizer if self._executor.model.generates else None)
         self._requests, self._images = UnfinishedRequests(), EngineImages()
-        self._groups = self._executor.part(WeightChanges).groups
         # Samples from the response cache, and those that finished while `generate` waited for
         # others; the next `step` returns them.
         self._uncollected: list[Finished] = []
@@ -267,6 +272,8 @@ class InferenceEngine(ModelParts):
                 refused here.
         """
 
+        from .replay import replay_here
+
         def complete(request: GenerateRequest) -> Completion:
             samples = [sample for sample, _ in self._run_all([request], show_progress=False)]
             first, *_ = ends = list(map(completion_of, samples))
@@ -389,7 +396,7 @@ class InferenceEngine(ModelParts):
         """
         check_in_flight(in_flight)
         weights = self._weights
-        tensors = receive_weights(weights, self._groups, state_dict, version, timeout_s)
+        tensors = receive_weights(self._changes, state_dict, version, timeout_s)
         sync = weights.sync_blocking if blocking else weights.start_sync
         try:
             version = sync(tensors, version, partial=partial)
@@ -443,11 +450,11 @@ class InferenceEngine(ModelParts):
         wish = JoinWeightsGroup(group, address, rank, world_size, backend, timeout_s)
         weights = self._weights
         check_arguments(wish, weights.limits)
-        self._groups.join(wish, weights.device).result()
+        self._changes.groups.join(wish, weights.device).result()
 
     def leave_weights_group(self, group: str) -> None:
         """Leave a group, if this engine is in it."""
-        self._groups.leave(group)
+        self._changes.groups.leave(group)
 
     def release_memory(self, tags: Collection[MemoryTag] = MEMORY_TAGS) -> None:
         """Release memory to the device, for a trainer that shares it.
@@ -513,7 +520,6 @@ class InferenceEngine(ModelParts):
 
         Afterwards, calls that need the model raise RuntimeError.
         """
-        self._groups.close()
         self._admission.close()
         if self._core is not None:
             try:
@@ -522,7 +528,7 @@ class InferenceEngine(ModelParts):
                     self._advance()
             finally:
                 self._core.close()
-                self._core = None
+                self._core = self._tiers = None
         if self._reference is not None:
             self._reference.shutdown()
 
@@ -535,8 +541,12 @@ class InferenceEngine(ModelParts):
         return self._core
 
     @property
+    def _changes(self) -> WeightChanges:
+        return self._executor.part(WeightChanges)
+
+    @property
     def _weights(self) -> WeightSyncManager:
-        return self._executor.part(WeightChanges).manager
+        return self._changes.manager
 
     @property
     def _memory(self) -> MemoryRelease:

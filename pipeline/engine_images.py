@@ -19,8 +19,6 @@ from ..media.decode_process import as_rgb, id_of, upright
 from ..media.decoder import check_size, refusal
 from ..stages.admission.arrivals import Tokens
 from ..stages.admission.images import PromptImage
-from ..stages.executor.core import ExecutorCore
-from ..stages.executor.parts.images import Images
 from ..store.images import StoredImage
 from ..text.images import Size
 from .engine_requests import ArgumentError, same_number
@@ -29,6 +27,7 @@ if TYPE_CHECKING:
     from PIL import Image
 
     from ..stages.admission.core import AdmissionCore
+    from ..stages.executor.core import ExecutorCore
 
 _FILE = bytes | bytearray | memoryview
 
@@ -196,4 +195,6 @@ class EngineImages:
         if plan.parts and (found := ImagesPlan.find(plan.parts)) is not None:
             names = {item.name for item in found.encodes}
             given = {name: self._images[name] for name in names if name in self._images}
+            from ..stages.executor.parts.images import Images
+
             executor.part(Images).give(given)

@@ -16,13 +16,7 @@ from ..stages.admission.core import AdmissionCore
 from ..stages.batching import BatchingCore
 from ..stages.executor.core import ExecutorCore
 from ..stages.executor.parts.adapters import AdapterChanges
-from ..stages.executor.parts.experts import Experts, no_owners
-from ..stages.executor.runner.adapters.peft import (
-    adapter_of,
-    check_adapter_id,
-    next_version,
-    read_adapter,
-)
+from ..stages.executor.parts.experts import Experts, move_experts
 from ..store.board import LoadedAdapter
 from .engine_calls import one_at_a_time
 
@@ -72,6 +66,13 @@ class ModelParts(ABC):
         Raises:
             AdapterError: It can't be served, or does not fit the model; nothing has changed.
         """
+        from ..stages.executor.runner.adapters.peft import (
+            adapter_of,
+            check_adapter_id,
+            next_version,
+            read_adapter,
+        )
+
         check_in_flight(in_flight)
         check_adapter_id(id, self.config.model_name)
         executor = self._executor
@@ -132,7 +133,4 @@ class ModelParts(ABC):
         Raises:
             WeightsError: Experts have no owners here (`expert_parallel`), or these don't fit.
         """
-        experts = self._executor.find(Experts)
-        if experts is None:
-            raise no_owners()
-        experts.move(owners)
+        move_experts(self._executor.find(Experts), owners)

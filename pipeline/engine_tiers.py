@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from ..bus.steps import StepPlan
+from ..config.clock import now_ns
 from ..stages.batching import BatchingCore
-from ..stages.executor.core import ExecutorCore
-from ..stages.executor.parts.tiers import Tiers
-from ..stages.executor.runner.tiers.tiers import BlockTiers
 from ..stages.tier_log import log_differences
-from ..telemetry import now_ns
+
+if TYPE_CHECKING:
+    from ..stages.executor.runner.tiers.tiers import BlockTiers
 
 _FETCH_WAIT_S = 1.0
-
-
-def blocks_of(executor: ExecutorCore) -> BlockTiers | None:
-    """Return the KV tiers; None if none are configured."""
-    tiers = executor.find(Tiers)
-    return None if tiers is None else tiers.blocks
 
 
 def next_plan(batching: BatchingCore, tiers: BlockTiers | None) -> StepPlan | None:

@@ -10,7 +10,6 @@ import msgspec
 from ...bus.codec import is_unicode
 from ...bus.public import GenerateRequest
 from ...config import RequestError, prompt_too_long, shown
-from ...text.conversation import render_conversation
 from ...text.images import Expanded, ImageProcessor, Size
 from ...text.tokenizer import check_text_fits
 from .checks import check_token_ids
@@ -93,6 +92,8 @@ class PromptReader(NamedTuple):
                 for each in request.messages
             ]
             placeholder = self.processor.placeholder if self.processor is not None else None
+            from ...text.conversation import render_conversation
+
             text = render_conversation(tokenizer, turns, placeholder=placeholder)
             self._check_fits(text)
             if sizes:

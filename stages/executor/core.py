@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
@@ -24,9 +24,11 @@ from .runner.attention.backend import AttentionBackend
 from .runner.batch import Uploader
 from .runner.device import describe_device
 from .runner.interface import count_blocks, make_runner
-from .runner.leader import load_ranks
 from .runner.loaded_model import LoadedModel
-from .runner.ranks.processes import Ranks
+from .runner.loading import load_ranks
+
+if TYPE_CHECKING:
+    from .runner.ranks.processes import Ranks
 
 
 class ExecutorCore:
@@ -132,8 +134,6 @@ class ExecutorCore:
         for part in make_parts(self.state, companion, shares_kv=shares_kv):
             self.use(part)
 
-    # --- parts --------------------------------------------------------------------------------
-
     def use(self, part: Part) -> None:
         """Use a part from now on, after those in use."""
         self.state.parts[type(part)] = part
@@ -179,8 +179,6 @@ class ExecutorCore:
             found = part.capacity(found)
         return found
 
-    # --- state --------------------------------------------------------------------------------
-
     def reset(self) -> None:
         """Drop all sequences. The KV tensors stay as they are."""
         self.state.blocked = None
@@ -204,15 +202,16 @@ class ExecutorCore:
         A model that was given to the constructor is as it was before.
         """
         self.constraints.close()
-        for part in self.state.parts.values():
+        parts = list(self.state.parts.values())
+        for part in parts:
             part.close()
         self.runner.close()
         if self.ranks is not None:
             self.ranks.close()
+        for owner in (*parts, self.state):
+            vars(owner).clear()
         del self.model, self.cache, self.runner, self.state, self._steps
         del self._applying, self._before, self._launched, self._finishing, self._forgetting
-
-    # --- steps --------------------------------------------------------------------------------
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Run one plan.
@@ -293,8 +292,6 @@ class ExecutorCore:
             failed=step.failed + self.constraints.take_failures(),
             parts=(*step.parts, *plan.onward),
         )
-
-    # --- inside -------------------------------------------------------------------------------
 
     def _drop(self, seq_id: int) -> None:
         for part in self._forgetting:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from .core import ExecutorCore
-from .runner.interface import Reply
 from .runner.kv_cache import block_bytes
 from .runner.loaded_model import experts_of
+from .runner.ranks.commands import Reply
 
 
 def facts_of_model(core: ExecutorCore) -> dict[str, int | float | str]:

@@ -44,7 +44,7 @@ from .parts.memory import MemoryRelease
 from .parts.weights import WeightChanges
 from .runner.attention.choose import kernels_of
 from .runner.device import device_of_replica, is_unverified
-from .runner.leader import load_ranks
+from .runner.loading import load_ranks
 from .runner.progress import loaded_share
 from .runner.ranks.commands import Reply
 from .scoring import ReferenceModel, Scoring

@@ -22,6 +22,7 @@ from nano_inference.bus.weights import FolderWeights
 from nano_inference.stages.batching.core import BatchingCore
 from nano_inference.stages.executor.changes.shell import StagedChanges
 from nano_inference.stages.executor.core import ExecutorCore
+from nano_inference.stages.executor.parts.memory import MemoryRelease
 from nano_inference.stages.executor.runner.memory import ReplicaMemory
 from nano_inference.stages.executor.stage import ExecutorStage
 
@@ -150,7 +151,7 @@ async def test_a_release_outlives_the_failure_of_batching(
     await until_batched(exact, 3)
     break_once(monkeypatch, BatchingCore, broken, after=1)
     await exact.client.release_memory(KV_CACHE)
-    assert executor_of(exact).memory.released == {"kv_cache"}
+    assert executor_of(exact).part(MemoryRelease).memory.released == {"kv_cache"}
     await waiting(exact, 3)
     before = exact._actors["batching"]
     with monkeypatch.context() as patch:

@@ -131,7 +131,9 @@ class SimulatedExecutor:
         self.cache = None
         memory = SimpleNamespace(lacks=(), pending=())
         self._parts: dict[type, Any] = {
-            WeightChanges: SimpleNamespace(manager=self.weights, groups=WeightGroups()),
+            WeightChanges: SimpleNamespace(
+                manager=self.weights, groups=WeightGroups(), close=lambda: None
+            ),
             MemoryRelease: SimpleNamespace(memory=memory),
             Tiers: SimpleNamespace(blocks=self.tiers),
         }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -29,7 +29,7 @@ from ....store.in_place import AdapterInPlace, AdaptersInPlace, WeightsInPlace
 from ....telemetry import instruments, names, now_ns
 from ...actor import Actor
 from ..core import ExecutorCore
-from ..parts.experts import Experts, no_owners
+from ..parts.experts import Experts, move_experts
 from ..parts.memory import MemoryRelease
 from ..parts.weights import WeightChanges
 from ..runner.adapters.peft import (
@@ -79,7 +79,6 @@ class StagedChanges:
         self._memory = self.executor.part(MemoryRelease)
         self.core = ChangesCore(self._weights.manager.limits)
         self.restoring = ""
-        self._groups = self._weights.groups
         # Wait for bytes and make tensors of them while the torch thread runs steps. Adapters
         # don't wait behind weights that don't come.
         self._weights_thread = Background("weights", stay_single)
@@ -148,8 +147,8 @@ class StagedChanges:
 
     def close(self) -> None:
         """Leave all groups, so that nothing waits for a trainer."""
+        self._weights.close()
         del self.executor, self._weights, self._memory
-        self._groups.close()
         self._weights_thread.close()
         self._adapters_thread.close()
 
@@ -201,9 +200,9 @@ class StagedChanges:
                     # The answer that follows makes clients name the adapter at once.
                     await self.actor.flush(CONTROL["admission"])
                 case do.SkipBroadcast(group):
-                    self._groups.skip(group)
+                    self._weights.groups.skip(group)
                 case do.Leave(group):
-                    self._groups.leave(group)
+                    self._weights.groups.leave(group)
                 case do.Log(event, fields, warning):
                     write = self.actor.log.warning if warning else self.actor.log.info
                     write(event, **fields)
@@ -380,9 +379,9 @@ class StagedChanges:
                     self._versions[load.adapter] = adapter.version
                 return adapter.version
             case do.Join(_, wish):
-                await asyncio.wrap_future(self._groups.join(wish, weights.device))
+                await asyncio.wrap_future(self._weights.groups.join(wish, weights.device))
             case do.MoveExperts(_, owners):
-                await self.on_torch(_move_experts, executor, owners)
+                await self.on_torch(move_experts, executor.find(Experts), owners)
             case do.BeginRelease(_, tags):
                 await self.on_torch(self._memory.memory.begin_release, tags)
                 return bool(self._memory.memory.pending)
@@ -400,7 +399,7 @@ class StagedChanges:
         folder = source.path if isinstance(source, FolderWeights) else ""
         # Before reading: files that are replaced meanwhile will not have this stamp.
         origin = do.WeightsOrigin(folder, stamp_of(folder, weights.limits)) if folder else None
-        tensors = fetch(source, self._groups, update.timeout_s, weights.limits)
+        tensors = fetch(source, self._weights.groups, update.timeout_s, weights.limits)
         try:
             prepared = weights.prepare(tensors, checkpoint=bool(folder))
         except PartsMissing:
@@ -420,14 +419,6 @@ class StagedChanges:
         )
         with _as_refusal(AdapterError, "the adapter could not be read", ""):
             return await asyncio.wrap_future(reading)
-
-
-def _move_experts(executor: ExecutorCore, owners: Sequence[int]) -> None:
-    """As `Experts.move`. Raises WeightsError for a model without experts, too."""
-    experts = executor.find(Experts)
-    if experts is None:
-        raise no_owners()
-    experts.move(owners)
 
 
 def check_fetched(update: UpdateWeights, fetched: do.Fetched, weights: WeightSyncManager) -> None:

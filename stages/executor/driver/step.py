@@ -30,8 +30,6 @@ from ....bus.steps import (
 )
 from ....bus.times import StepTimes
 from ..runner.interface import (
-    DecodeGraphs,
-    DecodeStep,
     IntArray,
     ModelRunner,
     Rows,
@@ -48,6 +46,7 @@ from .sampling import sample_plain
 from .sequences import BoolArray, Places, SequenceTable
 
 if TYPE_CHECKING:
+    from ..runner.graphs import DecodeGraphs
     from .images import SequenceImages
     from .pooling import PromptPooler
     from .speculation.drafts import Draft
@@ -382,6 +381,8 @@ class StepRunner:
         self, graphs: DecodeGraphs, rows: IntArray, masks: PendingMasks | None
     ) -> SampledRows:
         """Replay a step in which every row computes its last token and samples the next."""
+        from ..runner.graphs import DecodeStep
+
         table = self.table
         positions = table.num_computed[rows]
         width = int(positions.max()) // self.runner.cache.block_size + 1

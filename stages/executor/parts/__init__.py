@@ -13,6 +13,7 @@ from ..runner.interface import LoadedModel
 from ..runner.loaded_model import experts_of
 from .adapters import AdapterChanges
 from .embeddings import make_embeddings
+from .handover import Handovers
 from .memory import MemoryRelease
 from .part import AnyPart as AnyPart
 from .part import ExecutorState as ExecutorState
@@ -84,10 +85,7 @@ def make_parts(
         from .tiers import Tiers
 
         yield Tiers(state, shares=shares_kv)
-    if shares_kv:
-        from .handover import Handovers
-
-        yield Handovers(state)
+    yield Handovers(state)
     yield PromptScoring(state)
     yield Times(state)
 

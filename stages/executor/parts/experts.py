@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from ....bus.control import ReplicaCapacity
 from ....bus.parts.experts import ExpertCapacity
 from ....bus.sections import with_sections
 from ....config import WeightsError, shown
 from ..runner.loaded_model import experts_of
-from ..runner.ranks.commands import MoveExperts
-from ..runner.sharded_model import experts_in, move_experts
 from ..runner.weights.checks import busy
 from .part import ExecutorState, Part
 from .weights import WeightChanges
+
+if TYPE_CHECKING:
+    from ..runner.ranks.layers import ParallelExperts
 
 
 class Experts(Part):
@@ -22,7 +24,11 @@ class Experts(Part):
     def __init__(self, state: ExecutorState) -> None:
         super().__init__(state)
         model = state.model
-        self._experts = experts_in(model.module) if model.shards is not None else []
+        self._experts: list[ParallelExperts] = []
+        if model.shards is not None:
+            from ..runner.sharded_model import experts_in
+
+            self._experts = experts_in(model.module)
         self._number = experts_of(model.hf_config)[0]
 
     @property
@@ -41,6 +47,9 @@ class Experts(Part):
                 new weights wait for the next step.
             RankError: A rank has ended.
         """
+        from ..runner import sharded_model
+        from ..runner.ranks.commands import MoveExperts
+
         before, ranks, model = self.owners, self.state.ranks, self.state.model
         if not before or ranks is None:
             raise no_owners()
@@ -54,7 +63,7 @@ class Experts(Part):
         if self.state.part(WeightChanges).manager.pending_receipt:
             raise busy()  # ranks hold parts of new weights for the owners of now
         ranks.tell(MoveExperts(tuple(owners)))
-        move_experts(model.module, owners)
+        sharded_model.move_experts(model.module, owners)
         if model.shards is not None:
             model.shards.layout += 1
 
@@ -69,6 +78,13 @@ class Experts(Part):
 
     def capacity(self, found: ReplicaCapacity) -> ReplicaCapacity:
         return with_sections(found, ExpertCapacity(self._number)) if self._number else found
+
+
+def move_experts(experts: Experts | None, owners: Sequence[int]) -> None:
+    """As `Experts.move`. Raises WeightsError for a model without experts, too."""
+    if experts is None:
+        raise no_owners()
+    experts.move(owners)
 
 
 def no_owners() -> WeightsError:

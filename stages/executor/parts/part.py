@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import ClassVar, TypeVar
+from typing import TYPE_CHECKING, ClassVar, TypeVar
 
 from ....bus.control import ReplicaCapacity
 from ....bus.sections import Section
@@ -13,7 +13,10 @@ from ..driver.constraints import Constraints
 from ..driver.sampled import Sampled, TokenFeed
 from ..driver.sequences import SequenceTable
 from ..driver.step import LaunchedStep, StepRunner
-from ..runner.interface import KVCache, LoadedModel, ModelRunner, Ranks
+from ..runner.interface import KVCache, LoadedModel, ModelRunner
+
+if TYPE_CHECKING:
+    from ..runner.ranks.processes import Ranks
 
 AnyPart = TypeVar("AnyPart", bound="Part")
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from functools import partial
-from typing import ClassVar
+from functools import cached_property, partial
+from typing import TYPE_CHECKING, ClassVar
 
 from msgspec.structs import replace
 
@@ -14,8 +14,10 @@ from ....config import WeightsError
 from ..driver.step import LaunchedStep
 from ..runner.weights.checks import limits_of
 from ..runner.weights.sync_manager import WeightSyncManager
-from ..runner.weights.transports.group import WeightGroups
 from .part import ExecutorState, Part
+
+if TYPE_CHECKING:
+    from ..runner.weights.transports.group import WeightGroups
 
 
 class WeightChanges(Part):
@@ -23,7 +25,6 @@ class WeightChanges(Part):
 
     Attributes:
         manager: Stages and writes them.
-        groups: Groups of trainers, joined by each rank.
     """
 
     plans = WeightsPlan
@@ -33,13 +34,28 @@ class WeightChanges(Part):
         super().__init__(state)
         model, config = state.model, state.config
         limits = limits_of(model.whole, config.max_weight_tensors, config.max_weight_bytes)
-        write, self.groups = None, WeightGroups()
+        write = None
         if state.ranks and model.shards:
-            from ..runner.rank_weights import LeaderGroups, write_to_ranks
+            from ..runner.rank_weights import write_to_ranks
 
             write = partial(write_to_ranks, state.ranks, model.shards)
-            self.groups = LeaderGroups(state.ranks, model.shards)
         self.manager = WeightSyncManager(model.module, limits, shards=model.shards, write=write)
+
+    @cached_property
+    def groups(self) -> WeightGroups:
+        """Groups of trainers, joined by each rank."""
+        ranks, shards = self.state.ranks, self.state.model.shards
+        if ranks is not None and shards is not None:
+            from ..runner.rank_weights import LeaderGroups
+
+            return LeaderGroups(ranks, shards)
+        from ..runner.weights.transports.group import WeightGroups
+
+        return WeightGroups()
+
+    def close(self) -> None:
+        if "groups" in vars(self):
+            self.groups.close()
 
     def apply(self, section: Section, step: LaunchedStep) -> None:
         """As `WeightSyncManager.finish_planned_sync`; after its error no plan runs until a reset.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 import torch
@@ -11,9 +11,11 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from .attention_options import AttentionOptions
-from .ranks.pipelining import PipelineRank
 from .shards import ShardedWeights
-from .vision import VisionModel
+
+if TYPE_CHECKING:
+    from .ranks.pipelining import PipelineRank
+    from .vision import VisionModel
 
 # Names in Transformers' configurations, the commonest first.
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")

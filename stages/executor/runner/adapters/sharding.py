@@ -13,7 +13,7 @@ import torch
 
 from ..loaded_model import LoadedModel
 from ..ranks.layers import GatheredLinear, RowParallelLinear
-from .peft import LoraPair
+from .adapter import LoraPair
 
 
 def own_pairs(pairs: Mapping[str, LoraPair], model: LoadedModel) -> Mapping[str, LoraPair]:

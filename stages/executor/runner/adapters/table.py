@@ -23,7 +23,7 @@ from .....config import AdapterError, ModelError
 from .....store.board import LoadedAdapter
 from ..batch import IntArray
 from ..loaded_model import LoadedModel
-from .peft import Adapter, AdapterLimits, LoraPair
+from .adapter import Adapter, AdapterLimits, LoraPair
 from .sharding import own_pairs
 
 MOST_TOGETHER = 512

@@ -49,7 +49,7 @@ class AdapterLane(Lane):
         core = ExecutorCore(config, model=model, num_blocks=size * BLOCKS)
         super().__init__(core, arguments.rows, KINDS, PROMPT)
         for number in range(8):
-            core.adapters.put(self.adapter(f"a{number}", arguments.rank))
+            core.runner.adapters.put(self.adapter(f"a{number}", arguments.rank))
 
     def adapter(self, id: str, rank: int) -> Adapter:
         """Return random matrices for every linear layer but the output layer."""
@@ -71,7 +71,7 @@ class AdapterLane(Lane):
         return new_sequence(seq_id, place, tokens, blocks, SAMPLING, adapter=adapter)
 
     def run(self, kind: str, *arguments: object) -> float:
-        self.core.adapters._one_by_one = kind == "8, one by one"
+        self.core.runner.adapters._one_by_one = kind == "8, one by one"
         return super().run(kind, *arguments)
 
 
@@ -94,7 +94,7 @@ def main() -> None:
     if not found["none"]:
         raise SystemExit("no turn was done in this time; give it more --seconds")
     adapter = lane.adapter("ninth", arguments.rank)
-    loading_ms = timed(lambda: lane.core.adapters.put(adapter)) * 1e3
+    loading_ms = timed(lambda: lane.core.runner.adapters.put(adapter)) * 1e3
     size = adapter.num_bytes / (1 << 20)
     print(f"{arguments.rows} rows, rank {arguments.rank}, {len(found['none'])} turns, ms a step")
     rows = {kind: against(steps, found["none"]) for kind, steps in found.items()}

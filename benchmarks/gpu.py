@@ -80,7 +80,7 @@ def check(device: str) -> dict[str, Any]:
         for graphs in (True, False):
             ours = Ours(random_model(CHECKED, torch.float32, device).to(dtype), graphs=graphs)
             if graphs and device == "cuda":
-                assert ours.core.graphs, f"no graphs: {ours.core.off.get('graphs', '')}"
+                assert ours.core.state.steps.graphs, f"no graphs: {ours.core.off.get('graphs', '')}"
             outcomes[graphs] = outcome = ours.run(requests, work)
             own, short = distance(exact, requests, outcome)
             row = {"mean difference of logprobs from float32": own, "falls short by": short}

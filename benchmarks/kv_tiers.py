@@ -40,6 +40,7 @@ from random_models import write_model
 
 from nano_inference import EngineConfig, InferenceEngine, SamplingParams
 from nano_inference.bus.control import ReplicaCapacity, TierCapacity
+from nano_inference.bus.parts.tiers import moves_of
 from nano_inference.bus.steps import AUDIT_SEQ_ID, KVMove, StepPlan, StepResult
 from nano_inference.stages.batching import Allocation, BatchingCore
 from nano_inference.stages.batching.parts.tiers.eviction import POLICIES
@@ -154,7 +155,7 @@ def measure_bandwidth(folder: Path, disk: Path) -> dict[str, dict[str, float]]:
     """Return GB/s of each way, and its share of the plain way to move as many bytes: medians and
     quartiles of rounds."""
     with engine(folder, disk) as made:
-        tiers = made._executor.tiers
+        tiers = made._tiers
         assert tiers is not None
         count = min(BLOCKS, tiers.capacity.host_slots)
         size = tiers.slots.memory.shape[1] * count
@@ -320,7 +321,9 @@ def measure_audit() -> dict[str, dict[str, float]]:
             nonlocal audit_s
             started = time.perf_counter()
             result = execute(plan)
-            if AUDIT_SEQ_ID in plan.seq_ids or "compare" in {each.kind for each in plan.kv_moves}:
+            if AUDIT_SEQ_ID in plan.seq_ids or "compare" in {
+                each.kind for each in moves_of(plan.parts)
+            }:
                 audit_s += time.perf_counter() - started
             return result
 

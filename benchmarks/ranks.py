@@ -42,6 +42,7 @@ from random_models import write_zeros_model
 from workloads import qwen2
 
 from nano_inference import EngineConfig, InferenceEngine, SamplingParams
+from nano_inference.stages.executor.facts import report_ranks
 from nano_inference.stages.executor.runner.ranks.commands import Reply
 from nano_inference.stages.executor.runner.ranks.group import RankGroup
 from nano_inference.stages.executor.runner.ranks.shared_memory import SharedMemoryGroup
@@ -275,7 +276,7 @@ def load(connection: Connection, folder: str, tensor_parallel: int, pipeline_par
     )
     with InferenceEngine(config) as engine:
         core = engine._executor
-        reports = core.report_ranks() or [core.runner.report()]
+        reports = report_ranks(core) or [core.runner.report()]
         pids = [os.getpid(), *(core.ranks.pids if core.ranks is not None else ())]
         connection.send([memory_of(*each) for each in zip(pids, reports, strict=True)])
 

@@ -20,7 +20,8 @@ from nano_inference.bus.messages import (
     RequestInfo,
     SequenceSpec,
 )
-from nano_inference.bus.parts.handover import HandoversResult, first_tokens
+from nano_inference.bus.parts.handover import HandoversResult, first_tokens, leaving_of
+from nano_inference.bus.parts.tiers import moves_of
 from nano_inference.bus.steps import KVMove, NewSequence, StepPlan, StepResult
 from nano_inference.config import EngineConfig, FairnessConfig, ReplicaRole, SamplingParams
 from nano_inference.stages.batching import BatchingCore
@@ -61,7 +62,7 @@ class Device:
 
     def step_cost_ns(self, plan: StepPlan) -> int:
         """Return the time of a step, with the copies before and after it."""
-        moved = [*plan.kv_moves, *plan.kv_offers]
+        moved = moves_of(plan.parts)
         copied = sum(move.kind != "fetch" and move.block_id >= 0 for move in moved)
         prefill = sum(number for number in plan.num_tokens if number > 1)
         rows = sum(number == 1 for number in plan.num_tokens)
@@ -115,7 +116,7 @@ class Replica:
         if self._plans and not self._busy:
             self._busy = True
             plan = self._plans.popleft()
-            self._fetch([move for move in plan.kv_moves if move.kind == "fetch"])
+            self._fetch([move for move in moves_of(plan.parts) if move.kind == "fetch"])
             end_ns = lane.now_ns + lane.device.step_cost_ns(plan)
             lane.at(end_ns, lambda: self._done(plan))
 
@@ -140,7 +141,7 @@ class Replica:
         self._busy = False
         self.step_id = plan.step_id
         result = self._execute(plan)
-        summary = result.summary(*HandoversResult.of(plan.handovers, result))
+        summary = result.summary(*HandoversResult.of(leaving_of(plan.parts), result))
         for each in first_tokens(plan, summary):
             self._lane.pass_on(Departure(*each))
         self.core.absorb(summary)

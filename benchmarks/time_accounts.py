@@ -18,25 +18,24 @@ import torch
 from cores import random_requests
 from harness import options, paired, print_table, progress, record
 
-from nano_inference.bus.times import NO_TIMES
 from nano_inference.config import Config, EngineConfig, TelemetryConfig
 from nano_inference.pipeline.pipeline import Pipeline
 from nano_inference.stages.batching.parts.accounts import Accounts
-from nano_inference.stages.executor import core as executor
+from nano_inference.stages.executor.parts.times import Times
 from nano_inference.stages.streaming.core import StreamingCore
 from nano_inference.stages.streaming.parts import make_parts
 from nano_inference.stages.streaming.parts.accounts import TimeAccounts
 from nano_inference.telemetry import setup_logging
 
-_WITH = Accounts.planned, executor.step_times
+_WITH = Accounts.planned, Times.finish
 
 
 def switch(core: StreamingCore, on: bool) -> None:
     """Let a pipeline without requests make accounts, or none."""
     parts = make_parts(Config(), 0)
     core.use([part for part in parts if on or not isinstance(part, TimeAccounts)])
-    planned, computed = _WITH if on else (lambda *_: None, lambda *_: NO_TIMES)
-    Accounts.planned, executor.step_times = planned, computed  # type: ignore[assignment, method-assign]
+    planned, computed = _WITH if on else (lambda *_: None, lambda *_: None)
+    Accounts.planned, Times.finish = planned, computed  # type: ignore[assignment, method-assign]
 
 
 def measure(rows: int, tokens: int, rounds: int) -> dict[str, Any]:

@@ -7,7 +7,6 @@ from typing import Literal
 
 from ..config import SamplingParams
 from .control import Cancel, Internal, InternalPart
-from .media import MediaItem
 from .messages import (
     DEFAULT_SCOPE,
     CacheScope,
@@ -18,7 +17,6 @@ from .messages import (
 )
 from .public import StageTime
 from .sections import Section, Sections
-from .times import StepTimes
 
 
 class NewSequence(InternalPart, frozen=True, array_like=True):
@@ -95,8 +93,8 @@ class KVMove(InternalPart, frozen=True, array_like=True):
 class StepPlan(Internal, frozen=True):
     """One forward pass.
 
-    The executor applies `finished`, `new`, `grown`, `kv_moves` and `copies` in this order, then
-    runs the rows.
+    The executor applies `finished`, `parts`, `new`, `grown` and `copies` in this order, then runs
+    the rows.
 
     Row i computes the next `num_tokens[i]` tokens of `seq_ids[i]`. A row that reaches the end of
     the tokens known so far samples one more; the executor feeds that token to the sequence's next
@@ -128,83 +126,6 @@ class StepPlan(Internal, frozen=True):
     made_ns: int
     parts: Sections = ()
     onward: Sections = ()
-
-    @property
-    def weight_version(self) -> int:
-        """Of new weights to be put in place before the pass; 0 for none."""
-        from .parts.weights import WeightsPlan
-
-        found = WeightsPlan.find(self.parts)
-        return found.version if found is not None else 0
-
-    @property
-    def release(self) -> tuple[str, ...]:
-        """As ReleasePlan."""
-        from .parts.memory import ReleasePlan
-
-        found = ReleasePlan.find(self.parts)
-        return found.tags if found is not None else ()
-
-    @property
-    def adapters(self) -> tuple[tuple[str, int], ...]:
-        """As AdaptersPlan."""
-        from .parts.adapters import AdaptersPlan
-
-        found = AdaptersPlan.find(self.parts)
-        return found.changes if found is not None else ()
-
-    @property
-    def num_drafts(self) -> tuple[int, ...]:
-        """As DraftsPlan."""
-        from .parts.speculation import DraftsPlan
-
-        found = DraftsPlan.find(self.parts)
-        return found.num_tokens if found is not None else ()
-
-    @property
-    def kv_moves(self) -> tuple[KVMove, ...]:
-        """As TiersPlan."""
-        from .parts.tiers import TiersPlan
-
-        found = TiersPlan.find(self.parts)
-        return found.moves if found is not None else ()
-
-    @property
-    def kv_offers(self) -> tuple[KVMove, ...]:
-        """As TiersPlan."""
-        from .parts.tiers import TiersPlan
-
-        found = TiersPlan.find(self.parts)
-        return found.offers if found is not None else ()
-
-    @property
-    def handovers(self) -> tuple[tuple[int, int, int], ...]:
-        """As HandoversPlan."""
-        from .parts.handover import HandoversPlan
-
-        found = HandoversPlan.find(self.parts)
-        return found.leaving if found is not None else ()
-
-    @property
-    def forgotten_images(self) -> tuple[tuple[str, int], ...]:
-        """As ImagesPlan."""
-        from .parts.images import ImagesPlan
-
-        found = ImagesPlan.find(self.parts)
-        return found.forgotten if found is not None else ()
-
-    @property
-    def encodes(self) -> tuple[MediaItem, ...]:
-        """As ImagesPlan."""
-        from .parts.images import ImagesPlan
-
-        found = ImagesPlan.find(self.parts)
-        return found.encodes if found is not None else ()
-
-    @property
-    def times(self) -> StepTimes:
-        """For the accounts of time; without a section all rows are decodes."""
-        return StepTimes.find(self.parts) or StepTimes(len(self.seq_ids))
 
 
 class StartedSequence(InternalPart, frozen=True, array_like=True):

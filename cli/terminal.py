@@ -28,9 +28,9 @@ from rich.text import Text
 
 from ..bus.public import Completion
 from ..config import ConfigError, NanoInferenceError, RequestError, line_safe, role_of
+from ..config.clock import milliseconds
 from ..store.board import StageReport
 from ..telemetry import LogOutput
-from ..telemetry.clock import milliseconds
 
 PROGRAM = "nano-inference"
 

@@ -15,8 +15,8 @@ from rich.text import Text
 
 from ..bus.public import Completion
 from ..config import ConfigError
+from ..config.clock import milliseconds
 from ..telemetry import names
-from ..telemetry.clock import milliseconds
 from ..telemetry.trace_page import page
 from ..telemetry.trace_tree import Trace, find_trace, jaeger
 from .options import Options, argument, option, takes

@@ -19,6 +19,7 @@ from ..bus.control import (
     JoinWeightsGroup,
     MemoryState,
     MemoryTag,
+    TierCapacity,
     WeightsReady,
 )
 from ..bus.entries import RequestEntry
@@ -41,15 +42,17 @@ from ..config import (
     SamplingParams,
     WeightsError,
 )
+from ..config.clock import now_ns
 from ..config.forks import is_forked
 from ..stages.admission.core import AdmissionCore
 from ..stages.batching import BatchingCore
 from ..stages.executor.changes.arguments import check_arguments
 from ..stages.executor.core import ExecutorCore
-from ..stages.executor.runner.weights.sync_manager import weights_lost
+from ..stages.executor.parts.memory import MemoryRelease
+from ..stages.executor.parts.weights import WeightChanges
+from ..stages.executor.runner.weights.sync_manager import WeightSyncManager, weights_lost
 from ..stages.streaming.core import StreamingCore
 from ..stages.streaming.deliveries import EndedRequest
-from ..telemetry import now_ns
 from ..text.images import ImageProcessor
 from ..text.tokenizer import default_sampling_params, find_tokenizer, stop_token_ids_of
 from .engine_calls import one_at_a_time
@@ -68,10 +71,13 @@ from .engine_requests import (
 )
 from .engine_tiers import next_plan
 from .engine_weights import receive_weights
-from .replay import Replay, replay_here
 from .rollouts import Prompt, RequestId, RolloutEngine, TrainingSample
 from .scoring import params_to_score, token_ids_to_score
 from .sessions import check_action
+
+if TYPE_CHECKING:
+    from ..stages.executor.runner.tiers.tiers import BlockTiers
+    from .replay import Replay
 
 
 @one_at_a_time
@@ -131,12 +137,15 @@ class InferenceEngine(ModelParts):
         self._admission.set_capacity(capacity)
         # Results come back at once, so no plan is made ahead of them.
         self._batching = BatchingCore(self.config, capacity, steps_ahead=1)
-        if self._core.tiers is not None:
-            self._batching.receive(self._core.tiers.on_disk(), now_ns())
+        self._tiers: BlockTiers | None = None
+        if TierCapacity.find(capacity.parts) is not None:
+            from ..stages.executor.parts.tiers import Tiers
+
+            self._tiers = self._core.part(Tiers).blocks
+            self._batching.receive(self._tiers.on_disk(), now_ns())
         streamed = tokenizer if self._executor.model.generates else None
         self._streaming = StreamingCore(streamed, config=settings)
         self._requests, self._images = UnfinishedRequests(), EngineImages()
-        self._groups = self._executor.weight_groups
         # Samples from the response cache, and those that finished while `generate` waited for
         # others; the next `step` returns them.
         self._uncollected: list[Finished] = []
@@ -274,6 +283,8 @@ class InferenceEngine(ModelParts):
                 refused here.
         """
 
+        from .replay import replay_here
+
         def complete(request: GenerateRequest) -> Completion:
             samples = [sample for sample, _ in self._run_all([request], show_progress=False)]
             first, *_ = ends = list(map(completion_of, samples))
@@ -395,8 +406,8 @@ class InferenceEngine(ModelParts):
                 weights. Without `blocking`, the next step raises errors of writing.
         """
         check_in_flight(in_flight)
-        weights = self._executor.weights
-        tensors = receive_weights(weights, self._groups, state_dict, version, timeout_s)
+        weights = self._weights
+        tensors = receive_weights(self._changes, state_dict, version, timeout_s)
         sync = weights.sync_blocking if blocking else weights.start_sync
         try:
             version = sync(tensors, version, partial=partial)
@@ -412,7 +423,7 @@ class InferenceEngine(ModelParts):
         Raises:
             WeightsError: They were released or lost, and not replaced; or ranks share them.
         """
-        if "weights" in self._executor.memory.lacks:
+        if "weights" in self._memory.memory.lacks:
             raise self._unable()
         if self._executor.ranks is not None:
             raise WeightsError("ranks share the weights; read them where they come from")
@@ -421,7 +432,7 @@ class InferenceEngine(ModelParts):
 
     def get_weight_version(self) -> int:
         """Return the version of the current weights; 0 for those loaded from the model's folder."""
-        return self._executor.weights.version
+        return self._weights.version
 
     def join_weights_group(
         self,
@@ -448,13 +459,13 @@ class InferenceEngine(ModelParts):
             WeightsError: The arguments are invalid, or other ranks did not join in time.
         """
         wish = JoinWeightsGroup(group, address, rank, world_size, backend, timeout_s)
-        weights = self._executor.weights
+        weights = self._weights
         check_arguments(wish, weights.limits)
-        self._groups.join(wish, weights.device).result()
+        self._changes.groups.join(wish, weights.device).result()
 
     def leave_weights_group(self, group: str) -> None:
         """Leave a group, if this engine is in it."""
-        self._groups.leave(group)
+        self._changes.groups.leave(group)
 
     def release_memory(self, tags: Collection[MemoryTag] = MEMORY_TAGS) -> None:
         """Release memory to the device, for a trainer that shares it.
@@ -469,7 +480,7 @@ class InferenceEngine(ModelParts):
         Raises:
             WeightsError: A tag is unknown, or a weight update waits for the next step.
         """
-        memory = self._executor.memory
+        memory = self._memory.memory
         memory.begin_release(tags)
         self._report_memory()
         if memory.pending:
@@ -483,7 +494,7 @@ class InferenceEngine(ModelParts):
                 memory that could not be allocated is still released.
         """
         try:
-            self._executor.resume_memory(tags)
+            self._memory.resume(tags)
         finally:
             self._report_memory()
 
@@ -523,17 +534,16 @@ class InferenceEngine(ModelParts):
 
         Afterwards, calls that need the model raise RuntimeError.
         """
-        self._groups.close()
         self._admission.close()
         if self._core is not None:
             try:
                 # Not with weights that wait to be put in place: that may fail.
-                tiers, weights = self._batching.part("tiers"), self._core.weights
-                while tiers is not None and tiers.saves and not weights.pending_version:
+                tiers = self._batching.part("tiers")
+                while tiers is not None and tiers.saves and not self._weights.pending_version:
                     self._advance()
             finally:
                 self._core.close()
-                self._core = None
+                self._core = self._tiers = None
         if self._reference is not None:
             self._reference.shutdown()
 
@@ -544,6 +554,18 @@ class InferenceEngine(ModelParts):
         if self._core is None:
             raise RuntimeError("this engine was shut down; make another one")
         return self._core
+
+    @property
+    def _changes(self) -> WeightChanges:
+        return self._executor.part(WeightChanges)
+
+    @property
+    def _weights(self) -> WeightSyncManager:
+        return self._changes.manager
+
+    @property
+    def _memory(self) -> MemoryRelease:
+        return self._executor.part(MemoryRelease)
 
     def _queue(self, name: str, id: RequestId | None, request: GenerateRequest) -> list[Finished]:
         """Queue a request, or return its samples from the response cache."""
@@ -601,7 +623,7 @@ class InferenceEngine(ModelParts):
 
     def _advance(self) -> list[tuple[str, list[Finished]]]:
         executor = self._executor
-        plan = next_plan(self._batching, executor.tiers)
+        plan = next_plan(self._batching, self._tiers)
         if plan is None:
             if self._requests:
                 if self._batching.lacks:
@@ -609,7 +631,8 @@ class InferenceEngine(ModelParts):
                 raise RuntimeError("requests are unfinished and nothing can run; please report it")
             return []
         try:
-            result = executor.execute(plan, self._images.of(plan))
+            self._images.give(executor, plan)
+            result = executor.execute(plan)
         except ModelError:
             # The weights are broken, and so may be all KV that they computed.
             executor.clear()
@@ -621,7 +644,7 @@ class InferenceEngine(ModelParts):
             # Perhaps an interrupt: the requests are queued again for the next step.
             executor.reset()
             self._batching.forget_plans()
-            if version := executor.weights.pending_version:
+            if version := self._weights.pending_version:
                 self._batching.receive(WeightsReady(version, "keep"), now_ns())
             self._report_memory()
             raise
@@ -635,9 +658,9 @@ class InferenceEngine(ModelParts):
             for ended in deliveries.ended
             if ended.completion.request_id in self._requests
         ]
-        if refused := executor.weights.take_refused():
+        if refused := self._weights.take_refused():
             self._uncollected += [pair for _, pairs in finished for pair in pairs]
-            self._admission.set_weights(executor.weights.version)
+            self._admission.set_weights(self._weights.version)
             raise refused
         return finished
 
@@ -658,12 +681,12 @@ class InferenceEngine(ModelParts):
 
     def _report_memory(self) -> None:
         """Report to batching the memory that is missing, and that waits to be released."""
-        memory = self._executor.memory
+        memory = self._memory.memory
         self._batching.receive(MemoryState(memory.lacks, tuple(memory.pending)), now_ns())
 
     def _unable(self) -> WeightsError:
         """Return the error of a call for which weights or KV cache are missing."""
-        if lost := self._executor.weights.lost:
+        if lost := self._weights.lost:
             return weights_lost(lost)
         return WeightsError(
             f"nothing can be generated: memory was released ({', '.join(self._batching.lacks)}); "

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
 
-from ..bus.parts.images import PromptMedia
+from ..bus.parts.images import ImagesPlan, PromptMedia
 from ..bus.public import GenerateRequest, ImageInput
 from ..bus.steps import StepPlan
 from ..config import ImagesConfig, RequestError
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from PIL import Image
 
     from ..stages.admission.core import AdmissionCore
+    from ..stages.executor.core import ExecutorCore
 
 _FILE = bytes | bytearray | memoryview
 
@@ -191,7 +192,11 @@ class EngineImages:
             if not self._holders[each]:
                 del self._holders[each], self._images[each]
 
-    def of(self, plan: StepPlan) -> dict[str, StoredImage]:
-        """Return the images that a step encodes, by name."""
-        names = {item.name for item in plan.encodes}
-        return {name: self._images[name] for name in names if name in self._images}
+    def give(self, executor: ExecutorCore, plan: StepPlan) -> None:
+        """Give the executor the images that a plan encodes."""
+        if plan.parts and (found := ImagesPlan.find(plan.parts)) is not None:
+            names = {item.name for item in found.encodes}
+            given = {name: self._images[name] for name in names if name in self._images}
+            from ..stages.executor.parts.images import Images
+
+            executor.part(Images).give(given)

@@ -13,18 +13,14 @@ from torch import Tensor
 from ..bus.control import AdapterReady
 from ..bus.weights import InFlight, check_in_flight
 from ..config import AdapterError, EngineConfig
+from ..config.clock import now_ns
 from ..stages.admission.core import AdmissionCore
 from ..stages.admission.parts.adapters import Adapters
 from ..stages.batching import BatchingCore
 from ..stages.executor.core import ExecutorCore
-from ..stages.executor.runner.adapters.peft import (
-    adapter_of,
-    check_adapter_id,
-    next_version,
-    read_adapter,
-)
+from ..stages.executor.parts.adapters import AdapterChanges
+from ..stages.executor.parts.experts import Experts, move_experts
 from ..store.board import LoadedAdapter
-from ..telemetry import now_ns
 from .engine_calls import one_at_a_time
 
 
@@ -73,18 +69,25 @@ class ModelParts(ABC):
         Raises:
             AdapterError: It can't be served, or does not fit the model; nothing has changed.
         """
+        from ..stages.executor.runner.adapters.peft import (
+            adapter_of,
+            check_adapter_id,
+            next_version,
+            read_adapter,
+        )
+
         check_in_flight(in_flight)
         check_adapter_id(id, self.config.model_name)
         executor = self._executor
         version = next_version(id, version, self._adapter_versions.get(id, 0))
-        model, limits = executor.model, executor.adapters.limits
+        model, limits = executor.model, executor.runner.adapters.limits
         if isinstance(source, Mapping):
             adapter = adapter_of(id, version, source, config or {}, model, limits)
         else:
             adapter = read_adapter(id, version, fspath(source), model, limits)
-        executor.adapters.stage(adapter)
+        executor.runner.adapters.stage(adapter)
         # No step is running, so it can be switched at once.
-        executor.switch_adapter(id, version)
+        executor.part(AdapterChanges).switch(id, version)
         self._batching.receive(AdapterReady(id, version, in_flight), now_ns())
         self._adapter_versions[id] = version
         self._admission.part(Adapters).set(self.adapters())
@@ -102,7 +105,7 @@ class ModelParts(ABC):
             AdapterError: `adapter_not_found`; or `adapter_in_use`: finish the requests first.
         """
         check_in_flight(in_flight)
-        if self._executor.adapters.get(id) is None:
+        if self._executor.runner.adapters.get(id) is None:
             raise AdapterError(f"no adapter {id!r:.80} is loaded", code="adapter_not_found")
         if in_flight != "abort" and any(
             seq.info.adapter == id for seq in self._batching.index.values()
@@ -112,18 +115,19 @@ class ModelParts(ABC):
                 "with in_flight='abort'",
                 code="adapter_in_use",
             )
-        self._executor.switch_adapter(id, 0)
+        self._executor.part(AdapterChanges).switch(id, 0)
         self._batching.receive(AdapterReady(id, 0, in_flight), now_ns())
         self._admission.part(Adapters).set(self.adapters())
 
     def adapters(self) -> tuple[LoadedAdapter, ...]:
         """Return the loaded adapters: id, version, folder, rank and size."""
-        return self._executor.adapters.describe()
+        return self._executor.runner.adapters.describe()
 
     @property
     def expert_owners(self) -> list[int]:
         """The rank of each expert of a layer; empty without `expert_parallel`."""
-        return self._executor.expert_owners
+        experts = self._executor.find(Experts)
+        return [] if experts is None else experts.owners
 
     def move_experts(self, owners: Sequence[int]) -> None:
         """Give the experts of a model over several ranks other owners. No token changes.
@@ -134,4 +138,4 @@ class ModelParts(ABC):
         Raises:
             WeightsError: Experts have no owners here (`expert_parallel`), or these don't fit.
         """
-        self._executor.move_experts(owners)
+        move_experts(self._executor.find(Experts), owners)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from ..bus.steps import StepPlan
+from ..config.clock import now_ns
 from ..stages.batching import BatchingCore
-from ..stages.executor.runner.tiers.tiers import BlockTiers
 from ..stages.tier_log import log_differences
-from ..telemetry import now_ns
+
+if TYPE_CHECKING:
+    from ..stages.executor.runner.tiers.tiers import BlockTiers
 
 _FETCH_WAIT_S = 1.0
 

@@ -10,14 +10,12 @@ from ..bus.control import UpdateWeights
 from ..bus.weights import FolderWeights, GroupWeights, WeightsSource
 from ..config import WeightsError
 from ..stages.executor.changes.arguments import check_arguments
+from ..stages.executor.parts.weights import WeightChanges
 from ..stages.executor.runner.shards import NewWeight
-from ..stages.executor.runner.weights.sync_manager import WeightSyncManager
-from ..stages.executor.runner.weights.transports import WeightGroups, fetch
 
 
 def receive_weights(
-    weights: WeightSyncManager,
-    groups: WeightGroups,
+    part: WeightChanges,
     source: Mapping[str, Tensor] | WeightsSource,
     version: int | None,
     timeout_s: float,
@@ -27,8 +25,7 @@ def receive_weights(
     Blocks until they have come.
 
     Args:
-        weights: The engine's.
-        groups: The groups that it has joined.
+        part: The executor's.
         source: As in `InferenceEngine.update_weights`, as the next two.
         version: The new version.
         timeout_s: Longest silence of a group.
@@ -41,17 +38,20 @@ def receive_weights(
             f"new weights are a state dict, FolderWeights(path), SharedWeights(...).source or "
             f"WeightsGroup(...).broadcast(...).source, not {type(source).__name__}"
         )
+    weights = part.manager
     try:
         weights.check_version(version)
     except WeightsError:
         if isinstance(source, GroupWeights):
             # Otherwise the next update would receive these.
-            groups.skip(source.group)
+            part.groups.skip(source.group)
         raise
     tensors: Mapping[str, NewWeight]
     if isinstance(source, Mapping):
         tensors = source
     else:
         check_arguments(UpdateWeights(source, timeout_s=timeout_s), weights.limits)
-        tensors = fetch(source, groups, timeout_s, weights.limits)
+        from ..stages.executor.runner.weights.transports import fetch
+
+        tensors = fetch(source, part.groups, timeout_s, weights.limits)
     return weights.prepare(tensors, checkpoint=isinstance(source, FolderWeights))

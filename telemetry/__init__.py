@@ -1,8 +1,8 @@
 """Traces, metrics and logs."""
 
+from ..config.clock import now_ns as now_ns
 from . import instruments as instruments
 from . import names as names
-from .clock import now_ns as now_ns
 from .context import TraceContext as TraceContext
 from .context import is_sampled as is_sampled
 from .log_output import LogOutput as LogOutput

@@ -5,8 +5,8 @@ from __future__ import annotations
 from html import escape
 
 from ..config import STAGES
+from ..config.clock import milliseconds
 from . import names
-from .clock import milliseconds
 from .trace_file import Span
 from .trace_tree import Trace
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from nano_inference.bus.media import MediaItem
 from nano_inference.bus.messages import AdmittedRequest
 from nano_inference.bus.parts.accounts import RequestTimes
 from nano_inference.bus.parts.adapters import AdaptersPlan, AdaptersResult
 from nano_inference.bus.parts.embeddings import PooledResult
-from nano_inference.bus.parts.handover import HandoverRoute
+from nano_inference.bus.parts.handover import HandoverRoute, leaving_of
 from nano_inference.bus.parts.images import ImagesPlan, ImagesResult, PromptMedia
 from nano_inference.bus.parts.memory import ReleasePlan
 from nano_inference.bus.parts.responses import ResponseCaching
@@ -21,7 +21,8 @@ from nano_inference.bus.parts.tiers import TiersPlan
 from nano_inference.bus.parts.weights import WeightsPlan
 from nano_inference.bus.public import KVSession
 from nano_inference.bus.sections import Section
-from nano_inference.bus.steps import PromptLogprobs, StepResult, VerifiedDraft
+from nano_inference.bus.steps import KVMove, PromptLogprobs, StepPlan, StepResult, VerifiedDraft
+from nano_inference.bus.times import StepTimes
 
 PLAN: dict[str, Callable[[Any], Section]] = {
     "weight_version": WeightsPlan,
@@ -87,3 +88,36 @@ def session_of(request: AdmittedRequest) -> KVSession | None:
 def media_of(request: AdmittedRequest) -> tuple[MediaItem, ...]:
     found = PromptMedia.find(request.parts)
     return found.items if found is not None else ()
+
+
+class Planned(NamedTuple):
+    """The fields of a plan's sections, as in their classes."""
+
+    weight_version: int
+    release: tuple[str, ...]
+    adapters: tuple[tuple[str, int], ...]
+    num_drafts: tuple[int, ...]
+    kv_moves: tuple[KVMove, ...]
+    kv_offers: tuple[KVMove, ...]
+    handovers: tuple[tuple[int, int, int], ...]
+    forgotten_images: tuple[tuple[str, int], ...]
+    encodes: tuple[MediaItem, ...]
+    times: StepTimes
+
+
+def read(plan: StepPlan) -> Planned:
+    """Return the fields of a plan's sections."""
+    parts = plan.parts
+    tiers, images = TiersPlan.find(parts) or TiersPlan(), ImagesPlan.find(parts) or ImagesPlan()
+    return Planned(
+        weight_version=(WeightsPlan.find(parts) or WeightsPlan(0)).version,
+        release=(ReleasePlan.find(parts) or ReleasePlan(())).tags,
+        adapters=(AdaptersPlan.find(parts) or AdaptersPlan(())).changes,
+        num_drafts=(DraftsPlan.find(parts) or DraftsPlan(())).num_tokens,
+        kv_moves=tiers.moves,
+        kv_offers=tiers.offers,
+        handovers=leaving_of(parts),
+        forgotten_images=images.forgotten,
+        encodes=images.encodes,
+        times=StepTimes.find(parts) or StepTimes(len(plan.seq_ids)),
+    )

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import re
+import subprocess
+import sys
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,6 +27,8 @@ from .rig import load
 ROOT = Path(__file__).parent.parent
 PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())
 PACKAGES = {name.partition(".")[2] for name in PROJECT["tool"]["setuptools"]["packages"]}
+MOST_LINES_OF_THE_ENGINE = 20_000
+
 CONTRACTS: list[dict[str, Any]] = PROJECT["tool"]["importlinter"]["contracts"]
 
 
@@ -215,3 +219,54 @@ def test_each_finish_reason_stands_on_the_gateways_page() -> None:
     text = (ROOT / "docs" / "gateway.md").read_text()
     (row,) = re.findall(r"^\| `finish_reason` \| (.+) \|$", text, re.M)
     assert set(re.findall(r'"(?:err_)?type": "(\w+)"', row)) == set(get_args(FinishReason))
+
+
+def test_the_executors_core_names_no_part() -> None:
+    """Neither its file, nor one of its classes."""
+    tree = ast.parse((ROOT / "stages" / "executor" / "core.py").read_text())
+    named = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+    named |= {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    named |= {node.name for node in ast.walk(tree) if isinstance(node, ast.alias)}
+    parts = {
+        path.stem: ast.parse(path.read_text())
+        for path in (ROOT / "stages" / "executor" / "parts").glob("*.py")
+        if path.stem not in ("__init__", "part")
+    }
+    classes = {
+        node.name for part in parts.values() for node in part.body if isinstance(node, ast.ClassDef)
+    }
+    assert len(parts) > 9
+    assert len(classes) >= len(parts)
+    assert not named & (parts.keys() | classes)
+
+
+def test_import_closure_of_the_engine() -> None:
+    """Lines of code that `InferenceEngine` loads before it is made, without optional parts."""
+    program = [sys.executable, "benchmarks/size.py", "--closure", "pipeline/engine.py"]
+    said = subprocess.run(program, cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    lines = int(said.split()[-2].replace(",", ""))
+    assert 5_000 < lines <= MOST_LINES_OF_THE_ENGINE
+
+
+def test_an_engine_loads_nothing_that_it_does_not_use() -> None:
+    program = (
+        "import sys\n"
+        "from nano_inference import EngineConfig, InferenceEngine\n"
+        "with InferenceEngine(EngineConfig()): pass\n"
+        "print(*sys.modules)"
+    )
+    said = subprocess.run(
+        [sys.executable, "-c", program], check=True, capture_output=True, text=True
+    ).stdout.split()
+    assert "nano_inference.stages.executor.parts.weights" in said
+    executor = "nano_inference.stages.executor."
+    unused = {
+        *("redis", "grpc", "opentelemetry.sdk", "peft", "nano_inference.telemetry"),
+        *(f"nano_inference.bus.{name}" for name in ("memory.bus", "channel")),
+        *("nano_inference.text.messages", "nano_inference.pipeline.replay"),
+        *(f"{executor}parts.{name}" for name in ("tiers", "images", "speculation", "graphs")),
+        *(f"{executor}driver.{name}" for name in ("images", "speculation")),
+        *(f"{executor}runner.{name}" for name in ("tiers", "leader", "adapters.peft", "graphs")),
+        *(f"{executor}runner.{name}" for name in ("ranks.processes", "weights.transports.group")),
+    }
+    assert not unused.intersection(said)

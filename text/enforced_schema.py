@@ -12,7 +12,7 @@ from decimal import Decimal
 from typing import Any, NoReturn, TypeGuard
 
 from ..config import RequestError, cut
-from .messages.schemas import ANNOTATIONS
+from .schemas import ANNOTATIONS
 
 _FORMATS = frozenset(
     (

@@ -24,10 +24,8 @@ import numpy.typing as npt
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, grammar_from
 
 from ..config import Constraint, EngineConfig, ModelError, RequestError, cut, shown
-from .enforced_schema import IGNORING, enforced_lark, enforced_schema
 from .grammar_tokenizer import grammar_tokenizer, spellings
 from .grammar_trial import GrammarTrial, cpu_limit_s
-from .messages import lark_of_gbnf
 from .tokenizer import load_tokenizer, special_token_ids, stop_token_ids_of
 
 if TYPE_CHECKING:
@@ -167,6 +165,8 @@ def grammar_of(
             return LLMatcher.grammar_from_json_schema(_ANY_OBJECT, defaults=_JSON_DEFAULTS)
         if constraint.json_schema is not None:
             assert isinstance(constraint.json_schema, str), "it is plain"
+            from .enforced_schema import enforced_schema
+
             schema = enforced_schema(constraint.json_schema, ignored)
             return LLMatcher.grammar_from_json_schema(schema, defaults=_JSON_DEFAULTS)
         if constraint.regex is not None:
@@ -176,8 +176,12 @@ def grammar_of(
                 raise invalid("constraint.choice must be texts that are not empty, one at least")
             return grammar_from("choice", msgspec.json.encode(constraint.choice).decode())
         if constraint.lark is not None:
+            from .enforced_schema import enforced_lark
+
             return grammar_from("lark", enforced_lark(constraint.lark, special, ignored))
         assert constraint.gbnf is not None
+        from .messages import lark_of_gbnf
+
         return lark_of_gbnf(constraint.gbnf)
     except (ValueError, RecursionError, UnicodeError) as error:
         raise invalid(f"the constraint can't be read: {_said(error)}") from None
@@ -430,6 +434,8 @@ def _spelled(
 
 def _unfollowed(said: str) -> RequestError:
     """Return the refusal of a constraint by the library's message."""
+    from .enforced_schema import IGNORING
+
     advice = f"; {IGNORING}" if _UNSUPPORTED.search(said) else ""
     return invalid(f"the constraint can't be followed: {_said(said)}{advice}")
 

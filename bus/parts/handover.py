@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ..messages import Handover, RemoteBlocks
-from ..sections import Section
+from ..sections import Section, Sections
 from ..steps import StepPlan, StepResult, StepSummary
 
 
@@ -58,3 +58,9 @@ def first_tokens(plan: StepPlan, summary: StepSummary) -> Iterator[tuple[int, Ha
             rows = zip(summary.seq_ids, summary.token_ids, strict=True)
             token_ids = tuple([token_id for each, token_id in rows if each == seq_id])
             yield successor, Handover(seq_id, token_ids, num_messages, summary.end_ns)
+
+
+def leaving_of(parts: Sections) -> tuple[tuple[int, int, int], ...]:
+    """Return a plan's handovers, as in HandoversPlan."""
+    found = HandoversPlan.find(parts)
+    return found.leaving if found is not None else ()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..sections import Section
+from ..sections import Section, Sections
 from ..steps import KVMove
 
 
@@ -28,3 +28,9 @@ class FetchedBlocks(Section, frozen=True):
 
     since_ns: int
     num_loaded: int
+
+
+def moves_of(parts: Sections) -> tuple[KVMove, ...]:
+    """Return a plan's moves, then its offers."""
+    found = TiersPlan.find(parts)
+    return (*found.moves, *found.offers) if found is not None else ()

@@ -9,7 +9,6 @@ import msgspec
 
 from ...bus.public import GenerateRequest
 from ...config import RequestError, prompt_too_long
-from ...text.conversation import render_conversation
 from ...text.images import Expanded, ImageProcessor, Size
 from ...text.tokenizer import check_text_fits, encode
 from .checks import check_token_ids
@@ -92,6 +91,8 @@ class PromptReader(NamedTuple):
                 for each in request.messages
             ]
             placeholder = self.processor.placeholder if self.processor is not None else None
+            from ...text.conversation import render_conversation
+
             text = render_conversation(tokenizer, turns, placeholder=placeholder).text
             self._check_fits(text)
             if sizes:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from ...bus.messages import Handover, RequestInfo
 from ...bus.parts.speculation import DraftsResult
-from ...bus.parts.tiers import FetchedBlocks, TiersPlan
+from ...bus.parts.tiers import FetchedBlocks, moves_of
 from ...bus.steps import NewSequence, StepPlan, StepSummary
 from ...telemetry import TraceContext, names, now_ns
 from ..actor import Actor
@@ -168,9 +168,7 @@ class BatchingSpans:
 
 def _moves(plan: StepPlan) -> dict[str, int]:
     """Return the numbers of blocks that a plan moves between the tiers, if it moves any."""
-    if (found := TiersPlan.find(plan.parts)) is None:
-        return {}
-    kinds: Counter[str] = Counter(move.kind for move in (*found.moves, *found.offers))
+    kinds: Counter[str] = Counter(move.kind for move in moves_of(plan.parts))
     return {name: kinds[kind] for kind, name in _MOVES.items() if kinds[kind]}
 
 

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import anyio
 import anyio.to_thread
@@ -16,14 +16,22 @@ import torch
 from anyio.abc import TaskGroup
 
 from ...bus import Inbox
-from ...bus.control import ScoreSample, StageReady, StageStarted
+from ...bus.control import (
+    ImageCapacity,
+    ReplicaCapacity,
+    ScoreSample,
+    StageReady,
+    StageStarted,
+    TierCapacity,
+)
 from ...bus.envelope import Envelope
 from ...bus.links import CONTROL, HANDOVERS, STEPS_BATCHING, STEPS_STREAMING, at
-from ...bus.parts.handover import HandoversResult, first_tokens
-from ...bus.parts.speculation import DraftsResult
+from ...bus.parts.experts import ExpertCapacity
+from ...bus.parts.handover import HandoversResult, first_tokens, leaving_of
+from ...bus.parts.images import ImagesPlan
+from ...bus.parts.speculation import DraftCapacity, DraftsResult
 from ...bus.steps import StepPlan, StepResult
 from ...config import BusError, ChannelClosed, EngineConfig, WeightsError
-from ...store.images import StoredImage
 from ...telemetry import instruments, names, now_ns
 from ...text.gguf import facts_of, folder_of
 from ..actor import Actor, StageContext
@@ -31,14 +39,24 @@ from .changes.arguments import Operation
 from .changes.shell import StagedChanges
 from .core import ExecutorCore
 from .driver.step import LaunchedStep
+from .facts import facts_of_model, report_ranks
+from .parts.memory import MemoryRelease
+from .parts.weights import WeightChanges
 from .runner.attention.choose import kernels_of
 from .runner.device import device_of_replica, is_unverified
-from .runner.leader import load_ranks
+from .runner.loading import load_ranks
 from .runner.progress import loaded_share
 from .runner.ranks.commands import Reply
-from .runner.tiers.transports.peers import Transfer
 from .scoring import ReferenceModel, Scoring
 from .spans import DraftCounts, ExecutorSpans
+
+if TYPE_CHECKING:
+    from ...store.images import StoredImage
+    from .driver.speculation.draft_model import DraftModel
+    from .parts.experts import Experts
+    from .parts.images import Images
+    from .parts.tiers import Tiers
+    from .runner.tiers.transports.peers import Transfer
 
 # All torch work of a process happens in this one thread, also after a restart of the stage: with a
 # second thread, OpenMP would keep two teams of workers that compete for the cores.
@@ -96,6 +114,11 @@ class ExecutorStage(Actor):
     def __init__(self, context: StageContext) -> None:
         super().__init__(context)
         self._core: ExecutorCore
+        # Parts that the model and the settings need.
+        self._experts: Experts | None = None
+        self._images: Images | None = None
+        self._tiers: Tiers | None = None
+        self._draft_model: DraftModel | None = None
         self._in_flight: asyncio.Queue[tuple[int, StepPlan, Future[StepResult | LaunchedStep]]] = (
             asyncio.Queue()
         )
@@ -148,6 +171,7 @@ class ExecutorStage(Actor):
             self, core, _on_torch, lambda *task: self._group.start_soon(*task)
         )
         capacity = core.capacity()
+        self._find_parts(capacity)
         self._facts = {
             "device": capacity.device,
             "max_model_len": capacity.max_model_len,
@@ -155,7 +179,7 @@ class ExecutorStage(Actor):
             "model": engine.model_name,
             "model_path": str(engine.model_folder),
             "aliases": ",".join(engine.model_aliases),
-            **await _on_torch(core.facts),
+            **await _on_torch(facts_of_model, core),
             **({"ranks": core.ranks.size} if core.ranks is not None else {}),
             "load_ns": now_ns() - started,
         }
@@ -182,12 +206,36 @@ class ExecutorStage(Actor):
         )
         self._warn()
 
+    def _find_parts(self, capacity: ReplicaCapacity) -> None:
+        """Find the parts that the stage serves, by what the replica announces."""
+        core = self._core
+        if ExpertCapacity.find(capacity.parts) is not None:
+            from .parts.experts import Experts
+
+            self._experts = core.part(Experts)
+        if ImageCapacity.find(capacity.parts) is not None:
+            from .parts.images import Images
+
+            self._images = core.part(Images)
+        if TierCapacity.find(capacity.parts) is not None:
+            from .parts.tiers import Tiers
+
+            self._tiers = core.part(Tiers)
+        if self.config.engine.draft_model_path and DraftCapacity.find(capacity.parts) is not None:
+            from .parts.speculation import Speculation
+
+            self._draft_model = core.part(Speculation).draft_model
+
+    @property
+    def _expert_owners(self) -> list[int]:
+        return [] if self._experts is None else self._experts.owners
+
     def _shares(self) -> dict[str, Any]:
         """Return how ranks share the model, for the log; {} on one rank."""
         shares = {
             "ranks": self.config.engine.num_ranks if self._core.ranks is not None else 0,
             "stage_layers": self._facts.get("stage_layers"),
-            "expert_owners": ",".join(map(str, self._core.expert_owners)),
+            "expert_owners": ",".join(map(str, self._expert_owners)),
         }
         return {name: value for name, value in shares.items() if value}
 
@@ -254,10 +302,10 @@ class ExecutorStage(Actor):
         # If this stage is lost from here on, admission knows that batching may rely on it.
         await self.flush(CONTROL["admission"])
         await self.send(self.own(CONTROL["batching"]), ready)
-        if (tiers := self._core.tiers) is not None:
-            # Behind its own writes in flight, so that the list is whole.
+        if self._tiers is not None:
+            # After its own writes in flight, so that the list is whole.
             on_disk = await anyio.to_thread.run_sync(
-                tiers.on_disk, limiter=anyio.CapacityLimiter(1)
+                self._tiers.blocks.on_disk, limiter=anyio.CapacityLimiter(1)
             )
             await self.send(self.own(CONTROL["batching"]), on_disk)
         self.takes_part()
@@ -273,15 +321,15 @@ class ExecutorStage(Actor):
         }
         troubles: dict[str, int | str] = {
             "behind_version": self._changes.core.succession.behind,
-            "lacks": ", ".join(self._core.memory.lacks),
-            "weights_lost": self._core.weights.lost,
+            "lacks": ", ".join(self._core.part(MemoryRelease).memory.lacks),
+            "weights_lost": self._core.part(WeightChanges).manager.lost,
         }
         load |= {name: trouble for name, trouble in troubles.items() if trouble}
         if self._drafts is not None:
             load |= self._drafts.load()
         if self._rank_reports:
             load["rank_bytes"] = ",".join(str(each.resident) for each in self._rank_reports)
-        if owners := self._core.expert_owners:
+        if owners := self._expert_owners:
             load["expert_owners"] = ",".join(map(str, owners))
         return load
 
@@ -291,15 +339,15 @@ class ExecutorStage(Actor):
     async def measure(self) -> None:
         self.metrics.record(instruments.WEIGHT_VERSION, self._weight_version)
         self.metrics.record(instruments.WEIGHT_BEHIND, self._changes.core.succession.behind)
-        self.metrics.record(instruments.ADAPTERS, len(self._core.adapters))
+        self.metrics.record(instruments.ADAPTERS, len(self._core.runner.adapters))
         backend = {names.BACKEND: self._core.runner.backend.name}
         self.metrics.record(instruments.ATTENTION_BACKEND, 1, backend)
         steps, self._measured_steps = self._steps - self._measured_steps, self._steps
         for kind, layers in self._layer_kinds.items():
             labels = backend | {names.LAYER_KIND: kind}
             self.metrics.record(instruments.ATTENTION_LAYERS, steps * layers, labels)
-        if self._core.expert_owners:
-            for expert, tokens in enumerate(await _on_torch(self._core.take_expert_tokens)):
+        if self._experts is not None and self._experts.owners:
+            for expert, tokens in enumerate(await _on_torch(self._experts.take_tokens)):
                 self.metrics.record(instruments.EXPERT_TOKENS, tokens, {names.EXPERT: str(expert)})
         for rank, report in enumerate(self._rank_reports):
             sizes = {"resident": report.resident, "weights": report.weights, "kv": report.kv}
@@ -318,12 +366,10 @@ class ExecutorStage(Actor):
                 return
             core, plan = self._core, envelope.body
             run = core.launch if core.runs_ahead else core.execute
-            future: Future[StepResult | LaunchedStep]
-            if plan.encodes:
-                images = await self._images_of(plan)
-                future = _TORCH_THREAD.submit(run, plan, images)
-            else:
-                future = _TORCH_THREAD.submit(run, plan)
+            if plan.parts and self._images is not None:
+                given = await self._images_of(plan)
+                _TORCH_THREAD.submit(self._images.give, given)
+            future: Future[StepResult | LaunchedStep] = _TORCH_THREAD.submit(run, plan)
             self._plans += 1
             self._in_flight.put_nowait((self.epoch, plan, future))
         elif isinstance(envelope.body, ScoreSample):
@@ -336,7 +382,8 @@ class ExecutorStage(Actor):
     async def _images_of(self, plan: StepPlan) -> dict[str, StoredImage]:
         """Return the images that a plan encodes, as far as they can be read."""
         found: dict[str, StoredImage] = {}
-        for item in plan.encodes:
+        images = ImagesPlan.find(plan.parts)
+        for item in images.encodes if images is not None else ():
             try:
                 image = await self.bus.store.images.get(item.name)
             except ChannelClosed:
@@ -359,9 +406,10 @@ class ExecutorStage(Actor):
             finally:
                 self._plans -= 1
             self._steps += 1
-            summary = result.summary(*HandoversResult.of(plan.handovers, result))
+            leaving = leaving_of(plan.parts)
+            summary = result.summary(*HandoversResult.of(leaving, result))
             # First, since another replica has nothing else to wait for.
-            for successor, handover in first_tokens(plan, summary):
+            for successor, handover in first_tokens(plan, summary) if leaving else ():
                 await self.send(at(HANDOVERS, successor), handover, epoch=epoch)
             await self.send(self.own(STEPS_BATCHING), summary, epoch=epoch)
             await self.send(self.own(STEPS_STREAMING), result, epoch=epoch)
@@ -371,9 +419,9 @@ class ExecutorStage(Actor):
                 seconds = (result.end_ns - result.start_ns) / 1e9
                 self.metrics.record(instruments.DEVICE_TIME, seconds)
             if self._drafts is not None:
-                drafts = DraftsResult.find(result.parts)
-                self._drafts.add(drafts.verified if drafts is not None else ())
-                model = self._core.draft_model
+                if (drafts := DraftsResult.find(result.parts)) is not None:
+                    self._drafts.add(drafts.verified)
+                model = self._draft_model
                 if model is not None and (failure := model.take_failure()):
                     self.log.warning("draft_model_failed", reason=failure)
             for wait_ns in self._core.constraints.take_waits_ns():
@@ -394,16 +442,16 @@ class ExecutorStage(Actor):
             int(min(_RANKS_REPORT_S, self.config.engine.rank_timeout_s) / _RANKS_CHECK_S), 1
         )
         while True:
-            self._rank_reports = await _on_torch(self._core.report_ranks)
+            self._rank_reports = await _on_torch(report_ranks, self._core)
             for _ in range(rounds):
                 await anyio.sleep(_RANKS_CHECK_S)
                 ranks.check()
 
     async def _report_tiers_forever(self) -> None:
         """Send batching what the tiers' threads have done."""
-        tiers = self._core.tiers
-        if tiers is None:
+        if self._tiers is None:
             return
+        tiers = self._tiers.blocks
         changed, loop = asyncio.Event(), asyncio.get_running_loop()
 
         def wake() -> None:

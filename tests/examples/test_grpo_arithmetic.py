@@ -27,8 +27,8 @@ from grpo_trainer import Group
 from rich.console import Console
 
 from nano_inference import EngineConfig, InferenceEngine, SamplingParams, TrainingSample
-from nano_inference.stages.executor import ExecutorCore
 from nano_inference.stages.executor.driver.speculation.costs import StepCosts
+from nano_inference.stages.executor.parts import speculation
 
 SETTINGS = Settings(steps=3, groups=4, samples=4, prompts=8, held_out=5)
 
@@ -186,7 +186,7 @@ def thinking(speculation: Speculation) -> tuple[Record, list[TrainingSample], di
 def test_speculation_changes_no_bit_of_a_blocking_run(monkeypatch: pytest.MonkeyPatch) -> None:
     # A step takes as long with many rows as with few, so whatever is likely enough is verified.
     alike = StepCosts((1, 64), (0.001, 0.001))
-    monkeypatch.setattr(ExecutorCore, "_measure_costs", lambda core: alike)
+    monkeypatch.setattr(speculation.Speculation, "_measure_costs", lambda core: alike)
     record, samples, weights = thinking("off")
     again, same, equal = thinking("auto")
     assert record.facts == again.facts

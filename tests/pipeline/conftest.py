@@ -19,6 +19,7 @@ from nano_inference.config import Config, load_config
 from nano_inference.gateway.gateway import Gateway
 from nano_inference.pipeline.pipeline import Pipeline
 from nano_inference.stages.executor.core import ExecutorCore
+from nano_inference.stages.executor.parts.tiers import Tiers
 
 from ..soaking import in_soak
 from . import reference, short_model
@@ -71,7 +72,7 @@ def loading_beats_computing() -> Iterator[None]:
     """Blocks are loaded from tiers where that is faster by measured times, which would be chance
     with models as small as these."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ExecutorCore, "_measure_token_ns", lambda core: 1_000_000_000)
+        patch.setattr(Tiers, "_measure_token_ns", lambda part: 1_000_000_000)
         yield
 
 
@@ -162,9 +163,9 @@ def resumed(monkeypatch: pytest.MonkeyPatch) -> list[NewSequence]:
     found: list[NewSequence] = []
     original = ExecutorCore.execute
 
-    def execute(self: ExecutorCore, plan: StepPlan, *images: Any) -> StepResult:
+    def execute(self: ExecutorCore, plan: StepPlan) -> StepResult:
         found.extend(new for new in plan.new if new.num_generated)
-        return original(self, plan, *images)
+        return original(self, plan)
 
     monkeypatch.setattr(ExecutorCore, "execute", execute)
     return found
@@ -176,9 +177,9 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     found: list[int] = []
     original = ExecutorCore.execute
 
-    def execute(self: ExecutorCore, plan: StepPlan, *images: Any) -> StepResult:
+    def execute(self: ExecutorCore, plan: StepPlan) -> StepResult:
         found.append(len(plan.seq_ids))
-        return original(self, plan, *images)
+        return original(self, plan)
 
     monkeypatch.setattr(ExecutorCore, "execute", execute)
     return found

@@ -22,6 +22,7 @@ from nano_inference import (
     WeightsError,
 )
 from nano_inference.bus.steps import StepPlan, StepResult
+from nano_inference.stages.executor.parts.memory import MemoryRelease
 from nano_inference.stages.executor.runner.memory import ReplicaMemory
 from nano_inference.text.tokenizer import default_sampling_params
 
@@ -183,10 +184,10 @@ def test_an_interrupted_generate_leaves_nothing_running(
     steps = iter(range(3))
     execute = engine._executor.execute
 
-    def interrupted(plan: StepPlan, *images: Any) -> StepResult:
+    def interrupted(plan: StepPlan) -> StepResult:
         if next(steps, None) is None:
             raise KeyboardInterrupt
-        return execute(plan, *images)
+        return execute(plan)
 
     with monkeypatch.context() as patched:
         patched.setattr(engine._executor, "execute", interrupted)
@@ -354,7 +355,7 @@ def test_an_interrupted_release_is_begun_again(monkeypatch: pytest.MonkeyPatch) 
         engine.resume_memory()
         assert engine.generate([[60, 61]], ENDLESS_8) == [wanted], "nothing was lost"
         engine.release_memory(["kv_cache"])
-        assert engine._executor.memory.released == {"kv_cache"}
+        assert engine._executor.part(MemoryRelease).memory.released == {"kv_cache"}
 
 
 def interrupt(*_: object) -> None:

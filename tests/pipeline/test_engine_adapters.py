@@ -54,9 +54,9 @@ def cached(engine: InferenceEngine, adapter: str) -> int:
     plans: list[Any] = []
     execute = engine._executor.execute
 
-    def watched(plan: StepPlan, *images: Any) -> StepResult:
+    def watched(plan: StepPlan) -> StepResult:
         plans.append(plan)
-        return execute(plan, *images)
+        return execute(plan)
 
     engine._executor.execute = watched  # type: ignore[method-assign]
     try:

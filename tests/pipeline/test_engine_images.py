@@ -11,7 +11,7 @@ import pytest
 from PIL import Image
 
 from nano_inference import ChatRenderer, EngineConfig, InferenceEngine, SamplingParams
-from nano_inference.stages.admission.parts.images import Images
+from nano_inference.stages.executor.parts.images import Images
 
 from ..media.pictures import picture, saved
 from .builders import finish, raises
@@ -43,7 +43,7 @@ def test_each_form_of_an_image_is_the_same(engine: InferenceEngine, tmp_path: Pa
     forms: list[Any] = [WIDE, str(file), file, saved(WIDE), io.BytesIO(saved(WIDE)).getbuffer()]
     samples = engine.generate([PROMPT] * 6, GREEDY, images=[*forms, [clear]])
     assert len({(each.prompt_tokens, each.completion_tokens) for each in samples}) == 1
-    encoded = engine._executor.images
+    encoded = engine._executor.part(Images).of_sequences
     assert encoded is not None
     assert encoded.embeddings.num_encoded == 1
 

@@ -18,6 +18,7 @@ from nano_inference import Completion, GenerateRequest, Pipeline, SamplingParams
 from nano_inference.bus.public import ImageInput
 from nano_inference.config import Constraint
 from nano_inference.stages.executor.core import ExecutorCore
+from nano_inference.stages.executor.parts.images import Images
 from nano_inference.stages.executor.stage import ExecutorStage
 
 from ..media.pictures import saved
@@ -126,7 +127,7 @@ async def test_answers_equal_generate(pipeline: Pipeline, vision: VisionModel) -
     choice = Constraint(choice=("yes", "no"))
     constrained = await pipeline.complete(asked(ONE, 1, constraint=choice, ignore_eos=False))
     assert constrained.samples[0].text in ("yes", "no")
-    images = stage_of(pipeline, ExecutorStage)._core.images
+    images = stage_of(pipeline, ExecutorStage)._core.part(Images).of_sequences
     assert images is not None
     assert images.embeddings.num_encoded == 3, "each picture once"
 
@@ -165,7 +166,7 @@ async def test_another_replica_continues_with_the_kv_of_images(
         vision.check(two, 1, 2)
         encoded = []
         for replica in range(2):
-            images = stage_of(pipeline, ExecutorStage, replica)._core.images
+            images = stage_of(pipeline, ExecutorStage, replica)._core.part(Images).of_sequences
             assert images is not None
             encoded.append(images.embeddings.num_encoded)
         assert encoded == [2, 0]

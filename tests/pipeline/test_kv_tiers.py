@@ -59,7 +59,7 @@ def counts(made: InferenceEngine) -> TierCounts:
 
 
 def wait_for_writes(made: InferenceEngine) -> None:
-    tiers = made._executor.tiers
+    tiers = made._tiers
     assert tiers is not None
     made._batching.receive(tiers.on_disk(), 0)
 
@@ -166,7 +166,7 @@ def test_in_deterministic_mode_all_bits_are_the_same(cache_type: str, tmp_path: 
 def test_the_audit_finds_a_flipped_bit_and_turns_the_tiers_off() -> None:
     with engine(**DETERMINISTIC, kv_host_bytes=1 << 20) as made:
         expected = tokens_of(made.generate(PROMPTS, GREEDY))
-        tiers = made._executor.tiers
+        tiers = made._tiers
         assert tiers is not None
         tiers.slots.memory[:, 3] ^= 1
         made.generate(PROMPTS, GREEDY)

@@ -81,7 +81,7 @@ async def test_a_pause_outlasts_a_failure(exact: Pipeline, monkeypatch: pytest.M
 async def test_a_stage_that_keeps_failing_ends_the_pipeline(
     make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def execute(self: ExecutorCore, plan: StepPlan, *images: Any) -> StepResult:
+    def execute(self: ExecutorCore, plan: StepPlan) -> StepResult:
         raise Boom("always")
 
     config = make_config(pipeline__max_restarts=1, pipeline__restart_backoff_s=0.01)

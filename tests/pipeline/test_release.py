@@ -15,10 +15,12 @@ from nano_inference.bus.steps import StepPlan
 from nano_inference.stages.batching.core import BatchingCore
 from nano_inference.stages.executor.changes.shell import StagedChanges
 from nano_inference.stages.executor.core import ExecutorCore
+from nano_inference.stages.executor.parts.memory import MemoryRelease
 from nano_inference.stages.executor.runner.memory import ReplicaMemory
 from nano_inference.stages.executor.stage import ExecutorStage
 
 from .. import oracle
+from ..sections import read
 from ..soaking import in_soak
 from .builders import (
     State,
@@ -66,7 +68,7 @@ async def test_word_of_the_weights_before_may_come_late(
 
     def plan(self: BatchingCore, now_ns: int) -> StepPlan | None:
         made = original(self, now_ns)
-        if made is not None and made.weight_version:
+        if made is not None and read(made).weight_version:
             self.receive(MemoryState(WEIGHTS, ()), now_ns)
         return made
 
@@ -90,7 +92,7 @@ async def test_a_release_outlives_the_failure_of_batching(
     await until_batched(exact, 3)
     break_once(monkeypatch, BatchingCore, broken, after=1)
     await exact.client.release_memory(KV_CACHE)
-    assert executor_of(exact).memory.released == {"kv_cache"}
+    assert executor_of(exact).part(MemoryRelease).memory.released == {"kv_cache"}
     await waiting(exact, 3)
     before = exact._actors["batching"]
     with monkeypatch.context() as patch:

@@ -16,7 +16,6 @@ from nano_inference import (
     Pipeline,
     SamplingParams,
 )
-from nano_inference.stages.executor import core
 from nano_inference.stages.executor.core import ExecutorCore
 from nano_inference.stages.executor.driver.speculation.drafts import (
     NO_DRAFT,
@@ -24,6 +23,8 @@ from nano_inference.stages.executor.driver.speculation.drafts import (
     DraftContext,
     DraftSource,
 )
+from nano_inference.stages.executor.parts import speculation
+from nano_inference.stages.executor.parts.speculation import Speculation
 
 from .. import oracle
 from ..stages.executor.driver.speculation.drafting import VerifyAll
@@ -68,9 +69,9 @@ class Repeat(DraftSource):
 def speculate(monkeypatch: pytest.MonkeyPatch, source: DraftSource) -> None:
     """Engines with speculation take all drafts of this source."""
 
-    monkeypatch.setattr(core, "make_sources", lambda *_: [source])
-    monkeypatch.setattr(core, "CostControl", lambda _: VerifyAll())
-    monkeypatch.setattr(core.ExecutorCore, "_measure_costs", lambda _: None)
+    monkeypatch.setattr(speculation, "make_sources", lambda *_: [source])
+    monkeypatch.setattr(speculation, "CostControl", lambda _: VerifyAll())
+    monkeypatch.setattr(Speculation, "_measure_costs", lambda _: None)
 
 
 STOPS = {"stop": [" and "], "min_tokens": 3}

@@ -21,6 +21,7 @@ from nano_inference.pipeline import client as client_module
 from nano_inference.pipeline import stage_control
 from nano_inference.stages.executor.changes.shell import StagedChanges
 from nano_inference.stages.executor.core import ExecutorCore
+from nano_inference.stages.executor.parts.weights import WeightChanges
 from nano_inference.stages.executor.stage import ExecutorStage
 from nano_inference.telemetry import now_ns
 
@@ -62,7 +63,7 @@ class Several:
 
     @property
     def versions(self) -> list[int]:
-        return [stage._core.weights.version for stage in self.executors]
+        return [stage._core.part(WeightChanges).manager.version for stage in self.executors]
 
     async def until_both_work(self) -> None:
         await until(lambda: all(stage.condition()[0] == "ready" for stage in self.executors))
@@ -334,7 +335,12 @@ async def test_weights_belong_to_the_lane_that_lives(
                 await check_version(client, 7)
                 async with Pipeline(second) as newcomer:
                     await newcomer.ready()
-                    assert stage_of(newcomer, ExecutorStage, 1)._core.weights.version == 7
+                    assert (
+                        stage_of(newcomer, ExecutorStage, 1)
+                        ._core.part(WeightChanges)
+                        .manager.version
+                        == 7
+                    )
                     check_stamps(await client.complete(greedy(0, 5, 16)))
         async with Pipeline(first), Pipeline(front):
             await check_version(client, 0)
@@ -367,7 +373,7 @@ async def lose_an_executor(
 
         async def open_other(self: ExecutorStage) -> None:
             await original(self)
-            self._core.weights._write(loads)
+            self._core.part(WeightChanges).manager._write(loads)
 
         monkeypatch.setattr(ExecutorStage, "open", open_other)
     break_once(monkeypatch, ExecutorCore, "execute", after=1)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import Any
 
 import pytest
 
@@ -68,8 +67,8 @@ def watch(engine: InferenceEngine, monkeypatch: pytest.MonkeyPatch) -> Watch:
         engine._batching.cache.match,
     )
 
-    def watched_execute(planned: StepPlan, *images: Any) -> StepResult:
-        result = execute(planned, *images)
+    def watched_execute(planned: StepPlan) -> StepResult:
+        result = execute(planned)
         seen.see(planned, result)
         return result
 

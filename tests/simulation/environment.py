@@ -23,7 +23,7 @@ import torch
 from anyio._backends import _asyncio as anyio_backend
 
 from nano_inference.bus.redis import bus as redis_bus
-from nano_inference.config import EngineConfig
+from nano_inference.config import EngineConfig, clock
 from nano_inference.pipeline import pipeline as pipelines
 from nano_inference.stages.admission import core as admission_core
 from nano_inference.stages.admission import stage as admission
@@ -35,7 +35,6 @@ from nano_inference.stages.executor.changes import shell as changes
 from nano_inference.stages.executor.runner.adapters.peft import Adapter
 from nano_inference.stages.fairness import stage as _fairness  # noqa: F401
 from nano_inference.stages.streaming import stage as streaming
-from nano_inference.telemetry import clock
 from nano_inference.text.tokenizer import find_tokenizer, longest_token_bytes
 
 from . import model
@@ -213,6 +212,7 @@ class Environment:
             (pipelines, "os", process),
             (pipelines, "identity_of", lambda pid: f"{pid}"),
             (executor, "_TORCH_THREAD", self._thread),
+            (executor, "facts_of_model", lambda core: {}),
             (executor, "_WAITING_THREAD", self._thread),
             (executor, "_load", load),
             (executor, "facts_of", lambda folder: None),

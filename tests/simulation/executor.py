@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from itertools import repeat
 from types import SimpleNamespace
 from typing import Any
@@ -15,13 +15,17 @@ from nano_inference.bus.parts.adapters import AdapterCapacity, AdaptersResult
 from nano_inference.bus.parts.speculation import DraftCapacity, DraftsResult
 from nano_inference.bus.sections import Section
 from nano_inference.bus.steps import NewSequence, StepPlan, StepResult, VerifiedDraft
-from nano_inference.config import EngineConfig
+from nano_inference.config import EngineConfig, WeightsError
 from nano_inference.stages.executor.driver.step import started_sequences
+from nano_inference.stages.executor.parts.memory import MemoryRelease
+from nano_inference.stages.executor.parts.tiers import Tiers
+from nano_inference.stages.executor.parts.weights import WeightChanges
 from nano_inference.stages.executor.runner.adapters.peft import AdapterLimits
 from nano_inference.stages.executor.runner.adapters.table import AdapterTable
 from nano_inference.stages.executor.runner.weights.sync_manager import WeightSyncManager
 from nano_inference.stages.executor.runner.weights.transports import WeightGroups
 
+from ..sections import read
 from . import model
 from .constraints import Constrained
 from .tiers import Block, SimulatedTiers
@@ -113,18 +117,26 @@ class SimulatedExecutor:
         self._module = nn.Linear(1, 1, bias=False)
         with torch.no_grad():
             self._module.weight.zero_()
-        self.weights, self.weight_groups = WeightSyncManager(self._module), WeightGroups()
+        self.weights, self._blocked = WeightSyncManager(self._module), None
         self._in_place = (0, 0)
         self.tiers = make_tiers(self._blocks, 0) if make_tiers is not None else None
         # Parts of the real core that the shell reads.
         device = torch.device("cpu")
         self.model = SimpleNamespace(layers=(), device=device, module=self._module, shards=None)
         self.adapters = AdapterTable(self.model, AdapterLimits())  # type: ignore[arg-type]
-        self.runner = SimpleNamespace(backend=SimpleNamespace(name="simulated"))
+        backend = SimpleNamespace(name="simulated")
+        self.runner = SimpleNamespace(backend=backend, adapters=self.adapters)
         self.off = {"kernels": "simulated", "graphs": "", "speculation": "", "deterministic": ""}
-        self.ranks = self.draft_model = None
-        self.expert_owners: list[int] = []
-        self.memory = SimpleNamespace(lacks=(), pending=())
+        self.ranks = None
+        self.cache = None
+        memory = SimpleNamespace(lacks=(), pending=())
+        self._parts: dict[type, Any] = {
+            WeightChanges: SimpleNamespace(
+                manager=self.weights, groups=WeightGroups(), close=lambda: None
+            ),
+            MemoryRelease: SimpleNamespace(memory=memory),
+            Tiers: SimpleNamespace(blocks=self.tiers),
+        }
         self.constraints = SimpleNamespace(take_waits_ns=lambda: ())
         self.runs_ahead = False
 
@@ -146,11 +158,14 @@ class SimulatedExecutor:
             parts=tuple(parts),
         )
 
-    def facts(self) -> dict[str, int | float | str]:
-        return {}
+    def part(self, kind: type) -> Any:
+        return self._parts[kind]
+
+    def find(self, kind: type) -> Any:
+        return self._parts.get(kind)
 
     def reset(self) -> None:
-        self.weights.start_over()
+        self._blocked = None
         self._sequences.clear()
         self._last_step = 0
         if self.tiers is not None:
@@ -165,7 +180,7 @@ class SimulatedExecutor:
         """Return the device time of a step."""
         return STEP_NS + TOKEN_NS * sum(plan.num_tokens)
 
-    def execute(self, plan: StepPlan, images: Mapping[str, Any] | None = None) -> StepResult:
+    def execute(self, plan: StepPlan) -> StepResult:
         """Run a plan, as `ExecutorCore.execute`.
 
         Raises:
@@ -173,6 +188,8 @@ class SimulatedExecutor:
             WrongKV: A row's blocks hold other KV than its tokens'.
             FatalRequest: A row is of such a request.
         """
+        if self._blocked is not None:
+            raise self._blocked
         if plan.step_id != self._last_step + 1:
             raise LostPlan(f"plan {plan.step_id} comes behind plan {self._last_step}")
         self._last_step = plan.step_id
@@ -183,7 +200,8 @@ class SimulatedExecutor:
         rows: list[tuple[int, int, float, str, int]] = []
         drafts: list[VerifiedDraft] = []
         source: _Sequence | None = None
-        allowed = plan.num_drafts or repeat(0)
+        planned = read(plan)
+        allowed = planned.num_drafts or repeat(0)
         for seq_id, count, most in zip(plan.seq_ids, plan.num_tokens, allowed, strict=False):
             sequence = self._sequences[seq_id]
             if sequence.finished or sequence.generated >= sequence.new.sampling.max_tokens:
@@ -201,16 +219,16 @@ class SimulatedExecutor:
                 sampled, draft = self._sample(sequence, kind, most)
                 rows += [(seq_id, *each, adapter) for each in sampled]
                 drafts += draft
-        if plan.kv_offers:
+        if planned.kv_offers:
             assert self.tiers is not None
-            self.tiers.offer(plan.kv_offers, plan.step_id)
+            self.tiers.offer(planned.kv_offers, plan.step_id)
         seq_ids, tokens, logprobs, reasons, versions = (
             zip(*rows, strict=True) if rows else ((),) * 5
         )
         parts: list[Section] = []
         if any(versions):
             parts.append(AdaptersResult(versions))
-        if plan.num_drafts:
+        if planned.num_drafts:
             parts.append(DraftsResult(tuple(drafts), plan.step_id % 3))
         return StepResult(
             step_id=plan.step_id,
@@ -227,10 +245,15 @@ class SimulatedExecutor:
         )
 
     def _apply(self, plan: StepPlan) -> None:
-        self.weights.finish_planned_sync(plan.weight_version)
+        planned = read(plan)
+        try:
+            self.weights.finish_planned_sync(planned.weight_version)
+        except WeightsError as error:
+            self._blocked = error
+            raise
         for seq_id in plan.finished:
             self._sequences.pop(seq_id, None)
-        for adapter, version in plan.adapters:
+        for adapter, version in planned.adapters:
             self.adapters.switch(adapter, version)
         for new in plan.new:
             if new.seq_id in self._sequences:
@@ -239,9 +262,9 @@ class SimulatedExecutor:
             self._note_request(new.sampling.seed, new.info.request_id)
         for seq_id, block_ids in plan.grown:
             self._sequences[seq_id].table += block_ids
-        if plan.kv_moves:
+        if planned.kv_moves:
             assert self.tiers is not None
-            self.tiers.apply(plan.kv_moves)
+            self.tiers.apply(planned.kv_moves)
         for source, destination in plan.copies:
             hashes, kinds = self._blocks[source]
             self._blocks[destination] = list(hashes), list(kinds)

@@ -11,9 +11,9 @@ from typing import Any
 from transformers.utils.chat_parsing.response_templates import load_response_template
 
 from ...config import Constraint, RequestError
+from ..schemas import may_have, moved
 from .lark import ANY_OBJECT, Grammar, is_regex, json_of, quoted, schema_of
 from .message_format import MessageFormat
-from .schemas import may_have, moved
 from .tools import Tool, ToolUse
 
 

@@ -10,7 +10,7 @@ import msgspec
 from llguidance import LLMatcher, grammar_from
 
 from ...config import Constraint, RequestError
-from .schemas import without_words
+from ..schemas import without_words
 
 JSON_OPTIONS: Mapping[str, Any] = {"whitespace_pattern": r"[ \n\r\t]{1,8}"}
 """Options of JSON. Without a bound a model may write white space for ever."""

@@ -18,7 +18,6 @@ from ....bus.weights import (
 )
 from ....config import WeightsError, shown
 from ..runner.weights.checks import LARGEST_VERSION, WeightLimits
-from ..runner.weights.transports.group import BACKENDS, host_and_port
 
 Operation = (
     control.UpdateWeights
@@ -109,6 +108,8 @@ def _check_source(source: WeightsSource | StagedWeights, limits: WeightLimits) -
 
 
 def _check_join(wish: control.JoinWeightsGroup) -> None:
+    from ..runner.weights.transports.group import BACKENDS, host_and_port
+
     if not wish.group:
         raise WeightsError("group is empty; give the group a name")
     _check_wait(wish.timeout_s)

@@ -12,6 +12,8 @@ from torch import Tensor
 
 from ....bus import control
 from ....bus.control import AdapterReady, LoadAdapter, UnloadAdapter, UpdateWeights, WeightsReady
+from ....bus.parts.adapters import AdaptersPlan
+from ....bus.parts.weights import WeightsPlan
 from ....bus.steps import StepPlan
 from ....bus.weights import GroupWeights, LocalWeights, StagedWeights
 from ....config import AdapterError, WeightsError, shown
@@ -166,12 +168,12 @@ class ChangesCore:
         self._in_place(version)
         if refused is not None:
             self._not_in_place(refused)
-        if plan.weight_version:
+        if WeightsPlan.find(plan.parts) is not None:
             # Batching assumed them in place already, and may have received an older state of the
             # memory since.
             self._effects.append(do.SendMemory())
-        if plan.adapters:
-            self._adapters_in_place(plan.adapters)
+        if (adapters := AdaptersPlan.find(plan.parts)) is not None:
+            self._adapters_in_place(adapters.changes)
         if self._releasing and not pending:
             self._answer(self._memory[0].ticket)
         return self.tick(now_ns)

@@ -20,6 +20,7 @@ from ....bus.control import (
 )
 from ....bus.envelope import Message
 from ....bus.links import CONTROL
+from ....bus.parts.weights import WeightsPlan
 from ....bus.steps import StepPlan
 from ....bus.weights import FolderWeights, StagedWeights
 from ....config import AdapterError, BusError, WeightsError, shown
@@ -28,6 +29,9 @@ from ....store.in_place import AdapterInPlace, AdaptersInPlace, WeightsInPlace
 from ....telemetry import instruments, names, now_ns
 from ...actor import Actor
 from ..core import ExecutorCore
+from ..parts.experts import Experts, move_experts
+from ..parts.memory import MemoryRelease
+from ..parts.weights import WeightChanges
 from ..runner.adapters.peft import (
     Adapter,
     check_adapter_id,
@@ -71,9 +75,10 @@ class StagedChanges:
     start_soon: Callable[..., object]
 
     def __post_init__(self) -> None:
-        self.core = ChangesCore(self.executor.weights.limits)
+        self._weights = self.executor.part(WeightChanges)
+        self._memory = self.executor.part(MemoryRelease)
+        self.core = ChangesCore(self._weights.manager.limits)
         self.restoring = ""
-        self._groups = self.executor.weight_groups
         # Wait for bytes and make tensors of them while the torch thread runs steps. Adapters
         # don't wait behind weights that don't come.
         self._weights_thread = Background("weights", stay_single)
@@ -115,7 +120,7 @@ class StagedChanges:
             for id, folder in self.actor.config.engine.adapters.items():
                 self.restoring = f"it reads the adapter {id}"
                 adapter = await self._read_adapter(LoadAdapter(id, folder))
-                await self.on_torch(self.executor.adapters.put, adapter)
+                await self.on_torch(self.executor.runner.adapters.put, adapter)
                 self._versions[id] = adapter.version
             self.restoring = ""
         await self._record_adapters()
@@ -127,8 +132,10 @@ class StagedChanges:
     async def step_done(self, plan: StepPlan, version: int) -> None:
         """Handle the end of a step with weights of this version."""
         # One update is staged at a time, so a refusal is this plan's.
-        refused = self.executor.weights.take_refused() if plan.weight_version > version else None
-        pending = bool(self.executor.memory.pending)
+        weights = WeightsPlan.find(plan.parts)
+        is_refused = weights is not None and weights.version > version
+        refused = self._weights.manager.take_refused() if is_refused else None
+        pending = bool(self._memory.memory.pending)
         effects = self.core.step_done(plan, version, now_ns(), pending, refused)
         if effects:
             await self._perform(effects)
@@ -140,8 +147,8 @@ class StagedChanges:
 
     def close(self) -> None:
         """Leave all groups, so that nothing waits for a trainer."""
-        del self.executor
-        self._groups.close()
+        self._weights.close()
+        del self.executor, self._weights, self._memory
         self._weights_thread.close()
         self._adapters_thread.close()
 
@@ -184,7 +191,7 @@ class StagedChanges:
                 case do.SendBatching(message):
                     await self._send_batching(message)
                 case do.SendMemory():
-                    memory = self.executor.memory
+                    memory = self._memory.memory
                     await self._send_batching(MemoryState(memory.lacks, tuple(memory.pending)))
                 case do.PublishAdapters():
                     await self._record_adapters()
@@ -193,9 +200,9 @@ class StagedChanges:
                     # The answer that follows makes clients name the adapter at once.
                     await self.actor.flush(CONTROL["admission"])
                 case do.SkipBroadcast(group):
-                    self._groups.skip(group)
+                    self._weights.groups.skip(group)
                 case do.Leave(group):
-                    self._groups.leave(group)
+                    self._weights.groups.leave(group)
                 case do.Log(event, fields, warning):
                     write = self.actor.log.warning if warning else self.actor.log.info
                     write(event, **fields)
@@ -280,7 +287,7 @@ class StagedChanges:
 
     async def _restore(self, weights: WeightsInPlace) -> list[do.Effect]:
         self.restoring = f"it reads the weights of version {weights.version} from {weights.folder}"
-        manager = self.executor.weights
+        manager = self._weights.manager
         try:
             async with asyncio.timeout(_RESTORE_S):
                 with _as_refusal():
@@ -295,9 +302,9 @@ class StagedChanges:
 
     async def _note_adapters(self) -> list[Adapter]:
         """Note and return the adapters in place, which only the torch thread may read."""
-        self._loaded = await self.on_torch(self.executor.adapters.describe)
+        self._loaded = await self.on_torch(self.executor.runner.adapters.describe)
         self.core.adapters_loaded(each.id for each in self._loaded)
-        adapters: list[Adapter] = await self.on_torch(list, self.executor.adapters)
+        adapters: list[Adapter] = await self.on_torch(list, self.executor.runner.adapters)
         return adapters
 
     async def _record_adapters(self) -> None:
@@ -324,7 +331,7 @@ class StagedChanges:
                     raise AdapterError(f"the files of {each.folder} have changed")
                 load = LoadAdapter(each.id, each.folder, version=each.version)
                 adapter = await self._read_adapter(load)
-                await self.on_torch(self.executor.adapters.put, adapter)
+                await self.on_torch(self.executor.runner.adapters.put, adapter)
             except WeightsError as error:
                 self.actor.log.warning("adapter_lost", adapter=each.id, reason=str(error))
             else:
@@ -347,7 +354,7 @@ class StagedChanges:
         await self._perform(self.core.done(job, result, now_ns()))
 
     async def _result(self, job: do.ChangeJob) -> do.Result:
-        executor, weights = self.executor, self.executor.weights
+        executor, weights = self.executor, self._weights.manager
         match job:
             case do.Fetch(_, update):
                 started = now_ns()
@@ -368,18 +375,18 @@ class StagedChanges:
                 adapter = await self._read_adapter(load)
                 self.actor.metrics.record(instruments.ADAPTER_LOAD, (now_ns() - started) / 1e9)
                 if not load.only_check:
-                    await self.on_torch(executor.adapters.stage, adapter)
+                    await self.on_torch(executor.runner.adapters.stage, adapter)
                     self._versions[load.adapter] = adapter.version
                 return adapter.version
             case do.Join(_, wish):
-                await asyncio.wrap_future(self._groups.join(wish, weights.device))
+                await asyncio.wrap_future(self._weights.groups.join(wish, weights.device))
             case do.MoveExperts(_, owners):
-                await self.on_torch(executor.move_experts, owners)
+                await self.on_torch(move_experts, executor.find(Experts), owners)
             case do.BeginRelease(_, tags):
-                await self.on_torch(executor.memory.begin_release, tags)
-                return bool(executor.memory.pending)
+                await self.on_torch(self._memory.memory.begin_release, tags)
+                return bool(self._memory.memory.pending)
             case do.ResumeTags(_, tags):
-                await self.on_torch(executor.resume_memory, tags)
+                await self.on_torch(self._memory.resume, tags)
         return None
 
     def _in_background(self, function: Callable[..., Any], *args: Any) -> asyncio.Future[Any]:
@@ -392,7 +399,7 @@ class StagedChanges:
         folder = source.path if isinstance(source, FolderWeights) else ""
         # Before reading: files that are replaced meanwhile will not have this stamp.
         origin = do.WeightsOrigin(folder, stamp_of(folder, weights.limits)) if folder else None
-        tensors = fetch(source, self._groups, update.timeout_s, weights.limits)
+        tensors = fetch(source, self._weights.groups, update.timeout_s, weights.limits)
         try:
             prepared = weights.prepare(tensors, checkpoint=bool(folder))
         except PartsMissing:
@@ -402,7 +409,7 @@ class StagedChanges:
         return do.Fetched(prepared, origin, weights.covers(prepared))
 
     async def _read_adapter(self, load: LoadAdapter) -> Adapter:
-        id, model, table = load.adapter, self.executor.model, self.executor.adapters
+        id, model, table = load.adapter, self.executor.model, self.executor.runner.adapters
         check_adapter_id(id, self.actor.config.engine.model_name)
         check_path(load.folder)
         table.check_room(id)

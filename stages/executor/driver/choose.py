@@ -92,8 +92,6 @@ class TokenChooser(NamedTuple):
             starts: `[batch]`, tokens that were computed before this step.
             num_scored: `[batch]`, `table.num_to_score`.
         """
-        if not num_scored.any():
-            return ()
         table, kernels = self.table, self.kernels
         scored = num_scored > 0
         rows, counts = rows[scored], num_scored[scored]

@@ -193,6 +193,7 @@ class Constraints:
         table: The sequences.
         compiler: Of the grammars.
         now_ns: The clock.
+        samples: Their state, by row; of samples that are gone until the next `begin`.
     """
 
     table: SequenceTable
@@ -202,7 +203,7 @@ class Constraints:
     def __post_init__(self) -> None:
         # Bounded, since nothing may read it.
         self._waits_ns: deque[int] = deque(maxlen=1024)
-        self._samples: dict[int, _Sample] = {}
+        self.samples: dict[int, _Sample] = {}
         self._failures: deque[Cancel] = deque()
         self._times_each = False
         self._thread = ThreadPoolExecutor(1, "grammar")
@@ -216,7 +217,7 @@ class Constraints:
         Args:
             places: In batch order, those of one row in order.
         """
-        if self._samples:
+        if self.samples:
             self._drop_gone()
         masked = np.flatnonzero(self.table.constrained[places.rows])
         if not masked.size:
@@ -255,7 +256,7 @@ class Constraints:
 
     def clear(self) -> None:
         """Drop all samples."""
-        self._samples.clear()
+        self.samples.clear()
         self._failures.clear()
 
     def close(self) -> None:
@@ -264,11 +265,11 @@ class Constraints:
 
     def _drop_gone(self) -> None:
         """Free the matchers of sequences that have left: each may have grown to tens of MB."""
-        rows = np.fromiter(self._samples, np.int64, len(self._samples))
-        ids = np.array([sample.seq_id for sample in self._samples.values()])
+        rows = np.fromiter(self.samples, np.int64, len(self.samples))
+        ids = np.array([sample.seq_id for sample in self.samples.values()])
         gone = rows[~self.table.holds(rows, ids)].tolist()
         for row in gone:
-            self._charge(self._samples.pop(row))
+            self._charge(self.samples.pop(row))
 
     def _charge(self, sample: _Sample) -> None:
         if sample.grown_s and not sample.failure:
@@ -374,9 +375,9 @@ class Constraints:
             table.num_generated[rows].tolist(),
             strict=True,
         ):
-            sample = self._samples.get(row)
+            sample = self.samples.get(row)
             if sample is None or sample.seq_id != seq_id:
-                sample = self._samples[row] = self._begun(row, seq_id)
+                sample = self.samples[row] = self._begun(row, seq_id)
             new = table.tokens[row, known - generated + sample.consumed : known].tolist()
             if new:
                 sample.consume(new)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
@@ -14,7 +14,6 @@ from ....bus.control import Cancel, ImageCapacity
 from ....bus.media import MediaItem
 from ....bus.steps import NewSequence, StepPlan
 from ....config import EngineConfig
-from ....store.images import StoredImage
 from ..runner.interface import (
     IntArray,
     LoadedModel,
@@ -27,8 +26,6 @@ from ..runner.interface import (
     Uploader,
 )
 from .sequences import SequenceTable
-
-NO_IMAGES: Mapping[str, StoredImage] = {}
 
 
 class PlacedImages(msgspec.Struct, frozen=True):
@@ -55,14 +52,6 @@ class SequenceImages:
         capacity: What the model takes of images.
     """
 
-    @classmethod
-    def of(
-        cls, config: EngineConfig, model: LoadedModel, table: SequenceTable
-    ) -> SequenceImages | None:
-        """Return the images of a model's sequences; None if it takes none."""
-        vision = model.vision
-        return None if vision is None else cls(config, model, vision, table)
-
     def __init__(
         self, config: EngineConfig, model: LoadedModel, vision: MediaEncoder, table: SequenceTable
     ) -> None:
@@ -83,13 +72,6 @@ class SequenceImages:
         self.embeddings.clear()
         self._failed.clear()
         self._spoiled.clear()
-
-    def apply(self, plan: StepPlan, images: Mapping[str, StoredImage]) -> None:
-        """Drop and encode the images of a plan, in whose place new weights already are."""
-        if plan.weight_version or plan.release:
-            self.embeddings.clear()
-        if plan.encodes or plan.forgotten_images:
-            self.embeddings.apply(plan.forgotten_images, plan.encodes, images)
 
     def add(self, new: NewSequence, media: tuple[MediaItem, ...]) -> None:
         """Place the images of a sequence that the table has."""

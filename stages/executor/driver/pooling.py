@@ -8,16 +8,14 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ....bus.control import Capability, EmbeddingCapacity
+from ....bus.control import EmbeddingCapacity
 from ....bus.pooling import PooledPrompt, Pooling
 from ....config import EngineConfig, ModelError, PoolingKind
 from ....text.pooling_config import own_pooling
 from ..runner.interface import IntArray, LoadedModel, ModelRunner
 from .logprobs import broken_output
+from .sampled import Pooled
 from .sequences import SequenceTable
-
-Pooled = tuple[tuple[int, Tensor, int], ...]
-"""For each completed prompt: sequence id, vector `[dimensions]` on the device, adapter version."""
 
 
 class PromptPooler:
@@ -162,16 +160,6 @@ def embedding_capacity(config: EngineConfig, model: LoadedModel) -> EmbeddingCap
     kind = own.kind or config.pooling or usual
     width = int(model.hf_config.get_text_config().hidden_size)
     return EmbeddingCapacity(width, kind, own.normalize, model.is_encoder)
-
-
-def capabilities_of(
-    model: LoadedModel, embedding: EmbeddingCapacity | None, role: str
-) -> tuple[Capability, ...]:
-    """Return the tasks of a model in its role."""
-    found: tuple[Capability, ...] = ()
-    if model.generates and role != "embed":
-        found = "generate", "score"
-    return found if embedding is None else (*found, "embed")
 
 
 def finish_vector(vector: Tensor, pooling: Pooling) -> Tensor:

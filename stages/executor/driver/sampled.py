@@ -18,6 +18,9 @@ from .logprobs import broken_output
 from .sampling import sample_plain
 from .sequences import BoolArray, Places, SequenceTable
 
+Pooled = tuple[tuple[int, Tensor, int], ...]
+"""For each pooled prompt: sequence id, vector `[dimensions]` on the device, adapter version."""
+
 
 class TokenFeed:
     """The last sampled token of each row of the SequenceTable, on the device.

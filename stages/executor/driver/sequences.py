@@ -55,6 +55,7 @@ class SequenceTable:
     holds only until its sequence is removed.
 
     Attributes:
+        block_size: Tokens per block.
         tokens: `[rows, max_model_len]`, prompt and generated tokens, then drafted ones while a step
             verifies them.
         blocks: `[rows, blocks]`, the block tables.
@@ -88,7 +89,7 @@ class SequenceTable:
 
     def __init__(self, rows: int, max_model_len: int, block_size: int) -> None:
         self._max_model_len = max_model_len
-        self._block_size = block_size
+        self.block_size = block_size
         # Pages of zeros take memory only when they are written.
         self.tokens: IntArray = np.zeros((rows, max_model_len), np.int64)
         self.blocks: IntArray = np.zeros((rows, -(-max_model_len // block_size)), np.int64)

@@ -8,9 +8,9 @@ token is sampled behind each; tokens that would have been sampled without drafts
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import compress
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 import numpy as np
@@ -19,11 +19,18 @@ from torch import Tensor
 
 from ....bus.control import Cancel
 from ....bus.messages import TopLogprobs
-from ....bus.steps import AUDIT_SEQ_ID, PromptLogprobs, StartedSequence, StepPlan, VerifiedDraft
-from ....bus.times import NO_TIMES, StepTimes
+from ....bus.parts.images import PromptMedia
+from ....bus.sections import Section
+from ....bus.steps import (
+    AUDIT_SEQ_ID,
+    NewSequence,
+    PromptLogprobs,
+    StartedSequence,
+    StepPlan,
+    VerifiedDraft,
+)
+from ....bus.times import StepTimes
 from ..runner.interface import (
-    DecodeGraphs,
-    DecodeStep,
     IntArray,
     ModelRunner,
     Rows,
@@ -35,13 +42,16 @@ from ..runner.interface import (
 )
 from .choose import TokenChooser, packed_sampling
 from .constraints import Constraints, PendingMasks
-from .images import SequenceImages
-from .pooling import Pooled, PromptPooler
-from .sampled import SampledRows, TokenFeed, UnreadTokens
+from .sampled import Pooled, SampledRows, TokenFeed, UnreadTokens
 from .sampling import sample_plain
 from .sequences import BoolArray, Places, SequenceTable
-from .speculation.drafts import Draft
-from .speculation.speculator import Speculator, StepDrafts, accept, longest_drafts
+
+if TYPE_CHECKING:
+    from ..runner.graphs import DecodeGraphs
+    from .images import SequenceImages
+    from .pooling import PromptPooler
+    from .speculation.drafts import Draft
+    from .speculation.speculator import Speculator, StepDrafts
 
 
 class StepOutputs(NamedTuple):
@@ -62,6 +72,9 @@ class StepOutputs(NamedTuple):
     verified: tuple[VerifiedDraft, ...] = ()
     proposed: Mapping[int, Draft] = {}
     draft_rest: int = 0
+
+
+NO_OUTPUTS = StepOutputs()
 
 
 class _Pass(NamedTuple):
@@ -106,25 +119,42 @@ class BegunStep(NamedTuple):
     drafts: StepDrafts | None
 
 
-class LaunchedStep(msgspec.Struct, frozen=True):
-    """A launched step; `ExecutorCore.finish` makes its result.
+@dataclass(slots=True, eq=False)
+class LaunchedStep:
+    """A step, from its plan to its result.
 
     Attributes:
+        plan: The plan.
+        start_ns: When it began on the device.
+        num_drafts: `[rows of the plan]`, drafted tokens that each may verify; () for none.
+        runs: `[rows of the plan]`, whether their sequences still run; the others are dropped.
+        rows: `[rows]`, those that run, of the table.
+        num_tokens: `[rows]`, tokens that each computes.
+        num_computed: The sum of these; once the step is finished, verified drafts included.
+        weight_version: As in StepResult.
+        changed_ns, times: When changes were applied, 0 for none; and the times of the plan.
+        outputs: Of the rows.
         begun: The step, if its outputs are still to be made, since other ranks compute it.
         computing: Sequences in such steps, as of the core; a `reset` makes a new set.
-        failed, spoiled: As in StepResult; besides requests whose constraints fail.
-        times: As in StepResult, without drafted tokens.
+        failed: As in StepResult; besides requests whose constraints fail.
+        parts: Sections of the result.
     """
 
     plan: StepPlan
-    weight_version: int
     start_ns: int
-    outputs: StepOutputs
+    num_drafts: tuple[int, ...] = ()
+    runs: BoolArray = field(init=False)
+    rows: IntArray = field(init=False)
+    num_tokens: IntArray = field(init=False)
+    num_computed: int = 0
+    weight_version: int = 0
+    changed_ns: int = 0
+    times: StepTimes | None = None
+    outputs: StepOutputs = NO_OUTPUTS
     begun: BegunStep | None = None
     computing: set[int] | None = None
     failed: tuple[Cancel, ...] = ()
-    spoiled: tuple[int, ...] = ()
-    times: StepTimes = NO_TIMES
+    parts: list[Section] = field(default_factory=list)
 
     def wait(self) -> None:
         """Block until the device is done. The only method for other threads."""
@@ -142,56 +172,53 @@ class StepRunner:
         runner: The model.
         table: The sequences.
         upload: Copies arrays to the device.
-        pooler: Makes vectors of prompts.
         constraints: The grammars of samples.
         feed: Sampled tokens on the device.
         unread: Sampled tokens on their way to the host.
-        speculator: The source of drafts; None if there are none.
         chooser: Chooses tokens.
+        runs_ahead: Whether tokens are fed to the next step on the device.
+        pooler: Makes vectors of prompts; None if the model makes none.
+        speculator: The source of drafts; None if there are none.
         images: Puts in the images of prompts; None if the model takes none.
-        runs_ahead: As `ExecutorCore.runs_ahead`.
+        graphs: Recorded decode steps; None if there are none.
     """
 
     runner: ModelRunner
     table: SequenceTable
     upload: Uploader
-    pooler: PromptPooler
     constraints: Constraints
     feed: TokenFeed
     unread: UnreadTokens
-    speculator: Speculator | None
     chooser: TokenChooser
-    images: SequenceImages | None
     runs_ahead: bool
+    pooler: PromptPooler | None = None
+    speculator: Speculator | None = None
+    images: SequenceImages | None = None
+    graphs: DecodeGraphs | None = None
+
+    def add(self, new: NewSequence) -> None:
+        """Add a sequence to the table.
+
+        Raises:
+            ValueError: It is inconsistent, or needs an adapter or a part that is not here.
+        """
+        self.table.add(new, self.runner.adapters.slot_of(new.info.adapter))
+        if new.parts and (media := PromptMedia.find(new.parts)) is not None:
+            if self.images is None:
+                raise ValueError(f"sequence {new.seq_id} has images, and the model takes none")
+            self.images.add(new, media.items)
 
     @torch.inference_mode()
-    def run(
-        self,
-        rows: IntArray,
-        num_tokens: IntArray,
-        num_drafts: IntArray | None,
-        graphs: DecodeGraphs | None,
-    ) -> StepOutputs:
-        """Run one step; arguments and errors as of `begin`."""
-        begun = self.begin(rows, num_tokens, num_drafts, graphs)
+    def run(self, step: LaunchedStep) -> StepOutputs:
+        """Run one step; errors as of `begin`."""
+        begun = self.begin(step)
         return begun if isinstance(begun, StepOutputs) else self.end(begun)
 
     @torch.inference_mode()
-    def begin(
-        self,
-        rows: IntArray,
-        num_tokens: IntArray,
-        num_drafts: IntArray | None,
-        graphs: DecodeGraphs | None,
-    ) -> StepOutputs | BegunStep:
-        """Start one step.
+    def begin(self, launched: LaunchedStep) -> StepOutputs | BegunStep:
+        """Start one step of at least one row.
 
-        Args:
-            rows: `[rows]`, of the table, at least one.
-            num_tokens: `[rows]`, tokens that each computes; 0 for a shared prefill, which samples
-                from the logits of the row before.
-            num_drafts: `[rows]`, drafted tokens that may be verified; None for none.
-            graphs: Recorded steps; None if there are none.
+        A row of 0 tokens is a shared prefill, which samples from the logits of the row before.
 
         Returns:
             The outputs, or what `end` makes them of.
@@ -201,12 +228,18 @@ class StepRunner:
                 shared prefill.
             ModelError: The model's output is broken.
         """
+        rows, num_tokens = launched.rows, launched.num_tokens
+        num_drafts: IntArray | None = None
+        if launched.num_drafts and self.speculator is not None:
+            num_drafts = np.array(launched.num_drafts, np.int64)[launched.runs]
         table = self.table
-        if num_drafts is not None or (table.adjusted[rows] | table.constrained[rows]).any():
+        constrained = table.constrained[rows].any()
+        if num_drafts is not None or constrained or table.adjusted[rows].any():
             # Penalties, masks and drafts depend on all earlier tokens.
             self.unread.write()
         ends = self._ends(rows, num_tokens)
         if self.runner.model.is_encoder:
+            assert self.pooler is not None, "encoders make vectors alone"
             pooled = self.pooler.encode(rows, num_tokens)
             table.num_computed[rows] = ends
             return StepOutputs(pooled=pooled)
@@ -214,12 +247,11 @@ class StepRunner:
         step = _Pass(rows, np.zeros_like(rows), table.num_computed[rows], num_tokens)
         drafts: StepDrafts | None = None
         if num_drafts is not None and self.speculator is not None:
-            limits = longest_drafts(table, rows, num_drafts, self.runner.cache.block_size)
-            limits[~samples | (num_tokens != 1)] = 0
-            drafts = self.speculator.begin(rows, num_tokens, limits)
+            num_drafts[~samples | (num_tokens != 1)] = 0
+            drafts = self.speculator.begin(rows, num_tokens, num_drafts)
             step, samples = _with_drafts(step, drafts), np.repeat(samples, drafts.counts + 1)
         places = Places(step.rows[samples], step.ahead[samples])
-        masks = self.constraints.begin(places)
+        masks = self.constraints.begin(places) if constrained or self.constraints.samples else None
         logits_of: IntArray | None = None
         if not num_tokens.all():
             step, samples, logits_of = _computing_rows(step, samples)
@@ -228,6 +260,7 @@ class StepRunner:
         plain = samples.all() and not num_scored.any() and (table.adapter[rows] < 0).all()
         if self.images is not None and self.images.in_step(rows, table.num_computed[rows]):
             plain = False
+        graphs = self.graphs
         if graphs and plain and len(step.rows) == len(rows) and graphs.fits(num_tokens):
             return StepOutputs(self._replay(graphs, rows, masks))
         inputs, last_token = self._inputs(step, samples, num_scored)
@@ -248,8 +281,10 @@ class StepRunner:
         begun.output.wait()
         step, places, masks, drafts = begun.step, begun.places, begun.masks, begun.drafts
         num_samples = int(begun.samples.sum())
-        scored = begun.output.logits[num_samples:]
-        prompts = self.chooser.score_prompts(scored, step.rows, step.starts, begun.num_scored)
+        prompts: tuple[PromptLogprobs, ...] = ()
+        if begun.num_scored.any():
+            scored = begun.output.logits[num_samples:]
+            prompts = self.chooser.score_prompts(scored, step.rows, step.starts, begun.num_scored)
         pooled: Pooled = ()
         if (states := begun.output.states) is not None:
             pooled = self._pool(step, begun.last_token, states)
@@ -296,6 +331,8 @@ class StepRunner:
 
     def _pool(self, step: _Pass, last_token: IntArray, states: Tensor) -> Pooled:
         """Return the vectors of prompts that end in a step; `states`: `[tokens, hidden]`."""
+        if self.pooler is None:
+            raise ValueError("the plan has a prompt to pool, and the model makes no vectors")
         versions = self.runner.adapters.versions(self.table.adapter[step.rows])
         ends = (last_token + 1).tolist()
         bounds = zip((last_token + 1 - step.num_tokens).tolist(), ends, strict=True)
@@ -345,6 +382,8 @@ class StepRunner:
         self, graphs: DecodeGraphs, rows: IntArray, masks: PendingMasks | None
     ) -> SampledRows:
         """Replay a step in which every row computes its last token and samples the next."""
+        from ..runner.graphs import DecodeStep
+
         table = self.table
         positions = table.num_computed[rows]
         width = int(positions.max()) // self.runner.cache.block_size + 1
@@ -389,7 +428,7 @@ class StepRunner:
             found = masks.result()
             unsure = np.zeros(len(places), np.bool_)
             unsure[found.places] = found.unsure
-        counts = accept(self.table, places, tokens.cpu().numpy(), unsure)
+        counts = self.speculator.accept(places, tokens.cpu().numpy(), unsure)
         firsts = np.flatnonzero(places.ahead == 0)
         rows, accepted = places.rows[firsts], np.add.reduceat(counts.astype(np.int64), firsts) - 1
         verified = self.speculator.verdicts(drafts, rows, accepted)
@@ -430,24 +469,6 @@ def _with_drafts(step: _Pass, drafts: StepDrafts) -> _Pass:
     """Add a row for each drafted token, behind the row of its sequence."""
     row, ahead = flatten_rows(np.zeros_like(step.rows), drafts.counts + 1)
     return _Pass(step.rows[row], ahead, step.starts[row] + ahead, step.num_tokens[row])
-
-
-def step_times(plan: StepPlan, runs: BoolArray, num_tokens: IntArray, changed_ns: int) -> StepTimes:
-    """Return a result's times, without drafted tokens.
-
-    Args:
-        plan: The plan.
-        runs: `[rows]` of the plan, which of them are computed.
-        num_tokens: Tokens that each of these computes.
-        changed_ns: As in StepTimes.
-    """
-    times = plan.times
-    first, held_ns, left = times.num_decodes, times.held_ns, times.left
-    if first == len(plan.seq_ids):
-        return StepTimes(0, num_tokens.size, (), held_ns, changed_ns, left)
-    others = zip(plan.seq_ids[first:], plan.num_tokens[first:], strict=True)
-    prefills = tuple(compress(others, runs[first:]))
-    return StepTimes(0, int(num_tokens.sum()), prefills, held_ns, changed_ns, left)
 
 
 def started_sequences(plan: StepPlan, executed_ns: int) -> tuple[StartedSequence, ...]:

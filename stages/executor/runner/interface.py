@@ -7,14 +7,14 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import torch
 from torch import Tensor, nn
 
 from ....config import EngineConfig, ModelError
-from .adapters.peft import AdapterLimits
+from .adapters.adapter import AdapterLimits
 from .adapters.table import NO_ADAPTER as NO_ADAPTER
 from .adapters.table import AdapterTable
 from .attention.backend import AttentionBackend
@@ -27,26 +27,26 @@ from .batch import order_rows as order_rows
 from .comparison import compare_with_transformers
 from .deterministic import Determinism
 from .device import trim
-from .encoder import encode
 from .fast_modules.modules import FastModules
 from .fixed_tiles import FixedTiles
 from .fixed_tiles import elementwise as elementwise
-from .graphs import DecodeGraphs as DecodeGraphs
-from .graphs import DecodeStep as DecodeStep
 from .inputs import InputBuilder, model_forward
 from .inputs import StepInputs as StepInputs
 from .kernels import cpu as cpu
-from .kv_cache import KVCache, count_slots
-from .leader import LeaderAdapters, LeaderCache
+from .kv_cache import KVCache as KVCache
+from .kv_cache import count_blocks as count_blocks
+from .kv_cache import count_slots as count_slots
 from .loaded_model import LoadedModel as LoadedModel
 from .media import MediaEmbeddings as MediaEmbeddings
 from .media import MediaEncoder as MediaEncoder
 from .media import MediaError as MediaError
 from .media import Positions as Positions
 from .model import load_model as load_model
-from .ranks.commands import Forward, Prepare, Reply
 from .ranks.pipelining import StepOutput as StepOutput
-from .ranks.processes import Ranks
+
+if TYPE_CHECKING:
+    from .ranks.commands import Reply
+    from .ranks.processes import Ranks
 
 
 class ModelRunner(msgspec.Struct, frozen=True, eq=False):
@@ -98,6 +98,8 @@ class ModelRunner(msgspec.Struct, frozen=True, eq=False):
             The output, to be waited for.
         """
         if self.ranks is not None:
+            from .ranks.commands import Forward
+
             assert inputs.source is not None
             slots = None if inputs.adapters is None else inputs.adapters.slots
             self.ranks.tell(Forward(*inputs.source, with_states, slots))
@@ -115,10 +117,14 @@ class ModelRunner(msgspec.Struct, frozen=True, eq=False):
 
     def encode(self, prompts: Sequence[IntArray], max_tokens: int) -> Iterator[tuple[int, Tensor]]:
         """As `encoder.encode`: the hidden states of whole prompts, by an encoder."""
+        from .encoder import encode
+
         return encode(self.model, prompts, max_tokens)
 
     def report(self) -> Reply:
         """Return what this rank uses."""
+        from .ranks.commands import Reply
+
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         return Reply(
             resident=peak if sys.platform == "darwin" else peak * 1024,
@@ -168,11 +174,16 @@ def make_runner(
     Raises:
         ModelError: The cache doesn't fit, or deterministic mode is required and impossible.
     """
+    make_cache: Callable[..., KVCache] = KVCache
+    make_table: Callable[..., AdapterTable] = AdapterTable
     if ranks is not None:
+        from .leader import LeaderAdapters, LeaderCache
+        from .ranks.commands import Prepare
+
+        make_cache, make_table = partial(LeaderCache, ranks), partial(LeaderAdapters, ranks=ranks)
         ranks.tell(Prepare(num_blocks))
     if ranks is None and backend is None and model.shards is None and model.generates:
         compare_with_transformers(config, model)
-    make_cache = KVCache if ranks is None else partial(LeaderCache, ranks)
     huge_pages = config.huge_pages == "auto"
     cache = make_cache(
         model,
@@ -210,7 +221,6 @@ def make_runner(
     if fast is not None:
         whole = determinism if fast.is_whole else None
         alone = partial(fast.active if whole is None else whole.in_tiles, alone=True)
-    make_table = AdapterTable if ranks is None else partial(LeaderAdapters, ranks=ranks)
     adapters = make_table(
         model,
         AdapterLimits(config.max_adapters, config.max_adapter_rank),

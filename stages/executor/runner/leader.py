@@ -11,40 +11,25 @@ import torch
 from torch import Tensor
 
 from ....config import AdapterError, EngineConfig, WeightsError
-from ....config.forks import begin_computing
-from .adapters.peft import Adapter, rank_of
+from .adapters.adapter import Adapter, rank_of
 from .adapters.table import AdapterTable
 from .comparison import compare_shards
 from .kv_cache import KVCache
 from .linear.method import LoraPair
 from .loaded_model import LoadedModel
 from .memory import ReplicaMemory
-from .model import load_model
-from .preloaded import take
 from .ranks import commands as do
 from .ranks.group import OneRank, RankError
 from .ranks.processes import Ranks
 from .sharded_model import load_sharded
 
 
-def load_ranks(config: EngineConfig) -> tuple[Ranks | None, LoadedModel]:
-    """Load the model of the settings; over several ranks, start the others, and load each one's
-    shard.
-
-    Returns:
-        The other ranks, None if there are none, and the model or rank 0's shard.
-
-    Raises:
-        ModelError: The model can't be loaded; or this is a fork of a process with an engine.
-        RankError: A rank has ended.
-    """
-    begin_computing()
-    if config.num_ranks == 1 and config.rank_invariant:
+def load_shards(config: EngineConfig) -> tuple[Ranks | None, LoadedModel]:
+    """As `load_ranks`, over several ranks or `rank_invariant`."""
+    if config.num_ranks == 1:
         model = load_sharded(config, OneRank())
         compare_shards(config, model, OneRank())
         return None, model
-    if config.num_ranks == 1:
-        return None, take(config) or load_model(config)
     threads = config.cpu_threads or max(_processors() // config.num_ranks, 1)
     torch.set_num_threads(threads)
     ranks = Ranks(config, threads)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 import torch
@@ -12,9 +12,11 @@ from transformers import PreTrainedConfig
 
 from .attention_options import AttentionOptions
 from .media import MediaEncoder
-from .ranks.pipelining import PipelineRank
 from .shards import ShardedWeights
 from .state.kinds import LayerState, StateTensor
+
+if TYPE_CHECKING:
+    from .ranks.pipelining import PipelineRank
 
 # Names in Transformers' configurations, the commonest first.
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")

@@ -46,6 +46,7 @@ from nano_inference.stages.batching.parts.tiers.tiers import KVTiers
 from nano_inference.store.board import LoadedAdapter
 
 from ...kv_router import Router
+from ...sections import read
 from .events import check_router
 from .index import check_index
 
@@ -97,7 +98,7 @@ class RuleExecutor:
         for seq_id in plan.finished:
             self.tokens.pop(seq_id)
             self.done.discard(seq_id)
-        if "kv_cache" in plan.release:
+        if "kv_cache" in read(plan).release:
             assert not plan.seq_ids
             self.slots = [[-1] * self.block_size for _ in self.slots]
         for new in plan.new:
@@ -109,7 +110,7 @@ class RuleExecutor:
             self.generated[new.seq_id] = new.num_generated
         for seq_id, blocks in plan.grown:
             self.tables[seq_id].extend(blocks)
-        for move in plan.kv_moves:
+        for move in read(plan).kv_moves:
             self._move(move)
         for source, destination in plan.copies:
             self.slots[destination] = list(self.slots[source])
@@ -125,7 +126,7 @@ class RuleExecutor:
                 rows += row
             elif row:
                 pooled.append(PooledPrompt(seq_id, b""))
-        for move in plan.kv_offers:
+        for move in read(plan).kv_offers:
             self._move(move)
         seq_ids, tokens, reasons = zip(*rows, strict=True) if rows else ((), (), ())
         return StepResult(
@@ -383,7 +384,7 @@ class FakeReplica:
 
     def absorb(self, plan: StepPlan, result: StepResult) -> None:
         """Apply a result, and send the first tokens that other replicas wait for."""
-        summary = result.summary(*HandoversResult.of(plan.handovers, result))
+        summary = result.summary(*HandoversResult.of(read(plan).handovers, result))
         self.first_tokens += first_tokens(plan, summary)
         self.core.absorb(summary)
 

@@ -18,6 +18,7 @@ from nano_inference.bus.steps import NewSequence, StepPlan, StepResult
 from nano_inference.stages.batching.parts.images.keys import KeyIds, is_image_key, place
 from nano_inference.stages.batching.schedule import MAX_SCORED_TOKENS
 
+from ...sections import read
 from .replica import CACHE_TYPES, CacheType, FakeReplica, RuleExecutor, expected
 
 PLACEHOLDER = 49
@@ -63,16 +64,16 @@ class ImageExecutor(RuleExecutor):
         self.encoded: list[str] = []
 
     def execute(self, plan: StepPlan) -> StepResult:
-        if plan.weight_version or plan.release:
+        if read(plan).weight_version or read(plan).release:
             self.embeddings.clear()
-        for key in plan.forgotten_images:
+        for key in read(plan).forgotten_images:
             del self.embeddings[key]
-        for item in plan.encodes:
+        for item in read(plan).encodes:
             assert item.key not in self.embeddings, "it is encoded twice"
             self.embeddings[item.key] = item.num_tokens
             self.encoded.append(item.id)
-        budget = sum(item.num_tokens for item in plan.encodes)
-        assert budget <= self.capacity.max_tokens or len(plan.encodes) == 1
+        budget = sum(item.num_tokens for item in read(plan).encodes)
+        assert budget <= self.capacity.max_tokens or len(read(plan).encodes) == 1
         assert sum(self.embeddings.values()) <= self.capacity.cache_tokens
         new = {each.seq_id: each for each in plan.new}
         for seq_id, count in zip(plan.seq_ids, plan.num_tokens, strict=True):
@@ -196,7 +197,7 @@ def test_an_image_beyond_the_budget_waits_for_the_next_step() -> None:
     replica.ask([4, 5], 2)
     replica.plan()
     first = replica.log[0]
-    assert [item.id for item in first.encodes] == ["b"]
+    assert [item.id for item in read(first).encodes] == ["b"]
     assert dict(zip(first.seq_ids, first.num_tokens, strict=True)) == {1: 7, 2: 2}
     replica.run()
     replica.check_answers()

@@ -6,6 +6,7 @@ import pytest
 
 from nano_inference.bus.control import Cancel
 
+from ...sections import read
 from .replica import CacheType, FakeReplica, expected
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
@@ -38,7 +39,7 @@ def test_the_kv_cache_is_released_after_all_plans_and_computed_again(
     replica.change_memory(("kv_cache",), ("kv_cache",))
     assert not replica.plan(), "plans are in flight"
     replica.run()
-    assert replica.log[-1].release == ("kv_cache",)
+    assert read(replica.log[-1]).release == ("kv_cache",)
     assert set(replica.log[-1].finished) == {1, 2, 3}
     load = replica.core.load()
     assert (load["running"], load["waiting"]) == (0, 4)
@@ -52,7 +53,7 @@ def test_the_kv_cache_is_released_after_all_plans_and_computed_again(
 def test_releasing_weights_keeps_kv(replica: FakeReplica) -> None:
     replica.change_memory(("weights",), ("weights",))
     replica.run()
-    assert replica.log[-1].release == ("weights",)
+    assert read(replica.log[-1]).release == ("weights",)
     assert (replica.core.load()["running"], replica.log[-1].finished) == (3, ())
     started = len([new for plan in replica.log for new in plan.new])
     replica.change_weights(1, "keep")
@@ -68,7 +69,7 @@ def test_no_step_is_planned_until_weights_arrive(replica: FakeReplica) -> None:
     assert not replica.plan()
     replica.change_weights(1, "keep")
     replica.run()
-    assert [plan.weight_version for plan in replica.log].count(1) == 1
+    assert [read(plan).weight_version for plan in replica.log].count(1) == 1
     check_outputs(replica)
 
 
@@ -78,7 +79,7 @@ def test_new_weights_do_not_resume_the_kv_cache(replica: FakeReplica) -> None:
     replica.change_memory(BOTH, ())
     replica.change_weights(1, "keep")
     replica.run()
-    assert replica.log[-1].weight_version == 1
+    assert read(replica.log[-1]).weight_version == 1
     assert replica.core.lacks == ("kv_cache",)
     replica.change_memory((), ())
     replica.run()

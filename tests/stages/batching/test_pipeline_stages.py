@@ -6,6 +6,7 @@ from collections import Counter
 
 import pytest
 
+from ...sections import read
 from .replica import CACHE_TYPES, CacheType, FakeReplica, expected
 from .test_core import cancel
 
@@ -121,12 +122,12 @@ def test_new_weights_come_between_two_plans(in_flight: str) -> None:
     fill(replica)
     if in_flight == "keep":
         # The change itself needs no sequence, and goes ahead of those in flight.
-        assert [plan.weight_version for plan in replica.plans] == [0, 0, 1]
+        assert [read(plan).weight_version for plan in replica.plans] == [0, 0, 1]
         assert replica.plans[-1].seq_ids == ()
     else:
         assert len(replica.plans) == 2
     replica.run()
-    assert [plan.weight_version for plan in replica.log].count(1) == 1
+    assert [read(plan).weight_version for plan in replica.log].count(1) == 1
     assert replica.outputs == {i: expected([i] * 3, 12) for i in range(4)}
 
 

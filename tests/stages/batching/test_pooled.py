@@ -9,6 +9,7 @@ import pytest
 from nano_inference.bus.pooling import Pooling
 from nano_inference.store.board import LoadedAdapter
 
+from ...sections import read
 from .replica import CacheType, FakeReplica, expected, reported
 
 MEAN = Pooling("mean", True, 4)
@@ -96,7 +97,7 @@ def test_new_weights_restart_pooled_prompts_alone() -> None:
     replica.check()
     assert 0 < begun < 30
     assert sum(rows_of(replica, 2)) == begun + 30
-    (changed,) = [plan for plan in replica.log if plan.weight_version]
+    (changed,) = [plan for plan in replica.log if read(plan).weight_version]
     assert changed.finished == (2,)
     assert replica.outputs[1] == expected([1, 2, 3], 30)
 
@@ -116,7 +117,7 @@ def test_new_adapter_weights_restart_its_pooled_prompts_alone() -> None:
     replica.check()
     assert begun > 0
     assert [sum(rows_of(replica, seq_id)) for seq_id in (2, 3)] == [begun + 30, 30]
-    (changed,) = [plan for plan in replica.log if plan.adapters]
-    assert (changed.adapters, changed.finished) == ((("a", 2),), (2,))
+    (changed,) = [plan for plan in replica.log if read(plan).adapters]
+    assert (read(changed).adapters, changed.finished) == ((("a", 2),), (2,))
     assert replica.outputs[1] == expected([1, 2], 30)
     assert sorted(replica.pooled) == [2, 3]

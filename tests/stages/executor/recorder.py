@@ -11,6 +11,7 @@ from torch.utils._pytree import tree_leaves
 
 from nano_inference.config import EngineConfig
 from nano_inference.stages.executor import ExecutorCore, LoadedModel
+from nano_inference.stages.executor.parts.graphs import Graphs
 from nano_inference.stages.executor.runner.attention.paged import PagedBackend
 from nano_inference.stages.executor.runner.attention_options import AttentionOptions
 from nano_inference.stages.executor.runner.batch import DecodeRows
@@ -69,7 +70,7 @@ def core_as_on_cuda(config: EngineConfig, model: LoadedModel, *, graphs: bool) -
     backend = PagedBackend(model, config.block_size, PlainPagedAttention)
     core = ExecutorCore(config, model=model, backend=backend, runs_ahead=True)
     if graphs:
-        core.record_graphs(OperationRecorder())
+        core.use(Graphs(core.state, OperationRecorder()))
     return core
 
 

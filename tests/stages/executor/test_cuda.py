@@ -11,6 +11,7 @@ import torch
 
 from nano_inference.config import EngineConfig, SamplingParams
 from nano_inference.stages.executor import ExecutorCore, LoadedModel, wrap_model
+from nano_inference.stages.executor.parts.weights import WeightChanges
 
 from .models import ARCHITECTURES, make_model
 from .plans import PROMPT, Generation, new_sequence, step_plan
@@ -72,8 +73,8 @@ def test_the_tokens_are_those_of_the_cpu(name: str) -> None:
         assert [each.token_ids for each in found] == [each.token_ids for each in cpu]
         for ours, other in zip(found, cpu, strict=True):
             assert ours.logprobs == pytest.approx(other.logprobs, abs=1e-3)
-        if graphs and core.graphs is not None:
-            assert sum(core.graphs.replays.values()) > 10
+        if graphs and core.state.steps.graphs is not None:
+            assert sum(core.state.steps.graphs.replays.values()) > 10
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -115,7 +116,7 @@ def test_new_weights_reach_the_recorded_steps() -> None:
     core = make_core(on_cuda("qwen2"))
     run(core)
     other = make_model("qwen2", seed=1, head_dim=32)
-    core.weights.sync_blocking(other.state_dict())
+    core.part(WeightChanges).manager.sync_blocking(other.state_dict())
     core.reset()
     fresh = make_core(wrap_model(copy.deepcopy(other).to("cuda"), 64))
     assert [each.token_ids for each in run(core)] == [each.token_ids for each in run(fresh)]

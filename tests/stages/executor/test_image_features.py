@@ -15,6 +15,10 @@ from nano_inference.bus.parts.images import ImagesResult
 from nano_inference.config import AdapterError, EngineConfig, ModelError
 from nano_inference.stages.executor import ExecutorCore, wrap_model
 from nano_inference.stages.executor.driver.speculation.speculator import Speculator
+from nano_inference.stages.executor.parts.images import Images
+from nano_inference.stages.executor.parts.memory import MemoryRelease
+from nano_inference.stages.executor.parts.speculation import Speculation
+from nano_inference.stages.executor.parts.weights import WeightChanges
 from nano_inference.stages.executor.runner.adapters.peft import AdapterLimits, adapter_of
 from nano_inference.stages.executor.runner.ranks.group import OneRank
 from nano_inference.stages.executor.runner.sharded_model import load_sharded
@@ -50,7 +54,7 @@ def test_new_weights_encode_images_again(name: str) -> None:
     lane = image_lane(world, block_size=4)
     lane.run([prompt], NEW_TOKENS)
     changed = World(name, model=make_vision_model(name, seed=1))
-    lane.core.weights.sync_blocking(changed.model.state_dict(), 1)
+    lane.core.part(WeightChanges).manager.sync_blocking(changed.model.state_dict(), 1)
     lane.batching.change_weights(1, "keep")
     assert lane.run([prompt], NEW_TOKENS) == [changed.generate(prompt, NEW_TOKENS)]
     assert len(lane.encoded) == 1
@@ -62,12 +66,12 @@ def test_released_memory_drops_embeddings() -> None:
     lane = image_lane(world, block_size=4)
     expected = lane.run([prompt], NEW_TOKENS)
     core = lane.core
-    assert core.images is not None
-    core.memory.begin_release(["kv_cache"])
-    lane.batching.change_memory(core.memory.lacks, ("kv_cache",))
+    assert core.part(Images).of_sequences is not None
+    core.part(MemoryRelease).memory.begin_release(["kv_cache"])
+    lane.batching.change_memory(core.part(MemoryRelease).memory.lacks, ("kv_cache",))
     lane.finish()
-    assert not core.images.embeddings._kept
-    core.resume_memory(["kv_cache"])
+    assert not core.part(Images).of_sequences.embeddings._kept
+    core.part(MemoryRelease).resume(["kv_cache"])
     lane.batching.change_memory((), ())
     assert lane.run([prompt], NEW_TOKENS) == expected
     assert len(lane.encoded) == 1
@@ -86,7 +90,7 @@ def test_drafts_change_no_token(name: str, right: float) -> None:
     core = lane.core
     source = MadeUpDrafts({1: expected.token_ids}, right, core.model.vocab_size)
     speculator = Speculator(core._table, core.constraints, [source], VerifyAll())
-    core._speculator = core._steps.speculator = speculator
+    core.part(Speculation).use(speculator)
     assert lane.run([prompt], NEW_TOKENS) == [expected]
     drafts = [draft for result in lane.results for draft in drafts_of(result)]
     assert drafts
@@ -102,8 +106,8 @@ def test_recorded_steps_have_the_positions_behind_images() -> None:
     lane = ImageLane(config, core, world)
     expected = [world.generate(prompt, NEW_TOKENS) for prompt in prompts]
     assert lane.run(prompts, NEW_TOKENS) == expected
-    assert core.graphs is not None
-    assert sum(core.graphs.replays.values()) == NEW_TOKENS - 1
+    assert core.state.steps.graphs is not None
+    assert sum(core.state.steps.graphs.replays.values()) == NEW_TOKENS - 1
 
 
 @pytest.mark.parametrize("name", ["llava", in_soak("qwen2_vl")])
@@ -114,7 +118,7 @@ def test_adapters_of_the_language_part(name: str) -> None:
     core = lane.core
     made = make_adapter(world.model, 1, target_modules=r".*language_model.*\.(q_proj|up_proj)")
     put_adapter(core, made)
-    lane.batching.set_adapters(core.adapters.describe())
+    lane.batching.set_adapters(core.runner.adapters.describe())
     adapted = World(name, model=merged(made))
     assert lane.run([prompt], NEW_TOKENS) != lane.run([prompt], NEW_TOKENS, adapter="a")
     lane.batching.cache.flush()
@@ -127,7 +131,7 @@ def test_adapters_of_the_language_part(name: str) -> None:
 
 def put_adapter(core: ExecutorCore, made: Any) -> None:
     tensors, config = get_peft_model_state_dict(made), made.peft_config["default"].to_dict()
-    core.adapters.put(adapter_of("a", 1, tensors, config, core.model, AdapterLimits()))
+    core.runner.adapters.put(adapter_of("a", 1, tensors, config, core.model, AdapterLimits()))
 
 
 # --- deterministic mode -----------------------------------------------------------------------

@@ -22,8 +22,10 @@ from nano_inference.media import decode_process
 from nano_inference.media.decode_process import features_of
 from nano_inference.stages.executor import ExecutorCore, LoadedModel, wrap_model
 from nano_inference.stages.executor.driver.step import LaunchedStep
+from nano_inference.stages.executor.parts.images import Images
 from nano_inference.store.images import StoredImage
 
+from ...sections import read
 from .lane import StepLane
 from .report import MAX_DIFFERENCE
 from .vision_models import (
@@ -207,8 +209,8 @@ class ImageLane(StepLane):
         self.cached: dict[int, int] = {}
 
     def begin(self, plan: StepPlan) -> LaunchedStep | StepResult:
-        run = self.core.launch if self.core.runs_ahead else self.core.execute
-        return run(plan, self._world.images)
+        self.core.part(Images).give(self._world.images)
+        return super().begin(plan)
 
     def run(
         self,
@@ -257,7 +259,7 @@ class ImageLane(StepLane):
     @property
     def encoded(self) -> list[str]:
         """Ids of the images that the last run encoded, in order."""
-        return [item.id for plan in self.plans for item in plan.encodes]
+        return [item.id for plan in self.plans for item in read(plan).encodes]
 
 
 def image_lane(world: World, model: LoadedModel | None = None, **settings: Any) -> ImageLane:

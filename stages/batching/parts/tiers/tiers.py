@@ -18,7 +18,7 @@ import xxhash
 from .....bus.control import AuditedBlock, TierCapacity, TiersChanged
 from .....bus.kv_events import DISK, HOST, Medium
 from .....bus.messages import CacheScope, RemoteBlocks
-from .....bus.parts.tiers import TiersPlan
+from .....bus.parts.tiers import moves_of
 from .....bus.steps import KVMove, StepPlan
 from .eviction import POLICIES
 
@@ -454,8 +454,7 @@ class KVTiers:
         for seq_id in [*self._offers]:
             self.release_offer(seq_id)
         for plan in plans:
-            found = TiersPlan.find(plan.parts) or TiersPlan()
-            for move in (*found.moves, *found.offers):
+            for move in moves_of(plan.parts):
                 if (
                     move.kind in ("store", "offer")
                     and move.block_id >= 0

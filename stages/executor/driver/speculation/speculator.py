@@ -101,8 +101,9 @@ class Speculator:
         Args:
             rows: `[rows]`, all rows of the step, of the table.
             num_tokens: `[rows]`, tokens that each computes anyway.
-            limits: `[rows]`, the most drafted tokens of each; 0 for none.
+            limits: `[rows]`, the most drafted tokens of each that the plan allows; 0 for none.
         """
+        limits = self._limits(rows, limits)
         if (asked := self._asked) is not None:
             self.control.spent(asked.num_rows, asked.seconds, asked.num_accepted)
             self._asked = None
@@ -147,6 +148,34 @@ class Speculator:
         asking_s = (time.thread_time_ns() - begin_ns) * 1e-9
         self._asked = _AskedDrafts(len(contexts), max(asking_s - self._asking_model_s, 0.0))
         return StepDrafts(counts, verified, proposed)
+
+    def accept(self, places: Places, tokens: IntArray, unsure: BoolArray | None) -> BoolArray:
+        """Return which places count, `[places]`: those that sampling without drafts would reach.
+
+        The first place of each row counts, and each place after a counting one whose sampled token
+        is the drafted one and does not end the sequence.
+
+        Args:
+            places: The places of one row follow one another, in order.
+            tokens: `[places]`, the sampled tokens.
+            unsure: `[places]`, where a grammar's mask after drafted tokens is unknown; None for
+                none.
+        """
+        table = self.table
+        counts: BoolArray = places.ahead == 0
+        behind = np.flatnonzero(~counts)
+        if not behind.size:
+            return counts
+        before = behind - 1
+        rows, drafted = places.rows[behind], places.ahead[behind] - 1
+        holds = tokens[before] == table.tokens[rows, table.num_known[rows] + drafted]
+        holds &= ~table.is_last(places[before])
+        if unsure is not None:
+            holds &= ~unsure[behind]
+        for place, row, held in zip(behind.tolist(), rows.tolist(), holds.tolist(), strict=True):
+            goes_on = held and counts[place - 1]
+            counts[place] = goes_on and int(tokens[place - 1]) not in table.stop_ids[row]
+        return counts
 
     def verdicts(
         self, step: StepDrafts, rows: IntArray, num_accepted: IntArray
@@ -215,6 +244,16 @@ class Speculator:
     @property
     def _all_sources(self) -> list[DraftSource]:
         return [*self.sources, *filter(None, (self.draft_model,))]
+
+    def _limits(self, rows: IntArray, allowed: IntArray) -> IntArray:
+        """Return the most drafted tokens of each row, `[rows]`: as allowed, as its blocks have
+        room, and as its sequence may go on."""
+        table = self.table
+        known = table.num_known[rows]
+        room = table.num_blocks[rows] * table.block_size - known
+        left = table.max_tokens[rows] - table.num_generated[rows] - 1
+        limits: IntArray = np.minimum(np.minimum(allowed, room), left)
+        return np.maximum(limits, 0)
 
     def _is_of_model(self, draft: Draft | VerifiedDraft) -> bool:
         return self.draft_model is not None and draft.source == self.draft_model.name
@@ -287,54 +326,6 @@ def _cut(draft: Draft, length: int) -> Draft:
     if length == len(draft.tokens):
         return draft
     return Draft(draft.tokens[:length], draft.likelihoods[:length], draft.source)
-
-
-def longest_drafts(
-    table: SequenceTable, rows: IntArray, num_drafts: IntArray, block_size: int
-) -> IntArray:
-    """Return the most drafted tokens of each row, `[rows]`.
-
-    Args:
-        table: The sequences.
-        rows: `[rows]`, which compute their last known token.
-        num_drafts: `[rows]`, the plan's limits.
-        block_size: Of the KV cache.
-    """
-    known = table.num_known[rows]
-    room = table.num_blocks[rows] * block_size - known
-    left = table.max_tokens[rows] - table.num_generated[rows] - 1
-    limits: IntArray = np.minimum(np.minimum(num_drafts, room), left)
-    return np.maximum(limits, 0)
-
-
-def accept(
-    table: SequenceTable, places: Places, tokens: IntArray, unsure: BoolArray | None
-) -> BoolArray:
-    """Return which places count, `[places]`: those that sampling without drafts would reach.
-
-    The first place of each row counts, and each place behind a counting one whose sampled token is
-    the drafted one and does not end the sequence.
-
-    Args:
-        table: The sequences, with drafted tokens behind the known ones.
-        places: The places of one row follow one another, in order.
-        tokens: `[places]`, the sampled tokens.
-        unsure: `[places]`, where a grammar's mask behind drafted tokens is unknown; None for none.
-    """
-    counts: BoolArray = places.ahead == 0
-    behind = np.flatnonzero(~counts)
-    if not behind.size:
-        return counts
-    before = behind - 1
-    rows, drafted = places.rows[behind], places.ahead[behind] - 1
-    holds = tokens[before] == table.tokens[rows, table.num_known[rows] + drafted]
-    holds &= ~table.is_last(places[before])
-    if unsure is not None:
-        holds &= ~unsure[behind]
-    for place, row, held in zip(behind.tolist(), rows.tolist(), holds.tolist(), strict=True):
-        goes_on = held and counts[place - 1]
-        counts[place] = goes_on and int(tokens[place - 1]) not in table.stop_ids[row]
-    return counts
 
 
 def make_sources(

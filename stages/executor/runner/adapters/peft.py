@@ -11,9 +11,8 @@ import math
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 import torch
@@ -26,6 +25,9 @@ from ..linear.method import LinearMethod, LoraPair
 from ..loaded_model import LoadedModel
 from ..weights.checks import LARGEST_VERSION, WeightLimits, check_stored
 from ..weights.transports.folder import opened, read_folder, readable, stamp_of
+from .adapter import Adapter as Adapter
+from .adapter import AdapterLimits as AdapterLimits
+from .adapter import rank_of as rank_of
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
@@ -38,39 +40,6 @@ _TENSOR = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_(A|B)(?:\.default)?\.w
 _PLAIN_PATTERN = re.compile(r"\^?[\w.-]+\$?")
 _OTHER_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 """Initialisations that also change the base weights."""
-
-
-class AdapterLimits(NamedTuple):
-    """`engine.max_adapters` and `engine.max_adapter_rank`."""
-
-    adapters: int = 32
-    rank: int = 256
-
-
-@dataclass(frozen=True)
-class Adapter:
-    """An adapter that fits the model, in its dtype and on its device.
-
-    Attributes:
-        id: Its name in requests.
-        version: Of its weights; rises with every change of this id.
-        rank: The largest rank of its layers.
-        pairs: By module name: as read, those of the whole model; in an AdapterTable, this rank's.
-        folder: The folder it was read from; "" if it can't be read again.
-        stamp: Of the folder's files.
-    """
-
-    id: str
-    version: int
-    rank: int
-    pairs: Mapping[str, LoraPair]
-    folder: str = ""
-    stamp: str = ""
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of its tensors."""
-        return sum(tensor.nbytes for pair in self.pairs.values() for tensor in pair)
 
 
 _UNSUPPORTED = (
@@ -352,11 +321,6 @@ def _pair(
             code="adapter_not_finite",
         )
     return pair
-
-
-def rank_of(pairs: Mapping[str, LoraPair]) -> int:
-    """Return the largest rank of an adapter's layers."""
-    return max(pair.a.shape[0] for pair in pairs.values())
 
 
 def _linears(model: LoadedModel) -> dict[str, LinearMethod]:

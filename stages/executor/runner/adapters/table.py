@@ -25,7 +25,7 @@ from ..linear.choose import method_of
 from ..linear.method import LinearMethod, LoraPair
 from ..loaded_model import LoadedModel
 from ..shards import Box
-from .peft import Adapter, AdapterLimits
+from .adapter import Adapter, AdapterLimits
 
 MOST_TOGETHER = 512
 """The largest total rank for which all adapters are computed together."""

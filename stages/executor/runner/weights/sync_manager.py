@@ -63,7 +63,6 @@ class WeightSyncManager:
         self.empty = False
         self.lost = ""
         self.refused: WeightsError | None = None
-        self._stuck: WeightsError | None = None
         self._closed = False
         self._module = module
         self._write_everywhere = write
@@ -229,24 +228,16 @@ class WeightSyncManager:
         weights before.
 
         Raises:
-            WeightsError: No weights are in place, so neither this plan nor, until `start_over`,
-                any later one can run.
+            WeightsError: No weights are in place, so no plan can run.
         """
-        if self._stuck is not None:
-            raise self._stuck
         if version <= self.version:
             return
         try:
             self.maybe_finish_sync()
         except WeightsError as error:
             if self.empty:
-                self._stuck = error
                 raise
             self.refused = error
-
-    def start_over(self) -> None:
-        """Accept plans again, independent of earlier ones."""
-        self._stuck = None
 
     def take_refused(self) -> WeightsError | None:
         """Return why the last plan's weights were dropped, once; None if they were not."""

@@ -12,6 +12,8 @@ import torch
 from nano_inference.config import EngineConfig, SamplingParams
 from nano_inference.stages.executor import ExecutorCore, LoadedModel, wrap_model
 from nano_inference.stages.executor.driver.sampled import TokenFeed, placeholders
+from nano_inference.stages.executor.parts.graphs import Graphs
+from nano_inference.stages.executor.parts.weights import WeightChanges
 from nano_inference.stages.executor.runner.graphs import DecodeStep, batch_buckets, pack_step
 
 from ....soaking import in_soak
@@ -30,8 +32,8 @@ def make_core(model: LoadedModel, *, graphs: bool, **settings: Any) -> ExecutorC
 
 
 def replays(core: ExecutorCore) -> int:
-    assert core.graphs is not None
-    return sum(core.graphs.replays.values())
+    assert core.state.steps.graphs is not None
+    return sum(core.state.steps.graphs.replays.values())
 
 
 def mixed(count: int, **changes: Any) -> list[Generation]:
@@ -124,8 +126,8 @@ def test_replayed_steps_equal_ordinary_steps(name: str) -> None:
     expected = run(ExecutorCore(CONFIG, model=model), mixed(7))
     assert_same(run(core, mixed(7)), expected)
     assert replays(core) > 10
-    assert core.graphs is not None
-    assert sum(count > 0 for count in core.graphs.replays.values()) >= 3
+    assert core.state.steps.graphs is not None
+    assert sum(count > 0 for count in core.state.steps.graphs.replays.values()) >= 3
 
 
 def test_every_bucket_is_recorded_once_and_the_largest_first(model: LoadedModel) -> None:
@@ -138,7 +140,7 @@ def test_every_bucket_is_recorded_once_and_the_largest_first(model: LoadedModel)
         sizes.append(len(step()[0]))
         return replay
 
-    core.record_graphs(capture)
+    core.use(Graphs(core.state, capture))
     assert sizes == [12, 8, 4, 2, 1]
     run(core, mixed(5))
     assert recorder.recorded == len(sizes)
@@ -165,8 +167,8 @@ def test_padding_writes_to_no_sequence_s_blocks(model: LoadedModel) -> None:
     core.execute(step_plan(new=tuple(new), rows={0: 9, 1: 9, 2: 9}))
     before = [keys.clone() for keys in core.cache.keys]
     core.execute(step_plan(rows={0: 1, 1: 1, 2: 1}))
-    assert core.graphs is not None
-    assert core.graphs.replays[4] == 1
+    assert core.state.steps.graphs is not None
+    assert core.state.steps.graphs.replays[4] == 1
     written = {0, 1, 2}
     for keys, old in zip(core.cache.keys, before, strict=True):
         changed = (keys != old).flatten(2).any(-1).nonzero().tolist()
@@ -203,7 +205,7 @@ def test_new_weights_reach_the_recorded_steps() -> None:
     core = make_core(model, graphs=True)
     other = make_model("qwen2", seed=1)
     run(core, mixed(3))
-    core.weights.sync_blocking(other.state_dict())
+    core.part(WeightChanges).manager.sync_blocking(other.state_dict())
     core.reset()
     before = replays(core)
     expected = run(ExecutorCore(CONFIG, model=wrap_model(copy.deepcopy(other), 64)), mixed(3))
@@ -213,12 +215,12 @@ def test_new_weights_reach_the_recorded_steps() -> None:
 
 def test_more_sequences_than_settings_allow_are_recorded_for_again(model: LoadedModel) -> None:
     core = make_core(model, graphs=True, max_batch_size=2)
-    first = core.graphs
+    first = core.state.steps.graphs
     short = SamplingParams(max_tokens=2)
     many, plain = ([Generation(i, PROMPT[:2], short, seed=i) for i in range(20)] for _ in range(2))
     Planner(ExecutorCore(CONFIG, model=model)).run(plain)
     Planner(core).run(many)
-    assert core.graphs is not first
+    assert core.state.steps.graphs is not first
     assert_same(many, plain)
     core.reset()
     one = Generation(50, PROMPT, SAMPLED, seed=3)
@@ -236,7 +238,7 @@ def test_a_step_that_waits_for_the_device_can_t_be_recorded() -> None:
     model = wrap_model(module, 64)
     core = make_core(model, graphs=False)
     with pytest.raises(RuntimeError, match="can't be recorded"):
-        core.record_graphs(OperationRecorder())
-    assert core.graphs is None
+        core.use(Graphs(core.state, OperationRecorder()))
+    assert core.state.steps.graphs is None
     assert core.off.get("graphs", "")
     assert_same(run(core, mixed(3)), run(ExecutorCore(CONFIG, model=model), mixed(3)))

@@ -12,6 +12,8 @@ from torch import Tensor
 
 from nano_inference.config import EngineConfig, SamplingParams, WeightsError
 from nano_inference.stages.executor import ExecutorCore, wrap_model
+from nano_inference.stages.executor.parts.memory import MemoryRelease
+from nano_inference.stages.executor.parts.weights import WeightChanges
 from nano_inference.stages.executor.runner import memory
 from nano_inference.stages.executor.runner.system_memory import why_no_huge_pages
 
@@ -49,7 +51,7 @@ def generate(core: ExecutorCore) -> list[list[int]]:
 
 
 def release(core: ExecutorCore, *tags: str) -> None:
-    core.memory.begin_release(tags)
+    core.part(MemoryRelease).memory.begin_release(tags)
     core.execute(step_plan(release=tags))
 
 
@@ -92,15 +94,15 @@ def test_afterwards_all_is_as_before(name: str, how: str) -> None:
         # Otherwise the allocator might return the same addresses.
         kept += [torch.full_like(tensor, torch.nan) for tensor in state.values()]
         kept += [torch.full(keys.shape, torch.nan, dtype=keys.dtype) for keys in core.cache.keys]
-        core.resume_memory(BOTH)
+        core.part(MemoryRelease).resume(BOTH)
         kept += [tensor.clone() for tensor in state.values()]
         if "weights" in tags:
-            core.weights.sync_blocking(state)
+            core.part(WeightChanges).manager.sync_blocking(state)
         assert generate(core) == before
     core.execute(step_plan(release=BOTH))  # planned twice: it comes late, and does nothing
-    assert (core.graphs is not None) == (how == "graphs")
-    if core.graphs is not None:
-        assert sum(core.graphs.replays.values()) > 5
+    assert (core.state.steps.graphs is not None) == (how == "graphs")
+    if core.state.steps.graphs is not None:
+        assert sum(core.state.steps.graphs.replays.values()) > 5
     if kernels:
         assert core.off.get("kernels", "") == ""
 
@@ -115,13 +117,13 @@ def test_the_process_holds_less(tag: str) -> None:
     tensors = [*core.cache.keys, *core.cache.values]
     core.cache.clear()  # which touches all pages
     if tag == "weights":
-        tensors = core.weights.parameters()
+        tensors = core.part(WeightChanges).manager.parameters()
     size = sum(tensor.nbytes for tensor in tensors)
     assert size > 70 * MIB
     before = resident_bytes()
     release(core, tag)
     assert before - resident_bytes() > 0.9 * size
-    core.resume_memory((tag,))
+    core.part(MemoryRelease).resume((tag,))
     assert sum(tensor.untyped_storage().nbytes() for tensor in tensors) == size
 
 
@@ -135,47 +137,47 @@ def test_no_step_runs_while_memory_is_released(core: ExecutorCore) -> None:
         with pytest.raises(ValueError, match="lacks"):
             core.execute(step)
         core.reset()
-        core.resume_memory((tag,))
+        core.part(MemoryRelease).resume((tag,))
         if tag == "weights":
             assert core.capacity().lacks == ("weights",), "they hold nothing"
             with pytest.raises(ValueError, match="lacks"):
                 core.execute(step)
             core.reset()
-            core.weights.sync_blocking(state)
+            core.part(WeightChanges).manager.sync_blocking(state)
         assert core.capacity().lacks == ()
         assert core.execute(step).token_ids
         core.reset()
 
 
 def test_steps_planned_before_a_release_still_run(core: ExecutorCore) -> None:
-    core.memory.begin_release(BOTH)
+    core.part(MemoryRelease).memory.begin_release(BOTH)
     assert core.capacity().lacks == BOTH
     new = new_sequence(1, [1, 2, 3], [0], GREEDY)
     assert core.execute(step_plan(new=(new,), rows={1: 3})).token_ids
     core.execute(step_plan(release=BOTH))
-    assert not core.memory.runs
+    assert not core.part(MemoryRelease).memory.runs
 
 
 def test_a_cancelled_release_keeps_all_memory(core: ExecutorCore) -> None:
     """A late plan of it has no effect."""
     before = generate(core)
-    core.memory.begin_release(BOTH)
-    core.resume_memory(BOTH)
+    core.part(MemoryRelease).memory.begin_release(BOTH)
+    core.part(MemoryRelease).resume(BOTH)
     core.execute(step_plan(release=BOTH))
     assert core.capacity().lacks == ()
     assert generate(core) == before
-    assert core.weights.sync_blocking(state_of(core)) == 1
+    assert core.part(WeightChanges).manager.sync_blocking(state_of(core)) == 1
 
 
 def test_repeated_releases_and_resumes_are_idempotent(core: ExecutorCore) -> None:
     before, state = generate(core), state_of(core)
-    core.resume_memory(BOTH)
+    core.part(MemoryRelease).resume(BOTH)
     for _ in range(2):
         release(core, *BOTH)
-        assert not core.memory.pending
+        assert not core.part(MemoryRelease).memory.pending
     for _ in range(2):
-        core.resume_memory(BOTH)
-    core.weights.sync_blocking(state)
+        core.part(MemoryRelease).resume(BOTH)
+    core.part(WeightChanges).manager.sync_blocking(state)
     assert generate(core) == before
 
 
@@ -184,22 +186,24 @@ def test_only_all_weights_replace_those_that_were_released(core: ExecutorCore) -
     part = {"model.norm.weight": state["model.norm.weight"]}
     release(core, "weights")
     with refused("memory_released"):
-        core.weights.start_sync(state)
-    core.resume_memory(BOTH)
+        core.part(WeightChanges).manager.start_sync(state)
+    core.part(MemoryRelease).resume(BOTH)
     with refused("weights_incomplete"):
-        core.weights.start_sync(part, partial=True)
-    assert core.weights.version == 0
-    assert core.weights.sync_blocking(state, partial=True) == 1, "it has them all"
-    assert core.weights.sync_blocking(part, partial=True) == 2
+        core.part(WeightChanges).manager.start_sync(part, partial=True)
+    assert core.part(WeightChanges).manager.version == 0
+    assert core.part(WeightChanges).manager.sync_blocking(state, partial=True) == 1, (
+        "it has them all"
+    )
+    assert core.part(WeightChanges).manager.sync_blocking(part, partial=True) == 2
 
 
 def test_weights_that_wait_to_be_put_in_place_are_not_lost(core: ExecutorCore) -> None:
-    core.weights.start_sync(state_of(core))
+    core.part(WeightChanges).manager.start_sync(state_of(core))
     with refused("weights_busy"):
-        core.memory.begin_release(BOTH)
+        core.part(MemoryRelease).memory.begin_release(BOTH)
     assert core.capacity().lacks == ()
-    core.memory.begin_release(("kv_cache",))
-    core.weights.maybe_finish_sync()
+    core.part(MemoryRelease).memory.begin_release(("kv_cache",))
+    core.part(WeightChanges).manager.maybe_finish_sync()
 
 
 def test_without_enough_memory_it_stays_released(
@@ -213,23 +217,26 @@ def test_without_enough_memory_it_stays_released(
     def scarce(*args: Any, **kwargs: Any) -> Tensor:
         nonlocal given
         given += 1
-        if given > len(core.weights.parameters()) + 2:
+        if given > len(core.part(WeightChanges).manager.parameters()) + 2:
             raise RuntimeError("can't allocate memory\nat some place")
         return zeros(*args, **kwargs)
 
     with monkeypatch.context() as patch:
         patch.setattr(memory, "zeros", scarce)
         with pytest.raises(WeightsError, match="can't allocate memory; free some") as refused:
-            core.resume_memory(BOTH)
+            core.part(MemoryRelease).resume(BOTH)
     assert refused.value.code == "out_of_memory"
-    assert core.memory.released == {"kv_cache"}
-    core.weights.sync_blocking(state)
-    core.resume_memory(BOTH)
+    assert core.part(MemoryRelease).memory.released == {"kv_cache"}
+    core.part(WeightChanges).manager.sync_blocking(state)
+    core.part(MemoryRelease).resume(BOTH)
     assert generate(core) == before
 
 
 def test_an_unknown_tag_is_refused(core: ExecutorCore) -> None:
-    for call in (core.memory.begin_release, core.resume_memory):
+    for call in (
+        core.part(MemoryRelease).memory.begin_release,
+        core.part(MemoryRelease).resume,
+    ):
         with pytest.raises(WeightsError, match="no memory 'cuda'"):
             call(("kv_cache", "cuda"))
     assert core.capacity().lacks == ()
@@ -245,5 +252,5 @@ def test_large_pages_survive_a_release(setting: str) -> None:
     tensors = (*core.cache.keys, *core.cache.values)
     assert {asks_for_huge_pages(tensor) for tensor in tensors} == {setting == "auto"}
     release(core, "kv_cache")
-    core.resume_memory(["kv_cache"])
+    core.part(MemoryRelease).resume(["kv_cache"])
     assert {asks_for_huge_pages(tensor) for tensor in tensors} == {setting == "auto"}

@@ -24,6 +24,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from nano_inference.config import EngineConfig, ModelError, SamplingParams
 from nano_inference.stages.executor import ExecutorCore, wrap_model
+from nano_inference.stages.executor.facts import facts_of_model
 from nano_inference.stages.executor.runner import device as devices
 from nano_inference.stages.executor.runner.batch import Uploader
 from nano_inference.stages.executor.runner.loaded_model import experts_of
@@ -152,7 +153,7 @@ def test_experts_by_whatever_name(config: PreTrainedConfig, experts: tuple[int, 
 
 def test_facts_of_a_model() -> None:
     core = ExecutorCore(EngineConfig(dtype="float32", kv_cache_bytes=1 << 24, max_batch_size=4))
-    facts = core.facts()
+    facts = facts_of_model(core)
     assert facts["dtype"] == "float32"
     assert facts["vocab_size"] == core.model.vocab_size
     assert facts["weight_bytes"] == 4 * int(facts["parameters"]) > 0

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from nano_inference import EngineConfig
-from nano_inference.stages.executor.runner.leader import load_ranks
+from nano_inference.stages.executor.runner.loading import load_ranks
 from nano_inference.stages.executor.runner.preloaded import preload
 
 from ....programs import run

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from nano_inference.stages.executor import ExecutorCore
 from nano_inference.stages.executor.driver.speculation.costs import StepCosts
+from nano_inference.stages.executor.parts.speculation import Speculation
 
 
 @pytest.fixture(scope="module")
@@ -15,5 +15,5 @@ def unmeasured() -> Iterator[None]:
     """Skip the lanes' measurement of steps' costs (half a second each), for tests that choose
     themselves which drafts are verified."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ExecutorCore, "_measure_costs", lambda core: StepCosts([1], [1.0]))
+        patch.setattr(Speculation, "_measure_costs", lambda core: StepCosts([1], [1.0]))
         yield

@@ -20,6 +20,7 @@ from nano_inference.stages.executor.driver.speculation.drafts import (
     DraftSource,
 )
 from nano_inference.stages.executor.driver.speculation.speculator import Speculator
+from nano_inference.stages.executor.parts.speculation import Speculation
 
 from .....sections import drafts_of, prompt_logprobs_of
 from ...lane import StepLane
@@ -137,7 +138,7 @@ class DraftingLane(StepLane):
         source = MadeUpDrafts(tokens, right, core.model.vocab_size, seed)
         control = control or VerifyAll()
         speculator = Speculator(core._table, core.constraints, [source], control)
-        core._speculator = core._steps.speculator = speculator
+        core.part(Speculation).use(speculator)
 
     def add(
         self, seq_id: int, sampling: SamplingParams, prompt: Sequence[int], adapter: str = ""

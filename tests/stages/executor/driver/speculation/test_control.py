@@ -20,6 +20,7 @@ from nano_inference.stages.executor.driver.speculation.control import (
 )
 from nano_inference.stages.executor.driver.speculation.costs import StepCosts
 from nano_inference.stages.executor.driver.speculation.drafts import NO_DRAFT, Draft
+from nano_inference.stages.executor.parts.speculation import Speculation
 from nano_inference.stages.executor.runner.model import wrap_model
 
 from .....soaking import in_soak
@@ -129,18 +130,18 @@ def test_costs_are_measured_only_with_speculation(
 ) -> None:
     measured = []
 
-    def measure(self: ExecutorCore) -> StepCosts:
+    def measure(self: Speculation) -> StepCosts:
         measured.append(original(self))
         return measured[-1]
 
-    original = ExecutorCore._measure_costs
-    monkeypatch.setattr(ExecutorCore, "_measure_costs", measure)
+    original = Speculation._measure_costs
+    monkeypatch.setattr(Speculation, "_measure_costs", measure)
     config = EngineConfig(max_batch_size=4, kv_cache_bytes=1 << 20, speculation=speculation)  # type: ignore[arg-type]
     core = ExecutorCore(config, model=wrap_model(make_model("qwen2"), 64))
     assert len(measured) == (speculation == "auto")
     if measured:
-        assert core._speculator is not None
-        assert core._speculator.control.costs is measured[0]  # type: ignore[attr-defined]
+        assert core.part(Speculation).speculator is not None
+        assert core.part(Speculation).speculator.control.costs is measured[0]  # type: ignore[attr-defined]
 
 
 def asked(saved: float, steps: int, ledger: DraftLedger | None = None) -> int:

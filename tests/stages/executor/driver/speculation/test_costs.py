@@ -15,8 +15,8 @@ from nano_inference.stages.executor.driver.speculation.costs import (
     StepCosts,
     StepLoad,
     measure_costs,
-    trial_step,
 )
+from nano_inference.stages.executor.driver.trial import trial_step
 from nano_inference.stages.executor.runner.model import wrap_model
 
 from .....soaking import in_soak

@@ -29,6 +29,9 @@ from nano_inference.stages.executor.driver.speculation.drafts import (
     DraftSource,
 )
 from nano_inference.stages.executor.driver.speculation.speculator import Speculator
+from nano_inference.stages.executor.parts.memory import MemoryRelease
+from nano_inference.stages.executor.parts.speculation import Speculation
+from nano_inference.stages.executor.parts.weights import WeightChanges
 from nano_inference.stages.executor.runner.kv_cache import block_bytes, count_blocks
 from nano_inference.stages.executor.runner.model import load_model, wrap_model
 
@@ -117,9 +120,10 @@ class DraftedLane(DraftingLane):
     def speculate(self, *sources: DraftSource) -> None:
         """Draft by these sources, and then by the draft model, and verify all."""
         core = self.core
-        core._speculator = core._steps.speculator = Speculator(
+        speculator = Speculator(
             core._table, core.constraints, sources, VerifyAll(), self.draft_model
         )
+        core.part(Speculation).use(speculator)
 
     def answer(self, prompts: Sequence[Sequence[int]], samplings: Sequence[SamplingParams]) -> Run:
         """Complete prompts, and return the drafts."""
@@ -268,7 +272,7 @@ def test_a_draft_model_that_does_not_pay_rests() -> None:
     run, sampling = {}, SamplingParams(temperature=1, max_tokens=100, max_draft_tokens=1)
     for saved in (0.0, 1e9):
         lane = DraftedLane()
-        speculator = lane.core._speculator
+        speculator = lane.core.part(Speculation).speculator
         assert speculator is not None
         speculator.control.value = lambda *_, saved=saved: (0.0, saved)  # type: ignore[method-assign]
         run[saved] = len(lane.answer(prompts_of(4), [sampling]).guesses)
@@ -401,22 +405,22 @@ def lane_of(folders: Path, **settings: Any) -> DraftingLane:
 
 def test_the_draft_model_is_loaded_and_its_kv_released_with_the_rest(folders: Path) -> None:
     lane, plain = lane_of(folders, speculation="auto"), lane_of(folders)
-    assert plain.core.draft_model is None
-    model = lane.core.draft_model
+    assert plain.core.find(Speculation) is None
+    model = lane.core.part(Speculation).draft_model
     assert model is not None
     assert model.cache.num_blocks == lane.core.cache.num_blocks < plain.core.cache.num_blocks
-    assert lane.core._speculator is not None
-    lane.core._speculator.control = VerifyAll()
+    assert lane.core.part(Speculation).speculator is not None
+    lane.core.part(Speculation).speculator.control = VerifyAll()
     (prompt,) = prompts_of(30)
     for each in (lane, plain):
         each.add(1, SAMPLED, prompt)
     assert_same(lane.run(), plain.run())
     assert lane.accepted == lane.drafted > 10
-    lane.core.memory.begin_release(["kv_cache"])
+    lane.core.part(MemoryRelease).memory.begin_release(["kv_cache"])
     lane.batching.cache.flush()
     lane.core.execute(step_plan(1000, release=("kv_cache",)))
     assert {tensor.untyped_storage().nbytes() for tensor in model.cache.keys} == {4}
-    lane.core.resume_memory(["kv_cache"])
+    lane.core.part(MemoryRelease).resume(["kv_cache"])
     for each in (lane, plain):
         each.add(2, SAMPLED, prompt)
     drafted = lane.drafted
@@ -427,11 +431,11 @@ def test_the_draft_model_is_loaded_and_its_kv_released_with_the_rest(folders: Pa
 
 def test_new_weights_of_the_target_leave_it_as_it_is(folders: Path) -> None:
     lane = lane_of(folders, speculation="auto")
-    model = lane.core.draft_model
+    model = lane.core.part(Speculation).draft_model
     assert model is not None
     before = [parameter.clone() for parameter in model._runner.model.module.parameters()]
     with torch.no_grad():
-        for parameter in lane.core.weights.parameters():
+        for parameter in lane.core.part(WeightChanges).manager.parameters():
             parameter.mul_(0.5)
     after = model._runner.model.module.parameters()
     assert all(map(torch.equal, before, after))

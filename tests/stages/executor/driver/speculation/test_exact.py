@@ -65,7 +65,7 @@ def answers(
     config = msgspec.structs.replace(config, speculation="off" if drafts is None else "auto")
     core = ExecutorCore(config, model=model, **options)
     for name, path in adapters.items():
-        core.adapters.put(read_adapter(name, 1, str(path), model, AdapterLimits()))
+        core.runner.adapters.put(read_adapter(name, 1, str(path), model, AdapterLimits()))
     lane = DraftingLane(config, core)
     if drafts is not None:
         lane.draft(*drafts, control=control)

@@ -7,9 +7,13 @@ from typing import Any
 import pytest
 
 from nano_inference.config import EngineConfig, ModelError, SamplingParams
-from nano_inference.stages.executor import ExecutorCore, wrap_model
+from nano_inference.stages.executor import ExecutorCore, parts, wrap_model
+from nano_inference.stages.executor.driver.speculation.costs import StepCosts
+from nano_inference.stages.executor.parts import graphs
+from nano_inference.stages.executor.parts.speculation import Speculation
 from nano_inference.stages.executor.runner.attention.paged import PagedBackend
 
+from .....sections import read
 from ...models import make_model
 from ...recorder import OperationRecorder, PlainPagedAttention
 from .drafting import DraftingLane
@@ -20,20 +24,22 @@ CONFIG = EngineConfig(
 )
 
 
-class RecordedCore(ExecutorCore):
-    """One that records its steps when it is made, as on CUDA, and must not measure any."""
-
-    def _record_at_load(self, config: EngineConfig) -> None:
-        self.record_graphs(OperationRecorder())
-
-    def _measure_costs(self) -> Any:
-        raise AssertionError("costs are measured of which nothing is to be known")
+def no_costs(part: Speculation) -> StepCosts:
+    raise AssertionError("no costs may be measured")
 
 
-def recorded(config: EngineConfig) -> RecordedCore:
+@pytest.fixture(autouse=True)
+def recorded_at_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Executors record their steps when they are made, as on CUDA."""
+    monkeypatch.setattr(parts, "why_no_graphs", lambda state: "")
+    monkeypatch.setattr(graphs, "CudaCapture", lambda device: OperationRecorder())
+    monkeypatch.setattr(Speculation, "_measure_costs", no_costs)
+
+
+def recorded(config: EngineConfig) -> ExecutorCore:
     model = wrap_model(make_model("qwen2"), 64)
     backend = PagedBackend(model, config.block_size, PlainPagedAttention)
-    return RecordedCore(config, model=model, backend=backend, runs_ahead=True)
+    return ExecutorCore(config, model=model, backend=backend, runs_ahead=True)
 
 
 def test_capacity_says_no_drafts_and_steps_run_ahead() -> None:
@@ -49,17 +55,17 @@ def test_capacity_says_no_drafts_and_steps_run_ahead() -> None:
 
     core.launch = watched  # type: ignore[method-assign]
     lane.run()
-    assert not any(plan.num_drafts for plan, _ in launched)
+    assert not any(read(plan).num_drafts for plan, _ in launched)
     assert max(unread for _, unread in launched) == 1
-    assert core.graphs is not None
-    assert sum(core.graphs.replays.values()) == 19
+    assert core.state.steps.graphs is not None
+    assert sum(core.state.steps.graphs.replays.values()) == 19
 
 
 def test_a_draft_model_beside_cuda_graphs_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     made = wrap_model(make_model("qwen2"), 64)
-    monkeypatch.setattr("nano_inference.stages.executor.core.load_draft_model", lambda *_: made)
+    monkeypatch.setattr("nano_inference.stages.executor.core.load_companion", lambda *_: made)
     config = EngineConfig(
         block_size=4,
         kv_cache_bytes=1 << 20,

@@ -85,7 +85,9 @@ def test_deterministic_mode_holds(
     for seed in range(3):
         folder = tmp_path / str(seed)
         make_adapter(made.float(), seed, folder)
-        executor.adapters.put(read_adapter(f"a{seed}", 1, str(folder), executor.model, LIMITS))
+        executor.runner.adapters.put(
+            read_adapter(f"a{seed}", 1, str(folder), executor.model, LIMITS)
+        )
     rng = random.Random(0)
     prompts = [[rng.randrange(1, VOCAB) for _ in range(length)] for length in (9, 21, 3, 14)]
 
@@ -146,7 +148,7 @@ def test_tokens_equal_those_of_merged_weights(name: str, tmp_path: Path, soak: b
     for id in references:
         if id:
             folder = str(tmp_path / id)
-            lane.core.adapters.put(read_adapter(id, 1, folder, loaded, AdapterLimits()))
+            lane.core.runner.adapters.put(read_adapter(id, 1, folder, loaded, AdapterLimits()))
     rng = random.Random(name)
     prompts = [
         [rng.randrange(1, VOCAB) for _ in range(length)] for length in (LENGTHS if soak else SHORT)

@@ -15,6 +15,7 @@ from msgspec.structs import replace
 
 from nano_inference import InferenceEngine, SamplingParams, TrainingSample, WeightsGroup
 from nano_inference.config import AdapterError, ConfigError, EngineConfig, ModelError, WeightsError
+from nano_inference.stages.executor.parts.memory import MemoryRelease
 from nano_inference.stages.executor.runner.fast_modules.modules import FastModules
 from nano_inference.stages.executor.runner.ranks.commands import Reply
 from nano_inference.stages.executor.runner.ranks.group import RankError
@@ -230,7 +231,7 @@ def test_memory_is_resumed_on_all_ranks_or_on_none(
         with pytest.raises(WeightsError, match="rank 1 has not enough memory") as raised:
             spread.resume_memory(["kv_cache"])
     assert raised.value.code == "out_of_memory"
-    assert spread._executor.memory.lacks == ("kv_cache",)
+    assert spread._executor.part(MemoryRelease).memory.lacks == ("kv_cache",)
     spread.resume_memory(["kv_cache"])
     assert rollouts(spread) == rollouts(alone)
 

@@ -1,0 +1,36 @@
+"""Facts of a loaded model, and what its ranks use."""
+
+from __future__ import annotations
+
+from .core import ExecutorCore
+from .runner.loaded_model import experts_of
+from .runner.ranks.commands import Reply
+
+
+def facts_of_model(core: ExecutorCore) -> dict[str, int | float | str]:
+    """Return the model's size for reports; memory counts as if none were released."""
+    model = core.model
+    experts, active = experts_of(model.hf_config)
+    sizes = () if model.pipeline is None else model.pipeline.sizes
+    return {
+        "parameters": model.num_parameters,
+        "weight_bytes": model.weight_bytes,
+        "kv_bytes": core.cache.num_bytes,
+        "vocab_size": model.vocab_size,
+        "max_batch_size": core.max_batch_size,
+        "dtype": str(model.dtypes.weights).removeprefix("torch."),
+        "deterministic": int("deterministic" not in core.off),
+        "experts": experts,
+        "active_experts": active,
+        # Of each pipeline stage.
+        **({"stage_layers": "+".join(map(str, sizes))} if sizes else {}),
+    }
+
+
+def report_ranks(core: ExecutorCore) -> list[Reply]:
+    """Return what each rank uses, this one first; [] if there are no others.
+
+    Raises:
+        RankError: A rank has ended, or doesn't answer.
+    """
+    return [] if core.ranks is None else [core.runner.report(), *core.ranks.report()]

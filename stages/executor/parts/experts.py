@@ -1,0 +1,94 @@
+"""Experts of a mixture: their owners among the ranks, and their tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from ....bus.control import ReplicaCapacity
+from ....bus.parts.experts import ExpertCapacity
+from ....bus.sections import with_sections
+from ....config import WeightsError, shown
+from ..runner.loaded_model import experts_of
+from ..runner.weights.checks import busy
+from .part import ExecutorState, Part
+from .weights import WeightChanges
+
+if TYPE_CHECKING:
+    from ..runner.ranks.layers import ParallelExperts
+
+
+class Experts(Part):
+    """The experts of the model."""
+
+    def __init__(self, state: ExecutorState) -> None:
+        super().__init__(state)
+        model = state.model
+        self._experts: list[ParallelExperts] = []
+        if model.shards is not None:
+            from ..runner.sharded_model import experts_in
+
+            self._experts = experts_in(model.module)
+        self._number = experts_of(model.hf_config)[0]
+
+    @property
+    def owners(self) -> list[int]:
+        """The rank of each expert of a layer; [] where they have none."""
+        return list(self._experts[0].owners or ()) if self._experts else []
+
+    def move(self, owners: Sequence[int]) -> None:
+        """Give experts other owners, between two steps. No token changes.
+
+        Args:
+            owners: The rank of each expert of a layer; each rank owns equally many.
+
+        Raises:
+            WeightsError: Experts have no owners here, or these don't fit; or, as `weights_busy`,
+                new weights wait for the next step.
+            RankError: A rank has ended.
+        """
+        from ..runner import sharded_model
+        from ..runner.ranks.commands import MoveExperts
+
+        before, ranks, model = self.owners, self.state.ranks, self.state.model
+        if not before or ranks is None:
+            raise no_owners()
+        if sorted(owners) != sorted(before):
+            size = len({*before})
+            share = len(before) // size
+            raise WeightsError(
+                f"the owners of {len(before)} experts must be ranks below {size}, each of them "
+                f"{share} times; got {shown(list(owners))}"
+            )
+        if self.state.part(WeightChanges).manager.pending_receipt:
+            raise busy()  # ranks hold parts of new weights for the owners of now
+        ranks.tell(MoveExperts(tuple(owners)))
+        sharded_model.move_experts(model.module, owners)
+        if model.shards is not None:
+            model.shards.layout += 1
+
+    def take_tokens(self) -> list[int]:
+        """Return the tokens of each expert, over all layers, since the last call; [] without a
+        count."""
+        counts = [each.read_counts(reset=True) for each in self._experts]
+        return [sum(each) for each in zip(*counts, strict=True)]
+
+    def close(self) -> None:
+        self._experts = []
+
+    def capacity(self, found: ReplicaCapacity) -> ReplicaCapacity:
+        return with_sections(found, ExpertCapacity(self._number)) if self._number else found
+
+
+def move_experts(experts: Experts | None, owners: Sequence[int]) -> None:
+    """As `Experts.move`. Raises WeightsError for a model without experts, too."""
+    if experts is None:
+        raise no_owners()
+    experts.move(owners)
+
+
+def no_owners() -> WeightsError:
+    """Return the error for experts that no ranks share."""
+    return WeightsError(
+        "experts have no owners here; set engine.expert_parallel to engine.tensor_parallel"
+    )

@@ -1,0 +1,12 @@
+"""Handover of sequences to another replica after their first token."""
+
+from __future__ import annotations
+
+from ....bus.parts.handover import HandoversPlan
+from .part import Part
+
+
+class Handovers(Part):
+    """Accepts plans with handovers. The stage sends the tokens when the step's result is there."""
+
+    plans = HandoversPlan

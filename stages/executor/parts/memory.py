@@ -1,0 +1,65 @@
+"""Memory that is released for other users of the device, and allocated again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from functools import partial
+from typing import ClassVar
+
+from msgspec.structs import replace
+
+from ....bus.control import ReplicaCapacity
+from ....bus.parts.memory import ReleasePlan
+from ....bus.sections import Section
+from ..driver.step import LaunchedStep
+from ..runner.memory import ReplicaMemory
+from .part import ExecutorState, Part
+from .weights import WeightChanges
+
+
+class MemoryRelease(Part):
+    """Releases memory when a plan says so; no step has rows until it is allocated again.
+
+    Attributes:
+        memory: The memory of the caches and of the weights.
+    """
+
+    plans = ReleasePlan
+    changes: ClassVar[bool] = True
+
+    def __init__(self, state: ExecutorState) -> None:
+        super().__init__(state)
+        make: Callable[..., ReplicaMemory] = ReplicaMemory
+        if state.ranks is not None:
+            from ..runner.leader import LeaderMemory
+
+            make = partial(LeaderMemory, state.ranks)
+        manager = state.part(WeightChanges).manager
+        self.memory = make(state.caches, manager, huge_pages=state.config.huge_pages == "auto")
+
+    def apply(self, section: Section, step: LaunchedStep) -> None:
+        assert isinstance(section, ReleasePlan)
+        if not self.memory.pending.intersection(section.tags):
+            return
+        for part in self.state.parts.values():
+            part.released()
+        self.memory.release(section.tags)
+
+    def before(self, step: LaunchedStep) -> None:
+        """Raises ValueError for rows while memory is missing."""
+        if step.rows.size and not self.memory.runs:
+            raise ValueError(f"the plan has rows, and the replica lacks {self.memory.lacks}")
+
+    def resume(self, tags: Collection[str]) -> None:
+        """Allocate released memory again.
+
+        Raises:
+            WeightsError: As `ReplicaMemory.resume`; or a part lacks memory.
+        """
+        self.memory.resume(tags)
+        if not self.memory.released:
+            for part in self.state.parts.values():
+                part.resumed()
+
+    def capacity(self, found: ReplicaCapacity) -> ReplicaCapacity:
+        return replace(found, lacks=self.memory.lacks)

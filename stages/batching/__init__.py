@@ -1,7 +1,7 @@
 """The batching stage: what fits in the next step."""
 
-from ..block_hash import compute_block_hash
 from .allocation import Allocation
+from .block_hash import compute_block_hash
 from .cache import CacheAllocation, KVCacheManager, OutOfBlocks, PrefixMatch
 from .core import BatchingCore
 from .paged import PagedKVCache

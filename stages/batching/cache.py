@@ -15,8 +15,8 @@ import msgspec
 
 from ...bus.messages import CacheScope
 from ...config import NanoInferenceError
-from ..block_hash import chain_root, extend_chain
 from .allocation import Allocation, Below, Follower
+from .block_hash import chain_root, extend_chain
 
 
 class OutOfBlocks(NanoInferenceError):

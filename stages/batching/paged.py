@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 
-from ..block_hash import common_length
 from .allocation import Allocation
+from .block_hash import common_length
 from .cache import KVCacheManager, Prefix
 
 

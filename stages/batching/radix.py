@@ -7,8 +7,8 @@ from collections.abc import Hashable
 from typing import TypeAlias
 
 from ...bus.messages import CacheScope
-from ..block_hash import common_length
 from .allocation import Allocation
+from .block_hash import common_length
 from .cache import KVCacheManager, Prefix
 
 TOKEN = "q"

@@ -80,7 +80,7 @@ GUARDED: tuple[tuple[Defect, Callable[[], object]], ...] = (
         Defect(
             "ends in lost plans are lost",
             "stages/batching/core.py",
-            "self._next.ended[:0] = [cancel for sent in self._sent for cancel in sent.plan.ended]",
+            "self._next.ended[:0] = [cancel for sent in self.sent for cancel in sent.plan.ended]",
             "pass",
         ),
         batching.test_ends_in_lost_plans_are_in_the_next_plan,

@@ -11,9 +11,9 @@ _ACTOR = "stages/actor.py"
 _STREAMING = "stages/streaming/core.py"
 _BATCHING = "stages/batching/core.py"
 _FAIRNESS = "stages/fairness/core.py"
-_HANDOVERS = "stages/batching/handover.py"
+_HANDOVERS = "stages/batching/parts/handover/departures.py"
 _SEQUENCE = "stages/batching/sequence.py"
-_TIERS = "stages/batching/tiers.py"
+_TIERS = "stages/batching/parts/tiers/tiers.py"
 _LEASES = "bus/redis/leases.py"
 _RESULTS = "bus/redis/results.py"
 _CALLS = "gateway/serving/durable_calls.py"
@@ -145,8 +145,8 @@ MUTANTS = (
     # --- batching
     Defect(
         "cancellations are not passed on",
-        _BATCHING,
-        "ended=tuple(next_plan.ended),",
+        "stages/batching/plans.py",
+        "ended=tuple(self.ended),",
         "ended=(),",
     ),
     Defect(
@@ -156,13 +156,12 @@ MUTANTS = (
         "self.num_cached = self.num_computed = self.num_scheduled = num_cached or 1",
     ),
     Defect(
-        "a block is shared that is not copied", _BATCHING, "copies += allocation.copies", "pass"
+        "a block is shared that is not copied", _BATCHING, "draft.copies += blocks.copies", "pass"
     ),
     Defect(
         "KV of older weights is found",
         "stages/batching/cache.py",
-        "        self.weight_version = version\n        if self.events is not None:\n"
-        "            self.events.clear()\n        self.forget_device()\n",
+        "        self.weight_version = version\n        self.flush(new_weights=True)\n",
         "        self.weight_version = version\n",
     ),
     Defect(
@@ -174,25 +173,25 @@ MUTANTS = (
     Defect(
         "plans in flight are kept over an epoch",
         _BATCHING,
-        "        self._sent.clear()\n        for seq in list(self._leaving.values()):",
+        "        self.sent.clear()\n        for seq in list(self._leaving.values()):",
         "        for seq in list(self._leaving.values()):",
     ),
     # --- handovers
     Defect(
         "a sequence is handed over without its first token",
-        "stages/batching/arrivals.py",
-        "generated = (*spec.generated, *handover.token_ids)",
-        "generated = spec.generated",
+        "stages/batching/parts/handover/arrivals.py",
+        "generated=(*spec.generated, *handover.token_ids)",
+        "generated=spec.generated",
     ),
     Defect(
         "a sequence that ends with its first token in flight is withdrawn at once",
         _HANDOVERS,
-        "        if seq.seq_id in self._sampling:",
-        "        if seq.seq_id in ():",
+        "        if not seq.hands_over or seq.seq_id in self._sampling:",
+        "        if not seq.hands_over:",
     ),
     Defect(
         "a first token does not wait for its sequence",
-        "stages/batching/arrivals.py",
+        "stages/batching/parts/handover/arrivals.py",
         "arrival and handover and arrival.num_messages == handover.num_messages",
         "arrival and handover",
     ),
@@ -231,13 +230,13 @@ MUTANTS = (
     # --- adapters and speculation
     Defect(
         "KV of an adapter's older weights is found",
-        _BATCHING,
-        "_replace(adapter=id, adapter_version=self._adapter_versions[id])",
+        "stages/batching/parts/adapters.py",
+        "_replace(adapter=id, adapter_version=version)",
         "_replace(adapter=id, adapter_version=0)",
     ),
     Defect(
         "drafts have no blocks of their own",
-        "stages/batching/schedule.py",
+        "stages/batching/parts/speculation.py",
         "            if lacking:\n                num_blocks[seq.seq_id] ="
         " num_blocks.get(seq.seq_id, 0) + lacking\n",
         "",
@@ -385,9 +384,9 @@ OLD_DEFECTS = (
     ),
     Defect(
         "blocks of adapters are audited",
-        "stages/batching/audit.py",
-        "if block.scope.adapter or any(map(is_image_key, block.token_ids)):",
-        "if any(map(is_image_key, block.token_ids)):",
+        "stages/batching/parts/tiers/audit.py",
+        "if block.scope.adapter or max(block.token_ids) > MAX_TOKEN_ID:",
+        "if max(block.token_ids) > MAX_TOKEN_ID:",
     ),
     Defect(
         "two requests under one entry id are one",

@@ -18,7 +18,7 @@ from nano_inference.stages.batching import (
     RadixKVCache,
     compute_block_hash,
 )
-from nano_inference.stages.block_hash import NO_PREFIX, chain_root
+from nano_inference.stages.batching.block_hash import NO_PREFIX, chain_root
 
 from .index import check_index
 

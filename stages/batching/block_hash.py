@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import xxhash
 
-from ..bus.messages import DEFAULT_SCOPE, CacheScope
+from ...bus.messages import DEFAULT_SCOPE, CacheScope
 
 NO_PREFIX = -1
 """The root of a block-hash chain in the default scope."""
@@ -35,10 +35,8 @@ def compute_block_hash(token_ids: Sequence[int], prefix_hash: int = NO_PREFIX) -
     """
     if not token_ids:
         raise ValueError("a block must hold at least one token")
-    state = xxhash.xxh3_128(array("q", token_ids).tobytes())
-    if prefix_hash != NO_PREFIX:
-        state.update(prefix_hash.to_bytes(16, "little"))
-    return state.intdigest()
+    tokens = array("q", token_ids).tobytes()
+    return int.from_bytes(_hash(tokens, _name(prefix_hash)), "little")
 
 
 def extend_chain(
@@ -53,10 +51,21 @@ def extend_chain(
         num_blocks: The length of the chain afterwards, if it is not longer already.
         root: As returned by `chain_root`.
     """
-    for index in range(len(names), num_blocks):
-        before = int.from_bytes(names[-1], "little") if names else root
-        run = token_ids[index * block_size : (index + 1) * block_size]
-        names.append(compute_block_hash(run, before).to_bytes(16, "little"))
+    before = names[-1] if names else _name(root)
+    tokens = array("q", token_ids[len(names) * block_size : num_blocks * block_size]).tobytes()
+    length = 8 * block_size
+    for start in range(0, len(tokens), length):
+        before = _hash(tokens[start : start + length], before)
+        names.append(before)
+
+
+def _name(hash: int) -> bytes:
+    return b"" if hash == NO_PREFIX else hash.to_bytes(16, "little")
+
+
+def _hash(tokens: bytes, before: bytes) -> bytes:
+    # The digest is big-endian.
+    return xxhash.xxh3_128_digest(tokens + before)[::-1]
 
 
 def common_length(left: Sequence[int], right: Sequence[int]) -> int:

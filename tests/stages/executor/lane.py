@@ -9,7 +9,6 @@ from itertools import count
 from typing import Any
 
 from nano_inference.bus.messages import AdmittedRequest, Prompt, RequestInfo, SequenceSpec
-from nano_inference.bus.parts.adapters import adapters_of
 from nano_inference.bus.steps import StepPlan, StepResult
 from nano_inference.config import EngineConfig, SamplingParams
 from nano_inference.stages.batching import BatchingCore, SequenceStatus
@@ -148,7 +147,7 @@ class Lane(StepLane):
         """
         self.steps = self.preempted = self.flushed = 0
         self.computed = self.part_rows = self.largest_row = 0
-        self.batching.set_adapters(adapters_of(self.core.capacity()))
+        self.batching.restart(self.core.capacity())
         self._answers = {next(self._ids): Answer(prompt) for prompt in prompts}
         sampling = SamplingParams(temperature=0.0, max_tokens=max_tokens)
         for (seq_id, answer), adapter in zip(

@@ -10,7 +10,7 @@ import torch
 from msgspec.structs import replace
 from peft import get_peft_model_state_dict
 
-from nano_inference.bus.control import ImageCapacity
+from nano_inference.bus.control import ImageCapacity, MemoryState, WeightsReady
 from nano_inference.bus.parts.images import ImagesResult
 from nano_inference.config import AdapterError, EngineConfig, ModelError
 from nano_inference.stages.executor import ExecutorCore, wrap_model
@@ -55,7 +55,7 @@ def test_new_weights_encode_images_again(name: str) -> None:
     lane.run([prompt], NEW_TOKENS)
     changed = World(name, model=make_vision_model(name, seed=1))
     lane.core.part(WeightChanges).manager.sync_blocking(changed.model.state_dict(), 1)
-    lane.batching.change_weights(1, "keep")
+    lane.batching.receive(WeightsReady(1, "keep"), 0)
     assert lane.run([prompt], NEW_TOKENS) == [changed.generate(prompt, NEW_TOKENS)]
     assert len(lane.encoded) == 1
 
@@ -68,11 +68,12 @@ def test_released_memory_drops_embeddings() -> None:
     core = lane.core
     assert core.part(Images).of_sequences is not None
     core.part(MemoryRelease).memory.begin_release(["kv_cache"])
-    lane.batching.change_memory(core.part(MemoryRelease).memory.lacks, ("kv_cache",))
+    lacks = core.part(MemoryRelease).memory.lacks
+    lane.batching.receive(MemoryState(lacks, ("kv_cache",)), 0)
     lane.finish()
     assert not core.part(Images).of_sequences.embeddings._kept
     core.part(MemoryRelease).resume(["kv_cache"])
-    lane.batching.change_memory((), ())
+    lane.batching.receive(MemoryState(()), 0)
     assert lane.run([prompt], NEW_TOKENS) == expected
     assert len(lane.encoded) == 1
 
@@ -118,7 +119,7 @@ def test_adapters_of_the_language_part(name: str) -> None:
     core = lane.core
     made = make_adapter(world.model, 1, target_modules=r".*language_model.*\.(q_proj|up_proj)")
     put_adapter(core, made)
-    lane.batching.set_adapters(core.runner.adapters.describe())
+    lane.batching.restart(core.capacity())
     adapted = World(name, model=merged(made))
     assert lane.run([prompt], NEW_TOKENS) != lane.run([prompt], NEW_TOKENS, adapter="a")
     lane.batching.cache.flush()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+import tokenize
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -60,7 +61,24 @@ def test_each_stage_has_a_colour() -> None:
 
 
 def test_cores_import_no_transport() -> None:
-    assert folders_in("bus") | folders_in("store") <= set(contract("Cores")["forbidden_modules"])
+    transports = (folders_in("bus") | folders_in("store")) - {"nano_inference.bus.parts"}
+    assert transports <= set(contract("Cores")["forbidden_modules"])
+
+
+@pytest.mark.parametrize("stage", ["admission", "fairness", "streaming"])
+def test_a_core_names_none_of_its_parts(stage: str) -> None:
+    with (ROOT / "stages" / stage / "core.py").open("rb") as core:
+        used = {
+            token.string
+            for token in tokenize.tokenize(core.readline)
+            if token.type == tokenize.NAME
+        }
+    names = set()
+    for file in (ROOT / "stages" / stage / "parts").glob("[!_]*.py"):
+        classes = re.findall(r"^class (\w+)\(Part\)", file.read_text(), re.M)
+        assert classes, file
+        names |= {file.stem, *classes}
+    assert names & used == set()
 
 
 def test_no_interface_imports_another() -> None:

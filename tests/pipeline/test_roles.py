@@ -20,6 +20,7 @@ from nano_inference.stages.batching.tiers import TierCounts
 from nano_inference.stages.executor.core import ExecutorCore
 from nano_inference.stages.executor.runner.tiers.host_slots import HostSlots
 from nano_inference.stages.fairness.core import FairnessCore
+from nano_inference.stages.fairness.parts.handovers import Handovers as FairnessHandovers
 from nano_inference.stages.streaming.core import StreamingCore
 
 from ..soaking import in_soak
@@ -170,7 +171,7 @@ async def test_a_short_cache_where_sequences_decode(make_config: MakeConfig) -> 
         (Handovers, "offer"),
         in_soak(KVCacheManager, "expect"),
         (BatchingCore, "take_in"),
-        (FairnessCore, "_leave"),
+        (FairnessHandovers, "left"),
         in_soak(FairnessCore, "pop"),
         in_soak(ExecutorCore, "execute"),
         in_soak(HostSlots, "offer"),
@@ -264,7 +265,7 @@ async def test_roles_change_while_requests_run(make_config: MakeConfig) -> None:
         for roles in (("decode", "prefill"), ("both", "both"), ("prefill", "both"), ()):
             await asyncio.sleep(0.03)
             await pipeline.client.update_roles(roles)  # type: ignore[arg-type]
-            assert fairness_of(pipeline)._core.roles == roles
+            assert fairness_of(pipeline)._core.part(FairnessHandovers).roles == roles
         assert await running == expected
         with pytest.raises(ConfigError, match="no replica to decode"):
             await pipeline.client.update_roles(("prefill", "prefill"))

@@ -24,7 +24,7 @@ import redis
 from nano_inference import Completion, Config, Pipeline
 from nano_inference.bus.public import CompletionChunk, Output
 from nano_inference.bus.redis.bus import COMMAND_CONNECTIONS
-from nano_inference.stages.fairness.core import FairnessCore
+from nano_inference.stages.fairness.parts.handovers import Handovers
 
 from ..programs import Program
 from . import kill_phases
@@ -273,13 +273,13 @@ async def test_a_kill_in_any_phase_costs_no_token_and_leaves_nothing(
     make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, soak: bool
 ) -> None:
     rounds = kills(soak)
-    leave = FairnessCore._leave
+    leave = Handovers.left
 
-    def left(self: FairnessCore, *args: Any) -> None:
+    def left(self: Handovers, *args: Any) -> None:
         leave(self, *args)
         kill_phases.reach(tmp_path, "reported to fairness")
 
-    monkeypatch.setattr(FairnessCore, "_leave", left)
+    monkeypatch.setattr(Handovers, "left", left)
     numbered = [body for number in range(len(rounds)) for body in bodies(number)]
     here = {"bus__url": "memory", "bus__links": "auto"}
     async with Pipeline(make_config(engine__deterministic=True, **here)) as alone:

@@ -205,13 +205,13 @@ MUTANTS = (
     ),
     Defect(
         "a place that was promised is not freed",
-        "stages/fairness/handovers.py",
+        "stages/fairness/parts/handovers.py",
         "            successor.credits += 1",
         "            pass",
     ),
     Defect(
         "a promised place is free for others, too",
-        "stages/fairness/handovers.py",
+        "stages/fairness/parts/handovers.py",
         "        successor.credits -= 1\n",
         "",
     ),

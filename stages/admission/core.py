@@ -41,7 +41,7 @@ from .checks import (
     readable,
     request_id_of,
 )
-from .parts import Part, Resolved, make_parts
+from .parts import Part, make_parts
 from .prompts import PromptReader
 from .sampling import SamplingLimits, seeds_of
 
@@ -187,7 +187,8 @@ class AdmissionCore:
 
     def _parts_of(self, request: GenerateRequest) -> Sequence[Part]:
         """Return the parts of which a request gives a field; one may occur twice."""
-        return [*itertools.compress(self._parts_of_fields, self._optional_fields(request))]
+        given = self._optional_fields(request)
+        return [*itertools.compress(self._parts_of_fields, given)] if any(given) else ()
 
     # --- tokens -------------------------------------------------------------------------------
 
@@ -207,10 +208,10 @@ class AdmissionCore:
             part.prepare(request)
         reader = self._reader(request)
         reader.check_prompt()
+        if not parts:
+            return Tokens(Prompt(reader.prompt().token_ids))
         expanded = reader.prompt([each.size for each in media])
         prompt = Prompt(expanded.token_ids, tuple([each.id for each in media]))
-        if not parts:
-            return Tokens(prompt)
         sections = {part: part.read(reader, expanded, media) for part in parts}
         return Tokens(prompt, tuple([each for each in sections.values() if each is not None]))
 
@@ -263,8 +264,8 @@ class AdmissionCore:
             for hook in self._hooks.pool:
                 sampling, pooling = hook(request, num_tokens, capacity)
         n, tenant, seeds = request.n, request.tenant, seeds_of(request, request_id, self._seed)
-        resolved = Resolved(entry, request, adapter, prompt, sampling, pooling, seeds)
-        sections = [hook(resolved) for hook in self._hooks.opened]
+        about = entry, request, adapter, prompt, sampling, pooling, seeds
+        sections = [section for hook in self._hooks.opened if (section := hook(*about)) is not None]
         opened = RequestOpened(
             request_id=request_id,
             entry_id=entry.entry_id,
@@ -282,7 +283,7 @@ class AdmissionCore:
             priority=request.priority,
             embeds=pooling is not None,
             tenant=tenant,
-            parts=tuple(filter(None, sections)),
+            parts=tuple(sections),
         )
         admitted = AdmittedRequest(
             info=RequestInfo(request_id, entry.entry_id, *trace, adapter, pooling),
@@ -297,7 +298,7 @@ class AdmissionCore:
         )
         key: ResponseKey | None = None
         for hook in self._hooks.key:
-            key = hook(resolved, opened, admitted)
+            key = hook(request, opened, admitted)
         return Accepted(opened, admitted, key)
 
     def sharing_tenant(self, request: GenerateRequest) -> str:

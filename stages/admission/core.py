@@ -149,6 +149,12 @@ class AdmissionCore:
         Raises:
             RequestError: Refused.
         """
+        return self._check(entry, received_ns, now_ns, owner)[:2]
+
+    def _check(
+        self, entry: RequestEntry, received_ns: int, now_ns: int, owner: str | None
+    ) -> tuple[GenerateRequest, str, Sequence[Part]]:
+        """As `check`; return also the parts of which the request gives a field."""
         check_owner(entry, owner)
         request = readable(entry)
         check_request(request, max_samples=self._limits.max_samples)
@@ -167,11 +173,12 @@ class AdmissionCore:
                 "(embed), or ask another model",
                 code="cannot_generate",
             )
-        for part in self._parts_of(request):
+        parts = self._parts_of(request)
+        for part in parts:
             part.check(request, capacity)
         if self._tokenizer is None:
             check_no_text(request)
-        return request, adapter
+        return request, adapter, parts
 
     def may_fit(self, entry: RequestEntry) -> bool:
         """Return whether only tokenising shows if the request's texts are too long."""
@@ -203,7 +210,11 @@ class AdmissionCore:
         Raises:
             RequestError: Refused for its texts.
         """
-        parts = self._parts_of(request)
+        return self._tokenize(request, self._parts_of(request), media)
+
+    def _tokenize(
+        self, request: GenerateRequest, parts: Sequence[Part], media: Sequence[PromptImage] = ()
+    ) -> Tokens:
         for part in parts:
             part.prepare(request)
         reader = self._reader(request)
@@ -254,9 +265,9 @@ class AdmissionCore:
         Raises:
             RequestError: Refused. `status_of` its code is the status of the terminal message.
         """
-        request, adapter = self.check(entry, received_ns, now_ns, owner=owner)
+        request, adapter, given = self._check(entry, received_ns, now_ns, owner)
         request_id = request_id_of(entry)
-        prompt, parts = tokens or self.tokenize(request)
+        prompt, parts = tokens or self._tokenize(request, given)
         num_tokens, capacity = len(prompt.token_ids), self.capacity
         if request.embed is None:
             sampling, pooling = self._resolve(request, num_tokens, capacity), None

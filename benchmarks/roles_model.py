@@ -27,6 +27,7 @@ from nano_inference.config import EngineConfig, FairnessConfig, ReplicaRole, Sam
 from nano_inference.stages.batching import BatchingCore
 from nano_inference.stages.batching.parts.handover.departures import Departure
 from nano_inference.stages.fairness import FairnessCore
+from nano_inference.stages.fairness.parts.handovers import Handovers
 
 SECOND = 1_000_000_000
 POLL_NS = 1_000_000
@@ -237,7 +238,7 @@ class SimulatedLane:
             assert isinstance(message, AdmittedRequest), "nothing is paused here"
             arrival = self.now_ns + self.device.message_ns
             self.at(arrival, lambda r=replica, m=message: (r.core.add(m), r.pump()))
-        for name, seq_ids in self.fairness.take_releases().items():
+        for name, seq_ids in self.fairness.part(Handovers).take_releases().items():
             replica = self._replicas[name]
             self.at(
                 self.now_ns + self.device.message_ns,

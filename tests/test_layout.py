@@ -70,6 +70,23 @@ def test_cores_import_no_transport() -> None:
     assert transports <= set(contract("Cores")["forbidden_modules"])
 
 
+@pytest.mark.parametrize("stage", ["admission", "fairness", "streaming"])
+def test_a_core_names_none_of_its_parts(stage: str) -> None:
+    used = set()
+    for node in ast.walk(ast.parse((ROOT / "stages" / stage / "core.py").read_text())):
+        match node:
+            case ast.Name(name) | ast.Attribute(_, name) | ast.arg(name) | ast.alias(name):
+                used.add(name)
+            case ast.ImportFrom(str(module), _, 1):
+                used.update(module.split("."))
+    names = set()
+    for file in (ROOT / "stages" / stage / "parts").glob("[!_]*.py"):
+        classes = re.findall(r"^class (\w+)\(Part\)", file.read_text(), re.M)
+        assert classes, file
+        names |= {file.stem, *classes}
+    assert names & used == set()
+
+
 def test_no_interface_imports_another() -> None:
     interfaces = folders_in(r"gateway\.api")
     assert interfaces == set(contract("An interface")["modules"])

@@ -41,7 +41,7 @@ from .checks import (
     readable,
     request_id_of,
 )
-from .parts import Part, Resolved, make_parts
+from .parts import Part, make_parts
 from .prompts import PromptReader
 from .sampling import SamplingLimits, seeds_of
 
@@ -149,6 +149,12 @@ class AdmissionCore:
         Raises:
             RequestError: Refused.
         """
+        return self._check(entry, received_ns, now_ns, owner)[:2]
+
+    def _check(
+        self, entry: RequestEntry, received_ns: int, now_ns: int, owner: str | None
+    ) -> tuple[GenerateRequest, str, Sequence[Part]]:
+        """As `check`; return also the parts of which the request gives a field."""
         check_owner(entry, owner)
         request = readable(entry)
         check_request(request, max_samples=self._limits.max_samples)
@@ -167,11 +173,12 @@ class AdmissionCore:
                 "(embed), or ask another model",
                 code="cannot_generate",
             )
-        for part in self._parts_of(request):
+        parts = self._parts_of(request)
+        for part in parts:
             part.check(request, capacity)
         if self._tokenizer is None:
             check_no_text(request)
-        return request, adapter
+        return request, adapter, parts
 
     def may_fit(self, entry: RequestEntry) -> bool:
         """Return whether only tokenising shows if the request's texts are too long."""
@@ -187,7 +194,8 @@ class AdmissionCore:
 
     def _parts_of(self, request: GenerateRequest) -> Sequence[Part]:
         """Return the parts of which a request gives a field; one may occur twice."""
-        return [*itertools.compress(self._parts_of_fields, self._optional_fields(request))]
+        given = self._optional_fields(request)
+        return [*itertools.compress(self._parts_of_fields, given)] if any(given) else ()
 
     # --- tokens -------------------------------------------------------------------------------
 
@@ -202,15 +210,19 @@ class AdmissionCore:
         Raises:
             RequestError: Refused for its texts.
         """
-        parts = self._parts_of(request)
+        return self._tokenize(request, self._parts_of(request), media)
+
+    def _tokenize(
+        self, request: GenerateRequest, parts: Sequence[Part], media: Sequence[PromptImage] = ()
+    ) -> Tokens:
         for part in parts:
             part.prepare(request)
         reader = self._reader(request)
         reader.check_prompt()
+        if not parts:
+            return Tokens(Prompt(reader.prompt().token_ids))
         expanded = reader.prompt([each.size for each in media])
         prompt = Prompt(expanded.token_ids, tuple([each.id for each in media]))
-        if not parts:
-            return Tokens(prompt)
         sections = {part: part.read(reader, expanded, media) for part in parts}
         return Tokens(prompt, tuple([each for each in sections.values() if each is not None]))
 
@@ -253,9 +265,9 @@ class AdmissionCore:
         Raises:
             RequestError: Refused. `status_of` its code is the status of the terminal message.
         """
-        request, adapter = self.check(entry, received_ns, now_ns, owner=owner)
+        request, adapter, given = self._check(entry, received_ns, now_ns, owner)
         request_id = request_id_of(entry)
-        prompt, parts = tokens or self.tokenize(request)
+        prompt, parts = tokens or self._tokenize(request, given)
         num_tokens, capacity = len(prompt.token_ids), self.capacity
         if request.embed is None:
             sampling, pooling = self._resolve(request, num_tokens, capacity), None
@@ -263,8 +275,8 @@ class AdmissionCore:
             for hook in self._hooks.pool:
                 sampling, pooling = hook(request, num_tokens, capacity)
         n, tenant, seeds = request.n, request.tenant, seeds_of(request, request_id, self._seed)
-        resolved = Resolved(entry, request, adapter, prompt, sampling, pooling, seeds)
-        sections = [hook(resolved) for hook in self._hooks.opened]
+        about = entry, request, adapter, prompt, sampling, pooling, seeds
+        sections = [section for hook in self._hooks.opened if (section := hook(*about)) is not None]
         opened = RequestOpened(
             request_id=request_id,
             entry_id=entry.entry_id,
@@ -282,7 +294,7 @@ class AdmissionCore:
             priority=request.priority,
             embeds=pooling is not None,
             tenant=tenant,
-            parts=tuple(filter(None, sections)),
+            parts=tuple(sections),
         )
         admitted = AdmittedRequest(
             info=RequestInfo(request_id, entry.entry_id, *trace, adapter, pooling),
@@ -297,7 +309,7 @@ class AdmissionCore:
         )
         key: ResponseKey | None = None
         for hook in self._hooks.key:
-            key = hook(resolved, opened, admitted)
+            key = hook(request, opened, admitted)
         return Accepted(opened, admitted, key)
 
     def sharing_tenant(self, request: GenerateRequest) -> str:

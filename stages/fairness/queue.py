@@ -19,7 +19,6 @@ from typing import Generic, Protocol, TypeVar
 from ...bus.messages import AdmittedRequest, SequenceSpec
 from ...config import FairnessConfig
 from ..lazy_heap import LazyHeap
-from .exchange import Exchange
 
 UNDATED_NS = 30_000_000_000
 """In order of deadlines a request is due at the latest so long after it came. So urgent requests
@@ -44,6 +43,23 @@ class Ordered(Protocol):
     @property
     def key(self) -> float:
         """What the item is ordered by now; the smallest comes first."""
+
+
+class Exchange(Protocol):
+    """Service of this lane and of others.
+
+    Attributes:
+        on: Whether service is recorded.
+        lead: The most that service elsewhere puts a tenant of weight 1 ahead.
+        capped: Times that a tenant's lead was cut to `lead`.
+    """
+
+    on: bool
+    lead: float
+    capped: int
+
+    def record(self, priority: int, tenant: str, cost: float) -> None:
+        """Add service of this lane; a refund is below zero."""
 
 
 T = TypeVar("T", bound=Ordered)
@@ -117,7 +133,7 @@ class Running:
         preemptions: How often it had to pause for a higher priority.
         leaving: Whether it was asked to pause, at `asked_ns`, when it had `asked_tokens`.
         preempted: Asked for a higher priority, not at the end of its time slice.
-        behind: It is resumed behind its tenant's waiting requests, else before them.
+        behind: It is resumed after its tenant's waiting requests, else before them.
         paused_ns: When it paused.
     """
 
@@ -145,6 +161,19 @@ class Running:
     preempted: bool = False
     behind: bool = False
     paused_ns: int = 0
+
+    @classmethod
+    def of(cls, waiting: Waiting, spec: SequenceSpec) -> Running:
+        """Return a sequence of a request that is dispatched for the first time."""
+        return cls(
+            spec=spec,
+            request=waiting.request,
+            flow=waiting.flow,
+            arrived_ns=waiting.arrived_ns,
+            deadline_ns=waiting.deadline_ns,
+            num_tokens=len(waiting.request.prompt.token_ids) + len(spec.generated),
+            chain=waiting.chain,
+        )
 
 
 @dataclass(slots=True, eq=False)
@@ -211,8 +240,9 @@ class Flow:
         self.counter += cost / self.weight
         if cost < 0 and self.version:
             self.priority_class.order.put(self)
-        if self.priority_class.exchange.on:
-            self.priority_class.exchange.record(self.priority_class.priority, self.tenant, cost)
+        exchange = self.priority_class.exchange
+        if exchange is not None and exchange.on:
+            exchange.record(self.priority_class.priority, self.tenant, cost)
 
     def add(self, waiting: Waiting, key: int) -> None:
         """Add a request, which leaves in order of `key`."""
@@ -259,10 +289,10 @@ class PriorityClass:
         num_sequences: Waiting sequences.
         num_running: Sequences that were dispatched and are not back.
         dispatched: Dispatches so far.
-        exchange: Records the service.
+        exchange: Records the service; None if it is not recorded.
     """
 
-    def __init__(self, priority: int, config: FairnessConfig, exchange: Exchange) -> None:
+    def __init__(self, priority: int, config: FairnessConfig, exchange: Exchange | None) -> None:
         self.priority = priority
         self.exchange = exchange
         self.version = 0
@@ -349,6 +379,7 @@ class PriorityClass:
 
     def serve_elsewhere(self, tenant: str, cost: float) -> None:
         """Count service of other lanes; it puts no tenant further ahead than `exchange.lead`."""
+        assert self.exchange is not None, "no other lane is known without one"
         self._raise_floor()
         flow = self._flows.get(tenant)
         if flow is None:
@@ -414,11 +445,15 @@ class PriorityClass:
 
 
 class FairQueue:
-    """All waiting requests. The next one is found in O(log n) of classes, tenants and requests."""
+    """All waiting requests. The next one is found in O(log n) of classes, tenants and requests.
 
-    def __init__(self, config: FairnessConfig, exchange: Exchange | None = None) -> None:
+    Attributes:
+        exchange: As in PriorityClass; set it before the first request.
+    """
+
+    def __init__(self, config: FairnessConfig) -> None:
         self._config = config
-        self._exchange = exchange or Exchange()
+        self.exchange: Exchange | None = None
         self._classes: dict[int, PriorityClass] = {}
         self._order: LeastFirst[PriorityClass] = LeastFirst()
         self._dispatched = 0
@@ -432,7 +467,7 @@ class FairQueue:
         """Add a request; `now_ns` never falls."""
         priority = waiting.request.priority
         if (priority_class := self._classes.get(priority)) is None:
-            priority_class = PriorityClass(priority, self._config, self._exchange)
+            priority_class = PriorityClass(priority, self._config, self.exchange)
             self._classes[priority] = priority_class
         priority_class.add(waiting, now_ns)
         if not priority_class.version:

@@ -24,8 +24,11 @@ from ...config import (
 )
 from ...telemetry import Attributes, TraceContext, instruments, names, now_ns, priority_label
 from ..actor import Actor, StageContext, budget_of, deadline_of
-from .core import Counts, Dispatched, FairnessCore
+from .core import FairnessCore
+from .parts.exchange import Exchange
+from .parts.handovers import Handovers
 from .queue import Running
+from .state import Counts, Dispatched
 
 
 class FairnessStage(Actor):
@@ -43,6 +46,8 @@ class FairnessStage(Actor):
             roles=self.config.pipeline.roles,
             lane=self.config.bus.lane,
         )
+        self._handovers = self._core.part(Handovers)
+        self._exchange = self._core.part(Exchange)
         # Cancellations that wait for the first replica.
         self._early: list[Cancel] = []
         self._measured = Counts()
@@ -88,7 +93,7 @@ class FairnessStage(Actor):
             asked.setdefault(running.replica, []).append(running.spec.seq_id)
         for replica, seq_ids in asked.items():
             await self.send(_dispatch_to(replica), PauseSequences(tuple(seq_ids)))
-        for replica, seq_ids in self._core.take_releases().items():
+        for replica, seq_ids in self._handovers.take_releases().items():
             await self.send(_dispatch_to(replica), ReleaseBlocks(tuple(seq_ids)))
         early, self._early = self._early, []
         for cancel in (*early, *self._core.expire(now_ns())):
@@ -107,7 +112,7 @@ class FairnessStage(Actor):
             "yields": counts.yields,
             "resumes": counts.resumes,
             "handovers": counts.handovers,
-            "roles": ",".join(core.roles),
+            "roles": ",".join(self._handovers.roles),
             **self._service(),
             "settings": msgspec.json.encode(core.config).decode(),
         }
@@ -124,7 +129,7 @@ class FairnessStage(Actor):
             labels = {names.PRIORITY: priority_label(priority)}
             record(instruments.FAIRNESS_TOKENS, tokens - before.tokens[priority], labels)
         self._measured = copy.deepcopy(counts)
-        exchange, (own, elsewhere) = self._core.exchange, self._measured_service
+        exchange, (own, elsewhere) = self._exchange, self._measured_service
         if exchange.on:
             service = instruments.FAIRNESS_SERVICE
             record(service, max(0.0, exchange.total - own), {names.SERVED_BY: "lane"})
@@ -133,7 +138,7 @@ class FairnessStage(Actor):
         self._measured_service = (exchange.total, exchange.elsewhere)
 
     def _service(self) -> dict[str, int | float | str]:
-        exchange = self._core.exchange
+        exchange = self._exchange
         if not exchange.on:
             return {}
         return {
@@ -147,10 +152,10 @@ class FairnessStage(Actor):
         return time.monotonic() - self._exchanged_s
 
     async def _exchange_forever(self) -> None:
-        """Tell the other lanes what this one serves, and learn what they do.
+        """Publish this lane's service, and count that of the other lanes.
 
-        At most one exchange runs at a time. If it fails, the lane is fair by what it knows; the
-        tables' totals make up for it later.
+        At most one exchange runs at a time. If it fails, the lane is fair by the last tables that
+        it has read; the tables' totals make up for it later.
         """
         reported_s = time.monotonic()
         while True:
@@ -161,11 +166,11 @@ class FairnessStage(Actor):
                 continue
             await anyio.sleep(interval_s)
             now_s = time.monotonic()
-            own = self._core.report_service(now_s - reported_s)
+            own = self._exchange.report_service(now_s - reported_s)
             reported_s = now_s
             record = self.bus.store.service
             try:
-                silent = self._core.apply_service(await record.exchange(own))
+                silent = self._exchange.apply_service(await record.exchange(own))
                 self._exchanged_s = time.monotonic()
                 await record.forget(silent)
             except NanoInferenceError as error:
@@ -177,7 +182,7 @@ class FairnessStage(Actor):
         except ConfigError as error:
             await self.answer(operation_id, error=error)
             return
-        self._core.set_roles(roles)
+        self._handovers.set_roles(roles)
         self.log.info("roles_updated", roles=roles)
         await self.answer(operation_id)
 

@@ -11,7 +11,7 @@ import pytest
 from nano_inference import BusClient, Config, Pipeline
 from nano_inference.bus.weights import FolderWeights
 from nano_inference.config import STAGES, BusError, LaneReplaced
-from nano_inference.stages.fairness.exchange import LEAD_INTERVALS
+from nano_inference.stages.fairness.parts.exchange import LEAD_INTERVALS, Exchange
 from nano_inference.stages.fairness.stage import FairnessStage
 
 from ..soaking import in_soak
@@ -138,7 +138,7 @@ async def test_shares_hold_over_all_lanes(redis_config: MakeConfig, soak: bool) 
         cores = [stage_of(each, FairnessStage)._core for each in (first, second)]
         await until(lambda: tokens["one"] >= most // 3 * (2 * length + prompt))
         unit = prompt + 2 * 2 * few * length
-        own = [core.exchange for core in cores]
+        own = [core.part(Exchange) for core in cores]
         lead = max(each.lead for each in own)
         ahead = tokens["both"] - tokens["one"]
         assert abs(ahead) <= 2 * unit + lead * (1 + 2 / LEAD_INTERVALS)

@@ -23,6 +23,7 @@ from nano_inference.stages.admission.stage import AdmissionStage
 from nano_inference.stages.batching.stage import BatchingStage
 from nano_inference.stages.executor.changes import shell
 from nano_inference.stages.executor.stage import ExecutorStage
+from nano_inference.stages.streaming.parts import responses as streaming_responses
 from nano_inference.telemetry.instruments import RESPONSE_BYTES, RESPONSE_LOOKUPS, RESPONSES
 
 from ..measured import Measured
@@ -275,8 +276,7 @@ async def test_a_served_response_that_streaming_loses_is_computed(
     cached: Pipeline, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = await computed(cached, asking())
-    streaming = cached._actors["streaming"]
-    break_once(monkeypatch, streaming._core, "_serve", 1)  # type: ignore[attr-defined]
+    break_once(monkeypatch, streaming_responses, "_repeat", 1)
     after = await cached.complete(asking())
     assert not is_served(after)
     assert plain(after) == plain(before)

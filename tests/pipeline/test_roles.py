@@ -16,6 +16,7 @@ from nano_inference.stages.batching.parts.tiers.tiers import KVTiers, TierCounts
 from nano_inference.stages.executor.core import ExecutorCore
 from nano_inference.stages.executor.runner.tiers.host_slots import HostSlots
 from nano_inference.stages.fairness.core import FairnessCore
+from nano_inference.stages.fairness.parts.handovers import Handovers as FairnessHandovers
 from nano_inference.stages.streaming.core import StreamingCore
 
 from ..soaking import in_soak
@@ -146,7 +147,7 @@ async def test_features_go_on_behind_a_handover(make_config: MakeConfig, specula
         (KVTiers, "offer"),
         in_soak(Tiers, "expect"),
         (Arrivals, "receive"),
-        (FairnessCore, "_leave"),
+        (FairnessHandovers, "left"),
         in_soak(FairnessCore, "pop"),
         in_soak(ExecutorCore, "execute"),
         in_soak(HostSlots, "offer"),

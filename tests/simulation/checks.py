@@ -283,7 +283,7 @@ def _check_fairness(world: World, actor: Any) -> Iterator[str]:
     batch = story.max_batch_size * story.replicas
     bound = config.prefill_weight * world.longest_prefill
     bound += config.decode_weight * batch * world.longest_sample
-    for each in actor._core._queue._classes.values():
+    for each in actor._core.queue._classes.values():
         counters = {flow.tenant: flow.counter for flow in each.flows() if flow.num_waiting}
         if counters and max(counters.values()) - min(counters.values()) > bound:
             yield f"tenants that wait were served {counters}, further apart than {bound}"
@@ -295,7 +295,7 @@ def _check_given_back(world: World) -> Iterator[str]:
     for actor in world.actors():
         if actor.name == "fairness":
             core: Any = actor._core  # type: ignore[attr-defined]
-            for replica in core._replicas.values():
+            for replica in core.replicas.values():
                 if replica.credits != story.max_batch_size or replica.running or replica.paused:
                     yield (
                         f"{actor.role}: {replica.credits} of {story.max_batch_size} credits, "

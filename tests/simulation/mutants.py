@@ -133,7 +133,7 @@ MUTANTS = (
     Defect(
         "a cancelled request stays in the queue",
         "stages/fairness/core.py",
-        "            self._queue.drop(waiting)\n        return msgspec",
+        "            self.queue.drop(waiting)\n        return msgspec",
         "            pass\n        return msgspec",
     ),
     Defect(
@@ -203,13 +203,13 @@ MUTANTS = (
     ),
     Defect(
         "a place that was promised is not freed",
-        "stages/fairness/handovers.py",
+        "stages/fairness/parts/handovers.py",
         "            successor.credits += 1",
         "            pass",
     ),
     Defect(
         "a promised place is free for others, too",
-        "stages/fairness/handovers.py",
+        "stages/fairness/parts/handovers.py",
         "        successor.credits -= 1\n",
         "",
     ),
@@ -251,8 +251,8 @@ MUTANTS = (
     Defect(
         "a sequence that resumes costs no credit",
         _FAIRNESS,
-        "            self._run(replica, waiting.paused, level, rank)\n",
-        "            self._run(replica, waiting.paused, level, rank)\n"
+        "            self.run(replica, waiting.paused, level, rank)\n",
+        "            self.run(replica, waiting.paused, level, rank)\n"
         "            replica.credits += 1\n",
     ),
     # --- the bus
@@ -339,7 +339,7 @@ MUTANTS = (
     # --- constraints
     Defect(
         "a constraint does not reach the executor",
-        "stages/admission/core.py",
+        "stages/admission/sampling.py",
         "constraint=None if constraint is None else plain(constraint),",
         "constraint=None,",
     ),
@@ -367,8 +367,8 @@ OLD_DEFECTS = (
     Defect(
         "a paused sequence takes another place where it continues",
         _FAIRNESS,
-        "starts = waiting.paused is None",
-        "starts = True",
+        "        if waiting.paused is None:\n            for hook in self._hooks.limit:",
+        "        if True:\n            for hook in self._hooks.limit:",
     ),
     Defect(
         "a request that fails its lane is never given up",

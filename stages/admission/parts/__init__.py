@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, ClassVar
 
 from ....bus.control import ReplicaCapacity
 from ....bus.entries import RequestEntry
@@ -19,18 +19,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
     from ..prompts import PromptReader
-
-
-class Resolved(NamedTuple):
-    """A valid request, with defaults and limits of the lane."""
-
-    entry: RequestEntry
-    request: GenerateRequest
-    adapter: str
-    prompt: Prompt
-    sampling: SamplingParams
-    pooling: Pooling | None
-    seeds: tuple[int, ...]
 
 
 class Part:
@@ -72,11 +60,20 @@ class Part:
     ) -> tuple[SamplingParams, Pooling] | None:
         """Return the sampling and pooling of a request that asks for its prompt's vector."""
 
-    def opened(self, resolved: Resolved) -> Section | None:
-        """Return the part's section of the RequestOpened."""
+    def opened(
+        self,
+        entry: RequestEntry,
+        request: GenerateRequest,
+        adapter: str,
+        prompt: Prompt,
+        sampling: SamplingParams,
+        pooling: Pooling | None,
+        seeds: tuple[int, ...],
+    ) -> Section | None:
+        """Return the part's section of the RequestOpened, for a valid request."""
 
     def key(
-        self, resolved: Resolved, opened: RequestOpened, admitted: AdmittedRequest
+        self, request: GenerateRequest, opened: RequestOpened, admitted: AdmittedRequest
     ) -> ResponseKey | None:
         """Return the request's key in the response cache; None if it can't be there."""
 

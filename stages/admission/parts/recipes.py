@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from ....bus.control import ReplicaCapacity
+from ....bus.entries import RequestEntry
+from ....bus.messages import Prompt
 from ....bus.parts.recipes import FingerprintCapacity
-from ....bus.public import Fingerprint
+from ....bus.pooling import Pooling
+from ....bus.public import Fingerprint, GenerateRequest
 from ....bus.recipes import RecipeParts
-from . import Part, Resolved
+from ....config import SamplingParams
+from . import Part
 
 
 class Recipes(Part):
@@ -19,8 +23,16 @@ class Recipes(Part):
         found = FingerprintCapacity.find(capacity.parts)
         self._executors = found.fingerprints if found is not None else ()
 
-    def opened(self, resolved: Resolved) -> RecipeParts:
-        _, request, adapter, prompt, sampling, pooling, seeds = resolved
+    def opened(
+        self,
+        entry: RequestEntry,
+        request: GenerateRequest,
+        adapter: str,
+        prompt: Prompt,
+        sampling: SamplingParams,
+        pooling: Pooling | None,
+        seeds: tuple[int, ...],
+    ) -> RecipeParts:
         executors = self._executors
         return RecipeParts(
             request.tenant, adapter, sampling, seeds, prompt.media, pooling, executors

@@ -16,9 +16,10 @@ import msgspec
 from ....bus.control import ReplicaCapacity
 from ....bus.messages import AdmittedRequest, RequestOpened, StoredResponse
 from ....bus.parts.responses import ResponseCaching
+from ....bus.public import GenerateRequest
 from ....config import EngineConfig, SamplingParams
 from ..arrivals import Accepted, ResponseKey
-from . import Part, Resolved
+from . import Part
 from .adapters import Adapters
 
 ENTRY_BYTES = 512
@@ -91,15 +92,15 @@ class Responses(Part):
             self.add(accepted.key, response)
 
     def key(
-        self, resolved: Resolved, opened: RequestOpened, admitted: AdmittedRequest
+        self, request: GenerateRequest, opened: RequestOpened, admitted: AdmittedRequest
     ) -> ResponseKey | None:
         """Return a request's key; None if it can't be cached.
 
         Whether it streams, its priority, budget, prediction and limit of drafts change no token.
         Without randomness the seed doesn't either.
         """
-        request, capacity = resolved.request, self._capacity
-        sampling, adapter = admitted.sampling, self._adapters.get(resolved.adapter)
+        capacity = self._capacity
+        sampling, adapter = admitted.sampling, self._adapters.get(admitted.info.adapter)
         if (
             capacity is None
             or not capacity.exact

@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
+from ....bus.entries import RequestEntry
+from ....bus.messages import Prompt
 from ....bus.parts.scoring import ReferenceScoring
-from . import Part, Resolved
+from ....bus.pooling import Pooling
+from ....bus.public import GenerateRequest
+from ....config import SamplingParams
+from . import Part
 
 
 class Reference(Part):
     """Requests scores of each generated sample."""
 
-    def opened(self, resolved: Resolved) -> ReferenceScoring | None:
-        if resolved.pooling is not None:
-            return None
-        return ReferenceScoring(resolved.sampling.temperature)
+    def opened(
+        self,
+        entry: RequestEntry,
+        request: GenerateRequest,
+        adapter: str,
+        prompt: Prompt,
+        sampling: SamplingParams,
+        pooling: Pooling | None,
+        seeds: tuple[int, ...],
+    ) -> ReferenceScoring | None:
+        return ReferenceScoring(sampling.temperature) if pooling is None else None

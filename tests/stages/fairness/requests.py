@@ -55,10 +55,10 @@ def drain(core: FairnessCore, now_ns: int = 0) -> list[str]:
 
 def served(core: FairnessCore) -> dict[tuple[int, str], float]:
     """The counters of tenants that wait, run or are ahead, by priority and tenant."""
-    for replica in core._replicas.values():
-        core._count(replica)
+    for replica in core.replicas.values():
+        core.count(replica)
     return {
         (priority_class.priority, flow.tenant): flow.counter
-        for priority_class in core._queue._classes.values()
+        for priority_class in core.queue._classes.values()
         for flow in priority_class.flows()
     }

@@ -9,7 +9,12 @@ from nano_inference.bus.messages import Credit
 from nano_inference.config import FairnessConfig, SamplingParams
 from nano_inference.stages.fairness import FairnessCore
 from nano_inference.stages.fairness.core import HOPELESS
-from nano_inference.stages.fairness.fastest_step import CAUTION, WINDOW, FastestStep, least_tokens
+from nano_inference.stages.fairness.parts.fastest_step import (
+    CAUTION,
+    WINDOW,
+    FastestStep,
+    least_tokens,
+)
 from nano_inference.stages.fairness.queue import UNDATED_NS
 
 from .requests import SECOND, drain, grant, request
@@ -128,7 +133,7 @@ def test_least_tokens_of_a_sample(
 
 
 def test_the_fastest_step_is_forgotten_after_two_windows() -> None:
-    pace = FastestStep()
+    pace = FairnessCore(FairnessConfig()).part(FastestStep)
     assert pace.least_step_ns == 0
     pace.add(10)
     for _ in range(WINDOW - 1):

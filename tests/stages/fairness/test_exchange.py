@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from nano_inference.bus.messages import Credit
 from nano_inference.config import FairnessConfig
-from nano_inference.stages.fairness.exchange import (
+from nano_inference.stages.fairness import FairnessCore
+from nano_inference.stages.fairness.parts.exchange import (
     ENTRIES_KEPT,
     SILENT_EXCHANGES,
     Exchange,
@@ -37,7 +38,7 @@ class Lanes:
             for index, number in enumerate(places)
         ]
         for lane in self.lanes:
-            lane.core.exchange.begin(1)
+            lane.core.part(Exchange).begin(1)
         self.tables: dict[str, LaneService] = {}
         self.cut_off: set[int] = set()
         self.unheard: dict[tuple[int, str], float] = {}
@@ -55,15 +56,15 @@ class Lanes:
 
     def exchange(self, index: int) -> None:
         core = self.lanes[index].core
-        own = core.report_service(EVERY * 0.01)
+        own = core.part(Exchange).report_service(EVERY * 0.01)
         if index not in self.cut_off:
-            core.apply_service(list(self.tables.values()))
+            core.part(Exchange).apply_service(list(self.tables.values()))
             if own is not None:
                 self.tables[own.lane] = own
 
     def note_unheard(self, index: int) -> None:
         """Note the most that a lane has not heard at one time of what the others have served."""
-        exchange, own = self.lanes[index].core.exchange, self.lanes[index].service
+        exchange, own = self.lanes[index].core.part(Exchange), self.lanes[index].service
         for tenant in {tenant for lane in self.lanes for tenant in lane.service}:
             heard = sum(each.served.get((0, tenant), 0.0) for each in exchange._known.values())
             now = self.service(tenant) - own.get(tenant, 0.0) - heard / self.weight(tenant)
@@ -81,8 +82,8 @@ def test_a_tenant_of_one_lane_gets_as_much_as_one_of_both() -> None:
     for on, share in ((False, 3.0), (True, 1.0)):
         lanes = Lanes(FairnessConfig(), [4, 4])
         for lane in lanes.lanes:
-            lane.core.exchange.switch(on)
-            lane.core.exchange.begin(1)
+            lane.core.part(Exchange).switch(on)
+            lane.core.part(Exchange).begin(1)
         for _ in range(400):
             keep_busy(lanes.lanes[0], "both", 10, 5)
             keep_busy(lanes.lanes[0], "one", 10, 5)
@@ -185,7 +186,7 @@ def test_a_lane_serves_no_tenant_that_is_ahead_over_all_lanes(
         for lane, one, other in pairs:
             replica = lanes.lanes[lane]
             ahead = lanes.service(one) - lanes.service(other)
-            if replica.core.exchange.capped != capped[lane]:
+            if replica.core.part(Exchange).capped != capped[lane]:
                 since[lane, one, other] = ahead
                 continue
             if any(name.startswith(f"{one}-") for name in replica.starts[before[lane] :]):
@@ -193,9 +194,9 @@ def test_a_lane_serves_no_tenant_that_is_ahead_over_all_lanes(
                 bound = 2 * unit + unheard + leads[lane]
                 assert ahead - since[lane, one, other] <= bound
         for lane, replica in enumerate(lanes.lanes):
-            if replica.core.exchange.capped != capped[lane]:
-                capped[lane] = replica.core.exchange.capped
-                leads[lane] = max(leads[lane], replica.core.exchange.lead)
+            if replica.core.part(Exchange).capped != capped[lane]:
+                capped[lane] = replica.core.part(Exchange).capped
+                leads[lane] = max(leads[lane], replica.core.part(Exchange).lead)
 
 
 # --- the table and the others' ----------------------------------------------------------------
@@ -210,8 +211,12 @@ def gained(exchange: Exchange, *tables: LaneService) -> dict[str, float]:
     return {tenant: cost for _, tenant, cost in exchange.news(tables)}
 
 
+def exchange_of(lane: str) -> Exchange:
+    return FairnessCore(FairnessConfig(exchange_interval_s=0.5), lane=lane).part(Exchange)
+
+
 def test_service_is_counted_once() -> None:
-    exchange = Exchange("a", on=True)
+    exchange = exchange_of("a")
     exchange.begin(1)
     assert gained(exchange, table("b", {"x": 5})) == {}, "what was before counts nowhere"
     assert gained(exchange, table("b", {"x": 7, "y": 1})) == {"x": 2, "y": 1}
@@ -227,7 +232,7 @@ def test_service_is_counted_once() -> None:
 
 
 def test_a_replaced_lane_leaves_the_table_to_its_successor() -> None:
-    exchange = Exchange("a", on=True)
+    exchange = exchange_of("a")
     assert exchange.report(1.0, 1.0) is None, "no epoch has begun"
     exchange.begin(3)
     exchange.record(0, "x", 2.0)
@@ -239,7 +244,7 @@ def test_a_replaced_lane_leaves_the_table_to_its_successor() -> None:
 
 
 def test_a_table_is_bounded_and_loses_nothing_that_was_read() -> None:
-    exchange, reader = Exchange("a", on=True), Exchange("b", on=True)
+    exchange, reader = exchange_of("a"), exchange_of("b")
     exchange.begin(1)
     reader.begin(1)
     gained(reader, table("a", {}))
@@ -258,7 +263,7 @@ def test_a_table_is_bounded_and_loses_nothing_that_was_read() -> None:
 
 
 def test_a_lane_that_is_silent_for_long_is_forgotten() -> None:
-    exchange = Exchange("a", on=True)
+    exchange = exchange_of("a")
     exchange.begin(1)
     for number in range(SILENT_EXCHANGES + 2):
         gained(exchange, table("b", {"x": 5}), table("c", {"x": number}))
@@ -272,9 +277,11 @@ def test_off_records_nothing() -> None:
     replica.core.absorb(Credit(replica.places), 0)
     replica.submit("r")
     replica.run()
-    assert replica.core.exchange.total == 0
+    assert replica.core.part(Exchange).total == 0
     replica.core.configure(FairnessConfig(exchange_interval_s=1.0))
     replica.submit("r2")
     replica.run()
-    assert replica.core.exchange.total == 1 + 4 * 2
-    assert replica.core.report_service(1.0) == table("0", {"default": 9.0}, epoch=4, number=1)
+    assert replica.core.part(Exchange).total == 1 + 4 * 2
+    assert replica.core.part(Exchange).report_service(1.0) == table(
+        "0", {"default": 9.0}, epoch=4, number=1
+    )

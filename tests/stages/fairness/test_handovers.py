@@ -11,7 +11,8 @@ from nano_inference.bus.messages import AdmittedRequest, Credit, ResumeSequences
 from nano_inference.bus.pooling import Pooling
 from nano_inference.config import FairnessConfig, ReplicaRole
 from nano_inference.stages.fairness import FairnessCore
-from nano_inference.stages.fairness.core import Dispatched
+from nano_inference.stages.fairness.parts.handovers import Handovers
+from nano_inference.stages.fairness.state import Dispatched
 
 from ...sections import successors_of
 from .requests import request, served
@@ -42,7 +43,7 @@ def where(found: list[Dispatched]) -> list[tuple[str, str]]:
 
 def hand_over(core: FairnessCore, seq_id: int, replica: str = PREFILL, **report: Any) -> None:
     """A replica reports that it has handed a sequence over, with the work on it."""
-    of_giver = core._replicas[replica]
+    of_giver = core.replicas[replica]
     running = of_giver.running.get(seq_id) or of_giver.gone[seq_id]
     prompt = len(running.request.prompt.token_ids)
     report = {"steps": ((seq_id,),), "started": ((seq_id, prompt),), **report}
@@ -59,13 +60,13 @@ def test_a_prompt_starts_where_prompts_are_computed_and_continues_elsewhere() ->
     (first,) = dispatches(core)
     assert isinstance(first.message, AdmittedRequest)
     assert (first.replica, successors_of(first.message)) == (PREFILL, (1,))
-    assert [each.credits for each in core._replicas.values()] == [3, 3], "both places are taken"
+    assert [each.credits for each in core.replicas.values()] == [3, 3], "both places are taken"
     assert core.replicas_of("a") == [PREFILL, DECODE]
     hand_over(core, *ids(asked))
     assert dispatches(core) == []
     assert core.replicas_of("a") == [DECODE]
     core.absorb(Credit(1, ended=tuple(ids(asked))), 30, DECODE)
-    assert [each.credits for each in core._replicas.values()] == [4, 4]
+    assert [each.credits for each in core.replicas.values()] == [4, 4]
     assert core.counts.handovers == 1
 
 
@@ -87,10 +88,10 @@ def test_reports_of_both_replicas_come_in_any_order(report: str) -> None:
         hand_over(core, seq_id)
     assert served(core) == {} or served(core) == {(0, "default"): 100 + 2 * (1 + 3)}
     assert core.counts.tokens[0] == 4
-    assert [each.credits for each in core._replicas.values()] == [4, 4]
-    assert not any(each.gone or each.expected or each.running for each in core._replicas.values())
+    assert [each.credits for each in core.replicas.values()] == [4, 4]
+    assert not any(each.gone or each.expected or each.running for each in core.replicas.values())
     assert core.counts.handovers == 1
-    assert core.take_releases() == {PREFILL: [seq_id]}
+    assert core.part(Handovers).take_releases() == {PREFILL: [seq_id]}
 
 
 @pytest.mark.parametrize("is_paused", [False, True])
@@ -102,7 +103,7 @@ def test_a_sequence_that_ends_where_it_began_frees_its_other_place(is_paused: bo
     if is_paused:
         core.absorb(Credit(1, paused=(seq_id,)), 15, PREFILL)
     core.absorb(Credit(int(not is_paused), ended=(seq_id,)), 20, PREFILL)
-    assert [each.credits for each in core._replicas.values()] == [4, 4]
+    assert [each.credits for each in core.replicas.values()] == [4, 4]
     assert core.replicas_of("a") == [PREFILL], "any"
     assert core.counts.handovers == 0
 
@@ -131,7 +132,7 @@ def test_a_prompt_whose_vector_is_asked_for_stays() -> None:
     core.push(msgspec.structs.replace(asked, info=info), 0)
     (first,) = dispatches(core)
     assert (first.replica, successors_of(first.message)) == (PREFILL, ())  # type: ignore[union-attr]
-    assert core._replicas[DECODE].credits == 4
+    assert core.replicas[DECODE].credits == 4
 
 
 @pytest.mark.parametrize("roles", [("prefill", "prefill"), ("decode", "decode")])
@@ -152,7 +153,7 @@ def test_no_prompt_starts_without_a_place_where_it_continues() -> None:
     for seq_id in ids(asked)[:2]:
         hand_over(core, seq_id)
     assert dispatches(core) == []
-    assert core._replicas[PREFILL].credits == 2
+    assert core.replicas[PREFILL].credits == 2
     core.absorb(Credit(1, ended=(ids(asked)[0],)), 30, DECODE)
     (third,) = dispatches(core)
     assert (third.replica, len(third.message.sequences)) == (PREFILL, 1)  # type: ignore[union-attr]
@@ -204,23 +205,23 @@ def test_blocks_are_released_when_they_are_not_needed(how: str) -> None:
     dispatches(core)
     (seq_id,) = ids(asked)
     hand_over(core, seq_id)
-    assert core.take_releases() == {}
+    assert core.part(Handovers).take_releases() == {}
     about = {how: ((seq_id, 1),) if how == "started" else (seq_id,)}
     core.absorb(Credit(0, **about), 30, DECODE)  # type: ignore[arg-type]
-    assert core.take_releases() == {PREFILL: [seq_id]}
-    assert core.take_releases() == {}
+    assert core.part(Handovers).take_releases() == {PREFILL: [seq_id]}
+    assert core.part(Handovers).take_releases() == {}
 
 
 def test_roles_change_while_sequences_run() -> None:
     core = core_of("prefill", "decode")
     core.push(asked := request("a"), 0)
     dispatches(core)
-    core.set_roles(("decode", "prefill"))
+    core.part(Handovers).set_roles(("decode", "prefill"))
     core.push(request("b"), 1)
     assert where(dispatches(core)) == [(DECODE, "b")]
     hand_over(core, *ids(asked))
     assert core.replicas_of("a") == [DECODE], "where it was promised a place"
-    core.set_roles(())
+    core.part(Handovers).set_roles(())
     core.push(request("c", samples=5), 2)
     assert {each.replica for each in dispatches(core)} == {PREFILL, DECODE}
 
@@ -233,4 +234,4 @@ def test_a_new_epoch_drops_all_promises() -> None:
     core.absorb(Credit(4), 0, DECODE)
     assert dispatches(core) == []
     assert core.replicas_of("a") == [DECODE], "any"
-    assert core.roles == ("prefill", "decode")
+    assert core.part(Handovers).roles == ("prefill", "decode")

@@ -106,19 +106,19 @@ def test_a_sequence_waiting_for_a_full_replica_leaves_no_other_idle() -> None:
     core.push(request("a", tenant="a"), 0)
     assert sent(core) == [("west", "a")]
     core.push(request("b", tenant="b"), 1)
-    (first,) = core._replicas["west"].running
+    (first,) = core.replicas["west"].running
     core.absorb(Credit(0, steps=((first,),) * 8, kv_free=10**9), 2, "west")
     (running,) = core.ask_to_pause(3)
     assert (running.replica, running.spec.seq_id) == ("west", first)
     core.absorb(Credit(1, paused=(first,), kv_free=10**9), 4, "west")
     assert sent(core) == [("west", "b")]
     # Tenant "a" has been served less by now, so it goes first.
-    (second,) = core._replicas["west"].running
+    (second,) = core.replicas["west"].running
     core.absorb(Credit(0, steps=((second,),) * 30, kv_free=10**9), 5, "west")
     core.absorb(Credit(1, kv_free=10**9), 6, "east")
     core.push(request("c", tenant="b"), 7)
     assert core.pop(8) is not None, "a place is free in the east"
-    assert len(core._replicas["east"].running) == 1
+    assert len(core.replicas["east"].running) == 1
     assert core.pop(9) is None
     (running,) = core.ask_to_pause(10)
     assert (running.replica, running.spec.seq_id) == ("west", second), "for what resumes there"
@@ -141,7 +141,7 @@ def test_a_paused_sequence_resumes_on_its_replica() -> None:
     assert name == where["second"], "of equals the last one dispatched"
     core.absorb(Credit(1, paused=(running.spec.seq_id,)), 4, name)
     assert sent(core) == [(name, "urgent")]
-    core.absorb(Credit(1, ended=(next(iter(core._replicas[name].running)),)), 5, name)
+    core.absorb(Credit(1, ended=(next(iter(core.replicas[name].running)),)), 5, name)
     dispatched = core.pop(6)
     assert dispatched is not None
     assert dispatched.replica == name

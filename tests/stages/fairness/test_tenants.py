@@ -27,7 +27,7 @@ def keep_busy(replica: StepReplica, tenant: str, tokens: int, prompt: int) -> No
 
 
 def num_waiting(replica: StepReplica, tenant: str) -> int:
-    flows = [flow for level in replica.core._queue._classes.values() for flow in level.flows()]
+    flows = [flow for level in replica.core.queue._classes.values() for flow in level.flows()]
     return sum(flow.num_waiting for flow in flows if flow.tenant == tenant)
 
 
@@ -54,7 +54,7 @@ def test_idling_does_not_pay_a_debt() -> None:
     core.push(request("other-1", tenant="other"), 0)
     grant(core, 1)
     assert drain(core) == ["first"]
-    (running,) = core._replicas[""].running.values()
+    (running,) = core.replicas[""].running.values()
     core.absorb(Credit(1, ((running.spec.seq_id,),) * 500, ended=(running.spec.seq_id,)), 0)
     core.push(request("again", tenant="greedy"), 0)
     grant(core, 2)
@@ -68,7 +68,7 @@ def test_prompts_are_charged_by_computed_tokens() -> None:
     grant(core, 2)
     assert drain(core) == ["a"]
     assert served(core)[0, "default"] == 100, "the whole prompt, once, before it ran"
-    first, second = core._replicas[""].running
+    first, second = core.replicas[""].running
     core.absorb(Credit(0, started=((first, 40), (second, 1))), 0)
     assert served(core)[0, "default"] == 41, "60 tokens were cached, and the samples share"
     core.absorb(Credit(0, steps=((first, second), (second,))), 0)
@@ -183,7 +183,7 @@ def test_requests_are_conserved(
     assert {name: replica.finished.count(name) for name in set(replica.finished)} == wanted
     core = replica.core
     assert (core.num_queued, core.num_paused, core.credits) == (0, 0, places)
-    assert not core._queue._classes
+    assert not core.queue._classes
     assert not core._of_request
 
 
@@ -193,10 +193,10 @@ def test_idle_tenants_are_forgotten() -> None:
         replica.submit(f"r{number}", 2, tenant=f"tenant-{number}")
         if number % 2:
             replica.step()
-    (level,) = replica.core._queue._classes.values()
+    (level,) = replica.core.queue._classes.values()
     assert replica.core.num_queued < len(level.flows()) <= 2 * (replica.core.num_queued + IDLE_KEPT)
     replica.run()
-    assert not replica.core._queue._classes
+    assert not replica.core.queue._classes
 
 
 def test_a_cached_prefix_goes_first_only_within_the_margin() -> None:
@@ -212,7 +212,7 @@ def test_a_cached_prefix_goes_first_only_within_the_margin() -> None:
     grant(core, 1)
     # b came when a was the last served, so they are level.
     assert drain(core) == ["hit-0"]
-    (running, *_) = core._replicas[""].running.values()
+    (running, *_) = core.replicas[""].running.values()
     core.absorb(Credit(1, ((running.spec.seq_id,),) * 400), 3)
     assert drain(core) == ["cold"], "a is 800 ahead, which is beyond the margin"
 

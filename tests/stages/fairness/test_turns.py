@@ -66,7 +66,7 @@ def test_a_paused_sequence_can_end(how: str) -> None:
     replica.run()
     assert replica.finished == ["urgent"]
     assert (replica.core.num_queued, replica.core.num_paused, replica.core.credits) == (0, 0, 1)
-    assert not replica.core._queue._classes
+    assert not replica.core.queue._classes
 
 
 def test_each_token_of_a_step_counts_for_slice_and_service() -> None:
@@ -78,7 +78,7 @@ def test_each_token_of_a_step_counts_for_slice_and_service() -> None:
     assert drain(core) == ["long", "other"]
     (_, long), (_, other) = sorted(
         (running.request.tenant, running)
-        for replica in core._replicas.values()
+        for replica in core.replicas.values()
         for running in replica.running.values()
     )
     before = served(core)
@@ -126,7 +126,7 @@ def test_paused_sequences_keep_at_most_a_share_of_the_free_cache() -> None:
         replica.submit(f"long-{number}", 40, prompt=(1,) * 10, tenant="a")
     for number in range(4):
         replica.submit(f"other-{number}", 40, prompt=(1,) * 10, tenant=f"b-{number}")
-    (own,) = replica.core._replicas.values()
+    (own,) = replica.core.replicas.values()
     seen = []
     while replica.core.num_queued:
         replica.step()

@@ -197,7 +197,7 @@ def test_equal_transformers_in_chunks_and_in_company(
     temperature = 0.6 if mode == "processed" else 1.0
     holds(of_sequence(planner.results, 1), PROMPT, count, temperature)
     holds(of_sequence(planner.results, 3), PROMPT[2:], count, 1.0)
-    assert {f.seq_id for r in planner.results for f in r.prompt_logprobs} == {1, 3}
+    assert {f.seq_id for r in planner.results for f in prompt_logprobs_of(r)} == {1, 3}
 
 
 def test_scoring_changes_no_sample(model: LoadedModel) -> None:

@@ -1,4 +1,4 @@
-"""The service of all lanes: what this lane tells the others, and what it learns from them.
+"""Shares of tenants over several lanes: each lane publishes its service and counts the others'.
 
 docs/fairness.md, "Several lanes", has the bound.
 """
@@ -8,7 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from ...store.service import LaneService
+from ....config import FairnessConfig
+from ....store.service import LaneService
+from ..state import FairnessState
+from . import Part
 
 LEAD_INTERVALS = 16
 """A tenant's lead because of other lanes counts up to this lane's own service of so many intervals.
@@ -38,7 +41,7 @@ class _Known:
     silent: int = 0
 
 
-class Exchange:
+class Exchange(Part):
     """This lane's table of service, and the last seen tables of the others.
 
     Attributes:
@@ -49,21 +52,43 @@ class Exchange:
         lead: The most that service elsewhere puts a tenant of weight 1 ahead.
     """
 
-    def __init__(self, lane: str = "0", *, on: bool = False) -> None:
+    def __init__(self, core: FairnessState, lane: str = "0") -> None:
+        super().__init__(core)
         self.lane = lane
+        self._epoch = self._number = 0
+        self._clear(on=bool(core.config.exchange_interval_s))
+
+    def _clear(self, *, on: bool) -> None:
         self.on = on
         self.total = self.elsewhere = 0.0
         self.capped = 0
         self.lead = 0.0
         self._served: dict[Entry, float] = {}
-        self._epoch = self._number = 0
         self._known: dict[str, _Known] = {}
-        # As in the last report; what it had more than the one before.
+        # As in the last report; and its difference to the one before.
         self._reported: dict[Entry, float] = {}
         self._changed = 0
         self._reported_total = 0.0
         self._speed = 0.0
         self._replaced = False
+
+    def reset(self, epoch: int) -> None:
+        self.begin(epoch)
+        self.core.queue.exchange = self
+
+    def configure(self, config: FairnessConfig) -> None:
+        self.switch(bool(config.exchange_interval_s))
+
+    def report_service(self, elapsed_s: float) -> LaneService | None:
+        """Return this lane's service for the other lanes, as `report`."""
+        for replica in self.core.replicas.values():
+            self.core.count(replica)
+        return self.report(elapsed_s, self.core.config.exchange_interval_s)
+
+    def apply_service(self, tables: Iterable[LaneService]) -> list[str]:
+        """Count the other lanes' service since the last call; return lanes long silent."""
+        self.core.queue.serve_elsewhere(self.news(tables))
+        return self.silent()
 
     @property
     def num_lanes(self) -> int:
@@ -73,9 +98,8 @@ class Exchange:
     def switch(self, on: bool) -> None:
         """Turn the exchange on or off. What was seen before is forgotten."""
         if on != self.on:
-            epoch, number = self._epoch, self._number + 1
-            self.__init__(self.lane, on=on)  # type: ignore[misc]
-            self._epoch, self._number = epoch, number
+            self._number += 1
+            self._clear(on=on)
 
     def begin(self, epoch: int) -> None:
         """Begin a new table: the lane has lost its requests and counters.

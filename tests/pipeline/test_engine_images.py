@@ -11,6 +11,7 @@ import pytest
 from PIL import Image
 
 from nano_inference import ChatRenderer, EngineConfig, InferenceEngine, SamplingParams
+from nano_inference.stages.admission.parts.images import Images as AdmissionImages
 from nano_inference.stages.executor.parts.images import Images
 
 from ..media.pictures import picture, saved
@@ -87,7 +88,10 @@ def test_a_conversation_is_rendered_with_places_for_its_images(
     (same,) = engine.generate([PROMPT], GREEDY, images=[WIDE])
     assert sample.prompt_tokens == same.prompt_tokens
     text = chat.render([{"role": "user", "content": "Hello"}])
-    assert engine._admission.part(Images).processor._tokenizer.decode(text.token_ids) == "Hello"
+    assert (
+        engine._admission.part(AdmissionImages).processor._tokenizer.decode(text.token_ids)
+        == "Hello"
+    )
     with raises("invalid_messages"):
         chat.render([{"role": "user", "content": [{"type": "audio"}]}])
 

@@ -57,7 +57,7 @@ class Model(nn.Module):
 class NoCache:
     """A KV cache without tensors."""
 
-    keys = values = ()
+    tensors: tuple[torch.Tensor, ...] = ()
 
     def moved(self) -> None:
         pass

@@ -152,8 +152,8 @@ def test_matchers_of_sequences_that_have_left_are_freed(writer: Writer) -> None:
     writer.step([gone, stays], generator)
     writer.table.remove(int(writer.table.ids_of(np.array([gone]))[0]))
     writer.step([stays], generator)
-    assert gone not in writer.constraints._samples
-    assert stays in writer.constraints._samples
+    assert gone not in writer.constraints.samples
+    assert stays in writer.constraints.samples
 
 
 def test_repeatedly_slow_masks_end_their_request(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import builtins
 import functools
 import secrets
 import socket
@@ -27,6 +28,7 @@ from nano_inference.config import EngineConfig, clock
 from nano_inference.pipeline import pipeline as pipelines
 from nano_inference.stages.admission import core as admission_core
 from nano_inference.stages.admission import stage as admission
+from nano_inference.stages.admission.parts import constraints as admission_constraints
 
 # Imported before the clocks are replaced, as the other stages are.
 from nano_inference.stages.batching import stage as _batching  # noqa: F401
@@ -224,7 +226,7 @@ class Environment:
             (changes, "stamp_of_adapter", lambda folder: f"stamp of {folder}"),
             (admission, "find_tokenizer", _cached_tokenizer),
             (admission_core, "longest_token_bytes", _cached_longest),
-            (admission_core, "GrammarCompiler", TriedCompiler),
+            (admission_constraints, "GrammarCompiler", TriedCompiler),
             (streaming, "find_tokenizer", _cached_tokenizer),
             (sys.modules[_PACKAGE + "store.redis.client"], "random", jitter),
         ]
@@ -273,7 +275,10 @@ class Environment:
                 undo.append((module, attribute, value))
                 setattr(module, attribute, replaced[value])
             for owner, attribute, value in (*self.attributes(), *self.more):
-                undo.append((owner, attribute, getattr(owner, attribute, _NOTHING)))
+                before = getattr(owner, attribute, _NOTHING)
+                # A name that was moved elsewhere would be replaced here in vain.
+                assert before is not _NOTHING or hasattr(builtins, attribute), (owner, attribute)
+                undo.append((owner, attribute, before))
                 setattr(owner, attribute, value)
             yield
         finally:

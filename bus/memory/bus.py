@@ -15,6 +15,8 @@ import msgspec
 from ...config import STAGES, BusConfig, BusError, role_of_sender, split_role
 from ...config.errors import bus_closed
 from ...config.forks import check_not_forked
+from ...store.records import MemoryRecords
+from ...store.redis.keys import Keys
 from ...store.store import memory_store
 from ..backlog import Backlog
 from ..channel import Bus, Inbox
@@ -26,7 +28,7 @@ from ..envelope import Envelope
 from ..links import AnyLink
 from ..public import AnyRequest, Completion, ErrorInfo
 from ..queue import BoundedQueue
-from ..replies import MemoryReplies
+from ..replies import Replies
 from ..routing import RequestRouting
 from ..sender import Numbering, Sender
 from ..shards import Layout
@@ -248,7 +250,7 @@ class MemoryBus:
         self._epoch = 0
         self.results = MemoryResults()
         self.requests = MemoryRequests(config, self.results)
-        self.replies = MemoryReplies()
+        self.replies = Replies(Keys(config.prefix, config.lane), MemoryRecords())
         self.kv_events = MemoryKVEvents(config.kv_events_maxlen)
         self.store = memory_store(config)
 

@@ -72,8 +72,7 @@ class MemoryResults:
     """`ResultStreams` within one event loop.
 
     Outputs are stored by entry id, so requests with equal ids never mix. Running requests keep
-    their outputs;
-    of ended and unfollowed ones, the latest `KEPT_FINISHED` do.
+    their outputs; of ended and unfollowed ones, the latest `KEPT_FINISHED` do.
     """
 
     def __init__(self) -> None:

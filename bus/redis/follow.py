@@ -213,7 +213,7 @@ def is_of(output: Output, request_id: str, entry_id: str) -> bool:
 
     Args:
         output: The output; of a request whose id can't be used, it has its entry's.
-        request_id: "", or the entry's, if the caller doesn't know the request's.
+        request_id: "", or the entry's, if the request's is unknown to the caller.
         entry_id: "" for any.
     """
     if not entry_id:

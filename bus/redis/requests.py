@@ -61,7 +61,7 @@ class RedisRequests:
        each shard that they leave is written down, and they are published on their new shards.
     3. When all entries up to those are taken, a lane ends the change. Until then each lane keeps
        entries of moved tenants waiting; it reads the layout after it has got entries, so no layout
-       is older than an entry. `take` returns them behind all that the lane has got of the shards
+       is older than an entry. `take` returns them after all that the lane has got of the shards
        that tenants left.
 
     Attributes:

@@ -309,7 +309,7 @@ class RequestsStream:
         is another entry's; return these."""
         told = [(key, (id_in(key), request_id)) for key, request_id in answered.items()]
         unanswered: set[str] = set()
-        if self._server.is_cluster:  # what tells is in other places
+        if self._server.is_cluster:  # the marks are on other nodes
             missing = await self._results.unanswered([about for _, about in told])
             unanswered = {key for key, about in told if about in missing}
             certain = certain | (answered.keys() - unanswered)

@@ -40,7 +40,7 @@ from .result_parts import REFUSED, TOO_LARGE, StreamPart, ending, part_of
 from .result_scripts import ANSWER, APPEND, FENCE, LOOK, TELL
 
 REMEMBERED_STREAMS = 65_536
-"""Streams whose next entry number is cached. For others, Redis is asked."""
+"""Streams whose next entry number is cached. For others, Redis is queried."""
 
 KEYS_PER_FLUSH = 256
 

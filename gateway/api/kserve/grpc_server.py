@@ -213,7 +213,7 @@ class GrpcCalls:
             await respond(InferResponse(model_name=name, id=decoded.id, parameters=times), True)
 
     def _responds_in_order(self, message: Any) -> bool:
-        """Whether the response to a request waits for those to earlier requests of the stream.
+        """Return whether a request's response waits for those of earlier requests of the stream.
 
         So it does in Triton for models with one response, as few clients set request ids.
         """
@@ -389,7 +389,7 @@ def _failed(call: Call, error: Exception) -> GrpcFailure:
 
 
 def _error_message(request_id: str, failure: GrpcFailure) -> Message:
-    """A stream's response to a request that failed; other requests go on."""
+    """Return a stream's response to a request that failed; other requests go on."""
     return METHODS["ModelStreamInfer"].response(
         error_message=failure.details,
         infer_response={
@@ -450,7 +450,7 @@ def _options(config: GatewayConfig, most: ConnectionLimits) -> list[tuple[str, A
 
 
 def _credentials(certificates: Certificates) -> Any:
-    """Server credentials that use the current certificate for each handshake."""
+    """Return server credentials that use the current certificate for each handshake."""
     given = certificates.pem
 
     def configuration() -> Any:

@@ -202,12 +202,12 @@ class InferCalls:
 
 
 def _model_of(call: Call) -> tuple[str, str]:
-    """The model and version in a path; "" for any version."""
+    """Return the model and version in a path; "" for any version."""
     return call.params["model"], call.params.get("version", "")
 
 
 def _header_length(call: Call) -> int | None:
-    """The length of a body's JSON; None if all of it is.
+    """Return the length of a body's JSON; None if all of it is.
 
     Raises:
         RequestError: malformed.
@@ -311,13 +311,13 @@ def _parameter(name: str, value: Any) -> bool | int | float | str:
 
 
 def is_called(call: Call) -> bool:
-    """Whether a call is of this interface, with or without such a route."""
+    """Return whether a call is of this interface, with or without such a route."""
     path = call.path
     return path == PATH or path.startswith(f"{PATH}/")
 
 
 def takes_compressed(call: Call) -> bool:
-    """Whether a call's route takes compressed bodies."""
+    """Return whether a call's route takes compressed bodies."""
     return is_called(call) and call.path.endswith("/infer")
 
 

@@ -40,17 +40,15 @@ class LayoutRecord:
         self._keys = keys
         self._records = records
         self._is_readable = True
+        # When this process first read the present version.
         self._changed_at = 0.0
         self.layout = Layout()
         self.read_at = -self.fresh_s
 
-    @property
-    def is_fresh(self) -> bool:
-        return time.monotonic() - self.read_at < self.fresh_s
-
     async def fresh(self, *, waits: bool = False) -> Layout:
         """Return a layout read within `fresh_s`. Arguments and errors are those of `read`."""
-        return self.layout if self.is_fresh else await self.read(waits=waits)
+        is_fresh = time.monotonic() - self.read_at < self.fresh_s
+        return self.layout if is_fresh else await self.read(waits=waits)
 
     async def read(self, *, waits: bool = False) -> Layout:
         """Read the layout. A user without the right to read it has one shard.
@@ -61,20 +59,15 @@ class LayoutRecord:
         Raises:
             BusError: The server can't be reached.
         """
-        began = time.monotonic()
+        began, raw = time.monotonic(), None
         if self._is_readable:
-            command = ("GET", self._keys.shards)
+            records, command = self._records, ("GET", self._keys.shards)
             try:
-                if waits:
-                    raw = await self._records.retry("layout", *command)
-                else:
-                    raw = await self._records.run(*command)
+                raw = await (records.retry("layout", *command) if waits else records.run(*command))
             except BusError as error:
                 if error.code != NOT_PERMITTED:
                     raise
-                self._is_readable, raw = False, None
-        else:
-            raw = None
+                self._is_readable = False
         self._note(raw, began)
         return self.layout
 
@@ -114,7 +107,8 @@ class LayoutRecord:
             BusError: The server can't be reached, or this user may not change the layout.
         """
         layout = self.layout
-        if layout.is_announced and self.known_s >= self.late_s:
+        known_s = time.monotonic() - self._changed_at
+        if layout.is_announced and known_s >= self.late_s:
             known = layout.known_to_all(await self._last_of(layout.left()))
             await self.replace(layout, known)
         return self.layout
@@ -134,11 +128,6 @@ class LayoutRecord:
             else:
                 ends[shard] = info[b"last-generated-id"].decode()
         return ends
-
-    @property
-    def known_s(self) -> float:
-        """Time since this process first read the present version."""
-        return time.monotonic() - self._changed_at
 
     async def replace(self, old: Layout, new: Layout) -> bool:
         """Replace the layout unless another process has; return whether this one did."""

@@ -38,7 +38,7 @@ class FairSemaphore:
         self._served_s = 0.0
 
     @asynccontextmanager
-    async def turn(self, tenant: str) -> AsyncIterator[None]:
+    async def place(self, tenant: str) -> AsyncIterator[None]:
         """Wait for a place, hold it, and charge its time to the tenant."""
         await self.acquire(tenant)
         start_s = anyio.current_time()
@@ -105,7 +105,7 @@ class FairDecoder:
 
     def __init__(self, decoder: ImageDecoder, config: ImagesConfig) -> None:
         self._decoder = decoder
-        self._turns = FairSemaphore(config.decoders, SPARE)
+        self._places = FairSemaphore(config.decoders, SPARE)
         self._threads = anyio.CapacityLimiter(config.decoders + SPARE)
 
     async def decode(self, data: bytes, where: str, tenant: str, *, alone: bool) -> DecodedImage:
@@ -119,5 +119,5 @@ class FairDecoder:
 
     async def run(self, tenant: str, work: Callable[[], T]) -> T:
         """Run work about images in a thread, at a place of its tenant."""
-        async with self._turns.turn(tenant):
+        async with self._places.place(tenant):
             return await anyio.to_thread.run_sync(work, limiter=self._threads)

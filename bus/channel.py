@@ -265,8 +265,7 @@ class ResultStreams(Protocol):
 
         Returns:
             For each pair, the previous owner: None if the claim succeeded; the entry's own id if it
-                was
-            claimed before; else another entry's id.
+            was claimed before; else another entry's id.
 
         Raises:
             ChannelClosed: The bus was closed.
@@ -389,7 +388,11 @@ class Bus(Protocol):
 
     @property
     def routing(self) -> RequestRouting:
-        """Routing of a deployment of several models."""
+        """Routing of a deployment of several models; in memory there is one model.
+
+        Raises:
+            BusError: The bus is in memory.
+        """
 
     @property
     def model(self) -> str:

@@ -36,7 +36,7 @@ class MediaItem(InternalPart, frozen=True, array_like=True):
 
     @property
     def key(self) -> tuple[str, int]:
-        """What its embeddings depend on, besides the model, and who shares them."""
+        """Identity of its embeddings, besides the model, and of those who share them."""
         return f"{self.name} {self.salt}", self.num_tokens
 
     def places(self, token_ids: Sequence[int]) -> list[int]:

@@ -90,10 +90,10 @@ class EmbedParams(PublicPart, frozen=True, kw_only=True):
 
 
 SessionAction = Literal["pin", "release", "demote", "prefetch"]
-"""What a call does with the KV of a session. docs/kv-sessions.md."""
+"""A call's action on the KV of a session. docs/kv-sessions.md."""
 
 AfterTurn = Literal["pin", "release", "demote"]
-"""What becomes of a session's KV when a turn ends."""
+"""Treatment of a session's KV when a turn ends."""
 
 SessionOutcome = Literal["accepted", "clipped", "deferred", "rejected", "missing"]
 
@@ -222,13 +222,13 @@ class Usage(OutputPart, frozen=True, kw_only=True):
 
 
 class KVSessionResult(OutputPart, frozen=True, kw_only=True, omit_defaults=True):
-    """What became of a wish about a session's KV.
+    """Result of a request or call about a session's KV.
 
     Attributes:
         outcome: "accepted". "clipped": for leading tokens only. "deferred": done later, when a turn
             ends or blocks have come from disk. "rejected": not allowed, or no room. "missing":
             the session is not known, or its KV is gone.
-        num_tokens: Leading tokens that the wish was granted for.
+        num_tokens: Leading tokens for which it was done.
         tier: Where their KV is: "device", "host", or "" without tokens.
         reason: Why it was not accepted, for people.
     """
@@ -240,7 +240,8 @@ class KVSessionResult(OutputPart, frozen=True, kw_only=True, omit_defaults=True)
 
 
 class Fingerprint(OutputPart, frozen=True, kw_only=True, omit_defaults=True):
-    """What the bits of an executor's results depend on, besides requests and later weights.
+    """Everything that the bits of an executor's results depend on, besides requests and later
+    weights.
 
     Attributes:
         digest: Of all other fields: equal for equal fingerprints only. 16 hexadecimal digits.
@@ -279,7 +280,8 @@ class Fingerprint(OutputPart, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Recipe(OutputPart, frozen=True, kw_only=True, omit_defaults=True):
-    """What computes a request's samples again, beside its prompt's tokens. docs/replay.md.
+    """Everything that computes a request's samples again, beside its prompt's tokens.
+    docs/replay.md.
 
     Attributes:
         tenant: The request's.
@@ -390,8 +392,7 @@ class CompletionChunk(PublicOutput, frozen=True, kw_only=True, tag="chunk"):
         weight_version: Of these tokens' weights.
         top_logprobs: `[k]`, as in CompletionSample.
         prompt_logprobs, prompt_top_logprobs: As in Completion, in the first chunk of the first
-            sample;
-            None in all others.
+            sample; None in all others.
         adapter_version: Of these tokens' adapter weights; 0 without an adapter.
     """
 

@@ -1,4 +1,4 @@
-"""What streaming makes a Completion's recipe of."""
+"""Parts from which streaming makes a Completion's recipe."""
 
 from __future__ import annotations
 

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import time
-from typing import Protocol
+from contextlib import suppress
 
 import msgspec
 
+from ..store.records import Records
+from ..store.redis.keys import Keys
 from .public import KVSessionResult
 
 KEPT_S = 600
 """Seconds that a reply is kept."""
+
+_FIRST_WAIT_S = 0.002
+_LONGEST_WAIT_S = 0.1
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -36,8 +40,16 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     kv_session: KVSessionResult | None = None
 
 
-class Replies(Protocol):
-    """Replies by operation id. Not durable; kept for `KEPT_S`."""
+class Replies:
+    """Replies by operation id, each in one expiring list. Not durable; kept for `KEPT_S`.
+
+    Callers poll, since operations are rare and slow. A reply of this process wakes them.
+    """
+
+    def __init__(self, keys: Keys, records: Records) -> None:
+        self._keys = keys
+        self._records = records
+        self._answered = asyncio.Event()
 
     async def answer(self, operation_id: str, outcome: Outcome) -> None:
         """Reply to the sender of an operation; without an id do nothing.
@@ -45,6 +57,12 @@ class Replies(Protocol):
         Raises:
             BusError: The transport can't be reached.
         """
+        if not operation_id:
+            return
+        key = self._keys.reply(operation_id)
+        commands = [("RPUSH", key, msgspec.json.encode(outcome)), ("EXPIRE", key, KEPT_S)]
+        await self._records.run_all(commands)
+        self._answered.set()
 
     async def outcomes(self, operation_id: str, number: int, timeout_s: float) -> list[Outcome]:
         """Wait for `number` replies, and return those that arrived in time. May be called again.
@@ -52,46 +70,15 @@ class Replies(Protocol):
         Raises:
             BusError: The transport can't be reached.
         """
-
-
-class MemoryReplies:
-    """`Replies` within one event loop."""
-
-    def __init__(self) -> None:
-        self._answers: dict[str, _Answers] = {}
-
-    async def answer(self, operation_id: str, outcome: Outcome) -> None:
-        if operation_id:
-            answers = self._answers_to(operation_id)
-            answers.outcomes.append(outcome)
-            answers.news.set()
-
-    async def outcomes(self, operation_id: str, number: int, timeout_s: float) -> list[Outcome]:
-        answers = self._answers_to(operation_id)
-        try:
-            async with asyncio.timeout(timeout_s):
-                while len(answers.outcomes) < number:
-                    answers.news.clear()
-                    await answers.news.wait()
-        except TimeoutError:
-            return list(answers.outcomes)
-        self._answers.pop(operation_id, None)
-        return answers.outcomes
-
-    def _answers_to(self, operation_id: str) -> _Answers:
-        now = time.monotonic()
-        if operation_id not in self._answers:
-            # Oldest first: an operation's sender doesn't return after that time.
-            while self._answers and next(iter(self._answers.values())).since < now - KEPT_S:
-                del self._answers[next(iter(self._answers))]
-            self._answers[operation_id] = _Answers(now)
-        return self._answers[operation_id]
-
-
-class _Answers:
-    """Replies to an operation. `news` is set when there are more."""
-
-    def __init__(self, since: float) -> None:
-        self.since = since
-        self.outcomes: list[Outcome] = []
-        self.news = asyncio.Event()
+        now = asyncio.get_running_loop().time
+        end, wait_s = now() + timeout_s, _FIRST_WAIT_S
+        while True:
+            self._answered.clear()
+            raw = await self._records.run("LRANGE", self._keys.reply(operation_id), 0, -1)
+            left_s = end - now()
+            if len(raw) >= number or left_s <= 0:
+                return [msgspec.json.decode(answer, type=Outcome) for answer in raw]
+            with suppress(TimeoutError):
+                async with asyncio.timeout(min(wait_s, left_s)):
+                    await self._answered.wait()
+            wait_s = min(2 * wait_s, _LONGEST_WAIT_S)

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 import msgspec
 
-from ..config.errors import bus_closed
 from .entries import RequestEntry
 from .public import Completion
 
@@ -78,23 +76,3 @@ class RequestRouting(Protocol):
         Raises:
             BusError: As `unrouted`.
         """
-
-
-class MemoryRouting:
-    """`RequestRouting` within one process, which has one model and nothing to route."""
-
-    def __init__(self) -> None:
-        self._closed = asyncio.Event()
-
-    async def unrouted(self, max_items: int = 64) -> list[Unrouted]:
-        await self._closed.wait()
-        raise bus_closed()
-
-    async def move(self, places: Sequence[tuple[str, str]]) -> list[Unmoved]:
-        return []
-
-    async def refuse(self, entry_ids: Sequence[str], answer: Refusal, epoch: int) -> None:
-        """Do nothing: there are no entries to refuse."""
-
-    def close(self) -> None:
-        self._closed.set()

@@ -14,8 +14,7 @@ def redact(url: str) -> str:
     """Return `bus.url` without user, password and options, even if it is invalid.
 
     A password may contain unescaped "@", "/", "?" and "#". So the host is the part after the last
-    "@";
-    if that may be an option, or the scheme is unknown, the result is "***".
+    "@"; if that may be an option, or the scheme is unknown, the result is "***".
     """
     if url == "memory":
         return url

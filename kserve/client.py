@@ -339,7 +339,7 @@ class KServeClient:
     async def _responses(
         self, request: _InferCall, left_ns: int | None
     ) -> AsyncGenerator[InferResponse, None]:
-        """The responses of one stream."""
+        """Yield the responses of one stream."""
         call = self._method("ModelStreamInfer", self._channel.stream_stream)
         call = call(timeout=_seconds(left_ns), metadata=self._metadata)
         try:
@@ -383,13 +383,13 @@ class KServeClient:
         await asyncio.sleep(wait_s)
 
     def _is_shared(self, slot: PoolSlot | None) -> bool:
-        """Whether a slot's pool is registered here."""
+        """Return whether a slot's pool is registered here."""
         return slot is not None and slot.pool in self._pools
 
     # --- information --------------------------------------------------------------------------
 
     async def ready(self, model: str = "", version: str = "") -> bool:
-        """Whether a call would be served now, of a model or of any. Raises KServeError."""
+        """Return whether a call would be served now, of a model or of any. Raises KServeError."""
         if model:
             answer = await self._ask("ModelReady", name=model, version=version)
         else:
@@ -472,7 +472,7 @@ class KServeClient:
 
 
 def _deadline(budget_ns: int) -> int | None:
-    """The end of a call that begins now; None without a limit. What it takes to encode counts."""
+    """Return the end of a call that begins now, its encoding included; None without a limit."""
     return monotonic_ns() + budget_ns if budget_ns > 0 else None
 
 
@@ -524,7 +524,7 @@ def _call_error(error: grpc.aio.AioRpcError) -> KServeError:
 
 
 def _stream_error(message: Any) -> KServeError:
-    """The error in a ModelStreamInferResponse."""
+    """Return the error in a ModelStreamInferResponse."""
     found = message.infer_response.parameters
     number = found[STATUS_KEY].int64_param if STATUS_KEY in found else -1
     return KServeError(

@@ -286,7 +286,7 @@ def _finite(text: str) -> float:
 
 
 def _flat(data: object, shape: Sequence[int]) -> list[Any] | None:
-    """All elements, row by row; None if nested lists have another shape."""
+    """Return all elements, row by row; None if nested lists have another shape."""
     if not isinstance(data, list):
         return None
     if not data or not isinstance(data[0], list):

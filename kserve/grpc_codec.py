@@ -185,7 +185,7 @@ def _tensors(
 
 
 def _typed(described: Any, datatype: Datatype) -> Array:
-    """The elements in a tensor's typed contents."""
+    """Return the elements in a tensor's typed contents."""
     name, shape, contents = described.name, tuple(described.shape), described.contents
     field, wide_datatype = _CONTENTS.get(datatype, ("", datatype))
     if not field:
@@ -226,7 +226,7 @@ def _encoded(parameters: Parameters) -> dict[str, Json]:
 
 
 def _field_of(name: str, value: bool | int | float | str) -> str:
-    """The field of InferParameter that holds a value."""
+    """Return the field of InferParameter that holds a value."""
     match value:
         case bool():
             return "bool_param"

@@ -238,7 +238,7 @@ class PoolSlot:
     def scratch(
         self, shape: Shape | list[tuple[Shape, DTypeLike]], dtype: DTypeLike | None = None
     ) -> Array | list[Array]:
-        """Make arrays over the slot's memory, behind those made before, without a copy.
+        """Make arrays over the slot's memory, after those made before, without a copy.
 
         They are aligned for their dtype, uninitialised, and end with the slot (`SlotViews`).
 
@@ -419,7 +419,7 @@ class BufferPool(AbstractContextManager["BufferPool"]):
         Args:
             span: Number of adjacent slots, which become one.
             deadline_ns: When to stop waiting, as `time.time_ns()` counts; 0 is never. Free slots
-                are assigned behind the deadline, too.
+                are assigned after the deadline, too.
 
         Raises:
             ValueError: The pool has fewer slots.
@@ -479,7 +479,7 @@ class BufferPool(AbstractContextManager["BufferPool"]):
 
     @contextmanager
     def _waiter(self, span: int, wake: Callable[[], object]) -> Iterator[Waiter]:
-        """A waiter in the queue, who leaves it if the block is cancelled."""
+        """Yield a waiter in the queue, which leaves it if the block is cancelled."""
         if os.getpid() != self._owner:
             raise RuntimeError("this pool is of the process that made it; make one here")
         with self._locked():

@@ -184,7 +184,7 @@ class SharedMemoryRegistry:
 
     @contextmanager
     def _attached(self, place: SharedMemory, tenant: str) -> Iterator[_Attached]:
-        """A place's region, locked. Raises RequestError."""
+        """Yield a place's region, locked. Raises RequestError."""
         while True:
             with self._lock:
                 attached = self._regions.get((tenant, place.region))
@@ -255,7 +255,7 @@ class _Attached:
             os.close(self.file)
 
     def _is_safe(self, place: SharedMemory) -> bool:
-        """Whether the mapping can be touched. Raises RequestError if the object has shrunk."""
+        """Return whether the mapping is safe to touch. Raises RequestError if the object shrank."""
         status = os.fstat(self.file)
         if status.st_size < self.region.offset + place.offset + place.byte_size:
             raise _shrunk(place)

@@ -122,7 +122,7 @@ class RequestedOutput(NamedTuple):
     Attributes:
         name: Of the output.
         memory: Where the server writes it; None for within the response.
-        binary: Over HTTP: as bytes behind the JSON.
+        binary: Over HTTP: as bytes after the JSON.
     """
 
     name: str
@@ -358,7 +358,7 @@ def _strings(name: str, count: int, raw: bytes | memoryview) -> Array:
 
 
 def _encoded(tensor: NamedTensor) -> list[bytes]:
-    """The elements of a BYTES tensor, text in UTF-8."""
+    """Return the elements of a BYTES tensor, text in UTF-8."""
     elements = tensor.data.reshape(-1).tolist()
     try:
         encoded = [each.encode() if isinstance(each, str) else each for each in elements]

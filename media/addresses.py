@@ -153,14 +153,7 @@ def is_public(address: Address) -> bool:
         return False
     if isinstance(address, ipaddress.IPv6Address) and address not in _GLOBAL_UNICAST:
         return False
-    return address.is_global and not (
-        address.is_multicast
-        or address.is_private
-        or address.is_reserved
-        or address.is_loopback
-        or address.is_link_local
-        or address.is_unspecified
-    )
+    return address.is_global and not address.is_multicast
 
 
 def _host_of(parts: SplitResult, where: str) -> str:

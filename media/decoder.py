@@ -8,19 +8,17 @@ import signal
 import subprocess
 import threading
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from ..config import ImagesConfig, RequestError, cut, shown
 from ..text.children import end_child, start_child
 
 # Not imported: Pillow belongs into the child process alone.
 _PROGRAM = Path(__file__).with_name("decode_process.py")
-
-T = TypeVar("T")
 
 _LEAST_PATIENCE_S, PATIENCE = 20.0, 6
 """Time limit of one image: the least, for the start of the process, and so many times its limit of
@@ -77,10 +75,10 @@ class ImageDecoder:
         processor: Of the model; None to decode only.
         """
         self._config = config
-        self._patience_s = patience_s or _LEAST_PATIENCE_S + PATIENCE * config.decode_timeout_s
+        patience_s = patience_s or _LEAST_PATIENCE_S + PATIENCE * config.decode_timeout_s
         self._idle: queue.LifoQueue[_Worker] = queue.LifoQueue()
         for _ in range(config.decoders + SPARE):
-            self._idle.put(_Worker(config, processor))
+            self._idle.put(_Worker(config, patience_s, processor))
 
     def decode(self, data: bytes, where: str = "image", *, alone: bool = True) -> DecodedImage:
         """Decode an image: the first frame, upright, on white; and process it for the model.
@@ -94,18 +92,18 @@ class ImageDecoder:
             RequestError: invalid_image, image_too_large, image_decode_failed: the process ran out
                 of time or ended. internal_error: it can't start.
         """
-        job = {"size_only": False, "alone": alone}
-        return self._ask(_Asked(data, where, self._patience_s, job), _Worker.image)
+        return self._run(data, where, {"size_only": False, "alone": alone})
 
     def size(self, data: bytes, where: str = "image") -> tuple[int, int]:
         """Return an image's width and height by its header; raises as `decode`."""
-        return self._ask(_Asked(data, where, self._patience_s, {"size_only": True}), _Worker.size)
+        found = self._run(data, where, {"size_only": True})
+        return found.width, found.height
 
-    def _ask(self, asked: _Asked, read: Read[T]) -> T:
-        check_file(asked.data, self._config, asked.where)
+    def _run(self, data: bytes, where: str, job: Mapping[str, Any]) -> DecodedImage:
+        check_file(data, self._config, where)
         worker = self._idle.get()
         try:
-            return worker.run(asked, read)
+            return worker.run(data, where, job)
         finally:
             self._idle.put(worker)
 
@@ -168,28 +166,20 @@ class _Told(NamedTuple):
     finalizer: weakref.finalize[..., _Worker]
 
 
-class _Asked(NamedTuple):
-    """A file, its place in a request, the time limit, and what to do with the file."""
-
-    data: bytes
-    where: str
-    patience_s: float
-    job: dict[str, Any]
-
-
 class _Worker:
     """One child process, used by one thread at a time."""
 
-    def __init__(self, config: ImagesConfig, processor: ProcessorSource | None) -> None:
-        self._config, self._processor = config, processor
+    def __init__(
+        self, config: ImagesConfig, patience_s: float, processor: ProcessorSource | None
+    ) -> None:
+        self._config, self._patience_s, self._processor = config, patience_s, processor
         self._child: _Told | None = None
 
-    def run(self, asked: _Asked, read: Read[T]) -> T:
-        """Have the process do a job; return what `read` makes of its answer.
+    def run(self, data: bytes, where: str, job: Mapping[str, Any]) -> DecodedImage:
+        """Have the process do a job, such as to return the size only, without id and data.
 
         Raises as `ImageDecoder.decode`.
         """
-        where = asked.where
         try:
             child = self._child or self._start()
             # The process may have ended while it was idle.
@@ -202,35 +192,27 @@ class _Worker:
                 f"the process that decodes images can't start: {cut(str(error), 200)}; try again",
                 code="internal_error",
             ) from None
-        watch = threading.Timer(asked.patience_s, child.process.kill)
+        watch = threading.Timer(self._patience_s, child.process.kill)
         watch.daemon = True
         watch.start()
         try:
             connection = child.connection
-            connection.send_bytes(json.dumps(asked.job).encode())
-            connection.send_bytes(asked.data)
+            connection.send_bytes(json.dumps(job).encode())
+            connection.send_bytes(data)
             found = json.loads(connection.recv_bytes(4096))
             if "code" in found:
                 code = "image_too_large" if found["code"] == "image_too_large" else "invalid_image"
                 raise refusal(code, where, str(found["reason"]))
-            return read(self, connection, found, where)
+            width, height = int(found["width"]), int(found["height"])
+            check_size(width, height, self._config, where)
+            if job["size_only"]:
+                return DecodedImage("", width, height, b"")
+            made = connection.recv_bytes(self._config.store_bytes)
+            return DecodedImage(str(found["id"]), width, height, made)
         except (OSError, EOFError, ValueError, TypeError, LookupError) as error:
             raise self._failed(where, error) from None
         finally:
             watch.cancel()
-
-    def size(self, connection: Connection, found: dict[str, Any], where: str) -> tuple[int, int]:
-        """Return the size in an answer."""
-        width, height = int(found["width"]), int(found["height"])
-        check_size(width, height, self._config, where)
-        return width, height
-
-    def image(self, connection: Connection, found: dict[str, Any], where: str) -> DecodedImage:
-        """Return the image of an answer."""
-        width, height = self.size(connection, found, where)
-        return DecodedImage(
-            str(found["id"]), width, height, connection.recv_bytes(self._config.store_bytes)
-        )
 
     def _failed(self, where: str, error: Exception) -> RequestError:
         """Return the refusal of an image that has ended its process, and drop the process."""
@@ -274,7 +256,3 @@ class _Worker:
         child, self._child = self._child, None
         if child is not None:
             child.finalizer()
-
-
-Read = Callable[[_Worker, Connection, dict[str, Any], str], T]
-"""Reads an answer: from the connection, after its head, about the image at a place."""

@@ -109,7 +109,7 @@ class ImageFetcher:
         if length.isdigit() and int(length[:20]) > most:
             raise self._too_large(where)
         body = bytearray()
-        async with aclosing(_chunks(response)) as chunks:
+        async with aclosing(response.aiter_stream()) as chunks:
             async for chunk in chunks:
                 body += chunk
                 if len(body) > most:
@@ -120,11 +120,6 @@ class ImageFetcher:
         most = self._config.max_bytes
         reason = f"its file has more than {most} bytes (images.max_bytes); scale it down"
         return refusal("image_too_large", where, reason)
-
-
-async def _chunks(response: httpcore2.Response) -> Any:
-    async for chunk in response.aiter_stream():
-        yield chunk
 
 
 class _CheckedBackend(httpcore2.AsyncNetworkBackend):
@@ -154,14 +149,6 @@ class _CheckedBackend(httpcore2.AsyncNetworkBackend):
             except httpcore2.ConnectError:
                 continue
         return await self._tcp.connect_tcp(str(addresses[-1]), port, timeout)
-
-    async def connect_unix_socket(
-        self, path: str, timeout: float | None = None, socket_options: Iterable[Any] | None = None
-    ) -> httpcore2.AsyncNetworkStream:
-        raise httpcore2.ConnectError("no sockets of this machine")
-
-    async def sleep(self, seconds: float) -> None:
-        await anyio.sleep(seconds)
 
 
 async def _resolve(host: str, port: int) -> list[str]:

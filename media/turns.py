@@ -1,4 +1,4 @@
-"""Turns of tenants at a few places, by the time that each has used."""
+"""Fair sharing of a few places among tenants, by the time that each has used."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class FairSemaphore:
         self._served_s = 0.0
 
     @asynccontextmanager
-    async def turn(self, tenant: str) -> AsyncIterator[None]:
+    async def place(self, tenant: str) -> AsyncIterator[None]:
         """Wait for a place, hold it, and charge its time to the tenant."""
         await self.acquire(tenant)
         start_s = anyio.current_time()
@@ -81,7 +81,7 @@ class FairSemaphore:
             self._grant(after)
         if not self._taken:
             self._served_s = 0.0
-        # Who owes nothing is a newcomer.
+        # A tenant without used time is a newcomer.
         self._holds = +self._holds
         active = self._holds.keys() | self._waiting.keys()
         self._used_s = {
@@ -101,23 +101,23 @@ class FairSemaphore:
 
 
 class FairDecoder:
-    """Decodes images of tenants, in turns."""
+    """Decodes images, fairly shared among tenants."""
 
     def __init__(self, decoder: ImageDecoder, config: ImagesConfig) -> None:
         self._decoder = decoder
-        self._turns = FairSemaphore(config.decoders, SPARE)
+        self._places = FairSemaphore(config.decoders, SPARE)
         self._threads = anyio.CapacityLimiter(config.decoders + SPARE)
 
     async def decode(self, data: bytes, where: str, tenant: str, *, alone: bool) -> DecodedImage:
-        """As `ImageDecoder.decode`."""
+        """Return `ImageDecoder.decode` of an image."""
         work = partial(self._decoder.decode, data, where, alone=alone)
         return await self.run(tenant, work)
 
     async def size(self, data: bytes, where: str, tenant: str) -> tuple[int, int]:
-        """As `ImageDecoder.size`."""
+        """Return `ImageDecoder.size` of an image."""
         return await self.run(tenant, partial(self._decoder.size, data, where))
 
     async def run(self, tenant: str, work: Callable[[], T]) -> T:
-        """Run work about images in a thread, in a turn of its tenant."""
-        async with self._turns.turn(tenant):
+        """Run work about images in a thread, at a place of its tenant."""
+        async with self._places.place(tenant):
             return await anyio.to_thread.run_sync(work, limiter=self._threads)

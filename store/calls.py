@@ -73,7 +73,7 @@ class DurableCall(msgspec.Struct, frozen=True):
 
 
 class _Charge(msgspec.Struct, frozen=True, array_like=True):
-    """What a call counts.
+    """The amounts that a call counts.
 
     Attributes:
         size: In bytes.
@@ -279,7 +279,7 @@ class CallStore:
         return (self._now_ms + self._ttl_s * 1000) // self._period_ms
 
     def _add(self, call_id: str, field: bytes, value: bytes | str) -> list[Command]:
-        """As `_set`, without a longer time to live, which only `attach` counts."""
+        """Return the commands of `_set`, with no longer time to live: only `attach` counts it."""
         key = self._keys.call(call_id)
         return [("HSET", key, field, value), ("EXPIRE", key, self._ttl_s, "NX")]
 

@@ -1,7 +1,8 @@
 """Records under keys, on a server or in this process.
 
-A record is a string, a hash, a sorted set or a stream, with a time to live. A few of Redis's
-commands read and write it, so that on Redis no layer is in between, and many take one round trip.
+A record is a string, a hash, a list, a sorted set or a stream, with a time to live. A few of
+Redis's commands read and write it, so that on Redis no layer is in between, and many take one round
+trip.
 """
 
 from __future__ import annotations
@@ -67,8 +68,8 @@ class MemoryRecords:
     """`Records` within one process and event loop."""
 
     def __init__(self) -> None:
-        # A string is bytes; a hash is a dict; a sorted set is a dict, too, from member to score; a
-        # stream is a list of ids and dicts.
+        # A string is bytes; a hash is a dict; a list is one; a sorted set is a dict, too, from
+        # member to score; a stream is a list of ids and dicts.
         self._values: dict[bytes, Any] = {}
         self._entries = 0
         self._until_s: dict[bytes, float] = {}
@@ -153,6 +154,10 @@ class MemoryRecords:
                 return entry_id
             case "XRANGE", [oldest, b"+"]:
                 return _since(values.get(key, []), oldest)
+            case "RPUSH", [value]:
+                values.setdefault(key, []).append(value)
+            case "LRANGE", [b"0", b"-1"]:
+                return list(values.get(key, []))
             case "HDEL" | "ZREM", names:
                 return self._remove(key, names)
             case _:

@@ -152,6 +152,18 @@ def test_the_message_format_in_the_docs_is_one(tmp_path: Path) -> None:
     assert (call.name, call.arguments) == ("add", '{"a": 1}')
 
 
+def test_the_path_to_read_is_short_and_connected() -> None:
+    page = (ROOT / "docs" / "read-me-first.md").read_text()
+    rows = re.findall(r"^\| \d+ \| `([\w/.]+)` \| `?(\w*)`? ?\|", page, re.M)
+    texts = [(ROOT / file).read_text() for file, _ in rows]
+    assert len(rows) == 10
+    assert sum(text.count("\n") for text in texts) <= 3_000
+    for position, (file, by) in enumerate(rows[1:], 1):
+        name = by if by != "import" else f".{Path(file).stem} import"
+        assert name in texts[position] or by == "import", file
+        assert any(name in before for before in texts[:position]), file
+
+
 def test_each_page_is_in_the_index() -> None:
     index = (ROOT / "docs" / "README.md").read_text()
     pages = {page.name for page in (ROOT / "docs").glob("*.md")} - {"README.md"}

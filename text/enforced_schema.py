@@ -38,7 +38,7 @@ _LEAST = 1e-30
 """The least number above an excluded 0."""
 
 _ESCAPES = 'nrbtf\\"u'
-"""llguidance's default of the letters behind a backslash."""
+"""llguidance's default of the letters after a backslash."""
 
 IGNORING = "engine.ignored_schema_keywords may name keywords to ignore"
 
@@ -84,7 +84,8 @@ def enforced_schema(text: str, ignored: Set[str] = frozenset()) -> str:
 
 
 def enforced_lark(text: str, special: Mapping[str, int], ignored: Set[str] = frozenset()) -> str:
-    """As `enforced_schema`, for the schemas in a grammar. Tokens by name become tokens by id.
+    """Return a grammar with its schemas as `enforced_schema` returns them, and with tokens by id in
+    place of tokens by name.
 
     Args:
         special: Ids by names, such as `<think>`.

@@ -202,19 +202,19 @@ class _Reader:
             places: Results of `_place` by tensor name.
             start: Start of the data.
         """
-        behind, before = 0, ""
+        last, before = 0, ""
         for name, (_, begin, end) in sorted(places.items(), key=lambda place: place[1][1:]):
             if start + end > len(self._data):
                 raise ModelError(
                     f"{self._path} is cut off: it has {len(self._data)} bytes, and {shown(name)} "
                     f"ends at {start + end}; copy or download it again"
                 )
-            if begin < behind:
+            if begin < last:
                 raise self._broken(
                     f"has {shown(name)} at byte {begin} of its data, where {shown(before)} still "
-                    f"is, up to byte {behind}"
+                    f"is, up to byte {last}"
                 )
-            behind, before = end, name
+            last, before = end, name
 
     def _value(self, key: str, kind: int) -> Any:
         if kind in _SCALARS:

@@ -2,8 +2,8 @@
 
 llguidance limits nearly all of its work by fuel, but not a lexer's first transitions: `Lexer::from`
 (1.9.1) computes 256 of them, each of which may visit as many states as an intersection or
-complement of regular expressions has. 100 bytes can take hours and all memory with any fuel,
-and a thread can't be stopped.
+complement of regular expressions has. 100 bytes can take hours and all memory with any fuel, and
+a thread can't be stopped.
 """
 
 from __future__ import annotations

@@ -103,8 +103,7 @@ def longest_token_bytes(tokenizer: PreTrainedTokenizerFast) -> int:
     """Return the largest number of UTF-8 bytes that a text has per token.
 
     So a text has at least `len(text.encode()) / longest_token_bytes` tokens, known without
-    tokenising it.
-    Scans the whole vocabulary: call it once per tokenizer.
+    tokenising it. Scans the whole vocabulary: call it once per tokenizer.
 
     Returns:
         The longest token's bytes, times the factor by which the normalizer may shrink a text; or

@@ -15,6 +15,8 @@ import msgspec
 from ...config import STAGES, BusConfig, BusError, role_of_sender, split_role
 from ...config.errors import bus_closed
 from ...config.forks import check_not_forked
+from ...store.records import MemoryRecords
+from ...store.redis.keys import Keys
 from ...store.store import memory_store
 from ..backlog import Backlog
 from ..channel import Bus, Inbox
@@ -26,8 +28,8 @@ from ..envelope import Envelope
 from ..links import AnyLink
 from ..public import AnyRequest, Completion, ErrorInfo
 from ..queue import BoundedQueue
-from ..replies import MemoryReplies
-from ..routing import MemoryRouting
+from ..replies import Replies
+from ..routing import RequestRouting
 from ..sender import Numbering, Sender
 from ..shards import Layout
 from .kv_events import MemoryKVEvents
@@ -248,17 +250,18 @@ class MemoryBus:
         self._epoch = 0
         self.results = MemoryResults()
         self.requests = MemoryRequests(config, self.results)
-        self.replies = MemoryReplies()
+        self.replies = Replies(Keys(config.prefix, config.lane), MemoryRecords())
         self.kv_events = MemoryKVEvents(config.kv_events_maxlen)
         self.store = memory_store(config)
-        self.routing = MemoryRouting()
 
     def of_model(self, model: str) -> Bus:
         """Raise BusError: the memory bus serves one model."""
-        raise BusError(
-            "a pipeline in memory serves one model; several take a Redis URL as bus.url",
-            code="unknown_model",
-        )
+        raise _one_model()
+
+    @property
+    def routing(self) -> RequestRouting:
+        """Raise BusError: with one model there is nothing to route."""
+        raise _one_model()
 
     async def open_inbox(self, stage: str) -> Inbox:
         self._check_open()
@@ -292,10 +295,16 @@ class MemoryBus:
     async def aclose(self) -> None:
         self._inboxes.close()
         self.requests.close()
-        self.routing.close()
         self.results.close()
         self.kv_events.close()
 
     def _check_open(self) -> None:
         if self._inboxes.closed:
             raise bus_closed()
+
+
+def _one_model() -> BusError:
+    return BusError(
+        "a pipeline in memory serves one model; several take a Redis URL as bus.url",
+        code="unknown_model",
+    )

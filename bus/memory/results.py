@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import weakref
 from collections import deque
 from collections.abc import AsyncIterator, Sequence
 from typing import Self
@@ -12,6 +10,7 @@ from ...config import BusError
 from ...config.errors import bus_closed
 from ..public import Completion, Output, OutputBatch
 from ..recipes import has_id
+from .broadcast import Broadcast, Signal, Tail
 
 KEPT_FINISHED = 1024
 """Limit on ended requests with unfollowed outputs."""
@@ -32,28 +31,6 @@ TAIL_CAPACITY = 1024
 """Buffer of terminal messages for a slow reader of `tail`; older ones are dropped."""
 
 
-class Signal:
-    """Wakes all waiters of a change."""
-
-    __slots__ = ("_waiters",)
-
-    def __init__(self) -> None:
-        self._waiters: list[asyncio.Future[None]] = []
-
-    def wait(self) -> asyncio.Future[None]:
-        """Return a future that the next change completes."""
-        waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiters.append(waiter)
-        return waiter
-
-    def notify(self) -> None:
-        if self._waiters:
-            waiters, self._waiters = self._waiters, []
-            for waiter in waiters:
-                if not waiter.done():
-                    waiter.set_result(None)
-
-
 class _Route:
     """Outputs of one entry, and their keys."""
 
@@ -72,8 +49,7 @@ class MemoryResults:
     """`ResultStreams` within one event loop.
 
     Outputs are stored by entry id, so requests with equal ids never mix. Running requests keep
-    their outputs;
-    of ended and unfollowed ones, the latest `KEPT_FINISHED` do.
+    their outputs; of ended and unfollowed ones, the latest `KEPT_FINISHED` do.
     """
 
     def __init__(self) -> None:
@@ -87,7 +63,7 @@ class MemoryResults:
         # Each with its number of tokens.
         self._records: deque[tuple[Completion, int]] = deque()
         self._record_tokens = 0
-        self._tails: weakref.WeakSet[_Tail] = weakref.WeakSet()
+        self._terminal = Broadcast[Completion](TAIL_CAPACITY)
         self._appeared = Signal()
         self._closed = False
 
@@ -146,11 +122,9 @@ class MemoryResults:
         route = self._entry(entry_id) if entry_id else self._by_key.get(request_id)
         return route.outputs[-1] if route is not None and route.outputs else None
 
-    async def tail(self) -> _Tail:
+    async def tail(self) -> Tail[Completion]:
         self._check_open()
-        tail = _Tail(self)
-        self._tails.add(tail)
-        return tail
+        return Tail(self._terminal)
 
     async def newest(self, within_s: float) -> AsyncIterator[Completion]:
         ends = [self._routes[entry_id].outputs[-1] for entry_id in self._finished]
@@ -170,8 +144,7 @@ class MemoryResults:
         self._appeared.notify()
         for route in self._routes.values():
             route.changed.notify()
-        for tail in self._tails:
-            tail.changed.notify()
+        self._terminal.close()
 
     def _lead(self, key: str, route: _Route) -> None:
         """Map a key to a stream; the first of two entries with the same request id has the key."""
@@ -218,8 +191,7 @@ class MemoryResults:
         oldest = _remember(self._finished, route.entry_id, KEPT_FINISHED)
         if oldest is not None:
             self.forget(oldest)
-        for tail in self._tails:
-            tail.push(completion)
+        self._terminal.push(completion)
 
     def _record(self, completion: Completion) -> None:
         size = _tokens_of(completion)
@@ -288,38 +260,6 @@ class _Follow:
         self._done = True
         if self._route is not None:
             self._route.changed.notify()
-
-
-class _Tail:
-    """Reader of terminal messages from now on."""
-
-    def __init__(self, results: MemoryResults) -> None:
-        self._results = results
-        self._queue: deque[Completion] = deque(maxlen=TAIL_CAPACITY)
-        self._done = False
-        self.changed = Signal()
-
-    def push(self, completion: Completion) -> None:
-        self._queue.append(completion)
-        self.changed.notify()
-
-    def __aiter__(self) -> Self:
-        return self
-
-    async def __anext__(self) -> Completion:
-        while not self._queue:
-            if self._done:
-                raise StopAsyncIteration
-            self._results._check_open()
-            await self.changed.wait()
-        return self._queue.popleft()
-
-    async def aclose(self) -> None:
-        """Stops reading."""
-        self._done = True
-        self._results._tails.discard(self)
-        self._queue.clear()
-        self.changed.notify()
 
 
 def _tokens_of(completion: Completion) -> int:

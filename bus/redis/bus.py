@@ -22,12 +22,12 @@ from ...store.store import store_on
 from ..channel import Inbox
 from ..links import AnyLink, links_to
 from ..memory.bus import Inboxes, MemoryInbox, MemorySender
+from ..replies import Replies
 from ..sender import Numbering, Sender
 from .kv_events import RedisKVEvents
 from .layout import LayoutRecord
 from .leases import live_lanes
 from .links import LinkReader, LinkWriter, RedisSender, Seen
-from .replies import RedisReplies
 from .requests import RedisRequests
 from .results import RedisResults
 from .routing import RedisRouting
@@ -82,7 +82,7 @@ class RedisBus:
         self.results = RedisResults(config, *own, record)
         self._start = ProcessStart(*own, config.lane)
         self.requests = RedisRequests(config, *own, self.results, record, self._start)
-        self.replies = RedisReplies(*own)
+        self.replies = Replies(*own)
         self.kv_events = RedisKVEvents(config, *own)
         self._limits = RedisLimits(*own)
         self.store = store_on(self._commands, self._keys, config, self._limits, RedisImages(*own))

@@ -28,7 +28,7 @@ _FIELDS = frozenset({JSON, MSGPACK, REFUSED, TRACEPARENT, TRACESTATE, MODEL})
 _BODIES = (JSON, MSGPACK, REFUSED)
 
 _CLOCK_ASKED_MS = 10_000
-"""After this time the server's clock is asked again; clocks drift by less than 1 ms in it."""
+"""After this time the server's clock is read again; clocks drift by less than 1 ms in it."""
 
 Entries = list[tuple[bytes, dict[bytes, bytes]]]
 
@@ -53,8 +53,8 @@ end
 
 
 def digest_of(fields: dict[bytes, bytes]) -> str:
-    """Return what tells an entry from another one with its id: of each field the length, the
-    beginning and the end, where a request's id stands."""
+    """Return a digest that distinguishes an entry from another one with its id: of each field the
+    length, the beginning and the end, where a request's id stands."""
     digest = hashlib.sha1(usedforsecurity=False)
     for each in islice(chain.from_iterable(fields.items()), 2 * _DIGESTED_FIELDS):
         digest.update(b"%d " % len(each))
@@ -79,11 +79,11 @@ class ServerClock:
         self._asked_ms = -_CLOCK_ASKED_MS
 
     async def now_ms(self, redis: Redis, key: bytes, *, exact: bool) -> int:
-        """Return the time. If it need not be exact, the server is asked now and then only.
+        """Return the time. If it need not be exact, the server's clock is read now and then only.
 
         Args:
             key: A key on the server.
-            exact: Whether to ask.
+            exact: Whether to read the server's clock.
         """
         own_ms = time.monotonic_ns() // 1_000_000
         if exact or own_ms - self._asked_ms >= _CLOCK_ASKED_MS:

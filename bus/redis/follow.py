@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Generic, Self, TypeVar
 
@@ -19,6 +18,8 @@ from .given import Given
 from .readers import Readers, Subscription
 
 T = TypeVar("T")
+
+Fields = dict[bytes, bytes]
 
 IDLE_CHECK_S = 30.0
 """Interval at which a silent request is checked for being lost."""
@@ -125,16 +126,14 @@ class RedisFollow:
         return await check_known(*about, begun_counts=begun_counts)
 
 
-class RedisTail(ABC, Generic[T]):
+class RedisTail(Generic[T]):
     """The entries of one stream, from a position on, as `T`."""
 
-    def __init__(self, subscription: Subscription) -> None:
+    def __init__(self, subscription: Subscription, read: Callable[[Fields], T | None]) -> None:
+        """Args: the stream; `read` decodes an entry, and returns None to skip it."""
         self._subscription = subscription
+        self._read = read
         self._done = False
-
-    @abstractmethod
-    def _read(self, fields: dict[bytes, bytes]) -> T | None:
-        """Decode an entry; None to skip it."""
 
     def __aiter__(self) -> Self:
         return self
@@ -151,7 +150,7 @@ class RedisTail(ABC, Generic[T]):
                 return found
         raise StopAsyncIteration
 
-    async def _entry(self) -> dict[bytes, bytes]:
+    async def _entry(self) -> Fields:
         """Wait for the next entry."""
         return (await self._subscription.next())[1]
 
@@ -174,11 +173,11 @@ class ResultsTail(RedisTail[Completion]):
         added: Callable[[], Awaitable[dict[bytes, bytes]]],
     ) -> None:
         """`added` returns the streams of shards that were added, and where each begins."""
-        super().__init__(subscription)
+        super().__init__(subscription, _completion)
         self._readers = readers
         self._added = added
 
-    async def _entry(self) -> dict[bytes, bytes]:
+    async def _entry(self) -> Fields:
         while True:
             added = await self._added()
             known = self._subscription.positions
@@ -191,9 +190,11 @@ class ResultsTail(RedisTail[Completion]):
             except TimeoutError:
                 continue
 
-    def _read(self, fields: dict[bytes, bytes]) -> Completion | None:
-        output = readable(decode_output, fields.get(JSON, b""), "results")
-        return output if isinstance(output, Completion) else None
+
+def _completion(fields: Fields) -> Completion | None:
+    """Return a completion; None for a foreign entry."""
+    output = readable(decode_output, fields.get(JSON, b""), "results")
+    return output if isinstance(output, Completion) else None
 
 
 def read_output(key: bytes, raw: bytes) -> Output:
@@ -213,7 +214,7 @@ def is_of(output: Output, request_id: str, entry_id: str) -> bool:
 
     Args:
         output: The output; of a request whose id can't be used, it has its entry's.
-        request_id: "", or the entry's, if the caller doesn't know the request's.
+        request_id: "", or the entry's, if the request's is unknown to the caller.
         entry_id: "" for any.
     """
     if not entry_id:

@@ -11,14 +11,12 @@ from ...store.records import readable
 from ...store.redis.client import Commands, execute_all, persist
 from ...store.redis.keys import Keys
 from ..kv_events import Continuity, KVEventEntry, decode_batch, encode_batch
-from .follow import RedisTail
+from .follow import Fields, RedisTail
 from .links import WRITE_BATCH, BatchWriter
-from .readers import Readers, Subscription, readers_of
+from .readers import Readers, readers_of
 
 MOST_UNWRITTEN = 1024
 """Entries that wait while Redis is slow or unreachable; later ones are dropped."""
-
-Fields = dict[bytes, bytes]
 
 
 class RedisKVEvents:
@@ -29,7 +27,7 @@ class RedisKVEvents:
         self._keys = keys
         self._commands = commands
         # Both are made on first use: few processes publish, and few read.
-        self._writer: _Writer | None = None
+        self._writer: BatchWriter[KVEventEntry] | None = None
         self._readers: Readers | None = None
         self._dropping = self._closed = False
 
@@ -37,7 +35,7 @@ class RedisKVEvents:
         if self._closed:
             raise bus_closed()
         if self._writer is None:
-            self._writer = _Writer(self._keys.kv_events, self._commands, self._maxlen)
+            self._writer = BatchWriter("kv events", self._write)
         is_full = self._writer.unwritten >= MOST_UNWRITTEN
         if is_full and not self._dropping:
             get_logger().warning("bus.kv_events_dropped", unwritten=MOST_UNWRITTEN)
@@ -46,7 +44,7 @@ class RedisKVEvents:
             await self._writer.put(entry)
         return not is_full
 
-    async def follow(self, *, kept: bool = False) -> _Follow:
+    async def follow(self, *, kept: bool = False) -> RedisTail[KVEventEntry]:
         if self._closed:
             raise bus_closed()
         key, start = self._keys.kv_events, b"0-0"
@@ -55,7 +53,16 @@ class RedisKVEvents:
             start = last[0][0] if last else start
         if self._readers is None:
             self._readers = readers_of(self._keys, self._commands)
-        return _Follow(self._readers.subscribe({key: start}), self._keys.model)
+        continuity, model = Continuity(), self._keys.model
+
+        def read(fields: Fields) -> KVEventEntry | None:
+            # None for a foreign entry.
+            entry = readable(lambda _: _entry_of(fields), b"", "kv_events")
+            if entry is None or model not in ("", entry.model):
+                return None
+            return continuity.check(entry)
+
+        return RedisTail(self._readers.subscribe({key: start}), read)
 
     async def aclose(self, patience_s: float) -> None:
         """Write the remaining entries, within a time limit, and end all readers."""
@@ -65,44 +72,15 @@ class RedisKVEvents:
         if self._writer is not None:
             await self._writer.aclose(patience_s)
 
-
-class _Writer(BatchWriter[KVEventEntry]):
-    def __init__(self, key: bytes, commands: Commands, maxlen: int) -> None:
-        self._key = key
-        self._commands = commands
-        self._maxlen = maxlen
-        super().__init__("kv events", self._write_entries)
-
-    @property
-    def unwritten(self) -> int:
-        """Entries that wait, or are being written."""
-        return self._queue.entered - self._written
-
-    async def _write_entries(self, entries: list[KVEventEntry]) -> int:
+    async def _write(self, entries: list[KVEventEntry]) -> int:
         """Append entries. After a lost reply they may be there twice; readers drop duplicates."""
         commands: list[tuple[Any, ...]] = [
-            ("XADD", self._key, "MAXLEN", "~", self._maxlen, "*", *_fields_of(entry))
+            ("XADD", self._keys.kv_events, "MAXLEN", "~", self._maxlen, "*", *_fields_of(entry))
             for entry in entries
         ]
         redis, server = self._commands.redis, self._commands.server
         await persist(server, "kv events", lambda: execute_all(redis, commands))
         return WRITE_BATCH
-
-
-class _Follow(RedisTail[KVEventEntry]):
-    """A reader; see `KVEventStream.follow`."""
-
-    def __init__(self, subscription: Subscription, model: str) -> None:
-        super().__init__(subscription)
-        self._model = model
-        self._continuity = Continuity()
-
-    def _read(self, fields: Fields) -> KVEventEntry | None:
-        # None for a foreign entry.
-        entry = readable(lambda _: _entry_of(fields), b"", "kv_events")
-        if entry is None or self._model not in ("", entry.model):
-            return None
-        return self._continuity.check(entry)
 
 
 def _fields_of(entry: KVEventEntry) -> list[Any]:

@@ -12,8 +12,8 @@ from redis import exceptions
 from ...config import NOT_PERMITTED, BusError
 from ...config.logger import get_logger
 from ...store.records import readable
-from ...store.redis.client import Commands
 from ...store.redis.keys import Keys
+from ...store.redis.records import RedisRecords
 from ..shards import Layout
 
 MOVING = "shards_moving"
@@ -36,21 +36,19 @@ class LayoutRecord:
     fresh_s = 0.25
     late_s = 0.5
 
-    def __init__(self, keys: Keys, commands: Commands) -> None:
+    def __init__(self, keys: Keys, records: RedisRecords) -> None:
         self._keys = keys
-        self._commands = commands
+        self._records = records
         self._is_readable = True
+        # When this process first read the present version.
         self._changed_at = 0.0
         self.layout = Layout()
         self.read_at = -self.fresh_s
 
-    @property
-    def is_fresh(self) -> bool:
-        return time.monotonic() - self.read_at < self.fresh_s
-
     async def fresh(self, *, waits: bool = False) -> Layout:
         """Return a layout read within `fresh_s`. Arguments and errors are those of `read`."""
-        return self.layout if self.is_fresh else await self.read(waits=waits)
+        is_fresh = time.monotonic() - self.read_at < self.fresh_s
+        return self.layout if is_fresh else await self.read(waits=waits)
 
     async def read(self, *, waits: bool = False) -> Layout:
         """Read the layout. A user without the right to read it has one shard.
@@ -61,20 +59,15 @@ class LayoutRecord:
         Raises:
             BusError: The server can't be reached.
         """
-        began = time.monotonic()
+        began, raw = time.monotonic(), None
         if self._is_readable:
-            command = ("GET", self._keys.shards)
+            records, command = self._records, ("GET", self._keys.shards)
             try:
-                if waits:
-                    raw = await self._commands.retry("layout", *command)
-                else:
-                    raw = await self._commands.run(*command)
+                raw = await (records.retry("layout", *command) if waits else records.run(*command))
             except BusError as error:
                 if error.code != NOT_PERMITTED:
                     raise
-                self._is_readable, raw = False, None
-        else:
-            raw = None
+                self._is_readable = False
         self._note(raw, began)
         return self.layout
 
@@ -97,11 +90,11 @@ class LayoutRecord:
             added = range(layout.shards, shards)
             used, ends = 0, dict[int, str]()
             for shard in range(layout.streams):
-                if await self._commands.run("XLEN", self._keys.of_shard(shard).requests):
+                if await self._records.run("XLEN", self._keys.of_shard(shard).requests):
                     used = shard + 1
             for shard in added:
                 key = self._keys.results_of(shard)
-                last = await self._commands.run("XREVRANGE", key, "+", "-", "COUNT", 1)
+                last = await self._records.run("XREVRANGE", key, "+", "-", "COUNT", 1)
                 ends[shard] = last[0][0].decode() if last else "0-0"
             if await self._replace(layout, layout.changed(shards, used, ends)):
                 get_logger().info("shards_changing", before=layout.shards, shards=shards)
@@ -114,7 +107,8 @@ class LayoutRecord:
             BusError: The server can't be reached, or this user may not change the layout.
         """
         layout = self.layout
-        if layout.is_announced and self.known_s >= self.late_s:
+        known_s = time.monotonic() - self._changed_at
+        if layout.is_announced and known_s >= self.late_s:
             known = layout.known_to_all(await self._last_of(layout.left()))
             await self.replace(layout, known)
         return self.layout
@@ -122,7 +116,7 @@ class LayoutRecord:
     async def _last_of(self, shards: Sequence[int]) -> dict[int, str]:
         """Return the last entry that each of the shards ever had. Raises BusError."""
         keys = [self._keys.of_shard(shard).requests for shard in shards]
-        infos = await self._commands.run_all(
+        infos = await self._records.run_all(
             [("XINFO", "STREAM", key) for key in keys], raise_on_error=False
         )
         ends = {}
@@ -130,15 +124,10 @@ class LayoutRecord:
             if isinstance(info, exceptions.ResponseError):
                 ends[shard] = "0-0"  # no such stream
             elif isinstance(info, Exception):
-                raise self._commands.server.explain(info)
+                raise self._records.server.explain(info)
             else:
                 ends[shard] = info[b"last-generated-id"].decode()
         return ends
-
-    @property
-    def known_s(self) -> float:
-        """Time since this process first read the present version."""
-        return time.monotonic() - self._changed_at
 
     async def replace(self, old: Layout, new: Layout) -> bool:
         """Replace the layout unless another process has; return whether this one did."""
@@ -147,22 +136,10 @@ class LayoutRecord:
         return replaced
 
     async def _replace(self, old: Layout, new: Layout) -> bool:
-        return await self._commands.once(lambda: self._replace_once(old, new))
-
-    async def _replace_once(self, old: Layout, new: Layout) -> bool:
-        key = self._keys.shards
-        async with self._commands.redis.pipeline(transaction=True) as pipeline:
-            await pipeline.watch(key)
-            raw = await pipeline.get(key)
-            if _layout_in(raw) != old:
-                return False
-            pipeline.multi()  # type: ignore[no-untyped-call]
-            pipeline.set(key, msgspec.json.encode(new))
-            try:
-                await pipeline.execute()
-            except exceptions.WatchError:
-                return False
-        return True
+        key, raw = self._keys.shards, msgspec.json.encode(new)
+        return await self._records.write_if(
+            key, ("GET", key), lambda found: _layout_in(found) == old, ("SET", key, raw)
+        )
 
     def _note(self, raw: bytes | None, began: float) -> None:
         if began < self.read_at:

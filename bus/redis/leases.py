@@ -324,9 +324,8 @@ class Leases:
     async def assigned(self, last: str, most: int) -> set[str]:
         """Return at most so many entries, up to `last`, that are this lane's."""
         arguments = (self._config.group, last, most, self.consumer)
-        return self._named(
-            await self._eval("requests", _ASSIGNED, [self._keys.requests], *arguments)
-        )
+        ids = await self._eval("requests", _ASSIGNED, [self._keys.requests], *arguments)
+        return {entry_name(each.decode(), self._keys.shard) for each in ids}
 
     async def excess(self, max_queued: int) -> tuple[int, Entries]:
         """Return the number of untaken entries, and some of the excess.
@@ -386,10 +385,6 @@ class Leases:
         named = (each for each in groups[0] if each[b"name"] == group.encode())
         last = next((each[b"last-delivered-id"].decode() for each in named), "0")
         return not await self._commands.run("XRANGE", key, f"({last}", raw, "COUNT", 1)
-
-    def _named(self, raw: Sequence[bytes]) -> set[str]:
-        """Return the ids of entries of this stream."""
-        return {entry_name(each.decode(), self._keys.shard) for each in raw}
 
     async def _eval(self, what: str, script: str, keys: list[bytes], *arguments: Any) -> Any:
         return await self._commands.retry(what, "EVAL", script, len(keys), *keys, *arguments)

@@ -100,6 +100,11 @@ class BatchWriter(Generic[T]):
         """Append an item; wait while the queue is full. Raises ChannelClosed."""
         return self._queue.put(item, capacity=self._capacity)
 
+    @property
+    def unwritten(self) -> int:
+        """Items that wait, or are being written."""
+        return self._queue.entered - self._written
+
     async def flush(self) -> None:
         """Wait until all items put so far are written.
 
@@ -107,7 +112,7 @@ class BatchWriter(Generic[T]):
             ChannelClosed: The bus was closed.
             BusError: The user may not write them; only with `tells_refusals`.
         """
-        if self._written < self._queue.entered:
+        if self.unwritten:
             if self._task.done():
                 raise bus_closed()
             written: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -121,8 +126,7 @@ class BatchWriter(Generic[T]):
         self._queue.close()
         await asyncio.wait({self._task}, timeout=patience_s)
         await end_tasks({self._task})
-        lost = self._queue.entered - self._written
-        if lost:
+        if lost := self.unwritten:
             get_logger().warning(
                 "bus.closed_with_unsent_messages", writer=self._name, messages=lost
             )

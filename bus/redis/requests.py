@@ -61,7 +61,7 @@ class RedisRequests:
        each shard that they leave is written down, and they are published on their new shards.
     3. When all entries up to those are taken, a lane ends the change. Until then each lane keeps
        entries of moved tenants waiting; it reads the layout after it has got entries, so no layout
-       is older than an entry. `take` returns them behind all that the lane has got of the shards
+       is older than an entry. `take` returns them after all that the lane has got of the shards
        that tenants left.
 
     Attributes:
@@ -144,11 +144,12 @@ class RedisRequests:
         now = await self.record.read()
         if shard_of(tenant, now.shards) == shard_of(tenant, layout.shards):
             return
-        stream = self._stream(split_entry(entry_id)[1])
+        raw, shard = split_entry(entry_id)
+        leases = self._stream(shard).leases
         give_up_at = time.monotonic() + PATIENCE_S
         try:
             backoff = Backoff(0.01, POLL_S)
-            while time.monotonic() < give_up_at and not await stream.is_taken(entry_id):
+            while time.monotonic() < give_up_at and not await leases.is_taken(raw):
                 await backoff.wait()
         except BusError as error:  # the entry is published all the same
             get_logger().warning("bus.late_entry_not_followed", error=str(error))
@@ -232,7 +233,9 @@ class RedisRequests:
             await record.make_known()
         elif self._is_due(self._advanced_at, POLL_S):
             self._advanced_at = time.monotonic()
-            drained = [self._stream(shard).is_taken(end) for shard, end in layout.ends.items()]
+            drained = [
+                self._stream(shard).leases.is_taken(end) for shard, end in layout.ends.items()
+            ]
             if all(await asyncio.gather(*drained)) and await record.replace(
                 layout, layout.settled()
             ):
@@ -366,10 +369,10 @@ class RedisRequests:
     # --- numbers --------------------------------------------------------------------------------
 
     async def count_queue(self, begun: int | None) -> int:
-        first, others = self.streams[0], self._all()[1:]
-        length = await first.count_queue(begun, None if others else 0)
+        leases, others = self.streams[0].leases, self._all()[1:]
+        length = await leases.count(begun, None if others else 0)
         if length is None:
-            length = await first.count_queue(begun, sum(await self._lengths(others)))
+            length = await leases.count(begun, sum(await self._lengths(others)))
         assert length is not None
         return length
 

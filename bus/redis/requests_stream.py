@@ -17,7 +17,7 @@ from ...config import NOT_PERMITTED, BusConfig, BusError
 from ...config.errors import bus_closed
 from ...config.logger import get_logger
 from ...store.redis.client import Backoff, Commands, end_tasks, execute, is_transient
-from ...store.redis.keys import MODEL, TRACEPARENT, TRACESTATE, Keys, entry_name, split_entry
+from ...store.redis.keys import MODEL, TRACEPARENT, TRACESTATE, Keys, entry_name
 from ..codec import encode_request
 from ..ending import end_entries
 from ..entries import Answer, RequestEntry, entry_key, id_in, usable_trace
@@ -51,6 +51,7 @@ class RequestsStream:
     Attributes:
         ready: Entries that were fetched, and not yet returned by `take`.
         key: The stream's key.
+        leases: Of the stream's entries.
         fetched_at: When the last ones were fetched, on this process's clock.
     """
 
@@ -69,7 +70,7 @@ class RequestsStream:
         self._server = commands.server
         self._commands = commands
         self._redis: Redis = commands.server.client(1, TAKE_BLOCK_S)
-        self._leases = Leases(config, keys, commands, start)
+        self.leases = Leases(config, keys, commands, start)
         self.fetched_at = 0.0
         # Entries in hand: fetched, and neither acknowledged nor lost to another lane.
         self.ready: deque[RequestEntry] = deque()
@@ -129,7 +130,7 @@ class RequestsStream:
     async def pending(self) -> list[RequestEntry]:
         if self._acks is not None:
             await self._acks.flush()
-        await self._leases.enlist()
+        await self.leases.enlist()
         self._drain_first = False  # before the drain: a fetch that breaks meanwhile sets it again
         try:
             raw = await self._commands.idempotent(
@@ -184,7 +185,7 @@ class RequestsStream:
 
     async def renew(self, lease_s: float) -> set[str]:
         held = dict.fromkeys(raw for raw, _ in self._known.values())
-        owned, gone = await self._leases.renew(lease_s, tuple(held))
+        owned, gone = await self.leases.renew(lease_s, tuple(held))
         self._possibly_lost &= self._known.keys()
         lost = {key for key, (raw, _) in self._known.items() if raw in owned}
         if uncertain := lost & self._possibly_lost:
@@ -212,20 +213,20 @@ class RequestsStream:
 
     async def take_over(self, lease_s: float, max_items: int) -> list[RequestEntry]:
         """Take over at most `TAKE_OVER_PAGE` entries."""
-        raw = await self._leases.take_over(lease_s, max_items)
+        raw = await self.leases.take_over(lease_s, max_items)
         return self._not_known(await self._read(raw))
 
     async def shed(
         self, max_queued: int, answer: Callable[[RequestEntry, int], Completion], epoch: int
     ) -> int:
         """Refuse at most `SHED_PAGE` entries beyond `max_queued` of this shard."""
-        queued, raw = await self._leases.excess(max_queued)
+        queued, raw = await self.leases.excess(max_queued)
         if not raw:
             return 0
         entries = await self._read(raw)
         refusals = [answer(entry, queued) for entry in entries]
         answered = await end_untaken(self._results, refusals, epoch)
-        return await self._leases.remove(identities_of(entries, answered))
+        return await self.leases.remove(identities_of(entries, answered))
 
     async def end_all(self, answer: Answer, epoch: int) -> int:
         after, number = "-", 0
@@ -237,7 +238,7 @@ class RequestsStream:
             entries = await self._read(raw)
             ended = await end_entries(self._results, entries, answer, epoch)
             if ended:
-                await self._leases.remove(identities_of(entries, ended), any_owner=True)
+                await self.leases.remove(identities_of(entries, ended), any_owner=True)
             number += len(ended)
 
     @property
@@ -245,23 +246,14 @@ class RequestsStream:
         """Whether entries are in hand."""
         return bool(self._known)
 
-    async def count_queue(self, begun: int | None, others: int | None) -> int | None:
-        """Update the queue length of all shards; see `Leases.count`."""
-        return await self._leases.count(begun, others)
-
     async def has_received(self, last: str) -> bool:
         """Return whether the entries up to `last` that Redis handed to this lane have arrived.
 
         Raises:
             BusError: As `backlog`.
         """
-        handed_out = await self._leases.assigned(last, len(self._known) + 1)
+        handed_out = await self.leases.assigned(last, len(self._known) + 1)
         return handed_out <= {id_in(key) for key in (*self._known, *self._answered)}
-
-    async def is_taken(self, entry_id: str) -> bool:
-        """Return whether no entry up to this one waits. Raises BusError as `backlog`."""
-        raw, _ = split_entry(entry_id)
-        return await self._leases.is_taken(raw)
 
     async def counts(self) -> tuple[int, int]:
         """Return the numbers of untaken and of taken entries. Raises BusError."""
@@ -317,7 +309,7 @@ class RequestsStream:
         is another entry's; return these."""
         told = [(key, (id_in(key), request_id)) for key, request_id in answered.items()]
         unanswered: set[str] = set()
-        if self._server.is_cluster:  # what tells is in other places
+        if self._server.is_cluster:  # the marks are on other nodes
             missing = await self._results.unanswered([about for _, about in told])
             unanswered = {key for key, about in told if about in missing}
             certain = certain | (answered.keys() - unanswered)
@@ -330,7 +322,7 @@ class RequestsStream:
 
     async def _remove(self, keys: list[str], marks: Sequence[bytes] = ()) -> set[str]:
         """Remove entries as `Leases.acknowledge`; return those that stay."""
-        left = await self._leases.acknowledge([self._known[key] for key in keys], marks)
+        left = await self.leases.acknowledge([self._known[key] for key in keys], marks)
         return {keys[index] for index in left}
 
     async def _fetch(self, max_items: int, *, waits: bool) -> None:
@@ -404,7 +396,7 @@ class RequestsStream:
         reply = await execute(
             redis,
             "XREADGROUP",
-            *("GROUP", self._config.group, self._leases.consumer, "COUNT", count),
+            *("GROUP", self._config.group, self.leases.consumer, "COUNT", count),
             *block,
             *("STREAMS", self.key, start),
             key=self.key,

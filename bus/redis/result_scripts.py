@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 # Add a terminal message to the results stream once, however often this repeats. The mark is set
-# last:
-# when Redis has no memory for the message, there is no mark.
+# last: when Redis has no memory for the message, there is no mark.
 _TOLD = """
 local function tell(results, told, ttl, maxlen, raw)
   if redis.call('EXISTS', told) == 1 then return 0 end

@@ -40,7 +40,7 @@ from .result_parts import REFUSED, TOO_LARGE, StreamPart, ending, part_of
 from .result_scripts import ANSWER, APPEND, FENCE, LOOK, TELL
 
 REMEMBERED_STREAMS = 65_536
-"""Streams whose next entry number is cached. For others, Redis is asked."""
+"""Streams whose next entry number is cached. For others, Redis is queried."""
 
 KEYS_PER_FLUSH = 256
 
@@ -168,10 +168,7 @@ class RedisResults:
         return None
 
     async def tail(self) -> ResultsTail:
-        positions: dict[bytes, bytes] = {}
-        for key in await self._streams():
-            last = await self._range(key, "XREVRANGE", "+", "-", 1)
-            positions[key] = last[0][0] if last else b"0-0"
+        positions = await self._lasts()
         return ResultsTail(self._readers.subscribe(positions), self._readers, self._added)
 
     async def _added(self) -> dict[bytes, bytes]:
@@ -182,18 +179,18 @@ class RedisResults:
             return {}  # what reads the streams waits for the server
         return {self._keys.results_of(shard): last.encode() for shard, last in starts.items()}
 
-    async def _streams(self) -> list[bytes]:
-        """Return the shards' results streams."""
+    async def _lasts(self) -> dict[bytes, bytes]:
+        """Return the shards' results streams, each with the id of its last entry; 0-0 for none."""
         streams = (await self._record.fresh(waits=True)).streams
-        return [self._keys.results_of(shard) for shard in range(streams)]
+        keys = [self._keys.results_of(shard) for shard in range(streams)]
+        looks = [("XREVRANGE", key, "+", "-", "COUNT", 1) for key in keys]
+        lasts = await self._commands.retry_all("results", looks)
+        return {key: last[0][0] if last else b"0-0" for key, last in zip(keys, lasts, strict=True)}
 
     async def newest(self, within_s: float) -> AsyncIterator[Completion]:
         """Yield recent completions; entries added while it reads are left out."""
-        lasts = {}
-        for key in await self._streams():
-            if last := await self._range(key, "XREVRANGE", "+", "-", 1):
-                lasts[key] = last[0][0]
-        since_ms = max((parse_id(last)[0] for last in lasts.values()), default=0) - within_s * 1e3
+        lasts = await self._lasts()
+        since_ms = max(parse_id(last)[0] for last in lasts.values()) - within_s * 1e3
         if len(lasts) == 1:
             (key,) = lasts
             async for _, completion in self._between(key, since_ms, lasts[key]):
@@ -223,8 +220,10 @@ class RedisResults:
         self, key: bytes, since_ms: float, until: bytes
     ) -> AsyncIterator[tuple[tuple[int, int], Completion]]:
         """Yield the completions of one results stream with their ids."""
-        position = str(max(0, int(since_ms)))
-        while entries := await self._range(key, "XRANGE", position, until, KEYS_PER_FLUSH):
+        position, page = str(max(0, int(since_ms))), ("COUNT", KEYS_PER_FLUSH)
+        while entries := await self._commands.retry(
+            "results", "XRANGE", key, position, until, *page
+        ):
             for entry_id, fields in entries:
                 output = readable(decode_output, fields.get(JSON, b""), "results")
                 if isinstance(output, Completion):
@@ -234,14 +233,6 @@ class RedisResults:
     async def aclose(self) -> None:
         """End all `follow` and `tail` iterators."""
         await self._readers.aclose()
-
-    async def _range(
-        self, key: bytes, command: str, start: bytes | str, end: bytes | str, count: int
-    ) -> Entries:
-        """Return a range of a results stream."""
-        arguments = (key, start, end, "COUNT", count)
-        entries: Entries = await self._commands.retry("results", command, *arguments)
-        return entries
 
     async def _answer(self, keys: list[str], commands: Sequence[Sequence[Any]]) -> set[str]:
         redis = self._commands.redis
@@ -370,8 +361,7 @@ class RedisResults:
         """Add terminal messages to the results stream, and let the ids expire.
 
         May repeat: if this process ends before it is done, the process that recovers the stream
-        does it.
-        (In a cluster the streams are on different nodes, so it can't be one script.)
+        does it. (In a cluster the streams are on different nodes, so it can't be one script.)
 
         Args:
             unread: The messages are in no stream of their own.

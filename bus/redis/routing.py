@@ -27,7 +27,7 @@ from .results import RedisResults
 BLOCK_S = 5.0
 
 # Publish directly to a loaded model. The id is assigned on the deployment's stream; while others
-# wait there, the request is queued behind them.
+# wait there, the request is queued after them.
 PUBLISH = """
 local closed = redis.call('HGET', KEYS[3], ARGV[1])
 if closed then return redis.error_reply('CLOSED ' .. closed) end

@@ -38,7 +38,7 @@ REPLY_TIMEOUT_S = 10.0
 """Time limit of a reply, beyond the time that a command blocks on purpose."""
 
 SENTINEL_TIMEOUT_S = 1.0
-"""Time limit of one sentinel before the next is asked."""
+"""Time limit of one sentinel before the next is tried."""
 
 CLUSTER_CONNECTIONS = 1024
 """Connections to one node of a cluster; the client opens as many as commands run concurrently."""
@@ -102,7 +102,7 @@ class _MasterPool(SentinelConnectionPool, BlockingConnectionPool):
 
 
 class _KnownCommands(AsyncCommandsParser):
-    """Where the keys of each command are, as one of the servers says; all clients share it.
+    """Positions of the keys in each command, as one of the servers reports; all clients share it.
 
     By itself each client of a cluster asks whenever it connects, in the middle of a failover too:
     an answer of 100 kB, which takes 10 ms to read.
@@ -376,7 +376,7 @@ async def execute(redis: Redis, *command: Any, key: bytes | None = None) -> Any:
 
     Args:
         key: One of its keys, if they aren't the first arguments, so that a cluster's client need
-            not ask a server for the command's key positions.
+            not read the command's key positions from a server.
     """
     with _connection_errors:
         if key is not None and isinstance(redis, RedisCluster):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 from redis import exceptions
@@ -33,8 +34,19 @@ class RedisRecords(Commands):
     async def replace(
         self, key: bytes, field: bytes, known: bytes, fields: Mapping[bytes, bytes]
     ) -> bool:
-        """Replace in a transaction, not a script: a gateway needs no right to run scripts."""
-        return await self.once(lambda: self._replace(key, field, known, fields))
+        pairs = chain.from_iterable(fields.items())
+        return await self.write_if(
+            key, ("HGET", key, field), lambda found: (found or b"") == known, ("HSET", key, *pairs)
+        )
+
+    async def write_if(
+        self, key: bytes, read: Command, holds: Callable[[Any], bool], write: Command
+    ) -> bool:
+        """Write a record if `holds` is true of what `read` returns; return whether it was written.
+
+        In a transaction, not a script: a gateway needs no right to run scripts.
+        """
+        return await self.once(lambda: self._write_if(key, read, holds, write))
 
     async def stream_ends(self, streams: Sequence[bytes]) -> list[tuple[int, bytes]]:
         if not streams:
@@ -42,15 +54,15 @@ class RedisRecords(Commands):
         rows = await self.run("EVAL", _STREAM_ENDS, len(streams), *streams)
         return [(int(length), last) for length, last in rows]
 
-    async def _replace(
-        self, key: bytes, field: bytes, known: bytes, fields: Mapping[bytes, bytes]
+    async def _write_if(
+        self, key: bytes, read: Command, holds: Callable[[Any], bool], write: Command
     ) -> bool:
         async with self.redis.pipeline(transaction=True) as pipeline:
             await pipeline.watch(key)
-            if (await pipeline.hget(key, field) or b"") != known:
+            if not holds(await pipeline.execute_command(*read)):
                 return False
             pipeline.multi()  # type: ignore[no-untyped-call]
-            pipeline.hset(key, mapping=dict[Any, Any](fields))
+            pipeline.execute_command(*write)
             try:
                 await pipeline.execute()
             except exceptions.WatchError:

@@ -127,7 +127,7 @@ async def test_entries_fetched_and_lost_before_they_were_taken(redis_buses: Any)
     published = [await paused.requests.publish({"prompt": str(i)}) for i in range(5)]
     await take(paused, 5)
     paused = redis_buses.open(lane="a")  # its successor drains all five, and is asked for one
-    await paused.requests.streams[0]._leases.enlist()  # type: ignore[attr-defined]
+    await paused.requests.streams[0].leases.enlist()  # type: ignore[attr-defined]
     (first,) = await paused.requests.take(1)
     assert ids_of(await take_over(other)) == published
     assert await paused.requests.renew(LONG_S) == set(published)
@@ -264,7 +264,7 @@ async def test_what_was_taken_meanwhile_is_not_refused(
 ) -> None:
     bus, other = await lane(redis_buses, "a"), await lane(redis_buses, "b")
     ids = [await bus.requests.publish({"request_id": f"r{i}"}) for i in range(3)]
-    own = bus.requests.streams[0]._leases  # type: ignore[attr-defined]
+    own = bus.requests.streams[0].leases  # type: ignore[attr-defined]
     before = await own.excess(1)
     assert (before[0], len(before[1])) == (3, 2)
     await take(other, 3)

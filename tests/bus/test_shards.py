@@ -14,7 +14,7 @@ from redis.asyncio import Redis
 from nano_inference.bus import Bus, MemoryBus
 from nano_inference.bus.redis import requests as redis_requests
 from nano_inference.bus.redis.layout import LayoutRecord
-from nano_inference.bus.redis.requests_stream import RequestsStream
+from nano_inference.bus.redis.leases import Leases
 from nano_inference.bus.shards import READERS, Layout, homes_of, shard_of
 from nano_inference.config import BusConfig, BusError, Config, ConfigError, ModelConfig
 from nano_inference.store.redis.keys import entry_name, split_entry
@@ -278,7 +278,7 @@ async def test_a_late_publisher_is_confirmed_when_its_entry_is_taken(
     await bus.requests.set_shards(2)
     await settled(other, 2)
     taking.cancel()
-    monkeypatch.setattr(RequestsStream, "is_taken", taken := AsyncMock(return_value=False))
+    monkeypatch.setattr(Leases, "is_taken", taken := AsyncMock(return_value=False))
     changed.set()
     await kit.eventually(lambda: asyncio.sleep(0, taken.await_count > 0), "it looks for its entry")
     assert not late.done()

@@ -82,6 +82,12 @@ async def test_members_of_a_set_are_listed_up_to_a_score(records: Records, key: 
     assert await records.run(*listed(9, 9)) == [b"b", b"a"]
 
 
+async def test_a_list_keeps_its_order(records: Records, key: bytes) -> None:
+    assert await records.run("LRANGE", key, 0, -1) == []
+    await records.run_all([("RPUSH", key, "b"), ("EXPIRE", key, 60), ("RPUSH", key, b"a")])
+    assert await records.run("LRANGE", key, 0, -1) == [b"b", b"a"]
+
+
 async def test_a_stream_is_read_since_a_time(records: Records, key: bytes) -> None:
     def add(oldest: int, value: str) -> tuple[Any, ...]:
         return ("XADD", key, "MINID", "~", oldest, "*", b"field", value)

@@ -50,7 +50,8 @@ async def test_in_memory_there_is_one_model(memory_bus: Any) -> None:
     assert memory_bus.model == ""
     with pytest.raises(BusError, match=r"Redis URL as bus\.url"):
         memory_bus.of_model("a")
-    assert await memory_bus.routing.move([("0-1", "a")]) == []
+    with pytest.raises(BusError, match=r"Redis URL as bus\.url"):
+        await memory_bus.routing.unrouted()
 
 
 # --- names ------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from .tools import Tool, ToolUse
 
 
 def unsupported(form: MessageFormat, why: str) -> RequestError:
-    """The format can't express the request."""
+    """Return the error of a request that the format can't express."""
     return RequestError(
         f"the model's message format, {form.name}, {why}; gateway.message_format can name another",
         code="unsupported",
@@ -68,7 +68,7 @@ class CallRules:
         else:
             first = self._any_behind(text)
         ends = self._ends_by_itself()
-        # Where text may stand behind a call, the next one may just as well be the first of others,
+        # Where text may stand after a call, the next one may just as well be the first of others,
         # unless some bracket holds them all.
         calls = self._followed(first, further=bool(self._syntax.close) or not ends)
         if not ends:
@@ -92,8 +92,8 @@ class CallRules:
         return re.match(r"\[?\s*\{", self.begin) is not None
 
     def bare_calls(self) -> str:
-        """As `calls`, in rules that may stand beside those of an answer in JSON: a parser can
-        distinguish them by the JSON's content alone."""
+        """Return the rule of `calls`, in rules that may stand beside those of an answer in JSON: a
+        parser can distinguish them by the JSON's content alone."""
         syntax = self._syntax
         calls = []
         for place, tool in enumerate(self._tools):
@@ -161,8 +161,8 @@ class CallRules:
         return self._grammar.rule(name, " | ".join(calls))
 
     def _any_behind(self, text: str) -> str:
-        """As `_any_of`, behind any text. One terminal has both, since text alone has no end that
-        could be found."""
+        """Return the rule of `_any_of`, after any text. One terminal has both, since text alone has
+        no end that could be found."""
         calls = []
         for place, tool in enumerate(self._tools):
             head, rest = self._head(self.begin, tool), ""
@@ -178,7 +178,7 @@ class CallRules:
         return f"{begin}{self._name(tool)}{self._syntax.middle}"
 
     def _followed(self, first: str, *, further: bool = True) -> str:
-        """Return the rule of a call, and of others behind it if there may be some."""
+        """Return the rule of a call, and of others after it if there may be some."""
         syntax, literal = self._syntax, self._grammar.literal
         after = literal(syntax.after)
         calls = f"{first} {after}"
@@ -188,7 +188,7 @@ class CallRules:
         return f"{calls} {literal(syntax.close)}"
 
     def _ends_by_itself(self) -> bool:
-        """Return whether the reader finds the end of a call, so that text may stand behind it."""
+        """Return whether the reader finds the end of a call, so that text may stand after it."""
         template = load_response_template(self._form.response_template)
         close = template.fields["tool_calls"].close_re
         syntax = self._syntax

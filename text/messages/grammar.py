@@ -1,5 +1,5 @@
-"""What a message has to be, as a grammar: calls by their schemas, an answer by its own, reasoning
-before either.
+"""The required form of a message, as a grammar: calls by their schemas, an answer by its own,
+reasoning before either.
 
 A grammar sees a message as the reader does. Text goes on until a mark begins something else, and
 what has begun is complete when its own end comes.
@@ -149,7 +149,7 @@ class _Message:
         return [f"{self._rules.rule('reasoning', f'{self._literal(syntax.open.strip())} {rest}')}?"]
 
     def _rest_of_reasoning(self, syntax: ReasoningSyntax, budget: int | None) -> str:
-        """Return the rule of reasoning behind its opening mark, up to the closing mark with any
+        """Return the rule of reasoning after its opening mark, up to the closing mark with any
         white space before it."""
         close = syntax.close.strip()
         token = self._rules.first_token(close)
@@ -164,7 +164,7 @@ class _Message:
         return f"{self._rules.rule(name, without(re.escape(close)))} {end}"
 
     def _takes_space(self, close: str) -> bool:
-        """Return whether white space behind the reasoning belongs to the mark for the reader."""
+        """Return whether white space after the reasoning belongs to the mark for the reader."""
         fields = load_response_template(self._form.response_template).fields
         found = next(fields[name].close_re for name in REASONING if name in fields).search(
             f"{close}\n"
@@ -178,10 +178,10 @@ class _Message:
             "budget can be kept",
         )
 
-    # --- what stands behind it -------------------------------------------------------------------
+    # --- after it --------------------------------------------------------------------------------
 
     def body(self, kind: _Kind, use: ToolUse, answer: Constraint | None) -> str:
-        """Return the rule of the text behind the reasoning."""
+        """Return the rule of the text after the reasoning."""
         if kind == "anything":
             return self._anything(use)
         if kind == "answer":

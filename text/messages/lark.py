@@ -145,7 +145,7 @@ def answer_of(constraint: Constraint) -> str:
 
 
 def schema_of(constraint: Constraint) -> dict[str, Any]:
-    """The schema of a constraint that has one.
+    """Return the schema of a constraint that has one.
 
     Raises:
         RequestError: invalid_constraint.

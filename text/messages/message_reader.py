@@ -108,7 +108,7 @@ class MessageReader:
                 self._call = [piece] if piece.kind == "open" else [*self._call, piece]
         # Tokens whose text may be part of a mark.
         self._held_tokens = 0
-        # Deltas behind a call, in the same piece.
+        # Deltas after a call, in the same piece.
         self._untold: list[Delta] = []
 
     def feed(self, text: str, tokens: int = 1) -> Delta:
@@ -226,11 +226,11 @@ class MessageReader:
         return ToolCall(self.calls - 1, f"call_{call_id}", name, arguments)
 
 
-def _joined(before: Delta, behind: Delta) -> Delta:
+def _joined(before: Delta, after: Delta) -> Delta:
     return Delta(
-        before.reasoning + behind.reasoning,
-        before.content + behind.content,
-        before.calls + behind.calls,
+        before.reasoning + after.reasoning,
+        before.content + after.content,
+        before.calls + after.calls,
     )
 
 

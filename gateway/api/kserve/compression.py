@@ -8,21 +8,32 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Iterator, Sequence
+from typing import TypeVar
 
 import anyio
 
 from ....config import RequestError, shown
 from ...call import Call
 
+T = TypeVar("T")
+
 CODINGS = {"gzip": 31, "deflate": 15}
 """Content codings, each with zlib's `wbits`."""
 
-CODEC_THREADS = anyio.CapacityLimiter(4)
+LITTLE_BYTES = 1 << 18
+"""Up to this size copying and decoding is faster than waking a thread."""
+
+_THREADS = anyio.CapacityLimiter(4)
 """Bodies and tensors processed beside the event loop at a time, piece by piece."""
 
 _PIECE_BYTES = 1 << 20
 # Responses are large, and clients wait for them.
 _LEVEL = 1
+
+
+async def run_codec(work: Callable[[], T], *, is_little: bool) -> T:
+    """Return the result of work on tensors, done here if it is little, else in a thread."""
+    return work() if is_little else await anyio.to_thread.run_sync(work, limiter=_THREADS)
 
 
 def coding_of(call: Call) -> str:
@@ -72,7 +83,7 @@ async def decompressed(
     pieces: list[bytes] = []
     size = 0
     following = _pieces(body, coding)
-    while piece := await anyio.to_thread.run_sync(next, following, b"", limiter=CODEC_THREADS):
+    while piece := await anyio.to_thread.run_sync(next, following, b"", limiter=_THREADS):
         size += len(piece)
         if size > max_bytes:
             raise RequestError(

@@ -352,7 +352,7 @@ def count_fields(data: bytes) -> int:
 
 
 def _fields(data: bytes, at: int, end: int) -> Iterator[tuple[int, int, int]]:
-    """The number of each field, and where its bytes begin and end."""
+    """Yield the number of each field, and where its bytes begin and end."""
     while at < end:
         tag, begin = _varint(data, at)
         match tag & 7:
@@ -366,7 +366,7 @@ def _fields(data: bytes, at: int, end: int) -> Iterator[tuple[int, int, int]]:
                 length, begin = _varint(data, begin)
                 at = begin + length
             case _:
-                # Decoding skips groups, but fields behind them would not be counted.
+                # Decoding skips groups, but fields after them would not be counted.
                 raise RequestError(
                     "the message has groups; make it of the service's inference.proto",
                     code="malformed",
@@ -375,7 +375,7 @@ def _fields(data: bytes, at: int, end: int) -> Iterator[tuple[int, int, int]]:
 
 
 def _varint(data: bytes, at: int) -> tuple[int, int]:
-    """A number, and where it ends."""
+    """Return a number, and where it ends."""
     value = shift = 0
     for end, byte in enumerate(data[at : at + 10], at + 1):
         value |= (byte & 0x7F) << shift

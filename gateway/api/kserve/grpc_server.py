@@ -13,7 +13,6 @@ from functools import partial
 from typing import Any
 
 import anyio
-import anyio.to_thread
 import grpc
 import msgspec
 from google.protobuf.message import Message
@@ -32,7 +31,7 @@ from ...server.limits import ConnectionLimits
 from ...server.server import HttpServer
 from ...server.tls import Certificates
 from ...serving.chain import PolicyChain
-from .compression import CODEC_THREADS
+from .compression import LITTLE_BYTES, run_codec
 from .grpc_connection import (
     GrpcConnection,
     GrpcFailure,
@@ -41,7 +40,6 @@ from .grpc_connection import (
     call_of,
     failure_of,
 )
-from .http import LITTLE_BYTES
 from .operations import OPERATIONS, Operation, OperationCall
 from .regions import RequestMemory
 from .service import KServe, time_parameters
@@ -215,7 +213,7 @@ class GrpcCalls:
             await respond(InferResponse(model_name=name, id=decoded.id, parameters=times), True)
 
     def _responds_in_order(self, message: Any) -> bool:
-        """Whether the response to a request waits for those to earlier requests of the stream.
+        """Return whether a request's response waits for those of earlier requests of the stream.
 
         So it does in Triton for models with one response, as few clients set request ids.
         """
@@ -391,7 +389,7 @@ def _failed(call: Call, error: Exception) -> GrpcFailure:
 
 
 def _error_message(request_id: str, failure: GrpcFailure) -> Message:
-    """A stream's response to a request that failed; other requests go on."""
+    """Return a stream's response to a request that failed; other requests go on."""
     return METHODS["ModelStreamInfer"].response(
         error_message=failure.details,
         infer_response={
@@ -406,19 +404,15 @@ def _error_message(request_id: str, failure: GrpcFailure) -> Message:
 
 async def _decode(message: Any, memory: RequestMemory) -> InferRequest:
     """Decode a request, in a thread if it has tensors in shared memory, which are copied."""
-    if not any(each.parameters for each in message.inputs):
-        return decode_infer_request(message, memory)
-    return await anyio.to_thread.run_sync(
-        decode_infer_request, message, memory, limiter=CODEC_THREADS
-    )
+    little = not any(each.parameters for each in message.inputs)
+    return await run_codec(partial(decode_infer_request, message, memory), is_little=little)
 
 
 async def _encode(response: InferResponse, request: InferRequest, memory: RequestMemory) -> Any:
     """Encode a response, in a thread if it is large."""
     encode = partial(encode_infer_response, response, request.outputs, memory)
-    if sum(each.data.nbytes for each in response.outputs) <= LITTLE_BYTES:
-        return encode()
-    return await anyio.to_thread.run_sync(encode, limiter=CODEC_THREADS)
+    little = sum(each.data.nbytes for each in response.outputs) <= LITTLE_BYTES
+    return await run_codec(encode, is_little=little)
 
 
 def _stopping() -> EngineError:
@@ -456,7 +450,7 @@ def _options(config: GatewayConfig, most: ConnectionLimits) -> list[tuple[str, A
 
 
 def _credentials(certificates: Certificates) -> Any:
-    """Server credentials that use the current certificate for each handshake."""
+    """Return server credentials that use the current certificate for each handshake."""
     given = certificates.pem
 
     def configuration() -> Any:

@@ -39,7 +39,14 @@ from ...server.http import (
 )
 from ...serving.fields import read_part
 from ..routes import PolicyRoute
-from .compression import CODEC_THREADS, coding_of, compress, decompressed, wanted_coding
+from .compression import (
+    LITTLE_BYTES,
+    coding_of,
+    compress,
+    decompressed,
+    run_codec,
+    wanted_coding,
+)
 from .operations import MODEL, OPERATIONS, Operation, OperationCall, paths_of
 from .regions import RequestMemory
 from .service import KServe
@@ -51,9 +58,6 @@ CODE_HEADER = "X-Error-Code"
 
 # By the protocol 4xx is "no"; clients may take 5xx for a failure.
 _NOT_READY = 400
-
-LITTLE_BYTES = 1 << 18
-"""Up to this size copying and decoding is faster than waking a thread."""
 
 _MOST_DIGITS = 19
 
@@ -161,9 +165,8 @@ class InferCalls:
         check_containers(json)
         decode = partial(codec.decode_http_request, name, version, body, length, memory)
         # Tensors in shared memory are copied, and may be large.
-        if len(body) <= LITTLE_BYTES and b"shared_memory_region" not in json:
-            return decode()
-        return await anyio.to_thread.run_sync(decode, limiter=CODEC_THREADS)
+        little = len(body) <= LITTLE_BYTES and b"shared_memory_region" not in json
+        return await run_codec(decode, is_little=little)
 
     async def _response(
         self,
@@ -176,10 +179,7 @@ class InferCalls:
             codec.encode_http_response, response, decoded.outputs, decoded.binary_outputs, memory
         )
         little = sum(each.data.nbytes for each in response.outputs) <= LITTLE_BYTES
-        if little:
-            parts, length = encode()
-        else:
-            parts, length = await anyio.to_thread.run_sync(encode, limiter=CODEC_THREADS)
+        parts, length = await run_codec(encode, is_little=little)
         coding = wanted_coding(call)
         if coding:
             compressed = await anyio.to_thread.run_sync(
@@ -202,12 +202,12 @@ class InferCalls:
 
 
 def _model_of(call: Call) -> tuple[str, str]:
-    """The model and version in a path; "" for any version."""
+    """Return the model and version in a path; "" for any version."""
     return call.params["model"], call.params.get("version", "")
 
 
 def _header_length(call: Call) -> int | None:
-    """The length of a body's JSON; None if all of it is.
+    """Return the length of a body's JSON; None if all of it is.
 
     Raises:
         RequestError: malformed.
@@ -311,13 +311,13 @@ def _parameter(name: str, value: Any) -> bool | int | float | str:
 
 
 def is_called(call: Call) -> bool:
-    """Whether a call is of this interface, with or without such a route."""
+    """Return whether a call is of this interface, with or without such a route."""
     path = call.path
     return path == PATH or path.startswith(f"{PATH}/")
 
 
 def takes_compressed(call: Call) -> bool:
-    """Whether a call's route takes compressed bodies."""
+    """Return whether a call's route takes compressed bodies."""
     return is_called(call) and call.path.endswith("/infer")
 
 

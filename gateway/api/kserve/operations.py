@@ -153,7 +153,11 @@ async def _unload(call: OperationCall) -> None:
 
 
 def _repository(call: OperationCall) -> ModelRepository:
-    """The repository. Raises RequestError (unsupported) without one, or for Triton's parameters."""
+    """Return the repository.
+
+    Raises:
+        RequestError: unsupported: there is none, or the call has Triton's parameters.
+    """
     if call.kserve.repository is None:
         raise RequestError(NO_LOADING, code="unsupported")
     parameters: Iterable[str] = call.body.parameters

@@ -276,7 +276,7 @@ def time_parameters(account: Account) -> Parameters:
 
 
 class KServe(NamedTuple):
-    """What the interface serves.
+    """Everything that the interface serves.
 
     Attributes:
         service: The models.
@@ -292,7 +292,7 @@ class KServe(NamedTuple):
 
 
 def _allows(caller: Caller, spec: ModelSpec) -> bool:
-    """Whether a caller's key allows a model, or the model that it forwards to."""
+    """Return whether a caller's key allows a model, or the model that it forwards to."""
     return caller.models is None or (spec.allowed_as or spec.name) in caller.models
 
 
@@ -310,7 +310,7 @@ def _check_parameters(spec: ModelSpec, request: InferRequest, *, many: bool) -> 
 
 
 def _checked_inputs(spec: ModelSpec, inputs: Sequence[NamedTensor]) -> tuple[NamedTensor, ...]:
-    """A request's inputs, checked.
+    """Check and return a request's inputs.
 
     Raises:
         TensorError: One is missing, unknown, duplicate, or has another datatype or shape.
@@ -340,7 +340,7 @@ def _checked_inputs(spec: ModelSpec, inputs: Sequence[NamedTensor]) -> tuple[Nam
 
 
 def _requested_names(spec: ModelSpec, outputs: Sequence[RequestedOutput]) -> tuple[str, ...]:
-    """The names of the requested outputs, in the client's order; all if it names none.
+    """Return the names of the requested outputs, in the client's order; all if it names none.
 
     Raises:
         TensorError: The model has no such output, or it is there twice.

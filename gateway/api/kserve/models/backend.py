@@ -1,4 +1,4 @@
-"""What the engine's models share: their inputs, the engine, its samples, and tensors of those."""
+"""Common parts of the engine's models: inputs, the engine, its samples, and tensors of those."""
 
 from __future__ import annotations
 
@@ -224,7 +224,7 @@ def token_ids_of(request: InferRequest, name: str, most: int) -> tuple[int, ...]
 
 
 def _parsed(name: str, value: Any, where: str) -> Any:
-    """A value; numbers and booleans may be written as text, as vLLM's clients send them."""
+    """Return a value; numbers and booleans may be written as text, as vLLM's clients send them."""
     known = name in VLLM or name in SamplingBody.__struct_fields__
     if not isinstance(value, str) or name == "stop" or not known:
         return value
@@ -279,7 +279,7 @@ class EngineModel:
 
     Attributes:
         spec: Its interface, made of the class's attributes.
-        suffix: What its name has behind the name of the engine's model.
+        suffix: End of its name, after the name of the engine's model.
         inputs, outputs, decoupled: As of `ModelSpec`.
     """
 

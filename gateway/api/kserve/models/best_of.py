@@ -124,7 +124,7 @@ class BestOfModel(EngineModel):
         await answer(outputs)
 
     def _read(self, request: InferRequest) -> tuple[int, int]:
-        """The number of samples, and the most tokens of each."""
+        """Return the number of samples, and the most tokens of each."""
         n, sampling = read_sampling(request, self._max_samples)
         if n != 1:
             param = f"{sampling_place(request)}.n"
@@ -197,7 +197,7 @@ class BestOfModel(EngineModel):
                     group.start_soon(score, index)
 
     async def _call(self, call: ModelCall, model: str, *inputs: NamedTensor) -> dict[str, Array]:
-        """Another model's outputs."""
+        """Return another model's outputs."""
         parameters = inherited_parameters(call.request)
         request = InferRequest(model_name=model, inputs=inputs, parameters=parameters)
         response = await self._service.infer_once(call.call, request)

@@ -194,7 +194,7 @@ class TokensModel(EngineModel):
 
 
 class ScoreModel(EngineModel):
-    """Returns the logprobs of a completion's tokens behind a prompt.
+    """Returns the logprobs of a completion's tokens after a prompt.
 
     Of the sampling parameters only the temperature counts. The reference model's logprobs are
     returned if there is one.
@@ -234,7 +234,7 @@ class ScoreModel(EngineModel):
 
 
 def _logprobs(delta: SampleDelta, names: TokenNames) -> str:
-    """As JSON: for each token an object of the likeliest tokens and itself, by their ids."""
+    """Return JSON: for each token an object of the likeliest tokens and itself, by their ids."""
     tokens = records_of(delta.token_ids, delta.logprobs, delta.tops or None)
     return msgspec.json.encode(logprobs_by_id(tokens, names)).decode()
 
@@ -299,7 +299,7 @@ class EmbedModel(EngineModel):
 
 
 def _read_params(call: ModelCall) -> EmbedParams:
-    """How a request's prompts are pooled.
+    """Return the pooling of a request's prompts.
 
     Raises:
         RequestError: A parameter is unknown, or has the wrong type.

@@ -278,8 +278,10 @@ class Connection(H11Protocol):
         """Update the phase."""
         phase = self._find_phase()
         if phase != self.phase:
+            # The pieces of a head share one time limit.
+            if {phase, self.phase} != {"head", "come"}:
+                self._begin_window()
             self.phase = phase
-            self._begin_window()
             self._all.moved(self)
 
     def end(self, error: NanoInferenceError | None = None) -> None:

@@ -76,6 +76,8 @@ class HttpServer(uvicorn.Server):
         super().__init__(
             uvicorn.Config(
                 self.entrance,
+                http=self._connect,  # type: ignore[arg-type]  # called as a class
+                backlog=self.most.accepted_at_once,
                 ws="none",
                 log_config=None,
                 # It has a warning for each malformed request.
@@ -97,13 +99,8 @@ class HttpServer(uvicorn.Server):
         self._swept_s = loop.time()
         self._loop_handler = loop.get_exception_handler()
         loop.set_exception_handler(self._on_loop_error)
-        # Without sockets, for which uvicorn would create its own connections.
-        await super().startup([])
+        await super().startup(sockets)
         for listener in sockets or []:
-            accepting = await loop.create_server(
-                self._connect, sock=listener, backlog=self.most.accepted_at_once
-            )
-            self.servers.append(accepting)
             # asyncio has set the kernel's backlog to the number it accepts at once.
             listener.listen(BACKLOG)
 
@@ -127,13 +124,8 @@ class HttpServer(uvicorn.Server):
                 self.certificates.refresh()
         return await super().on_tick(counter)
 
-    def _connect(self) -> asyncio.BaseProtocol:
-        connection = Connection(
-            self.connections,
-            config=self.config,
-            server_state=self.server_state,
-            app_state=self.lifespan.state,
-        )
+    def _connect(self, **given: Any) -> asyncio.BaseProtocol:
+        connection = Connection(self.connections, **given)
         if self.certificates is None:
             return connection
         return Handshake(self.connections, connection, self.certificates)

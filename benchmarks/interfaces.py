@@ -177,7 +177,7 @@ def make_asks(
 
 @dataclass
 class Answer:
-    """What a client has read.
+    """The part of an answer that a client has read.
 
     Attributes:
         content: What must be the same each time; None of a request that left or was refused.

@@ -260,7 +260,9 @@ def of_batches(rounds: int) -> dict[str, Law]:
 
 
 def of_lanes(rounds: int) -> dict[str, Law]:
-    """What each lane, or each of its processes, does at an interval, by the number of lanes."""
+    """Return the work of each lane, or of each of its processes, per interval, by the number of
+    lanes.
+    """
     points: dict[str, list[tuple[float, float]]] = {
         name: [] for name in ("renew", "count, sum", "count, shared", "check the queue")
     }

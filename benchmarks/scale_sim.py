@@ -1,4 +1,4 @@
-"""What carries 1,000 lanes and 100,000 requests a second: laws, walls, shards, simulation.
+"""The needs of 1,000 lanes and 100,000 requests a second: laws, walls, shards, simulation.
 
     python benchmarks/scale_sim.py [--lanes 1000] [--rate 100000] [--rounds 5] [--json FILE]
 

@@ -1,4 +1,4 @@
-"""What must hold in soak.py: one terminal message each, the same tokens, times that add up."""
+"""Promises that soak.py checks: one terminal message each, the same tokens, times that add up."""
 
 from __future__ import annotations
 

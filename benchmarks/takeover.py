@@ -1,4 +1,4 @@
-"""How soon a stream goes on after kill -9 of each stage, without standbys and with them.
+"""The time until a stream continues after kill -9 of each stage, without standbys and with them.
 
     python benchmarks/takeover.py [--shape bundled|S] [--stages executor,streaming] [--turns 5]
         [--ways none,standby] [--json FILE]

@@ -383,7 +383,7 @@ class TierCapacity(Section, frozen=True):
 
 
 class ImageCapacity(Section, frozen=True):
-    """What an executor takes of images, in image tokens.
+    """An executor's limits for images, in image tokens.
 
     Attributes:
         max_tokens: Of one image, and of all that one step encodes.

@@ -24,7 +24,7 @@ else:
 
 
 class Envelope(msgspec.Struct, frozen=True, array_like=True):
-    """What carries a message between stages.
+    """A message between stages, with its id, epoch, trace context, budget and operation id.
 
     Attributes:
         body: The message.

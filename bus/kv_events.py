@@ -11,7 +11,7 @@ from typing import Literal
 import msgspec
 
 Medium = Literal["GPU", "CPU", "DISK"]
-"""Where a block is: on the device of any kind, in host memory, or on disk."""
+"""The memory that holds a block: a device of any kind, host memory, or disk."""
 DEVICE: Medium = "GPU"
 HOST: Medium = "CPU"
 DISK: Medium = "DISK"

@@ -36,7 +36,9 @@ class MediaItem(InternalPart, frozen=True, array_like=True):
 
     @property
     def key(self) -> tuple[str, int]:
-        """What its embeddings depend on, besides the model, and who shares them."""
+        """The identity of the image's embeddings under one model: its content, and the requests
+        that share it.
+        """
         return f"{self.name} {self.salt}", self.num_tokens
 
     def places(self, token_ids: Sequence[int]) -> list[int]:

@@ -149,7 +149,7 @@ class Prompt(InternalPart, frozen=True, array_like=True):
 
 
 class CacheScope(NamedTuple):
-    """What KV depends on besides token ids: only sequences of one scope share cached KV.
+    """The identity of KV besides token ids: only sequences of one scope share cached KV.
 
     Attributes:
         tenant: "" where prefixes are shared across tenants.
@@ -191,8 +191,8 @@ class RemoteBlocks(InternalPart, frozen=True, array_like=True):
 
 
 class AdmittedRequest(Internal, frozen=True):
-    """What admission has made of a valid request. Fairness sends some or all of its sequences on to
-    batching, in the same form with a rank; each uses up one credit.
+    """A valid request after admission. Fairness sends some or all of its sequences on to batching,
+    in the same form with a rank; each uses up one credit.
 
     A sequence goes first to a replica that prefills, which hands it over to one that decodes, if
     the replicas have such roles.

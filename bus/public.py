@@ -90,10 +90,10 @@ class EmbedParams(PublicPart, frozen=True, kw_only=True):
 
 
 SessionAction = Literal["pin", "release", "demote", "prefetch"]
-"""What a call does with the KV of a session. docs/kv-sessions.md."""
+"""A call's action on the KV of a session (docs/kv-sessions.md)."""
 
 AfterTurn = Literal["pin", "release", "demote"]
-"""What becomes of a session's KV when a turn ends."""
+"""The action on a session's KV when a turn ends."""
 
 SessionOutcome = Literal["accepted", "clipped", "deferred", "rejected", "missing"]
 
@@ -222,7 +222,7 @@ class Usage(OutputPart, frozen=True, kw_only=True):
 
 
 class KVSessionResult(OutputPart, frozen=True, kw_only=True, omit_defaults=True):
-    """What became of a wish about a session's KV.
+    """The result of an action on a session's KV.
 
     Attributes:
         outcome: "accepted". "clipped": for leading tokens only. "deferred": done later, when a turn
@@ -240,7 +240,7 @@ class KVSessionResult(OutputPart, frozen=True, kw_only=True, omit_defaults=True)
 
 
 class Fingerprint(OutputPart, frozen=True, kw_only=True, omit_defaults=True):
-    """What the bits of an executor's results depend on, besides requests and later weights.
+    """The inputs that fix the bits of an executor's results, besides requests and later weights.
 
     Attributes:
         digest: Of all other fields: equal for equal fingerprints only. 16 hexadecimal digits.
@@ -279,7 +279,8 @@ class Fingerprint(OutputPart, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Recipe(OutputPart, frozen=True, kw_only=True, omit_defaults=True):
-    """What computes a request's samples again, beside its prompt's tokens. docs/replay.md.
+    """The inputs that compute a request's samples again, besides its prompt's tokens
+    (docs/replay.md).
 
     Attributes:
         tenant: The request's.

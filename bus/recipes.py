@@ -1,4 +1,4 @@
-"""What streaming makes a Completion's recipe of."""
+"""Streaming's parts of a Completion's recipe."""
 
 from __future__ import annotations
 

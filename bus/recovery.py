@@ -38,7 +38,7 @@ class Recover(Internal, frozen=True):
 
 
 class RecoveredSample(InternalPart, frozen=True, array_like=True):
-    """What streaming has of one sample, whether from memory or from the result stream."""
+    """Streaming's state of one sample, from memory or from the result stream."""
 
     sample_index: int
     token_ids: tuple[int, ...]

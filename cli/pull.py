@@ -163,7 +163,7 @@ def _partial(target: Path) -> Iterator[Path]:
 
 
 class Source(NamedTuple):
-    """Where a model is.
+    """The place from which a model is loaded.
 
     Attributes:
         kind: Of the place.

@@ -12,7 +12,7 @@ _Share = Annotated[float, Range("from 0 to 1000000", 0, 1e6)]
 
 
 class RayConfig(Section, frozen=True, forbid_unknown_fields=True):
-    """What `up --ray` reserves on a Ray cluster (docs/ray.md).
+    """The resources that `up --ray` reserves on a Ray cluster (docs/ray.md).
 
     Attributes:
         stage_cpus: CPUs that Ray reserves for each stage but the executor, and for each gateway.

@@ -61,7 +61,8 @@ _NO_BIAS: FrozenDict[int, float] = FrozenDict()
 
 
 class SamplingParams(Settings, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """How one request samples. Immutable; admission checks the ranges of each request.
+    """The sampling parameters of one request. Immutable; admission checks the ranges of each
+    request.
 
     The steps from logits to a token, and the definition of the reported logprobs, are in
     docs/sampling.md.

@@ -47,7 +47,7 @@ Speculation = Literal["auto", "off"]
 
 @dataclass(frozen=True)
 class Settings:
-    """What decides a run.
+    """The parameters of a run.
 
     Attributes:
         mode: Whether training and generation take turns.
@@ -100,7 +100,7 @@ class Settings:
 
 @dataclass
 class Record:
-    """What happened, step by step.
+    """The measurements of a run, step by step.
 
     Attributes:
         facts: Of each optimizer step.
@@ -254,7 +254,7 @@ def engine_config(settings: Settings) -> EngineConfig:
 
 
 def make_rollouts(settings: Settings, engine: InferenceEngine) -> Rollouts:
-    """What the engine is to generate."""
+    """Build the rollouts that the engine generates."""
     task = Arithmetic(engine.config.model_folder, settings.kinds)
     return Rollouts(
         engine=engine,

@@ -29,7 +29,7 @@ from nano_inference import ChatRenderer, EngineConfig, InferenceEngine, Sampling
 
 @dataclass(frozen=True)
 class Settings:
-    """What decides a run.
+    """The parameters of a run.
 
     Attributes:
         task: Of what to ask.

@@ -96,7 +96,7 @@ class Arithmetic:
 
 @dataclass
 class Counts:
-    """What has been generated so far.
+    """Counts of all generated samples so far.
 
     Attributes:
         tokens: Sampled tokens of finished requests.

@@ -35,7 +35,7 @@ from nano_inference import TrainingSample
 
 @dataclass(frozen=True)
 class TrainerSettings:
-    """How a batch becomes an update.
+    """The parameters with which a batch becomes an update.
 
     Attributes:
         model_folder: Where the weights of the beginning are, in Transformers' format.
@@ -89,7 +89,7 @@ class Group:
 
 @dataclass(frozen=True)
 class Batch:
-    """What one step trains on. Rows are prompt and completion, padded on the right.
+    """The rows that one step trains on. Rows are prompt and completion, padded on the right.
 
     Attributes:
         tokens: `[rows, length]`.

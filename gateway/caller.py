@@ -12,8 +12,9 @@ from msgspec import Meta
 from ..config import RequestError
 
 Scope = Literal["read", "generate", "weights", "admin"]
-"""What a caller may do: "read" models and states; "generate" tokens; "weights": change weights,
-cache and pace, which all callers share; "admin": change the policy."""
+"""A caller's permission: "read" models and states; "generate" tokens; "weights": change weights,
+cache and pace, which all callers share; "admin": change the policy.
+"""
 
 SCOPES: tuple[Scope, ...] = ("read", "generate", "weights", "admin")
 

@@ -14,7 +14,7 @@ from ..config import RequestError, shown
 from .rollouts import TrainingSample
 
 FORMAT = b"nano-inference digest 1"
-"""What is hashed first; another number means other bytes."""
+"""The format's name, hashed first; another number means other bytes."""
 
 
 class RunDigest(msgspec.Struct, frozen=True, kw_only=True):

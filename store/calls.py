@@ -23,7 +23,7 @@ from .records import Command, Records
 from .redis.keys import Keys
 
 CALL_BYTES = 1024
-"""What a call takes besides its record, for `bus.calls_max_bytes`."""
+"""Bytes that a call counts besides its record, for `bus.calls_max_bytes`."""
 
 _RECORD = b"record"
 _ENTRY = b"entry:"
@@ -73,7 +73,7 @@ class DurableCall(msgspec.Struct, frozen=True):
 
 
 class _Charge(msgspec.Struct, frozen=True, array_like=True):
-    """What a call counts.
+    """A durable call's share of its tenant's room for calls.
 
     Attributes:
         size: In bytes.

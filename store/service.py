@@ -33,7 +33,7 @@ class LaneService(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def generation(self) -> tuple[int, int]:
-        """Which table of the lane this is; a later one is larger."""
+        """The version of the lane's table; a later one is larger."""
         return self.epoch, self.number
 
 

@@ -31,7 +31,7 @@ LIMIT_S = 120.0
 
 
 class Ran(NamedTuple):
-    """What a program did."""
+    """A program's status and output."""
 
     status: int
     stdout: str
@@ -106,7 +106,7 @@ class Program:
         self.close()
 
     def poll(self) -> int | None:
-        """What it ended with; a signal's number as a negative one, None while it runs."""
+        """Return the exit status; a signal's number as a negative one, None while it runs."""
         with self._reaping:
             if self._status is None:
                 pid, status = os.waitpid(self.pid, os.WNOHANG)

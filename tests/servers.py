@@ -155,7 +155,7 @@ class Cluster:
         self.url = f"redis+cluster://{','.join(each.address for each in masters)}"
 
     async def keys(self, pattern: str) -> list[set[str]]:
-        """What each master holds."""
+        """Return the keys of each master."""
         return [{key async for key in node.plain.scan_iter(pattern)} for node in self.masters]
 
     async def has_failed_over(self, place: int) -> bool:

@@ -31,7 +31,7 @@ OUTSIDE = {"tests", "benchmarks", "examples", "docs", "deploy", "build"}
 
 
 def tree() -> set[str]:
-    """What belongs in the wheel, by what lies in the tree."""
+    """Return the files that belong in the wheel, from the files in the tree."""
     # Not through the virtual environment, which has many more.
     top = [path for path in ROOT.iterdir() if path.name[0] != "." and path.name not in OUTSIDE]
     inside = chain(top, *(path.rglob("*") for path in top if path.is_dir()))

@@ -1,4 +1,6 @@
-"""What benchmarks/soak.py and chaos_days.py find: growth, other tokens, two ends, lost requests."""
+"""Violations that benchmarks/soak.py and chaos_days.py find: growth, other tokens, two ends, lost
+requests.
+"""
 
 from __future__ import annotations
 

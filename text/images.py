@@ -37,7 +37,7 @@ _REMEMBERED = 4096
 
 
 class ImageTokens(NamedTuple):
-    """Where an image is in a prompt.
+    """The position of an image in a prompt.
 
     Attributes:
         start: Index of its first placeholder token.

@@ -1,4 +1,4 @@
-"""Which actors a pipeline has on a Ray cluster, and what Ray reserves and does for each.
+"""The actors of a pipeline on a Ray cluster, with each actor's reservation and options.
 
 Without Ray: the driver gives these plans to it.
 """

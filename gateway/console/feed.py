@@ -28,7 +28,7 @@ HIDDEN_LOADS = ("settings", "expert_owners")
 
 
 class Viewer(NamedTuple):
-    """What a viewer may see. Viewers that see the same get the same bytes.
+    """A viewer's permissions. Viewers that see the same get the same bytes.
 
     Attributes:
         tenant: The only tenant whose use it sees; None for all.

@@ -49,7 +49,7 @@ def console_routes(
     several = bool(config.models)
 
     async def session(call: Call) -> Response:
-        """What the caller may do here, and what this gateway has."""
+        """Return the caller's permissions and this gateway's features."""
         caller = call.caller
         return _json(
             {

@@ -41,7 +41,8 @@ class CacheAllocation(msgspec.Struct, frozen=True):
 
 
 class PrefixMatch(msgspec.Struct, frozen=True):
-    """What starting a sequence would find and take.
+    """The cached blocks that a sequence would find, and the blocks that it would allocate, at its
+    start.
 
     Attributes:
         num_cached: Leading tokens that need no computing.

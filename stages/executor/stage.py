@@ -69,7 +69,9 @@ _PARTING_S = 2.0
 """The time to answer open operations when the stage ends."""
 
 _RANKS_CHECK_S, _RANKS_REPORT_S = 0.2, 5.0
-"""How often the other ranks' processes are looked at, and asked for a reply."""
+"""Seconds between two checks that the other ranks' processes run, and between two requests for
+their reports.
+"""
 
 _SMALL_MODEL_PARAMETERS = 30_000_000
 """Below this a step is so short that threads cost more than they save, and many times more where
@@ -99,7 +101,7 @@ def _load(
 
 
 _PATIENCE_S, _PROGRESS_EVERY_S = 2.0, 10.0
-"""How long a model loads before the first line about it, and between two lines."""
+"""Seconds of loading before the first line about it, and between two lines."""
 
 
 async def _on_torch(function: Callable[..., Any], *args: Any) -> Any:

@@ -42,7 +42,7 @@ class Ordered(Protocol):
 
     @property
     def key(self) -> float:
-        """What the item is ordered by now; the smallest comes first."""
+        """The item's present sort key; the smallest comes first."""
 
 
 class Exchange(Protocol):

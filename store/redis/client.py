@@ -102,7 +102,7 @@ class _MasterPool(SentinelConnectionPool, BlockingConnectionPool):
 
 
 class _KnownCommands(AsyncCommandsParser):
-    """Where the keys of each command are, as one of the servers says; all clients share it.
+    """The positions of each command's keys, read from one of the servers; all clients share it.
 
     By itself each client of a cluster asks whenever it connects, in the middle of a failover too:
     an answer of 100 kB, which takes 10 ms to read.

@@ -77,7 +77,7 @@ class Cluster:
         eventually(there, "a node")
 
     def num_nodes(self) -> int:
-        """How many nodes are alive."""
+        """The number of living nodes."""
         ran = self.ran("status", "--address", self.address)
         active = ran.stdout.partition("Active:")[2].partition("Pending:")[0]
         return active.count("node_")

@@ -1,4 +1,4 @@
-"""What `up` starts: a fork is like a program of its own, and takes a fraction of its time."""
+"""The processes of `up`: a fork is like a program of its own, and takes a fraction of its time."""
 
 from __future__ import annotations
 

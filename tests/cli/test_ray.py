@@ -101,7 +101,7 @@ class Lane:
         return self._rig.Load(self.url, PREFIX, name, requests, 24)
 
     def replicas(self) -> str:
-        """How many take part, as admission reports."""
+        """The number of replicas that take part, from admission's report."""
         with Redis.from_url(self.url, decode_responses=True) as redis:
             for _, fields in redis.xrevrange(f"{PREFIX}:stages", count=20):
                 for report in json.loads(fields["json"]):

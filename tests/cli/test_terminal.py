@@ -1,4 +1,4 @@
-"""What commands show while they wait."""
+"""Progress that commands show while they wait."""
 
 from __future__ import annotations
 

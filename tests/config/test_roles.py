@@ -1,4 +1,4 @@
-"""What stages are called where batching and executor are there several times."""
+"""The names of stages when batching and executor run several times."""
 
 from __future__ import annotations
 

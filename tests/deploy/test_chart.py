@@ -135,7 +135,7 @@ MOST_STATEFUL_SET = 63 - len("-0123456789")
 
 @pytest.mark.parametrize("name", NAMES)
 def test_any_name_of_a_release_and_a_namespace_is_a_text(name: str) -> None:
-    """Whose objects have names that Kubernetes takes, in the longest pool too."""
+    """Kubernetes accepts the names of all objects, in the longest pool too."""
     pools = [{"name": "true", "replicas": 1}, {"name": "p" * 21, "replicas": 1}]
     objects = rendered(values_of("monitoring", pools=pools), name, name)
     for each in objects:
@@ -180,7 +180,7 @@ def test_a_name_that_yaml_reads_as_something_else_stays_one() -> None:
 
 
 def test_containers_are_hardened(objects: list[Values]) -> None:
-    """What kube-linter, Polaris and the restricted pod security standard ask for."""
+    """The requirements of kube-linter, Polaris and the restricted pod security standard hold."""
     for workload in workloads(objects):
         pod = pod_of(workload)
         assert pod["automountServiceAccountToken"] is False

@@ -137,7 +137,7 @@ async def until_batched(pipeline: Pipeline, number: int, state: str = "running")
 
 
 class Boom(Exception):
-    """What a broken stage raises."""
+    """The exception of a broken stage."""
 
 
 def break_once(monkeypatch: pytest.MonkeyPatch, owner: Any, method: str, after: int) -> None:

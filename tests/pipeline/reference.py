@@ -1,5 +1,6 @@
-"""What Transformers' own `generate` gives: float32, greedy, one prompt alone. By the bundled model,
-unless another folder is given."""
+"""The output of Transformers' own `generate`: float32, greedy, one prompt alone. By the bundled
+model, unless another folder is given.
+"""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ def say(engine: InferenceEngine, adapter: str = "") -> tuple[int, ...]:
 
 
 def cached(engine: InferenceEngine, adapter: str) -> int:
-    """How many tokens of the prompt a new request with the adapter finds."""
+    """Return the number of prompt tokens that a new request with the adapter finds in the cache."""
     plans: list[Any] = []
     execute = engine._executor.execute
 

@@ -1,4 +1,4 @@
-"""What one step costs, in counts that are the same on every machine.
+"""The cost of one step, in counts that are the same on every machine.
 
 Seconds would tell more and say nothing on a busy machine. Bytecode instructions of our own Python
 code, torch's operations and calls of kernels are what we write, and what a careless change adds to.

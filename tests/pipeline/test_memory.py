@@ -37,7 +37,7 @@ MESSAGES = frozenset(
 
 
 class Held(NamedTuple):
-    """What the process holds at a moment when no request is under way."""
+    """The process's resources at a moment when no request is in flight."""
 
     resident_bytes: int
     messages: Counter[str]

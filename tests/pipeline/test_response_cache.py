@@ -252,7 +252,7 @@ async def test_a_lost_confirmation_is_asked_for_again(
 async def test_after_a_failure_nothing_is_served_before_it_was_computed_again(
     cached: Pipeline, monkeypatch: pytest.MonkeyPatch, stage: str
 ) -> None:
-    """What was begun before the failure is completed and not kept."""
+    """A response begun before the failure is completed and not kept."""
     before = await computed(cached, asking())
     long = asking("7 + 8 =", sampling=GREEDY | {"max_tokens": TOKENS})
     running = await begun(cached.client, msgspec.convert(long, GenerateRequest))

@@ -51,13 +51,13 @@ CHAT: Any = {"model": "tiny", "messages": [USER], "max_tokens": 300, "reasoning_
 
 
 class Weather(BaseModel):
-    """How it is there."""
+    """Return the weather of a city."""
 
     city: Literal["Oslo", "Bergen"]
 
 
 class Clock(BaseModel):
-    """How late it is there."""
+    """Return the time of a city."""
 
     zone: Literal["north", "south"]
 

@@ -226,7 +226,7 @@ async def test_bodies_that_are_kept_hold_no_more_than_the_budget(engine: FakeEng
 
 
 async def test_announced_bodies_hold_nothing(engine: FakeEngine) -> None:
-    """Who says that a large body will come, and sends none of it, takes nobody's room."""
+    """A client that announces a large body and sends none of it takes no other client's room."""
     size = UNCOUNTED_BYTES * 4
     config = GatewayConfig(max_body_bytes=size, max_weights_bytes=size, max_bodies_bytes=size)
     body = json.dumps({"text": "a" * (size - 100)}).encode()

@@ -191,4 +191,4 @@ def test_names_are_compared_only_when_they_are_short(monkeypatch: pytest.MonkeyP
 
 
 LAST = {"/v1/messages": "event: message_stop", "/v1/responses": "event: response.incomplete"}
-"""What a stream ends with that does not end with [DONE]."""
+"""The last event of streams that don't end with [DONE]."""

@@ -1,5 +1,6 @@
-"""What a killed process leaves in the temporary folder and in shared memory, the next one sweeps;
-and nothing else."""
+"""A killed process's files in the temporary folder and in shared memory are swept by the next
+process; nothing else is.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whoever wants more than is his: each attack that was tried, by its name.
+"""Attacks on access control, by name.
 
 A real server and bytes that are written by hand, since clients put straight what is crooked here.
 """
@@ -127,7 +127,7 @@ MISSING, INVALID = (401, "missing_api_key"), (401, "invalid_api_key")
 
 
 def with_key(fort: Fort, path: str) -> dict[str, tuple[bytes, tuple[int, str]]]:
-    """What is sent to a path, and what is to be answered, by the attack."""
+    """Return the requests to a path and their expected answers, by the attack."""
     good, other = fort.secrets["generate"], fort.secrets["other"]
     middle = len("ni-") + 12
     kept = fort.policy.store._stored.document.keys[good[3:middle]]
@@ -314,9 +314,10 @@ SMUGGLING: dict[str, tuple[bytes, list[int]]] = {
         [200, 401],
     ),
 }
-"""What an allowed call has behind its own headers, which another program may take for a call; and
-the statuses of the answers: it is refused as a whole, or the rest is a call of its own, without a
-key."""
+"""Bytes after an allowed call's headers that another program may read as a call of their own, and
+the statuses of the answers: the call is refused as a whole, or the rest is a call of its own,
+without a key.
+"""
 
 
 @pytest.mark.parametrize("attack", SMUGGLING)

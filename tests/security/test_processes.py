@@ -60,7 +60,7 @@ say(b"last, without an end")
 
 
 class Talking(Forks):
-    """Whose children run a program of ours."""
+    """Children that run a program of ours."""
 
     def __init__(self, program: str) -> None:
         super().__init__((), "spawn", None, print)
@@ -71,7 +71,7 @@ class Talking(Forks):
 
 
 async def talk(program: str, file: io.StringIO) -> int:
-    """What it ends with; what is shown of it gets into the file."""
+    """Return the exit status; the shown output goes into the file."""
     config = load_config(env={})
     return await processes_of(config, stream=file, forks=Talking(program))._run_once("executor")
 

@@ -143,7 +143,7 @@ async def test_a_text_that_the_bus_would_refuse_is_not_sent_there(
 async def test_a_request_that_the_bus_would_refuse_is_not_published(
     open_http: OpenHttp, engine: FakeEngine, body: dict[str, Any]
 ) -> None:
-    """What counts is the request as the bus carries it: quoted, with all its parameters."""
+    """The request's size counts in its form on the bus: quoted, with all its parameters."""
     answer = await open_http(bus__max_request_bytes=1000).post("/generate", json=body)
     assert error_of(answer, 413) == "request_too_large"
     assert not engine.requests

@@ -69,7 +69,7 @@ class Place(NamedTuple):
         return Redis.from_url(self.url_of(user), decode_responses=True)
 
     async def refused(self) -> set[tuple[str, str, str]]:
-        """What was refused to whom: (user, command or key, "command" or "key")."""
+        """Return the refusals: (user, command or key, "command" or "key")."""
         logs = [await node.acl_log() for node in self.nodes]
         return {
             (entry["username"], entry["object"], entry["reason"]) for log in logs for entry in log

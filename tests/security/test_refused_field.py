@@ -30,7 +30,7 @@ Read = Callable[..., Awaitable[Malformed]]
 
 @pytest.fixture
 def read_back(redis_bus: Bus, write_entry: Write) -> Read:
-    """What becomes of an entry that another program has written."""
+    """Write another program's refused entry, and return it as the bus reads it."""
 
     async def read(message: str, code: str = "invalid_request") -> Malformed:
         refused = {"request_id": "mine", "code": code, "message": message}

@@ -45,7 +45,7 @@ class GatedEngine(FakeEngine):
             self._change()
 
     def of(self, tenant: str) -> int:
-        """How many requests of a tenant have come."""
+        """Return the number of a tenant's requests that have arrived."""
         return sum(request.tenant == tenant for request in self.requests)
 
 

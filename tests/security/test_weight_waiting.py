@@ -63,7 +63,7 @@ def group_update(**changed: Any) -> UpdateWeights:
 
 
 async def others_are_served(executor: Executor) -> None:
-    """What has nothing to do with whom somebody waits for."""
+    """Check that messages unrelated to the waiting operation are answered."""
     assert (await executor.ask(TellWeightVersion())).code == ""
     assert (await executor.ask(ReleaseMemory(("gpu",)))).code == "weights_refused"
     assert (await executor.ask(LeaveWeightsGroup("another"))).code == ""
@@ -139,7 +139,7 @@ async def test_a_trainer_that_is_silent_holds_up_nothing(executor: Executor) -> 
 
 
 class Waiting(FakeEngine):
-    """Whose executors wait for a trainer that is silent, until they are let go."""
+    """An engine whose executors wait for a silent trainer until they are released."""
 
     def __init__(self) -> None:
         super().__init__()

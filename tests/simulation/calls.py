@@ -41,5 +41,5 @@ class Call(msgspec.Struct):
 
     @property
     def chunks(self) -> list[CompletionChunk]:
-        """What came before the end."""
+        """The chunks before the end."""
         return [each for each in self.outputs if isinstance(each, CompletionChunk)]

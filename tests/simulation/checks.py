@@ -1,4 +1,4 @@
-"""What must hold during a simulation and at its end."""
+"""The invariants of a simulation, during it and at its end."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ _LATE_STAGES = ("fairness", "batching", "executor")
 
 
 class World(GatewaysWorld, EffectsWorld, Protocol):
-    """What a simulation shows; see its attributes."""
+    """The parts of a simulation that the checks read; see its attributes."""
 
     longest_prefill: int
     longest_sample: int

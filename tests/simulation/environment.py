@@ -1,4 +1,4 @@
-"""What this package's modules take from outside, replaced for a simulation: time, ids, threads."""
+"""Replacements for a simulation of this package's surroundings: time, ids, threads."""
 
 from __future__ import annotations
 

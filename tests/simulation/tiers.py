@@ -18,7 +18,7 @@ WRITE_NS, READ_NS = 900_000, 700_000
 """Mean time to write a block to disk, and to read it or one of another executor."""
 
 POLL_NS = 1_500_000
-"""How often a fetch looks whether the other executor has done the step."""
+"""Nanoseconds between two reads of the other executor's step by a fetch."""
 
 MOST_WAIT_NS = 60_000_000_000
 
@@ -134,7 +134,7 @@ class SimulatedTiers:
         return []
 
     def close(self) -> None:
-        """What is being written is written; no other executor can read the slots any more."""
+        """Finish pending writes; no other executor can read the slots any more."""
         while self._writes:
             self._write_next()
         self.offered.clear()

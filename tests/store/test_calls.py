@@ -162,7 +162,7 @@ async def test_calls_at_once_share_the_room(buses: Buses) -> None:
 
 
 async def test_what_has_expired_makes_room(buses: Buses) -> None:
-    """What is attended counts, however long."""
+    """An attached call counts, however long it lasts."""
     bus = buses.open(calls_max_bytes=MOST, results_ttl_s=1)
     for place in range(6):
         assert await stored(bus, str(place), "a")

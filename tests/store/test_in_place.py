@@ -1,4 +1,4 @@
-"""What a lane remembers of its weights, on every kind of bus."""
+"""A lane's record of its weights, on every kind of bus."""
 
 from __future__ import annotations
 

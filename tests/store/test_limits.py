@@ -30,7 +30,7 @@ async def fits(bus: Bus, *charges: tuple[Limit, int]) -> bool:
 
 
 async def left(bus: Bus, *charges: tuple[Limit, int]) -> list[int]:
-    """What is left of each limit behind a reservation."""
+    """Return the remaining amount of each limit after a reservation."""
     return [room.left for room in (await reserve(bus, *charges)).rooms]
 
 

@@ -1,4 +1,4 @@
-"""What a URL says, and what is told when nobody is there."""
+"""The parts of a URL, and the error if no server answers."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ HELD = Limit("key", 3)
 
 
 async def granted(gateways: list[Bus], limit: Limit, wishes: int) -> int:
-    """How many of so many wishes for one, sent to all gateways, are granted."""
+    """Return the number of granted reservations of 1, of so many sent to all gateways."""
 
     async def ask(index: int) -> bool:
         try:

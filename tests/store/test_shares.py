@@ -16,7 +16,7 @@ NOW_MS = 1_000_000_000
 
 
 def share_of(limit: Limit, amount: int, at_ms: int, until_ms: int = 0) -> bytes:
-    """What another process says that it took."""
+    """Return another process's report of the amount that it reserved."""
     other = Counted(b"", limit)
     other.put(other.slice_at(at_ms), amount)
     return other.encoded(until_ms)

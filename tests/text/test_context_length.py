@@ -1,4 +1,4 @@
-"""How long a context may be is known of a model that is not loaded."""
+"""The context length of a model is known before it is loaded."""
 
 from __future__ import annotations
 

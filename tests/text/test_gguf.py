@@ -45,7 +45,7 @@ PARAMETERS = 1_206_912
 
 @pytest.fixture(autouse=True)
 def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where the folders of this test are kept."""
+    """The folder of this test's converted files."""
     place = tmp_path / "kept"
     place.mkdir()
     monkeypatch.setattr(our_gguf, "_cache_folder", lambda: place)

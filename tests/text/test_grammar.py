@@ -1,4 +1,4 @@
-"""What may be asked of a text, and what is refused before anything runs."""
+"""Supported constraints, and refusals before anything runs."""
 
 from __future__ import annotations
 

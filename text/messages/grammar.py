@@ -1,5 +1,4 @@
-"""What a message has to be, as a grammar: calls by their schemas, an answer by its own, reasoning
-before either.
+"""The grammar of a message: calls by their schemas, an answer by its own, reasoning before either.
 
 A grammar sees a message as the reader does. Text goes on until a mark begins something else, and
 what has begun is complete when its own end comes.

@@ -21,7 +21,7 @@ USER, ASSISTANT = f"{TURN_START}user\n", f"{TURN_END}\n{TURN_START}assistant\n"
 
 DIGIT = "digit"
 LABELS = (("", *SHAPES, DIGIT), ("", *COLOURS), ("", *"0123456789"), PLACES)
-"""What a patch may belong to: shapes, colours, digits and places."""
+"""The labels of a patch: shapes, colours, digits and positions."""
 
 
 def pixels_of(images: list[Image.Image]) -> Tensor:

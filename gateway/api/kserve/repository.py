@@ -20,7 +20,7 @@ its function takes a ModelContext and returns models."""
 
 
 class ModelContext(NamedTuple):
-    """What a package's models may use.
+    """The services that a package's models may use.
 
     Attributes:
         service: The served models. A model calls another one by `infer` or `infer_once` with its

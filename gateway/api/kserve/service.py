@@ -276,7 +276,7 @@ def time_parameters(account: Account) -> Parameters:
 
 
 class KServe(NamedTuple):
-    """What the interface serves.
+    """The models and services behind the interface.
 
     Attributes:
         service: The models.

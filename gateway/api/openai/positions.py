@@ -20,7 +20,7 @@ _RUN = re.compile(r"(x|f|[0-9]{1,9})(?:~([0-9]{1,6}))?")
 
 
 class Position:
-    """How many tokens of each choice were sent; one more, if the end of its message was sent too.
+    """The number of tokens sent of each choice; one more, if the end of its message was sent too.
 
     As an id: the answer's id, and the choices in order, in runs of equal ones. `x` is a choice that
     has not begun, `f` a complete one, and `~3` three of the same. `u` at the end: the usage was

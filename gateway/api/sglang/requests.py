@@ -114,7 +114,7 @@ class PromptCall(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def top_logprobs(self) -> int:
-        """How many of the likeliest tokens are shown at each place."""
+        """The number of likeliest tokens shown at each position."""
         return self.request.sampling.logprobs
 
     @property

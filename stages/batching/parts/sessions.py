@@ -44,7 +44,7 @@ class SessionKey(NamedTuple):
 
 
 class SessionCall(NamedTuple):
-    """What a client's call wants; `ttl_s`: None to leave the time to live as it is."""
+    """A client's action on a session; `ttl_s`: None to leave the time to live as it is."""
 
     action: SessionAction
     ttl_s: float | None = None

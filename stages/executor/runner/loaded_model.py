@@ -101,7 +101,7 @@ class LoadedModel:
 
     @property
     def states(self) -> tuple[LayerState, ...]:
-        """What layers keep of a sequence: attention first, in the order of `layers`."""
+        """The state that layers keep of a sequence: attention first, in the order of `layers`."""
         return (*self.layers, *self.other_states)
 
     @property

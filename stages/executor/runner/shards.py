@@ -1,4 +1,4 @@
-"""Where the numbers of whole tensors are on this rank, to load and to update them."""
+"""The addresses of whole tensors' elements on this rank, for loading and updates."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def boxes_in(module: nn.Module, name: str) -> list[Box]:
 
 
 class Shard(msgspec.Struct, frozen=True):
-    """What this rank has of a whole tensor.
+    """This rank's part of a whole tensor.
 
     Attributes:
         shape: Of the whole tensor.

@@ -1,4 +1,4 @@
-"""How much callers may use, over HTTP."""
+"""Limits of callers, over HTTP."""
 
 from __future__ import annotations
 

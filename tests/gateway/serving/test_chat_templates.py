@@ -195,7 +195,7 @@ async def test_the_template_for_tools_is_chosen(model: Model) -> None:
 async def test_the_opening_of_the_answer_is_returned(
     model: Model, begins: bool, opening: str
 ) -> None:
-    """Where none was begun, that of an answer before is none of it."""
+    """If the template opens no answer, the opening of an earlier answer isn't returned."""
     (model.folder / "chat_template.jinja").write_text(
         "<|im_start|>assistant\nbefore<|im_end|>\n"
         "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}"

@@ -19,7 +19,7 @@ REQUEST = GenerateRequest(request_id="r", sampling=SamplingParams(logprobs=2))
 
 
 async def taken(outputs: list[Output], held: anyio.Event | None = None) -> list[list[Output]]:
-    """What a reader gets that takes nothing more before it may."""
+    """Return the batches of outputs that a reader gets; `held`: it takes no second batch before."""
     found: list[list[Output]] = []
 
     async def take(new: Sequence[Output]) -> None:

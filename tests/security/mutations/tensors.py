@@ -294,7 +294,7 @@ BREAKS: tuple[tuple[Break, tuple[str, ...]], ...] = (
     (elsewhere, ELSEWHERE),
     (classes, ("unsupported",)),
 )
-"""What makes a good draft a bad one, and the codes with which it must be refused."""
+"""The changes that make a good draft a bad one, and the codes with which it must be refused."""
 
 
 class Crooked(NamedTuple):

@@ -56,7 +56,7 @@ class Wanted(NamedTuple):
 
 
 class Case(NamedTuple):
-    """What a client does on a connection of its own.
+    """A client's bytes on a connection of its own.
 
     Attributes:
         kind: What is odd about it.
@@ -156,7 +156,7 @@ async def _read_head(reader: asyncio.StreamReader) -> tuple[int, dict[str, str]]
 
 
 def asked(answer: Answer) -> str:
-    """What was asked of the engine, as far as an answer tells it; else all of the answer."""
+    """Return the request to the engine as far as an answer shows it; else the whole answer."""
     text = answer.body.decode()
     found = (pattern.search(text) for pattern in _ASKED)
     return next((each[0] for each in found if each), _OF_A_KEY.sub("", text))

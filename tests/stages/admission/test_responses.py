@@ -1,4 +1,6 @@
-"""Which requests share a cached response, when one may be kept, and what empties the cache."""
+"""Requests that share a cached response, conditions for keeping one, and events that empty the
+cache.
+"""
 
 from __future__ import annotations
 

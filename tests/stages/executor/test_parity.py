@@ -43,7 +43,7 @@ LENGTHS = [length for length in PROMPT_LENGTHS for _ in range(2)]
 
 @dataclass(frozen=True)
 class Run:
-    """How the prompts are run."""
+    """The settings with which prompts are run."""
 
     block_size: int
     cache_type: Literal["radix", "paged"]

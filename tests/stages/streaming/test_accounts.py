@@ -197,7 +197,7 @@ def test_a_handover_is_waiting_for_kv() -> None:
 
 
 def test_a_failure_lasts_from_the_last_step_to_the_next_token() -> None:
-    """What ran before keeps its causes, also of a request that had not begun."""
+    """Time before the failure keeps its causes, also for a request that had not begun."""
     lane = Lane()
     opened = [lane.open(name) for name in ("r", "waits")]
     lane.step(150, 160, [1], new=[started(1, 150)], num_tokens=7, prefills=((1, 7),))
@@ -262,7 +262,7 @@ def test_a_cached_response_has_its_time_and_no_bill() -> None:
 
 
 def test_a_restored_request_has_the_time_since_the_failure() -> None:
-    """What ran before is unknown, and nobody pays for it."""
+    """Time before the failure is unknown, and no request is billed for it."""
     lane, successor = Lane(), Lane()
     lane.open(stream=True)
     lane.step(150, 160, [1], new=[started(1, 150)], num_tokens=7, prefills=((1, 7),))

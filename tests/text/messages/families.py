@@ -1,4 +1,4 @@
-"""How each family of models writes messages, written down beside the formats."""
+"""Each family's way of writing messages, stated independently of the formats."""
 
 # ruff: noqa: RUF001 (DeepSeek's marks are made of such characters.)
 
@@ -250,7 +250,7 @@ def joined(deltas: Iterable[Delta]) -> Delta:
 
 
 def deltas_of(reader: MessageReader, pieces: Iterable[str], *, cut_off: bool = False) -> Delta:
-    """What comes of the pieces, and of the end."""
+    """Return the delta of the pieces and of the end."""
     return joined([*map(reader.feed, pieces), reader.finish(cut_off=cut_off)])
 
 

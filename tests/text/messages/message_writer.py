@@ -29,11 +29,11 @@ MOST = 300
 """Tokens of a message."""
 
 _HINTED = 0.15
-"""How often a hint is tried."""
+"""The probability of a hint."""
 
 
 class Message(NamedTuple):
-    """What a reader found."""
+    """A reader's result."""
 
     text: str
     reasoning: str
@@ -130,7 +130,7 @@ class Writer:
         return words.push(tokens) + words.finish()
 
     def read(self, form: MessageFormat, reading: Reading, tokens: list[int]) -> Message:
-        """What a reader makes of a message, which has come to its end."""
+        """Return a reader's result of a finished message."""
         reader, words = MessageReader(form, reading, "seed"), Detokenizer(self._pieces)
         text = [*(words.push([token]) for token in tokens), words.finish()]
         deltas = [*map(reader.feed, text), reader.finish()]

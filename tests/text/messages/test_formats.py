@@ -210,7 +210,7 @@ def test_marks_are_looked_at_within_bounds(monkeypatch: pytest.MonkeyPatch) -> N
     ],
 )
 def test_no_argument_of_a_call_is_dropped(body: str) -> None:
-    """What the parser would leave out makes text of the call."""
+    """A call with an argument that the parser would drop is text."""
     good = xml("<parameter=city>\n<parameter=x>\n</parameter>\n")
     assert both(named("qwen-xml"), good).calls == [("get_weather", {"city": "<parameter=x>"})]
     assert both(named("qwen-xml"), xml(body)) == Read("", xml(body), [], 1)

@@ -1,4 +1,4 @@
-"""Which format is found, and what is said of those that can't be used."""
+"""The detected format, and the errors for formats that can't be used."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is no call is text, and what is told does not depend on how the text comes."""
+"""Text that is no call stays text, and the result does not depend on the cuts of the text."""
 
 from __future__ import annotations
 

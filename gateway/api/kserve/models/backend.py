@@ -1,4 +1,4 @@
-"""What the engine's models share: their inputs, the engine, its samples, and tensors of those."""
+"""Shared code of the engine's models: their inputs, the engine, its samples, and output tensors."""
 
 from __future__ import annotations
 

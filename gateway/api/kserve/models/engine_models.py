@@ -299,7 +299,7 @@ class EmbedModel(EngineModel):
 
 
 def _read_params(call: ModelCall) -> EmbedParams:
-    """How a request's prompts are pooled.
+    """Read the pooling parameters of a request.
 
     Raises:
         RequestError: A parameter is unknown, or has the wrong type.

@@ -63,7 +63,7 @@ class LoraPair(NamedTuple):
 
 
 class LinearMethod(ABC):
-    """How one linear layer holds its weights and multiplies by them.
+    """The storage of one linear layer's weights, and the multiplication by them.
 
     New weights are written through the boxes of a tensor's name, in the dtype and shape of the
     whole model; a method that holds another form converts them there.

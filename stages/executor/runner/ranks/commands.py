@@ -1,4 +1,4 @@
-"""What rank 0 tells the other ranks, in the order in which all of them do it, and their replies."""
+"""Rank 0's commands to the other ranks, executed in one order by all of them, and the replies."""
 
 from __future__ import annotations
 

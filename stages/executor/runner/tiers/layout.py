@@ -18,7 +18,7 @@ FORMAT = 2
 
 
 class BlockLayout(msgspec.Struct, frozen=True):
-    """How a block over all layers lies in memory: per layer its keys, then its values.
+    """The memory layout of a block over all layers: per layer its keys, then its values.
 
     Blocks whose layouts differ in one field are never exchanged.
 

@@ -178,7 +178,7 @@ async def test_the_library_runs_the_tools(
 
     @beta_async_tool
     async def weather(city: str, days: int = 1) -> str:
-        """How it is there."""
+        """Return the weather of a city."""
         asked_for.append((city, days))
         return "warm"
 

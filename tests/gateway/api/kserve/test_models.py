@@ -208,7 +208,7 @@ async def test_other_parameters_are_refused_by_name(
 async def test_texts_are_made_in_one_way(
     engine: Engine, given: dict[str, Any], taken: bool
 ) -> None:
-    """Where there is no text, these say nothing."""
+    """Parameters about text have no effect on a model that returns tokens alone."""
     await engine.infer("tiny.tokens", **IDS, sampling_parameters=given)
     with nullcontext() if taken else raises("unsupported", next(iter(given))):
         await engine.infer("tiny", **TEXT, sampling_parameters=given)

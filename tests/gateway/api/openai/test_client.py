@@ -94,7 +94,7 @@ async def test_the_models(client: AsyncOpenAI) -> None:
 
 
 async def test_its_helper_puts_a_stream_together(client: AsyncOpenAI) -> None:
-    """Which wants the same item in the stream and in its end."""
+    """The helper requires the same item in the stream and at its end."""
     for background in (False, True):
         async with client.responses.stream(
             model="tiny",

@@ -113,7 +113,7 @@ def stream(
 
 
 def told_by(sent: Sequence[Sent]) -> dict[str, Any]:
-    """What a client puts together of events."""
+    """Return a client's result of some events."""
     told: dict[str, Any] = {"roles": 0, "parts": [], "tokens": [], "logprobs": [], "reasons": []}
     for choice, _ in sent:
         told["roles"] += "role" in choice["delta"]

@@ -76,7 +76,9 @@ def test_forced_text_comes_as_it_is_written(
 
 
 def test_a_shown_token_may_stand_for_its_name(writer: Writer) -> None:
-    """Where the constraint has it; hidden tokens are spelled by others."""
+    """A constraint may contain the token's name; the names of hidden tokens are spelled by other
+    tokens.
+    """
     names = ["<think>", "</think>", "<|im_end|>"]
     opened, closed, hidden = writer.tokenizer.convert_tokens_to_ids(names)
     a, less, b = writer.tokenizer.convert_tokens_to_ids(["a", "<", "b"])

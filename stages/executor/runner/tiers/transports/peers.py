@@ -15,7 +15,7 @@ from .slots import AttachedSlots, BlockSource, SlotAddress, WantedBlock, slots_h
 from .tcp import TcpSlots
 
 _POLL_S = 0.001
-"""How often the step of another executor is read, while its blocks are awaited."""
+"""Seconds between two reads of another executor's step, while its blocks are awaited."""
 
 _FAILURES = (OSError, ModelError, msgspec.MsgspecError)
 

@@ -42,7 +42,7 @@ _HERE: Final[weakref.WeakValueDictionary[str, SharedSlots]] = weakref.WeakValueD
 
 
 class SlotAddress(msgspec.Struct, frozen=True, array_like=True):
-    """Where the slots of an executor can be read.
+    """The address at which an executor's slots can be read.
 
     Attributes:
         incarnation: Of the memory, 32 hexadecimal digits.

@@ -1,4 +1,4 @@
-"""Which of a dtype's libraries is used."""
+"""The choice among a dtype's libraries."""
 
 from __future__ import annotations
 

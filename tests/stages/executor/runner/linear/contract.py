@@ -148,7 +148,7 @@ class LinearContract(ABC):
 
     @torch.no_grad()
     def test_packed_weights_have_the_same_product_after_an_update(self) -> None:
-        """Where the kernels have the layer as one product, in place."""
+        """The kernels' form of the layer is updated in place."""
         needs_kernels(self.dtype)
         after, x = self.weights(1), self.rows()
 

@@ -56,7 +56,7 @@ class Ask(NamedTuple):
     """A request.
 
     Attributes:
-        key: Of requests with the same answer; "" for a prompt that no other request has.
+        key: Key of requests with the same answer; "" for a prompt that no other request has.
         kind: What is particular about it.
         interface: How it is sent.
         request: As on the bus.
@@ -184,7 +184,7 @@ class Answer:
         faults: "lost", "doubled", "gaps".
         refused: The code of a refusal.
         returns: Attempts after the first one.
-        remark: Of a failure.
+        remark: Details of a failure.
         first_s: When its first output came, on the monotonic clock.
     """
 
@@ -227,11 +227,11 @@ class Interfaces:
     Attributes:
         bus: A client of the bus.
         redis: A plain client of its server; None: there is no interface "redis".
-        prefix: Of keys.
-        urls: Of gateways over HTTP.
+        prefix: Prefix of the deployment's keys.
+        urls: URLs of gateways over HTTP.
         grpc: Addresses of gateways over gRPC.
         model: The name of the served model.
-        key: Of gateways; "" for none.
+        key: Key of gateways; "" for none.
     """
 
     bus: BusClient

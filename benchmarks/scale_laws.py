@@ -44,8 +44,8 @@ class Law:
 
     Attributes:
         of: What the number counts; "" for a constant.
-        coefficients: Of 1, x, and, where a straight line does not fit, x squared.
-        covariance: Of the coefficients.
+        coefficients: Coefficients of 1, x, and, where a straight line does not fit, x squared.
+        covariance: Covariance of the coefficients.
         spread_us: Standard deviation of one measurement from the law.
         points: The measurements, (x, microseconds).
     """

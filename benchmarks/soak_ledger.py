@@ -112,7 +112,7 @@ class Judge:
 
     Attributes:
         counts: Answers by interface, by kind, and by what is wrong.
-        remarks: Of what is wrong.
+        remarks: Violations, as sentences.
     """
 
     def __init__(self) -> None:

@@ -50,8 +50,8 @@ def wrong_bills(reports: Iterable[StageReport], completions: Iterable[Terminal])
     have ended since its successor began, which owe it nothing for what ran before.
 
     Args:
-        reports: Of one lane, while no request is in flight, and two seconds (a report) after its
-            last one ended.
+        reports: Reports of one lane, while no request is in flight, and two seconds (a report)
+            after its last one ended.
         completions: The terminal messages of all its requests.
     """
     loads = [each.load for each in reports if each.stage == "streaming" and "busy_ns" in each.load]

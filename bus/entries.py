@@ -87,8 +87,8 @@ class RequestEntry(msgspec.Struct, frozen=True):
         waited_ns: Time in the queue by the queue's clock; set only for requests with a budget.
         model: The entry's own model field, which overrides the request's.
         queued_ns: As `waited_ns`, for all requests, as far as known: for the accounts of time.
-        digest: Of its fields on the server, which tells it from another entry with its id; "" in
-            memory.
+        digest: Digest of its fields on the server, which tells it from another entry with its id;
+            "" in memory.
     """
 
     entry_id: str

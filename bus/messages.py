@@ -69,7 +69,8 @@ class StoredSample(InternalPart, frozen=True, array_like=True):
         token_ids: `[k]`.
         logprobs: `[k]`.
         top_logprobs: `[k]`; empty if not requested.
-        finish_reason: Of the last token, by the executor: "" if a stop string ended the sample.
+        finish_reason: Finish reason of the last token, by the executor: "" if a stop string ended
+            the sample.
     """
 
     token_ids: tuple[int, ...]
@@ -83,7 +84,7 @@ class StoredResponse(InternalPart, frozen=True, array_like=True):
 
     Attributes:
         samples: All of them.
-        weight_version: Of the weights that made all tokens.
+        weight_version: Version of the weights that made all tokens.
         adapter_version: The same of the adapter; 0 without one.
         generation: As in ResponseCaching.
     """
@@ -155,7 +156,7 @@ class CacheScope(NamedTuple):
         tenant: "" where prefixes are shared across tenants.
         salt: The request's `cache_salt`.
         adapter: Id of the LoRA adapter; "" for none.
-        adapter_version: Of the adapter's weights; 0 before batching sets it.
+        adapter_version: Version of the adapter's weights; 0 before batching sets it.
     """
 
     tenant: str = ""
@@ -177,8 +178,8 @@ class RemoteBlocks(InternalPart, frozen=True, array_like=True):
         address: Where they are read, as in TierCapacity.
         layout: As in TierCapacity.
         model: As in TierCapacity.
-        weight_version: Of the weights that computed them.
-        adapter_version: Of the adapter; 0 without one.
+        weight_version: Version of the weights that computed them.
+        adapter_version: Version of the adapter; 0 without one.
         blocks: (name, host slot, id of the step there that offers it) of each.
     """
 

@@ -26,8 +26,8 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
         changes: Number of changes until now.
         before: Number of shards before the last change; 0 if there was none.
         moving: Whether the last change is in progress.
-        ends: Of the last change, for each shard that tenants left, the last entry that it may have
-            of them; empty until all publishers know of the change.
+        ends: The last change's old entries: for each shard that tenants left, the last entry that
+            it may have of them; empty until all publishers know of the change.
         starts: For each shard that was ever added, the last entry that its results stream had then.
     """
 
@@ -70,7 +70,7 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
         Args:
             shards: The new number.
             streams: Number that hold entries now.
-            starts: Of the shards that are added.
+            starts: First entries of the added shards.
         """
         return Layout(
             shards=shards,

@@ -71,10 +71,10 @@ class KVMove(InternalPart, frozen=True, array_like=True):
         name: Its block hash, 16 bytes.
         slot: The host slot; -1 for none.
         block_id: The block of the cache; -1 for none.
-        write: Of "store": also write it to disk, in the background.
-        other: Of "compare": the loaded block; `block_id` is the computed one. Of "fetch": the host
-            slot of the other executor.
-        source: Of "fetch": address of the other executor; "" for the disk.
+        write: For "store": also write the block to disk, in the background.
+        other: For "compare": the loaded block; `block_id` is the computed one. For "fetch": the
+            host slot of the other executor.
+        source: For "fetch": address of the other executor; "" for the disk.
         source_name: The block's name there.
         step: The step there that offers the block, for which the fetch waits.
     """
@@ -196,7 +196,7 @@ class StepResult(Internal, frozen=True):
         logprobs: `[rows]`, of the policy.
         finish_reasons: `[rows]`, "" while the sequence goes on.
         ended: As in the plan.
-        weight_version: Of the weights that made these tokens.
+        weight_version: Version of the weights that made these tokens.
         start_ns, end_ns: When the device began the step, and when its tokens were on the host.
         top_logprobs: `[rows]`, empty for a row that did not ask; all empty: no row did.
         failed: Requests that the executor ends; rows of theirs don't count.

@@ -201,13 +201,13 @@ class LineReader(msgspec.Struct):
     """Turns lines into submissions; its errors name the line.
 
     Attributes:
-        name: Of the file.
+        name: Name of the file.
         template: Fields that a line lacks.
         max_bytes: Limit of a request's size.
         chat: Whether the chat template is applied to prompts.
         plain_prompts: A line without "{" at its start is a prompt as it stands; else every line is
             JSON, an object (a GenerateRequest) or a string (a prompt).
-        number: Of the last line.
+        number: Number of the last line.
     """
 
     name: str

@@ -32,13 +32,13 @@ class Settings:
     """The parameters of a run.
 
     Attributes:
-        task: Of what to ask.
+        task: Kind of questions.
         steps: Optimizer steps.
         prompts: Questions of each step.
         samples: Answers to each question.
         held_out: Pictures of the evaluation.
         learning_rate: AdamW's.
-        seed: Of pictures and samples.
+        seed: Seed of pictures and samples.
     """
 
     task: str = "position"

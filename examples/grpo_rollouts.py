@@ -140,7 +140,7 @@ class Rollouts:
         engine: Generates.
         task: Makes the problems and grades the answers.
         problems: What to ask next.
-        samples: Of each prompt.
+        samples: Number of samples per prompt.
         params: How to sample; each request gets a seed of its own.
         seed: Base of the requests' seeds.
         counts: What was generated.

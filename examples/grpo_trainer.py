@@ -45,7 +45,7 @@ class TrainerSettings:
         temperature: That of the rollouts; the loss is of the same distribution.
         clip_low: The probability ratio counts down to 1 - clip_low.
         clip_high: The probability ratio counts up to 1 + clip_high.
-        kl_weight: Of the KL divergence from the first weights, in the loss; 0 keeps no copy.
+        kl_weight: Weight of the KL divergence from the first weights, in the loss; 0 keeps no copy.
         max_grad_norm: Longer gradients are shortened to this.
         images: Whether prompts have an image.
     """
@@ -253,7 +253,7 @@ class Trained(NamedTuple):
     """One optimizer step, whose weights lie in the shared tensors. The trainer waits for groups.
 
     Attributes:
-        facts: Of the step.
+        facts: Facts of the step.
         start_ns: By `time.monotonic_ns`, which is the same clock in all processes (Linux).
         end_ns: When the weights were in the shared tensors.
     """
@@ -294,7 +294,7 @@ class TrainerProcess:
         Args:
             settings: The trainer's.
             like: Weights with the names and shapes of the model's.
-            threads: Of torch, in the process.
+            threads: Number of torch's threads in the process.
         """
         self.weights = {name: weight.clone().share_memory_() for name, weight in like.items()}
         context = multiprocessing.get_context("spawn")

@@ -23,7 +23,7 @@ class RunDigest(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         digest: SHA-256, in hexadecimal digits.
         results: Number of requests.
-        samples, tokens: Of all of them.
+        samples, tokens: Numbers of samples and tokens in the digest.
         failed: Requests whose status is not "done".
     """
 

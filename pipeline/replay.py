@@ -87,8 +87,8 @@ class ReplayedSample(msgspec.Struct, frozen=True, kw_only=True):
         equal_tokens: Leading tokens that were sampled again.
         compared_logprobs: Logprobs that could be compared: of the tokens before the first other
             one, and of those behind it where the recorded tokens could be scored.
-        equal_logprobs: Of these, those that are equal to the bit.
-        largest_difference: Of two compared logprobs; 0 without one.
+        equal_logprobs: Number of compared logprobs that are equal to the bit.
+        largest_difference: Largest difference between two compared logprobs; 0 without one.
         parting: Where it first differs; null if it never does.
         finish_reason, computed_finish_reason: As recorded, and now.
         spans: By the version of the weights.
@@ -117,7 +117,7 @@ class Replay(msgspec.Struct, frozen=True, kw_only=True):
     """The result of a replay.
 
     Attributes:
-        request_id: Of the recorded request.
+        request_id: Request id of the recorded request.
         verdict: "equal": all that is recorded was computed again, to the bit.
         summary: The verdict as a sentence.
         tokens, logprobs: Recorded tokens; their logprobs that were compared, over all samples.

@@ -247,7 +247,7 @@ class _Vocabulary:
     One per process, so that the executor reuses grammars compiled by admission.
 
     Attributes:
-        tokenizer: Of `grammar_tokenizer`.
+        tokenizer: Tokenizer from `grammar_tokenizer`.
         stop_ids: End-of-text tokens.
         special: Ids of special tokens by name.
         spellings: As the function.

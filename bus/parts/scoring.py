@@ -19,7 +19,7 @@ class ReferenceScoring(Section, frozen=True):
     """In RequestOpened: the reference model scores each sample.
 
     Attributes:
-        temperature: Of the reference model's logprobs.
+        temperature: Temperature of the reference model's logprobs.
     """
 
     temperature: float

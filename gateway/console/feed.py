@@ -50,7 +50,7 @@ class Snapshot(NamedTuple):
 
     Attributes:
         at_ms: Wall clock.
-        status: Of the pipeline; None if the bus can't be reached.
+        status: Status of the pipeline; None if the bus can't be reached.
         problem: Why not.
     """
 

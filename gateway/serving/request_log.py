@@ -52,8 +52,8 @@ class LoggedRequest(msgspec.Struct):
         ended_ns: It ended.
         prompt: The end of its prompt; token ids until somebody reads them.
         answer: The beginning of its first sample.
-        code: Of its error.
-        message: Of its error.
+        code: Code of its error.
+        message: Message of its error.
         finish: Why its first sample ended.
         versions: The first and the last weight version of its tokens.
     """
@@ -96,7 +96,7 @@ class TenantUse(msgspec.Struct):
     """A tenant's use of this gateway.
 
     Attributes:
-        tokens: Of its requests that ended in the last minute, prompts included.
+        tokens: Tokens of its requests that ended in the last minute, prompts included.
         running: Its requests in the pipeline.
         waiting: Its requests that wait for a place here.
     """

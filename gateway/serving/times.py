@@ -22,7 +22,7 @@ def with_http(completion: Completion, account: Account) -> Completion:
 
     Args:
         completion: The terminal message.
-        account: Of the call.
+        account: Account of the call.
     """
     time, now, arrived_ns = completion.usage.time, now_ns(), account.arrived_ns
     account.unread_before_ns = account.unread_ns()
@@ -48,8 +48,8 @@ def time_usage(completions: Iterable[Completion], account: Account | None = None
 
     Args:
         completions: The terminal messages.
-        account: Of the call, in a stream: what has passed since the terminal message was spent
-            writing the rest, or waiting until the client had read.
+        account: Account of the call. In a stream, the time since the terminal message went into
+            writing the rest, or into waiting until the client had read.
     """
     usages = [completion.usage for completion in completions]
     times = [usage.time for usage in usages if usage.time is not None]

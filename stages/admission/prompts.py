@@ -23,7 +23,7 @@ class PromptReader(NamedTuple):
     Attributes:
         tokenizer: None for a model without one; such requests have token ids alone.
         processor: None for a model without images.
-        longest_token_bytes: Of the tokenizer's tokens.
+        longest_token_bytes: Bytes of the tokenizer's longest token.
     """
 
     request: GenerateRequest
@@ -73,7 +73,7 @@ class PromptReader(NamedTuple):
         tokens that are spelled out in a text are read as such.
 
         Args:
-            sizes: Of the prompt's images.
+            sizes: Sizes of the prompt's images.
 
         Raises:
             RequestError: invalid_prompt, empty_prompt, invalid_messages, no_chat_template,

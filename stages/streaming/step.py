@@ -27,7 +27,7 @@ class Step:
         replica: That ran it.
         now_ns: When it is absorbed.
         find: Returns the running sample of a sequence in this share; else None.
-        started, failed, ended: Of `result`, those in this share.
+        started, failed, ended: The entries of `result` that concern this share.
         sections: Sections of `result` that parts read, each with its part's `read`.
         notes: State of parts, by part.
     """

@@ -22,8 +22,8 @@ class Actor:
 
     Attributes:
         role: The end of its name.
-        state: Of Ray, such as "ALIVE" and "RESTARTING".
-        pid: Of its worker; 0 without one.
+        state: State of Ray, such as "ALIVE" and "RESTARTING".
+        pid: Process id of its worker; 0 without one.
     """
 
     def __init__(self, shown: dict[str, Any]) -> None:
@@ -37,7 +37,7 @@ class Cluster:
     """Three nodes, the first of which is the head.
 
     Attributes:
-        address: Of the head.
+        address: Address of the head.
     """
 
     def __init__(self, programs: Path, folder: Path, cpus: int = 8) -> None:

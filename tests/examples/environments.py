@@ -110,7 +110,7 @@ def run(command: list[str], folder: Path, *, limit_s: float = LIMIT_S, **variabl
     Args:
         folder: Its working directory.
         limit_s: When it is given up.
-        variables: Of its environment, over those of ours.
+        variables: Environment variables that replace ours.
     """
     ran = subprocess.run(
         command,
@@ -129,7 +129,7 @@ def run_example(name: str, url: str, programs: Path, results: Path) -> str:
     """Return the output of a script of docs/examples that leaves its results in a folder.
 
     Args:
-        url: Of the server that it asks.
+        url: URL of the server that the script calls.
         programs: The folder of the programs that it calls.
         results: The folder, in which its caches are as well.
     """

@@ -92,7 +92,7 @@ def check_stream(
     """No token is missing, none comes twice, and all are those of an undisturbed run.
 
     Args:
-        folder: Of the model.
+        folder: Folder of the model.
     """
     *chunks, completion = outputs
     assert completion.status == "done", completion.error

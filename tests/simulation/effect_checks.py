@@ -37,7 +37,7 @@ class EffectsWorld(Protocol):
     """The parts of a simulation that these checks read.
 
     Attributes:
-        failures: Of each lane, when a stage of it has failed by an error.
+        failures: Times of failures of each lane, when a stage of it has failed by an error.
         given_up: How often admission has given up each request.
     """
 

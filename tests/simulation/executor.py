@@ -97,7 +97,7 @@ class SimulatedExecutor:
         """Args:
         config: The settings.
         now_ns: The clock.
-        num_blocks, max_batch_size, max_model_len: Of the device and the model.
+        num_blocks, max_batch_size, max_model_len: Limits of the device and the model.
         note_weights: Called with the version and the number of weights that are in place.
         make_tiers: None for no tiers.
         fatal: Ids of requests that fail each step.

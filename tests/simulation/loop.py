@@ -19,7 +19,7 @@ class SimulatedProcess:
     """A process: the tasks and callbacks begun in its context.
 
     Attributes:
-        name: Of its program, for the trace.
+        name: Name of its program, for the trace.
         pid: Its number; a program that starts again has another.
         alive: False once it was killed: its callbacks never run again.
         paused: While true its callbacks are held back, as by SIGSTOP.

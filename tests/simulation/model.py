@@ -47,10 +47,10 @@ def sample(
 
     Args:
         chain: The hash of all tokens before.
-        seed: Of the sample.
+        seed: Seed of the sample.
         weights: The numbers that weights and adapter consist of.
         avoided: Tokens that must not come yet.
-        allowed: Of a constrained sample; () for any.
+        allowed: Tokens allowed to a constrained sample; () for any.
     """
     value = hash((chain, seed, weights)) & MASK
     if allowed:

@@ -58,7 +58,7 @@ class SimulatedTiers:
             peers: All tiers by their addresses; these are added.
             disk: The blocks on disk by name, which outlive the process.
             num_slots, disk_blocks: The size of the tiers.
-            weight_version: Of the weights as they were loaded.
+            weight_version: Version of the weights as they were loaded.
         """
         self._loop, self._random, self._factor = loop, random.random, factor
         self._process, self._memory, self._peers, self._disk = process, memory, peers, disk

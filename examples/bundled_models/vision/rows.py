@@ -53,7 +53,7 @@ class Batch(NamedTuple):
 
     Attributes:
         pixels: `[rows, 3, side, side]`.
-        labels: Of the patches: `[rows, patches, 4]`.
+        labels: Labels of the patches: `[rows, patches, 4]`.
         tokens: `[rows, length]`.
         targets: The next tokens; -100 outside answers.
         positions: `[rows, length]`.

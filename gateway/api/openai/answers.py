@@ -92,7 +92,7 @@ class ChoicesWriter:
         """Return the beginning of an answer, or of a chunk.
 
         Args:
-            version: Of the weights that made the oldest of its tokens; None without tokens.
+            version: Version of the weights that made the oldest of its tokens; None without tokens.
         """
         head = {
             "created": self.call.created,
@@ -114,7 +114,7 @@ class ChoicesWriter:
         """Sum up the usage of all prompts. Each counts once, however many choices it has.
 
         Args:
-            completions: Of all prompts.
+            completions: Completions of all prompts.
             reasoning_tokens: None where no messages are read.
             account: As of `time_usage`.
         """

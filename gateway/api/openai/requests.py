@@ -129,7 +129,7 @@ class ChoicesRecord(DurableRecord, frozen=True, kw_only=True):
         texts: The prompts that came as texts, None for the others, and for all unless they are
             echoed.
         has_prompts: Whether the answer, or another gateway, may need the prompts.
-        images: Of the one prompt of a chat.
+        images: Images of the one prompt of a chat.
     """
 
     call: ChoicesCall

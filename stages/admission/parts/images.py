@@ -136,7 +136,7 @@ class Images(Part):
         """Return an image's name in the store.
 
         Args:
-            id: Of its pixels.
+            id: Id of the image's pixels.
             tenant: Whose requests find it; "" if tenants share prefixes.
             alone: Whether its prompt has no other image.
         """

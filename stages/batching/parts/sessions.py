@@ -248,7 +248,7 @@ class Sessions(Part):
         """Begin a turn, or continue it after a preemption. Its share is reserved until it ends.
 
         Args:
-            seq_id: Of its sequence.
+            seq_id: Id of its sequence.
             tenant: The request's, as the next one.
             wish: What is to become of its KV.
             allocation: The sequence's, which has its blocks.

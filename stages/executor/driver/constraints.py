@@ -191,7 +191,7 @@ class Constraints:
 
     Attributes:
         table: The sequences.
-        compiler: Of the grammars.
+        compiler: Compiler of the grammars.
         now_ns: The clock.
         samples: Their state, by row; of samples that are gone until the next `begin`.
     """

@@ -114,7 +114,7 @@ class SampledRows(msgspec.Struct, frozen=True, eq=False):
     """The rows of one step that sampled, `[rows]` each, repeated for each token.
 
     Attributes:
-        rows: Of the SequenceTable.
+        rows: Rows of the SequenceTable.
         seq_ids: Their sequences; a row may be used again before the tokens are read.
         places: Positions of the tokens in the sequences.
         at_limit: Whether the token is the sequence's last.

@@ -28,7 +28,7 @@ def uniform(seed: int, position: int) -> float:
     related numbers. A sample thus depends on no neighbour, preemption or restart.
 
     Args:
-        seed: Of the sample; any integer, taken modulo 2**64.
+        seed: Seed of the sample; any integer, taken modulo 2**64.
         position: Index of the generated token, from 0.
     """
     return float(uniforms(np.array([seed & _MASK], np.uint64), np.array([position]))[0])

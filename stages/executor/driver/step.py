@@ -97,7 +97,7 @@ class BegunStep(NamedTuple):
     """A step up to its forward pass, for `StepRunner.end`.
 
     Attributes:
-        output: Of the pass.
+        output: Output of the pass.
         step: Its rows.
         samples: `[rows]`, which of them sample.
         num_scored: `[rows]`, prompt tokens to score.
@@ -133,7 +133,7 @@ class LaunchedStep:
         num_computed: The sum of these; once the step is finished, verified drafts included.
         weight_version: As in StepResult.
         changed_ns, times: When changes were applied, 0 for none; and the times of the plan.
-        outputs: Of the rows.
+        outputs: Outputs of the rows.
         begun: The step, if its outputs are still to be made, since other ranks compute it.
         computing: Sequences in such steps, as of the core; a `reset` makes a new set.
         failed: As in StepResult; besides requests whose constraints fail.

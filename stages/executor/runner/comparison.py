@@ -254,7 +254,7 @@ def _small_configs(
     Args:
         hf_config: The model's.
         size: Ranks that share a layer.
-        stages: Of a pipeline.
+        stages: Number of the pipeline's stages.
     """
     for head_dim in (_HEAD_DIM, None, 0):
         config = copy.deepcopy(hf_config)

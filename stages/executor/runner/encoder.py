@@ -35,7 +35,7 @@ def encode(
     Args:
         model: An encoder.
         prompts: `[tokens]` each, at least one token.
-        max_tokens: Of one pass, padding included; a longer prompt has its own pass.
+        max_tokens: Limit of tokens in one pass, padding included; a longer prompt has its own pass.
 
     Yields:
         For each prompt, in any order, its index and its states, `[tokens, hidden]`.

@@ -112,7 +112,7 @@ def receive_adapter(
     Args:
         command: The command.
         broadcast: `RankGroup.broadcast`.
-        dtype: Of its tensors.
+        dtype: Dtype of its tensors.
 
     Raises:
         RankError: A rank has failed.

@@ -53,7 +53,7 @@ class StepCost(NamedTuple):
 
     Attributes:
         busy_ns: Time of the device.
-        price_ns: Of each of its tokens.
+        price_ns: Price of each of its tokens, in nanoseconds.
     """
 
     busy_ns: int

@@ -37,9 +37,9 @@ class Wanted(NamedTuple):
 
     Attributes:
         refusals: Those of which it must be one; empty for an answer without an error.
-        shape: Of the error.
-        status: Of an answer without an error.
-        last: Of a stream the line, but for its id, that its last event begins with.
+        shape: Shape of the error.
+        status: Status of an answer without an error.
+        last: Start of a stream's last event: its line without the id.
         same: Whether what was asked of the engine is what the usual body asks; None where
             nobody looks.
         bodiless: It answers a HEAD.
@@ -60,7 +60,7 @@ class Case(NamedTuple):
 
     Attributes:
         kind: What is odd about it.
-        path: Of the endpoint that it is about.
+        path: Path of the tested endpoint.
         pieces: What it sends; each when the server has taken those before.
         wanted: The answers, in order.
         closed: Whether the server must close the connection behind the last answer.

@@ -323,7 +323,7 @@ class FakeReplica:
 
         Args:
             prompt: Its tokens.
-            seq_ids: Of its samples.
+            seq_ids: Ids of its samples.
             name: Its id; the first sample's by default.
             max_tokens: Must be 1 with `pooling`.
             stop: Whether samples end with the token STOP.

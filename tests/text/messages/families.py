@@ -42,7 +42,7 @@ class Family(NamedTuple):
 
     Attributes:
         format: The name of its format.
-        model_type: Of one of its models.
+        model_type: `model_type` of one of its models.
         chat_template: What matters in theirs.
         turn: What a prompt ends with.
         reasoning: What stands before and behind the reasoning; empty where there is none.

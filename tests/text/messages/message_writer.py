@@ -55,7 +55,7 @@ class Writer:
     Attributes:
         special_tokens: As `constraint_of` takes them.
         marked: Whether it has tokens of its own for marks.
-        compiler: Of its grammars.
+        compiler: Compiler of its grammars.
     """
 
     def __init__(self, special: Sequence[str] = (), added: Sequence[str] = ()) -> None:

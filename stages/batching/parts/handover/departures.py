@@ -33,7 +33,7 @@ class Departure:
     Attributes:
         successor: Number of the replica.
         message: For its batching stage.
-        deadline_ns: Of the request, if the message has it.
+        deadline_ns: Deadline of the request, if the message has it.
     """
 
     successor: int
@@ -48,7 +48,7 @@ class _Leaver:
     Attributes:
         successor: Number of the replica that continues it.
         request: As the successor gets it, but for its blocks.
-        deadline_ns: Of the request.
+        deadline_ns: Deadline of the request.
         num_messages: About it, to the successor.
     """
 

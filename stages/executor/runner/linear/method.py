@@ -124,8 +124,8 @@ class LinearMethod(ABC):
         layer's partial sum.
 
         Args:
-            pair: Of the whole layer.
-            places: Of the weight's boxes.
+            pair: Weight and bias of the whole layer.
+            places: Positions of the weight's boxes.
 
         Returns:
             By the names of modules below `layer`, "" for itself.

@@ -93,7 +93,7 @@ class StageAdapter(Replied, frozen=True):
 
     Attributes:
         adapter: Its id.
-        version: Of its weights.
+        version: Version of its weights.
         layers: Name, rank, inputs and outputs of each layer, in the order of the tensors.
     """
 
@@ -162,7 +162,7 @@ class Reply(msgspec.Struct, frozen=True, array_like=True):
 
     Attributes:
         error: Why it can't be done; "" if it is.
-        code: Of the error.
+        code: Code of the error.
         resident: The most resident memory of the rank's process so far, in bytes.
         weights: Bytes of its shard.
         kv: Bytes of its KV cache.

@@ -90,7 +90,7 @@ class PipelineRank:
         is_last: Whether it has the final norm and the output layer.
         layers: The model's layers that it has; set by `take_layers`.
         sizes: The number of layers of each stage; likewise.
-        dtype: Of hidden states; likewise.
+        dtype: Dtype of hidden states; likewise.
     """
 
     def __init__(
@@ -196,7 +196,7 @@ class PipelineRank:
         """Send a step's output from the last stage to rank 0, and return it, there to be awaited.
 
         Args:
-            num_tokens: Of the step.
+            num_tokens: Number of the step's tokens.
             logits: `[samples, vocab]` of the last stage; of others any `[samples, ...]`.
             states: `[tokens, hidden]` of the last stage; on rank 0 any tensor, if states are
                 wanted; else None.

@@ -111,7 +111,7 @@ class SharedMemoryGroup(RankGroup):
     `timeout_s` that it has stopped. After an error the group is unusable, for all ranks.
 
     Attributes:
-        descriptor: Of the memory, for other ranks to inherit.
+        descriptor: Descriptor of the memory, for other ranks to inherit.
     """
 
     def __init__(self, descriptor: int, rank: int) -> None:

@@ -207,7 +207,7 @@ def _open_private(path: Path, flags: int, place: int | None = None) -> int:
 
     Args:
         path: The folder or file.
-        flags: Of `os.open`.
+        flags: Flags of `os.open`.
         place: A descriptor of its parent; None to follow the path there.
 
     Raises:

@@ -40,7 +40,7 @@ class Fetches:
             changes: Where the fetches are reported.
             source: Where the blocks come from.
             num_threads: That fetch at a time.
-            name: Of the threads.
+            name: Name of the threads.
         """
         self._slots = slots
         self._changes = changes

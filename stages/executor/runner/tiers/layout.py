@@ -25,9 +25,9 @@ class BlockLayout(msgspec.Struct, frozen=True):
     Attributes:
         block_size: Tokens.
         layers: (KV heads, key width, value width) of each layer.
-        dtype: Of the numbers.
+        dtype: Dtype of the numbers.
         order: Dimensions of a layer's keys, and of its values.
-        endian: Of the numbers.
+        endian: Byte order of the numbers.
         version: `FORMAT`.
     """
 

@@ -31,8 +31,8 @@ class PartsTaker:
         """Begin.
 
         Args:
-            shards: Of this rank.
-            names: Of all tensors that will come.
+            shards: Shards of this rank.
+            names: Names of all tensors that will come.
             receipt: For `parts`.
             checks: Whether to look at the numbers too, as one rank does for all.
         """

@@ -34,7 +34,7 @@ class Engine(FakeEngine):
         failing: It can't score a sample that begins with this token.
         hangs: It takes for ever to score.
         service: The models.
-        pool: Of the model's buffers.
+        pool: Pool of the model's buffers.
     """
 
     service: InferenceService

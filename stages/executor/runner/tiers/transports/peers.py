@@ -62,7 +62,7 @@ class Peers:
         """Read blocks from one executor.
 
         Args:
-            address: Of the executor.
+            address: Address of the executor.
             wanted: The blocks.
             asked_at: When they were asked for, on `time.perf_counter`; None for now.
 
@@ -89,7 +89,7 @@ class Peers:
         """Wait until the blocks of a step are offered, or until a read would fail.
 
         Args:
-            address: Of the executor.
+            address: Address of the executor.
             step: Its step.
             asked_at: As for `read`.
             is_over: Ends the wait.

@@ -45,10 +45,10 @@ class SlotAddress(msgspec.Struct, frozen=True, array_like=True):
     """The address at which an executor's slots can be read.
 
     Attributes:
-        incarnation: Of the memory, 32 hexadecimal digits.
+        incarnation: Incarnation of the memory, 32 hexadecimal digits.
         host: The host and its process ids; "" if the memory is of its own process only.
         pid: The process.
-        descriptor: Of the memory, in that process.
+        descriptor: Descriptor of the memory, in that process.
         tcp: host:port; "" if it doesn't listen.
     """
 

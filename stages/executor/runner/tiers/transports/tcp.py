@@ -61,7 +61,7 @@ class BlockServer:
         Args:
             slots: The slots.
             listen: host:port, IPv6 in brackets; port 0 for any.
-            secret: Of both sides.
+            secret: Shared secret of both sides.
 
         Raises:
             ModelError: There is no secret, or the address can't be listened on.

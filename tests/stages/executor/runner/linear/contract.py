@@ -31,7 +31,7 @@ class LinearContract(ABC):
     """Tests of a method, on all ranks that share the layer.
 
     Attributes:
-        dtype: Of the weights.
+        dtype: Dtype of the weights.
         inputs: Input features of the whole layer.
         outputs: Output features of the whole layer.
     """

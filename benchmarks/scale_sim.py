@@ -32,7 +32,7 @@ from nano_inference.config import FairnessConfig
 from nano_inference.store.redis.keys import Keys
 
 PROCESSES = 5
-"""Of a lane: each reports, and counts the queue, once a second."""
+"""Processes of a lane: each reports, and counts the queue, once a second."""
 
 BATCH = 8
 """Entries that a busy lane takes and acknowledges together."""

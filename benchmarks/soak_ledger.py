@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from nano_inference import BusClient, Completion
 
 LABELS = ("A", "B")
-"""Of weights: those of even versions are as loaded, those of odd ones have another last norm."""
+"""Names of weights: even versions are as loaded, odd versions have another last norm."""
 
 
 def label_of(version: int) -> str:

@@ -26,7 +26,7 @@ T_OF_BLOCKS = 2.26
 """Student's t of 95 % with nine degrees of freedom."""
 SHARED_MEMORY = Path("/dev/shm")
 PSS = "PSS, MiB"
-"""Of all processes. It has no trend: each restart begins another level."""
+"""Proportional set size of all processes. It has no trend: each restart begins another level."""
 
 
 class Sample(NamedTuple):

@@ -28,10 +28,10 @@ from .process import stdin_lines
 from .terminal import read_input
 
 DEFAULT_MAX_TOKENS = 64
-"""Of an answer to one prompt."""
+"""Limit of tokens of an answer to one prompt."""
 
 CHAT_MAX_TOKENS = 1024
-"""Of an answer in a conversation."""
+"""Limit of tokens of an answer in a conversation."""
 
 field = partial(option, rich_help_panel="Requests")
 """Makes an option that sets a field of requests."""

@@ -239,7 +239,7 @@ def start_trainer(
 
 
 def engine_config(settings: Settings) -> EngineConfig:
-    """Of the engine that a run needs."""
+    """Return the configuration of the run's engine."""
     rows = settings.batch or settings.prompts * settings.samples
     return EngineConfig(
         dtype="float32",
@@ -339,7 +339,7 @@ def progress_bar(
 
 
 def cpu_seconds() -> float:
-    """Of this process and its children that have ended."""
+    """Return the CPU time of this process and of its ended children."""
     whose = (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
     return sum(usage.ru_utime + usage.ru_stime for usage in map(resource.getrusage, whose))
 

@@ -109,12 +109,12 @@ class FairDecoder:
         self._threads = anyio.CapacityLimiter(config.decoders + SPARE)
 
     async def decode(self, data: bytes, where: str, tenant: str, *, alone: bool) -> DecodedImage:
-        """As `ImageDecoder.decode`."""
+        """Decode an image in its tenant's turn; see `ImageDecoder.decode`."""
         work = partial(self._decoder.decode, data, where, alone=alone)
         return await self.run(tenant, work)
 
     async def size(self, data: bytes, where: str, tenant: str) -> tuple[int, int]:
-        """As `ImageDecoder.size`."""
+        """Return an image's size in its tenant's turn; see `ImageDecoder.size`."""
         return await self.run(tenant, partial(self._decoder.size, data, where))
 
     async def run(self, tenant: str, work: Callable[[], T]) -> T:

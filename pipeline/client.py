@@ -138,7 +138,7 @@ class BusClient(Submitter):
     async def submit(
         self, request: Request | bytes, trace: TraceContext | None = None
     ) -> AsyncGenerator[Output, None]:
-        """As for `Submitter`; `trace` as for `publish`."""
+        """Publish a request and yield its outputs (see `Submitter`); `trace` as for `publish`."""
         publishing = asyncio.create_task(self.publish(request, trace))
         done = False
         try:
@@ -594,7 +594,9 @@ class BusClient(Submitter):
         return await self.bus.requests.shards()
 
     async def set_shards(self, shards: int) -> Layout:
-        """As `RequestQueue.set_shards`, while requests run (docs/redis.md)."""
+        """Change the number of shards while requests run (docs/redis.md); see
+        `RequestQueue.set_shards`.
+        """
         return await self.bus.requests.set_shards(shards)
 
     # --- fairness -----------------------------------------------------------------------------

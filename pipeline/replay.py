@@ -29,7 +29,7 @@ from ..bus.public import (
 from ..config import RequestError, SamplingParams, shown
 
 PRIORITY = -100
-"""Of replays: below that of other requests, which go first; waiting adds to it."""
+"""Priority of replays: below that of other requests, which go first; waiting adds to it."""
 
 UNKNOWN = "unknown"
 
@@ -175,7 +175,7 @@ async def replay(
 def replay_here(
     complete: Callable[[GenerateRequest], Completion], recorded: Completion, at: int | None
 ) -> Replay:
-    """As `replay`, on the caller's thread."""
+    """Replay like `replay`, on the caller's thread."""
     steps = replaying(recorded, GenerateRequest(), at)
     request, result = next(steps), None
     while result is None:

@@ -279,7 +279,7 @@ class CallStore:
         return (self._now_ms + self._ttl_s * 1000) // self._period_ms
 
     def _add(self, call_id: str, field: bytes, value: bytes | str) -> list[Command]:
-        """As `_set`, without a longer time to live, which only `attach` counts."""
+        """Set a field like `_set`, without a longer time to live, which only `attach` counts."""
         key = self._keys.call(call_id)
         return [("HSET", key, field, value), ("EXPIRE", key, self._ttl_s, "NX")]
 

@@ -84,7 +84,8 @@ def enforced_schema(text: str, ignored: Set[str] = frozenset()) -> str:
 
 
 def enforced_lark(text: str, special: Mapping[str, int], ignored: Set[str] = frozenset()) -> str:
-    """As `enforced_schema`, for the schemas in a grammar. Tokens by name become tokens by id.
+    """Return a grammar whose schemas are enforced (`enforced_schema`). Tokens by name become tokens
+    by id.
 
     Args:
         special: Ids by names, such as `<think>`.

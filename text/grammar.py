@@ -516,8 +516,8 @@ class GrammarCompiler:
         return self.begin(constraint)[0]
 
     def begin(self, constraint: Constraint) -> tuple[LLMatcher, Mapping[int, list[int]]]:
-        """As `matcher`, besides tokens that the text shows by their names, with those that spell
-        them.
+        """Return `matcher`, and the tokens that the text shows by their names, with those that
+        spell them.
 
         The matcher has tokens like `<think>` as special: a text's own name is spelled by other
         tokens. Where these may come, the model may write the token itself.

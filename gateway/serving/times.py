@@ -62,7 +62,7 @@ def time_usage(completions: Iterable[Completion], account: Account | None = None
 
 
 def call_usage(account: Account) -> dict[str, Any]:
-    """As `time_usage`, of all requests of a call; {} before they have ended."""
+    """Return `time_usage` of all requests of a call; {} before they have ended."""
     if account.left or not account.time:
         return {}
     return {"time": _until_now(account.time, account), "billed_ns": account.billed_ns}

@@ -15,7 +15,7 @@ from ...bus.steps import StartedSequence, StepResult
 from .samples import Sample
 
 Row = tuple[int, float, RowFinish, TopLogprobs]
-"""Of a StepResult: token, logprob, finish reason, top logprobs."""
+"""One row of a StepResult: token, logprob, finish reason, top logprobs."""
 
 
 @dataclass(slots=True)

@@ -92,8 +92,9 @@ class CallRules:
         return re.match(r"\[?\s*\{", self.begin) is not None
 
     def bare_calls(self) -> str:
-        """As `calls`, in rules that may stand beside those of an answer in JSON: a parser can
-        distinguish them by the JSON's content alone."""
+        """Return the rules of `calls` in a form that may stand beside those of an answer in JSON: a
+        parser can distinguish them by the JSON's content alone.
+        """
         syntax = self._syntax
         calls = []
         for place, tool in enumerate(self._tools):
@@ -161,8 +162,9 @@ class CallRules:
         return self._grammar.rule(name, " | ".join(calls))
 
     def _any_behind(self, text: str) -> str:
-        """As `_any_of`, behind any text. One terminal has both, since text alone has no end that
-        could be found."""
+        """Return `_any_of` after any text. One terminal has both, since text alone has no end that
+        could be found.
+        """
         calls = []
         for place, tool in enumerate(self._tools):
             head, rest = self._head(self.begin, tool), ""

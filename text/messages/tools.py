@@ -1,4 +1,4 @@
-"""Of any interface: tools that a model may call, and whether a call asks for reasoning."""
+"""Tools that a model may call, for any interface, and whether a call requests reasoning."""
 
 from __future__ import annotations
 

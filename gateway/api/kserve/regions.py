@@ -25,7 +25,9 @@ class TenantRegions(SharedMemoryRegistry):
         super().__init__(buffers=WarmBuffers(config.max_tensor_bytes, most_in_use))
 
     def register(self, name: str, key: str, offset: int, byte_size: int, tenant: str = "") -> None:
-        """As `SharedMemoryRegistry.register`; also raises RequestError: shared_memory_off."""
+        """Register a region, like `SharedMemoryRegistry.register`; also raises RequestError:
+        shared_memory_off.
+        """
         self.check_on()
         super().register(name, key, offset, byte_size, tenant)
 
@@ -48,7 +50,7 @@ class RequestMemory:
         self._left_bytes = regions.max_tensor_bytes
 
     def read(self, place: SharedMemory) -> Array:
-        """As `SharedMemoryRegistry.read`.
+        """Return a tensor in a region, like `SharedMemoryRegistry.read`.
 
         Raises:
             RequestError: shared_memory_off, unknown_region, invalid_region, request_too_large;
@@ -58,7 +60,7 @@ class RequestMemory:
         return self._regions.read(place, self._tenant)
 
     def write(self, place: SharedMemory, data: bytes | memoryview | Array) -> None:
-        """As `SharedMemoryRegistry.write`. Raises as `read`."""
+        """Write a tensor to a region, like `SharedMemoryRegistry.write`. Raises as `read`."""
         self._count(place)
         self._regions.write(place, data, self._tenant)
 

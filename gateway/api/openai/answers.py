@@ -248,7 +248,7 @@ class Choice:
 
     @property
     def version(self) -> int | None:
-        """Of the weights that made the first of the tokens not sent yet, or the last sent."""
+        """Return the version of the weights of the first unsent token, or of the last sent one."""
         return self._tokens[0].version if self._tokens else self._version
 
     @property

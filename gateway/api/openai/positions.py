@@ -8,10 +8,10 @@ from itertools import groupby
 from ....config import RequestError, shown
 
 UNBEGUN = -1
-"""Of a choice: no part was sent."""
+"""Position of a choice of which no part was sent."""
 
 FINISHED = -2
-"""Of a choice: all of it was sent."""
+"""Position of a choice that was sent whole."""
 
 _WORDS = {"x": UNBEGUN, "f": FINISHED}
 _NAMES = {number: word for word, number in _WORDS.items()}

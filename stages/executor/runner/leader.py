@@ -25,7 +25,7 @@ from .sharded_model import load_sharded
 
 
 def load_shards(config: EngineConfig) -> tuple[Ranks | None, LoadedModel]:
-    """As `load_ranks`, over several ranks or `rank_invariant`."""
+    """Load a model like `load_ranks`, over several ranks or `rank_invariant`."""
     if config.num_ranks == 1:
         model = load_sharded(config, OneRank())
         compare_shards(config, model, OneRank())

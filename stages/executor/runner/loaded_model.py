@@ -116,12 +116,12 @@ class LoadedModel:
 
     @property
     def num_parameters(self) -> int:
-        """Of the whole model."""
+        """The number of the whole model's parameters."""
         return sum(each.numel() for each in self.whole.parameters())
 
     @property
     def weight_bytes(self) -> int:
-        """Of the whole model's parameters."""
+        """Bytes of the whole model's parameters."""
         return sum(each.nbytes for each in self.whole.parameters())
 
     @property

@@ -61,7 +61,7 @@ class LeaderGroups(WeightGroups):
     def receive(
         self, source: GroupWeights, timeout_s: float, limits: WeightLimits = UNLIMITED
     ) -> Mapping[str, NewWeight]:
-        """As `WeightGroups.receive`; each rank holds its parts.
+        """Receive new weights (`WeightGroups.receive`); each rank holds its parts.
 
         Raises:
             WeightsError: As there, on any rank; the weights don't fit the model, or are not finite;

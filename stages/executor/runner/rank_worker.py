@@ -99,7 +99,7 @@ class Worker:
                 pass
 
     def report(self) -> do.Reply:
-        """As `ModelRunner.report`."""
+        """Return this rank's report; see `ModelRunner.report`."""
         return self._runner.report()
 
     def fail(self, reason: str) -> None:

@@ -39,8 +39,8 @@ def why_no_huge_pages() -> str:
 def zeros(
     shape: Sequence[int], dtype: torch.dtype, device: torch.device, *, huge: bool = False
 ) -> Tensor:
-    """As `torch.zeros`. On the CPU pages are allocated when they are written: clearing them first
-    would dominate the loading time of a small model.
+    """Return a tensor of zeros, like `torch.zeros`. On the CPU pages are allocated when they are
+    written: clearing them first would dominate the loading time of a small model.
 
     Args:
         shape: Shape of the tensor.

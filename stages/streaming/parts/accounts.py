@@ -36,14 +36,20 @@ MOST_STEPS = 4096
 totals in between are interpolated."""
 
 State = Literal["decode", "prefill", "ready", "ended"] | Cause
-"""Of a sample or a request: computing, in batching's queue, ended, or a cause of its whole time."""
+"""The state of a sample or a request: computing, in batching's queue, ended, or a cause of its
+whole time.
+"""
 
 _RANKS: Final[dict[State, int]] = {"decode": 4, "prefill": 3, "kv": 2}
-"""Of several samples, the one with the largest rank says the cause; other states have 1."""
+"""The order of states: of several samples, the one with the largest number gives the cause; other
+states have 1.
+"""
 
 Totals = tuple[int, int, int, int]
-"""Of a device until an instant: time of steps with prompt tokens, of other steps, and without steps
-since none was allowed or weights were changed; and what a sequence owes that has always decoded."""
+"""A device's totals until an instant: time of steps with prompt tokens, of other steps, and without
+steps since none was allowed or weights were changed; and the debt of a sequence that has always
+decoded.
+"""
 
 _NOTHING: Totals = (0, 0, 0, 0)
 
@@ -96,7 +102,7 @@ class DeviceTime:
 
     @property
     def cost(self) -> StepCost:
-        """Of the last step."""
+        """The cost of the last step."""
         return StepCost(self._last_busy_ns, self._last_price_ns)
 
     def step(self, times: StepTimes, start_ns: int, end_ns: int, num_drafted: int = 0) -> None:

@@ -234,7 +234,7 @@ class ScoreModel(EngineModel):
 
 
 def _logprobs(delta: SampleDelta, names: TokenNames) -> str:
-    """As JSON: for each token an object of the likeliest tokens and itself, by their ids."""
+    """Return as JSON, by token, an object of the likeliest tokens and itself, by their ids."""
     tokens = records_of(delta.token_ids, delta.logprobs, delta.tops or None)
     return msgspec.json.encode(logprobs_by_id(tokens, names)).decode()
 

@@ -144,7 +144,7 @@ class ResponseCalls:
         return JsonResponse(await self.stored.cancel(await self._found(call)))
 
     async def stream(self, call: Call) -> Response:
-        """As `retrieve`, by the endpoint of all streams."""
+        """Stream a response like `retrieve`, by the endpoint of all streams."""
         event_id = call.query.get("after") or last_event_id(call)
         return await self._followed(call, await self._found(call), None, event_id)
 

@@ -134,7 +134,7 @@ def _attend(
 def _attend_explicitly(
     row: PrefillRow, queries: Tensor, keys: Tensor, values: Tensor, options: AttentionOptions
 ) -> Tensor:
-    """As `_attend`, with explicit scores, a few queries at a time to bound the memory."""
+    """Attend like `_attend`, with explicit scores, a few queries at a time to bound the memory."""
     tokens, num_heads, dim = queries.shape
     heads, context, _ = keys.shape
     mask = visible(0, tokens, 0, None, queries.device) if row.mask is None else row.mask

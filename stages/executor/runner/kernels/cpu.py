@@ -270,7 +270,7 @@ class LinearSum:
         self.argument = ctypes.addressof(self._arguments)
 
     def find_weights(self) -> None:
-        """As `Linear.find_weights`."""
+        """Update the kernels' argument with the weights' present addresses."""
         for part in self._parts:
             part.find_weights()
         bias = None if self._bias is None else self._bias.get("bias")

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ..shards import Box
 
 Place = tuple[slice, ...]
-"""As `Box.place`."""
+"""The position of a part in a tensor, like `Box.place`."""
 
 
 class Packed(NamedTuple):
@@ -31,7 +31,7 @@ class Packed(NamedTuple):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of weight and rows."""
+        """The dtype of weight and rows."""
         weight = self.parameters["weight"]
         assert weight is not None
         return weight.dtype

@@ -50,23 +50,23 @@ class Forward(Command, frozen=True):
 
 
 class CopyBlocks(Command, frozen=True):
-    """As `KVCache.copy_blocks`."""
+    """Copy blocks (`KVCache.copy_blocks`)."""
 
     pairs: tuple[tuple[int, int], ...]
 
 
 class ClearCache(Command, frozen=True):
-    """As `KVCache.clear`."""
+    """Clear the KV cache (`KVCache.clear`)."""
 
 
 class Release(Command, frozen=True):
-    """As `ReplicaMemory.begin_release` and `release`."""
+    """Release memory (`ReplicaMemory.begin_release` and `release`)."""
 
     tags: tuple[str, ...]
 
 
 class Resume(Replied, frozen=True):
-    """As `ReplicaMemory.resume`."""
+    """Allocate released memory again (`ReplicaMemory.resume`)."""
 
     tags: tuple[str, ...]
 
@@ -83,7 +83,7 @@ class NewWeights(Command, frozen=True):
 
 
 class MoveExperts(Command, frozen=True):
-    """As `move_experts`."""
+    """Move experts between ranks (`move_experts`)."""
 
     owners: tuple[int, ...]
 
@@ -103,14 +103,14 @@ class StageAdapter(Replied, frozen=True):
 
 
 class UnstageAdapter(Command, frozen=True):
-    """As `AdapterTable.unstage`."""
+    """Drop a staged adapter (`AdapterTable.unstage`)."""
 
     adapter: str
     version: int
 
 
 class SwitchAdapter(Command, frozen=True):
-    """As `AdapterTable.switch`."""
+    """Switch an adapter's version (`AdapterTable.switch`)."""
 
     adapter: str
     version: int

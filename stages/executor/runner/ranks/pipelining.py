@@ -48,7 +48,7 @@ class _AwaitedOutput(StepOutput):
         self._outputs = outputs
 
     def wait(self) -> None:
-        """As in the base class, from any thread.
+        """Wait for the step, from any thread.
 
         Raises:
             RankError: A rank has failed.

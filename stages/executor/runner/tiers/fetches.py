@@ -16,7 +16,7 @@ BLOCKS_AT_ONCE = 32
 much as reading a block."""
 
 REPORT_AFTER_S = 0.001
-"""Of a slow source, blocks are reported one by one."""
+"""Seconds after which the blocks of a slow source are reported one by one."""
 
 Source = Callable[[bytes, memoryview], bool]
 """Writes the block of a name to memory, from any thread. Returns whether the block is whole: then

@@ -55,7 +55,7 @@ class PartsTaker:
 
     @property
     def checksum(self) -> int:
-        """Of all names and bytes so far."""
+        """The checksum of all names and bytes so far."""
         return self._checksum.intdigest()
 
     def take(self, name: str, tensor: Tensor) -> None:

@@ -206,7 +206,7 @@ class TcpSlots:
             raise
 
     def read(self, wanted: Sequence[WantedBlock]) -> list[bool]:
-        """As BlockSource.read."""
+        """Read blocks over TCP; see `BlockSource.read`."""
         whole: list[bool] = []
         with self._lock:
             try:
@@ -218,7 +218,7 @@ class TcpSlots:
         return whole
 
     def step(self) -> int:
-        """As BlockSource.step."""
+        """Return the last step of the other executor; see `BlockSource.step`."""
         with self._lock:
             try:
                 until = time.monotonic() + TIMEOUT_S

@@ -256,7 +256,7 @@ class WeightGroups:
         limits: WeightLimits,
         take: Callable[[str, Tensor], None],
     ) -> None:
-        """As `receive`, but hand over each tensor with its name when it has come."""
+        """Receive weights like `receive`, but hand over each named tensor when it has come."""
         with self._lock:
             member = self._members.get(source.group)
             if member is not None and member.takes_part:

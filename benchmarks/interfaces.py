@@ -85,7 +85,7 @@ def reasoning(request: dict[str, Any], rng: random.Random) -> None:
 
 
 def with_guardrail(request: dict[str, Any], rng: random.Random) -> None:
-    """The answer would have a text that it may not have, behind some tokens."""
+    """The answer would have a text that it may not have, after some tokens."""
     request["sampling"] |= {"constraint": {"regex": f"[a-z]{{5,30}} {BLOCKED} [a-z]{{20,30}}"}}
     request["sampling"] |= {"max_tokens": 80, "ignore_eos": False}
     request["sampling"].pop("stop", None)

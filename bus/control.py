@@ -240,7 +240,7 @@ class LoadAdapter(Internal, frozen=True):
 class UnloadAdapter(Internal, frozen=True):
     """To admission: let no request with this adapter in any more. Answered when none is in flight.
 
-    To the executor, behind that: forget it. Answered when that is so; what still has it ends.
+    To the executor, after that: forget it. Answered when that is so; what still has it ends.
 
     Attributes:
         in_flight: "abort" ends requests in flight with what they have; else they finish first.
@@ -467,7 +467,7 @@ class WeightsChanged(Internal, frozen=True):
     in place.
 
     Answered when no response of former ones is served any more; only then the executor answers the
-    operation. It comes behind AdaptersChanged, on the same link.
+    operation. It comes after AdaptersChanged, on the same link.
 
     Attributes:
         weight_version: The new version; 0 after a change of an adapter.

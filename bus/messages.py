@@ -220,7 +220,7 @@ class AdmittedRequest(Internal, frozen=True):
 
 
 class AnnounceSequence(Internal, frozen=True):
-    """Batching to another replica's batching: a sequence is to go on there behind its first token.
+    """Batching to another replica's batching: a sequence is to go on there after its first token.
 
     Fairness has promised it a place there. Either Handover or WithdrawSequences follows. Repeated
     if its blocks are computed anew.
@@ -234,7 +234,7 @@ class AnnounceSequence(Internal, frozen=True):
 
 
 class AnnounceBlocks(Internal, frozen=True):
-    """More blocks of an announced sequence, behind those before; `blocks` as in RemoteBlocks."""
+    """More blocks of an announced sequence, after those before; `blocks` as in RemoteBlocks."""
 
     seq_id: int
     blocks: tuple[tuple[bytes, int, int], ...]

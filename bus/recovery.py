@@ -26,7 +26,7 @@ class RecoveryItem(InternalPart, frozen=True, array_like=True):
 class Recover(Internal, frozen=True):
     """Admission to streaming, in a new epoch: report what there is of these requests.
 
-    It comes behind their RequestOpened, on the same link. Each is answered with Recovered, or with
+    It comes after their RequestOpened, on the same link. Each is answered with Recovered, or with
     RequestFinished when its terminal message is written.
 
     Attributes:
@@ -46,7 +46,7 @@ class RecoveredSample(InternalPart, frozen=True, array_like=True):
 
 
 class Recovered(Internal, frozen=True):
-    """Streaming to admission: go on behind these tokens. Samples that never began are not here.
+    """Streaming to admission: go on after these tokens. Samples that never began are not here.
 
     Attributes:
         key: The identity of the request's entry.

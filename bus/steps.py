@@ -109,7 +109,7 @@ class StepPlan(Internal, frozen=True):
         grown: (seq_id, block ids appended to its table) for each sequence that grew.
         copies: (source, destination) blocks to copy before the pass.
         finished: Sequences that will not be named again; the executor forgets them.
-        ended: Requests that were cut short, passed on to streaming in order behind their tokens.
+        ended: Requests that were cut short, passed on to streaming in order after their tokens.
         made_ns: When batching made the plan.
         parts: Sections of optional parts.
         onward: Sections for streaming, which the executor passes on in StepResult unread.

@@ -227,7 +227,7 @@ class BusClient(Submitter):
     async def flush_cache(self, *, lane: str | None = None) -> None:
         """Drop all cached prefixes and responses. Raises BusError if a lane did not answer."""
         await self._operate("batching", control.FlushCache(), lane=lane)
-        # Behind batching: what runs from then on has no cached prefix.
+        # After batching: what runs from then on has no cached prefix.
         await self._operate("admission", control.FlushCache(), lane=lane)
 
     async def kv_events(self, *, kept: bool = False) -> OutputStream[KVEventEntry]:

@@ -63,7 +63,7 @@ class Program:
         Args:
             file: Its code.
             stdout: A file for its standard output alone.
-            log: A file behind whose end all goes that it writes.
+            log: A file after whose end all goes that it writes.
             environment: Its variables (None: those that this process has now).
             whole_end: Let Python take itself apart at the end, as a program does. With all that
                 has been imported that takes longer than most programs here.

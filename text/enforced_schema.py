@@ -38,7 +38,7 @@ _LEAST = 1e-30
 """The least number above an excluded 0."""
 
 _ESCAPES = 'nrbtf\\"u'
-"""llguidance's default of the letters behind a backslash."""
+"""llguidance's default of the letters after a backslash."""
 
 IGNORING = "engine.ignored_schema_keywords may name keywords to ignore"
 

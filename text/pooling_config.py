@@ -18,7 +18,7 @@ _KINDS: dict[str, PoolingKind] = {
     **{kind: kind for kind in get_args(PoolingKind)},
     **{"cls_token": "cls", "mean_tokens": "mean", "lasttoken": "last"},
 }
-"""Names in a pooling module's config.json: of `pooling_mode`, or behind it in a true key."""
+"""Names in a pooling module's config.json: of `pooling_mode`, or after it in a true key."""
 
 
 class OwnPooling(NamedTuple):

@@ -16,7 +16,7 @@ from ..call import Account
 def with_http(completion: Completion, account: Account) -> Completion:
     """Return a terminal message that has come now, with the time since the call's first byte.
 
-    What is not the pipeline's is `http` before it and `delivery` behind. If the clocks of two hosts
+    What is not the pipeline's is `http` before it and `delivery` after. If the clocks of two hosts
     make the pipeline's time longer than the call, the difference is taken from the queue, then from
     other causes.
 

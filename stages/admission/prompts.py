@@ -135,7 +135,7 @@ class PromptReader(NamedTuple):
         """Return the prediction's token ids; none without a prediction. `check_prediction` comes
         before.
 
-        A text is tokenised as it stands, without special tokens. Behind the prompt the model may
+        A text is tokenised as it stands, without special tokens. After the prompt the model may
         split its first word otherwise, so the tokens are only a hint.
 
         Raises:
@@ -155,7 +155,7 @@ class PromptReader(NamedTuple):
 
     def _check_fits(self, text: str) -> None:
         """Raises RequestError: prompt_too_long."""
-        # A prompt of an embedding needs no room for a token behind it.
+        # A prompt of an embedding needs no room for a token after it.
         room = 1 if self.request.embed is None else 0
         check_text_fits(text, self.longest_token_bytes, self.max_model_len, room=room)
 

@@ -281,7 +281,7 @@ class ExecutorStage(Actor):
 
     async def close(self) -> None:
         self._changes.close()
-        # Behind the plans in flight; also if the wait below is cut short.
+        # After the plans in flight; also if the wait below is cut short.
         _TORCH_THREAD.submit(self._scoring.close)
         closed = _TORCH_THREAD.submit(self._core.close)
         del self._core
@@ -291,12 +291,12 @@ class ExecutorStage(Actor):
 
     async def reset(self) -> None:
         self._spans.clear()
-        # Behind the plans in flight, whose results are dropped.
+        # After the plans in flight, whose results are dropped.
         _TORCH_THREAD.submit(self._core.reset)
 
     async def announce(self) -> None:
         await self._changes.begin_epoch(self.leader)
-        # Behind the plans in flight: one of them may put new weights in place.
+        # After the plans in flight: one of them may put new weights in place.
         capacity = await _on_torch(self._core.capacity)
         self._weight_version = capacity.weight_version
         ready = StageReady(self.role, self.incarnation, capacity)

@@ -133,7 +133,7 @@ class Running:
         preemptions: How often it had to pause for a higher priority.
         leaving: Whether it was asked to pause, at `asked_ns`, when it had `asked_tokens`.
         preempted: Asked for a higher priority, not at the end of its time slice.
-        behind: It is resumed after its tenant's waiting requests, else before them.
+        after: It is resumed after its tenant's waiting requests, else before them.
         paused_ns: When it paused.
     """
 

@@ -187,7 +187,7 @@ def beside(key: bytes, name: str) -> bytes:
 
 
 def entry_name(raw: str, shard: int) -> str:
-    """Return an entry's id: its id on the stream, and behind a hyphen its shard if not 0."""
+    """Return an entry's id: its id on the stream, and after a hyphen its shard if not 0."""
     return f"{raw}-{shard}" if shard else raw
 
 

@@ -311,7 +311,7 @@ async def test_all_are_ended_whether_they_were_taken_or_not(bus: Bus) -> None:
     assert await bus.requests.end_all(answer, await bus.next_epoch()) == 4
     backlog = await bus.requests.backlog()
     assert (backlog.waiting, backlog.pending) == (0, 0)
-    # A lane that was only thought gone writes nothing behind it.
+    # A lane that was only thought gone writes nothing after it.
     await bus.results.deliver([("begun", [kit.chunk("begun", ids["begun"], 1)])], epoch)
     outputs = {name: await kit.collect(bus.results.follow(name, ids[name])) for name in names}
     assert outputs["begun"] == [begun, kit.failed("begun", ids["begun"], "gone")]

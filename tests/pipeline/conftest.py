@@ -159,7 +159,7 @@ async def url(request: pytest.FixtureRequest) -> AsyncIterator[str]:
 
 @pytest.fixture
 def resumed(monkeypatch: pytest.MonkeyPatch) -> list[NewSequence]:
-    """The sequences that executors start behind tokens which were generated before, so far."""
+    """The sequences that executors start after tokens which were generated before, so far."""
     found: list[NewSequence] = []
     original = ExecutorCore.execute
 

@@ -151,4 +151,4 @@ async def test_a_run_on_replicas_with_killed_stages_has_the_digest_of_an_undistu
     break_once(monkeypatch, ExecutorCore, "execute", 9)
     break_once(monkeypatch, BatchingStage, "handle", 40)
     assert await run(pipeline__replicas=2, engine__cache_type="paged") == undisturbed
-    assert resumed, "sequences went on behind their tokens"
+    assert resumed, "sequences went on after their tokens"

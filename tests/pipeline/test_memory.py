@@ -99,7 +99,7 @@ async def test_nothing_is_left_of_thousands_of_requests(
         await answer_all(pipeline, range(warm))
         before = held()
         ends = await answer_all(pipeline, range(warm, warm + measured))
-        # Requests leave the stages one after the other, behind their answers.
+        # Requests leave the stages one after the other, after their answers.
         for _ in range(200):
             after = held()
             if (after.messages - before.messages).total() < MOST_NEW_OBJECTS:

@@ -183,7 +183,7 @@ async def test_concurrent_loads_of_a_model_are_one(redis_url: str) -> None:
         assert {each.id for each in await asyncio.gather(*loads)} == {"a"}
         assert deployment.loads["a"] == 1
         assert (await answer).status == "done"
-        # One that came during the load comes behind it, and so does a load during an unload.
+        # One that came during the load comes after it, and so does a load during an unload.
         assert (await unload).state == "unloaded"
         status = await deployment.client.load_model("a")
         assert (status.state, status.is_moe, status.parameters > 0) == ("ready", False, True)

@@ -244,7 +244,7 @@ async def test_a_client_with_no_code_of_ours(deployment: Deployment) -> None:
         assert [token for chunk in chunks for token in chunk["token_ids"]] == completion["samples"][
             0
         ]["token_ids"]
-        # It is put into the shared stream right behind that.
+        # It is put into the shared stream right after that.
         position, shared = "0", []
         for _ in range(LIMIT_S):
             reply = foreign.xread({f"{prefix}:results": position}, block=1000)

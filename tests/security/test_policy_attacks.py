@@ -285,7 +285,7 @@ LENGTH = b"Content-Length: 13\r\n\r\n"
 CHUNKED = b"d\r\n" + BODY + b"\r\n0\r\n\r\n"
 
 SMUGGLING: dict[str, tuple[bytes, list[int]]] = {
-    "behind the end of a body": (LENGTH + BODY + SMUGGLED, [200, 401]),
+    "after the end of a body": (LENGTH + BODY + SMUGGLED, [200, 401]),
     "a length and chunks": (
         b"Content-Length: 6\r\nTransfer-Encoding: chunked\r\n\r\n" + CHUNKED + SMUGGLED,
         [400],
@@ -334,7 +334,7 @@ async def test_what_is_smuggled_in_has_no_key(fort: Fort, attack: str) -> None:
     if 400 in statuses:
         assert await client.closed()
     assert await fort.names() == before
-    # What comes behind that on the connection is no part of it, either.
+    # What comes after that on the connection is no part of it, either.
     if statuses == [200] and attack != "an older version":
         client.send(call("/generate"))
         assert await client.code() == MISSING

@@ -130,7 +130,7 @@ class SimulatedLoop(asyncio.BaseEventLoop):
         now_ns: Simulated time since the beginning.
         num_events: Callbacks run so far.
         most_events: A simulation that runs more callbacks doesn't end.
-        check: Called behind every `check_every` callbacks; 0 for never.
+        check: Called after every `check_every` callbacks; 0 for never.
         unhandled: Errors in callbacks, and of tasks that no one awaits.
     """
 
@@ -229,7 +229,7 @@ class SimulatedLoop(asyncio.BaseEventLoop):
         """Run callbacks until `done`; returns false if it isn't by `limit_ns`, or by too many.
 
         Args:
-            done: Called behind every so many callbacks.
+            done: Called after every so many callbacks.
             limit_ns: In simulated time.
             every: The number of callbacks.
         """

@@ -62,7 +62,7 @@ def sample(
 
 
 def chains_of(scope: CacheScope, tokens: Sequence[int]) -> list[int]:
-    """Return the hashes before the first token and behind each."""
+    """Return the hashes before the first token and after each."""
     chain = begin(scope)
     chains = [chain]
     for token in tokens:

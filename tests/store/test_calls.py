@@ -34,7 +34,7 @@ async def test_a_call_is_found_with_all_that_was_noted(buses: Buses) -> None:
     await bus.store.calls.keep("c", b"other", 10)
     wanted = DurableCall(b"other", entries, frozenset({"resumed"}))
     assert await other.store.calls.read("c") == wanted
-    # Whoever publishes behind that is told.
+    # Whoever publishes after that is told.
     await bus.store.calls.mark("c", "cancelled")
     assert await other.store.calls.note("c", "c_2", "3-0")
     await other.store.calls.drop("c")

@@ -309,7 +309,7 @@ async def test_drafts_are_counted_as_in_usage(pipeline: Pipeline, speculating: P
         assert done.samples[0].token_ids == wanted
         accepted += done.usage.accepted_prediction_tokens
         drafted += done.usage.rejected_prediction_tokens + done.usage.accepted_prediction_tokens
-    # What was verified one step ahead, behind the end of a sample, is told of no request.
+    # What was verified one step ahead, after the end of a sample, is told of no request.
     scraped = await scraped_drafts(speculating, drafted)
     assert scraped.value("nano_spec_decode_num_accepted_tokens_total") >= accepted
     without = await asyncio.to_thread(Scraped, pipeline.config.telemetry.metrics_port)

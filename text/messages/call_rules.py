@@ -68,7 +68,7 @@ class CallRules:
         else:
             first = self._any_behind(text)
         ends = self._ends_by_itself()
-        # Where text may stand behind a call, the next one may just as well be the first of others,
+        # Where text may stand after a call, the next one may just as well be the first of others,
         # unless some bracket holds them all.
         calls = self._followed(first, further=bool(self._syntax.close) or not ends)
         if not ends:
@@ -180,7 +180,7 @@ class CallRules:
         return f"{begin}{self._name(tool)}{self._syntax.middle}"
 
     def _followed(self, first: str, *, further: bool = True) -> str:
-        """Return the rule of a call, and of others behind it if there may be some."""
+        """Return the rule of a call, and of others after it if there may be some."""
         syntax, literal = self._syntax, self._grammar.literal
         after = literal(syntax.after)
         calls = f"{first} {after}"
@@ -190,7 +190,7 @@ class CallRules:
         return f"{calls} {literal(syntax.close)}"
 
     def _ends_by_itself(self) -> bool:
-        """Return whether the reader finds the end of a call, so that text may stand behind it."""
+        """Return whether the reader finds the end of a call, so that text may stand after it."""
         template = load_response_template(self._form.response_template)
         close = template.fields["tool_calls"].close_re
         syntax = self._syntax

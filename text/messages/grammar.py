@@ -148,7 +148,7 @@ class _Message:
         return [f"{self._rules.rule('reasoning', f'{self._literal(syntax.open.strip())} {rest}')}?"]
 
     def _rest_of_reasoning(self, syntax: ReasoningSyntax, budget: int | None) -> str:
-        """Return the rule of reasoning behind its opening mark, up to the closing mark with any
+        """Return the rule of reasoning after its opening mark, up to the closing mark with any
         white space before it."""
         close = syntax.close.strip()
         token = self._rules.first_token(close)
@@ -163,7 +163,7 @@ class _Message:
         return f"{self._rules.rule(name, without(re.escape(close)))} {end}"
 
     def _takes_space(self, close: str) -> bool:
-        """Return whether white space behind the reasoning belongs to the mark for the reader."""
+        """Return whether white space after the reasoning belongs to the mark for the reader."""
         fields = load_response_template(self._form.response_template).fields
         found = next(fields[name].close_re for name in REASONING if name in fields).search(
             f"{close}\n"
@@ -177,10 +177,10 @@ class _Message:
             "budget can be kept",
         )
 
-    # --- what stands behind it -------------------------------------------------------------------
+    # --- what stands after it -------------------------------------------------------------------
 
     def body(self, kind: _Kind, use: ToolUse, answer: Constraint | None) -> str:
-        """Return the rule of the text behind the reasoning."""
+        """Return the rule of the text after the reasoning."""
         if kind == "anything":
             return self._anything(use)
         if kind == "answer":

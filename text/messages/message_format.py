@@ -40,7 +40,7 @@ class CallSyntax(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class ReasoningSyntax(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The marks before and behind the reasoning."""
+    """The marks before and after the reasoning."""
 
     open: str
     close: str
@@ -149,7 +149,7 @@ def format_of(tokenizer: Any, folder: Path, asked: str) -> MessageFormat | None:
 
 
 def opening_of(form: MessageFormat, prompt: str) -> str:
-    """Return the part of the assistant's turn that stands in a prompt: the text behind the last
+    """Return the part of the assistant's turn that stands in a prompt: the text after the last
     beginning of a turn, or ""."""
     begins = region_template(form.response_template, with_calls=True).template.start_anchor_re
     ends = [found.end() for found in begins.finditer(prompt)]

@@ -108,7 +108,7 @@ class MessageReader:
                 self._call = [piece] if piece.kind == "open" else [*self._call, piece]
         # Tokens whose text may be part of a mark.
         self._held_tokens = 0
-        # Deltas behind a call, in the same piece.
+        # Deltas after a call, in the same piece.
         self._untold: list[Delta] = []
 
     def feed(self, text: str, tokens: int = 1) -> Delta:

@@ -40,7 +40,7 @@ _MOST_CHARS = 4096
 feed: a text of n characters would take n² of them."""
 
 _AT_ONCE_CHARS = 64
-"""Characters that are parsed at a time: the rest behind a mark within a string is parsed again."""
+"""Characters that are parsed at a time: the rest after a mark within a string is parsed again."""
 
 _LOOKED_AT_CHARS = 128
 """Characters of a region for marks that look ahead."""
@@ -281,7 +281,7 @@ class MessageRegions:
         if self._template.looks_back:
             return None
         opened = {"type": "region_open", "field": self.field}
-        # Some opening marks need more text behind them, in which no closing mark may begin.
+        # Some opening marks need more text after them, in which no closing mark may begin.
         head = self._body.head(_LOOKED_AT_CHARS)
         closes = self._fields[self.field].close_re
         for partial in (False, True):

@@ -366,7 +366,7 @@ def _fields(data: bytes, at: int, end: int) -> Iterator[tuple[int, int, int]]:
                 length, begin = _varint(data, begin)
                 at = begin + length
             case _:
-                # Decoding skips groups, but fields behind them would not be counted.
+                # Decoding skips groups, but fields after them would not be counted.
                 raise RequestError(
                     "the message has groups; make it of the service's inference.proto",
                     code="malformed",

@@ -276,7 +276,7 @@ def time_parameters(account: Account) -> Parameters:
 
 
 class KServe(NamedTuple):
-    """The models and services behind the interface.
+    """The models and services that the interface serves.
 
     Attributes:
         service: The models.

@@ -357,7 +357,7 @@ class Choice:
         tokens = self._tokens
         if number < len(deltas):
             tokens = tokens[: self._deltas[number][0] - self._sent_tokens]
-        # Behind what the end brings: by one more than there are tokens.
+        # After what the end brings: by one more than there are tokens.
         self._passed = self._deltas[number - 1][0] + 1
         self._deltas = self._deltas[number:]
         return deltas[:number], tokens
@@ -370,7 +370,7 @@ class Choice:
         self._sent_tokens += number
 
     def _written_logprobs(self, tokens: list[TokenRecord]) -> Answer | None:
-        """Write the logprobs of tokens, behind those of an echoed prompt."""
+        """Write the logprobs of tokens, after those of an echoed prompt."""
         call = self._answers.call
         if self._logprobs is not None:
             if self._skips_prompt:

@@ -1,4 +1,4 @@
-"""The position in a stream: the id of each event has it, and a client resumes behind it."""
+"""The position in a stream: the id of each event has it, and a client resumes after it."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def answer_of(event_id: str) -> str:
 
 
 def read_position(event_id: str, answer_id: str, choices: int) -> Position:
-    """Return the position of an answer's stream behind an event.
+    """Return the position of an answer's stream after an event.
 
     Raises:
         RequestError: invalid_event_id: it belongs to another stream.

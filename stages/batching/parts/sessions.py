@@ -363,7 +363,7 @@ class Sessions(Part):
         return self._result(session, "clipped" if num_found else "missing", GONE)
 
     def _prefetch(self, session: Session, num_fetched: int = 0) -> KVSessionResult:
-        """Pin what is on the device, and load what is in the tiers behind it.
+        """Pin what is on the device, and load what is in the tiers after it.
 
         `num_fetched`: leading blocks that are not fetched from disk again.
         """
@@ -503,7 +503,7 @@ class Sessions(Part):
         return max(len(session.allocation.token_ids) - 1, 0) // self._cache.block_size
 
     def _num_below(self, allocation: Allocation) -> int:
-        """Return the number of blocks in the tiers behind those that a allocation holds."""
+        """Return the number of blocks in the tiers after those that a allocation holds."""
         return self._below.num_stored(allocation)
 
     def _room(self) -> int:

@@ -1,7 +1,7 @@
-"""One step: compute the rows of a plan, and sample behind each sequence that reaches its end.
+"""One step: compute the rows of a plan, and sample after each sequence that reaches its end.
 
 A row with drafted tokens becomes several rows of one token that share their sequence's blocks. A
-token is sampled behind each; tokens that would have been sampled without drafts count
+token is sampled after each; tokens that would have been sampled without drafts count
 (`speculator.accept`).
 """
 
@@ -466,7 +466,7 @@ def _computing_rows(step: _Pass, samples: BoolArray) -> tuple[_Pass, BoolArray, 
 
 
 def _with_drafts(step: _Pass, drafts: StepDrafts) -> _Pass:
-    """Add a row for each drafted token, behind the row of its sequence."""
+    """Add a row for each drafted token, after the row of its sequence."""
     row, ahead = flatten_rows(np.zeros_like(step.rows), drafts.counts + 1)
     return _Pass(step.rows[row], ahead, step.starts[row] + ahead, step.num_tokens[row])
 

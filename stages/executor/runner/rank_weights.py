@@ -33,7 +33,7 @@ _CONSEQUENCES = ("weights_interrupted", "weights_timeout")
 
 
 class LeaderGroups(WeightGroups):
-    """Rank 0's groups. The other ranks are members too, under the ranks behind its own.
+    """Rank 0's groups. The other ranks are members too, under the ranks after its own.
 
     They are left by all ranks or by none: after any error of one rank all leave.
     """
@@ -176,7 +176,7 @@ class RankReceiver:
                 receiving = self._receiving.submit(self._receive, call)
                 receiving.add_done_callback(partial(self._done, number))
             case DropParts(receipts):
-                # Behind what is being received.
+                # After what is being received.
                 for receipt in receipts:
                     self._receiving.submit(self._held.pop, receipt, None)
 

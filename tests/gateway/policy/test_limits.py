@@ -226,7 +226,7 @@ async def test_a_resumed_stream_reserves_nothing(place: Place) -> None:
 
 
 async def test_an_embedding_reserves_its_prompt_only(place: Place) -> None:
-    """Two tokens as an estimate, with nothing to be generated behind them."""
+    """Two tokens as an estimate, with nothing to be generated after them."""
     headers = await place.key("generate", limits={"tokens_per_minute": 2})
     place.engine.outputs = lambda request: []
     call = asyncio.create_task(

@@ -27,8 +27,8 @@ class Agent:
 
     Attributes:
         answer: The bytes that it sends.
-        stays: Whether the connection stays open behind them.
-        drops: Sent behind them for as long as the connection lasts, a piece at a time.
+        stays: Whether the connection stays open after them.
+        drops: Sent after them for as long as the connection lasts, a piece at a time.
         asked: What it was asked, decoded.
         paths: Where.
     """

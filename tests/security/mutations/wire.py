@@ -63,7 +63,7 @@ class Case(NamedTuple):
         path: Path of the tested endpoint.
         pieces: What it sends; each when the server has taken those before.
         wanted: The answers, in order.
-        closed: Whether the server must close the connection behind the last answer.
+        closed: Whether the server must close the connection after the last answer.
         ends: Whether the client says that nothing more comes.
         pass_s: Seconds that pass when all is sent, on the server's clock for slow clients.
     """

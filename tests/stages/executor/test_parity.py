@@ -59,7 +59,7 @@ class Run:
         """The least share of each prompt that a warm cache saves.
 
         All but the token that is needed for sampling. Where prompts part within a block, the paged
-        cache keeps the tokens behind its last full block for one of them only.
+        cache keeps the tokens after its last full block for one of them only.
         """
         size = self.block_size if self.cache_type == "paged" else 1
         return [(length - 1) // size * size for length in LENGTHS]

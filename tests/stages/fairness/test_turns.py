@@ -148,7 +148,7 @@ def test_a_sequence_paused_for_another_tenant_is_its_own_tenants_next() -> None:
     assert replica.core.counts.yields > 0
     assert replica.finished[0] == "guest"
     order = replica.starts
-    assert order[:3] == ["first", "guest", "first"], "not behind what its tenant has waiting"
+    assert order[:3] == ["first", "guest", "first"], "not after what its tenant has waiting"
 
 
 def test_no_slice_ends_for_a_tenant_that_was_served_more() -> None:

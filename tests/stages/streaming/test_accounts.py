@@ -96,7 +96,7 @@ def causes(lane: Lane, *, life_ns: int) -> Times:
 
 
 def test_a_life_from_the_queue_to_the_terminal_message() -> None:
-    """It is dispatched at 150 while a step of others runs, and starts at 210 behind two of them."""
+    """It is dispatched at 150 while a step of others runs, and starts at 210 after two of them."""
     lane = Lane()
     lane.open()
     lane.step(140, 170, [90], num_tokens=5, prefills=((91, 4),))

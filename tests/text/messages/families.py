@@ -45,7 +45,7 @@ class Family(NamedTuple):
         model_type: `model_type` of one of its models.
         chat_template: What matters in theirs.
         turn: What a prompt ends with.
-        reasoning: What stands before and behind the reasoning; empty where there is none.
+        reasoning: What stands before and after the reasoning; empty where there is none.
         call, between: A call with {name} and {arguments}, and what stands between two.
         open, close: What stands around all calls.
         is_json: Whether arguments are written as JSON.

@@ -92,7 +92,7 @@ class Writer:
         return matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
 
     def allowed(self, constraint: Constraint, text: str | list[int]) -> list[str]:
-        """The tokens that may come behind a text."""
+        """The tokens that may come after a text."""
         matcher = self.compiler.matcher(constraint)
         tokens = self.tokens(text) if isinstance(text, str) else text
         assert matcher.consume_tokens(tokens), matcher.get_error()

@@ -194,7 +194,7 @@ class TokensModel(EngineModel):
 
 
 class ScoreModel(EngineModel):
-    """Returns the logprobs of a completion's tokens behind a prompt.
+    """Returns the logprobs of a completion's tokens after a prompt.
 
     Of the sampling parameters only the temperature counts. The reference model's logprobs are
     returned if there is one.

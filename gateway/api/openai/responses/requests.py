@@ -34,7 +34,7 @@ _MOST_LISTED = 100
 
 
 class RetrieveQuery(msgspec.Struct, frozen=True):
-    """The query of a response: as a whole, or as a stream from behind an event on."""
+    """The query of a response: as a whole, or as a stream after an event."""
 
     HARMLESS: ClassVar = frozenset({"include", "include[]", "include_obfuscation"})
 

@@ -89,7 +89,7 @@ class PrefillRow(msgspec.Struct, frozen=True):
 def prefill_rows(
     rows: Rows, tables: Tensor, window: int | None, heads: int, block_size: int
 ) -> Iterator[PrefillRow]:
-    """Lay out the rows behind those of one token, for layers of one kind."""
+    """Lay out the rows after those of one token, for layers of one kind."""
     device = tables.device
     token = rows.num_decodes
     for row in range(rows.num_decodes, rows.starts.size):

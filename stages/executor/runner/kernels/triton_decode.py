@@ -53,7 +53,7 @@ def _store_rows(whole, at, real, rows, WIDTH: tl.constexpr):
 
 @triton.jit
 def _bounds(context, split, splits, WINDOW: tl.constexpr):
-    """The first position of a split, and the one behind its last."""
+    """The first position of a split, and the one after its last."""
     low = context * 0
     if WINDOW:
         low = tl.maximum(context - WINDOW, 0)

@@ -97,7 +97,7 @@ class Calls:
             connections: To the other ranks, in their order.
             check: Raises RankError if one has failed.
             failed: Fails all ranks, with a reason, and returns the error.
-            timeout_s: Longest wait for a reply behind a call's own deadline.
+            timeout_s: Longest wait for a reply after a call's own deadline.
         """
         self._connections = list(connections)
         self._check, self._failed, self._timeout_s = check, failed, timeout_s

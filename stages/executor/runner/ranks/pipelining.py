@@ -124,7 +124,7 @@ class PipelineRank:
         layers, norm = getattr(base, "layers", None), getattr(base, "norm", None)
         count: int = config.num_hidden_layers
         if norm is None or not isinstance(layers, nn.ModuleList) or len(layers) != count:
-            _refuse(name, "it is not an embedding, layers and a norm, one behind the other")
+            _refuse(name, "it is not an embedding, layers and a norm, one after the other")
         if count < self.num_stages:
             _refuse(name, f"it has {count} layers", f"at most {count}")
         split = split_layers(count, self.num_stages)

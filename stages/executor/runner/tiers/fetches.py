@@ -54,7 +54,7 @@ class Fetches:
             self._threads.submit(self._fetch, some, self._changes.generation)
 
     def close(self) -> None:
-        """End the threads, behind the fetches that are running."""
+        """End the threads, after the fetches that are running."""
         self._threads.shutdown(cancel_futures=True)
 
     def _fetch(self, moves: Sequence[KVMove], generation: int) -> None:

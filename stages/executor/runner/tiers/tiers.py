@@ -154,7 +154,7 @@ class BlockTiers:
         self._receipts.reset()
 
     def on_disk(self) -> TiersChanged:
-        """Return all blocks on disk, behind those that are being written. Any thread."""
+        """Return all blocks on disk, after those that are being written. Any thread."""
         names = self._disk.names() if self._disk is not None else ()
         return TiersChanged(stored=names, whole=True)
 

@@ -137,7 +137,7 @@ class Several(FakeModel):
     """Answers `times` times; where one answer is taken, with the last.
 
     Attributes:
-        go_on: Set while answers behind the first may come.
+        go_on: Set while answers after the first may come.
         failure: Raised after the answers.
     """
 

@@ -36,7 +36,7 @@ Lists = dict[str, Any]
 
 
 class Engine(FakeEngine):
-    """An engine behind its models.
+    """An engine and its models.
 
     Attributes:
         service: The models.

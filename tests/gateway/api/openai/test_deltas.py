@@ -55,7 +55,7 @@ LISTED: dict[str, Any] = {"logprobs": True, "return_token_ids": True}
 
 
 class Sent(NamedTuple):
-    """An event: the choice in it, and where the stream was behind it."""
+    """An event: the choice in it, and where the stream was after it."""
 
     choice: dict[str, Any]
     position: int
@@ -93,7 +93,7 @@ def stream(
     after: int = UNBEGUN,
     form: MessageFormat = QWEN,
 ) -> list[Sent]:
-    """The events, when the client reads, or does not, behind each chunk."""
+    """The events, when the client reads, or does not, after each chunk."""
     choice = Choice(answers(call, form=form), 0, 0, after)
     sent: list[Sent] = []
 

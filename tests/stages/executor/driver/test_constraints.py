@@ -121,7 +121,7 @@ def test_matchers_continue_behind_the_present_tokens(writer: Writer) -> None:
 
 
 def test_dead_ends_of_a_grammar_end_the_sample(writer: Writer) -> None:
-    """Nothing follows that rule to its end, which shows only behind its first letter."""
+    """Nothing follows that rule to its end, which shows only after its first letter."""
     text, complete = writer.write(Constraint(lark='start: "a" x\nx: x'), 0)
     assert (text, complete) == ("a", False)
 

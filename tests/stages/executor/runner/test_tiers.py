@@ -170,7 +170,7 @@ def flip(path: Path, position: int) -> None:
 
 
 def swap(path: Path, start: int) -> None:
-    """Exchange the halves of a file behind a header."""
+    """Exchange the halves of a file after a header."""
     data = path.read_bytes()
     middle = (start + len(data)) // 2
     path.write_bytes(data[:start] + data[middle:] + data[start:middle])

@@ -73,7 +73,7 @@ def wrong_bills(reports: Iterable[StageReport], completions: Iterable[Terminal])
 
 
 def unbilled_share(reports: Iterable[StageReport]) -> float:
-    """Return the share of the busy time of lanes that nobody owes; 0 without any."""
+    """Return the share of the busy time of lanes without a bill; 0 without any."""
     loads = [each.load for each in reports if each.stage == "streaming"]
     busy_ns = sum(int(load.get("busy_ns", 0)) for load in loads)
     billed_ns = sum(int(load.get("billed_ns", 0)) for load in loads)

@@ -83,7 +83,7 @@ class KVEventEntry(msgspec.Struct, frozen=True):
         incarnation: Incarnation of the batching stage. A new one begins with AllBlocksCleared.
         sequence: Number of the entry, counting the incarnation's from 0.
         missed: Set by the reader: entries of this incarnation before this one that it has not
-            seen. 0: the reader knows all that the cache holds, if it has followed all events.
+            seen. 0: the reader has all that the cache holds, if it has followed all events.
     """
 
     model: str

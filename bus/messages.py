@@ -112,7 +112,7 @@ class RequestOpened(Internal, frozen=True):
         logprobs: Number of top logprobs at each completion token.
         prompt_logprobs: The same for the prompt; None without prompt logprobs.
         priority: Label of metrics.
-        embeds: Whether the request asks for the prompt's vector.
+        embeds: Whether the request needs the prompt's vector.
         tenant: Label of metrics.
         parts: Sections of optional parts.
     """

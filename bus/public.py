@@ -121,7 +121,7 @@ class GenerateRequest(
 ):
     """A request for completions, with exactly one of prompt, prompt_token_ids and messages.
 
-    With `embed` it asks for the prompt's embedding, and generates nothing.
+    With `embed` it computes the prompt's embedding, and generates nothing.
 
     Attributes:
         request_id: The client's id for the request, unique among requests in flight or with

@@ -33,7 +33,7 @@ class NewSequence(InternalPart, frozen=True, array_like=True):
             the model's length.
         sample: The sample's index and seed.
         info: Its request.
-        cache_scope: Speculation learns only from sequences of the same scope.
+        cache_scope: Speculation drafts only from sequences of the same scope.
         handed_over: As in StartedSequence.
         hands_over: Whether it leaves with its first token here.
         parts: Sections of optional parts.
@@ -161,7 +161,7 @@ class PromptLogprobs(InternalPart, frozen=True, array_like=True):
         seq_id: The sequence, always the first sample of its request.
         start: Position in the prompt of the first token reported, at least 1.
         logprobs: `[k]`, of the tokens at `start .. start + k - 1`.
-        top_logprobs: `[k]`, or empty when none were asked for.
+        top_logprobs: `[k]`, or empty when none were requested.
     """
 
     seq_id: int
@@ -198,7 +198,7 @@ class StepResult(Internal, frozen=True):
         ended: As in the plan.
         weight_version: Version of the weights that made these tokens.
         start_ns, end_ns: When the device began the step, and when its tokens were on the host.
-        top_logprobs: `[rows]`, empty for a row that did not ask; all empty: no row did.
+        top_logprobs: `[rows]`, empty for a row that needs none; all empty: no row does.
         failed: Requests that the executor ends; rows of theirs don't count.
         parts: Sections of optional parts.
     """

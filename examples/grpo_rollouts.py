@@ -139,7 +139,7 @@ class Rollouts:
     Attributes:
         engine: Generates.
         task: Makes the problems and grades the answers.
-        problems: What to ask next.
+        problems: The next problems.
         samples: Number of samples per prompt.
         params: How to sample; each request gets a seed of its own.
         seed: Base of the requests' seeds.

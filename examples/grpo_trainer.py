@@ -160,7 +160,7 @@ def token_logprobs(model: Any, batch: Batch, temperature: float) -> Tensor:
 def policy_loss(
     logprobs: Tensor, batch: Batch, settings: TrainerSettings
 ) -> tuple[Tensor, dict[str, float]]:
-    """The clipped loss, a mean over the sampled tokens, and what to know of it.
+    """The clipped loss, a mean over the sampled tokens, and its figures.
 
     Args:
         logprobs: `[rows, length - 1]`, of the policy in training.
@@ -209,7 +209,7 @@ class Trainer:
         return weights
 
     def step(self, groups: Sequence[Group]) -> dict[str, float]:
-        """One optimizer step on these groups; returns what to know of it.
+        """One optimizer step on these groups; returns its figures.
 
         Raises:
             FloatingPointError: The gradient is not a number; the weights are as they were.

@@ -37,7 +37,7 @@ Texts = Callable[[], Sequence[str]]
 
 
 class ClientLeft(Exception):
-    """The client has disconnected; nobody reads the answer."""
+    """The client has disconnected; the answer has no reader."""
 
 
 def no_time() -> int:
@@ -120,7 +120,7 @@ class Account:
 class Call:
     """A call of any protocol.
 
-    Transports and programs make it; everything below them knows a call by it alone.
+    Transports and programs make it; everything below them uses a call through it alone.
 
     Attributes:
         id: Its id in the logs and in the response.

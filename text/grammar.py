@@ -419,7 +419,7 @@ def _spelled(
     Args:
         spellings: As the function.
         text: The constraint, whose negated patterns don't count.
-        grammar: In llguidance's form. It may tell a token from its name, or count tokens.
+        grammar: In llguidance's form. It may distinguish a token from its name, or count tokens.
     """
     if _COUNTING.search(grammar):
         return {}

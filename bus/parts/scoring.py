@@ -7,7 +7,7 @@ from ..steps import PromptLogprobs
 
 
 class PromptScores(Section, frozen=True):
-    """In StepResult: for sequences that asked for logprobs of their prompts."""
+    """In StepResult: for sequences with logprobs of their prompts."""
 
     prompts: tuple[PromptLogprobs, ...]
 

@@ -22,7 +22,7 @@ EVERY_S = 1.0
 """Period of snapshots; the lanes report once a second."""
 
 HISTORY = 600
-"""Points of the charts: ten minutes, as far as somebody looked."""
+"""Points of the charts: ten minutes, as far as a viewer was connected."""
 
 HIDDEN_LOADS = ("settings", "expert_owners")
 
@@ -62,7 +62,7 @@ class Snapshot(NamedTuple):
 
 
 class Feed:
-    """Reads the state once a second while somebody looks, and never otherwise.
+    """Reads the state once a second while a viewer is connected, and never otherwise.
 
     Each viewer waits for the next snapshot and takes the newest: one that is slow skips some, and
     none has a queue that grows.

@@ -157,7 +157,7 @@ async def _tokenizer(found: LoggedRequest, models: Sequence[Services]) -> Tokeni
 
 
 async def _read_prompt(found: LoggedRequest, models: Sequence[Services]) -> None:
-    """Replace the tokens of a prompt by their text, the first time that somebody reads it."""
+    """Replace the tokens of a prompt by their text, when it is first read."""
     if isinstance(found.prompt, tuple):
         tokenizer = await _tokenizer(found, models)
         found.prompt = "" if tokenizer is None else tokenizer.text(found.prompt, skip_special=True)

@@ -93,7 +93,7 @@ class Readiness:
         self._draining = draining
 
     def consider(self, trouble: Callable[[], str]) -> None:
-        """Add a local check, before the lanes are asked; it returns "" for no trouble."""
+        """Add a local check, run before the lanes' checks; it returns "" for no trouble."""
         self._known_here.append(trouble)
 
     async def trouble(self) -> str:

@@ -41,7 +41,7 @@ class LoggedRequest(msgspec.Struct):
         number: Counts the requests of this gateway.
         changed: Number of the log's last change of this request.
         id: The request's id on the bus.
-        name: The id that its client knows.
+        name: The id that its client has.
         tenant: Its tenant.
         model: The model or adapter.
         of_model: The model whose tokenizer reads its tokens.
@@ -50,7 +50,7 @@ class LoggedRequest(msgspec.Struct):
         began_ns: It entered the pipeline.
         first_ns: Its first token came.
         ended_ns: It ended.
-        prompt: The end of its prompt; token ids until somebody reads them.
+        prompt: The end of its prompt; token ids until they are read.
         answer: The beginning of its first sample.
         code: Code of its error.
         message: Message of its error.

@@ -168,7 +168,7 @@ class KVCacheManager(ABC):
         return allocation.names[:num_blocks]
 
     def next_run(self, allocation: Allocation) -> Hashable:
-        """Return a name for the first tokens, up to a block, that the cache doesn't know.
+        """Return a name for the first tokens, up to a block, that the cache doesn't hold.
 
         Two sequences with the same name are about to compute the same KV. None for an allocation
         that started before a flush, since its KV can't be shared.

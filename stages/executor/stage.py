@@ -301,7 +301,7 @@ class ExecutorStage(Actor):
         self._weight_version = capacity.weight_version
         ready = StageReady(self.role, self.incarnation, capacity)
         await self.send(CONTROL["admission"], ready)
-        # If this stage is lost from here on, admission knows that batching may rely on it.
+        # If this stage is lost from here on, admission has recorded that batching may rely on it.
         await self.flush(CONTROL["admission"])
         await self.send(self.own(CONTROL["batching"]), ready)
         if self._tiers is not None:

@@ -131,7 +131,7 @@ class Running:
         started: Whether its first step has been planned.
         in_slice: Tokens since it was dispatched.
         preemptions: How often it had to pause for a higher priority.
-        leaving: Whether it was asked to pause, at `asked_ns`, when it had `asked_tokens`.
+        leaving: Whether its pause was requested, at `asked_ns`, when it had `asked_tokens`.
         preempted: Asked for a higher priority, not at the end of its time slice.
         after: It is resumed after its tenant's waiting requests, else before them.
         paused_ns: When it paused.

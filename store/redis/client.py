@@ -38,7 +38,7 @@ REPLY_TIMEOUT_S = 10.0
 """Time limit of a reply, beyond the time that a command blocks on purpose."""
 
 SENTINEL_TIMEOUT_S = 1.0
-"""Time limit of one sentinel before the next is asked."""
+"""Time limit of one sentinel before the next is tried."""
 
 CLUSTER_CONNECTIONS = 1024
 """Connections to one node of a cluster; the client opens as many as commands run concurrently."""
@@ -176,7 +176,7 @@ class Server:
         `connected`: called with each new connection, except in a cluster. An idle connection that
         has broken is replaced without an error.
 
-        It never retries: after a lost reply only the caller knows which commands may run twice. Use
+        It never retries: after a lost reply the caller decides on running commands again. Use
         it with `execute`, `execute_all` and `on_each` only: for a cluster it is a RedisCluster.
         """
         address, options = self._address, self._connection_options(block_s)

@@ -152,7 +152,7 @@ class RedisImages:
             ]
             for piece in await self._commands.retry_all("images", commands):
                 features += piece
-        # It may have been evicted meanwhile, if nobody holds it.
+        # It may have been evicted meanwhile, if it has no holder.
         return StoredImage(width, height, bytes(features)) if len(features) == length else None
 
     async def hold(

@@ -154,7 +154,7 @@ class KVEventLog:
     # --- below the device ---------------------------------------------------------------------
 
     def store_below(self, medium: Medium, name: bytes) -> None:
-        """Announce a block in a tier. Routers know its tokens from the event of the device."""
+        """Announce a block in a tier. Routers have its tokens from the event of the device."""
         if name in self._announced[medium]:
             return
         self._announced[medium][name] = self._adapter_of(name)

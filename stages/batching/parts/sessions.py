@@ -1,6 +1,6 @@
 """Sessions: the KV of conversations that clients pin, release, demote and prefetch between turns.
 
-A session is named by its tenant and its id, and known for its time to live. It knows the tokens of
+A session is named by its tenant and its id, and kept for its time to live. It has the tokens of
 its last turn, prompt and completion, and may hold (pin) their leading full blocks on the device.
 """
 

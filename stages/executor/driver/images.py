@@ -45,7 +45,7 @@ class PlacedImages(msgspec.Struct, frozen=True):
 
 
 class SequenceImages:
-    """Puts embeddings of images into steps, and knows which sequences lack one.
+    """Puts embeddings of images into steps, and tracks the sequences that lack one.
 
     Attributes:
         embeddings: Embeddings of the images that plans have encoded.

@@ -81,7 +81,7 @@ class SequenceTable:
         adapter: The adapter's slot, from `AdapterTable.slot_of`.
         pools: Whether the prompt's vector is requested, and no token.
         prediction: Per row, the client's predicted output.
-        scope: Per row; drafts are learned only from sequences of the same scope.
+        scope: Per row; drafts come only from sequences of the same scope.
         images: Per row, where they are, for SequenceImages; only valid if `images_end` is above 0.
         images_end: One past the last token of an image; 0 for none.
         position_shift: Rotary position of a token after the images, less its index.

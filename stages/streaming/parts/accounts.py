@@ -563,7 +563,7 @@ class TimeAccounts(Part):
         ending.timings["published_ns"] = time.start_ns
 
     def dropped(self, request: RequestState) -> None:
-        """Take back the bill of a request that ends elsewhere: here, nobody pays for it."""
+        """Take back the bill of a request that ends elsewhere: this account bills none of it."""
         self.unbill(request.notes[self].settle())
 
     def restored(

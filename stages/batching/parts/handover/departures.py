@@ -63,7 +63,7 @@ class Departures(Part):
 
     Blocks are offered by the steps that compute them, and announced with the plans of these steps:
     the successor waits for the last step's blocks, not for a message about them. The executor sends
-    it the first token; by the step's result, batching knows whether it did.
+    it the first token; the step's result says whether it did.
     """
 
     handles = (ReleaseBlocks,)

@@ -43,7 +43,7 @@ class Transfer(NamedTuple):
 class Peers:
     """Connections to other executors, by address; any thread may read.
 
-    A connection that fails is dropped, and made again for the next read. Reads that were asked for
+    A connection that fails is dropped, and made again for the next read. Reads that were requested
     before the failure fail with it: if an executor hangs, a sequence waits for one time limit,
     however many reads it needs.
     """
@@ -64,7 +64,7 @@ class Peers:
         Args:
             address: Address of the executor.
             wanted: The blocks.
-            asked_at: When they were asked for, on `time.perf_counter`; None for now.
+            asked_at: When they were requested, on `time.perf_counter`; None for now.
 
         Returns:
             For each block whether it is whole, and the transfer.

@@ -443,7 +443,7 @@ REFUSED: dict[str, tuple[Values, str]] = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_can_not_work_is_refused(case: str) -> None:
+def test_unworkable_values_are_refused(case: str) -> None:
     more, message = REFUSED[case]
     with pytest.raises(helm.HelmError, match=re.escape(message)) as refused:
         rendered(merged(values_of(None), more))

@@ -50,7 +50,7 @@ def engine() -> Iterator[InferenceEngine]:
         yield engine
 
 
-def test_what_is_held_out_is_never_trained_on() -> None:
+def test_held_out_problems_are_never_trained_on() -> None:
     task = Arithmetic(EngineConfig().model_folder, tuple(KINDS))
 
     def operands(text: str) -> tuple[str, ...]:

@@ -100,7 +100,7 @@ def test_on_policy_the_gradient_is_that_of_the_policy_gradient() -> None:
     ("advantage", "change", "learns"),
     [(1, 0.1, True), (1, 0.5, False), (1, -0.5, True), (-1, -0.5, False), (-1, 0.5, True)],
 )
-def test_what_has_moved_far_enough_is_left_alone(
+def test_tokens_beyond_the_clip_range_have_no_gradient(
     advantage: float, change: float, learns: bool
 ) -> None:
     batch = batch_of(torch.tensor([[-1.0]]), torch.tensor([[float(advantage)]]))
@@ -110,7 +110,7 @@ def test_what_has_moved_far_enough_is_left_alone(
     assert bool(logprobs.grad.any()) is learns
 
 
-def test_a_step_makes_what_was_rewarded_likelier(groups: list[Group]) -> None:
+def test_a_step_makes_rewarded_tokens_likelier(groups: list[Group]) -> None:
     trainer = Trainer(SETTINGS)
     batch = pack(groups)
 

@@ -114,7 +114,7 @@ def test_an_other_token_is_found_and_the_recorded_ones_are_scored(engine: Infere
     assert "please report it" in replay.reasons[-1]
 
 
-def test_logprobs_behind_an_other_token_are_not_compared_with_scores_of_another_distribution(
+def test_logprobs_after_another_token_are_not_compared_with_scores_of_another_distribution(
     engine: InferenceEngine,
 ) -> None:
     sample = one(engine, replace(SAMPLED, presence_penalty=0.5))
@@ -179,7 +179,7 @@ def test_fields_of_the_fingerprint_that_differ_are_named(engine: InferenceEngine
     assert "it differs in: settings.tensor_parallel, torch" in replay.reasons[0]
 
 
-def test_what_can_not_be_computed_again_is_refused(engine: InferenceEngine) -> None:
+def test_a_recipe_that_can_not_be_computed_again_is_refused(engine: InferenceEngine) -> None:
     sample = one(engine)
     with raises("not_replayable", "has no recipe"):
         engine.replay(replace(sample, recipe=None))

@@ -194,7 +194,7 @@ async def test_no_response_of_former_weights_comes_after_an_update(
             assert same == (version % 2 == 0)
 
 
-async def test_an_update_is_answered_only_when_admission_knows_of_it(
+async def test_an_update_is_answered_only_after_admission_has_it(
     cached: Pipeline, loaded: State, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And steps go on meanwhile."""
@@ -219,7 +219,7 @@ async def test_an_update_is_answered_only_when_admission_knows_of_it(
 
 
 @pytest.mark.parametrize("executor_ends", [False, True])
-async def test_a_lost_confirmation_is_asked_for_again(
+async def test_a_lost_confirmation_is_requested_again(
     cached: Pipeline, loaded: State, monkeypatch: pytest.MonkeyPatch, executor_ends: bool
 ) -> None:
     """Also by an executor that ends meanwhile."""

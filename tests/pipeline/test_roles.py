@@ -120,7 +120,7 @@ FEATURES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("speculation", [in_soak("off"), "auto"])
-async def test_features_go_on_behind_a_handover(make_config: MakeConfig, speculation: str) -> None:
+async def test_features_work_after_a_handover(make_config: MakeConfig, speculation: str) -> None:
     asked = [
         {**body, "sampling": {**body["sampling"], "ignore_eos": False, **feature}}
         for feature in FEATURES.values()

@@ -99,7 +99,7 @@ async def test_a_request_under_way_never_makes_room(engine: FakeEngine) -> None:
         assert not engine.left
 
 
-async def test_more_requests_than_allowed_are_told_so(engine: FakeEngine) -> None:
+async def test_requests_beyond_the_limit_are_refused_with_a_reason(engine: FakeEngine) -> None:
     """In the shape of all errors, with a time to come again, and the connection can do so."""
     engine.outputs = hanging
     async with serve(engine, GatewayConfig(max_connections=2)) as served:

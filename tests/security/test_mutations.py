@@ -117,7 +117,7 @@ def nothing_told(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
 
 
 @pytest.mark.soak
-async def test_each_request_has_its_answer_and_nobody_else_notices(
+async def test_each_request_has_its_answer_and_affects_no_other(
     soak: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     config = load_config(env={}, overrides=SETTINGS)

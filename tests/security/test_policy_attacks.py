@@ -173,7 +173,7 @@ def with_key(fort: Fort, path: str) -> dict[str, tuple[bytes, tuple[int, str]]]:
 
 
 @pytest.mark.parametrize("path", ["/generate", "/admin/keys"])
-async def test_who_has_no_good_key_gets_nothing(fort: Fort, path: str) -> None:
+async def test_a_call_without_a_valid_key_gets_nothing(fort: Fort, path: str) -> None:
     """And neither answers nor logs repeat what was sent as one."""
     attacks, before = with_key(fort, path), await fort.names()
     with structlog.testing.capture_logs() as lines:
@@ -321,7 +321,7 @@ without a key.
 
 
 @pytest.mark.parametrize("attack", SMUGGLING)
-async def test_what_is_smuggled_in_has_no_key(fort: Fort, attack: str) -> None:
+async def test_a_smuggled_call_has_no_key(fort: Fort, attack: str) -> None:
     before, (more, statuses) = await fort.names(), SMUGGLING[attack]
     head = HEAD + "Authorization: Bearer " + fort.secrets["generate"] + "\r\n"
     if attack == "an older version":
@@ -344,7 +344,7 @@ async def test_what_is_smuggled_in_has_no_key(fort: Fort, attack: str) -> None:
 # --- by the mass of it ---------------------------------------------------------------------------
 
 
-async def test_nobody_s_body_is_waited_for(fort: Fort) -> None:
+async def test_calls_are_refused_before_their_body_arrives(fort: Fort) -> None:
     """Sixteen million bytes are announced, and the answer is there before the first."""
     head = call(body=b"").replace(b"Content-Length: 0", b"Content-Length: 16000000")
     assert await fort.answers(head) == MISSING

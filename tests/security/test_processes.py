@@ -119,7 +119,7 @@ def test_lines_are_the_same_however_they_arrive(chunks: list[bytes], most: int) 
 
 @settings(deadline=None)
 @given(st.text())
-def test_what_is_shown_steers_no_terminal(text: str) -> None:
+def test_shown_text_has_no_terminal_control_sequences(text: str) -> None:
     assert not set(without_controls(text)) & {
         chr(code) for code in (*range(9), *range(11, 32), 127)
     }

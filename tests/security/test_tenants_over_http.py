@@ -180,7 +180,9 @@ async def test_a_place_is_given_back_however_a_request_ends(
         assert {answer.status_code for answer in await asyncio.gather(*calls)} == {200}
 
 
-async def test_who_leaves_waits_no_longer(open_http: OpenHttp, engine: GatedEngine) -> None:
+async def test_disconnect_ends_the_wait_for_a_slot(
+    open_http: OpenHttp, engine: GatedEngine
+) -> None:
     engine.stage_reports = [report()]
     http = open_http(gateway__max_in_flight=4)
     async with meanwhile(one(http, text=["a"] * 3)):
@@ -192,7 +194,9 @@ async def test_who_leaves_waits_no_longer(open_http: OpenHttp, engine: GatedEngi
     await until_waiting(http, 0)
 
 
-async def test_what_waits_is_aborted_at_once(open_http: OpenHttp, engine: GatedEngine) -> None:
+async def test_waiting_requests_are_aborted_at_once(
+    open_http: OpenHttp, engine: GatedEngine
+) -> None:
     http = open_http(gateway__max_in_flight=4)
     async with meanwhile(one(http, text=["a"] * 2)):
         await engine.until(lambda: len(engine.requests) == 2)

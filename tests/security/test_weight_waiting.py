@@ -76,7 +76,7 @@ async def ends(executor: Executor, waiting: list[str]) -> None:
     assert codes == {"weights_interrupted"}
 
 
-async def test_a_join_of_nobody_holds_up_nothing(executor: Executor, mute: str) -> None:
+async def test_a_join_without_a_trainer_blocks_nothing(executor: Executor, mute: str) -> None:
     dead = await executor.tell(join("dead", free_address()))
     silent = await executor.tell(join("mute", mute))
     await others_are_served(executor)
@@ -107,7 +107,7 @@ async def test_as_many_joins_as_there_are_threads_for(executor: Executor) -> Non
     await until(lambda: not executor.updates._groups._joins)
 
 
-async def test_the_end_of_the_stage_ends_what_joins(mute: str) -> None:
+async def test_the_end_of_the_stage_ends_joins(mute: str) -> None:
     async with asyncio.timeout(2 * LIMIT_S), running() as executor:
         waiting = [
             await executor.tell(join("dead", free_address())),

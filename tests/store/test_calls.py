@@ -53,7 +53,7 @@ async def test_the_first_to_claim_a_name_has_it(buses: Buses) -> None:
     assert await other.store.calls.claim("name", "d") == "d"
 
 
-async def test_what_nobody_attends_is_told_once(buses: Buses) -> None:
+async def test_an_orphaned_call_is_reported_once(buses: Buses) -> None:
     bus, other = buses.pair()
     for call_id in ("attended", "ended"):
         await bus.store.calls.keep(call_id, b"", 1000)
@@ -161,7 +161,7 @@ async def test_calls_at_once_share_the_room(buses: Buses) -> None:
     assert kept == found
 
 
-async def test_what_has_expired_makes_room(buses: Buses) -> None:
+async def test_expired_calls_make_room(buses: Buses) -> None:
     """An attached call counts, however long it lasts."""
     bus = buses.open(calls_max_bytes=MOST, results_ttl_s=1)
     for place in range(6):
@@ -176,7 +176,7 @@ async def test_what_has_expired_makes_room(buses: Buses) -> None:
     assert await bus.store.calls.read("0") is not None
 
 
-async def test_what_was_followed_and_kept_can_be_followed_again(bus: Bus) -> None:
+async def test_a_kept_stream_can_be_followed_again(bus: Bus) -> None:
     entry_id = await bus.requests.publish({"prompt": "x", "request_id": "r"})
     outputs = [kit.chunk("r", entry_id, 0), kit.done("r", entry_id)]
     await bus.results.deliver([("r", outputs)])

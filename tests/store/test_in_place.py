@@ -44,7 +44,7 @@ async def test_each_lane_has_its_own(redis_buses: Any) -> None:
     assert await other.store.weights.read() is None
 
 
-async def test_what_can_not_be_understood_is_nothing(redis_buses: Any) -> None:
+async def test_unreadable_records_are_ignored(redis_buses: Any) -> None:
     """As of a version to come."""
     bus = redis_buses.open()
     async with Redis.from_url(redis_buses.url) as redis:

@@ -114,7 +114,7 @@ async def test_an_endless_template_is_stopped(model: Model, template: str) -> No
     assert codes == ["chat_template_failed"] * 3
 
 
-async def test_others_are_served_while_a_template_runs(model: Model) -> None:
+async def test_calls_are_served_while_a_template_runs(model: Model) -> None:
     templates = model.with_template(ENDLESS + "{{ messages[0].content }}", timeout_s=0.3)
     running = asyncio.create_task(refused(templates))
     other = Model(model.folder.parent / f"{model.folder.name}-other")

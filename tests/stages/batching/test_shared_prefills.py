@@ -195,7 +195,7 @@ def test_new_weights_before_the_copy(replica: FakeReplica, in_flight: InFlight) 
     )
 
 
-def test_tokens_behind_a_shared_prefill_are_cached(replica: FakeReplica) -> None:
+def test_tokens_after_a_shared_prefill_are_cached(replica: FakeReplica) -> None:
     add(replica)
     finish(replica)
     tokens = [*PROMPT, *replica.outputs[2]]

@@ -210,7 +210,7 @@ def test_only_as_many_sequences_pause_as_wait() -> None:
     assert core.counts.preemptions == 2
 
 
-def test_no_other_sequence_is_asked_until_the_first_has_paused() -> None:
+def test_no_other_pause_is_requested_until_the_first_sequence_has_paused() -> None:
     core = FairnessCore(PREEMPT)
     grant(core, 3)
     for number in range(3):

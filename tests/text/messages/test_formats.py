@@ -180,7 +180,7 @@ def test_marks_in_a_value_are_part_of_it(family: Family, form: MessageFormat) ->
     ("name", "mark"),
     [("Qwen3-Coder", "\n<parameter=x>"), ("Gemma 4", '<|"|>'), ("FunctionGemma", "<escape>")],
 )
-def test_a_call_whose_values_can_not_be_told_apart_is_text(name: str, mark: str) -> None:
+def test_a_call_with_ambiguous_values_is_text(name: str, mark: str) -> None:
     form = format_of_family(FAMILIES[name])
     for value in (mark, f"a{mark} b"):
         text = FAMILIES[name].written([("get_weather", {"city": value, "x": "1"})])

@@ -213,7 +213,7 @@ def test_no_file(tmp_path: Path) -> None:
             find_format(str(path), None, "", "")
 
 
-def test_the_opening_is_the_text_behind_the_last_turn_mark() -> None:
+def test_the_opening_is_the_text_after_the_last_turn_mark() -> None:
     prompt = "<|im_start|>assistant\nOne.<|im_end|>\n<|im_start|>assistant\n<think>\n"
     assert opening_of(named("qwen"), prompt) == "<think>\n"
     assert opening_of(named("qwen"), prompt[:-8]) == ""

@@ -214,7 +214,7 @@ def test_text_goes_on_while_no_mark_can_begin() -> None:
     assert [call.name for call in reader.feed("x").calls] == ["get_weather"]
 
 
-def test_text_behind_a_call_comes_behind_it() -> None:
+def test_text_after_a_call_comes_after_it() -> None:
     reader = MessageReader(QWEN, Reading(tools=TOOLS), "")
     told = [*map(reader.feed, [GOOD[:-1], ">b", "c", ""]), reader.finish()]
     kinds = [(delta.content, len(delta.calls)) for delta in told if any(delta)]

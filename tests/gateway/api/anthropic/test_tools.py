@@ -123,7 +123,7 @@ async def test_the_stop_reason_of_calls(
         assert "weather" not in prompt_of(engine, config)
 
 
-async def test_a_stop_sequence_behind_a_call_is_reported(
+async def test_a_stop_sequence_after_a_call_is_reported(
     client: AsyncAnthropic, engine: FakeEngine
 ) -> None:
     engine.outputs = says(f"{BERN} and then", end="length")

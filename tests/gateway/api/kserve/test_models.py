@@ -310,7 +310,7 @@ async def test_an_aborted_request_has_empty_samples(engine: Engine) -> None:
 # --- token ids and scores ---------------------------------------------------------------------
 
 
-async def test_rows_are_padded_behind_their_end(engine: Engine) -> None:
+async def test_rows_are_padded_after_their_end(engine: Engine) -> None:
     engine.outputs = lambda request: [
         completion(request, made.told(request, 0), sample((8,), sample_index=1))
     ]

@@ -130,7 +130,7 @@ async def test_input_tokens_are_those_of_the_prompt(
         await client.responses.input_tokens.count(model="other", input="hello")
 
 
-async def test_it_goes_on_behind_an_event(client: AsyncOpenAI) -> None:
+async def test_a_stream_resumes_after_an_event(client: AsyncOpenAI) -> None:
     stream = await client.responses.create(model="tiny", input="hello", stream=True)
     events = [event async for event in stream]
     response_id = events[0].response.id  # type: ignore[union-attr]

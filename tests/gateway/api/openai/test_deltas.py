@@ -270,7 +270,7 @@ def test_the_reason_follows_a_call_in_a_chunk_of_its_own(text: str, form: Messag
     assert stream(made, call, made.chunks, [True], called.position, form) == [last]
 
 
-def test_content_behind_calls_comes_behind_them() -> None:
+def test_content_after_calls_comes_after_them() -> None:
     made = make(ids(f"a{CALL}b"), (), "stop")
     told = told_by(stream(made, chat(made), [], [True]))
     assert [kind for kind, _ in told["parts"]] == ["content", "call", "content"]

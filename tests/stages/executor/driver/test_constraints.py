@@ -110,7 +110,7 @@ def test_a_shown_token_may_stand_for_its_name(writer: Writer) -> None:
         assert not {opened, closed} & found
 
 
-def test_matchers_continue_behind_the_present_tokens(writer: Writer) -> None:
+def test_matchers_continue_after_the_present_tokens(writer: Writer) -> None:
     """As after a preemption, or a failure of the lane."""
     constraint = Constraint(json_schema={"type": "array", "items": {"type": "integer"}})
     row = writer.add(constraint)

@@ -221,7 +221,9 @@ def test_layers_that_take_more_than_hidden_states_are_refused(
         ({"kv_host_bytes": 1}, "it must be left out with pipeline_parallel 2"),
     ],
 )
-def test_what_stages_exclude_is_refused_at_start(wrong: dict[str, Any], message: str) -> None:
+def test_settings_that_pipeline_stages_exclude_are_refused_at_start(
+    wrong: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ConfigError) as raised:
         EngineConfig(pipeline_parallel=2, **wrong).check()
     assert message in str(raised.value)

@@ -64,7 +64,7 @@ async def test_a_prompt_counts_as_often_as_it_is_sampled(
     assert len(engine.requests) == 100
 
 
-async def test_a_call_with_the_most_prompts_leaves_room_for_others(
+async def test_a_call_with_the_most_prompts_lets_other_calls_run(
     http: httpx.AsyncClient, engine: FakeEngine
 ) -> None:
     turns = 0

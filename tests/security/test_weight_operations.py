@@ -186,7 +186,7 @@ async def test_an_error_of_the_check_on_the_torch_thread_is_an_answer(
 
 
 @pytest.mark.parametrize("folder", ["a\0b", "x" * 5000, "\ud800", "/dev/zero", "/proc/self/mem"])
-async def test_a_claimed_version_is_checked_against_the_lane(
+async def test_a_record_of_the_lanes_weights_is_checked(
     executor: Executor, folder: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It comes from the bus, where others may write."""

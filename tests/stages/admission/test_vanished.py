@@ -46,7 +46,7 @@ def test_a_report_in_between_counts() -> None:
         assert vanished.look(reports(seen), ALL[1:]) == []
 
 
-def test_requests_reported_elsewhere_or_without_a_successor_are_ignored() -> None:
+def test_replicas_with_a_supervisor_here_or_without_a_peer_are_ignored() -> None:
     left = reports((*FRONT, *FIRST))
 
     def looks(first: list[StageReport], then: list[StageReport]) -> list[str]:

@@ -84,7 +84,7 @@ async def until(holds: Callable[[], Awaitable[Any]], what: str) -> Any:
 
 
 def plain_client(url: str) -> Any:
-    """As another program would make one, of a server or of a cluster."""
+    """Return a client of a server or a cluster, in the form that another program would use."""
     if not url.startswith("redis+cluster://"):
         return Redis.from_url(url)
     host, _, port = url.removeprefix("redis+cluster://").split(",")[0].partition(":")

@@ -88,7 +88,7 @@ number: int = engine.generate(["a"])
 
 @pytest.mark.slow
 def test_type_checkers_find_an_editable_installation(tmp_path: Path) -> None:
-    """Of a file outside of the tree, in an environment that has the package alone."""
+    """They check a file outside of the tree, in an environment that has the package alone."""
     venv.create(tmp_path / "venv", symlinks=True)
     (packages,) = (tmp_path / "venv").glob("lib/python*/site-packages")
     zipfile.ZipFile(built("editable", tmp_path)).extractall(packages)
@@ -138,7 +138,7 @@ def imported_by(path: Path) -> set[str]:
 
 
 def test_each_imported_package_is_declared() -> None:
-    """Of the product; torch brings triton, and gRPC's stubs protobuf's `google`."""
+    """The product's packages; torch brings triton, and gRPC's stubs protobuf's `google`."""
     modules: set[str] = set()
     for name in tree():
         if name.endswith(".py"):

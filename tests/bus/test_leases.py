@@ -206,7 +206,7 @@ async def test_a_process_that_stands_still_during_its_start_takes_no_lane(redis_
 async def test_an_older_record_makes_no_predecessor_the_keeper(
     redis_buses: Any, foreign: Redis
 ) -> None:
-    """As a server has that restarts without its last second."""
+    """The server restarted without its last second."""
     older = await lane(redis_buses, "a")
     key = redis_buses.keys.lanes
     record = await foreign.hget(key, "a")

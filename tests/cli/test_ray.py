@@ -142,7 +142,7 @@ async def test_a_pipeline_on_ray_survives_its_nodes_and_its_driver(
 
 
 async def a_killed_node(lane: Lane, requests: list[Any], calm: Any, rng: random.Random) -> None:
-    """Of 200 requests none is lost, doubled or incomplete, and Ray starts its actors elsewhere."""
+    """None of 200 requests is lost, doubled or incomplete, and Ray starts its actors elsewhere."""
     before = lane.actors()
     on = {role: lane.nodes.node_of(actor.pid) for role, actor in before.items()}
     # Each replica is on one node, with its ranks; the head would take Ray itself along.

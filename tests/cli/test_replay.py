@@ -22,7 +22,7 @@ from .conftest import Run, assert_refused
 
 @pytest.fixture(scope="module")
 def records() -> list[Completion]:
-    """Of requests "a" and "b", by weights that a folder has."""
+    """Completions of requests "a" and "b", by weights that a folder has."""
     config = EngineConfig(model_path=str(short_model.folder()), dtype="float32")
     params = SamplingParams(max_tokens=8, ignore_eos=True)
     with InferenceEngine(config) as engine:

@@ -158,7 +158,7 @@ def test_releases_with_similar_names_have_objects_of_their_own() -> None:
 
 
 def test_a_name_that_yaml_reads_as_something_else_stays_one() -> None:
-    """Of other objects, and of a lane, which its processes read as YAML."""
+    """Names of objects, and of a lane, which its processes read as YAML."""
     redis = {"enabled": False, "existingSecret": "123", "urlKey": "null", "password": ""}
     pools = [{"name": "p", "replicas": 1}]
     values = values_of(

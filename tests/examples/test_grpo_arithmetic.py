@@ -201,7 +201,7 @@ def test_speculation_changes_no_bit_of_a_blocking_run(monkeypatch: pytest.Monkey
 
 @pytest.mark.soak(only=True)
 def test_ranks_change_no_bit_of_a_blocking_run() -> None:
-    """Of its rewards, losses and weights."""
+    """Rewards, losses and weights are the same."""
     settings = replace(SETTINGS, steps=2, deterministic=True)
     found = []
     for ranks in (1, 2):

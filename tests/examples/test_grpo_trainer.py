@@ -143,7 +143,7 @@ def test_the_reference_holds_the_policy_back(groups: list[Group]) -> None:
 
 
 def test_a_trainer_that_fails_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a fork, which has imported all that it needs to fail."""
+    """A fork has imported all that it needs to fail."""
     original = multiprocessing.get_context
     monkeypatch.setattr(multiprocessing, "get_context", lambda kind: original("fork"))
     settings = replace(SETTINGS, model_folder=tmp_path)

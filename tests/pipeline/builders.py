@@ -160,7 +160,7 @@ State = dict[str, Tensor]
 
 
 def find_pure_logprob(loaded: State, dtype: str) -> float:
-    """Of a token that rests on KV of its own version alone."""
+    """Return the logprob of a token that rests on KV of its own version alone."""
     with InferenceEngine(EngineConfig(model_path=str(short_model.folder()), dtype=dtype)) as engine:
         engine.update_weights(oracle.remembering(loaded, 1), blocking=True)
         (sample,) = engine.generate([[5, 6, 7]], SamplingParams(temperature=0, max_tokens=1))
@@ -168,7 +168,9 @@ def find_pure_logprob(loaded: State, dtype: str) -> float:
 
 
 def greedy(number: int, max_tokens: int, n: int = 1) -> GenerateRequest:
-    """Of a few prompts, so that most find a beginning in the prefix cache."""
+    """Return a greedy request with one of a few prompts, so that most find a beginning in the
+    prefix cache.
+    """
     prompt = [5 + number % 3] * 40 + [9] * (number % 5)
     sampling = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
     return GenerateRequest(prompt_token_ids=tuple(prompt), sampling=sampling, n=n)

@@ -51,7 +51,7 @@ def held() -> Held:
 
 
 def request(number: int) -> GenerateRequest:
-    """Of each eight: one with two samples, one that is refused, one that is cut short."""
+    """Return a request; of each eight one has two samples, one is refused, one is cut short."""
     kind = number % 8
     return GenerateRequest(
         request_id=f"r{number}",

@@ -221,7 +221,7 @@ def test_the_fingerprint_follows_weights_configuration_and_settings(tmp_path: Pa
 
 
 async def test_a_pipeline_replays_what_its_bus_has(make_config: MakeConfig, tmp_path: Path) -> None:
-    """Of a request with an adapter and several samples; and of a vector."""
+    """A request with an adapter and several samples, and a vector."""
     make_adapter(reference.model(short_model.folder()), 1, tmp_path)
     config = make_config(
         engine__deterministic=True,

@@ -72,7 +72,7 @@ class JudgingEngine(FakeEngine):
 
 
 async def play_named(server: Server, number: int, usuals: dict[str, str]) -> None:
-    """As `play`, of the case with this number; a failure says which it is."""
+    """Play the case with this number; a failure says which it is."""
     found = case(SEED, number)
     try:
         async with asyncio.timeout(LIMIT_S):

@@ -98,7 +98,7 @@ class Fort:
             return status, ""
 
     async def names(self) -> set[str]:
-        """Of the keys that there are."""
+        """Return the names of all keys."""
         return {key["name"] for key in await self.administration.keys()}
 
     @property
@@ -199,7 +199,7 @@ async def test_a_call_without_a_valid_key_gets_nothing(fort: Fort, path: str) ->
 async def test_every_key_is_compared_in_the_same_way(
     fort: Fort, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of one that is not there as much as of one that is nearly right."""
+    """A missing key takes the same comparison as a nearly right one."""
     compared: list[tuple[int, int]] = []
     compare = api_keys.hmac.compare_digest
 

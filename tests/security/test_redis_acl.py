@@ -397,7 +397,7 @@ async def test_the_server_refuses_commands_and_keys_of_other_roles(
 
 
 async def test_a_client_without_permission_gets_an_error_at_once(place: Place) -> None:
-    """As an error with a code, at once, and not by waiting for ever."""
+    """An error with a code comes at once, instead of an endless wait."""
     async with serving(place), place.http_of("client") as client:
         requests = client.bus.requests
         forbidden: tuple[Callable[[], Awaitable[object]], ...] = (

@@ -87,7 +87,7 @@ async def until_waiting(http: httpx.AsyncClient, number: int) -> None:
 async def abort_until_done(
     http: httpx.AsyncClient, calls: list[Any], *bodies: dict[str, Any]
 ) -> None:
-    """As slime does: what has only just come may not be found yet."""
+    """Abort like slime: requests that have only just come may not be found yet."""
     for _ in range(TURNS):
         if all(call.done() for call in calls):
             return

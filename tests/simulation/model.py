@@ -13,7 +13,7 @@ from zlib import crc32
 from nano_inference.bus.messages import CacheScope
 
 VOCAB_SIZE = 768
-"""As the bundled model, whose tokenizer it has."""
+"""The vocabulary size of the bundled model, whose tokenizer it has."""
 
 FIRST_TOKEN, NUM_TOKENS = 16, 64
 """Tokens are from this range, so that a few stop ids end many samples."""

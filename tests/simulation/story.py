@@ -14,7 +14,9 @@ from . import model
 from .constraints import PATTERNS
 
 MOST_REQUESTS = 24
-"""Of most stories; those of crowds have up to ten times as many, and of throngs 34 times."""
+"""Most requests of a usual story; those of crowds have up to ten times as many, and of throngs 34
+times.
+"""
 
 LEASE_MS = 5000
 """So long a lane holds requests without a sign of life."""
@@ -197,7 +199,7 @@ class Story(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 SHORT_MS = 800
-"""Of a short story no fault lasts longer."""
+"""Longest fault of a short story, in milliseconds."""
 
 
 def shorten(story: Story, *, in_memory: bool = False) -> Story:

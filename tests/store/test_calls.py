@@ -101,7 +101,7 @@ async def test_of_two_gateways_that_look_at_once_one_has_the_orphan(buses: Buses
 
 
 async def test_a_call_is_forgotten_with_its_results(buses: Buses) -> None:
-    """As long as it is attended, it is kept, and so is its name."""
+    """An attached call is kept, and so is its name."""
     bus = buses.open(results_ttl_s=1)
     for call_id in ("short", "long"):
         await bus.store.calls.keep(call_id, b"", 0)

@@ -45,7 +45,7 @@ async def test_each_lane_has_its_own(redis_buses: Any) -> None:
 
 
 async def test_unreadable_records_are_ignored(redis_buses: Any) -> None:
-    """As of a version to come."""
+    """A later version may write such records."""
     bus = redis_buses.open()
     async with Redis.from_url(redis_buses.url) as redis:
         for raw in (b"", b"{", b"[]", b'{"version":"x"}', b"\xff"):

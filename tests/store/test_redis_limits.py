@@ -89,7 +89,7 @@ async def test_a_restarted_server_gets_reserved_and_held_amounts(
 
 
 async def test_amounts_that_the_server_lost_last_are_sent_again(tmp_path: Path) -> None:
-    """As a server does that writes its log once a second."""
+    """The server writes its log once a second."""
     async with mortal_server(tmp_path / "data") as server:
         bus = open_bus(BusConfig(url=server.url))
         log = next((tmp_path / "data").glob("appendonlydir/*.incr.aof"))
@@ -192,7 +192,7 @@ async def test_a_cancelled_reservation_holds_nothing(redis_buses: Buses) -> None
 
 
 async def test_removed_keys_are_written_again(redis_buses: Buses, foreign: Any) -> None:
-    """As a server does that is short of memory and evicts keys with a time to live."""
+    """The server is short of memory and evicts keys with a time to live."""
     bus, other = redis_buses.open(), redis_buses.open()
     assert await fits(bus, (REQUESTS, 100))
     await foreign.delete(redis_buses.keys.limit("key", 3600))

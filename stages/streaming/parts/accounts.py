@@ -40,8 +40,8 @@ State = Literal["decode", "prefill", "ready", "ended"] | Cause
 whole time.
 """
 
-_RANKS: Final[dict[State, int]] = {"decode": 4, "prefill": 3, "kv": 2}
-"""The order of states: of several samples, the one with the largest number gives the cause; other
+_PRECEDENCE: Final[dict[State, int]] = {"decode": 4, "prefill": 3, "kv": 2}
+"""Precedence of states: of several samples, the one with the largest number gives the cause; other
 states have 1.
 """
 
@@ -391,8 +391,8 @@ class RequestTime:
             return only if only.state != "ended" else None
         top, highest = None, 0
         for sample in self._samples.values():
-            if sample.state != "ended" and (rank := _RANKS.get(sample.state, 1)) > highest:
-                top, highest = sample, rank
+            if sample.state != "ended" and (order := _PRECEDENCE.get(sample.state, 1)) > highest:
+                top, highest = sample, order
         return top
 
     def _advance(self, to_ns: int, now_ns: int, cause: State | None = None) -> None:

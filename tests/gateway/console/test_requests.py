@@ -206,7 +206,7 @@ def test_tenants_are_counted_by_their_tokens() -> None:
 
 
 def test_nothing_of_ended_requests_stays_without_a_reader(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of streams, too, whose growth only a console would read."""
+    """Streams, whose growth only a console would read, are dropped too."""
     log = RequestLog(most=10)
     for number in range(100):
         asked = request(f"r{number}")

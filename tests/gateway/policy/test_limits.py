@@ -138,7 +138,7 @@ async def test_tokens_are_reserved_and_committed(place: Place) -> None:
 async def test_a_disconnected_call_commits_its_most_tokens(
     place: Place, stream: bool, used: int
 ) -> None:
-    """Of a stream, the tokens that were sent; of a whole answer, the most that it may have."""
+    """A stream commits the tokens that were sent; a whole answer the most that it may have."""
     place.engine.outputs = lambda request: [chunk(request, (5, 6, 7), "five six")]
     limits = {"tokens_per_minute": 50, "max_in_flight": 1}
     headers = await place.key("generate", tenant="t", limits=limits)

@@ -175,7 +175,7 @@ async def test_tools_are_refused_if_the_template_reads_none(model: Model) -> Non
 
 
 async def test_the_template_for_tools_is_chosen(model: Model) -> None:
-    """As Transformers does: with tools, else the default."""
+    """Transformers' choice: the template for tools with tools, else the default."""
     templates = model.with_template("none of these")
     tokenizer = await model.tokenizer.get()
     tokenizer.transformers.chat_template = {

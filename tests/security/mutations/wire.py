@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from typing import Any, Literal, NamedTuple
 
 Shape = Literal["openai", "anthropic", "kserve"]
-"""Of errors."""
+"""The shape of errors."""
 
 Refusals = frozenset[tuple[int, str]]
 """Statuses with their codes."""
@@ -189,7 +189,7 @@ def check(answer: Answer, wanted: Wanted, usual: str = "") -> None:
 
 
 def _code(answer: Answer, shape: Shape) -> str:
-    """Of an error in the shape that clients of the interface know."""
+    """Return the code of an error in the interface's shape."""
     found = json.loads(answer.body, parse_constant=_no_json)
     error = found["error"]
     if shape == "kserve":

@@ -55,7 +55,7 @@ def response_of(
 
 
 def keep(core: AdmissionCore, accepted: Accepted, response: StoredResponse) -> None:
-    """As streaming reports a request that has just been opened."""
+    """Report a finished response as streaming does for a request that was just opened."""
     generation = core.part(Responses).generation
     core.keep(accepted, msgspec.structs.replace(response, generation=generation))
 

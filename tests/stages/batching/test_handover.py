@@ -240,7 +240,7 @@ def test_a_request_that_ends_on_both_sides_frees_both_places(is_announced: bool)
 def test_a_request_that_ends_while_its_first_token_is_computed_frees_both_places(
     max_tokens: int,
 ) -> None:
-    """Of which token the giver's batching does not know yet whether it is handed over."""
+    """Batching on the first replica has not yet received whether that token is handed over."""
     pair = Pair()
     pair.add(PROMPT, [1], max_tokens=max_tokens)
     pair.giver.plan()

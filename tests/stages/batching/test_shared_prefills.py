@@ -148,7 +148,7 @@ def test_sharing_keeps_to_the_batch_size() -> None:
 
 
 def test_sharing_leaves_blocks_for_running_sequences() -> None:
-    """Of four blocks the prompt has two and one is reserved, so one sibling has room."""
+    """The prompt has two of four blocks and one is reserved, so one sibling has room."""
     replica = FakeReplica(num_blocks=4, block_size=4)
     add(replica, max_tokens=2)
     replica.plan()

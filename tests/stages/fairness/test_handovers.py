@@ -137,7 +137,7 @@ def test_a_prompt_for_embedding_is_not_handed_over() -> None:
 
 @pytest.mark.parametrize("roles", [("prefill", "prefill"), ("decode", "decode")])
 def test_without_replicas_for_one_half_each_does_both(roles: tuple[ReplicaRole, ...]) -> None:
-    """As when the others are gone."""
+    """The replicas for the other half are gone."""
     core = core_of(*roles)
     core.push(request("a", samples=8), 0)
     found = dispatches(core)

@@ -220,7 +220,7 @@ FAMILIES = {
 
 
 def format_of_family(family: Family) -> MessageFormat:
-    """As it is found."""
+    """Return the format that is detected for the family."""
     form = find_format("auto", None, family.chat_template, family.model_type)
     return form
 

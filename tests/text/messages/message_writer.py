@@ -78,11 +78,11 @@ class Writer:
         return self._tokenizer
 
     def tokens(self, text: str) -> list[int]:
-        """Of a text, as the tokenizer makes them."""
+        """Return the tokens that the tokenizer makes of a text."""
         return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def spelled(self, text: str) -> list[int]:
-        """Of a text, each character for itself, so that no token stands for more."""
+        """Return tokens of a text, each character for itself, so that no token stands for more."""
         return [token for character in text for token in self.tokens(character)]
 
     def may_be(self, constraint: Constraint, text: str | list[int]) -> bool:

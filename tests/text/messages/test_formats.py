@@ -132,7 +132,7 @@ def test_enable_thinking_false_leaves_the_reasoning_before_the_first_token() -> 
 
 @reasoning_families
 def test_a_closing_mark_without_reasoning_is_dropped(family: Family, form: MessageFormat) -> None:
-    """As models write it where a budget, or the prompt, has closed their reasoning before."""
+    """Models write it where a budget, or the prompt, has closed their reasoning before."""
     before, behind = family.reasoning
     mark = behind.removesuffix("<|start|>assistant")
     closed = before + behind

@@ -88,7 +88,7 @@ def test_the_tokenizers_own_comes_before_ours() -> None:
 
 
 def test_a_tokenizer_format_drops_spaces_around_marks() -> None:
-    """As Transformers strips it, in a text that grows as well."""
+    """Transformers strips them, in a text that grows as well."""
     form = find_format("auto", TEMPLATE, "", "unknown")
     call = {"name": "get_weather", "arguments": {"city": "Oslo"}}
     text = f"<t>\n a b \n</t>\n\nText.\n<c> {json.dumps(call)}\n</c>"

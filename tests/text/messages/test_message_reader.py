@@ -192,7 +192,7 @@ def test_text_of_the_prompt_is_not_repeated() -> None:
 
 
 def test_calls_are_neither_lost_nor_doubled_by_how_the_text_is_cut() -> None:
-    """As parsers of streams do (vLLM 47901, 51697, 56263)."""
+    """Parsers of streams had such defects (vLLM 47901, 51697, 56263)."""
     calls = "\n".join(GOOD.replace("Bari", str(n)) for n in range(3))
     text = "<think>\nTwo.\n</think>\n\nI ask. " + calls
     whole = read(QWEN, [text])

@@ -100,7 +100,7 @@ async def test_parameters_have_the_names_of_vllm(engine: Engine) -> None:
 
 
 async def test_numbers_may_be_written_as_texts(engine: Engine) -> None:
-    """As vLLM's own examples send them."""
+    """vLLM's own examples send texts."""
     given = {
         "temperature": "0.1",
         "top_p": "0.95",
@@ -279,7 +279,7 @@ async def test_a_stream_has_what_is_new_of_all_samples(engine: Engine) -> None:
 
 @pytest.mark.parametrize("many", [True, False])
 async def test_one_answer_is_whole_though_a_stream_was_wanted(engine: Engine, many: bool) -> None:
-    """Of a unary call, and of a stream without `stream`."""
+    """Both a unary call and a stream without `stream` get it."""
     if many:
         (alone,) = await engine.stream("tiny", **TEXT, stream=False)
     else:

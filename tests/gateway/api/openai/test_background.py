@@ -38,7 +38,7 @@ class Deployment:
         self._running = asyncio.create_task(self.app.background["durable calls"]())
 
     async def aclose(self) -> None:
-        """As it is stopped."""
+        """Stop the gateway."""
         self.kept.stopping = True
         self._running.cancel()
         await asyncio.wait([self._running])

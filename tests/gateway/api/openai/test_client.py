@@ -165,7 +165,7 @@ async def test_a_conversation_in_turns(client: AsyncOpenAI) -> None:
 
 
 async def polled(client: AsyncOpenAI, response: Response) -> Response:
-    """As its documentation shows."""
+    """Poll as the client's documentation shows."""
     while response.status in ("queued", "in_progress"):
         await anyio.sleep(0.01)
         response = await client.responses.retrieve(response.id)

@@ -289,7 +289,7 @@ async def test_a_waiting_client_gets_a_deleted_response(http: Client) -> None:
 
 
 async def test_the_conversation_so_far_precedes_the_input(http: Client, other: Client) -> None:
-    """Of all responses before, without their instructions, and also when they are gone."""
+    """All earlier responses count, without their instructions, and also after their removal."""
     parts = [{"type": "input_text", "text": "a"}, {"type": "input_text", "text": "b"}]
     items = [{"role": "user", "content": parts}, {"role": "developer", "content": "c"}]
     first = await posted(http, input=items, instructions="Be brief.", **LOGPROBS)

@@ -111,7 +111,7 @@ def test_a_shown_token_may_stand_for_its_name(writer: Writer) -> None:
 
 
 def test_matchers_continue_after_the_present_tokens(writer: Writer) -> None:
-    """As after a preemption, or a failure of the lane."""
+    """A preemption, or a failure of the lane, came before."""
     constraint = Constraint(json_schema={"type": "array", "items": {"type": "integer"}})
     row = writer.add(constraint)
     tokens = [writer.step([row], torch.Generator().manual_seed(step))[0] for step in range(6)]

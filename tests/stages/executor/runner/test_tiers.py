@@ -243,7 +243,7 @@ def test_damage_between_two_starts_is_a_miss(tmp_path: Path, damage: Damage, num
 
 
 def test_a_block_whose_entry_was_not_written_is_not_found(tmp_path: Path) -> None:
-    """As after a kill between the two."""
+    """The process was killed between the two writes."""
     with opened(tmp_path) as tiers:
         written(tiers)
         _, index = files_of(tmp_path)

@@ -79,7 +79,7 @@ class LinearContract(ABC):
         return torch.randn(count, self.inputs, generator=generator).to(self.dtype)
 
     def write(self, method: LinearMethod, weights: dict[str, Tensor]) -> None:
-        """As a checkpoint or an update writes them."""
+        """Write weights like a checkpoint or an update."""
         for name, tensor in weights.items():
             for box in method.boxes(name):
                 box.write(tensor[box.place])
@@ -124,7 +124,7 @@ class LinearContract(ABC):
 
     @torch.no_grad()
     def test_every_number_has_a_place_on_one_rank(self) -> None:
-        """Of the weight; each rank that adds the bias has it."""
+        """Each number of the weight has one; each rank that adds the bias has it."""
         places = self.on_each(
             lambda method, _: {
                 name: [box.place for box in method.boxes(name)] for name in ("weight", "bias")

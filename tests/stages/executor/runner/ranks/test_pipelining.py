@@ -197,7 +197,7 @@ def test_models_that_can_not_be_cut_are_refused(tmp_path: Path) -> None:
 def test_layers_that_take_more_than_hidden_states_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As models whose layers get the embedding again, beside the states of the layer before."""
+    """Some models' layers get the embedding again, beside the states of the layer before."""
     forward = LlamaModel.forward
 
     def with_embedding(

@@ -38,7 +38,7 @@ class Day:
         remarks: What was unexpected or particular.
         without: Kinds of requests that it doesn't serve.
         also: Kinds that others don't serve.
-        key: Of its gateways; "" for none.
+        key: Key of its gateways; "" for none.
         all_interfaces: The interfaces that it has.
     """
 

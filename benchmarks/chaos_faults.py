@@ -211,7 +211,7 @@ class TwoLanes(OnPlainServer):
 
     @property
     def process(self) -> Any:
-        """What `chaos_rig.bounded` looks at: lane b is never killed."""
+        """The process that `chaos_rig.bounded` watches: lane b is never killed."""
         return self.lanes["b"].process
 
     async def lane_stopped_for_ten_seconds(self) -> None:
@@ -242,8 +242,9 @@ class TwoLanes(OnPlainServer):
 
 
 class Chats(OnPlainServer):
-    """What gateways add to a request: tools, reasoning, guardrails, background responses. Two
-    gateways with access control; a model whose template has tools and reasoning."""
+    """The features that gateways add to a request: tools, reasoning, guardrails, background
+    responses. Two gateways with access control; a model whose template has tools and reasoning.
+    """
 
     KINDS = (*(f"chats: {stage} killed" for stage in STAGES), "chats: gateway killed")
     without = ("images", "adapter", "embedding", "leaving")

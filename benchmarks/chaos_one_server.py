@@ -217,7 +217,7 @@ class OneServer(Day):
             resource.prlimit(pid, resource.RLIMIT_NOFILE, limits)
 
     async def sockets_closed_hard(self) -> None:
-        """Reset connections to gateways, before, within and behind a request."""
+        """Reset connections to gateways, before, within and after a request."""
         await asyncio.to_thread(self._reset_sockets)
 
     def _reset_sockets(self) -> None:

@@ -79,7 +79,7 @@ class RedisServer(Restartable):
         address: Where it listens, without authentication.
 
     Attributes:
-        environment: Of the process; None for that of this program.
+        environment: Environment of the process; None for that of this program.
     """
 
     def __init__(

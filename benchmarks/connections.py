@@ -25,7 +25,7 @@ from sse_client import Client
 
 READERS, OTHERS = 20, 50
 SAMPLES = 4
-"""Of each request of the other clients, so that their streams are long."""
+"""Samples per request of the other clients, so that their streams are long."""
 
 BATCH = 1024
 """Sequences at once, so that no request is queued."""

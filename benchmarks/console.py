@@ -1,4 +1,4 @@
-"""What the console costs a gateway: CPU time of its process with viewers, and of each request.
+"""The console's cost for a gateway: CPU time of its process with viewers, and of each request.
 
 python benchmarks/console.py [--viewers 50] [--seconds 15]
 

@@ -153,7 +153,7 @@ class Outcome:
     Attributes:
         prompt_tokens, output_tokens: Served tokens, cached ones included.
         computed_tokens: Tokens that the device computed.
-        recomputed_tokens: Of these, computed again after preemption.
+        recomputed_tokens: Tokens computed again after preemption, which `computed_tokens` includes.
         service: Samples of (time, weighted service by tenant).
         waiting: Samples of (time, queued requests by tenant).
     """

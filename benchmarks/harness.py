@@ -193,9 +193,9 @@ def paired(
     rounds: int,
     before: Callable[[], object] = int,
 ) -> dict[str, list[float]]:
-    """Time two ways to do the same in turn, behind a first round that doesn't count.
+    """Time two ways to do the same in turn, after a first round that doesn't count.
 
-    A round takes the plain way both before and behind ours, so that a load which comes or goes
+    A round takes the plain way both before and after ours, so that a load which comes or goes
     meanwhile favours neither: compare within rounds.
 
     Args:

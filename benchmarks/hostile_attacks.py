@@ -392,7 +392,7 @@ async def web_pages(attacker: Attacker) -> None:
 
 STORED = 60
 STORED_BYTES = 3_500_000
-"""Of a response's record; 60 of them are more than `bus.calls_max_bytes`."""
+"""Bytes of a response's record; 60 of them are more than `bus.calls_max_bytes`."""
 
 
 async def stored_responses(attacker: Attacker) -> None:

@@ -50,7 +50,7 @@ LOG_KB = 1024
 
 
 class Surroundings(NamedTuple):
-    """How a pipeline is started.
+    """The settings and processes with which a pipeline is started.
 
     Attributes:
         descriptors: The limit of open files of all processes.

@@ -56,7 +56,7 @@ class Ask(NamedTuple):
     """A request.
 
     Attributes:
-        key: Of requests with the same answer; "" for a prompt that no other request has.
+        key: Key of requests with the same answer; "" for a prompt that no other request has.
         kind: What is particular about it.
         interface: How it is sent.
         request: As on the bus.
@@ -85,7 +85,7 @@ def reasoning(request: dict[str, Any], rng: random.Random) -> None:
 
 
 def with_guardrail(request: dict[str, Any], rng: random.Random) -> None:
-    """The answer would have a text that it may not have, behind some tokens."""
+    """The answer would have a text that it may not have, after some tokens."""
     request["sampling"] |= {"constraint": {"regex": f"[a-z]{{5,30}} {BLOCKED} [a-z]{{20,30}}"}}
     request["sampling"] |= {"max_tokens": 80, "ignore_eos": False}
     request["sampling"].pop("stop", None)
@@ -177,14 +177,14 @@ def make_asks(
 
 @dataclass
 class Answer:
-    """What a client has read.
+    """The part of an answer that a client has read.
 
     Attributes:
         content: What must be the same each time; None of a request that left or was refused.
         faults: "lost", "doubled", "gaps".
         refused: The code of a refusal.
         returns: Attempts after the first one.
-        remark: Of a failure.
+        remark: Details of a failure.
         first_s: When its first output came, on the monotonic clock.
     """
 
@@ -227,11 +227,11 @@ class Interfaces:
     Attributes:
         bus: A client of the bus.
         redis: A plain client of its server; None: there is no interface "redis".
-        prefix: Of keys.
-        urls: Of gateways over HTTP.
+        prefix: Prefix of the deployment's keys.
+        urls: URLs of gateways over HTTP.
         grpc: Addresses of gateways over gRPC.
         model: The name of the served model.
-        key: Of gateways; "" for none.
+        key: Key of gateways; "" for none.
     """
 
     bus: BusClient

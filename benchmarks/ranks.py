@@ -54,7 +54,7 @@ SPAWN = multiprocessing.get_context("spawn")
 PARTS = ("all-reduce", "steps", "memory")
 SIX_GB = qwen2(2048, 10_448, 36, (16, 4), 151_936)
 LAYOUTS = {"1 process": (1, 1), "2 ranks": (2, 1), "4 ranks": (4, 1), "2 stages of 2": (2, 2)}
-"""Of the part `memory`: tensor_parallel and pipeline_parallel."""
+"""Layouts for the part `memory`: tensor_parallel and pipeline_parallel."""
 
 Times = dict[str, dict[str, list[float]]]
 

@@ -164,7 +164,7 @@ def bandwidth() -> dict[str, dict[str, float]]:
 # --- lanes of processes ---------------------------------------------------------------------------
 
 LENGTHS = [2048, 2040]
-"""Of the prompts that are handed over. Of the second one the last block is not full."""
+"""Lengths of the prompts that are handed over. Of the second one the last block is not full."""
 
 STREAMS, LONG = 8, 2048
 WAYS = {"unified": "", "roles": roles_lane.SPLIT}

@@ -122,7 +122,7 @@ class Replica:
             lane.at(end_ns, lambda: self._done(plan))
 
     def _fetch(self, moves: list[KVMove]) -> None:
-        """Read blocks of the other replica, behind those that are being read, once their step is
+        """Read blocks of the other replica, after those that are being read, once their step is
         done."""
         lane = self._lane
         steps = [move.step for move in moves]

@@ -44,8 +44,8 @@ class Law:
 
     Attributes:
         of: What the number counts; "" for a constant.
-        coefficients: Of 1, x, and, where a straight line does not fit, x squared.
-        covariance: Of the coefficients.
+        coefficients: Coefficients of 1, x, and, where a straight line does not fit, x squared.
+        covariance: Covariance of the coefficients.
         spread_us: Standard deviation of one measurement from the law.
         points: The measurements, (x, microseconds).
     """
@@ -260,7 +260,9 @@ def of_batches(rounds: int) -> dict[str, Law]:
 
 
 def of_lanes(rounds: int) -> dict[str, Law]:
-    """What each lane, or each of its processes, does at an interval, by the number of lanes."""
+    """Return the work of each lane, or of each of its processes, per interval, by the number of
+    lanes.
+    """
     points: dict[str, list[tuple[float, float]]] = {
         name: [] for name in ("renew", "count, sum", "count, shared", "check the queue")
     }

@@ -1,4 +1,4 @@
-"""What carries 1,000 lanes and 100,000 requests a second: laws, walls, shards, simulation.
+"""The needs of 1,000 lanes and 100,000 requests a second: laws, walls, shards, simulation.
 
     python benchmarks/scale_sim.py [--lanes 1000] [--rate 100000] [--rounds 5] [--json FILE]
 
@@ -32,7 +32,7 @@ from nano_inference.config import FairnessConfig
 from nano_inference.store.redis.keys import Keys
 
 PROCESSES = 5
-"""Of a lane: each reports, and counts the queue, once a second."""
+"""Processes of a lane: each reports, and counts the queue, once a second."""
 
 BATCH = 8
 """Entries that a busy lane takes and acknowledges together."""

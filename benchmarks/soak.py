@@ -13,7 +13,7 @@ leave, and processes are killed (SIGKILL), terminated (SIGTERM) and stopped for 
 Each request must have one terminal message, without gaps and doubled tokens, and the tokens of its
 undisturbed run, sampled ones too; times add up to the nanosecond. At the end random requests are
 replayed and must be equal to the bit. Memory, descriptors, threads, keys and files must have no
-growth behind the warm-up (soak_watch.py). The exit status is 1 otherwise. Linux only; `--plot`
+growth after the warm-up (soak_watch.py). The exit status is 1 otherwise. Linux only; `--plot`
 needs the extra `plots`.
 """
 

@@ -1,4 +1,4 @@
-"""What must hold in soak.py: one terminal message each, the same tokens, times that add up."""
+"""Promises that soak.py checks: one terminal message each, the same tokens, times that add up."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from nano_inference import BusClient, Completion
 
 LABELS = ("A", "B")
-"""Of weights: those of even versions are as loaded, those of odd ones have another last norm."""
+"""Names of weights: even versions are as loaded, odd versions have another last norm."""
 
 
 def label_of(version: int) -> str:
@@ -112,7 +112,7 @@ class Judge:
 
     Attributes:
         counts: Answers by interface, by kind, and by what is wrong.
-        remarks: Of what is wrong.
+        remarks: Violations, as sentences.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""What soak.py watches: memory, descriptors and threads of processes, Redis, and files; and trends.
+"""Measurements of soak.py: memory, descriptors and threads of processes, Redis, files; and trends.
 
 A trend is the slope of a straight line within the life of each process, after its warm-up: a
 process that replaces a killed one has a level of its own, and the same slope. Its interval comes
@@ -26,7 +26,7 @@ T_OF_BLOCKS = 2.26
 """Student's t of 95 % with nine degrees of freedom."""
 SHARED_MEMORY = Path("/dev/shm")
 PSS = "PSS, MiB"
-"""Of all processes. It has no trend: each restart begins another level."""
+"""Proportional set size of all processes. It has no trend: each restart begins another level."""
 
 
 class Sample(NamedTuple):

@@ -1,9 +1,9 @@
-"""How soon a stream goes on after kill -9 of each stage, without standbys and with them.
+"""The time until a stream continues after kill -9 of each stage, without standbys and with them.
 
     python benchmarks/takeover.py [--shape bundled|S] [--stages executor,streaming] [--turns 5]
         [--ways none,standby] [--json FILE]
 
-One stream runs in a lane of five processes of `nano-inference up` over Redis. Behind its 20th token
+One stream runs in a lane of five processes of `nano-inference up` over Redis. After its 20th token
 a stage's process is killed; the longest wait between two tokens from then on is printed, with
 medians over the turns, and the memory of the stage's processes (PSS, shared pages split among
 those that have them). chaos.py measures the same under many streams. Linux only.
@@ -74,7 +74,7 @@ def os_times(pid: int) -> tuple[int, int]:
 async def turn(
     client: BusClient, deployment: Deployment, stage: str, number: int, tokens: int
 ) -> float:
-    """Return the longest wait for a token behind the kill, in seconds."""
+    """Return the longest wait for a token after the kill, in seconds."""
     sampling = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
     prompt = tuple(range(20 + number, 84 + number))
     request = GenerateRequest(prompt_token_ids=prompt, sampling=sampling, stream=True)

@@ -50,8 +50,8 @@ def wrong_bills(reports: Iterable[StageReport], completions: Iterable[Terminal])
     have ended since its successor began, which owe it nothing for what ran before.
 
     Args:
-        reports: Of one lane, while no request is in flight, and two seconds (a report) after its
-            last one ended.
+        reports: Reports of one lane, while no request is in flight, and two seconds (a report)
+            after its last one ended.
         completions: The terminal messages of all its requests.
     """
     loads = [each.load for each in reports if each.stage == "streaming" and "busy_ns" in each.load]
@@ -73,7 +73,7 @@ def wrong_bills(reports: Iterable[StageReport], completions: Iterable[Terminal])
 
 
 def unbilled_share(reports: Iterable[StageReport]) -> float:
-    """Return the share of the busy time of lanes that nobody owes; 0 without any."""
+    """Return the share of the busy time of lanes without a bill; 0 without any."""
     loads = [each.load for each in reports if each.stage == "streaming"]
     busy_ns = sum(int(load.get("busy_ns", 0)) for load in loads)
     billed_ns = sum(int(load.get("billed_ns", 0)) for load in loads)

@@ -55,7 +55,7 @@ class Workload:
     Attributes:
         prompts: How many.
         shortest: Tokens of the shortest prompt; lengths are log-uniform up to `longest`.
-        longest: Of the longest.
+        longest: Length of the longest.
         common: Tokens that all prompts begin with, besides.
         samples: Completions of each prompt.
         new_tokens: Least and most tokens of a completion.

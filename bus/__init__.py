@@ -43,7 +43,7 @@ def open_bus(
     Args:
         config: The bus settings.
         local_stages: Roles of the stages in this process.
-        replicas: Of the pipeline.
+        replicas: Replicas of the pipeline.
 
     Raises:
         BusError: The URL can't be used.

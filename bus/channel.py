@@ -87,8 +87,9 @@ class RequestQueue(Protocol):
         An entry that another lane has taken over is left to that lane.
 
         Args:
-            request_id: Of the terminal message that `deliver` wrote. If the transport lost the
-                message, `take` returns the entry again. None: no check, for any request id.
+            request_id: Request id of the terminal message that `deliver` wrote. If the transport
+                lost the message, `take` returns the entry again. None: no check, for any request
+                id.
         """
 
     async def renew(self, lease_s: float) -> set[str]:
@@ -325,7 +326,8 @@ class ResultStreams(Protocol):
         In memory the latest `KEPT_RECORDS` are, of `KEPT_RECORD_TOKENS` together.
 
         Args:
-            id: Of a request. Or of a call over HTTP, whose requests are `ID_0`, `ID_1` and so on.
+            id: Id of a request, or of a call over HTTP, whose requests are `ID_0`, `ID_1` and so
+                on.
             search: On Redis, read the shared results stream if nothing has the id, also for the id
                 of an entry or a trace.
 

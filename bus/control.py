@@ -240,7 +240,7 @@ class LoadAdapter(Internal, frozen=True):
 class UnloadAdapter(Internal, frozen=True):
     """To admission: let no request with this adapter in any more. Answered when none is in flight.
 
-    To the executor, behind that: forget it. Answered when that is so; what still has it ends.
+    To the executor, after that: forget it. Answered when that is so; what still has it ends.
 
     Attributes:
         in_flight: "abort" ends requests in flight with what they have; else they finish first.
@@ -254,7 +254,7 @@ class AdapterReady(Internal, frozen=True):
     """The executor to batching: an adapter is ready for the next plan.
 
     Attributes:
-        version: Of its weights; 0 to unload it.
+        version: Version of its weights; 0 to unload it.
     """
 
     adapter: str
@@ -362,8 +362,8 @@ class TierCapacity(Section, frozen=True):
         layout: Digest of the layout of a block's bytes.
         model: Digest of the weights as they were loaded, and of all else that decides the numbers
             of their KV: configuration, versions, machine, kernels, settings.
-        weight_version: Of these weights.
-        incarnation: Of the executor.
+        weight_version: Version of these weights.
+        incarnation: Incarnation of the executor.
         load_ns: Time to load a block from host memory, measured at the start, as the next two.
         fetch_ns: Time to read a block from disk.
         token_ns: Time to compute one token of a prompt.
@@ -383,11 +383,11 @@ class TierCapacity(Section, frozen=True):
 
 
 class ImageCapacity(Section, frozen=True):
-    """What an executor takes of images, in image tokens.
+    """An executor's limits for images, in image tokens.
 
     Attributes:
-        max_tokens: Of one image, and of all that one step encodes.
-        cache_tokens: Of all images whose embeddings are kept.
+        max_tokens: Most tokens of one image, and of all that one step encodes.
+        cache_tokens: Most tokens of all images whose embeddings are kept.
         sees_itself: Whether the tokens of an image attend to each other in both directions, so that
             one step computes all of them.
     """
@@ -406,7 +406,7 @@ class ReplicaCapacity(InternalPart, frozen=True, array_like=True):
         max_model_len: The configured limit, capped by the model's own.
         vocab_size: Rows of the output layer.
         device: For display: "cpu", "cuda:0 NVIDIA H200".
-        weight_version: Of the weights in place.
+        weight_version: Version of the weights in place.
         lacks: As in MemoryState.
         max_batch_size: Sequences that run concurrently.
         capabilities: Uses of the model.
@@ -467,7 +467,7 @@ class WeightsChanged(Internal, frozen=True):
     in place.
 
     Answered when no response of former ones is served any more; only then the executor answers the
-    operation. It comes behind AdaptersChanged, on the same link.
+    operation. It comes after AdaptersChanged, on the same link.
 
     Attributes:
         weight_version: The new version; 0 after a change of an adapter.
@@ -521,7 +521,7 @@ class ScoreSample(Internal, frozen=True):
     Attributes:
         token_ids: `[prompt + completion]`.
         start: Position of the first token to score, at least 1.
-        temperature: Of the logprobs.
+        temperature: Temperature of the logprobs.
     """
 
     request_id: str

@@ -36,7 +36,7 @@ def entry_key(entry_id: str, request_id: str) -> str:
     """Return the identity of an entry: its id and, if it has one of its own, its request's.
 
     The entry's id is not enough: after a failover, or when its clock goes back, a server gives the
-    id of an entry that it has lost to another one. Cached, as each request's is asked for a dozen
+    id of an entry that it has lost to another one. Cached, as each request's is read a dozen
     times.
     """
     if request_id == entry_id or not is_usable_request_id(request_id):

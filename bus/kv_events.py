@@ -11,7 +11,7 @@ from typing import Literal
 import msgspec
 
 Medium = Literal["GPU", "CPU", "DISK"]
-"""Where a block is: on the device of any kind, in host memory, or on disk."""
+"""The memory that holds a block: a device of any kind, host memory, or disk."""
 DEVICE: Medium = "GPU"
 HOST: Medium = "CPU"
 DISK: Medium = "DISK"
@@ -23,8 +23,9 @@ class BlockStored(msgspec.Struct, frozen=True, omit_defaults=True, tag=True):
     """Blocks that can be found from now on.
 
     Attributes:
-        block_hashes: Of consecutive blocks of one prefix; below the device, of any blocks.
-        parent_block_hash: Of the block before; None at the start of a prompt, and below the device.
+        block_hashes: Hashes of consecutive blocks of one prefix; below the device, of any blocks.
+        parent_block_hash: Hash of the block before; None at the start of a prompt, and below the
+            device.
         token_ids: `[blocks * block_size]`; empty below the device, where the hash is that of an
             event before.
         block_size: Tokens of a block; 0 below the device.
@@ -79,10 +80,10 @@ class KVEventEntry(msgspec.Struct, frozen=True):
     Attributes:
         model: The model, in a deployment of several; else "".
         lane, replica: Whose cache it is.
-        incarnation: Of the batching stage. A new one begins with AllBlocksCleared.
+        incarnation: Incarnation of the batching stage. A new one begins with AllBlocksCleared.
         sequence: Number of the entry, counting the incarnation's from 0.
         missed: Set by the reader: entries of this incarnation before this one that it has not
-            seen. 0: the reader knows all that the cache holds, if it has followed all events.
+            seen. 0: the reader has all that the cache holds, if it has followed all events.
     """
 
     model: str

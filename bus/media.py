@@ -15,7 +15,7 @@ class MediaItem(InternalPart, frozen=True, array_like=True):
             within a `CacheScope`.
         start: Index of its first placeholder in the prompt.
         num_tokens: Its placeholders.
-        width: Of an image, in pixels.
+        width: Width of an image, in pixels.
         height: Likewise.
         alone: Whether it is the prompt's only image, which LLaVA-OneVision cuts into tiles.
         name: In the store, of the item as this model takes it; tenants that share no prefixes have

@@ -69,7 +69,8 @@ class StoredSample(InternalPart, frozen=True, array_like=True):
         token_ids: `[k]`.
         logprobs: `[k]`.
         top_logprobs: `[k]`; empty if not requested.
-        finish_reason: Of the last token, by the executor: "" if a stop string ended the sample.
+        finish_reason: Finish reason of the last token, by the executor: "" if a stop string ended
+            the sample.
     """
 
     token_ids: tuple[int, ...]
@@ -83,7 +84,7 @@ class StoredResponse(InternalPart, frozen=True, array_like=True):
 
     Attributes:
         samples: All of them.
-        weight_version: Of the weights that made all tokens.
+        weight_version: Version of the weights that made all tokens.
         adapter_version: The same of the adapter; 0 without one.
         generation: As in ResponseCaching.
     """
@@ -111,7 +112,7 @@ class RequestOpened(Internal, frozen=True):
         logprobs: Number of top logprobs at each completion token.
         prompt_logprobs: The same for the prompt; None without prompt logprobs.
         priority: Label of metrics.
-        embeds: Whether the request asks for the prompt's vector.
+        embeds: Whether the request needs the prompt's vector.
         tenant: Label of metrics.
         parts: Sections of optional parts.
     """
@@ -149,13 +150,13 @@ class Prompt(InternalPart, frozen=True, array_like=True):
 
 
 class CacheScope(NamedTuple):
-    """What KV depends on besides token ids: only sequences of one scope share cached KV.
+    """The identity of KV besides token ids: only sequences of one scope share cached KV.
 
     Attributes:
         tenant: "" where prefixes are shared across tenants.
         salt: The request's `cache_salt`.
         adapter: Id of the LoRA adapter; "" for none.
-        adapter_version: Of the adapter's weights; 0 before batching sets it.
+        adapter_version: Version of the adapter's weights; 0 before batching sets it.
     """
 
     tenant: str = ""
@@ -177,8 +178,8 @@ class RemoteBlocks(InternalPart, frozen=True, array_like=True):
         address: Where they are read, as in TierCapacity.
         layout: As in TierCapacity.
         model: As in TierCapacity.
-        weight_version: Of the weights that computed them.
-        adapter_version: Of the adapter; 0 without one.
+        weight_version: Version of the weights that computed them.
+        adapter_version: Version of the adapter; 0 without one.
         blocks: (name, host slot, id of the step there that offers it) of each.
     """
 
@@ -191,8 +192,8 @@ class RemoteBlocks(InternalPart, frozen=True, array_like=True):
 
 
 class AdmittedRequest(Internal, frozen=True):
-    """What admission has made of a valid request. Fairness sends some or all of its sequences on to
-    batching, in the same form with a rank; each uses up one credit.
+    """A valid request after admission. Fairness sends some or all of its sequences on to batching,
+    in the same form with a rank; each uses up one credit.
 
     A sequence goes first to a replica that prefills, which hands it over to one that decodes, if
     the replicas have such roles.
@@ -219,7 +220,7 @@ class AdmittedRequest(Internal, frozen=True):
 
 
 class AnnounceSequence(Internal, frozen=True):
-    """Batching to another replica's batching: a sequence is to go on there behind its first token.
+    """Batching to another replica's batching: a sequence is to go on there after its first token.
 
     Fairness has promised it a place there. Either Handover or WithdrawSequences follows. Repeated
     if its blocks are computed anew.
@@ -233,7 +234,7 @@ class AnnounceSequence(Internal, frozen=True):
 
 
 class AnnounceBlocks(Internal, frozen=True):
-    """More blocks of an announced sequence, behind those before; `blocks` as in RemoteBlocks."""
+    """More blocks of an announced sequence, after those before; `blocks` as in RemoteBlocks."""
 
     seq_id: int
     blocks: tuple[tuple[bytes, int, int], ...]

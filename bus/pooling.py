@@ -33,7 +33,7 @@ class PooledPrompt(InternalPart, frozen=True, array_like=True):
 
     Attributes:
         vector: `[Pooling.dimensions]` float32, little-endian.
-        adapter_version: Of its adapter; 0 without one.
+        adapter_version: Version of its adapter; 0 without one.
     """
 
     seq_id: int

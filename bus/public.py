@@ -121,7 +121,7 @@ class GenerateRequest(
 ):
     """A request for completions, with exactly one of prompt, prompt_token_ids and messages.
 
-    With `embed` it asks for the prompt's embedding, and generates nothing.
+    With `embed` it computes the prompt's embedding, and generates nothing.
 
     Attributes:
         request_id: The client's id for the request, unique among requests in flight or with
@@ -244,18 +244,19 @@ class Fingerprint(OutputPart, frozen=True, kw_only=True, omit_defaults=True):
     weights.
 
     Attributes:
-        digest: Of all other fields: equal for equal fingerprints only. 16 hexadecimal digits.
+        digest: Digest of all other fields: equal for equal fingerprints only. 16 hexadecimal
+            digits.
         package, torch, transformers: Versions.
         machine: Model name of the CPU or GPU.
         threads: Torch's on a CPU; 0 on other devices.
-        dtype: Of the weights.
+        dtype: Dtype of the weights.
         kernels: Instructions or language of the kernels; "none" without kernels.
         code: Digest of the kernels' code, compiled where they are; "" without kernels.
         attention: The attention back end.
         deterministic: "on"; "without adapters"; "off".
         config: Digest of the configuration of the model, and of its image processor.
         weights: Digest of the weights as loaded, by a part of each tensor.
-        weight_version: Of the weights as loaded.
+        weight_version: Version of the weights as loaded.
         settings: Settings of `engine` that change numbers, where they differ from the defaults.
     """
 
@@ -287,7 +288,7 @@ class Recipe(OutputPart, frozen=True, kw_only=True, omit_defaults=True):
         tenant: The request's.
         adapter: Id of its LoRA adapter.
         sampling: As resolved: `max_tokens` as limited, `stop_token_ids` with the model's own.
-        seeds: Of each sample, as in `GenerateRequest.sample_seeds`; empty at temperature 0.
+        seeds: Seeds of each sample, as in `GenerateRequest.sample_seeds`; empty at temperature 0.
         images: Ids of the prompt's images.
         embed: Pooling of a request for its prompt's vector.
         executors: Each kind of executor that the lane had; one of them computed each sample.
@@ -346,14 +347,14 @@ class CompletionSample(OutputPart, frozen=True, kw_only=True):
     Attributes:
         token_ids: `[k]`, stop tokens included.
         logprobs: `[k]`, one per token; docs/sampling.md defines the distribution.
-        weight_version: Of the oldest token's weights.
+        weight_version: Version of the oldest token's weights.
         weight_versions: Spans of (version, index of its first token).
         top_logprobs: `[k]`, per position the `sampling.logprobs` likeliest tokens, likeliest first;
             None if not requested.
         ref_logprobs: `[k]`, by the reference model, at the sample's temperature. None without such
             a model, or if the sample was cut short.
-        adapter_version: Of the oldest token's adapter weights; 0 without an adapter. Chunks have it
-            for each token.
+        adapter_version: Version of the oldest token's adapter weights; 0 without an adapter. Chunks
+            have it for each token.
         embedding: The prompt's vector, float32, for `embed`. Then there are no tokens, and
             `weight_version` is of the vector's weights.
         num_draft_tokens: Drafted tokens verified for the sample, counted as in Usage.
@@ -389,7 +390,7 @@ class CompletionChunk(PublicOutput, frozen=True, kw_only=True, tag="chunk"):
         logprobs: `[k]`, one per token.
         text: Text that is now final.
         finish_reason: Set on the sample's last chunk.
-        weight_version: Of these tokens' weights.
+        weight_version: Version of these tokens' weights.
         top_logprobs: `[k]`, as in CompletionSample.
         prompt_logprobs, prompt_top_logprobs: As in Completion, in the first chunk of the first
             sample; None in all others.

@@ -59,7 +59,7 @@ class Recovered(Internal, frozen=True):
 class Fenced(Internal, frozen=True):
     """Streaming to admission: the streams of these entries take nothing more in this epoch.
 
-    The requests queue tells whose they are now: a larger epoch's, or outputs are missing there. Or
+    The requests queue shows their present owner: a larger epoch's, or outputs are missing there. Or
     they were begun in an older epoch, and run anew.
 
     Attributes:

@@ -23,12 +23,12 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     Attributes:
         lane: The lane.
-        role: Of the replying stage.
+        role: Role of the replying stage.
         code: An error's stable code; "" for success.
         message: The error's message.
-        weight_version: Of the weights in place afterwards, for weight operations.
+        weight_version: Version of the weights in place afterwards, for weight operations.
         newest_version: The lane's newest known version, if larger.
-        kv_session: Of ControlSession.
+        kv_session: Result of a ControlSession message.
     """
 
     lane: str

@@ -18,11 +18,11 @@ class Section(msgspec.Struct, frozen=True, tag=True, tag_field="type", array_lik
     """A part's section of a message. Class names are unique over all parts."""
 
     for_batching: ClassVar[bool] = False
-    """Of a StepResult: whether the StepSummary has it, too."""
+    """For a section of a StepResult: whether the StepSummary has it, too."""
 
     @property
     def ended(self) -> tuple[int, ...]:
-        """Of a StepResult: sequences that end without a token."""
+        """For a section of a StepResult: sequences that end without a token."""
         return ()
 
     @classmethod
@@ -49,7 +49,9 @@ class Section(msgspec.Struct, frozen=True, tag=True, tag_field="type", array_lik
         return section if type(section) is cls else msgspec.convert(section, cls)
 
     def concerns(self, seq_ids: set[int]) -> bool:
-        """Of a step: return whether this is about one of these sequences, besides its rows."""
+        """For a section of a step: return whether this is about one of these sequences, besides its
+        rows.
+        """
         return False
 
     def replaced_in(self, parts: Sections) -> Sections:

@@ -26,8 +26,8 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
         changes: Number of changes until now.
         before: Number of shards before the last change; 0 if there was none.
         moving: Whether the last change is in progress.
-        ends: Of the last change, for each shard that tenants left, the last entry that it may have
-            of them; empty until all publishers know of the change.
+        ends: The last change's old entries: for each shard that tenants left, the last entry that
+            it may have of them; empty until all publishers have read the change.
         starts: For each shard that was ever added, the last entry that its results stream had then.
     """
 
@@ -41,7 +41,7 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_announced(self) -> bool:
-        """Whether publishers may not know of the change in progress yet."""
+        """Whether publishers may not have read the change in progress yet."""
         return self.moving and not self.ends
 
     def left(self) -> range:
@@ -70,7 +70,7 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
         Args:
             shards: The new number.
             streams: Number that hold entries now.
-            starts: Of the shards that are added.
+            starts: First entries of the added shards.
         """
         return Layout(
             shards=shards,
@@ -104,7 +104,7 @@ def shard_of(tenant: str, shards: int) -> int:
 def homes_of(lane: str, shards: int, lanes: int) -> tuple[int, ...]:
     """Return the shards at which a lane waits for entries; it looks at others now and then.
 
-    Lanes need not agree, and don't know one another: each shard has about `READERS` of them.
+    Lanes need not agree, and don't communicate: each shard has about `READERS` of them.
 
     Args:
         lane: The lane.

@@ -33,7 +33,7 @@ class NewSequence(InternalPart, frozen=True, array_like=True):
             the model's length.
         sample: The sample's index and seed.
         info: Its request.
-        cache_scope: Speculation learns only from sequences of the same scope.
+        cache_scope: Speculation drafts only from sequences of the same scope.
         handed_over: As in StartedSequence.
         hands_over: Whether it leaves with its first token here.
         parts: Sections of optional parts.
@@ -71,10 +71,10 @@ class KVMove(InternalPart, frozen=True, array_like=True):
         name: Its block hash, 16 bytes.
         slot: The host slot; -1 for none.
         block_id: The block of the cache; -1 for none.
-        write: Of "store": also write it to disk, in the background.
-        other: Of "compare": the loaded block; `block_id` is the computed one. Of "fetch": the host
-            slot of the other executor.
-        source: Of "fetch": address of the other executor; "" for the disk.
+        write: For "store": also write the block to disk, in the background.
+        other: For "compare": the loaded block; `block_id` is the computed one. For "fetch": the
+            host slot of the other executor.
+        source: For "fetch": address of the other executor; "" for the disk.
         source_name: The block's name there.
         step: The step there that offers the block, for which the fetch waits.
     """
@@ -109,7 +109,7 @@ class StepPlan(Internal, frozen=True):
         grown: (seq_id, block ids appended to its table) for each sequence that grew.
         copies: (source, destination) blocks to copy before the pass.
         finished: Sequences that will not be named again; the executor forgets them.
-        ended: Requests that were cut short, passed on to streaming in order behind their tokens.
+        ended: Requests that were cut short, passed on to streaming in order after their tokens.
         made_ns: When batching made the plan.
         parts: Sections of optional parts.
         onward: Sections for streaming, which the executor passes on in StepResult unread.
@@ -161,7 +161,7 @@ class PromptLogprobs(InternalPart, frozen=True, array_like=True):
         seq_id: The sequence, always the first sample of its request.
         start: Position in the prompt of the first token reported, at least 1.
         logprobs: `[k]`, of the tokens at `start .. start + k - 1`.
-        top_logprobs: `[k]`, or empty when none were asked for.
+        top_logprobs: `[k]`, or empty when none were requested.
     """
 
     seq_id: int
@@ -196,9 +196,9 @@ class StepResult(Internal, frozen=True):
         logprobs: `[rows]`, of the policy.
         finish_reasons: `[rows]`, "" while the sequence goes on.
         ended: As in the plan.
-        weight_version: Of the weights that made these tokens.
+        weight_version: Version of the weights that made these tokens.
         start_ns, end_ns: When the device began the step, and when its tokens were on the host.
-        top_logprobs: `[rows]`, empty for a row that did not ask; all empty: no row did.
+        top_logprobs: `[rows]`, empty for a row that needs none; all empty: no row does.
         failed: Requests that the executor ends; rows of theirs don't count.
         parts: Sections of optional parts.
     """

@@ -58,14 +58,14 @@ class StepTimes(Section, frozen=True):
     section has decodes only.
 
     Attributes:
-        num_decodes: Of a plan: rows at its beginning that compute one generated token each.
-        num_tokens: Of a result: tokens computed, drafted ones included.
-        prefills: Of a result: (sequence, tokens) of the other rows, in order; 0 tokens for a
-            shared prefill.
+        num_decodes: In a plan: rows at its beginning that compute one generated token each.
+        num_tokens: In a result: computed tokens, drafted ones included.
+        prefills: In a result: (sequence, tokens) of the other rows, in order; 0 tokens for a shared
+            prefill.
         held_ns: From when to when no step was allowed, before the plan: a pause, or memory that is
             lacking; None for no such time.
-        changed_ns: Of a result: when new weights were in place, and memory released, between the
-            step's start and its rows; 0 without a change.
+        changed_ns: In a result: the time when new weights were in place, and memory released,
+            between the step's start and its rows; 0 without a change.
         left: (sequence, reason) of each sequence that runs no more since the plan before, and has
             not ended.
     """

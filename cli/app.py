@@ -259,7 +259,7 @@ def _advice(error: Any, context: Any, command: str) -> str:
         # An option before the subcommand.
         for name, each in getattr(context.command, "commands", {}).items():
             if any(option in param.opts for param in each.params):
-                return f"; it belongs behind a command, as '{command} {name} {option}'"
+                return f"; it belongs after a command, as '{command} {name} {option}'"
         return ""
     if not error.message.startswith("Got unexpected extra argument"):
         return ""

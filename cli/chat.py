@@ -46,7 +46,7 @@ DEMO_QUESTIONS = (
 """Questions that the bundled model answers."""
 
 Message = dict[str, Any]
-"""As in OpenAI's interface."""
+"""A chat message in OpenAI's form."""
 
 
 @takes_server_options

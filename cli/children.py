@@ -24,7 +24,7 @@ READY = b"ready"
 """Sent once by a fork server, when everything is imported."""
 
 GO = b"\n"
-"""Sent to a fork once the watchdog knows it: no fork runs whose parent was killed before."""
+"""Sent to a fork once the watchdog has its id: no fork runs whose parent was killed before."""
 
 MOST_BYTES = 1 << 16
 """Size of a message."""

@@ -51,7 +51,7 @@ def models(options: Options, context: typer.Context, as_json: AsJson = False) ->
     """
     if context.invoked_subcommand is not None:
         if as_json or options != Options():
-            raise ConfigError(f"give options behind `{context.invoked_subcommand}`")
+            raise ConfigError(f"give options after `{context.invoked_subcommand}`")
         return
     found = _run(options, lambda client: client.statuses())
     statuses = [model for model in found if isinstance(model, ModelStatus)]

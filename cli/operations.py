@@ -133,7 +133,7 @@ def weights() -> None:
 
 
 class MemoryKind(StrEnum):
-    """As `MemoryTag`; Typer takes no list of a Literal."""
+    """The kinds of `MemoryTag`; Typer takes no list of a Literal."""
 
     weights = "weights"
     kv_cache = "kv_cache"

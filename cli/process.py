@@ -29,7 +29,7 @@ TAKE_OVER = b"take over\n"
 LOOK_S = 3.0
 
 IDLE_SHARE = 0.1
-"""Of a core's time: below it, a garbage collection does not delay the process's work."""
+"""Share of a core's time below which a garbage collection does not delay the process's work."""
 
 WORTH_S = 0.3
 """CPU time since the last garbage collection that makes another one worthwhile."""

@@ -124,7 +124,7 @@ class Printer:
         """Show how far the models are loaded below the lines, on a terminal.
 
         Args:
-            config: Of the pipeline.
+            config: The pipeline's config.
             given_up: Returns executors that are not started again.
         """
         if self._console.is_terminal:

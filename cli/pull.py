@@ -163,10 +163,10 @@ def _partial(target: Path) -> Iterator[Path]:
 
 
 class Source(NamedTuple):
-    """Where a model is.
+    """The place from which a model is loaded.
 
     Attributes:
-        kind: Of the place.
+        kind: Kind of the place.
         place: A path, a URL, or a name on the hub.
         name: Name of its folder here.
         check: SHA-256 of a URL's content, in hexadecimal; "" for none.

@@ -28,10 +28,10 @@ from .process import stdin_lines
 from .terminal import read_input
 
 DEFAULT_MAX_TOKENS = 64
-"""Of an answer to one prompt."""
+"""Limit of tokens of an answer to one prompt."""
 
 CHAT_MAX_TOKENS = 1024
-"""Of an answer in a conversation."""
+"""Limit of tokens of an answer in a conversation."""
 
 field = partial(option, rich_help_panel="Requests")
 """Makes an option that sets a field of requests."""
@@ -201,13 +201,13 @@ class LineReader(msgspec.Struct):
     """Turns lines into submissions; its errors name the line.
 
     Attributes:
-        name: Of the file.
+        name: Name of the file.
         template: Fields that a line lacks.
         max_bytes: Limit of a request's size.
         chat: Whether the chat template is applied to prompts.
         plain_prompts: A line without "{" at its start is a prompt as it stands; else every line is
             JSON, an object (a GenerateRequest) or a string (a prompt).
-        number: Of the last line.
+        number: Number of the last line.
     """
 
     name: str

@@ -524,7 +524,7 @@ def _problems(
     """Return the problems of a model's stages on a host: of these, or of all there if empty."""
     reports = [report for report in found if report.model == model]
     where = f"lane {lane}" + (f" of model {model}" if model else "") + f" on {host}"
-    # Of a process and its successor on the same host, the last one heard of.
+    # Of a process and its successor on the same host, the last one that reported.
     here: dict[str, StageReport] = {}
     for report in living_first(reports):
         if (report.lane, report.host) == (lane, host):

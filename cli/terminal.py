@@ -49,7 +49,7 @@ PATIENCE_S = 2.0
 """After this time a command shows that it works."""
 
 LINE_EVERY_S = 10.0
-"""Where there is no terminal, how often a line says how far a command is."""
+"""Seconds between two lines of progress when there is no terminal."""
 
 _LOOK_EVERY_S = 0.25
 

@@ -135,7 +135,7 @@ def down(
 
         nano-inference down --ray 10.0.0.1:6379
 
-    Several on a cluster are told apart by `bus.prefix` and `bus.lane`.
+    Several on a cluster are distinguished by `bus.prefix` and `bus.lane`.
     """
     config = options.client_config()
     from .ray.driver import stop_on_ray  # the package ray is an extra

@@ -110,7 +110,7 @@ class EngineConfig(Section, frozen=True, forbid_unknown_fields=True):
             routers outside (docs/kv-events.md).
         kv_listen: host:port at which executors of other hosts read the KV of sequences that this
             one hands over (`pipeline.roles`); port 0 for any. "" for this host only.
-        kv_secret: The secret that both sides of such a connection must know.
+        kv_secret: The shared secret of both sides of such a connection.
         response_cache_bytes: Memory for finished responses, which are served again to equal
             requests where deterministic mode makes them a function of the request; 0 is off
             (docs/response-cache.md).

@@ -183,7 +183,7 @@ class FairnessConfig(Section, frozen=True, forbid_unknown_fields=True):
             runs.
         tenant_timeslice_tokens: Generated tokens per paused sequence, when a request of another
             tenant goes first and finds no room; 0 is off.
-        exchange_interval_s: Seconds after which lanes of one model tell each other what they have
+        exchange_interval_s: Seconds after which lanes of one model send each other what they have
             served to each tenant, so that shares hold over all of them; 0 is off.
     """
 
@@ -415,7 +415,7 @@ class Config(Section, frozen=True, forbid_unknown_fields=True):
             self.bus.shards == 1 or not self.models,
             "1 in a deployment of several models, each of which has a stream of its own",
         )
-        # Stored with the model: readers of a single model don't know the list's order.
+        # Stored with the model: readers of a single model don't have the list's order.
         msgspec.structs.force_setattr(self, "models", with_default(self.models))
         engine = self.engine
         if "executor" in self.pipeline.standby and (engine.kv_disk_path or engine.num_ranks > 1):

@@ -47,32 +47,32 @@ Speculation = Literal["auto", "off"]
 
 @dataclass(frozen=True)
 class Settings:
-    """What decides a run.
+    """The parameters of a run.
 
     Attributes:
         mode: Whether training and generation take turns.
-        seed: Of problems and samples.
+        seed: Seed of problems and samples.
         kinds: The problems, by their names in `KINDS`.
-        problems: Of each kind, over which training goes again and again; 0 for ever new ones.
+        problems: Problems of each kind, used again and again; 0 for new ones each time.
         steps: Optimizer steps.
-        minutes: Of training, after which no further step is begun.
+        minutes: Minutes of training, after which no further step is begun.
         groups: Most prompts of a step; all with samples that differ in reward.
         samples: Completions of each prompt.
         prompts: Prompts that the engine gets at once (blocking) or works on (in-flight).
         most_prompts: After so many, a step takes what there is.
         batch: Most samples that the engine works on at once; 0 for all that it gets.
-        max_tokens: Of a completion.
-        temperature: Of the rollouts.
+        max_tokens: Limit of tokens of a completion.
+        temperature: Temperature of the rollouts.
         learning_rate: AdamW's.
-        kl_weight: Of the KL divergence from the first weights.
+        kl_weight: Weight of the KL divergence from the first weights.
         held_out: Problems of each kind before and after.
         split: Where these are from; "tune" to look for settings, "heldout" to report.
-        threads: Of torch, in each process.
-        speculation: Of the engine. In blocking mode it changes the time that a run takes, and
-            nothing else of it, where the engine is deterministic.
+        threads: Threads of torch, in each process.
+        speculation: The engine's speculation. In blocking mode it changes the duration of a run and
+            nothing else, if the engine is deterministic.
         deterministic: Whether the engine has to be, and not only where that costs nothing; also for
             another number of ranks.
-        ranks: Of the engine.
+        ranks: Ranks of the engine.
     """
 
     mode: Mode = "blocking"
@@ -100,10 +100,10 @@ class Settings:
 
 @dataclass
 class Record:
-    """What happened, step by step.
+    """The measurements of a run, step by step.
 
     Attributes:
-        facts: Of each optimizer step.
+        facts: Facts of each optimizer step.
         training: (start, end) of each, in ns of `time.monotonic_ns`.
         ages: (tokens, sum, maximum) of the staleness of each step's tokens, in versions.
         mixed: Samples that were trained on and are of more than one version.
@@ -239,7 +239,7 @@ def start_trainer(
 
 
 def engine_config(settings: Settings) -> EngineConfig:
-    """Of the engine that a run needs."""
+    """Return the configuration of the run's engine."""
     rows = settings.batch or settings.prompts * settings.samples
     return EngineConfig(
         dtype="float32",
@@ -254,7 +254,7 @@ def engine_config(settings: Settings) -> EngineConfig:
 
 
 def make_rollouts(settings: Settings, engine: InferenceEngine) -> Rollouts:
-    """What the engine is to generate."""
+    """Build the rollouts that the engine generates."""
     task = Arithmetic(engine.config.model_folder, settings.kinds)
     return Rollouts(
         engine=engine,
@@ -339,7 +339,7 @@ def progress_bar(
 
 
 def cpu_seconds() -> float:
-    """Of this process and its children that have ended."""
+    """Return the CPU time of this process and of its ended children."""
     whose = (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
     return sum(usage.ru_utime + usage.ru_stime for usage in map(resource.getrusage, whose))
 

@@ -29,16 +29,16 @@ from nano_inference import ChatRenderer, EngineConfig, InferenceEngine, Sampling
 
 @dataclass(frozen=True)
 class Settings:
-    """What decides a run.
+    """The parameters of a run.
 
     Attributes:
-        task: Of what to ask.
+        task: Kind of questions.
         steps: Optimizer steps.
         prompts: Questions of each step.
         samples: Answers to each question.
         held_out: Pictures of the evaluation.
         learning_rate: AdamW's.
-        seed: Of pictures and samples.
+        seed: Seed of pictures and samples.
     """
 
     task: str = "position"

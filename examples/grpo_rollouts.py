@@ -96,7 +96,7 @@ class Arithmetic:
 
 @dataclass
 class Counts:
-    """What has been generated so far.
+    """Counts of all generated samples so far.
 
     Attributes:
         tokens: Sampled tokens of finished requests.
@@ -139,8 +139,8 @@ class Rollouts:
     Attributes:
         engine: Generates.
         task: Makes the problems and grades the answers.
-        problems: What to ask next.
-        samples: Of each prompt.
+        problems: The next problems.
+        samples: Number of samples per prompt.
         params: How to sample; each request gets a seed of its own.
         seed: Base of the requests' seeds.
         counts: What was generated.

@@ -35,7 +35,7 @@ from nano_inference import TrainingSample
 
 @dataclass(frozen=True)
 class TrainerSettings:
-    """How a batch becomes an update.
+    """The parameters with which a batch becomes an update.
 
     Attributes:
         model_folder: Where the weights of the beginning are, in Transformers' format.
@@ -45,7 +45,7 @@ class TrainerSettings:
         temperature: That of the rollouts; the loss is of the same distribution.
         clip_low: The probability ratio counts down to 1 - clip_low.
         clip_high: The probability ratio counts up to 1 + clip_high.
-        kl_weight: Of the KL divergence from the first weights, in the loss; 0 keeps no copy.
+        kl_weight: Weight of the KL divergence from the first weights, in the loss; 0 keeps no copy.
         max_grad_norm: Longer gradients are shortened to this.
         images: Whether prompts have an image.
     """
@@ -89,7 +89,7 @@ class Group:
 
 @dataclass(frozen=True)
 class Batch:
-    """What one step trains on. Rows are prompt and completion, padded on the right.
+    """The rows that one step trains on. Rows are prompt and completion, padded on the right.
 
     Attributes:
         tokens: `[rows, length]`.
@@ -160,7 +160,7 @@ def token_logprobs(model: Any, batch: Batch, temperature: float) -> Tensor:
 def policy_loss(
     logprobs: Tensor, batch: Batch, settings: TrainerSettings
 ) -> tuple[Tensor, dict[str, float]]:
-    """The clipped loss, a mean over the sampled tokens, and what to know of it.
+    """The clipped loss, a mean over the sampled tokens, and its figures.
 
     Args:
         logprobs: `[rows, length - 1]`, of the policy in training.
@@ -209,7 +209,7 @@ class Trainer:
         return weights
 
     def step(self, groups: Sequence[Group]) -> dict[str, float]:
-        """One optimizer step on these groups; returns what to know of it.
+        """One optimizer step on these groups; returns its figures.
 
         Raises:
             FloatingPointError: The gradient is not a number; the weights are as they were.
@@ -253,7 +253,7 @@ class Trained(NamedTuple):
     """One optimizer step, whose weights lie in the shared tensors. The trainer waits for groups.
 
     Attributes:
-        facts: Of the step.
+        facts: Facts of the step.
         start_ns: By `time.monotonic_ns`, which is the same clock in all processes (Linux).
         end_ns: When the weights were in the shared tensors.
     """
@@ -294,7 +294,7 @@ class TrainerProcess:
         Args:
             settings: The trainer's.
             like: Weights with the names and shapes of the model's.
-            threads: Of torch, in the process.
+            threads: Number of torch's threads in the process.
         """
         self.weights = {name: weight.clone().share_memory_() for name, weight in like.items()}
         context = multiprocessing.get_context("spawn")

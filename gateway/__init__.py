@@ -6,7 +6,7 @@ Imports run one way, to the left; import-linter checks it:
                                                                                    ↑
                                                                                 gateway
 
-- `caller.py`, `call.py`: a call of any protocol, as everything below the transports knows it.
+- `caller.py`, `call.py`: a call of any protocol, as everything below the transports uses it.
 - `server/`: connections, TLS, limits, HTTP's framing, and the observation of calls.
 - `serving/`: submissions, durable calls, prompts and images, the order of a call's checks, the log
   of requests.

@@ -37,7 +37,7 @@ Texts = Callable[[], Sequence[str]]
 
 
 class ClientLeft(Exception):
-    """The client has disconnected; nobody reads the answer."""
+    """The client has disconnected; the answer has no reader."""
 
 
 def no_time() -> int:
@@ -61,20 +61,20 @@ class Account:
     Attributes:
         background: It goes on without its connection, whose account is another.
         tenant: "" of a call without one, such as a probe.
-        code: Of the error that ended it; "content_filter" also if an answer was cut.
-        model: Of its requests.
+        code: Code of the error that ended it; "content_filter" also if an answer was cut.
+        model: Model of its requests.
         texts: For the audit log, by name.
-        prompt_tokens: Of its ended requests.
-        completion_tokens: Of its ended requests.
-        sent_bytes: Of its response's body.
+        prompt_tokens: Prompt tokens of its ended requests.
+        completion_tokens: Completion tokens of its ended requests.
+        sent_bytes: Bytes of its response's body.
         complete: Whether its response was sent whole.
-        left: Of requests whose end the gateway hasn't seen, by id, the tokens that came; None if
-            their number is unknown.
+        left: Tokens received of each request whose end the gateway hasn't seen, by request id; None
+            if their number is unknown.
         headers: More headers of its response.
         arrived_ns: When its first byte came; 0 if it goes on without its connection.
         unread_ns: Returns for how long its client has not read.
         unread_before_ns: That at the end of its last request.
-        time: Of its request that took longest, by cause; its requests' bills.
+        time: Time of its longest request, by cause; its requests' bills.
     """
 
     background: bool = False
@@ -120,7 +120,7 @@ class Account:
 class Call:
     """A call of any protocol.
 
-    Transports and programs make it; everything below them knows a call by it alone.
+    Transports and programs make it; everything below them uses a call through it alone.
 
     Attributes:
         id: Its id in the logs and in the response.
@@ -144,7 +144,7 @@ class Call:
         limited_by: What may have set the deadline, for errors.
         account: Counts its requests' tokens.
         status: The HTTP status of the response, so far.
-        code: Of the error that it was answered with.
+        code: Code of the error that answered it.
         hold: Counts bytes made of its body until it is answered. Raises `Overloaded` when there is
             no room for them.
         fetch: Reads its body from the connection. Raises `ClientLeft`, and RequestError

@@ -12,8 +12,9 @@ from msgspec import Meta
 from ..config import RequestError
 
 Scope = Literal["read", "generate", "weights", "admin"]
-"""What a caller may do: "read" models and states; "generate" tokens; "weights": change weights,
-cache and pace, which all callers share; "admin": change the policy."""
+"""A caller's permission: "read" models and states; "generate" tokens; "weights": change weights,
+cache and pace, which all callers share; "admin": change the policy.
+"""
 
 SCOPES: tuple[Scope, ...] = ("read", "generate", "weights", "admin")
 
@@ -52,7 +53,7 @@ class Caller(msgspec.Struct, frozen=True, kw_only=True):
         name: The key's name.
         tenant: The tenant of its requests; "" if the call itself names the tenant.
         scopes: What it may do.
-        max_priority: The highest priority it may ask for; None for `gateway.max_priority`.
+        max_priority: The highest priority it may request; None for `gateway.max_priority`.
         models: The models it may use; None for all.
         limits: The limits of its key and its tenant.
     """

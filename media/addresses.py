@@ -38,7 +38,7 @@ _NOT_PUBLIC = tuple(
         ),
     )
 )
-"""Networks that are refused besides those that the standard library knows to be special."""
+"""Networks that are refused besides those that the standard library lists as special."""
 
 _GLOBAL_UNICAST = ipaddress.ip_network("2000::/3")
 

@@ -72,7 +72,7 @@ class ImageDecoder:
         """Args:
         config: Limits.
         patience_s: Time limit of one image; by default it follows from its CPU time limit.
-        processor: Of the model; None to decode only.
+        processor: Processor of the model; None to decode only.
         """
         self._config = config
         patience_s = patience_s or _LEAST_PATIENCE_S + PATIENCE * config.decode_timeout_s

@@ -1,1 +1,1 @@
-"""Which stages run where, the links between them, their supervision, and what callers use."""
+"""Placement of stages, links between them, their supervision, and the interface for callers."""

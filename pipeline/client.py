@@ -138,7 +138,7 @@ class BusClient(Submitter):
     async def submit(
         self, request: Request | bytes, trace: TraceContext | None = None
     ) -> AsyncGenerator[Output, None]:
-        """As for `Submitter`; `trace` as for `publish`."""
+        """Publish a request and yield its outputs (see `Submitter`); `trace` as for `publish`."""
         publishing = asyncio.create_task(self.publish(request, trace))
         done = False
         try:
@@ -227,7 +227,7 @@ class BusClient(Submitter):
     async def flush_cache(self, *, lane: str | None = None) -> None:
         """Drop all cached prefixes and responses. Raises BusError if a lane did not answer."""
         await self._operate("batching", control.FlushCache(), lane=lane)
-        # Behind batching: what runs from then on has no cached prefix.
+        # After batching: what runs from then on has no cached prefix.
         await self._operate("admission", control.FlushCache(), lane=lane)
 
     async def kv_events(self, *, kept: bool = False) -> OutputStream[KVEventEntry]:
@@ -594,7 +594,9 @@ class BusClient(Submitter):
         return await self.bus.requests.shards()
 
     async def set_shards(self, shards: int) -> Layout:
-        """As `RequestQueue.set_shards`, while requests run (docs/redis.md)."""
+        """Change the number of shards while requests run (docs/redis.md); see
+        `RequestQueue.set_shards`.
+        """
         return await self.bus.requests.set_shards(shards)
 
     # --- fairness -----------------------------------------------------------------------------

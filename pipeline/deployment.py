@@ -43,7 +43,7 @@ class Deployment:
     async def cancel(self, cancel: Cancel) -> None:
         """End a request of any model, in whichever stage it is.
 
-        Every lane gets the message, since only lanes know their requests. A lane that gets the
+        Every lane gets the message, since only lanes have their requests. A lane that gets the
         message before the request remembers it.
         """
         models = await self._control.models()

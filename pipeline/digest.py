@@ -14,7 +14,7 @@ from ..config import RequestError, shown
 from .rollouts import TrainingSample
 
 FORMAT = b"nano-inference digest 1"
-"""What is hashed first; another number means other bytes."""
+"""The format's name, hashed first; another number means other bytes."""
 
 
 class RunDigest(msgspec.Struct, frozen=True, kw_only=True):
@@ -23,7 +23,7 @@ class RunDigest(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         digest: SHA-256, in hexadecimal digits.
         results: Number of requests.
-        samples, tokens: Of all of them.
+        samples, tokens: Numbers of samples and tokens in the digest.
         failed: Requests whose status is not "done".
     """
 

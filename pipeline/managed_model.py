@@ -130,7 +130,7 @@ class Job:
 
     Attributes:
         kind: The change.
-        remove: Of an unload: whether to remove the model from the deployment.
+        remove: For an unload: whether to remove the model from the deployment.
         error: Why it failed.
         ends_at: Its time limit, by the monotonic clock.
     """

@@ -122,7 +122,7 @@ class ModelManager:
     # --- operations ---------------------------------------------------------------------------
 
     async def load(self, name: str, spec: ModelConfig | None = None) -> None:
-        """As `BusClient.load_model`."""
+        """Load a model; see `BusClient.load_model`."""
         while True:
             if self._stopping:
                 raise ModelError("the deployment is being stopped", code="model_load_failed")
@@ -141,7 +141,7 @@ class ModelManager:
     async def unload(
         self, name: str, timeout_s: float | None = None, *, remove: bool = False
     ) -> None:
-        """As `BusClient.unload_model`."""
+        """Unload a model; see `BusClient.unload_model`."""
         while True:
             model = self._find(name)
             job = model.job

@@ -174,7 +174,7 @@ def _words(value: object) -> tuple[str, ...]:
 
 
 def admits(reports: Iterable[StageReport]) -> bool:
-    """Return whether an admission takes requests, so that it knows the adapters of its lane. One
+    """Return whether an admission takes requests, so that it has the adapters of its lane. One
     that has been started anew waits for the executors before."""
     return any(
         report.stage == "admission" and report.state in ("ready", "draining") for report in reports
@@ -186,7 +186,7 @@ def adapters_of(
 ) -> tuple[LoadedAdapter, ...]:
     """Return the adapters that admission has in all lanes of a model, or in one lane.
 
-    A lane whose admission takes no requests yet knows none, and is left out: see `admits`.
+    A lane whose admission takes no requests yet has no list, and is left out: see `admits`.
     """
     by_model: dict[str, dict[str, dict[str, LoadedAdapter]]] = {}
     for report in reports:

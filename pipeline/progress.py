@@ -40,7 +40,7 @@ def progress_of(
     """Return the progress of these lanes together: stalled if one of them is.
 
     Args:
-        lanes: Of any models.
+        lanes: Lanes, of any model.
         stall_timeout_s: Longest time without a token or a step, while requests are in flight.
         host: Only what the stages of this host are to blame for; None for all.
     """

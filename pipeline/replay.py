@@ -29,7 +29,7 @@ from ..bus.public import (
 from ..config import RequestError, SamplingParams, shown
 
 PRIORITY = -100
-"""Of replays: below that of other requests, which go first; waiting adds to it."""
+"""Priority of replays: below that of other requests, which go first; waiting adds to it."""
 
 UNKNOWN = "unknown"
 
@@ -86,9 +86,9 @@ class ReplayedSample(msgspec.Struct, frozen=True, kw_only=True):
         tokens: Recorded tokens.
         equal_tokens: Leading tokens that were sampled again.
         compared_logprobs: Logprobs that could be compared: of the tokens before the first other
-            one, and of those behind it where the recorded tokens could be scored.
-        equal_logprobs: Of these, those that are equal to the bit.
-        largest_difference: Of two compared logprobs; 0 without one.
+            one, and of those after it where the recorded tokens could be scored.
+        equal_logprobs: Number of compared logprobs that are equal to the bit.
+        largest_difference: Largest difference between two compared logprobs; 0 without one.
         parting: Where it first differs; null if it never does.
         finish_reason, computed_finish_reason: As recorded, and now.
         spans: By the version of the weights.
@@ -117,7 +117,7 @@ class Replay(msgspec.Struct, frozen=True, kw_only=True):
     """The result of a replay.
 
     Attributes:
-        request_id: Of the recorded request.
+        request_id: Request id of the recorded request.
         verdict: "equal": all that is recorded was computed again, to the bit.
         summary: The verdict as a sentence.
         tokens, logprobs: Recorded tokens; their logprobs that were compared, over all samples.
@@ -175,7 +175,7 @@ async def replay(
 def replay_here(
     complete: Callable[[GenerateRequest], Completion], recorded: Completion, at: int | None
 ) -> Replay:
-    """As `replay`, on the caller's thread."""
+    """Replay like `replay`, on the caller's thread."""
     steps = replaying(recorded, GenerateRequest(), at)
     request, result = next(steps), None
     while result is None:
@@ -210,12 +210,12 @@ def replaying(recorded: Completion, like: GenerateRequest, at: int | None) -> St
     reasons: list[str] = []
     for each in comparisons:
         if each.rest and (why := _why_not_scored(recipe)):
-            reasons.append(f"the {each.rest} logprobs behind that can't be compared: {why}")
+            reasons.append(f"the {each.rest} logprobs after that can't be compared: {why}")
         elif each.rest:
             scored = yield _scoring(recorded, recipe, each.sample, asked)
             if scored.error is not None:
                 why = scored.error.message
-                reasons.append(f"the {each.rest} logprobs behind that were not compared: {why}")
+                reasons.append(f"the {each.rest} logprobs after that were not compared: {why}")
             else:
                 each.add_scores(scored.prompt_logprobs or ())
     return _result(recorded, recipe, computed, comparisons, reasons)
@@ -525,7 +525,7 @@ def _reasons(
             )
     if any(len(sample.spans) > 1 for sample in samples):
         yield (
-            "the weights changed within a sample: behind that its KV may be of the older ones "
+            "the weights changed within a sample: after that its KV may be of the older ones "
             "(unless the update was made with in_flight: retract), and is of one version now"
         )
     if any(len(again.weight_versions) > 1 for again in computed.samples):

@@ -16,8 +16,9 @@ from ..telemetry import Metrics, instruments, names
 from .deployment import terminal_message
 
 READ_EVERY_S = 1.0
-"""How long the models' records are cached. The bus itself checks whether a model takes requests,
-atomically with the move."""
+"""Seconds for which the models' records are cached. The bus itself checks whether a model takes
+requests, atomically with the move.
+"""
 
 _RETRY_S = 1.0
 

@@ -275,7 +275,7 @@ class Submitter(ABC):
         """Return the terminal messages that the bus has under an id.
 
         Args:
-            id: Of a request, an entry or a trace; or of a call over HTTP, which may have made
+            id: Id of a request, an entry or a trace; or of a call over HTTP, which may have made
                 several requests.
 
         Raises:

@@ -118,7 +118,7 @@ class StageControl:
     async def ready_recipients(
         self, stage: str, limit_s: float, lane: str | None = None
     ) -> Recipients:
-        """As `recipients`, once all have loaded: before that they receive no messages.
+        """Return `recipients` once all have loaded: before that they receive no messages.
 
         A stage that has not reported yet loads, too.
 

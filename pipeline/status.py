@@ -30,7 +30,7 @@ class PipelineStatus(msgspec.Struct, frozen=True, kw_only=True):
         lanes: The lanes, with the last report of each stage.
         models: The states of several models; the numbers above are their sums.
         stall_timeout_s: Time without a token or a step after which a lane is stalled.
-        progress: Of the lanes with their requests.
+        progress: Progress of the lanes with their requests.
     """
 
     ready: bool

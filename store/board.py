@@ -31,7 +31,7 @@ class LoadedAdapter(msgspec.Struct, frozen=True, array_like=True):
 
     Attributes:
         id: The name in requests.
-        version: Of its weights.
+        version: Version of its weights.
         folder: The source folder; "" if the weights can't be read again.
         rank: The largest rank of its layers.
         num_bytes: Device memory.

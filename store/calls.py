@@ -23,7 +23,7 @@ from .records import Command, Records
 from .redis.keys import Keys
 
 CALL_BYTES = 1024
-"""What a call takes besides its record, for `bus.calls_max_bytes`."""
+"""Bytes that a call counts besides its record, for `bus.calls_max_bytes`."""
 
 _RECORD = b"record"
 _ENTRY = b"entry:"

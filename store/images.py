@@ -24,7 +24,7 @@ class StoredImage(msgspec.Struct, frozen=True):
     """A processed image.
 
     Attributes:
-        width, height: Of the image itself, in pixels.
+        width, height: Width and height of the image itself, in pixels.
         features: The inputs of the model's vision part, a safetensors file.
     """
 
@@ -73,7 +73,7 @@ class ImageStore(Protocol):
         """Store an image, unless it is there, and hold it.
 
         Args:
-            id: Of `name_of`.
+            id: Id, from `name_of`.
             holder: As for `hold`; "" for no lease.
             for_s: As for `hold`.
             max_bytes: Limit on all images together.
@@ -91,7 +91,7 @@ class ImageStore(Protocol):
         """Take or extend leases on images.
 
         Args:
-            ids: Of the images.
+            ids: Ids of the images.
             holder: The lease's name, such as the entry of a request, in whatever process.
             for_s: Time until the lease ends by itself; a shorter time than before is ignored.
 

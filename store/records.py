@@ -36,7 +36,7 @@ class Records(Protocol):
         """Run commands in one round trip; return their replies."""
 
     async def retry_all(self, what: str, commands: Sequence[Command]) -> list[Any]:
-        """As `run_all`, until it succeeds; commands may take effect several times.
+        """Run commands like `run_all`, until it succeeds; commands may take effect several times.
 
         Args:
             what: For the log.

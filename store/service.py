@@ -22,7 +22,7 @@ class LaneService(msgspec.Struct, frozen=True, array_like=True):
     Attributes:
         lane: The writer.
         epoch: In which the table began.
-        number: Of the table within the epoch.
+        number: Number of the table within the epoch.
         served: (priority, tenant, service); service is not divided by the tenant's weight.
     """
 

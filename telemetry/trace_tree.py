@@ -45,7 +45,7 @@ class Trace(msgspec.Struct, frozen=True):
 
     @property
     def time(self) -> dict[str, int]:
-        """The request's time by cause, as of the span that knows most of it; {} if none does."""
+        """The request's time by cause, from the span with most of it; {} if none has any."""
         times = (names.time_of(span.attributes) for span, _ in self.rows)
         return max(times, key=lambda time: sum(time.values()), default={})
 

@@ -67,7 +67,7 @@ class Buses:
         return bus, self.another(bus)
 
     async def reopen(self, bus: Bus) -> Bus:
-        """As after a restart of the process; in memory that of a stage only."""
+        """Reopen as after a restart of the process; in memory, of a stage only."""
         if not self.on_redis:
             return bus
         await bus.aclose()

@@ -18,7 +18,7 @@ from nano_inference.cli.children import MOST_BYTES, ForkServer
 from nano_inference.cli.fork_server import serve
 
 SERVERS = 2
-"""As many as `up` starts."""
+"""Number of servers, the same as `up` starts."""
 
 
 class Waiting:
@@ -62,7 +62,7 @@ def hand_out(waiting: list[Waiting]) -> None:
 
 
 def serve_when_needed(connection: socket.socket) -> list[str] | None:
-    """As `serve`."""
+    """Wait for the environment of a command, then `serve`."""
     variables = connection.recv(MOST_BYTES)
     if not variables:
         return None

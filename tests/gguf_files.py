@@ -110,7 +110,7 @@ def write_gguf(
 
 
 def _permuted(values: torch.Tensor, heads: int) -> torch.Tensor:
-    """As convert_hf_to_gguf.py has it: the halves of each head in turn."""
+    """Permute like convert_hf_to_gguf.py: the halves of each head in turn."""
     halves = values.reshape(heads, 2, values.shape[0] // heads // 2, *values.shape[1:])
     return halves.swapaxes(1, 2).reshape(values.shape).contiguous()
 

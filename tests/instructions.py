@@ -27,7 +27,7 @@ def instructions(work: Callable[[], object], library: str = "") -> Counter[str]:
 
 @contextmanager
 def counted(library: str = "") -> Iterator[Counter[str]]:
-    """As `instructions`, of what runs in this block."""
+    """Count `instructions` of this block."""
     counts: Counter[str] = Counter()
 
     def in_frame(frame: FrameType, event: str, _: Any) -> Any:

@@ -45,7 +45,7 @@ class KVEventBatch(msgspec.Struct, array_like=True, omit_defaults=True, gc=False
 
 
 class Root(NamedTuple):
-    """What keeps prompts apart besides their tokens."""
+    """The parts of a request besides its tokens that separate its blocks from other requests'."""
 
     adapter: str = ""
     extra_keys: tuple[str, ...] = ()

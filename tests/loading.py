@@ -24,7 +24,7 @@ from nano_inference.text.grammar import GrammarCompiler
 
 BUNDLED = EngineConfig().model_folder
 SHORT = "nano-test-model-"
-"""What a folder's name begins with that has a bundled model cut short."""
+"""The prefix of a folder's name that selects a bundled model with fewer layers."""
 
 Offers = Iterable[tuple[nn.Module, Sequence[Callable[..., Any]]]]
 

@@ -42,7 +42,7 @@ class Measured:
         }
 
     def sums(self, histogram: Instrument) -> ByLabels:
-        """What all values of a histogram add up to."""
+        """The sums of all values of a histogram."""
         return {labels: point.sum for labels, point in self._points(histogram)}
 
     def _points(self, instrument: Instrument) -> Iterator[tuple[tuple[str, ...], Any]]:

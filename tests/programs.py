@@ -31,7 +31,7 @@ LIMIT_S = 120.0
 
 
 class Ran(NamedTuple):
-    """What a program did."""
+    """A program's status and output."""
 
     status: int
     stdout: str
@@ -63,7 +63,7 @@ class Program:
         Args:
             file: Its code.
             stdout: A file for its standard output alone.
-            log: A file behind whose end all goes that it writes.
+            log: A file after whose end all goes that it writes.
             environment: Its variables (None: those that this process has now).
             whole_end: Let Python take itself apart at the end, as a program does. With all that
                 has been imported that takes longer than most programs here.
@@ -106,7 +106,7 @@ class Program:
         self.close()
 
     def poll(self) -> int | None:
-        """What it ended with; a signal's number as a negative one, None while it runs."""
+        """Return the exit status; a signal's number as a negative one, None while it runs."""
         with self._reaping:
             if self._status is None:
                 pid, status = os.waitpid(self.pid, os.WNOHANG)

@@ -23,7 +23,7 @@ SERVER = Path(__file__).with_name("rank_server.py")
 
 
 class ForkedServer(processes._ForkServer):
-    """As its base, from another parent."""
+    """A fork server like its base, from another parent."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

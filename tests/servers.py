@@ -84,7 +84,7 @@ async def until(holds: Callable[[], Awaitable[Any]], what: str) -> Any:
 
 
 def plain_client(url: str) -> Any:
-    """As another program would make one, of a server or of a cluster."""
+    """Return a client of a server or a cluster, in the form that another program would use."""
     if not url.startswith("redis+cluster://"):
         return Redis.from_url(url)
     host, _, port = url.removeprefix("redis+cluster://").split(",")[0].partition(":")
@@ -155,7 +155,7 @@ class Cluster:
         self.url = f"redis+cluster://{','.join(each.address for each in masters)}"
 
     async def keys(self, pattern: str) -> list[set[str]]:
-        """What each master holds."""
+        """Return the keys of each master."""
         return [{key async for key in node.plain.scan_iter(pattern)} for node in self.masters]
 
     async def has_failed_over(self, place: int) -> bool:

@@ -1,4 +1,4 @@
-"""What the documents say is true: their code runs, their tables and links are right."""
+"""The documents are true: their code runs, their tables and links are right."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ PYTHON = blocks("python")
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def bus_url(redis_url: str) -> AsyncIterator[str]:
-    """Where a pipeline answers, as one does at the address that the documents use."""
+    """The address of a pipeline, at the URL that the documents use."""
     config = load_config(env={}, overrides={"bus.url": redis_url})
     async with asyncio.timeout(LIMIT_S), Pipeline(config):
         yield redis_url

@@ -1,4 +1,4 @@
-"""What is listed in several places is listed in all of them: stages, back ends, folders, fields."""
+"""Lists that repeat each other agree: stages, back ends, folders, fields."""
 
 from __future__ import annotations
 

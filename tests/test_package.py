@@ -31,7 +31,7 @@ OUTSIDE = {"tests", "benchmarks", "examples", "docs", "deploy", "build"}
 
 
 def tree() -> set[str]:
-    """What belongs in the wheel, by what lies in the tree."""
+    """Return the files that belong in the wheel, from the files in the tree."""
     # Not through the virtual environment, which has many more.
     top = [path for path in ROOT.iterdir() if path.name[0] != "." and path.name not in OUTSIDE]
     inside = chain(top, *(path.rglob("*") for path in top if path.is_dir()))
@@ -88,7 +88,7 @@ number: int = engine.generate(["a"])
 
 @pytest.mark.slow
 def test_type_checkers_find_an_editable_installation(tmp_path: Path) -> None:
-    """Of a file outside of the tree, in an environment that has the package alone."""
+    """They check a file outside of the tree, in an environment that has the package alone."""
     venv.create(tmp_path / "venv", symlinks=True)
     (packages,) = (tmp_path / "venv").glob("lib/python*/site-packages")
     zipfile.ZipFile(built("editable", tmp_path)).extractall(packages)
@@ -138,7 +138,7 @@ def imported_by(path: Path) -> set[str]:
 
 
 def test_each_imported_package_is_declared() -> None:
-    """Of the product; torch brings triton, and gRPC's stubs protobuf's `google`."""
+    """The product's packages; torch brings triton, and gRPC's stubs protobuf's `google`."""
     modules: set[str] = set()
     for name in tree():
         if name.endswith(".py"):

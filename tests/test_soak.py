@@ -1,4 +1,6 @@
-"""What benchmarks/soak.py and chaos_days.py find: growth, other tokens, two ends, lost requests."""
+"""Violations that benchmarks/soak.py and chaos_days.py find: growth, other tokens, two ends, lost
+requests.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,7 @@ def series(slope: float, *, lives: int = 1, noise: float = 0.3, steps: float = 0
         (series(0)[:30], "unsure"),
     ],
 )
-def test_growth_is_told_from_noise_and_from_restarts(samples: list[Any], verdict: str) -> None:
+def test_growth_is_distinguished_from_noise_and_restarts(samples: list[Any], verdict: str) -> None:
     found = load("soak_watch").trend(samples, 100.0, 2.0)
     assert found.verdict == verdict, found
     if verdict == "grows":

@@ -129,7 +129,7 @@ class TemplateWorkers:
             return self._idle
 
     def run(self, call: dict[str, Any]) -> dict[str, Any]:
-        """As `render_template`.
+        """Render a template; see `render_template`.
 
         Raises:
             RequestError: chat_template_failed: the time limit has passed. internal_error: the

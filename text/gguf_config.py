@@ -30,7 +30,7 @@ def complete(hf_config: Any, header: GgufHeader) -> None:
 
     Args:
         hf_config: As Transformers' loader makes it.
-        header: Of the file.
+        header: Header of the file.
     """
     if hf_config.model_type.startswith("gemma4"):
         return  # its keys are for one of two kinds of layers

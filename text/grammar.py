@@ -247,7 +247,7 @@ class _Vocabulary:
     One per process, so that the executor reuses grammars compiled by admission.
 
     Attributes:
-        tokenizer: Of `grammar_tokenizer`.
+        tokenizer: Tokenizer from `grammar_tokenizer`.
         stop_ids: End-of-text tokens.
         special: Ids of special tokens by name.
         spellings: As the function.
@@ -419,7 +419,7 @@ def _spelled(
     Args:
         spellings: As the function.
         text: The constraint, whose negated patterns don't count.
-        grammar: In llguidance's form. It may tell a token from its name, or count tokens.
+        grammar: In llguidance's form. It may distinguish a token from its name, or count tokens.
     """
     if _COUNTING.search(grammar):
         return {}

@@ -66,13 +66,13 @@ class ImageProcessor:
         image_processor: Transformers' image processor, with the PIL back end.
         options: Its arguments, as the model's processor gives them.
         folder: With its settings.
-        fingerprint: Of all that an image's features depend on, besides the image.
+        fingerprint: Fingerprint of everything besides the image that its features depend on.
         differs_in_company: Whether features also depend on whether a prompt has other images.
     """
 
     def __init__(self, processor: Any, placeholder_id: int, folder: Path) -> None:
         """Args:
-        processor: Of Transformers.
+        processor: Transformers' processor.
         placeholder_id: `image_token_id` of the model's settings.
         folder: With its files.
         """
@@ -196,7 +196,7 @@ class ImageProcessor:
 
         Args:
             token_ids: With one placeholder for each image, or with all of them already.
-            sizes: Of the images, in order.
+            sizes: Sizes of the images, in order.
 
         Raises:
             RequestError: images_mismatch: the placeholders don't fit the images. invalid_image.

@@ -79,7 +79,7 @@ def _may_have(schema: Any, name: str, others: Collection[str]) -> bool:
 
 
 def _is_such(schema: Mapping[str, Any], name: str, others: Collection[str]) -> bool:
-    """As `_may_have`, for the object itself."""
+    """Return whether the object itself may have the name (`_may_have`)."""
     if schema.get("additionalProperties") is not False or "patternProperties" in schema:
         return True
     properties = schema.get("properties", {})
@@ -87,7 +87,7 @@ def _is_such(schema: Mapping[str, Any], name: str, others: Collection[str]) -> b
 
 
 def _has(value: Any, name: str, others: Collection[str]) -> bool:
-    """As `_may_have`, for literal values."""
+    """Return whether literal values have the name (`_may_have`)."""
     if isinstance(value, Mapping):
         if name in value and any(other in value for other in others):
             return True

@@ -7,7 +7,7 @@ from ..steps import PromptLogprobs
 
 
 class PromptScores(Section, frozen=True):
-    """In StepResult: for sequences that asked for logprobs of their prompts."""
+    """In StepResult: for sequences with logprobs of their prompts."""
 
     prompts: tuple[PromptLogprobs, ...]
 
@@ -19,7 +19,7 @@ class ReferenceScoring(Section, frozen=True):
     """In RequestOpened: the reference model scores each sample.
 
     Attributes:
-        temperature: Of the reference model's logprobs.
+        temperature: Temperature of the reference model's logprobs.
     """
 
     temperature: float

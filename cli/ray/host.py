@@ -59,7 +59,7 @@ class ActorState(msgspec.Struct, frozen=True):
 
     Attributes:
         node: Address of its node.
-        pid: Of the process; 0 while none runs.
+        pid: Id of the process; 0 while none runs.
         places: Where it listens: `http`, `grpc`, `metrics`.
         failure: Why it is not started again; "" while it runs.
     """
@@ -84,7 +84,7 @@ def check_node(wanted: dict[str, str], settings: dict[str, Any]) -> str:
 
     Args:
         wanted: The driver's `versions`.
-        settings: Of the pipeline.
+        settings: Settings of the pipeline.
     """
     node = f"node {get_node_ip_address()} ({socket.gethostname()})"
     if problem := _different(wanted):
@@ -184,7 +184,7 @@ class StageHost:
         """End this actor, so that Ray doesn't start it again.
 
         Args:
-            token: Of the process that calls. After a node was taken for dead the call may reach
+            token: Token of the calling process. After a node was taken for dead the call may reach
                 the actor's newer process, which stays.
         """
         if token == self._token:

@@ -1,4 +1,4 @@
-"""Which actors a pipeline has on a Ray cluster, and what Ray reserves and does for each.
+"""The actors of a pipeline on a Ray cluster, with each actor's reservation and options.
 
 Without Ray: the driver gives these plans to it.
 """
@@ -27,11 +27,11 @@ class ActorPlan(msgspec.Struct, frozen=True):
 
     Attributes:
         name: In Ray: the lane and the role.
-        role: Of the process, such as "executor.1" or "gateway".
+        role: Role of the process, such as "executor.1" or "gateway".
         bundle: Index of its bundle in the placement group.
         resources: That Ray reserves, within the bundle.
-        settings: Of this process only, by dotted name.
-        number: Of the gateway, from 0.
+        settings: Settings of this process only, by dotted name.
+        number: Number of the gateway, from 0.
     """
 
     name: str
@@ -67,9 +67,9 @@ class LanePlan(msgspec.Struct, frozen=True):
     """A lane's placement group and its actors.
 
     Attributes:
-        namespace: Of the actors.
+        namespace: Namespace of the actors.
         lane: Name of the placement group, and beginning of the actors' names.
-        strategy: Of the placement group.
+        strategy: Strategy of the placement group.
         bundles: What each bundle reserves. A bundle is always on one node, and ranks share memory:
             a replica with all its ranks is one.
         actors: In the order in which they start.

@@ -22,13 +22,13 @@ EVERY_S = 1.0
 """Period of snapshots; the lanes report once a second."""
 
 HISTORY = 600
-"""Points of the charts: ten minutes, as far as somebody looked."""
+"""Points of the charts: ten minutes, as far as a viewer was connected."""
 
 HIDDEN_LOADS = ("settings", "expert_owners")
 
 
 class Viewer(NamedTuple):
-    """What a viewer may see. Viewers that see the same get the same bytes.
+    """A viewer's permissions. Viewers that see the same get the same bytes.
 
     Attributes:
         tenant: The only tenant whose use it sees; None for all.
@@ -50,7 +50,7 @@ class Snapshot(NamedTuple):
 
     Attributes:
         at_ms: Wall clock.
-        status: Of the pipeline; None if the bus can't be reached.
+        status: Status of the pipeline; None if the bus can't be reached.
         problem: Why not.
     """
 
@@ -62,7 +62,7 @@ class Snapshot(NamedTuple):
 
 
 class Feed:
-    """Reads the state once a second while somebody looks, and never otherwise.
+    """Reads the state once a second while a viewer is connected, and never otherwise.
 
     Each viewer waits for the next snapshot and takes the newest: one that is slow skips some, and
     none has a queue that grows.

@@ -49,7 +49,7 @@ def console_routes(
     several = bool(config.models)
 
     async def session(call: Call) -> Response:
-        """What the caller may do here, and what this gateway has."""
+        """Return the caller's permissions and this gateway's features."""
         caller = call.caller
         return _json(
             {
@@ -157,7 +157,7 @@ async def _tokenizer(found: LoggedRequest, models: Sequence[Services]) -> Tokeni
 
 
 async def _read_prompt(found: LoggedRequest, models: Sequence[Services]) -> None:
-    """Replace the tokens of a prompt by their text, the first time that somebody reads it."""
+    """Replace the tokens of a prompt by their text, when it is first read."""
     if isinstance(found.prompt, tuple):
         tokenizer = await _tokenizer(found, models)
         found.prompt = "" if tokenizer is None else tokenizer.text(found.prompt, skip_special=True)

@@ -113,7 +113,7 @@ class ModelPathRoute(BaseRoute):
         try:
             app = await model_for(self._models, call, name)
         except NanoInferenceError:
-            # Only a caller that may read learns which models there are, and their state.
+            # Only a caller that may read gets the list of models, and their state.
             await scope["app"].chain.enter(call, "read")
             app = await model_for(self._models, call, name)
         await ForwardedResponse(app)(scope, receive, send)
@@ -170,7 +170,7 @@ class ModelDispatch:
 
 
 async def model_for(models: Models, call: Call, name: str) -> ModelApp:
-    """Return the model of a name. A caller learns nothing about models that it may not use.
+    """Return the model of a name. Models that the caller may not use look missing.
 
     Raises:
         RequestError: As `Models.loaded`; model_not_found also for a model not for this caller.

@@ -156,7 +156,7 @@ class Models:
             return self._find(name)
 
     async def loaded(self, name: str = "") -> ModelApp:
-        """As `find`, of a model that takes requests. Raises also: model_not_loaded."""
+        """Return a model like `find`, if it takes requests. Raises also: model_not_loaded."""
         app = await self.find(name)
         if app.trouble():
             await self.refresh()
@@ -196,7 +196,7 @@ class Models:
         return await self._trouble_of_all(lambda readiness: readiness.model_trouble())
 
     async def role_trouble(self, role: str) -> str:
-        """As `trouble`, of the replicas with a role."""
+        """Return the trouble of the replicas with a role."""
         return await self._trouble_of_all(lambda readiness: readiness.role_trouble(role))
 
     async def _trouble_of_all(self, ask: Callable[[Readiness], Awaitable[str]]) -> str:

@@ -1,1 +1,1 @@
-"""Who may do what: keys, scopes, limits, guardrails and the audit log; docs/policy.md."""
+"""Access control: keys, scopes, limits, guardrails and the audit log; docs/policy.md."""

@@ -68,7 +68,7 @@ class TenantPolicy(_Part, frozen=True):
 
 
 class Guardrails(_Part, frozen=True):
-    """What is blocked in prompts and answers.
+    """Rules that block prompts and answers.
 
     Attributes:
         literals: Texts, compared after normalisation (NFKC_Casefold).

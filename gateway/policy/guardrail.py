@@ -101,7 +101,7 @@ class OpenPolicyAgent:
 
 
 AT_ONCE = 16
-"""Prompts of a call that the agent is asked about concurrently."""
+"""Prompts of a call that the agent checks concurrently."""
 
 Cancel = Callable[[str, str], Awaitable[None]]
 """Cancels a request in the engine: its id, and its entry's."""

@@ -193,7 +193,7 @@ class HeldOutputs:
             output = msgspec.structs.replace(output, samples=tuple(samples))
             ended = [sample for sample in samples if sample.finish_reason != "abort"]
             if len(ended) == self._request.n:
-                # Complete, though the engine was told to stop.
+                # Complete, though the engine was stopped.
                 output = msgspec.structs.replace(output, status="done", error=None)
         return [*released, output]
 

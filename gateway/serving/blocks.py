@@ -36,8 +36,8 @@ class Blocks(ABC, Generic[E]):
     Attributes:
         parts: The reader of the sample.
         blocks: The complete blocks, as a whole answer has them.
-        kind: Of the open block; None between two of them.
-        texts: Of the open block.
+        kind: Kind of the open block; None between two of them.
+        texts: Texts of the open block.
     """
 
     def __init__(self, parts: MessageParts) -> None:

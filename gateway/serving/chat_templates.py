@@ -162,7 +162,7 @@ def reasoning_of_effort(effort: str | None, param: str) -> Reasoning | None:
 
 
 def reasoning_asked(reasoning: Reasoning | None, given: Mapping[str, Any]) -> bool | None:
-    """Return whether a call asks for reasoning, by its own fields or by the template's variables
+    """Return whether a call requests reasoning, by its own fields or by the template's variables
     that the caller gave; None if it doesn't say."""
     if reasoning is None:
         return asked_to_reason(given)

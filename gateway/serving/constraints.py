@@ -85,7 +85,7 @@ def of_response_format(given: Mapping[str, Any], param: str) -> Constraint | Non
 
 
 def of_text_format(given: Mapping[str, Any], param: str) -> Constraint | None:
-    """As `of_response_format`, of `format` in OpenAI's responses and Anthropic's outputs."""
+    """Return the constraint of `format` in OpenAI's responses and Anthropic's outputs."""
     if given.get("type") == "json_schema":
         _check_schema(given, param, _FLAT)
         return Constraint(json_schema=read_part(given, FlatFormat, param).schema)

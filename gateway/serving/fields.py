@@ -20,7 +20,7 @@ _FALSE = ("false", "False", "0")
 
 # False is 0 to Python.
 EMPTY: tuple[Any, ...] = (0, "", [], {})
-"""Values that ask for nothing in any field, beside null."""
+"""Values that mean the default in any field, beside null."""
 
 
 class RefusedField(NamedTuple):
@@ -28,7 +28,7 @@ class RefusedField(NamedTuple):
 
     Attributes:
         why: For the error, and for the interface's document.
-        nothing: Values, beside null, that are accepted: they ask for the default.
+        nothing: Values, beside null, that are accepted: they mean the default.
     """
 
     why: str
@@ -112,7 +112,7 @@ def _unsupported(param: str, why: str) -> FieldError:
 
 
 def fields_of(kind: type) -> Collection[str]:
-    """Return all fields that a body's struct knows by name."""
+    """Return all fields of a body's struct by name."""
     known = _known_in(kind)
     return {*known.inner, *known.harmless, *known.refused}
 

@@ -187,7 +187,7 @@ class Images:
         Only the images' sizes are read.
 
         Args:
-            tenant: Of the call.
+            tenant: Tenant of the call.
             add_special: As for `Tokenizer.token_ids`.
 
         Raises:

@@ -93,7 +93,7 @@ class Readiness:
         self._draining = draining
 
     def consider(self, trouble: Callable[[], str]) -> None:
-        """Add a local check, before the lanes are asked; it returns "" for no trouble."""
+        """Add a local check, run before the lanes' checks; it returns "" for no trouble."""
         self._known_here.append(trouble)
 
     async def trouble(self) -> str:
@@ -101,11 +101,11 @@ class Readiness:
         return DRAINING if self.draining else await self.model_trouble()
 
     async def role_trouble(self, role: str) -> str:
-        """As `trouble`, of the replicas with a role: "prefill" or "decode"."""
+        """Return the trouble of the replicas with a role: "prefill" or "decode"."""
         return await self.trouble() or await self._roles[role].get()
 
     async def model_trouble(self) -> str:
-        """As `trouble`, of the lanes alone: whether one works, and has weights and memory."""
+        """Return the trouble of the lanes alone: whether one works, and has weights and memory."""
         here = next(filter(None, (trouble() for trouble in self._known_here)), "")
         return here or await self._lanes.get()
 
@@ -191,7 +191,7 @@ class ServedModels:
 
     @asynccontextmanager
     async def admit(self, call: Call, requests: Sequence[GenerateRequest]) -> AsyncIterator[None]:
-        """As a link of the policy: refuse requests for an unknown model."""
+        """Refuse requests for an unknown model; a link of the policy."""
         for request in requests:
             await self.check(request.model, call.caller)
         yield

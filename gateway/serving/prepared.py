@@ -28,7 +28,7 @@ class Prepared(NamedTuple):
         sampling: With the constraint that follows from tools, format and reasoning budget.
         form: The model's message format; None if it is unknown.
         reading: How the answer is read; None for plain text.
-        images: Of the prompt.
+        images: Images of the prompt.
     """
 
     prompt: str | tuple[int, ...]

@@ -41,7 +41,7 @@ class LoggedRequest(msgspec.Struct):
         number: Counts the requests of this gateway.
         changed: Number of the log's last change of this request.
         id: The request's id on the bus.
-        name: The id that its client knows.
+        name: The id that its client has.
         tenant: Its tenant.
         model: The model or adapter.
         of_model: The model whose tokenizer reads its tokens.
@@ -50,10 +50,10 @@ class LoggedRequest(msgspec.Struct):
         began_ns: It entered the pipeline.
         first_ns: Its first token came.
         ended_ns: It ended.
-        prompt: The end of its prompt; token ids until somebody reads them.
+        prompt: The end of its prompt; token ids until they are read.
         answer: The beginning of its first sample.
-        code: Of its error.
-        message: Of its error.
+        code: Code of its error.
+        message: Message of its error.
         finish: Why its first sample ended.
         versions: The first and the last weight version of its tokens.
     """
@@ -96,7 +96,7 @@ class TenantUse(msgspec.Struct):
     """A tenant's use of this gateway.
 
     Attributes:
-        tokens: Of its requests that ended in the last minute, prompts included.
+        tokens: Tokens of its requests that ended in the last minute, prompts included.
         running: Its requests in the pipeline.
         waiting: Its requests that wait for a place here.
     """

@@ -188,7 +188,7 @@ class Piece:
     """The chunks of one sample that were not sent; with its end, those that did not come.
 
     Attributes:
-        finish_reason: Of the sample; None while it goes on.
+        finish_reason: Finish reason of the sample; None while it goes on.
     """
 
     def __init__(self) -> None:

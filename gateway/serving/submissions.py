@@ -146,7 +146,9 @@ class Submissions:
         await self._end({*self._meant(ids), *ids})
 
     async def abort_own(self, caller: Caller, name: str) -> bool:
-        """As `abort`, of the caller's tenant and models only; return whether there was one here."""
+        """Abort requests like `abort`, of the caller's tenant and models only; return whether there
+        was one here.
+        """
         own = {
             each
             for each in self._meant(ids_of(caller, name))

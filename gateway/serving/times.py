@@ -16,13 +16,13 @@ from ..call import Account
 def with_http(completion: Completion, account: Account) -> Completion:
     """Return a terminal message that has come now, with the time since the call's first byte.
 
-    What is not the pipeline's is `http` before it and `delivery` behind. If the clocks of two hosts
+    What is not the pipeline's is `http` before it and `delivery` after. If the clocks of two hosts
     make the pipeline's time longer than the call, the difference is taken from the queue, then from
     other causes.
 
     Args:
         completion: The terminal message.
-        account: Of the call.
+        account: Account of the call.
     """
     time, now, arrived_ns = completion.usage.time, now_ns(), account.arrived_ns
     account.unread_before_ns = account.unread_ns()
@@ -48,8 +48,8 @@ def time_usage(completions: Iterable[Completion], account: Account | None = None
 
     Args:
         completions: The terminal messages.
-        account: Of the call, in a stream: what has passed since the terminal message was spent
-            writing the rest, or waiting until the client had read.
+        account: Account of the call. In a stream, the time since the terminal message went into
+            writing the rest, or into waiting until the client had read.
     """
     usages = [completion.usage for completion in completions]
     times = [usage.time for usage in usages if usage.time is not None]
@@ -62,7 +62,7 @@ def time_usage(completions: Iterable[Completion], account: Account | None = None
 
 
 def call_usage(account: Account) -> dict[str, Any]:
-    """As `time_usage`, of all requests of a call; {} before they have ended."""
+    """Return `time_usage` of all requests of a call; {} before they have ended."""
     if account.left or not account.time:
         return {}
     return {"time": _until_now(account.time, account), "billed_ns": account.billed_ns}

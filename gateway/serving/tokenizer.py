@@ -146,7 +146,7 @@ class LazyTokenizer:
         return self._tokenizer
 
     async def required(self) -> Tokenizer:
-        """As `get`, for a call that needs the tokenizer.
+        """Return the tokenizer for a call that needs it, like `get`.
 
         Raises:
             RequestError: unsupported.
@@ -173,7 +173,7 @@ class LazyTokenizer:
         return self._format[0]
 
     async def token_ids(self, text: str, *, add_special: bool = True) -> tuple[int, ...]:
-        """As `Tokenizer.token_ids`, in a thread for a long text.
+        """Return a text's tokens, like `Tokenizer.token_ids`; a long text is tokenized in a thread.
 
         Raises:
             RequestError: invalid_prompt, unsupported.

@@ -19,7 +19,7 @@ class PromptImage(NamedTuple):
     """An image of a prompt.
 
     Attributes:
-        id: Of its pixels.
+        id: Id of the image's pixels.
         size: Width and height.
         name: In the store.
     """
@@ -47,8 +47,8 @@ class ResponseKey(NamedTuple):
     Attributes:
         digest: SHA-256 of prompt, parameters, scope and versions. Tenants choose most of these, so
             the hash must withstand a search for collisions.
-        weight_version: Of the weights when the request was admitted.
-        adapter_version: Of the adapter; 0 without one.
+        weight_version: Version of the weights when the request was admitted.
+        adapter_version: Version of the adapter; 0 without one.
     """
 
     digest: bytes

@@ -154,7 +154,7 @@ class AdmissionCore:
     def _check(
         self, entry: RequestEntry, received_ns: int, now_ns: int, owner: str | None
     ) -> tuple[GenerateRequest, str, Sequence[Part]]:
-        """As `check`; return also the parts of which the request gives a field."""
+        """Check an entry like `check`; return also the parts of which the request gives a field."""
         check_owner(entry, owner)
         request = readable(entry)
         check_request(request, max_samples=self._limits.max_samples)

@@ -103,7 +103,7 @@ class Forward(Effect, frozen=True):
     """Send a request into the lane; `give_up` follows if it can't be sent.
 
     Attributes:
-        key: Of its entry.
+        key: Key of its entry.
         deadline_ns: On this process's clock.
         samples: Samples so far of a resumed request; None for a new one.
         down_since_ns: When the lane stopped serving, for a resumed request.
@@ -190,7 +190,7 @@ class Log(Effect, frozen=True):
     """Write a log line.
 
     Attributes:
-        request_id: Of its request; "" for none.
+        request_id: Request id of its request; "" for none.
         trace: The request's traceparent and tracestate.
     """
 

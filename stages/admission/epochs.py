@@ -1,6 +1,6 @@
 """Epochs of a lane: how admission recovers its requests when something fails.
 
-A new epoch goes through these states: some stages are missing; streaming is asked what it has of
+A new epoch goes through these states: some stages are missing; streaming sends what it has of
 each unanswered request; all are resumed, suspects one at a time; open, so that new requests are
 admitted.
 """
@@ -42,7 +42,7 @@ REMEMBERED_ELSEWHERE = 4096
 """Requests of other lanes that streaming drops in the next epoch; the oldest are forgotten."""
 
 RECOVER_BATCH = 64
-"""Requests that streaming is asked about with one message."""
+"""Requests whose state one message requests from streaming."""
 
 Status = Literal["error", "cancelled", "expired"]
 
@@ -64,7 +64,7 @@ class EpochCore:
         requests: Requests that the lane holds.
         participants: The other stages.
         renewed_ns: When the lease was last renewed.
-        asked: Entries, by key, that streaming was asked about in this epoch and has not answered.
+        asked: Entries, by key, requested from streaming in this epoch and not answered.
         alone: Suspects that wait to run alone, in order.
         is_open: Whether new requests are admitted.
         draining: Whether no request is admitted any more.
@@ -85,7 +85,7 @@ class EpochCore:
         self._lease_ns = int(config.admission.lease_s * 1e9)
         self.asked: set[str] = set()
         self.alone: deque[str] = deque()
-        # Of this epoch: streaming's answers, and entries that it was asked about after the others
+        # Of this epoch: streaming's answers, and entries requested from it after the others
         # were resumed.
         self._answers: dict[str, tuple[RecoveredSample, ...]] = {}
         self._late: set[str] = set()
@@ -158,7 +158,7 @@ class EpochCore:
                 if role != self._role:
                     self._stage_stopped(message, now_ns)
             case Fenced(keys):
-                # The queue knows which lane has them.
+                # The queue records which lane has them.
                 self._do(do.Renew(), do.Then(partial(self._check_fences, keys)))
             case ServerRestarted():
                 self._do(do.MarkPossiblyLost())

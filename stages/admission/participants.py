@@ -196,7 +196,7 @@ class Participants:
         """Return whether a role belongs to a replica that has not reported in this epoch.
 
         Nothing was sent to such a replica: the executor reports before batching does, and batching
-        before fairness learns of it.
+        before fairness gets the message.
         """
         if not is_replicated(role):
             return False

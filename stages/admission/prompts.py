@@ -23,7 +23,7 @@ class PromptReader(NamedTuple):
     Attributes:
         tokenizer: None for a model without one; such requests have token ids alone.
         processor: None for a model without images.
-        longest_token_bytes: Of the tokenizer's tokens.
+        longest_token_bytes: Bytes of the tokenizer's longest token.
     """
 
     request: GenerateRequest
@@ -73,7 +73,7 @@ class PromptReader(NamedTuple):
         tokens that are spelled out in a text are read as such.
 
         Args:
-            sizes: Of the prompt's images.
+            sizes: Sizes of the prompt's images.
 
         Raises:
             RequestError: invalid_prompt, empty_prompt, invalid_messages, no_chat_template,
@@ -135,7 +135,7 @@ class PromptReader(NamedTuple):
         """Return the prediction's token ids; none without a prediction. `check_prediction` comes
         before.
 
-        A text is tokenised as it stands, without special tokens. Behind the prompt the model may
+        A text is tokenised as it stands, without special tokens. After the prompt the model may
         split its first word otherwise, so the tokens are only a hint.
 
         Raises:
@@ -155,7 +155,7 @@ class PromptReader(NamedTuple):
 
     def _check_fits(self, text: str) -> None:
         """Raises RequestError: prompt_too_long."""
-        # A prompt of an embedding needs no room for a token behind it.
+        # A prompt of an embedding needs no room for a token after it.
         room = 1 if self.request.embed is None else 0
         check_text_fits(text, self.longest_token_bytes, self.max_model_len, room=room)
 

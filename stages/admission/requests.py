@@ -288,7 +288,7 @@ class Requests:
         samples: tuple[RecoveredSample, ...] | None = None,
         down_since_ns: int = 0,
     ) -> None:
-        """Send a request into the lane; a resumed one goes on behind its samples."""
+        """Send a request into the lane; a resumed one goes on after its samples."""
         assert item.accepted is not None, "a refused entry has an end"
         self._outbox.add(
             do.Forward(item.key, item.accepted, item.deadline_ns, samples, down_since_ns)

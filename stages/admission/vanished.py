@@ -35,7 +35,7 @@ class VanishedReplicas:
         which could take their requests over.
 
         Args:
-            reports: Of the board, which drops those that are older than `STALE_AFTER_S`.
+            reports: Reports of the board, which drops those older than `STALE_AFTER_S`.
             taking_part: Roles in the current epoch.
         """
         here = [report for report in reports if report.lane == self._lane]

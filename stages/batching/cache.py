@@ -41,7 +41,8 @@ class CacheAllocation(msgspec.Struct, frozen=True):
 
 
 class PrefixMatch(msgspec.Struct, frozen=True):
-    """What starting a sequence would find and take.
+    """The cached blocks that a sequence would find, and the blocks that it would allocate, at its
+    start.
 
     Attributes:
         num_cached: Leading tokens that need no computing.
@@ -167,7 +168,7 @@ class KVCacheManager(ABC):
         return allocation.names[:num_blocks]
 
     def next_run(self, allocation: Allocation) -> Hashable:
-        """Return a name for the first tokens, up to a block, that the cache doesn't know.
+        """Return a name for the first tokens, up to a block, that the cache doesn't hold.
 
         Two sequences with the same name are about to compute the same KV. None for an allocation
         that started before a flush, since its KV can't be shared.

@@ -35,7 +35,7 @@ class StepSpan(NamedTuple):
     Attributes:
         made_ns: When the plan was made.
         requests: Traceparents of its requests that are recorded.
-        attributes: Of the span.
+        attributes: Attributes of the span.
     """
 
     made_ns: int

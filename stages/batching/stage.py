@@ -299,7 +299,7 @@ class BatchingStage(Actor):
         self._last = None
         self._core = core
         await self.announce()
-        # Admission must know of this replica before fairness sends it sequences.
+        # Admission must list this replica before fairness sends it sequences.
         await self.flush(CONTROL["admission"])
         credits = Credit(core.limits.max_batch_size, keeps_cache=keeps_cache)
         await self.send(self.own(CREDITS), credits)

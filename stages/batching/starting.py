@@ -1,4 +1,4 @@
-"""Which waiting sequences may start, and which of them share a prefill."""
+"""The choice of waiting sequences to start, and of those that share a prefill."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ class ExecutorCore:
 
     Attributes:
         state: What core and parts share.
-        model, runner, cache, ranks, constraints, off: Of the state.
+        model, runner, cache, ranks, constraints, off: The fields of `state` with these names.
         max_batch_size: `engine.max_batch_size`, or its default for this device.
         runs_ahead: Whether steps may be launched before earlier ones are finished (CUDA, pipeline
             stages).

@@ -67,7 +67,7 @@ def fingerprint(
         config: Its settings.
         model: Its model.
         runner: Its model runner.
-        weight_version: Of the weights in place.
+        weight_version: Version of the weights in place.
     """
     exact, fast = "deterministic" not in runner.off, runner.fast_modules
     on_cpu, is_whole = model.device.type == "cpu", fast is not None and fast.is_whole

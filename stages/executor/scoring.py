@@ -124,7 +124,7 @@ class ReferenceModel:
 
 
 def _sequence(seq_id: int, sample: ScoreSample, blocks: range) -> NewSequence:
-    """A sample as a prompt with logprobs; the sampled token behind it is not used."""
+    """A sample as a prompt with logprobs; the sampled token after it is not used."""
     sampling = SamplingParams(
         max_tokens=1, ignore_eos=True, temperature=sample.temperature, prompt_logprobs=0
     )

@@ -1,5 +1,5 @@
-"""What the executor stage reports: a span for each stay of a request in the batch, with its parts,
-and counts of drafts, since the last report and of the last thousand.
+"""The executor stage's reports: a span for each stay of a request in the batch, with its parts, and
+counts of drafts, since the last report and of the last thousand.
 """
 
 from __future__ import annotations

@@ -69,7 +69,9 @@ _PARTING_S = 2.0
 """The time to answer open operations when the stage ends."""
 
 _RANKS_CHECK_S, _RANKS_REPORT_S = 0.2, 5.0
-"""How often the other ranks' processes are looked at, and asked for a reply."""
+"""Seconds between two checks that the other ranks' processes run, and between two requests for
+their reports.
+"""
 
 _SMALL_MODEL_PARAMETERS = 30_000_000
 """Below this a step is so short that threads cost more than they save, and many times more where
@@ -99,7 +101,7 @@ def _load(
 
 
 _PATIENCE_S, _PROGRESS_EVERY_S = 2.0, 10.0
-"""How long a model loads before the first line about it, and between two lines."""
+"""Seconds of loading before the first line about it, and between two lines."""
 
 
 async def _on_torch(function: Callable[..., Any], *args: Any) -> Any:
@@ -279,7 +281,7 @@ class ExecutorStage(Actor):
 
     async def close(self) -> None:
         self._changes.close()
-        # Behind the plans in flight; also if the wait below is cut short.
+        # After the plans in flight; also if the wait below is cut short.
         _TORCH_THREAD.submit(self._scoring.close)
         closed = _TORCH_THREAD.submit(self._core.close)
         del self._core
@@ -289,17 +291,17 @@ class ExecutorStage(Actor):
 
     async def reset(self) -> None:
         self._spans.clear()
-        # Behind the plans in flight, whose results are dropped.
+        # After the plans in flight, whose results are dropped.
         _TORCH_THREAD.submit(self._core.reset)
 
     async def announce(self) -> None:
         await self._changes.begin_epoch(self.leader)
-        # Behind the plans in flight: one of them may put new weights in place.
+        # After the plans in flight: one of them may put new weights in place.
         capacity = await _on_torch(self._core.capacity)
         self._weight_version = capacity.weight_version
         ready = StageReady(self.role, self.incarnation, capacity)
         await self.send(CONTROL["admission"], ready)
-        # If this stage is lost from here on, admission knows that batching may rely on it.
+        # If this stage is lost from here on, admission has recorded that batching may rely on it.
         await self.flush(CONTROL["admission"])
         await self.send(self.own(CONTROL["batching"]), ready)
         if self._tiers is not None:

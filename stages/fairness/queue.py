@@ -42,7 +42,7 @@ class Ordered(Protocol):
 
     @property
     def key(self) -> float:
-        """What the item is ordered by now; the smallest comes first."""
+        """The item's present sort key; the smallest comes first."""
 
 
 class Exchange(Protocol):
@@ -131,9 +131,9 @@ class Running:
         started: Whether its first step has been planned.
         in_slice: Tokens since it was dispatched.
         preemptions: How often it had to pause for a higher priority.
-        leaving: Whether it was asked to pause, at `asked_ns`, when it had `asked_tokens`.
+        leaving: Whether its pause was requested, at `asked_ns`, when it had `asked_tokens`.
         preempted: Asked for a higher priority, not at the end of its time slice.
-        behind: It is resumed after its tenant's waiting requests, else before them.
+        after: It is resumed after its tenant's waiting requests, else before them.
         paused_ns: When it paused.
     """
 

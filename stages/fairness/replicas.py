@@ -81,8 +81,8 @@ class Replica:
         due: Running sequences whose own time slice is used up.
         made_since_change: Tokens made that have not ended a slice yet; at most a slice for each
             sequence.
-        num_leaving: Running sequences that were asked to pause.
-        paused_tokens: Tokens of sequences that are paused, or were asked to.
+        num_leaving: Running sequences whose pause was requested.
+        paused_tokens: Tokens of sequences that are paused, or whose pause was requested.
         kv_free: Tokens for which KV is free, as last reported.
         prefixes: What its prefix cache probably holds.
     """
@@ -153,7 +153,7 @@ class Replica:
     def ask_to_pause(
         self, running: Running, now_ns: int, *, preempted: bool = False, behind: bool = False
     ) -> None:
-        """Note that a sequence is asked to pause."""
+        """Record that a sequence's pause is requested."""
         running.leaving = True
         running.asked_ns = now_ns
         running.asked_tokens = running.num_tokens

@@ -83,7 +83,7 @@ class FairnessState:
 
     @property
     def num_leaving(self) -> int:
-        """Running sequences that were asked to pause."""
+        """Running sequences whose pause was requested."""
         return sum(replica.num_leaving for replica in self.replicas.values())
 
     def is_low(self, running: Running) -> bool:

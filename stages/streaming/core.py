@@ -176,7 +176,7 @@ class StreamingCore:
             request.unasked = True
 
     def knows(self, item: RecoveryItem) -> bool:
-        """Return whether the request has begun and not ended, as far as this object knows."""
+        """Return whether the request has begun and not ended, by the messages so far."""
         request = self._find(item.stream, item.entry_id)
         return request is not None and bool(request.samples)
 

@@ -23,7 +23,7 @@ class EndedRequest(NamedTuple):
             `finished_ns` are known.
         last_token_ns: When its last token was delivered; 0 if this object has delivered none.
         response: As in RequestFinished.
-        tenant: Of the request; "" if unknown.
+        tenant: Tenant of the request; "" if unknown.
     """
 
     opened: RequestOpened | None
@@ -40,7 +40,7 @@ class Deliveries:
 
     Attributes:
         now_ns: When it was absorbed.
-        replica: Of the step.
+        replica: Replica that computed the step.
         outputs: New outputs by the key of their result stream, in order.
         halts: Sequences that met a stop string, which the executor still runs.
         ended: Requests that have ended, one for each Completion in `outputs`.

@@ -138,7 +138,7 @@ def measure_end(metrics: Metrics, ended: EndedRequest, weight_version: int) -> N
     Args:
         metrics: Destination.
         ended: The request.
-        weight_version: Of the current weights.
+        weight_version: Version of the current weights.
     """
     completion, record = ended.completion, metrics.record
     code = completion.error.code if completion.error else ""

@@ -22,7 +22,7 @@ class RequestState:
     """A request in flight.
 
     Attributes:
-        pieces: Of the detokenizer.
+        pieces: Text pieces of the detokenizer.
         samples: Samples that have started, by index.
         cached_tokens: Prompt tokens that needed no computing, summed over the samples.
         queued: When fairness held the request; None if unknown.
@@ -86,14 +86,14 @@ class Sample:
         seq_id: Its sequence; a different one in each epoch.
         token_ids: All tokens, also those whose text is not shown (stop tokens, and tokens of a
             stop string).
-        logprobs: Of each token.
+        logprobs: Logprob of each token.
         top_logprobs: At each position; empty unless requested.
         texts: Pieces of the text so far.
         finish_reason: None before it finishes.
-        weight_version: Of the last token's weights; -1 before the first token.
+        weight_version: Version of the last token's weights; -1 before the first token.
         weight_versions: (version, position of the first token computed with it).
-        adapter_version: Of the next tokens' adapter; 0 without one.
-        first_adapter_version: Of the first token's adapter.
+        adapter_version: Version of the next tokens' adapter; 0 without one.
+        first_adapter_version: Version of the first token's adapter.
         fields: Fields of parts in the CompletionSample.
     """
 

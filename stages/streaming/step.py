@@ -15,7 +15,7 @@ from ...bus.steps import StartedSequence, StepResult
 from .samples import Sample
 
 Row = tuple[int, float, RowFinish, TopLogprobs]
-"""Of a StepResult: token, logprob, finish reason, top logprobs."""
+"""One row of a StepResult: token, logprob, finish reason, top logprobs."""
 
 
 @dataclass(slots=True)
@@ -27,7 +27,7 @@ class Step:
         replica: That ran it.
         now_ns: When it is absorbed.
         find: Returns the running sample of a sequence in this share; else None.
-        started, failed, ended: Of `result`, those in this share.
+        started, failed, ended: The entries of `result` that concern this share.
         sections: Sections of `result` that parts read, each with its part's `read`.
         notes: State of parts, by part.
     """

@@ -176,7 +176,7 @@ class Server:
         `connected`: called with each new connection, except in a cluster. An idle connection that
         has broken is replaced without an error.
 
-        It never retries: after a lost reply only the caller knows which commands may run twice. Use
+        It never retries: after a lost reply the caller decides on running commands again. Use
         it with `execute`, `execute_all` and `on_each` only: for a cluster it is a RedisCluster.
         """
         address, options = self._address, self._connection_options(block_s)

@@ -86,7 +86,7 @@ class Keys:
 
     def __init__(self, prefix: str, lane: str = "0", model: str = "", shard: int = 0) -> None:
         """Args:
-        prefix: Of the deployment.
+        prefix: Prefix of the deployment.
         lane: The lane whose links are named.
         model: One of the deployment's models; "" if it has only one.
         shard: The shard whose requests stream, and keys beside it, are named.
@@ -146,7 +146,7 @@ class Keys:
         """Return the mark of an entry whose terminal message is in the results stream.
 
         Args:
-            key: Of the stream that the message ends.
+            key: Key of the stream that the message ends.
         """
         text = f"{len(key)}:{key}{entry_id}".encode("utf-8", "surrogatepass")
         results = self.results_of(split_entry(entry_id)[1])

@@ -310,7 +310,7 @@ class RedisLimits:
         others = {name: share for name, share in shares.items() if name != self._gateway}
         counted.read_others(others.values(), now_ms)
         if counted.written and len(others) == len(shares):
-            counted.written = None  # somebody has removed it: who evicts keys, or flushes them
+            counted.written = None  # it was evicted or flushed
         if gone := counted.forgotten(others, now_ms):
             await self._transact([("HDEL", counted.key, *gone)])
 

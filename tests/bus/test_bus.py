@@ -71,7 +71,7 @@ async def test_after_closing_everything_says_so(bus: Bus) -> None:
         assert isinstance(ended, ChannelClosed), ended
 
 
-async def test_closing_ends_all_who_wait(buses: Any) -> None:
+async def test_closing_ends_all_waits(buses: Any) -> None:
     bus = buses.open(link_capacity=2)
     inbox = await bus.open_inbox("fairness")
     await bus.open_inbox("executor")
@@ -90,7 +90,7 @@ async def test_closing_ends_all_who_wait(buses: Any) -> None:
     assert all(isinstance(end, ChannelClosed) for end in ended), ended
 
 
-async def test_what_was_sent_before_closing_can_be_received(buses: Any) -> None:
+async def test_messages_sent_before_closing_can_be_received(buses: Any) -> None:
     receiving, sending = buses.pair()
     if sending is not receiving and buses.kind == "redis-local":
         pytest.skip("there a link between two buses is no link: each takes itself for all stages")

@@ -35,7 +35,7 @@ async def take_over(bus: Bus, most: int = 100) -> list[RequestEntry]:
 # --- on every bus -----------------------------------------------------------------------------
 
 
-async def test_what_is_renewed_stays(bus: Bus) -> None:
+async def test_a_renewed_lease_stays(bus: Bus) -> None:
     assert await bus.requests.renew(LONG_S) == set()
     entry_id = await bus.requests.publish({"prompt": "x"})
     await take(bus, 1)
@@ -100,7 +100,7 @@ async def test_renewed_entries_are_not_taken_over(redis_buses: Any, foreign: Red
     assert await second.requests.take_over(LONG_S, 100) == []
 
 
-async def test_a_lane_that_comes_back_learns_what_it_has_lost(
+async def test_a_returning_lane_gets_the_ids_of_its_lost_entries(
     redis_buses: Any, foreign: Redis
 ) -> None:
     paused, other = await lane(redis_buses, "a"), await lane(redis_buses, "b")
@@ -136,7 +136,7 @@ async def test_entries_fetched_and_lost_before_they_were_taken(redis_buses: Any)
     assert first.entry_id == published[0]
 
 
-async def test_a_lost_group_costs_nobody_his_entries(redis_buses: Any, foreign: Redis) -> None:
+async def test_a_lost_consumer_group_loses_no_entries(redis_buses: Any, foreign: Redis) -> None:
     bus = await lane(redis_buses, "a")
     entry_id = await bus.requests.publish({"prompt": "x"})
     await take(bus, 1)
@@ -206,7 +206,7 @@ async def test_a_process_that_stands_still_during_its_start_takes_no_lane(redis_
 async def test_an_older_record_makes_no_predecessor_the_keeper(
     redis_buses: Any, foreign: Redis
 ) -> None:
-    """As a server has that restarts without its last second."""
+    """The server restarted without its last second."""
     older = await lane(redis_buses, "a")
     key = redis_buses.keys.lanes
     record = await foreign.hget(key, "a")
@@ -259,7 +259,7 @@ async def test_a_refused_duplicate_is_answered_under_its_entry(redis_buses: Any)
     assert ids_of(await take(bus, 1)) == [kept]
 
 
-async def test_what_was_taken_meanwhile_is_not_refused(
+async def test_an_entry_taken_meanwhile_is_not_refused(
     redis_buses: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bus, other = await lane(redis_buses, "a"), await lane(redis_buses, "b")

@@ -153,7 +153,7 @@ async def test_an_answer_that_is_never_kept_is_given_a_few_times_only(lossy: Los
     await lossy.acknowledged(entry_id)
 
 
-async def test_an_answer_given_again_is_told_once(lossy: Lossy) -> None:
+async def test_an_answer_given_again_is_delivered_once(lossy: Lossy) -> None:
     """The new server has the copy, and lacks the original."""
     entry_id = await lossy.begin()
     await lossy.deliver(kit.done("r", entry_id))

@@ -218,7 +218,7 @@ async def test_odd_request_ids_do_no_harm(bus: Bus) -> None:
         assert await kit.collect(bus.results.follow(request_id, entry_id)) == outputs
 
 
-async def test_publish_waits_in_memory_while_nobody_takes() -> None:
+async def test_publish_waits_in_memory_without_a_reader() -> None:
     bus = MemoryBus(BusConfig(link_capacity=3))
     ids: list[str] = []
 
@@ -264,7 +264,7 @@ async def test_dead_letters_are_kept_until_they_are_dropped(buses: Any) -> None:
     assert await bus.requests.dead_letters() == []
 
 
-async def test_backlog_tells_who_waits_who_is_taken_and_who_was_given_up(bus: Bus) -> None:
+async def test_backlog_lists_waiting_taken_and_orphaned_requests(bus: Bus) -> None:
     assert await bus.requests.pending() == []
     assert await bus.requests.backlog() == (0, 0, 0, 0)
     for number in range(3):
@@ -311,7 +311,7 @@ async def test_all_are_ended_whether_they_were_taken_or_not(bus: Bus) -> None:
     assert await bus.requests.end_all(answer, await bus.next_epoch()) == 4
     backlog = await bus.requests.backlog()
     assert (backlog.waiting, backlog.pending) == (0, 0)
-    # A lane that was only thought gone writes nothing behind it.
+    # A lane that was only thought gone writes nothing after it.
     await bus.results.deliver([("begun", [kit.chunk("begun", ids["begun"], 1)])], epoch)
     outputs = {name: await kit.collect(bus.results.follow(name, ids[name])) for name in names}
     assert outputs["begun"] == [begun, kit.failed("begun", ids["begun"], "gone")]

@@ -258,7 +258,7 @@ async def test_ended_requests_are_found_by_their_ids(buses: Any) -> None:
     assert await find("running") == await find("nothing") == []
 
 
-async def test_the_last_output_is_told_without_waiting(buses: Any) -> None:
+async def test_the_last_output_is_delivered_without_waiting(buses: Any) -> None:
     bus, other = buses.pair()
     assert await other.results.last("r", "") is None
     entry = await publish(bus, "r")
@@ -329,7 +329,7 @@ async def test_memory_keeps_only_the_latest_unfollowed(memory_bus: MemoryBus) ->
     assert len(await kit.collect(memory_bus.results.follow("alive", alive))) == 1
 
 
-async def test_memory_has_the_newest_that_nobody_followed(memory_bus: MemoryBus) -> None:
+async def test_memory_keeps_the_newest_unread_results(memory_bus: MemoryBus) -> None:
     for second in range(5):
         end = msgspec.structs.replace(
             kit.done(f"r{second}", f"e{second}"), timings=Timings(finished_ns=second * 10**9)

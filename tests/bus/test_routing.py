@@ -87,7 +87,7 @@ async def test_a_trace_and_any_encoding_move_along(buses: Any, foreign: Any) -> 
     assert entry.request.prompt == "x"  # type: ignore[union-attr]
 
 
-async def test_what_can_not_be_read_asks_for_no_model(buses: Any, foreign: Any) -> None:
+async def test_an_unreadable_entry_names_no_model(buses: Any, foreign: Any) -> None:
     bus, lane = await deployed(buses, "a")
     for fields in ({"json": "{"}, {"text": "x"}, {"json": '{"model": 7}'}, {"msgpack": b"\xc1"}):
         await foreign.xadd(f"{buses.prefix}:requests", fields)
@@ -142,7 +142,7 @@ async def test_a_request_that_can_not_come_in_its_order_keeps_no_other(
     assert ids_of(await bus.routing.unrouted()) == [ids[0]]
 
 
-async def test_what_an_entry_says_of_its_model_is_known_to_its_lane(buses: Any) -> None:
+async def test_an_entrys_model_reaches_its_lane(buses: Any) -> None:
     bus = buses.open(model="a")
     await put(bus, "a")
     await bus.requests.publish({"prompt": "x", "model": "mine"})
@@ -162,7 +162,7 @@ async def test_a_dead_letter_says_of_which_model_it_is(buses: Any) -> None:
 
 
 @pytest.mark.parametrize("end", ["closed", "removed"])
-async def test_who_publishes_to_a_closed_model_is_told_at_once(buses: Any, end: str) -> None:
+async def test_publishing_to_a_closed_model_fails_at_once(buses: Any, end: str) -> None:
     bus = buses.open()
     await put(bus, "a")
     await put(bus, "b", takes=end == "removed")
@@ -206,7 +206,7 @@ async def test_a_model_is_closed_before_or_after_a_request_and_never_between(bus
     assert (await lane.requests.backlog()).waiting == 0
 
 
-async def test_who_publishes_for_a_model_passes_nobody_at_the_entrance(buses: Any) -> None:
+async def test_routed_requests_keep_their_order_on_the_requests_stream(buses: Any) -> None:
     bus, lane, _ = await deployed(buses, "a", "b")
     client = buses.open(model="a")
     direct = await client.requests.publish({"prompt": "0", "model": "a"})
@@ -222,7 +222,7 @@ async def test_who_publishes_for_a_model_passes_nobody_at_the_entrance(buses: An
     assert [each.request.prompt for each in entries] == ["0", "2", "3"]  # type: ignore[union-attr]
 
 
-async def test_who_is_refused_gets_one_answer_and_leaves_the_entrance(buses: Any) -> None:
+async def test_a_refused_request_gets_one_answer_and_leaves_the_requests_stream(buses: Any) -> None:
     bus = buses.open()
     await put(bus, "a")
     ended = await bus.results.tail()
@@ -246,7 +246,9 @@ async def test_who_is_refused_gets_one_answer_and_leaves_the_entrance(buses: Any
     await ended.aclose()
 
 
-async def test_who_dies_after_claiming_what_he_refuses_is_followed_by_another(buses: Any) -> None:
+async def test_another_router_finishes_a_refusal_after_a_death_before_the_answer(
+    buses: Any,
+) -> None:
     bus = buses.open()
     await put(bus, "a")
     entry_id = await bus.requests.publish({"prompt": "x", "model": "c", "request_id": "r"})
@@ -287,7 +289,7 @@ async def test_a_refused_request_with_the_id_of_another_leaves_that_ones_answer(
     assert await kit.collect(bus.results.follow("r", owner)) == [kit.done("r", owner)]
 
 
-async def test_who_dies_between_the_answer_and_the_removal_is_followed_by_another(
+async def test_another_router_finishes_a_refusal_after_a_death_before_the_removal(
     buses: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The entry is still there, its answer too: a second router removes the one and keeps the
@@ -323,7 +325,7 @@ async def test_waiting_at_the_entrance_ends_with_the_bus(buses: Any) -> None:
             await waiting
 
 
-async def test_who_gives_up_waiting_leaves_the_entrance_as_it_was(buses: Any) -> None:
+async def test_a_cancelled_wait_leaves_the_requests_stream_unchanged(buses: Any) -> None:
     bus = buses.open()
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(0.05):

@@ -243,7 +243,7 @@ async def test_a_moved_tenant_waits_until_its_old_shard_is_drained(
 async def test_a_moving_tenant_is_not_published_until_all_publishers_know(
     redis_buses: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Else one that does not know could publish on the old shard behind it."""
+    """Else one that does not know could publish on the old shard after it."""
     monkeypatch.setattr(LayoutRecord, "late_s", 1000.0)
     client = redis_buses.open()
     await client.requests.record.begin(2)

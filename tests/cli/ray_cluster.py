@@ -22,8 +22,8 @@ class Actor:
 
     Attributes:
         role: The end of its name.
-        state: Of Ray, such as "ALIVE" and "RESTARTING".
-        pid: Of its worker; 0 without one.
+        state: State of Ray, such as "ALIVE" and "RESTARTING".
+        pid: Process id of its worker; 0 without one.
     """
 
     def __init__(self, shown: dict[str, Any]) -> None:
@@ -37,7 +37,7 @@ class Cluster:
     """Three nodes, the first of which is the head.
 
     Attributes:
-        address: Of the head.
+        address: Address of the head.
     """
 
     def __init__(self, programs: Path, folder: Path, cpus: int = 8) -> None:
@@ -77,7 +77,7 @@ class Cluster:
         eventually(there, "a node")
 
     def num_nodes(self) -> int:
-        """How many nodes are alive."""
+        """The number of living nodes."""
         ran = self.ran("status", "--address", self.address)
         active = ran.stdout.partition("Active:")[2].partition("Pending:")[0]
         return active.count("node_")

@@ -41,7 +41,7 @@ def free_ports(number: int) -> int:
 
 
 def wait_until_healthy(process: Command, url: str) -> None:
-    """As slime waits for a server: refused connections, then 503, then a token."""
+    """Wait as slime does for a server: refused connections, then 503, then a token."""
     with httpx.Client(timeout=LIMIT_S) as client:
         for _ in range(LIMIT_S * 10):
             assert process.poll() is None

@@ -1,4 +1,4 @@
-"""What `up` starts: a fork is like a program of its own, and takes a fraction of its time."""
+"""The processes of `up`: a fork is like a program of its own, and takes a fraction of its time."""
 
 from __future__ import annotations
 
@@ -202,7 +202,7 @@ async def test_without_a_fork_server_a_program_is_spawned() -> None:
 async def test_a_fork_whose_parent_ends_before_go_exits(
     server: ForkServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As by SIGKILL right after the fork: its standard input is closed without a word."""
+    """A SIGKILL right after the fork closes its standard input without a word."""
     monkeypatch.setattr("nano_inference.cli.children.GO", b"")
     child = await start(server, ["--version"])
     assert isinstance(child, Forked)

@@ -76,7 +76,7 @@ def test_loading_needs_a_manager(run: Run, command: str) -> None:
 
 def test_contradictory_options_are_refused(run: Run) -> None:
     assert_refused(run("models", "load", "c", "--alias", "x"), "--path")
-    assert_refused(run("models", "--json", "load", "c"), "give options behind `load`")
+    assert_refused(run("models", "--json", "load", "c"), "give options after `load`")
     assert_refused(run("models", "load"), "missing argument", "models load --help")
     assert_refused(run("models", "load", "a b", "--path", "/x"), "can't name a model")
     assert_refused(run("models", "unload", "a", "--timeout", "-1"), "--timeout")

@@ -321,7 +321,7 @@ def test_a_wrong_checksum_is_refused(pulled: Callable[..., Ran], host: Host, to:
 def test_a_partial_file_that_is_too_long_is_downloaded_again(
     pulled: Callable[..., Ran], host: Host, to: Path
 ) -> None:
-    """As one that is complete, if the program was killed right after the last byte."""
+    """The program was killed right after the last byte."""
     host.files["/m.gguf"], host.most = b"12345", 4
     assert pulled("m.gguf").status == 2
     (part,) = to.parent.rglob("*.part")

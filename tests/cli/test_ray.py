@@ -101,7 +101,7 @@ class Lane:
         return self._rig.Load(self.url, PREFIX, name, requests, 24)
 
     def replicas(self) -> str:
-        """How many take part, as admission reports."""
+        """The number of replicas that take part, from admission's report."""
         with Redis.from_url(self.url, decode_responses=True) as redis:
             for _, fields in redis.xrevrange(f"{PREFIX}:stages", count=20):
                 for report in json.loads(fields["json"]):
@@ -142,7 +142,7 @@ async def test_a_pipeline_on_ray_survives_its_nodes_and_its_driver(
 
 
 async def a_killed_node(lane: Lane, requests: list[Any], calm: Any, rng: random.Random) -> None:
-    """Of 200 requests none is lost, doubled or incomplete, and Ray starts its actors elsewhere."""
+    """None of 200 requests is lost, doubled or incomplete, and Ray starts its actors elsewhere."""
     before = lane.actors()
     on = {role: lane.nodes.node_of(actor.pid) for role, actor in before.items()}
     # Each replica is on one node, with its ranks; the head would take Ray itself along.

@@ -22,7 +22,7 @@ from .conftest import Run, assert_refused
 
 @pytest.fixture(scope="module")
 def records() -> list[Completion]:
-    """Of requests "a" and "b", by weights that a folder has."""
+    """Completions of requests "a" and "b", by weights that a folder has."""
     config = EngineConfig(model_path=str(short_model.folder()), dtype="float32")
     params = SamplingParams(max_tokens=8, ignore_eos=True)
     with InferenceEngine(config) as engine:
@@ -59,7 +59,7 @@ def test_recorded_lines_are_replayed_with_the_weights_of_then(
     assert msgspec.json.decode(ran.stdout, type=Replay).verdict == "different"
 
 
-def test_what_is_not_there_or_has_no_recipe_is_refused(
+def test_a_missing_record_or_recipe_is_refused(
     run: Run, records: list[Completion], tmp_path: Path
 ) -> None:
     weights = ("--weights", str(short_model.folder()))

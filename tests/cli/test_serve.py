@@ -137,7 +137,7 @@ def test_as_part_of_up(tmp_path: Path) -> None:
         answer = httpx.post(f"{url}/generate", json=BODY, timeout=LIMIT_S).json()
         assert answer["text"] == " 123"
         assert text_over_grpc(grpc_port) == b" 123"
-        # Behind those of the five stages.
+        # After those of the five stages.
         shown = httpx.get(f"http://127.0.0.1:{metrics_port + 5}/metrics").text
         counts = re.findall(
             r'^http_server_request_duration_seconds_count.*"/generate".*', shown, re.M

@@ -271,7 +271,7 @@ def test_a_live_stage_may_not_be_ready(
 
 
 def test_health_of_a_role(run: Run, on_nobody: str, redis_url: str) -> None:
-    """Of the lane: also of a replica on another host."""
+    """The lane's role includes a replica on another host."""
     reports = [report(stage) for stage in STAGES]
     reports[1] = replace(reports[1], load={"roles": "prefill,decode"})
     with Redis.from_url(redis_url) as redis:

@@ -1,4 +1,4 @@
-"""What commands show while they wait."""
+"""Progress that commands show while they wait."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def report(stage: str, state: Any, load: dict[str, Any]) -> StageReport:
     return StageReport(stage=stage, state=state, load=load, **about)
 
 
-def test_what_takes_long_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slow_commands_show_progress(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(terminal, "PATIENCE_S", 0.001)
     screen, pipe = Screen("loading code"), Screen("loading code")
     with terminal.waiting("loading code", Console(file=screen, force_terminal=True)):

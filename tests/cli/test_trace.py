@@ -92,7 +92,7 @@ def test_a_request_is_found_by_entry_and_trace_id(run: Run, file: Path, wanted: 
 
 
 class Page(HTMLParser):
-    """What a browser would see of it."""
+    """A trace page as a browser would show it."""
 
     def __init__(self, text: str) -> None:
         super().__init__()

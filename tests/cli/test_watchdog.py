@@ -1,4 +1,4 @@
-"""What `up` has started ends with it, however it ends."""
+"""All processes that `up` has started end with it, however it ends."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ def test_a_logit_bias_can_not_be_changed(params: SamplingParams) -> None:
     assert msgspec.json.decode(encoded, type=SamplingParams) == params
 
 
-def test_what_is_of_the_wrong_type_is_left_for_whoever_checks_it() -> None:
+def test_values_of_a_wrong_type_are_left_unchanged() -> None:
     params = SamplingParams(stop_token_ids=cast(Any, [[1]]), stop=cast(Any, 5))
     assert params.stop_token_ids == [[1]]
     assert params.stop == 5

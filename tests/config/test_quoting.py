@@ -1,4 +1,4 @@
-"""What is quoted from outside stays short."""
+"""Quotes of foreign text stay short."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What stages are called where batching and executor are there several times."""
+"""The names of stages when batching and executor run several times."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_a_role_says_stage_and_replica(role: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["client", "pipeline", "up", "batching.x", ""])
-def test_other_names_are_of_no_further_replica(name: str) -> None:
+def test_other_names_are_no_replicas_role(name: str) -> None:
     assert split_role(name)[1] == 0
 
 

@@ -58,7 +58,7 @@ def rendered(values: Values, release: str = RELEASE, namespace: str = NAMESPACE)
 
 
 def notes(values: Values) -> str:
-    """What `helm install` prints at its end."""
+    """Return the notes that `helm install` prints at its end."""
     with helm.Chart.load(CHART) as chart:
         texts = chart.render(values, name=RELEASE, namespace=NAMESPACE)
     (text,) = [text for name, text in texts.items() if name.endswith("NOTES.txt")]
@@ -76,7 +76,7 @@ def one(objects: list[Values], kind: str, ending: str) -> Values:
 
 
 def workloads(objects: list[Values]) -> list[Values]:
-    """What makes pods."""
+    """Return the objects that make pods."""
     return [each for each in objects if each["kind"] in ("Deployment", "StatefulSet")]
 
 

@@ -135,7 +135,7 @@ MOST_STATEFUL_SET = 63 - len("-0123456789")
 
 @pytest.mark.parametrize("name", NAMES)
 def test_any_name_of_a_release_and_a_namespace_is_a_text(name: str) -> None:
-    """Whose objects have names that Kubernetes takes, in the longest pool too."""
+    """Kubernetes accepts the names of all objects, in the longest pool too."""
     pools = [{"name": "true", "replicas": 1}, {"name": "p" * 21, "replicas": 1}]
     objects = rendered(values_of("monitoring", pools=pools), name, name)
     for each in objects:
@@ -158,7 +158,7 @@ def test_releases_with_similar_names_have_objects_of_their_own() -> None:
 
 
 def test_a_name_that_yaml_reads_as_something_else_stays_one() -> None:
-    """Of other objects, and of a lane, which its processes read as YAML."""
+    """Names of objects, and of a lane, which its processes read as YAML."""
     redis = {"enabled": False, "existingSecret": "123", "urlKey": "null", "password": ""}
     pools = [{"name": "p", "replicas": 1}]
     values = values_of(
@@ -180,7 +180,7 @@ def test_a_name_that_yaml_reads_as_something_else_stays_one() -> None:
 
 
 def test_containers_are_hardened(objects: list[Values]) -> None:
-    """What kube-linter, Polaris and the restricted pod security standard ask for."""
+    """The requirements of kube-linter, Polaris and the restricted pod security standard hold."""
     for workload in workloads(objects):
         pod = pod_of(workload)
         assert pod["automountServiceAccountToken"] is False
@@ -443,7 +443,7 @@ REFUSED: dict[str, tuple[Values, str]] = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_can_not_work_is_refused(case: str) -> None:
+def test_unworkable_values_are_refused(case: str) -> None:
     more, message = REFUSED[case]
     with pytest.raises(helm.HelmError, match=re.escape(message)) as refused:
         rendered(merged(values_of(None), more))

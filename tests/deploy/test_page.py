@@ -121,7 +121,7 @@ def composed(password: str) -> dict[str, Any]:
 
 
 def test_the_server_of_compose_requires_a_password() -> None:
-    """Which no command line shows, and without which compose starts nothing."""
+    """No command line shows the password, and compose starts nothing without it."""
     found = composed("a-password")
     server = found["services"]["redis"]
     (config,) = server["configs"]

@@ -1,4 +1,4 @@
-"""What scaling from no lane relies on: a gateway takes requests, and counts them, without one."""
+"""Scaling from no lane relies on a gateway that takes requests, and counts them, without one."""
 
 from __future__ import annotations
 

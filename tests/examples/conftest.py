@@ -45,7 +45,7 @@ def node_folders(online: None, pytestconfig: pytest.Config) -> Callable[[str], P
 
 @pytest.fixture(scope="module")
 def addresses(online: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
-    """Where a `serve` answers whose log tells of no failure, as variables for programs."""
+    """The addresses of a `serve` whose log reports no failure, as variables for programs."""
     folder = tmp_path_factory.mktemp("serve")
     metrics_port = free_port()
     with served(folder, "--set", f"telemetry.metrics_port={metrics_port}") as (_, url):

@@ -105,12 +105,12 @@ def _made(cache: Path, kind: str, key: list[str]) -> Iterator[tuple[Path, bool]]
 
 
 def run(command: list[str], folder: Path, *, limit_s: float = LIMIT_S, **variables: str) -> str:
-    """What a program prints that ends well.
+    """Return the output of a program that ends well.
 
     Args:
         folder: Its working directory.
         limit_s: When it is given up.
-        variables: Of its environment, over those of ours.
+        variables: Environment variables that replace ours.
     """
     ran = subprocess.run(
         command,
@@ -126,10 +126,10 @@ def run(command: list[str], folder: Path, *, limit_s: float = LIMIT_S, **variabl
 
 
 def run_example(name: str, url: str, programs: Path, results: Path) -> str:
-    """What a script of docs/examples prints that leaves its results in a folder.
+    """Return the output of a script of docs/examples that leaves its results in a folder.
 
     Args:
-        url: Of the server that it asks.
+        url: URL of the server that the script calls.
         programs: The folder of the programs that it calls.
         results: The folder, in which its caches are as well.
     """

@@ -83,7 +83,7 @@ async def test_every_program_is_tried_and_listed() -> None:
 
 
 async def ran(command: list[str], folder: Path, url: str) -> str:
-    """What a program prints that ends well, beside the gateway that it asks."""
+    """Return the output of a program that ends well, run beside the gateway that it calls."""
     return await asyncio.to_thread(run, command, folder, NANO_INFERENCE_URL=url)
 
 

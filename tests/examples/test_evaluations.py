@@ -76,20 +76,20 @@ def generated(stop: tuple[str, ...], max_tokens: int) -> tuple[list[str], list[s
 def harness(
     serving: str, programs: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Path:
-    """Where lm-evaluation-harness leaves its results."""
+    """The folder of lm-evaluation-harness's results."""
     folder = tmp_path_factory.mktemp("harness")
     run_example("lm_eval.sh", serving, programs("lm_eval.sh"), folder)
     return folder
 
 
 def samples(harness: Path, task: str) -> list[dict[str, Any]]:
-    """What the harness kept of each document, in their order."""
+    """Return the harness's record of each document, in their order."""
     (path,) = harness.glob(f"*/tiny/samples_{task}_*.jsonl")
     return sorted(lines(path), key=lambda sample: int(sample["doc_id"]))
 
 
 def reported(harness: Path, task: str, metric: str) -> float:
-    """What the harness says in the end."""
+    """Return a metric of the harness's summary."""
     for path in harness.glob("*/tiny/results_*.json"):
         results = json.loads(path.read_text())["results"]
         if task in results:
@@ -139,7 +139,7 @@ def test_the_harness_gets_the_texts_of_the_engine(harness: Path, task: str) -> N
 def inspected(
     serving: str, programs: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Path:
-    """Where Inspect leaves its logs."""
+    """The folder of Inspect's logs."""
     folder = tmp_path_factory.mktemp("inspect")
     run_example("inspect_ai.sh", serving, programs("inspect_ai.sh"), folder)
     return folder

@@ -50,7 +50,7 @@ def engine() -> Iterator[InferenceEngine]:
         yield engine
 
 
-def test_what_is_held_out_is_never_trained_on() -> None:
+def test_held_out_problems_are_never_trained_on() -> None:
     task = Arithmetic(EngineConfig().model_folder, tuple(KINDS))
 
     def operands(text: str) -> tuple[str, ...]:
@@ -201,7 +201,7 @@ def test_speculation_changes_no_bit_of_a_blocking_run(monkeypatch: pytest.Monkey
 
 @pytest.mark.soak(only=True)
 def test_ranks_change_no_bit_of_a_blocking_run() -> None:
-    """Of its rewards, losses and weights."""
+    """Rewards, losses and weights are the same."""
     settings = replace(SETTINGS, steps=2, deterministic=True)
     found = []
     for ranks in (1, 2):

@@ -100,7 +100,7 @@ def test_on_policy_the_gradient_is_that_of_the_policy_gradient() -> None:
     ("advantage", "change", "learns"),
     [(1, 0.1, True), (1, 0.5, False), (1, -0.5, True), (-1, -0.5, False), (-1, 0.5, True)],
 )
-def test_what_has_moved_far_enough_is_left_alone(
+def test_tokens_beyond_the_clip_range_have_no_gradient(
     advantage: float, change: float, learns: bool
 ) -> None:
     batch = batch_of(torch.tensor([[-1.0]]), torch.tensor([[float(advantage)]]))
@@ -110,7 +110,7 @@ def test_what_has_moved_far_enough_is_left_alone(
     assert bool(logprobs.grad.any()) is learns
 
 
-def test_a_step_makes_what_was_rewarded_likelier(groups: list[Group]) -> None:
+def test_a_step_makes_rewarded_tokens_likelier(groups: list[Group]) -> None:
     trainer = Trainer(SETTINGS)
     batch = pack(groups)
 
@@ -143,7 +143,7 @@ def test_the_reference_holds_the_policy_back(groups: list[Group]) -> None:
 
 
 def test_a_trainer_that_fails_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a fork, which has imported all that it needs to fail."""
+    """A fork has imported all that it needs to fail."""
     original = multiprocessing.get_context
     monkeypatch.setattr(multiprocessing, "get_context", lambda kind: original("fork"))
     settings = replace(SETTINGS, model_folder=tmp_path)

@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.soak]
 
 
 class Counted:
-    """What a server has counted between two looks at its metrics."""
+    """The counts of a server between two reads of its metrics."""
 
     def __init__(self, url: str) -> None:
         self._port = int(url.rpartition(":")[2])

@@ -48,7 +48,7 @@ def test_promises_to_a_client_of_node_are_kept(
     run(["node", f"with_{name}.mjs"], folder, **addresses)
 
 
-def test_a_broken_promise_is_told(tmp_path: Path) -> None:
+def test_a_broken_promise_is_reported(tmp_path: Path) -> None:
     """So that a program that ends well has run, and has kept, all of them."""
     (tmp_path / "program.py").write_text(
         f"import sys; sys.path.insert(0, {str(PROGRAMS)!r})\n"

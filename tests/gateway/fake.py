@@ -93,7 +93,7 @@ class FakeEngine:
         version: The version of the weights in place.
         parts: The number of staged parts, by the update's name.
         session_result: The result of calls about sessions.
-        away: The bus is lost behind the first output that a client follows.
+        away: The bus is lost after the first output that a client follows.
     """
 
     tracing = Tracing()
@@ -127,7 +127,7 @@ class FakeEngine:
                 await self._changed.wait()
 
     def hold(self) -> None:
-        """Hold each request behind its first output, until `go` or its cancellation."""
+        """Hold each request after its first output, until `go` or its cancellation."""
         self._held = True
 
     def go(self) -> None:

@@ -17,7 +17,7 @@ HELLO: Any = [{"role": "user", "content": "hello"}]
 
 
 def served(request: GenerateRequest) -> list[Output]:
-    """As `interleaved`, from the response cache."""
+    """Return `interleaved`'s outputs, from the response cache."""
     *chunks, end = interleaved(request) if request.stream else whole(request)
     assert isinstance(end, Completion)
     cached = end.usage.completion_tokens

@@ -171,7 +171,7 @@ async def test_results_of_tools_may_have_images(http: Client, engine: FakeEngine
     assert asked(engine).images == (ImageInput(data=FILE),)
 
 
-async def test_a_text_is_asked_as_token_ids(http: Client, engine: FakeEngine) -> None:
+async def test_a_text_is_submitted_as_token_ids(http: Client, engine: FakeEngine) -> None:
     await http.post("/v1/chat/completions", json=chat(ASKED))
     assert asked(engine).prompt_token_ids
     assert asked(engine).images == ()
@@ -180,7 +180,7 @@ async def test_a_text_is_asked_as_token_ids(http: Client, engine: FakeEngine) ->
 async def test_the_tokens_of_images_are_counted_and_shown(
     http: Client, engine: FakeEngine, folder: Path
 ) -> None:
-    """As admission makes them."""
+    """The counts are admission's."""
     processor = ImageProcessor.of(folder)
     assert processor is not None
     text = processor.expand_text(RENDERED, [(84, 56)])

@@ -1,4 +1,4 @@
-"""What holds for the calls of every interface."""
+"""Promises for the calls of every interface."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ def completion(time: dict[str, int] | None, finished_ns: int = 1_400) -> Complet
     ("arrived_ns", "wanted"),
     [
         (1_000, {"http": 70, "queue": 20, "own_decode": 300, "delivery": 110}),
-        # The pipeline's clocks are ahead, or behind.
+        # The pipeline's clocks are fast, or slow.
         (1_160, {"queue": 20, "own_decode": 300, "delivery": 20}),
         (1_175, {"queue": 15, "own_decode": 300, "delivery": 10}),
         (1_300, {"own_decode": 190, "delivery": 10}),

@@ -117,7 +117,7 @@ SETTINGS: Body = {}
 
 
 def objects_of(value: Any, place: Path = ()) -> Iterator[Path]:
-    """Where in a body objects stand that have fields of ours."""
+    """Yield the paths of the objects in a body that have fields of ours."""
     if isinstance(value, dict):
         yield place
     inner = value.items() if isinstance(value, dict) else enumerate(value)

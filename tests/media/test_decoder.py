@@ -220,7 +220,7 @@ def test_a_process_that_ended_is_started_again(decoder: ImageDecoder) -> None:
 
 
 def test_an_image_that_kills_its_process_is_refused(decoder: ImageDecoder) -> None:
-    """As a defect of a decoder may, or the kernel for want of memory."""
+    """A defect of a decoder, or the kernel for want of memory, may kill it."""
     decoder.decode(saved(picture()))
     os.kill(child := child_of(decoder), signal.SIGSTOP)
     killer = threading.Timer(0.05, os.kill, (child, signal.SIGKILL))

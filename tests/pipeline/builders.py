@@ -92,7 +92,7 @@ def check_stream(
     """No token is missing, none comes twice, and all are those of an undisturbed run.
 
     Args:
-        folder: Of the model.
+        folder: Folder of the model.
     """
     *chunks, completion = outputs
     assert completion.status == "done", completion.error
@@ -137,7 +137,7 @@ async def until_batched(pipeline: Pipeline, number: int, state: str = "running")
 
 
 class Boom(Exception):
-    """What a broken stage raises."""
+    """The exception of a broken stage."""
 
 
 def break_once(monkeypatch: pytest.MonkeyPatch, owner: Any, method: str, after: int) -> None:
@@ -160,7 +160,7 @@ State = dict[str, Tensor]
 
 
 def find_pure_logprob(loaded: State, dtype: str) -> float:
-    """Of a token that rests on KV of its own version alone."""
+    """Return the logprob of a token that rests on KV of its own version alone."""
     with InferenceEngine(EngineConfig(model_path=str(short_model.folder()), dtype=dtype)) as engine:
         engine.update_weights(oracle.remembering(loaded, 1), blocking=True)
         (sample,) = engine.generate([[5, 6, 7]], SamplingParams(temperature=0, max_tokens=1))
@@ -168,7 +168,9 @@ def find_pure_logprob(loaded: State, dtype: str) -> float:
 
 
 def greedy(number: int, max_tokens: int, n: int = 1) -> GenerateRequest:
-    """Of a few prompts, so that most find a beginning in the prefix cache."""
+    """Return a greedy request with one of a few prompts, so that most find a beginning in the
+    prefix cache.
+    """
     prompt = [5 + number % 3] * 40 + [9] * (number % 5)
     sampling = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
     return GenerateRequest(prompt_token_ids=tuple(prompt), sampling=sampling, n=n)

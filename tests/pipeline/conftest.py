@@ -151,7 +151,7 @@ async def http(pipeline: Pipeline) -> AsyncIterator[httpx.AsyncClient]:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def url(request: pytest.FixtureRequest) -> AsyncIterator[str]:
-    """Of a gateway in front of a pipeline, with what the module has as `SETTINGS`."""
+    """The URL of a gateway in front of a pipeline, with the module's `SETTINGS`."""
     config = load_config(env={}, overrides=getattr(request.module, "SETTINGS", {}))
     async with Pipeline(config) as pipeline, Gateway(pipeline.client, config) as gateway:
         yield gateway.url
@@ -159,7 +159,7 @@ async def url(request: pytest.FixtureRequest) -> AsyncIterator[str]:
 
 @pytest.fixture
 def resumed(monkeypatch: pytest.MonkeyPatch) -> list[NewSequence]:
-    """The sequences that executors start behind tokens which were generated before, so far."""
+    """The sequences that executors start after tokens which were generated before, so far."""
     found: list[NewSequence] = []
     original = ExecutorCore.execute
 

@@ -1,5 +1,6 @@
-"""What Transformers' own `generate` gives: float32, greedy, one prompt alone. By the bundled model,
-unless another folder is given."""
+"""The output of Transformers' own `generate`: float32, greedy, one prompt alone. By the bundled
+model, unless another folder is given.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +55,7 @@ def _is_generated(
     ignore_eos: bool,
     folder: Path,
 ) -> bool:
-    """Whether each token is the likeliest behind those before it, and the end is in its place."""
+    """Whether each token is the likeliest after those before it, and the end is in its place."""
     ends = model(folder).generation_config.eos_token_id
     stops = set() if ignore_eos else {ends} if isinstance(ends, int) else set(ends)
     if stops.intersection(tokens[:-1]) or len(tokens) > max_tokens:

@@ -213,7 +213,9 @@ async def test_as_many_adapters_load_as_there_may_be_of_the_largest_rank(
         assert await loaded("more") == ""
 
 
-async def test_keys_and_other_gateways_know_adapters(make_config: MakeConfig, folder: Path) -> None:
+async def test_keys_and_other_gateways_accept_adapters(
+    make_config: MakeConfig, folder: Path
+) -> None:
     """The policy covers adapters; a key for some models may use theirs, and load none."""
     config = make_config(policy__backend="bus")
     async with Pipeline(config) as pipeline:

@@ -206,7 +206,9 @@ async def test_the_prompt_is_the_same_in_any_way(
                 assert reader.prompt().token_ids == prompt.token_ids
 
 
-async def test_what_the_template_does_not_read_is_refused_in_any_way(folder: Path) -> None:
+async def test_variables_that_the_template_does_not_read_are_refused_in_any_form(
+    folder: Path,
+) -> None:
     (folder / "chat_template.jinja").write_text(TEMPLATE.replace("tools", "functions"))
     config = load_config(env={}, overrides={"engine.model_path": str(folder)})
     result = {"role": "tool", "content": "T", "tool_call_id": "c"}

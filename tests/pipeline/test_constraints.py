@@ -22,7 +22,7 @@ NAMES = Literal["Ana", "Ben"]
 
 
 class Person(BaseModel):
-    """What openai-python makes a schema of, and an object of the answer."""
+    """A model of which openai-python makes a schema, and an object of the answer."""
 
     name: NAMES
     ages: list[int] = Field(max_length=2)

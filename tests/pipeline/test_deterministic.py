@@ -21,7 +21,7 @@ CONFIG = EngineConfig(
 
 @cache
 def wishes() -> tuple[GenerateRequest, ...]:
-    """Half of them behind one of two long beginnings; greedy, sampled, and limited ones."""
+    """Half of them after one of two long beginnings; greedy, sampled, and limited ones."""
     rng = random.Random(11)
     beginnings = [[rng.randrange(5, 700) for _ in range(75)] for _ in range(2)]
     made = []

@@ -38,7 +38,7 @@ DONE = Completion(request_id="ä", entry_id="1-0", status="done", samples=(SAMPL
 
 
 def test_the_digest_is_made_of_these_bytes() -> None:
-    """As docs/replay.md has them, for programs in other languages."""
+    """docs/replay.md states them for programs in other languages."""
     content = struct.pack("<I2s", 2, "ä".encode()) + struct.pack("<I4s", 4, b"done")
     content += struct.pack("<I", 0)  # no prompt logprobs
     content += struct.pack("<I", 1)  # one sample
@@ -151,4 +151,4 @@ async def test_a_run_on_replicas_with_killed_stages_has_the_digest_of_an_undistu
     break_once(monkeypatch, ExecutorCore, "execute", 9)
     break_once(monkeypatch, BatchingStage, "handle", 40)
     assert await run(pipeline__replicas=2, engine__cache_type="paged") == undisturbed
-    assert resumed, "sequences went on behind their tokens"
+    assert resumed, "sequences went on after their tokens"

@@ -50,7 +50,7 @@ def say(engine: InferenceEngine, adapter: str = "") -> tuple[int, ...]:
 
 
 def cached(engine: InferenceEngine, adapter: str) -> int:
-    """How many tokens of the prompt a new request with the adapter finds."""
+    """Return the number of prompt tokens that a new request with the adapter finds in the cache."""
     plans: list[Any] = []
     execute = engine._executor.execute
 
@@ -89,7 +89,7 @@ def test_in_flight_requests_keep_or_lose_the_old_adapter(
     assert a.completion_tokens[:6] == old[:6]
     assert a.completion_tokens != old
     if in_flight == "retract":
-        # What follows is what the new weights say behind these tokens, in all their layers.
+        # What follows is what the new weights say after these tokens, in all their layers.
         (again,) = engine.generate(
             [[*PROMPT, *a.completion_tokens[:6]]],
             SamplingParams(temperature=0.0, max_tokens=18, ignore_eos=True),
@@ -164,7 +164,7 @@ def test_adapters_of_the_settings_are_loaded(folder: Path) -> None:
 def test_adapter_vectors_equal_merged_weights(
     folder: Path, kind: PoolingKind, tmp_path: Path
 ) -> None:
-    """In chunks, beside rows of others, and behind prefixes that the model alone has computed."""
+    """In chunks, beside rows of others, and after prefixes that the model alone has computed."""
     bases = {"": MODEL.base_model}
     for seed, name in enumerate(("one", "two")):
         bases[name] = merged(make_adapter(MODEL, seed, tmp_path / name)).base_model

@@ -16,7 +16,7 @@ LIMIT_S = 240
 
 
 def mixed_requests(number: int) -> list[GenerateRequest]:
-    """Texts of the model's tasks, some behind a long common context, some cut off early."""
+    """Texts of the model's tasks, some after a long common context, some cut off early."""
     rng = random.Random(7)
     context = "Ana is 31 years old and lives in Oslo. " * 12
     requests = []

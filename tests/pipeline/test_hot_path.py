@@ -1,4 +1,4 @@
-"""What one step costs, in counts that are the same on every machine.
+"""The cost of one step, in counts that are the same on every machine.
 
 Seconds would tell more and say nothing on a busy machine. Bytecode instructions of our own Python
 code, torch's operations and calls of kernels are what we write, and what a careless change adds to.
@@ -53,7 +53,7 @@ OPERATIONS_PER_LAYER, OPERATIONS_PER_STEP = 60, 84
 
 
 def decode_steps(number: int) -> Counter[str]:
-    """Of so many sequences that all decode: instructions per step."""
+    """Return instructions per step of so many decoding sequences."""
     with InferenceEngine(EngineConfig(max_batch_size=64)) as engine:
         params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
         for sequence in range(number):
@@ -78,7 +78,7 @@ def test_instructions_per_sequence_and_step() -> None:
 
 
 def batching_steps(number: int, cache_type: Literal["paged", "radix"]) -> float:
-    """As `decode_steps`, batching alone; in each step another sixteenth fills a block."""
+    """Return batching's part of `decode_steps`; in each step another sixteenth fills a block."""
     config = EngineConfig(
         max_tokens_per_batch=2 * STEPS * number, block_size=STEPS, cache_type=cache_type
     )

@@ -51,7 +51,7 @@ class VisionModel:
 
     @torch.no_grad()
     def answer(self, token_ids: tuple[int, ...], number: int, *seeds: int) -> list[int]:
-        """Greedy tokens behind a prompt with pictures."""
+        """Greedy tokens after a prompt with pictures."""
         ids = torch.tensor([token_ids])
         inputs: dict[str, Any] = {}
         if seeds:

@@ -121,7 +121,7 @@ def test_another_configuration_of_the_same_weights_finds_no_stored_kv(
 
 
 def test_siblings_constraints_and_drafts_go_on_from_stored_kv() -> None:
-    """n > 1 shares a prefill behind loaded blocks; sampled tokens depend on (seed, position)."""
+    """n > 1 shares a prefill after loaded blocks; sampled tokens depend on (seed, position)."""
     params = SamplingParams(temperature=1, max_tokens=6, seed=3, ignore_eos=True)
     with engine() as made:
         expected = tokens_of(made.generate(PROMPTS, params, 3))

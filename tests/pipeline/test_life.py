@@ -110,7 +110,7 @@ async def test_leaving_the_stream_early_cancels_the_request(pipeline: Pipeline) 
 
 
 @both_buses("redis-links")
-async def test_a_cancellation_right_behind_its_request_counts(pipeline: Pipeline) -> None:
+async def test_a_cancellation_right_after_its_request_counts(pipeline: Pipeline) -> None:
     """The cancellation travels on another link, and may be there before the request is let in."""
     client = pipeline.client
     for index in range(8):

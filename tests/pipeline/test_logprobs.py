@@ -36,7 +36,7 @@ PROMPT = "Story about Zoë, a cat and a red ball. Ana is 31 years old and lives 
 
 
 def table_of(token_ids: Sequence[int], temperature: float = 1.0) -> Tensor:
-    """`[tokens, vocab]`, Transformers' log_softmax behind each token."""
+    """`[tokens, vocab]`, Transformers' log_softmax after each token."""
     with torch.inference_mode():
         logits: Tensor = reference.model()(torch.tensor([list(token_ids)])).logits[0].double()
     return (logits / temperature).log_softmax(-1)

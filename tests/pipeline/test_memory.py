@@ -37,7 +37,7 @@ MESSAGES = frozenset(
 
 
 class Held(NamedTuple):
-    """What the process holds at a moment when no request is under way."""
+    """The process's resources at a moment when no request is in flight."""
 
     resident_bytes: int
     messages: Counter[str]
@@ -51,7 +51,7 @@ def held() -> Held:
 
 
 def request(number: int) -> GenerateRequest:
-    """Of each eight: one with two samples, one that is refused, one that is cut short."""
+    """Return a request; of each eight one has two samples, one is refused, one is cut short."""
     kind = number % 8
     return GenerateRequest(
         request_id=f"r{number}",
@@ -99,7 +99,7 @@ async def test_nothing_is_left_of_thousands_of_requests(
         await answer_all(pipeline, range(warm))
         before = held()
         ends = await answer_all(pipeline, range(warm, warm + measured))
-        # Requests leave the stages one after the other, behind their answers.
+        # Requests leave the stages one after the other, after their answers.
         for _ in range(200):
             after = held()
             if (after.messages - before.messages).total() < MOST_NEW_OBJECTS:

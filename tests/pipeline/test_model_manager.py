@@ -183,7 +183,7 @@ async def test_concurrent_loads_of_a_model_are_one(redis_url: str) -> None:
         assert {each.id for each in await asyncio.gather(*loads)} == {"a"}
         assert deployment.loads["a"] == 1
         assert (await answer).status == "done"
-        # One that came during the load comes behind it, and so does a load during an unload.
+        # One that came during the load comes after it, and so does a load during an unload.
         assert (await unload).state == "unloaded"
         status = await deployment.client.load_model("a")
         assert (status.state, status.is_moe, status.parameters > 0) == ("ready", False, True)
@@ -461,7 +461,7 @@ async def test_records_of_a_former_manager_are_replaced(redis_url: str) -> None:
             await client.load_model("a")
 
 
-def test_a_model_s_memory_is_told_from_its_folder(tmp_path: Path) -> None:
+def test_a_models_memory_is_estimated_from_its_folder(tmp_path: Path) -> None:
     folder = short_model.folder()
     in_float32 = managed_model.weight_bytes(folder, "float32")
     parameters = sum(each.numel() for each in load_file(folder / "model.safetensors").values())

@@ -25,7 +25,7 @@ STAGES: dict[str, Any] = {
 }
 
 
-async def test_what_a_pipeline_does_meanwhile_changes_no_token(make_config: MakeConfig) -> None:
+async def test_concurrent_operations_change_no_token(make_config: MakeConfig) -> None:
     """Grammars, embeddings, cancellations, a pause, and new weights between plans in flight."""
     state = {
         name: (tensor * 1.01).clone()

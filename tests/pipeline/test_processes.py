@@ -195,7 +195,7 @@ def five_free_ports() -> int:
 
 
 def generated(prompt: str, max_tokens: int, **how: Any) -> list[int]:
-    """What Transformers gives for a prompt."""
+    """Return the tokens that Transformers generates for a prompt."""
     prompt_ids = reference.tokenizer().encode(prompt)
     return reference.generate(prompt_ids, max_tokens, folder=short_model.folder(), **how)
 
@@ -220,7 +220,7 @@ async def test_only_the_executor_has_torch(deployment: Deployment) -> None:
 
 
 async def test_a_client_with_no_code_of_ours(deployment: Deployment) -> None:
-    """What docs/redis.md tells people to do, with nothing but a Redis client."""
+    """The steps of docs/redis.md work with nothing but a Redis client."""
     prefix = deployment.bus.prefix
     with redis.from_url(deployment.bus.url, decode_responses=True) as foreign:
         request = {
@@ -244,7 +244,7 @@ async def test_a_client_with_no_code_of_ours(deployment: Deployment) -> None:
         assert [token for chunk in chunks for token in chunk["token_ids"]] == completion["samples"][
             0
         ]["token_ids"]
-        # It is put into the shared stream right behind that.
+        # It is put into the shared stream right after that.
         position, shared = "0", []
         for _ in range(LIMIT_S):
             reply = foreign.xread({f"{prefix}:results": position}, block=1000)

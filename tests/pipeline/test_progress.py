@@ -95,13 +95,13 @@ def test_a_stage_that_is_gone_is_named(gone: str) -> None:
     assert f"no process runs {gone}" in found.reason
 
 
-def test_steps_are_no_progress_if_nobody_delivers_their_tokens() -> None:
+def test_steps_without_delivered_tokens_are_no_progress() -> None:
     assert seen(without="streaming", admission=BUSY, batching={"step_age_s": 0.1}).status == (
         "stalled"
     )
 
 
-def test_what_has_to_wait_is_not_stalled() -> None:
+def test_waiting_requests_are_not_stalled() -> None:
     """A restart would not help: a stage loads, or the lane is paused."""
     found = seen(starting="executor", admission=BUSY, streaming=OLD)
     assert (found.status, found.reason) == ("idle", "lane 0: executor is starting")

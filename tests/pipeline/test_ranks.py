@@ -172,7 +172,7 @@ async def test_a_rank_that_dies_or_stops_costs_no_token(
 ) -> None:
     """The executor is restarted as a whole, and every answer is that of one rank, bit for bit.
 
-    Every day it stops under load once; a stage of layers dies (test_pipeline_parallel.py)."""
+    Every day it stops under load once; a pipeline stage dies (test_pipeline_parallel.py)."""
     engine = {f"engine__{name}": value for name, value in SAME_BITS.items()}
     async with Pipeline(make_config(**engine)) as alone:
         done = await asyncio.gather(*map(alone.complete, short_bodies("SIGKILL")))

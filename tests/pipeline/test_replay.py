@@ -114,7 +114,7 @@ def test_an_other_token_is_found_and_the_recorded_ones_are_scored(engine: Infere
     assert "please report it" in replay.reasons[-1]
 
 
-def test_logprobs_behind_an_other_token_are_not_compared_with_scores_of_another_distribution(
+def test_logprobs_after_another_token_are_not_compared_with_scores_of_another_distribution(
     engine: InferenceEngine,
 ) -> None:
     sample = one(engine, replace(SAMPLED, presence_penalty=0.5))
@@ -179,7 +179,7 @@ def test_fields_of_the_fingerprint_that_differ_are_named(engine: InferenceEngine
     assert "it differs in: settings.tensor_parallel, torch" in replay.reasons[0]
 
 
-def test_what_can_not_be_computed_again_is_refused(engine: InferenceEngine) -> None:
+def test_a_recipe_that_can_not_be_computed_again_is_refused(engine: InferenceEngine) -> None:
     sample = one(engine)
     with raises("not_replayable", "has no recipe"):
         engine.replay(replace(sample, recipe=None))
@@ -221,7 +221,7 @@ def test_the_fingerprint_follows_weights_configuration_and_settings(tmp_path: Pa
 
 
 async def test_a_pipeline_replays_what_its_bus_has(make_config: MakeConfig, tmp_path: Path) -> None:
-    """Of a request with an adapter and several samples; and of a vector."""
+    """A request with an adapter and several samples, and a vector."""
     make_adapter(reference.model(short_model.folder()), 1, tmp_path)
     config = make_config(
         engine__deterministic=True,

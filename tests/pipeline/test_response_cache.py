@@ -194,7 +194,7 @@ async def test_no_response_of_former_weights_comes_after_an_update(
             assert same == (version % 2 == 0)
 
 
-async def test_an_update_is_answered_only_when_admission_knows_of_it(
+async def test_an_update_is_answered_only_after_admission_has_it(
     cached: Pipeline, loaded: State, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And steps go on meanwhile."""
@@ -219,7 +219,7 @@ async def test_an_update_is_answered_only_when_admission_knows_of_it(
 
 
 @pytest.mark.parametrize("executor_ends", [False, True])
-async def test_a_lost_confirmation_is_asked_for_again(
+async def test_a_lost_confirmation_is_requested_again(
     cached: Pipeline, loaded: State, monkeypatch: pytest.MonkeyPatch, executor_ends: bool
 ) -> None:
     """Also by an executor that ends meanwhile."""
@@ -252,7 +252,7 @@ async def test_a_lost_confirmation_is_asked_for_again(
 async def test_after_a_failure_nothing_is_served_before_it_was_computed_again(
     cached: Pipeline, monkeypatch: pytest.MonkeyPatch, stage: str
 ) -> None:
-    """What was begun before the failure is completed and not kept."""
+    """A response begun before the failure is completed and not kept."""
     before = await computed(cached, asking())
     long = asking("7 + 8 =", sampling=GREEDY | {"max_tokens": TOKENS})
     running = await begun(cached.client, msgspec.convert(long, GenerateRequest))

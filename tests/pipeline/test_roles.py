@@ -97,7 +97,7 @@ async def test_a_handed_over_sequence_has_the_same_bits(make_config: MakeConfig)
         assert taken.received > 0
         assert taken.received <= given.offered
         assert (taken.lost, taken.different) == (0, 0)
-        # Prompts are computed in one replica only, but for the tokens behind their full blocks.
+        # Prompts are computed in one replica only, but for the tokens after their full blocks.
         done = batching_of(pipeline, 1).take_counters()
         samples = sum(each["n"] for each in asked)
         assert done.prefilled < 2 * 17 * samples
@@ -120,7 +120,7 @@ FEATURES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("speculation", [in_soak("off"), "auto"])
-async def test_features_go_on_behind_a_handover(make_config: MakeConfig, speculation: str) -> None:
+async def test_features_work_after_a_handover(make_config: MakeConfig, speculation: str) -> None:
     asked = [
         {**body, "sampling": {**body["sampling"], "ignore_eos": False, **feature}}
         for feature in FEATURES.values()

@@ -101,7 +101,7 @@ Recorded = tuple[Any, ...]
 
 
 async def told_by(pipeline: Pipeline, number: int) -> tuple[Completion, list[Recorded]]:
-    """What a request gave, and of each sample all but logprobs."""
+    """Return a request's completion, and each sample without its logprobs."""
     chunked = [""] * 3
     completion = None
     async for output in pipeline.submit(REQUESTS[number]):

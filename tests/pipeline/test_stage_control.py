@@ -1,4 +1,4 @@
-"""Who receives control messages."""
+"""The receivers of control messages."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def url(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[str]:
-    """Of a model whose template has tools and reasoning, which the model never learned."""
+    """The URL of a model whose template has tools and reasoning, which the model never learned."""
     folder = tmp_path_factory.mktemp("model") / "tiny"
     calling_model(folder, short_model.folder(), marks=False)
     config = load_config(
@@ -51,13 +51,13 @@ CHAT: Any = {"model": "tiny", "messages": [USER], "max_tokens": 300, "reasoning_
 
 
 class Weather(BaseModel):
-    """How it is there."""
+    """Return the weather of a city."""
 
     city: Literal["Oslo", "Bergen"]
 
 
 class Clock(BaseModel):
-    """How late it is there."""
+    """Return the time of a city."""
 
     zone: Literal["north", "south"]
 

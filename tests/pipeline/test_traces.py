@@ -62,7 +62,7 @@ def events(spans: list[ReadableSpan]) -> list[str]:
 
 
 async def settled(record: Recorded) -> None:
-    """The last spans of a request are made behind its terminal message: the next one's wait for
+    """The last spans of a request are made after its terminal message: the next one's wait for
     them."""
     await record.pipeline.complete({"prompt": "1", "sampling": {"max_tokens": 2}})
 
@@ -104,7 +104,7 @@ async def test_a_handover_shows_as_two_stays_and_the_way_between_them() -> None:
     times = [giver.start_time, handover.start_time, handover.end_time, taker.start_time]
     assert times == sorted(times)  # type: ignore[type-var]
     assert (handover.attributes or {})[names.HANDED_OVER_BY] == "executor"
-    for fetch in spans["batching.kv_fetch"]:  # if the blocks came behind the token
+    for fetch in spans["batching.kv_fetch"]:  # if the blocks came after the token
         assert (fetch.attributes or {})[names.KV_BLOCKS_LOADED] > 0  # type: ignore[operator]
     replicas = [(span.attributes or {})["nano.replica"] for span in (giver, taker)]
     assert replicas == ["0", "1"]

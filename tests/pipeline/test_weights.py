@@ -209,7 +209,7 @@ async def test_weights_that_are_no_numbers_are_refused(running: Pipeline, loaded
 async def test_a_failed_executor_reports_the_lost_update(
     exact: Pipeline, loaded: State, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What comes back has the weights of model_path, and says so with every token."""
+    """The restarted executor has the weights of model_path, and reports that with every token."""
     await exact.client.update_weights(oracle.announcing(loaded, 1))
     break_once(monkeypatch, ExecutorCore, "execute", after=1)
     with raises("weights_interrupted", kind=WeightsError):

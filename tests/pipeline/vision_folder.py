@@ -14,7 +14,7 @@ _SETTINGS: dict[str, dict[str, Any]] = {
     "llava": {"patch_size": 4},
     "gemma3": {"image_seq_length": 16},
 }
-"""Of processors, by the sizes of the models."""
+"""Settings of processors, by the sizes of the models."""
 
 
 def save_vision_model(name: str, folder: Path) -> Any:

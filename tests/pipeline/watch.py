@@ -39,7 +39,7 @@ class Watch:
 
     @property
     def preempted(self) -> int:
-        """How often a sequence had to give up its blocks."""
+        """The number of times that a sequence gave up its blocks."""
         return self.starts.total() - len(self.starts)
 
     def see(self, plan: StepPlan, result: StepResult) -> None:

@@ -115,7 +115,7 @@ async def test_no_page_calls_a_model_of_kserve(engine: FakeEngine, way: str) -> 
 
 
 @pytest.mark.parametrize("agent", [None, "python/gevent-http-client-2.4"])
-async def test_programs_may_say_nothing_of_a_body_for_kserve(
+async def test_programs_may_omit_the_content_type_for_kserve(
     engine: FakeEngine, agent: str | None
 ) -> None:
     headers = {"User-Agent": agent} if agent else {}
@@ -234,7 +234,9 @@ async def test_json_is_taken(engine: FakeEngine, kind: str) -> None:
         assert answer.status_code == 200
 
 
-async def test_what_a_shell_sends_by_default_is_told_what_to_add(engine: FakeEngine) -> None:
+async def test_the_default_content_type_of_curl_is_refused_with_the_header_to_add(
+    engine: FakeEngine,
+) -> None:
     headers = {"User-Agent": "curl/8.5.0", "Content-Type": "application/x-www-form-urlencoded"}
     async with gateway(engine) as http:
         answer = await http.post("/generate", content=b'{"text": "a"}', headers=headers)

@@ -102,7 +102,7 @@ async def test_a_request_under_way_never_makes_room(engine: FakeEngine) -> None:
         assert not engine.left
 
 
-async def test_more_requests_than_allowed_are_told_so(engine: FakeEngine) -> None:
+async def test_requests_beyond_the_limit_are_refused_with_a_reason(engine: FakeEngine) -> None:
     """In the shape of all errors, with a time to come again, and the connection can do so."""
     engine.outputs = hanging
     async with serve(engine, GatewayConfig(max_connections=2)) as served:
@@ -229,7 +229,7 @@ async def test_bodies_that_are_kept_hold_no_more_than_the_budget(engine: FakeEng
 
 
 async def test_announced_bodies_hold_nothing(engine: FakeEngine) -> None:
-    """Who says that a large body will come, and sends none of it, takes nobody's room."""
+    """A client that announces a large body and sends none of it takes no other client's room."""
     size = UNCOUNTED_BYTES * 4
     config = GatewayConfig(max_body_bytes=size, max_weights_bytes=size, max_bodies_bytes=size)
     body = json.dumps({"text": "a" * (size - 100)}).encode()

@@ -56,7 +56,7 @@ async def test_a_trace_that_is_too_long_is_dropped_and_the_request_runs(
     assert (entry.traceparent, entry.tracestate) == kept
 
 
-async def test_what_another_program_writes_has_the_same_limits(
+async def test_entries_of_other_programs_have_the_same_limits(
     redis_bus: Bus, write_entry: Write
 ) -> None:
     state = b"k=" + b"v" * 20_000_000
@@ -108,7 +108,9 @@ async def error_codes(client: BusClient, *requests: dict[str, Any]) -> list[str]
 
 
 @pytest.mark.usefixtures("narrow_links")
-async def test_what_no_link_carries_is_buried_and_the_next_request_runs(redis_url: str) -> None:
+async def test_a_request_that_no_link_carries_is_dead_lettered_and_the_next_one_runs(
+    redis_url: str,
+) -> None:
     async with Pipeline(config_on(redis_url)) as pipeline:
         codes = await error_codes(pipeline.client, LARGE, GOOD, LARGE, GOOD)
         assert codes == ["message_too_large", "", "message_too_large", ""]
@@ -117,7 +119,7 @@ async def test_what_no_link_carries_is_buried_and_the_next_request_runs(redis_ur
 
 
 @pytest.mark.usefixtures("narrow_links")
-async def test_what_no_link_carries_is_buried_when_it_is_found_at_the_start(redis_url: str) -> None:
+async def test_a_request_that_no_link_carries_is_dead_lettered_at_the_start(redis_url: str) -> None:
     config = config_on(redis_url)
     dead = open_bus(config.bus, frozenset())
     ids = [await dead.requests.publish(each) for each in (LARGE, GOOD)]
@@ -134,7 +136,7 @@ async def test_what_no_link_carries_is_buried_when_it_is_found_at_the_start(redi
     assert [getattr(end, "status", "") for end in ends] == ["error", "done"]
 
 
-async def test_whatever_goes_wrong_with_one_entry_ends_that_one_alone(
+async def test_any_error_with_one_entry_ends_that_entry_alone(
     redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     original = AdmissionCore.admit

@@ -56,7 +56,7 @@ PATHS = ("/generate", "/abort_request", "/v1/completions", "/v1/responses", "/v1
 
 
 @pytest.mark.parametrize("path", [*PATHS, "/inference/v1/generate", "/tokenize"])
-async def test_what_can_not_be_read_is_malformed(http: httpx.AsyncClient, path: str) -> None:
+async def test_an_unreadable_body_is_malformed(http: httpx.AsyncClient, path: str) -> None:
     for body in UNREADABLE:
         answer = await http.post(path, content=body, headers=JSON)
         assert (error_of(answer, 400), body[:50]) == ("malformed", body[:50])
@@ -156,7 +156,7 @@ def integers(found: Any) -> list[msgspec.inspect.IntType]:
         ("/inference/v1/generate", {"token_ids": [1], "sampling_params": {"y" * 3_000_000: 1}}),
     ],
 )
-async def test_what_is_quoted_is_short_and_plain(
+async def test_quoted_input_is_short_and_plain(
     open_http: OpenHttp, path: str, body: dict[str, Any]
 ) -> None:
     # Which a busy machine may need for texts of megabytes.
@@ -191,4 +191,4 @@ def test_names_are_compared_only_when_they_are_short(monkeypatch: pytest.MonkeyP
 
 
 LAST = {"/v1/messages": "event: message_stop", "/v1/responses": "event: response.incomplete"}
-"""What a stream ends with that does not end with [DONE]."""
+"""The last event of streams that don't end with [DONE]."""

@@ -150,7 +150,7 @@ def test_a_link_to_a_library_is_not_loaded(machine: Machine, tmp_path: Path) -> 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root may give files away")
 @pytest.mark.parametrize("whole_folder", [False, True])
-def test_what_belongs_to_somebody_else_is_not_loaded(machine: Machine, whole_folder: bool) -> None:
+def test_a_library_of_another_user_is_not_loaded(machine: Machine, whole_folder: bool) -> None:
     machine.load()
     os.chown(machine.folder if whole_folder else machine.library, 12345, -1)
     assert [machine.load(), machine.load()] == ([1, 1] if whole_folder else [1, 0])

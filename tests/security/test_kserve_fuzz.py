@@ -58,7 +58,7 @@ def refusal(decode: Callable[[], object]) -> str:
 
 
 def frugally(work: Callable[[], str], size: int, what: str) -> str:
-    """What `work` gives, which takes little memory at any time for so many bytes that came.
+    """Return the result of `work`, which must use little memory for so many received bytes.
 
     Other threads of the process take memory as well, which counts here; so what takes much is done
     again, and fails where it does each time.
@@ -78,7 +78,7 @@ def frugally(work: Callable[[], str], size: int, what: str) -> str:
 
 
 Made = tuple[Callable[[], InferRequest | InferResponse], int] | None
-"""What decodes a draft, and its size in bytes; None for what is no message."""
+"""A draft's decoder, and its size in bytes; None for a draft that is no message."""
 
 
 def as_message(draft: Draft, rng: random.Random, memory: Memory) -> Made:

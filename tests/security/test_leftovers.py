@@ -1,5 +1,6 @@
-"""What a killed process leaves in the temporary folder and in shared memory, the next one sweeps;
-and nothing else."""
+"""A killed process's files in the temporary folder and in shared memory are swept by the next
+process; nothing else is.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +56,7 @@ def owner(place: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pro
         yield program
 
 
-def test_what_a_killed_process_leaves_is_swept(place: Path, owner: Program) -> None:
+def test_files_of_a_killed_process_are_swept(place: Path, owner: Program) -> None:
     folder, *segments = owner.output.readline().split()
     left = [Path(folder), *(SHARED_MEMORY / name for name in segments)]
     servers = [each for each in place.glob("nano-inference-*") if each != Path(folder)]
@@ -100,9 +101,7 @@ def test_only_what_is_ours_is_swept(place: Path, monkeypatch: pytest.MonkeyPatch
     assert len(found) == len(kept) + 3
 
 
-def test_what_belongs_to_another_user_is_not_swept(
-    place: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_files_of_another_user_are_not_swept(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (place / new_name("weights")).mkdir()
     me = os.geteuid()
     monkeypatch.setattr(os, "geteuid", lambda: me + 1)

@@ -64,7 +64,7 @@ def turn(content: str) -> ChatMessage:
         {"messages": (turn("x"),) * 50},  # short until it is rendered
     ],
 )
-def test_what_can_never_fit_is_refused_without_being_tokenised(
+def test_a_prompt_that_can_never_fit_is_refused_without_being_tokenised(
     core: AdmissionCore, prompt: dict[str, Any]
 ) -> None:
     entry = RequestEntry("1-1", GenerateRequest(**prompt))
@@ -72,7 +72,7 @@ def test_what_can_never_fit_is_refused_without_being_tokenised(
         core.admit(entry, 0, 0)
 
 
-def test_what_just_fits_is_taken(core: AdmissionCore) -> None:
+def test_a_prompt_that_just_fits_is_accepted(core: AdmissionCore) -> None:
     request = GenerateRequest(messages=(turn("x" * 49),))
     assert len(core.admit(RequestEntry("1-1", request), 0, 0).admitted.prompt.token_ids) == 99
 

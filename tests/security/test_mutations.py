@@ -72,7 +72,7 @@ class JudgingEngine(FakeEngine):
 
 
 async def play_named(server: Server, number: int, usuals: dict[str, str]) -> None:
-    """As `play`, of the case with this number; a failure says which it is."""
+    """Play the case with this number; a failure says which it is."""
     found = case(SEED, number)
     try:
         async with asyncio.timeout(LIMIT_S):
@@ -117,7 +117,7 @@ def nothing_told(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
 
 
 @pytest.mark.soak
-async def test_each_request_has_its_answer_and_nobody_else_notices(
+async def test_each_request_has_its_answer_and_affects_no_other(
     soak: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     config = load_config(env={}, overrides=SETTINGS)

@@ -1,4 +1,4 @@
-"""Whoever wants more than is his: each attack that was tried, by its name.
+"""Attacks on access control, by name.
 
 A real server and bytes that are written by hand, since clients put straight what is crooked here.
 """
@@ -98,7 +98,7 @@ class Fort:
             return status, ""
 
     async def names(self) -> set[str]:
-        """Of the keys that there are."""
+        """Return the names of all keys."""
         return {key["name"] for key in await self.administration.keys()}
 
     @property
@@ -127,7 +127,7 @@ MISSING, INVALID = (401, "missing_api_key"), (401, "invalid_api_key")
 
 
 def with_key(fort: Fort, path: str) -> dict[str, tuple[bytes, tuple[int, str]]]:
-    """What is sent to a path, and what is to be answered, by the attack."""
+    """Return the requests to a path and their expected answers, by the attack."""
     good, other = fort.secrets["generate"], fort.secrets["other"]
     middle = len("ni-") + 12
     kept = fort.policy.store._stored.document.keys[good[3:middle]]
@@ -173,7 +173,7 @@ def with_key(fort: Fort, path: str) -> dict[str, tuple[bytes, tuple[int, str]]]:
 
 
 @pytest.mark.parametrize("path", ["/generate", "/admin/keys"])
-async def test_who_has_no_good_key_gets_nothing(fort: Fort, path: str) -> None:
+async def test_a_call_without_a_valid_key_gets_nothing(fort: Fort, path: str) -> None:
     """And neither answers nor logs repeat what was sent as one."""
     attacks, before = with_key(fort, path), await fort.names()
     with structlog.testing.capture_logs() as lines:
@@ -199,7 +199,7 @@ async def test_who_has_no_good_key_gets_nothing(fort: Fort, path: str) -> None:
 async def test_every_key_is_compared_in_the_same_way(
     fort: Fort, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of one that is not there as much as of one that is nearly right."""
+    """A missing key takes the same comparison as a nearly right one."""
     compared: list[tuple[int, int]] = []
     compare = api_keys.hmac.compare_digest
 
@@ -285,7 +285,7 @@ LENGTH = b"Content-Length: 13\r\n\r\n"
 CHUNKED = b"d\r\n" + BODY + b"\r\n0\r\n\r\n"
 
 SMUGGLING: dict[str, tuple[bytes, list[int]]] = {
-    "behind the end of a body": (LENGTH + BODY + SMUGGLED, [200, 401]),
+    "after the end of a body": (LENGTH + BODY + SMUGGLED, [200, 401]),
     "a length and chunks": (
         b"Content-Length: 6\r\nTransfer-Encoding: chunked\r\n\r\n" + CHUNKED + SMUGGLED,
         [400],
@@ -314,13 +314,14 @@ SMUGGLING: dict[str, tuple[bytes, list[int]]] = {
         [200, 401],
     ),
 }
-"""What an allowed call has behind its own headers, which another program may take for a call; and
-the statuses of the answers: it is refused as a whole, or the rest is a call of its own, without a
-key."""
+"""Bytes after an allowed call's headers that another program may read as a call of their own, and
+the statuses of the answers: the call is refused as a whole, or the rest is a call of its own,
+without a key.
+"""
 
 
 @pytest.mark.parametrize("attack", SMUGGLING)
-async def test_what_is_smuggled_in_has_no_key(fort: Fort, attack: str) -> None:
+async def test_a_smuggled_call_has_no_key(fort: Fort, attack: str) -> None:
     before, (more, statuses) = await fort.names(), SMUGGLING[attack]
     head = HEAD + "Authorization: Bearer " + fort.secrets["generate"] + "\r\n"
     if attack == "an older version":
@@ -333,7 +334,7 @@ async def test_what_is_smuggled_in_has_no_key(fort: Fort, attack: str) -> None:
     if 400 in statuses:
         assert await client.closed()
     assert await fort.names() == before
-    # What comes behind that on the connection is no part of it, either.
+    # What comes after that on the connection is no part of it, either.
     if statuses == [200] and attack != "an older version":
         client.send(call("/generate"))
         assert await client.code() == MISSING
@@ -343,7 +344,7 @@ async def test_what_is_smuggled_in_has_no_key(fort: Fort, attack: str) -> None:
 # --- by the mass of it ---------------------------------------------------------------------------
 
 
-async def test_nobody_s_body_is_waited_for(fort: Fort) -> None:
+async def test_calls_are_refused_before_their_body_arrives(fort: Fort) -> None:
     """Sixteen million bytes are announced, and the answer is there before the first."""
     head = call(body=b"").replace(b"Content-Length: 0", b"Content-Length: 16000000")
     assert await fort.answers(head) == MISSING

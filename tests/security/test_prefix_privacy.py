@@ -1,4 +1,4 @@
-"""What one tenant has sent, another can't learn from what is cached."""
+"""A tenant can't learn another tenant's prompts from the cache."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SECRET = (7,) * 200
 
 
 class Salts:
-    """What admission makes of tenants and salts."""
+    """Admission's cache salts of tenants and salts."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast, **settings: bool) -> None:
         config = Config(admission=AdmissionConfig(max_in_flight=1 << 20, **settings))

@@ -60,7 +60,7 @@ say(b"last, without an end")
 
 
 class Talking(Forks):
-    """Whose children run a program of ours."""
+    """Children that run a program of ours."""
 
     def __init__(self, program: str) -> None:
         super().__init__((), "spawn", None, print)
@@ -71,7 +71,7 @@ class Talking(Forks):
 
 
 async def talk(program: str, file: io.StringIO) -> int:
-    """What it ends with; what is shown of it gets into the file."""
+    """Return the exit status; the shown output goes into the file."""
     config = load_config(env={})
     return await processes_of(config, stream=file, forks=Talking(program))._run_once("executor")
 
@@ -119,7 +119,7 @@ def test_lines_are_the_same_however_they_arrive(chunks: list[bytes], most: int) 
 
 @settings(deadline=None)
 @given(st.text())
-def test_what_is_shown_steers_no_terminal(text: str) -> None:
+def test_shown_text_has_no_terminal_control_sequences(text: str) -> None:
     assert not set(without_controls(text)) & {
         chr(code) for code in (*range(9), *range(11, 32), 127)
     }

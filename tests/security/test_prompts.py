@@ -64,7 +64,7 @@ async def test_a_prompt_counts_as_often_as_it_is_sampled(
     assert len(engine.requests) == 100
 
 
-async def test_as_many_prompts_as_are_allowed_let_others_in(
+async def test_a_call_with_the_most_prompts_lets_other_calls_run(
     http: httpx.AsyncClient, engine: FakeEngine
 ) -> None:
     turns = 0
@@ -83,7 +83,9 @@ async def test_as_many_prompts_as_are_allowed_let_others_in(
     assert turns > 4000 / 50
 
 
-async def test_what_waits_for_a_place_is_not_begun(open_http: OpenHttp, engine: FakeEngine) -> None:
+async def test_a_request_without_a_slot_is_not_started(
+    open_http: OpenHttp, engine: FakeEngine
+) -> None:
     """A task for each of thousands of prompts would take more memory than the prompts do."""
     http = open_http(gateway__max_in_flight=20)
     engine.outputs = lambda request: []
@@ -143,13 +145,13 @@ async def test_a_text_that_the_bus_would_refuse_is_not_sent_there(
 async def test_a_request_that_the_bus_would_refuse_is_not_published(
     open_http: OpenHttp, engine: FakeEngine, body: dict[str, Any]
 ) -> None:
-    """What counts is the request as the bus carries it: quoted, with all its parameters."""
+    """The request's size counts in its form on the bus: quoted, with all its parameters."""
     answer = await open_http(bus__max_request_bytes=1000).post("/generate", json=body)
     assert error_of(answer, 413) == "request_too_large"
     assert not engine.requests
 
 
-async def test_what_the_bus_takes_the_gateway_takes(
+async def test_the_gateway_accepts_every_request_that_the_bus_accepts(
     open_http: OpenHttp, engine: FakeEngine
 ) -> None:
     """To the byte."""

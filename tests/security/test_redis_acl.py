@@ -69,7 +69,7 @@ class Place(NamedTuple):
         return Redis.from_url(self.url_of(user), decode_responses=True)
 
     async def refused(self) -> set[tuple[str, str, str]]:
-        """What was refused to whom: (user, command or key, "command" or "key")."""
+        """Return the refusals: (user, command or key, "command" or "key")."""
         logs = [await node.acl_log() for node in self.nodes]
         return {
             (entry["username"], entry["object"], entry["reason"]) for log in logs for entry in log
@@ -381,7 +381,7 @@ NO_OPERATORS = ("XDEL {nano:requests}:of:a 1-0", "XREAD STREAMS {nano:link:0}:st
     ],
     ids=USERS,
 )
-async def test_the_server_refuses_what_is_not_theirs(
+async def test_the_server_refuses_commands_and_keys_of_other_roles(
     place: Place, user: str, forbidden: tuple[str, ...]
 ) -> None:
     """Each of these, of everybody; NOPERM comes before anything is looked at."""
@@ -396,8 +396,8 @@ async def test_the_server_refuses_what_is_not_theirs(
     assert allowed == []
 
 
-async def test_a_client_is_told_that_it_may_not(place: Place) -> None:
-    """As an error with a code, at once, and not by waiting for ever."""
+async def test_a_client_without_permission_gets_an_error_at_once(place: Place) -> None:
+    """An error with a code comes at once, instead of an endless wait."""
     async with serving(place), place.http_of("client") as client:
         requests = client.bus.requests
         forbidden: tuple[Callable[[], Awaitable[object]], ...] = (
@@ -417,7 +417,7 @@ async def test_a_client_is_told_that_it_may_not(place: Place) -> None:
 # --- what these users can't prevent, and the documentation says so --------------------------------
 
 
-async def test_who_knows_an_id_can_read_its_output(place: Place) -> None:
+async def test_a_client_with_an_id_can_read_its_output(place: Place) -> None:
     """The outputs are one family of keys; ids that can't be guessed are what separates clients."""
     async with serving(place), place.http_of("client") as owner, place.plain("client") as other:
         await owner.complete({**GREEDY, "request_id": "of-the-owner"})
@@ -425,7 +425,7 @@ async def test_who_knows_an_id_can_read_its_output(place: Place) -> None:
         assert await other.xrange(key)
 
 
-async def test_who_may_publish_can_trim_the_queue(place: Place) -> None:
+async def test_a_client_that_may_publish_can_trim_the_queue(place: Place) -> None:
     """XADD has an option for it, and a list of rights knows no options."""
     async with place.plain("client") as first, place.plain("client") as second:
         await first.execute_command("XADD", place.keys.requests, "*", "json", "{}")

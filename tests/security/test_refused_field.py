@@ -30,7 +30,7 @@ Read = Callable[..., Awaitable[Malformed]]
 
 @pytest.fixture
 def read_back(redis_bus: Bus, write_entry: Write) -> Read:
-    """What becomes of an entry that another program has written."""
+    """Write another program's refused entry, and return it as the bus reads it."""
 
     async def read(message: str, code: str = "invalid_request") -> Malformed:
         refused = {"request_id": "mine", "code": code, "message": message}
@@ -62,6 +62,6 @@ async def test_our_own_sentence_is_no_way_in_for_others(read_back: Read) -> None
     assert len(read.message) < 200
 
 
-async def test_what_is_larger_than_a_request_may_be_is_not_read(read_back: Read) -> None:
+async def test_an_entry_above_the_size_limit_is_not_read(read_back: Read) -> None:
     read = await read_back("x" * 5_000_000)
     assert (read.request_id, read.code) == ("", "malformed")

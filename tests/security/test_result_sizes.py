@@ -157,7 +157,7 @@ async def deliver_beside_others(bus: Bus, large: Output) -> None:
 
 
 @pytest.mark.parametrize("kind", ["completion", "chunk"])
-async def test_what_the_server_does_not_take_ends_with_an_error_and_others_go_on(
+async def test_a_result_refused_by_the_server_ends_its_request_alone(
     strict_url: str, kind: str
 ) -> None:
     large = completion("large", 80_000) if kind == "completion" else chunk("large", 5 * MIB)
@@ -170,7 +170,7 @@ async def test_what_the_server_does_not_take_ends_with_an_error_and_others_go_on
         assert await collect(bus, "large") == [end]
 
 
-async def test_what_is_larger_than_the_setting_ends_with_an_error_and_others_go_on(
+async def test_a_result_above_the_limit_ends_its_request_alone(
     redis_url: str,
 ) -> None:
     async with opened(redis_url, max_result_bytes=1 << 16) as bus:
@@ -184,7 +184,7 @@ async def test_what_is_larger_than_the_setting_ends_with_an_error_and_others_go_
         await tail.aclose()
 
 
-async def test_what_came_before_is_kept(redis_url: str) -> None:
+async def test_chunks_before_the_error_are_kept(redis_url: str) -> None:
     async with opened(redis_url, "kept", max_result_bytes=1 << 16) as bus:
         first = chunk("r", 10)
         await bus.results.deliver([("r", [first, completion("r", 3000)])])
@@ -192,7 +192,7 @@ async def test_what_came_before_is_kept(redis_url: str) -> None:
         assert (kept, code_of(end)) == (first, "result_too_large")
 
 
-async def test_what_has_no_place_to_be_written_is_told_where_all_ends_are(redis_url: str) -> None:
+async def test_an_end_without_an_output_stream_is_in_the_results_stream(redis_url: str) -> None:
     async with opened(redis_url, "nowhere") as bus:
         tail = await bus.results.tail()
         with redis.Redis.from_url(redis_url) as client:

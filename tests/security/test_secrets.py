@@ -178,7 +178,7 @@ def test_an_address_that_is_refused_is_not_quoted(name: str) -> None:
 
 @settings(deadline=None)
 @given(text=st.text(max_size=30) | secrets)
-def test_an_environment_says_what_was_set(text: str) -> None:
+def test_an_environment_shows_its_settings(text: str) -> None:
     url = f"redis://:{text}@h"
     env = as_environment({"bus.url": url, "telemetry.service_name": text}, {})
     found = load_config(env={name: os.fsdecode(os.fsencode(value)) for name, value in env.items()})
@@ -194,7 +194,7 @@ def test_an_environment_says_more_than_text(weights: dict[str, float]) -> None:
     assert found.admission.max_in_flight == 7
 
 
-def test_what_is_set_wins_over_every_spelling_in_the_environment() -> None:
+def test_given_settings_override_every_spelling_in_the_environment() -> None:
     before = {
         "NANO_INFERENCE_BUS__URL": "redis://a",
         "NANO_INFERENCE_bus__url": "redis://b",

@@ -48,7 +48,7 @@ async def left(bus: Bus) -> list[str]:
 # --- what is refused ------------------------------------------------------------------------------
 
 
-async def test_those_are_refused_who_have_most_and_not_who_came_last(bus: Bus) -> None:
+async def test_the_tenant_with_most_requests_is_refused_not_the_last_to_come(bus: Bus) -> None:
     flood = await send(bus, "flood", 300)
     quiet = await send(bus, "quiet", 5)
     flood += await send(bus, "flood", 100)
@@ -56,7 +56,7 @@ async def test_those_are_refused_who_have_most_and_not_who_came_last(bus: Bus) -
     assert await left(bus) == [*flood[:45], *quiet]
 
 
-async def test_who_comes_after_the_flood_was_refused_is_let_in(bus: Bus) -> None:
+async def test_a_tenant_that_comes_after_the_flood_was_refused_is_admitted(bus: Bus) -> None:
     flood = await send(bus, "flood", 30)
     assert await shed(bus, 20) == 10
     quiet = await send(bus, "quiet", 4)
@@ -64,14 +64,14 @@ async def test_who_comes_after_the_flood_was_refused_is_let_in(bus: Bus) -> None
     assert await left(bus) == [*flood[:16], *quiet]
 
 
-async def test_nobody_loses_one_while_somebody_else_has_more(bus: Bus) -> None:
+async def test_a_tenant_loses_no_request_while_another_has_more(bus: Bus) -> None:
     sent = {tenant: await send(bus, tenant, n) for tenant, n in (("a", 9), ("b", 6), ("c", 2))}
     assert await shed(bus, 10) == 7
     kept = await left(bus)
     assert [sum(each in kept for each in sent[tenant]) for tenant in "abc"] == [4, 4, 2]
 
 
-async def test_what_was_taken_counts_no_longer(bus: Bus) -> None:
+async def test_taken_requests_do_not_count(bus: Bus) -> None:
     old = await send(bus, "flood", 10)
     assert await shed(bus, 9) == 1
     async with asyncio.timeout(LIMIT_S):
@@ -92,7 +92,7 @@ async def test_what_was_taken_counts_no_longer(bus: Bus) -> None:
         ("other", "x"),
     ],
 )
-async def test_what_is_odd_is_not_taken_for_anothers(
+async def test_an_odd_tenant_is_not_counted_as_another(
     bus: Bus, write_entry: Write, field: str, body: str | bytes
 ) -> None:
     quiet = await send(bus, "quiet", 3)

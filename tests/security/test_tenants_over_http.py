@@ -45,7 +45,7 @@ class GatedEngine(FakeEngine):
             self._change()
 
     def of(self, tenant: str) -> int:
-        """How many requests of a tenant have come."""
+        """Return the number of a tenant's requests that have arrived."""
         return sum(request.tenant == tenant for request in self.requests)
 
 
@@ -87,7 +87,7 @@ async def until_waiting(http: httpx.AsyncClient, number: int) -> None:
 async def abort_until_done(
     http: httpx.AsyncClient, calls: list[Any], *bodies: dict[str, Any]
 ) -> None:
-    """As slime does: what has only just come may not be found yet."""
+    """Abort like slime: requests that have only just come may not be found yet."""
     for _ in range(TURNS):
         if all(call.done() for call in calls):
             return
@@ -180,7 +180,9 @@ async def test_a_place_is_given_back_however_a_request_ends(
         assert {answer.status_code for answer in await asyncio.gather(*calls)} == {200}
 
 
-async def test_who_leaves_waits_no_longer(open_http: OpenHttp, engine: GatedEngine) -> None:
+async def test_disconnect_ends_the_wait_for_a_slot(
+    open_http: OpenHttp, engine: GatedEngine
+) -> None:
     engine.stage_reports = [report()]
     http = open_http(gateway__max_in_flight=4)
     async with meanwhile(one(http, text=["a"] * 3)):
@@ -192,7 +194,9 @@ async def test_who_leaves_waits_no_longer(open_http: OpenHttp, engine: GatedEngi
     await until_waiting(http, 0)
 
 
-async def test_what_waits_is_aborted_at_once(open_http: OpenHttp, engine: GatedEngine) -> None:
+async def test_waiting_requests_are_aborted_at_once(
+    open_http: OpenHttp, engine: GatedEngine
+) -> None:
     http = open_http(gateway__max_in_flight=4)
     async with meanwhile(one(http, text=["a"] * 2)):
         await engine.until(lambda: len(engine.requests) == 2)

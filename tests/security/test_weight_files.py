@@ -82,7 +82,7 @@ def test_more_names_than_the_model_can_have(tmp_path: Path, made: list[str]) -> 
     assert made
 
 
-def test_what_stands_in_several_files_is_counted_together(tmp_path: Path) -> None:
+def test_several_files_are_counted_together(tmp_path: Path) -> None:
     for file in range(3):
         header = {f"{file}.{name}": entry for name, entry in names(40).items()}
         write(tmp_path / f"{file}.safetensors", json.dumps(header).encode())
@@ -292,7 +292,7 @@ def experts() -> nn.Module:
     return module
 
 
-def test_what_checkpoints_have_is_within_the_limits(experts: nn.Module) -> None:
+def test_published_checkpoints_are_within_the_limits(experts: nn.Module) -> None:
     limits = limits_of(experts)
     each_with_a_scale = 2 * 60 * (3 * 256 + 12)
     assert limits.tensors > 2 * each_with_a_scale

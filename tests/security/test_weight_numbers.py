@@ -98,7 +98,7 @@ def counting() -> nn.Module:
     return module
 
 
-def test_what_is_no_integer_does_not_count(counting: nn.Module) -> None:
+def test_values_that_are_no_integers_do_not_count(counting: nn.Module) -> None:
     weights = WeightSyncManager(counting)
     for check in (weights.prepare, weights.start_sync):
         with pytest.raises(WeightsError, match=r"'count' is torch\.float32"):

@@ -147,7 +147,7 @@ async def test_a_place_that_is_none_is_refused(executor: Executor, place: tuple[
         join(),
     ],
 )
-async def test_what_nobody_thought_of_is_an_answer_too(
+async def test_unexpected_errors_are_answered(
     executor: Executor, operation: Any, error: Exception, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: Any) -> None:
@@ -186,7 +186,7 @@ async def test_an_error_of_the_check_on_the_torch_thread_is_an_answer(
 
 
 @pytest.mark.parametrize("folder", ["a\0b", "x" * 5000, "\ud800", "/dev/zero", "/proc/self/mem"])
-async def test_what_the_lane_is_said_to_have_is_looked_at_too(
+async def test_a_record_of_the_lanes_weights_is_checked(
     executor: Executor, folder: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It comes from the bus, where others may write."""

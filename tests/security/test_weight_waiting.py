@@ -63,7 +63,7 @@ def group_update(**changed: Any) -> UpdateWeights:
 
 
 async def others_are_served(executor: Executor) -> None:
-    """What has nothing to do with whom somebody waits for."""
+    """Check that messages unrelated to the waiting operation are answered."""
     assert (await executor.ask(TellWeightVersion())).code == ""
     assert (await executor.ask(ReleaseMemory(("gpu",)))).code == "weights_refused"
     assert (await executor.ask(LeaveWeightsGroup("another"))).code == ""
@@ -76,7 +76,7 @@ async def ends(executor: Executor, waiting: list[str]) -> None:
     assert codes == {"weights_interrupted"}
 
 
-async def test_a_join_of_nobody_holds_up_nothing(executor: Executor, mute: str) -> None:
+async def test_a_join_without_a_trainer_blocks_nothing(executor: Executor, mute: str) -> None:
     dead = await executor.tell(join("dead", free_address()))
     silent = await executor.tell(join("mute", mute))
     await others_are_served(executor)
@@ -107,7 +107,7 @@ async def test_as_many_joins_as_there_are_threads_for(executor: Executor) -> Non
     await until(lambda: not executor.updates._weights.groups._joins)
 
 
-async def test_the_end_of_the_stage_ends_what_joins(mute: str) -> None:
+async def test_the_end_of_the_stage_ends_joins(mute: str) -> None:
     async with asyncio.timeout(2 * LIMIT_S), running() as executor:
         waiting = [
             await executor.tell(join("dead", free_address())),
@@ -139,7 +139,7 @@ async def test_a_trainer_that_is_silent_holds_up_nothing(executor: Executor) -> 
 
 
 class Waiting(FakeEngine):
-    """Whose executors wait for a trainer that is silent, until they are let go."""
+    """An engine whose executors wait for a silent trainer until they are released."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -18,7 +18,7 @@ class Call(msgspec.Struct):
 
     Attributes:
         outputs: What the client has read.
-        error: Of the client's call.
+        error: Error of the client's call.
         ended: Whether the client is done with it.
         left: Whether the client has stopped early, or was killed.
         process: The client.
@@ -41,5 +41,5 @@ class Call(msgspec.Struct):
 
     @property
     def chunks(self) -> list[CompletionChunk]:
-        """What came before the end."""
+        """The chunks before the end."""
         return [each for each in self.outputs if isinstance(each, CompletionChunk)]

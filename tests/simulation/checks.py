@@ -1,4 +1,4 @@
-"""What must hold during a simulation and at its end."""
+"""The invariants of a simulation, during it and at its end."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from .redis.data import Stream
 from .story import MOST_REQUESTS, Request, Story
 
 LATE_MS = 1500
-"""So long behind its time limit a request ends at most, while admission and streaming run."""
+"""So long after its time limit a request ends at most, while admission and streaming run."""
 
 QUICK_MS = 4000
 """A request takes less, on a quick device and if only replies are lost."""
@@ -48,7 +48,7 @@ _LATE_STAGES = ("fairness", "batching", "executor")
 
 
 class World(GatewaysWorld, EffectsWorld, Protocol):
-    """What a simulation shows; see its attributes."""
+    """The parts of a simulation that the checks read; see its attributes."""
 
     longest_prefill: int
     longest_sample: int
@@ -152,7 +152,7 @@ def _check_time(story: Story, call: Call) -> Iterator[str]:
     has_room = len(story.requests) <= min(MOST_REQUESTS, story.max_in_flight)
     late_ms = call.ended_ns // 1_000_000 - request.at_ms - request.budget_ms
     if request.budget_ms and undisturbed and has_room and late_ms > LATE_MS:
-        yield f"it ended {late_ms} ms behind its time limit"
+        yield f"it ended {late_ms} ms after its time limit"
 
 
 def _check_delay(story: Story, call: Call) -> Iterator[str]:
@@ -169,9 +169,9 @@ def _check_chunks(request: Request, chunks: list[CompletionChunk]) -> Iterator[s
     for chunk in chunks:
         index = chunk.sample_index
         if finished[index]:
-            yield f"sample {index} goes on behind its end"
+            yield f"sample {index} goes on after its end"
         if chunk.token_offset != offsets[index]:
-            yield f"sample {index} has offset {chunk.token_offset} behind {offsets[index]} tokens"
+            yield f"sample {index} has offset {chunk.token_offset} after {offsets[index]} tokens"
         offsets[index] = chunk.token_offset + len(chunk.token_ids)
         finished[index] = chunk.finish_reason is not None
 
@@ -382,7 +382,7 @@ def _check_streams(world: World) -> Iterator[str]:
         for what in _check_chunks(request, chunks) if ends else ():
             yield f"the stream of {request.name}: {what}"
         if len(ends) > 1 or (ends and outputs[-1] is not ends[0]):
-            yield f"the stream of {request.name} goes on behind its end"
+            yield f"the stream of {request.name} goes on after its end"
 
 
 def _pairs(fields: list[bytes]) -> Iterator[tuple[bytes, bytes]]:

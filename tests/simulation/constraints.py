@@ -12,7 +12,7 @@ from nano_inference.text.tokenizer import find_tokenizer
 from . import model
 
 PATTERNS = ("[a-e]{2,6}", "(red|green|blue)[0-9]", "-?[1-9][0-9]{0,3}")
-"""Of which requests have one."""
+"""Patterns of constrained requests."""
 
 _ALLOWED = 200
 """llguidance's bias of an allowed token."""

@@ -1,4 +1,4 @@
-"""What another mechanism makes up for, counted and compared with the faults of the story."""
+"""Effects that another mechanism repairs, counted and compared with the faults of the story."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ _HARMLESS = ("garbage", "flush", "hold", "weights", "adapter")
 
 
 class EffectsWorld(Protocol):
-    """What these checks need of a simulation.
+    """The parts of a simulation that these checks read.
 
     Attributes:
-        failures: Of each lane, when a stage of it has failed by an error.
+        failures: Times of failures of each lane, when a stage of it has failed by an error.
         given_up: How often admission has given up each request.
     """
 

@@ -1,4 +1,4 @@
-"""What this package's modules take from outside, replaced for a simulation: time, ids, threads."""
+"""Replacements for a simulation of this package's surroundings: time, ids, threads."""
 
 from __future__ import annotations
 
@@ -128,10 +128,10 @@ class Environment:
     """Replacements for one simulation.
 
     Attributes:
-        executors: Of each stage object that was started, with its process.
+        executors: Executors of each started stage object, with its process.
         note_weights: Called with process, version and number of weights in place.
-        capacity: Of each executor.
-        host_slots, disk_blocks: Of its tiers.
+        capacity: Capacity of each executor.
+        host_slots, disk_blocks: Host slots and disk blocks of its tiers.
         fatal: Ids of requests that fail each step.
         adapters: By id and version, the numbers that adapters consist of.
         more: Replacements of single names, beside those of all simulations.

@@ -97,7 +97,7 @@ class SimulatedExecutor:
         """Args:
         config: The settings.
         now_ns: The clock.
-        num_blocks, max_batch_size, max_model_len: Of the device and the model.
+        num_blocks, max_batch_size, max_model_len: Limits of the device and the model.
         note_weights: Called with the version and the number of weights that are in place.
         make_tiers: None for no tiers.
         fatal: Ids of requests that fail each step.
@@ -191,7 +191,7 @@ class SimulatedExecutor:
         if self._blocked is not None:
             raise self._blocked
         if plan.step_id != self._last_step + 1:
-            raise LostPlan(f"plan {plan.step_id} comes behind plan {self._last_step}")
+            raise LostPlan(f"plan {plan.step_id} comes after plan {self._last_step}")
         self._last_step = plan.step_id
         end_ns = self._now_ns()
         start_ns = end_ns - self.duration_ns(plan)
@@ -299,7 +299,7 @@ class SimulatedExecutor:
         self._check(sequence, stop, None)
 
     def _write(self, sequence: _Sequence, hashes: list[int], kind: tuple[int, int]) -> None:
-        """Write KV behind what is computed."""
+        """Write KV after the computed tokens."""
         size, table = self._config.block_size, sequence.table
         for position, each in enumerate(hashes, sequence.computed):
             block, offset = divmod(position, size)
@@ -336,7 +336,7 @@ class SimulatedExecutor:
     def _sample(
         self, sequence: _Sequence, kind: tuple[int, int], most_drafts: int
     ) -> tuple[list[tuple[int, float, str]], list[VerifiedDraft]]:
-        """Sample a token, and behind it those that right drafts give.
+        """Sample a token, and after it those that right drafts give.
 
         Drafted tokens' KV is written like that of others, also of those that turn out to be wrong.
         """

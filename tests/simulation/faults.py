@@ -1,4 +1,4 @@
-"""What goes wrong in a simulation, begun and ended."""
+"""The faults of a simulation, begun and ended."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class SimulatedCrash(Exception):
 
 
 class Struck(Notes, Protocol):
-    """What faults act on; `World` has the attributes."""
+    """The parts of a simulation that faults change; `World` has the attributes."""
 
     story: Story
     loop: SimulatedLoop

@@ -75,7 +75,7 @@ FOUND: dict[str, Known] = {
     "a call that never got its key is taken over": (494, 24),
     "what was delivered is not compared with the stream": "outputs_compared",
     "a request that is lost once it has begun is followed for ever": "lost_begun",
-    "tokens behind a lost step are delivered in its place": "lost_step",
+    "tokens after a lost step are delivered in its place": "lost_step",
     "a begun request that runs anew repeats its tokens": "begun_anew",
     "a sequence computes blocks that it loads, since another start has just stored them": (
         "just_stored"

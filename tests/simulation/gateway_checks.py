@@ -1,4 +1,4 @@
-"""What must hold of calls over gateways: one run, one answer, and an end for what no one reads."""
+"""Invariants of calls over gateways: one run, one answer, and an end for calls without a reader."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _LOST = ("stream_not_found", "unknown_response", "unknown_request", "idempotency
 
 
 class GatewaysWorld(Protocol):
-    """What these checks need of a simulation."""
+    """The parts of a simulation that these checks read."""
 
     story: Story
     network: Network

@@ -50,7 +50,7 @@ def replaced() -> list[tuple[Any, str, Any]]:
 
 
 class Asked(NamedTuple):
-    """What a client sends.
+    """A client's request.
 
     Attributes:
         headers: Beside the tenant's.

@@ -43,7 +43,7 @@ _UNENDED = ("queued", "in_progress")
 
 
 class Answers(Protocol):
-    """What clients need of a simulation, and write to it."""
+    """The parts of a simulation that clients read and write."""
 
     loop: SimulatedLoop
     gateways: dict[str, SimulatedGateway]

@@ -19,11 +19,13 @@ STORY_S = 20.0
 """Processor time after which a story is taken for endless; that of a throng takes six seconds."""
 
 Known = tuple[int, int] | str
-"""What finds a defect: a seed and the most requests of its story, or the name of a kept story."""
+"""The key that finds a defect: a seed and the most requests of its story, or the name of a kept
+story.
+"""
 
 
 class Found(NamedTuple):
-    """How a defect was found: the story, what was wrong, and after how many seconds."""
+    """A found defect: the story, the violation, and the seconds until it was found."""
 
     story: Story
     what: str

@@ -19,7 +19,7 @@ class SimulatedProcess:
     """A process: the tasks and callbacks begun in its context.
 
     Attributes:
-        name: Of its program, for the trace.
+        name: Name of its program, for the trace.
         pid: Its number; a program that starts again has another.
         alive: False once it was killed: its callbacks never run again.
         paused: While true its callbacks are held back, as by SIGSTOP.
@@ -130,7 +130,7 @@ class SimulatedLoop(asyncio.BaseEventLoop):
         now_ns: Simulated time since the beginning.
         num_events: Callbacks run so far.
         most_events: A simulation that runs more callbacks doesn't end.
-        check: Called behind every `check_every` callbacks; 0 for never.
+        check: Called after every `check_every` callbacks; 0 for never.
         unhandled: Errors in callbacks, and of tasks that no one awaits.
     """
 
@@ -229,7 +229,7 @@ class SimulatedLoop(asyncio.BaseEventLoop):
         """Run callbacks until `done`; returns false if it isn't by `limit_ns`, or by too many.
 
         Args:
-            done: Called behind every so many callbacks.
+            done: Called after every so many callbacks.
             limit_ns: In simulated time.
             every: The number of callbacks.
         """

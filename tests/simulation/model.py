@@ -13,7 +13,7 @@ from zlib import crc32
 from nano_inference.bus.messages import CacheScope
 
 VOCAB_SIZE = 768
-"""As the bundled model, whose tokenizer it has."""
+"""The vocabulary size of the bundled model, whose tokenizer it has."""
 
 FIRST_TOKEN, NUM_TOKENS = 16, 64
 """Tokens are from this range, so that a few stop ids end many samples."""
@@ -47,10 +47,10 @@ def sample(
 
     Args:
         chain: The hash of all tokens before.
-        seed: Of the sample.
+        seed: Seed of the sample.
         weights: The numbers that weights and adapter consist of.
         avoided: Tokens that must not come yet.
-        allowed: Of a constrained sample; () for any.
+        allowed: Tokens allowed to a constrained sample; () for any.
     """
     value = hash((chain, seed, weights)) & MASK
     if allowed:
@@ -62,7 +62,7 @@ def sample(
 
 
 def chains_of(scope: CacheScope, tokens: Sequence[int]) -> list[int]:
-    """Return the hashes before the first token and behind each."""
+    """Return the hashes before the first token and after each."""
     chain = begin(scope)
     chains = [chain]
     for token in tokens:

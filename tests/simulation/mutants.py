@@ -413,7 +413,7 @@ OLD_DEFECTS = (
         "begun_counts = True",
     ),
     Defect(
-        "tokens behind a lost step are delivered in its place",
+        "tokens after a lost step are delivered in its place",
         "stages/streaming/stage.py",
         "if result.step_id == last + 1 and last >= 0:",
         "if True:",

@@ -18,7 +18,7 @@ ORDER_S = 60.0
 
 
 class Notes(Protocol):
-    """What an order changes in a simulation."""
+    """The parts of a simulation that an order changes."""
 
     updates: int
 

@@ -23,7 +23,7 @@ from .redis.network import MS
 from .story import LEASE_MS, Request, Story
 
 AUDIT_EVERY = 20
-"""Of so many blocks loaded from a tier, one is computed again."""
+"""One of so many blocks loaded from a tier is computed again."""
 
 
 @lru_cache(maxsize=1024)

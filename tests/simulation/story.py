@@ -14,7 +14,9 @@ from . import model
 from .constraints import PATTERNS
 
 MOST_REQUESTS = 24
-"""Of most stories; those of crowds have up to ten times as many, and of throngs 34 times."""
+"""Most requests of a usual story; those of crowds have up to ten times as many, and of throngs 34
+times.
+"""
 
 LEASE_MS = 5000
 """So long a lane holds requests without a sign of life."""
@@ -127,16 +129,16 @@ class Story(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """All that happens in one simulation.
 
     Attributes:
-        seed: Of order and delays.
+        seed: Seed of order and delays.
         split: Whether each stage is a process of its own.
         shuffled: Whether ready callbacks run in any order.
-        noise: Of a thousand exchanges with Redis so many lose their connection.
+        noise: Exchanges with Redis in a thousand that lose their connection.
         slowness: How many times slower than usual the device is.
         gateways: Their number; in memory one, in the process of all.
         grace_ms: So long a call goes on without its client.
-        num_blocks: Of a replica's KV cache.
-        roles: Of the replicas; empty if each does both.
-        host_slots, disk_blocks: Of each replica's KV tiers; 0 for none.
+        num_blocks: Number of blocks in a replica's KV cache.
+        roles: Roles of the replicas; empty if each does both.
+        host_slots, disk_blocks: Host slots and disk blocks of each replica's KV tiers; 0 for none.
         drafts: Most drafted tokens in a row; 0 for none.
         adapters: Adapters that are loaded at the start.
         slice_tokens, tenant_slice_tokens, preempts: As in the settings of fairness.
@@ -197,7 +199,7 @@ class Story(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 SHORT_MS = 800
-"""Of a short story no fault lasts longer."""
+"""Longest fault of a short story, in milliseconds."""
 
 
 def shorten(story: Story, *, in_memory: bool = False) -> Story:

@@ -11,7 +11,7 @@ from ..bus import test_bus, test_leases, test_links, test_requests, test_results
 from ..buses import Buses
 
 _FIXTURES = {"bus", "buses"}
-"""What the tests of the contract take; those for Redis alone look at the server itself, too."""
+"""Fixtures of the contract's tests; tests for Redis alone also read the server itself."""
 
 
 def _tests_of(module: ModuleType) -> dict[str, object]:

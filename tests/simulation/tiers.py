@@ -18,7 +18,7 @@ WRITE_NS, READ_NS = 900_000, 700_000
 """Mean time to write a block to disk, and to read it or one of another executor."""
 
 POLL_NS = 1_500_000
-"""How often a fetch looks whether the other executor has done the step."""
+"""Nanoseconds between two reads of the other executor's step by a fetch."""
 
 MOST_WAIT_NS = 60_000_000_000
 
@@ -58,7 +58,7 @@ class SimulatedTiers:
             peers: All tiers by their addresses; these are added.
             disk: The blocks on disk by name, which outlive the process.
             num_slots, disk_blocks: The size of the tiers.
-            weight_version: Of the weights as they were loaded.
+            weight_version: Version of the weights as they were loaded.
         """
         self._loop, self._random, self._factor = loop, random.random, factor
         self._process, self._memory, self._peers, self._disk = process, memory, peers, disk
@@ -134,7 +134,7 @@ class SimulatedTiers:
         return []
 
     def close(self) -> None:
-        """What is being written is written; no other executor can read the slots any more."""
+        """Finish pending writes; no other executor can read the slots any more."""
         while self._writes:
             self._write_next()
         self.offered.clear()

@@ -64,7 +64,7 @@ class World:
         pipelines: By program, the running one.
         weights: The numbers of the weights of a lane and version.
         adapters: The numbers of the adapters of an id and version.
-        failures: Of each lane, when a stage of it has failed by an error.
+        failures: Times of failures of each lane, when a stage of it has failed by an error.
         given_up: How often admission has given up each request.
         slow: Factor of all times.
         losable: Requests that a server may have lost.

@@ -28,7 +28,7 @@ async def test_an_empty_board(bus: Bus) -> None:
     assert await bus.store.board.read() == []
 
 
-async def test_what_is_told_is_read_with_its_age(bus: Bus) -> None:
+async def test_reports_are_read_with_their_age(bus: Bus) -> None:
     told = [
         report("executor", load={"plans": 2, "share": 0.5, "device": "cpu"}),
         report("batching", state="waiting", reason="the executor is not ready", since_s=1.5),
@@ -46,7 +46,7 @@ async def test_the_last_word_counts(bus: Bus) -> None:
     assert read == report(incarnation="b", epoch=7)
 
 
-async def test_who_has_left_is_not_read(bus: Bus) -> None:
+async def test_reports_of_a_removed_process_are_not_read(bus: Bus) -> None:
     await bus.store.board.report([report("batching"), report("executor")])
     await bus.store.board.report([report("batching", state="gone")])
     assert [each.stage for each in await bus.store.board.read()] == ["executor"]
@@ -61,7 +61,7 @@ async def test_processes_do_not_hide_each_other(redis_buses: Any) -> None:
     assert found == [("0", 2), ("0", 1), ("1", 2)] or found == [("0", 1), ("0", 2), ("1", 2)]
 
 
-async def test_what_is_old_by_the_servers_clock_is_dropped(
+async def test_reports_old_by_the_servers_clock_are_dropped(
     redis_buses: Any, foreign: Redis
 ) -> None:
     bus = redis_buses.open()
@@ -75,7 +75,7 @@ async def test_what_is_old_by_the_servers_clock_is_dropped(
     assert read.age_s >= 3 - 1, "to the second in which the test read the clock"
 
 
-async def test_what_can_not_be_read_is_skipped(redis_buses: Any, foreign: Redis) -> None:
+async def test_unreadable_reports_are_skipped(redis_buses: Any, foreign: Redis) -> None:
     bus = redis_buses.open()
     key = f"{redis_buses.prefix}:stages"
     for body in ("{oops", '[{"stage": 3}]'):

@@ -34,7 +34,7 @@ async def test_a_call_is_found_with_all_that_was_noted(buses: Buses) -> None:
     await bus.store.calls.keep("c", b"other", 10)
     wanted = DurableCall(b"other", entries, frozenset({"resumed"}))
     assert await other.store.calls.read("c") == wanted
-    # Whoever publishes behind that is told.
+    # Whoever publishes after that is told.
     await bus.store.calls.mark("c", "cancelled")
     assert await other.store.calls.note("c", "c_2", "3-0")
     await other.store.calls.drop("c")
@@ -53,7 +53,7 @@ async def test_the_first_to_claim_a_name_has_it(buses: Buses) -> None:
     assert await other.store.calls.claim("name", "d") == "d"
 
 
-async def test_what_nobody_attends_is_told_once(buses: Buses) -> None:
+async def test_an_orphaned_call_is_reported_once(buses: Buses) -> None:
     bus, other = buses.pair()
     for call_id in ("attended", "ended"):
         await bus.store.calls.keep(call_id, b"", 1000)
@@ -101,7 +101,7 @@ async def test_of_two_gateways_that_look_at_once_one_has_the_orphan(buses: Buses
 
 
 async def test_a_call_is_forgotten_with_its_results(buses: Buses) -> None:
-    """As long as it is attended, it is kept, and so is its name."""
+    """An attached call is kept, and so is its name."""
     bus = buses.open(results_ttl_s=1)
     for call_id in ("short", "long"):
         await bus.store.calls.keep(call_id, b"", 0)
@@ -161,8 +161,8 @@ async def test_calls_at_once_share_the_room(buses: Buses) -> None:
     assert kept == found
 
 
-async def test_what_has_expired_makes_room(buses: Buses) -> None:
-    """What is attended counts, however long."""
+async def test_expired_calls_make_room(buses: Buses) -> None:
+    """An attached call counts, however long it lasts."""
     bus = buses.open(calls_max_bytes=MOST, results_ttl_s=1)
     for place in range(6):
         assert await stored(bus, str(place), "a")
@@ -176,7 +176,7 @@ async def test_what_has_expired_makes_room(buses: Buses) -> None:
     assert await bus.store.calls.read("0") is not None
 
 
-async def test_what_was_followed_and_kept_can_be_followed_again(bus: Bus) -> None:
+async def test_a_kept_stream_can_be_followed_again(bus: Bus) -> None:
     entry_id = await bus.requests.publish({"prompt": "x", "request_id": "r"})
     outputs = [kit.chunk("r", entry_id, 0), kit.done("r", entry_id)]
     await bus.results.deliver([("r", outputs)])

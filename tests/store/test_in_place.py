@@ -1,4 +1,4 @@
-"""What a lane remembers of its weights, on every kind of bus."""
+"""A lane's record of its weights, on every kind of bus."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ async def test_each_lane_has_its_own(redis_buses: Any) -> None:
     assert await other.store.weights.read() is None
 
 
-async def test_what_can_not_be_understood_is_nothing(redis_buses: Any) -> None:
-    """As of a version to come."""
+async def test_unreadable_records_are_ignored(redis_buses: Any) -> None:
+    """A later version may write such records."""
     bus = redis_buses.open()
     async with Redis.from_url(redis_buses.url) as redis:
         for raw in (b"", b"{", b"[]", b'{"version":"x"}', b"\xff"):

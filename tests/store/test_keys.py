@@ -1,4 +1,4 @@
-"""Where a cluster keeps what: each command's keys have to be in one hash slot."""
+"""Keys in a cluster: each command's keys must be in one hash slot."""
 
 from __future__ import annotations
 

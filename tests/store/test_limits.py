@@ -30,7 +30,7 @@ async def fits(bus: Bus, *charges: tuple[Limit, int]) -> bool:
 
 
 async def left(bus: Bus, *charges: tuple[Limit, int]) -> list[int]:
-    """What is left of each limit behind a reservation."""
+    """Return the remaining amount of each limit after a reservation."""
     return [room.left for room in (await reserve(bus, *charges)).rooms]
 
 
@@ -92,7 +92,7 @@ async def test_there_is_room_when_it_was_said(buses: Buses) -> None:
     assert await fits(bus, (limit, 2))
 
 
-async def test_what_was_reserved_is_settled(buses: Buses) -> None:
+async def test_a_reservation_is_committed(buses: Buses) -> None:
     bus, other = buses.pair()
     tokens = Limit("tokens", 1000, HOUR_S)
     first = await reserve(bus, (tokens, 900))
@@ -108,7 +108,7 @@ async def test_what_was_reserved_is_settled(buses: Buses) -> None:
     assert await left(bus, (tokens, 0)) == [0]
 
 
-async def test_takers_who_race_take_no_more_and_lose_nothing(buses: Buses) -> None:
+async def test_racing_reservations_stay_within_the_limit_and_lose_nothing(buses: Buses) -> None:
     """Three gateways, amounts of all sizes, most of them committed to less while others take."""
     first = buses.open()
     gateways = [first, *(buses.another(first) for _ in range(2))]
@@ -138,7 +138,7 @@ async def test_takers_who_race_take_no_more_and_lose_nothing(buses: Buses) -> No
     await kit.becomes(lambda: left(first, (tokens, 1001), (held, 1)), [1000 - taken, 5])
 
 
-async def test_what_is_held_is_given_back(buses: Buses) -> None:
+async def test_held_amounts_are_released(buses: Buses) -> None:
     bus, other = buses.pair()
     held = Limit("held", 2)
     first, second = await reserve(bus, (held, 1)), await reserve(other, (held, 1))
@@ -154,7 +154,7 @@ async def test_what_is_held_is_given_back(buses: Buses) -> None:
     assert not await fits(bus, (held, 1))
 
 
-async def test_what_is_more_than_the_limit_never_has_room(buses: Buses) -> None:
+async def test_an_amount_above_the_limit_never_has_room(buses: Buses) -> None:
     bus = buses.open()
     took = await reserve(bus, (Limit("requests", 5, HOUR_S), 1), (Limit("tokens", 10, HOUR_S), 11))
     assert (took.refused_by, took.retry_after_s) == (1, None)

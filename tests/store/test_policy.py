@@ -11,7 +11,7 @@ from ..buses import STORES, Buses
 BUSES = STORES
 
 
-async def test_what_one_writes_the_other_reads_once(buses: Buses) -> None:
+async def test_a_written_policy_is_read_once_by_other_gateways(buses: Buses) -> None:
     bus, other = buses.pair()
     assert await other.store.policy.read("") is None
     assert await other.store.policy.read("lost") == NOTHING

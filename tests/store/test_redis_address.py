@@ -1,4 +1,4 @@
-"""What a URL says, and what is told when nobody is there."""
+"""The parts of a URL, and the error if no server answers."""
 
 from __future__ import annotations
 
@@ -57,13 +57,13 @@ def test_a_cluster() -> None:
         "redis+sentinel://h/main?sentinel_color=s3cret&color=1",
     ],
 )
-def test_what_can_not_be_meant(url: str) -> None:
+def test_invalid_urls_are_refused(url: str) -> None:
     with pytest.raises(BusError, match="not a valid Redis URL") as caught:
         open_bus(BusConfig(url=url))
     assert "s3cret" not in str(caught.value)
 
 
-async def test_nobody_is_there() -> None:
+async def test_an_unreachable_server_is_reported() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         host = f"127.0.0.1:{taken.getsockname()[1]}"
@@ -88,7 +88,7 @@ async def test_a_server_that_is_no_cluster(redis_url: str) -> None:
     assert "cluster" in told.lower().partition(host)[2]
 
 
-async def test_a_cluster_is_asked_once_for_its_commands(cluster_url: str) -> None:
+async def test_a_clusters_commands_are_read_once(cluster_url: str) -> None:
     """Not by each client, nor again whenever one connects."""
 
     async def times_asked() -> int:

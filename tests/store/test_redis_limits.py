@@ -29,7 +29,7 @@ HELD = Limit("key", 3)
 
 
 async def granted(gateways: list[Bus], limit: Limit, wishes: int) -> int:
-    """How many of so many wishes for one, sent to all gateways, are granted."""
+    """Return the number of granted reservations of 1, of so many sent to all gateways."""
 
     async def ask(index: int) -> bool:
         try:
@@ -68,7 +68,7 @@ async def test_a_restart_in_the_middle_grants_no_more(mortal: Any, gateways: lis
     assert before + during + after == 100
 
 
-async def test_a_restarted_server_learns_what_was_taken_and_held(
+async def test_a_restarted_server_gets_reserved_and_held_amounts(
     mortal: Any, gateways: list[Bus]
 ) -> None:
     first, second = gateways
@@ -88,8 +88,8 @@ async def test_a_restarted_server_learns_what_was_taken_and_held(
     await kit.eventually(lambda: fits(first, (tokens, 400), (HELD, 2)), "the second's share")
 
 
-async def test_what_the_server_forgot_last_is_told_again(tmp_path: Path) -> None:
-    """As a server does that writes its log once a second."""
+async def test_amounts_that_the_server_lost_last_are_sent_again(tmp_path: Path) -> None:
+    """The server writes its log once a second."""
     async with mortal_server(tmp_path / "data") as server:
         bus = open_bus(BusConfig(url=server.url))
         log = next((tmp_path / "data").glob("appendonlydir/*.incr.aof"))
@@ -171,7 +171,7 @@ async def test_a_lost_reply_counts_nothing_twice(
     await kit.eventually(is_settled, "what is left of both")
 
 
-async def test_who_left_before_the_answer_keeps_nothing(redis_buses: Buses) -> None:
+async def test_a_cancelled_reservation_holds_nothing(redis_buses: Buses) -> None:
     bus = redis_buses.open()
     tokens = Limit("tokens", 100, 3600)
     assert await fits(bus, (tokens, 0))
@@ -191,8 +191,8 @@ async def test_who_left_before_the_answer_keeps_nothing(redis_buses: Buses) -> N
     await kit.eventually(all_there, "what those had taken who left")
 
 
-async def test_what_somebody_has_removed_is_written_again(redis_buses: Buses, foreign: Any) -> None:
-    """As a server does that is short of memory and evicts keys with a time to live."""
+async def test_removed_keys_are_written_again(redis_buses: Buses, foreign: Any) -> None:
+    """The server is short of memory and evicts keys with a time to live."""
     bus, other = redis_buses.open(), redis_buses.open()
     assert await fits(bus, (REQUESTS, 100))
     await foreign.delete(redis_buses.keys.limit("key", 3600))

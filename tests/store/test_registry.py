@@ -18,7 +18,7 @@ A = ModelConfig(id="a", path="/models/a", aliases=("first", "one"), adapters={"a
 B = ModelConfig(id="b", path="/models/b", default=True)
 
 
-async def test_what_was_written_of_models_is_read_until_they_are_removed(buses: Any) -> None:
+async def test_model_records_are_read_until_their_removal(buses: Any) -> None:
     bus = buses.open()
     assert await bus.store.models.read() == {}
     loading = ModelRecord(spec=A, state="loading", since_ns=5)

@@ -1,4 +1,4 @@
-"""What each lane has served, on every kind of bus."""
+"""The service of each lane, on every kind of bus."""
 
 from __future__ import annotations
 

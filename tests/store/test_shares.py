@@ -16,7 +16,7 @@ NOW_MS = 1_000_000_000
 
 
 def share_of(limit: Limit, amount: int, at_ms: int, until_ms: int = 0) -> bytes:
-    """What another process says that it took."""
+    """Return another process's report of the amount that it reserved."""
     other = Counted(b"", limit)
     other.put(other.slice_at(at_ms), amount)
     return other.encoded(until_ms)
@@ -27,7 +27,7 @@ def test_a_window_is_at_least_as_long_as_its_slices() -> None:
         assert window_s * 1000 <= slice_ms(Limit("key", 1, window_s)) * SLICES < window_s * 1100
 
 
-def test_others_count_while_they_are_in_the_window() -> None:
+def test_other_processes_use_counts_within_the_window() -> None:
     counted = Counted(b"", MINUTE)
     counted.put(counted.slice_at(NOW_MS), 10)
     counted.read_others(
@@ -44,7 +44,7 @@ def test_others_count_while_they_are_in_the_window() -> None:
     assert (counted.sum, counted.room(100, NOW_MS + 61_000)) == (0, Room(100, 0.0))
 
 
-def test_what_others_hold_counts_while_its_lease_does() -> None:
+def test_other_processes_holds_count_while_their_lease_lasts() -> None:
     counted = Counted(b"", HELD)
     shares = [share_of(HELD, 2, NOW_MS, NOW_MS + 1), share_of(HELD, 1, NOW_MS, NOW_MS)]
     counted.read_others(shares, NOW_MS)
@@ -52,7 +52,7 @@ def test_what_others_hold_counts_while_its_lease_does() -> None:
     assert counted.wait_ms(1, NOW_MS) == math.inf
 
 
-def test_what_nobody_can_read_is_left_alone() -> None:
+def test_unreadable_shares_are_ignored() -> None:
     counted = Counted(b"", HELD)
     newer = msgspec.msgpack.encode([{0: 1}, NOW_MS + 1, "a field more"])
     unreadable = {b"a": b"", b"b": b"\xc1", b"c": b"\x91\x05"}
@@ -61,7 +61,7 @@ def test_what_nobody_can_read_is_left_alone() -> None:
     assert counted.forgotten(unreadable, NOW_MS) == []
 
 
-def test_the_dead_are_forgotten_when_nobody_has_counted_them_for_long() -> None:
+def test_dead_processes_are_dropped_after_a_long_time() -> None:
     counted = Counted(b"", MINUTE)
     ended_ms = NOW_MS + (SLICES + 1) * STEP_MS
     shares = {b"dead": share_of(MINUTE, 1, NOW_MS)}

@@ -1,4 +1,4 @@
-"""What traces cost, in counts that are the same on every machine.
+"""The cost of traces, in counts that are the same on every machine.
 
 Bytecode instructions of our files that make spans and of OpenTelemetry's, in the thread of the
 event loop; encoding, which has a thread of its own, is counted by itself. A request of 64 tokens on

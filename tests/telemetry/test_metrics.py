@@ -65,7 +65,7 @@ def config_with(port: int, **settings: object) -> Config:
 
 
 class Scraped:
-    """What Prometheus gets."""
+    """The metrics that Prometheus scrapes."""
 
     def __init__(self, port: int) -> None:
         with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as reply:
@@ -200,7 +200,7 @@ async def test_metrics_are_split_by_replica() -> None:
 
 
 async def test_metrics_are_split_by_model(redis_url: str) -> None:
-    """What each has served, and everything else that is measured of its processes."""
+    """Served requests and all other measurements of a process carry its model's name."""
     prefix = f"test-{uuid.uuid4().hex[:12]}"
     shared = {"bus.url": redis_url, "bus.prefix": prefix}
     configs = [
@@ -298,7 +298,7 @@ async def route_one(config: BusConfig, metrics: Metrics) -> None:
 
 
 async def test_drafts_are_counted_as_in_usage(pipeline: Pipeline, speculating: Pipeline) -> None:
-    """How many are worth while is the machine's business; that all count them alike is not."""
+    """The number of drafts depends on the machine; equal counts everywhere don't."""
     sampling = {"temperature": 0, "max_tokens": 64, "ignore_eos": True}
     accepted = drafted = 0
     for prompt in ("1 2 3 1 2 3 1 2 3", "1 2 3 1 2 3 1 2 3", "a b"):
@@ -309,7 +309,7 @@ async def test_drafts_are_counted_as_in_usage(pipeline: Pipeline, speculating: P
         assert done.samples[0].token_ids == wanted
         accepted += done.usage.accepted_prediction_tokens
         drafted += done.usage.rejected_prediction_tokens + done.usage.accepted_prediction_tokens
-    # What was verified one step ahead, behind the end of a sample, is told of no request.
+    # What was verified one step ahead, after the end of a sample, is told of no request.
     scraped = await scraped_drafts(speculating, drafted)
     assert scraped.value("nano_spec_decode_num_accepted_tokens_total") >= accepted
     without = await asyncio.to_thread(Scraped, pipeline.config.telemetry.metrics_port)

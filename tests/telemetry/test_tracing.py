@@ -194,7 +194,7 @@ def test_links_lead_to_other_traces(traced: Traced) -> None:
 
 
 class Receiver:
-    """What has come over OTLP, decoded from the bytes.
+    """The spans that came over OTLP, decoded from the bytes.
 
     Attributes:
         encoding: How the last request was compressed.
@@ -232,7 +232,7 @@ class Receiver:
 
 
 def make_call_span(tracing: Tracing) -> None:
-    """What `Receiver.check` expects."""
+    """Record the span that `Receiver.check` expects."""
     events = [("first", 3_000)]
     tracing.span("queue", PARENT, 1_000, 5_000, {}, events=events, error="expired", kind="server")
 

@@ -1,4 +1,4 @@
-"""How long a context may be is known of a model that is not loaded."""
+"""The context length of a model is known before it is loaded."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_a_folder_tells(tmp_path: Path, config: dict[str, Any], length: int | No
 
 
 @pytest.mark.parametrize("content", ["", "[]", "{", '{"max_position_embeddings": "a"}'])
-def test_what_can_not_be_read_tells_nothing(tmp_path: Path, content: str) -> None:
+def test_an_unreadable_file_gives_no_context_length(tmp_path: Path, content: str) -> None:
     (tmp_path / "config.json").write_text(content)
     assert longest_context_of(tmp_path) is None
     assert longest_context_of(tmp_path / "nowhere") is None

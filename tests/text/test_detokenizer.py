@@ -28,7 +28,7 @@ def stream(tokenizer: Tokenizer, groups: list[list[int]]) -> str:
 
 
 def in_context(tokenizer: Tokenizer, anchor: str, ids: list[int]) -> str:
-    """What the ids add to a text that ends with the anchor, by the library's own decode."""
+    """Return the text that the ids add after the anchor, by the library's own decode."""
     before = tokenizer.token_to_id(anchor)
     return tokenizer.decode([before, *ids])[len(tokenizer.decode([before])) :]
 
@@ -149,7 +149,7 @@ def test_the_librarys_stream_still_fails_where_ours_does_not(
 
 
 def test_a_known_token_is_never_decoded_again(families: dict[str, Tokenizer]) -> None:
-    """What keeps the cost per token constant."""
+    """The cost per token stays constant."""
 
     class Counting:
         calls = 0

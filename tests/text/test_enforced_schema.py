@@ -240,7 +240,7 @@ def test_a_grammar_that_is_not_closed_is_read_once(part: str) -> None:
     assert enforced_lark(f"start: {part}", {}) == f"start: {part}"
 
 
-def test_schemas_and_tokens_are_found_behind_all_else() -> None:
+def test_schemas_and_tokens_are_found_after_everything_else() -> None:
     text = r"""start: "<a> %json {" /<a>\/%json {/ <a> // <a> " %json {
 %json {"minProperties": 1, "title": "<a>"} "x"i # '"'
 <[3]> <[^*]> %json"""

@@ -45,7 +45,7 @@ PARAMETERS = 1_206_912
 
 @pytest.fixture(autouse=True)
 def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where the folders of this test are kept."""
+    """The folder of this test's converted files."""
     place = tmp_path / "kept"
     place.mkdir()
     monkeypatch.setattr(our_gguf, "_cache_folder", lambda: place)
@@ -108,7 +108,7 @@ HEADER_BYTES = 24_000
         (b"GGUF" + struct.pack("<IQQ", 3, 0, 0), "does not say its general.architecture"),
     ],
 )
-def test_what_is_no_header(tmp_path: Path, content: bytes, words: str) -> None:
+def test_invalid_headers_are_refused(tmp_path: Path, content: bytes, words: str) -> None:
     path = tmp_path / "m.gguf"
     path.write_bytes(content)
     refused(path, words)
@@ -159,7 +159,7 @@ Said = dict[str, Any]
         ({"tokenizer.ggml.model": "rwkv"}, "Transformers can't read .* 'rwkv'"),
     ],
 )
-def test_what_can_not_be(tmp_path: Path, said: Said, words: str) -> None:
+def test_impossible_headers_are_refused(tmp_path: Path, said: Said, words: str) -> None:
     refused(write_gguf(tmp_path / "m.gguf", change=saying(**said)), words)
 
 
@@ -210,7 +210,7 @@ def saying(**said: Any) -> Change:
     return change
 
 
-def test_an_architecture_that_nobody_knows(tmp_path: Path) -> None:
+def test_an_unknown_architecture_is_refused(tmp_path: Path) -> None:
     refused(write_gguf(tmp_path / "m.gguf", architecture="starship"), "starship is not supported")
 
 
@@ -273,7 +273,7 @@ def test_tokenizers_of_llamas_are_those_that_transformers_makes(
     assert (ours.bos_token, ours.eos_token) == (theirs.bos_token, theirs.eos_token)
 
 
-def test_what_ends_a_generation_is_what_the_file_says(tmp_path: Path) -> None:
+def test_end_tokens_come_from_the_file(tmp_path: Path) -> None:
     change = saying(**{"tokenizer.ggml.eom_token_id": 3})
     path = write_gguf(tmp_path / "m.gguf", change=change)
     assert stop_token_ids_of(path, None) == {0, 2, 3}

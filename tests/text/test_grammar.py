@@ -1,4 +1,4 @@
-"""What may be asked of a text, and what is refused before anything runs."""
+"""Supported constraints, and refusals before anything runs."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ REFUSED: dict[str, tuple[Constraint, str]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_can_not_be_followed_is_refused(compiler: GrammarCompiler, name: str) -> None:
+def test_unsupported_constraints_are_refused(compiler: GrammarCompiler, name: str) -> None:
     constraint, words = REFUSED[name]
     with raises("invalid_constraint", words):
         compiler.check(constraint)
@@ -97,7 +97,7 @@ COSTLY: dict[str, Constraint] = {
 
 
 @pytest.mark.parametrize("name", COSTLY)
-def test_what_no_text_can_follow_within_the_limits_is_refused(
+def test_constraints_that_no_text_within_the_limits_meets_are_refused(
     compiler: GrammarCompiler, name: str
 ) -> None:
     with raises("invalid_constraint", "too much work"):
@@ -168,7 +168,7 @@ def test_a_tokenizer_with_more_tokens_than_the_model_takes_none() -> None:
         GrammarCompiler(FOLDER, 100).check(Constraint(json_object=True))
 
 
-def test_what_is_ready_waits_for_no_tokenizer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_compiled_grammar_waits_for_no_tokenizer(monkeypatch: pytest.MonkeyPatch) -> None:
     """llguidance holds the interpreter while it reads one, so that nothing else goes on."""
     ready = GrammarCompiler(FOLDER, VOCAB)
     ready.make_ready()
@@ -186,7 +186,7 @@ def test_what_is_ready_waits_for_no_tokenizer(monkeypatch: pytest.MonkeyPatch) -
     "constraint",
     [Constraint(regex="[a-z]{3,5}x"), Constraint(json_schema={"type": "string", "maxLength": 3})],
 )
-def test_what_one_stage_has_compiled_another_in_its_process_need_not(
+def test_stages_of_one_process_share_compiled_grammars(
     constraint: Constraint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, second = GrammarCompiler(FOLDER, VOCAB), GrammarCompiler(FOLDER, VOCAB)

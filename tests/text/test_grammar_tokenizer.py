@@ -73,15 +73,16 @@ def cut_and_filled() -> Tokenizer:
 
 
 def whole_words() -> Tokenizer:
-    """As Llama 3's: a word of the vocabulary is taken as it is, without merges."""
+    """A tokenizer like Llama 3's: a word of the vocabulary is taken as it is, without merges."""
     state = json.loads(byte_level().to_str())
     state["model"]["ignore_merges"] = True
     return Tokenizer.from_str(json.dumps(state))
 
 
 def sentence_piece() -> Tokenizer:
-    """As Llama 2's: spaces are a letter of their own, before each text too, and `<s>` is a piece,
-    which merges make."""
+    """A tokenizer like Llama 2's: spaces are a letter of their own, before each text too, and `<s>`
+    is a piece, which merges make.
+    """
     letters = ["▁", *"<>/s|thinkaoleb", "é", "s>", "<s>", "▁a"]
     tokens = list(dict.fromkeys(["<unk>", "<s>", "</s>", *letters]))
     tokens += [f"<0x{byte:02X}>" for byte in range(256)]

@@ -43,7 +43,7 @@ def test_a_grammar_without_end_is_refused_once_for_all(
         monkeypatch.setattr(GrammarTrial, "run", lambda *_: pytest.fail("it was tried again"))
 
 
-def test_what_the_library_says_of_a_trial_is_told(compiler: GrammarCompiler) -> None:
+def test_the_librarys_message_about_a_trial_is_reported(compiler: GrammarCompiler) -> None:
     for text, words in (("start: <nope>", "special token"), ("start: <[779]>", "range")):
         with pytest.raises(RequestError, match=words):
             compiler.check(Constraint(lark=text))

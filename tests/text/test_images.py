@@ -30,7 +30,7 @@ def processors(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ImageProce
 
 
 def whole(processor: ImageProcessor, text: str, sizes: list[tuple[int, int]]) -> tuple[int, ...]:
-    """What Transformers' processor makes of a text and its images, all of it."""
+    """Return the tokens that Transformers' processor makes of a text and its images."""
     images = [Image.new("RGB", size) for size in sizes]
     made: Any = processor._processor(text=[text], images=[images])
     return tuple(made["input_ids"][0])
@@ -98,7 +98,7 @@ def test_placeholders_that_do_not_fit_the_images_are_refused(
 def test_smolvlm_treats_images_as_its_own_processor_does(
     processors: dict[str, ImageProcessor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Which needs a package for videos."""
+    """Transformers' own processor needs a package for videos."""
     from transformers.models.smolvlm import processing_smolvlm
 
     processor = processors["smolvlm"]
@@ -141,7 +141,7 @@ def test_an_image_that_becomes_too_large_while_it_is_processed_is_refused(
 def test_no_image_is_processed_to_count_its_tokens(
     processors: dict[str, ImageProcessor], name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Which takes a second for the largest."""
+    """Processing the largest image would take a second."""
     kind = type(processors[name].image_processor)
     monkeypatch.setattr(kind, "preprocess", lambda *_, **__: pytest.fail("it is processed"))
     assert processors[name].num_tokens([(611, 517), (517, 611)])

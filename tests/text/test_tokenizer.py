@@ -350,7 +350,7 @@ def test_a_tokenizers_own_truncation_is_not_applied() -> None:
     assert longest_token_bytes(tokenizer) == 4
 
 
-def test_what_can_not_fit_is_refused_unread() -> None:
+def test_a_text_that_can_not_fit_is_refused_unread() -> None:
     check_text_fits("a" * 36, 4, max_model_len=10)
     with raises("prompt_too_long", r"maximum context length is 10 tokens.*37 bytes.*at least 10,"):
         check_text_fits("a" * 37, 4, max_model_len=10)

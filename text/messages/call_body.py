@@ -17,7 +17,7 @@ _QUOTE = re.compile(r'\\.|"', re.DOTALL)
 _CONTROL = re.compile(r"[\x00-\x1f]")
 
 _MOST_LOOKS = 64
-"""How often a whole call is parsed, to find out whether a mark stands in one of its strings."""
+"""Bound of parses of a whole call that check whether a mark is in one of its strings."""
 
 _MOST_LOOKED_CHARS = 1 << 18
 """Characters of a call that are searched for open values, at less than a microsecond each."""

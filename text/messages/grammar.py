@@ -41,10 +41,10 @@ def constraint_of(
         use: The tools that it may, or has to, call.
         answer: The constraint of the text, unless it is a call.
         reasoning_budget: Tokens that the reasoning may have between its marks; None for no limit.
-            A limit above 0 asks for reasoning if `reasoning_asked` is None.
+            A limit above 0 requests reasoning if `reasoning_asked` is None.
         special_tokens: Ids, by name, of the tokenizer's tokens that no other tokens can spell in a
             grammar.
-        reasoning_asked: Whether the caller asked for reasoning; None if it did not say. Unless it
+        reasoning_asked: Whether the caller requested reasoning; None if it did not say. Unless it
             did, the grammar has none where the prompt has not begun any: a grammar that allows
             the opening mark makes models reason that would not without it, since the mark is then
             one of few tokens that may come first.

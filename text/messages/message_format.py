@@ -22,7 +22,7 @@ from ...config import ConfigError
 from .regions import CALLS, FIELDS, REASONING, region_template
 
 _MOST_BYTES = 1 << 20
-"""Of a file with a format."""
+"""Most bytes of a file with a format."""
 
 
 class CallSyntax(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

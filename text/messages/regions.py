@@ -76,7 +76,7 @@ class RegionTemplate(NamedTuple):
         template: With plain texts, so that the parser never raises, and with reported marks.
         calls: For a region of calls, from its opening mark on.
         looks_back: Whether it depends on the text before a mark.
-        ends_itself: Whether a call is seen to be complete without a closing mark.
+        ends_itself: Whether a call is complete without a closing mark.
         content: Transformers' parser of a call's body; "" without calls.
         content_args: Its arguments.
     """

@@ -75,7 +75,7 @@ EFFORT = "reasoning_effort"
 
 
 def asked_to_reason(variables: Mapping[str, Any]) -> bool | None:
-    """Return whether these variables ask for reasoning; None if they don't say."""
+    """Return whether these variables request reasoning; None if they don't say."""
     for name in SWITCHES:
         if variables.get(name) is not None:
             return bool(variables[name])

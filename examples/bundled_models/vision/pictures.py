@@ -70,13 +70,13 @@ class Thing:
 
     @property
     def name(self) -> str:
-        """What answers call the shape, without an article."""
+        """The shape's name in answers, without an article."""
         return f"{self.colour} {self.shape}"
 
 
 @dataclass(frozen=True)
 class Scene:
-    """What a picture shows: shapes in the order of their places, or a number in a colour."""
+    """The content of a picture: shapes in the order of their positions, or a number in a colour."""
 
     things: tuple[Thing, ...] = ()
     number: str = ""
@@ -84,7 +84,7 @@ class Scene:
 
     @property
     def key(self) -> str:
-        """What decides the split: numbers are held out in all colours."""
+        """The key of the split: numbers are held out in all colours."""
         return self.number or repr(self.things)
 
 

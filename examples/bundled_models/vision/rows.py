@@ -21,7 +21,7 @@ USER, ASSISTANT = f"{TURN_START}user\n", f"{TURN_END}\n{TURN_START}assistant\n"
 
 DIGIT = "digit"
 LABELS = (("", *SHAPES, DIGIT), ("", *COLOURS), ("", *"0123456789"), PLACES)
-"""What a patch may belong to: shapes, colours, digits and places."""
+"""The labels of a patch: shapes, colours, digits and positions."""
 
 
 def pixels_of(images: list[Image.Image]) -> Tensor:
@@ -53,7 +53,7 @@ class Batch(NamedTuple):
 
     Attributes:
         pixels: `[rows, 3, side, side]`.
-        labels: Of the patches: `[rows, patches, 4]`.
+        labels: Labels of the patches: `[rows, patches, 4]`.
         tokens: `[rows, length]`.
         targets: The next tokens; -100 outside answers.
         positions: `[rows, length]`.

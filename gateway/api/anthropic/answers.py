@@ -110,7 +110,7 @@ class MessageWriter:
         return [*events, delta, {"type": "message_stop"}]
 
     def _events(self, of_content: list[Answer]) -> list[Answer]:
-        """Return events behind the beginning; Anthropic's streams have a ping early on."""
+        """Return events after the beginning; Anthropic's streams have a ping early on."""
         if self._pinged:
             return of_content
         events = [] if self._begun else [self._start()]

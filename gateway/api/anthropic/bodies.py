@@ -33,7 +33,7 @@ class CustomTool(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ToolChoice(msgspec.Struct, frozen=True, kw_only=True):
-    """Which tools may, or have to, be called."""
+    """The tools that may, or must, be called."""
 
     type: Literal["auto", "any", "tool", "none"]
     name: str = ""

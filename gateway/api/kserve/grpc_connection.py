@@ -169,8 +169,8 @@ class WaitingCalls:
 
         Args:
             context: gRPC's.
-            is_idle: Of a stream: whether none of its requests is being served. None for a call with
-                one message.
+            is_idle: For a stream: whether none of its requests is being served. None for a call
+                with one message.
 
         Raises:
             NanoInferenceError: The call is to end.
@@ -199,7 +199,7 @@ class GrpcConnection:
         method: The called method.
         config: The gateway's settings.
         waiting: Reads the messages.
-        sent_bytes: Of its responses.
+        sent_bytes: Bytes of its responses.
     """
 
     context: Any

@@ -40,8 +40,8 @@ class OperationCall(NamedTuple):
     Attributes:
         kserve: The served models and regions.
         request: The HTTP request, or the gRPC call in its form.
-        name: Of the model or region; "" for all.
-        version: Of the model; "" for any.
+        name: Name of the model or region; "" for all.
+        version: Version of the model; "" for any.
         body: Has the operation's other fields: the decoded body over HTTP, the message over gRPC.
     """
 

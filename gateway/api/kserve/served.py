@@ -21,7 +21,7 @@ class ModelCall:
         request: The request, which fits the model's `spec`.
         call: The caller and the deadline.
         many: Several responses may be sent; otherwise exactly one.
-        compute_ns: Compute time, as far as the model knows it.
+        compute_ns: Compute time, as far as the model reports it.
     """
 
     request: InferRequest

@@ -138,7 +138,7 @@ class InferenceService:
     """The models of a gateway.
 
     Attributes:
-        statistics: Of all calls.
+        statistics: Statistics of all calls.
     """
 
     def __init__(self, metrics: Metrics) -> None:
@@ -281,7 +281,7 @@ class KServe(NamedTuple):
     Attributes:
         service: The models.
         regions: Shared memory that clients have registered.
-        readiness: Of the gateway.
+        readiness: Readiness of the gateway.
         repository: Loads and unloads models; None if there is a single, fixed one.
     """
 

@@ -92,7 +92,7 @@ class ChoicesWriter:
         """Return the beginning of an answer, or of a chunk.
 
         Args:
-            version: Of the weights that made the oldest of its tokens; None without tokens.
+            version: Version of the weights that made the oldest of its tokens; None without tokens.
         """
         head = {
             "created": self.call.created,
@@ -114,7 +114,7 @@ class ChoicesWriter:
         """Sum up the usage of all prompts. Each counts once, however many choices it has.
 
         Args:
-            completions: Of all prompts.
+            completions: Completions of all prompts.
             reasoning_tokens: None where no messages are read.
             account: As of `time_usage`.
         """
@@ -248,7 +248,7 @@ class Choice:
 
     @property
     def version(self) -> int | None:
-        """Of the weights that made the first of the tokens not sent yet, or the last sent."""
+        """Return the version of the weights of the first unsent token, or of the last sent one."""
         return self._tokens[0].version if self._tokens else self._version
 
     @property
@@ -357,7 +357,7 @@ class Choice:
         tokens = self._tokens
         if number < len(deltas):
             tokens = tokens[: self._deltas[number][0] - self._sent_tokens]
-        # Behind what the end brings: by one more than there are tokens.
+        # After what the end brings: by one more than there are tokens.
         self._passed = self._deltas[number - 1][0] + 1
         self._deltas = self._deltas[number:]
         return deltas[:number], tokens
@@ -370,7 +370,7 @@ class Choice:
         self._sent_tokens += number
 
     def _written_logprobs(self, tokens: list[TokenRecord]) -> Answer | None:
-        """Write the logprobs of tokens, behind those of an echoed prompt."""
+        """Write the logprobs of tokens, after those of an echoed prompt."""
         call = self._answers.call
         if self._logprobs is not None:
             if self._skips_prompt:

@@ -82,8 +82,9 @@ class EmbeddingCalls:
         prompts: Sequence[Prompt],
         write: Callable[[list[EmbeddedPrompt]], dict[str, Any]],
     ) -> Response:
-        """As `_answer`, with zeros as the vector of an empty text that has no tokens: it is similar
-        to no other."""
+        """Answer like `_answer`, with zeros as the vector of an empty text that has no tokens: it
+        is similar to no other.
+        """
         kept = [each for each in prompts if each != ""]
         if kept == prompts or await self._services.tokenizer.token_ids(""):
             return await self._answer(call, fields, kind, prompts, write)
@@ -173,7 +174,7 @@ def _text_of(document: str | dict[str, Any], place: int) -> str:
 
 
 def _base64(vector: tuple[float, ...]) -> str:
-    """As openai-python reads it: float32, little-endian."""
+    """Return the vector in base64 of float32, little-endian, the form that openai-python reads."""
     numbers = array("f", vector)
     if sys.byteorder == "big":
         numbers.byteswap()

@@ -96,7 +96,7 @@ class GenerationCalls:
         return await self._resumed(asked, wanted) or await self._answer(asked, wanted, [prompt])
 
     async def stream(self, call: Call) -> Response:
-        """Send a stream that was begun before: all of it, or the part behind an event."""
+        """Send a stream that was begun before: all of it, or the part after an event."""
         event_id = call.query.get("after") or last_event_id(call)
         return await self._resume(call, call.params["stream"], event_id)
 
@@ -147,7 +147,7 @@ class GenerationCalls:
         return await self._again(call, found, event_id)
 
     async def _again(self, call: Call, found: Found[ChoicesRecord], event_id: str = "") -> Response:
-        """Answer a call that was begun before, perhaps from behind an event on."""
+        """Answer a call that was begun before, perhaps after an event."""
         record = found.record
         wanted = record.call
         choices = len(record.prompts) * wanted.n
@@ -240,7 +240,7 @@ class GenerationCalls:
                 failure = as_openai(error, running.record.call.kind)
                 if not stream.committed:
                     raise failure from None
-                # Without tokens the position stays: behind an error the client may come back.
+                # Without tokens the position stays: after an error the client may come back.
                 await send(msgspec.json.encode(error_body(failure)), chunks.position.event_id)
             await send(_DONE, chunks.position.event_id)
 

@@ -54,7 +54,7 @@ class ModelInfoCalls:
         return JsonResponse(await self.card_of(call))
 
     async def card_of(self, call: Call) -> dict[str, Any]:
-        """As `card`, for the name in a call's path."""
+        """Return the card of the model in a call's path."""
         return await self.card(call.params["model"], call.caller)
 
     async def card(self, name: str, caller: Caller) -> dict[str, Any]:

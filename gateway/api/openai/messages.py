@@ -46,7 +46,7 @@ def conversation_of(body: ChatBody | TokenizeBody) -> Conversation:
         raise field_error(
             "continue_final_message",
             "goes on within the last message, and add_generation_prompt "
-            "begins one behind it; ask for one of them",
+            "begins one after it; ask for one of them",
         )
     if not body.messages:
         raise field_error("messages", "is empty; give at least one")

@@ -1,4 +1,4 @@
-"""The position in a stream: the id of each event has it, and a client resumes behind it."""
+"""The position in a stream: the id of each event has it, and a client resumes after it."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from itertools import groupby
 from ....config import RequestError, shown
 
 UNBEGUN = -1
-"""Of a choice: no part was sent."""
+"""Position of a choice of which no part was sent."""
 
 FINISHED = -2
-"""Of a choice: all of it was sent."""
+"""Position of a choice that was sent whole."""
 
 _WORDS = {"x": UNBEGUN, "f": FINISHED}
 _NAMES = {number: word for word, number in _WORDS.items()}
@@ -20,7 +20,7 @@ _RUN = re.compile(r"(x|f|[0-9]{1,9})(?:~([0-9]{1,6}))?")
 
 
 class Position:
-    """How many tokens of each choice were sent; one more, if the end of its message was sent too.
+    """The number of tokens sent of each choice; one more, if the end of its message was sent too.
 
     As an id: the answer's id, and the choices in order, in runs of equal ones. `x` is a choice that
     has not begun, `f` a complete one, and `~3` three of the same. `u` at the end: the usage was
@@ -71,7 +71,7 @@ def answer_of(event_id: str) -> str:
 
 
 def read_position(event_id: str, answer_id: str, choices: int) -> Position:
-    """Return the position of an answer's stream behind an event.
+    """Return the position of an answer's stream after an event.
 
     Raises:
         RequestError: invalid_event_id: it belongs to another stream.

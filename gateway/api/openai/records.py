@@ -31,8 +31,9 @@ MAX_KEY_LENGTH = 255
 """Characters; as many as other services accept."""
 
 PUBLISH_PATIENCE_S = 5.0
-"""How long to wait for the gateway that has begun a call to publish its requests. It may have
-stopped; a request that is published twice is refused once."""
+"""Seconds to wait for the gateway that has begun a call to publish its requests. It may have
+stopped; a request that is published twice is refused once.
+"""
 
 _LONGEST_WAIT_S = 0.2
 _KEY = re.compile(rf"[!-~]{{1,{MAX_KEY_LENGTH}}}")

@@ -34,7 +34,7 @@ class ChoicesCall(CallHead, frozen=True, kw_only=True):
         logprobs: How many of the likeliest tokens to show at each place; None shows no logprobs.
         prompt_logprobs: Whether the logprobs of the prompt are shown, apart from the text's.
         token_ids: Whether they are shown.
-        adapter: The adapter that its requests ask for; "" for none.
+        adapter: The adapter that its requests name; "" for none.
         fields: Those that all calls have, as they came.
         n: Choices of each prompt.
         scores_only: No tokens are wanted. The engine samples one all the same.
@@ -129,7 +129,7 @@ class ChoicesRecord(DurableRecord, frozen=True, kw_only=True):
         texts: The prompts that came as texts, None for the others, and for all unless they are
             echoed.
         has_prompts: Whether the answer, or another gateway, may need the prompts.
-        images: Of the one prompt of a chat.
+        images: Images of the one prompt of a chat.
     """
 
     call: ChoicesCall
@@ -149,12 +149,12 @@ class ChoicesRecord(DurableRecord, frozen=True, kw_only=True):
 
     @property
     def is_durable(self) -> bool:
-        # Otherwise no client knows the answer's id before the answer is there.
+        # Otherwise no client has the answer's id before the answer is there.
         return self.call.fields.stream or self.keyed is not None
 
     @property
     def is_promised(self) -> bool:
-        # A stream is stored so that it can be resumed, which its client didn't ask for.
+        # A stream is stored so that it can be resumed, which its client didn't request.
         return self.keyed is not None
 
     def request(self, place: int) -> GenerateRequest:

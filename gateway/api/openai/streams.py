@@ -67,7 +67,7 @@ class Chunks(Unsent[Choice]):
         await self._send_choice(choice, answer, version)
 
     async def send_usage(self, completions: list[Completion], account: Account) -> None:
-        """Send the last chunk, if the client has asked for it; `account`: as of `time_usage`."""
+        """Send the last chunk, if the client requested it; `account`: as of `time_usage`."""
         options = self._answers.call.fields.stream_options
         if options.include_usage and not self.position.usage:
             self.position.usage = True

@@ -319,7 +319,7 @@ class Growing:
         return writer.without_stop(text, self._free, ended=self.ended)
 
     def sent(self, size_bytes: int) -> None:
-        """Set when the next event is due, behind one of so many bytes."""
+        """Set when the next event is due, after one of so many bytes."""
         rarer = math.ceil(self._shown / GROWTH) if size_bytes > EVERY_TOKEN_BYTES else 1
         self._due_at = self._shown + max(rarer, self._writer.wanted.interval_tokens)
 

@@ -125,7 +125,7 @@ class ServerInfoCalls:
         )
 
     async def load(self, call: Call) -> Response:
-        """As `loads`, in SGLang's older form."""
+        """Return the same as `loads`, in SGLang's older form."""
         return JsonResponse(await self._loads())
 
     async def flush_cache(self, call: Call) -> Response:

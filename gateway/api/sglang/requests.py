@@ -95,7 +95,7 @@ class PromptCall(msgspec.Struct, frozen=True, kw_only=True):
     """A prompt of a call.
 
     Attributes:
-        id: Its id, as the client knows it.
+        id: Its id, as the client has it.
         request: The request to submit.
         own: The sampling parameters that concern the answer.
         scores_only: No tokens are wanted (max_new_tokens 0). The engine samples one all the same.
@@ -114,7 +114,7 @@ class PromptCall(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def top_logprobs(self) -> int:
-        """How many of the likeliest tokens are shown at each place."""
+        """The number of likeliest tokens shown at each position."""
         return self.request.sampling.logprobs
 
     @property

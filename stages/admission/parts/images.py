@@ -136,7 +136,7 @@ class Images(Part):
         """Return an image's name in the store.
 
         Args:
-            id: Of its pixels.
+            id: Id of the image's pixels.
             tenant: Whose requests find it; "" if tenants share prefixes.
             alone: Whether its prompt has no other image.
         """
@@ -150,7 +150,9 @@ class Images(Part):
 
     @cached_property
     def _bytes_per_token(self) -> float:
-        """Of an empty image: processors make equally many of all images, nearly."""
+        """Return the bytes per token of an empty image: processors make nearly equally many of all
+        images.
+        """
         from PIL import Image
 
         assert self.processor is not None, "check comes before"

@@ -125,10 +125,10 @@ class KVEventLog:
 
         Args:
             block_ids: Not announced yet.
-            names: Of the blocks.
+            names: Names of the blocks.
             parent: Name of the block before; None at the start of a prompt.
-            token_ids: Of the blocks.
-            scope: Of the sequence.
+            token_ids: Token ids of the blocks.
+            scope: Scope of the sequence.
         """
         self._name_of.update(zip(block_ids, names, strict=True))
         self._announced[DEVICE].update(dict.fromkeys(names, scope.adapter))
@@ -154,7 +154,7 @@ class KVEventLog:
     # --- below the device ---------------------------------------------------------------------
 
     def store_below(self, medium: Medium, name: bytes) -> None:
-        """Announce a block in a tier. Routers know its tokens from the event of the device."""
+        """Announce a block in a tier. Routers have its tokens from the event of the device."""
         if name in self._announced[medium]:
             return
         self._announced[medium][name] = self._adapter_of(name)

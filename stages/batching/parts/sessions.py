@@ -1,6 +1,6 @@
 """Sessions: the KV of conversations that clients pin, release, demote and prefetch between turns.
 
-A session is named by its tenant and its id, and known for its time to live. It knows the tokens of
+A session is named by its tenant and its id, and kept for its time to live. It has the tokens of
 its last turn, prompt and completion, and may hold (pin) their leading full blocks on the device.
 """
 
@@ -44,7 +44,7 @@ class SessionKey(NamedTuple):
 
 
 class SessionCall(NamedTuple):
-    """What a client's call wants; `ttl_s`: None to leave the time to live as it is."""
+    """A client's action on a session; `ttl_s`: None to leave the time to live as it is."""
 
     action: SessionAction
     ttl_s: float | None = None
@@ -248,7 +248,7 @@ class Sessions(Part):
         """Begin a turn, or continue it after a preemption. Its share is reserved until it ends.
 
         Args:
-            seq_id: Of its sequence.
+            seq_id: Id of its sequence.
             tenant: The request's, as the next one.
             wish: What is to become of its KV.
             allocation: The sequence's, which has its blocks.
@@ -363,7 +363,7 @@ class Sessions(Part):
         return self._result(session, "clipped" if num_found else "missing", GONE)
 
     def _prefetch(self, session: Session, num_fetched: int = 0) -> KVSessionResult:
-        """Pin what is on the device, and load what is in the tiers behind it.
+        """Pin what is on the device, and load what is in the tiers after it.
 
         `num_fetched`: leading blocks that are not fetched from disk again.
         """
@@ -503,7 +503,7 @@ class Sessions(Part):
         return max(len(session.allocation.token_ids) - 1, 0) // self._cache.block_size
 
     def _num_below(self, allocation: Allocation) -> int:
-        """Return the number of blocks in the tiers behind those that a allocation holds."""
+        """Return the number of blocks in the tiers after those that a allocation holds."""
         return self._below.num_stored(allocation)
 
     def _room(self) -> int:

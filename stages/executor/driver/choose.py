@@ -87,7 +87,7 @@ class TokenChooser(NamedTuple):
 
         Args:
             logits: `[sum(num_scored), vocab]` float32 of the model, row by row: they predict the
-                tokens behind the first `num_scored` tokens of this step.
+                tokens after the first `num_scored` tokens of this step.
             rows: `[batch]`, of the table.
             starts: `[batch]`, tokens that were computed before this step.
             num_scored: `[batch]`, `table.num_to_score`.
@@ -216,7 +216,7 @@ def _tokens_between(
     valid = columns < stops[:, None]
     last = table.tokens.shape[1] - 1
     columns = np.minimum(np.where(valid, columns, starts[:, None]), last)
-    # Behind a row's tokens there may be a placeholder of an earlier sequence.
+    # After a row's tokens there may be a placeholder of an earlier sequence.
     return np.maximum(table.tokens[rows[:, None], columns], 0), valid
 
 

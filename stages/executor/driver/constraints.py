@@ -52,7 +52,7 @@ class TokenMasks(NamedTuple):
     Attributes:
         places: `[masked]`, indices of the rows in the batch.
         allowed: `[masked, ceil(vocab / 32)]`, a bit for each token, lowest bit first.
-        unsure: `[masked]`, whether the mask, behind drafted tokens, is unknown.
+        unsure: `[masked]`, whether the mask, after drafted tokens, is unknown.
     """
 
     places: IntArray
@@ -119,7 +119,7 @@ class _Sample:
         consumed: Generated tokens to which the matcher has advanced.
         goes_back: Whether the matcher can go back before drafted tokens, None if unknown; not with
             max_tokens or stop in its grammar.
-        is_costly: A mask behind drafted tokens has hit a work limit.
+        is_costly: A mask after drafted tokens has hit a work limit.
         excess_s: CPU time of its masks beyond the limit per mask.
         grown_s: Time of its masks whose memory is not counted yet.
     """
@@ -149,7 +149,7 @@ class _Sample:
             matcher.consume_tokens([token_id] if is_own else self.spelled[token_id])
 
     def shown_after(self, draft: list[int]) -> list[int]:
-        """Return the tokens of `spelled` whose names may come behind drafted tokens."""
+        """Return the tokens of `spelled` whose names may come after drafted tokens."""
         matcher = self.matcher
         if matcher is None or matcher.is_error():
             return []
@@ -160,7 +160,7 @@ class _Sample:
         ]
 
     def for_drafts(self, matcher: LLMatcher) -> LLMatcher:
-        """Return what computes masks behind drafted tokens: a copy of its matcher, unless that can
+        """Return what computes masks after drafted tokens: a copy of its matcher, unless that can
         go back. Trying fails it for good; and after a thousand tokens a copy takes 0.1 ms."""
         return matcher if self.goes_back else matcher.deep_copy()
 
@@ -177,7 +177,7 @@ class _Sample:
 
 
 class _AskedMask(NamedTuple):
-    """A sample to mask: at one place, and behind each drafted token."""
+    """A sample to mask: at one place, and after each drafted token."""
 
     sample: _Sample
     matcher: LLMatcher
@@ -191,7 +191,7 @@ class Constraints:
 
     Attributes:
         table: The sequences.
-        compiler: Of the grammars.
+        compiler: Compiler of the grammars.
         now_ns: The clock.
         samples: Their state, by row; of samples that are gone until the next `begin`.
     """
@@ -296,7 +296,7 @@ class Constraints:
                     allowed[one.place + ahead] |= only(shown, allowed.shape[1])
         stops = self.compiler.stop_ids
         may_stop = np.any(allows(allowed, stops), axis=1)
-        # Behind drafted tokens, the end of the text and dead ends are checked once the tokens are
+        # After drafted tokens, the end of the text and dead ends are checked once the tokens are
         # known.
         unsure = may_stop & (places.ahead > 0)
         for row, first, sample in zip(rows.tolist(), firsts.tolist(), samples, strict=True):
@@ -328,7 +328,7 @@ class Constraints:
         return drafts
 
     def _fill(self, asked: list[_AskedMask], allowed: npt.NDArray[np.int32]) -> None:
-        """Fill each matcher's mask at its place, and those behind its drafted tokens. After a slow
+        """Fill each matcher's mask at its place, and those after its drafted tokens. After a slow
         step, the next one measures each sample."""
         start_s = time.perf_counter()
         if self._times_each:

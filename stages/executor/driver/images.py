@@ -32,7 +32,7 @@ class PlacedImages(msgspec.Struct, frozen=True):
     """The images of a sequence.
 
     Attributes:
-        items: Of the prompt, in order.
+        items: Items of the prompt, in order.
         places: For each image its placeholders' indices in the prompt, rising.
         positions: Rotary positions; None if they are the tokens' indices.
         reach: `[prompt]`, the last token that each token sees; None if all are causal.
@@ -45,10 +45,10 @@ class PlacedImages(msgspec.Struct, frozen=True):
 
 
 class SequenceImages:
-    """Puts embeddings of images into steps, and knows which sequences lack one.
+    """Puts embeddings of images into steps, and tracks the sequences that lack one.
 
     Attributes:
-        embeddings: Of the images that plans have encoded.
+        embeddings: Embeddings of the images that plans have encoded.
         capacity: What the model takes of images.
     """
 
@@ -136,8 +136,8 @@ class SequenceImages:
         """Return the inputs of a step with its images.
 
         Args:
-            inputs: Of the step, in which no image is yet.
-            rows: Of the table, in batch order.
+            inputs: Inputs of the step, without images so far.
+            rows: Rows of the table, in batch order.
             batch: The step.
         """
         first_token = np.cumsum(batch.num_tokens) - batch.num_tokens

@@ -29,7 +29,7 @@ class TokenFeed:
     placeholders as input ids, and `resolve` replaces them on the device.
 
     Attributes:
-        padding_row: The row for the tokens of padding, behind the others.
+        padding_row: The row for the tokens of padding, after the others.
     """
 
     def __init__(self, rows: int, device: torch.device) -> None:
@@ -68,7 +68,7 @@ def placeholders(rows: IntArray) -> IntArray:
 class Readback:
     """Tokens and logprobs of one step, on their way to the host.
 
-    On CUDA the copy is queued behind the step, and `numbers` waits for it.
+    On CUDA the copy is queued after the step, and `numbers` waits for it.
     """
 
     def __init__(self, tokens: Tensor, logprobs: Tensor) -> None:
@@ -114,7 +114,7 @@ class SampledRows(msgspec.Struct, frozen=True, eq=False):
     """The rows of one step that sampled, `[rows]` each, repeated for each token.
 
     Attributes:
-        rows: Of the SequenceTable.
+        rows: Rows of the SequenceTable.
         seq_ids: Their sequences; a row may be used again before the tokens are read.
         places: Positions of the tokens in the sequences.
         at_limit: Whether the token is the sequence's last.

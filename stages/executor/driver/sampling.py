@@ -28,7 +28,7 @@ def uniform(seed: int, position: int) -> float:
     related numbers. A sample thus depends on no neighbour, preemption or restart.
 
     Args:
-        seed: Of the sample; any integer, taken modulo 2**64.
+        seed: Seed of the sample; any integer, taken modulo 2**64.
         position: Index of the generated token, from 0.
     """
     return float(uniforms(np.array([seed & _MASK], np.uint64), np.array([position]))[0])
@@ -37,7 +37,7 @@ def uniform(seed: int, position: int) -> float:
 def uniforms(
     seeds: npt.NDArray[np.uint64], positions: npt.NDArray[np.int64]
 ) -> npt.NDArray[np.float64]:
-    """As `uniform`, for `[batch]` seeds and positions."""
+    """Return `uniform` for `[batch]` seeds and positions."""
     golden = np.uint64(_GOLDEN)
     with np.errstate(over="ignore"):
         steps = (positions.astype(np.uint64) + np.uint64(1)) * golden
@@ -131,7 +131,7 @@ NO_LIMITS = Limits()
 def sample_rows(
     logits: Tensor, temperatures: Tensor, uniforms: Tensor | None, limits: Limits, *, kernels: bool
 ) -> tuple[Tensor, Tensor]:
-    """As `sample_with_logprobs`, with checked arguments."""
+    """Sample like `sample_with_logprobs`, with checked arguments."""
     whole = kernels and limits == NO_LIMITS
     if whole and (uniforms is not None or not temperatures.any()):
         numbers = None if uniforms is None else uniforms.double()
@@ -152,7 +152,7 @@ def sample_rows(
 
 @torch.no_grad()
 def sample_plain(logits: Tensor, temperatures: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
-    """As `sample_with_logprobs` without limits, and without waiting for the device.
+    """Sample like `sample_with_logprobs` without limits, and without waiting for the device.
 
     A row whose largest logit is not finite gets some token with a NaN logprob.
 

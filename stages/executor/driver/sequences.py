@@ -28,8 +28,8 @@ class Places(msgspec.Struct, frozen=True):
 
     Attributes:
         rows: Rows of the SequenceTable.
-        ahead: Drafted tokens before the place, which the table holds behind the known ones; 0 for
-            the place behind the known tokens.
+        ahead: Drafted tokens before the place, which the table holds after the known ones; 0 for
+            the place after the known tokens.
     """
 
     rows: IntArray
@@ -37,7 +37,7 @@ class Places(msgspec.Struct, frozen=True):
 
     @classmethod
     def next_of(cls, rows: IntArray) -> Places:
-        """Return the place behind the known tokens of each row."""
+        """Return the place after the known tokens of each row."""
         return cls(rows, np.zeros_like(rows))
 
     def __len__(self) -> int:
@@ -81,10 +81,10 @@ class SequenceTable:
         adapter: The adapter's slot, from `AdapterTable.slot_of`.
         pools: Whether the prompt's vector is requested, and no token.
         prediction: Per row, the client's predicted output.
-        scope: Per row; drafts are learned only from sequences of the same scope.
+        scope: Per row; drafts come only from sequences of the same scope.
         images: Per row, where they are, for SequenceImages; only valid if `images_end` is above 0.
         images_end: One past the last token of an image; 0 for none.
-        position_shift: Rotary position of a token behind the images, less its index.
+        position_shift: Rotary position of a token after the images, less its index.
     """
 
     def __init__(self, rows: int, max_model_len: int, block_size: int) -> None:
@@ -281,7 +281,7 @@ class SequenceTable:
     def num_to_score(self, rows: IntArray, num_tokens: IntArray) -> IntArray:
         """Return how many prompt tokens get logprobs in a step of so many tokens, `[rows]`.
 
-        These are the tokens behind the computed ones, up to the prompt's last.
+        These are the tokens after the computed ones, up to the prompt's last.
         """
         wanted = self.prompt_logprobs[rows] >= 0
         if not wanted.any():

@@ -1,7 +1,7 @@
-"""One step: compute the rows of a plan, and sample behind each sequence that reaches its end.
+"""One step: compute the rows of a plan, and sample after each sequence that reaches its end.
 
 A row with drafted tokens becomes several rows of one token that share their sequence's blocks. A
-token is sampled behind each; tokens that would have been sampled without drafts count
+token is sampled after each; tokens that would have been sampled without drafts count
 (`speculator.accept`).
 """
 
@@ -97,7 +97,7 @@ class BegunStep(NamedTuple):
     """A step up to its forward pass, for `StepRunner.end`.
 
     Attributes:
-        output: Of the pass.
+        output: Output of the pass.
         step: Its rows.
         samples: `[rows]`, which of them sample.
         num_scored: `[rows]`, prompt tokens to score.
@@ -133,7 +133,7 @@ class LaunchedStep:
         num_computed: The sum of these; once the step is finished, verified drafts included.
         weight_version: As in StepResult.
         changed_ns, times: When changes were applied, 0 for none; and the times of the plan.
-        outputs: Of the rows.
+        outputs: Outputs of the rows.
         begun: The step, if its outputs are still to be made, since other ranks compute it.
         computing: Sequences in such steps, as of the core; a `reset` makes a new set.
         failed: As in StepResult; besides requests whose constraints fail.
@@ -466,7 +466,7 @@ def _computing_rows(step: _Pass, samples: BoolArray) -> tuple[_Pass, BoolArray, 
 
 
 def _with_drafts(step: _Pass, drafts: StepDrafts) -> _Pass:
-    """Add a row for each drafted token, behind the row of its sequence."""
+    """Add a row for each drafted token, after the row of its sequence."""
     row, ahead = flatten_rows(np.zeros_like(step.rows), drafts.counts + 1)
     return _Pass(step.rows[row], ahead, step.starts[row] + ahead, step.num_tokens[row])
 

@@ -15,7 +15,7 @@ def trial_step(runner: ModelRunner) -> Callable[[int, int], object]:
     """Return a step of any number of rows that belong to no sequence, to measure.
 
     The step runs the model and samples. It writes to the padding block of the KV cache only, and
-    draws no random numbers. Other costs of a row are small; `StepCosts.observe` learns them.
+    draws no random numbers. Other costs of a row are small; `StepCosts.observe` measures them.
     """
     model, cache = runner.model, runner.cache
 

@@ -24,7 +24,9 @@ class AdapterChanges(Part):
             self.switch(id, version)
 
     def switch(self, id: str, version: int) -> None:
-        """As `AdapterTable.switch`, with the sequences that have the adapter; between two steps."""
+        """Switch an adapter's version between two steps, with the sequences that have it; see
+        `AdapterTable.switch`.
+        """
         state = self.state
         state.table.change_adapter(*state.runner.adapters.switch(id, version))
 

@@ -81,7 +81,9 @@ class Experts(Part):
 
 
 def move_experts(experts: Experts | None, owners: Sequence[int]) -> None:
-    """As `Experts.move`. Raises WeightsError for a model without experts, too."""
+    """Move experts between ranks (`Experts.move`). Raises WeightsError for a model without experts,
+    too.
+    """
     if experts is None:
         raise no_owners()
     experts.move(owners)

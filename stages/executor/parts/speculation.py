@@ -1,4 +1,4 @@
-"""Speculative decoding: drafts are made, verified in the pass, and learned from."""
+"""Speculative decoding: drafts are made, verified in the pass, and their acceptance is recorded."""
 
 from __future__ import annotations
 

@@ -58,7 +58,8 @@ class WeightChanges(Part):
             self.groups.close()
 
     def apply(self, section: Section, step: LaunchedStep) -> None:
-        """As `WeightSyncManager.finish_planned_sync`; after its error no plan runs until a reset.
+        """Finish a planned update (`WeightSyncManager.finish_planned_sync`); after its error no
+        plan runs until a reset.
 
         Raises:
             WeightsError: No weights are in place.

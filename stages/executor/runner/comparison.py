@@ -32,7 +32,9 @@ from .ranks.pipelining import PipelineRank
 from .sharded_model import make_layout, make_whole, shard_model
 
 _MOST_LAYERS = 6
-"""Of the small model, if a pipeline has no more stages: a period of mixed kinds of layers."""
+"""Most layers of the small model, unless a pipeline has more stages: a period of mixed kinds of
+layers.
+"""
 
 _TOKENS, _VOCABULARY, _HEAD_DIM = 200, 256, 16
 _WINDOW = 4
@@ -254,7 +256,7 @@ def _small_configs(
     Args:
         hf_config: The model's.
         size: Ranks that share a layer.
-        stages: Of a pipeline.
+        stages: Number of the pipeline's stages.
     """
     for head_dim in (_HEAD_DIM, None, 0):
         config = copy.deepcopy(hf_config)

@@ -108,7 +108,7 @@ class Determinism:
             )
 
     def _logits(self, ids: IntArray, start: int, neighbour: IntArray) -> Tensor:
-        """Return the logits of tokens from position `start`, in a batch behind a neighbour."""
+        """Return the logits of tokens from position `start`, in a batch after a neighbour."""
         size = self.cache.block_size
         width = -(-max(start + len(ids), len(neighbour)) // size)
         tables = np.full((2, width), self.cache.padding_block)

@@ -35,7 +35,7 @@ def encode(
     Args:
         model: An encoder.
         prompts: `[tokens]` each, at least one token.
-        max_tokens: Of one pass, padding included; a longer prompt has its own pass.
+        max_tokens: Limit of tokens in one pass, padding included; a longer prompt has its own pass.
 
     Yields:
         For each prompt, in any order, its index and its states, `[tokens, hidden]`.
@@ -119,7 +119,7 @@ def longest_prompt(module: nn.Module, hf_config: PreTrainedConfig, fallback: int
     """Return the longest prompt for which an encoder has positions, in tokens."""
     limit = getattr(hf_config.get_text_config(), "max_position_embeddings", None) or fallback
     for name, part in module.named_modules():
-        # RoBERTa's positions start behind the padding index.
+        # RoBERTa's positions start after the padding index.
         if name.endswith("position_embeddings") and getattr(part, "padding_idx", None) is not None:
             limit = min(limit, part.num_embeddings - part.padding_idx - 1)
     return int(limit)

@@ -95,10 +95,10 @@ def pack_step(
 
     Args:
         step: At most `size` rows with tables of at most `width` blocks; None for padding alone.
-        size: Of the bucket.
+        size: Rows of the bucket.
         width: Blocks of the longest sequence.
         cache: The KV cache.
-        padding_row: Of the DecodeHead.
+        padding_row: Padding row of the DecodeHead.
     """
     buffer = np.zeros(size * (_COLUMNS + width), np.int64)
     columns, tables = buffer[: size * _COLUMNS].reshape(_COLUMNS, size), buffer[size * _COLUMNS :]
@@ -257,7 +257,7 @@ class _RecordedStep:
 
     Attributes:
         graph: Reads and writes the step's tensors by address.
-        outputs: Of every replay.
+        outputs: Outputs of every replay.
         step: Keeps these tensors alive.
     """
 

@@ -88,7 +88,8 @@ class ModelRunner(msgspec.Struct, frozen=True, eq=False):
         return output.logits
 
     def start(self, inputs: StepInputs, *, with_states: bool = False) -> StepOutput:
-        """As `forward`; over several pipeline stages, return once this rank's stage is done.
+        """Start a forward pass; over several pipeline stages, return once this rank's stage is
+        done.
 
         Args:
             inputs: The step.
@@ -116,7 +117,7 @@ class ModelRunner(msgspec.Struct, frozen=True, eq=False):
         return pipeline.deliver(inputs.position_ids.shape[1], logits, last_states)
 
     def encode(self, prompts: Sequence[IntArray], max_tokens: int) -> Iterator[tuple[int, Tensor]]:
-        """As `encoder.encode`: the hidden states of whole prompts, by an encoder."""
+        """Yield the hidden states of whole prompts by an encoder; see `encoder.encode`."""
         from .encoder import encode
 
         return encode(self.model, prompts, max_tokens)

@@ -87,7 +87,7 @@ class KVCache(StateMemory):
             layer: The layer.
             kernel: Makes the kernel. All arguments are the same in each call for a layer.
             heads: Query heads.
-            options: Of the layer.
+            options: Options of the layer.
         """
         attention = self._paged.get(layer)
         if attention is None:

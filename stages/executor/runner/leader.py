@@ -25,7 +25,7 @@ from .sharded_model import load_sharded
 
 
 def load_shards(config: EngineConfig) -> tuple[Ranks | None, LoadedModel]:
-    """As `load_ranks`, over several ranks or `rank_invariant`."""
+    """Load a model like `load_ranks`, over several ranks or `rank_invariant`."""
     if config.num_ranks == 1:
         model = load_sharded(config, OneRank())
         compare_shards(config, model, OneRank())
@@ -112,7 +112,7 @@ def receive_adapter(
     Args:
         command: The command.
         broadcast: `RankGroup.broadcast`.
-        dtype: Of its tensors.
+        dtype: Dtype of its tensors.
 
     Raises:
         RankError: A rank has failed.

@@ -66,11 +66,11 @@ class LoadedModel:
             only; in eval mode, without gradients.
         hf_config: Its configuration.
         device: The device of the weights.
-        dtypes: Of weights, activations and KV cache.
+        dtypes: Dtypes of weights, activations and KV cache.
         max_model_len: The configured limit, at most the model's own, in tokens.
         vocab_size: Rows of the output layer, or of the input layer without one.
         layers: The attention layers in order; none of an encoder. A pipeline stage has its own.
-        attention_options: Of these layers.
+        attention_options: Options of these layers.
         other_states: What other layers keep of a sequence, such as a recurrent state.
         generates: Whether there is an output layer.
         is_encoder: Whether tokens see later ones, so that prompts run as a whole, with
@@ -79,7 +79,7 @@ class LoadedModel:
         is_shared: Whether a caller shares the module and may replace its weights between steps.
         shards: The whole model's tensors, if the module is one rank's shard; else None.
         pipeline: This rank's place among several stages; None if there is one.
-        encoders: Of the media that the model takes, one for each kind.
+        encoders: Encoders of the media that the model takes, one for each kind.
     """
 
     module: nn.Module
@@ -101,7 +101,7 @@ class LoadedModel:
 
     @property
     def states(self) -> tuple[LayerState, ...]:
-        """What layers keep of a sequence: attention first, in the order of `layers`."""
+        """The state that layers keep of a sequence: attention first, in the order of `layers`."""
         return (*self.layers, *self.other_states)
 
     @property
@@ -116,12 +116,12 @@ class LoadedModel:
 
     @property
     def num_parameters(self) -> int:
-        """Of the whole model."""
+        """The number of the whole model's parameters."""
         return sum(each.numel() for each in self.whole.parameters())
 
     @property
     def weight_bytes(self) -> int:
-        """Of the whole model's parameters."""
+        """Bytes of the whole model's parameters."""
         return sum(each.nbytes for each in self.whole.parameters())
 
     @property

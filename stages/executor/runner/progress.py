@@ -1,4 +1,4 @@
-"""How far a model's weights are loaded, by Transformers' own progress bars."""
+"""The progress of loading a model's weights, from Transformers' own progress bars."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ _CONSEQUENCES = ("weights_interrupted", "weights_timeout")
 
 
 class LeaderGroups(WeightGroups):
-    """Rank 0's groups. The other ranks are members too, under the ranks behind its own.
+    """Rank 0's groups. The other ranks are members too, under the ranks after its own.
 
     They are left by all ranks or by none: after any error of one rank all leave.
     """
@@ -61,7 +61,7 @@ class LeaderGroups(WeightGroups):
     def receive(
         self, source: GroupWeights, timeout_s: float, limits: WeightLimits = UNLIMITED
     ) -> Mapping[str, NewWeight]:
-        """As `WeightGroups.receive`; each rank holds its parts.
+        """Receive new weights (`WeightGroups.receive`); each rank holds its parts.
 
         Raises:
             WeightsError: As there, on any rank; the weights don't fit the model, or are not finite;
@@ -176,7 +176,7 @@ class RankReceiver:
                 receiving = self._receiving.submit(self._receive, call)
                 receiving.add_done_callback(partial(self._done, number))
             case DropParts(receipts):
-                # Behind what is being received.
+                # After what is being received.
                 for receipt in receipts:
                     self._receiving.submit(self._held.pop, receipt, None)
 

@@ -99,7 +99,7 @@ class Worker:
                 pass
 
     def report(self) -> do.Reply:
-        """As `ModelRunner.report`."""
+        """Return this rank's report; see `ModelRunner.report`."""
         return self._runner.report()
 
     def fail(self, reason: str) -> None:
@@ -136,7 +136,7 @@ class Worker:
 
 
 def serve(connection: Connection, worker: Worker) -> None:
-    """Do what rank 0 tells, until the connection is closed.
+    """Execute rank 0's commands until the connection is closed.
 
     Raises:
         RankError: Another rank has failed.

@@ -168,7 +168,7 @@ def make_whole(hf_config: PreTrainedConfig, dtype: torch.dtype, kind: Any = None
 
     Args:
         hf_config: Its configuration.
-        dtype: Of its weights.
+        dtype: Dtype of its weights.
         kind: Its class; that of a causal language model if None.
 
     Raises:

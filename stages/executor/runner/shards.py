@@ -1,4 +1,4 @@
-"""Where the numbers of whole tensors are on this rank, to load and to update them."""
+"""The addresses of whole tensors' elements on this rank, for loading and updates."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def boxes_in(module: nn.Module, name: str) -> list[Box]:
 
     Args:
         module: The model.
-        name: Of the whole tensor.
+        name: Name of the whole tensor.
     """
     owner_name, _, own_name = name.rpartition(".")
     owner = module.get_submodule(owner_name)
@@ -56,11 +56,11 @@ def boxes_in(module: nn.Module, name: str) -> list[Box]:
 
 
 class Shard(msgspec.Struct, frozen=True):
-    """What this rank has of a whole tensor.
+    """This rank's part of a whole tensor.
 
     Attributes:
-        shape: Of the whole tensor.
-        dtype: Of it.
+        shape: Shape of the whole tensor.
+        dtype: Dtype of the tensor.
         boxes: Returns the parts. They may change: experts move, memory is released.
     """
 
@@ -98,7 +98,7 @@ class Receipt:
     Other ranks hold theirs under this number until it is written, or this object is gone.
 
     Attributes:
-        number: Of the receipt.
+        number: Number of the receipt.
         layout: `ShardedWeights.layout` when it began.
     """
 
@@ -111,10 +111,10 @@ class NewShard:
     """A new whole tensor, of which each rank holds its parts.
 
     Attributes:
-        shape: Of the whole tensor.
-        dtype: Of it, the model's.
+        shape: Shape of the whole tensor.
+        dtype: Dtype of the tensor, the model's.
         parts: This rank's, in the order of `Shard.boxes`.
-        digest: Of the whole tensor's bytes, if the model has it under several names; else 0.
+        digest: Digest of the whole tensor's bytes, if the model has it under several names; else 0.
         receipt: With which it came.
     """
 

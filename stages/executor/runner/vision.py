@@ -90,7 +90,7 @@ class VisionModel:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Of the image processor."""
+        """The settings of the image processor."""
         settings: dict[str, Any] = self._processor.to_dict()
         return settings
 

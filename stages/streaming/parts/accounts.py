@@ -36,14 +36,20 @@ MOST_STEPS = 4096
 totals in between are interpolated."""
 
 State = Literal["decode", "prefill", "ready", "ended"] | Cause
-"""Of a sample or a request: computing, in batching's queue, ended, or a cause of its whole time."""
+"""The state of a sample or a request: computing, in batching's queue, ended, or a cause of its
+whole time.
+"""
 
-_RANKS: Final[dict[State, int]] = {"decode": 4, "prefill": 3, "kv": 2}
-"""Of several samples, the one with the largest rank says the cause; other states have 1."""
+_PRECEDENCE: Final[dict[State, int]] = {"decode": 4, "prefill": 3, "kv": 2}
+"""Precedence of states: of several samples, the one with the largest number gives the cause; other
+states have 1.
+"""
 
 Totals = tuple[int, int, int, int]
-"""Of a device until an instant: time of steps with prompt tokens, of other steps, and without steps
-since none was allowed or weights were changed; and what a sequence owes that has always decoded."""
+"""A device's totals until an instant: time of steps with prompt tokens, of other steps, and without
+steps since none was allowed or weights were changed; and the debt of a sequence that has always
+decoded.
+"""
 
 _NOTHING: Totals = (0, 0, 0, 0)
 
@@ -53,7 +59,7 @@ class StepCost(NamedTuple):
 
     Attributes:
         busy_ns: Time of the device.
-        price_ns: Of each of its tokens.
+        price_ns: Price of each of its tokens, in nanoseconds.
     """
 
     busy_ns: int
@@ -96,7 +102,7 @@ class DeviceTime:
 
     @property
     def cost(self) -> StepCost:
-        """Of the last step."""
+        """The cost of the last step."""
         return StepCost(self._last_busy_ns, self._last_price_ns)
 
     def step(self, times: StepTimes, start_ns: int, end_ns: int, num_drafted: int = 0) -> None:
@@ -385,8 +391,8 @@ class RequestTime:
             return only if only.state != "ended" else None
         top, highest = None, 0
         for sample in self._samples.values():
-            if sample.state != "ended" and (rank := _RANKS.get(sample.state, 1)) > highest:
-                top, highest = sample, rank
+            if sample.state != "ended" and (order := _PRECEDENCE.get(sample.state, 1)) > highest:
+                top, highest = sample, order
         return top
 
     def _advance(self, to_ns: int, now_ns: int, cause: State | None = None) -> None:
@@ -557,7 +563,7 @@ class TimeAccounts(Part):
         ending.timings["published_ns"] = time.start_ns
 
     def dropped(self, request: RequestState) -> None:
-        """Take back the bill of a request that ends elsewhere: here, nobody pays for it."""
+        """Take back the bill of a request that ends elsewhere: this account bills none of it."""
         self.unbill(request.notes[self].settle())
 
     def restored(

@@ -1,4 +1,4 @@
-"""What the bundled model has learnt."""
+"""The skills of the bundled model."""
 
 from __future__ import annotations
 

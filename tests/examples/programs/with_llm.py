@@ -57,7 +57,7 @@ def started(*arguments: str) -> subprocess.Popen[str]:
 
 
 def llm(*arguments: str, status: int = 0) -> str:
-    """What it prints; of an error its sentence."""
+    """Return the output of `llm`; for an error its sentence."""
     with started(*arguments) as ran:
         printed, said = ran.communicate()
     assert ran.returncode == status, printed + said

@@ -26,7 +26,7 @@ get_weather = function_tool(given.get_weather)
 
 
 class StrictPerson(Person, extra="forbid"):
-    """As Responses require it."""
+    """A person in the strict form that Responses require."""
 
 
 client = AsyncOpenAI(base_url=f"{URL}/v1", api_key="none", max_retries=0)

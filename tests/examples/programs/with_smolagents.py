@@ -83,7 +83,7 @@ def agent_calls_tools_only() -> None:
     result = agent.run(given.FORECAST, return_full_result=True)
     steps = [step for step in agent.memory.steps if isinstance(step, ActionStep)]
     assert cities
-    # The answer behind the last step that it may make is asked for without tools.
+    # The answer after the last step that it may make is asked for without tools.
     answers = [step.model_output_message for step in steps if step.model_output_message]
     assert all(answer.tool_calls for answer in answers), answers
     assert result.token_usage.output_tokens > 0

@@ -173,8 +173,9 @@ async def test_a_tokens_alternatives_are_shown_by_pointer_and_by_keys(
 
 @pytest.mark.soak(only=True)
 async def test_no_text_becomes_html(browser: Any, engine: FakeEngine) -> None:
-    """Of a prompt, an answer, a tenant, a model, an adapter, or an error. (Every day test_files.py
-    shows that no script makes HTML of text.)"""
+    """The text of a prompt, an answer, a tenant, a model, an adapter, or an error. (Every day
+    test_files.py shows that no script makes HTML of text.)
+    """
     engine.outputs = speaking(EVIL)
     adapter = LoadedAdapter(EVIL, 1, EVIL)
     engine.stage_reports = [

@@ -78,7 +78,7 @@ async def test_many_viewers_cost_one_read_a_period(feed: Feed, board: Board) -> 
     assert board.reads <= 4
 
 
-async def test_nobody_looks_nothing_is_read(feed: Feed, board: Board) -> None:
+async def test_without_viewers_nothing_is_read(feed: Feed, board: Board) -> None:
     await first(feed)
     before = board.reads
     await anyio.sleep(0.25)

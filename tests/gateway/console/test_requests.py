@@ -172,7 +172,7 @@ def test_pages_are_complete() -> None:
     assert seen == [f"r{number}" for number in range(10)]
 
 
-def test_tokens_change_a_request_when_somebody_looks() -> None:
+def test_new_tokens_change_a_request_while_a_viewer_is_connected() -> None:
     log, asked = RequestLog(), request("r")
     log.arrived("acme", [asked], "tiny")
     log.began("r")
@@ -187,7 +187,7 @@ def test_tokens_change_a_request_when_somebody_looks() -> None:
 @pytest.mark.parametrize(
     ("code", "state"), [("", "cancelled"), ("expired", "expired"), ("lane_failed", "error")]
 )
-def test_what_is_left_of_a_call_ends_with_it(code: str, state: str) -> None:
+def test_unfinished_requests_end_with_their_call(code: str, state: str) -> None:
     log = RequestLog()
     log.arrived("acme", [request("r")], "tiny")
     log.left(["r"], code, "why")
@@ -206,7 +206,7 @@ def test_tenants_are_counted_by_their_tokens() -> None:
 
 
 def test_nothing_of_ended_requests_stays_without_a_reader(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of streams, too, whose growth only a console would read."""
+    """Streams, whose growth only a console would read, are dropped too."""
     log = RequestLog(most=10)
     for number in range(100):
         asked = request(f"r{number}")

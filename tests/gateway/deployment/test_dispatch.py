@@ -1,4 +1,4 @@
-"""Which model answers a call, in every interface."""
+"""The choice of the model that answers a call, in every interface."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ class Spoken:
             self.texts[-1:] = ["".join(self.texts[-1:]) + stops.finish() + detokenizer.finish()]
 
     def chunks(self, cuts: Sequence[int]) -> list[CompletionChunk]:
-        """Cut behind so many tokens each."""
+        """Cut after so many tokens each."""
         size = len(self.token_ids)
         places = sorted({0, size, *(cut % (size + 1) for cut in cuts)})
         return [self._chunk(begin, end) for begin, end in pairwise(places)]

@@ -36,7 +36,7 @@ def pieces_of(text: str, cuts: list[int]) -> list[str]:
 
 
 def expected(block_list: BlockList, text: str) -> int | None:
-    """Where the first match begins, by brute force."""
+    """Return the start of the first match, by brute force."""
     normaliser = Normaliser()
     normalised, origins = normaliser.push(text)
     rest, more = normaliser.finish()

@@ -35,9 +35,9 @@ class Interface(NamedTuple):
     """An interface that generates tokens.
 
     Attributes:
-        body: Of a call.
-        blocked: Of a call whose prompt is blocked.
-        text: Of an answer in one piece.
+        body: Body of a call whose prompt is blocked.
+        blocked: Blocked of a call whose prompt is blocked.
+        text: Text of an answer in one piece.
         delta: What an event of a stream adds to its text.
         reason: Why an answer ended, in one piece.
         streamed_reason: The same by an event of a stream; None of most.

@@ -1,4 +1,4 @@
-"""How much callers may use, over HTTP."""
+"""Limits of callers, over HTTP."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ async def test_tokens_are_reserved_and_committed(place: Place) -> None:
 async def test_a_disconnected_call_commits_its_most_tokens(
     place: Place, stream: bool, used: int
 ) -> None:
-    """Of a stream, the tokens that were sent; of a whole answer, the most that it may have."""
+    """A stream commits the tokens that were sent; a whole answer the most that it may have."""
     place.engine.outputs = lambda request: [chunk(request, (5, 6, 7), "five six")]
     limits = {"tokens_per_minute": 50, "max_in_flight": 1}
     headers = await place.key("generate", tenant="t", limits=limits)
@@ -226,7 +226,7 @@ async def test_a_resumed_stream_reserves_nothing(place: Place) -> None:
 
 
 async def test_an_embedding_reserves_its_prompt_only(place: Place) -> None:
-    """Two tokens as an estimate, with nothing to be generated behind them."""
+    """Two tokens as an estimate, with nothing to be generated after them."""
     headers = await place.key("generate", limits={"tokens_per_minute": 2})
     place.engine.outputs = lambda request: []
     call = asyncio.create_task(

@@ -30,7 +30,7 @@ def engine(engine: FakeEngine) -> FakeEngine:
 
 
 def ids_of(answer: httpx.Response) -> tuple[str, str]:
-    """Of the answer, and of the first event of its stream."""
+    """Return the ids of the answer and of the first event of its stream."""
     assert answer.status_code == 200, answer.text
     event_id = next(line[4:] for line in answer.text.splitlines() if line.startswith("id: "))
     return event_id.partition(".")[0], event_id

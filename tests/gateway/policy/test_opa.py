@@ -27,8 +27,8 @@ class Agent:
 
     Attributes:
         answer: The bytes that it sends.
-        stays: Whether the connection stays open behind them.
-        drops: Sent behind them for as long as the connection lasts, a piece at a time.
+        stays: Whether the connection stays open after them.
+        drops: Sent after them for as long as the connection lasts, a piece at a time.
         asked: What it was asked, decoded.
         paths: Where.
     """
@@ -269,7 +269,7 @@ async def test_an_unreachable_agent_refuses_the_call(engine: FakeEngine, unused:
 
 
 async def test_one_refused_prompt_refuses_the_call(http: Client, agent: Agent) -> None:
-    """Of fifty prompts, all that are asked about at a time are refused, and no more asked about."""
+    """All prompts of the concurrent group are refused, and the rest of the fifty are not sent."""
     agent.answer = http_response({"result": False})
     assert await code(http, prompt=["hello"] * 50) == (400, "content_filter")
     assert len(agent.asked) <= AT_ONCE

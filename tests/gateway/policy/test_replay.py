@@ -60,7 +60,7 @@ async def test_a_request_is_replayed_at_low_priority_for_its_caller(
     assert again.cache_salt.startswith("replay-")
 
 
-async def test_all_requests_of_a_call_are_replayed_and_the_first_difference_is_told(
+async def test_all_requests_of_a_call_are_replayed_and_the_first_difference_is_reported(
     http: Client, made: Made
 ) -> None:
     key = await made()

@@ -48,7 +48,7 @@ class Played(RuleBasedStateMachine):
         assert all(wanted_before[each.tenant] >= most for each in refused)
 
     def wanted(self) -> Counter[str]:
-        """How many slots each tenant waits for."""
+        """The number of slots that each tenant waits for."""
         wanted: Counter[str] = Counter()
         for ticket in self.tickets:
             wanted[ticket.tenant] += ticket.wanted

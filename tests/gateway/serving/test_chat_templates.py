@@ -114,7 +114,7 @@ async def test_an_endless_template_is_stopped(model: Model, template: str) -> No
     assert codes == ["chat_template_failed"] * 3
 
 
-async def test_others_are_served_while_a_template_runs(model: Model) -> None:
+async def test_calls_are_served_while_a_template_runs(model: Model) -> None:
     templates = model.with_template(ENDLESS + "{{ messages[0].content }}", timeout_s=0.3)
     running = asyncio.create_task(refused(templates))
     other = Model(model.folder.parent / f"{model.folder.name}-other")
@@ -175,7 +175,7 @@ async def test_tools_are_refused_if_the_template_reads_none(model: Model) -> Non
 
 
 async def test_the_template_for_tools_is_chosen(model: Model) -> None:
-    """As Transformers does: with tools, else the default."""
+    """Transformers' choice: the template for tools with tools, else the default."""
     templates = model.with_template("none of these")
     tokenizer = await model.tokenizer.get()
     tokenizer.transformers.chat_template = {
@@ -195,7 +195,7 @@ async def test_the_template_for_tools_is_chosen(model: Model) -> None:
 async def test_the_opening_of_the_answer_is_returned(
     model: Model, begins: bool, opening: str
 ) -> None:
-    """Where none was begun, that of an answer before is none of it."""
+    """If the template opens no answer, the opening of an earlier answer isn't returned."""
     (model.folder / "chat_template.jinja").write_text(
         "<|im_start|>assistant\nbefore<|im_end|>\n"
         "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}"

@@ -19,7 +19,7 @@ REQUEST = GenerateRequest(request_id="r", sampling=SamplingParams(logprobs=2))
 
 
 async def taken(outputs: list[Output], held: anyio.Event | None = None) -> list[list[Output]]:
-    """What a reader gets that takes nothing more before it may."""
+    """Return the batches of outputs that a reader gets; `held`: it takes no second batch before."""
     found: list[list[Output]] = []
 
     async def take(new: Sequence[Output]) -> None:
@@ -54,7 +54,7 @@ async def test_buffered_chunks_are_sent_together() -> None:
     assert (first, second) == (made(1), made(3)[1:])
 
 
-async def test_what_nobody_takes_has_its_bound() -> None:
+async def test_unread_outputs_are_bounded() -> None:
     held = anyio.Event()
     full = chunk(REQUEST, 0, 0)
     number = MOST_UNSENT

@@ -17,7 +17,7 @@ def folder() -> Path:
     return EngineConfig().model_folder
 
 
-async def test_special_tokens_are_shown_when_asked_for(folder: Path) -> None:
+async def test_special_tokens_are_shown_on_request(folder: Path) -> None:
     words = await LazyTokenizer(folder).get()
     token_ids = words.token_ids("98 + 25 =")
     (end,) = words.token_ids(END)

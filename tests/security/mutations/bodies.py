@@ -141,7 +141,7 @@ def names_twice(rng: random.Random, interfaces: Interfaces) -> Case:
 
 
 def no_json(rng: random.Random, interfaces: Interfaces) -> Case:
-    """What can't be read, on its own or at some place of a body."""
+    """Return a body that isn't JSON, as a whole or at one position."""
     interface = rng.choice(interfaces)
     good = usual(interface)
     match rng.randrange(7):

@@ -64,7 +64,7 @@ class Interface(NamedTuple):
     Attributes:
         body: One that is taken.
         fields: Those that are mutated.
-        shape: Of its errors.
+        shape: Shape of its errors.
         within: Names the object of which are `sampling`; else they are of the body itself.
         sampling: Fields that are mutated, too.
         unsupported: Fields that are refused unless they ask for nothing.
@@ -72,7 +72,7 @@ class Interface(NamedTuple):
         needed: By name, what a body without that field is answered with.
         last: As `Wanted.last`, of its streams.
         method: By which it is called; `others` are those of other endpoints at its path.
-        status: Of its answers.
+        status: Status of its answers.
     """
 
     path: str

@@ -122,7 +122,7 @@ def cut(raw: bytes, rng: random.Random) -> list[bytes]:
 
 
 def kinds_of_body(rng: random.Random, interfaces: Interfaces) -> Case:
-    """What a body says that it is."""
+    """Return a request with a wrong or odd content type or encoding."""
     interface = rng.choice(interfaces)
     body = usual(interface)
     length = (b"Content-Length", b"%d" % len(body))
@@ -266,7 +266,7 @@ STREAM_CALLS: tuple[tuple[bytes, bytes, str, int], ...] = (
 
 
 def by_id(rng: random.Random) -> Case:
-    """What was begun before, or not; and endpoints that are looked for."""
+    """Return a request for a stored response or for an endpoint that may not exist."""
     method, target, code, status = rng.choice(STREAM_CALLS)
     if rng.random() < 0.2:
         event = rng.choice((b"", b"a", b"cmpl-0.", b"cmpl-0.x~0", b"cmpl-0." + b"9" * 99, b"\xff"))

@@ -111,7 +111,9 @@ class Bystander:
         self.answered += 1
 
     async def usuals(self, interfaces: Interfaces) -> dict[str, str]:
-        """What each is asked by its usual body, by its path; see `wire.asked`."""
+        """Return each interface's request to the engine for its usual body, by path; see
+        `wire.asked`.
+        """
         return {each.path: asked(await self.get(each.call(usual(each)))) for each in interfaces}
 
     async def get(self, raw: bytes) -> Answer:

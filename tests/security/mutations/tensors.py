@@ -162,7 +162,7 @@ def as_protobuf(given: Draft, model: str = "m") -> Any:
 
 
 def as_json(given: Draft) -> tuple[dict[str, Any], bytes]:
-    """The object, and the bytes behind it."""
+    """The object, and the bytes after it."""
     inputs, behind = [], b""
     for tensor in given.inputs:
         made: dict[str, Any] = {"name": tensor.name, "datatype": tensor.datatype}
@@ -294,7 +294,7 @@ BREAKS: tuple[tuple[Break, tuple[str, ...]], ...] = (
     (elsewhere, ELSEWHERE),
     (classes, ("unsupported",)),
 )
-"""What makes a good draft a bad one, and the codes with which it must be refused."""
+"""The changes that make a good draft a bad one, and the codes with which it must be refused."""
 
 
 class Crooked(NamedTuple):

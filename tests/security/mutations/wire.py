@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from typing import Any, Literal, NamedTuple
 
 Shape = Literal["openai", "anthropic", "kserve"]
-"""Of errors."""
+"""The shape of errors."""
 
 Refusals = frozenset[tuple[int, str]]
 """Statuses with their codes."""
@@ -37,9 +37,9 @@ class Wanted(NamedTuple):
 
     Attributes:
         refusals: Those of which it must be one; empty for an answer without an error.
-        shape: Of the error.
-        status: Of an answer without an error.
-        last: Of a stream the line, but for its id, that its last event begins with.
+        shape: Shape of the error.
+        status: Status of an answer without an error.
+        last: Start of a stream's last event: its line without the id.
         same: Whether what was asked of the engine is what the usual body asks; None where
             nobody looks.
         bodiless: It answers a HEAD.
@@ -56,14 +56,14 @@ class Wanted(NamedTuple):
 
 
 class Case(NamedTuple):
-    """What a client does on a connection of its own.
+    """A client's bytes on a connection of its own.
 
     Attributes:
         kind: What is odd about it.
-        path: Of the endpoint that it is about.
+        path: Path of the tested endpoint.
         pieces: What it sends; each when the server has taken those before.
         wanted: The answers, in order.
-        closed: Whether the server must close the connection behind the last answer.
+        closed: Whether the server must close the connection after the last answer.
         ends: Whether the client says that nothing more comes.
         pass_s: Seconds that pass when all is sent, on the server's clock for slow clients.
     """
@@ -156,7 +156,7 @@ async def _read_head(reader: asyncio.StreamReader) -> tuple[int, dict[str, str]]
 
 
 def asked(answer: Answer) -> str:
-    """What was asked of the engine, as far as an answer tells it; else all of the answer."""
+    """Return the request to the engine as far as an answer shows it; else the whole answer."""
     text = answer.body.decode()
     found = (pattern.search(text) for pattern in _ASKED)
     return next((each[0] for each in found if each), _OF_A_KEY.sub("", text))
@@ -189,7 +189,7 @@ def check(answer: Answer, wanted: Wanted, usual: str = "") -> None:
 
 
 def _code(answer: Answer, shape: Shape) -> str:
-    """Of an error in the shape that clients of the interface know."""
+    """Return the code of an error in the interface's shape."""
     found = json.loads(answer.body, parse_constant=_no_json)
     error = found["error"]
     if shape == "kserve":

@@ -159,7 +159,7 @@ class _Pipeline:
         return await self._client.execute_command("HGET", key, field)
 
     def multi(self) -> None:
-        """What follows is queued."""
+        """Queue the following commands."""
 
     def set(self, key: Any, value: Any) -> None:
         self._commands.append(("SET", key, value))

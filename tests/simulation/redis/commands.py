@@ -107,7 +107,7 @@ class Engine:
     def _WATCHED(self, command: Arguments) -> Any:
         """WATCH, MULTI and EXEC at once: run commands if a key is still as it was.
 
-        Args: the key, its value, and each command behind its length.
+        Args: the key, its value, and each command after its length.
         """
         value = self._get(command[1], (bytes, dict))  # type: ignore[arg-type]
         if repr(value or None).encode() != command[2]:

@@ -34,7 +34,7 @@ class Group:
     """A consumer group.
 
     Attributes:
-        last: Of the last entry handed out.
+        last: Id of the last entry handed out.
         pending: Consumer, and time in milliseconds, of each entry not acknowledged.
     """
 

@@ -75,9 +75,9 @@ class Network:
 
     Attributes:
         node: The master that new connections reach.
-        clock_offset_ns: Of the server's clock.
+        clock_offset_ns: Offset of the server's clock, in nanoseconds.
         slow: Factor of all delays.
-        noise: Of a thousand exchanges so many lose their connection.
+        noise: Exchanges in a thousand that lose their connection.
         record: Called with each command that a server runs, and its reply.
     """
 

@@ -27,7 +27,7 @@ class _Runner:
     """One Lua state, shared by all servers: scripts keep nothing in it.
 
     Attributes:
-        engine: Of the script that runs.
+        engine: Engine of the running script.
     """
 
     def __init__(self) -> None:

@@ -78,7 +78,7 @@ def test_an_empty_text_has_the_tokens_that_the_tokenizer_adds(
 
 
 def test_a_prompt_may_fill_what_the_lane_has(tokenizer: PreTrainedTokenizerFast) -> None:
-    """64 slots; and the model's length, with no room for a token behind it."""
+    """64 slots; and the model's length, with no room for a token after it."""
     assert len(admitted(tokenizer, prompt_token_ids=(5,) * 64).admitted.prompt.token_ids) == 64
     short = msgspec.structs.replace(BOTH, max_model_len=20)
     filled = admitted(tokenizer, short, prompt="a" * 19, prompt_token_ids=None)

@@ -132,7 +132,7 @@ def judged(wanted: do.Judge, now_ns: int, failure: ErrorInfo | None = None) -> J
     return Judged(arrival, accepted(*ids), wanted.cancelled)
 
 
-def test_streaming_is_asked_about_a_few_requests_at_a_time() -> None:
+def test_recovery_requests_are_sent_in_small_groups() -> None:
     driven = Driven()
     driven.ready()
     ids = [f"{number}-0" for number in range(RECOVER_BATCH + 1)]

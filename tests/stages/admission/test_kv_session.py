@@ -38,6 +38,8 @@ def test_a_turn_reaches_batching_with_its_session_also_after_a_failure(core: Adm
         ({"kv_session": KVSession(id="a"), "embed": EmbedParams()}, "leave out embed"),
     ],
 )
-def test_what_is_no_turn_is_refused(core: AdmissionCore, fields: dict[str, Any], hint: str) -> None:
+def test_invalid_session_fields_are_refused(
+    core: AdmissionCore, fields: dict[str, Any], hint: str
+) -> None:
     with raises("invalid_kv_session", hint):
         admit(core, entry_of(**fields))

@@ -1,4 +1,4 @@
-"""What a client predicts: checked, made tokens, and passed on where drafts are made of it."""
+"""A client's predicted output: checked, made tokens, and passed on where it is drafted from."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Which requests share a cached response, when one may be kept, and what empties the cache."""
+"""Requests that share a cached response, conditions for keeping one, and events that empty the
+cache.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +55,7 @@ def response_of(
 
 
 def keep(core: AdmissionCore, accepted: Accepted, response: StoredResponse) -> None:
-    """As streaming reports a request that has just been opened."""
+    """Report a finished response as streaming does for a request that was just opened."""
     generation = core.part(Responses).generation
     core.keep(accepted, msgspec.structs.replace(response, generation=generation))
 
@@ -120,7 +122,7 @@ def test_an_equal_request_gets_the_response(core: AdmissionCore) -> None:
         (SEEDED, SEEDED),
     ],
 )
-def test_what_changes_no_token_is_not_in_the_key(
+def test_fields_that_change_no_token_are_not_in_the_key(
     core: AdmissionCore, first: dict[str, Any], second: dict[str, Any]
 ) -> None:
     keep(core, asked(core, **first), response_of())
@@ -159,7 +161,7 @@ def test_what_changes_no_token_is_not_in_the_key(
     ],
     ids=str,
 )
-def test_what_may_change_the_response_is_in_the_key(
+def test_fields_that_may_change_the_response_are_in_the_key(
     core: AdmissionCore, other: dict[str, Any]
 ) -> None:
     keep(core, asked(core, **SEEDED), response_of())
@@ -174,7 +176,7 @@ def test_what_may_change_the_response_is_in_the_key(
 
 def test_every_parameter_is_in_the_key_or_known_to_change_nothing() -> None:
     """A new parameter is in it by itself; this list says which are not."""
-    text = test_what_may_change_the_response_is_in_the_key.pytestmark[0].args[1]  # type: ignore[attr-defined]
+    text = test_fields_that_may_change_the_response_are_in_the_key.pytestmark[0].args[1]  # type: ignore[attr-defined]
     tried = {name for row in text for name in row}
     rest = set(SamplingParams.__struct_fields__) - tried
     assert rest == {"max_draft_tokens", "response_cache", "prompt_logprobs"}

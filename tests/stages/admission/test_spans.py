@@ -93,7 +93,7 @@ async def test_no_span_is_repeated_without_ended_requests(rig: Rig) -> None:
     assert await rig.made() == []
 
 
-async def test_a_bus_that_cannot_be_asked_does_not_end_admission(rig: Rig) -> None:
+async def test_an_unreachable_bus_does_not_end_admission(rig: Rig) -> None:
     await rig.bus.aclose()
     with pytest.raises(BusError):
         [_ async for _ in rig.bus.results.newest(1)]

@@ -46,7 +46,7 @@ def test_a_report_in_between_counts() -> None:
         assert vanished.look(reports(seen), ALL[1:]) == []
 
 
-def test_what_others_tell_or_nobody_can_continue_is_left_alone() -> None:
+def test_replicas_with_a_supervisor_here_or_without_a_peer_are_ignored() -> None:
     left = reports((*FRONT, *FIRST))
 
     def looks(first: list[StageReport], then: list[StageReport]) -> list[str]:

@@ -87,7 +87,7 @@ def is_whole(cache: KVCacheManager, block_id: int) -> bool:
 
 
 def root_of(scope: CacheScope) -> Root:
-    """What a router makes of a request's tenant, salt and adapter."""
+    """Return a router's root of a request's tenant, salt and adapter."""
     keys = (scope.tenant, scope.salt) if scope.tenant else (scope.salt,) * bool(scope.salt)
     return Root(scope.adapter, keys)
 

@@ -181,7 +181,7 @@ class RuleExecutor:
         return peer.host[move.other] if peer.offered.get(move.other) == move.source_name else None
 
     def tier_change(self) -> TiersChanged | None:
-        """What the tiers' threads have done next; None for nothing."""
+        """Return the next change of the tiers' threads; None for none."""
         if self.fetches:
             move = self.fetches.popleft()
             if (block := self._fetched(move)) is None:
@@ -323,7 +323,7 @@ class FakeReplica:
 
         Args:
             prompt: Its tokens.
-            seq_ids: Of its samples.
+            seq_ids: Ids of its samples.
             name: Its id; the first sample's by default.
             max_tokens: Must be 1 with `pooling`.
             stop: Whether samples end with the token STOP.

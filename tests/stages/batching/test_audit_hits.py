@@ -39,5 +39,5 @@ def test_a_wrong_block_is_found_wherever_it_lies(blocks: int, wrong: int) -> Non
     assert 0.8 * EVERY < sum(hits) / LIVES < 1.2 * EVERY
 
 
-def test_every_block_is_audited_if_that_is_asked() -> None:
+def test_every_block_is_audited_if_configured() -> None:
     assert all(hits_until_chosen(1, 5, wrong, 0) == 1 for wrong in range(5))

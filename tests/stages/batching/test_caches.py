@@ -163,7 +163,7 @@ def twins(cache: KVCacheManager, begin: list[int]) -> list[Allocation]:
     return allocations
 
 
-def test_held_blocks_behind_a_free_one_do_not_count_as_shared(make_cache: MakeCache) -> None:
+def test_held_blocks_after_a_free_one_do_not_count_as_shared(make_cache: MakeCache) -> None:
     cache = make_cache(8, 2)
     allocations = twins(cache, [1, 2, 3])
     cache.release(allocations[0])

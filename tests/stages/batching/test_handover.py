@@ -1,4 +1,4 @@
-"""A sequence that is handed over goes on behind its first token, with its blocks or without."""
+"""A sequence that is handed over goes on after its first token, with its blocks or without."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def test_the_taker_computes_only_what_is_not_in_full_blocks(cache_type: CacheTyp
     pair.run()
     assert pair.giver.outputs == {1: expected(PROMPT, 1)}
     assert pair.outputs(1) == expected(PROMPT, 8)
-    # Three tokens behind the full blocks, the first generated one, and six more.
+    # Three tokens after the full blocks, the first generated one, and six more.
     assert num_computed(pair.taker) == 3 + 1 + 6
     assert tiers_of(pair.giver).take_counts().offered == 5
     assert tiers_of(pair.taker).take_counts().received == 5
@@ -240,7 +240,7 @@ def test_a_request_that_ends_on_both_sides_frees_both_places(is_announced: bool)
 def test_a_request_that_ends_while_its_first_token_is_computed_frees_both_places(
     max_tokens: int,
 ) -> None:
-    """Of which token the giver's batching does not know yet whether it is handed over."""
+    """Batching on the first replica has not yet received whether that token is handed over."""
     pair = Pair()
     pair.add(PROMPT, [1], max_tokens=max_tokens)
     pair.giver.plan()

@@ -214,7 +214,7 @@ def test_embeddings_that_new_weights_make_invalid_are_encoded_again() -> None:
     assert replica.encoder.encoded == ["c", "c"]
 
 
-def test_a_preempted_sequence_encodes_again_what_was_dropped_meanwhile() -> None:
+def test_a_preempted_sequence_encodes_dropped_images_again() -> None:
     replica = ImageReplica(max_tokens_per_batch=4, max_batch_size=4)
     replica.ask([1, "c", 2], 1)
     replica.steps(1, ahead=1)
@@ -286,7 +286,7 @@ def test_kv_without_its_image_is_not_shared_and_the_image_is_tried_again() -> No
 
 @pytest.mark.parametrize("capacity", [CAPACITY, SEES_ITSELF], ids=["causal", "sees itself"])
 @given(data=st.data())
-def test_answers_never_depend_on_what_runs_beside(
+def test_answers_never_depend_on_concurrent_requests(
     capacity: ImageCapacity, data: st.DataObject
 ) -> None:
     """Short of blocks, with small budgets, lost plans, new weights, pauses."""

@@ -27,7 +27,7 @@ def replica_with_events(kind: Kind, *, blocks: int = 4, host: int = 8, disk: int
 
 
 def compute(replica: Replica, token_ids: list[int]) -> None:
-    """As `Replica.run`, without checks."""
+    """Compute like `Replica.run`, without checks."""
     allocation = Allocation(token_ids)
     replica.cache.start(allocation, replica.cache.match(allocation).num_needed)
     replica.apply()

@@ -53,7 +53,7 @@ def test_uneven_plans_become_even_and_no_sequence_starves() -> None:
 
 
 @pytest.mark.parametrize("stages", [2, 3, 4])
-def test_what_is_left_over_is_in_one_of_the_next_plans(stages: int) -> None:
+def test_remaining_rows_are_in_one_of_the_next_plans(stages: int) -> None:
     """While sequences come, end, and leave shares that are too large or too small."""
     replica = replica_of(stages)
     came = 0

@@ -26,7 +26,7 @@ def embed(
 
 
 def rows_of(replica: FakeReplica, seq_id: int) -> list[int]:
-    """How many tokens of a sequence each step computed."""
+    """Return the number of a sequence's tokens that each step computed."""
     return [
         count
         for plan in replica.log

@@ -84,7 +84,7 @@ def test_waiting_sequences_start_in_order_until_blocks_run_out() -> None:
     assert schedule(waiting, [], 3, LIMITS).prefill_seqs == (1,), "a shorter prompt doesn't pass"
 
 
-def test_a_long_prompt_comes_in_chunks_behind_the_decodes() -> None:
+def test_a_long_prompt_comes_in_chunks_after_the_decodes() -> None:
     waiting = [Sequence(1, range(200))]
     running = [decoding(2, 10), decoding(3, 12)]
     decision = schedule(waiting, running, 100, LIMITS)

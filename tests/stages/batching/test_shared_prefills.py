@@ -148,7 +148,7 @@ def test_sharing_keeps_to_the_batch_size() -> None:
 
 
 def test_sharing_leaves_blocks_for_running_sequences() -> None:
-    """Of four blocks the prompt has two and one is reserved, so one sibling has room."""
+    """The prompt has two of four blocks and one is reserved, so one sibling has room."""
     replica = FakeReplica(num_blocks=4, block_size=4)
     add(replica, max_tokens=2)
     replica.plan()
@@ -195,7 +195,7 @@ def test_new_weights_before_the_copy(replica: FakeReplica, in_flight: InFlight) 
     )
 
 
-def test_tokens_behind_a_shared_prefill_are_cached(replica: FakeReplica) -> None:
+def test_tokens_after_a_shared_prefill_are_cached(replica: FakeReplica) -> None:
     add(replica)
     finish(replica)
     tokens = [*PROMPT, *replica.outputs[2]]

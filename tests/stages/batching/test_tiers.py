@@ -50,7 +50,7 @@ def make_tiers(
 
 
 class Executor:
-    """What the executor holds: KV by block, slot and file."""
+    """The executor's KV by block, slot and file."""
 
     def __init__(self, num_blocks: int) -> None:
         self.blocks: list[KV] = [()] * num_blocks

@@ -1,4 +1,4 @@
-"""What plans say for the accounts of time (docs/time.md)."""
+"""Plans' entries for the accounts of time (docs/time.md)."""
 
 from __future__ import annotations
 

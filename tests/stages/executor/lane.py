@@ -114,7 +114,7 @@ class StepLane:
 
 @dataclass
 class Answer:
-    """What one prompt gave.
+    """The output of one prompt.
 
     Attributes:
         num_cached: Prompt tokens found in the cache when it first started.

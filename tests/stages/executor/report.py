@@ -14,10 +14,12 @@ from .models import ARCHITECTURES, REFUSED, make_model
 DOCUMENT = Path(__file__).parents[3] / "docs" / "models.md"
 
 MAX_DIFFERENCE = 1e-4
-"""Of a logprob in float32 from Transformers'."""
+"""Largest difference of a logprob in float32 from Transformers'."""
 
 MAX_RATIO = 1.5
-"""Of our mean distance from float32, in bfloat16, to the larger one of Transformers' own."""
+"""Largest ratio of our mean distance from float32, in bfloat16, to the larger one of Transformers'
+own.
+"""
 
 COLUMNS = {
     "block 16": "blocks of 16",

@@ -35,7 +35,7 @@ def on_cuda(name: str, dtype: torch.dtype = torch.float32) -> LoadedModel:
 
 
 def run(core: ExecutorCore) -> list[Generation]:
-    """Of these sequences no draw is so near the edge of a token that rounding decides it."""
+    """No draw of these sequences is so near the edge of a token that rounding decides it."""
     generations = [
         Generation(
             seed,

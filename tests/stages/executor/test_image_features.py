@@ -98,7 +98,7 @@ def test_drafts_change_no_token(name: str, right: float) -> None:
     assert any(draft.num_accepted for draft in drafts) == bool(right)
 
 
-def test_recorded_steps_have_the_positions_behind_images() -> None:
+def test_recorded_steps_have_the_positions_after_images() -> None:
     """M-RoPE: a generated token's position is not its index."""
     world = world_of("qwen2_vl")
     prompts = [world.prompt(world.text(3), stored(1), world.text(2)), world.prompt(world.text(5))]
@@ -256,7 +256,7 @@ def test_a_folder_with_an_image_processor_takes_images(folder: Path) -> None:
     )
 
 
-def test_what_images_exclude_is_refused_at_load(folder: Path) -> None:
+def test_settings_that_images_exclude_are_refused_at_load(folder: Path) -> None:
     with pytest.raises(ModelError, match="takes images, which one rank alone encodes"):
         load_sharded(EngineConfig(model_path=str(folder), device="cpu"), OneRank())
     model = make_vision_model("llava", placeholder=VOCAB)

@@ -20,7 +20,7 @@ CUT = [name if name in ("gemma3", "qwen2_vl") else in_soak(name) for name in ARC
 
 
 def prompts_of(world: World) -> list[ImagePrompt]:
-    """With one image, two, text alone, and the first image again behind other text."""
+    """With one image, two, text alone, and the first image again after other text."""
     first, second = stored(1), stored(2, 16, 32)
     text = world.text
     return [

@@ -43,7 +43,7 @@ LENGTHS = [length for length in PROMPT_LENGTHS for _ in range(2)]
 
 @dataclass(frozen=True)
 class Run:
-    """How the prompts are run."""
+    """The settings with which prompts are run."""
 
     block_size: int
     cache_type: Literal["radix", "paged"]
@@ -59,7 +59,7 @@ class Run:
         """The least share of each prompt that a warm cache saves.
 
         All but the token that is needed for sampling. Where prompts part within a block, the paged
-        cache keeps the tokens behind its last full block for one of them only.
+        cache keeps the tokens after its last full block for one of them only.
         """
         size = self.block_size if self.cache_type == "paged" else 1
         return [(length - 1) // size * size for length in LENGTHS]

@@ -89,7 +89,7 @@ def test_a_slice_lasts_from_the_first_sample_s_start_to_the_last_one_s_end(rig: 
     assert [(event.name, event.timestamp) for event in executor.events] == [(names.FIRST_TOKEN, 30)]
 
 
-def test_a_slice_ends_with_the_token_behind_which_another_replica_continues(rig: Rig) -> None:
+def test_a_slice_ends_with_the_token_after_which_another_replica_continues(rig: Rig) -> None:
     leaving = [
         msgspec.structs.replace(new(seq_id, "r", RECORDED), hands_over=True) for seq_id in (1, 2)
     ]

@@ -156,10 +156,10 @@ def make_vision_model(
 
     Args:
         name: The architecture.
-        seed: Of the weights.
+        seed: Seed of the weights.
         placeholder: The token in place of an embedding.
         vision: Changes of the vision part's configuration.
-        changes: Of the language part's.
+        changes: Changes to the language part's settings.
     """
     torch.manual_seed(seed)
     token = "image_token_index" if name.startswith("llava") else "image_token_id"

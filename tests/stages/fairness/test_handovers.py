@@ -125,7 +125,7 @@ def test_replicas_that_do_both_keep_their_sequences() -> None:
     assert not any(successors_of(each.message) for each in dispatches(core))  # type: ignore[union-attr]
 
 
-def test_a_prompt_whose_vector_is_asked_for_stays() -> None:
+def test_a_prompt_for_embedding_is_not_handed_over() -> None:
     core = core_of("prefill", "decode")
     asked = request("a")
     info = msgspec.structs.replace(asked.info, pooling=Pooling("mean", True, 8))
@@ -137,7 +137,7 @@ def test_a_prompt_whose_vector_is_asked_for_stays() -> None:
 
 @pytest.mark.parametrize("roles", [("prefill", "prefill"), ("decode", "decode")])
 def test_without_replicas_for_one_half_each_does_both(roles: tuple[ReplicaRole, ...]) -> None:
-    """As when the others are gone."""
+    """The replicas for the other half are gone."""
     core = core_of(*roles)
     core.push(request("a", samples=8), 0)
     found = dispatches(core)

@@ -100,7 +100,7 @@ def test_a_cancellation_goes_to_every_replica_that_has_a_part() -> None:
 
 
 def test_a_sequence_waiting_for_a_full_replica_leaves_no_other_idle() -> None:
-    """A paused sequence resumes on its replica; places elsewhere go to requests behind it."""
+    """A paused sequence resumes on its replica; places elsewhere go to requests after it."""
     core = FairnessCore(FairnessConfig(max_timeslice_tokens=4))
     core.absorb(Credit(1, kv_free=10**9), 0, "west")
     core.push(request("a", tenant="a"), 0)

@@ -148,7 +148,7 @@ def test_a_sequence_paused_for_another_tenant_is_its_own_tenants_next() -> None:
     assert replica.core.counts.yields > 0
     assert replica.finished[0] == "guest"
     order = replica.starts
-    assert order[:3] == ["first", "guest", "first"], "not behind what its tenant has waiting"
+    assert order[:3] == ["first", "guest", "first"], "not after what its tenant has waiting"
 
 
 def test_no_slice_ends_for_a_tenant_that_was_served_more() -> None:
@@ -210,7 +210,7 @@ def test_only_as_many_sequences_pause_as_wait() -> None:
     assert core.counts.preemptions == 2
 
 
-def test_no_other_sequence_is_asked_until_the_first_has_paused() -> None:
+def test_no_other_pause_is_requested_until_the_first_sequence_has_paused() -> None:
     core = FairnessCore(PREEMPT)
     grant(core, 3)
     for number in range(3):

@@ -178,7 +178,7 @@ def tokens_of(usage: Usage) -> Usage:
 
 
 def assert_chunks_match(client: Client, completion: Completion) -> None:
-    """What was streamed is what the completion repeats, without gap or repetition."""
+    """Check that chunks and completion have the same content, without gap or repetition."""
     for sample in completion.samples:
         chunks = client.chunks(completion.request_id, sample.sample_index)
         assert "".join(chunk.text for chunk in chunks) == sample.text

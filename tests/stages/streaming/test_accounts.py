@@ -96,7 +96,7 @@ def causes(lane: Lane, *, life_ns: int) -> Times:
 
 
 def test_a_life_from_the_queue_to_the_terminal_message() -> None:
-    """It is dispatched at 150 while a step of others runs, and starts at 210 behind two of them."""
+    """It is dispatched at 150 while a step of others runs, and starts at 210 after two of them."""
     lane = Lane()
     lane.open()
     lane.step(140, 170, [90], num_tokens=5, prefills=((91, 4),))
@@ -197,7 +197,7 @@ def test_a_handover_is_waiting_for_kv() -> None:
 
 
 def test_a_failure_lasts_from_the_last_step_to_the_next_token() -> None:
-    """What ran before keeps its causes, also of a request that had not begun."""
+    """Time before the failure keeps its causes, also for a request that had not begun."""
     lane = Lane()
     opened = [lane.open(name) for name in ("r", "waits")]
     lane.step(150, 160, [1], new=[started(1, 150)], num_tokens=7, prefills=((1, 7),))
@@ -262,7 +262,7 @@ def test_a_cached_response_has_its_time_and_no_bill() -> None:
 
 
 def test_a_restored_request_has_the_time_since_the_failure() -> None:
-    """What ran before is unknown, and nobody pays for it."""
+    """Time before the failure is unknown, and no request is billed for it."""
     lane, successor = Lane(), Lane()
     lane.open(stream=True)
     lane.step(150, 160, [1], new=[started(1, 150)], num_tokens=7, prefills=((1, 7),))

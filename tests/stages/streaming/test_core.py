@@ -342,7 +342,7 @@ def test_a_cancel_may_leave_the_entry_out(client: Client) -> None:
     assert client.completion().status == "cancelled"
 
 
-def test_after_a_reset_a_request_ends_with_what_it_had(client: Client) -> None:
+def test_after_a_reset_a_request_ends_with_its_tokens_so_far(client: Client) -> None:
     request = request_of(n=2, stop=("fox trot",))
     client.step([(6, 40, "length")], new=[started(5, request, 0), started(6, request, 1)])
     ids = client.say(5, " the fox")
@@ -367,7 +367,7 @@ def test_after_a_reset_a_request_may_go_on_with_new_sequences(client: Client) ->
     assert_chunks_match(client, completion)
 
 
-def test_a_begun_request_that_runs_anew_is_asked_for(client: Client) -> None:
+def test_the_state_of_a_restarted_request_is_requested(client: Client) -> None:
     """Admission, too, has failed, and a server has lost that the request was begun."""
     request = request_of()
     client.step(new=[started(5, request)])
@@ -452,7 +452,7 @@ def test_held_back_steps_are_dropped_with_their_epoch_or_lane(client: Client, lo
 
 
 @given(data=st.data())
-def test_every_request_ends_once_with_what_was_streamed(
+def test_every_request_ends_once_with_its_streamed_output(
     tokenizer: PreTrainedTokenizerFast, data: st.DataObject
 ) -> None:
     """Any mixture of requests, interleaved, cut short, preempted."""

@@ -1,4 +1,4 @@
-"""What is reported beside the text: likeliest tokens, prompts, weight versions, min_tokens."""
+"""Reports beside the text: likeliest tokens, prompts, weight versions, min_tokens."""
 
 from __future__ import annotations
 

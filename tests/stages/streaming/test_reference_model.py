@@ -1,4 +1,4 @@
-"""Where there is a reference model, a request is complete when that has scored its samples."""
+"""With a reference model, a request is complete when that model has scored its samples."""
 
 from __future__ import annotations
 

@@ -133,7 +133,7 @@ def test_a_stop_string_in_the_middle_ends_the_sample_there(client: Client) -> No
     assert client.halts == [1]
 
 
-def test_draft_tokens_behind_a_stop_string_are_not_counted_as_accepted(client: Client) -> None:
+def test_draft_tokens_after_a_stop_string_are_not_counted_as_accepted(client: Client) -> None:
     client.step(new=[started(1, request_of(stop=(" two",)))])
     kept = client.encode("one two")
     lost = client.encode(" three")

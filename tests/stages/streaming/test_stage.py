@@ -17,7 +17,7 @@ from nano_inference.telemetry import Tracing
 from .client import request_of, started, step
 
 
-async def test_a_step_behind_a_missing_one_is_not_delivered() -> None:
+async def test_a_step_after_a_missing_one_is_not_delivered() -> None:
     """A server that comes back with old data has lost the one between; a new epoch is asked for."""
     bus, request = MemoryBus(BusConfig()), request_of()
     stage = StreamingStage(StageContext(Config(), bus, Tracing()))

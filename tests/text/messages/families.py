@@ -1,4 +1,4 @@
-"""How each family of models writes messages, written down beside the formats."""
+"""Each family's way of writing messages, stated independently of the formats."""
 
 # ruff: noqa: RUF001 (DeepSeek's marks are made of such characters.)
 
@@ -42,10 +42,10 @@ class Family(NamedTuple):
 
     Attributes:
         format: The name of its format.
-        model_type: Of one of its models.
+        model_type: `model_type` of one of its models.
         chat_template: What matters in theirs.
         turn: What a prompt ends with.
-        reasoning: What stands before and behind the reasoning; empty where there is none.
+        reasoning: What stands before and after the reasoning; empty where there is none.
         call, between: A call with {name} and {arguments}, and what stands between two.
         open, close: What stands around all calls.
         is_json: Whether arguments are written as JSON.
@@ -220,7 +220,7 @@ FAMILIES = {
 
 
 def format_of_family(family: Family) -> MessageFormat:
-    """As it is found."""
+    """Return the format that is detected for the family."""
     form = find_format("auto", None, family.chat_template, family.model_type)
     return form
 
@@ -250,7 +250,7 @@ def joined(deltas: Iterable[Delta]) -> Delta:
 
 
 def deltas_of(reader: MessageReader, pieces: Iterable[str], *, cut_off: bool = False) -> Delta:
-    """What comes of the pieces, and of the end."""
+    """Return the delta of the pieces and of the end."""
     return joined([*map(reader.feed, pieces), reader.finish(cut_off=cut_off)])
 
 

@@ -29,11 +29,11 @@ MOST = 300
 """Tokens of a message."""
 
 _HINTED = 0.15
-"""How often a hint is tried."""
+"""The probability of a hint."""
 
 
 class Message(NamedTuple):
-    """What a reader found."""
+    """A reader's result."""
 
     text: str
     reasoning: str
@@ -55,7 +55,7 @@ class Writer:
     Attributes:
         special_tokens: As `constraint_of` takes them.
         marked: Whether it has tokens of its own for marks.
-        compiler: Of its grammars.
+        compiler: Compiler of its grammars.
     """
 
     def __init__(self, special: Sequence[str] = (), added: Sequence[str] = ()) -> None:
@@ -78,11 +78,11 @@ class Writer:
         return self._tokenizer
 
     def tokens(self, text: str) -> list[int]:
-        """Of a text, as the tokenizer makes them."""
+        """Return the tokens that the tokenizer makes of a text."""
         return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def spelled(self, text: str) -> list[int]:
-        """Of a text, each character for itself, so that no token stands for more."""
+        """Return tokens of a text, each character for itself, so that no token stands for more."""
         return [token for character in text for token in self.tokens(character)]
 
     def may_be(self, constraint: Constraint, text: str | list[int]) -> bool:
@@ -92,7 +92,7 @@ class Writer:
         return matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
 
     def allowed(self, constraint: Constraint, text: str | list[int]) -> list[str]:
-        """The tokens that may come behind a text."""
+        """The tokens that may come after a text."""
         matcher = self.compiler.matcher(constraint)
         tokens = self.tokens(text) if isinstance(text, str) else text
         assert matcher.consume_tokens(tokens), matcher.get_error()
@@ -130,7 +130,7 @@ class Writer:
         return words.push(tokens) + words.finish()
 
     def read(self, form: MessageFormat, reading: Reading, tokens: list[int]) -> Message:
-        """What a reader makes of a message, which has come to its end."""
+        """Return a reader's result of a finished message."""
         reader, words = MessageReader(form, reading, "seed"), Detokenizer(self._pieces)
         text = [*(words.push([token]) for token in tokens), words.finish()]
         deltas = [*map(reader.feed, text), reader.finish()]

@@ -19,7 +19,7 @@ ALPHABET = 'ab \n"{}[]<>/|\\,;:=é東😀'
 
 
 def marks_of(family: Family) -> list[str]:
-    """What its marks are made of, whole and in halves."""
+    """Return a family's marks, whole and in halves."""
     behind = family.call.split("{arguments}")
     marks = [*behind, *family.reasoning, family.open, family.close, family.between, family.answer]
     whole = [mark for mark in marks if mark] + ["<|im_end|>", "</s>", "<|eot_id|>", "{name}"]
@@ -103,7 +103,7 @@ def test_text_without_marks_is_complete(data: st.DataObject) -> None:
 
 @given(st.data())
 def test_nothing_is_lost(data: st.DataObject) -> None:
-    """Where no call is one, reasoning stays in the text and nothing is taken out, all is there."""
+    """If nothing parses as a call and reasoning stays in the text, the whole text is kept."""
     name = data.draw(st.sampled_from(sorted(FAMILIES)))
     template = FORMATS[name].response_template
     fields = template["fields"] | {"content": {}}

@@ -132,7 +132,7 @@ def test_enable_thinking_false_leaves_the_reasoning_before_the_first_token() -> 
 
 @reasoning_families
 def test_a_closing_mark_without_reasoning_is_dropped(family: Family, form: MessageFormat) -> None:
-    """As models write it where a budget, or the prompt, has closed their reasoning before."""
+    """Models write it where a budget, or the prompt, has closed their reasoning before."""
     before, behind = family.reasoning
     mark = behind.removesuffix("<|start|>assistant")
     closed = before + behind
@@ -180,7 +180,7 @@ def test_marks_in_a_value_are_part_of_it(family: Family, form: MessageFormat) ->
     ("name", "mark"),
     [("Qwen3-Coder", "\n<parameter=x>"), ("Gemma 4", '<|"|>'), ("FunctionGemma", "<escape>")],
 )
-def test_a_call_whose_values_can_not_be_told_apart_is_text(name: str, mark: str) -> None:
+def test_a_call_with_ambiguous_values_is_text(name: str, mark: str) -> None:
     form = format_of_family(FAMILIES[name])
     for value in (mark, f"a{mark} b"):
         text = FAMILIES[name].written([("get_weather", {"city": value, "x": "1"})])
@@ -210,7 +210,7 @@ def test_marks_are_looked_at_within_bounds(monkeypatch: pytest.MonkeyPatch) -> N
     ],
 )
 def test_no_argument_of_a_call_is_dropped(body: str) -> None:
-    """What the parser would leave out makes text of the call."""
+    """A call with an argument that the parser would drop is text."""
     good = xml("<parameter=city>\n<parameter=x>\n</parameter>\n")
     assert both(named("qwen-xml"), good).calls == [("get_weather", {"city": "<parameter=x>"})]
     assert both(named("qwen-xml"), xml(body)) == Read("", xml(body), [], 1)

@@ -244,7 +244,7 @@ def test_a_budget_may_end_within_a_character() -> None:
     assert (message.reasoning, message.content) == ("\ufffd", "text")
 
 
-def test_text_behind_a_reasoning_budget_is_free() -> None:
+def test_text_after_a_reasoning_budget_is_free() -> None:
     writer = with_tokens()
     constraint = asked(writer, ToolUse(tools=(FIND,)), OPEN, budget=5)
     assert writer.may_be(constraint, "</think> text <tool_call>{</tool_call> 漢")
@@ -322,7 +322,7 @@ ANSWERS: list[tuple[Constraint, list[str], list[str]]] = [
 
 @pytest.mark.parametrize(("answer", "texts", "others"), ANSWERS)
 @pytest.mark.parametrize("tools", [(), (STRICT,)])
-def test_answers_behind_reasoning_or_calls(
+def test_answers_after_reasoning_or_calls(
     answer: Constraint, texts: list[str], others: list[str], tools: tuple[Tool, ...]
 ) -> None:
     writer = with_tokens()

@@ -55,7 +55,7 @@ SCHEMA = {
 
 
 def hints_of(form: MessageFormat, use: ToolUse) -> list[str]:
-    """What begins or ends the parts of a message."""
+    """Return the marks that begin or end the parts of a message."""
     begin = (form.calls.open + form.calls.before).lstrip()
     hints = [f"{begin}{tool.name}{form.calls.middle}" for tool in use.tools]
     hints += [begin, form.calls.between, form.answer_open]

@@ -1,4 +1,4 @@
-"""Which format is found, and what is said of those that can't be used."""
+"""The detected format, and the errors for formats that can't be used."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_the_tokenizers_own_comes_before_ours() -> None:
 
 
 def test_a_tokenizer_format_drops_spaces_around_marks() -> None:
-    """As Transformers strips it, in a text that grows as well."""
+    """Transformers strips them, in a text that grows as well."""
     form = find_format("auto", TEMPLATE, "", "unknown")
     call = {"name": "get_weather", "arguments": {"city": "Oslo"}}
     text = f"<t>\n a b \n</t>\n\nText.\n<c> {json.dumps(call)}\n</c>"
@@ -213,7 +213,7 @@ def test_no_file(tmp_path: Path) -> None:
             find_format(str(path), None, "", "")
 
 
-def test_the_opening_is_the_text_behind_the_last_turn_mark() -> None:
+def test_the_opening_is_the_text_after_the_last_turn_mark() -> None:
     prompt = "<|im_start|>assistant\nOne.<|im_end|>\n<|im_start|>assistant\n<think>\n"
     assert opening_of(named("qwen"), prompt) == "<think>\n"
     assert opening_of(named("qwen"), prompt[:-8]) == ""

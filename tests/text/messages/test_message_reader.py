@@ -1,4 +1,4 @@
-"""What is no call is text, and what is told does not depend on how the text comes."""
+"""Text that is no call stays text, and the result does not depend on the cuts of the text."""
 
 from __future__ import annotations
 
@@ -192,7 +192,7 @@ def test_text_of_the_prompt_is_not_repeated() -> None:
 
 
 def test_calls_are_neither_lost_nor_doubled_by_how_the_text_is_cut() -> None:
-    """As parsers of streams do (vLLM 47901, 51697, 56263)."""
+    """Parsers of streams had such defects (vLLM 47901, 51697, 56263)."""
     calls = "\n".join(GOOD.replace("Bari", str(n)) for n in range(3))
     text = "<think>\nTwo.\n</think>\n\nI ask. " + calls
     whole = read(QWEN, [text])
@@ -214,7 +214,7 @@ def test_text_goes_on_while_no_mark_can_begin() -> None:
     assert [call.name for call in reader.feed("x").calls] == ["get_weather"]
 
 
-def test_text_behind_a_call_comes_behind_it() -> None:
+def test_text_after_a_call_comes_after_it() -> None:
     reader = MessageReader(QWEN, Reading(tools=TOOLS), "")
     told = [*map(reader.feed, [GOOD[:-1], ">b", "c", ""]), reader.finish()]
     kinds = [(delta.content, len(delta.calls)) for delta in told if any(delta)]

@@ -144,7 +144,7 @@ class ResponseCalls:
         return JsonResponse(await self.stored.cancel(await self._found(call)))
 
     async def stream(self, call: Call) -> Response:
-        """As `retrieve`, by the endpoint of all streams."""
+        """Stream a response like `retrieve`, by the endpoint of all streams."""
         event_id = call.query.get("after") or last_event_id(call)
         return await self._followed(call, await self._found(call), None, event_id)
 
@@ -175,7 +175,7 @@ class ResponseCalls:
         return body, *read_response(body, config, await self._services.length.get())
 
     async def _whole(self, call: Call, wanted: ResponseCall, items: list[Item]) -> list[Item]:
-        """Return the items of a call, behind those of the response that it continues."""
+        """Return the items of a call, after those of the response that it continues."""
         before: list[Item] = []
         if previous := wanted.fields.previous_response_id:
             before = await self.conversation_of(call, previous)
@@ -240,7 +240,7 @@ class ResponseCalls:
     async def _again(
         self, call: Call, found: Found[ResponseRecord], after: int = NOTHING
     ) -> Response:
-        """Answer a call that was begun before, perhaps from behind an event on."""
+        """Answer a call that was begun before, perhaps after an event."""
         fields = found.record.call.fields
         if fields.background and not fields.stream:
             return JsonResponse(await self.stored.known(found))
@@ -249,7 +249,7 @@ class ResponseCalls:
     async def _followed(
         self, call: Call, found: Found[ResponseRecord], after: int | None, event_id: str
     ) -> Response:
-        """Stream a stored response, from behind an event on."""
+        """Stream a stored response, after an event."""
         if after is None:
             after = read_number(event_id, found.record.id) if event_id else NOTHING
         running = await self._attached(call, found, after)

@@ -90,7 +90,7 @@ class ResponseEvents:
     async def interrupt(self, error: NanoInferenceError) -> None:
         """End the stream of a response that goes on.
 
-        The event has the number of the one before it, so that a client that resumes behind it
+        The event has the number of the one before it, so that a client that resumes after it
         misses nothing.
         """
         shown = as_openai(error, "responses")

@@ -82,7 +82,7 @@ def answered(output: Iterable[dict[str, Any]]) -> list[Item]:
 
 
 def check_calls(items: Iterable[Item], first: int) -> None:
-    """Check that each output of a call stands behind that call.
+    """Check that each output of a call stands after that call.
 
     Args:
         first: The number of items of earlier responses.

@@ -34,7 +34,7 @@ _MOST_LISTED = 100
 
 
 class RetrieveQuery(msgspec.Struct, frozen=True):
-    """The query of a response: as a whole, or as a stream from behind an event on."""
+    """The query of a response: as a whole, or as a stream after an event."""
 
     HARMLESS: ClassVar = frozenset({"include", "include[]", "include_obfuscation"})
 
@@ -82,7 +82,7 @@ class ResponseRecord(DurableRecord, frozen=True, kw_only=True, tag="response"):
         failure: Why no request was submitted.
         reading: For the reader of its output; None where all of that is text.
         constraint: The output's, where tools or reasoning add to that of the fields.
-        images: Of the prompt.
+        images: Images of the prompt.
     """
 
     call: ResponseCall

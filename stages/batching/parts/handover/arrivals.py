@@ -33,9 +33,9 @@ class Arrival:
     Attributes:
         request: With this sequence alone.
         seq: The sequence, which doesn't wait yet.
-        deadline_ns: Of the request.
+        deadline_ns: Deadline of the request.
         cancelled: Whether the request has ended here; the other replica may still hand it over.
-        num_messages: Of batching about it, so far.
+        num_messages: Number of batching's messages about it so far.
     """
 
     request: AdmittedRequest

@@ -33,7 +33,7 @@ class Departure:
     Attributes:
         successor: Number of the replica.
         message: For its batching stage.
-        deadline_ns: Of the request, if the message has it.
+        deadline_ns: Deadline of the request, if the message has it.
     """
 
     successor: int
@@ -48,7 +48,7 @@ class _Leaver:
     Attributes:
         successor: Number of the replica that continues it.
         request: As the successor gets it, but for its blocks.
-        deadline_ns: Of the request.
+        deadline_ns: Deadline of the request.
         num_messages: About it, to the successor.
     """
 
@@ -63,7 +63,7 @@ class Departures(Part):
 
     Blocks are offered by the steps that compute them, and announced with the plans of these steps:
     the successor waits for the last step's blocks, not for a message about them. The executor sends
-    it the first token; by the step's result, batching knows whether it did.
+    it the first token; the step's result says whether it did.
     """
 
     handles = (ReleaseBlocks,)

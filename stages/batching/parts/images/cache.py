@@ -1,4 +1,4 @@
-"""Which images' embeddings the executor has, and the images of each step."""
+"""The images whose embeddings the executor has, and the images of each step."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def images_of(seq: Sequence) -> tuple[PlacedImage, ...]:
 
 
 class ImageCache:
-    """Which images' embeddings the executor has when a plan runs, least recently used first.
+    """The images whose embeddings the executor has when a plan runs, least recently used first.
 
     The executor drops and encodes what a plan says. So what this class assumes is exact, in the
     order of the plans, and no sequence needs to hold an image: if it is dropped before a later

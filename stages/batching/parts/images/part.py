@@ -1,4 +1,4 @@
-"""The part of batching that knows which images' embeddings the executor has."""
+"""The part of batching that tracks the images whose embeddings the executor has."""
 
 from __future__ import annotations
 

@@ -39,8 +39,8 @@ class LoadedBlock(NamedTuple):
     Attributes:
         name: Its block hash.
         block_id: Its place on the device.
-        token_ids: Of the block and all before.
-        scope: Of the sequence.
+        token_ids: Token ids of the block and all blocks before it.
+        scope: Scope of the sequence.
     """
 
     name: bytes
@@ -88,7 +88,7 @@ class TierCounts:
         received: Read from another executor into host memory.
         lost: Not written to disk, or not read whole.
         audited: Computed again and compared.
-        different: Of these, the ones with other bits.
+        different: Compared blocks with other bits.
     """
 
     stored: int = 0
@@ -259,7 +259,7 @@ class KVTiers:
         """Fetch leading blocks from disk or another executor, if that beats computing.
 
         Args:
-            names: Of a sequence's blocks, in order, after those on the device.
+            names: Names of a sequence's blocks, in order, after those on the device.
             num_asked: The first of them that were fetched for it before, and are not again.
             remote: Blocks that another executor offers.
 

@@ -22,11 +22,11 @@ class Adapter:
 
     Attributes:
         id: Its name in requests.
-        version: Of its weights; rises with every change of this id.
+        version: Version of its weights; rises with every change of this id.
         rank: The largest rank of its layers.
         pairs: By module name: as read, those of the whole model; in an AdapterTable, this rank's.
         folder: The folder it was read from; "" if it can't be read again.
-        stamp: Of the folder's files.
+        stamp: Stamp of the folder's files.
     """
 
     id: str

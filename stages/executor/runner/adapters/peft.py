@@ -153,7 +153,7 @@ def adapter_of(
 
     Args:
         id: Its id.
-        version: Of its weights.
+        version: Version of the adapter's weights.
         tensors: From `peft.get_peft_model_state_dict`.
         config: From the adapter's `LoraConfig.to_dict()`.
         model: The base model.

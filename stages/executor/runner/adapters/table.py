@@ -117,7 +117,7 @@ class AdapterStep:
         Args:
             slots: As the attribute.
             ranks: By slot, of all loaded adapters.
-            device: Of the model.
+            device: Device of the model.
             one_by_one: Never compute them together.
         """
         self._device, self.slots = device, slots

@@ -70,7 +70,7 @@ class AttentionBackend(Protocol[Batch]):
             cache: The KV cache; the positions before each row's first must be in it.
             layer: The layer, of a kind that the back end was made for.
             qkv: The tokens.
-            options: Of the layer, the same in every call.
+            options: Options of the layer, the same in every call.
 
         Returns:
             `[tokens, heads, value_dim]` in the queries' dtype.

@@ -89,7 +89,7 @@ class PrefillRow(msgspec.Struct, frozen=True):
 def prefill_rows(
     rows: Rows, tables: Tensor, window: int | None, heads: int, block_size: int
 ) -> Iterator[PrefillRow]:
-    """Lay out the rows behind those of one token, for layers of one kind."""
+    """Lay out the rows after those of one token, for layers of one kind."""
     device = tables.device
     token = rows.num_decodes
     for row in range(rows.num_decodes, rows.starts.size):
@@ -134,7 +134,7 @@ def _attend(
 def _attend_explicitly(
     row: PrefillRow, queries: Tensor, keys: Tensor, values: Tensor, options: AttentionOptions
 ) -> Tensor:
-    """As `_attend`, with explicit scores, a few queries at a time to bound the memory."""
+    """Attend like `_attend`, with explicit scores, a few queries at a time to bound the memory."""
     tokens, num_heads, dim = queries.shape
     heads, context, _ = keys.shape
     mask = visible(0, tokens, 0, None, queries.device) if row.mask is None else row.mask

@@ -88,7 +88,7 @@ def join_prompts(
     """Replace adjacent whole prompts of a layout by one entry.
 
     Args:
-        layout: Rows behind those of one token.
+        layout: Rows after those of one token.
         contexts: `[rows]`, their contexts, on the device: of a whole prompt, its length.
     """
     row = 0
@@ -118,7 +118,7 @@ class PagedBatch(msgspec.Struct, frozen=True):
     Attributes:
         slots: `[tokens]`, the slot mapping.
         decodes: The rows for the kernel.
-        prefills: The rows behind them, for each kind of layer; empty for none.
+        prefills: The rows after them, for each kind of layer; empty for none.
         read: The tokens that are read, if at most half of all; else None.
     """
 

@@ -193,8 +193,8 @@ class Linear:
     float32 with values rounded to the layers' dtype.
 
     Attributes:
-        parameters: Of each layer.
-        dtype: Of layers and rows.
+        parameters: Parameters of each layer.
+        dtype: Dtype of layers and rows.
         inputs: Width of a row.
         outputs: Width of an output row.
         argument: Address of the kernels' argument, which `find_weights` updates.
@@ -248,9 +248,9 @@ class LinearSum:
     Products are rounded to the layers' dtype, and added as (a + b) + (c + d) in float32.
 
     Attributes:
-        parameters: Of the layers, and of the module with the bias of their sum.
-        dtype: Of layers and rows.
-        inputs: Of all parts.
+        parameters: Parameters of the layers, and of the module with the bias of their sum.
+        dtype: Dtype of layers and rows.
+        inputs: Features of a row, over all parts.
         scratch: Scratch numbers for each row.
         argument: Address of the kernels' argument, which `find_weights` updates.
     """
@@ -270,7 +270,7 @@ class LinearSum:
         self.argument = ctypes.addressof(self._arguments)
 
     def find_weights(self) -> None:
-        """As `Linear.find_weights`."""
+        """Update the kernels' argument with the weights' present addresses."""
         for part in self._parts:
             part.find_weights()
         bias = None if self._bias is None else self._bias.get("bias")
@@ -287,7 +287,7 @@ class RMSNorm:
     """RMSNorm over the last dimension.
 
     Attributes:
-        parameters: Of the module.
+        parameters: Parameters of the module.
         epsilon: Added to the mean square.
         shifted: The factor is 1 + weight, applied before rounding.
     """
@@ -435,7 +435,7 @@ class PagedAttention:
             keys: `[blocks, block_size, kv_heads, width]`.
             values: Likewise.
             heads: Query heads.
-            options: Of the layer.
+            options: Options of the layer.
         """
         self._library = library(keys.dtype)
         self._dtype = keys.dtype

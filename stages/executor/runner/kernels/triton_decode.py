@@ -53,7 +53,7 @@ def _store_rows(whole, at, real, rows, WIDTH: tl.constexpr):
 
 @triton.jit
 def _bounds(context, split, splits, WINDOW: tl.constexpr):
-    """The first position of a split, and the one behind its last."""
+    """The first position of a split, and the one after its last."""
     low = context * 0
     if WINDOW:
         low = tl.maximum(context - WINDOW, 0)
@@ -212,7 +212,9 @@ class TritonPagedAttention:
     def __init__(
         self, keys: Tensor, values: Tensor, heads: int, options: AttentionOptions, tile: int = 0
     ) -> None:
-        """As `cpu.PagedAttention`. `tile`: positions per iteration; 0: by the head's width."""
+        """Arguments are those of `cpu.PagedAttention`. `tile`: positions per iteration; 0: by the
+        head's width.
+        """
         self._keys, self._values, self._sinks = keys, values, options.sinks
         self._heads = heads
         self._scale = options.scale

@@ -96,7 +96,7 @@ def _gate_numbers(
 
 
 class RMSNorm(cpu.RMSNorm):
-    """As `cpu.RMSNorm`, of CUDA tensors."""
+    """RMS normalisation of CUDA tensors; see `cpu.RMSNorm`."""
 
     def __call__(self, rows: Tensor) -> Tensor:
         weight = self.weight_for(rows)
@@ -129,7 +129,7 @@ def _has_dense_rows(rows: Tensor) -> bool:
 
 
 def rotate(rows: Tensor, heads: int, cos: Tensor, sin: Tensor) -> None:
-    """As `cpu.rotate`."""
+    """Apply rotary embeddings to CUDA tensors; see `cpu.rotate`."""
     count, width = cos.shape
     with torch.cuda.device_of(rows):  # type: ignore[no-untyped-call]
         _rotate_heads[(count,)](
@@ -145,7 +145,9 @@ def rotate(rows: Tensor, heads: int, cos: Tensor, sin: Tensor) -> None:
 
 
 def gate(gates: Tensor, ups: Tensor, kind: LinearKind) -> Tensor:
-    """As `cpu.gate`, into a new tensor. `[rows, width]`, rows contiguous and equally far apart."""
+    """Return the gated product in a new tensor; see `cpu.gate`. `[rows, width]`, rows contiguous
+    and equally far apart.
+    """
     count, width = gates.shape
     output = torch.empty(gates.shape, dtype=gates.dtype, device=gates.device)
     with torch.cuda.device_of(gates):  # type: ignore[no-untyped-call]

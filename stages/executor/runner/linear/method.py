@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ..shards import Box
 
 Place = tuple[slice, ...]
-"""As `Box.place`."""
+"""The position of a part in a tensor, like `Box.place`."""
 
 
 class Packed(NamedTuple):
@@ -31,7 +31,7 @@ class Packed(NamedTuple):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of weight and rows."""
+        """The dtype of weight and rows."""
         weight = self.parameters["weight"]
         assert weight is not None
         return weight.dtype
@@ -63,7 +63,7 @@ class LoraPair(NamedTuple):
 
 
 class LinearMethod(ABC):
-    """How one linear layer holds its weights and multiplies by them.
+    """The storage of one linear layer's weights, and the multiplication by them.
 
     New weights are written through the boxes of a tensor's name, in the dtype and shape of the
     whole model; a method that holds another form converts them there.
@@ -124,8 +124,8 @@ class LinearMethod(ABC):
         layer's partial sum.
 
         Args:
-            pair: Of the whole layer.
-            places: Of the weight's boxes.
+            pair: Weight and bias of the whole layer.
+            places: Positions of the weight's boxes.
 
         Returns:
             By the names of modules below `layer`, "" for itself.

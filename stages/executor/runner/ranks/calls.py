@@ -42,7 +42,7 @@ class ReceiveParts(Call, frozen=True):
         source: As in `UpdateWeights`, as the next one.
         timeout_s: Longest silence of the group.
         most_tensors: `WeightLimits`, as the next one.
-        most_bytes: Of all tensors.
+        most_bytes: Limit of bytes of all tensors.
     """
 
     receipt: int
@@ -69,10 +69,10 @@ class CallReply(msgspec.Struct, frozen=True, array_like=True):
     """The end of a call.
 
     Attributes:
-        number: Of the call.
+        number: Number of the call.
         error: Why it has failed; "" if it has not.
-        code: Of the error.
-        checksum: Of the received tensors.
+        code: Code of the error.
+        checksum: Checksum of the received tensors.
     """
 
     number: int
@@ -97,7 +97,7 @@ class Calls:
             connections: To the other ranks, in their order.
             check: Raises RankError if one has failed.
             failed: Fails all ranks, with a reason, and returns the error.
-            timeout_s: Longest wait for a reply behind a call's own deadline.
+            timeout_s: Longest wait for a reply after a call's own deadline.
         """
         self._connections = list(connections)
         self._check, self._failed, self._timeout_s = check, failed, timeout_s
@@ -137,9 +137,9 @@ class Calls:
         """Wait for the replies to a call, in the order of ranks.
 
         Args:
-            number: Of the call.
-            deadline: Of the call, by the monotonic clock. A rank that does not answer for some time
-                after it has failed.
+            number: Number of the call.
+            deadline: Deadline of the call, by the monotonic clock; a rank without a reply some time
+                later has failed.
 
         Raises:
             RankError: A rank has failed.

@@ -1,4 +1,4 @@
-"""What rank 0 tells the other ranks, in the order in which all of them do it, and their replies."""
+"""Rank 0's commands to the other ranks, executed in one order by all of them, and the replies."""
 
 from __future__ import annotations
 
@@ -50,23 +50,23 @@ class Forward(Command, frozen=True):
 
 
 class CopyBlocks(Command, frozen=True):
-    """As `KVCache.copy_blocks`."""
+    """Copy blocks (`KVCache.copy_blocks`)."""
 
     pairs: tuple[tuple[int, int], ...]
 
 
 class ClearCache(Command, frozen=True):
-    """As `KVCache.clear`."""
+    """Clear the KV cache (`KVCache.clear`)."""
 
 
 class Release(Command, frozen=True):
-    """As `ReplicaMemory.begin_release` and `release`."""
+    """Release memory (`ReplicaMemory.begin_release` and `release`)."""
 
     tags: tuple[str, ...]
 
 
 class Resume(Replied, frozen=True):
-    """As `ReplicaMemory.resume`."""
+    """Allocate released memory again (`ReplicaMemory.resume`)."""
 
     tags: tuple[str, ...]
 
@@ -83,7 +83,7 @@ class NewWeights(Command, frozen=True):
 
 
 class MoveExperts(Command, frozen=True):
-    """As `move_experts`."""
+    """Move experts between ranks (`move_experts`)."""
 
     owners: tuple[int, ...]
 
@@ -93,7 +93,7 @@ class StageAdapter(Replied, frozen=True):
 
     Attributes:
         adapter: Its id.
-        version: Of its weights.
+        version: Version of its weights.
         layers: Name, rank, inputs and outputs of each layer, in the order of the tensors.
     """
 
@@ -103,14 +103,14 @@ class StageAdapter(Replied, frozen=True):
 
 
 class UnstageAdapter(Command, frozen=True):
-    """As `AdapterTable.unstage`."""
+    """Drop a staged adapter (`AdapterTable.unstage`)."""
 
     adapter: str
     version: int
 
 
 class SwitchAdapter(Command, frozen=True):
-    """As `AdapterTable.switch`."""
+    """Switch an adapter's version (`AdapterTable.switch`)."""
 
     adapter: str
     version: int
@@ -162,7 +162,7 @@ class Reply(msgspec.Struct, frozen=True, array_like=True):
 
     Attributes:
         error: Why it can't be done; "" if it is.
-        code: Of the error.
+        code: Code of the error.
         resident: The most resident memory of the rank's process so far, in bytes.
         weights: Bytes of its shard.
         kv: Bytes of its KV cache.

@@ -1,4 +1,4 @@
-"""What ranks exchange while they compute, and the order of sums over them."""
+"""Exchange between ranks while they compute, and the order of sums over them."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def sum_pairwise(parts: Sequence[Tensor]) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class Layout:
-    """How dimensions are cut into parts, of which a rank has a run.
+    """The cuts of dimensions into parts; a rank has a run of the parts.
 
     Where bits must not depend on the number of ranks, there are always `PARTS` parts, each a
     product of its own: products of other shapes may be summed in another order. Else a rank has one

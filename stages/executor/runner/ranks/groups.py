@@ -16,7 +16,7 @@ from .pipelining import PipelineRank
 from .shared_memory import SharedMemoryGroup, make_memory
 
 MOST_DESCRIPTORS = 5
-"""Of a rank: its connections for commands and calls, and the memory of its groups."""
+"""Limit of a rank's descriptors: its connections for commands and calls, and its groups' memory."""
 
 _SLOT_BYTES = 1 << 22
 """Tensors that are larger go in pieces."""

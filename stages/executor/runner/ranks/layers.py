@@ -214,7 +214,7 @@ def shard_module(whole: Any, style: Style, layout: Layout) -> nn.Module:
 
     Args:
         whole: The module, on the meta device; it may be used as a part.
-        style: Of the plan.
+        style: Style of the module in the plan.
         layout: How to cut.
     """
     match style:

@@ -48,7 +48,7 @@ class _AwaitedOutput(StepOutput):
         self._outputs = outputs
 
     def wait(self) -> None:
-        """As in the base class, from any thread.
+        """Wait for the step, from any thread.
 
         Raises:
             RankError: A rank has failed.
@@ -90,7 +90,7 @@ class PipelineRank:
         is_last: Whether it has the final norm and the output layer.
         layers: The model's layers that it has; set by `take_layers`.
         sizes: The number of layers of each stage; likewise.
-        dtype: Of hidden states; likewise.
+        dtype: Dtype of hidden states; likewise.
     """
 
     def __init__(
@@ -124,7 +124,7 @@ class PipelineRank:
         layers, norm = getattr(base, "layers", None), getattr(base, "norm", None)
         count: int = config.num_hidden_layers
         if norm is None or not isinstance(layers, nn.ModuleList) or len(layers) != count:
-            _refuse(name, "it is not an embedding, layers and a norm, one behind the other")
+            _refuse(name, "it is not an embedding, layers and a norm, one after the other")
         if count < self.num_stages:
             _refuse(name, f"it has {count} layers", f"at most {count}")
         split = split_layers(count, self.num_stages)
@@ -196,7 +196,7 @@ class PipelineRank:
         """Send a step's output from the last stage to rank 0, and return it, there to be awaited.
 
         Args:
-            num_tokens: Of the step.
+            num_tokens: Number of the step's tokens.
             logits: `[samples, vocab]` of the last stage; of others any `[samples, ...]`.
             states: `[tokens, hidden]` of the last stage; on rank 0 any tensor, if states are
                 wanted; else None.

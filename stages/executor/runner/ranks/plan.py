@@ -22,7 +22,7 @@ _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 
 
 class Style(Enum):
-    """How a module is sharded.
+    """The way in which a module is sharded.
 
     Rows and columns are those of a matrix that is multiplied from the right, as in the literature:
     a column of it is a row of a linear layer's weight.

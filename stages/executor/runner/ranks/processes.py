@@ -259,7 +259,7 @@ class Ranks:
         return error
 
     def report(self) -> list[Reply]:
-        """What the other ranks use. Raises as `ask`."""
+        """Return the resource use of the other ranks. Raises as `ask`."""
         return self.ask(Report())
 
     def check(self) -> None:

@@ -111,7 +111,7 @@ class SharedMemoryGroup(RankGroup):
     `timeout_s` that it has stopped. After an error the group is unusable, for all ranks.
 
     Attributes:
-        descriptor: Of the memory, for other ranks to inherit.
+        descriptor: Descriptor of the memory, for other ranks to inherit.
     """
 
     def __init__(self, descriptor: int, rank: int) -> None:
@@ -175,11 +175,13 @@ class SharedMemoryGroup(RankGroup):
         return result
 
     def broadcast(self, tensor: Tensor) -> None:
-        """As `RankGroup.broadcast`. Rank 0 waits only for the broadcast before the last one."""
+        """Broadcast through the shared memory. Rank 0 waits only for the broadcast before the last
+        one.
+        """
         self._run(Kind.broadcast, tensor, tensor, tensor)
 
     def send(self, tensor: Tensor, to: int) -> None:
-        """As `RankGroup.send`, for messages of up to two slots; the rest of a larger one waits."""
+        """Send messages of up to two slots at once; the rest of a larger one waits."""
         tensor = tensor.contiguous()
         self._run(Kind.message, tensor, tensor, None, self._checked(to))
 

@@ -14,8 +14,8 @@ class StateTensor(msgspec.Struct, frozen=True):
     """One tensor of a layer's state.
 
     Attributes:
-        shape: Of the numbers of one token, or of one sequence.
-        dtype: Of the numbers.
+        shape: Shape of the numbers of one token, or of one sequence.
+        dtype: Dtype of the numbers.
         per_token: Whether each token has numbers of its own, in blocks (keys and values). Otherwise
             a sequence has them once, in a slot, and a step replaces them (a recurrent state, a
             convolution's window).
@@ -38,7 +38,7 @@ class LayerState(Protocol):
         """Return a layer's tensors, in a fixed order.
 
         Args:
-            dtype: Of the model's KV cache; a kind may keep its numbers in another.
+            dtype: Dtype of the model's KV cache; a kind may keep its numbers in another.
         """
 
 

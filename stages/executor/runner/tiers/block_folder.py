@@ -161,7 +161,7 @@ class BlockFolder:
         _write(self._index, entry, _HEADER_BYTES + place * _ENTRY.size)
 
     def _truncate(self, num_used: int) -> None:
-        """Free the space behind so many places."""
+        """Free the space after so many places."""
         os.ftruncate(self._blocks, num_used * self._block_bytes)
         os.ftruncate(self._index, _HEADER_BYTES + num_used * _ENTRY.size)
         self._free = [place for place in self._free if place < num_used]
@@ -207,7 +207,7 @@ def _open_private(path: Path, flags: int, place: int | None = None) -> int:
 
     Args:
         path: The folder or file.
-        flags: Of `os.open`.
+        flags: Flags of `os.open`.
         place: A descriptor of its parent; None to follow the path there.
 
     Raises:

@@ -1,4 +1,4 @@
-"""What the tiers' threads have done, on its way to batching."""
+"""Finished work of the tiers' threads, on its way to batching."""
 
 from __future__ import annotations
 

@@ -81,11 +81,11 @@ class DiskTier:
         return whole
 
     def drop(self, name: bytes) -> None:
-        """Drop a block, behind the writes in flight. Any thread."""
+        """Drop a block, after the writes in flight. Any thread."""
         self._writer.submit(self._folder.drop, name)
 
     def names(self) -> tuple[bytes, ...]:
-        """Return the names of all blocks, behind the writes in flight. Any thread."""
+        """Return the names of all blocks, after the writes in flight. Any thread."""
         return tuple(self._writer.submit(self._folder.names).result())
 
     def measure_ns(self, block: Block) -> int:

@@ -16,7 +16,7 @@ BLOCKS_AT_ONCE = 32
 much as reading a block."""
 
 REPORT_AFTER_S = 0.001
-"""Of a slow source, blocks are reported one by one."""
+"""Seconds after which the blocks of a slow source are reported one by one."""
 
 Source = Callable[[bytes, memoryview], bool]
 """Writes the block of a name to memory, from any thread. Returns whether the block is whole: then
@@ -40,7 +40,7 @@ class Fetches:
             changes: Where the fetches are reported.
             source: Where the blocks come from.
             num_threads: That fetch at a time.
-            name: Of the threads.
+            name: Name of the threads.
         """
         self._slots = slots
         self._changes = changes
@@ -54,7 +54,7 @@ class Fetches:
             self._threads.submit(self._fetch, some, self._changes.generation)
 
     def close(self) -> None:
-        """End the threads, behind the fetches that are running."""
+        """End the threads, after the fetches that are running."""
         self._threads.shutdown(cancel_futures=True)
 
     def _fetch(self, moves: Sequence[KVMove], generation: int) -> None:

@@ -18,16 +18,16 @@ FORMAT = 2
 
 
 class BlockLayout(msgspec.Struct, frozen=True):
-    """How a block over all layers lies in memory: per layer its keys, then its values.
+    """The memory layout of a block over all layers: per layer its keys, then its values.
 
     Blocks whose layouts differ in one field are never exchanged.
 
     Attributes:
         block_size: Tokens.
         layers: (KV heads, key width, value width) of each layer.
-        dtype: Of the numbers.
+        dtype: Dtype of the numbers.
         order: Dimensions of a layer's keys, and of its values.
-        endian: Of the numbers.
+        endian: Byte order of the numbers.
         version: `FORMAT`.
     """
 

@@ -63,7 +63,7 @@ class BlockTiers:
             config: The settings, with a tier if the slots are not shared.
             model: The model.
             cache: Its KV cache.
-            weight_version: Of the model's weights.
+            weight_version: Version of the model's weights.
             token_ns: Time to compute one token of a prompt.
             computation: Digest of what the numbers of the KV depend on, besides the weights.
             shares: Whether to exchange blocks with other executors.
@@ -154,7 +154,7 @@ class BlockTiers:
         self._receipts.reset()
 
     def on_disk(self) -> TiersChanged:
-        """Return all blocks on disk, behind those that are being written. Any thread."""
+        """Return all blocks on disk, after those that are being written. Any thread."""
         names = self._disk.names() if self._disk is not None else ()
         return TiersChanged(stored=names, whole=True)
 

@@ -31,8 +31,8 @@ class PartsTaker:
         """Begin.
 
         Args:
-            shards: Of this rank.
-            names: Of all tensors that will come.
+            shards: Shards of this rank.
+            names: Names of all tensors that will come.
             receipt: For `parts`.
             checks: Whether to look at the numbers too, as one rank does for all.
         """
@@ -55,7 +55,7 @@ class PartsTaker:
 
     @property
     def checksum(self) -> int:
-        """Of all names and bytes so far."""
+        """The checksum of all names and bytes so far."""
         return self._checksum.intdigest()
 
     def take(self, name: str, tensor: Tensor) -> None:

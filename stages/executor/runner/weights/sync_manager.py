@@ -30,7 +30,7 @@ class WeightSyncManager:
     failed write the parameters count as empty: a mixture never runs.
 
     Attributes:
-        version: Of the weights in place; 0 for the loaded ones.
+        version: Version of the weights in place; 0 for the loaded ones.
         empty: The parameters hold nothing: their memory was released, or they are lost. Then only a
             complete update is accepted.
         lost: How a write failed midway, if no complete update has succeeded since; else "".
@@ -51,7 +51,7 @@ class WeightSyncManager:
 
         Args:
             module: The module.
-            limits: Of new weights; None derives them from the model.
+            limits: Limits of new weights; None derives them from the model.
             shards: If the module is one rank's shard: new weights are those of the whole model.
             write: Copies new weights to all ranks; None for this one only.
         """

@@ -28,7 +28,7 @@ Outputs = Callable[[GenerateRequest], list[Output]]
 
 
 def call(name: str, arguments: str) -> str:
-    """As the model writes one."""
+    """Return a call in the model's form."""
     return f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>'
 
 

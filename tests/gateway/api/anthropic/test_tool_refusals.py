@@ -1,4 +1,4 @@
-"""What of tools and thinking can't be obeyed is refused by its place in the body."""
+"""Unsupported settings of tools and thinking are refused with their position in the body."""
 
 from __future__ import annotations
 

@@ -123,7 +123,7 @@ async def test_the_stop_reason_of_calls(
         assert "weather" not in prompt_of(engine, config)
 
 
-async def test_a_stop_sequence_behind_a_call_is_reported(
+async def test_a_stop_sequence_after_a_call_is_reported(
     client: AsyncAnthropic, engine: FakeEngine
 ) -> None:
     engine.outputs = says(f"{BERN} and then", end="length")
@@ -178,7 +178,7 @@ async def test_the_library_runs_the_tools(
 
     @beta_async_tool
     async def weather(city: str, days: int = 1) -> str:
-        """How it is there."""
+        """Return the weather of a city."""
         asked_for.append((city, days))
         return "warm"
 

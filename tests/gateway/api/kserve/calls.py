@@ -137,7 +137,7 @@ class Several(FakeModel):
     """Answers `times` times; where one answer is taken, with the last.
 
     Attributes:
-        go_on: Set while answers behind the first may come.
+        go_on: Set while answers after the first may come.
         failure: Raised after the answers.
     """
 
@@ -272,7 +272,7 @@ def read(answer: httpx.Response) -> tritonclient.http.InferResult:
 
 
 class Failed(NamedTuple):
-    """How a call failed."""
+    """A call's failure: its code and message."""
 
     code: str
     stable: str
@@ -299,7 +299,7 @@ class Client:
         return await self.end(method, self.begin(method, request, **options))
 
     async def end(self, method: str, call: Any) -> Any:
-        """How a call ends."""
+        """Return the end of a call."""
         try:
             return METHODS[method].response.FromString(await call)
         except grpc.aio.AioRpcError as error:

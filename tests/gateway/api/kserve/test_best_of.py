@@ -34,7 +34,7 @@ class Engine(FakeEngine):
         failing: It can't score a sample that begins with this token.
         hangs: It takes for ever to score.
         service: The models.
-        pool: Of the model's buffers.
+        pool: Pool of the model's buffers.
     """
 
     service: InferenceService
@@ -73,7 +73,7 @@ class Engine(FakeEngine):
 
 @pytest.fixture
 def engine() -> Engine:
-    """An engine behind its models, with a pool of its own."""
+    """An engine and its models, with a pool of its own."""
     made: Any = Engine()
     config = load_config(env={}, overrides={"admission.max_samples": 1000})
     made.service, made.pool = service_of(made, config), BufferPool(8 * 1024, use_shm=False)

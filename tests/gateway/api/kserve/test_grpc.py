@@ -107,7 +107,7 @@ async def test_large_messages_are_refused_compressed_or_not(compression: grpc.Co
 
 
 async def test_answers_may_be_larger_than_requests() -> None:
-    """As large as Triton's client takes."""
+    """Triton's client takes answers of this size."""
     model = Model()
     async with served(model, max_body_bytes=40 << 20, max_bodies_bytes=512 << 20) as (gateway, _):
         place = f"127.0.0.1:{gateway.grpc_port}"

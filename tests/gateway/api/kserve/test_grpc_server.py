@@ -300,7 +300,7 @@ async def safely(
 
 
 async def serial(port: int | None, authority: Authority) -> str:
-    """Of the certificate that a new connection is shown."""
+    """Return the serial number of the certificate that a new connection is shown."""
     context = ssl.create_default_context(cafile=authority.file)
     context.set_alpn_protocols(["h2"])
     _, writer = await asyncio.open_connection("localhost", port, ssl=context)

@@ -188,7 +188,7 @@ async def test_an_error_before_the_first_answer_is_a_status(what: str) -> None:
         assert failed(await http.post(path, content=b"[]"), 400) == "malformed"
 
 
-async def test_an_error_behind_answers_is_the_last_event() -> None:
+async def test_an_error_after_answers_is_the_last_event() -> None:
     async with asking(Several(failure=RequestError("no", code="lane_failed"))) as http:
         answer = await http.post("/v2/models/several/generate_stream", json={"times": 2})
     assert answer.status_code == 200

@@ -36,7 +36,7 @@ Lists = dict[str, Any]
 
 
 class Engine(FakeEngine):
-    """An engine behind its models.
+    """An engine and its models.
 
     Attributes:
         service: The models.
@@ -100,7 +100,7 @@ async def test_parameters_have_the_names_of_vllm(engine: Engine) -> None:
 
 
 async def test_numbers_may_be_written_as_texts(engine: Engine) -> None:
-    """As vLLM's own examples send them."""
+    """vLLM's own examples send texts."""
     given = {
         "temperature": "0.1",
         "top_p": "0.95",
@@ -208,7 +208,7 @@ async def test_other_parameters_are_refused_by_name(
 async def test_texts_are_made_in_one_way(
     engine: Engine, given: dict[str, Any], taken: bool
 ) -> None:
-    """Where there is no text, these say nothing."""
+    """Parameters about text have no effect on a model that returns tokens alone."""
     await engine.infer("tiny.tokens", **IDS, sampling_parameters=given)
     with nullcontext() if taken else raises("unsupported", next(iter(given))):
         await engine.infer("tiny", **TEXT, sampling_parameters=given)
@@ -279,7 +279,7 @@ async def test_a_stream_has_what_is_new_of_all_samples(engine: Engine) -> None:
 
 @pytest.mark.parametrize("many", [True, False])
 async def test_one_answer_is_whole_though_a_stream_was_wanted(engine: Engine, many: bool) -> None:
-    """Of a unary call, and of a stream without `stream`."""
+    """Both a unary call and a stream without `stream` get it."""
     if many:
         (alone,) = await engine.stream("tiny", **TEXT, stream=False)
     else:
@@ -310,7 +310,7 @@ async def test_an_aborted_request_has_empty_samples(engine: Engine) -> None:
 # --- token ids and scores ---------------------------------------------------------------------
 
 
-async def test_rows_are_padded_behind_their_end(engine: Engine) -> None:
+async def test_rows_are_padded_after_their_end(engine: Engine) -> None:
     engine.outputs = lambda request: [
         completion(request, made.told(request, 0), sample((8,), sample_index=1))
     ]

@@ -48,7 +48,7 @@ Function = Callable[[ModelContext], Iterable[ServedModel]]
 
 @pytest.fixture
 def registered(monkeypatch: pytest.MonkeyPatch) -> dict[str, Function]:
-    """What packages have registered, by name."""
+    """The functions that packages have registered, by name."""
     found: dict[str, Function] = {}
 
     class Found:

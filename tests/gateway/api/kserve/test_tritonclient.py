@@ -356,7 +356,7 @@ GRPC = [name for name, kind in KINDS.items() if kind.grpc]
 async def test_a_stream_has_each_answer_of_each_request(name: str) -> None:
     async with triton(name, Several()) as ask, Stream(ask) as stream:
         await stream.send("a", 3)
-        # Triton's client of asyncio has no way to ask for the empty answer behind the last.
+        # Triton's client of asyncio has no way to ask for the empty answer after the last.
         tells_end = ask.kind.blocking
         await stream.send("c", 1, model_version="7")
         await stream.send("b", 2, told_of_the_end=tells_end)

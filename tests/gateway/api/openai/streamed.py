@@ -67,7 +67,7 @@ def choices(chunks: list[dict[str, Any]], index: int) -> list[dict[str, Any]]:
 
 
 class Recorded:
-    """What a client has put together of some events."""
+    """A client's result of some events."""
 
     def __init__(self, events: Sequence[Event]) -> None:
         self.choices: dict[int, dict[str, Any]] = {}

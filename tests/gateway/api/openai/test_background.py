@@ -38,7 +38,7 @@ class Deployment:
         self._running = asyncio.create_task(self.app.background["durable calls"]())
 
     async def aclose(self) -> None:
-        """As it is stopped."""
+        """Stop the gateway."""
         self.kept.stopping = True
         self._running.cancel()
         await asyncio.wait([self._running])
@@ -68,7 +68,7 @@ async def begun(http: AsyncClient, **more: Any) -> str:
 
 
 async def status(http: AsyncClient, where: str, *wanted: str) -> dict[str, Any]:
-    """What it is when it has one of these statuses."""
+    """Return the response when it has one of these statuses."""
     while True:
         found: dict[str, Any] = (await http.get(where)).json()
         if found["status"] in wanted:
@@ -89,7 +89,7 @@ async def test_a_background_response_is_answered_at_once(engine: FakeEngine) -> 
 
 
 async def test_any_gateway_cancels_a_response(engine: FakeEngine) -> None:
-    """What it has until then stays, and again it is no error."""
+    """The output until then stays, and a second cancellation is no error."""
     engine.hold()
     async with serving(engine) as http, serving(engine) as other:
         where = await begun(http)

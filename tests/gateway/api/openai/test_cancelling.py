@@ -24,7 +24,7 @@ SETTINGS = {"gateway.max_in_flight": 2, "gateway.message_format": "off"}
 async def test_a_call_is_ended_at_any_gateway(
     http: Client, other: Client, method: str, path: str, prompts: Any
 ) -> None:
-    """What waits for a place at the first one is not begun any more."""
+    """A request that waits for a slot at the first gateway is never started."""
     http.engine.hold()
     async with asyncio.TaskGroup() as group:
         body = TEXT | {"prompt": prompts}

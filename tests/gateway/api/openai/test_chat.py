@@ -85,7 +85,9 @@ async def test_a_result_of_no_call_is_refused(http: Client) -> None:
         )
 
 
-async def test_a_developer_is_the_system_to_a_template_that_knows_none(http: Client) -> None:
+async def test_a_developer_message_is_a_system_message_to_templates_without_developers(
+    http: Client,
+) -> None:
     prompt = await prompt_of(http, messages=[{"role": "developer", "content": "D"}])
     assert prompt.startswith("<|im_start|>system\nD")
 

@@ -94,7 +94,7 @@ async def test_the_models(client: AsyncOpenAI) -> None:
 
 
 async def test_its_helper_puts_a_stream_together(client: AsyncOpenAI) -> None:
-    """Which wants the same item in the stream and in its end."""
+    """The helper requires the same item in the stream and at its end."""
     for background in (False, True):
         async with client.responses.stream(
             model="tiny",
@@ -130,7 +130,7 @@ async def test_input_tokens_are_those_of_the_prompt(
         await client.responses.input_tokens.count(model="other", input="hello")
 
 
-async def test_it_goes_on_behind_an_event(client: AsyncOpenAI) -> None:
+async def test_a_stream_resumes_after_an_event(client: AsyncOpenAI) -> None:
     stream = await client.responses.create(model="tiny", input="hello", stream=True)
     events = [event async for event in stream]
     response_id = events[0].response.id  # type: ignore[union-attr]
@@ -165,7 +165,7 @@ async def test_a_conversation_in_turns(client: AsyncOpenAI) -> None:
 
 
 async def polled(client: AsyncOpenAI, response: Response) -> Response:
-    """As its documentation shows."""
+    """Poll as the client's documentation shows."""
     while response.status in ("queued", "in_progress"):
         await anyio.sleep(0.01)
         response = await client.responses.retrieve(response.id)

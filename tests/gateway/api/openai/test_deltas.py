@@ -55,7 +55,7 @@ LISTED: dict[str, Any] = {"logprobs": True, "return_token_ids": True}
 
 
 class Sent(NamedTuple):
-    """An event: the choice in it, and where the stream was behind it."""
+    """An event: the choice in it, and where the stream was after it."""
 
     choice: dict[str, Any]
     position: int
@@ -93,7 +93,7 @@ def stream(
     after: int = UNBEGUN,
     form: MessageFormat = QWEN,
 ) -> list[Sent]:
-    """The events, when the client reads, or does not, behind each chunk."""
+    """The events, when the client reads, or does not, after each chunk."""
     choice = Choice(answers(call, form=form), 0, 0, after)
     sent: list[Sent] = []
 
@@ -113,7 +113,7 @@ def stream(
 
 
 def told_by(sent: Sequence[Sent]) -> dict[str, Any]:
-    """What a client puts together of events."""
+    """Return a client's result of some events."""
     told: dict[str, Any] = {"roles": 0, "parts": [], "tokens": [], "logprobs": [], "reasons": []}
     for choice, _ in sent:
         told["roles"] += "role" in choice["delta"]
@@ -270,7 +270,7 @@ def test_the_reason_follows_a_call_in_a_chunk_of_its_own(text: str, form: Messag
     assert stream(made, call, made.chunks, [True], called.position, form) == [last]
 
 
-def test_content_behind_calls_comes_behind_them() -> None:
+def test_content_after_calls_comes_after_them() -> None:
     made = make(ids(f"a{CALL}b"), (), "stop")
     told = told_by(stream(made, chat(made), [], [True]))
     assert [kind for kind, _ in told["parts"]] == ["content", "call", "content"]

@@ -20,7 +20,7 @@ PARTS: Any = [{"type": "text", "text": "five "}, {"type": "text", "text": "six"}
 
 
 def drafted(request: GenerateRequest) -> list[Output]:
-    """As `interleaved`, by an engine that has verified drafts."""
+    """Return `interleaved`'s outputs, by an engine that has verified drafts."""
     *chunks, end = interleaved(request)
     assert isinstance(end, Completion)
     usage = msgspec.structs.replace(
@@ -30,7 +30,7 @@ def drafted(request: GenerateRequest) -> list[Output]:
 
 
 def together(request: GenerateRequest) -> list[Output]:
-    """As `interleaved`, with the first two tokens of each sample in one chunk."""
+    """Return `interleaved`'s outputs, with the first two tokens of each sample in one chunk."""
     chunks = [
         chunk(request, index, place, number)
         for place, number in ((0, 2), (2, 1))

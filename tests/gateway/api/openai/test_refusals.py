@@ -1,4 +1,4 @@
-"""What can't be obeyed is refused with the field's name; nothing of it reaches the engine."""
+"""Unsupported values are refused with the field's name; none reaches the engine."""
 
 from __future__ import annotations
 

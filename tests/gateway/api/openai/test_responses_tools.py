@@ -215,7 +215,7 @@ async def test_calls_are_counted_once_however_often_they_are_read(
 
 
 async def test_items_handed_back_are_turns(http: Client, other: Client, model: Model) -> None:
-    """As they came, or by the response's id: the prompt is the same, and is what a chat's is."""
+    """With the items or with the response's id the prompt is the same as a chat's."""
     model.says(BOTH)
     first = await posted(http)
     outputs = [

@@ -33,7 +33,7 @@ BODIES = [
 
 
 @pytest.mark.parametrize(("path", "body"), BODIES)
-async def test_another_gateway_goes_on_behind_each_event(
+async def test_another_gateway_resumes_after_each_event(
     http: Client, other: Client, path: str, body: dict[str, Any]
 ) -> None:
     """By GET, by the header, and by the same POST again, which publishes nothing."""
@@ -140,7 +140,7 @@ async def test_an_answer_in_one_piece_is_no_stream(http: Client) -> None:
     assert (await http.get(f"/v1/streams/{answer.json()['id']}")).status_code == 404
 
 
-async def test_an_entry_that_was_refused_as_another_s_double_leads_to_the_other(
+async def test_a_refused_duplicate_entry_leads_to_the_first_entry(
     http: Client,
 ) -> None:
     """Two gateways have published the same request."""

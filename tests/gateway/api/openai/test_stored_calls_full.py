@@ -63,7 +63,7 @@ async def test_a_flood_takes_nothing_from_another_tenant(http: Client) -> None:
         (STREAMED, {"prompt": LONG, "n": 2}, {"Idempotency-Key": "other"}),
     ],
 )
-async def test_what_must_be_stored_is_refused(
+async def test_calls_that_must_be_stored_are_refused_without_room(
     http: Client, path: str, body: dict[str, Any], headers: dict[str, str]
 ) -> None:
     await fill(http)
@@ -87,7 +87,7 @@ async def test_a_deleted_response_makes_room(http: Client) -> None:
     assert len(await fill(http)) == 0
 
 
-async def test_what_needs_no_room_is_answered(http: Client) -> None:
+async def test_calls_that_need_no_room_are_answered(http: Client) -> None:
     """A stream can't be resumed then, and its events have no ids."""
     await fill(http)
     body = {"input": LONG, "store": False}

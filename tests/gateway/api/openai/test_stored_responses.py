@@ -83,7 +83,7 @@ async def test_any_gateway_returns_the_same_response(
 
 
 @pytest.mark.parametrize("more", [{}, LOGPROBS, {"background": True}])
-async def test_another_gateway_goes_on_behind_each_event(
+async def test_another_gateway_resumes_after_each_event(
     http: Client, other: Client, more: dict[str, Any]
 ) -> None:
     """By number, by the event's id, and by the same POST again, which publishes nothing."""
@@ -134,7 +134,7 @@ async def test_a_failed_response_stays_failed(http: Client, other: Client) -> No
     ]
 
 
-async def test_resuming_behind_an_interruption_misses_nothing(http: Client, other: Client) -> None:
+async def test_resuming_after_an_interruption_misses_nothing(http: Client, other: Client) -> None:
     """The bus was away for a moment: the response has not failed by that."""
     http.engine.away = True
     answer = await http.post(PATH, json=HELLO | {"stream": True})
@@ -289,7 +289,7 @@ async def test_a_waiting_client_gets_a_deleted_response(http: Client) -> None:
 
 
 async def test_the_conversation_so_far_precedes_the_input(http: Client, other: Client) -> None:
-    """Of all responses before, without their instructions, and also when they are gone."""
+    """All earlier responses count, without their instructions, and also after their removal."""
     parts = [{"type": "input_text", "text": "a"}, {"type": "input_text", "text": "b"}]
     items = [{"role": "user", "content": parts}, {"role": "developer", "content": "c"}]
     first = await posted(http, input=items, instructions="Be brief.", **LOGPROBS)

@@ -106,7 +106,7 @@ async def test_the_end_has_what_chunks_lacked(http: Client) -> None:
     assert [part["finish_reason"] for part in parts] == [None, "abort"]
 
 
-async def test_an_error_behind_a_comment_is_an_event(engine: FakeEngine) -> None:
+async def test_an_error_after_a_comment_is_an_event(engine: FakeEngine) -> None:
     failed = anyio.Event()
 
     class Slow(FakeEngine):

@@ -42,7 +42,7 @@ async def test_a_batch_is_answered_in_order(http: Client) -> None:
     assert [each["text"] for each in answer.json()] == ["<3>", "<4>", "<5>"]
 
 
-async def test_samples_stand_behind_each_other(http: Client) -> None:
+async def test_samples_are_in_order(http: Client) -> None:
     body = {"text": ["a", "b"], "rid": ["r", "s"], "sampling_params": {"n": 2}}
     answer = (await http.post("/generate", json=body)).json()
     assert [each["meta_info"]["id"] for each in answer] == ["r_0", "r_1", "s_0", "s_1"]
@@ -82,7 +82,7 @@ async def test_a_refusal_before_the_first_event_of_a_stream_has_its_status(http:
     assert error_of(answer, 400) == "invalid_top_p"
 
 
-async def test_an_error_behind_events_of_a_stream_is_its_last_one(http: Client) -> None:
+async def test_an_error_after_events_is_the_streams_last_event(http: Client) -> None:
     no = refused("invalid_top_p", "too high")
     http.engine.outputs = lambda request: [*hanging(request), *no(request)]
     answer = await http.post("/generate", json={"input_ids": [3], "stream": True})

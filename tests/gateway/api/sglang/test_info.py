@@ -1,4 +1,4 @@
-"""What the server tells of itself is what is so."""
+"""The server's description of itself is true."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What SGLang's body says is what the engine is asked for; what it can't do is refused."""
+"""The fields of SGLang's body reach the engine; unsupported fields are refused."""
 
 from __future__ import annotations
 

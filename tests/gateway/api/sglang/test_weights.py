@@ -129,7 +129,7 @@ def tensors(*parts: bytes) -> dict[str, Any]:
 async def test_large_tensors_are_decoded_in_pieces(
     http: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Which fit together, wherever a tensor ends."""
+    """The pieces fit together, wherever a tensor ends."""
     assert weight_calls._PIECE % 4 == 0
     monkeypatch.setattr(weight_calls, "_PIECE", 8)
     parts = [b"0123456789abcdefghij"[:size] for size in range(20)]

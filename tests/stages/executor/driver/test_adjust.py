@@ -168,7 +168,7 @@ def chi_square(counts: Tensor, probabilities: Tensor) -> tuple[float, int]:
 
 
 def draw(model: LoadedModel, sampling: SamplingParams, generated: list[int]) -> Tensor:
-    """How often each token comes next, `[vocab]`, over SAMPLES seeds.
+    """Return the counts of each next token, `[vocab]`, over SAMPLES seeds.
 
     The rows share their blocks: all write the same key and value to the same place.
     """

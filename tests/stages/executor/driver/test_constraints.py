@@ -76,7 +76,9 @@ def test_forced_text_comes_as_it_is_written(
 
 
 def test_a_shown_token_may_stand_for_its_name(writer: Writer) -> None:
-    """Where the constraint has it; hidden tokens are spelled by others."""
+    """A constraint may contain the token's name; the names of hidden tokens are spelled by other
+    tokens.
+    """
     names = ["<think>", "</think>", "<|im_end|>"]
     opened, closed, hidden = writer.tokenizer.convert_tokens_to_ids(names)
     a, less, b = writer.tokenizer.convert_tokens_to_ids(["a", "<", "b"])
@@ -108,8 +110,8 @@ def test_a_shown_token_may_stand_for_its_name(writer: Writer) -> None:
         assert not {opened, closed} & found
 
 
-def test_matchers_continue_behind_the_present_tokens(writer: Writer) -> None:
-    """As after a preemption, or a failure of the lane."""
+def test_matchers_continue_after_the_present_tokens(writer: Writer) -> None:
+    """A preemption, or a failure of the lane, came before."""
     constraint = Constraint(json_schema={"type": "array", "items": {"type": "integer"}})
     row = writer.add(constraint)
     tokens = [writer.step([row], torch.Generator().manual_seed(step))[0] for step in range(6)]
@@ -119,7 +121,7 @@ def test_matchers_continue_behind_the_present_tokens(writer: Writer) -> None:
 
 
 def test_dead_ends_of_a_grammar_end_the_sample(writer: Writer) -> None:
-    """Nothing follows that rule to its end, which shows only behind its first letter."""
+    """Nothing follows that rule to its end, which shows only after its first letter."""
     text, complete = writer.write(Constraint(lark='start: "a" x\nx: x'), 0)
     assert (text, complete) == ("a", False)
 

@@ -72,7 +72,7 @@ class Writer:
     def allowed(
         self, constraint: Constraint, generated: tuple[int, ...] = (), draft: tuple[int, ...] = ()
     ) -> list[set[int]]:
-        """The tokens that may come behind some, and behind each drafted one."""
+        """The tokens that may come after some, and after each drafted one."""
         row = self.add(constraint, generated)
         known = int(self.table.num_known[row])
         self.table.tokens[row, known : known + len(draft)] = draft

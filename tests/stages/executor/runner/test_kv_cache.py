@@ -91,7 +91,7 @@ def test_small_tensors_have_normal_pages() -> None:
 
 
 def test_parameters_stay_unchanged() -> None:
-    """Of a model with tied weights, which others may save as they could before."""
+    """A model with tied weights can be saved as before."""
     rows = HUGE_PAGE // (2 * 64) + 1
     embedding = nn.Embedding(rows, 64, dtype=torch.bfloat16)
     output = nn.Linear(64, rows, bias=True, dtype=torch.bfloat16)

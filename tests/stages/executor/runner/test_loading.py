@@ -111,7 +111,7 @@ def test_auto_dtype_is_from_config_json_or_else_from_the_file(tmp_path: Path) ->
 
 
 def test_stop_ids_of_both_files(tmp_path: Path) -> None:
-    """As Transformers saves them, read back."""
+    """Both files are written by Transformers and read back."""
     model = make_model("llama")
     model.config.eos_token_id = [7, 8]
     model.generation_config.eos_token_id = [9, 10, 11]

@@ -181,7 +181,7 @@ def test_all_reads_from_an_executor_that_hangs_end_with_the_first(
         assert all(transfer.error for transfer in transfers)
 
 
-def test_an_executor_that_has_failed_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_executor_that_has_failed_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tcp, "TIMEOUT_S", 0.2)
     clock = count(1.0)
     monkeypatch.setattr(time, "perf_counter", lambda: next(clock))

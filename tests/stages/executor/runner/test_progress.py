@@ -1,4 +1,4 @@
-"""How far weights are loaded, by Transformers' bars."""
+"""The progress of loading weights, by Transformers' bars."""
 
 from __future__ import annotations
 

@@ -170,7 +170,7 @@ def flip(path: Path, position: int) -> None:
 
 
 def swap(path: Path, start: int) -> None:
-    """Exchange the halves of a file behind a header."""
+    """Exchange the halves of a file after a header."""
     data = path.read_bytes()
     middle = (start + len(data)) // 2
     path.write_bytes(data[:start] + data[middle:] + data[start:middle])
@@ -243,7 +243,7 @@ def test_damage_between_two_starts_is_a_miss(tmp_path: Path, damage: Damage, num
 
 
 def test_a_block_whose_entry_was_not_written_is_not_found(tmp_path: Path) -> None:
-    """As after a kill between the two."""
+    """The process was killed between the two writes."""
     with opened(tmp_path) as tiers:
         written(tiers)
         _, index = files_of(tmp_path)

@@ -85,7 +85,7 @@ def test_a_block_that_is_not_offered_is_missed_alone(
     slots: SharedSlots, source: BlockSource
 ) -> None:
     slots.withdraw(1)
-    slots.bytes[2, -1] ^= 1  # one bit, behind the offer
+    slots.bytes[2, -1] ^= 1  # one bit, after the offer
     slots.withdraw(4)
     slots.bytes[4] = 0
     slots.offer(4, NAMES[0])  # the slot was given to another block

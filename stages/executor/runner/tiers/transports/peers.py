@@ -15,7 +15,7 @@ from .slots import AttachedSlots, BlockSource, SlotAddress, WantedBlock, slots_h
 from .tcp import TcpSlots
 
 _POLL_S = 0.001
-"""How often the step of another executor is read, while its blocks are awaited."""
+"""Seconds between two reads of another executor's step, while its blocks are awaited."""
 
 _FAILURES = (OSError, ModelError, msgspec.MsgspecError)
 
@@ -43,7 +43,7 @@ class Transfer(NamedTuple):
 class Peers:
     """Connections to other executors, by address; any thread may read.
 
-    A connection that fails is dropped, and made again for the next read. Reads that were asked for
+    A connection that fails is dropped, and made again for the next read. Reads that were requested
     before the failure fail with it: if an executor hangs, a sequence waits for one time limit,
     however many reads it needs.
     """
@@ -62,9 +62,9 @@ class Peers:
         """Read blocks from one executor.
 
         Args:
-            address: Of the executor.
+            address: Address of the executor.
             wanted: The blocks.
-            asked_at: When they were asked for, on `time.perf_counter`; None for now.
+            asked_at: When they were requested, on `time.perf_counter`; None for now.
 
         Returns:
             For each block whether it is whole, and the transfer.
@@ -89,7 +89,7 @@ class Peers:
         """Wait until the blocks of a step are offered, or until a read would fail.
 
         Args:
-            address: Of the executor.
+            address: Address of the executor.
             step: Its step.
             asked_at: As for `read`.
             is_over: Ends the wait.

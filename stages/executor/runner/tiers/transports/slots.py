@@ -33,7 +33,7 @@ STEP = struct.Struct("<Q")
 _STEP_START = _HEADER.size - STEP.size
 _MAGIC = b"nano-kv\0"
 _ENTRY = struct.Struct("<QQ16s")
-"""Of a slot: generation, checksum, name."""
+"""A slot's entry: generation, checksum, name."""
 
 _PAGE = 4096
 
@@ -42,13 +42,13 @@ _HERE: Final[weakref.WeakValueDictionary[str, SharedSlots]] = weakref.WeakValueD
 
 
 class SlotAddress(msgspec.Struct, frozen=True, array_like=True):
-    """Where the slots of an executor can be read.
+    """The address at which an executor's slots can be read.
 
     Attributes:
-        incarnation: Of the memory, 32 hexadecimal digits.
+        incarnation: Incarnation of the memory, 32 hexadecimal digits.
         host: The host and its process ids; "" if the memory is of its own process only.
         pid: The process.
-        descriptor: Of the memory, in that process.
+        descriptor: Descriptor of the memory, in that process.
         tcp: host:port; "" if it doesn't listen.
     """
 
@@ -111,13 +111,13 @@ class SlotMemory:
         self.bytes: Bytes = data.reshape(num_slots, slot_bytes)
 
     def read(self, wanted: Sequence[WantedBlock]) -> list[bool]:
-        """As BlockSource.read."""
+        """Read blocks from another executor's memory; see `BlockSource.read`."""
         if any(block.into.nbytes != self.bytes.shape[1] for block in wanted):
             raise OSError(ANOTHER_SIZE)
         return [self._read(*block) for block in wanted]
 
     def step(self) -> int:
-        """As BlockSource.step."""
+        """Return the last step of the other executor; see `BlockSource.step`."""
         (step,) = STEP.unpack_from(self._memory, _STEP_START)
         return int(step)
 

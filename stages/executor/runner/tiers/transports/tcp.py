@@ -1,4 +1,4 @@
-"""Blocks over TCP, for executors on two hosts. Both sides prove that they know a secret.
+"""Blocks over TCP, for executors on two hosts. Both sides prove that they hold a shared secret.
 
     server -> client    its nonce
     client -> server    its nonce, HMAC("client", both nonces, incarnation)
@@ -6,7 +6,7 @@
     client -> server    number of blocks, then (name, slot) of each
     server -> client    for each block: its length and checksum, then its bytes; length 0: not there
 
-In place of a number of blocks, `_ASK_STEP` asks for the last step whose blocks are offered.
+In place of a number of blocks, `_ASK_STEP` requests the last step whose blocks are offered.
 
 Numbers are little-endian. Nothing is encrypted: the network between executors must be private.
 """
@@ -37,7 +37,7 @@ KEEPALIVE = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}
 """A silent reader is probed after 30 seconds, and dropped after a minute without an answer."""
 
 MOST_BLOCKS = 4096
-"""Blocks of one request. A reader asks for more in several requests."""
+"""Blocks of one request. A reader gets more in several requests."""
 
 MOST_CONNECTIONS = 256
 
@@ -61,7 +61,7 @@ class BlockServer:
         Args:
             slots: The slots.
             listen: host:port, IPv6 in brackets; port 0 for any.
-            secret: Of both sides.
+            secret: Shared secret of both sides.
 
         Raises:
             ModelError: There is no secret, or the address can't be listened on.
@@ -192,7 +192,7 @@ class TcpSlots:
         """Connect.
 
         Raises:
-            OSError: It can't be reached, or doesn't know the secret.
+            OSError: It can't be reached, or doesn't hold the secret.
         """
         self._lock = threading.Lock()
         self._closed = False
@@ -206,7 +206,7 @@ class TcpSlots:
             raise
 
     def read(self, wanted: Sequence[WantedBlock]) -> list[bool]:
-        """As BlockSource.read."""
+        """Read blocks over TCP; see `BlockSource.read`."""
         whole: list[bool] = []
         with self._lock:
             try:
@@ -218,7 +218,7 @@ class TcpSlots:
         return whole
 
     def step(self) -> int:
-        """As BlockSource.step."""
+        """Return the last step of the other executor; see `BlockSource.step`."""
         with self._lock:
             try:
                 until = time.monotonic() + TIMEOUT_S

@@ -66,7 +66,7 @@ def read_folder(path: str, limits: WeightLimits = UNLIMITED) -> dict[str, Tensor
     names. Files are read, not mapped: their writer may replace them at once.
 
     Args:
-        path: Of the folder or file. Only regular files are read.
+        path: Path of the folder or file. Only regular files are read.
         limits: Longer lists are not parsed.
 
     Raises:

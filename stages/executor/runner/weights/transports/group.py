@@ -143,7 +143,7 @@ class WeightGroups:
 
         Args:
             wish: With valid arguments (`check_arguments`).
-            device: Of the executor's weights.
+            device: Device of the executor's weights.
 
         Returns:
             Done when the group is joined. It has a WeightsError if joining failed, the others did
@@ -256,7 +256,7 @@ class WeightGroups:
         limits: WeightLimits,
         take: Callable[[str, Tensor], None],
     ) -> None:
-        """As `receive`, but hand over each tensor with its name when it has come."""
+        """Receive weights like `receive`, but hand over each named tensor when it has come."""
         with self._lock:
             member = self._members.get(source.group)
             if member is not None and member.takes_part:
@@ -287,7 +287,7 @@ class Member:
     """This process's membership in a group.
 
     Attributes:
-        device: Of its buffers.
+        device: Device of its buffers.
         stop: Set when it, or its join, is not wanted any more.
         group: One of torch's process groups; None before `open`.
         joined: As `WeightGroups.join` returns it.
@@ -494,9 +494,9 @@ class WeightsGroup:
         Args:
             address: host:port to listen on; port 0 takes a free one.
             world_size: Members, this one included.
-            name: Of the group; the executors join under the same name.
+            name: Name of the group; the executors join under the same name.
             backend: "gloo", or "nccl" where all have GPUs.
-            device: Of NCCL's buffers; the current CUDA device when None.
+            device: Device of NCCL's buffers; the current CUDA device when None.
             timeout_s: For the others to join, and for each sync.
 
         Raises:

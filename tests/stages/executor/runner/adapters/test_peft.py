@@ -140,7 +140,7 @@ def test_files(folder: Path, model: LoadedModel, tmp_path: Path) -> None:
 
 
 def test_experts(tmp_path: Path) -> None:
-    """Of a Mixture of Experts the router and the experts are no linear layers."""
+    """In a Mixture of Experts the router and the experts are no linear layers."""
     loaded = wrap_model(make_model("mixtral"), 64)
     make_adapter(make_model("mixtral"), 0, tmp_path, target_modules=["q_proj"])
     path = tmp_path / "adapter_model.safetensors"

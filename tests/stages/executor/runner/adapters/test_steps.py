@@ -115,7 +115,9 @@ SHORT = LENGTHS[::2]
 
 
 def _settings(first: str) -> tuple[dict[str, Any], ...]:
-    """Of the adapters, the first of which has two kinds of layers; `first`: one of them."""
+    """Return the settings of the adapters, the first of which has two kinds of layers; `first`: one
+    of them.
+    """
     patterns = {"rank_pattern": {first: 5}, "alpha_pattern": {f"layers.1.self_attn.{first}": 20}}
     return {"r": 4}, {"r": 8, "use_rslora": True, "lora_alpha": 3}, {"r": 2, **patterns}
 

@@ -1,4 +1,4 @@
-"""Which back end a model gets."""
+"""The back end that a model gets."""
 
 from __future__ import annotations
 

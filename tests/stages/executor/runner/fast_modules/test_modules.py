@@ -1,4 +1,4 @@
-"""Which modules of a model take the kernels, and that a caller beside the executor never does."""
+"""The modules of a model that take the kernels; a caller beside the executor never takes them."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def core_of(model: Any, **changes: Any) -> ExecutorCore:
 
 
 JOINED = ("llama", "qwen2", "qwen3", "mistral")
-"""Whose layers are taken in one call."""
+"""Architectures whose layers are computed in one call."""
 
 EVERY = {"DecoderLayer", "Attention", "MLP", "RMSNorm"}
 

@@ -1,4 +1,4 @@
-"""Which of a dtype's libraries is used."""
+"""The choice among a dtype's libraries."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_without_kernels_the_missing_instructions_are_named(
         cpu.instructions(torch.float16)
 
 
-def test_tiles_are_asked_for_before_they_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tiles_are_requested_before_they_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
     allow(monkeypatch, TILES.processor, tiles=True)
     _, loaded = cpu._chosen(torch.bfloat16)
     loaded.allow_tiles.assert_called_once_with()  # type: ignore[attr-defined]

@@ -206,7 +206,7 @@ def test_rotation_has_the_bits_of_transformers_own(dtype: torch.dtype, width: in
     rest = x[:, heads * width :].clone()
     cpu.rotate(x, heads, cos, sin)
     assert torch.equal(x[:, : heads * width].view(rows, heads, width), wanted)
-    assert torch.equal(x[:, heads * width :], rest), "the values behind them stay"
+    assert torch.equal(x[:, heads * width :], rest), "the values after them stay"
 
 
 SHAPES = [(4, 2, 32, 32), (14, 2, 64, 64), (3, 3, 80, 48), (8, 1, 256, 16)]
@@ -279,7 +279,7 @@ def test_tokens_of_one_sequence_have_the_bits_that_each_has_alone(
     softcap: float | None,
     sinks: bool,
 ) -> None:
-    """A prompt from its first token on, one behind a cached context, drafted tokens (their contexts
+    """A prompt from its first token on, one after a cached context, drafted tokens (their contexts
     falling), and two sequences whose first blocks are the same."""
     keys, values = randn(dtype, 40, 16, 2, width, seed=1), randn(dtype, 40, 16, 2, width, seed=2)
     sink = randn(dtype, heads, seed=5) if sinks else None

@@ -31,7 +31,7 @@ class LinearContract(ABC):
     """Tests of a method, on all ranks that share the layer.
 
     Attributes:
-        dtype: Of the weights.
+        dtype: Dtype of the weights.
         inputs: Input features of the whole layer.
         outputs: Output features of the whole layer.
     """
@@ -79,7 +79,7 @@ class LinearContract(ABC):
         return torch.randn(count, self.inputs, generator=generator).to(self.dtype)
 
     def write(self, method: LinearMethod, weights: dict[str, Tensor]) -> None:
-        """As a checkpoint or an update writes them."""
+        """Write weights like a checkpoint or an update."""
         for name, tensor in weights.items():
             for box in method.boxes(name):
                 box.write(tensor[box.place])
@@ -124,7 +124,7 @@ class LinearContract(ABC):
 
     @torch.no_grad()
     def test_every_number_has_a_place_on_one_rank(self) -> None:
-        """Of the weight; each rank that adds the bias has it."""
+        """Each number of the weight has one; each rank that adds the bias has it."""
         places = self.on_each(
             lambda method, _: {
                 name: [box.place for box in method.boxes(name)] for name in ("weight", "bias")
@@ -148,7 +148,7 @@ class LinearContract(ABC):
 
     @torch.no_grad()
     def test_packed_weights_have_the_same_product_after_an_update(self) -> None:
-        """Where the kernels have the layer as one product, in place."""
+        """The kernels' form of the layer is updated in place."""
         needs_kernels(self.dtype)
         after, x = self.weights(1), self.rows()
 

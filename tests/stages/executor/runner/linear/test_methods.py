@@ -153,7 +153,7 @@ class TestAdapted(TestFloat32):
 
 @torch.no_grad()
 def test_kernels_sum_the_parts_of_one_rank() -> None:
-    """Of several ranks each has its own, and the sum is exchanged."""
+    """Several ranks have one part each, and exchange the sum."""
     alone = known(shard_module(module_of(torch.float32), Style.ROWS, Layout(OneRank(), True)))
     packed = alone.pack_sum()
     assert packed is not None

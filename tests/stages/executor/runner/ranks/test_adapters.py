@@ -110,7 +110,7 @@ def check_logits(name: str, folder: Path) -> None:
         assert difference(run(config_of(model, size), size, folders, batches), wanted) < 1e-5
 
 
-def test_what_one_process_refuses_is_refused(tmp_path: Path) -> None:
+def test_an_adapter_that_one_process_refuses_is_refused(tmp_path: Path) -> None:
     model = load_sharded(config_of(save("qwen2_moe", tmp_path), invariant=True), OneRank())
     folder = save_adapters("qwen2_moe", tmp_path)[0]
     path = folder / "adapter_model.safetensors"

@@ -368,7 +368,7 @@ def test_all_of_four_ranks_see_the_first_reason() -> None:
             reduce_ones(ranks.groups[3])
 
 
-def test_a_rank_takes_what_came_before_the_other_one_closed(pair: Ranks) -> None:
+def test_a_rank_receives_messages_sent_before_the_other_one_closed(pair: Ranks) -> None:
     first, second = pair.groups
     second_sum = pair.start(reduce_ones, 1)
     assert reduce_ones(first).tolist() == [2.0] * 3

@@ -24,7 +24,7 @@ from .models import (
 )
 
 BATCHES = 10
-"""Of each model and dtype in `make soak`, more than 200 together; every day three."""
+"""Batches per model and dtype in `make soak`, more than 200 together; every day three."""
 
 EVERY_DAY = ("qwen2_moe", "ernie4_5_moe")
 """One rank and two agree without experts in the test below, and four in `test_adapters`."""

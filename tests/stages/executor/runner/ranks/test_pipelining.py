@@ -197,7 +197,7 @@ def test_models_that_can_not_be_cut_are_refused(tmp_path: Path) -> None:
 def test_layers_that_take_more_than_hidden_states_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As models whose layers get the embedding again, beside the states of the layer before."""
+    """Some models' layers get the embedding again, beside the states of the layer before."""
     forward = LlamaModel.forward
 
     def with_embedding(
@@ -221,7 +221,9 @@ def test_layers_that_take_more_than_hidden_states_are_refused(
         ({"kv_host_bytes": 1}, "it must be left out with pipeline_parallel 2"),
     ],
 )
-def test_what_stages_exclude_is_refused_at_start(wrong: dict[str, Any], message: str) -> None:
+def test_settings_that_pipeline_stages_exclude_are_refused_at_start(
+    wrong: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ConfigError) as raised:
         EngineConfig(pipeline_parallel=2, **wrong).check()
     assert message in str(raised.value)

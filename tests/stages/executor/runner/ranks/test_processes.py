@@ -236,7 +236,7 @@ def test_memory_is_resumed_on_all_ranks_or_on_none(
     assert rollouts(spread) == rollouts(alone)
 
 
-def test_what_ranks_exclude_is_refused() -> None:
+def test_settings_that_ranks_exclude_are_refused() -> None:
     with pytest.raises(ConfigError, match="kv_host_bytes"):
         EngineConfig(tensor_parallel=2, kv_host_bytes=1)
     with pytest.raises(ModelError, match="3"):

@@ -48,7 +48,7 @@ class Recurrent:
 
 PER_SEQUENCE = WIDTH * 4 + WINDOW * WIDTH * 2
 PER_TOKEN = 2 * (16 + 8) * 2
-"""Of one attention layer in bfloat16."""
+"""Bytes per token of one attention layer in bfloat16."""
 
 
 def hybrid() -> LoadedModel:

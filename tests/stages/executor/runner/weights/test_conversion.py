@@ -20,7 +20,7 @@ from ...models import ARCHITECTURES, make_model
 from .test_sync_manager import State, copied, same
 
 EXPERTS = ["mixtral", "qwen3_moe"]
-"""Whose checkpoints have each expert by itself, and whose modules have them fused."""
+"""Architectures whose checkpoints have each expert by itself, and whose modules have them fused."""
 
 TOKENS = torch.tensor([[3, 141, 59, 26, 5, 35, 89, 79]])
 

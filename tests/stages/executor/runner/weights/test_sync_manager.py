@@ -93,7 +93,7 @@ def test_weights_that_do_not_fit_change_nothing(
 
 
 class Wrapper(Tensor):
-    """As DTensor and quantised weights are: others' tensors behind a shape."""
+    """A tensor subclass like DTensor and quantised weights: other tensors behind a shape."""
 
     @staticmethod
     def __new__(cls, like: Tensor) -> Wrapper:
@@ -243,7 +243,7 @@ def test_some_of_many_are_named(module: nn.Module) -> None:
 
 
 def test_buffers_may_be_infinite() -> None:
-    """As masks are."""
+    """Masks are infinite."""
     module = nn.Module()
     module.register_buffer("mask", torch.zeros(3))
     new = {"mask": torch.full((3,), -torch.inf)}

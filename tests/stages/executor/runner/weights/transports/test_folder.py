@@ -63,13 +63,13 @@ def test_files_outside_the_index_are_not_read(sharded: Path) -> None:
 
 
 def test_a_whole_file_goes_before_shards(sharded: Path) -> None:
-    """As in Transformers."""
+    """Transformers has the same order."""
     save_file({"x": torch.ones(1)}, sharded / "model.safetensors")
     assert set(read_folder(str(sharded))) == {"x"}
 
 
 def test_files_may_be_links(sharded: Path, tmp_path: Path) -> None:
-    """As in the Hub's cache."""
+    """The Hub's cache has links."""
     linked = tmp_path / "linked"
     linked.mkdir()
     for file in sharded.iterdir():

@@ -1,27 +1,47 @@
-"""Parts of the engine without the pipeline: rows of an executor, batching, random requests."""
+"""Parts of the engine without the pipeline: rows of an executor, batching, random requests.
+
+    python benchmarks/cores.py [--rows 1,16,64] [--steps 100] [--threads 1] [--json FILE]
+
+Prints the microseconds of each stage's core in a decode step of the bundled model, means of all
+steps after the first four: fairness counts the reported tokens, batching plans the step and absorbs
+it, the executor computes it, streaming makes every row's chunk. No message is encoded or sent.
+"""
 
 from __future__ import annotations
 
 import itertools
 import random
+import statistics
 import time
 from abc import ABC, abstractmethod
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import torch
+from harness import options, print_table, record
 from workloads import Request, Workload
 
 from nano_inference import GenerateRequest, InferenceEngine, SamplingParams
-from nano_inference.bus.messages import AdmittedRequest, Prompt, RequestInfo, SequenceSpec
+from nano_inference.bus.messages import (
+    AdmittedRequest,
+    Credit,
+    Prompt,
+    RequestInfo,
+    RequestOpened,
+    SequenceSpec,
+)
 from nano_inference.bus.public import Completion, CompletionChunk
 from nano_inference.bus.steps import NewSequence, StepPlan
-from nano_inference.config import EngineConfig
+from nano_inference.config import EngineConfig, FairnessConfig
 from nano_inference.stages.batching import BatchingCore
 from nano_inference.stages.executor import ExecutorCore, wrap_model
 from nano_inference.stages.executor.driver.step import LaunchedStep
+from nano_inference.stages.fairness import FairnessCore
+from nano_inference.stages.streaming.core import StreamingCore
 from nano_inference.stages.streaming.deliveries import EndedRequest
+from nano_inference.text.tokenizer import load_tokenizer
 
 MAX_MODEL_LEN = 2048
 BLOCK_SIZE = 16
@@ -284,3 +304,65 @@ class Ours:
             outcome.arrival_s[each] = request.arrival_s
         prompt = Prompt(tuple(request.token_ids))
         batching.add(AdmittedRequest(info, prompt, sampling, specs, "", 0))
+
+
+# --- the cores of one step ------------------------------------------------------------------------
+
+
+def time_cores(config: EngineConfig, rows: int, steps: int) -> dict[str, float]:
+    """Return the mean microseconds of each core in a step in which so many rows decode."""
+    executor, fairness = ExecutorCore(config), FairnessCore(FairnessConfig())
+    batching = BatchingCore(config, executor.capacity())
+    streaming = StreamingCore(load_tokenizer(config.model_folder))
+    sampling = SamplingParams(temperature=0, max_tokens=2 * steps, ignore_eos=True)
+    fairness.absorb(Credit(rows, kv_free=1 << 20), 0)
+    for row in range(rows):
+        name, prompt = f"r{row}", (300 + row, 40, 41, 42)
+        streaming.open(RequestOpened(name, name, "tiny", 1, True, (), prompt), 0)
+        specs = (SequenceSpec(row, 0, 0),)
+        request = AdmittedRequest(
+            RequestInfo(name, name), Prompt(prompt), sampling, specs, "tenant", 0
+        )
+        fairness.push(request, 0)
+    while (dispatched := fairness.pop(0)) is not None:
+        batching.add(dispatched.message)
+    times: dict[str, list[float]] = defaultdict(list)
+    for _ in range(steps):
+        clock = [time.perf_counter()]
+        plan = batching.plan(0)
+        clock.append(time.perf_counter())
+        result = executor.execute(plan)
+        clock.append(time.perf_counter())
+        batching.absorb(result.summary())
+        report = batching.take_report()
+        clock.append(time.perf_counter())
+        if report is not None:
+            fairness.absorb(report, 0)
+        clock.append(time.perf_counter())
+        streaming.absorb(result, 0)
+        clock.append(time.perf_counter())
+        assert len(result.seq_ids) == rows
+        planned, computed, absorbed, counted, streamed = (
+            (after - before) * 1e6 for before, after in itertools.pairwise(clock)
+        )
+        times["fairness"].append(counted)
+        times["batching"].append(planned + absorbed)
+        times["executor"].append(computed)
+        times["streaming"].append(streamed)
+    return {core: statistics.fmean(each[4:]) for core, each in times.items()}
+
+
+def main() -> None:
+    parser = options(__doc__, rows=[1, 16, 64], steps=100, threads=1)
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    found = {
+        f"{rows} rows": time_cores(EngineConfig(), rows, arguments.steps) for rows in arguments.rows
+    }
+    columns = {core: f"{{{core}:,.0f}}" for core in found[f"{arguments.rows[0]} rows"]}
+    print_table(columns, found, "µs per step")
+    record(arguments, found=found)
+
+
+if __name__ == "__main__":
+    main()

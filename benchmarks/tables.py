@@ -29,7 +29,6 @@ DOCUMENTS = tuple(
         "docs/operations.md",
         "docs/ranks.md",
         "docs/roles.md",
-        "docs/scale.md",
         "docs/soak.md",
     )
 )
@@ -433,74 +432,6 @@ def peers_of(times: Sequence[str]) -> str:
     return f"OpenVINO GenAI: {times[1]}; llama.cpp: {times[2]}"
 
 
-# --- scale_sim.py ---------------------------------------------------------------------------------
-
-
-def scale_laws(name: str) -> str:
-    """Return the cost of each part that all lanes share."""
-    body = []
-    for row in result(name)["laws"]:
-        powers = ("", " x", " x²")
-        terms = [
-            f"{short(cost)} ± {short(error, 2)}{power}"
-            for cost, error, power in zip(row["coefficients"], row["errors"], powers, strict=False)
-        ]
-        deviation = f"{100 * row['deviation']:.0f} %"
-        body.append([row["part"], " + ".join(terms), row["of"] or "-", deviation])
-    return markdown(["part", "µs of processor time", "x", "median deviation"], body)
-
-
-def scale_walls(name: str) -> str:
-    """Return what each part carries, and what moves it."""
-    body = [
-        [
-            row["part"],
-            f"{short(row['limit'], 2)} {row['unit']}"
-            + (f" ± {short(row['error'], 2)}" if row["error"] else ""),
-            f"{short(row['use'], 2)}",
-            row["moved_by"],
-        ]
-        for row in result(name)["walls"]
-    ]
-    return markdown(["part", "carries", "cores for all", "moved by"], body)
-
-
-def scale_path(name: str) -> str:
-    """Return what 1, 4 and 16 servers carry of requests."""
-    body = [
-        [
-            row["shards"],
-            short(row["server_us_per_request"]),
-            f"{100 * row['busiest_share']:.0f} %",
-            short(row["requests_per_s_of_nodes"], 2),
-            short(row["wall_requests_per_s"], 2),
-        ]
-        for row in result(name)["path"]
-    ]
-    head = ["shards", "µs of all servers per request", "share of the busiest"]
-    return markdown([*head, "requests/s, a core each", "requests/s here"], body)
-
-
-def scale_simulated(name: str) -> str:
-    """Return waits of requests by the virtual clock."""
-    body = [
-        [
-            f"{row['shards']}{', all lanes wait' if row['all_wait'] else ''}",
-            f"{row['rate']:,}",
-            short(row["readers"], 2),
-            short(row["busiest"], 2),
-            short(row["delay_ms_p50"], 2),
-            short(row["delay_ms_p99"], 2),
-            short(row["ttft_ms_p50"], 2),
-            short(row["lane_most_over_mean"], 2),
-        ]
-        for row in result(name)["simulated"]
-    ]
-    head = ["shards", "requests/s", "lanes that wait at each", "use of the busiest node"]
-    waits = ["on the bus p50, ms", "p99, ms", "in the lane p50, ms", "fullest lane, x mean"]
-    return markdown([*head, *waits], body)
-
-
 OTHERS = ("openvino", "llamacpp")
 TABLES: dict[str, Callable[[], str]] = {
     "run-amx": partial(engines_of, AMX, "near", OTHERS),
@@ -533,10 +464,6 @@ TABLES: dict[str, Callable[[], str]] = {
     "all-reduce": partial(all_reduce, "ranks-2-cpu-cores"),
     "rank-steps": partial(rank_steps, "ranks-2-cpu-cores"),
     "rank-memory": partial(rank_memory, "ranks-memory"),
-    "scale-laws": partial(scale_laws, "scale-2-cpu-cores"),
-    "scale-walls": partial(scale_walls, "scale-2-cpu-cores"),
-    "scale-path": partial(scale_path, "scale-2-cpu-cores"),
-    "scale-simulated": partial(scale_simulated, "scale-2-cpu-cores"),
     "measured": measured,
 }
 

@@ -124,29 +124,3 @@ def test_all_reduces_of_ranks_are_timed_in_processes() -> None:
     for times in found.values():
         assert list(times) == ["ours", "gloo"]
         assert all(len(each) == 2 and min(each) > 0 for each in times.values())
-
-
-def test_a_law_is_fitted_with_its_error() -> None:
-    laws = load("scale_laws")
-    points = [(x, (10 + 2 * x) * noise) for x in (1.0, 10.0, 100.0) for noise in (0.95, 1.0, 1.05)]
-    law = laws.fit("lanes", points)
-    assert law.at(50) == pytest.approx(110, rel=0.05)
-    assert abs(law.at(1000) - 2010) < 2 * law.error(1000)
-    assert law.error(1000) > law.error(100) > law.error(1) > 0
-    assert laws.fit("", [(1.0, 4.0), (1.0, 6.0)]).at(1) == pytest.approx(4.6, abs=0.5)
-
-
-def test_walls_come_in_the_order_in_which_a_load_meets_them() -> None:
-    laws, simulation = load("scale_laws"), load("scale_sim")
-    steady = laws.fit("", [(1.0, 20.0), (1.0, 20.0)])
-    squared = laws.fit("lanes", [(x, 20 + x + 0.01 * x * x) for x in (1.0, 10.0, 100.0, 200.0)], 2)
-    names = ("acknowledge", "take", "renew", "check the queue", "look at the layout")
-    names += ("tell, in a cluster", "report of a process", "move, router", "reserve a limit")
-    names += ("publish, nobody waits", "recover a stream", "count, shared", "count, sum")
-    parts = simulation.Parts({**dict.fromkeys(names, steady), "publish and take": squared}, 1000)
-    found = simulation.walls(parts, 100_000)
-    assert found[0]["part"] == "one requests stream, at which all lanes wait"
-    assert [row["use"] for row in found] == sorted((row["use"] for row in found), reverse=True)
-    row = simulation.simulate(parts, 1000, 4, all_wait=False, run=1, seconds=0.05)
-    assert row["busiest"] > 0
-    assert row["delay_ms_p50"] <= row["delay_ms_p99"]

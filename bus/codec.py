@@ -13,7 +13,7 @@ import msgspec
 
 from ..config import SamplingParams, cut, cut_middle, line_safe, shown
 from ..text.forgiving_base64 import decode_base64
-from .entries import Malformed
+from .entries import Malformed, is_unicode
 from .envelope import Envelope
 from .public import DEFAULT_TENANT, AnyRequest, GenerateRequest, Output
 
@@ -280,15 +280,6 @@ def _replaced(value: Any, name: str, new: object) -> Any:
     if isinstance(value, dict):
         return {**value, name: new}
     return msgspec.structs.replace(value, **{name: new})
-
-
-def is_unicode(text: str) -> bool:
-    """Return whether a text has no lone surrogate."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def _explain(raw: bytes, encoding: Encoding, error: Exception) -> Malformed:

@@ -87,7 +87,8 @@ def _problem_of(path: Path) -> str:
 def check_folder(path: str) -> Finding:
     """Check the content of a model folder or a GGUF file, without loading weights."""
     # These imports take time.
-    from ..text.gguf import facts_of, folder_of
+    from ..text.gguf_facts import facts_of
+    from ..text.model_folder import folder_of
 
     named = EngineConfig(model_path=path).model_folder
     try:

@@ -15,8 +15,8 @@ from ..config import EngineConfig, ModelError, RequestError, SamplingParams, fie
 from ..text import messages as chat
 from ..text.conversation import Turn, arguments_of, check_results, render_conversation
 from ..text.detokenizer import Detokenizer, TokenPieces
-from ..text.gguf import folder_of
 from ..text.images import ImageProcessor
+from ..text.model_folder import folder_of
 from ..text.tokenizer import encode, load_tokenizer, special_token_ids, stop_token_ids_of
 
 if TYPE_CHECKING:

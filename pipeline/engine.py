@@ -53,10 +53,9 @@ from ..stages.executor.parts.weights import WeightChanges
 from ..stages.executor.runner.weights.sync_manager import WeightSyncManager, weights_lost
 from ..stages.streaming.core import StreamingCore
 from ..stages.streaming.deliveries import EndedRequest
-from ..text.images import ImageProcessor
 from ..text.tokenizer import default_sampling_params, find_tokenizer, stop_token_ids_of
 from .engine_calls import one_at_a_time
-from .engine_images import EngineImages
+from .engine_images import EngineImages, find_image_processor
 from .engine_parts import ModelParts
 from .engine_requests import (
     Finished,
@@ -67,12 +66,13 @@ from .engine_requests import (
     make_request,
     make_requests,
     make_sample,
+    params_to_score,
+    token_ids_to_score,
     with_scores,
 )
 from .engine_tiers import next_plan
 from .engine_weights import receive_weights
 from .rollouts import Prompt, RequestId, RolloutEngine, TrainingSample
-from .scoring import params_to_score, token_ids_to_score
 from .sessions import check_action
 
 if TYPE_CHECKING:
@@ -132,7 +132,7 @@ class InferenceEngine(ModelParts):
             settings,
             tokenizer,
             stop_token_ids_of(folder, tokenizer),
-            None if tokenizer is None else ImageProcessor.of(folder, tokenizer),
+            find_image_processor(folder, tokenizer),
         )
         self._admission.set_capacity(capacity)
         # Results come back at once, so no plan is made ahead of them.

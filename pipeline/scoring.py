@@ -12,14 +12,13 @@ import msgspec
 
 from ..bus import Bus
 from ..bus.public import Completion, EmbedParams, ErrorInfo, GenerateRequest, Output
-from ..config import RequestError, SamplingParams, shown
+from ..config import RequestError, SamplingParams
 from .engine_requests import (
-    ArgumentError,
     check_prompts,
-    params_of_all,
+    params_to_score,
     prompt_fields,
     prompt_of,
-    token_ids_of,
+    token_ids_to_score,
 )
 from .replay import PRIORITY, Replay, replay, unknown
 from .rollouts import Prompt
@@ -42,52 +41,6 @@ class ScoredCompletion(msgspec.Struct, frozen=True):
     logprobs: tuple[float, ...]
     ref_logprobs: tuple[float, ...] | None
     weight_version: int
-
-
-def params_to_score(
-    sampling_params: SamplingParams | Sequence[SamplingParams] | None, number: int
-) -> list[SamplingParams]:
-    """Return the sampling parameters of `number` requests that score completions.
-
-    Each request has prompt and completion together as its prompt, and wants its logprobs. It must
-    sample one token, which is not used.
-
-    Raises:
-        RequestError: The numbers of parameters and prompts differ, or one is not SamplingParams.
-    """
-    params = params_of_all(sampling_params, number)
-    if wrong := [each for each in params if not isinstance(each, SamplingParams)]:
-        raise ArgumentError(f"sampling_params holds {shown(wrong[0])}; give SamplingParams")
-    return [
-        SamplingParams(
-            max_tokens=1, ignore_eos=True, temperature=each.temperature, prompt_logprobs=0
-        )
-        for each in params
-    ]
-
-
-def token_ids_to_score(
-    prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]]
-) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
-    """Return the token ids of prompts and of their completions.
-
-    Raises:
-        RequestError: A prompt or completion is not a list of token ids, a completion is empty, or
-            the numbers of prompts and completions differ.
-    """
-    what, code = "is token ids where a completion is scored", "invalid_prompt"
-    of_prompts = [token_ids_of(each, f"a prompt {what}", code) for each in check_prompts(prompts)]
-    of_completions = [
-        token_ids_of(each, f"a completion {what}", code)
-        for each in check_prompts(completions, "completions")
-    ]
-    if len(of_prompts) != len(of_completions) or not all(of_completions):
-        raise ArgumentError(
-            f"{len(of_prompts)} prompts and {len(of_completions)} completions, of which "
-            f"{of_completions.count(())} are empty; give one completion for each prompt, with at "
-            "least one token"
-        )
-    return of_prompts, of_completions
 
 
 async def complete_all(

@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ..config import ModelError
-from .gguf import gguf_file_of
-from .gguf_header import read_header
+from .model_folder import gguf_file_of
 
 _NAMES = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
 """Fields of config.json that hold it, by model type."""
@@ -46,6 +45,8 @@ def longest_context_of(model: Path) -> int | None:
     """
     try:
         if (file := gguf_file_of(model)) is not None:
+            from .gguf_header import read_header
+
             header = read_header(file)
             return longest_context({_NAMES[0]: header.context_length})
         with (model / "config.json").open("rb") as opened:

@@ -29,12 +29,9 @@ import msgspec
 from ..config import ModelError
 from ..config.temporary import cache_folder, lock_file, sweep, temporary_folder
 from .gguf_config import complete
+from .gguf_facts import FACTS, FLOATS, LINK, GgufFacts
 from .gguf_header import GgufHeader, read_header
 
-LINK = "model.gguf"
-"""The folder's link to the GGUF file."""
-
-_FACTS = "gguf.json"
 _PACKAGES = ("gguf", "accelerate")
 _MOST_S = 900.0
 """Time limit of a conversion, in seconds."""
@@ -42,7 +39,6 @@ _MOST_S = 900.0
 _FORMAT = 2
 """Version of the folders; others are made again."""
 
-_FLOATS = {"F64": "float32", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 _SAMPLING = {
     "temp": "temperature",
     "top_k": "top_k",
@@ -55,67 +51,6 @@ _SAMPLING = {
 _CHECKED = "Hello, world! <s> 12 + 345 = 357;\n\n  naïve ﬁ\t日本語 🙂"
 
 
-class GgufFacts(msgspec.Struct, frozen=True):
-    """Facts of the file that a folder was made from.
-
-    Attributes:
-        file: Its path.
-        size_bytes: Its size.
-        types: Number of tensors of each type, by GGUF's names.
-        num_parameters: Elements of all tensors.
-        unread: Position-encoding keys of the file that Transformers ignores.
-    """
-
-    file: str
-    size_bytes: int
-    types: dict[str, int]
-    num_parameters: int
-    unread: tuple[str, ...] = ()
-
-    @property
-    def quantized(self) -> tuple[str, ...]:
-        """The types that are dequantized at load."""
-        return tuple(name for name in self.types if name not in _FLOATS)
-
-
-def gguf_file_of(path: Path) -> Path | None:
-    """Return the GGUF file of a model path: the path itself, or the only GGUF file of a folder
-    without config.json. Return None for a folder in Transformers' format.
-
-    Raises:
-        ModelError: There are several.
-    """
-    if path.is_file():
-        return path
-    if not path.is_dir() or (path / "config.json").exists():
-        return None
-    files = sorted(path.glob("*.gguf"))
-    if len(files) > 1:
-        names = ", ".join(file.name for file in files[:3])
-        raise ModelError(
-            f"{path} holds {len(files)} GGUF files ({names}, …); name one, as {files[0]}"
-        )
-    return files[0] if files else None
-
-
-def folder_of(path: Path) -> Path:
-    """Return the folder in Transformers' format for a model path, which is converted if it is a
-    GGUF file.
-
-    Raises:
-        ModelError: The file can't be read or served, or packages are missing.
-    """
-    file = gguf_file_of(path)
-    return path if file is None else _made_of(file.resolve())
-
-
-def facts_of(folder: Path) -> GgufFacts | None:
-    """Return the facts of a folder made by `folder_of`; None for other folders."""
-    if not (folder / _FACTS).is_file():
-        return None
-    return msgspec.json.decode((folder / _FACTS).read_bytes(), type=GgufFacts)
-
-
 def require_packages() -> None:
     """Raise ModelError if the packages that Transformers needs for GGUF files are missing."""
     missing = [name for name in _PACKAGES if importlib.util.find_spec(name) is None]
@@ -126,7 +61,12 @@ def require_packages() -> None:
         )
 
 
-def _made_of(file: Path) -> Path:
+def made_of(file: Path) -> Path:
+    """Return the folder of a GGUF file, which is converted if no process has done so.
+
+    Raises:
+        ModelError: The file can't be read or served, or packages are missing.
+    """
     require_packages()
     status = file.stat()
     made_by = (_FORMAT, metadata.version("transformers"))
@@ -216,7 +156,7 @@ def _make(file: Path, folder: Path) -> None:
         _write(making / "generation_config.json", _generation_config(header))
         size, unread = file.stat().st_size, header.unread_positions
         facts = GgufFacts(str(file), size, header.types, header.num_parameters, unread)
-        (making / _FACTS).write_bytes(msgspec.json.encode(facts))
+        (making / FACTS).write_bytes(msgspec.json.encode(facts))
         try:
             os.rename(making, folder)
         except OSError:
@@ -253,10 +193,10 @@ def dtype_of(types: dict[str, int]) -> str:
     Float tensors keep theirs, with norms in float32. Quantized tensors become bfloat16, which takes
     half the memory of float32 and is fast wherever there are kernels.
     """
-    if any(name not in _FLOATS for name in types):
+    if any(name not in FLOATS for name in types):
         return "bfloat16"
     halves = [name for name in ("BF16", "F16") if name in types]
-    return _FLOATS[halves[0]] if halves else "float32"
+    return FLOATS[halves[0]] if halves else "float32"
 
 
 def _save_tokenizer(folder: Path) -> None:

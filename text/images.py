@@ -12,19 +12,15 @@ import json
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from ..config import ModelError, RequestError, cut
-from .gguf import folder_of
+from .image_tokens import Expanded, ImageTokens, Size, placeholder_id_of
+from .model_folder import folder_of
 from .tokenizer import load_tokenizer, read_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
-
-Size = tuple[int, int]
-"""Width and height in pixels."""
-
-_FILES = ("processor_config.json", "preprocessor_config.json")
 
 _SAME_FOR_IMAGES = {"SmolVLMProcessor": "Idefics3Processor"}
 """Processors that need packages for videos, and others that treat images the same way."""
@@ -34,26 +30,6 @@ _OF_FIXED_SHAPE = frozenset({"pixel_values", "image_sizes", "batch_num_images", 
 
 _REMEMBERED = 4096
 """Sizes whose expansion is kept."""
-
-
-class ImageTokens(NamedTuple):
-    """The place of an image in a prompt.
-
-    Attributes:
-        start: Index of its first placeholder token.
-        number: Its placeholder tokens, each of which takes one embedding. Other tokens may stand
-            between them, where the model cuts an image into tiles.
-    """
-
-    start: int
-    number: int
-
-
-class Expanded(NamedTuple):
-    """A prompt with all placeholder tokens of its images."""
-
-    token_ids: tuple[int, ...]
-    images: tuple[ImageTokens, ...]
 
 
 class ImageProcessor:
@@ -112,8 +88,8 @@ class ImageProcessor:
             ModelError: The model takes images, and its processor can't be used.
         """
         folder = folder_of(folder)
-        placeholder_id = _placeholder_id(read_json(folder / "config.json", {}))
-        if placeholder_id is None or not any((folder / name).is_file() for name in _FILES):
+        placeholder_id = placeholder_id_of(folder)
+        if placeholder_id is None:
             return None
         try:
             processor = _load_processor(folder, tokenizer or load_tokenizer(folder))
@@ -341,16 +317,6 @@ class ImageProcessor:
             "the model's processor",
             code="images_mismatch",
         )
-
-
-def _placeholder_id(config: Any) -> int | None:
-    """Return the token of image embeddings by the model's settings; None without a vision tower."""
-    if not isinstance(config, dict) or not isinstance(config.get("vision_config"), dict):
-        return None
-    for name in ("image_token_id", "image_token_index"):
-        if isinstance(found := config.get(name), int):
-            return found
-    return None
 
 
 def _load_processor(folder: Path, tokenizer: PreTrainedTokenizerFast) -> Any:

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 
 from ..config import ModelError, RequestError, SamplingParams, missing_model, prompt_too_long, shown
-from .gguf import folder_of
 from .grammar_tokenizer import is_special
+from .model_folder import folder_of
 from .tokenizer_files import check_vocabulary, has_tokenizer, no_vocabulary
 
 if TYPE_CHECKING:

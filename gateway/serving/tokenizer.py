@@ -14,9 +14,9 @@ import anyio.to_thread
 from ...bus.public import CompletionSample
 from ...config import ModelError, RequestError, SamplingParams
 from ...text.detokenizer import Detokenizer, TokenPieces
-from ...text.gguf import folder_of
 from ...text.images import ImageProcessor
 from ...text.messages import MessageFormat, format_of
+from ...text.model_folder import folder_of
 from ...text.tokenizer import (
     check_text_fits,
     encode,

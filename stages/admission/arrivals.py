@@ -12,7 +12,7 @@ from ...bus.entries import RequestEntry
 from ...bus.messages import AdmittedRequest, Prompt, RequestOpened
 from ...bus.public import ErrorInfo
 from ...bus.sections import Sections
-from ...text.images import Size
+from ...text.image_tokens import Size
 
 
 class PromptImage(NamedTuple):

@@ -6,8 +6,13 @@ from collections.abc import Collection
 from itertools import compress
 from operator import attrgetter, ne
 
-from ...bus.codec import is_unicode
-from ...bus.entries import MAX_REQUEST_ID_LENGTH, Malformed, RequestEntry, is_usable_request_id
+from ...bus.entries import (
+    MAX_REQUEST_ID_LENGTH,
+    Malformed,
+    RequestEntry,
+    is_unicode,
+    is_usable_request_id,
+)
 from ...bus.public import GenerateRequest
 from ...config import MAX_INT64, RequestError, SamplingParams, shown
 from ...config.sampling import RANGES

@@ -29,7 +29,6 @@ from ...bus.public import GenerateRequest
 from ...bus.recovery import RecoveredSample
 from ...bus.sections import with_sections
 from ...config import Config, RequestError
-from ...text.images import ImageProcessor
 from ...text.tokenizer import ANY_LENGTH, longest_token_bytes
 from ..hooks import Hooks
 from .arrivals import Accepted, PromptImage, ResponseKey, Tokens
@@ -47,6 +46,8 @@ from .sampling import SamplingLimits, seeds_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
+
+    from ...text.images import ImageProcessor
 
 P = TypeVar("P", bound=Part)
 

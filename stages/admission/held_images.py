@@ -12,7 +12,7 @@ from ...bus.public import GenerateRequest
 from ...config import BusError, ChannelClosed, ImagesConfig, RequestError
 from ...media.decoder import refusal
 from ...store.images import FOR_EVER, ImageStore, StoredImage
-from ...text.images import Size
+from ...text.image_tokens import Size
 from .arrivals import PromptImage
 from .parts.images import Images
 

@@ -9,12 +9,14 @@ import msgspec
 
 from ...bus.public import GenerateRequest
 from ...config import RequestError, prompt_too_long
-from ...text.images import Expanded, ImageProcessor, Size
+from ...text.image_tokens import Expanded, Size
 from ...text.tokenizer import check_text_fits, encode
 from .checks import check_token_ids
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
+
+    from ...text.images import ImageProcessor
 
 
 class PromptReader(NamedTuple):

@@ -33,7 +33,8 @@ from ...bus.parts.speculation import DraftCapacity, DraftsResult
 from ...bus.steps import StepPlan, StepResult
 from ...config import BusError, ChannelClosed, EngineConfig, WeightsError
 from ...telemetry import instruments, names, now_ns
-from ...text.gguf import facts_of, folder_of
+from ...text.gguf_facts import facts_of
+from ...text.model_folder import folder_of
 from ..actor import Actor, StageContext
 from .changes.arguments import Operation
 from .changes.shell import StagedChanges

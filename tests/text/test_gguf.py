@@ -24,8 +24,9 @@ from transformers import AutoTokenizer
 
 from nano_inference.config import ModelError
 from nano_inference.text import gguf as our_gguf
-from nano_inference.text.gguf import LINK, facts_of, folder_of
+from nano_inference.text.gguf_facts import LINK, facts_of
 from nano_inference.text.gguf_header import read_header
+from nano_inference.text.model_folder import folder_of
 from nano_inference.text.tokenizer import (
     default_sampling_params,
     find_tokenizer,

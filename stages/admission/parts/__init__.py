@@ -12,12 +12,13 @@ from ....bus.pooling import Pooling
 from ....bus.public import GenerateRequest
 from ....bus.sections import Section
 from ....config import Config, SamplingParams
-from ....text.images import Expanded, ImageProcessor
+from ....text.image_tokens import Expanded
 from ..arrivals import Accepted, PromptImage, ResponseKey
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
+    from ....text.images import ImageProcessor
     from ..prompts import PromptReader
 
 

@@ -14,7 +14,8 @@ from ....config import ImagesConfig, RequestError, prompt_too_long
 from ....media.decode_process import Refused, features_of, processed
 from ....media.decoder import ImageDecoder, ProcessorSource, refusal
 from ....store.images import name_of
-from ....text.images import Expanded, ImageProcessor, Size
+from ....text.image_tokens import Expanded, Size
+from ....text.images import ImageProcessor
 from ..arrivals import PromptImage
 from ..prompts import PromptReader
 from . import Part

@@ -9,7 +9,7 @@ from ....bus.control import ReplicaCapacity
 from ....bus.parts.sessions import SessionTurn
 from ....bus.public import GenerateRequest
 from ....config import RequestError, shown
-from ....text.images import Expanded
+from ....text.image_tokens import Expanded
 from ..arrivals import PromptImage
 from ..prompts import PromptReader
 from . import Part

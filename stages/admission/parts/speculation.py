@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from ....bus.parts.speculation import Prediction
 from ....config import EngineConfig
-from ....text.images import Expanded
+from ....text.image_tokens import Expanded
 from ..arrivals import PromptImage
 from ..prompts import PromptReader
 from . import Part

@@ -109,3 +109,18 @@ def flatten_rows(starts: IntArray, num_tokens: IntArray) -> tuple[IntArray, IntA
     first_token = np.cumsum(num_tokens) - num_tokens
     positions = np.arange(row_of_token.size) + (starts - first_token)[row_of_token]
     return row_of_token, positions
+
+
+class StepOutput:
+    """The output of one forward pass.
+
+    Attributes:
+        logits: `[samples, vocab]` float32, as of `model_forward`.
+        states: The last hidden states of all tokens, `[tokens, hidden]`; None if not wanted.
+    """
+
+    def __init__(self, logits: Tensor, states: Tensor | None) -> None:
+        self.logits, self.states = logits, states
+
+    def wait(self) -> None:
+        """Block until the tensors hold the output."""

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from .adapters.table import AdapterStep
 from .attention.backend import AttentionBackend
 from .attention.gather import GatherBackend
 from .batch import IntArray, Rows, Uploader
 from .device import chooses_tokens
 from .kv_cache import KVCache
 from .loaded_model import LoadedModel
-from .ranks.pipelining import PipelineRank
+
+if TYPE_CHECKING:
+    from .adapters.table import AdapterStep
+    from .ranks.pipelining import PipelineRank
 
 
 class StepInputs(msgspec.Struct, frozen=True):

@@ -21,10 +21,10 @@ from .attention.backend import AttentionBackend
 from .attention.choose import choose_backend
 from .batch import IntArray as IntArray
 from .batch import Rows as Rows
+from .batch import StepOutput as StepOutput
 from .batch import Uploader as Uploader
 from .batch import flatten_rows as flatten_rows
 from .batch import order_rows as order_rows
-from .comparison import compare_with_transformers
 from .deterministic import Determinism
 from .device import trim
 from .fast_modules.modules import FastModules
@@ -42,7 +42,6 @@ from .media import MediaEncoder as MediaEncoder
 from .media import MediaError as MediaError
 from .media import Positions as Positions
 from .model import load_model as load_model
-from .ranks.pipelining import StepOutput as StepOutput
 
 if TYPE_CHECKING:
     from .ranks.commands import Reply
@@ -184,6 +183,8 @@ def make_runner(
         make_cache, make_table = partial(LeaderCache, ranks), partial(LeaderAdapters, ranks=ranks)
         ranks.tell(Prepare(num_blocks))
     if ranks is None and backend is None and model.shards is None and model.generates:
+        from .comparison import compare_with_transformers
+
         compare_with_transformers(config, model)
     huge_pages = config.huge_pages == "auto"
     cache = make_cache(

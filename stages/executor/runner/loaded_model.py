@@ -11,11 +11,11 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from .attention_options import AttentionOptions
-from .media import MediaEncoder
 from .shards import ShardedWeights
 from .state.kinds import LayerState, StateTensor
 
 if TYPE_CHECKING:
+    from .media import MediaEncoder
     from .ranks.pipelining import PipelineRank
 
 # Names in Transformers' configurations, the commonest first.

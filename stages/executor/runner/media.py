@@ -3,14 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 from torch import Tensor
 
-from ....bus.media import MediaItem
-from ....store.images import StoredImage
 from .batch import IntArray
+
+if TYPE_CHECKING:
+    from ....bus.media import MediaItem
+    from ....store.images import StoredImage
+
+SUPPORTED = frozenset(
+    (
+        "gemma3",
+        "idefics3",
+        "internvl",
+        "llava",
+        "llava_onevision",
+        "qwen2_5_vl",
+        "qwen2_vl",
+        "smolvlm",
+    )
+)
+"""Kinds of models whose images are served. In others an image may be more than embeddings in place
+of tokens, such as features that are added in several layers."""
 
 MediaKey = tuple[str, int]
 """`MediaItem.key`."""

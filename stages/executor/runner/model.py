@@ -9,7 +9,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -27,7 +27,8 @@ from transformers.models.auto.modeling_auto import (
 
 from ....config import EngineConfig, ModelError, missing_model
 from ....text.context_length import longest_context
-from ....text.gguf import LINK, facts_of, folder_of, require_packages
+from ....text.gguf_facts import LINK, facts_of
+from ....text.model_folder import folder_of
 from ....text.pooling_config import embeds_only
 from .attention.interface import (
     IMPLEMENTATION,
@@ -41,12 +42,14 @@ from .device import resolve_device, trim
 from .encoder import longest_prompt, looks_ahead, padding_shows
 from .fixed_tiles import require_cpu
 from .loaded_model import Dtypes, LoadedModel
-from .media import MediaEncoder
+from .media import SUPPORTED
 from .progress import counted_progress
 from .ranks.group import RankError
-from .ranks.pipelining import PipelineRank
 from .system_memory import use_huge_pages
-from .vision import SUPPORTED, VisionModel, find_image_processor
+
+if TYPE_CHECKING:
+    from .media import MediaEncoder
+    from .ranks.pipelining import PipelineRank
 
 
 def prepare_loading() -> None:
@@ -94,7 +97,11 @@ def load_model(config: EngineConfig) -> LoadedModel:
     trim(torch.device("cpu"))
     if without_output and looks_ahead(module, device):
         return _wrap_encoder(module, config)
-    processor = None if without_output else find_image_processor(folder, hf_config.model_type)
+    processor = None
+    if not without_output and hf_config.model_type in SUPPORTED:
+        from .vision import find_image_processor
+
+        processor = find_image_processor(folder)
     model = wrap_model(module, config.max_model_len, image_processor=processor)
     return replace(model, is_shared=False)
 
@@ -164,6 +171,8 @@ def wrap_model(
     layers = probe.finish(own)
     encoders: tuple[MediaEncoder, ...] = ()
     if image_processor is not None:
+        from .vision import VisionModel
+
         sees_itself = _images_see_themselves(module)
         encoders = (VisionModel(module, image_processor, sees_itself=sees_itself),)
     module.set_attn_implementation(_attention_of(hf_config, IMPLEMENTATION))
@@ -315,6 +324,8 @@ def _check_gguf_holds(folder: Path, hf_config: PreTrainedConfig, auto: Any) -> N
 
 
 def _gguf_options(hf_config: PreTrainedConfig) -> dict[str, Any]:
+    from ....text.gguf import require_packages
+
     require_packages()
     try:
         from transformers import GgufConfig

@@ -16,7 +16,8 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 from transformers.core_model_loading import build_glob_alternation
 
 from ....config import EngineConfig, ModelError, WeightsError
-from ....text.gguf import LINK, folder_of
+from ....text.gguf_facts import LINK
+from ....text.model_folder import folder_of
 from ....text.pooling_config import embeds_only
 from .attention.interface import register_attention
 from .checkpoint import INDEX, WEIGHTS, tensor_files, tensors_missing, wrong_shape
@@ -24,6 +25,7 @@ from .device import resolve_device, trim
 from .fixed_tiles import require_cpu
 from .linear.choose import method_of
 from .loaded_model import LoadedModel
+from .media import SUPPORTED
 from .model import check_architecture, load_config, wrap_model
 from .ranks.group import PARTS, Layout, RankGroup
 from .ranks.layers import ParallelExperts, VocabParallelEmbedding, shard_module
@@ -31,7 +33,6 @@ from .ranks.pipelining import PipelineRank
 from .ranks.plan import Style, check_divisible, parallel_plan
 from .shards import Box, Shard, ShardedWeights, boxes_in
 from .system_memory import zeros
-from .vision import SUPPORTED
 from .weights.conversion import as_parameters, split_converted
 
 _ALONE = "set engine.tensor_parallel to 1, and engine.rank_invariant to false"

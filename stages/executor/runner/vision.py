@@ -19,21 +19,6 @@ from ....config import ModelError
 from ....store.images import StoredImage
 from .media import MediaError, Positions
 
-SUPPORTED = frozenset(
-    (
-        "gemma3",
-        "idefics3",
-        "internvl",
-        "llava",
-        "llava_onevision",
-        "qwen2_5_vl",
-        "qwen2_vl",
-        "smolvlm",
-    )
-)
-"""Kinds of models whose images are served. In others an image may be more than embeddings in place
-of tokens, such as features that are added in several layers."""
-
 PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
 
 _REFUSALS = (
@@ -43,14 +28,13 @@ _REFUSALS = (
 """Errors of Transformers' code for features that it can't encode."""
 
 
-def find_image_processor(folder: Path, model_type: str) -> Any | None:
-    """Load the image processor of a model's folder; None if it has none, or takes no images here.
+def find_image_processor(folder: Path) -> Any | None:
+    """Load the image processor of a model's folder; None if it has none.
 
     Raises:
         ModelError: It can't be read.
     """
-    has_one = any((folder / name).is_file() for name in PROCESSOR_FILES)
-    if not has_one or model_type not in SUPPORTED:
+    if not any((folder / name).is_file() for name in PROCESSOR_FILES):
         return None
     auto: Any = AutoImageProcessor
     try:

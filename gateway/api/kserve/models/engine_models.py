@@ -10,7 +10,8 @@ import msgspec
 from .....bus.public import EmbedParams, GenerateRequest
 from .....config import Int64, PoolingKind, RequestError
 from .....kserve.tensors import NamedTensor, TensorError, TensorSpec
-from .....pipeline.scoring import params_to_score, scored_completion, token_ids_to_score
+from .....pipeline.engine_requests import params_to_score, token_ids_to_score
+from .....pipeline.scoring import scored_completion
 from ....server.http import EngineError, convert
 from ....serving.embedding import EmbedCall, Prompt, embed_all
 from ....serving.fields import EMPTY

@@ -26,7 +26,7 @@ from ..kv_cache import KVCache
 from ..linear.choose import method_of
 from ..linear.method import LinearMethod, Packed
 from ..loaded_model import LoadedModel
-from ..ranks.pipelining import PassingLayer
+from ..ranks.passing import PassingLayer
 from .decoder import DecoderLayers, LayerParts
 
 Forward = Callable[..., Any]

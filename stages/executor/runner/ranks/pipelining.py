@@ -19,24 +19,11 @@ import torch
 from torch import Tensor, nn
 
 from .....config import ModelError
+from ..batch import StepOutput
 from .group import RankGroup
+from .passing import PassingLayer
 
 _CHECKED_TOKENS = 3
-
-
-class StepOutput:
-    """The output of one forward pass.
-
-    Attributes:
-        logits: `[samples, vocab]` float32, as of `model_forward`.
-        states: The last hidden states of all tokens, `[tokens, hidden]`; None if not wanted.
-    """
-
-    def __init__(self, logits: Tensor, states: Tensor | None) -> None:
-        self.logits, self.states = logits, states
-
-    def wait(self) -> None:
-        """Block until the tensors hold the output."""
 
 
 class _AwaitedOutput(StepOutput):
@@ -246,19 +233,6 @@ class PipelineRank:
                 _refuse(name, "it changes hidden states outside its layers")
         if not all(_same(others[0], each) for each in others[1:]):
             _refuse(name, "its layers take more of its input than the layer before passes on")
-
-
-class PassingLayer(nn.Module):
-    """Stands for a layer of another stage, and records its call."""
-
-    def __init__(self, layer: Any) -> None:
-        super().__init__()
-        if (kind := getattr(layer, "attention_type", None)) is not None:
-            # Models choose a layer's mask by it.
-            self.attention_type = kind
-
-    def forward(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
-        return hidden_states
 
 
 class _Recording(PassingLayer):

@@ -43,7 +43,7 @@ class Law:
     """A cost in microseconds as a function of one number, by least squares.
 
     Attributes:
-        of: What the number counts; "" for a constant.
+        of: The counted thing; "" for a constant.
         coefficients: Coefficients of 1, x, and, where a straight line does not fit, x squared.
         covariance: Covariance of the coefficients.
         spread_us: Standard deviation of one measurement from the law.

@@ -279,7 +279,7 @@ class EngineModel:
 
     Attributes:
         spec: Its interface, made of the class's attributes.
-        suffix: What its name has after the name of the engine's model.
+        suffix: The end of its name, after the name of the engine's model.
         inputs, outputs, decoupled: As of `ModelSpec`.
     """
 

@@ -18,7 +18,7 @@ steps = st.lists(
 
 @pytest.mark.soak
 @given(steps=steps, capacity=st.integers(1, 3))
-def test_each_item_comes_out_once_and_in_its_entrances_order(
+def test_each_item_comes_out_once_and_in_the_order_of_its_input(
     steps: list[tuple[str, int]], capacity: int
 ) -> None:
     asyncio.run(_use(steps, capacity))

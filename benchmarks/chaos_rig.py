@@ -76,7 +76,7 @@ class RedisServer(Restartable):
         folder: Its data and log.
         fsync: "always", "everysec", or "none" for no append-only file.
         binary: The program; "valkey" is the embedded one.
-        address: Where it listens, without authentication.
+        address: Its address, without authentication.
 
     Attributes:
         environment: Environment of the process; None for that of this program.

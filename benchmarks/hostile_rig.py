@@ -85,7 +85,7 @@ class Live:
 
     Attributes:
         target: Its addresses.
-        surroundings: How it was started.
+        surroundings: The settings of its start.
         pids: Process ids by role, right after the start.
         start_mb: Memory of our processes after two full batches.
     """

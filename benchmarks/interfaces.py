@@ -57,8 +57,8 @@ class Ask(NamedTuple):
 
     Attributes:
         key: Key of requests with the same answer; "" for a prompt that no other request has.
-        kind: What is particular about it.
-        interface: How it is sent.
+        kind: Its special feature.
+        interface: The interface that it is sent through.
         request: As on the bus.
     """
 
@@ -180,7 +180,7 @@ class Answer:
     """The part of an answer that a client has read.
 
     Attributes:
-        content: What must be the same each time; None of a request that left or was refused.
+        content: Must be the same each time; None of a request that left or was refused.
         faults: "lost", "doubled", "gaps".
         refused: The code of a refusal.
         returns: Attempts after the first one.

@@ -53,7 +53,7 @@ class Workload:
     """Prompts that are all there at the start, or that arrive one by one.
 
     Attributes:
-        prompts: How many.
+        prompts: Number of prompts.
         shortest: Tokens of the shortest prompt; lengths are log-uniform up to `longest`.
         longest: Length of the longest.
         common: Tokens that all prompts begin with, besides.

@@ -107,7 +107,7 @@ class UpdateWeights(Internal, frozen=True):
     Steps continue during the fetch. Answered when the weights are in place, or refused.
 
     Attributes:
-        source: Where to fetch them.
+        source: Their source.
         in_flight: Treatment of sequences that have begun.
         version: The new version, above the present one; None for the next.
         partial: Keep parameters that are missing from the source.
@@ -367,7 +367,7 @@ class TierCapacity(Section, frozen=True):
         load_ns: Time to load a block from host memory, measured at the start, as the next two.
         fetch_ns: Time to read a block from disk.
         token_ns: Time to compute one token of a prompt.
-        address: Where other executors read blocks that it offers; "" if it offers none.
+        address: Address at which other executors read its offered blocks; "" if it offers none.
     """
 
     host_slots: int

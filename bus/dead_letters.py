@@ -1,4 +1,4 @@
-"""Dead letters: abandoned requests, kept for inspection."""
+"""Dead letters: requests that admission stopped retrying, kept for inspection."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from .public import ErrorInfo, GenerateRequest
 
 
 class DeadLetter(msgspec.Struct, frozen=True, kw_only=True):
-    """An abandoned request.
+    """A request in the dead letters.
 
     Attributes:
         letter_id: Id of this letter.
@@ -17,7 +17,7 @@ class DeadLetter(msgspec.Struct, frozen=True, kw_only=True):
         request: The request.
         error: The cause.
         deaths: Number of lane failures during the request.
-        died_ns: Time of abandonment, wall clock.
+        died_ns: Time at which it became one, wall clock.
         model: The lane's model, in a deployment of several.
     """
 

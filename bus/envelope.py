@@ -36,7 +36,7 @@ class Envelope(msgspec.Struct, frozen=True, array_like=True):
         traceparent: W3C trace context of the request in the body; empty when there is none, or
             when there are several and the body itself names them.
         tracestate: As traceparent.
-        budget_ns: What is left of the request's time at `sent_ns`; None means no deadline. Each
+        budget_ns: Remaining time of the request at `sent_ns`; None means no deadline. Each
             hop turns it into a deadline by its own clock, so clocks need not agree.
         operation_id: Id under which the sender of a control message waits for the reply
             (`Replies`); "" if no reply is expected.

@@ -30,7 +30,7 @@ class BlockStored(msgspec.Struct, frozen=True, omit_defaults=True, tag=True):
             event before.
         block_size: Tokens of a block; 0 below the device.
         lora_id: Always None; `lora_name` has the adapter.
-        medium: Where they are.
+        medium: Their memory.
         lora_name: Id of the LoRA adapter; None for none.
         extra_keys: For each block, what its KV depends on besides tokens and adapter: at the start
             of a prompt (salt) or (tenant, salt, media ...), None for later blocks. Left out where

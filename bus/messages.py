@@ -49,7 +49,7 @@ class RequestInfo(InternalPart, frozen=True, array_like=True):
     Attributes:
         traceparent, tracestate: Context of the stages' spans.
         adapter: Id of the LoRA adapter; "" for none.
-        pooling: How the prompt becomes a vector; None for a request that generates.
+        pooling: Pooling of the prompt into a vector; None for a request that generates.
         queued: When fairness held the request; None before fairness has dispatched it.
     """
 
@@ -175,7 +175,7 @@ class RemoteBlocks(InternalPart, frozen=True, array_like=True):
     They are the receiver's blocks only if all fields but the first and the last equal its own.
 
     Attributes:
-        address: Where they are read, as in TierCapacity.
+        address: Address at which they are read, as in TierCapacity.
         layout: As in TierCapacity.
         model: As in TierCapacity.
         weight_version: Version of the weights that computed them.
@@ -246,7 +246,7 @@ class Handover(Internal, frozen=True):
     Attributes:
         seq_id: The sequence.
         token_ids: The tokens of the step that sampled the first one.
-        num_messages: That batching has sent about the sequence, all of which are to come first.
+        num_messages: Messages that batching has sent about the sequence; all of them come first.
         sampled_ns: When this step ended, on the sender's clock.
     """
 

@@ -358,7 +358,7 @@ class CompletionSample(OutputPart, frozen=True, kw_only=True):
         embedding: The prompt's vector, float32, for `embed`. Then there are no tokens, and
             `weight_version` is of the vector's weights.
         num_draft_tokens: Drafted tokens verified for the sample, counted as in Usage.
-        num_accepted_draft_tokens: Those equal to the sampled tokens, which are part of the sample.
+        num_accepted_draft_tokens: Drafted tokens equal to the sampled ones, within the sample.
     """
 
     sample_index: int
@@ -430,7 +430,7 @@ class Completion(PublicOutput, frozen=True, kw_only=True, tag="completion"):
             sample began.
         prompt_ref_logprobs: `[prompt]`, as `prompt_logprobs`, by the reference model. None without
             `prompt_logprobs` or such a model.
-        kv_session: What became of the request's `kv_session`. None without one, or if the request
+        kv_session: Result of the request's `kv_session`. None without one, or if the request
             ended before it ran.
         recipe: For `replay`. None with `admission.recipes: false`, or if the request ended before
             a sample began.

@@ -1,4 +1,4 @@
-"""A queue with several producers ("entrances"), each optionally bounded.
+"""A queue with several producers, each optionally bounded.
 
 Used for inboxes, the requests queue in memory, and writers' queues.
 """
@@ -14,8 +14,8 @@ from ..config import ChannelClosed
 T = TypeVar("T")
 
 
-class _Entrance(Generic[T]):
-    """One entrance: the number of its items in the queue, and the waiting puts."""
+class _Producer(Generic[T]):
+    """One producer: the number of its items in the queue, and the waiting puts."""
 
     __slots__ = ("capacity", "inside", "waiting")
 
@@ -31,7 +31,7 @@ class _Entrance(Generic[T]):
 class BoundedQueue(Generic[T]):
     """Items in order of arrival, for one event loop.
 
-    A put waits while its own entrance is full; waiting puts keep their order. Taking items
+    A put waits while its own producer is full; waiting puts keep their order. Taking items
     atomically admits waiting puts, so none is overtaken. Cancelling a wait on either side leaves
     the queue unchanged, or the item inside.
 
@@ -41,8 +41,8 @@ class BoundedQueue(Generic[T]):
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._items: deque[tuple[_Entrance[T], T]] = deque()
-        self._entrances: dict[str, _Entrance[T]] = {}
+        self._items: deque[tuple[_Producer[T], T]] = deque()
+        self._producers: dict[str, _Producer[T]] = {}
         self._takers: deque[asyncio.Future[None]] = deque()
         self._closed = False
         self.entered = 0
@@ -50,17 +50,17 @@ class BoundedQueue(Generic[T]):
     def __len__(self) -> int:
         return len(self._items)
 
-    async def put(self, item: T, entrance: str = "", capacity: int | None = None) -> None:
-        """Append an item through `entrance`, which holds `capacity` items (None: unlimited).
+    async def put(self, item: T, producer: str = "", capacity: int | None = None) -> None:
+        """Append an item through `producer`, which holds `capacity` items (None: unlimited).
 
         Raises:
             ChannelClosed: The queue was closed.
         """
         if self._closed:
             raise self._closed_error()
-        own = self._entrances.get(entrance)
+        own = self._producers.get(producer)
         if own is None:
-            own = self._entrances[entrance] = _Entrance(capacity)
+            own = self._producers[producer] = _Producer(capacity)
         if not own.waiting and own.has_room():
             self._append(own, item)
             return
@@ -93,11 +93,11 @@ class BoundedQueue(Generic[T]):
                 raise
         taken: list[T] = []
         while self._items and len(taken) < max_items:
-            entrance, item = self._items.popleft()
-            entrance.inside -= 1
+            producer, item = self._items.popleft()
+            producer.inside -= 1
             taken.append(item)
-            if entrance.waiting:
-                self._admit(entrance)
+            if producer.waiting:
+                self._admit(producer)
         if self._items and self._takers:
             self._wake()
         return taken
@@ -105,35 +105,35 @@ class BoundedQueue(Generic[T]):
     def close(self) -> None:
         """Refuse further items; those inside can still be taken. Waiting puts raise."""
         self._closed = True
-        for entrance in self._entrances.values():
-            while entrance.waiting:
-                turn, _ = entrance.waiting.popleft()
+        for producer in self._producers.values():
+            while producer.waiting:
+                turn, _ = producer.waiting.popleft()
                 if not turn.done():
                     turn.set_exception(self._closed_error())
         while self._takers:
             self._wake()
 
     def move_waiting_to(self, other: BoundedQueue[T]) -> None:
-        """Move waiting puts to the same entrances of another queue."""
-        for name, own in self._entrances.items():
-            entrance = other._entrances.setdefault(name, _Entrance(own.capacity))
-            entrance.waiting.extend(own.waiting)
+        """Move waiting puts to the same producers of another queue."""
+        for name, own in self._producers.items():
+            producer = other._producers.setdefault(name, _Producer(own.capacity))
+            producer.waiting.extend(own.waiting)
             own.waiting.clear()
-            other._admit(entrance)
+            other._admit(producer)
 
-    def _append(self, entrance: _Entrance[T], item: T) -> None:
-        entrance.inside += 1
+    def _append(self, producer: _Producer[T], item: T) -> None:
+        producer.inside += 1
         self.entered += 1
-        self._items.append((entrance, item))
+        self._items.append((producer, item))
         if self._takers:
             self._wake()
 
-    def _admit(self, entrance: _Entrance[T]) -> None:
-        while entrance.waiting and entrance.has_room():
-            turn, item = entrance.waiting.popleft()
+    def _admit(self, producer: _Producer[T]) -> None:
+        while producer.waiting and producer.has_room():
+            turn, item = producer.waiting.popleft()
             if not turn.done():  # done: its owner was cancelled
                 turn.set_result(None)
-                self._append(entrance, item)
+                self._append(producer, item)
 
     def _wake(self) -> None:
         while self._takers:

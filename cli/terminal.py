@@ -97,7 +97,7 @@ async def show_loading(
     Args:
         read: Returns the stages' reports.
         executors: Their number. One without a report has yet to load its code.
-        console: Where other lines are written too.
+        console: The console of other lines.
         given_up: Returns executors that are not started again.
     """
     if not console.is_terminal:
@@ -136,7 +136,7 @@ def waiting(what: str, console: Console | None = None) -> Iterator[None]:
     """Show a bar and the time on standard error, if it is a terminal and this takes long.
 
     Args:
-        what: What is waited for, as "loading code".
+        what: The awaited work, as "loading code".
         console: Replaces standard error.
     """
     console = console or stderr()

@@ -16,7 +16,7 @@ class NanoInferenceError(Exception):
     here, to `config.quoting.MOST_TEXT` characters.
 
     Attributes:
-        message: What any client may read, also one of a gateway.
+        message: A text that any client may read, also one of a gateway.
     """
 
     code = "internal_error"

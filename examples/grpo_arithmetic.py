@@ -66,7 +66,7 @@ class Settings:
         learning_rate: AdamW's.
         kl_weight: Weight of the KL divergence from the first weights.
         held_out: Problems of each kind before and after.
-        split: Where these are from; "tune" to look for settings, "heldout" to report.
+        split: Their set; "tune" to look for settings, "heldout" to report.
         threads: Threads of torch, in each process.
         speculation: The engine's speculation. In blocking mode it changes the duration of a run and
             nothing else, if the engine is deterministic.

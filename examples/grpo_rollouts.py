@@ -101,11 +101,11 @@ class Counts:
     Attributes:
         tokens: Sampled tokens of finished requests.
         drafted: Drafted tokens that were verified for them, where the engine speculates.
-        accepted: Those of them that were what was sampled.
+        accepted: Drafted tokens that equal the sampled ones.
         groups: Finished requests.
         used: Groups that were trained on.
         rewards: Sum of their groups' mean rewards, since the last call of `take_reward`.
-        rewarded: How many groups that sum is of.
+        rewarded: Number of groups in that sum.
     """
 
     tokens: int = 0
@@ -141,9 +141,9 @@ class Rollouts:
         task: Makes the problems and grades the answers.
         problems: The next problems.
         samples: Number of samples per prompt.
-        params: How to sample; each request gets a seed of its own.
+        params: Sampling parameters; each request gets a seed of its own.
         seed: Base of the requests' seeds.
-        counts: What was generated.
+        counts: Counts of the generated samples.
         now_ns: The clock of `busy`.
         busy: (start, end) of every call of the engine.
     """

@@ -38,11 +38,11 @@ class TrainerSettings:
     """The parameters with which a batch becomes an update.
 
     Attributes:
-        model_folder: Where the weights of the beginning are, in Transformers' format.
+        model_folder: Folder of the first weights, in Transformers' format.
         steps: Optimizer steps of the whole run; the learning rate falls over the second half.
         learning_rate: AdamW's, after the warm-up.
         warmup: Steps in which the learning rate rises.
-        temperature: That of the rollouts; the loss is of the same distribution.
+        temperature: The rollouts' temperature; the loss is of the same distribution.
         clip_low: The probability ratio counts down to 1 - clip_low.
         clip_high: The probability ratio counts up to 1 + clip_high.
         kl_weight: Weight of the KL divergence from the first weights, in the loss; 0 keeps no copy.

@@ -52,7 +52,7 @@ class Interfaces(Services):
         ConfigError: `gateway.message_format` or `gateway.models` is invalid.
 
     Attributes:
-        kserve: What KServe V2 serves.
+        kserve: The models and services of KServe V2.
         info: OpenAI's endpoints about the model.
         responses: OpenAI's responses.
         routes: Routes of all interfaces, without those of the gateway as a whole.
@@ -115,7 +115,7 @@ class GatewayApp(Application):
 
     Attributes:
         policy: Opened before the first call, closed at the end.
-        kserve: What gRPC serves as well, through `chain`.
+        kserve: Models and services that gRPC serves as well, through `chain`.
         services: Returns those of each loaded model.
         durable_calls: Returns the durable calls of all models of this gateway.
         background: Tasks beside the connections, by name.

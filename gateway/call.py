@@ -73,7 +73,7 @@ class Account:
         headers: More headers of its response.
         arrived_ns: When its first byte came; 0 if it goes on without its connection.
         unread_ns: Returns for how long its client has not read.
-        unread_before_ns: That at the end of its last request.
+        unread_before_ns: The unread time at the end of its last request.
         time: Time of its longest request, by cause; its requests' bills.
     """
 
@@ -141,7 +141,7 @@ class Call:
         at_ns: When its head was complete, on the clock of `now_ns`.
         trace: The parent of its requests' spans; empty without a trace.
         deadline_ns: On the clock of `now_ns`; None for none.
-        limited_by: What may have set the deadline, for errors.
+        limited_by: Settings that may have set the deadline, for errors.
         account: Counts its requests' tokens.
         status: The HTTP status of the response, so far.
         code: Code of the error that answered it.

@@ -52,7 +52,7 @@ class Caller(msgspec.Struct, frozen=True, kw_only=True):
         key_id: The id of its key, or the subject of its token; "" without authentication.
         name: The key's name.
         tenant: The tenant of its requests; "" if the call itself names the tenant.
-        scopes: What it may do.
+        scopes: Its permissions.
         max_priority: The highest priority it may request; None for `gateway.max_priority`.
         models: The models it may use; None for all.
         limits: The limits of its key and its tenant.

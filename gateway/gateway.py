@@ -158,7 +158,7 @@ class Gateway:
         The gateway goes on listening, so that new callers get an answer.
 
         Args:
-            timeout_s: How long to wait.
+            timeout_s: Longest wait.
 
         Returns:
             Whether all calls have ended.

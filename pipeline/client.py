@@ -199,7 +199,7 @@ class BusClient(Submitter):
         """Pause all steps until `resume`; returns when no step runs any more.
 
         Args:
-            in_flight: How requests in flight go on. keep: with their KV as it is. retract: they
+            in_flight: The mode for requests in flight. keep: with their KV as it is. retract: they
                 compute it again. abort: they end at once, with status "cancelled" and code
                 "aborted".
             lane: Only this lane; every lane when None, here and in all operations below.
@@ -457,7 +457,7 @@ class BusClient(Submitter):
         Args:
             id: 1 to 128 letters, digits and . _ : / @ + -, and no name of a model.
             folder: A folder written by PEFT's `save_pretrained`, on the executors' machines.
-            in_flight: How its requests in flight go on. keep: with their KV and the new weights.
+            in_flight: The mode for its requests in flight. keep: with their KV and the new weights.
                 retract: they compute their KV again. abort: they end early.
             version: The new version, above all former ones of this id; None for the next.
             timeout_s: Longest time to read it.

@@ -53,7 +53,7 @@ class Parting(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         position: Index of the token in the sample.
-        recorded, computed: What was there, and is now; null where a sample has ended before.
+        recorded, computed: The former and the present value; null where a sample has ended before.
     """
 
     position: int
@@ -89,7 +89,7 @@ class ReplayedSample(msgspec.Struct, frozen=True, kw_only=True):
             one, and of those after it where the recorded tokens could be scored.
         equal_logprobs: Number of compared logprobs that are equal to the bit.
         largest_difference: Largest difference between two compared logprobs; 0 without one.
-        parting: Where it first differs; null if it never does.
+        parting: The first difference; null if it never does.
         finish_reason, computed_finish_reason: As recorded, and now.
         spans: By the version of the weights.
         different: Other parts that differ, as "top_logprobs" or "embedding".
@@ -122,7 +122,7 @@ class Replay(msgspec.Struct, frozen=True, kw_only=True):
         summary: The verdict as a sentence.
         tokens, logprobs: Recorded tokens; their logprobs that were compared, over all samples.
         samples: Each sample.
-        differences: What is known to be different from then.
+        differences: Known differences from then.
         reasons: Why results differ or can't be compared, as far as known; sentences.
         different: Other parts of the completion that differ, as "prompt_logprobs".
     """

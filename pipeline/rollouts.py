@@ -38,8 +38,8 @@ class TrainingSample(msgspec.Struct, frozen=True, eq=False):
         num_draft_tokens: Draft tokens that were verified for this sample.
         num_accepted_draft_tokens: Draft tokens that were accepted.
         from_response_cache: Whether the tokens were computed for an equal request before.
-        kv_session: What became of the request's `kv_session`; None without one.
-        recipe: What computes the sample again (`InferenceEngine.replay`).
+        kv_session: Result of the request's `kv_session`; None without one.
+        recipe: Inputs that compute the sample again (`InferenceEngine.replay`).
         time: Nanoseconds of its request by cause (docs/time.md); samples of a request share it.
             None if unknown.
         billed_ns: The request's share of the device's busy time; None if unknown.

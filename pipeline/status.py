@@ -21,7 +21,7 @@ class PipelineStatus(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         ready: Whether every stage of at least one lane takes part.
-        reason: Why not, in one sentence.
+        reason: The reason if not, in one sentence.
         url: The bus of the snapshot, without password; "" in an answer of a gateway.
         waiting: Requests that no lane has taken.
         in_flight: Requests taken and not yet answered.

@@ -38,7 +38,7 @@ class Counted:
     """A limit's sum over all processes.
 
     Attributes:
-        key: Where its shares are stored.
+        key: Key of its shares.
         limit: As named last.
         own: This process's usage, by slice.
         written: The server's copy of it; None if unknown.

@@ -80,7 +80,7 @@ def test_sampling_parameters_are_all_named(document: str) -> None:
     assert wanted - named <= (elsewhere if document == "sampling.md" else set())
 
 
-def test_json_in_the_docs_is_what_the_codec_writes() -> None:
+def test_json_in_the_docs_is_in_the_codecs_form() -> None:
     from nano_inference.bus.public import Output
 
     examples = [code for where, code in blocks("json") if where.startswith("redis.md")]
@@ -176,7 +176,7 @@ def test_links_lead_to_files() -> None:
             assert (path.parent / target).exists(), f"{path.name} links to {target}"
 
 
-def test_the_life_of_a_request_names_what_there_is() -> None:
+def test_the_life_of_a_request_names_existing_code() -> None:
     """Every path, class and method on the page, and for each of the six steps its functions."""
     text = (ROOT / "docs" / "life-of-a-request.md").read_text()
     paths = set(re.findall(r"`([^`\s]+\.py)`", text))

@@ -196,7 +196,7 @@ def test_every_public_name_can_be_had(package: ModuleType) -> None:
         _ = package.Engin
 
 
-def test_type_checkers_know_every_public_name() -> None:
+def test_type_checkers_find_every_public_name() -> None:
     imported = re.findall(r" as (\w+)$", (ROOT / "__init__.py").read_text(), re.M)
     assert sorted(imported) == nano_inference.__all__
 

@@ -93,7 +93,7 @@ def test_the_ledger_finds_two_ends_other_tokens_and_time_without_a_cause() -> No
     assert len(ledger.kept) == 6
 
 
-def test_the_judge_counts_what_differs_from_the_undisturbed_answers() -> None:
+def test_the_judge_counts_differences_from_the_undisturbed_answers() -> None:
     interfaces, judge = load("interfaces"), load("soak_ledger").Judge()
     ask = interfaces.Ask("1-1", "plain", "http", {"model": ""})
     guest = ask._replace(kind="guest", request={"model": interfaces.GUEST})

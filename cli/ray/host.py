@@ -60,7 +60,7 @@ class ActorState(msgspec.Struct, frozen=True):
     Attributes:
         node: Address of its node.
         pid: Id of the process; 0 while none runs.
-        places: Where it listens: `http`, `grpc`, `metrics`.
+        places: Its addresses: `http`, `grpc`, `metrics`.
         failure: Why it is not started again; "" while it runs.
     """
 

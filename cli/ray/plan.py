@@ -29,7 +29,7 @@ class ActorPlan(msgspec.Struct, frozen=True):
         name: In Ray: the lane and the role.
         role: Role of the process, such as "executor.1" or "gateway".
         bundle: Index of its bundle in the placement group.
-        resources: That Ray reserves, within the bundle.
+        resources: Resources that Ray reserves, within the bundle.
         settings: Settings of this process only, by dotted name.
         number: Number of the gateway, from 0.
     """
@@ -70,7 +70,7 @@ class LanePlan(msgspec.Struct, frozen=True):
         namespace: Namespace of the actors.
         lane: Name of the placement group, and beginning of the actors' names.
         strategy: Strategy of the placement group.
-        bundles: What each bundle reserves. A bundle is always on one node, and ranks share memory:
+        bundles: Resources of each bundle. A bundle is always on one node, and ranks share memory:
             a replica with all its ranks is one.
         actors: In the order in which they start.
     """

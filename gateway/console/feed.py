@@ -51,7 +51,7 @@ class Snapshot(NamedTuple):
     Attributes:
         at_ms: Wall clock.
         status: Status of the pipeline; None if the bus can't be reached.
-        problem: Why not.
+        problem: The reason for no status.
     """
 
     at_ms: int

@@ -201,7 +201,7 @@ class Scanner:
     Attributes:
         taken: Characters of the text so far.
         safe: Characters that can't be part of a match any more.
-        blocked_at: Where the first match begins; None until it is known.
+        blocked_at: Start of the first match; None until it is known.
     """
 
     def __init__(self, block_list: BlockList, before: str = "") -> None:

@@ -34,7 +34,7 @@ class ApiKey(_Part, frozen=True):
         name: For people.
         digest: SHA-256 of the whole key, in hexadecimal.
         tenant: The tenant of its requests.
-        scopes: What its holder may do.
+        scopes: Permissions of its holder.
         created_ns: Wall clock.
         max_priority: The highest priority; None for `gateway.max_priority`.
         models: The models it may use; None for all.

@@ -29,7 +29,7 @@ class EmbedCall(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         id: The id of a single request, or the prefix of several.
-        params: How the prompts are pooled.
+        params: The pooling of the prompts.
         priority: The engine's priority.
         cache_salt: The engine's cache salt.
         adapter: "" for the model alone.

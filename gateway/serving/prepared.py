@@ -27,7 +27,7 @@ class Prepared(NamedTuple):
         prompt: Tokens; with images a text.
         sampling: With the constraint that follows from tools, format and reasoning budget.
         form: The model's message format; None if it is unknown.
-        reading: How the answer is read; None for plain text.
+        reading: The reading of the answer; None for plain text.
         images: Images of the prompt.
     """
 

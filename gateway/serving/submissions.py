@@ -58,7 +58,7 @@ class _Owner:
     Attributes:
         tenant: Its tenant.
         model: Its model or adapter.
-        connections: Those that await it: several only of a durable call.
+        connections: Connections that await it: several only of a durable call.
     """
 
     tenant: str

@@ -85,7 +85,7 @@ class Unanswered(msgspec.Struct):
         entry: As it was taken.
         accepted: The valid request; None for an entry that was refused.
         deadline_ns: On this process's clock.
-        end: How the request is to end, once admission has decided it: refused, cancelled, expired.
+        end: The end of the request, once admission has decided it: refused, cancelled, expired.
         deaths: Failures of the lane that it may have caused, since it last made progress.
         progress: Tokens that streaming had of it at the last failure.
         suspected: It was in the lane when a stage failed, and streaming has not reported since.
@@ -230,7 +230,7 @@ class Requests:
         incoming: Entries on their way to the ledger.
         inherited: Entries that a predecessor or another lane has taken, each with the time at which
             it came. They wait for the next epoch, since a check needs the lane's capacity.
-        finish_rate: How fast requests finish.
+        finish_rate: Rate at which requests finish.
     """
 
     def __init__(self, config: AdmissionConfig, outbox: Outbox) -> None:

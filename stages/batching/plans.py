@@ -33,7 +33,7 @@ class PlanDraft:
         held_since_ns: Since when no step is allowed; 0 if one is.
         step_id: The plan's.
         now_ns: When it is made.
-        decision: What runs.
+        decision: The chosen rows.
         num_tokens: The rows: tokens by sequence id, in order.
         seqs: Their sequences.
         new: Sequences that start.

@@ -51,7 +51,7 @@ class Sequence:
         max_drafts: Most drafted tokens that a step may verify; 0 without speculation.
         num_drafting: Drafted tokens that plans in flight may verify.
         num_indivisible: Most tokens of its prompt that one step may have to compute as a whole.
-        extras: What optional parts keep of it, by a name.
+        extras: State of optional parts, by a name.
         allocation: The sequence's part of the prefix cache.
         started: Whether the sequence has ever run.
         num_to_prefill: Tokens that were known when the sequence started.

@@ -48,7 +48,7 @@ class ExecutorCore:
     Optional features are parts (`parts/`), which the core calls by their hooks.
 
     Attributes:
-        state: What core and parts share.
+        state: State that core and parts share.
         model, runner, cache, ranks, constraints, off: The fields of `state` with these names.
         max_batch_size: `engine.max_batch_size`, or its default for this device.
         runs_ahead: Whether steps may be launched before earlier ones are finished (CUDA, pipeline

@@ -130,7 +130,7 @@ class Running:
         charged: Prompt tokens charged in advance, until batching reports how many were computed.
         started: Whether its first step has been planned.
         in_slice: Tokens since it was dispatched.
-        preemptions: How often it had to pause for a higher priority.
+        preemptions: Number of pauses for a higher priority.
         leaving: Whether its pause was requested, at `asked_ns`, when it had `asked_tokens`.
         preempted: Asked for a higher priority, not at the end of its time slice.
         after: It is resumed after its tenant's waiting requests, else before them.

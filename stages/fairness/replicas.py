@@ -84,7 +84,7 @@ class Replica:
         num_leaving: Running sequences whose pause was requested.
         paused_tokens: Tokens of sequences that are paused, or whose pause was requested.
         kv_free: Tokens for which KV is free, as last reported.
-        prefixes: What its prefix cache probably holds.
+        prefixes: Prefixes that its cache probably holds.
     """
 
     def __init__(self, name: str, prefixes: PrefixIndex | None = None) -> None:

@@ -24,7 +24,7 @@ class Step:
 
     Attributes:
         result: The whole step.
-        replica: That ran it.
+        replica: Number of the replica that ran it.
         now_ns: When it is absorbed.
         find: Returns the running sample of a sequence in this share; else None.
         started, failed, ended: The entries of `result` that concern this share.

@@ -32,7 +32,7 @@ class Address(NamedTuple):
     """Connection parameters.
 
     Attributes:
-        kind: How the server is found.
+        kind: Kind of the server's address.
         connection_class: With or without TLS.
         options: Arguments for connections to servers, with host and port for a single server.
         nodes: Sentinels, or the cluster's seed nodes.

@@ -39,7 +39,7 @@ async def test_the_process_that_started_last_is_the_newest(buses: Any) -> None:
         assert await newer.is_newest("batching")
 
 
-async def test_durable_says_whether_another_process_finds_what_is_in_it(buses: Any) -> None:
+async def test_durable_says_whether_another_process_finds_the_entries(buses: Any) -> None:
     bus, another = buses.open(), buses.open()
     await bus.requests.publish({"request_id": "r", "prompt": "x"})
     backlog = await another.requests.backlog()

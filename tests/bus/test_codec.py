@@ -172,7 +172,7 @@ def test_messagepack_says_messagepack() -> None:
     assert "MessagePack" in result.message
 
 
-def test_an_older_client_reads_what_a_newer_pipeline_writes() -> None:
+def test_an_older_client_reads_messages_of_a_newer_pipeline() -> None:
     raw = b"""{"type":"completion","request_id":"r","entry_id":"1-1","status":"done","new":1,
     "samples":[{"sample_index":0,"text":"a","token_ids":[1],"logprobs":[0],"finish_reason":"stop",
     "new":{"a":1}}],"usage":{"prompt_tokens":1,"new":2},"timings":{"new":[]}}"""

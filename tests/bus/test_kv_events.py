@@ -80,7 +80,7 @@ async def test_gaps_duplicates_and_restarts_are_seen(buses: Any) -> None:
     ]
 
 
-async def test_the_stream_is_bounded_and_a_late_reader_sees_the_gap(buses: Any) -> None:
+async def test_the_stream_is_bounded_and_shows_the_gap_to_a_late_reader(buses: Any) -> None:
     writing = buses.open(kv_events_maxlen=100)
     number = 1000
     await published(writing, *(entry(number) for number in range(number)))

@@ -308,7 +308,7 @@ async def test_cancelled_send_is_whole_or_nothing(buses: Any) -> None:
     assert set(range(0, 100, 2)) <= set(received)
 
 
-async def test_inbox_sees_what_is_sent_after_its_opening(bus: Bus) -> None:
+async def test_an_inbox_receives_messages_sent_after_its_opening(bus: Bus) -> None:
     sender = bus.sender(ADMITTED, "admission-1")
     await sender.send(kit.credit(1))
     await sender.flush()
@@ -353,7 +353,7 @@ async def test_waiting_sender_goes_on_with_the_reopened_inbox(buses: Any) -> Non
     await sending
 
 
-async def test_closed_inbox_gives_out_what_it_holds(memory_bus: Bus) -> None:
+async def test_a_closed_inbox_delivers_the_rest(memory_bus: Bus) -> None:
     inbox = await memory_bus.open_inbox("fairness")
     sender = memory_bus.sender(ADMITTED, "admission-1")
     await kit.send_all(sender, range(3))

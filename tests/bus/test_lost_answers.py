@@ -129,7 +129,7 @@ async def test_a_copy_that_was_lost_is_written_again(lossy: Lossy) -> None:
     await lossy.acknowledged(entry_id)
 
 
-async def test_a_client_that_removes_what_it_has_read_does_no_harm(lossy: Lossy) -> None:
+async def test_a_client_that_removes_its_read_outputs_does_no_harm(lossy: Lossy) -> None:
     entry_id = await lossy.begin()
     await lossy.deliver(kit.done("r", entry_id))
     await lossy.lose_output()
@@ -194,7 +194,7 @@ async def test_a_stream_that_lacks_all_is_not_ended(lossy: Lossy) -> None:
 
 
 @pytest.mark.parametrize("removed", [2, 5])
-async def test_a_client_that_removes_what_it_has_read_gets_the_end(
+async def test_a_client_that_removes_its_read_outputs_gets_the_end(
     lossy: Lossy, removed: int
 ) -> None:
     await lossy.deliver_five()

@@ -18,7 +18,7 @@ steps = st.lists(
 
 @pytest.mark.soak
 @given(steps=steps, capacity=st.integers(1, 3))
-def test_each_item_comes_out_once_and_in_its_entrances_order(
+def test_each_item_comes_out_once_and_in_its_producers_order(
     steps: list[tuple[str, int]], capacity: int
 ) -> None:
     asyncio.run(_use(steps, capacity))
@@ -37,9 +37,9 @@ async def _use(steps: list[tuple[str, int]], capacity: int) -> None:
 
     for number, (step, value) in enumerate(steps):
         if step == "put":
-            entrance = f"entrance {value % 2}"
-            puts[entrance, number] = asyncio.create_task(
-                queue.put((entrance, number), entrance, capacity)
+            producer = f"producer {value % 2}"
+            puts[producer, number] = asyncio.create_task(
+                queue.put((producer, number), producer, capacity)
             )
         elif step == "take":
             takes.append(asyncio.create_task(take(value + 1)))
@@ -54,8 +54,8 @@ async def _use(steps: list[tuple[str, int]], capacity: int) -> None:
             older.close()
         else:
             await asyncio.sleep(0)
-        for entrance in ("entrance 0", "entrance 1"):
-            assert sum(item[0] == entrance for _, item in queue._items) <= capacity
+        for producer in ("producer 0", "producer 1"):
+            assert sum(item[0] == producer for _, item in queue._items) <= capacity
     while any(not task.done() for task in puts.values()) or len(queue):
         await asyncio.sleep(0)
         if len(queue):
@@ -65,8 +65,8 @@ async def _use(steps: list[tuple[str, int]], capacity: int) -> None:
     await asyncio.gather(*puts.values(), *takes, return_exceptions=True)
 
     assert len(out) == len(set(out))
-    for name in ("entrance 0", "entrance 1"):
-        numbers = [number for entrance, number in out if entrance == name]
+    for name in ("producer 0", "producer 1"):
+        numbers = [number for producer, number in out if producer == name]
         assert numbers == sorted(numbers)
     finished = {
         item for item, task in puts.items() if not task.cancelled() and not task.exception()

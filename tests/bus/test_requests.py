@@ -74,7 +74,7 @@ async def test_take_is_bounded_by_max_items(bus: Bus) -> None:
     assert len(await bus.requests.take(2)) <= 2
 
 
-async def test_pending_has_what_was_taken_and_not_acknowledged(buses: Any) -> None:
+async def test_pending_has_the_unacknowledged_entries(buses: Any) -> None:
     bus = buses.open()
     ids = [await bus.requests.publish(GenerateRequest(prompt=str(i))) for i in range(4)]
     await take(bus, 3)

@@ -136,14 +136,14 @@ async def test_a_key_belongs_to_the_first_that_claims_it(buses: Any) -> None:
     assert await other.results.claim([("r", third)]) == [second], "its output is still stored"
 
 
-async def test_a_request_without_id_tells_whether_it_was_begun(bus: Bus) -> None:
+async def test_a_request_without_id_reports_whether_it_was_begun(bus: Bus) -> None:
     entry = await publish(bus, "")
     assert await bus.results.claim([(entry, entry)]) == [None]
     await bus.results.deliver([(entry, [kit.chunk(entry, entry, 0)])])
     assert await bus.results.claim([(entry, entry)]) == [entry]
 
 
-async def test_a_successor_finds_what_was_written_and_goes_on(buses: Any) -> None:
+async def test_a_successor_finds_written_outputs_and_continues(buses: Any) -> None:
     bus = buses.open()
     keys = [f"r{i}" for i in range(300)]
     entries = [await publish(bus, key) for key in keys]
@@ -301,7 +301,7 @@ async def test_cancelled_deliver_is_whole(bus: Bus) -> None:
     assert await kit.collect(bus.results.follow("r", entry)) == expected
 
 
-async def test_memory_forgets_what_was_followed(memory_bus: MemoryBus) -> None:
+async def test_memory_drops_followed_outputs(memory_bus: MemoryBus) -> None:
     entry = await publish(memory_bus, "r")
     await memory_bus.results.deliver([("r", [kit.done("r", entry)])])
     assert await kit.collect(memory_bus.results.follow("r", entry))

@@ -112,7 +112,7 @@ async def test_two_routers_at_once_move_each_entry_once(buses: Any) -> None:
         assert (await lane.requests.backlog())[:2] == (0, 30), "nothing came twice"
 
 
-async def test_a_closed_model_takes_nothing_from_the_entrance(buses: Any) -> None:
+async def test_a_closed_model_takes_nothing_from_the_requests_stream(buses: Any) -> None:
     bus = buses.open()
     await put(bus, "a")
     await put(bus, "b", takes=False)
@@ -315,7 +315,7 @@ async def test_another_router_finishes_a_refusal_after_a_death_before_the_remova
     assert len(await kit.collect(bus.results.follow("r", entry_id))) == 1
 
 
-async def test_waiting_at_the_entrance_ends_with_the_bus(buses: Any) -> None:
+async def test_waiting_for_the_requests_stream_ends_with_the_bus(buses: Any) -> None:
     bus = buses.open()
     waiting = asyncio.create_task(bus.routing.unrouted())
     await asyncio.sleep(0)

@@ -123,7 +123,7 @@ async def test_a_child_has_its_own_session_and_title(
     assert child.returncode == -signal.SIGKILL
 
 
-async def test_a_child_drains_when_told(method: ForkServer | None, running: list[str]) -> None:
+async def test_a_child_drains_on_request(method: ForkServer | None, running: list[str]) -> None:
     child = await start(method, running)
     await child.tell(DRAIN)
     assert "stopped" in await text_of(child)

@@ -51,7 +51,7 @@ def test_set_changes_only_the_named_settings(run: Run, on_fresh: Config) -> None
     assert run("submit", "98 + 25 =", "--tenant", "gold").stdout.strip() == "123"
 
 
-def test_shares_shows_what_tenants_were_served(run: Run, on_fresh: Config) -> None:
+def test_shares_shows_the_service_of_tenants(run: Run, on_fresh: Config) -> None:
     assert run("fairness", "shares").stdout.startswith("no lane tells what it has served")
     assert run("fairness", "set", "exchange_interval_s=0.05").status == 0
     assert run("submit", "98 + 25 =", "--tenant", "gold").stdout.strip() == "123"

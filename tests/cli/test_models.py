@@ -164,7 +164,7 @@ def test_top_shows_lanes_by_model(run: Run) -> None:
     assert "model a" not in run("top", "--once", "--model", "b").stdout
 
 
-def test_health_asks_the_models_that_run_here(run: Run) -> None:
+def test_health_checks_the_models_that_run_here(run: Run) -> None:
     assert run("health", "--ready").stdout == "ready\n"
     assert run("health", "--live", "--model", "b").stdout == "live\n"
     ran = run("health", "--ready", "--host", "elsewhere")

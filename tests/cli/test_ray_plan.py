@@ -50,7 +50,7 @@ def test_a_replica_with_its_ranks_is_one_bundle() -> None:
     assert (planned.namespace, planned.lane) == ("nano-inference/nano", "0")
 
 
-def test_actors_take_what_their_bundles_reserve() -> None:
+def test_actors_take_the_resources_of_their_bundles() -> None:
     planned = plan(
         **{"engine__tensor_parallel": 2, "ray__rank_gpus": 1, "ray__rank_cpus": 4},
         ray__rank_resources={"h100": 0.5},

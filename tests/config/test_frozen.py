@@ -18,7 +18,7 @@ def test_equal_settings_have_one_hash(kind: type[msgspec.Struct]) -> None:
     assert len({kind(), kind()}) == 1
 
 
-def test_the_hash_is_of_what_collections_hold() -> None:
+def test_the_hash_depends_on_the_contents_of_collections() -> None:
     schema = Constraint(json_schema={"enum": [1, {"a": None}]})
     one = SamplingParams(logit_bias={1: 1, 2: 2.0}, stop=("a",), constraint=schema)
     two = SamplingParams(logit_bias={2: 2, 1: 1.0}, stop=("a",), constraint=copy.deepcopy(schema))

@@ -193,7 +193,7 @@ def test_containers_stream_an_answer(
         assert http.get("/status", headers={"host": "elsewhere"}).status_code == 403
 
 
-def test_the_server_of_the_release_knows_its_password(tmp_path: Path) -> None:
+def test_the_server_of_the_release_has_its_password(tmp_path: Path) -> None:
     """The chart's Redis, with the container's arguments; a client with the URL of the Secret."""
     objects = rendered(values_of("single-node"))
     (container,) = pod_of(one(objects, "StatefulSet", "-redis"))["containers"]

@@ -29,7 +29,7 @@ def test_hadolint_finds_nothing() -> None:
     assert (ran.returncode, ran.stdout) == (0, "")
 
 
-def test_it_runs_as_a_user_of_the_chart() -> None:
+def test_the_image_runs_as_a_user_of_the_chart() -> None:
     """By number, which Kubernetes checks for runAsNonRoot."""
     (user,) = [text for name, text in instructions() if name == "USER"]
     assert user == "10001:10001"
@@ -68,7 +68,7 @@ def test_commands_and_health_check_are_of_the_command_line() -> None:
     assert check[:3] == ["nano-inference", "health", "--live"]
 
 
-def test_the_context_is_what_the_wheel_is_built_from() -> None:
+def test_the_context_has_the_files_of_the_wheel() -> None:
     """Each package of pyproject.toml is in; tests and documents are not."""
     lines = DOCKERFILE.with_name("Dockerfile.dockerignore").read_text().splitlines()
     inside = {line[1:] for line in lines if line.startswith("!")}

@@ -68,7 +68,7 @@ def test_exposure_is_as_the_page_says(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", UNITS)
-def test_it_is_stopped_after_the_drain(name: str) -> None:
+def test_a_unit_is_stopped_after_the_drain(name: str) -> None:
     """`up` drains its gateway and then its stages; SIGTERM goes to it alone."""
     service = Unit(name)["Service"]
     drains = 2 if " up " in service["ExecStart"] else 1
@@ -77,7 +77,7 @@ def test_it_is_stopped_after_the_drain(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", UNITS)
-def test_it_starts_a_command(name: str) -> None:
+def test_a_unit_starts_a_command(name: str) -> None:
     program, command, *options = shlex.split(Unit(name)["Service"]["ExecStart"])
     assert program == "/opt/nano-inference/bin/nano-inference"
     assert command in {each.name or each.callback.__name__ for each in app.registered_commands}  # type: ignore[union-attr]

@@ -126,7 +126,7 @@ async def test_a_program_runs_in_an_environment_of_its_own(
 
 @pytest.mark.soak
 @pytest.mark.parametrize("name", ABOUT_IMAGES)
-async def test_a_program_asks_about_an_image(
+async def test_a_program_sends_a_question_about_an_image(
     name: str, vision_url: str, programs: Callable[[str], Path], tmp_path: Path
 ) -> None:
     python = await asyncio.to_thread(programs, name) / "python"

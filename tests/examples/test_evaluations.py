@@ -97,7 +97,7 @@ def reported(harness: Path, task: str, metric: str) -> float:
     raise AssertionError(f"{task} was not run")
 
 
-def test_the_harness_finds_loglikelihoods_and_what_is_greedy(harness: Path) -> None:
+def test_the_harness_gets_loglikelihoods_and_greedy_flags(harness: Path) -> None:
     found = samples(harness, "tiny_choices")
     greedy, right = 0, 0
     for sample, doc in zip(found, TEXTS, strict=True):
@@ -148,7 +148,7 @@ def inspected(
 @pytest.mark.parametrize(
     ("called", "prefix"), [("chats", "chatcmpl-"), ("responses", "resp_"), ("vllm", "chatcmpl-")]
 )
-def test_inspect_scores_what_the_engine_answers(inspected: Path, called: str, prefix: str) -> None:
+def test_inspect_scores_the_engines_answers(inspected: Path, called: str, prefix: str) -> None:
     _, answers = generated((), 100)
     (path,) = (inspected / called).glob("*.json")
     log = json.loads(path.read_text())

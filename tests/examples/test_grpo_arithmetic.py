@@ -236,7 +236,7 @@ def check_figures(found: dict[str, Any]) -> None:
     assert found["rollout_tokens_per_s"] >= found["tokens_per_s"] > 0
 
 
-def test_blocking_run_reports_what_it_did(console: Console) -> None:
+def test_a_blocking_run_reports_its_work(console: Console) -> None:
     found = run(SETTINGS, console)
     check_figures(found)
     assert found["staleness_max"] == 0

@@ -48,7 +48,7 @@ def load(name: str, url: str, programs: Callable[[str], Path], folder: Path) -> 
     return counted
 
 
-def test_aiperf_counts_what_the_server_counts(
+def test_aiperf_and_the_server_count_the_same(
     serving: str, programs: Callable[[str], Path], tmp_path: Path
 ) -> None:
     counted = load("aiperf.sh", serving, programs, tmp_path)
@@ -72,7 +72,7 @@ def test_aiperf_counts_what_the_server_counts(
     assert {"nano_requests", "gen_ai_server_time_to_first_token_seconds"} <= set(found["metrics"])
 
 
-def test_guidellm_counts_what_the_server_counts(
+def test_guidellm_and_the_server_count_the_same(
     serving: str, programs: Callable[[str], Path], tmp_path: Path
 ) -> None:
     counted = load("guidellm.sh", serving, programs, tmp_path)

@@ -115,7 +115,7 @@ CALLS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", CALLS)
-async def test_each_interface_asks_for_the_same(
+async def test_each_interface_submits_the_same_request(
     http: Client, engine: FakeEngine, name: str
 ) -> None:
     path, body = CALLS[name]

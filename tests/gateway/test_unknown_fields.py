@@ -153,7 +153,7 @@ async def test_an_unknown_field_is_refused_by_name_at_every_depth(
 @pytest.mark.parametrize(
     ("path", "body"), [each for each in CALLS if not each[0].startswith(("/v2", "/generate"))]
 )
-async def test_an_unknown_field_that_asks_for_nothing_is_taken(
+async def test_an_unknown_field_with_a_default_value_is_accepted(
     http: Client, path: str, body: Body
 ) -> None:
     for place in objects_of(body):

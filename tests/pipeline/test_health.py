@@ -293,7 +293,7 @@ class Counting(Broken):
         await asyncio.sleep(3600)
 
 
-async def test_a_stage_reports_its_inbox_and_what_it_has_received() -> None:
+async def test_a_stage_reports_its_inbox_and_its_received_messages() -> None:
     bus = MemoryBus(Config().bus)
     stage = Counting(StageContext(Config(), bus, Tracing(None)))
     assert stage.traffic() == {}, "it has no inbox yet"

@@ -133,7 +133,7 @@ async def test_replicas_share_the_stream(make_config: MakeConfig) -> None:
     assert {each.missed for each in seen.entries} == {0}
 
 
-async def test_replicas_with_roles_report_what_each_holds(make_config: MakeConfig) -> None:
+async def test_replicas_with_roles_report_their_own_blocks(make_config: MakeConfig) -> None:
     """The one that decodes has the prompt's blocks, too: in host memory and on its device."""
     roles = {"pipeline__replicas": 2, "pipeline__roles": ["prefill", "decode"]}
     config = make_config(**SMALL, **roles, engine__deterministic=True)

@@ -89,7 +89,7 @@ def what(result: KVSessionResult | None) -> tuple[str, int]:
 
 
 @both_buses()
-async def test_the_completion_and_the_call_say_what_became_of_it(pipeline: Pipeline) -> None:
+async def test_the_completion_and_the_call_report_the_session(pipeline: Pipeline) -> None:
     completion = await answer(pipeline, session())
     assert what(completion.kv_session) == ("accepted", 80)
     assert what(await pipeline.client.kv_session("agent", "release")) == ("accepted", 80)

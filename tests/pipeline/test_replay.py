@@ -220,7 +220,9 @@ def test_the_fingerprint_follows_weights_configuration_and_settings(tmp_path: Pa
     assert sampled_digest(layer) != before
 
 
-async def test_a_pipeline_replays_what_its_bus_has(make_config: MakeConfig, tmp_path: Path) -> None:
+async def test_a_pipeline_replays_records_of_its_bus(
+    make_config: MakeConfig, tmp_path: Path
+) -> None:
     """A request with an adapter and several samples, and a vector."""
     make_adapter(reference.model(short_model.folder()), 1, tmp_path)
     config = make_config(

@@ -314,7 +314,7 @@ async def test_pages_of_ours_may_bring_a_key(engine: FakeEngine) -> None:
         assert error_of(answer, 403) == "forbidden_origin"
 
 
-async def test_pages_are_answered_before_all_limits_and_may_read_what_those_say(
+async def test_pages_are_answered_before_all_limits_and_may_read_the_refusals(
     engine: FakeEngine,
 ) -> None:
     """A browser that got 429 for its question would tell its page nothing at all."""
@@ -357,7 +357,7 @@ async def test_pages_may_read_that_the_gateway_has_failed(engine: FakeEngine) ->
         ("effects_by_get", "some"),
     ],
 )
-def test_lists_that_would_not_hold_what_they_seem_to(name: str, value: Any) -> None:
+def test_misleading_lists_of_origins_are_refused(name: str, value: Any) -> None:
     with pytest.raises(ConfigError, match=f"gateway.{name}"):
         load_config(env={}, overrides={f"gateway.{name}": value})
 

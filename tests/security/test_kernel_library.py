@@ -87,7 +87,7 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
     return Machine(tmp_path, monkeypatch)
 
 
-def test_it_is_compiled_once(machine: Machine) -> None:
+def test_the_library_is_compiled_once(machine: Machine) -> None:
     old_umask = os.umask(0o002)
     try:
         assert [machine.load() for _ in range(3)] == [1, 0, 0]
@@ -230,7 +230,7 @@ def test_another_compiler_makes_one_of_its_own(
         assert [machine.load(), machine.load()] == [1, 0]
 
 
-def test_one_is_made_again_when_what_it_includes_has_changed(machine: Machine) -> None:
+def test_a_library_is_compiled_again_when_an_included_file_changes(machine: Machine) -> None:
     machine.load()
     (compiling.SOURCES / "vectors.h").write_text("// changed\n")
     assert [machine.load(), machine.load()] == [1, 0]
@@ -246,7 +246,7 @@ def test_one_is_made_again_when_what_it_includes_has_changed(machine: Machine) -
         ("fma", LIBRARIES),
     ],
 )
-def test_each_needs_what_it_uses_of_the_processor(
+def test_each_library_requires_the_instructions_that_it_uses(
     machine: Machine, monkeypatch: pytest.MonkeyPatch, flags: str, without: list[str]
 ) -> None:
     (compiling.SOURCES / "sampling.c").write_text(SOURCE)

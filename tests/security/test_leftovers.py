@@ -80,7 +80,7 @@ def test_nothing_is_left_in_good_order(place: Path) -> None:
     assert list(place.iterdir()) == []
 
 
-def test_only_what_is_ours_is_swept(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_our_files_are_swept(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     name = new_name("weights")
     machine = temporary._machine()
     elsewhere = name.replace(machine, "0" * len(machine))  # another machine, or before a restart

@@ -234,7 +234,7 @@ FOR_OTHERS = {
 """By key, the calls that it is not for."""
 
 
-async def test_a_key_opens_only_what_it_is_for(fort: Fort) -> None:
+async def test_a_key_opens_only_its_scopes(fort: Fort) -> None:
     before = await fort.names()
     calls = [(key, *each.split()) for key, of in FOR_OTHERS.items() for each in of.split(",")]
     for key, method, path in calls:

@@ -165,7 +165,7 @@ async def refusal(place: Place, url: str) -> str:
     return message
 
 
-async def test_only_the_server_that_is_meant_is_told_the_password(
+async def test_only_the_intended_server_gets_the_password(
     tmp_path: Path, program: str, authority: Authority
 ) -> None:
     """A certificate of somebody else, or for another name; and nothing is said to a stranger."""
@@ -184,7 +184,7 @@ async def test_only_the_server_that_is_meant_is_told_the_password(
         assert "certificate verify failed: IP address mismatch" in said
 
 
-async def test_without_tls_nobody_is_served(
+async def test_clients_without_tls_are_not_served(
     tmp_path: Path, program: str, authority: Authority
 ) -> None:
     async with place(tmp_path, program, authority.issue("redis"), authority) as redis:

@@ -79,7 +79,7 @@ async def test_all_events_together_are_a_few_times_the_last(
     assert len(found) < len(short) + 100
 
 
-async def test_every_event_holds_what_came_before(
+async def test_every_event_includes_the_text_before(
     http: httpx.AsyncClient, engine: FakeEngine
 ) -> None:
     engine.outputs = spelling(LONG)

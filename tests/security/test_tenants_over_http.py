@@ -120,7 +120,7 @@ async def test_a_client_is_known_by_its_address(
     assert [request.tenant for request in engine.requests] == [tenant]
 
 
-async def test_a_client_says_who_it_is(http: httpx.AsyncClient, engine: GatedEngine) -> None:
+async def test_a_client_names_its_tenant(http: httpx.AsyncClient, engine: GatedEngine) -> None:
     engine.gate.set()
     await one(http, "team a", text=["a", "b"])
     assert [request.tenant for request in engine.requests] == ["team a"] * 2

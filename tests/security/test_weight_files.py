@@ -302,7 +302,7 @@ def test_published_checkpoints_are_within_the_limits(experts: nn.Module) -> None
     assert limits.header_bytes > each_with_a_scale * len(json.dumps({long: entry}))
 
 
-def test_settings_go_before_what_follows_from_the_model(experts: nn.Module) -> None:
+def test_settings_override_limits_derived_from_the_model(experts: nn.Module) -> None:
     assert limits_of(experts, 7, 9) == WeightLimits(7, 9)
 
 

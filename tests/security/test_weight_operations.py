@@ -201,7 +201,7 @@ async def test_a_record_of_the_lanes_weights_is_checked(
 
 
 @pytest.mark.parametrize("version", [0, -1, 1 << 63, 10**30])
-async def test_the_lane_has_no_version_that_could_not_be_told(version: int) -> None:
+async def test_the_lane_has_no_version_outside_the_range(version: int) -> None:
     for decode, encode in (
         (msgspec.json.decode, msgspec.json.encode),
         (msgspec.convert, lambda content: content),

@@ -265,8 +265,8 @@ MUTANTS = (
     Defect(
         "a reader that waits for a queue is not woken",
         "bus/queue.py",
-        "        self._items.append((entrance, item))\n        if self._takers:",
-        "        self._items.append((entrance, item))\n        if False:",
+        "        self._items.append((producer, item))\n        if self._takers:",
+        "        self._items.append((producer, item))\n        if False:",
     ),
     Defect(
         "a follower in memory does not notice outputs",

@@ -66,7 +66,9 @@ def test_nothing_is_known_of_a_process_elsewhere(identity: str) -> None:
     assert state_of(os.getpid(), identity) == "unknown"
 
 
-async def test_the_board_tells_how_processes_are(bus: Bus, child: subprocess.Popen[bytes]) -> None:
+async def test_the_board_shows_the_state_of_processes(
+    bus: Bus, child: subprocess.Popen[bytes]
+) -> None:
     identity = identity_of(child.pid)
     here = StageReport(
         lane="0",

@@ -152,7 +152,7 @@ async def test_the_clock_goes_on(records: Records, key: bytes) -> None:
     assert 5 <= await records.time_ms(key) - before < 60_000
 
 
-async def test_memory_forgets_what_has_expired(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_memory_drops_expired_records(monkeypatch: pytest.MonkeyPatch) -> None:
     records, now_s = MemoryRecords(), 0.0
     monkeypatch.setattr(time, "monotonic", lambda: now_s)
     for number in range(100):

@@ -73,7 +73,7 @@ async def test_an_unreachable_server_is_reported() -> None:
         assert told.startswith(f"can't reach Redis at redis+cluster://{host}")
 
 
-async def test_sentinels_that_do_not_know_the_name(tmp_path: Path) -> None:
+async def test_sentinels_without_the_masters_name_are_reported(tmp_path: Path) -> None:
     conf = f"sentinel monitor {SERVICE} 127.0.0.1 1 1"
     sentinel = Node(valkey(), tmp_path / "t", sentinel=conf)
     await sentinel.start()

@@ -71,7 +71,7 @@ def test_dead_processes_are_dropped_after_a_long_time() -> None:
     assert Counted(b"", HELD).forgotten(shares, ended_ms + FORGOTTEN_MS + 1) == [b"dead"]
 
 
-def test_only_what_counts_must_be_written() -> None:
+def test_only_amounts_that_count_must_be_written() -> None:
     counted = Counted(b"", MINUTE)
     assert not counted.is_unwritten(0)
     counted.put(counted.slice_at(NOW_MS), 1)

@@ -28,7 +28,9 @@ TOLD: list[tuple[dict[str, Any], int | None]] = [
 
 
 @pytest.mark.parametrize(("config", "length"), TOLD)
-def test_a_folder_tells(tmp_path: Path, config: dict[str, Any], length: int | None) -> None:
+def test_a_folder_states_its_context_length(
+    tmp_path: Path, config: dict[str, Any], length: int | None
+) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert longest_context_of(tmp_path) == length
 
@@ -40,7 +42,7 @@ def test_an_unreadable_file_gives_no_context_length(tmp_path: Path, content: str
     assert longest_context_of(tmp_path / "nowhere") is None
 
 
-def test_a_gguf_file_tells(tmp_path: Path) -> None:
+def test_a_gguf_file_states_its_context_length(tmp_path: Path) -> None:
     assert longest_context_of(write_gguf(tmp_path / "tiny.gguf")) == 2048
     assert longest_context_of(tmp_path) == 2048
     assert longest_context_of(EngineConfig().model_folder) == 2048

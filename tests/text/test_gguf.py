@@ -218,7 +218,7 @@ def test_an_unknown_architecture_is_refused(tmp_path: Path) -> None:
 # --- the folder that stands for a file ----------------------------------------------------------
 
 
-def test_it_has_the_tokenizer_of_the_file(tmp_path: Path) -> None:
+def test_the_folder_has_the_tokenizer_of_the_file(tmp_path: Path) -> None:
     ours, own = load_tokenizer(write_gguf(tmp_path / "m.gguf", "Q4_0")), load_tokenizer(TINY)
     for text in TEXTS:
         ids = own(text).input_ids
@@ -298,13 +298,13 @@ def test_the_type_that_auto_takes(tmp_path: Path, kind: str, dtype: str) -> None
     assert (facts.num_parameters, facts.file) == (PARAMETERS, str(tmp_path / "m.gguf"))
 
 
-def test_positions_that_transformers_does_not_read_are_told(tmp_path: Path) -> None:
+def test_positions_that_transformers_does_not_read_are_reported(tmp_path: Path) -> None:
     change = saying(**{"qwen2.rope.scaling.type": "yarn"})
     facts = facts_of(folder_of(write_gguf(tmp_path / "m.gguf", change=change)))
     assert facts.unread == ("qwen2.rope.scaling ('yarn')",)
 
 
-def test_the_configuration_has_what_transformers_leaves_at_defaults(tmp_path: Path) -> None:
+def test_the_configuration_sets_values_that_transformers_leaves_at_defaults(tmp_path: Path) -> None:
     change = saying(**{"gemma2.attention.key_length": 128, "gemma2.final_logit_softcapping": 20.0})
     folder = folder_of(write_gguf(tmp_path / "m.gguf", architecture="gemma2", change=change))
     config = json.loads((folder / "config.json").read_text())
@@ -330,7 +330,9 @@ def test_a_folder_with_one_file_is_that_file(tmp_path: Path) -> None:
     assert folder_of(folder) == folder
 
 
-def test_it_is_made_once_for_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_folder_is_made_once_for_all_processes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = write_gguf(tmp_path / "m.gguf")
     made: list[Path] = []
 

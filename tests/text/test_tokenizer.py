@@ -176,7 +176,7 @@ def advise(folder: Path, **settings: object) -> SamplingParams:
     return default_sampling_params(folder)
 
 
-def test_the_makers_advice_is_what_generation_config_names(tmp_path: Path) -> None:
+def test_the_makers_advice_comes_from_generation_config(tmp_path: Path) -> None:
     advice = {"temperature": 0.6, "top_k": 20, "top_p": 0.95, "min_p": 0.1}
     found = advise(tmp_path, do_sample=True, repetition_penalty=1.05, eos_token_id=[1, 2], **advice)
     assert found == SamplingParams(**advice, repetition_penalty=1.05)

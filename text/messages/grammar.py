@@ -36,7 +36,7 @@ def constraint_of(
     """Return the constraint of a message; None without one.
 
     Args:
-        form: How the model writes messages.
+        form: The model's message format.
         opening: The part of the assistant's turn in the prompt, as in `Reading`.
         use: The tools that it may, or has to, call.
         answer: The constraint of the text, unless it is a call.

@@ -57,7 +57,7 @@ class Batch(NamedTuple):
         tokens: `[rows, length]`.
         targets: The next tokens; -100 outside answers.
         positions: `[rows, length]`.
-        mask: What each token attends to: `[rows, 1, length, length]`.
+        mask: The tokens that each token attends to: `[rows, 1, length, length]`.
     """
 
     pixels: Tensor

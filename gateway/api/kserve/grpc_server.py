@@ -253,7 +253,7 @@ class GrpcServer(GrpcCalls):
     """Serves KServe V2 over gRPC.
 
     Attributes:
-        port: Where it listens.
+        port: Its port.
     """
 
     port = 0

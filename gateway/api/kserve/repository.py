@@ -24,7 +24,7 @@ class ModelContext(NamedTuple):
 
     Attributes:
         service: The served models. A model calls another one by `infer` or `infer_once` with its
-            own call's origin, so that limits and deadline hold.
+            own `ModelCall.call`, so that limits and deadline hold.
         config: The gateway's settings.
     """
 

@@ -192,7 +192,7 @@ class Choice:
         finished: Whether its last chunk was put together.
         waits_for_prompt: Whether it can't begin before the prompt's logprobs, which come with the
             first sample.
-        received: How many tokens have come, and their text with them where the answer shows both.
+        received: Number of received tokens, and their text where the answer shows both.
     """
 
     def __init__(

@@ -31,11 +31,11 @@ class ChoicesCall(CallHead, frozen=True, kw_only=True):
 
     Attributes:
         sampling: For all choices.
-        logprobs: How many of the likeliest tokens to show at each place; None shows no logprobs.
+        logprobs: Number of likeliest tokens to show at each position; None shows no logprobs.
         prompt_logprobs: Whether the logprobs of the prompt are shown, apart from the text's.
         token_ids: Whether they are shown.
         adapter: The adapter that its requests name; "" for none.
-        fields: Those that all calls have, as they came.
+        fields: The fields of all calls, as they came.
         n: Choices of each prompt.
         scores_only: No tokens are wanted. The engine samples one all the same.
         echo: Whether the prompt stands before the text.
@@ -43,7 +43,7 @@ class ChoicesCall(CallHead, frozen=True, kw_only=True):
         named: The client's own name for the call, which its answer repeats; "" for the answer's
             id. The bus has the call under that alone, so that no other client finds it by its name.
         prediction: The client's prediction of each choice; "" for none.
-        reading: How its messages are read; None where a sample is text alone.
+        reading: The reading of its messages; None where a sample is text alone.
         reasoning_field: The field of a message that has the reasoning.
         include_reasoning: Whether reasoning is shown.
     """

@@ -18,7 +18,7 @@ class Chunks(Unsent[Choice]):
     """All choices of a stream. All that comes of one while the client does not read is one chunk.
 
     Attributes:
-        position: How much was sent.
+        position: The position up to which it was sent.
     """
 
     def __init__(

@@ -189,7 +189,7 @@ class WeightSync:
         """Takes new weights, as a part or at once.
 
         Args:
-            weights: Where they are.
+            weights: Their source.
             label: The client's name of the version that they make.
             abort: Whether requests in flight end when they are put in place.
             whole: Whether they are all the weights that there are, unless they are a part.

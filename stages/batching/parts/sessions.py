@@ -80,7 +80,7 @@ class _Turn(NamedTuple):
     Attributes:
         session: Its session.
         wish: The request's.
-        grant: What it may leave.
+        grant: Blocks that it may leave pinned.
         num_reserved: Blocks of the share that are kept for it, besides those that are pinned.
     """
 
@@ -107,7 +107,7 @@ class Sessions(Part):
 
     Attributes:
         known: All sessions.
-        pins: How many sessions hold each pinned block: a shared block uses the share once.
+        pins: Number of sessions that hold each pinned block: a shared block uses the share once.
     """
 
     handles = (ControlSession, AdapterReady, TiersChanged)
@@ -250,7 +250,7 @@ class Sessions(Part):
         Args:
             seq_id: Id of its sequence.
             tenant: The request's, as the next one.
-            wish: What is to become of its KV.
+            wish: The requested action on its KV.
             allocation: The sequence's, which has its blocks.
             max_length: Most tokens of prompt and completion.
         """

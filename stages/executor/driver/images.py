@@ -49,7 +49,7 @@ class SequenceImages:
 
     Attributes:
         embeddings: Embeddings of the images that plans have encoded.
-        capacity: What the model takes of images.
+        capacity: The model's limits for images.
     """
 
     def __init__(

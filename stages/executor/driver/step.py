@@ -102,7 +102,7 @@ class BegunStep(NamedTuple):
         samples: `[rows]`, which of them sample.
         num_scored: `[rows]`, prompt tokens to score.
         last_token: `[rows]`, the index of each row's last token.
-        places: Where tokens are sampled.
+        places: Positions at which tokens are sampled.
         masks: For these places; None if there are none.
         logits_of: The logits of each place; None if they are in its order.
         drafts: The drafted tokens; None if there are none.

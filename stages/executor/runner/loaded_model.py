@@ -71,7 +71,7 @@ class LoadedModel:
         vocab_size: Rows of the output layer, or of the input layer without one.
         layers: The attention layers in order; none of an encoder. A pipeline stage has its own.
         attention_options: Options of these layers.
-        other_states: What other layers keep of a sequence, such as a recurrent state.
+        other_states: State that other layers keep of a sequence, such as a recurrent state.
         generates: Whether there is an output layer.
         is_encoder: Whether tokens see later ones, so that prompts run as a whole, with
             Transformers' own attention.

@@ -42,7 +42,7 @@ class Positions(msgspec.Struct, frozen=True):
 
     Attributes:
         prompt: `[3, prompt]`: in time, height and width.
-        shift: What is added to the index of a generated token.
+        shift: Number added to the index of a generated token.
     """
 
     prompt: IntArray

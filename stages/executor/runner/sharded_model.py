@@ -211,7 +211,7 @@ def shard_model(
 
     Args:
         whole: As of `make_whole`. Kept for names and shapes.
-        layout: How to cut.
+        layout: Cuts of the dimensions.
         device: For the shard.
         pipeline: As in `load_sharded`.
         expert_parallel: Experts belong to ranks as a whole.

@@ -47,7 +47,7 @@ class Exchange(Part):
     Attributes:
         on: Whether service is recorded.
         total: Service of this lane since the exchange was turned on.
-        elsewhere: That of the others, as far as it is known.
+        elsewhere: Service of the other lanes, as far as it is known.
         capped: Times that a tenant's lead was cut to `lead`.
         lead: The most that service elsewhere puts a tenant of weight 1 ahead.
     """

@@ -16,7 +16,7 @@ class _Ahead(NamedTuple):
 
     Attributes:
         started: Its start on the replica that continues it.
-        replica: That replica.
+        replica: Number of that replica.
         steps: Its shares of the replica's steps.
     """
 

@@ -98,7 +98,7 @@ def test_the_document_has_the_endpoints(interface: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ALL, ids=lambda kind: kind.__name__)
-def test_null_is_a_default_and_so_is_a_value_that_asks_for_nothing(
+def test_null_and_default_values_are_accepted(
     kind: type[msgspec.Struct],
 ) -> None:
     names = [*kind.__struct_fields__, *getattr(kind, "SAMPLING", ())]

@@ -258,7 +258,7 @@ async def test_ten_thousand_requests_are_a_few_dozen_elements(
         await page.page.wait_for_selector("text='500 of 10,000'")
 
 
-async def test_with_keys_the_page_asks_for_one_and_sends_it_as_a_header(
+async def test_with_keys_the_page_requires_one_and_sends_it_as_a_header(
     browser: Any, engine: FakeEngine
 ) -> None:
     async with (

@@ -110,7 +110,7 @@ async def test_without_the_bus_a_snapshot_says_so(feed: Feed, board: Board) -> N
     assert (found["status"], found["problem"]) == (None, "Redis is away")
 
 
-async def test_a_tenants_key_sees_its_own_use_only(feed: Feed, log: RequestLog) -> None:
+async def test_a_tenants_key_shows_its_own_use_only(feed: Feed, log: RequestLog) -> None:
     for tenant in ("acme", "blue"):
         log.arrived(tenant, [GenerateRequest(request_id=tenant, prompt="x")], "tiny")
     caller = Caller(key_id="k", tenant="acme", scopes=frozenset({"read"}))

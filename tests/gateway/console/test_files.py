@@ -53,7 +53,7 @@ async def test_each_file_has_a_strict_policy(http: Client, path: str) -> None:
         assert directives[name] == "'none'"
 
 
-async def test_files_are_cached_by_what_is_in_them(http: Client) -> None:
+async def test_files_are_cached_by_their_content(http: Client) -> None:
     first = await http.get("/console/static/app.js", headers={"Accept-Encoding": "identity"})
     etag = {"If-None-Match": first.headers["etag"]}
     again = await http.get("/console/static/app.js", headers=etag)

@@ -87,7 +87,7 @@ async def test_a_long_list_is_compressed(engine: FakeEngine) -> None:
             assert len(answer.json()["requests"]) == 100
 
 
-async def test_a_key_sees_the_requests_of_its_tenant(engine: FakeEngine) -> None:
+async def test_a_key_lists_the_requests_of_its_tenant(engine: FakeEngine) -> None:
     app = app_of(engine, {"policy.backend": "bus"})
     administration = Administration(app.policy.store)
     keys = {}

@@ -119,7 +119,9 @@ async def test_each_ends_its_own_request_only(http: Client, one: Headers, other:
         assert (await mine).json()["meta_info"]["id"] == "job-2"
 
 
-async def test_each_sees_its_own_line_only(http: Client, one: Headers, other: Headers) -> None:
+async def test_each_tenant_gets_its_own_line_only(
+    http: Client, one: Headers, other: Headers
+) -> None:
     async with running(http, one, rid="job", text="secret"):
         async with running(http, other, rid="job", text="theirs"):
             assert await lines(http, one) == [("job", "running", "secret")]

@@ -426,7 +426,7 @@ def test_client_texts_in_messages_are_short_and_encodable(core: AdmissionCore) -
         admit(core, entry_of(n=HUGE))
 
 
-def test_a_recipe_has_what_computes_the_samples_again(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_a_recipe_computes_the_samples_again(tokenizer: PreTrainedTokenizerFast) -> None:
     made = Fingerprint(digest="a", torch="2")
     capacity = with_sections(
         msgspec.structs.replace(CAPACITY, num_blocks=9), FingerprintCapacity((made,))

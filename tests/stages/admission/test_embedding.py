@@ -77,7 +77,7 @@ def test_an_empty_text_has_the_tokens_that_the_tokenizer_adds(
     assert found.admitted.prompt.token_ids == (0,)
 
 
-def test_a_prompt_may_fill_what_the_lane_has(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_a_prompt_may_fill_the_lanes_capacity(tokenizer: PreTrainedTokenizerFast) -> None:
     """64 slots; and the model's length, with no room for a token after it."""
     assert len(admitted(tokenizer, prompt_token_ids=(5,) * 64).admitted.prompt.token_ids) == 64
     short = msgspec.structs.replace(BOTH, max_model_len=20)

@@ -145,7 +145,7 @@ def test_recovery_requests_are_sent_in_small_groups() -> None:
     assert [opened.entry_id for each in asked for opened in each.opened] == ids
 
 
-def test_it_opens_when_all_take_part_in_this_epoch() -> None:
+def test_the_lane_opens_when_all_stages_take_part_in_this_epoch() -> None:
     driven = Driven()
     assert driven.core.participants.missing == ["fairness", "batching", "executor", "streaming"]
     driven.tell(StageStarted("executor", "i"))

@@ -106,7 +106,7 @@ class Pair:
 
 
 @pytest.mark.parametrize("cache_type", CACHE_TYPES)
-def test_the_taker_computes_only_what_is_not_in_full_blocks(cache_type: CacheType) -> None:
+def test_the_taker_computes_only_tokens_outside_full_blocks(cache_type: CacheType) -> None:
     pair = Pair(cache_type=cache_type)
     pair.add(PROMPT, [1])
     pair.run()

@@ -336,7 +336,7 @@ def test_calls_during_a_turn_are_carried_out_at_its_end(cache_type: CacheType) -
     assert replica.core.next_deadline_ns() == 20 * SECOND
 
 
-def test_a_cancelled_turn_keeps_what_it_has_computed(cache_type: CacheType) -> None:
+def test_a_cancelled_turn_keeps_its_computed_tokens(cache_type: CacheType) -> None:
     replica = FakeReplica(cache_type=cache_type)
     agent = Agent(replica)
     agent.send(1)

@@ -284,7 +284,7 @@ def test_reasoning_begins_only_on_request(
     assert writer.may_be(asked(writer, use, OPEN, answer), "Hm\n</think>\n\n" + text)
 
 
-def test_a_budget_asks_for_reasoning_unless_that_is_off() -> None:
+def test_a_budget_turns_reasoning_on_unless_it_is_off() -> None:
     writer, thought = with_tokens(), '<think>Hm</think>{"x": 1}'
     for reasons in (None, False, True):
         constraint = asked(writer, ToolUse(), "", ANSWER, 3, reasons=reasons)

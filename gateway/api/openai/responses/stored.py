@@ -177,7 +177,7 @@ class Run:
 
     Attributes:
         kept: The response as the bus keeps it; None if that is to be read again.
-        settled: Set when it is published, or will not be.
+        settled: Set when it is published, or can't be any more.
         failure: The reason why it will not be published.
     """
 

@@ -108,8 +108,8 @@ class StepImages:
     """The images of one step.
 
     Attributes:
-        used: Those that the executor has already.
-        new: Those to encode.
+        used: Images that the executor has already.
+        new: Images to encode.
         blocked: Whether a part of a prompt must wait until a step has room for a whole image.
     """
 

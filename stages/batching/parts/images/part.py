@@ -21,7 +21,7 @@ class Images(Part):
     """Encodes the images of prompts before the steps that need them.
 
     Attributes:
-        cache: Which embeddings the executor has.
+        cache: The executor's embeddings.
     """
 
     handles = (WeightsReady, MemoryState)

@@ -28,7 +28,7 @@ class Tiers(Part, Below):
     again into a free block when a sequence starts with its tokens.
 
     Attributes:
-        blocks: Which blocks are where.
+        blocks: The blocks of each tier.
         audit: Computes loaded blocks again while nothing else runs.
     """
 

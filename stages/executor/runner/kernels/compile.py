@@ -39,7 +39,7 @@ class Library(msgspec.Struct, frozen=True):
         source: The C file.
         processor: The required processor flags, in Linux's spelling. Empty: any processor, and no
             OpenMP.
-        instructions: What they allow, for readers.
+        instructions: Instruction sets that they allow, for readers.
         define: The macros to define.
     """
 

@@ -331,7 +331,7 @@ def rotate(rows: Tensor, heads: int, cos: Tensor, sin: Tensor) -> None:
 
     Args:
         rows: `[rows, at least heads * width]`, each row contiguous.
-        heads: How many heads to rotate.
+        heads: Number of heads to rotate.
         cos: `[rows, width]`, contiguous; width is a multiple of 32.
         sin: Likewise.
 

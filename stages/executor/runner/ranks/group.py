@@ -26,7 +26,7 @@ class RankGroup(ABC):
     Attributes:
         rank: This rank, from 0.
         size: The number of ranks.
-        timeout_s: How long an operation waits for other ranks; infinite is allowed. A rank whose
+        timeout_s: Longest wait of an operation for other ranks; infinite is allowed. A rank whose
             process has ended is noticed earlier.
     """
 

@@ -27,7 +27,7 @@ class RankGroups(msgspec.Struct, frozen=True, eq=False):
 
     Attributes:
         all: All ranks.
-        stage: Those that share this one's layers.
+        stage: Ranks that share this one's layers.
         outputs: The ends of the pipeline, if this rank is one of them; else None.
         pipeline: This rank's place in it; None with one stage.
     """
@@ -61,7 +61,7 @@ class GroupMemories:
     """The memory of all ranks' groups, made by rank 0.
 
     Attributes:
-        groups: Those of rank 0.
+        groups: Groups of rank 0.
     """
 
     def __init__(self, config: EngineConfig) -> None:

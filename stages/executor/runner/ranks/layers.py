@@ -215,7 +215,7 @@ def shard_module(whole: Any, style: Style, layout: Layout) -> nn.Module:
     Args:
         whole: The module, on the meta device; it may be used as a part.
         style: Style of the module in the plan.
-        layout: How to cut.
+        layout: Cuts of the dimensions.
     """
     match style:
         case Style.VOCABULARY:

@@ -130,8 +130,8 @@ class Ranks:
     rank has to be started anew.
 
     Attributes:
-        groups: What ranks exchange while they compute.
-        calls: What they do beside that.
+        groups: Exchange between ranks while they compute.
+        calls: Other operations of the ranks.
         size: The number of ranks, this one included.
     """
 

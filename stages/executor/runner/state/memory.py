@@ -24,8 +24,8 @@ class StateMemory:
         num_slots: Sequences of each tensor that is kept per sequence.
         layers: The tensors of each kind in order: `[num_blocks + 1, block_size, *shape]` or
             `[num_slots, *shape]`. The last block is for rows that only pad a batch.
-        in_blocks: Those that are kept per token, layer by layer.
-        in_slots: Those that are kept per sequence, layer by layer.
+        in_blocks: States kept per token, layer by layer.
+        in_slots: States kept per sequence, layer by layer.
     """
 
     def __init__(

@@ -27,7 +27,7 @@ class DiskTier:
     """Blocks on disk, written and dropped in order by a thread.
 
     Attributes:
-        num_blocks: That fit the size limit.
+        num_blocks: Number of blocks within the size limit.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class DiskTier:
             config: The settings, with `kv_disk_path`.
             layout: Digest of the layout of a block's bytes.
             block_bytes: Size of a block.
-            changes: Where writes are reported, as stored or lost.
+            changes: Receives reports of writes, as stored or lost.
 
         Raises:
             ModelError: It can't be used.

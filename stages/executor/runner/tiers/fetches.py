@@ -36,10 +36,10 @@ class Fetches:
         """Set up the threads.
 
         Args:
-            slots: Where the blocks go.
-            changes: Where the fetches are reported.
-            source: Where the blocks come from.
-            num_threads: That fetch at a time.
+            slots: Destination of the blocks.
+            changes: Receives reports of fetches.
+            source: Source of the blocks.
+            num_threads: Number of threads that fetch at a time.
             name: Name of the threads.
         """
         self._slots = slots

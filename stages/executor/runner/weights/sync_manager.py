@@ -33,7 +33,7 @@ class WeightSyncManager:
         version: Version of the weights in place; 0 for the loaded ones.
         empty: The parameters hold nothing: their memory was released, or they are lost. Then only a
             complete update is accepted.
-        lost: How a write failed midway, if no complete update has succeeded since; else "".
+        lost: Error of a write halfway, if no complete update has succeeded since; else "".
         refused: Why the last staged weights could not be put in place, with the weights before
             intact; None once it was taken.
         limits: The limits of one source of new weights.

@@ -147,7 +147,7 @@ async def test_request_parameters_are_no_sampling_parameters(engine: Engine) -> 
         ("tiny.embed", {"text_input": ["one"]}, "sampling_parameters", r"BYTES \[1\]$"),
     ],
 )
-async def test_an_input_sent_as_a_parameter_is_refused_with_what_to_do(
+async def test_an_input_sent_as_a_parameter_is_refused_with_advice(
     engine: Engine, model: str, inputs: dict[str, Any], name: str, place: str
 ) -> None:
     why = f"^{name} is an input of {model}, and no parameter; .*{place}"
@@ -261,7 +261,7 @@ async def test_logprobs_are_json_as_vllm_writes_it(engine: Engine) -> None:
     assert all(isinstance(entry["decoded_token"], str) for entry in places[0].values())
 
 
-async def test_a_stream_has_what_is_new_of_all_samples(engine: Engine) -> None:
+async def test_a_stream_has_the_new_tokens_of_all_samples(engine: Engine) -> None:
     engine.outputs = in_pieces
     names = ["text_output", "finish_reason", "cumulative_logprob", "num_output_tokens"]
     two = {"sampling_parameters": {"n": 2}}

@@ -65,7 +65,9 @@ async def test_a_stream_is_the_answer_in_pieces(http: Client) -> None:
         assert (found["reasons"], found["versions"]) == (["stop"], [(3, 0), (3, 1), (4, 2)])
 
 
-async def test_it_takes_no_tokenizer(engine: FakeEngine, tmp_path: Path) -> None:
+async def test_generation_from_tokens_needs_no_tokenizer(
+    engine: FakeEngine, tmp_path: Path
+) -> None:
     async with http_of(app_of(engine, {"engine.model_path": str(tmp_path)})) as http:
         await posted(http, sampling_params={"logprobs": 1})
         body = {"token_ids": [7], "sampling_params": {"prompt_logprobs": 1}}

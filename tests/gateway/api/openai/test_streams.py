@@ -90,7 +90,7 @@ async def test_logprobs_and_tokens_are_those_of_the_text_in_one_piece(http: Clie
         assert found["versions"] == [(3, 0), (3, 1), (4, 2)]
 
 
-async def test_the_end_has_what_chunks_lacked(http: Client) -> None:
+async def test_the_end_has_the_rest_after_the_chunks(http: Client) -> None:
     http.engine.outputs = lambda request: [
         *cut(request),
         completion(request, told(request, 0, "abort"), status="cancelled"),

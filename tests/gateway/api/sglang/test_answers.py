@@ -95,7 +95,7 @@ def test_scores_alone() -> None:
     assert meta["weight_version"] == "3"
 
 
-def test_several_samples_share_what_was_cached() -> None:
+def test_several_samples_share_cached_tokens() -> None:
     writer = answers(sampling_params={"n": 2})
     found = writer.final(completion(writer.wanted.request))
     assert [answer["meta_info"]["id"] for answer in found] == ["r_0", "r_1"]

@@ -46,7 +46,7 @@ async def test_health_does_not_ask_the_lanes_more_often_than_they_tell(
         assert error_of(await http.get("/health"), 503) == "not_ready"
 
 
-async def test_health_generate_asks_for_a_token(http: Client) -> None:
+async def test_health_generate_generates_a_token(http: Client) -> None:
     assert (await http.get("/health_generate")).status_code == 200
     (request,) = http.engine.requests
     assert request.sampling.max_tokens == 1
@@ -54,7 +54,7 @@ async def test_health_generate_asks_for_a_token(http: Client) -> None:
     assert error_of(await http.get("/health_generate"), 503) == "not_ready"
 
 
-async def test_health_generate_asks_a_model_that_only_embeds_for_a_vector(http: Client) -> None:
+async def test_health_generate_embeds_with_a_model_that_only_embeds(http: Client) -> None:
     no_tokens, broken = refused("cannot_generate"), refused("lane_failed")
     http.engine.outputs = lambda request: (
         no_tokens(request) if request.embed is None else [completion(request)]

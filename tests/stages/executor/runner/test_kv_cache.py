@@ -35,7 +35,7 @@ def make_cache(device: str, num_blocks: int = 5, *, huge_pages: bool = False) ->
 
 
 @needs_proc
-def test_it_takes_no_memory_before_it_is_written() -> None:
+def test_the_cache_takes_no_memory_before_it_is_written() -> None:
     before = resident_bytes()
     cache = make_cache("cpu", num_blocks=1 << 15)
     tensors = [*cache.keys, *cache.values]

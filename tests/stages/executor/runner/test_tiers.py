@@ -574,7 +574,7 @@ def test_a_source_that_fails_loses_its_block() -> None:
         tiers.apply([KVMove("store", OTHER, 3, 2)])
 
 
-def test_closing_writes_what_is_in_flight_and_frees_descriptors_and_threads(
+def test_closing_finishes_writes_and_frees_descriptors_and_threads(
     tmp_path: Path,
 ) -> None:
     def counts() -> tuple[int, int]:

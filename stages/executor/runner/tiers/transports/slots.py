@@ -151,7 +151,7 @@ class SharedSlots(SlotMemory):
     """The slots of this executor.
 
     Attributes:
-        address: Where they can be read, without TCP.
+        address: Address at which they can be read without TCP.
     """
 
     def __init__(self, num_slots: int, slot_bytes: int) -> None:

@@ -75,7 +75,7 @@ async def test_programs_of_the_same_user_need_only_the_port(server: str, port: i
 def test_commands_of_the_same_user_need_no_flag(
     server: str, port: int, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in ("options", "connection", "status"):
+    for module in ("options", "connection"):
         url = f"redis://127.0.0.1:{port}"
         monkeypatch.setattr(f"nano_inference.cli.{module}.DEFAULT_URL", url)
     ran = run("status", "--json")

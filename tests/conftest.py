@@ -245,13 +245,15 @@ def shared_tls_context() -> Iterator[None]:
 
 
 def _one_by_default(create: Callable[..., ssl.SSLContext]) -> Callable[..., ssl.SSLContext]:
-    """`create` with the result of its first call without options for all such calls."""
-    by_default = functools.cache(create)
+    """`create`, called without options only once for each certificate file of the environment."""
+
+    @functools.cache
+    def by_default(trust_env: bool, *_authorities: str | None) -> ssl.SSLContext:
+        return create(trust_env=trust_env)
 
     def created(verify: Any = True, cert: Any = None, trust_env: bool = True) -> ssl.SSLContext:
-        of_the_system = not {"SSL_CERT_FILE", "SSL_CERT_DIR"} & {*os.environ}
-        if verify is True and cert is None and of_the_system:
-            return by_default()
+        if verify is True and cert is None:
+            return by_default(trust_env, *map(os.environ.get, ("SSL_CERT_FILE", "SSL_CERT_DIR")))
         return create(verify=verify, cert=cert, trust_env=trust_env)
 
     return created

@@ -15,11 +15,9 @@ from nano_inference.bus.parts.images import ImagesPlan, ImagesResult, PromptMedi
 from nano_inference.bus.parts.memory import ReleasePlan
 from nano_inference.bus.parts.responses import ResponseCaching
 from nano_inference.bus.parts.scoring import PromptScores, ReferenceScoring
-from nano_inference.bus.parts.sessions import SessionTurn
 from nano_inference.bus.parts.speculation import DraftsPlan, DraftsResult, Prediction
 from nano_inference.bus.parts.tiers import TiersPlan
 from nano_inference.bus.parts.weights import WeightsPlan
-from nano_inference.bus.public import KVSession
 from nano_inference.bus.sections import Section
 from nano_inference.bus.steps import KVMove, PromptLogprobs, StepPlan, StepResult, VerifiedDraft
 from nano_inference.bus.times import StepTimes
@@ -78,11 +76,6 @@ def successors_of(request: AdmittedRequest) -> tuple[int, ...]:
 def prediction_of(request: AdmittedRequest) -> tuple[int, ...]:
     found = Prediction.find(request.parts)
     return found.token_ids if found is not None else ()
-
-
-def session_of(request: AdmittedRequest) -> KVSession | None:
-    found = SessionTurn.find(request.parts)
-    return found.session if found is not None else None
 
 
 def media_of(request: AdmittedRequest) -> tuple[MediaItem, ...]:

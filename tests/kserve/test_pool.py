@@ -451,6 +451,3 @@ print(os.path.exists("/dev/shm" + pool.key), flush=True)
     assert "of the process that made it" in refusal
     assert exists == "True"
     assert not (SHARED_MEMORY / key[1:]).exists()
-
-
-# --- the queue ------------------------------------------------------------------------------------

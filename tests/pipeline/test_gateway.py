@@ -101,15 +101,6 @@ class Trainer:
             "prompt": meta["prompt_tokens"],
         }
 
-    async def abort_until_idle(self) -> None:
-        while True:
-            (await self.http.post("/abort_request", json={"abort_all": True})).raise_for_status()
-            response = await self.http.get("/v1/loads?include=core,disagg,queues")
-            loads = response.json()["loads"]
-            if sum(load["num_total_reqs"] for load in loads) <= 0:
-                return
-            await asyncio.sleep(0.05)
-
 
 @pytest.fixture
 async def pipeline(make_config: MakeConfig) -> AsyncIterator[Pipeline]:

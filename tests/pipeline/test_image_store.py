@@ -117,6 +117,3 @@ async def test_a_request_about_an_image_survives_its_pipeline(
         admission = second._actors["admission"]
         await until(lambda: not admission._images.held)  # type: ignore[attr-defined]
         assert (await second.bus.store.images.usage()).held == 0
-
-
-# --- over HTTP -----------------------------------------------------------------------------------

@@ -150,9 +150,6 @@ async def test_shares_hold_over_all_lanes(redis_config: MakeConfig, soak: bool) 
         await asyncio.wait(waiting)
 
 
-# --- taking over ------------------------------------------------------------------------------
-
-
 # --- the same lane twice ----------------------------------------------------------------------
 
 
@@ -180,6 +177,3 @@ async def test_a_second_of_the_same_lane_replaces_the_first(
                 await older.__aexit__(None, None, None)
             await streams.finish()
             assert (await client.complete(GOOD)).status == "done"
-
-
-# --- how many wait --------------------------------------------------------------------------------

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from typing import TYPE_CHECKING, Any
 
-import httpx
 import pytest
 import pytest_asyncio
 from openai import AsyncOpenAI
@@ -16,9 +14,6 @@ from nano_inference.config import load_config
 
 from .conftest import LIMIT_S
 from .documents import commands_of, told_by
-
-if TYPE_CHECKING:
-    pass
 
 # --- OpenAI's client -------------------------------------------------------------------------
 
@@ -75,18 +70,6 @@ async def test_the_document_s_commands_run(url: str, command: str) -> None:
 
 
 # --- Anthropic's client ----------------------------------------------------------------------
-
-
-STORY: Any = [{"role": "user", "content": "Write a story about Maria, a mouse and a boat."}]
-GREEDY = {"temperature": 0}
-
-
-async def chat(url: str, **fields: Any) -> dict[str, Any]:
-    """The same by OpenAI's interface."""
-    async with httpx.AsyncClient(base_url=url, timeout=LIMIT_S) as http:
-        body = {"messages": STORY, "temperature": 0} | fields
-        found: dict[str, Any] = (await http.post("/v1/chat/completions", json=body)).json()
-        return found
 
 
 @pytest.mark.parametrize("command", commands_of("anthropic.md"))

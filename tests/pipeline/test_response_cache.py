@@ -28,8 +28,6 @@ from nano_inference.telemetry.instruments import RESPONSE_BYTES, RESPONSE_LOOKUP
 
 from ..measured import Measured
 from ..soaking import in_soak
-from ..stages.executor.runner.adapters.making import make_adapter
-from . import reference, short_model
 from .builders import TOKENS, State, begun, break_once, stage_of, until
 from .conftest import MakeConfig, both_buses
 
@@ -157,13 +155,6 @@ async def test_a_burst_of_equal_requests_gets_equal_responses(cached: Pipeline) 
 
 
 # --- changes ----------------------------------------------------------------------------------
-
-
-def adapters_in(parent: Path) -> list[str]:
-    folders = [parent / str(seed) for seed in (1, 2)]
-    for seed, folder in enumerate(folders):
-        make_adapter(reference.model(short_model.folder()), seed, folder)
-    return list(map(str, folders))
 
 
 def changed(loaded: State) -> dict[str, torch.Tensor]:

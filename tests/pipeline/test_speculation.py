@@ -209,6 +209,3 @@ def test_engine_samples_count_their_drafts() -> None:
         assert sample.completion_tokens == wanted.completion_tokens
         assert sample.logprobs == wanted.logprobs
         assert 0 <= sample.num_accepted_draft_tokens <= sample.num_draft_tokens
-
-
-# --- draft models ----------------------------------------------------------------------------

@@ -121,9 +121,3 @@ async def test_each_choice_has_calls_of_its_own(client: AsyncOpenAI) -> None:
     assert all(checked(message) for message in messages)
     ids = [call.id for message in messages for call in message.tool_calls or ()]
     assert len(set(ids)) == len(ids)
-
-
-# --- Anthropic's Messages --------------------------------------------------------------------
-
-
-# --- Responses -------------------------------------------------------------------------------

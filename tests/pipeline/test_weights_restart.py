@@ -150,6 +150,3 @@ async def test_a_killed_executor_ends_the_wait_for_its_update(deployment: Deploy
             with raises("no_answer", kind=BusError):
                 await update
             assert await client.weight_version() == 0
-
-
-# --- replicas --------------------------------------------------------------------------------

@@ -133,6 +133,3 @@ def test_of_a_stream_of_any_length_a_part_is_known() -> None:
     assert (len(waiting), waiting.position) == (0, b"1-9")
     waiting.forget_taken(b"0-0")  # all wait again
     assert waiting.position == b"0-0"
-
-
-# --- what runs ------------------------------------------------------------------------------------

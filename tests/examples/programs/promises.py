@@ -77,13 +77,6 @@ def cancels(requests: int = 1) -> Iterator[None]:
         time.sleep(0.05)
 
 
-def wait_in_flight() -> None:
-    """Wait until the server runs a request."""
-    end = time.monotonic() + LIMIT_S
-    while not _in_flight("num_running_reqs"):
-        assert time.monotonic() < end, "no request runs"
-
-
 def _cancelled() -> int:
     with urlopen(METRICS_URL, timeout=LIMIT_S) as answer:
         text = answer.read().decode()

@@ -39,13 +39,13 @@ if TYPE_CHECKING:
     from .pipeline.scoring import ScoredCompletion as ScoredCompletion
     from .stages.batching import CacheAllocation as CacheAllocation
     from .stages.batching import KVCacheManager as KVCacheManager
-    from .stages.batching import PagedKVCache as PagedKVCache
-    from .stages.batching import RadixKVCache as RadixKVCache
     from .stages.batching import SchedulerOutput as SchedulerOutput
     from .stages.batching import Sequence as Sequence
     from .stages.batching import SequenceStatus as SequenceStatus
     from .stages.batching import compute_block_hash as compute_block_hash
     from .stages.batching import schedule as schedule
+    from .stages.batching.paged import PagedKVCache as PagedKVCache
+    from .stages.batching.radix import RadixKVCache as RadixKVCache
     from .stages.executor import WeightSyncManager as WeightSyncManager
     from .stages.executor import model_forward as model_forward
     from .stages.executor import sample_with_logprobs as sample_with_logprobs
@@ -73,9 +73,11 @@ _NAMES = {
     ".pipeline.rollouts": "RolloutEngine TrainingSample",
     ".pipeline.scoring": "ScoredCompletion",
     ".stages.batching": """
-        CacheAllocation KVCacheManager PagedKVCache RadixKVCache SchedulerOutput Sequence
-        SequenceStatus compute_block_hash schedule
+        CacheAllocation KVCacheManager SchedulerOutput Sequence SequenceStatus compute_block_hash
+        schedule
     """,
+    ".stages.batching.paged": "PagedKVCache",
+    ".stages.batching.radix": "RadixKVCache",
     ".stages.executor": "WeightSyncManager model_forward sample_with_logprobs",
     ".stages.executor.runner.weights.transports": "SharedWeights WeightsGroup",
 }

@@ -27,7 +27,9 @@ from collections.abc import Callable
 
 from harness import options, print_table, record, timed
 
-from nano_inference.stages.batching import Allocation, KVCacheManager, PagedKVCache, RadixKVCache
+from nano_inference.stages.batching import Allocation, KVCacheManager
+from nano_inference.stages.batching.paged import PagedKVCache
+from nano_inference.stages.batching.radix import RadixKVCache
 
 BLOCK_SIZE = 16
 PREFIX_BLOCKS = 4

@@ -10,7 +10,7 @@ from typing import Literal
 import msgspec
 
 from ..config import FairnessConfig, ModelConfig, PoolingKind, ReplicaRole
-from ..store.board import LoadedAdapter
+from ..store.loaded_adapter import LoadedAdapter
 from .entries import entry_key
 from .public import SessionAction
 from .sections import Section, Sections

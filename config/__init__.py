@@ -1,4 +1,13 @@
-"""Settings, errors and temporary memory. Imports nothing else of the package."""
+"""Settings, errors and temporary memory. Imports nothing else of the package.
+
+Reading settings from files and the environment is loaded on first use: an engine is configured in
+Python.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
 
 from .engine import ADAPTER_ID_RULE as ADAPTER_ID_RULE
 from .engine import BUNDLED_MODEL as BUNDLED_MODEL
@@ -22,13 +31,6 @@ from .errors import field_error as field_error
 from .errors import prompt_too_long as prompt_too_long
 from .gateway import GatewayConfig as GatewayConfig
 from .images import ImagesConfig as ImagesConfig
-from .load import API_KEY_VARIABLE as API_KEY_VARIABLE
-from .load import as_environment as as_environment
-from .load import as_text as as_text
-from .load import load_config as load_config
-from .load import nearest as nearest
-from .load import parse_value as parse_value
-from .load import text_in as text_in
 from .models import ModelConfig as ModelConfig
 from .policy import PolicyConfig as PolicyConfig
 from .quoting import MOST_SHOWN as MOST_SHOWN
@@ -66,3 +68,29 @@ from .settings import SchedulerConfig as SchedulerConfig
 from .settings import Stage as Stage
 from .settings import TelemetryConfig as TelemetryConfig
 from .settings import check_roles as check_roles
+
+_IN_LOAD = (
+    "API_KEY_VARIABLE",
+    "as_environment",
+    "as_text",
+    "load_config",
+    "nearest",
+    "parse_value",
+    "text_in",
+)
+"""Names that are loaded on first use."""
+
+if TYPE_CHECKING:
+    from .load import API_KEY_VARIABLE as API_KEY_VARIABLE
+    from .load import as_environment as as_environment
+    from .load import as_text as as_text
+    from .load import load_config as load_config
+    from .load import nearest as nearest
+    from .load import parse_value as parse_value
+    from .load import text_in as text_in
+else:
+
+    def __getattr__(name: str) -> Any:
+        if name not in _IN_LOAD:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return getattr(importlib.import_module(".load", __name__), name)

@@ -29,7 +29,7 @@ from ..bus.weights import (
     pick_up,
 )
 from ..config import AdapterError, BusConfig, ConfigError, FairnessConfig, ModelConfig, ReplicaRole
-from ..store.board import LoadedAdapter
+from ..store.loaded_adapter import LoadedAdapter
 from ..store.service import LaneService
 from ..telemetry import Metrics, TraceContext, Tracing, names, now_ns
 from .cancellations import Cancellations

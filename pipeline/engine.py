@@ -282,16 +282,11 @@ class InferenceEngine(ModelParts):
             RequestError: `not_replayable`: the record lacks what is needed. Or the request is
                 refused here.
         """
-
         from .replay import replay_here
 
         def complete(request: GenerateRequest) -> Completion:
-            samples = [sample for sample, _ in self._run_all([request], show_progress=False)]
-            first, *_ = ends = list(map(completion_of, samples))
-            numbered = (
-                replace(end.samples[0], sample_index=index) for index, end in enumerate(ends)
-            )
-            return replace(first, samples=tuple(numbered))
+            finished = self._run_all([request], show_progress=False)
+            return completion_of(*(sample for sample, _ in finished))
 
         if not isinstance(recorded, Completion):
             recorded = completion_of(recorded)
@@ -523,8 +518,7 @@ class InferenceEngine(ModelParts):
         tiers = self._batching.part("tiers")
         while tiers is not None and (tiers.fetches or tiers.has_moves):
             self._uncollected += [pair for _, pairs in self._advance() for pair in pairs]
-        fetched = result.outcome == "deferred" and action == "prefetch"
-        if fetched:
+        if result.outcome == "deferred" and action == "prefetch":
             call = ControlSession(call.tenant, session, call.action)
             result = self._batching.receive(call, now_ns())
         return result

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -81,13 +80,15 @@ class EngineImages:
         self._images: dict[str, StoredImage] = {}
         self._names: dict[str, tuple[str, ...]] = {}
         self._holders: Counter[str] = Counter()
+        # Of requests that are being made; None without images.
+        self._given: ImageInputs | None = None
 
-    @cached_property
-    def _being_made(self) -> ImageInputs:
-        """Images of requests that are being made; imported for the first image."""
-        from .image_inputs import ImageInputs
+    def _inputs(self) -> ImageInputs:
+        if self._given is None:
+            from .image_inputs import ImageInputs
 
-        return ImageInputs()
+            self._given = ImageInputs()
+        return self._given
 
     @contextmanager
     def given_to(
@@ -104,16 +105,16 @@ class EngineImages:
         """
         try:
             yield [
-                replace(request, images=self._being_made.inputs(own)) if own else request
+                replace(request, images=self._inputs().inputs(own)) if own else request
                 for request, own in zip(requests, images_of_all(images, len(requests)), strict=True)
             ]
         finally:
-            vars(self).pop("_being_made", None)
+            self._given = None
 
     def load(self, core: AdmissionCore, request: GenerateRequest) -> tuple[PromptImage, ...]:
         """As `ImageInputs.load`. The images are dropped with `given_to`, unless `add` comes
         before."""
-        return self._being_made.load(core, request, self._images)
+        return self._inputs().load(core, request, self._images)
 
     def add(self, name: str, tokens: Tokens | None) -> None:
         """Keep the images of a request that is added under this name; None: it has none."""
@@ -121,10 +122,11 @@ class EngineImages:
         if media is None:
             return
         names = tuple(dict.fromkeys(item.name for item in media.items))
+        made = self._inputs().made
         for each in names:
             if each not in self._images:
-                self._images[each] = self._being_made.made[each]
-        self._being_made.made.clear()
+                self._images[each] = made[each]
+        made.clear()
         self._names[name] = names
         self._holders.update(names)
 

@@ -20,7 +20,7 @@ from ..stages.batching import BatchingCore
 from ..stages.executor.core import ExecutorCore
 from ..stages.executor.parts.adapters import AdapterChanges
 from ..stages.executor.parts.experts import Experts, move_experts
-from ..store.board import LoadedAdapter
+from ..store.loaded_adapter import LoadedAdapter
 from .engine_calls import one_at_a_time
 
 

@@ -354,24 +354,26 @@ def make_sample(
     )
 
 
-def completion_of(sample: TrainingSample) -> Completion:
-    """Return the terminal message of a request for one sample."""
+def completion_of(*samples: TrainingSample) -> Completion:
+    """Return the terminal message of a request that has these samples."""
+    first = samples[0]
     return Completion(
-        request_id="" if sample.request_id is None else str(sample.request_id),
+        request_id="" if first.request_id is None else str(first.request_id),
         entry_id="",
         status="done",
-        samples=(
+        samples=tuple(
             CompletionSample(
-                sample_index=0,
+                sample_index=index,
                 text="",
                 token_ids=sample.completion_tokens,
                 **{name: getattr(sample, name) for name in _SHARED_FIELDS},
-            ),
+            )
+            for index, sample in enumerate(samples)
         ),
-        prompt_token_ids=sample.prompt_tokens,
-        prompt_logprobs=sample.prompt_logprobs,
-        prompt_top_logprobs=sample.prompt_top_logprobs,
-        recipe=sample.recipe,
+        prompt_token_ids=first.prompt_tokens,
+        prompt_logprobs=first.prompt_logprobs,
+        prompt_top_logprobs=first.prompt_top_logprobs,
+        recipe=first.recipe,
     )
 
 

@@ -10,7 +10,8 @@ import msgspec
 
 from ..bus.backlog import Backlog
 from ..config import ModelConfig, split_role
-from ..store.board import LoadedAdapter, StageReport
+from ..store.board import StageReport
+from ..store.loaded_adapter import LoadedAdapter
 from ..store.registry import ModelRecord, ModelState
 from .health import lanes_of
 

@@ -29,7 +29,8 @@ from ..config import (
 )
 from ..config.errors import stage_replaced
 from ..config.logger import get_logger
-from ..store.board import LoadedAdapter, StageState
+from ..store.board import StageState
+from ..store.loaded_adapter import LoadedAdapter
 from ..telemetry import Attributes, Metrics, TraceContext, Tracing, is_sampled, names, now_ns
 
 

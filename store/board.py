@@ -11,6 +11,7 @@ from typing import Literal
 import msgspec
 
 from ..config.logger import get_logger
+from .loaded_adapter import LoadedAdapter
 from .process_state import ProcessState, state_of
 from .records import Records
 from .redis.keys import JSON, Keys, parse_id
@@ -24,24 +25,6 @@ few."""
 _KEPT_S = 60
 
 StageState = Literal["starting", "waiting", "ready", "draining", "gone"]
-
-
-class LoadedAdapter(msgspec.Struct, frozen=True, array_like=True):
-    """An adapter loaded in an executor.
-
-    Attributes:
-        id: The name in requests.
-        version: Version of its weights.
-        folder: The source folder; "" if the weights can't be read again.
-        rank: The largest rank of its layers.
-        num_bytes: Device memory.
-    """
-
-    id: str
-    version: int
-    folder: str = ""
-    rank: int = 0
-    num_bytes: int = 0
 
 
 class StageReport(msgspec.Struct, frozen=True, kw_only=True):

@@ -25,11 +25,12 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer, grammar_from
 
 from ..config import Constraint, EngineConfig, ModelError, RequestError, cut, shown
 from .grammar_tokenizer import grammar_tokenizer, spellings
-from .grammar_trial import GrammarTrial, cpu_limit_s
 from .tokenizer import load_tokenizer, special_token_ids, stop_token_ids_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
+
+    from .grammar_trial import GrammarTrial
 
 # Without a bound a model may emit white space for ever.
 _JSON_DEFAULTS: Any = {
@@ -252,7 +253,7 @@ class _Vocabulary:
         special: Ids of special tokens by name.
         spellings: As the function.
         ignored: Keywords of JSON schemas to ignore.
-        trial: Tries grammars.
+        vocab_size: Columns of the logits.
         ends: Tokens that end a part of JSON.
     """
 
@@ -261,7 +262,7 @@ class _Vocabulary:
     special: dict[str, int]
     spellings: dict[str, tuple[int, list[int]]]
     ignored: frozenset[str]
-    trial: GrammarTrial
+    vocab_size: int
     ends: list[int]
 
     def __post_init__(self) -> None:
@@ -269,6 +270,7 @@ class _Vocabulary:
         self._compiled: OrderedDict[bytes, _Compiled] = OrderedDict()
         self._compiled_bytes = 0
         self._refused: OrderedDict[bytes, str] = OrderedDict()
+        self._trial: GrammarTrial | None = None
 
     def knows(self, constraint: Constraint) -> bool:
         """Return whether the grammar, or its refusal, is cached."""
@@ -400,7 +402,14 @@ class _Vocabulary:
 
     def _try(self, grammar: str) -> None:
         """Run the grammar's trial. Raises RequestError: invalid_constraint."""
-        said = self.trial.run(grammar)
+        # Only admission tries grammars, and an executor never needs this.
+        from .grammar_trial import GrammarTrial, cpu_limit_s
+
+        with self._lock:
+            trial = self._trial = self._trial or GrammarTrial(
+                self.vocab_size, self.stop_ids, _LIMITS
+            )
+        said = trial.run(grammar)
         if said is None:
             raise invalid(
                 f"the constraint takes more than {cpu_limit_s(grammar):.2f} s, or too much memory, "
@@ -574,7 +583,7 @@ class GrammarCompiler:
                     special=special_token_ids(tokenizer),
                     spellings=spellings(backend, made, stop_ids),
                     ignored=self.ignored,
-                    trial=GrammarTrial(self.vocab_size, stop_ids, _LIMITS),
+                    vocab_size=self.vocab_size,
                     ends=[each for text in '"}],' for each in made.tokenize_str(text)],
                 )
             return found

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ...store.board import LoadedAdapter
+from ...store.loaded_adapter import LoadedAdapter
 from ..control import ReplicaCapacity
 from ..sections import Section
 

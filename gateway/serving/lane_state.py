@@ -14,7 +14,7 @@ from ...bus.public import GenerateRequest
 from ...config import BusError, Config, NanoInferenceError, RequestError, shown, split_role
 from ...pipeline.client import BusClient
 from ...pipeline.models import adapters_of, admits, expert_owners
-from ...store.board import LoadedAdapter
+from ...store.loaded_adapter import LoadedAdapter
 from ...text.context_length import longest_context_of
 from ..call import Call
 from ..caller import Caller, check_allowed

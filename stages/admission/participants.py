@@ -17,7 +17,7 @@ from ...bus.parts.recipes import FingerprintCapacity
 from ...bus.public import Fingerprint
 from ...bus.sections import with_sections
 from ...config import REPLICATED, all_roles, role_of, split_role
-from ...store.board import LoadedAdapter
+from ...store.loaded_adapter import LoadedAdapter
 
 
 def is_replicated(role: str) -> bool:

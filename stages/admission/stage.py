@@ -39,8 +39,9 @@ from ...bus.public import Completion, GenerateRequest
 from ...bus.recovery import Recover
 from ...config import AdapterError, BusError, ChannelClosed, ModelError, shown, split_role
 from ...media.turns import FairDecoder
-from ...store.board import LoadedAdapter, StageState
+from ...store.board import StageState
 from ...store.images import NOTHING_STORED
+from ...store.loaded_adapter import LoadedAdapter
 from ...telemetry import TraceContext, instruments, names, now_ns
 from ...text.images import ImageProcessor
 from ...text.tokenizer import find_tokenizer, stop_token_ids_of

@@ -4,8 +4,6 @@ from .allocation import Allocation
 from .block_hash import compute_block_hash
 from .cache import CacheAllocation, KVCacheManager, OutOfBlocks, PrefixMatch
 from .core import BatchingCore
-from .paged import PagedKVCache
-from .radix import RadixKVCache
 from .schedule import SchedulerOutput, schedule
 from .sequence import Sequence, SequenceStatus
 
@@ -15,9 +13,7 @@ __all__ = [
     "CacheAllocation",
     "KVCacheManager",
     "OutOfBlocks",
-    "PagedKVCache",
     "PrefixMatch",
-    "RadixKVCache",
     "SchedulerOutput",
     "Sequence",
     "SequenceStatus",

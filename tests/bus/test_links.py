@@ -23,7 +23,7 @@ from nano_inference.bus.pooling import Pooling
 from nano_inference.bus.public import KVSession, StageTime
 from nano_inference.bus.times import StepTimes
 from nano_inference.config import ChannelClosed, FairnessConfig, ModelConfig, SamplingParams
-from nano_inference.store.board import LoadedAdapter
+from nano_inference.store.loaded_adapter import LoadedAdapter
 
 from ..buses import KINDS, kit
 

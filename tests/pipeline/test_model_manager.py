@@ -22,7 +22,8 @@ from nano_inference.pipeline import managed_model, model_manager
 from nano_inference.pipeline.model_manager import ModelManager
 from nano_inference.pipeline.models import ModelStatus
 from nano_inference.pipeline.supervisor import StageFailed
-from nano_inference.store.board import LoadedAdapter, StageBoard, StageReport
+from nano_inference.store.board import StageBoard, StageReport
+from nano_inference.store.loaded_adapter import LoadedAdapter
 from nano_inference.store.records import MemoryRecords
 from nano_inference.store.redis.keys import Keys
 from nano_inference.store.registry import ModelRecord

@@ -14,7 +14,7 @@ from nano_inference.config import load_config
 from nano_inference.gateway.api.routes import PolicyRoute
 from nano_inference.gateway.app import make_app
 from nano_inference.gateway.policy.administration import Administration
-from nano_inference.store.board import LoadedAdapter
+from nano_inference.store.loaded_adapter import LoadedAdapter
 
 from ..cli.servers import free_port
 from ..gateway.fake import FakeEngine, app_of, http_of, report

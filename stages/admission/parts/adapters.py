@@ -9,7 +9,7 @@ from ....bus.entries import RequestEntry
 from ....bus.parts.adapters import adapters_of
 from ....bus.public import GenerateRequest
 from ....config import RequestError, shown
-from ....store.board import LoadedAdapter
+from ....store.loaded_adapter import LoadedAdapter
 from . import Part
 
 MOST_FORMER = 1024

@@ -15,13 +15,14 @@ from ....media.decode_process import Refused, features_of, processed
 from ....media.decoder import ImageDecoder, ProcessorSource, refusal
 from ....store.images import name_of
 from ....text.image_tokens import Expanded, Size
-from ....text.images import ImageProcessor
 from ..arrivals import PromptImage
 from ..prompts import PromptReader
 from . import Part
 
 if TYPE_CHECKING:
     from PIL import Image
+
+    from ....text.images import ImageProcessor
 
 _ID_CHARACTERS = 64
 

@@ -24,8 +24,8 @@ from ....bus.parts.weights import WeightsPlan
 from ....bus.steps import StepPlan
 from ....bus.weights import FolderWeights, StagedWeights
 from ....config import AdapterError, BusError, WeightsError, shown
-from ....store.board import LoadedAdapter
 from ....store.in_place import AdapterInPlace, AdaptersInPlace, WeightsInPlace
+from ....store.loaded_adapter import LoadedAdapter
 from ....telemetry import instruments, names, now_ns
 from ...actor import Actor
 from ..core import ExecutorCore

@@ -25,7 +25,6 @@ from .batch import StepOutput as StepOutput
 from .batch import Uploader as Uploader
 from .batch import flatten_rows as flatten_rows
 from .batch import order_rows as order_rows
-from .deterministic import Determinism
 from .device import trim
 from .fast_modules.modules import FastModules
 from .fixed_tiles import FixedTiles
@@ -44,6 +43,7 @@ from .media import Positions as Positions
 from .model import load_model as load_model
 
 if TYPE_CHECKING:
+    from .deterministic import Determinism
     from .ranks.commands import Reply
     from .ranks.processes import Ranks
 
@@ -183,9 +183,7 @@ def make_runner(
         make_cache, make_table = partial(LeaderCache, ranks), partial(LeaderAdapters, ranks=ranks)
         ranks.tell(Prepare(num_blocks))
     if ranks is None and backend is None and model.shards is None and model.generates:
-        from .comparison import compare_with_transformers
-
-        compare_with_transformers(config, model)
+        _compare_with_transformers(config, model)
     huge_pages = config.huge_pages == "auto"
     cache = make_cache(
         model,
@@ -207,8 +205,7 @@ def make_runner(
         off["deterministic"] = why
     else:
         try:
-            determinism = Determinism(model, cache, builder, fast, tiles)
-            determinism.check()
+            determinism = _checked_determinism(model, cache, builder, fast, tiles)
         except ModelError as error:
             if config.deterministic is True:
                 raise
@@ -236,6 +233,29 @@ def make_runner(
     return ModelRunner(
         model, cache, backend, builder, adapters, fast, determinism, active, off, ranks
     )
+
+
+def _compare_with_transformers(config: EngineConfig, model: LoadedModel) -> None:
+    # Imported here: a step needs neither this nor the sharding of small models.
+    from .comparison import compare_with_transformers
+
+    compare_with_transformers(config, model)
+
+
+def _checked_determinism(
+    model: LoadedModel,
+    cache: KVCache,
+    builder: InputBuilder,
+    fast: FastModules | None,
+    tiles: FixedTiles,
+) -> Determinism:
+    """Return deterministic mode. Raises ModelError if it is impossible."""
+    # Imported here: there is none on CUDA.
+    from .deterministic import Determinism
+
+    determinism = Determinism(model, cache, builder, fast, tiles)
+    determinism.check()
+    return determinism
 
 
 def _why_not_deterministic(

@@ -19,8 +19,9 @@ from .linear.method import LoraPair
 from .loaded_model import LoadedModel
 from .memory import ReplicaMemory
 from .ranks import commands as do
-from .ranks.group import OneRank, RankError
+from .ranks.group import OneRank
 from .ranks.processes import Ranks
+from .ranks.rank_error import RankError
 from .sharded_model import load_sharded
 
 

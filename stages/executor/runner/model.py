@@ -39,12 +39,11 @@ from .attention.interface import (
 )
 from .checkpoint import tensor_files, tensors_missing, wrong_shape
 from .device import resolve_device, trim
-from .encoder import longest_prompt, looks_ahead, padding_shows
 from .fixed_tiles import require_cpu
 from .loaded_model import Dtypes, LoadedModel
 from .media import SUPPORTED
 from .progress import counted_progress
-from .ranks.group import RankError
+from .ranks.rank_error import RankError
 from .system_memory import use_huge_pages
 
 if TYPE_CHECKING:
@@ -95,8 +94,11 @@ def load_model(config: EngineConfig) -> LoadedModel:
             raise ModelError(f"the weights in {folder} don't fit: {error}") from None
     # Loading leaves unused memory behind; after a GGUF file as much as the model.
     trim(torch.device("cpu"))
-    if without_output and looks_ahead(module, device):
-        return _wrap_encoder(module, config)
+    if without_output:
+        from .encoder import looks_ahead
+
+        if looks_ahead(module, device):
+            return _wrap_encoder(module, config)
     processor = None
     if not without_output and hf_config.model_type in SUPPORTED:
         from .vision import find_image_processor
@@ -107,6 +109,8 @@ def load_model(config: EngineConfig) -> LoadedModel:
 
 
 def _wrap_encoder(module: Any, config: EngineConfig) -> LoadedModel:
+    from .encoder import longest_prompt, padding_shows
+
     if config.deterministic is True:
         raise ModelError(
             f"deterministic mode is for models that generate, and {type(module).__name__} makes "

@@ -20,8 +20,8 @@ from ....bus.weights import GroupWeights
 from ....config import WeightsError, shown
 from .ranks.calls import CallReply, DropParts, JoinGroup, LeaveGroup, Numbered, ReceiveParts
 from .ranks.commands import NewWeights
-from .ranks.group import RankError
 from .ranks.processes import Ranks
+from .ranks.rank_error import RankError
 from .shards import NewShard, NewWeight, Receipt, ShardedWeights
 from .weights.checks import UNLIMITED, WeightLimits
 from .weights.parts import PartsTaker

@@ -29,9 +29,9 @@ from .memory import ReplicaMemory
 from .model import prepare_loading
 from .rank_weights import RankReceiver
 from .ranks import commands as do
-from .ranks.group import RankError
 from .ranks.groups import MOST_DESCRIPTORS, RankGroups, join_groups
 from .ranks.processes import LOAD_TIMEOUT_S
+from .ranks.rank_error import RankError
 from .ranks.shared_memory import SharedMemoryGroup
 from .sharded_model import load_sharded, move_experts
 from .shards import ShardedWeights

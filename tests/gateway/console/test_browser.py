@@ -23,7 +23,7 @@ from nano_inference.gateway.app import GatewayApp, make_app
 from nano_inference.gateway.policy.administration import Administration
 from nano_inference.gateway.server.server import HttpServer
 from nano_inference.pipeline.models import ModelStatus
-from nano_inference.store.board import LoadedAdapter
+from nano_inference.store.loaded_adapter import LoadedAdapter
 
 from ...soaking import in_soak
 from ..fake import FakeEngine, chunk, completion, report

@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
-from nano_inference.store.board import LoadedAdapter
+from nano_inference.store.loaded_adapter import LoadedAdapter
 
 from ..fake import Client, FakeEngine, report
 from ..made import interleaved

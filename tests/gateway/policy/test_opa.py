@@ -13,7 +13,7 @@ import pytest
 
 from nano_inference.config import Config, load_config
 from nano_inference.gateway.policy.guardrail import AT_ONCE, MOST_BYTES
-from nano_inference.store.board import LoadedAdapter
+from nano_inference.store.loaded_adapter import LoadedAdapter
 
 from ..deployment.deployed import Deployment, Front
 from ..fake import Client, FakeEngine, app_of, http_of, report

@@ -14,7 +14,8 @@ from nano_inference.gateway.server.calls import ObservedCalls
 from nano_inference.gateway.server.measures import Measures
 from nano_inference.gateway.serving import lane_state
 from nano_inference.gateway.serving.lane_state import ModelLength, Readiness, Recent, ServedModels
-from nano_inference.store.board import LoadedAdapter, StageReport
+from nano_inference.store.board import StageReport
+from nano_inference.store.loaded_adapter import LoadedAdapter
 from nano_inference.telemetry import TraceContext
 
 from ..errors import error_of

@@ -25,7 +25,7 @@ from nano_inference.stages.admission.checks import request_id_of
 from nano_inference.stages.admission.core import AdmissionCore, status_of
 from nano_inference.stages.admission.participants import differing_fields, fingerprints_of, smallest
 from nano_inference.stages.admission.parts.adapters import Adapters
-from nano_inference.store.board import LoadedAdapter
+from nano_inference.store.loaded_adapter import LoadedAdapter
 
 from ...errors import raises
 

@@ -29,7 +29,7 @@ from nano_inference.stages.admission.core import AdmissionCore
 from nano_inference.stages.admission.participants import Participants
 from nano_inference.stages.admission.parts.adapters import Adapters
 from nano_inference.stages.admission.parts.responses import ENTRY_BYTES, Responses
-from nano_inference.store.board import LoadedAdapter
+from nano_inference.store.loaded_adapter import LoadedAdapter
 
 from .made import CAPACITY
 from .test_core import accept, entry_of

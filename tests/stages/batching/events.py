@@ -10,10 +10,12 @@ from nano_inference.bus.control import ReplicaCapacity
 from nano_inference.bus.kv_events import KVEventBatch, encode_batch
 from nano_inference.bus.messages import CacheScope
 from nano_inference.config import EngineConfig, SchedulerConfig
-from nano_inference.stages.batching import Allocation, KVCacheManager, PagedKVCache, RadixKVCache
+from nano_inference.stages.batching import Allocation, KVCacheManager
+from nano_inference.stages.batching.paged import PagedKVCache
 from nano_inference.stages.batching.parts.kv_events import KVEventLog, KVEvents, wire_hash
 from nano_inference.stages.batching.parts.tiers.part import Tiers
 from nano_inference.stages.batching.parts.tiers.tiers import KVTiers
+from nano_inference.stages.batching.radix import RadixKVCache
 
 from ...kv_router import Root, Router
 

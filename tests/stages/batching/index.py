@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from nano_inference.stages.batching import KVCacheManager, PagedKVCache, RadixKVCache
-from nano_inference.stages.batching.radix import Node
+from nano_inference.stages.batching import KVCacheManager
+from nano_inference.stages.batching.paged import PagedKVCache
+from nano_inference.stages.batching.radix import Node, RadixKVCache
 
 
 def check_index(cache: KVCacheManager) -> None:

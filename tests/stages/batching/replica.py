@@ -43,7 +43,7 @@ from nano_inference.stages.batching.parts.handover.departures import Departure
 from nano_inference.stages.batching.parts.images.cache import ImageCache
 from nano_inference.stages.batching.parts.sessions import Sessions
 from nano_inference.stages.batching.parts.tiers.tiers import KVTiers
-from nano_inference.store.board import LoadedAdapter
+from nano_inference.store.loaded_adapter import LoadedAdapter
 
 from ...kv_router import Router
 from ...sections import read

@@ -13,12 +13,12 @@ from nano_inference.stages.batching import (
     Allocation,
     KVCacheManager,
     OutOfBlocks,
-    PagedKVCache,
     PrefixMatch,
-    RadixKVCache,
     compute_block_hash,
 )
 from nano_inference.stages.batching.block_hash import NO_PREFIX, chain_root
+from nano_inference.stages.batching.paged import PagedKVCache
+from nano_inference.stages.batching.radix import RadixKVCache
 
 from .index import check_index
 

@@ -9,9 +9,11 @@ import pytest
 from nano_inference.bus.control import AuditedBlock, TiersChanged
 from nano_inference.bus.kv_events import AllBlocksCleared, BlockRemoved, BlockStored
 from nano_inference.bus.messages import CacheScope
-from nano_inference.stages.batching import Allocation, PagedKVCache, RadixKVCache
+from nano_inference.stages.batching import Allocation
+from nano_inference.stages.batching.paged import PagedKVCache
 from nano_inference.stages.batching.parts.kv_events import KVEventLog, wire_hash
-from nano_inference.store.board import LoadedAdapter
+from nano_inference.stages.batching.radix import RadixKVCache
+from nano_inference.store.loaded_adapter import LoadedAdapter
 
 from ...kv_router import PLAIN, Root, Router
 from .events import check_match, log_of, pass_on, with_parts

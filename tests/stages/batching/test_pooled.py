@@ -7,7 +7,7 @@ import random
 import pytest
 
 from nano_inference.bus.pooling import Pooling
-from nano_inference.store.board import LoadedAdapter
+from nano_inference.store.loaded_adapter import LoadedAdapter
 
 from ...sections import read
 from .replica import CacheType, FakeReplica, expected, reported

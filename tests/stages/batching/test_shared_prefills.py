@@ -9,7 +9,7 @@ import pytest
 from nano_inference.bus.pooling import Pooling
 from nano_inference.bus.steps import StepPlan
 from nano_inference.bus.weights import InFlight
-from nano_inference.store.board import LoadedAdapter
+from nano_inference.store.loaded_adapter import LoadedAdapter
 
 from .replica import CacheType, FakeReplica, expected, reported
 

@@ -11,11 +11,13 @@ from nano_inference.bus.control import TierCapacity, TiersChanged
 from nano_inference.bus.messages import DEFAULT_SCOPE, CacheScope
 from nano_inference.bus.parts.tiers import TiersPlan
 from nano_inference.bus.steps import KVMove, StepPlan
-from nano_inference.stages.batching import Allocation, KVCacheManager, PagedKVCache, RadixKVCache
+from nano_inference.stages.batching import Allocation, KVCacheManager
+from nano_inference.stages.batching.paged import PagedKVCache
 from nano_inference.stages.batching.parts.kv_events import KVEventLog, KVEvents
 from nano_inference.stages.batching.parts.tiers.eviction import POLICIES
 from nano_inference.stages.batching.parts.tiers.part import Tiers
 from nano_inference.stages.batching.parts.tiers.tiers import MOST_CHOSEN, KVTiers
+from nano_inference.stages.batching.radix import RadixKVCache
 
 from ...kv_router import Router
 from ...soaking import in_soak

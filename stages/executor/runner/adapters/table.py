@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .....config import AdapterError, ModelError
-from .....store.board import LoadedAdapter
+from .....store.loaded_adapter import LoadedAdapter
 from ..batch import IntArray
 from ..linear.choose import method_of
 from ..linear.method import LinearMethod, LoraPair

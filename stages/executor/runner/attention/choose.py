@@ -14,7 +14,6 @@ from ..loaded_model import LoadedModel
 from .backend import AttentionBackend
 from .gather import GatherBackend
 from .paged import CpuBackend, PagedBackend
-from .tiled import TiledBackend
 
 
 def choose_backend(config: EngineConfig, model: LoadedModel) -> tuple[AttentionBackend[Any], str]:
@@ -30,9 +29,12 @@ def choose_backend(config: EngineConfig, model: LoadedModel) -> tuple[AttentionB
     except KernelsUnavailable as error:
         without_kernels = str(error)
     if backend is None:
-        tiled = config.deterministic is True
-        size = config.block_size
-        backend = TiledBackend(size) if tiled else GatherBackend(model, size)
+        if config.deterministic is True:
+            from .tiled import TiledBackend
+
+            backend = TiledBackend(config.block_size)
+        else:
+            backend = GatherBackend(model, config.block_size)
     if config.attention not in ("auto", backend.name):
         why = without_kernels or "the kernel does not support the width of its heads"
         raise ModelError(

@@ -13,7 +13,7 @@ import msgspec
 
 from .....bus.control import JoinWeightsGroup
 from .....bus.weights import GroupWeights
-from .group import RankError
+from .rank_error import RankError
 
 _POLL_S = 0.05
 

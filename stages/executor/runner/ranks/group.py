@@ -13,10 +13,6 @@ PARTS = 4
 Each of 1, 2 or 4 ranks computes a run of them."""
 
 
-class RankError(Exception):
-    """A rank has ended, does not answer, or is out of step. The group can't be used any more."""
-
-
 class RankGroup(ABC):
     """Ranks that compute a model together, seen from one of them.
 

@@ -11,8 +11,9 @@ from collections.abc import Sequence
 import msgspec
 
 from .....config import EngineConfig
-from .group import OneRank, RankError, RankGroup
+from .group import OneRank, RankGroup
 from .pipelining import PipelineRank
+from .rank_error import RankError
 from .shared_memory import SharedMemoryGroup, make_memory
 
 MOST_DESCRIPTORS = 5

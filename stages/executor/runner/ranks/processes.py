@@ -24,8 +24,9 @@ from .....config import EngineConfig, ModelError
 from .....config.imports import without_collection
 from .calls import Calls
 from .commands import Command, Load, Reply, Report, encode
-from .group import RankError, RankGroup
+from .group import RankGroup
 from .groups import GroupMemories
+from .rank_error import RankError
 
 LOAD_TIMEOUT_S = 1800.0
 """For ranks that wait for another one to read its shard, or to check what it has loaded."""

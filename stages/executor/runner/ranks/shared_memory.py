@@ -21,7 +21,8 @@ import torch
 from torch import Tensor
 
 from ..kernels.compile import RANKS, KernelsUnavailable, load_library
-from .group import RankError, RankGroup
+from .group import RankGroup
+from .rank_error import RankError
 from .tags import Kind, described, out_of_step, tag_of
 
 SLOT_BYTES = 1 << 20

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from nano_inference.store.board import LoadedAdapter
+from nano_inference.store.loaded_adapter import LoadedAdapter
 
 from ...fake import Client, FakeEngine, refused, report
 from ...made import TEXTS, cut, interleaved, whole

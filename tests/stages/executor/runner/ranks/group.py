@@ -11,7 +11,8 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from nano_inference.stages.executor.runner.ranks.group import RankError, RankGroup
+from nano_inference.stages.executor.runner.ranks.group import RankGroup
+from nano_inference.stages.executor.runner.ranks.rank_error import RankError
 
 _WAIT_S = 120.0
 

@@ -18,8 +18,8 @@ from nano_inference.config import AdapterError, ConfigError, EngineConfig, Model
 from nano_inference.stages.executor.parts.memory import MemoryRelease
 from nano_inference.stages.executor.runner.fast_modules.modules import FastModules
 from nano_inference.stages.executor.runner.ranks.commands import Reply
-from nano_inference.stages.executor.runner.ranks.group import RankError
 from nano_inference.stages.executor.runner.ranks.processes import Ranks
+from nano_inference.stages.executor.runner.ranks.rank_error import RankError
 from nano_inference.stages.executor.runner.ranks.shared_memory import SharedMemoryGroup
 from nano_inference.stages.executor.runner.weights.parts import PartsTaker
 

@@ -35,6 +35,13 @@ _DOUBT = 0.002
 """The least chance of either outcome: no estimate is certain, since averages are of some hundred
 outcomes at most."""
 
+_LEAST_CHANCE = 0.03
+"""The least chance of acceptance that is considered: no further row costs so little, and most wrong
+drafts end there after a place or two."""
+
+_NEAR_TOKENS = 64
+"""Contexts within so many tokens share their costs, so that most steps compute none."""
+
 _TELLING_ROWS = 64
 """Rows of one token from which steps are compute-bound on a machine too slow to measure more."""
 
@@ -79,14 +86,22 @@ class Acceptance:
         self._rows.clear()
 
     def expected(self, row: int, draft: Draft) -> list[float]:
-        """Return, for each place, the chance that a row's draft is accepted up to there."""
+        """Return, for each place, the chance that a row's draft is accepted up to there.
+
+        The chances fall, and end where they become negligible.
+        """
         own, firsts = self._rows[row]
         where = firsts.get(draft.source, _FIRST)
         chances: list[float] = []
-        chance = 1.0
+        chance, share, known = 1.0, 0.0, None
         for tenths in _tenths(draft):
-            place = draft.source, where, tenths
-            chance *= own.get(place) or self._of_source(place)
+            if (where, tenths) != known:
+                known = where, tenths
+                place = draft.source, where, tenths
+                share = own.get(place) or self._of_source(place)
+            chance *= share
+            if chances and chance < _LEAST_CHANCE:
+                break
             chances.append(chance)
             where = _LATER
         return chances
@@ -206,6 +221,8 @@ class CostControl:
         # Of the current step. The time of a step with prompts says nothing about rows.
         self._num_rows = self._num_prefill = self._num_chosen = self._room = 0
         self._context = 0.0
+        # Room, costs and hope are those of the last step of the same kind.
+        self._step: tuple[int, int, int, int] | None = None
         self._seconds = costs.at()
         self._is_timed = True
         self._pays = False
@@ -221,18 +238,15 @@ class CostControl:
         """
         self._num_rows, self._num_prefill, self._context = num_rows, num_prefill, context
         self._num_chosen, self._is_timed = 0, False
-        self._seconds = self.costs.at(context)
-        most_rows, others = self.costs.most_rows, num_rows + num_prefill
-        self._room = max(self._max_rows - num_rows, 0) if num_rows else 0
-        if others <= most_rows:
-            # Beyond the measured sizes other kernels may take over, and a step be far longer.
-            self._room = min(self._room, most_rows - others)
-        elif most_rows < _TELLING_ROWS:
-            # Likewise if the measurement ends where steps are still memory-bound.
-            self._room = 0
-        self._pays = False
-        if self._room:
-            self._pays = bool(self._gains(np.arange(1, self._room + 1)).max() >= LEAST_GAIN)
+        near = int(context) // _NEAR_TOKENS
+        step = num_rows, num_prefill, near, self.costs.version
+        if step != self._step:
+            self._step = step
+            self._seconds = self.costs.at(near * _NEAR_TOKENS)
+            self._room = self._find_room()
+            self._pays = self._room > 0 and bool(
+                self._gains(np.arange(1, self._room + 1)).max() >= LEAST_GAIN
+            )
         return self._pays and not self._ledger.rest
 
     def rest(self) -> int:
@@ -321,3 +335,13 @@ class CostControl:
         drafted = self._seconds[others + 1 : others + tokens.size + 1] - self._seconds[others]
         gains: npt.NDArray[np.float64] = (1 + tokens / self._num_rows) * own / (own + drafted)
         return gains
+
+    def _find_room(self) -> int:
+        """Return the most drafted tokens of the step."""
+        most_rows, others = self.costs.most_rows, self._num_rows + self._num_prefill
+        room = max(self._max_rows - self._num_rows, 0) if self._num_rows else 0
+        if others <= most_rows:
+            # Beyond the measured sizes other kernels may take over, and a step be far longer.
+            return min(room, most_rows - others)
+        # Likewise if the measurement ends where steps are still memory-bound.
+        return room if most_rows >= _TELLING_ROWS else 0

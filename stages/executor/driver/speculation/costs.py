@@ -42,6 +42,7 @@ class StepCosts:
 
     Attributes:
         most_rows: Costs of more rows are extrapolated.
+        version: Changes with the costs.
     """
 
     def __init__(
@@ -61,6 +62,7 @@ class StepCosts:
         if not all(0 < duration < math.inf for duration in seconds):
             raise ValueError("a step's duration has to be above 0")
         self.most_rows = sizes[-1]
+        self.version = 0
         self._context_s = context_s
         undisturbed = np.minimum.accumulate(np.array(seconds)[::-1])[::-1]
         # With a single size, each further row is assumed to cost as much again.
@@ -101,6 +103,7 @@ class StepCosts:
         row_s = surprise * cost[max(rows, last[0])] / (rows - last[0])
         learned = self._row_s + _NEWEST_PAIR * float(row_s)
         self._row_s = max(-self._most_row_s, min(learned, self._most_row_s))
+        self.version += 1
 
     def interrupt(self) -> None:
         """A step of another kind came between: the next one is compared with none."""

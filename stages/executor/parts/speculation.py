@@ -6,8 +6,8 @@ from ....bus.control import ReplicaCapacity
 from ....bus.parts.speculation import DraftCapacity, DraftsPlan, DraftsResult
 from ....bus.sections import Section, with_sections
 from ..driver.sampled import Sampled
-from ..driver.speculation.control import MOST_ROWS, CostControl
-from ..driver.speculation.costs import StepCosts, measure_costs
+from ..driver.speculation.control import CostControl
+from ..driver.speculation.costs import MOST_ROWS, StepCosts, measure_costs
 from ..driver.speculation.speculator import Speculator, make_sources
 from ..driver.step import LaunchedStep
 from ..driver.trial import trial_step

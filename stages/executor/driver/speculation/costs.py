@@ -1,21 +1,18 @@
-"""The costs of steps by their rows, and from them the number of drafted tokens to verify.
-
-A memory-bound step takes little longer with two rows than with one; a compute-bound step takes
-twice as long with twice the rows. The transition depends on model and machine, so it is measured
-when the model is loaded.
-"""
+"""The seconds of steps by their rows: measured when the model is loaded, since the number of rows
+from which a step is compute-bound depends on model and machine."""
 
 from __future__ import annotations
 
-import copy
 import itertools
 import math
-from bisect import bisect_right
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+
+MOST_ROWS = 512
+"""The most rows of one token in a step, drafted ones included: larger steps would take long to
+measure, and leave drafts little to gain."""
 
 _SIZES = (1, 16, 4, 8, 64, 32, 2, 256, 128, 512, 3, 6, 12, 24, 48, 96, 192, 384)
 """Rows of the measured steps, the most telling first."""
@@ -24,24 +21,20 @@ _LEAST_SIZES = 4
 """Sizes that are measured whatever they take: with fewer, interpolation may be off by a factor of
 two."""
 
-_TELLING_ROWS = 64
-"""Rows from which steps are compute-bound on a machine too slow to measure more."""
-
 _ROUNDS, _MOST_ROUNDS = 5, 40
-_ENOUGH = 0.25
-"""Share of the budget for extra rounds: short steps need many to measure each size undisturbed."""
+"""Measurements of each size: five outlast a disturbance of one or two. Short steps are disturbed
+more, so rounds go on up to the second number, within a quarter of the budget."""
 
-_SHORT_CONTEXT, _LONG_CONTEXT = 64, 1024
-_LONG_ROWS = 16
-"""Rows of the steps that measure a longer context."""
+_SHORT_CONTEXT, _LONG_CONTEXT, _LONG_ROWS = 64, 1024, 16
+"""Contexts of the measured steps, in tokens, and the rows with which the two are compared."""
 
-_LEARNING_RATE = 0.05
-_LARGEST_SURPRISE = 0.5
-_LARGEST_CORRECTION = math.log(2)
-_STEPS_A_TABLE = 8
+_NEWEST_PAIR = 0.05
+"""The share of two successive steps' difference that is learned: single steps are disturbed by
+other load, so a difference counts only if it lasts for tens of steps."""
 
-LEAST_GAIN = 1.05
-"""The least gain in tokens per second for which drafts are verified."""
+_MOST_SURPRISE = 0.5
+"""The largest difference of two successive steps that is learned, as a logarithm of their ratio: a
+larger one is mostly a disturbance."""
 
 
 class StepCosts:
@@ -69,88 +62,52 @@ class StepCosts:
         if not all(0 < duration < math.inf for duration in seconds):
             raise ValueError("a step's duration has to be above 0")
         self.most_rows = sizes[-1]
+        self.version = 0
         self._context_s = context_s
-        self._sizes = list(sizes)
-        self._measured = np.log(seconds)
-        # Logarithms of factors; they sum to 0.
-        self._corrections = [0.0] * len(sizes)
+        undisturbed = np.minimum.accumulate(np.array(seconds)[::-1])[::-1]
+        # With a single size, each further row is assumed to cost as much again.
+        slope = undisturbed[0]
+        if len(sizes) > 1:
+            slope = (undisturbed[-1] - undisturbed[-2]) / (sizes[-1] - sizes[-2])
+        self._rows = np.arange(self.most_rows + MOST_ROWS + 1)
+        beyond = slope * np.maximum(self._rows - self.most_rows, 0)
+        self._measured = np.interp(self._rows, sizes, undisturbed) + beyond
+        # The learned cost of a row beside the measured one: at most as much as in the largest step.
+        self._row_s = 0.0
+        self._most_row_s = float(undisturbed[-1]) / self.most_rows
         self._last: tuple[int, float] | None = None
-        self._num_learned = self.version = 0
-        self._make_table()
 
-    def at(self, context: float) -> StepCosts:
-        """Return the costs at an average context of so many tokens."""
-        per_row = self._context_s * (context - _SHORT_CONTEXT)
-        if not per_row:
-            return self
-        costs = copy.copy(self)
+    def at(self, context: float = _SHORT_CONTEXT) -> npt.NDArray[np.float64]:
+        """Return the seconds of steps of 0, 1, … rows with an average context of so many tokens,
+        `[most_rows + MOST_ROWS + 1]`. A step takes never less than one with fewer rows."""
+        row_s = self._row_s + self._context_s * (context - _SHORT_CONTEXT)
         # A step takes time however short its contexts are.
-        least = self._table / 2
-        costs._table = np.maximum(self._table + per_row * np.arange(self.most_rows + 1), least)
-        costs._slope = max(self._slope + per_row, self._slope / 2)
-        return costs
-
-    def of(self, rows: int) -> float:
-        """Return the seconds of a step; never less than with fewer rows."""
-        if rows <= self.most_rows:
-            return float(self._table[max(rows, 1)])
-        return float(self._table[-1]) + (rows - self.most_rows) * self._slope
-
-    def beyond(self, rows: int, count: int) -> npt.NDArray[np.float64]:
-        """Return the seconds of steps of 1 to `count` more rows, `[count]`."""
-        if rows + count <= self.most_rows:
-            return self._table[rows + 1 : rows + count + 1]
-        return np.array([self.of(rows + more) for more in range(1, count + 1)])
+        seconds = np.maximum(self._measured + row_s * self._rows, self._measured / 2)
+        return np.maximum.accumulate(seconds)
 
     def observe(self, rows: int, seconds: float, context: float = _SHORT_CONTEXT) -> None:
         """Learn from a step of single-token rows, drafted ones included.
 
         The speed of a machine drifts, so only the ratio of two successive steps with different
-        rows is used: it moves the costs of these sizes against one another, a little.
+        rows is used.
         """
+        last, self._last = self._last, None
         if not (1 <= rows <= self.most_rows and 0 < seconds < math.inf):
-            self._last = None
             return
-        last = self._last
-        self._last = rows, math.log(seconds / self.at(context).of(rows))
+        cost = self.at(context)
+        self._last = rows, seconds / cost[rows]
         if last is None or last[0] == rows:
             return
-        surprise = self._last[1] - last[1]
-        surprise = max(-_LARGEST_SURPRISE, min(surprise, _LARGEST_SURPRISE))
-        self._correct(rows, _LEARNING_RATE * surprise)
-        self._correct(last[0], -_LEARNING_RATE * surprise)
-        self._num_learned += 1
-        if self._num_learned % _STEPS_A_TABLE == 0:
-            self._make_table()
+        surprise = math.log(self._last[1] / last[1])
+        surprise = max(-_MOST_SURPRISE, min(surprise, _MOST_SURPRISE))
+        row_s = surprise * cost[max(rows, last[0])] / (rows - last[0])
+        learned = self._row_s + _NEWEST_PAIR * float(row_s)
+        self._row_s = max(-self._most_row_s, min(learned, self._most_row_s))
+        self.version += 1
 
     def interrupt(self) -> None:
         """A step of another kind came between: the next one is compared with none."""
         self._last = None
-
-    def _correct(self, rows: int, change: float) -> None:
-        """Distribute a change over the two sizes around a step."""
-        above = bisect_right(self._sizes, rows)
-        if above == len(self._sizes):
-            shares = [(above - 1, 1.0)]
-        else:
-            left, right = self._sizes[above - 1 : above + 1]
-            share = (rows - left) / (right - left)
-            shares = [(above - 1, 1 - share), (above, share)]
-        for index, share in shares:
-            corrected = self._corrections[index] + share * change
-            bounded = max(-_LARGEST_CORRECTION, min(corrected, _LARGEST_CORRECTION))
-            self._corrections[index] = bounded
-
-    def _make_table(self) -> None:
-        self.version += 1
-        seconds = np.exp(self._measured + self._corrections)
-        seconds = np.minimum.accumulate(seconds[::-1])[::-1]
-        rows = np.arange(self.most_rows + 1)
-        self._table: npt.NDArray[np.float64] = np.interp(rows, self._sizes, seconds)
-        # With a single size, each further row is assumed to cost as much again.
-        self._slope = float(seconds[0])
-        if len(seconds) > 1:
-            self._slope = float(seconds[-1] - seconds[-2]) / (self._sizes[-1] - self._sizes[-2])
 
 
 def measure_costs(
@@ -174,123 +131,36 @@ def measure_costs(
     short, long = min(_SHORT_CONTEXT, longest), min(_LONG_CONTEXT, longest)
     long_rows = min(_LONG_ROWS, most_rows)
     step(1, short)
-    begin_ns = now_ns()
-    budget_ns = budget_s * 1e9
-    durations: dict[int, list[int]] = {}
-    longer: list[int] = []
+    begin_ns, budget_ns = now_ns(), budget_s * 1e9
+    # By rows and context.
+    shortest: dict[tuple[int, int], int] = {}
 
-    def timed(size: int, context: int) -> int:
+    def run(size: int, context: int) -> None:
         start_ns = now_ns()
         step(size, context)
-        return max(now_ns() - start_ns, 1)
+        took_ns = max(now_ns() - start_ns, 1)
+        shortest[size, context] = min(took_ns, shortest.get((size, context), took_ns))
 
-    def run(size: int) -> None:
-        durations.setdefault(size, []).append(timed(size, short))
-        if size == long_rows and longer:
-            longer.append(timed(size, long))
-
-    for size in (size for size in _SIZES if size <= most_rows):
-        spent_ns = now_ns() - begin_ns
-        if len(durations) < _LEAST_SIZES or spent_ns + _at_most(size, durations) <= budget_ns / 3:
-            run(size)
-    # A 16 times longer context takes at most a few times longer.
-    if long > short and 4 * durations.get(long_rows, [budget_ns])[0] <= budget_ns / 3:
-        longer.append(timed(long_rows, long))
-    round_ns = sum(times[0] for times in (*durations.values(), longer) if times)
+    steps = [(size, short) for size in _SIZES if size <= most_rows]
+    if long > short and (long_rows, short) in steps:
+        steps.append((long_rows, long))
+    for size, context in steps:
+        # A step takes no longer than a larger one, nor longer per row than a smaller one; with a 16
+        # times longer context, at most a few times longer.
+        bound_ns = min((ns * max(size / rows, 1) for (rows, _), ns in shortest.items()), default=0)
+        bound_ns *= 4 if context == long > short else 1
+        if len(shortest) < _LEAST_SIZES or now_ns() - begin_ns + bound_ns <= budget_ns / 3:
+            run(size, context)
+    round_ns = sum(shortest.values())
     for number in range(1, _MOST_ROUNDS):
-        limit_ns = budget_ns if number < _ROUNDS else _ENOUGH * budget_ns
+        limit_ns = budget_ns if number < _ROUNDS else budget_ns / 4
         if now_ns() - begin_ns + round_ns > limit_ns:
             break
-        for size in sorted(durations, reverse=number % 2 == 1):
-            run(size)
-    sizes = sorted(durations)
+        for size, context in sorted(shortest, reverse=number % 2 == 1):
+            run(size, context)
     context_s = 0.0
-    if longer and long_rows in durations:
-        more_ns = min(longer) - min(durations[long_rows])
+    if long > short and (long_rows, long) in shortest:
+        more_ns = shortest[long_rows, long] - shortest[long_rows, short]
         context_s = max(more_ns, 0) * 1e-9 / (long_rows * (long - short))
-    seconds = [min(durations[size]) * 1e-9 for size in sizes]
-    return StepCosts(sizes, seconds, context_s=context_s)
-
-
-def _at_most(size: int, durations: dict[int, list[int]]) -> float:
-    """Return an upper bound for a step: a larger step, or the same time per row."""
-    larger = [known for known in durations if known > size]
-    if larger:
-        return durations[min(larger)][0]
-    largest = max(durations)
-    return durations[largest][0] * size / largest
-
-
-class StepLoad(NamedTuple):
-    """What a step computes without drafted tokens.
-
-    Prompt tokens are due in any case. So the step's own rows cost what they would without them, and
-    a drafted row costs what a row costs in a step of that size.
-
-    Attributes:
-        num_rows: Rows of one token.
-        num_prefill: Prompt tokens.
-        costs: Of steps.
-        max_rows: The most rows of one token, drafted ones included.
-    """
-
-    num_rows: int
-    num_prefill: int
-    costs: StepCosts
-    max_rows: int
-
-    def pays(self, drafting_s: float = 0.0) -> bool:
-        """Return whether any number of correct drafted tokens would pay.
-
-        `drafting_s` is the time of drafting, which adds to the cost.
-        """
-        room = self._room()
-        if self.num_rows < 1 or room < 1:
-            return False
-        rates = (self.num_rows + np.arange(1, room + 1)) / (self._seconds(room) + drafting_s)
-        return bool(rates.max() >= LEAST_GAIN * self.num_rows / self.costs.of(self.num_rows))
-
-    def lengths(
-        self, chances: Sequence[Sequence[float]], least_gain: float = LEAST_GAIN
-    ) -> list[int]:
-        """Return how many tokens of each draft to verify, for the most tokens per second.
-
-        The likeliest places of all drafts come first.
-
-        Args:
-            chances: For each draft, the falling chances that a place is reached and accepted.
-            least_gain: The least gain in tokens per second.
-
-        Returns:
-            `[drafts]`; 0 for a draft that is not worth verifying.
-        """
-        lengths = [0] * len(chances)
-        room = self._room()
-        if self.num_rows < 1 or room < 1 or not any(chances):
-            return lengths
-        chance = np.fromiter(itertools.chain.from_iterable(chances), np.float64)
-        # NaN is no chance.
-        chance = np.where(chance > 0, chance, 0)
-        order = np.argsort(-chance, kind="stable")[:room]
-        rates = (self.num_rows + np.cumsum(chance[order])) / self._seconds(order.size)
-        best = int(rates.argmax())
-        if rates[best] < least_gain * self.num_rows / self.costs.of(self.num_rows):
-            return lengths
-        drafts = np.repeat(np.arange(len(chances)), [len(falling) for falling in chances])
-        counts: list[int] = np.bincount(drafts[order[: best + 1]], minlength=len(chances)).tolist()
-        return counts
-
-    def _seconds(self, count: int) -> npt.NDArray[np.float64]:
-        """Return the time of the rows with 1 to `count` drafted ones, `[count]`."""
-        costs, others = self.costs, self.num_rows + self.num_prefill
-        return costs.of(self.num_rows) - costs.of(others) + costs.beyond(others, count)
-
-    def _room(self) -> int:
-        """Return the most drafted tokens."""
-        costs, others = self.costs, self.num_rows + self.num_prefill
-        room = self.max_rows - self.num_rows
-        if others <= costs.most_rows:
-            # Beyond the measured sizes other kernels may take over, and a step be far longer.
-            return min(room, costs.most_rows - others)
-        # Likewise if the measurement ends where steps are still memory-bound.
-        return room if costs.most_rows >= _TELLING_ROWS else 0
+    sizes = sorted(size for size, context in shortest if context == short)
+    return StepCosts(sizes, [shortest[size, short] * 1e-9 for size in sizes], context_s=context_s)

@@ -58,12 +58,10 @@ class _AskedDrafts:
     """The cost of a step's drafts.
 
     Attributes:
-        num_rows: Rows asked for.
         seconds: CPU time of this thread, learning included.
         num_accepted: Accepted tokens.
     """
 
-    num_rows: int
     seconds: float
     num_accepted: int = 0
 
@@ -96,7 +94,7 @@ class Speculator:
         self._skips: dict[int, tuple[int, int]] = {}
 
     def begin(self, rows: IntArray, num_tokens: IntArray, limits: IntArray) -> StepDrafts:
-        """Draft for a step, and write the tokens to verify behind the rows' known tokens.
+        """Draft for a step, and write the tokens to verify after the rows' known tokens.
 
         Args:
             rows: `[rows]`, all rows of the step, of the table.
@@ -105,7 +103,7 @@ class Speculator:
         """
         limits = self._limits(rows, limits)
         if (asked := self._asked) is not None:
-            self.control.spent(asked.num_rows, asked.seconds, asked.num_accepted)
+            self.control.spent(asked.seconds, asked.num_accepted)
             self._asked = None
         # Steps that run ahead are not timed.
         self._drafting_s = 0.0
@@ -146,7 +144,7 @@ class Speculator:
             [len(verified.get(row, NO_DRAFT).tokens) for row in rows.tolist()], np.int64
         )
         asking_s = (time.thread_time_ns() - begin_ns) * 1e-9
-        self._asked = _AskedDrafts(len(contexts), max(asking_s - self._asking_model_s, 0.0))
+        self._asked = _AskedDrafts(max(asking_s - self._asking_model_s, 0.0))
         return StepDrafts(counts, verified, proposed)
 
     def accept(self, places: Places, tokens: IntArray, unsure: BoolArray | None) -> BoolArray:

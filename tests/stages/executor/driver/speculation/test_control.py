@@ -37,7 +37,8 @@ def control_of_steps(*, max_rows: int = 64) -> CostControl:
 
 
 def ratio(control: CostControl) -> float:
-    return control.costs.of(16) / control.costs.of(1)
+    seconds = control.costs.at()
+    return float(seconds[16] / seconds[1])
 
 
 def test_expected_tokens_are_verified_up_to_the_row_limit() -> None:
@@ -53,13 +54,6 @@ def test_sources_are_not_asked_if_no_draft_could_pay() -> None:
     assert not control.begin(4, 0, 64)
     assert not control.begin(1, 600, 64)
     assert not control.begin(0, 10, 0)
-    # Nor where it takes longer to ask than is saved.
-    control = CostControl(StepCosts((1, 4, 16), (0.036, 0.042, 0.069)))
-    assert control.begin(4, 0, 64)
-    control = CostControl(StepCosts((1, 4, 16), (0.036, 0.042, 0.069)))
-    for _ in range(200):
-        control.spent(4, 1.0, 0)
-    assert not control.begin(4, 0, 64)
     # A row of a long context is work of its own.
     costs = StepCosts((1, 4, 16), (0.036, 0.042, 0.069), context_s=1e-4)
     assert CostControl(costs).begin(4, 0, 64)
@@ -76,10 +70,18 @@ def steps_asked(control: CostControl, steps: int, seconds: float, accepted: int)
             count += 1
             control.lengths([])
             control.timed(0.042)
-            control.spent(4, seconds, accepted)
+            control.spent(seconds, accepted)
         else:
             rest = control.rest()
     return count
+
+
+def test_sources_rest_if_asking_takes_longer_than_drafts_save() -> None:
+    control = control_of_steps()
+    for _ in range(200):
+        assert control.begin(4, 0, 64) or control.rest()
+        control.spent(1.0, 1)
+    assert steps_asked(control, 1000, 1.0, 1) < 200
 
 
 def test_asking_that_does_not_pay_is_rare() -> None:
@@ -171,7 +173,7 @@ def test_a_source_that_starts_to_pay_is_asked_again() -> None:
     assert asked(2.0, 1000, ledger) == 1000
 
 
-def asked_behind_prompts(reading: float, answer: int, prompts: int) -> float:
+def asked_after_prompts(reading: float, answer: int, prompts: int) -> float:
     """The share of steps with a call of a model that reads prompts for `reading` seconds, then
     drafts for `answer` steps, and saves twice its cost in each."""
     ledger, count = DraftLedger(256), 0
@@ -186,18 +188,20 @@ def asked_behind_prompts(reading: float, answer: int, prompts: int) -> float:
 
 
 def test_the_cost_of_reading_a_prompt_is_charged_to_later_drafts() -> None:
-    assert asked_behind_prompts(200.0, answer=400, prompts=20) == 1
+    assert asked_after_prompts(200.0, answer=400, prompts=20) == 1
     # Ten steps save ten seconds more than they take.
-    assert asked_behind_prompts(5.0, answer=10, prompts=500) == 1
-    assert asked_behind_prompts(30.0, answer=10, prompts=500) < 0.2
+    assert asked_after_prompts(5.0, answer=10, prompts=500) == 1
+    assert asked_after_prompts(30.0, answer=10, prompts=500) < 0.2
 
 
 def test_a_source_that_only_reads_prompts_rests() -> None:
-    assert asked_behind_prompts(1.0, answer=0, prompts=10_000) < 0.1
+    assert asked_after_prompts(1.0, answer=0, prompts=10_000) < 0.1
 
 
 COSTS = StepCosts((1, 2, 4, 8, 16, 32, 64), (0.036, 0.041, 0.042, 0.051, 0.069, 0.115, 0.2))
 """Of a model of 0.5 billion parameters on two CPU cores."""
+
+SECONDS = COSTS.at().tolist()
 
 DRAFTING_S = 20e-6
 """The cost of asking for a row's draft and learning from it."""
@@ -259,12 +263,12 @@ def run(texts: list[Text], num_tokens: int, control: CostControl) -> float:
         control.begin(len(texts), 0, 64)
         chances = [control.acceptance.expected(row, draft) for row, draft in enumerate(drafts)]
         lengths = control.lengths(chances)
-        seconds += COSTS.of(len(texts) + sum(lengths)) + DRAFTING_S * len(texts)
+        seconds += SECONDS[len(texts) + sum(lengths)] + DRAFTING_S * len(texts)
         for row, (text, draft, length) in enumerate(zip(texts, drafts, lengths, strict=True)):
             got = text.advance(length)
             control.acceptance.settle(row, draft, got)
             tokens += len(got)
-    return tokens / seconds / (len(texts) / COSTS.of(len(texts)))
+    return tokens / seconds / (len(texts) / SECONDS[len(texts)])
 
 
 Texts = Callable[[int], Rights]
@@ -360,6 +364,23 @@ def test_chances_fall_and_are_chances_whatever_happens(
         assert all(0 < chance < 1 for chance in chances)
         assert chances == sorted(chances, reverse=True)
         acceptance.settle(0, proposed, got)
+
+
+def test_a_source_that_is_never_right_is_not_verified_until_it_is_right() -> None:
+    control = control_of_steps()
+    wrong, verified = draft(*WRONG, source="suffix"), []
+    for row in range(120):
+        control.begin(1, 0, 64)
+        verified += control.lengths([control.acceptance.expected(row % 4, wrong)])
+        control.acceptance.settle(row % 4, wrong, [RIGHT[0]])
+    assert verified[-20:] == [0] * 20
+    # Nor of a sequence that is new.
+    control.begin(1, 0, 64)
+    assert control.lengths([control.acceptance.expected(9, wrong)]) == [0]
+    for _ in range(20):
+        control.acceptance.settle(0, wrong, [WRONG[0]])
+    control.begin(1, 0, 64)
+    assert control.lengths([control.acceptance.expected(0, wrong)])[0] > 0
 
 
 def test_no_history_makes_acceptance_certain() -> None:

@@ -1,3 +1,5 @@
+"""Costs of steps are measured and learned, and decide how many drafted tokens are verified."""
+
 from __future__ import annotations
 
 import itertools
@@ -11,11 +13,9 @@ from hypothesis import strategies as st
 
 from nano_inference.config import EngineConfig
 from nano_inference.stages.executor import ExecutorCore
-from nano_inference.stages.executor.driver.speculation.costs import (
-    StepCosts,
-    StepLoad,
-    measure_costs,
-)
+from nano_inference.stages.executor.driver.speculation import control
+from nano_inference.stages.executor.driver.speculation.control import CostControl
+from nano_inference.stages.executor.driver.speculation.costs import StepCosts, measure_costs
 from nano_inference.stages.executor.driver.trial import trial_step
 from nano_inference.stages.executor.runner.model import wrap_model
 
@@ -32,27 +32,33 @@ def choose_lengths(
     *,
     max_rows: int,
     num_prefill: int = 0,
-    **options: float,
 ) -> list[int]:
-    return StepLoad(num_rows, num_prefill, costs, max_rows).lengths(chances, **options)
+    chooser = CostControl(costs, max_rows=max_rows)
+    chooser.begin(num_rows, num_prefill, 64)
+    return chooser.lengths(chances)
+
+
+def seconds_of(costs: StepCosts, rows: int, context: float = 64) -> float:
+    return float(costs.at(context)[rows])
 
 
 # --- the costs of steps ---------------------------------------------------------------------
 
 
 def test_between_sizes_costs_are_linear_and_beyond_the_last_too() -> None:
-    assert COSTS.of(1) == COSTS.of(0) == pytest.approx(0.036)
-    assert COSTS.of(2) == pytest.approx(0.038)
-    assert COSTS.of(40) == pytest.approx((0.069 + 0.2) / 2)
-    assert COSTS.of(112) == pytest.approx(0.2 + 0.2 - 0.069)
-    assert StepCosts((1,), (0.5,)).of(3) == pytest.approx(1.5)
+    assert seconds_of(COSTS, 1) == seconds_of(COSTS, 0) == pytest.approx(0.036)
+    assert seconds_of(COSTS, 2) == pytest.approx(0.038)
+    assert seconds_of(COSTS, 40) == pytest.approx((0.069 + 0.2) / 2)
+    assert seconds_of(COSTS, 112) == pytest.approx(0.2 + 0.2 - 0.069)
+    assert seconds_of(StepCosts((1,), (0.5,)), 3) == pytest.approx(1.5)
 
 
 @given(st.lists(st.floats(1e-6, 1e3), min_size=1, max_size=12))
 def test_more_rows_never_cost_less(seconds: list[float]) -> None:
     costs = StepCosts([2**n for n in range(len(seconds))], seconds)
-    table = [costs.of(rows) for rows in range(2 * costs.most_rows)]
-    assert table == sorted(table)
+    for context in (0, 64, 1000):
+        table = costs.at(context).tolist()
+        assert table == sorted(table)
 
 
 @pytest.mark.parametrize(
@@ -79,12 +85,12 @@ def test_ratios_follow_the_steps_that_are_run() -> None:
         speed = 1.0 if number % 100 < 50 else 1.6
         rows = 16 if number % 2 else 1
         costs.observe(rows, speed * (0.036 + (rows - 1) * 0.0044))
-    assert costs.of(16) / costs.of(1) == pytest.approx(0.102 / 0.036, rel=0.05)
+    assert seconds_of(costs, 16) / seconds_of(costs, 1) == pytest.approx(0.102 / 0.036, rel=0.05)
 
 
 def test_steps_of_one_size_or_incomparable_steps_change_no_costs() -> None:
     costs = StepCosts((1, 4, 16, 64), (0.036, 0.042, 0.069, 0.2))
-    before = [costs.of(rows) for rows in range(80)]
+    before = costs.at().tolist()
     for number in range(100):
         costs.observe(1, 0.5 * (1 + number % 3))
     for hostile in (math.nan, math.inf, 0.0, -1.0):
@@ -98,7 +104,7 @@ def test_steps_of_one_size_or_incomparable_steps_change_no_costs() -> None:
         costs.interrupt()
         costs.observe(16, 3.0)
         costs.interrupt()
-    assert [costs.of(rows) for rows in range(80)] == before
+    assert costs.at().tolist() == before
 
 
 def test_learned_costs_are_bounded() -> None:
@@ -106,8 +112,11 @@ def test_learned_costs_are_bounded() -> None:
     for _ in range(10_000):
         costs.observe(1, 1e-9)
         costs.observe(64, 1e9)
-    ratio = costs.of(64) / costs.of(1)
-    assert 0.2 / 0.036 <= ratio <= 4 * 0.2 / 0.036 * (1 + 1e-9)
+    assert 0.2 < seconds_of(costs, 64) <= 2 * 0.2 * (1 + 1e-9)
+    for _ in range(10_000):
+        costs.observe(1, 1e9)
+        costs.observe(64, 1e-9)
+    assert 0.2 / 2 <= seconds_of(costs, 64) < 0.2
 
 
 # --- measuring ------------------------------------------------------------------------------
@@ -134,7 +143,7 @@ def test_all_sizes_are_measured_several_times_where_steps_are_short() -> None:
     costs = measure_costs(machine.step, 64, machine.now_ns)
     assert costs.most_rows == 64
     for rows in (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 80):
-        assert costs.of(rows) == pytest.approx(0.001 + 0.00005 * (rows - 1))
+        assert seconds_of(costs, rows) == pytest.approx(0.001 + 0.00005 * (rows - 1))
     counts = Counter(machine.steps)
     rounds = counts.pop(64)
     # One begins, and with 16 rows contexts are compared.
@@ -149,8 +158,8 @@ def test_costs_include_longer_contexts() -> None:
     costs = measure_costs(machine.step, 64, machine.now_ns)
     for rows, context in ((1, 64), (16, 64), (64, 1000), (16, 5000), (100, 200), (8, 8)):
         wanted = 0.001 + 0.00005 * (rows - 1) + 1e-8 * rows * context
-        assert costs.at(context).of(rows) == pytest.approx(wanted)
-    assert costs.at(0).of(1) > 0
+        assert seconds_of(costs, rows, context) == pytest.approx(wanted)
+    assert seconds_of(costs, 1, 0) > 0
 
 
 @given(first_ns=st.integers(0, 10**10), row_ns=st.integers(0, 10**10), most=st.integers(1, 300))
@@ -171,7 +180,7 @@ def test_slow_steps_are_measured_at_four_sizes() -> None:
     # Beyond, where a step may cost many times more, there are no drafts.
     assert choose_lengths(12, [[1.0] * 16], costs, max_rows=512) == [4]
     assert choose_lengths(20, [[1.0] * 16], costs, max_rows=512) == [0]
-    assert not StepLoad(20, 0, costs, 512).pays()
+    assert not CostControl(costs).begin(20, 0, 64)
 
 
 def test_a_step_that_was_disturbed_does_not_count() -> None:
@@ -183,8 +192,8 @@ def test_a_step_that_was_disturbed_does_not_count() -> None:
             machine.time_ns += 30_000_000
 
     costs = measure_costs(step, 16, machine.now_ns)
-    assert costs.of(1) == pytest.approx(0.001)
-    assert costs.of(16) == pytest.approx(0.001 + 15 * 0.00005)
+    assert seconds_of(costs, 1) == pytest.approx(0.001)
+    assert seconds_of(costs, 16) == pytest.approx(0.001 + 15 * 0.00005)
 
 
 def core(**settings: object) -> ExecutorCore:
@@ -226,9 +235,11 @@ seconds_of_sizes = st.lists(st.floats(0.01, 1), min_size=5, max_size=5)
 
 def rate(num_rows: int, num_prefill: int, tokens: float, added: int, costs: StepCosts) -> float:
     """Tokens per second of the step's rows, drafted ones included."""
-    others = num_rows + num_prefill
-    seconds = costs.of(num_rows) + costs.of(others + added) - costs.of(others)
-    return (num_rows + tokens) / seconds
+    # Each row after the largest size costs the same.
+    others = min(num_rows + num_prefill, costs.most_rows)
+    seconds = costs.at()
+    drafted = seconds[others + added] - seconds[others]
+    return float((num_rows + tokens) / (seconds[num_rows] + drafted))
 
 
 @given(
@@ -286,10 +297,11 @@ def test_no_chances_give_no_lengths(num_rows: int) -> None:
     assert choose_lengths(num_rows, [[], [0.0], [math.nan]], COSTS, max_rows=64) == [0, 0, 0]
 
 
-def test_no_drafts_are_verified_without_room() -> None:
+def test_no_drafts_are_verified_without_room(monkeypatch: pytest.MonkeyPatch) -> None:
     certain = [[1.0] * 4]
     assert choose_lengths(0, certain, COSTS, max_rows=64) == [0]
     assert choose_lengths(4, certain, COSTS, max_rows=4) == [0]
     assert choose_lengths(4, certain, COSTS, max_rows=6) == [2]
     # Also beyond the measured sizes.
-    assert choose_lengths(62, certain, COSTS, max_rows=200, least_gain=0.5) == [2]
+    monkeypatch.setattr(control, "LEAST_GAIN", 0.5)
+    assert choose_lengths(62, certain, COSTS, max_rows=200) == [2]

@@ -44,6 +44,7 @@ from nano_inference.bus.parts.tiers import moves_of
 from nano_inference.bus.steps import AUDIT_SEQ_ID, KVMove, StepPlan, StepResult
 from nano_inference.stages.batching import Allocation, BatchingCore
 from nano_inference.stages.batching.parts.tiers.eviction import POLICIES
+from nano_inference.stages.batching.parts.tiers.part import Tiers
 from nano_inference.stages.batching.parts.tiers.tiers import KVTiers, TierCounts
 from nano_inference.stages.executor.runner.system_memory import zeros
 
@@ -107,7 +108,7 @@ def hit_rate(trace: Trace, policy: str, device: int, host: int) -> float:
     parts = (below,) if host else ()
     config = EngineConfig(cache_type="paged", kv_eviction=policy)  # type: ignore[arg-type]
     core = BatchingCore(config, ReplicaCapacity(device, BLOCK, 1 << 20, 9, "none", parts=parts))
-    cache, tiers = core.cache, core.part("tiers")
+    cache, tiers = core.cache, core.part(Tiers)
     found = total = 0
     for prompt in trace:
         allocation = Allocation(prompt)
@@ -155,8 +156,8 @@ def measure_bandwidth(folder: Path, disk: Path) -> dict[str, dict[str, float]]:
     """Return GB/s of each way, and its share of the plain way to move as many bytes: medians and
     quartiles of rounds."""
     with engine(folder, disk) as made:
-        tiers = made._tiers
-        assert tiers is not None
+        assert made._tiers is not None
+        tiers = made._tiers.blocks
         count = min(BLOCKS, tiers.capacity.host_slots)
         size = tiers.slots.memory.shape[1] * count
         names = [index.to_bytes(16, "little") for index in range(count)]
@@ -263,7 +264,7 @@ def measure_ttft(folder: Path, disk: Path, dtype: str) -> dict[str, dict[str, fl
                 (sample,) = made.generate([prompt], first)
                 seconds[name].append(time.perf_counter() - started)
                 found[name].append(sample.completion_tokens)
-            tiers = made._batching.part("tiers").blocks
+            tiers = made._batching.part(Tiers).blocks
             assert tiers is not None
             assert name == "computed" or tiers.take_counts().loaded > PROMPT // BLOCK
     assert all(each == found["computed"] for each in found.values()), "the tokens differ"
@@ -332,7 +333,7 @@ def measure_audit() -> dict[str, dict[str, float]]:
         started = time.perf_counter()
         while counts.audited < AUDITS:
             made.generate(prompts, params)
-            tiers = made._batching.part("tiers").blocks
+            tiers = made._batching.part(Tiers).blocks
             assert tiers is not None
             for name, number in asdict(tiers.take_counts()).items():
                 setattr(counts, name, getattr(counts, name) + number)

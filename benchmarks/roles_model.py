@@ -25,7 +25,7 @@ from nano_inference.bus.parts.tiers import moves_of
 from nano_inference.bus.steps import KVMove, NewSequence, StepPlan, StepResult
 from nano_inference.config import EngineConfig, FairnessConfig, ReplicaRole, SamplingParams
 from nano_inference.stages.batching import BatchingCore
-from nano_inference.stages.batching.parts.handover.departures import Departure
+from nano_inference.stages.batching.parts.handover.departures import Departure, Departures
 from nano_inference.stages.fairness import FairnessCore
 from nano_inference.stages.fairness.parts.handovers import Handovers
 
@@ -109,7 +109,7 @@ class Replica:
         lane = self._lane
         while (plan := self.core.plan(lane.now_ns)) is not None:
             self._plans.append(plan)
-        if (departures := self.core.part("departures")) is not None:
+        if (departures := self.core.find(Departures)) is not None:
             for departure in departures.take_departures():
                 lane.pass_on(departure)
         if (report := self.core.take_report()) is not None:

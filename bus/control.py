@@ -338,7 +338,7 @@ class Reset(Internal, frozen=True):
 
 
 class EmbeddingCapacity(Section, frozen=True):
-    """Embeddings of the executor's model.
+    """In ReplicaCapacity: embeddings of the executor's model.
 
     Attributes:
         size: Components of a vector.
@@ -354,7 +354,7 @@ class EmbeddingCapacity(Section, frozen=True):
 
 
 class TierCapacity(Section, frozen=True):
-    """KV tiers of an executor below its cache.
+    """In ReplicaCapacity: KV tiers of an executor below its cache.
 
     Attributes:
         host_slots: Blocks in host memory.
@@ -383,7 +383,7 @@ class TierCapacity(Section, frozen=True):
 
 
 class ImageCapacity(Section, frozen=True):
-    """An executor's limits for images, in image tokens.
+    """In ReplicaCapacity: limits of an executor for images, in image tokens.
 
     Attributes:
         max_tokens: Most tokens of one image, and of all that one step encodes.

@@ -70,13 +70,12 @@ from .engine_requests import (
     token_ids_to_score,
     with_scores,
 )
-from .engine_tiers import next_plan
+from .engine_tiers import EngineTiers, next_plan
 from .engine_weights import receive_weights
 from .rollouts import Prompt, RequestId, RolloutEngine, TrainingSample
 from .sessions import check_action
 
 if TYPE_CHECKING:
-    from ..stages.executor.runner.tiers.tiers import BlockTiers
     from .replay import Replay
 
 
@@ -137,12 +136,9 @@ class InferenceEngine(ModelParts):
         self._admission.set_capacity(capacity)
         # Results come back at once, so no plan is made ahead of them.
         self._batching = BatchingCore(self.config, capacity, steps_ahead=1)
-        self._tiers: BlockTiers | None = None
+        self._tiers: EngineTiers | None = None
         if TierCapacity.find(capacity.parts) is not None:
-            from ..stages.executor.parts.tiers import Tiers
-
-            self._tiers = self._core.part(Tiers).blocks
-            self._batching.receive(self._tiers.on_disk(), now_ns())
+            self._tiers = EngineTiers.of(self._core, self._batching)
         streamed = tokenizer if self._executor.model.generates else None
         self._streaming = StreamingCore(streamed, config=settings)
         self._requests, self._images = UnfinishedRequests(), EngineImages()
@@ -515,8 +511,8 @@ class InferenceEngine(ModelParts):
         """
         call = ControlSession(GenerateRequest().tenant, session, check_action(action), ttl_s)
         result: KVSessionResult = self._batching.receive(call, now_ns())
-        tiers = self._batching.part("tiers")
-        while tiers is not None and (tiers.fetches or tiers.has_moves):
+        tiers = self._tiers
+        while tiers is not None and (tiers.planned.fetches or tiers.planned.has_moves):
             self._uncollected += [pair for _, pairs in self._advance() for pair in pairs]
         if result.outcome == "deferred" and action == "prefetch":
             call = ControlSession(call.tenant, session, call.action)
@@ -532,8 +528,8 @@ class InferenceEngine(ModelParts):
         if self._core is not None:
             try:
                 # Not with weights that wait to be put in place: that may fail.
-                tiers = self._batching.part("tiers")
-                while tiers is not None and tiers.saves and not self._weights.pending_version:
+                tiers, weights = self._tiers, self._weights
+                while tiers is not None and tiers.planned.saves and not weights.pending_version:
                     self._advance()
             finally:
                 self._core.close()
@@ -598,8 +594,8 @@ class InferenceEngine(ModelParts):
                             progress.advance(bar)
                         else:
                             self._uncollected += samples
-            tiers = self._batching.part("tiers")
-            while tiers is not None and tiers.audits:
+            tiers = self._tiers
+            while tiers is not None and tiers.planned.audits:
                 self._advance()
         except BaseException:
             for name in names:

@@ -70,6 +70,17 @@ def test_settings_page_has_the_settings_docstrings() -> None:
     assert writer["page"]() == writer["PAGE"].read_text()
 
 
+def test_page_of_parts_has_each_part_of_the_stages_lists() -> None:
+    """`python docs/write_parts.py` writes the page."""
+    writer = runpy.run_path(str(ROOT / "docs" / "write_parts.py"))
+    rows = re.findall(r"^\| \w+ \| (\w+) \| \[`(\w+)`\]", writer["PAGE"].read_text(), re.M)
+    parts = writer["parts"]()
+    assert rows == [(part.stage, part.node.name) for part in parts]
+    for part in parts:
+        listed = (ROOT / "stages" / part.stage / "parts" / "__init__.py").read_text()
+        assert re.search(rf"\b{part.place.stem}\b", listed), part.place
+
+
 @pytest.mark.parametrize("document", ["redis.md", "sampling.md"])
 def test_sampling_parameters_are_all_named(document: str) -> None:
     """In redis.md how to give them; in sampling.md what those do that change or report logits."""

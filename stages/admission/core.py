@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from operator import attrgetter
-from typing import TYPE_CHECKING, Literal, TypeVar
+from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
@@ -30,7 +30,7 @@ from ...bus.recovery import RecoveredSample
 from ...bus.sections import with_sections
 from ...config import Config, RequestError
 from ...text.tokenizer import ANY_LENGTH, longest_token_bytes
-from ..hooks import Hooks
+from ..parts import Kind, Parts
 from .arrivals import Accepted, PromptImage, ResponseKey, Tokens
 from .checks import (
     check_no_text,
@@ -48,8 +48,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
     from ...text.images import ImageProcessor
-
-P = TypeVar("P", bound=Part)
 
 
 class AdmissionCore:
@@ -84,27 +82,19 @@ class AdmissionCore:
         )
         self._capacity: ReplicaCapacity | None = None
         self._seq_ids = itertools.count(1)
-        self._parts = make_parts(config, tokenizer, processor)
-        self._hooks = Hooks(Part, self._parts)
+        self._parts = Parts(Part, make_parts(config, tokenizer, processor))
         # For each optional field of requests, its part.
-        by_field = [(field, part) for part in self._parts for field in part.fields]
+        by_field = [(field, part) for part in self._parts.all for field in part.fields]
         self._optional_fields = attrgetter(*(field for field, _ in by_field))
         self._parts_of_fields = tuple(part for _, part in by_field)
 
-    def part(self, kind: type[P]) -> P:
-        """Return the part of a class.
-
-        Raises:
-            LookupError: It is not configured.
-        """
-        for part in self._parts:
-            if isinstance(part, kind):
-                return part
-        raise LookupError(kind.__name__)
+    def part(self, kind: type[Kind]) -> Kind:
+        """Return the part of a class. Raises KeyError if it is not configured."""
+        return self._parts.get(kind)
 
     def close(self) -> None:
         """End the parts' processes."""
-        for hook in self._hooks.close:
+        for hook in self._parts.close:
             hook()
 
     # --- capacity -----------------------------------------------------------------------------
@@ -123,7 +113,7 @@ class AdmissionCore:
     def set_capacity(self, capacity: ReplicaCapacity) -> None:
         """Set the lane's capacity."""
         before, self._capacity = self._capacity, capacity
-        for hook in self._hooks.set_capacity:
+        for hook in self._parts.set_capacity:
             hook(capacity)
         now = capacity.exact, capacity.weight_version
         if before is None or (before.exact, before.weight_version) != now:
@@ -137,7 +127,7 @@ class AdmissionCore:
 
     def flush(self) -> None:
         """Drop all that parts keep and that depends on the weights."""
-        for hook in self._hooks.weights_changed:
+        for hook in self._parts.weights_changed:
             hook(self.capacity)
 
     # --- checks -------------------------------------------------------------------------------
@@ -165,7 +155,7 @@ class AdmissionCore:
             )
         # After the budget: a request without time left ends while no executor has named adapters.
         adapter, capacity = "", self.capacity
-        for hook in self._hooks.resolve:
+        for hook in self._parts.resolve:
             adapter = hook(entry, request) or adapter
         check_sampling(request.sampling, vocab_size=capacity.vocab_size)
         if request.embed is None and "generate" not in capacity.capabilities:
@@ -273,11 +263,11 @@ class AdmissionCore:
         if request.embed is None:
             sampling, pooling = self._resolve(request, num_tokens, capacity), None
         else:
-            for hook in self._hooks.pool:
+            for hook in self._parts.pool:
                 sampling, pooling = hook(request, num_tokens, capacity)
         n, tenant, seeds = request.n, request.tenant, seeds_of(request, request_id, self._seed)
         about = entry, request, adapter, prompt, sampling, pooling, seeds
-        sections = [section for hook in self._hooks.opened if (section := hook(*about)) is not None]
+        sections = [section for hook in self._parts.opened if (section := hook(*about)) is not None]
         opened = RequestOpened(
             request_id=request_id,
             entry_id=entry.entry_id,
@@ -309,7 +299,7 @@ class AdmissionCore:
             parts=parts,
         )
         key: ResponseKey | None = None
-        for hook in self._hooks.key:
+        for hook in self._parts.key:
             key = hook(request, opened, admitted)
         return Accepted(opened, admitted, key)
 
@@ -320,7 +310,7 @@ class AdmissionCore:
     def look_up(self, accepted: Accepted) -> RequestOpened:
         """Return the message that opens a new request."""
         opened = accepted.opened
-        for hook in self._hooks.look_up:
+        for hook in self._parts.look_up:
             if (section := hook(accepted)) is not None:
                 opened = with_sections(opened, section)
         return opened
@@ -328,7 +318,7 @@ class AdmissionCore:
     def keep(self, accepted: Accepted | None, response: StoredResponse | None) -> None:
         """Give parts the response of a request that has ended, if there is one."""
         if accepted is not None and response is not None:
-            for hook in self._hooks.finished:
+            for hook in self._parts.finished:
                 hook(accepted, response)
 
     def resumed(

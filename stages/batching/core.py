@@ -12,9 +12,10 @@ from ...bus.messages import AdmittedRequest, Credit, SequenceSpec
 from ...bus.steps import NewSequence, StepPlan, StepSummary
 from ...bus.weights import InFlight
 from ...config import EngineConfig, SchedulerConfig
+from ..parts import Kind
 from .caches import cache_class
 from .deciding import decide
-from .parts import PARTS, Entry, Parts
+from .parts import PARTS, BatchingParts, Entry
 from .plans import PlanDraft, SentPlan, aborted, expired, settle
 from .report import Counters, Report
 from .schedule import NOTHING, SchedulerOutput
@@ -61,7 +62,7 @@ class BatchingCore(SequenceStates):
         )
         make_cache = cache_class(config.cache_type)
         cache = make_cache(capacity.num_blocks, capacity.block_size)
-        super().__init__(limits, cache, Parts(self, config, parts))
+        super().__init__(limits, cache, BatchingParts(self, config, parts))
         self.steps_ahead = steps_ahead
         # Started with a shared prefill by the last plan; the next one copies their partial blocks.
         self._sharing: list[Sequence] = []
@@ -103,7 +104,7 @@ class BatchingCore(SequenceStates):
         Raises:
             UnknownMessage: No part handles it.
         """
-        if not (receivers := self._parts.receivers(message)):
+        if not (receivers := self._parts.handlers(message)):
             raise UnknownMessage(type(message).__name__)
         replies = [part.receive(message, now_ns, deadline_ns) for part in receivers]
         return next((reply for reply in replies if reply is not None), None)
@@ -237,9 +238,13 @@ class BatchingCore(SequenceStates):
         """Paused, with no plan in flight and no KV left to drop."""
         return self.paused and not self.sent and not self._recompute
 
-    def part(self, name: str) -> Any:
-        """Return an optional part by its name in `PARTS`; None if this core has none so far."""
-        return self._parts.find(name)
+    def part(self, kind: type[Kind]) -> Kind:
+        """Return the part of a class. Raises KeyError if it is not in use."""
+        return self._parts.get(kind)
+
+    def find(self, kind: type[Kind]) -> Kind | None:
+        """Return the part of a class; None if it is not in use so far."""
+        return self._parts.find(kind)
 
     def next_deadline_ns(self) -> int | None:
         """Return when `plan` is due although nothing happens; None for never."""

@@ -7,7 +7,7 @@ from collections.abc import Sequence as Seq
 
 from ...config import SchedulerConfig
 from .cache import KVCacheManager
-from .parts import Parts
+from .parts import BatchingParts
 from .schedule import SchedulerOutput, schedule
 from .sequence import Sequence
 from .starting import startable
@@ -18,7 +18,7 @@ def decide(
     running: Seq[Sequence],
     cache: KVCacheManager,
     limits: SchedulerConfig,
-    parts: Parts,
+    parts: BatchingParts,
     *,
     all_run: bool = False,
 ) -> SchedulerOutput:
@@ -58,7 +58,7 @@ def _startable(
     running: Seq[Sequence],
     cache: KVCacheManager,
     limits: SchedulerConfig,
-    parts: Parts,
+    parts: BatchingParts,
 ) -> list[Sequence]:
     room = limits.max_batch_size - len(running)
     if not waiting or room <= 0:

@@ -40,6 +40,8 @@ from ...telemetry import instruments, names, now_ns
 from ..actor import Actor, StageContext, budget_of, deadline_of
 from ..tier_log import log_differences
 from .core import BatchingCore, UnknownMessage
+from .parts.handover.departures import Departures
+from .parts.kv_events import KVEvents
 from .spans import BatchingSpans
 
 
@@ -248,13 +250,13 @@ class BatchingStage(Actor):
                 self.metrics.record(instruments.BATCH_SIZE, len(plan.seq_ids))
             self._spans.planned(plan, core)
             await self.send(self.own(PLANS), plan)
-        if (departures := core.part("departures")) is not None:
+        if (departures := core.find(Departures)) is not None:
             for each in departures.take_departures():
                 budget = budget_of(each.deadline_ns, now_ns())
                 await self.send(at(HANDOVERS, each.successor), each.message, budget_ns=budget)
         if (report := core.take_report()) is not None:
             await self.send(self.own(CREDITS), report)
-        if (kv_events := core.part("kv_events")) is not None and (events := kv_events.log.take()):
+        if (kv_events := core.find(KVEvents)) is not None and (events := kv_events.log.take()):
             await self._publish(events)
         if core.idle and report is None:  # which is to be written meanwhile
             core.check()

@@ -12,7 +12,7 @@ from ...bus.times import Break
 from ...config import SchedulerConfig
 from .cache import KVCacheManager
 from .index import SequenceIndex
-from .parts import Parts
+from .parts import BatchingParts
 from .plans import PlanDraft, SentPlan
 from .report import Counters, Report
 from .sequence import Sequence, SequenceStatus
@@ -53,7 +53,9 @@ class SequenceStates:
         counters: Counts since the last `take_counters`.
     """
 
-    def __init__(self, limits: SchedulerConfig, cache: KVCacheManager, parts: Parts) -> None:
+    def __init__(
+        self, limits: SchedulerConfig, cache: KVCacheManager, parts: BatchingParts
+    ) -> None:
         self.limits, self.cache = limits, cache
         self.paused = False
         self.lacks: tuple[str, ...] = ()

@@ -14,12 +14,13 @@ from ...bus.sections import Sections, name_of
 from ...bus.steps import StepPlan, StepResult
 from ...config import EngineConfig
 from ...text.grammar import GrammarCompiler
+from ..parts import Kind
 from .driver.choose import TokenChooser
 from .driver.constraints import Constraints
 from .driver.sampled import Sampled, TokenFeed, UnreadTokens
 from .driver.sequences import SequenceTable
 from .driver.step import BegunStep, LaunchedStep, StepRunner, started_sequences
-from .parts import AnyPart, ExecutorState, Part, load_companion, make_parts
+from .parts import ExecutorState, Part, load_companion, make_parts
 from .runner.attention.backend import AttentionBackend
 from .runner.batch import Uploader
 from .runner.device import describe_device
@@ -130,32 +131,21 @@ class ExecutorCore:
             off=self.off,
             caches=[runner.cache],
         )
+        self._parts = self.state.parts
         for part in make_parts(self.state, companion, shares_kv=shares_kv):
             self.use(part)
 
     def use(self, part: Part) -> None:
         """Use a part from now on, after those in use."""
-        self.state.parts[type(part)] = part
-        parts = self.state.parts.values()
-        self._applying = {each.plans.__name__: each for each in parts if each.plans is not None}
-        self._order = {name: place for place, name in enumerate(self._applying)}
-        self._before = self._overriding("before")
-        self._launched = self._overriding("launched")
-        self._finishing = self._overriding("finish")
-        self._forgetting = self._overriding("forget")
+        self._parts.use((*self._parts.all, part))
 
-    def _overriding(self, hook: str) -> tuple[Part, ...]:
-        """Return the parts that override a hook, in order."""
-        parts, base = self.state.parts.values(), getattr(Part, hook)
-        return tuple(each for each in parts if getattr(type(each), hook) is not base)
+    def part(self, kind: type[Kind]) -> Kind:
+        """Return the part of a class. Raises KeyError if it is not in use."""
+        return self._parts.get(kind)
 
-    def part(self, kind: type[AnyPart]) -> AnyPart:
-        """Return a part that is in use. Raises KeyError if it is not."""
-        return self.state.part(kind)
-
-    def find(self, kind: type[AnyPart]) -> AnyPart | None:
-        """Return a part; None if it is not in use."""
-        return self.state.part(kind) if kind in self.state.parts else None
+    def find(self, kind: type[Kind]) -> Kind | None:
+        """Return the part of a class; None if it is not in use."""
+        return self._parts.find(kind)
 
     def capacity(self) -> ReplicaCapacity:
         """Return this replica's capacity."""
@@ -174,15 +164,15 @@ class ExecutorCore:
             exact="deterministic" not in self.off,
             pipeline_stages=1 if model.pipeline is None else model.pipeline.num_stages,
         )
-        for part in self.state.parts.values():
-            found = part.capacity(found)
+        for hook in self._parts.capacity:
+            found = hook(found)
         return found
 
     def reset(self) -> None:
         """Drop all sequences. The KV tensors stay as they are."""
         self.state.blocked = None
-        for part in self.state.parts.values():
-            part.reset()
+        for hook in self._parts.reset:
+            hook()
         for owner in (self._table, self._unread, self.constraints):
             owner.clear()
         self._computing, self._dropped = set(), set()
@@ -201,16 +191,14 @@ class ExecutorCore:
         A model that was given to the constructor is as it was before.
         """
         self.constraints.close()
-        parts = list(self.state.parts.values())
-        for part in parts:
-            part.close()
+        for hook in self._parts.close:
+            hook()
         self.runner.close()
         if self.ranks is not None:
             self.ranks.close()
-        for owner in (*parts, self.state):
+        for owner in (*self._parts.all, self._parts, self.state):
             vars(owner).clear()
         del self.model, self.cache, self.runner, self.state, self._steps
-        del self._applying, self._before, self._launched, self._finishing, self._forgetting
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Run one plan.
@@ -239,8 +227,8 @@ class ExecutorCore:
         step = LaunchedStep(plan, self._now_ns())
         self._apply(plan, step)
         self._select(plan, step)
-        for part in self._before:
-            part.before(step)
+        for hook in self._parts.before:
+            hook(step)
         if step.rows.size:
             with self.runner.active():
                 if self.model.pipeline is None:
@@ -250,8 +238,8 @@ class ExecutorCore:
                     assert isinstance(begun, BegunStep), "no graphs, and no encoder"
                     step.begun, step.computing = begun, self._computing
                     self._computing.update(plan.seq_ids)
-        for part in self._launched:
-            part.launched(step)
+        for hook in self._parts.launched:
+            hook(step)
         return step
 
     def finish(self, step: LaunchedStep) -> StepResult:
@@ -274,8 +262,8 @@ class ExecutorCore:
             self._computing.difference_update(plan.seq_ids)
             for seq_id in self._dropped.intersection(plan.seq_ids):
                 self._drop(seq_id)
-        for part in self._finishing:
-            part.finish(step, sampled)
+        for hook in self._parts.finish:
+            hook(step, sampled)
         return StepResult(
             step_id=plan.step_id,
             started=started_sequences(plan, step.start_ns) if plan.new else (),
@@ -293,8 +281,8 @@ class ExecutorCore:
         )
 
     def _drop(self, seq_id: int) -> None:
-        for part in self._forgetting:
-            part.forget(seq_id)
+        for hook in self._parts.forget:
+            hook(seq_id)
         self._table.remove(seq_id)
         self._dropped.discard(seq_id)
 
@@ -318,23 +306,19 @@ class ExecutorCore:
         if len(self._table.finished) > self._feed.padding_row:
             # Only in plans made by hand: batching keeps to max_batch_size.
             self._feed.enlarge(len(self._table.finished))
-            for part in self.state.parts.values():
-                part.enlarged()
+            for hook in self._parts.enlarged:
+                hook()
 
     def _apply_parts(self, sections: Sections, step: LaunchedStep) -> None:
         """Have each part apply its section, in the order of parts."""
-        named = {name_of(each): each for each in sections}
-        try:
-            names = sorted(named, key=self._order.__getitem__)
-        except KeyError as error:
-            raise ValueError(f"the plan has {error}, and no part here takes it") from None
-        for name in names:
-            part, section = self._applying[name], named[name]
-            if type(section) is list:  # from another process
-                section = msgspec.convert(section, part.plans)
-            part.apply(section, step)
-            if part.changes:
-                step.changed_ns = self._now_ns()
+        named, readers = {name_of(each): each for each in sections}, self._parts.readers
+        if unknown := named.keys() - readers.keys():
+            raise ValueError(f"the plan has {sorted(unknown)}, and no part here takes it")
+        for name, (decode, part) in readers.items():
+            if name in named:
+                part.apply(decode(named[name]), step)
+                if part.changes:
+                    step.changed_ns = self._now_ns()
 
     def _select(self, plan: StepPlan, step: LaunchedStep) -> None:
         """Find the plan's rows whose sequences still run."""

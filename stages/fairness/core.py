@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Collection, Sequence
-from typing import TypeVar
 
 import msgspec
 
@@ -23,8 +22,8 @@ from ...bus.messages import (
 from ...bus.public import StageTime
 from ...bus.sections import with_sections
 from ...config import FairnessConfig, ReplicaRole
-from ..hooks import Hooks
 from ..lazy_heap import LazyHeap
+from ..parts import Kind, Parts
 from .parts import Part, make_parts
 from .queue import FairQueue, Running, Waiting
 from .replicas import Replica, choose_replica
@@ -32,8 +31,6 @@ from .state import Dispatched, FairnessState
 
 EXPIRED = "the request's time budget ran out while it waited to run"
 HOPELESS = "the rest of the request's time budget is too short for its tokens"
-
-P = TypeVar("P", bound=Part)
 
 
 class FairnessCore(FairnessState):
@@ -55,13 +52,12 @@ class FairnessCore(FairnessState):
         """Args: the settings; most replicas; most drafted tokens of a sample in a step; the
         replicas' roles, if they have any; the lane's name."""
         super().__init__(config, has_several=replicas > 1)
-        self._parts = make_parts(self, roles, lane, max_draft_tokens)
-        self._hooks = Hooks(Part, self._parts)
+        self._parts = Parts(Part, make_parts(self, roles, lane, max_draft_tokens))
         self.reset()
 
-    def part(self, kind: type[P]) -> P:
+    def part(self, kind: type[Kind]) -> Kind:
         """Return the part of a class."""
-        return next(part for part in self._parts if isinstance(part, kind))
+        return self._parts.get(kind)
 
     def reset(self, epoch: int = 0) -> None:
         """Drop all requests and replicas; keep counts."""
@@ -70,7 +66,7 @@ class FairnessCore(FairnessState):
         self._of_request: dict[str, list[Waiting]] = {}
         self._deadlines: LazyHeap[Waiting] = LazyHeap(lambda _, waiting: bool(waiting.specs))
         self._expired: list[Cancel] = []
-        for hook in self._hooks.reset:
+        for hook in self._parts.reset:
             hook(epoch)
 
     # --- inputs -------------------------------------------------------------------------------
@@ -78,7 +74,7 @@ class FairnessCore(FairnessState):
     def push(self, request: AdmittedRequest, now_ns: int, deadline_ns: int | None = None) -> None:
         """Put a request in the queue."""
         waiting = Waiting(request, deque(request.sequences), now_ns, now_ns, deadline_ns)
-        for hook in self._hooks.pushed:
+        for hook in self._parts.pushed:
             hook(waiting)
         self._add(waiting, now_ns)
         if deadline_ns is not None:
@@ -89,20 +85,20 @@ class FairnessCore(FairnessState):
         reporter = self.replicas.get(replica)
         if reporter is None:
             reporter = self.replicas[replica] = Replica(replica)
-            for hook in self._hooks.joined:
+            for hook in self._parts.joined:
                 hook(reporter)
-        for hook in self._hooks.absorbed:
+        for hook in self._parts.absorbed:
             hook(reporter, report)
         reporter.credits += report.sequences
         reporter.kv_free = report.kv_free
         is_full = reporter.note_steps(report.steps)
         for seq_id, num_tokens in report.started:
-            for hook in self._hooks.reported:
+            for hook in self._parts.reported:
                 hook(reporter, seq_id)
             if (running := reporter.running.get(seq_id) or reporter.gone.get(seq_id)) is not None:
                 continues = bool(running.successor) and running.successor == replica
                 self._correct_charge(running, num_tokens, continues=continues)
-        for hook in self._hooks.left if report.left else ():
+        for hook in self._parts.left if report.left else ():
             hook(reporter, report.left)
         if is_full or report.paused or report.ended:
             self.count(reporter)
@@ -130,7 +126,7 @@ class FairnessCore(FairnessState):
         """Apply settings, also to waiting and running sequences. Service stays counted."""
         self.config = config
         self.queue.configure(config)
-        for hook in self._hooks.configure:
+        for hook in self._parts.configure:
             hook(config)
 
     # --- outputs ------------------------------------------------------------------------------
@@ -145,7 +141,7 @@ class FairnessCore(FairnessState):
         for each in self.replicas.values():
             self.count(each)
         while (waiting := self._next()) is not None:
-            if not any(hook(waiting, now_ns) for hook in self._hooks.is_hopeless):
+            if not any(hook(waiting, now_ns) for hook in self._parts.is_hopeless):
                 replica = self._replica_of(waiting)
                 assert replica is not None, "the next request has no replica to go to"
                 return self._start(waiting, replica, now_ns)
@@ -162,7 +158,7 @@ class FairnessCore(FairnessState):
         first = self.queue.first_class()
         if first is None or not full:
             return []
-        return [running for hook in self._hooks.pauses for running in hook(full, first, now_ns)]
+        return [running for hook in self._parts.pauses for running in hook(full, first, now_ns)]
 
     def expire(self, now_ns: int) -> list[Cancel]:
         """Drop requests whose deadline is over; return the cancellations to pass on."""
@@ -205,7 +201,7 @@ class FairnessCore(FairnessState):
     @property
     def _starters(self) -> Collection[Replica]:
         replicas: Collection[Replica] = self.replicas.values()
-        for hook in self._hooks.starters:
+        for hook in self._parts.starters:
             replicas = hook(replicas)
         return replicas
 
@@ -225,7 +221,7 @@ class FairnessCore(FairnessState):
         rank, level = int(priority_class.key), priority_class.level(now_ns)
         number = min(replica.credits, len(waiting.specs))
         if waiting.paused is None:
-            for hook in self._hooks.limit:
+            for hook in self._parts.limit:
                 number = hook(request, replica, number)
         replica.credits -= number
         specs = self.queue.take(waiting, number, now_ns)
@@ -239,7 +235,7 @@ class FairnessCore(FairnessState):
             started = [Running.of(waiting, spec) for spec in specs]
             for running in started:
                 self.run(replica, running, level, rank)
-            for hook in self._hooks.dispatched:
+            for hook in self._parts.dispatched:
                 hook(waiting, replica, started)
             if waiting.untouched:
                 # Charge the first sample the whole prompt in advance; its siblings share it.
@@ -248,7 +244,7 @@ class FairnessCore(FairnessState):
                 waiting.untouched = False
                 started[0].charged = len(request.prompt.token_ids)
                 started[0].flow.charge(started[0].charged * self.config.prefill_weight)
-            sections = [hook(replica, started) for hook in self._hooks.section]
+            sections = [hook(replica, started) for hook in self._parts.section]
             held = StageTime(stage="fairness", start_ns=waiting.arrived_ns, end_ns=now_ns)
             info = msgspec.structs.replace(request.info, queued=held)
             message = msgspec.structs.replace(request, info=info, sequences=specs, rank=rank)
@@ -278,7 +274,7 @@ class FairnessCore(FairnessState):
 
         `continues`: the sequence was charged where it began, and starts where it continues.
         """
-        for hook in self._hooks.continued if continues else ():
+        for hook in self._parts.continued if continues else ():
             hook(running)
         if continues or running.started:
             self.counts.recomputed_tokens += num_tokens - 1
@@ -309,13 +305,13 @@ class FairnessCore(FairnessState):
         return running
 
     def _end(self, replica: Replica, seq_id: int) -> None:
-        for hook in self._hooks.reported:
+        for hook in self._parts.reported:
             hook(replica, seq_id)
         was_running = seq_id in replica.running
         running = replica.end(seq_id)
         if running is None:
             return
-        for hook in self._hooks.ended:
+        for hook in self._parts.ended:
             hook(running)
         if was_running:
             self.queue.back(running.flow)

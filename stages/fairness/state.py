@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from itertools import count
+from typing import Any
 
 import msgspec
 
 from ...bus.messages import AdmittedRequest, ResumeSequences
 from ...config import FairnessConfig
-from ..hooks import Hooks
+from ..parts import Parts
 from .queue import FairQueue, Running
 from .replicas import Replica
 
@@ -56,7 +57,7 @@ class FairnessState:
         counts: Events since the start.
     """
 
-    _hooks: Hooks
+    _parts: Parts[Any]
 
     def __init__(self, config: FairnessConfig, *, has_several: bool) -> None:
         self.config = config
@@ -108,5 +109,5 @@ class FairnessState:
             running.flow.charge(number * self.config.decode_weight)
             self.counts.tokens[running.request.priority] += number
             running.num_tokens += number
-        for hook in self._hooks.counted:
+        for hook in self._parts.counted:
             hook(replica, gained)

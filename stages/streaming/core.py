@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from ...bus.control import Cancel, ScoreSample
 from ...bus.entries import entry_key
@@ -34,7 +34,7 @@ from ...bus.sections import name_of
 from ...bus.steps import StartedSequence, StepResult
 from ...config import Config
 from ...text.detokenizer import Pieces, TokenPieces
-from ..hooks import Hooks
+from ..parts import Kind, Parts
 from .deliveries import Deliveries, Ending
 from .early import EarlySteps
 from .parts import Part, make_parts
@@ -46,8 +46,6 @@ if TYPE_CHECKING:
 
 REMEMBERED_ENDS = 4096
 """Requests that were cut short and are remembered; the oldest are dropped."""
-
-P = TypeVar("P", bound=Part)
 
 
 class StreamingCore:
@@ -73,18 +71,15 @@ class StreamingCore:
         # later reports of the slower ones are ignored.
         self._cut_short: OrderedDict[str, None] = OrderedDict()
         self._early = EarlySteps()
-        self.use(make_parts(config, now_ns))
+        self._parts = Parts(Part, make_parts(config, now_ns))
 
     def use(self, parts: Sequence[Part]) -> None:
         """Set the parts, in the order in which their hooks run."""
-        self._parts, self._hooks = tuple(parts), Hooks(Part, parts)
-        read = [(each.section, each.read) for each in parts if each.section is not None]
-        self._readers = {section.__name__: (section.decode, hook) for section, hook in read}
-        self._handlers = {each.message: each for each in parts if each.message is not None}
+        self._parts.use(parts)
 
-    def part(self, kind: type[P]) -> P:
-        """Return the part of a class."""
-        return next(part for part in self._parts if isinstance(part, kind))
+    def part(self, kind: type[Kind]) -> Kind:
+        """Return the part of a class. Raises KeyError if it is not configured."""
+        return self._parts.get(kind)
 
     def __len__(self) -> int:
         """Return the number of requests that have begun and not ended."""
@@ -102,7 +97,7 @@ class StreamingCore:
         if self._find(opened.request_id, opened.entry_id) is None and key not in self._cut_short:
             request = self._requests[opened.request_id] = RequestState(opened, self._pieces)
             deliveries = Deliveries(now_ns)
-            for hook in self._hooks.opened:
+            for hook in self._parts.opened:
                 hook(request, deliveries)
             if request.samples:
                 self._complete_if_done(request, deliveries)
@@ -115,7 +110,7 @@ class StreamingCore:
         Call it after `open` and `absorb`.
         """
         deliveries: list[Deliveries] = []
-        for hook in self._hooks.release:
+        for hook in self._parts.release:
             deliveries += self._absorb_held(hook(self._find), now_ns)
         return deliveries
 
@@ -128,10 +123,10 @@ class StreamingCore:
         ends = result.failed, result.ended
         step = Step(result, replica, now_ns, self._running.get, result.started, *ends)
         for section in result.parts:
-            if (reader := self._readers.get(name_of(section))) is not None:
-                decode, read = reader
-                step.sections.append((read, decode(section)))
-        for hook in self._hooks.received:
+            if (reader := self._parts.readers.get(name_of(section))) is not None:
+                decode, part = reader
+                step.sections.append((part.read, decode(section)))
+        for hook in self._parts.received:
             hook(step)
         if self._early or not all(map(self._is_open, result.started)):
             self._early.hold(step, self._is_open, self._cut_short)
@@ -149,12 +144,13 @@ class StreamingCore:
 
     def handle(self, message: Any, now_ns: int) -> Deliveries | None:
         """Handle a part's message about a request; None if no part has such messages."""
-        if (part := self._handlers.get(type(message))) is None:
+        if not (handlers := self._parts.handlers(message)):
             return None
         deliveries = Deliveries(now_ns)
         request = self._find(message.request_id, message.entry_id)
         if request is not None:
-            part.handle(message, request, deliveries)
+            for part in handlers:
+                part.handle(message, request, deliveries)
             self._complete_if_done(request, deliveries)
         return deliveries
 
@@ -166,7 +162,7 @@ class StreamingCore:
         Requests that have begun stay, until a Cancel ends them or new sequences continue after the
         tokens that `recovered` returns. Admission opens the others again.
         """
-        for hook in self._hooks.reset:
+        for hook in self._parts.reset:
             hook([*self._requests.values()])
         self._running.clear()
         self._cut_short.clear()
@@ -212,7 +208,7 @@ class StreamingCore:
             index = chunk.sample_index
             sample = request.samples.get(index) or request.add(index)
             sample.restore(chunk)
-        for hook in self._hooks.restored:
+        for hook in self._parts.restored:
             hook(request, before, chunks, now_ns)
         return request.info if chunks else None
 
@@ -227,7 +223,7 @@ class StreamingCore:
     def unanswered(self, item: RecoveryItem) -> list[ScoreSample]:
         """Return the messages about a request that executors have to get again in a new epoch."""
         request = self._find(item.stream, item.entry_id)
-        hooks = self._hooks.unanswered if request is not None else ()
+        hooks = self._parts.unanswered if request is not None else ()
         return [message for hook in hooks for message in hook(request)]
 
     def forget(self, request_id: str, entry_id: str) -> None:
@@ -236,7 +232,7 @@ class StreamingCore:
         request = self._find(request_id, entry_id)
         if request is not None:
             del self._requests[request_id]
-            for hook in self._hooks.dropped:
+            for hook in self._parts.dropped:
                 hook(request)
             self._stop(request)
 
@@ -258,12 +254,12 @@ class StreamingCore:
 
     def _absorb(self, step: Step) -> Deliveries:
         """Absorb a step, or a share that was held back."""
-        for hook in self._hooks.hold:
+        for hook in self._parts.hold:
             step = hook(step, self._find)
         deliveries = Deliveries(step.now_ns, step.replica)
         for started in step.started:
             self._start(started, step, deliveries)
-        for hook in self._hooks.stepped:
+        for hook in self._parts.stepped:
             hook(step)
         for cancel in step.failed:
             # Batching has no report of the failure.
@@ -303,7 +299,7 @@ class StreamingCore:
             request.step_end_ns = step.result.end_ns
             sample.seq_id = started.seq_id
             self._running[started.seq_id] = sample
-            for hook in self._hooks.started:
+            for hook in self._parts.started:
                 hook(sample, started, step)
         elif started.handed_over:
             # The first replica no longer had it when a stop string ended it.
@@ -339,7 +335,7 @@ class StreamingCore:
     def _finish(self, sample: Sample, unused: int, deliveries: Deliveries) -> None:
         """Finish a sample with a step. `unused`: tokens of it that are not part of the answer."""
         del self._running[sample.seq_id]
-        for hook in self._hooks.finished:
+        for hook in self._parts.finished:
             hook(sample, unused, deliveries)
         self._complete_if_done(sample.request, deliveries)
 
@@ -351,7 +347,7 @@ class StreamingCore:
         """Drop later rows of a request's samples."""
         for sample in self._running_of(request):
             del self._running[sample.seq_id]
-            for hook in self._hooks.stopped:
+            for hook in self._parts.stopped:
                 hook(sample)
 
     # --- ends ---------------------------------------------------------------------------------
@@ -405,6 +401,6 @@ class StreamingCore:
         self, request: RequestState | None, cancel: Cancel | None, deliveries: Deliveries
     ) -> Ending:
         ending = Ending(deliveries.now_ns)
-        for hook in self._hooks.completed:
+        for hook in self._parts.completed:
             hook(request, cancel, ending)
         return ending

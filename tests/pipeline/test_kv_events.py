@@ -15,6 +15,7 @@ from nano_inference.bus.weights import FolderWeights
 from nano_inference.config import BusError, ConfigError
 from nano_inference.stages.batching import BatchingCore
 from nano_inference.stages.batching.parts.kv_events import wire_hash
+from nano_inference.stages.batching.parts.tiers.part import Tiers
 from nano_inference.stages.batching.stage import BatchingStage
 
 from ..kv_router import PLAIN, Root, Router
@@ -147,7 +148,7 @@ async def test_replicas_with_roles_report_their_own_blocks(make_config: MakeConf
         for replica, router in seen.routers.items():
             core = seen.core(replica)
             assert core is not None
-            on_host = set(map(wire_hash, core.part("tiers").blocks._slot_of))
+            on_host = set(map(wire_hash, core.part(Tiers).blocks._slot_of))
             assert router.where.get("CPU", set()) == on_host
         assert seen.routers[1].where["CPU"]
 

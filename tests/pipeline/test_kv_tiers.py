@@ -21,6 +21,7 @@ from nano_inference import (
 )
 from nano_inference.config import WeightsError
 from nano_inference.stages.batching import BatchingCore
+from nano_inference.stages.batching.parts.tiers.part import Tiers
 from nano_inference.stages.batching.parts.tiers.tiers import TierCounts
 from nano_inference.stages.executor.core import ExecutorCore
 
@@ -53,14 +54,14 @@ def tokens_of(samples: list[TrainingSample]) -> list[tuple[int, ...]]:
 
 
 def counts(made: InferenceEngine) -> TierCounts:
-    tiers = made._batching.part("tiers").blocks
+    tiers = made._batching.part(Tiers).blocks
     assert tiers is not None
     return tiers.take_counts()
 
 
 def wait_for_writes(made: InferenceEngine) -> None:
-    tiers = made._tiers
-    assert tiers is not None
+    assert made._tiers is not None
+    tiers = made._tiers.blocks
     made._batching.receive(tiers.on_disk(), 0)
 
 
@@ -166,8 +167,8 @@ def test_in_deterministic_mode_all_bits_are_the_same(cache_type: str, tmp_path: 
 def test_the_audit_finds_a_flipped_bit_and_turns_the_tiers_off() -> None:
     with engine(**DETERMINISTIC, kv_host_bytes=1 << 20) as made:
         expected = tokens_of(made.generate(PROMPTS, GREEDY))
-        tiers = made._tiers
-        assert tiers is not None
+        assert made._tiers is not None
+        tiers = made._tiers.blocks
         tiers.slots.memory[:, 3] ^= 1
         made.generate(PROMPTS, GREEDY)
         made.generate(PROMPTS[:1], GREEDY)

@@ -80,7 +80,7 @@ async def expected_of(make_config: MakeConfig, asked: list[dict[str, Any]]) -> l
 
 
 def counts(pipeline: Pipeline, replica: int) -> TierCounts:
-    tiers = batching_of(pipeline, replica).part("tiers").blocks
+    tiers = batching_of(pipeline, replica).part(Tiers).blocks
     assert tiers is not None
     return tiers._counts
 

@@ -13,6 +13,9 @@ from nano_inference.bus.public import Completion, CompletionChunk, CompletionSam
 from nano_inference.config import Constraint
 from nano_inference.stages.actor import Actor
 from nano_inference.stages.admission.sampling import derive_seed
+from nano_inference.stages.batching.parts.handover.arrivals import Arrivals
+from nano_inference.stages.batching.parts.handover.departures import Departures
+from nano_inference.stages.batching.parts.tiers.part import Tiers
 
 from . import model
 from .calls import Call
@@ -262,7 +265,7 @@ def check_state(world: World) -> Iterator[str]:
         if actor.name == "batching" and actor.holds_all:
             core = actor._core  # type: ignore[attr-defined]
             if core is not None:
-                tiers = core.part("tiers")
+                tiers = core.find(Tiers)
                 if tiers is not None and tiers.blocks.difference is not None:
                     yield f"a block that was loaded differs: {tiers.blocks.difference}"
                 try:
@@ -309,7 +312,7 @@ def _check_given_back(world: World) -> Iterator[str]:
             batching: Any = actor._core  # type: ignore[attr-defined]
             if batching.cache.num_free_blocks() != story.num_blocks:
                 yield f"{batching.cache.num_free_blocks()} of {story.num_blocks} blocks are free"
-            arrivals, departures = batching.part("arrivals"), batching.part("departures")
+            arrivals, departures = batching.find(Arrivals), batching.find(Departures)
             if (arrivals and arrivals._arrivals) or (departures and departures._leavers):
                 yield f"{actor.role}: sequences are announced that have ended"
 

@@ -367,8 +367,8 @@ OLD_DEFECTS = (
     Defect(
         "a paused sequence takes another place where it continues",
         _FAIRNESS,
-        "        if waiting.paused is None:\n            for hook in self._hooks.limit:",
-        "        if True:\n            for hook in self._hooks.limit:",
+        "        if waiting.paused is None:\n            for hook in self._parts.limit:",
+        "        if True:\n            for hook in self._parts.limit:",
     ),
     Defect(
         "a request that fails its lane is never given up",

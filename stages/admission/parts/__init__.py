@@ -13,6 +13,7 @@ from ....bus.public import GenerateRequest
 from ....bus.sections import Section
 from ....config import Config, SamplingParams
 from ....text.image_tokens import Expanded
+from ...parts import Part as BasePart
 from ..arrivals import Accepted, PromptImage, ResponseKey
 
 if TYPE_CHECKING:
@@ -22,8 +23,8 @@ if TYPE_CHECKING:
     from ..prompts import PromptReader
 
 
-class Part:
-    """Base class of parts. Hooks do nothing unless a part overrides them.
+class Part(BasePart):
+    """Base class of parts.
 
     Attributes:
         fields: Fields of GenerateRequest; if one of them is given, the hooks `check`, `prepare` and

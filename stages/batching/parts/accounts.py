@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from ....bus.times import StepTimes
-from ..part import Part
 from ..plans import PlanDraft
+from . import Part
 
 
 class Accounts(Part):

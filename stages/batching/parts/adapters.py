@@ -10,9 +10,9 @@ from ....bus.control import AdapterReady, Cancel, ReplicaCapacity
 from ....bus.messages import AdmittedRequest, RequestInfo
 from ....bus.parts.adapters import AdapterCapacity, AdaptersPlan
 from ....config import EngineConfig
-from ..part import Core, Part
 from ..plans import PlanDraft, aborted
 from ..sequence import Sequence
+from . import Core, Part
 
 
 class Adapters(Part):

@@ -21,7 +21,7 @@ from ....bus.public import DEFAULT_TENANT
 from ....config import EngineConfig
 from ..allocation import Allocation, Follower
 from ..cache import KVCacheManager
-from ..part import Core, Part
+from . import Core, Part
 
 
 class KVEvents(Part, Follower):

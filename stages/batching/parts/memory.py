@@ -5,8 +5,8 @@ from __future__ import annotations
 from ....bus.control import MemoryState, ReplicaCapacity
 from ....bus.parts.memory import ReleasePlan
 from ....config import EngineConfig
-from ..part import Core, Part
 from ..plans import PlanDraft
+from . import Core, Part
 
 
 class MemoryRelease(Part):

@@ -6,8 +6,8 @@ from collections.abc import Sequence as Seq
 
 from ....bus.control import ReplicaCapacity
 from ....config import EngineConfig
-from ..part import Core, Part
 from ..sequence import Sequence
+from . import Core, Part
 
 
 class Pipelining(Part):

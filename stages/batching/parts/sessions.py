@@ -19,10 +19,10 @@ from ....bus.public import KVSession, KVSessionResult, SessionAction, SessionOut
 from ....bus.steps import StepSummary
 from ....config import EngineConfig, shown
 from ..allocation import Allocation
-from ..part import Core, Part
 from ..plans import PlanDraft, SentPlan
 from ..schedule import SchedulerOutput
 from ..sequence import Sequence as Sample
+from . import Core, Part
 
 MOST_SESSIONS = 1024
 """Sessions that are known at once, besides those with a turn; the first to expire is forgotten."""

@@ -13,10 +13,10 @@ from ....bus.messages import AdmittedRequest
 from ....bus.parts.speculation import DraftsPlan, DraftsResult, Prediction
 from ....bus.steps import StepSummary
 from ....config import EngineConfig
-from ..part import Core, Part
 from ..plans import PlanDraft, SentPlan
 from ..schedule import SchedulerOutput
 from ..sequence import Sequence, SequenceStatus
+from . import Core, Part
 
 
 class Speculation(Part):

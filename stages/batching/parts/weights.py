@@ -5,8 +5,8 @@ from __future__ import annotations
 from ....bus.control import ReplicaCapacity, WeightsReady
 from ....bus.parts.weights import WeightsPlan
 from ....config import EngineConfig
-from ..part import Core, Part
 from ..plans import PlanDraft
+from . import Core, Part
 
 
 class WeightChanges(Part):

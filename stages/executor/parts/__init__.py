@@ -1,27 +1,108 @@
-"""The executor's optional parts: the one list of them.
-
-A part whose module is imported below is in use with every model and all settings; the others are
-imported where they are needed.
-"""
+"""Optional parts of the executor, a module for each."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar
 
+from ....bus.control import ReplicaCapacity
 from ....config import EngineConfig, ModelError
-from ..runner.interface import LoadedModel
+from ...parts import Part as BasePart
+from ...parts import Parts
+from ..driver.constraints import Constraints
+from ..driver.sampled import Sampled, TokenFeed
+from ..driver.sequences import SequenceTable
+from ..driver.step import LaunchedStep, StepRunner
+from ..runner.interface import KVCache, LoadedModel, ModelRunner
 from ..runner.loaded_model import experts_of
-from .adapters import AdapterChanges
-from .embeddings import make_embeddings
-from .handover import Handovers
-from .memory import MemoryRelease
-from .part import AnyPart as AnyPart
-from .part import ExecutorState as ExecutorState
-from .part import Part as Part
-from .recipes import Recipes
-from .scoring import PromptScoring
-from .times import Times
-from .weights import WeightChanges
+
+if TYPE_CHECKING:
+    from ..runner.ranks.processes import Ranks
+
+
+@dataclass(eq=False)
+class ExecutorState:
+    """The state that the core and its parts share.
+
+    Attributes:
+        config: The settings; `max_batch_size` is that of this device.
+        model, runner, ranks: The model, its runner, and the other ranks; None if there are none.
+        table, constraints, feed: The sequences, their grammars, and their last tokens on the
+            device.
+        steps: Runs steps.
+        runs_ahead: Whether steps may be launched before earlier ones are finished.
+        now_ns: The clock.
+        off: Why a feature is off, by name. Features in use are missing.
+        caches: The KV caches of the model and of a draft model.
+        parts: The parts in use.
+        blocked: Why no plan can run until a reset; None if plans run.
+    """
+
+    config: EngineConfig
+    model: LoadedModel
+    runner: ModelRunner
+    ranks: Ranks | None
+    table: SequenceTable
+    constraints: Constraints
+    feed: TokenFeed
+    steps: StepRunner
+    runs_ahead: bool
+    now_ns: Callable[[], int]
+    off: dict[str, str]
+    caches: list[KVCache]
+    parts: Parts[Part] = field(default_factory=lambda: Parts(Part))
+    blocked: Exception | None = None
+
+
+class Part(BasePart):
+    """Base class of parts. `reads` is of a StepPlan.
+
+    Attributes:
+        changes: Whether applying the section is a change that the times of a step report.
+    """
+
+    changes: ClassVar[bool] = False
+
+    def __init__(self, state: ExecutorState) -> None:
+        self.state = state
+
+    def apply(self, section: Any, step: LaunchedStep) -> None:
+        """Apply the part's section of a plan, after `finished` and before `new`."""
+
+    def before(self, step: LaunchedStep) -> None:
+        """Handle a step whose plan is applied, before its rows are computed."""
+
+    def launched(self, step: LaunchedStep) -> None:
+        """Handle a step whose rows are launched."""
+
+    def finish(self, step: LaunchedStep, sampled: Sampled) -> None:
+        """Handle a step whose tokens have been read; add sections of its result to `step.parts`."""
+
+    def forget(self, seq_id: int) -> None:
+        """A sequence is about to leave the table. Unknown ids are ignored."""
+
+    def enlarged(self) -> None:
+        """The token feed was allocated anew, with more rows."""
+
+    def replaced(self) -> None:
+        """New weights are in place, for a plan."""
+
+    def released(self) -> None:
+        """Memory was released."""
+
+    def resumed(self) -> None:
+        """All memory is allocated again. Raises WeightsError if the part lacks memory."""
+
+    def reset(self) -> None:
+        """All sequences leave the table."""
+
+    def close(self) -> None:
+        """Free everything; the part is unusable then."""
+
+    def capacity(self, found: ReplicaCapacity) -> ReplicaCapacity:
+        """Return the replica's capacity with what the part adds to it."""
+        return found
 
 
 def load_companion(config: EngineConfig, model: LoadedModel) -> LoadedModel | None:
@@ -55,6 +136,15 @@ def make_parts(
     Raises:
         ModelError: A part is required and impossible.
     """
+    from .adapters import AdapterChanges
+    from .embeddings import make_embeddings
+    from .handover import Handovers
+    from .memory import MemoryRelease
+    from .recipes import Recipes
+    from .scoring import PromptScoring
+    from .times import Times
+    from .weights import WeightChanges
+
     config, model = state.config, state.model
     yield WeightChanges(state)
     yield MemoryRelease(state)

@@ -6,20 +6,19 @@ from typing import ClassVar
 
 from ....bus.control import ReplicaCapacity
 from ....bus.parts.adapters import AdapterCapacity, AdaptersPlan, AdaptersResult
-from ....bus.sections import Section, with_sections
+from ....bus.sections import with_sections
 from ..driver.sampled import Sampled
 from ..driver.step import LaunchedStep
-from .part import Part
+from . import Part
 
 
 class AdapterChanges(Part):
     """Puts staged adapters in place when a plan names their versions."""
 
-    plans = AdaptersPlan
+    reads = AdaptersPlan
     changes: ClassVar[bool] = True
 
-    def apply(self, section: Section, step: LaunchedStep) -> None:
-        assert isinstance(section, AdaptersPlan)
+    def apply(self, section: AdaptersPlan, step: LaunchedStep) -> None:
         for id, version in section.changes:
             self.switch(id, version)
 

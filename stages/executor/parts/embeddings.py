@@ -12,7 +12,7 @@ from ....bus.sections import with_sections
 from ..driver.pooling import PromptPooler, embedding_capacity, report_pooled
 from ..driver.sampled import Sampled
 from ..driver.step import LaunchedStep
-from .part import ExecutorState, Part
+from . import ExecutorState, Part
 
 
 class Embeddings(Part):

@@ -11,7 +11,7 @@ from ....bus.sections import with_sections
 from ....config import WeightsError, shown
 from ..runner.loaded_model import experts_of
 from ..runner.weights.checks import busy
-from .part import ExecutorState, Part
+from . import ExecutorState, Part
 from .weights import WeightChanges
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ class Experts(Part):
                 f"the owners of {len(before)} experts must be ranks below {size}, each of them "
                 f"{share} times; got {shown(list(owners))}"
             )
-        if self.state.part(WeightChanges).manager.pending_receipt:
+        if self.state.parts.get(WeightChanges).manager.pending_receipt:
             raise busy()  # ranks hold parts of new weights for the owners of now
         ranks.tell(MoveExperts(tuple(owners)))
         sharded_model.move_experts(model.module, owners)

@@ -8,7 +8,7 @@ from contextlib import suppress
 from ..runner.attention.paged import PagedBackend
 from ..runner.graphs import Capture, CudaCapture, DecodeGraphs
 from ..runner.memory import no_memory
-from .part import ExecutorState, Part
+from . import ExecutorState, Part
 
 
 class Graphs(Part):

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from ....bus.parts.handover import HandoversPlan
-from .part import Part
+from . import Part
 
 
 class Handovers(Part):
     """Accepts plans with handovers. The stage sends the tokens when the step's result is there."""
 
-    plans = HandoversPlan
+    reads = HandoversPlan

@@ -6,12 +6,12 @@ from collections.abc import Mapping
 
 from ....bus.control import ReplicaCapacity
 from ....bus.parts.images import ImagesPlan, ImagesResult
-from ....bus.sections import Section, with_sections
+from ....bus.sections import with_sections
 from ....store.images import StoredImage
 from ..driver.images import SequenceImages
 from ..driver.step import LaunchedStep
 from ..runner.interface import MediaEncoder
-from .part import ExecutorState, Part
+from . import ExecutorState, Part
 
 NO_IMAGES: Mapping[str, StoredImage] = {}
 
@@ -24,7 +24,7 @@ class Images(Part):
         given: The images that the next plan encodes, by name. Without one its request fails.
     """
 
-    plans = ImagesPlan
+    reads = ImagesPlan
 
     def __init__(self, state: ExecutorState, vision: MediaEncoder) -> None:
         super().__init__(state)
@@ -36,8 +36,7 @@ class Images(Part):
         """Set `given`, before the plan is launched."""
         self.given = images
 
-    def apply(self, section: Section, step: LaunchedStep) -> None:
-        assert isinstance(section, ImagesPlan)
+    def apply(self, section: ImagesPlan, step: LaunchedStep) -> None:
         given, self.given = self.given, NO_IMAGES
         self.of_sequences.embeddings.apply(section.forgotten, section.encodes, given)
 

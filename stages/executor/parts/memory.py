@@ -10,10 +10,9 @@ from msgspec.structs import replace
 
 from ....bus.control import ReplicaCapacity
 from ....bus.parts.memory import ReleasePlan
-from ....bus.sections import Section
 from ..driver.step import LaunchedStep
 from ..runner.memory import ReplicaMemory
-from .part import ExecutorState, Part
+from . import ExecutorState, Part
 from .weights import WeightChanges
 
 
@@ -24,7 +23,7 @@ class MemoryRelease(Part):
         memory: The memory of the caches and of the weights.
     """
 
-    plans = ReleasePlan
+    reads = ReleasePlan
     changes: ClassVar[bool] = True
 
     def __init__(self, state: ExecutorState) -> None:
@@ -34,15 +33,14 @@ class MemoryRelease(Part):
             from ..runner.leader import LeaderMemory
 
             make = partial(LeaderMemory, state.ranks)
-        manager = state.part(WeightChanges).manager
+        manager = state.parts.get(WeightChanges).manager
         self.memory = make(state.caches, manager, huge_pages=state.config.huge_pages == "auto")
 
-    def apply(self, section: Section, step: LaunchedStep) -> None:
-        assert isinstance(section, ReleasePlan)
+    def apply(self, section: ReleasePlan, step: LaunchedStep) -> None:
         if not self.memory.pending.intersection(section.tags):
             return
-        for part in self.state.parts.values():
-            part.released()
+        for hook in self.state.parts.released:
+            hook()
         self.memory.release(section.tags)
 
     def before(self, step: LaunchedStep) -> None:
@@ -58,8 +56,8 @@ class MemoryRelease(Part):
         """
         self.memory.resume(tags)
         if not self.memory.released:
-            for part in self.state.parts.values():
-                part.resumed()
+            for hook in self.state.parts.resumed:
+                hook()
 
     def capacity(self, found: ReplicaCapacity) -> ReplicaCapacity:
         return replace(found, lacks=self.memory.lacks)

@@ -6,7 +6,7 @@ from ....bus.control import ReplicaCapacity
 from ....bus.parts.recipes import FingerprintCapacity
 from ....bus.sections import with_sections
 from ..fingerprint import fingerprint
-from .part import ExecutorState, Part
+from . import ExecutorState, Part
 from .weights import WeightChanges
 
 
@@ -15,7 +15,7 @@ class Recipes(Part):
 
     def __init__(self, state: ExecutorState) -> None:
         super().__init__(state)
-        version = state.part(WeightChanges).manager.version
+        version = state.parts.get(WeightChanges).manager.version
         self.fingerprint = fingerprint(
             state.config, state.model, state.runner, weight_version=version
         )

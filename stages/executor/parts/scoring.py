@@ -5,7 +5,7 @@ from __future__ import annotations
 from ....bus.parts.scoring import PromptScores
 from ..driver.sampled import Sampled
 from ..driver.step import LaunchedStep
-from .part import Part
+from . import Part
 
 
 class PromptScoring(Part):

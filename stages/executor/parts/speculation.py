@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ....bus.control import ReplicaCapacity
 from ....bus.parts.speculation import DraftCapacity, DraftsPlan, DraftsResult
-from ....bus.sections import Section, with_sections
+from ....bus.sections import with_sections
 from ..driver.sampled import Sampled
 from ..driver.speculation.control import CostControl
 from ..driver.speculation.costs import MOST_ROWS, StepCosts, measure_costs
@@ -12,7 +12,7 @@ from ..driver.speculation.speculator import Speculator, make_sources
 from ..driver.step import LaunchedStep
 from ..driver.trial import trial_step
 from ..runner.interface import LoadedModel
-from .part import ExecutorState, Part
+from . import ExecutorState, Part
 
 
 class Speculation(Part):
@@ -23,7 +23,7 @@ class Speculation(Part):
         draft_model: One of them; None if there is none.
     """
 
-    plans = DraftsPlan
+    reads = DraftsPlan
 
     def __init__(self, state: ExecutorState, companion: LoadedModel | None) -> None:
         """Measure the costs of steps. `companion`: the model that drafts; None if none does."""
@@ -53,8 +53,7 @@ class Speculation(Part):
         """Draft with a speculator from now on."""
         self.speculator = self.state.steps.speculator = speculator
 
-    def apply(self, section: Section, step: LaunchedStep) -> None:
-        assert isinstance(section, DraftsPlan)
+    def apply(self, section: DraftsPlan, step: LaunchedStep) -> None:
         step.num_drafts = section.num_tokens
 
     def finish(self, step: LaunchedStep, sampled: Sampled) -> None:

@@ -6,12 +6,12 @@ import time
 
 from ....bus.control import ReplicaCapacity
 from ....bus.parts.tiers import TiersPlan
-from ....bus.sections import Section, with_sections
+from ....bus.sections import with_sections
 from ..driver.step import LaunchedStep
 from ..driver.trial import trial_step
 from ..fingerprint import kv_digest
 from ..runner.tiers.tiers import BlockTiers
-from .part import ExecutorState, Part
+from . import ExecutorState, Part
 from .recipes import Recipes
 from .weights import WeightChanges
 
@@ -26,7 +26,7 @@ class Tiers(Part):
         blocks: The tiers.
     """
 
-    plans = TiersPlan
+    reads = TiersPlan
 
     def __init__(self, state: ExecutorState, *, shares: bool) -> None:
         """Allocate the tiers. `shares`: with other executors."""
@@ -35,15 +35,14 @@ class Tiers(Part):
             state.config,
             state.model,
             state.runner.cache,
-            state.part(WeightChanges).manager.version,
+            state.parts.get(WeightChanges).manager.version,
             self._measure_token_ns(),
-            computation=kv_digest(state.part(Recipes).fingerprint),
+            computation=kv_digest(state.parts.get(Recipes).fingerprint),
             shares=shares,
         )
         self._offers: TiersPlan | None = None
 
-    def apply(self, section: Section, step: LaunchedStep) -> None:
-        assert isinstance(section, TiersPlan)
+    def apply(self, section: TiersPlan, step: LaunchedStep) -> None:
         self.blocks.apply(section.moves)
         if section.offers:
             self._offers = section

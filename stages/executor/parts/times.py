@@ -4,20 +4,18 @@ from __future__ import annotations
 
 from itertools import compress
 
-from ....bus.sections import Section
 from ....bus.times import StepTimes
 from ..driver.sampled import Sampled
 from ..driver.step import LaunchedStep
-from .part import Part
+from . import Part
 
 
 class Times(Part):
     """Completes the times of a plan to those of its result. The last part, after drafts."""
 
-    plans = StepTimes
+    reads = StepTimes
 
-    def apply(self, section: Section, step: LaunchedStep) -> None:
-        assert isinstance(section, StepTimes)
+    def apply(self, section: StepTimes, step: LaunchedStep) -> None:
         step.times = section
 
     def finish(self, step: LaunchedStep, sampled: Sampled) -> None:

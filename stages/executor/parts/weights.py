@@ -9,12 +9,11 @@ from msgspec.structs import replace
 
 from ....bus.control import ReplicaCapacity
 from ....bus.parts.weights import WeightsPlan
-from ....bus.sections import Section
 from ....config import WeightsError
 from ..driver.step import LaunchedStep
 from ..runner.weights.checks import limits_of
 from ..runner.weights.sync_manager import WeightSyncManager
-from .part import ExecutorState, Part
+from . import ExecutorState, Part
 
 if TYPE_CHECKING:
     from ..runner.weights.transports.group import WeightGroups
@@ -27,7 +26,7 @@ class WeightChanges(Part):
         manager: Stages and writes them.
     """
 
-    plans = WeightsPlan
+    reads = WeightsPlan
     changes: ClassVar[bool] = True
 
     def __init__(self, state: ExecutorState) -> None:
@@ -57,21 +56,20 @@ class WeightChanges(Part):
         if "groups" in vars(self):
             self.groups.close()
 
-    def apply(self, section: Section, step: LaunchedStep) -> None:
+    def apply(self, section: WeightsPlan, step: LaunchedStep) -> None:
         """Finish a planned update (`WeightSyncManager.finish_planned_sync`); after its error no
         plan runs until a reset.
 
         Raises:
             WeightsError: No weights are in place.
         """
-        assert isinstance(section, WeightsPlan)
         try:
             self.manager.finish_planned_sync(section.version)
         except WeightsError as error:
             self.state.blocked = error
             raise
-        for part in self.state.parts.values():
-            part.replaced()
+        for hook in self.state.parts.replaced:
+            hook()
 
     def launched(self, step: LaunchedStep) -> None:
         step.weight_version = self.manager.version

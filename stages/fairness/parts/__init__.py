@@ -7,13 +7,14 @@ from collections.abc import Collection, Sequence
 from ....bus.messages import AdmittedRequest, Credit
 from ....bus.sections import Section
 from ....config import FairnessConfig, ReplicaRole
+from ...parts import Part as BasePart
 from ..queue import PriorityClass, Running, Waiting
 from ..replicas import Replica
 from ..state import FairnessState
 
 
-class Part:
-    """Base class of parts. Hooks do nothing unless a part overrides them."""
+class Part(BasePart):
+    """Base class of parts."""
 
     def __init__(self, core: FairnessState) -> None:
         self.core = core

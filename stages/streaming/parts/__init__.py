@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from ....bus.control import Cancel
 from ....bus.public import CompletionChunk
-from ....bus.sections import Section
 from ....bus.steps import StartedSequence
 from ....config import Config
+from ...parts import Part as BasePart
 
 if TYPE_CHECKING:
     from ..deliveries import Deliveries, Ending
@@ -20,18 +20,12 @@ FindRequest = Callable[[str, str], "RequestState | None"]
 """Returns the open request of a request id and an entry id."""
 
 
-class Part:
-    """Base class of parts. Hooks do nothing unless a part overrides them.
+class Part(BasePart):
+    """Base class of parts.
 
-    State of a request is in `request.notes[self]`, and ends with the request.
-
-    Attributes:
-        section: Class of a StepResult's sections that `read` takes.
-        message: Class of the messages that `handle` takes; with `request_id` and `entry_id`.
+    State of a request is in `request.notes[self]`, and ends with the request. `reads` is of a
+    StepResult; messages that a part handles have a `request_id` and an `entry_id`.
     """
-
-    section: ClassVar[type[Section] | None] = None
-    message: ClassVar[type | None] = None
 
     def opened(self, request: RequestState, deliveries: Deliveries) -> None:
         """A request has entered the lane, perhaps again in a new epoch."""
@@ -54,7 +48,7 @@ class Part:
         """All sequences of a step have started; tokens follow."""
 
     def read(self, section: Any, step: Step) -> Iterable[Sample]:
-        """Absorb a section of class `section`; return samples that end with it."""
+        """Absorb a section of the part; return samples that end with it."""
         return ()
 
     def finished(self, sample: Sample, unused: int, deliveries: Deliveries) -> None:
@@ -64,7 +58,7 @@ class Part:
         """A running sample will get no more tokens in this epoch."""
 
     def handle(self, message: Any, request: RequestState, deliveries: Deliveries) -> None:
-        """Handle a message of class `message` about an open request."""
+        """Handle a message about an open request."""
 
     def completed(
         self, request: RequestState | None, cancel: Cancel | None, ending: Ending

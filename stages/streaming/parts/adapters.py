@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import ClassVar
 
 from ....bus.parts.adapters import AdaptersResult
 from ..samples import Sample
@@ -14,7 +13,7 @@ from . import Part
 class AdapterVersions(Part):
     """Sets the version of the adapter that has computed a sample's tokens."""
 
-    section: ClassVar = AdaptersResult
+    reads = AdaptersResult
 
     def read(self, section: AdaptersResult, step: Step) -> Iterable[Sample]:
         for seq_id, version in zip(step.result.seq_ids, section.versions, strict=True):

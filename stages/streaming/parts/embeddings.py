@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from array import array
 from collections.abc import Iterator
-from typing import ClassVar
 
 from ....bus.parts.embeddings import PooledResult
 from ..samples import Sample
@@ -16,7 +15,7 @@ from . import Part
 class Embeddings(Part):
     """Sets vectors of prompts."""
 
-    section: ClassVar = PooledResult
+    reads = PooledResult
 
     def read(self, section: PooledResult, step: Step) -> Iterator[Sample]:
         for pooled in section.prompts:

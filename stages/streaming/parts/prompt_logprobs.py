@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import ClassVar
 
 from ....bus.parts.scoring import PromptScores
 from ....bus.public import CompletionChunk
@@ -19,7 +18,7 @@ Known = tuple[list[float | None], list[TokenLogprobs]]
 class PromptLogprobs(Part):
     """Joins the logprobs that steps report of parts of a prompt."""
 
-    section: ClassVar = PromptScores
+    reads = PromptScores
 
     def opened(self, request: RequestState, deliveries: Deliveries) -> None:
         self._set(request, ([None], [()]))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import ClassVar
 
 from ....bus.control import SampleScored, ScoreSample
 from ....bus.parts.scoring import ReferenceScoring
@@ -16,7 +15,7 @@ from . import Part
 class ReferenceScores(Part):
     """Requests scores of each finished sample; a Completion waits for them."""
 
-    message: ClassVar = SampleScored
+    handles = (SampleScored,)
 
     def finished(self, sample: Sample, unused: int, deliveries: Deliveries) -> None:
         request = sample.request

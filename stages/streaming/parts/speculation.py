@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import ClassVar
 
 from ....bus.control import Cancel
 from ....bus.parts.speculation import DraftsResult
@@ -18,7 +17,7 @@ DRAFTED, ACCEPTED = "num_draft_tokens", "num_accepted_draft_tokens"
 class DraftCounts(Part):
     """Counts the drafted tokens that were verified since this object exists."""
 
-    section: ClassVar = DraftsResult
+    reads = DraftsResult
 
     def read(self, section: DraftsResult, step: Step) -> Iterable[Sample]:
         for draft in section.verified:

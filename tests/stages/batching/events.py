@@ -24,19 +24,19 @@ def with_parts(
     cache: KVCacheManager, tiers: KVTiers | None = None, events: KVEventLog | None = None
 ) -> KVCacheManager:
     """Return a cache with these tiers below it, and this log of its blocks, without a core."""
-    parts: dict[str, Any] = {}
+    parts: dict[type, Any] = {}
     core: Any = SimpleNamespace(
         cache=cache,
         limits=SchedulerConfig(8, 64, cache.block_size),
         sent=(),
         rests=True,
-        part=parts.get,
+        find=parts.get,
     )
     sections = (tiers.capacity,) if tiers is not None else ()
     capacity = ReplicaCapacity(cache.num_blocks, cache.block_size, 99, 9, "none", parts=sections)
     if events is not None:
-        parts["kv_events"] = KVEvents(core, EngineConfig(), capacity)
-        parts["kv_events"].log = events
+        parts[KVEvents] = KVEvents(core, EngineConfig(), capacity)
+        parts[KVEvents].log = events
     if tiers is not None:
         part = Tiers(core, EngineConfig(), capacity)
         part.blocks, cache.root = tiers, tiers.root

@@ -39,9 +39,12 @@ from nano_inference.bus.steps import KVMove, NewSequence, StepPlan, StepResult
 from nano_inference.bus.weights import InFlight
 from nano_inference.config import EngineConfig, SamplingParams
 from nano_inference.stages.batching import BatchingCore
-from nano_inference.stages.batching.parts.handover.departures import Departure
+from nano_inference.stages.batching.parts.handover.departures import Departure, Departures
 from nano_inference.stages.batching.parts.images.cache import ImageCache
+from nano_inference.stages.batching.parts.images.part import Images
+from nano_inference.stages.batching.parts.kv_events import KVEvents
 from nano_inference.stages.batching.parts.sessions import Sessions
+from nano_inference.stages.batching.parts.tiers.part import Tiers
 from nano_inference.stages.batching.parts.tiers.tiers import KVTiers
 from nano_inference.store.loaded_adapter import LoadedAdapter
 
@@ -405,21 +408,21 @@ class FakeReplica:
     @property
     def sessions(self) -> Sessions:
         """The sessions, made with the first look."""
-        parts = self.core._parts.receivers(ControlSession("", "", "pin"))
+        parts = self.core._parts.handlers(ControlSession("", "", "pin"))
         return next(part for part in parts if isinstance(part, Sessions))
 
     @property
     def tiers(self) -> KVTiers | None:
-        part = self.core.part("tiers")
+        part = self.core.find(Tiers)
         return part.blocks if part is not None else None
 
     @property
     def images(self) -> ImageCache | None:
-        part = self.core.part("images")
+        part = self.core.find(Images)
         return part.cache if part is not None else None
 
     def take_departures(self) -> list[Departure]:
-        part = self.core.part("departures")
+        part = self.core.find(Departures)
         return part.take_departures() if part is not None else []
 
     def change_weights(self, version: int, in_flight: InFlight) -> None:
@@ -458,7 +461,7 @@ class FakeReplica:
         """Run all conservation checks, with the whole cache index, and with a router's."""
         self.core.check()
         check_index(self.core.cache)
-        if self.core.part("kv_events") is not None:
+        if self.core.find(KVEvents) is not None:
             check_router(self.core.cache, self.router)
 
     def run(self, limit: int = 10_000) -> None:

@@ -17,6 +17,7 @@ from nano_inference.bus.messages import (
 )
 from nano_inference.bus.parts.handover import HandoverRoute
 from nano_inference.bus.sections import with_sections
+from nano_inference.stages.batching.parts.handover.arrivals import Arrivals
 from nano_inference.stages.batching.parts.handover.departures import Departure
 from nano_inference.stages.batching.parts.tiers.tiers import OFFER_S, KVTiers
 
@@ -154,7 +155,7 @@ def test_a_sequence_without_its_first_token_gives_its_slots_back() -> None:
     pair.giver.core.stop([1])
     pair.run()
     assert pair.giver.core.idle
-    assert not pair.taker.core.part("arrivals").requests()
+    assert not pair.taker.core.part(Arrivals).requests()
 
 
 def test_a_handover_frees_its_place_and_is_not_an_end() -> None:
@@ -257,7 +258,7 @@ def test_a_request_that_ends_while_its_first_token_is_computed_frees_both_places
         assert (given.left, given.ended) == ((), (1,))
         assert taken is None, "fairness frees the place"
     assert 1 not in pair.taker.outputs
-    assert not pair.taker.core.part("arrivals").requests()
+    assert not pair.taker.core.part(Arrivals).requests()
     pair.check()
 
 

@@ -11,7 +11,7 @@ from nano_inference.bus.kv_events import AllBlocksCleared, BlockRemoved, BlockSt
 from nano_inference.bus.messages import CacheScope
 from nano_inference.stages.batching import Allocation
 from nano_inference.stages.batching.paged import PagedKVCache
-from nano_inference.stages.batching.parts.kv_events import KVEventLog, wire_hash
+from nano_inference.stages.batching.parts.kv_events import KVEventLog, KVEvents, wire_hash
 from nano_inference.stages.batching.radix import RadixKVCache
 from nano_inference.store.loaded_adapter import LoadedAdapter
 
@@ -250,5 +250,5 @@ def test_without_the_setting_no_block_has_a_name() -> None:
     replica = FakeReplica()
     replica.add(list(range(9)), 0)
     replica.run()
-    assert replica.core.part("kv_events") is None
+    assert replica.core.find(KVEvents) is None
     assert not any(replica.core.cache._names)

@@ -22,8 +22,8 @@ from .....bus.messages import (
 from .....bus.parts.handover import HandoverRoute
 from .....bus.sections import with_sections
 from .....config import EngineConfig
-from ...part import Core, Part
 from ...sequence import Sequence
+from .. import Core, Part
 
 
 @dataclass(slots=True)

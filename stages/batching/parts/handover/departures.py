@@ -21,9 +21,9 @@ from .....bus.parts.handover import HandoverRoute, HandoversPlan, HandoversResul
 from .....bus.sections import with_sections
 from .....bus.steps import StepSummary
 from .....config import EngineConfig
-from ...part import Core, Part
 from ...plans import PlanDraft, SentPlan
 from ...sequence import Sequence
+from .. import Core, Part
 
 
 @dataclass(slots=True)

@@ -10,9 +10,9 @@ from .....bus.messages import AdmittedRequest
 from .....bus.parts.images import ImagesResult, PromptMedia
 from .....bus.steps import StepSummary
 from .....config import EngineConfig
-from ...part import Core, Part
 from ...plans import PlanDraft, SentPlan
 from ...sequence import Sequence
+from .. import Core, Part
 from .cache import ImageCache, StepImages, images_of
 from .keys import KeyIds, place
 

@@ -14,9 +14,10 @@ from .....bus.parts.tiers import FetchedBlocks, TiersPlan
 from .....bus.steps import AUDIT_SEQ_ID, KVMove, NewSequence, StepSummary
 from .....config import EngineConfig
 from ...allocation import Allocation, Below
-from ...part import Core, Part
 from ...plans import PlanDraft, SentPlan
 from ...sequence import Sequence as Sample
+from .. import Core, Part
+from ..kv_events import KVEvents
 from .audit import BLOCKS_SAVED_AT_ONCE, TierAudit
 from .tiers import KVTiers, LoadedBlock
 
@@ -40,7 +41,7 @@ class Tiers(Part, Below):
         self._cache = core.cache
         own = TierCapacity.find(capacity.parts)
         assert own is not None
-        events = core.part("kv_events")
+        events = core.find(KVEvents)
         # Otherwise a block computed again may have other bits.
         audit_every = config.kv_audit_every if capacity.exact else 0
         log = events.log if events is not None else None

@@ -18,8 +18,7 @@ from nano_inference.bus.steps import StepPlan, StepSummary
 from nano_inference.config import EngineConfig
 from nano_inference.stages.batching import BatchingCore, Sequence
 from nano_inference.stages.batching.core import UnknownMessage
-from nano_inference.stages.batching.part import Core, Part
-from nano_inference.stages.batching.parts import PARTS, Entry
+from nano_inference.stages.batching.parts import PARTS, Core, Entry, Part
 from nano_inference.stages.batching.plans import PlanDraft, SentPlan
 
 from ..replica import FakeReplica, expected
@@ -95,7 +94,7 @@ class Preemptions(Part):
         return {"preemptions": total}
 
 
-ENTRY = Entry("preemptions", Preemptions, configured=lambda config, capacity: True)
+ENTRY = Entry(Preemptions, configured=lambda config, capacity: True)
 
 
 def replica_with(*entries: Entry) -> FakeReplica:
@@ -107,7 +106,7 @@ def replica_with(*entries: Entry) -> FakeReplica:
 
 def test_a_part_of_one_file_receives_each_hook_and_sends_its_section() -> None:
     replica = replica_with(ENTRY)
-    part = replica.core.part("preemptions")
+    part = replica.core.part(Preemptions)
     for seq_id, tenant in enumerate(("a", "b", "b")):
         replica.add([seq_id] * 9, seq_id, tenant=tenant, max_tokens=12)
     replica.add([9], 9, tenant="refused")
@@ -137,10 +136,10 @@ def on_the_wire(plan: StepPlan) -> StepPlan:
 
 
 def test_a_message_makes_the_part_that_it_needs() -> None:
-    replica = replica_with(Entry("preemptions", Preemptions, messages=("ForgetTenant",)))
-    assert replica.core.part("preemptions") is None
+    replica = replica_with(Entry(Preemptions, messages=("ForgetTenant",)))
+    assert replica.core.find(Preemptions) is None
     assert replica.core.receive(ForgetTenant("a"), 0) == 0
-    assert isinstance(replica.core.part("preemptions"), Preemptions)
+    assert replica.core.find(Preemptions) is not None
 
 
 def test_a_message_that_no_part_handles_is_refused() -> None:

@@ -104,7 +104,7 @@ async def test_as_many_joins_as_there_are_threads_for(executor: Executor) -> Non
     for number in range(group._MOST_JOINS):
         await executor.tell(LeaveWeightsGroup(str(number)))
     await ends(executor, waiting)
-    await until(lambda: not executor.updates._groups._joins)
+    await until(lambda: not executor.updates._weights.groups._joins)
 
 
 async def test_the_end_of_the_stage_ends_what_joins(mute: str) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import uuid
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, Literal, get_args
 
 import msgspec
@@ -103,17 +105,25 @@ class StagedWeights(msgspec.Struct, frozen=True, array_like=True, tag="staged"):
 _LAID_DOWN: dict[str, Mapping[str, Any]] = {}
 
 
-def lay_down(key: str, state_dict: Mapping[str, Any]) -> LocalWeights:
-    """Store tensors for the executors of this process; they must not change until all are done."""
-    _LAID_DOWN[key] = state_dict
-    return LocalWeights(key)
+@contextmanager
+def source_of(
+    weights: Mapping[str, Any] | WeightsSource | StagedWeights,
+) -> Iterator[WeightsSource | StagedWeights]:
+    """Yield the source of weights; a state dict is stored for the executors of this process.
+
+    Its tensors must not change until all executors are done.
+    """
+    if not isinstance(weights, Mapping):
+        yield weights
+        return
+    key = uuid.uuid4().hex
+    _LAID_DOWN[key] = weights
+    try:
+        yield LocalWeights(key)
+    finally:
+        del _LAID_DOWN[key]
 
 
 def laid_down(key: str) -> Mapping[str, Any] | None:
     """Return the tensors under a key, for each executor of this process; None if there are none."""
     return _LAID_DOWN.get(key)
-
-
-def pick_up(key: str) -> None:
-    """Remove the tensors under a key."""
-    _LAID_DOWN.pop(key, None)

@@ -21,12 +21,10 @@ from ..bus.public import DEFAULT_TENANT, Completion, KVSessionResult, Output, Se
 from ..bus.shards import Layout
 from ..bus.weights import (
     InFlight,
-    LocalWeights,
     StagedWeights,
     WeightsSource,
     check_in_flight,
-    lay_down,
-    pick_up,
+    source_of,
 )
 from ..config import AdapterError, BusConfig, ConfigError, FairnessConfig, ModelConfig, ReplicaRole
 from ..store.loaded_adapter import LoadedAdapter
@@ -310,17 +308,12 @@ class BusClient(Submitter):
             BusError: An executor did not answer; its tokens carry their version.
         """
         check_in_flight(in_flight)
-        source: WeightsSource | StagedWeights
-        source = lay_down(uuid.uuid4().hex, weights) if isinstance(weights, Mapping) else weights
-        try:
+        with source_of(weights) as source:
             update = control.UpdateWeights(source, in_flight, version, partial, timeout_s)
             executors = await self._control.ready_recipients("executor", ANSWER_S, lane)
             if len(executors) == 1:
                 return await self._operate("executor", update, timeout_s + ANSWER_S, executors)
             return await update_weights_together(self._control, executors, update, ANSWER_S)
-        finally:
-            if isinstance(source, LocalWeights):
-                pick_up(source.key)
 
     async def join_weights_group(
         self,

@@ -17,9 +17,9 @@ from ..bus.control import (
     Cancel,
     ControlSession,
     JoinWeightsGroup,
-    MemoryState,
     MemoryTag,
     TierCapacity,
+    UpdateWeights,
     WeightsReady,
 )
 from ..bus.entries import RequestEntry
@@ -31,7 +31,7 @@ from ..bus.public import (
     KVSessionResult,
     SessionAction,
 )
-from ..bus.weights import InFlight, WeightsSource, check_in_flight
+from ..bus.weights import GroupWeights, InFlight, WeightsSource, source_of
 from ..config import (
     BusConfig,
     Config,
@@ -50,7 +50,7 @@ from ..stages.executor.changes.arguments import check_arguments
 from ..stages.executor.core import ExecutorCore
 from ..stages.executor.parts.memory import MemoryRelease
 from ..stages.executor.parts.weights import WeightChanges
-from ..stages.executor.runner.weights.sync_manager import WeightSyncManager, weights_lost
+from ..stages.executor.runner.weights.sync_manager import WeightSyncManager
 from ..stages.streaming.core import StreamingCore
 from ..stages.streaming.deliveries import EndedRequest
 from ..text.tokenizer import default_sampling_params, find_tokenizer, stop_token_ids_of
@@ -71,7 +71,6 @@ from .engine_requests import (
     with_scores,
 )
 from .engine_tiers import EngineTiers, next_plan
-from .engine_weights import receive_weights
 from .rollouts import Prompt, RequestId, RolloutEngine, TrainingSample
 from .sessions import check_action
 
@@ -145,8 +144,6 @@ class InferenceEngine(ModelParts):
         # Samples from the response cache, and those that finished while `generate` waited for
         # others; the next `step` returns them.
         self._uncollected: list[Finished] = []
-        # The last version of each adapter id, unloaded ones included.
-        self._adapter_versions: dict[str, int] = {}
         for id, path in self.config.adapters.items():
             self.load_adapter(id, path)
 
@@ -396,9 +393,18 @@ class InferenceEngine(ModelParts):
                 `weights_lost`, writing failed midway: nothing is generated before an update of all
                 weights. Without `blocking`, the next step raises errors of writing.
         """
-        check_in_flight(in_flight)
-        weights = self._weights
-        tensors = receive_weights(self._changes, state_dict, version, timeout_s)
+        changes, weights = self._changes, self._weights
+        with source_of(state_dict) as source:
+            update = UpdateWeights(source, in_flight, version, partial, timeout_s)
+            try:
+                weights.check_version(version)
+                check_arguments(update, weights.limits)
+            except WeightsError:
+                if isinstance(source, GroupWeights):
+                    # Otherwise the next update would receive this broadcast.
+                    changes.groups.skip(source.group)
+                raise
+            tensors = changes.fetch(update).tensors
         sync = weights.sync_blocking if blocking else weights.start_sync
         try:
             version = sync(tensors, version, partial=partial)
@@ -415,7 +421,7 @@ class InferenceEngine(ModelParts):
             WeightsError: They were released or lost, and not replaced; or ranks share them.
         """
         if "weights" in self._memory.memory.lacks:
-            raise self._unable()
+            raise self._memory.lacking(self._batching.lacks)
         if self._executor.ranks is not None:
             raise WeightsError("ranks share the weights; read them where they come from")
         model = self._executor.model
@@ -617,7 +623,7 @@ class InferenceEngine(ModelParts):
         if plan is None:
             if self._requests:
                 if self._batching.lacks:
-                    raise self._unable()
+                    raise self._memory.lacking(self._batching.lacks)
                 raise RuntimeError("requests are unfinished and nothing can run; please report it")
             return []
         try:
@@ -671,19 +677,7 @@ class InferenceEngine(ModelParts):
 
     def _report_memory(self) -> None:
         """Report to batching the memory that is missing, and that waits to be released."""
-        memory = self._memory.memory
-        self._batching.receive(MemoryState(memory.lacks, tuple(memory.pending)), now_ns())
-
-    def _unable(self) -> WeightsError:
-        """Return the error of a call for which weights or KV cache are missing."""
-        if lost := self._weights.lost:
-            return weights_lost(lost)
-        return WeightsError(
-            f"nothing can be generated: memory was released ({', '.join(self._batching.lacks)}); "
-            "call resume_memory, and after the weights were released update_weights with all of "
-            "them",
-            code="memory_released",
-        )
+        self._batching.receive(self._memory.state_now(), now_ns())
 
 
 if TYPE_CHECKING:

@@ -10,9 +10,9 @@ from typing import Any
 
 from torch import Tensor
 
-from ..bus.control import AdapterReady
+from ..bus.control import AdapterReady, LoadAdapter
 from ..bus.weights import InFlight, check_in_flight
-from ..config import AdapterError, EngineConfig
+from ..config import AdapterError
 from ..config.clock import now_ns
 from ..stages.admission.core import AdmissionCore
 from ..stages.admission.parts.adapters import Adapters
@@ -26,17 +26,10 @@ from .engine_calls import one_at_a_time
 
 @one_at_a_time
 class ModelParts(ABC):
-    """The calls of an engine about adapters and experts.
+    """The calls of an engine about adapters and experts."""
 
-    Attributes:
-        config: The engine's settings.
-    """
-
-    config: EngineConfig
     _admission: AdmissionCore
     _batching: BatchingCore
-    # The last version of each adapter id, unloaded ones included.
-    _adapter_versions: dict[str, int]
 
     @property
     @abstractmethod
@@ -69,29 +62,15 @@ class ModelParts(ABC):
         Raises:
             AdapterError: It can't be served, or does not fit the model; nothing has changed.
         """
-        from ..stages.executor.runner.adapters.peft import (
-            adapter_of,
-            check_adapter_id,
-            next_version,
-            read_adapter,
-        )
-
         check_in_flight(in_flight)
-        check_adapter_id(id, self.config.model_name)
-        executor = self._executor
-        version = next_version(id, version, self._adapter_versions.get(id, 0))
-        model, limits = executor.model, executor.runner.adapters.limits
-        if isinstance(source, Mapping):
-            adapter = adapter_of(id, version, source, config or {}, model, limits)
-        else:
-            adapter = read_adapter(id, version, fspath(source), model, limits)
-        executor.runner.adapters.stage(adapter)
+        tensors = source if isinstance(source, Mapping) else None
+        folder = "" if isinstance(source, Mapping) else fspath(source)
+        changes = self._executor.part(AdapterChanges)
+        adapter = changes.read(LoadAdapter(id, folder, version=version), tensors, config)
         # No step is running, so it can be switched at once.
-        executor.part(AdapterChanges).switch(id, version)
-        self._batching.receive(AdapterReady(id, version, in_flight), now_ns())
-        self._adapter_versions[id] = version
-        self._admission.part(Adapters).set(self.adapters())
-        return version
+        changes.put(adapter)
+        self._adapter_changed(id, adapter.version, in_flight)
+        return adapter.version
 
     def unload_adapter(self, id: str, *, in_flight: InFlight = "keep") -> None:
         """Unload an adapter.
@@ -116,8 +95,7 @@ class ModelParts(ABC):
                 code="adapter_in_use",
             )
         self._executor.part(AdapterChanges).switch(id, 0)
-        self._batching.receive(AdapterReady(id, 0, in_flight), now_ns())
-        self._admission.part(Adapters).set(self.adapters())
+        self._adapter_changed(id, 0, in_flight)
 
     def adapters(self) -> tuple[LoadedAdapter, ...]:
         """Return the loaded adapters: id, version, folder, rank and size."""
@@ -139,3 +117,7 @@ class ModelParts(ABC):
             WeightsError: Experts have no owners here (`expert_parallel`), or these don't fit.
         """
         move_experts(self._executor.find(Experts), owners)
+
+    def _adapter_changed(self, id: str, version: int, in_flight: InFlight) -> None:
+        self._batching.receive(AdapterReady(id, version, in_flight), now_ns())
+        self._admission.part(Adapters).set(self.adapters())

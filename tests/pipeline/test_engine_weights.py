@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -135,3 +136,14 @@ def test_a_trainer_is_not_kept_waiting_by_an_engine_that_has_gone(
             engine.shutdown()
         with raises("weights_interrupted", kind=WeightsError):
             group.broadcast(weights).result()
+
+
+@pytest.mark.parametrize("wrong", [{"timeout_s": 0.0}, {"version": 1 << 63}, {"in_flight": "x"}])
+def test_arguments_of_an_update_are_checked_for_a_state_dict_too(
+    engine: InferenceEngine, wrong: dict[str, Any]
+) -> None:
+    with pytest.raises(WeightsError, match=next(iter(wrong))):
+        engine.update_weights(spelling(engine, 1), **wrong)
+    assert engine.get_weight_version() == 0
+    engine.update_weights(spelling(engine, 2), blocking=True)
+    assert spells(engine) == (1, oracle.token_of(2))

@@ -126,13 +126,13 @@ async def several(request: pytest.FixtureRequest) -> AsyncIterator[Several]:
 
 def fails(update: StagedChanges, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its next fetch, and only that one."""
-    original = update._fetch
+    original = update._weights.fetch
 
     def fetch(*args: Any) -> Any:
-        monkeypatch.setattr(update, "_fetch", original)
+        monkeypatch.setattr(update._weights, "fetch", original)
         raise WeightsError("the disk is on fire")
 
-    monkeypatch.setattr(update, "_fetch", fetch)
+    monkeypatch.setattr(update._weights, "fetch", fetch)
 
 
 @pytest.mark.parametrize(
@@ -187,13 +187,13 @@ async def test_a_caller_that_leaves_gives_the_update_up(
 ) -> None:
     first, second = several.updates
     may_go_on = threading.Event()
-    original = second._fetch
+    original = second._weights.fetch
 
     def fetch(*args: Any) -> Any:
         assert may_go_on.wait(LIMIT_S)
         return original(*args)
 
-    monkeypatch.setattr(second, "_fetch", fetch)
+    monkeypatch.setattr(second._weights, "fetch", fetch)
     update = asyncio.create_task(
         several.client.update_weights(oracle.announcing(loaded, 1), timeout_s=LIMIT_S)
     )

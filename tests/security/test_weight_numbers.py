@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from nano_inference import EngineConfig, InferenceEngine
-from nano_inference.bus.weights import FolderWeights, lay_down, pick_up
+from nano_inference.bus.weights import FolderWeights, source_of
 from nano_inference.config import WeightsError
 from nano_inference.stages.executor import WeightSyncManager
 from nano_inference.stages.executor.runner.weights.transports import (
@@ -44,11 +44,8 @@ def from_shared_memory(weights: WeightSyncManager, state: State) -> object:
 
 
 def from_the_process(weights: WeightSyncManager, state: State) -> object:
-    source = lay_down("numbers", state)
-    try:
+    with source_of(state) as source:
         return weights.prepare(fetch(source, WeightGroups(), LIMIT_S))
-    finally:
-        pick_up("numbers")
 
 
 @pytest.fixture(params=["whole", "prepared", "folder", "shared memory", "process"])

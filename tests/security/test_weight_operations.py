@@ -154,9 +154,9 @@ async def test_unexpected_errors_are_answered(
         raise error
 
     package = "nano_inference.stages.executor"
-    monkeypatch.setattr(f"{package}.changes.shell.fetch", fail)
-    monkeypatch.setattr(f"{package}.changes.shell.stamp_of", fail)
     transports = f"{package}.runner.weights.transports"
+    monkeypatch.setattr(f"{transports}.fetch", fail)
+    monkeypatch.setattr(f"{transports}.folder.stamp_of", fail)
     monkeypatch.setattr(f"{transports}.group.await_port", fail, raising=False)
     outcome = await executor.ask(operation)
     assert outcome.code == "weights_refused"

@@ -34,7 +34,9 @@ from nano_inference.stages.admission.parts import constraints as admission_const
 from nano_inference.stages.batching import stage as _batching  # noqa: F401
 from nano_inference.stages.executor import stage as executor
 from nano_inference.stages.executor.changes import shell as changes
+from nano_inference.stages.executor.runner.adapters import peft
 from nano_inference.stages.executor.runner.adapters.peft import Adapter
+from nano_inference.stages.executor.runner.weights import transports
 from nano_inference.stages.fairness import stage as _fairness  # noqa: F401
 from nano_inference.stages.streaming import stage as streaming
 from nano_inference.text.tokenizer import find_tokenizer, longest_token_bytes
@@ -219,10 +221,10 @@ class Environment:
             (executor, "_load", load),
             (executor, "facts_of", lambda folder: None),
             (changes, "Background", lambda *args: self._thread),
-            (changes, "fetch", lambda source, *more: _weights_in(source.path)),
-            (changes, "read_folder", lambda path, *more: _weights_in(path)),
+            (transports, "fetch", lambda source, *more: _weights_in(source.path)),
+            (transports.folder, "stamp_of", lambda path, limits: f"stamp of {path}"),
             (changes, "stamp_of", lambda path, limits: f"stamp of {path}"),
-            (changes, "read_adapter", self._adapter_in),
+            (peft, "read_adapter", self._adapter_in),
             (changes, "stamp_of_adapter", lambda folder: f"stamp of {folder}"),
             (admission, "find_tokenizer", _cached_tokenizer),
             (admission_core, "longest_token_bytes", _cached_longest),

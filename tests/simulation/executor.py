@@ -10,20 +10,19 @@ from typing import Any
 import torch
 from torch import nn
 
-from nano_inference.bus.control import ReplicaCapacity
+from nano_inference.bus.control import MemoryState, ReplicaCapacity
 from nano_inference.bus.parts.adapters import AdapterCapacity, AdaptersResult
 from nano_inference.bus.parts.speculation import DraftCapacity, DraftsResult
 from nano_inference.bus.sections import Section
 from nano_inference.bus.steps import NewSequence, StepPlan, StepResult, VerifiedDraft
 from nano_inference.config import EngineConfig, WeightsError
 from nano_inference.stages.executor.driver.step import started_sequences
+from nano_inference.stages.executor.parts.adapters import AdapterChanges
 from nano_inference.stages.executor.parts.memory import MemoryRelease
 from nano_inference.stages.executor.parts.tiers import Tiers
 from nano_inference.stages.executor.parts.weights import WeightChanges
 from nano_inference.stages.executor.runner.adapters.peft import AdapterLimits
 from nano_inference.stages.executor.runner.adapters.table import AdapterTable
-from nano_inference.stages.executor.runner.weights.sync_manager import WeightSyncManager
-from nano_inference.stages.executor.runner.weights.transports import WeightGroups
 
 from ..sections import read
 from . import model
@@ -117,12 +116,14 @@ class SimulatedExecutor:
         self._module = nn.Linear(1, 1, bias=False)
         with torch.no_grad():
             self._module.weight.zero_()
-        self.weights, self._blocked = WeightSyncManager(self._module), None
+        self._blocked: WeightsError | None = None
         self._in_place = (0, 0)
         self.tiers = make_tiers(self._blocks, 0) if make_tiers is not None else None
         # Parts of the real core that the shell reads.
         device = torch.device("cpu")
-        self.model = SimpleNamespace(layers=(), device=device, module=self._module, shards=None)
+        self.model = SimpleNamespace(
+            layers=(), device=device, module=self._module, whole=self._module, shards=None
+        )
         self.adapters = AdapterTable(self.model, AdapterLimits())  # type: ignore[arg-type]
         backend = SimpleNamespace(name="simulated")
         self.runner = SimpleNamespace(backend=backend, adapters=self.adapters)
@@ -130,11 +131,16 @@ class SimulatedExecutor:
         self.ranks = None
         self.cache = None
         memory = SimpleNamespace(lacks=(), pending=())
+        table = SimpleNamespace(change_adapter=lambda *switched: None)
+        state: Any = SimpleNamespace(
+            config=config, model=self.model, runner=self.runner, ranks=None, table=table
+        )
+        changes = WeightChanges(state)
+        self.weights = changes.manager
         self._parts: dict[type, Any] = {
-            WeightChanges: SimpleNamespace(
-                manager=self.weights, groups=WeightGroups(), close=lambda: None
-            ),
-            MemoryRelease: SimpleNamespace(memory=memory),
+            WeightChanges: changes,
+            AdapterChanges: AdapterChanges(state),
+            MemoryRelease: SimpleNamespace(memory=memory, state_now=lambda: MemoryState((), ())),
             Tiers: SimpleNamespace(blocks=self.tiers),
         }
         self.constraints = SimpleNamespace(take_waits_ns=lambda: ())

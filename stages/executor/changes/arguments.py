@@ -64,7 +64,10 @@ def check_arguments(operation: Operation, limits: WeightLimits) -> None:
             _check_version(operation.version)
         case control.JoinWeightsGroup():
             _check_join(operation)
-        case control.LoadAdapter() | control.UnloadAdapter():
+        case control.LoadAdapter(folder=folder):
+            check_in_flight(operation.in_flight)
+            check_path(folder)
+        case control.UnloadAdapter():
             check_in_flight(operation.in_flight)
 
 

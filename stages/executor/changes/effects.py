@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import NamedTuple
 
 import msgspec
 
@@ -11,32 +10,10 @@ from ....bus.control import JoinWeightsGroup, LoadAdapter, UpdateWeights
 from ....bus.envelope import Message
 from ....config import WeightsError
 from ....store.in_place import WeightsInPlace
+from ..parts.weights import Fetched as Fetched
+from ..parts.weights import WeightsOrigin as WeightsOrigin
 from ..runner.shards import NewWeight
 from .arguments import Operation
-
-
-class WeightsOrigin(NamedTuple):
-    """A folder from which tensors can be read again, while its files match the stamp."""
-
-    folder: str
-    stamp: str
-
-
-class Fetched(NamedTuple):
-    """New weights in this process.
-
-    Attributes:
-        tensors: By the model's names and in its dtypes if `converted`; else by a checkpoint's
-            names, until the other parts are there to convert them.
-        origin: Where the tensors can be read again.
-        covers: Whether they replace every parameter.
-        converted: True, but for a part of an update.
-    """
-
-    tensors: Mapping[str, NewWeight]
-    origin: WeightsOrigin | None
-    covers: bool
-    converted: bool = True
 
 
 class Effect(msgspec.Struct, frozen=True):

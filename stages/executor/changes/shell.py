@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -14,7 +14,6 @@ from ....bus.control import (
     AdaptersChanged,
     FinishUpdate,
     LoadAdapter,
-    MemoryState,
     UpdateWeights,
     WeightsChanged,
 )
@@ -22,29 +21,22 @@ from ....bus.envelope import Message
 from ....bus.links import CONTROL
 from ....bus.parts.weights import WeightsPlan
 from ....bus.steps import StepPlan
-from ....bus.weights import FolderWeights, StagedWeights
+from ....bus.weights import FolderWeights
 from ....config import AdapterError, BusError, WeightsError, shown
 from ....store.in_place import AdapterInPlace, AdaptersInPlace, WeightsInPlace
 from ....store.loaded_adapter import LoadedAdapter
 from ....telemetry import instruments, names, now_ns
 from ...actor import Actor
 from ..core import ExecutorCore
+from ..parts.adapters import AdapterChanges
 from ..parts.experts import Experts, move_experts
 from ..parts.memory import MemoryRelease
 from ..parts.weights import WeightChanges
-from ..runner.adapters.peft import (
-    Adapter,
-    check_adapter_id,
-    next_version,
-    read_adapter,
-    stamp_of_adapter,
-)
+from ..runner.adapters.peft import Adapter, stamp_of_adapter
 from ..runner.shards import NewWeight
-from ..runner.weights.conversion import PartsMissing
 from ..runner.weights.sync_manager import WeightSyncManager
-from ..runner.weights.transports import fetch
 from ..runner.weights.transports.background import Background, stay_single
-from ..runner.weights.transports.folder import read_folder, stamp_of
+from ..runner.weights.transports.folder import stamp_of
 from . import effects as do
 from .arguments import Operation, check_path
 from .core import AdapterOperation, ChangesCore, supersedes
@@ -77,6 +69,7 @@ class StagedChanges:
     def __post_init__(self) -> None:
         self._weights = self.executor.part(WeightChanges)
         self._memory = self.executor.part(MemoryRelease)
+        self._adapters = self.executor.part(AdapterChanges)
         self.core = ChangesCore(self._weights.manager.limits)
         self.restoring = ""
         # Wait for bytes and make tensors of them while the torch thread runs steps. Adapters
@@ -87,8 +80,7 @@ class StagedChanges:
         self._changed = asyncio.Event()
         # Decided, not yet sent.
         self._answers: list[do.Answer] = []
-        # The last version of each adapter id, and the adapters in place.
-        self._versions: dict[str, int] = {}
+        # The adapters in place.
         self._loaded: tuple[LoadedAdapter, ...] = ()
         self._leader = ""
         self._parting = False
@@ -120,8 +112,7 @@ class StagedChanges:
             for id, folder in self.actor.config.engine.adapters.items():
                 self.restoring = f"it reads the adapter {id}"
                 adapter = await self._read_adapter(LoadAdapter(id, folder))
-                await self.on_torch(self.executor.runner.adapters.put, adapter)
-                self._versions[id] = adapter.version
+                await self.on_torch(self._adapters.put, adapter)
             self.restoring = ""
         await self._record_adapters()
 
@@ -148,7 +139,7 @@ class StagedChanges:
     def close(self) -> None:
         """Leave all groups, so that nothing waits for a trainer."""
         self._weights.close()
-        del self.executor, self._weights, self._memory
+        del self.executor, self._weights, self._memory, self._adapters
         self._weights_thread.close()
         self._adapters_thread.close()
 
@@ -191,8 +182,7 @@ class StagedChanges:
                 case do.SendBatching(message):
                     await self._send_batching(message)
                 case do.SendMemory():
-                    memory = self._memory.memory
-                    await self._send_batching(MemoryState(memory.lacks, tuple(memory.pending)))
+                    await self._send_batching(self._memory.state_now())
                 case do.PublishAdapters():
                     await self._record_adapters()
                     changed = AdaptersChanged(self.actor.role, self._loaded)
@@ -287,12 +277,11 @@ class StagedChanges:
 
     async def _restore(self, weights: WeightsInPlace) -> list[do.Effect]:
         self.restoring = f"it reads the weights of version {weights.version} from {weights.folder}"
-        manager = self._weights.manager
         try:
             async with asyncio.timeout(_RESTORE_S):
                 with _as_refusal():
-                    tensors = await self._in_background(_read_again, weights, manager)
-            await self.on_torch(manager.sync_blocking, tensors, weights.version)
+                    tensors = await self._in_background(_read_again, weights, self._weights)
+            await self.on_torch(self._weights.manager.sync_blocking, tensors, weights.version)
         except (WeightsError, TimeoutError) as error:
             why = error.message if isinstance(error, WeightsError) else "reading took too long"
             return self.core.succession.fall_behind(weights.version, why)
@@ -312,7 +301,7 @@ class StagedChanges:
             AdapterInPlace(each.id, each.version, each.folder, each.stamp)
             for each in await self._note_adapters()
         )
-        versions = dict(self._versions)
+        versions = dict(self._adapters.versions)
         record = AdaptersInPlace(leader=self._leader, adapters=adapters, versions=versions)
         try:
             await self.actor.bus.store.adapters.put(record)
@@ -331,13 +320,13 @@ class StagedChanges:
                     raise AdapterError(f"the files of {each.folder} have changed")
                 load = LoadAdapter(each.id, each.folder, version=each.version)
                 adapter = await self._read_adapter(load)
-                await self.on_torch(self.executor.runner.adapters.put, adapter)
+                await self.on_torch(self._adapters.put, adapter)
             except WeightsError as error:
                 self.actor.log.warning("adapter_lost", adapter=each.id, reason=str(error))
             else:
                 self.actor.log.info("adapter_restored", adapter=each.id, version=each.version)
         self.restoring = ""
-        self._versions = dict(record.versions)
+        self._adapters.versions = dict(record.versions)
 
     # --- jobs ---------------------------------------------------------------------------------
 
@@ -354,11 +343,11 @@ class StagedChanges:
         await self._perform(self.core.done(job, result, now_ns()))
 
     async def _result(self, job: do.ChangeJob) -> do.Result:
-        executor, weights = self.executor, self._weights.manager
+        weights = self._weights.manager
         match job:
             case do.Fetch(_, update):
                 started = now_ns()
-                fetched: do.Fetched = await self._in_background(self._fetch, update, weights)
+                fetched: do.Fetched = await self._in_background(self._weights.fetch, update)
                 self.actor.metrics.record(instruments.WEIGHT_FETCH, (now_ns() - started) / 1e9)
                 return fetched
             case do.Combine(_, _, tensors, origin):
@@ -375,13 +364,12 @@ class StagedChanges:
                 adapter = await self._read_adapter(load)
                 self.actor.metrics.record(instruments.ADAPTER_LOAD, (now_ns() - started) / 1e9)
                 if not load.only_check:
-                    await self.on_torch(executor.runner.adapters.stage, adapter)
-                    self._versions[load.adapter] = adapter.version
+                    await self.on_torch(self._adapters.stage, adapter)
                 return adapter.version
             case do.Join(_, wish):
                 await asyncio.wrap_future(self._weights.groups.join(wish, weights.device))
             case do.MoveExperts(_, owners):
-                await self.on_torch(move_experts, executor.find(Experts), owners)
+                await self.on_torch(move_experts, self.executor.find(Experts), owners)
             case do.BeginRelease(_, tags):
                 await self.on_torch(self._memory.memory.begin_release, tags)
                 return bool(self._memory.memory.pending)
@@ -392,31 +380,8 @@ class StagedChanges:
     def _in_background(self, function: Callable[..., Any], *args: Any) -> asyncio.Future[Any]:
         return asyncio.wrap_future(self._weights_thread.submit(function, *args))
 
-    def _fetch(self, update: UpdateWeights, weights: WeightSyncManager) -> do.Fetched:
-        """Runs on the thread that fetches."""
-        source = update.source
-        assert not isinstance(source, StagedWeights)
-        folder = source.path if isinstance(source, FolderWeights) else ""
-        # Before reading: files that are replaced meanwhile will not have this stamp.
-        origin = do.WeightsOrigin(folder, stamp_of(folder, weights.limits)) if folder else None
-        tensors = fetch(source, self._weights.groups, update.timeout_s, weights.limits)
-        try:
-            prepared = weights.prepare(tensors, checkpoint=bool(folder))
-        except PartsMissing:
-            if not update.part_of:
-                raise
-            return do.Fetched(tensors, origin, covers=False, converted=False)
-        return do.Fetched(prepared, origin, weights.covers(prepared))
-
     async def _read_adapter(self, load: LoadAdapter) -> Adapter:
-        id, model, table = load.adapter, self.executor.model, self.executor.runner.adapters
-        check_adapter_id(id, self.actor.config.engine.model_name)
-        check_path(load.folder)
-        table.check_room(id)
-        version = next_version(id, load.version, self._versions.get(id, 0))
-        reading = self._adapters_thread.submit(
-            read_adapter, id, version, load.folder, model, table.limits
-        )
+        reading = self._adapters_thread.submit(self._adapters.read, load)
         with _as_refusal(AdapterError, "the adapter could not be read", ""):
             return await asyncio.wrap_future(reading)
 
@@ -457,7 +422,7 @@ def replaces_weights(operation: Operation) -> bool:
     return False
 
 
-def _read_again(record: WeightsInPlace, weights: WeightSyncManager) -> dict[str, NewWeight]:
+def _read_again(record: WeightsInPlace, part: WeightChanges) -> Mapping[str, NewWeight]:
     """Return the weights that an earlier executor read from a folder.
 
     Raises:
@@ -466,11 +431,10 @@ def _read_again(record: WeightsInPlace, weights: WeightSyncManager) -> dict[str,
     if not record.folder:
         raise WeightsError("they were not read from one folder")
     check_path(record.folder)
-    changed = f"the files of {record.folder} have changed"
-    if stamp_of(record.folder, weights.limits) != record.stamp:
+    changed, limits = f"the files of {record.folder} have changed", part.manager.limits
+    if stamp_of(record.folder, limits) != record.stamp:
         raise WeightsError(changed)
-    read = read_folder(record.folder, weights.limits)
-    tensors = weights.prepare(read, checkpoint=True)
-    if stamp_of(record.folder, weights.limits) != record.stamp:
+    fetched = part.fetch(UpdateWeights(FolderWeights(record.folder)))
+    if stamp_of(record.folder, limits) != record.stamp:
         raise WeightsError(changed)
-    return tensors
+    return fetched.tensors

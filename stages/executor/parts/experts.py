@@ -36,37 +36,6 @@ class Experts(Part):
         """The rank of each expert of a layer; [] where they have none."""
         return list(self._experts[0].owners or ()) if self._experts else []
 
-    def move(self, owners: Sequence[int]) -> None:
-        """Give experts other owners, between two steps. No token changes.
-
-        Args:
-            owners: The rank of each expert of a layer; each rank owns equally many.
-
-        Raises:
-            WeightsError: Experts have no owners here, or these don't fit; or, as `weights_busy`,
-                new weights wait for the next step.
-            RankError: A rank has ended.
-        """
-        from ..runner import sharded_model
-        from ..runner.ranks.commands import MoveExperts
-
-        before, ranks, model = self.owners, self.state.ranks, self.state.model
-        if not before or ranks is None:
-            raise no_owners()
-        if sorted(owners) != sorted(before):
-            size = len({*before})
-            share = len(before) // size
-            raise WeightsError(
-                f"the owners of {len(before)} experts must be ranks below {size}, each of them "
-                f"{share} times; got {shown(list(owners))}"
-            )
-        if self.state.parts.get(WeightChanges).manager.pending_receipt:
-            raise busy()  # ranks hold parts of new weights for the owners of now
-        ranks.tell(MoveExperts(tuple(owners)))
-        sharded_model.move_experts(model.module, owners)
-        if model.shards is not None:
-            model.shards.layout += 1
-
     def take_tokens(self) -> list[int]:
         """Return the tokens of each expert, over all layers, since the last call; [] without a
         count."""
@@ -81,16 +50,35 @@ class Experts(Part):
 
 
 def move_experts(experts: Experts | None, owners: Sequence[int]) -> None:
-    """Move experts between ranks (`Experts.move`). Raises WeightsError for a model without experts,
-    too.
+    """Give experts other owners, between two steps. No token changes.
+
+    Args:
+        experts: The part; None if the model has no experts.
+        owners: The rank of each expert of a layer; each rank owns equally many.
+
+    Raises:
+        WeightsError: Experts have no owners here, or these don't fit; or, as `weights_busy`, new
+            weights wait for the next step.
+        RankError: A rank has ended.
     """
-    if experts is None:
-        raise no_owners()
-    experts.move(owners)
+    from ..runner import sharded_model
+    from ..runner.ranks.commands import MoveExperts
 
-
-def no_owners() -> WeightsError:
-    """Return the error for experts that no ranks share."""
-    return WeightsError(
-        "experts have no owners here; set engine.expert_parallel to engine.tensor_parallel"
-    )
+    if experts is None or not (before := experts.owners) or (ranks := experts.state.ranks) is None:
+        raise WeightsError(
+            "experts have no owners here; set engine.expert_parallel to engine.tensor_parallel"
+        )
+    if sorted(owners) != sorted(before):
+        size = len({*before})
+        share = len(before) // size
+        raise WeightsError(
+            f"the owners of {len(before)} experts must be ranks below {size}, each of them "
+            f"{share} times; got {shown(list(owners))}"
+        )
+    state = experts.state
+    if state.parts.get(WeightChanges).manager.pending_receipt:
+        raise busy()  # ranks hold parts of new weights for the owners of now
+    ranks.tell(MoveExperts(tuple(owners)))
+    sharded_model.move_experts(state.model.module, owners)
+    if state.model.shards is not None:
+        state.model.shards.layout += 1

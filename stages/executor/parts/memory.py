@@ -8,10 +8,12 @@ from typing import ClassVar
 
 from msgspec.structs import replace
 
-from ....bus.control import ReplicaCapacity
+from ....bus.control import MemoryState, ReplicaCapacity
 from ....bus.parts.memory import ReleasePlan
+from ....config import WeightsError
 from ..driver.step import LaunchedStep
 from ..runner.memory import ReplicaMemory
+from ..runner.weights.sync_manager import weights_lost
 from . import ExecutorState, Part
 from .weights import WeightChanges
 
@@ -33,8 +35,24 @@ class MemoryRelease(Part):
             from ..runner.leader import LeaderMemory
 
             make = partial(LeaderMemory, state.ranks)
-        manager = state.parts.get(WeightChanges).manager
-        self.memory = make(state.caches, manager, huge_pages=state.config.huge_pages == "auto")
+        self._weights = state.parts.get(WeightChanges).manager
+        self.memory = make(
+            state.caches, self._weights, huge_pages=state.config.huge_pages == "auto"
+        )
+
+    def state_now(self) -> MemoryState:
+        """Return the message to batching about memory that is missing, or waits to be released."""
+        return MemoryState(self.memory.lacks, tuple(self.memory.pending))
+
+    def lacking(self, tags: Collection[str]) -> WeightsError:
+        """Return the error of a call for which memory with these tags is missing."""
+        if lost := self._weights.lost:
+            return weights_lost(lost)
+        return WeightsError(
+            f"nothing can be generated: memory was released ({', '.join(tags)}); call "
+            "resume_memory, and after the weights were released update_weights with all of them",
+            code="memory_released",
+        )
 
     def apply(self, section: ReleasePlan, step: LaunchedStep) -> None:
         if not self.memory.pending.intersection(section.tags):

@@ -2,21 +2,49 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 from msgspec.structs import replace
 
-from ....bus.control import ReplicaCapacity
+from ....bus.control import ReplicaCapacity, UpdateWeights
 from ....bus.parts.weights import WeightsPlan
+from ....bus.weights import FolderWeights
 from ....config import WeightsError
 from ..driver.step import LaunchedStep
+from ..runner.shards import NewWeight
 from ..runner.weights.checks import limits_of
+from ..runner.weights.conversion import PartsMissing
 from ..runner.weights.sync_manager import WeightSyncManager
 from . import ExecutorState, Part
 
 if TYPE_CHECKING:
     from ..runner.weights.transports.group import WeightGroups
+
+
+class WeightsOrigin(NamedTuple):
+    """A folder from which tensors can be read again, while its files match the stamp."""
+
+    folder: str
+    stamp: str
+
+
+class Fetched(NamedTuple):
+    """New weights in this process.
+
+    Attributes:
+        tensors: By the model's names and in its dtypes if `converted`; else by a checkpoint's
+            names, until the other parts are there to convert them.
+        origin: Where the tensors can be read again.
+        covers: Whether they replace every parameter.
+        converted: True, but for a part of an update.
+    """
+
+    tensors: Mapping[str, NewWeight]
+    origin: WeightsOrigin | None
+    covers: bool
+    converted: bool = True
 
 
 class WeightChanges(Part):
@@ -55,6 +83,30 @@ class WeightChanges(Part):
     def close(self) -> None:
         if "groups" in vars(self):
             self.groups.close()
+
+    def fetch(self, update: UpdateWeights) -> Fetched:
+        """Return the weights of an update's source, checked to be finite.
+
+        Blocks until they have come. May run on another thread, beside the forward pass.
+
+        Raises:
+            WeightsError: They can't be fetched or read, or don't fit; nothing has changed.
+        """
+        from ..runner.weights.transports import fetch
+        from ..runner.weights.transports.folder import stamp_of
+
+        source, weights = update.source, self.manager
+        folder = source.path if isinstance(source, FolderWeights) else ""
+        # Before reading: files that are replaced meanwhile will not have this stamp.
+        origin = WeightsOrigin(folder, stamp_of(folder, weights.limits)) if folder else None
+        tensors = fetch(source, self.groups, update.timeout_s, weights.limits)
+        try:
+            prepared = weights.prepare(tensors, checkpoint=bool(folder))
+        except PartsMissing:
+            if not update.part_of:
+                raise
+            return Fetched(tensors, origin, covers=False, converted=False)
+        return Fetched(prepared, origin, weights.covers(prepared))
 
     def apply(self, section: WeightsPlan, step: LaunchedStep) -> None:
         """Finish a planned update (`WeightSyncManager.finish_planned_sync`); after its error no

@@ -9,6 +9,7 @@ from ......bus.weights import (
     GroupWeights,
     LocalWeights,
     SharedMemoryWeights,
+    StagedWeights,
     WeightsSource,
     laid_down,
 )
@@ -24,15 +25,18 @@ from .shared_memory import read_shared_memory
 
 
 def fetch(
-    source: WeightsSource, groups: WeightGroups, timeout_s: float, limits: WeightLimits = UNLIMITED
+    source: WeightsSource | StagedWeights,
+    groups: WeightGroups,
+    timeout_s: float,
+    limits: WeightLimits = UNLIMITED,
 ) -> Mapping[str, NewWeight]:
     """Return the tensors of a source, by name, in memory of their own.
 
     Blocks; a wait for other processes ends after about `timeout_s`. An error leaves nothing behind.
 
     Raises:
-        WeightsError: The tensors are missing, differ from the source's description, exceed the
-            limits, or did not come in time.
+        WeightsError: It is no source; or the tensors are missing, differ from the source's
+            description, exceed the limits, or did not come in time.
     """
     match source:
         case FolderWeights(path):
@@ -48,3 +52,8 @@ def fetch(
             return read_shared_memory(source, limits)
         case GroupWeights():
             return groups.receive(source, timeout_s, limits)
+        case _:
+            raise WeightsError(
+                "new weights are a state dict, FolderWeights(path), SharedWeights(...).source or "
+                f"WeightsGroup(...).broadcast(...).source, not {type(source).__name__}"
+            )

@@ -45,7 +45,7 @@ def fairness_of(pipeline: Pipeline) -> FairnessStage:
 
 
 def lanes_of(pipeline: Pipeline) -> list[str]:
-    return sorted(fairness_of(pipeline)._core._replicas)
+    return sorted(fairness_of(pipeline)._core.replicas)
 
 
 def epoch_of(pipeline: Pipeline) -> int:

@@ -5,8 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import NamedTuple
 
-from .model_folder import folder_of
-from .tokenizer import read_json
+from .model_folder import folder_of, read_json
 
 Size = tuple[int, int]
 """Width and height in pixels."""

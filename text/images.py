@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 from ..config import ModelError, RequestError, cut
 from .image_tokens import Expanded, ImageTokens, Size, placeholder_id_of
-from .model_folder import folder_of
-from .tokenizer import load_tokenizer, read_json
+from .model_folder import folder_of, read_json
+from .tokenizer import load_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast

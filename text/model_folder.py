@@ -1,8 +1,10 @@
-"""The folder in Transformers' format of a model path."""
+"""The folder in Transformers' format of a model path, and its JSON files."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 from ..config import ModelError
 
@@ -40,3 +42,13 @@ def folder_of(path: Path) -> Path:
     from .gguf import made_of
 
     return made_of(file.resolve())
+
+
+def read_json(path: Path, missing: Any) -> Any:
+    """Return a JSON file's content, or `missing` if there is no file. Raises ModelError."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return missing
+    except (OSError, ValueError) as error:
+        raise ModelError(f"can't read {path}: {error}") from error

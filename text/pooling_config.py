@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
 from ..config import ModelError, PoolingKind
-from .model_folder import folder_of
-from .tokenizer import read_json
+from .model_folder import folder_of, read_json
 
 _MODULES = "modules.json"
 

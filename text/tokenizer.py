@@ -13,7 +13,7 @@ from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 
 from ..config import ModelError, RequestError, SamplingParams, missing_model, prompt_too_long, shown
 from .grammar_tokenizer import is_special
-from .model_folder import folder_of
+from .model_folder import folder_of, read_json
 from .tokenizer_files import check_vocabulary, has_tokenizer, no_vocabulary
 
 if TYPE_CHECKING:
@@ -312,16 +312,6 @@ def default_sampling_params(folder: Path) -> SamplingParams:
     if do_sample is False:
         values["temperature"] = 0.0
     return SamplingParams(**values)
-
-
-def read_json(path: Path, missing: Any) -> Any:
-    """Return a JSON file's content, or `missing` if there is no file. Raises ModelError."""
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return missing
-    except (OSError, ValueError) as error:
-        raise ModelError(f"can't read {path}: {error}") from error
 
 
 def _settings(path: Path) -> dict[str, Any]:

@@ -154,14 +154,13 @@ def test_a_core_names_none_of_its_parts(stage: str) -> None:
 
 
 def own_names(source: str) -> ast.Module:
-    """A module without its strings, and without imports from other rooms."""
+    """A module without its strings, and without the names of other rooms' modules."""
     tree = ast.parse(source)
     for node in ast.walk(tree):
         if isinstance(node, ast.Constant) and isinstance(node.value, str):
             node.value = ""
-    tree.body = [
-        node for node in tree.body if not isinstance(node, ast.ImportFrom) or node.level < 3
-    ]
+        if isinstance(node, ast.ImportFrom) and node.level >= 3:
+            node.module = ""
     return tree
 
 

@@ -50,14 +50,15 @@ USER: Any = {"role": "user", "content": "How is it in Oslo?"}
 CHAT: Any = {"model": "tiny", "messages": [USER], "max_tokens": 300, "reasoning_effort": "none"}
 
 
+# The docstrings are descriptions in the prompt, on which the sampled calls depend.
 class Weather(BaseModel):
-    """Return the weather of a city."""
+    """How it is there."""
 
     city: Literal["Oslo", "Bergen"]
 
 
 class Clock(BaseModel):
-    """Return the time of a city."""
+    """How late it is there."""
 
     zone: Literal["north", "south"]
 

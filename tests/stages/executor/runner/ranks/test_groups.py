@@ -20,12 +20,8 @@ from torch import Tensor
 
 from nano_inference.stages.executor.runner.kernels import compile as compile_module
 from nano_inference.stages.executor.runner.ranks import shared_memory
-from nano_inference.stages.executor.runner.ranks.group import (
-    OneRank,
-    RankError,
-    RankGroup,
-    sum_pairwise,
-)
+from nano_inference.stages.executor.runner.ranks.group import OneRank, RankGroup, sum_pairwise
+from nano_inference.stages.executor.runner.ranks.rank_error import RankError
 from nano_inference.stages.executor.runner.ranks.shared_memory import SharedMemoryGroup
 
 T = TypeVar("T")

@@ -322,7 +322,8 @@ OPERATIONS = {
     "flush_cache": Operation(BusClient.flush_cache, "weights", changes=True),
     "release_memory": Operation(BusClient.release_memory, "weights", changes=True),
     "resume_memory": Operation(BusClient.resume_memory, "weights", changes=True),
-    "adapters": Operation(BusClient.adapters, "weights"),
+    # They have folders of the server, of which /v1/models shows other callers the last part only.
+    "adapters": Operation(BusClient.adapters, "admin"),
     "load_adapter": Operation(BusClient.load_adapter, "weights", changes=True),
     "unload_adapter": Operation(BusClient.unload_adapter, "weights", changes=True),
     "expert_owners": Operation(expert_owners, "read"),

@@ -18,7 +18,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
@@ -128,9 +128,12 @@ class FixedTiles(TorchFunctionMode):
         return output
 
     def matmul(self, left: Tensor, right: Tensor) -> Tensor:
-        """`torch.matmul` of rows with one matrix, or with a contracted dimension of 1."""
+        """`torch.matmul` of rows with one matrix, or with a contracted dimension of 1; or of a
+        weight with columns, `[out, in]` and `[..., in, columns]`."""
         if left.dim() >= 2 and right.dim() >= 2 and left.shape[-1] == 1:
             return left * right  # the outer product of positions and frequencies; no sums
+        if isinstance(left, nn.Parameter) and left.dim() == 2 and right.dim() > 2:
+            return self.linear(right.mT, left).mT
         if left.dim() < 2 or right.dim() != 2:
             raise _no_fixed_shape("matmul")
         return self.linear(left, right.t())

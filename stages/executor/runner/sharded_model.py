@@ -12,7 +12,7 @@ from typing import Any, cast
 import torch
 from safetensors import safe_open
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PreTrainedConfig
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.core_model_loading import build_glob_alternation
 
 from ....config import EngineConfig, ModelError, WeightsError
@@ -277,12 +277,13 @@ def _is_in(name: str, modules: Collection[str]) -> bool:
 def _compute_buffers(module: Any, device: torch.device) -> None:
     """Compute buffers that are not in checkpoints, such as rotary frequencies."""
     for child in module.modules():
-        if child._buffers:
-            for name, buffer in child._buffers.items():
-                if buffer is not None:
-                    child._buffers[name] = torch.empty_like(buffer, device=device)
-            # Transformers' way for models that it builds on the meta device.
-            with torch.no_grad():
+        for name, buffer in child._buffers.items():
+            if buffer is not None:
+                child._buffers[name] = torch.empty_like(buffer, device=device)
+    # Transformers' way for models that it builds on the meta device. Models set buffers of layers.
+    with torch.no_grad():
+        for child in module.modules():
+            if child._buffers or isinstance(child, PreTrainedModel):
                 module._init_weights(child)
 
 

@@ -64,7 +64,10 @@ class Calls:
 def find_patterns(model: LoadedModel, calls: Calls) -> Iterator[tuple[nn.Module, list[Forward]]]:
     """Iterate over the modules that match a pattern, with their offers."""
     output = model.module.get_output_embeddings()  # type: ignore[operator]
+    shared = () if model.mixers is None else model.mixers.shared
     for module in model.module.modules():
+        if module in shared:
+            continue
         if any(parameter.dtype != model.dtypes.weights for parameter in module.parameters()):
             continue  # such as a router that is kept in float32
         offers: list[Forward] = []

@@ -129,14 +129,24 @@ class FixedTiles(TorchFunctionMode):
 
     def matmul(self, left: Tensor, right: Tensor) -> Tensor:
         """`torch.matmul` of rows with one matrix, or with a contracted dimension of 1; or of a
-        weight with columns, `[out, in]` and `[..., in, columns]`."""
+        weight with columns, `[..., out, in]` and `[..., in, columns]`."""
         if left.dim() >= 2 and right.dim() >= 2 and left.shape[-1] == 1:
             return left * right  # the outer product of positions and frequencies; no sums
-        if isinstance(left, nn.Parameter) and left.dim() == 2 and right.dim() > 2:
-            return self.linear(right.mT, left).mT
+        if right.dim() > 2 and isinstance(left if left._base is None else left._base, nn.Parameter):
+            return self._columns(left, right)
         if left.dim() < 2 or right.dim() != 2:
             raise _no_fixed_shape("matmul")
         return self.linear(left, right.t())
+
+    def _columns(self, weights: Tensor, columns: Tensor) -> Tensor:
+        shape = torch.broadcast_shapes(weights.shape[:-2], columns.shape[:-2])
+        pairs = zip(
+            weights.expand(*shape, -1, -1).flatten(0, -3),
+            columns.expand(*shape, -1, -1).flatten(0, -3),
+            strict=True,
+        )
+        found = torch.stack([self.linear(rows.mT, weight).mT for weight, rows in pairs])
+        return found.view(*shape, *found.shape[1:])
 
     def addmm(self, bias: Tensor, rows: Tensor, matrix: Tensor, **others: Any) -> Tensor:
         """`torch.addmm` with a bias `[out]`, GPT-2's form of a linear layer."""

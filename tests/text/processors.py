@@ -58,6 +58,17 @@ FAMILIES = {
         others=_QWEN,
         image_settings={"size": {"shortest_edge": 28 * 28, "longest_edge": 40_000}},
     ),
+    "qwen3_vl": Family(
+        "qwen3_vl",
+        "Qwen3VLProcessor",
+        "Qwen2VLImageProcessorPil",
+        "<|image_pad|>",
+        others=_QWEN,
+        image_settings={
+            "patch_size": 16,
+            "size": {"shortest_edge": 32 * 32, "longest_edge": 40_000},
+        },
+    ),
     "llava": Family(
         "llava",
         "LlavaProcessor",

@@ -19,6 +19,7 @@ from .loaded_model import LoadedModel
 
 if TYPE_CHECKING:
     from .adapters.table import AdapterStep
+    from .media import DeepFeatures
     from .ranks.pipelining import PipelineRank
 
 
@@ -37,6 +38,7 @@ class StepInputs(msgspec.Struct, frozen=True):
         pipeline: As of LoadedModel.
         embeddings: `[1, tokens, hidden]`, in place of `input_ids`; None if no token is of an
             image.
+        deep: Features of images that layers add; None for none.
     """
 
     input_ids: Tensor
@@ -48,6 +50,7 @@ class StepInputs(msgspec.Struct, frozen=True):
     source: tuple[Rows, IntArray, IntArray] | None = None
     pipeline: PipelineRank | None = None
     embeddings: Tensor | None = None
+    deep: DeepFeatures | None = None
 
 
 @torch.inference_mode()
@@ -82,6 +85,8 @@ def model_forward(model: nn.Module, inputs: StepInputs, cache: KVCache) -> Tenso
         if inputs.embeddings is None:
             output = model(input_ids=inputs.input_ids, **call)
         else:
+            if inputs.deep is not None:
+                call["deep_features"] = inputs.deep
             output = model(inputs_embeds=inputs.embeddings, **call)
     else:
         before = pipeline.receive(inputs.position_ids.shape[1])

@@ -76,6 +76,18 @@ _CONFIGS: dict[str, dict[str, Any]] = {
             "fullatt_block_indexes": [1],
         },
     },
+    "qwen3_vl": {
+        "text_config": {**_TEXT, "num_hidden_layers": 3, "rope_parameters": _M_ROPE},
+        "vision_config": {
+            **_QWEN_VISION,
+            "depth": 3,
+            "hidden_size": 16,
+            "out_hidden_size": 32,
+            "intermediate_size": 24,
+            "num_position_embeddings": 16,
+            "deepstack_visual_indexes": [0, 1],
+        },
+    },
     "llava": {
         "text_config": {**_TEXT, "model_type": "llama"},
         "vision_config": {**_VISION, "model_type": "clip_vision_model"},
@@ -154,7 +166,7 @@ _PROCESSORS: dict[str, Any] = {
     ),
     "internvl": lambda: GotOcr2ImageProcessorPil(size=_SQUARE, min_patches=1, max_patches=4),
 }
-_PROCESSORS["qwen2_5_vl"] = _PROCESSORS["qwen2_vl"]
+_PROCESSORS["qwen2_5_vl"] = _PROCESSORS["qwen3_vl"] = _PROCESSORS["qwen2_vl"]
 
 
 def make_processor(name: str) -> Any:

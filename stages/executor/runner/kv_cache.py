@@ -50,6 +50,7 @@ class KVCache(StateMemory):
         block_size: int,
         *,
         num_slots: int = 0,
+        num_snapshots: int = 0,
         huge_pages: bool = False,
     ) -> None:
         """Allocate the blocks, and the slots of a model that keeps a state per sequence.
@@ -59,6 +60,7 @@ class KVCache(StateMemory):
             num_blocks: Blocks.
             block_size: Tokens of a block.
             num_slots: Sequences.
+            num_snapshots: Copies of a sequence's state.
             huge_pages: Allocate in large pages, if available.
         """
         super().__init__(
@@ -68,6 +70,7 @@ class KVCache(StateMemory):
             num_blocks=num_blocks,
             block_size=block_size,
             num_slots=num_slots,
+            num_snapshots=num_snapshots,
             huge_pages=huge_pages,
         )
         self.padding_block = num_blocks

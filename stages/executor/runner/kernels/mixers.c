@@ -75,45 +75,71 @@ static void convolve_tokens(const Convolution *c, const number *x, long stride, 
 }
 
 // Channels' weights as floats, tap by tap, and the bias.
-static void lay_out_taps(const Convolution *c, long start, long stop, float *weights) {
-    const long taps = c->taps;
-    for (long i = start; i < stop; i++) {
-        for (long tap = 0; tap < taps; tap++)
-            weights[tap * CHANNELS + i - start] = wide(c->weight[i * taps + tap]);
-        weights[taps * CHANNELS + i - start] = c->bias ? wide(c->bias[i]) : 0.0f;
+INLINE void lay_out(const Convolution *c, int taps, long start, long stop, float *weights) {
+    const number *from = c->weight + start * taps;
+    for (long i = 0; i < stop - start; i++) {
+        UNROLL
+        for (int tap = 0; tap < taps; tap++)
+            weights[tap * CHANNELS + i] = wide(from[i * taps + tap]);
     }
+    for (long i = start; i < stop; i++)
+        weights[taps * CHANNELS + i - start] = c->bias ? wide(c->bias[i]) : 0.0f;
+}
+
+static void lay_out_taps(const Convolution *c, long start, long stop, float *weights) {
+    switch (c->taps) {
+    case 2: lay_out(c, 2, start, stop, weights); break;
+    case 3: lay_out(c, 3, start, stop, weights); break;
+    case 4: lay_out(c, 4, start, stop, weights); break;
+    default: lay_out(c, c->taps, start, stop, weights);
+    }
+}
+
+// The window behind some tokens: `count` of them at `x`, after those in `window`.
+static void move_window(const Convolution *c, number *window, const number *x, long stride,
+                        long count, long start, long stop) {
+    const long kept = c->taps - 1;
+    for (long row = 0; row < kept; row++) {
+        const long of = count + row - kept;
+        const number *from = of < 0 ? window + (row + count) * c->channels : x + of * stride;
+        memcpy(window + row * c->channels + start, from + start, (stop - start) * sizeof(number));
+    }
+}
+
+// Channels `start` to `stop` of one segment.
+static void convolve_segment(const Convolution *c, const number *x, long stride, number *out,
+                             const float *weights, const Segments *s, long segment, long start,
+                             long stop) {
+    const long kept = (c->taps - 1) * c->channels, count = s->count[segment];
+    x += s->first[segment] * stride;
+    out += s->first[segment] * c->channels;
+    number *window = c->windows + s->slot[segment] * kept;
+    convolve_tokens(c, x, stride, out, weights, window, count, start, stop);
+    move_window(c, window, x, stride, count, start, stop);
+    if (s->save[segment] < 0) return;
+    number *to = c->windows + s->save[segment] * kept;
+    for (long at = start; at < kept; at += c->channels)
+        memcpy(to + at, window + at, (stop - start) * sizeof(number));
 }
 
 static void convolve_by_team(const Convolution *c, const number *x, long stride, number *out,
                              const Segments *s) {
-    const long blocks = (c->channels + CHANNELS - 1) / CHANNELS, kept = c->taps - 1;
+    const long blocks = (c->channels + CHANNELS - 1) / CHANNELS;
+    // Weights are laid out once for several segments, but each thread gets some.
+    const long wanted = (omp_get_num_threads() + blocks - 1) / blocks;
+    const long parts = wanted < s->segments ? wanted : s->segments;
 #pragma omp for schedule(dynamic)
-    for (long item = 0; item < s->segments * blocks; item++) {
-        const long start = item % blocks * CHANNELS;
+    for (long item = 0; item < blocks * parts; item++) {
+        const long start = item / parts * CHANNELS;
         const long stop = start + CHANNELS < c->channels ? start + CHANNELS : c->channels;
-        long segment = item / blocks;
-        if (continues(s, segment)) continue;
+        const long end = (item % parts + 1) * s->segments / parts;
+        long segment = item % parts * s->segments / parts;
+        while (segment < end && continues(s, segment)) segment++;
+        if (segment == end) continue;
         float weights[(MOST_TAPS + 1) * CHANNELS];
         lay_out_taps(c, start, stop, weights);
-        do {
-            const long token = s->first[segment], count = s->count[segment];
-            const number *from = x + token * stride;
-            number *window = c->windows + s->slot[segment] * kept * c->channels;
-            convolve_tokens(c, from, stride, out + token * c->channels, weights, window, count,
-                            start, stop);
-            for (long row = 0; row < kept; row++) {
-                const long of = count + row - kept;
-                const number *input = of < 0 ? window + (row + count) * c->channels
-                                             : from + of * stride;
-                memmove(window + row * c->channels + start, input + start,
-                        (stop - start) * sizeof(number));
-            }
-            if (s->save[segment] < 0) continue;
-            number *to = c->windows + s->save[segment] * kept * c->channels;
-            for (long row = 0; row < kept; row++)
-                memcpy(to + row * c->channels + start, window + row * c->channels + start,
-                       (stop - start) * sizeof(number));
-        } while (++segment < s->segments && continues(s, segment));
+        for (; segment < s->segments && (segment < end || continues(s, segment)); segment++)
+            convolve_segment(c, x, stride, out, weights, s, segment, start, stop);
     }
 }
 

@@ -22,6 +22,7 @@ from .compile import (
     MIXERS_FLOAT32,
     MIXERS_FLOAT32_AVX2,
     Library,
+    digest_of,
 )
 
 if TYPE_CHECKING:
@@ -124,6 +125,7 @@ class KernelOperators:
             KernelsUnavailable: There is none, or none on this machine.
         """
         self._library = library(dtype)
+        self.code = digest_of(self._library).hex()[:16]
         self._dtype = dtype
         self._segments: Segments | None = None
         self._run = _Segments()
@@ -204,9 +206,7 @@ class KernelOperators:
         times = dt.float()
         options = {"factors": times, "residual": None if D is None else D.float()}
         decays = times * A
-        return self._recur(
-            C, B, x, decays, state, segments, logarithms=True, wide=True, **options
-        )
+        return self._recur(C, B, x, decays, state, segments, logarithms=True, wide=True, **options)
 
     def lightning(
         self,

@@ -19,6 +19,8 @@ from .operators import Segments
 class ReferenceOperators:
     """The operators for any device."""
 
+    code = ""
+
     def conv(
         self,
         x: Tensor,
@@ -32,14 +34,14 @@ class ReferenceOperators:
         taps = weight.float().T
         sums = x.new_empty(x.shape, dtype=torch.float32)
         for first, end, slot, save in segments.each():
-            seen = torch.cat((window[slot].T, x[first:end].to(weight.dtype)))
+            seen = torch.cat((window[slot], x[first:end].to(weight.dtype)))
             wide = seen.float()
             # No fused product and sum, which would round otherwise in a vector's remainder.
             total = wide[: end - first] * taps[0]
             for tap in range(1, width):
                 total = total + wide[tap : tap + end - first] * taps[tap]
             sums[first:end] = total
-            _keep(window, slot, save, seen[end - first :].T)
+            _keep(window, slot, save, seen[end - first :])
         if bias is not None:
             sums = sums + bias.float()
         output = sums.to(weight.dtype)
@@ -90,10 +92,10 @@ class ReferenceOperators:
 
         def step(token: int, before: Tensor) -> tuple[Tensor, Tensor]:
             time, inputs = dt[token].float(), x[token].float()
-            write, read = (_heads(each[token].float(), heads)[:, None] for each in (B, C))
+            write, read = (_heads(each[token].float(), heads)[..., None] for each in (B, C))
             after = before * (time * A).exp()[:, None, None]
-            after = after + (inputs * time[:, None])[..., None] * write
-            output = (after * read).sum(-1)
+            after = after + write * (inputs * time[:, None])[:, None]
+            output = (after * read).sum(-2)
             return (output if D is None else output + inputs * D.float()[:, None]), after
 
         return _scan(torch.empty_like(x, dtype=torch.float32), state, segments, step)

@@ -20,6 +20,7 @@ from nano_inference.stages.executor.runner.kernels.compile import (
     KernelsUnavailable,
 )
 from nano_inference.stages.executor.runner.kernels.mixers import KernelOperators
+from nano_inference.stages.executor.runner.mixers.choose import choose_operators
 from nano_inference.stages.executor.runner.mixers.operators import Operators, Segments
 from nano_inference.stages.executor.runner.mixers.reference import ReferenceOperators
 
@@ -99,9 +100,7 @@ def ssd(given: Given, widths: tuple[int, int]) -> tuple[Call, Any]:
     times = given.steps(TOKENS, 4).to(given.dtype)
 
     def call(operators: Operators, state: Tensor, runs: Segments, some: slice) -> Tensor:
-        return operators.ssd(
-            x[some], times[some], rates, b[some], c[some], residual, state, runs
-        )
+        return operators.ssd(x[some], times[some], rates, b[some], c[some], residual, state, runs)
 
     return call, given(SLOTS, 4, *widths, dtype=torch.float32)
 
@@ -161,16 +160,16 @@ def case(request: pytest.FixtureRequest, dtype: torch.dtype) -> tuple[Call, Tens
     return CASES[request.param](Given(dtype))
 
 
-def test_results_are_those_of_the_definition(
-    case: tuple[Call, Tensor], dtype: torch.dtype
-) -> None:
+def test_results_are_those_of_the_definition(case: tuple[Call, Tensor], dtype: torch.dtype) -> None:
     call, state = case
     # Two sequences, one of them in three segments, with copies of its state on the way.
     runs = segments((40, 3, -1), (1, 5, 8), (33, 5, 7), (TOKENS - 74, 5, -1))
     states = [state.clone() for _ in range(2)]
     found, wanted = (
         call(operators, own, runs, slice(None))
-        for operators, own in zip((KernelOperators(dtype), ReferenceOperators()), states)
+        for operators, own in zip(
+            (KernelOperators(dtype), ReferenceOperators()), states, strict=True
+        )
     )
     assert found.dtype is wanted.dtype
     for ours, theirs in ((found, wanted), states):
@@ -198,3 +197,25 @@ def test_bits_do_not_depend_on_the_division_into_segments_and_steps(
     assert torch.equal(steps[4], whole[4])
     untouched = [0, 1, 3, 5, 7, 8]
     assert torch.equal(cut[untouched], state[untouched])
+
+
+def test_kernels_that_compute_something_else_are_not_taken(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    operators, why = choose_operators(dtype, torch.device("cpu"))
+    assert (type(operators), why) == (KernelOperators, "")
+    lightning = KernelOperators.lightning
+    monkeypatch.setattr(KernelOperators, "lightning", lambda *args: 1.03 * lightning(*args))
+    operators, why = choose_operators(dtype, torch.device("cpu"))
+    assert (type(operators), why) == (
+        ReferenceOperators,
+        "lightning computes something else on this machine",
+    )
+
+
+def test_other_dtypes_run_without_kernels() -> None:
+    operators, why = choose_operators(torch.float16, torch.device("cpu"))
+    assert (type(operators), why) == (
+        ReferenceOperators,
+        "there are none for torch.float16 on cpu",
+    )

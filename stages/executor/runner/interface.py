@@ -35,6 +35,7 @@ from .kernels import cpu as cpu
 from .kv_cache import KVCache as KVCache
 from .kv_cache import count_blocks as count_blocks
 from .kv_cache import count_slots as count_slots
+from .kv_cache import slot_bytes as slot_bytes
 from .loaded_model import LoadedModel as LoadedModel
 from .media import MediaEmbeddings as MediaEmbeddings
 from .media import MediaEncoder as MediaEncoder

@@ -48,6 +48,9 @@ _STEPS = ((4, 0), (2, 5), (1, 1), (2, 1))
 _TOLERANCE = 1e-3
 """The largest relative difference of a token's logits; rounding in float32 makes about 1e-5."""
 
+_SPANS = ("sliding_window", "attention_chunk_size", "floor_scale")
+"""Names of widths in tokens: of windows, chunks, and steps of a temperature by position."""
+
 _DEPTHS = ("num_hidden_layers", "depth", "num_layers")
 _MLA = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 
@@ -268,8 +271,9 @@ def _small_configs(
                     setattr(part, depth, 1)
         for part in {id(each): each for each in (config, text)}.values():
             _cut_vocabulary(part)
-        if getattr(text, "sliding_window", None):
-            text.sliding_window = min(text.sliding_window, _WINDOW)
+        for name in _SPANS:
+            if isinstance(tokens := getattr(text, name, None), int) and tokens:
+                setattr(text, name, min(tokens, _WINDOW))
         if head_dim != 0:
             _cut_widths(text, size, head_dim)
         yield config

@@ -41,6 +41,7 @@ class KVCache(StateMemory):
 
     Attributes:
         first_layer: As of LoadedModel.
+        specs: The attention layers.
     """
 
     def __init__(
@@ -72,6 +73,7 @@ class KVCache(StateMemory):
         )
         self.padding_block = num_blocks
         self.first_layer = model.first_layer
+        self.specs = model.layers
         attention = self.layers[: len(model.layers)]
         self.keys, self.values = ([pair[which] for pair in attention] for which in range(2))
         self._paged: dict[int, PagedLayer] = {}

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig
 
-from .attention_options import AttentionOptions
+from .attention_options import AttentionOptions, Span
 from .shards import ShardedWeights
 from .state.kinds import LayerState, StateTensor
 
@@ -43,13 +43,20 @@ class LayerSpec(msgspec.Struct, frozen=True):
         num_kv_heads: Heads of keys and values.
         key_dim: Width of one key head.
         value_dim: Width of one value head.
-        window: A query sees itself and the `window - 1` tokens before it; None sees all.
+        window: As in Span.
+        chunk: Likewise.
     """
 
     num_kv_heads: int
     key_dim: int
     value_dim: int
     window: int | None
+    chunk: int | None = None
+
+    @property
+    def span(self) -> Span:
+        """The positions that a query sees."""
+        return Span(self.window, self.chunk)
 
     def tensors(self, dtype: torch.dtype) -> tuple[StateTensor, ...]:
         """Return the state: keys, and values."""

@@ -37,6 +37,7 @@ from .attention.interface import (
     LayerProbe,
     register_attention,
 )
+from .attention.lengths import provide_lengths
 from .checkpoint import tensor_files, tensors_missing, wrong_shape
 from .device import resolve_device, trim
 from .fixed_tiles import require_cpu
@@ -180,6 +181,7 @@ def wrap_model(
         sees_itself = _images_see_themselves(module)
         encoders = (VisionModel(module, image_processor, sees_itself=sees_itself),)
     module.set_attn_implementation(_attention_of(hf_config, IMPLEMENTATION))
+    provide_lengths(module)
     return LoadedModel(
         module=module,
         hf_config=hf_config,

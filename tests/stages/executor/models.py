@@ -57,6 +57,16 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "mixtral": {"num_local_experts": 4, **_MOE},
     "gpt_oss": {"num_local_experts": 4, "sliding_window": 8, "layer_types": _MIXED_WINDOWS, **_MOE},
     "qwen3_moe": {"num_experts": 4, "moe_intermediate_size": 32, **_MOE},
+    "llama4_text": {
+        "attention_chunk_size": 8,
+        "no_rope_layers": [1, 1, 0],
+        "floor_scale": 5,
+        "attn_scale": 0.3,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 1,
+        "intermediate_size_mlp": 64,
+        "interleave_moe_layer_step": 2,
+    },
 }
 
 ARCHITECTURES = tuple(OVERRIDES)
@@ -74,18 +84,11 @@ REFUSED = {
     **dict.fromkeys(("bloom", "codegen", "falcon", "gpt_neo", "gptj", "mpt"), _NO_INTERFACE),
     **dict.fromkeys(("stablelm", "xlnet"), _NO_INTERFACE),
     "lfm2": "don't go through Transformers' attention interface",
-    "llama4_text": "is neither causal nor a sliding window",
 }
 """Kinds of models that are refused at load, and a part of the error's sentence."""
 
 _REFUSED_ONCE_BUILT: dict[str, dict[str, Any]] = {
     "lfm2": {"layer_types": ["conv", "full_attention", "conv"]},
-    "llama4_text": {
-        "attention_chunk_size": 8,
-        "num_local_experts": 2,
-        "num_experts_per_tok": 1,
-        "intermediate_size_mlp": 32,
-    },
 }
 """Those of which only the model tells, not the class, and settings that make it small."""
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention.varlen import varlen_attn
 
-from ..attention_options import AttentionOptions
+from ..attention_options import AttentionOptions, Span
 from ..batch import DecodeRows, Rows
 from ..kernels.cpu import PagedAttention
 from ..kv_cache import DecodeKernel, KVCache
@@ -145,8 +145,8 @@ class PagedBackend:
         if rows.num_decodes == rows.starts.size:
             return PagedBatch(slots, decodes)
 
-        def layout(window: int | None, heads: int) -> tuple[PrefillRow | WholePrompts, ...]:
-            found = (*prefill_rows(rows, tables, window, heads, self._block_size),)
+        def layout(span: Span, heads: int) -> tuple[PrefillRow | WholePrompts, ...]:
+            found = (*prefill_rows(rows, tables, span, heads, self._block_size),)
             if not self._joins_prompts:
                 return found
             return (*join_prompts(found, contexts[rows.num_decodes :]),)
@@ -163,7 +163,7 @@ class PagedBackend:
         if batch.decodes.count:
             parts.append(paged.decode(_dense_rows(queries), batch.decodes))
         if batch.prefills:
-            layout = batch.prefills[options.window, keys.shape[1]]
+            layout = batch.prefills[options.span, keys.shape[1]]
             parts += [row.attend(cache, layer, qkv, options) for row in layout]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 

@@ -197,7 +197,7 @@ def exact_attention(
         `[1, tokens, heads, value_dim]`, and None for the weights.
     """
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    layer: int = module.layer_idx  # type: ignore[assignment]
+    layer = kv_cache.index_of[module.layer_idx]  # type: ignore[index]
     options = AttentionOptions(scale, sliding_window, chunk=kv_cache.specs[layer].chunk)
     if attention_backend is None:
         return _attend_each(query, key, value, sequence_lengths, options), None

@@ -158,7 +158,8 @@ class PagedBackend:
     ) -> Tensor:
         queries, keys, values = qkv
         paged = cache.paged_layer(layer, self._kernel, queries.shape[1], options)
-        paged.store(_dense_rows(keys), _dense_rows(values), batch.slots)
+        if cache.specs[layer].source is None:
+            paged.store(_dense_rows(keys), _dense_rows(values), batch.slots)
         parts = []
         if batch.decodes.count:
             parts.append(paged.decode(_dense_rows(queries), batch.decodes))

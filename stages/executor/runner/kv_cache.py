@@ -47,6 +47,7 @@ class KVCache(StateMemory):
 
     Attributes:
         index_of: As of LoadedModel.
+        specs: The attention layers.
         recurrent: The states of other layers.
     """
 
@@ -82,7 +83,11 @@ class KVCache(StateMemory):
         )
         self.padding_block = num_blocks
         self.index_of = model.index_of
-        attention = self.layers[: len(model.layers)]
+        self.specs = model.layers
+        attention = [
+            self.layers[index if spec.source is None else model.index_of[spec.source]]
+            for index, spec in enumerate(model.layers)
+        ]
         self.recurrent = self.layers[len(model.layers) :]
         self.keys, self.values = ([pair[which] for pair in attention] for which in range(2))
         self._paged: dict[int, PagedLayer] = {}
@@ -107,7 +112,12 @@ class KVCache(StateMemory):
         return attention
 
     def store(self, layer: int, keys: Tensor, values: Tensor, slots: Tensor) -> None:
-        """Write keys and values of one layer, `[tokens, kv_heads, dim]` each, to `[tokens]`."""
+        """Write keys and values of one layer, `[tokens, kv_heads, dim]` each, to `[tokens]`.
+
+        Does nothing for a layer that reads another's.
+        """
+        if self.specs[layer].source is not None:
+            return
         self.keys[layer].view(-1, *keys.shape[1:]).index_copy_(0, slots, keys)
         self.values[layer].view(-1, *values.shape[1:]).index_copy_(0, slots, values)
 

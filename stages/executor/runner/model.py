@@ -37,6 +37,7 @@ from .attention.interface import (
     LayerProbe,
     register_attention,
 )
+from .attention.lengths import provide_lengths
 from .checkpoint import tensor_files, tensors_missing, wrong_shape
 from .device import resolve_device, trim
 from .fixed_tiles import require_cpu
@@ -184,6 +185,7 @@ def wrap_model(
         sees_itself = _images_see_themselves(module)
         encoders = (VisionModel(module, image_processor, sees_itself=sees_itself),)
     module.set_attn_implementation(_attention_of(hf_config, IMPLEMENTATION))
+    provide_lengths(module)
     return LoadedModel(
         module=module,
         hf_config=hf_config,
@@ -404,6 +406,8 @@ def _probe_layers(
     tokens = torch.zeros(1, 2, dtype=torch.long, device=device)
     positions = torch.arange(2, device=device)[None]
     call = {"position_ids": positions, "use_cache": False, "layer_probe": probe}
+    # A number of logits may cut the last layers' masks, which are no tensors here.
+    call["logits_to_keep"] = positions[0]
     try:
         if pipeline is None:
             with nullcontext() if mixers is None else mixers.probing():

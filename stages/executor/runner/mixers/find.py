@@ -72,6 +72,17 @@ class Mixers:
         self._mixers = [_Mixer(self, *each) for each in mixers]
         self._shared = [_Shared(each) for each in shared]
 
+    def use_kernels(self, dtype: torch.dtype, device: torch.device) -> str:
+        """Take the kernels for activations of a dtype, if they agree with the definition.
+
+        Returns:
+            Why they are not taken; "" if they are.
+        """
+        from .choose import choose_operators
+
+        self.operators, why = choose_operators(dtype, device)
+        return why
+
     def __len__(self) -> int:
         return len(self._mixers)
 

@@ -19,6 +19,8 @@ from .operators import Segments
 class ReferenceOperators:
     """The operators for any device."""
 
+    code = ""
+
     def conv(
         self,
         x: Tensor,
@@ -32,14 +34,14 @@ class ReferenceOperators:
         taps = weight.float().T
         sums = x.new_empty(x.shape, dtype=torch.float32)
         for first, end, slot, save in segments.each():
-            seen = torch.cat((window[slot].T, x[first:end].to(weight.dtype)))
+            seen = torch.cat((window[slot], x[first:end].to(weight.dtype)))
             wide = seen.float()
             # No fused product and sum, which would round otherwise in a vector's remainder.
             total = wide[: end - first] * taps[0]
             for tap in range(1, width):
                 total = total + wide[tap : tap + end - first] * taps[tap]
             sums[first:end] = total
-            _keep(window, slot, save, seen[end - first :].T)
+            _keep(window, slot, save, seen[end - first :])
         if bias is not None:
             sums = sums + bias.float()
         output = sums.to(weight.dtype)
@@ -86,13 +88,13 @@ class ReferenceOperators:
         segments: Segments,
     ) -> Tensor:
         times, inputs = dt.float()[..., None, None], x.float()
-        writes, reads = (_of_heads(each, x.shape[1])[:, :, None] for each in (B, C))
+        writes, reads = (_of_heads(each, x.shape[1])[..., None] for each in (B, C))
         logs, skip = A[:, None, None], None if D is None else D.float()[:, None]
 
         def step(token: int, before: Tensor) -> tuple[Tensor, Tensor]:
             after = before * (times[token] * logs).exp()
-            after = after + (inputs[token][..., None] * times[token]) * writes[token]
-            output = (after * reads[token]).sum(-1)
+            after = after + writes[token] * (inputs[token] * times[token][..., 0])[:, None]
+            output = (after * reads[token]).sum(-2)
             return (output if skip is None else output + inputs[token] * skip), after
 
         return _scan(torch.empty_like(x, dtype=torch.float32), state, segments, step)

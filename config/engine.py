@@ -117,6 +117,8 @@ class EngineConfig(Section, frozen=True, forbid_unknown_fields=True):
         kv_session_share: Largest share of the KV cache's blocks that clients may pin between the
             turns of conversations (docs/kv-sessions.md); 0 for none.
         kv_session_ttl_s: Longest time to live of a session, in seconds.
+        state_snapshot_blocks: A long prompt's recurrent state is also kept after every so many
+            blocks (docs/recurrent-state.md); 0 keeps it at its end and where prompts part.
         max_tokens_per_batch: Token budget of one step; longer prefills are chunked.
         max_image_tokens_per_step: Image tokens that one step encodes; a larger image is refused.
         image_cache_bytes: Memory on the device for embeddings of images, which requests about the
@@ -208,6 +210,7 @@ class EngineConfig(Section, frozen=True, forbid_unknown_fields=True):
     response_cache_bytes: NonNegativeInt = 0
     kv_session_share: Annotated[float, Range("from 0 to 1", 0, 1)] = 0.5
     kv_session_ttl_s: Seconds = 3600.0
+    state_snapshot_blocks: NonNegativeInt = 256
     max_tokens_per_batch: PositiveInt = 2048
     max_image_tokens_per_step: PositiveInt = 8192
     image_cache_bytes: PositiveInt = 1 << 28

@@ -111,14 +111,18 @@ class EngineConfig(Section, frozen=True, forbid_unknown_fields=True):
         kv_listen: host:port at which executors of other hosts read the KV of sequences that this
             one hands over (`pipeline.roles`); port 0 for any. "" for this host only.
         kv_secret: The shared secret of both sides of such a connection.
+        state_snapshots_bytes: Memory for snapshots of the recurrent state that models with such
+            layers keep beside K and V, from which cached prefixes go on (docs/recurrent-state.md); 0
+            for none, so that no prefix is found again. On CPU and MPS it is beside
+            `kv_cache_bytes`.
+        state_snapshot_blocks: Snapshots of long prompts: one after each so many blocks, beside
+            those at branches and ends; 0 for none.
         response_cache_bytes: Memory for finished responses, which are served again to equal
             requests where deterministic mode makes them a function of the request; 0 is off
             (docs/response-cache.md).
         kv_session_share: Largest share of the KV cache's blocks that clients may pin between the
             turns of conversations (docs/kv-sessions.md); 0 for none.
         kv_session_ttl_s: Longest time to live of a session, in seconds.
-        state_snapshot_blocks: A long prompt's recurrent state is also kept after every so many
-            blocks (docs/recurrent-state.md); 0 keeps it at its end and where prompts part.
         max_tokens_per_batch: Token budget of one step; longer prefills are chunked.
         max_image_tokens_per_step: Image tokens that one step encodes; a larger image is refused.
         image_cache_bytes: Memory on the device for embeddings of images, which requests about the
@@ -207,10 +211,11 @@ class EngineConfig(Section, frozen=True, forbid_unknown_fields=True):
     kv_events: bool = False
     kv_listen: str = ""
     kv_secret: str = ""
+    state_snapshots_bytes: NonNegativeInt = 1 << 30
+    state_snapshot_blocks: NonNegativeInt = 128
     response_cache_bytes: NonNegativeInt = 0
     kv_session_share: Annotated[float, Range("from 0 to 1", 0, 1)] = 0.5
     kv_session_ttl_s: Seconds = 3600.0
-    state_snapshot_blocks: NonNegativeInt = 256
     max_tokens_per_batch: PositiveInt = 2048
     max_image_tokens_per_step: PositiveInt = 8192
     image_cache_bytes: PositiveInt = 1 << 28

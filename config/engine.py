@@ -112,9 +112,9 @@ class EngineConfig(Section, frozen=True, forbid_unknown_fields=True):
             one hands over (`pipeline.roles`); port 0 for any. "" for this host only.
         kv_secret: The shared secret of both sides of such a connection.
         state_snapshots_bytes: Memory for snapshots of the recurrent state that models with such
-            layers keep beside K and V, from which cached prefixes go on (docs/recurrent-state.md); 0
-            for none, so that no prefix is found again. On CPU and MPS it is beside
-            `kv_cache_bytes`.
+            layers keep beside K and V, from which cached prefixes go on
+            (docs/recurrent-state.md); 0 for none, so that no prefix is found again. On CPU and MPS
+            it is beside `kv_cache_bytes`.
         state_snapshot_blocks: Snapshots of long prompts: one after each so many blocks, beside
             those at branches and ends; 0 for none.
         response_cache_bytes: Memory for finished responses, which are served again to equal

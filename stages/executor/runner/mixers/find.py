@@ -71,6 +71,11 @@ class Mixers:
     def __len__(self) -> int:
         return len(self._mixers)
 
+    def index_of(self, module: nn.Module) -> int | None:
+        """Return the index of a module's state; None if it is no mixer."""
+        found = (index for index, each in enumerate(self._mixers) if each.module is module)
+        return next(found, None)
+
     @contextmanager
     def active(self, segments: Segments, states: Sequence[Sequence[Tensor]]) -> Iterator[None]:
         """Context of one pass over the model.
@@ -112,7 +117,7 @@ class _Mixer:
         self, owner: Mixers, module: nn.Module, functions: dict[str, FunctionType]
     ) -> None:
         self.found: list[StateTensor] = []
-        self._owner, self._module = owner, module
+        self._owner, self.module = owner, module
         self._tensors: Iterator[Tensor] | None = None
         calls = {name: partial(call, self) for name, call in CALLS.items()}
         self._methods = {
@@ -133,18 +138,18 @@ class _Mixer:
         if self._tensors is not None:
             return next(self._tensors)
         self.found.append(StateTensor(shape, dtype))
-        device = next(self._module.parameters()).device
+        device = next(self.module.parameters()).device
         return torch.zeros(1, *shape, dtype=dtype, device=device)
 
     def begin(self, tensors: Sequence[Tensor] | None) -> None:
         """Begin a pass; without tensors, record those that operators need."""
         self._tensors = None if tensors is None else iter(tensors)
-        own = vars(self._module)
+        own = vars(self.module)
         self._before = {name: own[name] for name in self._methods if name in own}
         own.update(self._methods)
 
     def end(self) -> None:
-        own = vars(self._module)
+        own = vars(self.module)
         for name in self._methods:
             del own[name]
         own.update(self._before)

@@ -19,6 +19,7 @@ from .loaded_model import LoadedModel
 
 if TYPE_CHECKING:
     from .adapters.table import AdapterStep
+    from .media import DeepFeatures
     from .mixers.step import StateStep
     from .ranks.pipelining import PipelineRank
 
@@ -39,6 +40,7 @@ class StepInputs(msgspec.Struct, frozen=True):
         embeddings: `[1, tokens, hidden]`, in place of `input_ids`; None if no token is of an
             image.
         states: The recurrent states that the step reads and writes; None for a model without.
+        deep: Features of images that layers add; None for none.
     """
 
     input_ids: Tensor
@@ -51,6 +53,7 @@ class StepInputs(msgspec.Struct, frozen=True):
     pipeline: PipelineRank | None = None
     embeddings: Tensor | None = None
     states: StateStep | None = None
+    deep: DeepFeatures | None = None
 
 
 @torch.inference_mode()
@@ -86,6 +89,8 @@ def model_forward(model: nn.Module, inputs: StepInputs, cache: KVCache) -> Tenso
             call["input_ids"] = inputs.input_ids
         else:
             call["inputs_embeds"] = inputs.embeddings
+            if inputs.deep is not None:
+                call["deep_features"] = inputs.deep
         if inputs.states is None:
             output = model(**call)
         else:

@@ -35,8 +35,11 @@ from .kernels import cpu as cpu
 from .kv_cache import KVCache as KVCache
 from .kv_cache import count_blocks as count_blocks
 from .kv_cache import count_slots as count_slots
+from .kv_cache import count_snapshots
+from .kv_cache import fit_batch_size as fit_batch_size
 from .kv_cache import slot_bytes as slot_bytes
 from .loaded_model import LoadedModel as LoadedModel
+from .media import DeepFeatures as DeepFeatures
 from .media import MediaEmbeddings as MediaEmbeddings
 from .media import MediaEncoder as MediaEncoder
 from .media import MediaError as MediaError
@@ -191,7 +194,8 @@ def make_runner(
         model,
         num_blocks,
         config.block_size,
-        num_slots=count_slots(config),
+        num_slots=count_slots(config, model),
+        num_snapshots=count_snapshots(config, model, num_blocks),
         huge_pages=huge_pages,
     )
     reason = "another back end was given"

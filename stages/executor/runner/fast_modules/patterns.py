@@ -43,7 +43,10 @@ def find_patterns(
 ) -> Iterator[tuple[nn.Module, list[Forward]]]:
     """Iterate over the modules that match a pattern, with their offers."""
     output = model.module.get_output_embeddings()  # type: ignore[operator]
+    shared = () if model.mixers is None else model.mixers.shared
     for module in model.module.modules():
+        if module in shared:
+            continue
         if any(parameter.dtype != model.dtypes.weights for parameter in module.parameters()):
             continue  # such as a router that is kept in float32
         offers: list[Forward] = []
@@ -157,6 +160,8 @@ def _attended(module: nn.Module, model: LoadedModel, calls: Calls) -> Forward | 
     index, last = getattr(module, "layer_idx", None), method_of(getattr(module, "o_proj", None))
     if not packed or last is None or not isinstance(index, int) or index not in model.index_of:
         return None
+    if index in model.shares_kv:
+        return None  # a module hands keys and values to another
     index = model.index_of[index]
     spec, options = model.layers[index], model.attention_options[index]
     if spec.key_dim % 32:

@@ -85,6 +85,7 @@ class _Attention(ctypes.Structure):
         ("key_width", c_long),
         ("value_width", c_long),
         ("window", c_long),
+        ("own_chunk", c_long),
         ("scale", c_float),
         ("softcap", c_float),
         ("sinks", c_void_p),
@@ -461,6 +462,7 @@ class PagedAttention:
             key_width=keys.shape[3],
             value_width=values.shape[3],
             window=options.window or 0,
+            own_chunk=options.chunk or 0,
             scale=options.scale,
             softcap=options.softcap or 0.0,
         )

@@ -40,7 +40,8 @@ class KVCache(StateMemory):
     The last block is `padding_block`. Call `moved` after the tensors' memory has changed.
 
     Attributes:
-        first_layer: As of LoadedModel.
+        index_of: As of LoadedModel.
+        recurrent: The states of other layers.
     """
 
     def __init__(
@@ -60,7 +61,7 @@ class KVCache(StateMemory):
             num_blocks: Blocks.
             block_size: Tokens of a block.
             num_slots: Sequences.
-            num_snapshots: Copies of a sequence's state.
+            num_snapshots: Copies of their states.
             huge_pages: Allocate in large pages, if available.
         """
         super().__init__(
@@ -74,8 +75,9 @@ class KVCache(StateMemory):
             huge_pages=huge_pages,
         )
         self.padding_block = num_blocks
-        self.first_layer = model.first_layer
+        self.index_of = model.index_of
         attention = self.layers[: len(model.layers)]
+        self.recurrent = self.layers[len(model.layers) :]
         self.keys, self.values = ([pair[which] for pair in attention] for which in range(2))
         self._paged: dict[int, PagedLayer] = {}
         self._followers: list[Callable[[], None]] = []
@@ -198,7 +200,8 @@ def _left_bytes(config: EngineConfig, models: Sequence[LoadedModel], free: int, 
     # Passes of both models alternate, and each leaves its buffers with the allocator.
     for each in models:
         activations, logits = _pass_bytes(config, each, config.max_tokens_per_batch)
-        widest = max(spec.num_kv_heads * (spec.key_dim + spec.value_dim) for spec in each.layers)
+        widths = (spec.num_kv_heads * (spec.key_dim + spec.value_dim) for spec in each.layers)
+        widest = max(widths, default=0)
         margin += (
             activations + logits + 2 * MAX_GATHERED_TOKENS * widest * each.dtypes.kv_cache.itemsize
         )

@@ -20,14 +20,18 @@ SUPPORTED = frozenset(
         "idefics3",
         "internvl",
         "llava",
+        "llava_next",
         "llava_onevision",
+        "mistral3",
         "qwen2_5_vl",
         "qwen2_vl",
+        "qwen3_vl",
+        "qwen3_vl_moe",
         "smolvlm",
     )
 )
 """Kinds of models whose images are served. In others an image may be more than embeddings in place
-of tokens, such as features that are added in several layers."""
+of tokens, positions, and features that the first layers add."""
 
 MediaKey = tuple[str, int]
 """`MediaItem.key`."""
@@ -49,6 +53,18 @@ class Positions(msgspec.Struct, frozen=True):
     shift: int
 
 
+class DeepFeatures(msgspec.Struct, frozen=True):
+    """Features of the media of a step, which the first layers add to their outputs (DeepStack).
+
+    Attributes:
+        places: `[1, tokens]`, true for the media's tokens.
+        features: `[layers, media tokens, hidden]`, in the order of the tokens.
+    """
+
+    places: Tensor
+    features: Tensor
+
+
 class MediaEncoder(Protocol):
     """Makes embeddings of media of one kind, item by item, so that an embedding's bits don't depend
     on other items.
@@ -56,10 +72,13 @@ class MediaEncoder(Protocol):
     Attributes:
         kind: As `MediaItem.kind`.
         sees_itself: Whether an item's tokens see each other in both directions.
+        num_deep: Layers of the language model that add features of their own to their outputs at an
+            item's places (DeepStack).
     """
 
     kind: str
     sees_itself: bool
+    num_deep: int
 
     @property
     def settings(self) -> Mapping[str, Any]:
@@ -73,7 +92,8 @@ class MediaEncoder(Protocol):
         """Return the embeddings of tokens, `[..., hidden]`, as the model computes them."""
 
     def encode(self, item: MediaItem, stored: StoredImage) -> Tensor:
-        """Return an item's embeddings, `[item.num_tokens, hidden]`.
+        """Return an item's embeddings and the features that layers add,
+        `[1 + num_deep, item.num_tokens, hidden]`.
 
         Raises:
             MediaError: The item has another number of tokens, or can't be processed.
@@ -131,7 +151,7 @@ class MediaEmbeddings:
                 self.num_encoded += 1
 
     def of(self, item: MediaItem) -> Tensor:
-        """Return an item's embeddings, `[num_tokens, hidden]`.
+        """Return an item's embeddings, as `MediaEncoder.encode` does.
 
         Raises:
             MediaError: It could not be encoded.

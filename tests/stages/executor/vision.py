@@ -41,6 +41,8 @@ from .vision_models import (
 _NESTED = ("idefics3", "llava_onevision", "smolvlm")
 _OPTIONS: dict[str, dict[str, Any]] = {"internvl": {"crop_to_patches": True}}
 _TILED = ("idefics3", "smolvlm")
+_CUT = (*_TILED, "mistral3")
+"""An image has other tokens between those of embeddings."""
 _TILE_TOKENS = 4
 
 
@@ -130,10 +132,11 @@ class World:
             number = counts[len(media)]
             token_ids.append(START)
             start = len(token_ids)
-            if self.name in _TILED:
+            if self.name in _CUT:
                 start += 1
-                tile = [TILE, *[PLACEHOLDER] * _TILE_TOKENS]
-                token_ids += tile * (number // _TILE_TOKENS)
+                for first in range(0, number, _TILE_TOKENS):
+                    rest = min(number - first, _TILE_TOKENS)
+                    token_ids += [TILE, *[PLACEHOLDER] * rest]
             else:
                 token_ids += [PLACEHOLDER] * number
             token_ids.append(END)

@@ -14,9 +14,13 @@ from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImagePr
 from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
 from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
 from transformers.models.llava.image_processing_pil_llava import LlavaImageProcessorPil
+from transformers.models.llava_next.image_processing_pil_llava_next import (
+    LlavaNextImageProcessorPil,
+)
 from transformers.models.llava_onevision.image_processing_pil_llava_onevision import (
     LlavaOnevisionImageProcessorPil,
 )
+from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
 
@@ -72,6 +76,18 @@ _CONFIGS: dict[str, dict[str, Any]] = {
             "fullatt_block_indexes": [1],
         },
     },
+    "qwen3_vl": {
+        "text_config": {**_TEXT, "num_hidden_layers": 3, "rope_parameters": _M_ROPE},
+        "vision_config": {
+            **_QWEN_VISION,
+            "depth": 3,
+            "hidden_size": 16,
+            "out_hidden_size": 32,
+            "intermediate_size": 24,
+            "num_position_embeddings": 16,
+            "deepstack_visual_indexes": [0, 1],
+        },
+    },
     "llava": {
         "text_config": {**_TEXT, "model_type": "llama"},
         "vision_config": {**_VISION, "model_type": "clip_vision_model"},
@@ -84,6 +100,16 @@ _CONFIGS: dict[str, dict[str, Any]] = {
             "vision_use_head": False,
         },
         "image_grid_pinpoints": _GRID,
+    },
+    "llava_next": {
+        "text_config": {**_TEXT, "model_type": "mistral"},
+        "vision_config": {**_VISION, "model_type": "clip_vision_model"},
+        "image_grid_pinpoints": _GRID,
+    },
+    "mistral3": {
+        "text_config": {**_TEXT, "model_type": "mistral"},
+        "vision_config": {**_VISION, "model_type": "pixtral", "image_size": 32, "head_dim": 8},
+        "spatial_merge_size": 2,
     },
     "gemma3": {
         "text_config": {
@@ -127,6 +153,10 @@ _PROCESSORS: dict[str, Any] = {
     "llava_onevision": lambda: LlavaOnevisionImageProcessorPil(
         size=_SQUARE, image_grid_pinpoints=_GRID
     ),
+    "llava_next": lambda: LlavaNextImageProcessorPil(
+        size={"shortest_edge": 16}, crop_size=_SQUARE, image_grid_pinpoints=_GRID
+    ),
+    "mistral3": lambda: PixtralImageProcessorPil(size={"longest_edge": 24}, patch_size=8),
     "gemma3": lambda: Gemma3ImageProcessorPil(size=_SQUARE),
     "smolvlm": lambda: SmolVLMImageProcessorPil(
         size={"longest_edge": 32}, max_image_size={"longest_edge": 16}
@@ -136,7 +166,7 @@ _PROCESSORS: dict[str, Any] = {
     ),
     "internvl": lambda: GotOcr2ImageProcessorPil(size=_SQUARE, min_patches=1, max_patches=4),
 }
-_PROCESSORS["qwen2_5_vl"] = _PROCESSORS["qwen2_vl"]
+_PROCESSORS["qwen2_5_vl"] = _PROCESSORS["qwen3_vl"] = _PROCESSORS["qwen2_vl"]
 
 
 def make_processor(name: str) -> Any:

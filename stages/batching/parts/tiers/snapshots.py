@@ -21,10 +21,16 @@ class SnapshotTiers:
     """
 
     def __init__(
-        self, cache: KVCacheManager, capacity: TierCapacity, policy: str, audit_every: int
+        self,
+        cache: KVCacheManager,
+        blocks: KVTiers,
+        capacity: TierCapacity,
+        policy: str,
+        audit_every: int,
     ) -> None:
-        """Args: the cache; the tiers of snapshots; and the others as of KVTiers."""
+        """Args: the cache; the tiers of its blocks; those of snapshots; the rest as of KVTiers."""
         self.units = KVTiers(capacity, cache.block_size, policy, audit_every, state=True)
+        self.units.chosen = blocks.chosen
         self._cache = cache
         self._computing_ns = capacity.token_ns * cache.block_size
         # Numbers of snapshots that a later start could find on disk, and that may not be there.
@@ -72,9 +78,7 @@ class SnapshotTiers:
                     return end, True
         return known, False
 
-    def load(
-        self, allocation: Allocation, num_blocks: int, take: Callable[[], int]
-    ) -> LoadedBlock | None:
+    def load(self, allocation: Allocation, num_blocks: int, take: Callable[[], int]) -> None:
         """Load the snapshot at the end of so many blocks of an allocation, which has them.
 
         Args:
@@ -82,18 +86,14 @@ class SnapshotTiers:
             num_blocks: As returned by `limit`.
             take: Returns the number of the device's snapshot to load it to, which may be stored
                 before.
-
-        Returns:
-            The block, if the snapshot is chosen to be audited.
         """
         name = allocation.names[num_blocks - 1]
         with self.units.pinned([name]):
             number = take()
-        if not self.units.load(name, number):
-            return None
-        tokens = allocation.token_ids[: num_blocks * self._cache.block_size]
-        block_id = allocation.block_ids[num_blocks - 1]
-        return LoadedBlock(name, block_id, tokens, allocation.scope, number)
+        if self.units.load(name, number):
+            before = allocation.token_ids[: num_blocks * self._cache.block_size]
+            block_id = allocation.block_ids[num_blocks - 1]
+            self.units.chosen.append(LoadedBlock(name, block_id, before, allocation.scope, number))
 
     def made(self, number: int, allocation: Allocation) -> None:
         """Take note of a new snapshot on the device."""

@@ -159,7 +159,7 @@ class Below(Follower):
 
     # --- the device's snapshots ---------------------------------------------------------------
 
-    def limit(self, names: Sequence[bytes], num_blocks: int) -> int:
+    def reach(self, names: Sequence[bytes], num_blocks: int) -> int:
         """Return the number of leading names at whose end a snapshot is loaded at a start, if that
         pays, against computing the blocks after the first `num_blocks`; else that number."""
         return num_blocks
@@ -175,7 +175,7 @@ class Below(Follower):
 
         Args:
             allocation: The allocation.
-            num_blocks: As returned by `limit`.
+            num_blocks: As returned by `reach`.
             take: Returns the number of the device's snapshot to load it to.
         """
 

@@ -169,8 +169,8 @@ class Tiers(Part, Below):
 
     # --- the device's snapshots ---------------------------------------------------------------
 
-    def limit(self, names: Sequence[bytes], num_blocks: int) -> int:
-        return num_blocks if self.states is None else self.states.limit(names, num_blocks)
+    def reach(self, names: Sequence[bytes], num_blocks: int) -> int:
+        return num_blocks if self.states is None else self.states.reach(names, num_blocks)
 
     def pin_state(self, name: bytes) -> None:
         if self.states is not None:

@@ -41,7 +41,7 @@ class SnapshotTiers:
         """Whether snapshots are to be saved while nothing else runs."""
         return bool(self._unsaved)
 
-    def limit(self, names: Sequence[bytes], num_blocks: int) -> int:
+    def reach(self, names: Sequence[bytes], num_blocks: int) -> int:
         """Return the number of leading names at whose end there is a snapshot in a host slot that
         pays, against computing the blocks after the first `num_blocks`; else that number."""
         for end in range(len(names), num_blocks, -1):
@@ -83,7 +83,7 @@ class SnapshotTiers:
 
         Args:
             allocation: The allocation.
-            num_blocks: As returned by `limit`.
+            num_blocks: As returned by `reach`.
             take: Returns the number of the device's snapshot to load it to, which may be stored
                 before.
         """
@@ -116,7 +116,7 @@ class SnapshotTiers:
         """Offer the last snapshot of so many leading blocks of a started sequence."""
         end, number = self._cache.states.last(seq_id, allocation, num_blocks)
         names = allocation.names[:num_blocks]
-        ready = max(self.limit(names, 0), end)
+        ready = max(self.reach(names, 0), end)
         if not ready:
             return []
         number = number if ready == end else -1

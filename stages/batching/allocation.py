@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ...bus.messages import DEFAULT_SCOPE, CacheScope, RemoteBlocks
+from ...bus.sections import Sections
 from ...bus.steps import KVMove
 
 NO_NAMES: Set[bytes] = frozenset()
@@ -31,6 +32,8 @@ class Allocation:
         root: Root of this chain; None before it is known.
         nodes: For each leading block, its node in the radix tree (RadixKVCache).
         whole_blocks: Whether to start with whole blocks only, and copy no part of one.
+        num_found: With recurrent state, leading blocks that the last search found; it may start
+            with fewer.
         num_fetched: Leading blocks that were fetched since the allocation last held any.
         num_loaded: Blocks that were loaded from below the device at the start.
         fetching_since_ns: When it began to wait for blocks from below the device; 0 if it did not.
@@ -56,6 +59,7 @@ class Allocation:
     remote_states: Mapping[bytes, Any] = field(default_factory=dict)
     fetched_states: Set[bytes] = NO_NAMES
     whole_blocks: bool = False
+    num_found: int = 0
 
     def held(self) -> list[int]:
         """All blocks that the allocation holds."""
@@ -101,6 +105,38 @@ class Follower:
         Raises:
             AssertionError: One is lost, or in two places.
         """
+
+
+class States(Follower):
+    """Snapshots of recurrent state: none, unless a part replaces this.
+
+    Attributes:
+        exists: Whether layers of the model have a recurrent state.
+    """
+
+    exists = False
+
+    def usable(self, allocation: Allocation, num_blocks: int) -> int:
+        """Return how many of so many leading blocks that were found an allocation can start with:
+        up to the last one at whose end the state is known.
+        """
+        return num_blocks
+
+    def follows(self, allocation: Allocation, num_blocks: int) -> bool:
+        """Return whether an allocation waits for a snapshot beyond so many blocks, which another
+        one is about to make. Otherwise it is expected to start with the next plan.
+        """
+        return False
+
+    def sections(self, allocation: Allocation, num_cached: int) -> Sections:
+        """Return sections of the NewSequence that starts with so many leading tokens."""
+        return ()
+
+    def hold(self, allocation: Allocation) -> None:
+        """Keep the snapshot at the end of the blocks that an allocation of no sequence holds."""
+
+    def release(self, allocation: Allocation) -> None:
+        """Keep the snapshot of `hold` no longer, if there is one."""
 
 
 class Below(Follower):

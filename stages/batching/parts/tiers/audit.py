@@ -146,4 +146,5 @@ class TierAudit:
             sample=SequenceSpec(AUDIT_SEQ_ID, sample_index=0, seed=0),
             info=RequestInfo("", ""),
             cache_scope=block.scope,
+            parts=cache.states.sections(computing, start.cached_length),
         )

@@ -138,6 +138,32 @@ class States(Follower):
     def release(self, allocation: Allocation) -> None:
         """Keep the snapshot of `hold` no longer, if there is one."""
 
+    # --- for the memory below the device ------------------------------------------------------
+
+    def number_of(self, name: bytes) -> int:
+        """Return the number of the snapshot at the end of a block; -1 for none on the device."""
+        return -1
+
+    def name_of(self, number: int) -> bytes | None:
+        """Return the name of the block at whose end a snapshot is, if it can be found."""
+        return None
+
+    def last(self, seq_id: int, allocation: Allocation, num_blocks: int) -> tuple[int, int]:
+        """Return the last snapshot of so many leading blocks of a started sequence, also one that a
+        plan so far makes: the blocks before it, and its number. 0 and -1 for none."""
+        return 0, -1
+
+    def audit(self, seq_id: int, num_tokens: int) -> int:
+        """Have the next plan save the state of a sequence of no request, so that none finds it.
+
+        Returns:
+            The number, which is in use until `end_audit`; -1 if there is none.
+        """
+        return -1
+
+    def end_audit(self) -> None:
+        """Give back the number of `audit`, if there is one."""
+
 
 class Below(Follower):
     """The memory below the device: none, unless a part replaces this.

@@ -157,7 +157,7 @@ class Tiers(Part, Below):
         first = len(allocation.block_ids)
         most = max(min(max_blocks, self._cache.num_free_blocks()), 0)
         names = self.ready(allocation, first)[:most]
-        names = names[: self._cache.states.limit(allocation, first + len(names)) - first]
+        names = names[: self._cache.states.usable(allocation, first + len(names)) - first]
         with self.blocks.pinned(names):
             for _ in names:
                 self._cache.extend(allocation)

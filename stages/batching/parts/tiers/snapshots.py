@@ -61,7 +61,7 @@ class SnapshotTiers:
         Returns:
             How many of the blocks are of use, and whether the sequence has to wait.
         """
-        known = self._cache.states.limit(allocation, len(names))
+        known = self._cache.states.usable(allocation, len(names))
         for end in range(len(names), known, -1):
             name = names[end - 1]
             remote = allocation.remote_states.get(name)

@@ -203,6 +203,7 @@ class ExecutorStage(Actor):
             speculation=core.off.get("speculation", "in use"),
             deterministic=core.off.get("deterministic", "yes"),
             reference=engine.reference_model_path or "none",
+            **({} if core.model.mixers is None else {"mixers": core.off.get("mixers", "kernels")}),
             **self._shares(),
         )
         self._warn()

@@ -173,7 +173,7 @@ def wrap_model(
         weight = next(module.parameters())
     if not isinstance(weight, torch.Tensor):
         raise ModelError(f"{type(module).__name__} has no output layer; choose another model")
-    mixers = _find_mixers(module, pipeline)
+    mixers = load_mixers(module)
     probe = _probe_layers(module, limit, weight.device, pipeline, mixers)
     own = range(text.num_hidden_layers) if pipeline is None else pipeline.layers
     # Of a model that generates, the comparison at load shows whether other layers mix tokens.
@@ -383,18 +383,13 @@ def _check_loaded(folder: Path, module: Any, info: dict[str, Any]) -> None:
         raise wrong_shape(folder, name, shape, wanted)
 
 
-def _find_mixers(module: nn.Module, pipeline: PipelineRank | None) -> Mixers | None:
+def load_mixers(module: nn.Module) -> Mixers | None:
+    """Return the mixers with recurrent state of a model; None, without importing them, if none."""
     if not any(map(has_mixers, {type(each) for each in module.modules()})):
         return None
     from .mixers.find import find_mixers
 
-    mixers = find_mixers(module)
-    if mixers is not None and pipeline is not None:
-        raise ModelError(
-            f"{type(module).__name__} has layers with recurrent state, which can't be shared among "
-            "ranks; set tensor_parallel, pipeline_parallel and expert_parallel to 1"
-        )
-    return mixers
+    return find_mixers(module)
 
 
 @torch.no_grad()

@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 SUPPORTED = frozenset(
     (
         "gemma3",
+        "glm46v",
+        "glm4v",
+        "glm4v_moe",
         "idefics3",
         "internvl",
         "llava",

@@ -266,14 +266,18 @@ def _is_in(name: str, modules: Collection[str]) -> bool:
 
 def _compute_buffers(module: Any, device: torch.device) -> None:
     """Compute buffers that are not in checkpoints, such as rotary frequencies."""
-    for child in module.modules():
+    owners: dict[str, Any] = {}
+    for path, child in module.named_modules():
+        # The language part of a model with images may have settings that the whole lacks.
+        own = hasattr(child, "_init_weights")
+        owners[path] = owner = child if own else owners[path.rpartition(".")[0]]
         if child._buffers:
             for name, buffer in child._buffers.items():
                 if buffer is not None:
                     child._buffers[name] = torch.empty_like(buffer, device=device)
             # Transformers' way for models that it builds on the meta device.
             with torch.no_grad():
-                module._init_weights(child)
+                owner._init_weights(child)
 
 
 def _allocate(module: nn.Module, device: torch.device, *, huge: bool) -> None:

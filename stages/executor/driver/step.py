@@ -360,6 +360,8 @@ class StepRunner:
         all_read = num_decodes == len(rows) or table.pools[rows].any()
         read = None if all_read else np.unique(logits_index)
         batch_rows = Rows(starts, counts, table.blocks[rows, :width], num_decodes, read)
+        if self.runner.model.mixers is not None:
+            batch_rows = replace(batch_rows, states=rows)
         images = self.images
         if images is not None and not images.concern(rows, starts):
             images = None

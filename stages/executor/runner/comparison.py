@@ -77,7 +77,7 @@ def compare_with_transformers(config: EngineConfig, model: LoadedModel) -> None:
     block_size = 4
     settings = EngineConfig(kernels=kernels, block_size=block_size, deterministic=False)
     own = wrap_model(small(Layout(OneRank(), False)), _MOST_LEN)
-    cache = KVCache(own, 2 * -(-_MOST_LEN // block_size), block_size)
+    cache = KVCache(own, 2 * -(-_MOST_LEN // block_size), block_size, num_slots=2)
     backend, without_kernels = choose_backend(settings, own)
     builder = InputBuilder(own, block_size, backend)
     fast = FastModules(own, cache, builder) if not without_kernels else None
@@ -232,7 +232,8 @@ def _stepwise(
         rows = chosen[order]
         ids = [sequences[row][done[row] : done[row] + counts[row]] for row in rows]
         last = -(-int((done + counts).max()) // size)
-        batch = Rows(done[rows], counts[rows], tables[rows, :last], num_decodes)
+        states = None if model.mixers is None else rows
+        batch = Rows(done[rows], counts[rows], tables[rows, :last], num_decodes, states=states)
         flat = np.concatenate(ids)
         inputs = builder.build(batch, flat, np.arange(len(flat)))
         if fast is None:

@@ -116,7 +116,8 @@ class Determinism:
         tables[1, : len(own)] = own
         starts, counts = np.array([0, start]), np.array([len(neighbour), len(ids)])
         used = counts > 0
-        rows = Rows(starts[used], counts[used], tables[used], 0)
+        states = None if self.model.mixers is None else np.flatnonzero(used)
+        rows = Rows(starts[used], counts[used], tables[used], 0, states=states)
         wanted = np.arange(len(neighbour), len(neighbour) + len(ids))
         inputs = self.builder.build(rows, np.concatenate((neighbour, ids)), wanted)
         with self.active():

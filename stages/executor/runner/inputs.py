@@ -20,6 +20,7 @@ from .loaded_model import LoadedModel
 if TYPE_CHECKING:
     from .adapters.table import AdapterStep
     from .media import DeepFeatures
+    from .mixers.step import StateStep
     from .ranks.pipelining import PipelineRank
 
 
@@ -38,6 +39,7 @@ class StepInputs(msgspec.Struct, frozen=True):
         pipeline: As of LoadedModel.
         embeddings: `[1, tokens, hidden]`, in place of `input_ids`; None if no token is of an
             image.
+        states: The recurrent states that the step reads and writes; None for a model without.
         deep: Features of images that layers add; None for none.
     """
 
@@ -50,6 +52,7 @@ class StepInputs(msgspec.Struct, frozen=True):
     source: tuple[Rows, IntArray, IntArray] | None = None
     pipeline: PipelineRank | None = None
     embeddings: Tensor | None = None
+    states: StateStep | None = None
     deep: DeepFeatures | None = None
 
 
@@ -83,11 +86,16 @@ def model_forward(model: nn.Module, inputs: StepInputs, cache: KVCache) -> Tenso
     if (pipeline := inputs.pipeline) is None:
         output: Any
         if inputs.embeddings is None:
-            output = model(input_ids=inputs.input_ids, **call)
+            call["input_ids"] = inputs.input_ids
         else:
+            call["inputs_embeds"] = inputs.embeddings
             if inputs.deep is not None:
                 call["deep_features"] = inputs.deep
-            output = model(inputs_embeds=inputs.embeddings, **call)
+        if inputs.states is None:
+            output = model(**call)
+        else:
+            with inputs.states.active(cache):
+                output = model(**call)
     else:
         before = pipeline.receive(inputs.position_ids.shape[1])
         output = pipeline.run(model, inputs.input_ids, before, call)
@@ -111,6 +119,7 @@ class InputBuilder:
         self._backend = GatherBackend(model, block_size) if backend is None else backend
         self._upload = Uploader(model.device)
         self._pipeline = model.pipeline
+        self._mixers = model.mixers
 
     def build(self, rows: Rows, input_ids: IntArray, logits_index: IntArray) -> StepInputs:
         """Build the inputs of a pass.
@@ -132,6 +141,11 @@ class InputBuilder:
             rows.contexts,
         )
         attention = self._backend.prepare(rows, *layout)
+        states = None
+        if self._mixers is not None:
+            from .mixers.step import StateStep
+
+            states = StateStep.of(self._mixers, rows)
         return StepInputs(
             ids[None],
             places[None],
@@ -140,4 +154,5 @@ class InputBuilder:
             self._backend,
             source=source,
             pipeline=self._pipeline,
+            states=states,
         )

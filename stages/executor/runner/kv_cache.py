@@ -40,7 +40,8 @@ class KVCache(StateMemory):
     The last block is `padding_block`. Call `moved` after the tensors' memory has changed.
 
     Attributes:
-        first_layer: As of LoadedModel.
+        index_of: As of LoadedModel.
+        recurrent: The states of other layers.
     """
 
     def __init__(
@@ -50,6 +51,7 @@ class KVCache(StateMemory):
         block_size: int,
         *,
         num_slots: int = 0,
+        num_snapshots: int = 0,
         huge_pages: bool = False,
     ) -> None:
         """Allocate the blocks, and the slots of a model that keeps a state per sequence.
@@ -59,6 +61,7 @@ class KVCache(StateMemory):
             num_blocks: Blocks.
             block_size: Tokens of a block.
             num_slots: Sequences.
+            num_snapshots: Copies of their states.
             huge_pages: Allocate in large pages, if available.
         """
         super().__init__(
@@ -68,11 +71,13 @@ class KVCache(StateMemory):
             num_blocks=num_blocks,
             block_size=block_size,
             num_slots=num_slots,
+            num_snapshots=num_snapshots,
             huge_pages=huge_pages,
         )
         self.padding_block = num_blocks
-        self.first_layer = model.first_layer
+        self.index_of = model.index_of
         attention = self.layers[: len(model.layers)]
+        self.recurrent = self.layers[len(model.layers) :]
         self.keys, self.values = ([pair[which] for pair in attention] for which in range(2))
         self._paged: dict[int, PagedLayer] = {}
         self._followers: list[Callable[[], None]] = []
@@ -195,7 +200,8 @@ def _left_bytes(config: EngineConfig, models: Sequence[LoadedModel], free: int, 
     # Passes of both models alternate, and each leaves its buffers with the allocator.
     for each in models:
         activations, logits = _pass_bytes(config, each, config.max_tokens_per_batch)
-        widest = max(spec.num_kv_heads * (spec.key_dim + spec.value_dim) for spec in each.layers)
+        widths = (spec.num_kv_heads * (spec.key_dim + spec.value_dim) for spec in each.layers)
+        widest = max(widths, default=0)
         margin += (
             activations + logits + 2 * MAX_GATHERED_TOKENS * widest * each.dtypes.kv_cache.itemsize
         )

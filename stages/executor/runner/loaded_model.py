@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
@@ -16,6 +17,7 @@ from .state.kinds import LayerState, StateTensor
 
 if TYPE_CHECKING:
     from .media import MediaEncoder
+    from .mixers.find import Mixers
     from .ranks.pipelining import PipelineRank
 
 # Names in Transformers' configurations, the commonest first.
@@ -71,7 +73,9 @@ class LoadedModel:
         vocab_size: Rows of the output layer, or of the input layer without one.
         layers: The attention layers in order; none of an encoder. A pipeline stage has its own.
         attention_options: Options of these layers.
+        layer_indices: The `layer_idx` of each of them.
         other_states: State that other layers keep of a sequence, such as a recurrent state.
+        mixers: The layers' mixers with recurrent state; None if all mix by attention.
         generates: Whether there is an output layer.
         is_encoder: Whether tokens see later ones, so that prompts run as a whole, with
             Transformers' own attention.
@@ -90,7 +94,9 @@ class LoadedModel:
     vocab_size: int
     layers: tuple[LayerSpec, ...]
     attention_options: tuple[AttentionOptions, ...] = ()
+    layer_indices: tuple[int, ...] = ()
     other_states: tuple[LayerState, ...] = ()
+    mixers: Mixers | None = None
     generates: bool = True
     is_encoder: bool = False
     may_pad: bool = True
@@ -104,10 +110,10 @@ class LoadedModel:
         """The state that layers keep of a sequence: attention first, in the order of `layers`."""
         return (*self.layers, *self.other_states)
 
-    @property
-    def first_layer(self) -> int:
-        """The `layer_idx` of the first of `layers`."""
-        return 0 if self.pipeline is None else self.pipeline.layers.start
+    @cached_property
+    def index_of(self) -> dict[int, int]:
+        """The index in `layers` by `layer_idx`."""
+        return {layer: index for index, layer in enumerate(self.layer_indices)}
 
     @property
     def whole(self) -> nn.Module:

@@ -42,12 +42,14 @@ from .device import resolve_device, trim
 from .fixed_tiles import require_cpu
 from .loaded_model import Dtypes, LoadedModel
 from .media import SUPPORTED
+from .mixers.marks import has_mixers
 from .progress import counted_progress
 from .ranks.rank_error import RankError
 from .system_memory import use_huge_pages
 
 if TYPE_CHECKING:
     from .media import MediaEncoder
+    from .mixers.find import Mixers
     from .ranks.pipelining import PipelineRank
 
 
@@ -170,9 +172,11 @@ def wrap_model(
         weight = next(module.parameters())
     if not isinstance(weight, torch.Tensor):
         raise ModelError(f"{type(module).__name__} has no output layer; choose another model")
-    probe = _probe_layers(module, limit, weight.device, pipeline)
+    mixers = _find_mixers(module, pipeline)
+    probe = _probe_layers(module, limit, weight.device, pipeline, mixers)
     own = range(text.num_hidden_layers) if pipeline is None else pipeline.layers
-    layers = probe.finish(own)
+    # Of a model that generates, the comparison at load shows whether other layers mix tokens.
+    indices = probe.finish(own, others=mixers is not None and generates)
     encoders: tuple[MediaEncoder, ...] = ()
     if image_processor is not None:
         from .vision import VisionModel
@@ -188,8 +192,11 @@ def wrap_model(
         dtypes=Dtypes.of(weight.dtype if pipeline is None else pipeline.dtype),
         max_model_len=limit,
         vocab_size=weight.shape[0],
-        layers=layers,
-        attention_options=tuple(probe.options[index] for index in own),
+        layers=tuple(probe.layers[index] for index in indices),
+        attention_options=tuple(probe.options[index] for index in indices),
+        layer_indices=indices,
+        other_states=() if mixers is None else mixers.states,
+        mixers=mixers,
         generates=generates,
         is_shared=True,
         pipeline=pipeline,
@@ -255,10 +262,12 @@ def check_architecture(hf_config: PreTrainedConfig, model_class: type | None = N
     text = hf_config.get_text_config()
     if text is not hf_config and type(text) in MODEL_FOR_CAUSAL_LM_MAPPING:
         check_architecture(text, _class_of(MODEL_FOR_CAUSAL_LM_MAPPING, text))
+    if has_mixers(model_class):
+        return  # only the model shows whether its layers can be taken
     if getattr(model_class, "_is_stateful", False):
         raise ModelError(
-            f"{model_class.__name__} has state-space or recurrent layers, which the KV cache can't "
-            "hold; choose a model whose layers are all attention"
+            f"{model_class.__name__} has recurrent layers of a kind that is not known here; choose "
+            "another model"
         )
     if not getattr(model_class, "_supports_attention_backend", False):
         raise ModelError(
@@ -372,9 +381,27 @@ def _check_loaded(folder: Path, module: Any, info: dict[str, Any]) -> None:
         raise wrong_shape(folder, name, shape, wanted)
 
 
+def _find_mixers(module: nn.Module, pipeline: PipelineRank | None) -> Mixers | None:
+    if not any(map(has_mixers, {type(each) for each in module.modules()})):
+        return None
+    from .mixers.find import find_mixers
+
+    mixers = find_mixers(module)
+    if mixers is not None and pipeline is not None:
+        raise ModelError(
+            f"{type(module).__name__} has layers with recurrent state, which can't be shared among "
+            "ranks; set tensor_parallel, pipeline_parallel and expert_parallel to 1"
+        )
+    return mixers
+
+
 @torch.no_grad()
 def _probe_layers(
-    module: Any, max_model_len: int, device: torch.device, pipeline: PipelineRank | None
+    module: Any,
+    max_model_len: int,
+    device: torch.device,
+    pipeline: PipelineRank | None,
+    mixers: Mixers | None,
 ) -> LayerProbe:
     name = type(module).__name__
     probe = LayerProbe(name, max_model_len)
@@ -384,7 +411,8 @@ def _probe_layers(
     call = {"position_ids": positions, "use_cache": False, "layer_probe": probe}
     try:
         if pipeline is None:
-            module(input_ids=tokens, **call)
+            with nullcontext() if mixers is None else mixers.probing():
+                module(input_ids=tokens, **call)
         else:
             hidden = pipeline.empty_states(2, device)[None].zero_()
             output = pipeline.run(module, tokens, hidden, call)

@@ -63,23 +63,20 @@ ARCHITECTURES = tuple(OVERRIDES)
 
 _ENCODER_DECODER = "is an encoder-decoder model"
 _NOT_CAUSAL = "is not a causal language model"
-_STATEFUL = "has state-space or recurrent layers"
+_STATEFUL = "has recurrent layers of a kind that is not known here"
 _NO_INTERFACE = "does not use Transformers' attention interface (_supports_attention_backend)"
 
 REFUSED = {
     **dict.fromkeys(("t5", "bart", "marian", "whisper"), _ENCODER_DECODER),
     **dict.fromkeys(("vit", "clip"), _NOT_CAUSAL),
-    **dict.fromkeys(("mamba", "mamba2", "falcon_mamba", "jamba", "granitemoehybrid"), _STATEFUL),
-    **dict.fromkeys(("qwen3_next", "recurrent_gemma", "rwkv"), _STATEFUL),
+    **dict.fromkeys(("recurrent_gemma", "rwkv", "xlstm"), _STATEFUL),
     **dict.fromkeys(("bloom", "codegen", "falcon", "gpt_neo", "gptj", "mpt"), _NO_INTERFACE),
     **dict.fromkeys(("stablelm", "xlnet"), _NO_INTERFACE),
-    "lfm2": "don't go through Transformers' attention interface",
     "llama4_text": "is neither causal nor a sliding window",
 }
 """Kinds of models that are refused at load, and a part of the error's sentence."""
 
 _REFUSED_ONCE_BUILT: dict[str, dict[str, Any]] = {
-    "lfm2": {"layer_types": ["conv", "full_attention", "conv"]},
     "llama4_text": {
         "attention_chunk_size": 8,
         "num_local_experts": 2,

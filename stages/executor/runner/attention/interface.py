@@ -102,20 +102,24 @@ class LayerProbe:
         self.layers[index] = LayerSpec(key.shape[1], key.shape[-1], value.shape[-1], options.window)
         return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[-1])
 
-    def finish(self, layers: range) -> tuple[LayerSpec, ...]:
-        """Return these layers in order.
+    def finish(self, layers: range, *, others: bool) -> tuple[int, ...]:
+        """Return the numbers of the attention layers, in order.
+
+        Args:
+            layers: The numbers that layers have.
+            others: Whether layers may mix tokens in another way, or not at all.
 
         Raises:
             ModelError: Some layer did not call our attention.
         """
         missing = sorted(set(layers) ^ self.layers.keys())
-        if missing:
+        if missing and not (others and self.layers.keys() <= set(layers)):
             names = ", ".join(map(str, missing[:8]))
             self._refuse(
-                f"layers {names} don't go through Transformers' attention interface "
-                "(state-space, linear-attention or hybrid layers are not supported)"
+                f"layers {names} don't go through Transformers' attention interface, nor mix "
+                "tokens by an operator that is known here"
             )
-        return tuple(self.layers[index] for index in layers)
+        return tuple(sorted(self.layers))
 
     def _refuse(self, why: str) -> NoReturn:
         raise ModelError(f"{self._architecture} can't be served: {why}; choose another model")
@@ -198,7 +202,7 @@ def paged_attention(
             f"{type(module).__name__} did not get attention_backend and kv_cache: the model does "
             "not hand keyword arguments down to its attention, or was called past model_forward()"
         )
-    layer: int = module.layer_idx - kv_cache.first_layer  # type: ignore[operator, assignment]
+    layer = kv_cache.index_of[module.layer_idx]  # type: ignore[index]
     qkv = QKV(query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1))
     options = _options_of(query, call)
     return attention_backend.forward(attention_batch, kv_cache, layer, qkv, options)[None], None

@@ -79,7 +79,8 @@ class FastModules:
         self._replaced: list[tuple[nn.Module, Forward | None]] = []
         length = min(_COMPARED_TOKENS, model.max_model_len, cache.num_blocks * cache.block_size)
         tables = np.arange(-(-length // cache.block_size))[None]
-        rows = Rows(np.array([0]), np.array([length]), tables, 0)
+        states = None if model.mixers is None else np.array([0])
+        rows = Rows(np.array([0]), np.array([length]), tables, 0, states=states)
         token_ids = np.random.default_rng(0).integers(0, model.vocab_size, length)
         inputs = builder.build(rows, token_ids, np.array([length - 1]))
 

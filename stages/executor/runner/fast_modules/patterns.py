@@ -182,9 +182,9 @@ def _attended(module: nn.Module, model: LoadedModel, calls: Calls) -> Forward | 
     """Return an attention module's pass up to its last layer, on `[tokens, hidden]`."""
     packed = _pack(module, _PROJECTIONS)
     index, last = getattr(module, "layer_idx", None), method_of(getattr(module, "o_proj", None))
-    if not packed or last is None or not isinstance(index, int):
+    if not packed or last is None or not isinstance(index, int) or index not in model.index_of:
         return None
-    index -= model.first_layer
+    index = model.index_of[index]
     spec, options = model.layers[index], model.attention_options[index]
     if spec.key_dim % 32:
         return None
@@ -466,7 +466,7 @@ def _layer_parts(
                 return None
             norms[role] = norm
     projections = _pack(attention, _PROJECTIONS)
-    index = attention.layer_idx - model.first_layer
+    index = model.index_of[attention.layer_idx]
     key_width = model.layers[index].key_dim
     heads = projections[0].outputs // key_width
     paged = cache.paged_layer(index, PagedAttention, heads, model.attention_options[index])

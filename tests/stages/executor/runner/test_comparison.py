@@ -45,11 +45,11 @@ def test_tokens_that_meet_outside_attention_are_refused(kernels: str) -> None:
 
 
 def test_the_language_part_of_a_model_with_images_is_checked() -> None:
-    own = {"mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8}
-    text = {**vision_models._TEXT, "model_type": "falcon_h1", "mamba_n_groups": 1, **own}
+    own = {"attention_hidden_size": 64, "vocab_size": 128, "hidden_size": 64}
+    text = {"model_type": "rwkv", "num_hidden_layers": 2, **own}
     vision = vision_models._CONFIGS["llava"]["vision_config"]
     module = Llava(LlavaConfig(text_config=text, vision_config=vision, image_token_id=125))
-    with pytest.raises(ModelError, match="FalconH1ForCausalLM has state-space"):
+    with pytest.raises(ModelError, match="RwkvForCausalLM has recurrent layers"):
         wrap_model(module, 64, image_processor=make_processor("llava"))
 
 

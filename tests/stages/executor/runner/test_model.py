@@ -12,7 +12,6 @@ import pytest
 import torch
 from transformers import (
     AutoConfig,
-    AutoModelForCausalLM,
     DbrxConfig,
     DeepseekV3Config,
     MixtralConfig,
@@ -20,7 +19,6 @@ from transformers import (
     Qwen3Config,
     Qwen3MoeConfig,
 )
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from nano_inference.config import EngineConfig, ModelError, SamplingParams
 from nano_inference.stages.executor import ExecutorCore, wrap_model
@@ -99,25 +97,6 @@ def test_kinds_of_models_that_are_refused_by_name(tmp_path: Path, kind: str, why
         load(tmp_path)
     name = kind if model is None else type(model).__name__
     assert name.replace("_", "").lower() in str(refused.value).lower()
-
-
-def test_hybrid_models_are_refused() -> None:
-    config = CONFIG_MAPPING["qwen3_next"](
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        layer_types=["linear_attention", "full_attention"],
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=16,
-        num_experts=0,
-        linear_num_key_heads=2,
-        linear_num_value_heads=2,
-    )
-    model = AutoModelForCausalLM.from_config(config)
-    with pytest.raises(ModelError, match=r"state-space"):
-        wrap_model(model, 64)
 
 
 def test_unsupported_masks_are_refused() -> None:

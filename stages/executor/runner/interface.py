@@ -36,7 +36,6 @@ from .kv_cache import KVCache as KVCache
 from .kv_cache import count_blocks as count_blocks
 from .kv_cache import count_slots as count_slots
 from .loaded_model import LoadedModel as LoadedModel
-from .media import DeepFeatures as DeepFeatures
 from .media import MediaEmbeddings as MediaEmbeddings
 from .media import MediaEncoder as MediaEncoder
 from .media import MediaError as MediaError

@@ -65,13 +65,6 @@ _QWEN3_VISION = {
     "intermediate_size": 24,
     "num_position_embeddings": 16,
 }
-_LINEAR = {
-    "layer_types": ["linear_attention", "full_attention"],
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 8,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-}
 _GLM_VISION = {
     **_QWEN_VISION,
     "hidden_size": 32,
@@ -109,10 +102,6 @@ _CONFIGS: dict[str, dict[str, Any]] = {
     "qwen3_vl": {
         "text_config": {**_TEXT, "num_hidden_layers": 3, "rope_parameters": _M_ROPE},
         "vision_config": {**_QWEN3_VISION, "depth": 3, "deepstack_visual_indexes": [0, 1]},
-    },
-    "qwen3_5": {
-        "text_config": {**_TEXT, **_LINEAR, "rope_parameters": _M_ROPE},
-        "vision_config": _QWEN3_VISION,
     },
     "glm4v": {
         "text_config": {**_TEXT, "rope_parameters": _M_ROPE},
@@ -224,9 +213,7 @@ _PROCESSORS: dict[str, Any] = {
     ),
     "internvl": lambda: GotOcr2ImageProcessorPil(size=_SQUARE, min_patches=1, max_patches=4),
 }
-_PROCESSORS |= dict.fromkeys(
-    ("qwen2_5_vl", "qwen3_5", "qwen3_vl", "qwen3_vl_moe"), _PROCESSORS["qwen2_vl"]
-)
+_PROCESSORS |= dict.fromkeys(("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"), _PROCESSORS["qwen2_vl"])
 _PROCESSORS["glm4v_moe"] = _PROCESSORS["glm4v"]
 
 

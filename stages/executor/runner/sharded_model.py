@@ -26,7 +26,7 @@ from .fixed_tiles import require_cpu
 from .linear.choose import method_of
 from .loaded_model import LoadedModel
 from .media import SUPPORTED
-from .model import check_architecture, load_config, wrap_model
+from .model import check_architecture, load_config, load_mixers, wrap_model
 from .ranks.group import PARTS, Layout, RankGroup
 from .ranks.layers import ParallelExperts, VocabParallelEmbedding, shard_module
 from .ranks.pipelining import PipelineRank
@@ -66,6 +66,7 @@ def load_sharded(
     check_architecture(hf_config)
     files = tensor_files(folder)
     whole = make_whole(hf_config, _dtype_of(config, hf_config, files))
+    _check_no_mixers(whole)
     layout = make_layout(config, group)
     expert_parallel = config.expert_parallel > 1
     huge = config.huge_pages == "auto"
@@ -129,6 +130,15 @@ def move_experts(module: nn.Module, owners: Sequence[int]) -> None:
     """
     for experts in experts_in(module):
         experts.set_owners(owners)
+
+
+def _check_no_mixers(whole: nn.Module) -> None:
+    if (mixers := load_mixers(whole)) is not None:
+        raise ModelError(
+            f"{type(whole).__name__} has {len(mixers)} layers with recurrent state, which can't be "
+            f"shared among ranks; {_ALONE}, and engine.pipeline_parallel and "
+            "engine.expert_parallel to 1"
+        )
 
 
 def _check_supported(folder: Path, hf_config: PreTrainedConfig) -> None:

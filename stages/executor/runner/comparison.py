@@ -85,6 +85,8 @@ def compare_with_transformers(config: EngineConfig, model: LoadedModel) -> None:
     blocks = count * -(-_MOST_LEN // block_size)
     cache = KVCache(own, blocks, block_size, num_slots=count)
     backend, without_kernels = choose_backend(settings, own)
+    if not without_kernels and own.mixers is not None:
+        own.mixers.use_kernels(own.dtypes.activations, own.device)
     builder = InputBuilder(own, block_size, backend)
     fast = FastModules(own, cache, builder) if not without_kernels else None
     for found, wanted in zip(_stepwise(own, cache, builder, fast), logits, strict=True):

@@ -128,7 +128,7 @@ class Determinism:
 
     @torch.inference_mode()
     def _check_attention(self, batch: TiledBatch) -> None:
-        for window, heads, group in batch.chunks:
+        for span, heads, group in batch.chunks:
             for spec in set(self.model.layers):
-                if (spec.window, spec.num_kv_heads) == (window, heads):
+                if (spec.span, spec.num_kv_heads) == (span, heads):
                     check_attention(group, spec.key_dim, spec.value_dim)

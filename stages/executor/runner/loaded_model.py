@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig
 
-from .attention_options import AttentionOptions
+from .attention_options import AttentionOptions, Span
 from .shards import ShardedWeights
 from .state.kinds import LayerState, StateTensor
 
@@ -45,16 +45,27 @@ class LayerSpec(msgspec.Struct, frozen=True):
         num_kv_heads: Heads of keys and values.
         key_dim: Width of one key head.
         value_dim: Width of one value head.
-        window: A query sees itself and the `window - 1` tokens before it; None sees all.
+        window: As in Span.
+        chunk: Likewise.
+        source: The `layer_idx` of the layer whose keys and values it reads; None if it has its own.
     """
 
     num_kv_heads: int
     key_dim: int
     value_dim: int
     window: int | None
+    chunk: int | None = None
+    source: int | None = None
+
+    @property
+    def span(self) -> Span:
+        """The positions that a query sees."""
+        return Span(self.window, self.chunk)
 
     def tensors(self, dtype: torch.dtype) -> tuple[StateTensor, ...]:
-        """Return the state: keys, and values."""
+        """Return the state: keys, and values, unless they are another layer's."""
+        if self.source is not None:
+            return ()
         widths = (self.key_dim, self.value_dim)
         return tuple(StateTensor((self.num_kv_heads, each), dtype, True) for each in widths)
 
@@ -114,6 +125,13 @@ class LoadedModel:
     def index_of(self) -> dict[int, int]:
         """The index in `layers` by `layer_idx`."""
         return {layer: index for index, layer in enumerate(self.layer_indices)}
+
+    @cached_property
+    def shares_kv(self) -> frozenset[int]:
+        """The `layer_idx` of the layers that read another's keys and values, and of these."""
+        pairs = zip(self.layer_indices, (spec.source for spec in self.layers), strict=True)
+        found = {index for pair in pairs if pair[1] is not None for index in pair}
+        return frozenset(index for index in found if index is not None)
 
     @property
     def whole(self) -> nn.Module:

@@ -38,6 +38,7 @@ from .attention.interface import (
     LayerProbe,
     register_attention,
 )
+from .attention.lengths import provide_lengths
 from .checkpoint import tensor_files, tensors_missing, wrong_shape
 from .device import resolve_device, trim
 from .fixed_tiles import require_cpu
@@ -173,7 +174,7 @@ def wrap_model(
         weight = next(module.parameters())
     if not isinstance(weight, torch.Tensor):
         raise ModelError(f"{type(module).__name__} has no output layer; choose another model")
-    mixers = _find_mixers(module, pipeline)
+    mixers = load_mixers(module)
     probe = _probe_layers(module, limit, weight.device, pipeline, mixers)
     own = range(text.num_hidden_layers) if pipeline is None else pipeline.layers
     # Of a model that generates, the comparison at load shows whether other layers mix tokens.
@@ -185,6 +186,7 @@ def wrap_model(
         sees_itself = _images_see_themselves(module)
         encoders = (VisionModel(module, image_processor, sees_itself=sees_itself),)
     module.set_attn_implementation(_attention_of(hf_config, IMPLEMENTATION))
+    provide_lengths(module)
     return LoadedModel(
         module=module,
         hf_config=hf_config,
@@ -382,18 +384,13 @@ def _check_loaded(folder: Path, module: Any, info: dict[str, Any]) -> None:
         raise wrong_shape(folder, name, shape, wanted)
 
 
-def _find_mixers(module: nn.Module, pipeline: PipelineRank | None) -> Mixers | None:
+def load_mixers(module: nn.Module) -> Mixers | None:
+    """Return the mixers with recurrent state of a model; None, without importing them, if none."""
     if not any(map(has_mixers, {type(each) for each in module.modules()})):
         return None
     from .mixers.find import find_mixers
 
-    mixers = find_mixers(module)
-    if mixers is not None and pipeline is not None:
-        raise ModelError(
-            f"{type(module).__name__} has layers with recurrent state, which can't be shared among "
-            "ranks; set tensor_parallel, pipeline_parallel and expert_parallel to 1"
-        )
-    return mixers
+    return find_mixers(module)
 
 
 @torch.no_grad()

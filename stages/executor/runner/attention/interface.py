@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from .....config import ModelError
-from ..attention_options import AttentionOptions
+from ..attention_options import AttentionOptions, Span
 from ..kv_cache import KVCache
 from ..loaded_model import LayerSpec
 from .backend import QKV, AttentionBackend
@@ -54,9 +54,11 @@ class MaskProbe(msgspec.Struct, frozen=True):
 
     `mask_function(batch, head, query position, key position)` is Transformers' own, elementwise on
     index tensors, true where the query may attend to the key.
+    `local_size` is the length of its window or chunk, if it has one.
     """
 
     mask_function: Any
+    local_size: int | None = None
 
     def __getattr__(self, name: str) -> NoReturn:
         raise MaskUsedError
@@ -64,24 +66,24 @@ class MaskProbe(msgspec.Struct, frozen=True):
     def __getitem__(self, index: object) -> NoReturn:
         raise MaskUsedError
 
-    def agrees(self, window: int | None, max_position: int) -> bool:
-        """Return whether the rule is causal within `window`, at edges and random positions."""
+    def agrees(self, span: Span, max_position: int) -> bool:
+        """Return whether the rule is causal within `span`, at edges and random positions."""
         last = max(max_position - 1, 1)
         generator = torch.Generator().manual_seed(0)
         query = torch.randint(0, last + 1, (512,), generator=generator)
         anywhere = torch.randint(0, last + 1, (512,), generator=generator)
-        span = window or last + 1
-        offsets = (0, 1, -1, span - 1, span, span + 1, last)
+        size = span.window or span.chunk or last + 1
+        offsets = (0, 1, -1, size - 1, size, size + 1, last)
         keys = torch.cat([anywhere, *((query - offset).clamp(0, last) for offset in offsets)])
         queries = query.repeat(1 + len(offsets))
         zero = torch.zeros((), dtype=torch.long)
         allowed = self.mask_function(zero, zero, queries, keys)
-        return bool(torch.equal(allowed, (keys <= queries) & (keys > queries - span)))
+        return bool(torch.equal(allowed, (keys <= queries) & (keys >= span.first(queries))))
 
 
-def probe_mask(*, mask_function: Any, **_: Any) -> MaskProbe:
+def probe_mask(*, mask_function: Any, local_size: int | None = None, **_: Any) -> MaskProbe:
     """Return the rule of the mask that the model wants, for the probe to check."""
-    return MaskProbe(mask_function)
+    return MaskProbe(mask_function, local_size)
 
 
 def probe_layer(
@@ -111,6 +113,7 @@ class LayerProbe:
     def __init__(self, architecture: str, max_position: int) -> None:
         self.layers: dict[int, LayerSpec] = {}
         self.options: dict[int, AttentionOptions] = {}
+        self._kv: dict[int, tuple[Tensor, Tensor]] = {}
         self._architecture = architecture
         self._max_position = max_position
 
@@ -123,6 +126,11 @@ class LayerProbe:
             ModelError: The layer needs something that our attention does not do.
         """
         options = _options_of(query, call)
+        if options.window is None and isinstance(mask, MaskProbe):
+            # Layers pass their window to the attention function, but not the size of their chunks.
+            in_chunks = options._replace(chunk=mask.local_size)
+            if mask.agrees(in_chunks.span, self._max_position):
+                options = in_chunks
         index = getattr(module, "layer_idx", None)
         if not isinstance(index, int) or index in self.layers:
             self._refuse("its attention layers don't have a KV cache of their own each")
@@ -135,10 +143,17 @@ class LayerProbe:
             self._refuse(
                 f"layer {index} computes attention by `{min(unknown)}`, which is not known here"
             )
-        if not isinstance(mask, MaskProbe) or not mask.agrees(options.window, self._max_position):
-            self._refuse(f"the mask of layer {index} is neither causal nor a sliding window")
+        if not isinstance(mask, MaskProbe) or not mask.agrees(options.span, self._max_position):
+            self._refuse(
+                f"the mask of layer {index} is neither causal, nor a sliding window, nor in chunks"
+            )
         self.options[index] = options
-        self.layers[index] = LayerSpec(key.shape[1], key.shape[-1], value.shape[-1], options.window)
+        # A layer without keys and values of its own gets the tensors of the one that made them.
+        owners = (each for each, (k, v) in self._kv.items() if k is key and v is value)
+        source = next(owners, None)
+        self._kv[index] = (key, value)
+        shape = key.shape[1], key.shape[-1], value.shape[-1]
+        self.layers[index] = LayerSpec(*shape, *options.span, source)
         return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[-1])
 
     def finish(self, layers: range, *, others: bool) -> tuple[int, ...]:
@@ -243,7 +258,7 @@ def paged_attention(
         )
     layer = kv_cache.index_of[module.layer_idx]  # type: ignore[index]
     qkv = QKV(query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1))
-    options = _options_of(query, call)
+    options = _options_of(query, call)._replace(chunk=kv_cache.specs[layer].chunk)
     return attention_backend.forward(attention_batch, kv_cache, layer, qkv, options)[None], None
 
 

@@ -184,6 +184,8 @@ def _attended(module: nn.Module, model: LoadedModel, calls: Calls) -> Forward | 
     index, last = getattr(module, "layer_idx", None), method_of(getattr(module, "o_proj", None))
     if not packed or last is None or not isinstance(index, int) or index not in model.index_of:
         return None
+    if index in model.shares_kv:
+        return None  # a module hands keys and values to another
     index = model.index_of[index]
     spec, options = model.layers[index], model.attention_options[index]
     if spec.key_dim % 32:

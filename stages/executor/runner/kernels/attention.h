@@ -7,6 +7,7 @@ typedef struct {
     long block_size, kv_heads, group;  // group: query heads of a KV head
     long key_width, value_width;       // multiples of 16
     long window;                       // positions that a query sees, its own included; 0: all
+    long own_chunk;                    // positions of a chunk, of which a query sees its own; 0: all
     float scale, softcap;              // softcap 0: none
     const number *sinks;               // [kv_heads * group], or NULL
 } Attention;
@@ -39,6 +40,7 @@ INLINE const number *row_at(const number *rows, long width, const Attention *a,
 
 // The first position that a query token sees.
 INLINE long first_seen(const Attention *a, long context) {
+    if (a->own_chunk) return (context - 1) / a->own_chunk * a->own_chunk;
     return a->window && context > a->window ? context - a->window : 0;
 }
 

@@ -90,7 +90,8 @@ INLINE float wide(number v) {
     return f;
 }
 
-#ifdef AVX2
+#ifdef MIXERS  // which multiply no matrices
+#elif defined(AVX2)
 #include "products_avx2.h"
 #else
 #include "products_bfloat16.h"

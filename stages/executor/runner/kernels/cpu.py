@@ -48,7 +48,6 @@ _LIBRARIES: dict[torch.dtype, tuple[Library, ...]] = {
     torch.float32: (FLOAT32, FLOAT32_AVX2),
 }
 _SAMPLING_LIBRARIES = (SAMPLING, SAMPLING_AVX2)
-_AVX2 = (BFLOAT16_AVX2, FLOAT32_AVX2, SAMPLING_AVX2)
 
 
 class LinearKind(IntEnum):
@@ -85,6 +84,7 @@ class _Attention(ctypes.Structure):
         ("key_width", c_long),
         ("value_width", c_long),
         ("window", c_long),
+        ("own_chunk", c_long),
         ("scale", c_float),
         ("softcap", c_float),
         ("sinks", c_void_p),
@@ -135,16 +135,23 @@ def code(dtype: torch.dtype) -> str:
 
 @cache
 def _chosen(dtype: torch.dtype) -> tuple[Library, ctypes.CDLL]:
-    candidates = _LIBRARIES.get(dtype)
-    if candidates is None:
-        raise KernelsUnavailable(f"there are none for {dtype} on cpu")
-    return _first_usable(candidates, _SIGNATURES)
+    return first_usable(_LIBRARIES.get(dtype, ()), _SIGNATURES, f"{dtype} on cpu")
 
 
-def _first_usable(
-    candidates: Sequence[Library], signatures: Mapping[str, str]
+def first_usable(
+    candidates: Sequence[Library], signatures: Mapping[str, str], purpose: str = ""
 ) -> tuple[Library, ctypes.CDLL]:
-    reason = ""
+    """Return the first library that this machine can use, with its functions declared.
+
+    Args:
+        candidates: The libraries, the best one first.
+        signatures: The letters of `_TYPES` for the arguments of each function.
+        purpose: The use, for the error without candidates.
+
+    Raises:
+        KernelsUnavailable: There is none, or none on this machine.
+    """
+    reason = f"there are none for {purpose}"
     for candidate in candidates:
         try:
             return candidate, _prepared(candidate, signatures)
@@ -160,7 +167,9 @@ def _allowed(candidate: Library) -> bool:
     # oneDNN ignores unknown values.
     if "AMX" in most or not most.startswith(("SSE", "AVX")):
         return True
-    return candidate is not TILES if most.startswith(("AVX512", "AVX10")) else candidate in _AVX2
+    if most.startswith(("AVX512", "AVX10")):
+        return candidate is not TILES
+    return candidate.instructions == "AVX2"
 
 
 def _prepared(candidate: Library, signatures: Mapping[str, str]) -> ctypes.CDLL:
@@ -175,7 +184,7 @@ def _prepared(candidate: Library, signatures: Mapping[str, str]) -> ctypes.CDLL:
 @cache
 def sampling_library() -> ctypes.CDLL:
     """Return the library for logits, likewise."""
-    return _first_usable(_SAMPLING_LIBRARIES, _SAMPLING_SIGNATURES)[1]
+    return first_usable(_SAMPLING_LIBRARIES, _SAMPLING_SIGNATURES)[1]
 
 
 def _declared(loaded: ctypes.CDLL, signatures: Mapping[str, str]) -> ctypes.CDLL:
@@ -448,6 +457,7 @@ class PagedAttention:
             key_width=keys.shape[3],
             value_width=values.shape[3],
             window=options.window or 0,
+            own_chunk=options.chunk or 0,
             scale=options.scale,
             softcap=options.softcap or 0.0,
         )

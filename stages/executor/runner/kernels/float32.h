@@ -14,7 +14,8 @@ INLINE Floats rounded(Floats v) { return v; }
 
 INLINE float wide(number v) { return v; }
 
-#ifdef AVX2
+#ifdef MIXERS  // which multiply no matrices
+#elif defined(AVX2)
 #include "products_avx2.h"
 #else
 #include "products_float32.h"

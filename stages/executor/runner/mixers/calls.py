@@ -40,7 +40,7 @@ def causal_conv1d_fn(
     **_: Any,
 ) -> Tensor:
     """Convolution, `[1, channels, tokens]`."""
-    window = mixer.state((weight.shape[0], weight.shape[1] - 1), weight.dtype)
+    window = mixer.state((weight.shape[1] - 1, weight.shape[0]), weight.dtype)
     rows = hidden_states[0].T.contiguous()
     output = mixer.operators.conv(
         rows, weight.contiguous(), bias, activation, window, mixer.segments
@@ -91,7 +91,8 @@ def mamba2_chunk_scan(
     **__: Any,
 ) -> Tensor:
     """Mamba-2, `[1, tokens, heads, dim]`."""
-    state = mixer.state((*hidden_states.shape[2:], B.shape[3]), torch.float32)
+    _, _, heads, width = hidden_states.shape
+    state = mixer.state((heads, B.shape[3], width), torch.float32)
     x, b, c = (each[0].contiguous() for each in (hidden_states, B, C))
     time = torch.clamp(_times(dt[0], dt_bias, softplus=dt_softplus), *dt_limit).contiguous()
     return mixer.operators.ssd(x, time, A.float(), b, c, D, state, mixer.segments)[None]

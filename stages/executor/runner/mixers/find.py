@@ -57,6 +57,17 @@ class Mixers:
         self.states: tuple[MixerState, ...] = ()
         self._mixers = [_Mixer(self, *each) for each in mixers]
 
+    def use_kernels(self, dtype: torch.dtype, device: torch.device) -> str:
+        """Take the kernels for activations of a dtype, if they agree with the definition.
+
+        Returns:
+            Why they are not taken; "" if they are.
+        """
+        from .choose import choose_operators
+
+        self.operators, why = choose_operators(dtype, device)
+        return why
+
     def __len__(self) -> int:
         return len(self._mixers)
 

@@ -72,10 +72,15 @@ def segments_of(rows: Rows) -> Segments:
 class Operators(Protocol):
     """Operators of one device. All arguments and results are contiguous.
 
+    Attributes:
+        code: A digest of compiled code; "" for torch's.
+
     `x`, `q`, `k`, `v`, `B` and `C` have the dtype of the activations. State tensors are float32,
     except for the window of a convolution, which has the dtype of its weight. Their rows are the
     slots that `segments` names, and the operators write to them in place.
     """
+
+    code: str
 
     def conv(
         self,
@@ -93,7 +98,7 @@ class Operators(Protocol):
             weight: `[channels, width]`; the last column is the token's own.
             bias: `[channels]`.
             activation: Transformers' name of it; None for none.
-            window: `[slots, channels, width - 1]`, the inputs before a segment, oldest first.
+            window: `[slots, width - 1, channels]`, the inputs before a segment, oldest first.
             segments: The segments.
 
         Returns:
@@ -152,7 +157,7 @@ class Operators(Protocol):
             B: `[tokens, groups, n]`; each group serves `heads / groups` consecutive heads.
             C: Likewise.
             D: `[heads]`.
-            state: `[slots, heads, dim, n]`.
+            state: `[slots, heads, n, dim]`.
             segments: The segments.
 
         Returns:

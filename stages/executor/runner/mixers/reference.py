@@ -19,6 +19,8 @@ from .operators import Segments
 class ReferenceOperators:
     """The operators for any device."""
 
+    code = ""
+
     def conv(
         self,
         x: Tensor,
@@ -32,14 +34,14 @@ class ReferenceOperators:
         taps = weight.float().T
         sums = x.new_empty(x.shape, dtype=torch.float32)
         for first, end, slot, save in segments.each():
-            seen = torch.cat((window[slot].T, x[first:end].to(weight.dtype)))
+            seen = torch.cat((window[slot], x[first:end].to(weight.dtype)))
             wide = seen.float()
             # No fused product and sum, which would round otherwise in a vector's remainder.
             total = wide[: end - first] * taps[0]
             for tap in range(1, width):
                 total = total + wide[tap : tap + end - first] * taps[tap]
             sums[first:end] = total
-            _keep(window, slot, save, seen[end - first :].T)
+            _keep(window, slot, save, seen[end - first :])
         if bias is not None:
             sums = sums + bias.float()
         output = sums.to(weight.dtype)
@@ -59,19 +61,18 @@ class ReferenceOperators:
         state: Tensor,
         segments: Segments,
     ) -> Tensor:
-        heads = v.shape[1]
+        queries, keys = (_of_heads(each, v.shape[1])[..., None] for each in (q, k))
+        values, rates = v.float(), beta.float()[..., None]
+        decays = g[..., None] if g.dim() == 3 else g[..., None, None]
 
         def step(token: int, before: Tensor) -> tuple[Tensor, Tensor]:
-            query, key = (_heads(each[token].float(), heads) for each in (q, k))
+            query, key = queries[token], keys[token]
             if l2norm:
                 query, key = _normalised(query), _normalised(key)
-            decay = g[token].float().exp()
-            decay = decay[..., None] if decay.dim() == 2 else decay[:, None, None]
-            after = before * decay
-            known = (after * key[..., None]).sum(-2)
-            change = (v[token].float() - known) * beta[token].float()[:, None]
-            after = after + key[..., None] * change[:, None]
-            return (after * (query * scale)[..., None]).sum(-2), after
+            after = before * decays[token].exp()
+            change = (values[token] - (after * key).sum(-2)) * rates[token]
+            after = after + key * change[:, None]
+            return (after * (query * scale)).sum(-2), after
 
         return _scan(torch.empty_like(v, dtype=torch.float32), state, segments, step).to(q.dtype)
 
@@ -86,15 +87,15 @@ class ReferenceOperators:
         state: Tensor,
         segments: Segments,
     ) -> Tensor:
-        heads = x.shape[1]
+        times, inputs = dt.float()[..., None, None], x.float()
+        writes, reads = (_of_heads(each, x.shape[1])[..., None] for each in (B, C))
+        logs, skip = A[:, None, None], None if D is None else D.float()[:, None]
 
         def step(token: int, before: Tensor) -> tuple[Tensor, Tensor]:
-            time, inputs = dt[token].float(), x[token].float()
-            write, read = (_heads(each[token].float(), heads)[:, None] for each in (B, C))
-            after = before * (time * A).exp()[:, None, None]
-            after = after + (inputs * time[:, None])[..., None] * write
-            output = (after * read).sum(-1)
-            return (output if D is None else output + inputs * D.float()[:, None]), after
+            after = before * (times[token] * logs).exp()
+            after = after + writes[token] * (inputs[token] * times[token][..., 0])[:, None]
+            output = (after * reads[token]).sum(-2)
+            return (output if skip is None else output + inputs[token] * skip), after
 
         return _scan(torch.empty_like(x, dtype=torch.float32), state, segments, step)
 
@@ -109,11 +110,13 @@ class ReferenceOperators:
         state: Tensor,
         segments: Segments,
     ) -> Tensor:
+        times, inputs, writes, reads = dt.float()[..., None], x.float(), B.float(), C.float()
+
         def step(token: int, before: Tensor) -> tuple[Tensor, Tensor]:
-            time, inputs = dt[token].float()[:, None], x[token].float()
-            after = before * (time * A).exp() + (time * B[token].float()) * inputs[:, None]
-            output = (after * C[token].float()).sum(-1)
-            return (output if D is None else output + inputs * D.float()), after
+            time, value = times[token], inputs[token]
+            after = before * (time * A).exp() + (time * writes[token]) * value[:, None]
+            output = (after * reads[token]).sum(-1)
+            return (output if D is None else output + value * D), after
 
         return _scan(torch.empty_like(x, dtype=torch.float32), state, segments, step)
 
@@ -126,10 +129,12 @@ class ReferenceOperators:
         state: Tensor,
         segments: Segments,
     ) -> Tensor:
+        queries, keys = q.float()[..., None], k.float()[..., None]
+        values, decays = v.float()[:, :, None], decay[:, None, None]
+
         def step(token: int, before: Tensor) -> tuple[Tensor, Tensor]:
-            written = k[token].float()[..., None] * v[token].float()[:, None]
-            after = before * decay[:, None, None] + written
-            return (after * q[token].float()[..., None]).sum(-2), after
+            after = before * decays + keys[token] * values[token]
+            return (after * queries[token]).sum(-2), after
 
         return _scan(torch.empty_like(v, dtype=torch.float32), state, segments, step).to(q.dtype)
 
@@ -155,10 +160,11 @@ def _keep(state: Tensor, slot: int, save: int, after: Tensor) -> None:
         state[save] = after
 
 
-def _heads(each: Tensor, heads: int) -> Tensor:
-    """Repeat `[few, dim]` to `[heads, dim]`."""
-    return each.repeat_interleave(heads // each.shape[0], dim=0)
+def _of_heads(each: Tensor, heads: int) -> Tensor:
+    """Repeat `[tokens, few, dim]` to `[tokens, heads, dim]`, in float32."""
+    return each.float().repeat_interleave(heads // each.shape[1], dim=1)
 
 
 def _normalised(each: Tensor) -> Tensor:
-    return each * torch.rsqrt((each * each).sum(-1, keepdim=True) + 1e-6)
+    """Normalise `[heads, dim, 1]`."""
+    return each * torch.rsqrt((each * each).sum(-2, keepdim=True) + 1e-6)

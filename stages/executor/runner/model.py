@@ -30,6 +30,7 @@ from ....text.context_length import longest_context
 from ....text.gguf_facts import LINK, facts_of
 from ....text.model_folder import folder_of
 from ....text.pooling_config import embeds_only
+from .attention.carried import KeywordsLost, carry_keywords
 from .attention.interface import (
     IMPLEMENTATION,
     PROBING,
@@ -408,10 +409,19 @@ def _probe_layers(
     call = {"position_ids": positions, "use_cache": False, "layer_probe": probe}
     # A number of logits may cut the last layers' masks, which are no tensors here.
     call["logits_to_keep"] = positions[0]
+    if any(getattr(each, "indexer", None) is not None for each in module.modules()):
+        raise ModelError(
+            f"{name} can't be served: an indexer chooses the tokens that its layers see; choose "
+            "another model"
+        )
     try:
         if pipeline is None:
             with nullcontext() if mixers is None else mixers.probing():
-                module(input_ids=tokens, **call)
+                try:
+                    module(input_ids=tokens, **call)
+                except KeywordsLost as lost:
+                    carry_keywords(module, lost.layer)
+                    module(input_ids=tokens, **call)
         else:
             hidden = pipeline.empty_states(2, device)[None].zero_()
             output = pipeline.run(module, tokens, hidden, call)

@@ -25,12 +25,28 @@ from ..attention_options import AttentionOptions, Span
 from ..kv_cache import KVCache
 from ..loaded_model import LayerSpec
 from .backend import QKV, AttentionBackend
+from .carried import KeywordsLost
 
 _CALL = ("scaling", "sliding_window", "softcap", "s_aux")
 """Transformers' names of the fields of AttentionOptions."""
 
+_IGNORED = frozenset(
+    (
+        *("cache_position", "deterministic", "dropout", "logits_to_keep", "position_ids"),
+        *("output_attentions", "output_hidden_states", "output_router_logits", "use_cache"),
+    )
+)
+"""Other names that change no number, or have been applied before attention is called."""
+
 PROBING = "nano_probe"
 """The `attn_implementation` of the probe, whose forward call takes a `layer_probe`."""
+
+
+class MaskUsedError(AttributeError):
+    """A layer computes with its mask, so that its tokens may see others than the mask says."""
+
+    def __init__(self) -> None:
+        super().__init__("its layers compute with their masks, so a mask doesn't say what they see")
 
 
 class MaskProbe(msgspec.Struct, frozen=True):
@@ -43,6 +59,12 @@ class MaskProbe(msgspec.Struct, frozen=True):
 
     mask_function: Any
     local_size: int | None = None
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise MaskUsedError
+
+    def __getitem__(self, index: object) -> NoReturn:
+        raise MaskUsedError
 
     def agrees(self, span: Span, max_position: int) -> bool:
         """Return whether the rule is causal within `span`, at edges and random positions."""
@@ -64,13 +86,25 @@ def probe_mask(*, mask_function: Any, local_size: int | None = None, **_: Any) -
     return MaskProbe(mask_function, local_size)
 
 
-def probe_layer(*args: Any, layer_probe: LayerProbe, **kwargs: Any) -> tuple[Tensor, None]:
+def probe_layer(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: object,
+    *,
+    layer_probe: LayerProbe | None = None,
+    **call: Any,
+) -> tuple[Tensor, None]:
     """Take the arguments of `paged_attention`, and compute nothing.
 
     Raises:
         ModelError: As `LayerProbe.record`.
+        KeywordsLost: The layer drops keyword arguments.
     """
-    return layer_probe.record(*args, **kwargs), None
+    if layer_probe is None:
+        raise KeywordsLost(type(module))
+    return layer_probe.record(module, query, key, value, attention_mask, **call), None
 
 
 class LayerProbe:
@@ -102,8 +136,13 @@ class LayerProbe:
             self._refuse("its attention layers don't have a KV cache of their own each")
         if query.shape[1] % key.shape[1]:
             self._refuse("its query heads don't divide evenly among its KV heads")
-        if call.get("position_bias") is not None or call.get("is_causal") is False:
-            self._refuse(f"layer {index} uses a position bias or looks ahead")
+        if call.get("is_causal") is False:
+            self._refuse(f"layer {index} looks ahead")
+        known = _IGNORED.union(_CALL, ("is_causal",))
+        if unknown := [name for name in call.keys() - known if call[name] is not None]:
+            self._refuse(
+                f"layer {index} computes attention by `{min(unknown)}`, which is not known here"
+            )
         if not isinstance(mask, MaskProbe) or not mask.agrees(options.span, self._max_position):
             self._refuse(
                 f"the mask of layer {index} is neither causal, nor a sliding window, nor in chunks"

@@ -69,14 +69,16 @@ def compare_with_transformers(config: EngineConfig, model: LoadedModel) -> None:
     if model.device.type != "cpu" or model.dtypes.weights != torch.float32:
         kernels = "off"  # not loaded here; they are compared module by module
     name = type(model.module).__name__
-    key = f"{id(type(model.module))} {kernels} {model.hf_config.to_json_string(use_diff=False)}"
+    sizes = model.hf_config.to_json_string(use_diff=False)
+    key = f"{id(type(model.module))} {kernels} {model.latent_attention} {sizes}"
     if key in _passed:
         return
     kind = type(model.module)
     small, logits = _small_model(name, model.hf_config, kind)
     block_size = 4
     settings = EngineConfig(kernels=kernels, block_size=block_size, deterministic=False)
-    own = wrap_model(small(Layout(OneRank(), False)), _MOST_LEN)
+    latents = "auto" if any(spec.is_latent for spec in model.layers) else "off"
+    own = wrap_model(small(Layout(OneRank(), False)), _MOST_LEN, latent_attention=latents)
     cache = KVCache(own, 2 * -(-_MOST_LEN // block_size), block_size)
     backend, without_kernels = choose_backend(settings, own)
     builder = InputBuilder(own, block_size, backend)

@@ -44,16 +44,18 @@ class LayerSpec(msgspec.Struct, frozen=True):
         key_dim: Width of one key head.
         value_dim: Width of one value head.
         window: A query sees itself and the `window - 1` tokens before it; None sees all.
+        is_latent: Whether values are the first numbers of the keys, and not kept again.
     """
 
     num_kv_heads: int
     key_dim: int
     value_dim: int
     window: int | None
+    is_latent: bool = False
 
     def tensors(self, dtype: torch.dtype) -> tuple[StateTensor, ...]:
-        """Return the state: keys, and values."""
-        widths = (self.key_dim, self.value_dim)
+        """Return the state: keys, and values unless they are in the keys."""
+        widths = (self.key_dim,) if self.is_latent else (self.key_dim, self.value_dim)
         return tuple(StateTensor((self.num_kv_heads, each), dtype, True) for each in widths)
 
 
@@ -79,6 +81,8 @@ class LoadedModel:
         is_shared: Whether a caller shares the module and may replace its weights between steps.
         shards: The whole model's tensors, if the module is one rank's shard; else None.
         pipeline: This rank's place among several stages; None if there is one.
+        latent_attention: "in use", or why latent attention runs with the keys and values of all
+            heads; "" for a model without it.
         encoders: Encoders of the media that the model takes, one for each kind.
     """
 
@@ -98,6 +102,7 @@ class LoadedModel:
     shards: ShardedWeights | None = None
     pipeline: PipelineRank | None = None
     encoders: tuple[MediaEncoder, ...] = ()
+    latent_attention: str = ""
 
     @property
     def states(self) -> tuple[LayerState, ...]:

@@ -24,7 +24,7 @@ class BlockLayout(msgspec.Struct, frozen=True):
 
     Attributes:
         block_size: Tokens.
-        layers: (KV heads, key width, value width) of each layer.
+        layers: (KV heads, key width, value width) of each layer; 0 for values within keys.
         dtype: Dtype of the numbers.
         order: Dimensions of a layer's keys, and of its values.
         endian: Byte order of the numbers.
@@ -41,7 +41,10 @@ class BlockLayout(msgspec.Struct, frozen=True):
     @classmethod
     def of(cls, model: LoadedModel, cache: KVCache) -> BlockLayout:
         """Return the layout of a model's blocks."""
-        layers = tuple((spec.num_kv_heads, spec.key_dim, spec.value_dim) for spec in model.layers)
+        layers = tuple(
+            (spec.num_kv_heads, spec.key_dim, 0 if spec.is_latent else spec.value_dim)
+            for spec in model.layers
+        )
         dtype = str(model.dtypes.kv_cache).removeprefix("torch.")
         return cls(cache.block_size, layers, dtype)
 

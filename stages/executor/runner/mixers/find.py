@@ -86,6 +86,11 @@ class Mixers:
     def __len__(self) -> int:
         return len(self._mixers)
 
+    def index_of(self, module: nn.Module) -> int | None:
+        """Return the index of a module's state; None if it is no mixer."""
+        found = (index for index, each in enumerate(self._mixers) if each.module is module)
+        return next(found, None)
+
     @contextmanager
     def active(self, segments: Segments, states: Sequence[Sequence[Tensor]]) -> Iterator[None]:
         """Context of one pass over the model.

@@ -4,6 +4,7 @@ them."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Set
+from functools import partial
 from typing import Any, NamedTuple
 
 from .....bus.control import ReplicaCapacity
@@ -68,7 +69,7 @@ class RecurrentStates(Part, States):
         super().__init__(core, config, capacity)
         own = StateCapacity.find(capacity.parts)
         assert own is not None
-        self.snapshots = Snapshots(own.num_snapshots)
+        self.snapshots = Snapshots(own.num_snapshots, self._evicted)
         self._cache = core.cache
         self._every = config.state_snapshot_blocks
         self._most_held = int(config.kv_session_share * own.num_snapshots)
@@ -78,6 +79,12 @@ class RecurrentStates(Part, States):
         self._own: dict[int, bytes] = {}
         self._in_flight: dict[int, list[Save]] = {}  # by step
         self._held: dict[Allocation, bytes] = {}
+        # Of sequences that start with the next plan: snapshots on the device, or below it.
+        self._starting: dict[Allocation, bytes] = {}
+        self._to_load: dict[Allocation, bytes] = {}
+        # Snapshots that plans in flight load, and the step; 0 before it is known.
+        self._loads: dict[bytes, int] = {}
+        self._audit: StateSave | None = None
         self._counts = {"taken": 0, "hits": 0, "recomputed_tokens": 0}
         core.cache.states = self
         core.cache.followers = (*core.cache.followers, self)
@@ -89,15 +96,30 @@ class RecurrentStates(Part, States):
         allocation.num_found = num_blocks
         while num_blocks and names[num_blocks - 1] not in self.snapshots:
             num_blocks -= 1
+        below = self._cache.below
+        if below.exists and (allocation in self._to_load or self._can_load()):
+            return below.reach(names, num_blocks)
         return num_blocks
 
     def follows(self, allocation: Allocation, num_blocks: int) -> bool:
-        return self._prefills.follows(allocation, num_blocks, saves=self.snapshots.number > 0)
+        saves = self.snapshots.number > 0
+        follows = self._prefills.follows(allocation, num_blocks, saves=saves)
+        if num_blocks and not follows and self._cache.below.exists:
+            self._reserve(allocation, allocation.names[num_blocks - 1])
+        return follows
 
     def sections(self, allocation: Allocation, num_cached: int) -> Sections:
         if not num_cached:
             return ()
-        return (StateStart(self.snapshots.use(self._name(allocation, num_cached))),)
+        name = self._name(allocation, num_cached)
+        if name not in self.snapshots:
+            num_blocks = num_cached // self._cache.block_size
+            take = partial(self._take_for, allocation, name)
+            self._cache.below.load_state(allocation, num_blocks, take)
+        number = self.snapshots.use(name)
+        if self._cache.below.exists:
+            self._reserve(allocation, name)
+        return (StateStart(number),)
 
     def hold(self, allocation: Allocation) -> None:
         num_tokens = len(allocation.block_ids) * self._cache.block_size
@@ -119,6 +141,8 @@ class RecurrentStates(Part, States):
         self._prefills.clear()
         self._running.clear()
         self._own.clear()
+        self._loads.clear()
+        self._audit = None
 
     def retire(self, adapter: str) -> Set[bytes]:
         self.snapshots.drop_adapter(adapter)
@@ -126,7 +150,38 @@ class RecurrentStates(Part, States):
 
     def check(self) -> None:
         saves = (save for saves in self._in_flight.values() for save in saves)
-        self.snapshots.check([save.number for save in saves])
+        numbers = [save.number for save in saves]
+        self.snapshots.check(numbers if self._audit is None else [*numbers, self._audit.snapshot])
+
+    def number_of(self, name: bytes) -> int:
+        return self.snapshots.number_of(name)
+
+    def name_of(self, number: int) -> bytes | None:
+        return self.snapshots.name_of(number)
+
+    def last(self, seq_id: int, allocation: Allocation, num_blocks: int) -> tuple[int, int]:
+        size = self._cache.block_size
+        for end in range(num_blocks, 0, -1):
+            if (number := self.snapshots.number_of(allocation.names[end - 1])) >= 0:
+                break
+        else:
+            end, number = 0, -1
+        for saves in self._in_flight.values():
+            for save in saves:
+                if save.seq.seq_id == seq_id and end < save.num_tokens // size <= num_blocks:
+                    end, number = save.num_tokens // size, save.number
+        return end, number
+
+    def audit(self, seq_id: int, num_tokens: int) -> int:
+        if (number := self.snapshots.take()) is None:
+            return -1
+        self._audit = StateSave(seq_id, num_tokens, number)
+        return number
+
+    def end_audit(self) -> None:
+        if self._audit is not None:
+            self.snapshots.give_back(self._audit.snapshot)
+            self._audit = None
 
     # --- the core's hooks ---------------------------------------------------------------------
 
@@ -155,12 +210,15 @@ class RecurrentStates(Part, States):
 
     def begin(self, now_ns: int) -> None:
         self._prefills.end_expected()
+        self._end_reservations()
 
     def planned(self, draft: PlanDraft) -> None:
         started = {new.seq_id for new in draft.new}
         for seq_id in draft.forget:
             if seq_id not in started:
                 self._leave(seq_id)
+        self._end_reservations()
+        self._loads = {name: step or draft.step_id for name, step in self._loads.items()}
         saves: list[Save] = []
         for seq, num_tokens in zip(draft.seqs, draft.num_tokens.values(), strict=False):
             if seq.seq_id in self._running:
@@ -173,8 +231,14 @@ class RecurrentStates(Part, States):
             self._counts["taken"] += len(saves)
             sections = [StateSave(each.seq.seq_id, each.num_tokens, each.number) for each in saves]
             draft.parts.append(StatePlan(tuple(sections)))
+        elif self._audit is not None and self._audit.seq_id in draft.num_tokens:
+            draft.parts.append(StatePlan((self._audit,)))
 
     def absorb(self, sent: SentPlan, result: StepSummary) -> Iterable[Sequence]:
+        if self._loads:
+            self._loads = {
+                name: step for name, step in self._loads.items() if step != result.step_id
+            }
         for save in self._in_flight.pop(result.step_id, ()):
             seq, prefill = save.seq, save.prefill
             allocation = seq.allocation
@@ -196,13 +260,17 @@ class RecurrentStates(Part, States):
                 if before is not None and self.snapshots.is_owned(before, owner):
                     self.snapshots.drop(before)
                 self._own[owner] = name
-            self.snapshots.keep(name, save.number, allocation.scope.adapter, owner)
+            if self.snapshots.keep(name, save.number, allocation.scope.adapter, owner):
+                self._cache.below.made_state(save.number, allocation)
         return ()
 
     def lose(self) -> None:
         for saves in self._in_flight.values():
             for save in saves:
                 self.snapshots.give_back(save.number)
+        for name in self._loads:  # perhaps never loaded
+            self.snapshots.drop(name)
+        self._loads.clear()
         self._in_flight.clear()
         self._prefills.clear()
         self._running.clear()
@@ -223,6 +291,41 @@ class RecurrentStates(Part, States):
 
     def _name(self, allocation: Allocation, num_tokens: int) -> bytes:
         return self._cache.names_of(allocation, num_tokens // self._cache.block_size)[-1]
+
+    def _take_for(self, allocation: Allocation, name: bytes) -> int:
+        """Return a number to load a snapshot to, which can be found from here on."""
+        number = self.snapshots.take()
+        assert number is not None, "`usable` found a number"
+        self.snapshots.keep(name, number, allocation.scope.adapter)
+        self._loads[name] = 0
+        return number
+
+    def _evicted(self, name: bytes, number: int) -> None:
+        self._cache.below.store_state(name, number)
+
+    def _can_load(self) -> bool:
+        """Whether there are numbers for one more snapshot than sequences are about to load."""
+        return self.snapshots.num_takable > len(self._to_load)
+
+    def _reserve(self, allocation: Allocation, name: bytes) -> None:
+        """Keep the snapshot with which a sequence starts until the next plan is made."""
+        self._end_reservation(allocation)
+        if name in self.snapshots:
+            self._starting[allocation] = name
+            self.snapshots.hold(name)
+        else:
+            self._to_load[allocation] = name
+            self._cache.below.pin_state(name)
+
+    def _end_reservation(self, allocation: Allocation) -> None:
+        if (name := self._starting.pop(allocation, None)) is not None:
+            self.snapshots.release(name)
+        elif (name := self._to_load.pop(allocation, None)) is not None:
+            self._cache.below.unpin_state(name)
+
+    def _end_reservations(self) -> None:
+        for allocation in [*self._starting, *self._to_load]:
+            self._end_reservation(allocation)
 
     def _save_prompt(self, seq: Sequence, saves: list[Save]) -> None:
         """Save the state at the points of a prompt that a plan passes."""

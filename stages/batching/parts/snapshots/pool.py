@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 OWNED_SHARE = 2
@@ -36,8 +36,10 @@ class Snapshots:
         number: Their number.
     """
 
-    def __init__(self, number: int) -> None:
+    def __init__(self, number: int, evicted: Callable[[bytes, int], None]) -> None:
+        """Args: their number; called with a name and its number before this is given out again."""
         self.number = number
+        self._evicted = evicted
         # In order of eviction.
         self._kept: OrderedDict[bytes, Snapshot] = OrderedDict()
         self._owned: OrderedDict[bytes, Snapshot] = OrderedDict()
@@ -51,6 +53,22 @@ class Snapshots:
 
     def __len__(self) -> int:
         return len(self._kept) + len(self._owned)
+
+    @property
+    def num_takable(self) -> int:
+        """Number of times that `take` would return a number."""
+        names = (*self._kept, *self._owned)
+        return len(self._free) + sum(name not in self._held for name in names)
+
+    def number_of(self, name: bytes) -> int:
+        """Return the number of a snapshot that can be found; -1 if there is none of this name."""
+        snapshot = self._kept.get(name) or self._owned.get(name)
+        return -1 if snapshot is None else snapshot.number
+
+    def name_of(self, number: int) -> bytes | None:
+        """Return the name of a snapshot that can be found; None for other numbers."""
+        snapshots = (*self._kept.items(), *self._owned.items())
+        return next((name for name, each in snapshots if each.number == number), None)
 
     @property
     def num_held(self) -> int:
@@ -76,18 +94,24 @@ class Snapshots:
             victim = next((name for name in names if name not in self._held), None)
             if victim is None:
                 return None
+            self._evicted(victim, self.number_of(victim))
             self.drop(victim)
         number = self._free.pop()
         self._in_flight[number] = for_owner
         return number
 
-    def keep(self, name: bytes, number: int, adapter: str, owner: int = -1) -> None:
-        """Let a snapshot be found that was in flight, unless there is one of this name."""
+    def keep(self, name: bytes, number: int, adapter: str, owner: int = -1) -> bool:
+        """Let a snapshot be found that was in flight, unless there is one of this name.
+
+        Returns:
+            Whether there was none.
+        """
         if name in self:
             self.give_back(number)
-            return
+            return False
         del self._in_flight[number]
         (self._kept if owner < 0 else self._owned)[name] = Snapshot(number, adapter, owner)
+        return True
 
     def give_back(self, number: int) -> None:
         """Free a number that was in flight."""

@@ -226,19 +226,13 @@ class Below(Follower):
         pays, against computing the blocks after the first `num_blocks`; else that number."""
         return num_blocks
 
-    def pin_state(self, name: bytes) -> None:
-        """Keep a snapshot in its place, until `unpin_state`."""
-
-    def unpin_state(self, name: bytes) -> None:
-        """End one `pin_state`."""
-
-    def load_state(self, allocation: Allocation, num_blocks: int, take: Callable[[], int]) -> None:
-        """Load the snapshot at the end of so many blocks of an allocation that has just started.
+    def load_state(self, name: bytes, take: Callable[[], int]) -> None:
+        """Load a snapshot that `reach` has found.
 
         Args:
-            allocation: The allocation.
-            num_blocks: As returned by `reach`.
-            take: Returns the number of the device's snapshot to load it to.
+            name: Its name.
+            take: Returns the number of the device's snapshot to load it to, which may be stored
+                before.
         """
 
     def store_state(self, name: bytes, number: int) -> None:

@@ -79,9 +79,9 @@ class RecurrentStates(Part, States):
         self._own: dict[int, bytes] = {}
         self._in_flight: dict[int, list[Save]] = {}  # by step
         self._held: dict[Allocation, bytes] = {}
-        # Of sequences that start with the next plan: snapshots on the device, or below it.
-        self._starting: dict[Allocation, bytes] = {}
-        self._to_load: dict[Allocation, bytes] = {}
+        # Those with which sequences are about to start: they keep their numbers until the next plan
+        # is made, whose loads come before its sequences.
+        self._reserved: list[bytes] = []
         # Snapshots that plans in flight load, and the step; 0 before it is known.
         self._loads: dict[bytes, int] = {}
         self._audit: StateSave | None = None
@@ -97,7 +97,7 @@ class RecurrentStates(Part, States):
         while num_blocks and names[num_blocks - 1] not in self.snapshots:
             num_blocks -= 1
         below = self._cache.below
-        if below.exists and (allocation in self._to_load or self._can_load()):
+        if below.exists and num_blocks < allocation.num_found and self.snapshots.num_takable:
             return below.reach(names, num_blocks)
         return num_blocks
 
@@ -105,21 +105,15 @@ class RecurrentStates(Part, States):
         saves = self.snapshots.number > 0
         follows = self._prefills.follows(allocation, num_blocks, saves=saves)
         if num_blocks and not follows and self._cache.below.exists:
-            self._reserve(allocation, allocation.names[num_blocks - 1])
+            self._reserve(allocation, num_blocks)
         return follows
 
     def sections(self, allocation: Allocation, num_cached: int) -> Sections:
         if not num_cached:
             return ()
-        name = self._name(allocation, num_cached)
-        if name not in self.snapshots:
-            num_blocks = num_cached // self._cache.block_size
-            take = partial(self._take_for, allocation, name)
-            self._cache.below.load_state(allocation, num_blocks, take)
-        number = self.snapshots.use(name)
         if self._cache.below.exists:
-            self._reserve(allocation, name)
-        return (StateStart(number),)
+            self._reserve(allocation, num_cached // self._cache.block_size)
+        return (StateStart(self.snapshots.use(self._name(allocation, num_cached))),)
 
     def hold(self, allocation: Allocation) -> None:
         num_tokens = len(allocation.block_ids) * self._cache.block_size
@@ -303,29 +297,19 @@ class RecurrentStates(Part, States):
     def _evicted(self, name: bytes, number: int) -> None:
         self._cache.below.store_state(name, number)
 
-    def _can_load(self) -> bool:
-        """Whether there are numbers for one more snapshot than sequences are about to load."""
-        return self.snapshots.num_takable > len(self._to_load)
-
-    def _reserve(self, allocation: Allocation, name: bytes) -> None:
-        """Keep the snapshot with which a sequence starts until the next plan is made."""
-        self._end_reservation(allocation)
-        if name in self.snapshots:
-            self._starting[allocation] = name
-            self.snapshots.hold(name)
-        else:
-            self._to_load[allocation] = name
-            self._cache.below.pin_state(name)
-
-    def _end_reservation(self, allocation: Allocation) -> None:
-        if (name := self._starting.pop(allocation, None)) is not None:
-            self.snapshots.release(name)
-        elif (name := self._to_load.pop(allocation, None)) is not None:
-            self._cache.below.unpin_state(name)
+    def _reserve(self, allocation: Allocation, num_blocks: int) -> None:
+        """Load the snapshot with which an allocation is about to start, if it is not here, and keep
+        it until the next plan is made."""
+        name = allocation.names[num_blocks - 1]
+        if name not in self.snapshots:
+            self._cache.below.load_state(name, partial(self._take_for, allocation, name))
+        self._reserved.append(name)
+        self.snapshots.hold(name)
 
     def _end_reservations(self) -> None:
-        for allocation in [*self._starting, *self._to_load]:
-            self._end_reservation(allocation)
+        for name in self._reserved:
+            self.snapshots.release(name)
+        self._reserved.clear()
 
     def _save_prompt(self, seq: Sequence, saves: list[Save]) -> None:
         """Save the state at the points of a prompt that a plan passes."""

@@ -126,7 +126,7 @@ class KVTiers:
 
     Attributes:
         capacity: The executor's tiers.
-        chosen: Loaded blocks to be audited.
+        chosen: Loaded blocks to be audited. Those of both instances are in one.
         difference: The first audited block that differed; None if all were equal.
     """
 
@@ -259,28 +259,17 @@ class KVTiers:
         """Take note that a chosen block is audited."""
         self._audits_due -= 1
         if not self._audits_due:
-            self.chosen.clear()
+            for block in [each for each in self.chosen if (each.snapshot >= 0) == self._state]:
+                self.chosen.remove(block)
 
     @contextmanager
     def pinned(self, names: Sequence[bytes]) -> Iterator[None]:
         """Keep these blocks in their slots."""
-        self.pin(names)
+        self._pin(names)
         try:
             yield
         finally:
-            self.unpin(names)
-
-    def pin(self, names: Iterable[bytes]) -> None:
-        """Keep these blocks in their slots, until `unpin`."""
-        self._pinned.update(names)
-
-    def unpin(self, names: Iterable[bytes]) -> None:
-        """End one `pin` of each of these blocks."""
-        for name in names:
-            if self._pinned[name] > 1:
-                self._pinned[name] -= 1
-            else:
-                del self._pinned[name]
+            self._unpin(names)
 
     def fetch(
         self,
@@ -349,7 +338,7 @@ class KVTiers:
                     self._fill(name, slot)
                 moves.append(self._move("offer", name, slot, block_id))
         offered = tuple(move.name for move in moves)
-        self.pin(offered)
+        self._pin(offered)
         self._offers.pop(seq_id, None)  # offers are in order of their ends
         self._offers[seq_id] = Offer(before + offered, now_ns + int(OFFER_S * 1e9))
         self._counts.offered += len(offered)
@@ -358,7 +347,7 @@ class KVTiers:
     def release_offer(self, seq_id: int) -> None:
         """End an offer, if it has not ended."""
         if (offer := self._offers.pop(seq_id, None)) is not None:
-            self.unpin(offer.names)
+            self._unpin(offer.names)
 
     def end_offers(self, now_ns: int) -> None:
         """End offers that have lasted for `OFFER_S`."""
@@ -542,6 +531,16 @@ class KVTiers:
 
     def _is_near(self, name: bytes) -> bool:
         return name in self._slot_of or name in self._fetching
+
+    def _pin(self, names: Iterable[bytes]) -> None:
+        self._pinned.update(names)
+
+    def _unpin(self, names: Iterable[bytes]) -> None:
+        for name in names:
+            if self._pinned[name] > 1:
+                self._pinned[name] -= 1
+            else:
+                del self._pinned[name]
 
     def _fetch(self, name: bytes, slot: int, remote: RemoteBlock | None) -> KVMove:
         """Return the move that fetches a block from another executor, or else from disk."""

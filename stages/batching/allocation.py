@@ -124,7 +124,8 @@ class States(Follower):
 
     def follows(self, allocation: Allocation, num_blocks: int) -> bool:
         """Return whether an allocation waits for a snapshot beyond so many blocks, which another
-        one is about to make. Otherwise it is expected to start with the next plan.
+        one is about to make, or which there is no place to load to. Otherwise it is expected to
+        start with the next plan.
         """
         return False
 

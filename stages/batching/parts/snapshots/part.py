@@ -102,6 +102,10 @@ class RecurrentStates(Part, States):
         return num_blocks
 
     def follows(self, allocation: Allocation, num_blocks: int) -> bool:
+        if self._reserved and not self.snapshots.num_takable:
+            names = self._cache.names_of(allocation, allocation.num_found)
+            if self._cache.below.reach(names, num_blocks) > num_blocks:
+                return True  # the next plan has numbers again
         saves = self.snapshots.number > 0
         follows = self._prefills.follows(allocation, num_blocks, saves=saves)
         if num_blocks and not follows and self._cache.below.exists:

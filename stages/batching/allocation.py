@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
+from ...bus.kv_events import Medium
 from ...bus.messages import DEFAULT_SCOPE, CacheScope, RemoteBlocks
 from ...bus.sections import Sections
 from ...bus.steps import KVMove
@@ -71,6 +72,14 @@ class Allocation:
         self.num_known = 0
 
 
+class UnitLog(Protocol):
+    """A log of the blocks, or the snapshots, that can be found in a medium; see `KVEventLog`."""
+
+    def store_below(self, medium: Medium, name: bytes) -> None: ...
+    def remove_below(self, medium: Medium, name: bytes) -> None: ...
+    def lose(self, medium: Medium) -> None: ...
+
+
 class Follower:
     """Follows a cache's blocks by their names. The methods here do nothing."""
 
@@ -112,9 +121,11 @@ class States(Follower):
 
     Attributes:
         exists: Whether layers of the model have a recurrent state.
+        log: Log of the snapshots that can be found; None for no log.
     """
 
     exists = False
+    log: UnitLog | None = None
 
     def usable(self, allocation: Allocation, num_blocks: int) -> int:
         """Return how many of so many leading blocks that were found an allocation can start with:

@@ -10,7 +10,9 @@ from nano_inference.bus.control import Cancel, TiersChanged
 from nano_inference.stages.batching import Allocation
 from nano_inference.stages.batching.parts.tiers.part import Tiers
 from nano_inference.stages.batching.parts.tiers.tiers import KVTiers, TierCounts
+from nano_inference.store.loaded_adapter import LoadedAdapter
 
+from ...soaking import in_soak
 from .replica import CACHE_TYPES, CacheType, FakeReplica, expected
 from .states import RuleSnapshotTiers
 from .test_handover import PROMPT, Pair
@@ -163,6 +165,26 @@ def test_the_audit_finds_a_snapshot_of_other_tokens(where: str, cache_type: Cach
     assert (counts(replica).stored, counts(replica).loaded) == (0, 0)
 
 
+@pytest.mark.parametrize("other", ["weights", "adapter"])
+def test_names_that_leave_out_a_version_are_noticed(
+    other: str, cache_type: CacheType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A planted defect: the root of all names is the same, and nothing is forgotten."""
+    monkeypatch.setattr(KVTiers, "root", lambda tiers, version, scope: 1)
+    monkeypatch.setattr(KVTiers, "forget_host", lambda tiers: None)
+    replica = replica_of(cache_type, num_blocks=12)
+    replica.set_adapters([LoadedAdapter("red", 1, "", 8)])
+    replica.change_adapter("red", 2, "keep")
+    adapter = "red" if other == "adapter" else ""
+    for seq_id in range(5):
+        replica.add(prompt(seq_id), seq_id, max_tokens=3, adapter=adapter)
+        settle(replica)
+    if other == "weights":
+        replica.change_weights(1, "keep")
+    with pytest.raises(AssertionError, match="a foreign state"):
+        run(replica, 10, prompt(0))
+
+
 # --- between executors -----------------------------------------------------------------------
 
 
@@ -201,7 +223,7 @@ def test_without_a_snapshot_the_taker_computes_the_prompt(cache_type: CacheType)
 # --- random traces ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("seed", [*range(8), *map(in_soak, range(8, 60))])
 def test_whatever_happens_sequences_start_in_the_state_of_their_tokens(seed: int) -> None:
     """Few numbers and slots, lost plans and files, flushes, new weights, preemptions."""
     draw = random.Random(seed)
@@ -214,6 +236,7 @@ def test_whatever_happens_sequences_start_in_the_state_of_their_tokens(seed: int
         num_blocks=draw.choice((14, 30)),
         max_tokens_per_batch=draw.choice((8, 32)),
         snapshot_blocks=draw.choice((0, 2)),
+        kv_events=True,
     )
     wanted: dict[int, list[int]] = {}
     version = 0
@@ -249,7 +272,7 @@ def test_whatever_happens_sequences_start_in_the_state_of_their_tokens(seed: int
                     replica.core.pause_sequences([draw.randrange(30)])
                 case _:
                     replica.core.resume_sequences(list(range(30)))
-        replica.core.check()
+        replica.check()
     replica.core.resume_sequences([*replica.core.index])
     settle(replica)
     assert not replica.core.index, "a sequence waits for ever"

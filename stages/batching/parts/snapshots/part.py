@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from .....bus.control import ReplicaCapacity
+from .....bus.kv_events import DEVICE
 from .....bus.parts.states import StateCapacity, StatePlan, StateSave, StateStart
 from .....bus.sections import Sections
 from .....bus.steps import StepSummary
@@ -69,7 +70,7 @@ class RecurrentStates(Part, States):
         super().__init__(core, config, capacity)
         own = StateCapacity.find(capacity.parts)
         assert own is not None
-        self.snapshots = Snapshots(own.num_snapshots, self._evicted)
+        self.snapshots = Snapshots(own.num_snapshots, self)
         self._cache = core.cache
         self._every = config.state_snapshot_blocks
         self._most_held = int(config.kv_session_share * own.num_snapshots)
@@ -150,6 +151,20 @@ class RecurrentStates(Part, States):
         saves = (save for saves in self._in_flight.values() for save in saves)
         numbers = [save.number for save in saves]
         self.snapshots.check(numbers if self._audit is None else [*numbers, self._audit.snapshot])
+
+    def made(self, name: bytes) -> None:
+        """A snapshot can be found; see `SnapshotFollower`."""
+        if self.log is not None:
+            self.log.store_below(DEVICE, name)
+
+    def given_out(self, name: bytes, number: int) -> None:
+        """A snapshot's number is about to be given out again."""
+        self._cache.below.store_state(name, number)
+
+    def dropped(self, name: bytes) -> None:
+        """A snapshot can't be found any more."""
+        if self.log is not None:
+            self.log.remove_below(DEVICE, name)
 
     def number_of(self, name: bytes) -> int:
         return self.snapshots.number_of(name)
@@ -297,9 +312,6 @@ class RecurrentStates(Part, States):
         self.snapshots.keep(name, number, allocation.scope.adapter)
         self._loads[name] = 0
         return number
-
-    def _evicted(self, name: bytes, number: int) -> None:
-        self._cache.below.store_state(name, number)
 
     def _reserve(self, allocation: Allocation, num_blocks: int) -> None:
         """Load the snapshot with which an allocation is about to start, if it is not here, and keep

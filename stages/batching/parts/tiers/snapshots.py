@@ -30,7 +30,9 @@ class SnapshotTiers:
         audit_every: int,
     ) -> None:
         """Args: the cache; the tiers of its blocks; those of snapshots; the rest as of KVTiers."""
-        self.units = KVTiers(capacity, cache.block_size, policy, audit_every, state=True)
+        self.units = KVTiers(
+            capacity, cache.block_size, policy, audit_every, cache.states.log, state=True
+        )
         self.units.chosen = blocks.chosen
         self._cache = cache
         self._computing_ns = capacity.token_ns * cache.block_size

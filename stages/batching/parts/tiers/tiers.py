@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import takewhile
 from random import Random
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import xxhash
 
@@ -20,6 +20,7 @@ from .....bus.kv_events import DISK, HOST, Medium
 from .....bus.messages import CacheScope, RemoteBlocks
 from .....bus.parts.tiers import moves_of
 from .....bus.steps import KVMove, MoveKind, StepPlan
+from ...allocation import UnitLog
 from .eviction import POLICIES
 
 FETCH_SHARE = 2
@@ -61,14 +62,6 @@ class RemoteBlock(NamedTuple):
 
 
 NOT_REMOTE: Mapping[bytes, RemoteBlock] = {}
-
-
-class TierLog(Protocol):
-    """A log of the blocks that can be found in a tier; see `KVEventLog`."""
-
-    def store_below(self, medium: Medium, name: bytes) -> None: ...
-    def remove_below(self, medium: Medium, name: bytes) -> None: ...
-    def lose(self, medium: Medium) -> None: ...
 
 
 class Offer(NamedTuple):
@@ -136,7 +129,7 @@ class KVTiers:
         block_size: int,
         policy: str,
         audit_every: int = 0,
-        events: TierLog | None = None,
+        events: UnitLog | None = None,
         *,
         state: bool = False,
     ) -> None:

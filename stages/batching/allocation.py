@@ -150,6 +150,12 @@ class States(Follower):
     def release(self, allocation: Allocation) -> None:
         """Keep the snapshot of `hold` no longer, if there is one."""
 
+    def demote(self, allocation: Allocation, *, stores: bool) -> None:
+        """Let the snapshot at the end of the blocks that an allocation holds be given out next.
+
+        Until then it can be found. `stores`: whether to store it below the device now.
+        """
+
     # --- for the memory below the device ------------------------------------------------------
 
     def number_of(self, name: bytes) -> int:

@@ -3,6 +3,10 @@ or come from the device, host memory, disk or another executor."""
 
 from __future__ import annotations
 
+import json
+import signal
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +21,7 @@ from nano_inference.stages.batching.parts.snapshots import part as snapshots_par
 from nano_inference.stages.batching.parts.tiers.part import Tiers
 from nano_inference.stages.batching.parts.tiers.tiers import TierCounts
 from nano_inference.stages.executor.core import ExecutorCore
+from nano_inference.stages.executor.driver.trial import trial_step
 from nano_inference.stages.executor.runner.tiers.host_slots import HostSlots
 
 from ..soaking import in_soak
@@ -58,6 +63,15 @@ def computed() -> Iterator[list[tuple[Any, ...]]]:
         yield bits_of(made.generate(PROMPTS, GREEDY))
 
 
+def test_the_step_that_measures_the_time_of_a_token_runs() -> None:
+    """Its result is fixed in these tests, so that loading pays on any machine."""
+    with engine() as made:
+        runner = made._core.state.runner
+        with runner.active():
+            assert len(trial_step(runner)(64, 1)) == 64
+        assert len(made.generate(PROMPTS[:1], GREEDY)) == 1
+
+
 @pytest.mark.parametrize("cache_type", ["radix", in_soak("paged")])
 def test_bits_are_the_same_from_host_memory(
     cache_type: str, computed: list[tuple[Any, ...]]
@@ -85,6 +99,35 @@ def test_bits_are_the_same_from_disk_after_a_restart(
         hits = made._batching.take_counts()["states"]["hits"]
     assert hits == found.fetched == len(PROMPTS)
     assert (found.lost, found.different) == (0, 0)
+
+
+KILLED = """
+import json, os, signal, sys
+from nano_inference import EngineConfig, InferenceEngine, SamplingParams
+
+settings, prompts = json.load(sys.stdin)
+made = InferenceEngine(EngineConfig(**settings))
+made.generate(prompts, SamplingParams(temperature=0, max_tokens=4, ignore_eos=True))
+made._tiers.blocks.on_disk()
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.soak
+def test_bits_are_the_same_from_disk_after_a_kill(
+    tmp_path: Path, computed: list[tuple[Any, ...]]
+) -> None:
+    """What waits for a rest to be written is lost with the process."""
+    tiers = {"kv_disk_path": str(tmp_path), "kv_host_bytes": 1 << 20}
+    settings = {"model_path": str(hybrid_model.folder()), **SETTINGS, **tiers}
+    asked = json.dumps((settings, [*PROMPTS, *prompts_of(1)]))
+    program = [sys.executable, "-c", KILLED]
+    killed = subprocess.run(program, input=asked, text=True, check=False)
+    assert killed.returncode == -signal.SIGKILL
+    with engine(**tiers) as made:
+        assert bits_of(made.generate(PROMPTS, GREEDY)) == computed
+        found = counts(made._batching)
+    assert (found.fetched > 0, found.lost, found.different) == (True, 0, 0)
 
 
 def late(patch: pytest.MonkeyPatch) -> None:

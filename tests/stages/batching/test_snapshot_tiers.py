@@ -7,6 +7,7 @@ import random
 import pytest
 
 from nano_inference.bus.control import Cancel, TiersChanged
+from nano_inference.bus.public import KVSession
 from nano_inference.stages.batching import Allocation
 from nano_inference.stages.batching.parts.tiers.part import Tiers
 from nano_inference.stages.batching.parts.tiers.tiers import KVTiers, TierCounts
@@ -135,6 +136,15 @@ def test_new_weights_and_flushes_end_snapshots_below(cache_type: CacheType) -> N
     settle(replica)
     assert not below_of(replica).disk
     assert run(replica, 11, prompt(1)) == 0
+
+
+def test_a_demoted_session_has_its_snapshot_below_the_device(cache_type: CacheType) -> None:
+    replica = replica_of(cache_type, num_snapshots=4, num_blocks=100)
+    replica.add(prompt(0), 1, max_tokens=4, session=KVSession(id="s", after="demote", ttl_s=60))
+    settle(replica)
+    names = replica.core.cache.names_of(Allocation([*prompt(0), *replica.outputs[1]]), 4)
+    assert states_of(replica).num_ready(names[3:]) == 1
+    assert run(replica, 2, [*prompt(0), *replica.outputs[1], 3]) == 16
 
 
 @pytest.mark.parametrize("where", ["host", "disk"])

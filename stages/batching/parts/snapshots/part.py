@@ -130,6 +130,13 @@ class RecurrentStates(Part, States):
         if (name := self._held.pop(allocation, None)) is not None:
             self.snapshots.release(name)
 
+    def demote(self, allocation: Allocation, *, stores: bool) -> None:
+        name = self._name(allocation, len(allocation.block_ids) * self._cache.block_size)
+        if (number := self.snapshots.number_of(name)) >= 0:
+            if stores:
+                self._cache.below.store_state(name, number)
+            self.snapshots.demote(name)
+
     def evicted(self, block_id: int, name: bytes) -> None:
         if not self._cache.below.exists:  # it is of no use without its block
             self.snapshots.drop(name)

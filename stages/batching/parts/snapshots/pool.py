@@ -92,6 +92,11 @@ class Snapshots:
         self._kept.move_to_end(name)
         return snapshot.number
 
+    def demote(self, name: bytes) -> None:
+        """Let a snapshot be given out again next, unless a running sequence owns it."""
+        if name in self._kept:
+            self._kept.move_to_end(name, last=False)
+
     def take(self, *, for_owner: bool = False) -> int | None:
         """Return a number for a plan; None if there is none. `for_owner`: of their share."""
         if for_owner:

@@ -59,6 +59,33 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"num_experts": 4, "moe_intermediate_size": 32, **_MOE},
 }
 
+_LATENT: dict[str, Any] = {
+    "num_hidden_layers": 2,
+    "num_key_value_heads": 4,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 16,
+    "first_k_dense_replace": 1,
+    "mlp_layer_types": ["dense", "sparse"],
+    "n_routed_experts": 4,
+    "moe_intermediate_size": 32,
+    "n_group": 1,
+    "topk_group": 1,
+    **_MOE,
+}
+
+LATENT: dict[str, dict[str, Any]] = {
+    # Widths of which no vector is full.
+    "deepseek_v2": {**_LATENT, "qk_nope_head_dim": 12, "v_head_dim": 20, "q_lora_rank": None},
+    "deepseek_v3": _LATENT,
+    "glm4_moe_lite": {**_LATENT, "v_head_dim": 32},
+    "minicpm3": {**_LATENT, "qk_rope_head_dim": 8},
+    "longcat_flash": {**_LATENT, "num_layers": 2, "ffn_hidden_size": 64, "moe_topk": 2},
+}
+"""Models with multi-head latent attention."""
+
 ARCHITECTURES = tuple(OVERRIDES)
 
 _ENCODER_DECODER = "is an encoder-decoder model"
@@ -112,7 +139,7 @@ def load(folder: Path, **settings: Any) -> Any:
 def make_config(name: str, **changes: Any) -> PreTrainedConfig:
     """The configuration of a small model; `name` is a key of OVERRIDES, or a kind of model."""
     kind = name.removesuffix("_window")
-    return CONFIG_MAPPING[kind](**{**_COMMON, **OVERRIDES.get(name, {}), **changes})
+    return CONFIG_MAPPING[kind](**{**_COMMON, **{**OVERRIDES, **LATENT}.get(name, {}), **changes})
 
 
 def make_model(name: str, *, seed: int = 0, **changes: Any) -> Any:
